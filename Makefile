@@ -1,0 +1,55 @@
+# Every target builds .venv by itself when it is missing or stale.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+EXTRAS ?= dev
+WORKERS ?= 2
+export OMP_NUM_THREADS ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test check fast lint types imports lengths bench docs format clean
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt torch==2.13.0
+	$(BIN)/pip install -q -c constraints.txt -e ".[$(EXTRAS)]"
+	@touch $(STAMP)
+
+demo: $(STAMP)
+	OMP_NUM_THREADS=2 $(BIN)/gradveil audit --out runs/demo --resume
+	@echo "Report: runs/demo/report.html"
+
+test: $(STAMP)
+	$(BIN)/pytest -q -n $(WORKERS) --dist worksteal
+
+fast: $(STAMP)
+	$(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "not slow and not deploy"
+
+check: lint types imports lengths fast
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check src tests bench tools
+	$(BIN)/ruff check src tests bench tools
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+imports: $(STAMP)
+	$(BIN)/lint-imports
+
+lengths: $(STAMP)
+	$(BIN)/python tools/file_lengths.py
+
+format: $(STAMP)
+	$(BIN)/ruff format src tests bench tools
+	$(BIN)/ruff check --fix src tests bench tools
+
+bench: $(STAMP)
+	OMP_NUM_THREADS=2 $(BIN)/python bench/run.py
+
+docs: $(STAMP)
+	$(BIN)/python tools/make_docs.py
+
+clean:
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache

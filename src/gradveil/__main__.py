@@ -1,0 +1,6 @@
+"""``python -m gradveil``."""
+
+from gradveil.cli.main import entry
+
+if __name__ == "__main__":
+    entry()

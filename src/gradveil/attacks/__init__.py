@@ -1,0 +1,1 @@
+"""Attacks, one file each. Nothing here may import a defence, a client or data."""

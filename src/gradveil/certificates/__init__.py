@@ -1,0 +1,1 @@
+"""Bounds, each with what it rests on."""

@@ -1,0 +1,62 @@
+"""``gradveil``: one file per command; torch is imported by the command that needs it, not before."""
+
+import sys
+from importlib import import_module
+from typing import Any
+
+import click
+import typer
+from typer.core import TyperGroup
+
+from gradveil import __version__
+from gradveil.errors import GradveilError
+
+# command -> (module under gradveil.cli, one line of help)
+COMMANDS = {
+    "list": ("list", "Show every data set, model, defence, attack and metric with its settings."),
+}
+
+
+class LazyGroup(TyperGroup):
+    """Knows the commands by name; imports one only to run it or to show its help."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the commands in the order of the table."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return the command; a stand-in with the help line where only the list is shown."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, line = COMMANDS[cmd_name]
+        if ctx.resilient_parsing or "--help" in sys.argv[1:2] or len(sys.argv) < 2:
+            return click.Command(cmd_name, help=line)
+        command: Any = import_module(f"gradveil.cli.{module}").command
+        app = typer.Typer(add_completion=False)
+        app.command(cmd_name, help=line)(command)
+        return typer.main.get_command(app)
+
+
+app = typer.Typer(cls=LazyGroup, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"gradveil {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
+) -> None:
+    """What does a federated learning update leak, how do I stop it, and what can be promised?"""
+
+
+def entry() -> None:
+    """Run the command line; an error a user can mend is one line and exit code 2."""
+    try:
+        app()
+    except GradveilError as error:
+        typer.echo(f"gradveil: {' '.join(str(error).split())}", err=True)
+        sys.exit(2)

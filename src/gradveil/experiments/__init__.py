@@ -1,0 +1,1 @@
+"""The whole way, top to bottom: configuration, run, results on disk."""

@@ -1,0 +1,1 @@
+"""FedAvg: clients, server, rounds."""

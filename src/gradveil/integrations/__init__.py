@@ -1,0 +1,1 @@
+"""Adapters to other engines and trainers; each needs its extra."""

@@ -1,0 +1,1 @@
+"""How close a reconstruction comes; one value per example."""

@@ -1,0 +1,1 @@
+"""Every table and figure of the paper, beside the paper's own numbers."""

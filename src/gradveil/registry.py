@@ -1,0 +1,207 @@
+"""Name -> method, for Python, the command line, TOML, tests and docs.
+
+A method is a frozen dataclass whose fields are its settings. A spec is ``name:key=value,key=value``;
+several values of one setting are joined by ``/`` (``layer=fc1/fc2``), several methods by ``+``.
+"""
+
+import dataclasses
+import importlib
+import pkgutil
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from gradveil.errors import SpecError, did_you_mean
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A parsed spec: a name and the settings given with it, as text."""
+
+    name: str
+    settings: dict[str, str]
+
+    def __str__(self) -> str:
+        text = ",".join(f"{k}={v}" for k, v in self.settings.items())
+        return f"{self.name}:{text}" if text else self.name
+
+
+def parse(text: str) -> Spec:
+    """Read ``name:key=value,key=value``."""
+    name, _, rest = text.strip().partition(":")
+    settings: dict[str, str] = {}
+    for part in filter(None, rest.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise SpecError(
+                f"Cannot read {part!r} in {text!r}: a setting is key=value. Example: representation:share=0.4."
+            )
+        settings[key.strip()] = value.strip()
+    return Spec(name, settings)
+
+
+def is_import_path(text: str) -> bool:
+    """Return whether a text names an importable object (``package.module:function``), not a spec."""
+    name, colon, rest = text.partition(":")
+    return bool(colon) and "=" not in rest and all(part.isidentifier() for part in [*name.split("."), *rest.split(".")])
+
+
+def import_object(path: str) -> Any:
+    """Return what ``package.module:name`` names."""
+    module_name, _, attribute = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        raise SpecError(f"Cannot import {module_name!r} ({error}). Is it installed, or on PYTHONPATH?") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise SpecError(f"Module {module_name!r} has no {attribute!r}. Give module:function.")
+        found = getattr(found, part)
+    return found
+
+
+def split_specs(text: str) -> list[str]:
+    """Split ``a:x=1+b:y=2`` at each ``+`` that starts another name (so ``1e+3`` stays whole)."""
+    return [part for part in re.split(r"\+(?=[A-Za-z_])", text) if part]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting of a method, as ``gradveil list`` shows it."""
+
+    name: str
+    default: Any
+    type: Any
+
+
+class Registry(Generic[T]):
+    """The methods of one kind. Scans its package on first use, so that a new file is all that is needed."""
+
+    def __init__(self, kind: str, package: str) -> None:
+        self.kind = kind
+        self._package = package
+        self._classes: dict[str, type[T]] = {}
+        self._scanned = False
+
+    def register(self, name: str) -> Callable[[type[T]], type[T]]:
+        """Class decorator: make a frozen dataclass known under a name."""
+
+        def remember(cls: type[T]) -> type[T]:
+            if name in self._classes and self._classes[name].__qualname__ != cls.__qualname__:
+                raise SpecError(f"Two {self.kind}s are called {name!r}: {self._classes[name]} and {cls}.")
+            self._classes[name] = cls
+            cls.spec_name = name  # type: ignore[attr-defined]
+            return cls
+
+        return remember
+
+    def _scan(self) -> None:
+        if not self._scanned:
+            self._scanned = True
+            package = importlib.import_module(self._package)
+            for module in pkgutil.iter_modules(package.__path__):
+                importlib.import_module(f"{self._package}.{module.name}")
+
+    def names(self) -> list[str]:
+        """Return every known name, sorted."""
+        self._scan()
+        return sorted(self._classes)
+
+    def __iter__(self) -> Iterator[tuple[str, type[T]]]:
+        return iter((name, self._classes[name]) for name in self.names())
+
+    def get(self, name: str) -> type[T]:
+        """Return the class of that name."""
+        self._scan()
+        if name not in self._classes:
+            hint = did_you_mean(name, self._classes)
+            raise SpecError(f"No {self.kind} is called {name!r}. {hint}Known: {', '.join(self.names())}.")
+        return self._classes[name]
+
+    def build(self, spec: str | T) -> T:
+        """Return the method that a spec describes; an object is returned as it is."""
+        if not isinstance(spec, str):
+            return spec
+        parsed = parse(spec)
+        cls = self.get(parsed.name)
+        known = {s.name: s for s in settings(cls)}
+        values = {}
+        for key, text in parsed.settings.items():
+            if key not in known:
+                has = ", ".join(known) or "none"
+                hint = did_you_mean(key, known)
+                raise SpecError(
+                    f"{self.kind.capitalize()} {parsed.name!r} has no setting {key!r}. {hint}It has: {has}."
+                )
+            values[key] = convert(text, known[key].type, f"{parsed.name}:{key}")
+        try:
+            return cls(**values)
+        except (ValueError, TypeError) as error:
+            raise SpecError(f"{self.kind.capitalize()} {spec!r}: {error}") from error
+
+
+def settings(cls: type) -> list[Setting]:
+    """Return the settings of a method: its dataclass fields."""
+    hints = typing.get_type_hints(cls)
+    return [
+        Setting(f.name, f.default if f.default is not dataclasses.MISSING else None, hints[f.name])
+        for f in dataclasses.fields(cls)
+        if f.init and not f.name.startswith("_")
+    ]
+
+
+def describe(method: object) -> str:
+    """Return the spec that builds this method: its name and the settings that differ from the defaults."""
+    changed = {}
+    for field in dataclasses.fields(method):  # type: ignore[arg-type]
+        value = getattr(method, field.name)
+        if field.init and value != field.default:
+            changed[field.name] = "/".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return str(Spec(method.spec_name, changed))  # type: ignore[attr-defined]
+
+
+_TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
+
+
+def convert(text: str, to: Any, where: str) -> Any:
+    """Turn a setting's text into the type its field is annotated with."""
+    options = list(typing.get_args(to)) if typing.get_origin(to) in (typing.Union, types.UnionType) else [to]
+    if type(None) in options and text.lower() in {"none", "null"}:
+        return None
+    for option in options:
+        try:
+            return _convert_one(text, option)
+        except ValueError:
+            continue
+    names = " or ".join(_type_name(o) for o in options if o is not type(None))
+    raise SpecError(f"{where}={text!r} cannot be read: give {names}.")
+
+
+def _convert_one(text: str, to: Any) -> Any:
+    if typing.get_origin(to) is typing.Literal:
+        for allowed in typing.get_args(to):
+            if text == str(allowed):
+                return allowed
+        raise ValueError(text)
+    if typing.get_origin(to) is tuple:
+        return tuple(_convert_one(part, typing.get_args(to)[0]) for part in text.split("/"))
+    if to is bool:
+        if text.lower() not in _TRUE | _FALSE:
+            raise ValueError(text)
+        return text.lower() in _TRUE
+    if to in (int, float, str):
+        return to(text)
+    raise ValueError(text)
+
+
+def _type_name(to: Any) -> str:
+    if typing.get_origin(to) is typing.Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(to)))
+    if typing.get_origin(to) is tuple:
+        return f"{_type_name(typing.get_args(to)[0])}s joined by '/'"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(to, str(to))

@@ -1,0 +1,1 @@
+"""How much each entry of a representation gives away."""

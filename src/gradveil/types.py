@@ -1,0 +1,122 @@
+"""The nouns. What is private (``Batch``) and what the server sees (``Observation``) are different types."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
+
+import torch
+from torch import Tensor, nn
+
+from gradveil.errors import UpdateError
+from gradveil.priors import GaussianPrior
+from gradveil.tree import Params, parameters
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Examples of one client: private."""
+
+    inputs: Tensor  # (N, *shape), in the data range
+    labels: Tensor  # (N,) int64
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one client sends, as a gradient: (W_before - W_after) / lr, the sum over its local steps."""
+
+    gradient: Params
+    num_examples: int = 1
+    num_steps: int = 1
+    lr: float = 1.0  # of the local steps; public, the server sets it
+    batch_size: int | None = None  # of the local steps; None: all examples at once
+
+    @classmethod
+    def from_weights(
+        cls, before: Params, after: Params, lr: float, num_examples: int, num_steps: int, batch_size: int | None = None
+    ) -> "Update":
+        """Return the update of a client that started at ``before`` and ended at ``after``."""
+        gradient = {name: (value - after[name]) / lr for name, value in before.items()}
+        return cls(gradient, num_examples, num_steps, lr, batch_size)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """All that the server sees, so all that an attack may use."""
+
+    model: nn.Module  # with the weights that the server sent
+    update: Update
+    input_shape: tuple[int, ...]  # of one example
+    num_classes: int
+    labels: Tensor | None = None  # (N,), where the server knows them
+    bounds: tuple[float, float] = (0.0, 1.0)  # the data range, public
+    prior: GaussianPrior | None = None  # from public data
+    weights: Params = field(default_factory=dict)  # how much an entry counts in the matching; absent: 1
+    noise: dict[str, float] = field(default_factory=dict)  # known noise std per tensor; absent: 0
+    simulate: Callable[[Params], Params] | None = None  # the defence, as the server would run it on its own gradients
+
+    @property
+    def num_examples(self) -> int:
+        """How many examples the update was made from."""
+        return self.update.num_examples
+
+    @property
+    def visible(self) -> tuple[str, ...]:
+        """Names of the tensors the attack matches: in the update, with a weight that is not all zero."""
+        return tuple(n for n in self.update.gradient if n not in self.weights or bool(self.weights[n].any()))
+
+    def only(self, *patterns: str) -> "Observation":
+        """Keep the tensors whose name fits a pattern (``conv*``); the rest is dropped from the matching."""
+        return self._keep(lambda name: any(fnmatch(name, p) for p in patterns), patterns)
+
+    def without(self, *patterns: str) -> "Observation":
+        """Drop the tensors whose name fits a pattern (``fc.weight``) from the matching."""
+        return self._keep(lambda name: not any(fnmatch(name, p) for p in patterns), patterns)
+
+    def masked(self, *patterns: str) -> "Observation":
+        """Match only the non-zero entries of the tensors whose name fits: read the mask off the update."""
+        seen = {
+            n: (g != 0).to(g.dtype) for n, g in self.update.gradient.items() if any(fnmatch(n, p) for p in patterns)
+        }
+        merged = {n: m * self.weights[n] if n in self.weights else m for n, m in seen.items()}
+        return replace(self, weights=self.weights | merged)
+
+    def _keep(self, keep: Callable[[str], bool], patterns: tuple[str, ...]) -> "Observation":
+        gradient = {name: g for name, g in self.update.gradient.items() if keep(name)}
+        if not gradient:
+            known = ", ".join(self.update.gradient)
+            raise UpdateError(f"No tensor is left after selecting by {', '.join(patterns)}. The update has: {known}.")
+        return replace(self, update=replace(self.update, gradient=gradient))
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """What an attack brings back, clamped to the data range, chosen by the attack's own objective."""
+
+    inputs: Tensor  # (N, *shape)
+    labels: Tensor | None  # (N,)
+    objective: float  # final value of what the attack minimised
+    converged: bool  # finite, and the attack's own stopping rule is content
+    details: dict[str, float] = field(default_factory=dict)  # iterations, evaluations, restarts, ...
+
+
+def check_update(update: Update, model: nn.Module) -> None:
+    """Raise ``UpdateError`` unless the update's names, shapes and values fit the model."""
+    known = parameters(model)
+    for name, g in update.gradient.items():
+        if name not in known:
+            raise UpdateError(
+                f"The update has a tensor {name!r} that the model has not. The model has: {', '.join(known)}."
+            )
+        if g.shape != known[name].shape:
+            raise UpdateError(
+                f"{name!r} is {tuple(g.shape)} in the update and {tuple(known[name].shape)} in the model."
+            )
+        if not g.is_floating_point():
+            raise UpdateError(f"{name!r} has dtype {g.dtype}; an update holds floating point numbers.")
+        if not bool(torch.isfinite(g).all()):
+            raise UpdateError(
+                f"{name!r} holds NaN or infinite values. Leave this update out, or find the client's fault."
+            )

@@ -1,0 +1,45 @@
+"""Small things every test may use: a tiny model, a tiny batch, a generator."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+from torch import Generator, nn
+
+from gradveil.types import Batch
+
+settings.register_profile("gradveil", deadline=None, max_examples=25, derandomize=True)
+settings.load_profile("gradveil")
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def rng() -> Generator:
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    """Two sigmoid convolutions and a linear layer on 8x8 grey images; the layer to defend is '5'."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1, stride=2), nn.Sigmoid(), nn.Conv2d(4, 4, 3, padding=1), nn.Sigmoid(),
+            nn.Flatten(), nn.Linear(64, 5),
+        )  # fmt: skip
+
+
+@pytest.fixture
+def batch(rng: Generator) -> Batch:
+    return Batch(torch.rand(3, 1, 8, 8, generator=rng), torch.tensor([0, 3, 1]))
+
+
+@pytest.fixture
+def data_folder() -> Path:
+    """The folder with MNIST and CIFAR-10; the test is skipped where there is none."""
+    folder = os.environ.get("GRADVEIL_DATA")
+    if not folder or not (Path(folder) / "mnist").is_dir():
+        pytest.skip("GRADVEIL_DATA does not name a folder with MNIST and CIFAR-10")
+    return Path(folder)
