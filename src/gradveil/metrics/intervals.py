@@ -1,0 +1,44 @@
+"""How sure a mean over images is: intervals that are the same on every run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over ``count`` examples and an interval that covers it at the named level."""
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+
+def interval(values: Sequence[float], level: float = 0.95, draws: int = 2000, seed: int = 0) -> Interval:
+    """Return the mean with a bootstrap percentile interval over the examples; NaN values are left out.
+
+    With one example the interval is that value: there is nothing to resample, and ``count`` says so.
+    """
+    x = np.asarray(values, dtype=float)
+    x = x[~np.isnan(x)]
+    if len(x) == 0:
+        return Interval(np.nan, np.nan, np.nan, 0)
+    picks = np.random.default_rng(seed).integers(len(x), size=(draws, len(x)))
+    low, high = np.quantile(x[picks].mean(axis=1), [(1 - level) / 2, (1 + level) / 2])
+    return Interval(float(x.mean()), float(low), float(high), len(x))
+
+
+def rate(hits: Sequence[float], level: float = 0.95) -> Interval:
+    """Return a share of examples (values 0 or 1) with its Wilson interval; NaN values are left out.
+
+    A bootstrap of eight misses would say "0, surely"; Wilson says up to 0.32.
+    """
+    x = np.asarray(hits, dtype=float)
+    x = x[~np.isnan(x)]
+    if len(x) == 0:
+        return Interval(np.nan, np.nan, np.nan, 0)
+    found = stats.binomtest(round(float(x.sum())), len(x)).proportion_ci(level, method="wilson")
+    return Interval(float(x.mean()), float(found.low), float(found.high), len(x))
