@@ -1,0 +1,76 @@
+"""What one table or figure of the paper is: units of work in, rows out, a verdict by a stated rule."""
+
+import tomllib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from gradveil.registry import Registry
+from gradveil.seeds import Seeds
+
+Row = dict[str, Any]
+ITEMS: Registry["Item"] = Registry("item", "gradveil.paper")
+
+
+@dataclass(frozen=True)
+class Context:
+    """What an item is run with."""
+
+    data: str | None = None  # folder with the data sets
+    device: torch.device = torch.device("cpu")
+    scale: Literal["quick", "full"] = "quick"
+    seeds: Seeds = Seeds(0)
+
+    @property
+    def full(self) -> bool:
+        """Whether the paper's sizes are asked for."""
+        return self.scale == "full"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a claim of the paper was seen, by a rule that anybody can apply to the rows."""
+
+    claim: str
+    status: str  # "reproduced", "not reproduced", "reproduced only ...", or "not measured"
+    rule: str
+    paper: str  # the paper's number or sentence
+    ours: str  # what was measured
+
+
+class Item(ABC):
+    """One table or figure. A unit is the smallest piece that is done or not done when a run is resumed."""
+
+    spec_name: ClassVar[str]
+    title: ClassVar[str]
+
+    @abstractmethod
+    def units(self, context: Context) -> list[str]:
+        """Return the keys of the work to do, in order."""
+
+    @abstractmethod
+    def run(self, unit: str, context: Context) -> list[Row]:
+        """Do one unit of work."""
+
+    @abstractmethod
+    def summary(self, rows: Sequence[Row]) -> list[Row]:
+        """Return the lines of the table that a person reads; the paper's numbers beside ours."""
+
+    @abstractmethod
+    def verdicts(self, rows: Sequence[Row]) -> list[Verdict]:
+        """Return what the rows say of the paper's claims."""
+
+    def draw(self, rows: Sequence[Row], path: Path) -> None:
+        """Draw the figure as ``path`` with the endings .svg and .png; an item that is a table draws nothing."""
+
+
+@cache
+def published() -> dict[str, Any]:
+    """Return the paper's own numbers, from ``published.toml``."""
+    return tomllib.loads(files("gradveil.paper").joinpath("published.toml").read_text())
