@@ -1,0 +1,106 @@
+"""Any directory: one folder of images per class, or parquet in the Hugging Face layout."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from gradveil.data.base import DATASETS, Array, Dataset, Source
+from gradveil.data.cache import Decoded, cached, key_of
+from gradveil.data.decode import decode_images
+from gradveil.data.own import hold_out
+from gradveil.data.parquet import class_names, decode_table, parquet_files, read_parquet
+from gradveil.errors import DataError
+
+_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".pgm", ".ppm"}
+_TEST_NAMES = ("test", "val", "valid", "validation")
+Files = list[tuple[Path, int]]  # an image and its class
+
+
+@DATASETS.register("folder")
+@dataclass(frozen=True)
+class Folder(Source):
+    """Your own images: ``folder:path=photos,size=32``.
+
+    The directory holds one folder per class, or ``train`` and ``test`` with one folder per class each, or parquet
+    files in the Hugging Face layout. Without a test split a share of each class is set aside.
+    """
+
+    path: str | None = None  # None: the data folder itself
+    size: int | None = None  # scale every image to a square of this side
+    grey: bool | None = None  # None: as the first image is
+    test_share: float = 0.2
+    image: str | None = None  # the parquet column of images; None: image or img
+    label: str | None = None  # the parquet column of labels; None: label, labels, ...
+
+    def load(self, data: Path | None) -> Dataset:
+        """Return the set, decoded once."""
+        root = self._root(data)
+        train = parquet_files(root, "train") or sorted(root.glob("*.parquet"))
+        if train:
+            test = next(filter(None, (parquet_files(root, part) for part in _TEST_NAMES)), [])
+            files = [*train, *test]
+            return cached("folder", key_of("folder", files, self), lambda: self._from_parquet(train, test))
+        names, train_files, test_files = _class_folders(root)
+        paths = [path for path, _ in [*train_files, *test_files]]
+        return cached(
+            "folder", key_of("folder", paths, self), lambda: self._from_images(names, train_files, test_files)
+        )
+
+    def _root(self, data: Path | None) -> Path:
+        root = Path(self.path).expanduser() if self.path else data
+        if root is None:
+            raise DataError("The dataset 'folder' needs a directory: give folder:path=DIRECTORY or --data DIRECTORY.")
+        if not root.is_dir() and data is not None and (data / root).is_dir():
+            root = data / root
+        if not root.is_dir():
+            raise DataError(f"{str(root)!r} is not a directory. Give folder:path=DIRECTORY.")
+        return root
+
+    def _from_parquet(self, train: list[Path], test: list[Path]) -> Decoded:
+        table = read_parquet(train)
+        images, labels = decode_table(table, self.image, self.label, self.size, self.grey)
+        found = class_names(table, self.label)
+        if test:
+            grey = images.shape[1] == 1
+            rest = decode_table(read_parquet(test), self.image, self.label, self.size, grey)
+        else:
+            images, labels, rest = self._set_aside(images, labels)
+        names = found or tuple(str(i) for i in range(int(max(labels.max(), rest[1].max())) + 1))
+        return Decoded((images, labels), rest, names)
+
+    def _from_images(self, names: tuple[str, ...], train: Files, test: Files) -> Decoded:
+        labels = np.array([label for _, label in train], np.int64)
+        images = decode_images([path for path, _ in train], self.size, self.grey)
+        if not test:
+            images, labels, rest = self._set_aside(images, labels)
+            return Decoded((images, labels), rest, names)
+        others = decode_images([path for path, _ in test], self.size, images.shape[1] == 1)
+        return Decoded((images, labels), (others, np.array([label for _, label in test], np.int64)), names)
+
+    def _set_aside(self, images: Array, labels: Array) -> tuple[Array, Array, tuple[Array, Array]]:
+        kept, aside = hold_out(labels, self.test_share)
+        return images[kept], labels[kept], (images[aside], labels[aside])
+
+
+def _class_folders(root: Path) -> tuple[tuple[str, ...], Files, Files]:
+    """Return the class names and the images of train and test, in a fixed order."""
+    train_root = root / "train" if (root / "train").is_dir() else root
+    test_root = next((root / n for n in _TEST_NAMES if train_root != root and (root / n).is_dir()), None)
+    names = tuple(sorted(p.name for p in train_root.iterdir() if p.is_dir() and not p.name.startswith(".")))
+    train = _images(train_root, names)
+    if not train:
+        raise DataError(
+            f"{root} holds no images. It needs one folder of images per class, train/ and test/ with such folders, or "
+            "train.parquet with the columns image and label."
+        )
+    return names, train, _images(test_root, names) if test_root else []
+
+
+def _images(root: Path, names: tuple[str, ...]) -> Files:
+    return [
+        (path, label)
+        for label, name in enumerate(names)
+        for path in sorted((root / name).rglob("*"))
+        if path.suffix.lower() in _SUFFIXES
+    ]
