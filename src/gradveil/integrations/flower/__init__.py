@@ -1,0 +1,37 @@
+"""Flower: defend, guard and audit an app that exists already, or run gradveil's own.
+
+Everything here uses Flower's Message API (``flwr.app``, ``flwr.clientapp``, ``flwr.serverapp``). Names are
+loaded on first use, so that the settings of a command are in place before Flower is imported.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gradveil.integrations.flower.audit import audited
+    from gradveil.integrations.flower.checks import checked
+    from gradveil.integrations.flower.leak_guard import leak_guard
+    from gradveil.integrations.flower.step_mod import guard_mod
+    from gradveil.integrations.flower.update_mod import update_mod
+    from gradveil.integrations.local_training import defended
+
+_PUBLIC = {
+    "audited": "gradveil.integrations.flower.audit",
+    "checked": "gradveil.integrations.flower.checks",
+    "defended": "gradveil.integrations.local_training",
+    "guard_mod": "gradveil.integrations.flower.step_mod",
+    "leak_guard": "gradveil.integrations.flower.leak_guard",
+    "update_mod": "gradveil.integrations.flower.update_mod",
+}
+
+__all__ = ["audited", "checked", "defended", "guard_mod", "leak_guard", "update_mod"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,92 @@
+"""A Flower mod that runs an update-level defence (pruning, noise) on what a client is about to send."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from flwr.app import Context, Message, MessageType
+
+from gradveil import tree
+from gradveil.defenses.base import Defense
+from gradveil.errors import GradveilError, UpdateError
+from gradveil.integrations.flower.records import (
+    add_metrics,
+    arrays_of,
+    defense_for,
+    fresh_rng,
+    is_trained,
+    number,
+    params_of,
+    record_of,
+    withhold,
+)
+from gradveil.tree import Params
+from gradveil.types import Update
+
+
+def update_mod(
+    defense: str | Defense | None = None, *, lr: float | None = None, seed: int | None = None
+) -> "UpdateMod":
+    """Return a mod for ``ClientApp(mods=[...])`` that defends the update after the client's training.
+
+    Args:
+        defense: a spec or a defence; None reads ``defense`` from the site's or the run's settings.
+        lr: of the local steps, to turn the change of the weights into a gradient (W_before - W_after) / lr;
+            None reads ``lr`` from the message, and takes 1 where there is none: the change itself.
+        seed: for tests only; None draws from the operating system.
+    """
+    return UpdateMod(defense, lr, seed)
+
+
+@dataclass(frozen=True)
+class UpdateMod:
+    """See ``update_mod``. Running statistics and counters pass as they are: no gradient step makes them."""
+
+    defense: str | Defense | None = None
+    lr: float | None = None
+    seed: int | None = None
+
+    def __call__(self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+        """Let the client train, then send a defended update in place of its own; fail closed."""
+        if message.metadata.message_type.partition(".")[0] != MessageType.TRAIN:
+            return call_next(message, context)
+        try:
+            before = params_of(arrays_of(message)[1])
+            defense = defense_for(self.defense, context)
+            reply = call_next(message, context)
+            return reply if reply.has_error() else self._defend(defense, message, before, reply)
+        except GradveilError as error:
+            return withhold(message, str(error))
+
+    def _defend(self, defense: Defense, message: Message, before: Params, reply: Message) -> Message:
+        key, record = arrays_of(reply)
+        after = params_of(record)
+        check_reply(before, after)
+        update = update_of(message, before, reply, after, self.lr)
+        sent = defense.on_update(update, fresh_rng(self.seed))
+        defended = {name: before[name] - update.lr * g.to(before[name].dtype) for name, g in sent.gradient.items()}
+        reply.content[key] = record_of(after | defended)
+        change = tree.norm(tree.subtract(sent.gradient, update.gradient)) / tree.norm(update.gradient).clamp_min(1e-30)
+        add_metrics(reply, {"update-change": float(change)})
+        return reply
+
+
+def check_reply(before: Params, after: Params) -> None:
+    """Raise ``UpdateError`` unless the reply's tensors fit those that the server sent and are finite."""
+    if before.keys() != after.keys():
+        odd = sorted(before.keys() ^ after.keys())
+        raise UpdateError(f"The reply's tensors are not those of the model sent; they differ in: {', '.join(odd)}.")
+    for name, value in after.items():
+        if value.shape != before[name].shape:
+            raise UpdateError(f"{name!r} is {tuple(value.shape)} in the reply and {tuple(before[name].shape)} as sent.")
+        if not bool(torch.isfinite(value).all()):
+            raise UpdateError(f"{name!r} holds NaN or infinite values. Leave this update out.")
+
+
+def update_of(message: Message, before: Params, reply: Message, after: Params, lr: float | None = None) -> Update:
+    """Return what a reply says, as an update: the gradient (W_before - W_after) / lr of the trained tensors."""
+    lr = number(message, "lr", 1.0) if lr is None else lr
+    weights = {name: value for name, value in before.items() if is_trained(name, value)}
+    examples, steps = (int(number(reply, name, 1)) for name in ("num-examples", "num-steps"))
+    size = int(number(message, "batch-size", 0)) or None
+    return Update.from_weights(weights, after, lr, max(examples, 1), max(steps, 1), size)
