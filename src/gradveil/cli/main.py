@@ -13,6 +13,12 @@ from gradveil.errors import GradveilError
 
 # command -> (module under gradveil.cli, one line of help)
 COMMANDS = {
+    "audit": ("audit", "Train, attack what the clients send, and say what an attacker gets."),
+    "report": ("report", "Draw the report of a run folder again."),
+    "train": ("train", "Train with FedAvg, with any defence inside."),
+    "infer": ("infer", "Read the classes and their representations off an update."),
+    "certify": ("certify", "Bound what a reconstruction can reach, and say what the bound rests on."),
+    "reproduce": ("reproduce", "Run the tables and figures of the paper, its numbers beside ours."),
     "list": ("list", "Show every data set, model, defence, attack and metric with its settings."),
 }
 

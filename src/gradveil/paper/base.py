@@ -3,7 +3,7 @@
 import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -23,9 +23,9 @@ class Context:
     """What an item is run with."""
 
     data: str | None = None  # folder with the data sets
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     scale: Literal["quick", "full"] = "quick"
-    seeds: Seeds = Seeds(0)
+    seeds: Seeds = field(default_factory=Seeds)
 
     @property
     def full(self) -> bool:
@@ -66,8 +66,9 @@ class Item(ABC):
     def verdicts(self, rows: Sequence[Row]) -> list[Verdict]:
         """Return what the rows say of the paper's claims."""
 
-    def draw(self, rows: Sequence[Row], path: Path) -> None:
-        """Draw the figure as ``path`` with the endings .svg and .png; an item that is a table draws nothing."""
+    def draw(self, rows: Sequence[Row], path: Path) -> bool:
+        """Draw the figure as ``path`` with the endings .svg and .png; ``False``: the item is a table."""
+        return False
 
 
 @cache

@@ -95,5 +95,5 @@ class DLGReference(Item):
 
     @staticmethod
     def _success(rows: Sequence[Row], defense: str, server: str) -> float:
-        mine = [r["mse"] < SUCCESS for r in rows if (r["defense"], r["server"]) == (defense, server)]
+        mine = [bool(r["mse"] < SUCCESS) for r in rows if (r["defense"], r["server"]) == (defense, server)]
         return sum(mine) / len(mine)
