@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gradveil.errors import DataError
+from gradveil.errors import DataError, MissingExtraError
 from gradveil.registry import Registry
 
 PARTITIONS: Registry["Partition"] = Registry("partition", "gradveil.data")
@@ -211,8 +211,10 @@ class Dirichlet(Partition):
 
 def _from_flower(partitioner: Any, labels: Indices, rng: Rng) -> list[Indices]:
     """Run a flwr-datasets partitioner on shuffled labels: its IID one cuts blocks without shuffling."""
-    import datasets
-
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingExtraError("A partitioner of flwr-datasets", "hub") from error
     order = rng.permutation(len(labels))
     column = getattr(partitioner, "_partition_by", None)
     column = column if isinstance(column, str) else "label"

@@ -1,0 +1,65 @@
+"""Where a training run stands, in one safetensors file: weights, buffers, the server's memory, the round."""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from gradveil.errors import DataError
+from gradveil.federated.server import Memory
+from gradveil.tree import Params
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """All that the next round depends on; its randomness comes from the seed and the round's number."""
+
+    round: int  # the last one that was finished
+    state: Params  # the model's state dict
+    memory: Memory  # the server optimiser's
+    notes: dict[str, Any]  # anything else worth keeping, as JSON
+
+    def save(self, path: Path) -> None:
+        """Write the file; an interrupted write leaves the old one whole."""
+        from safetensors.torch import save_file
+
+        tensors = {f"model/{name}": value.detach().cpu().contiguous() for name, value in self.state.items()}
+        for kind, tree in self.memory.items():
+            tensors |= {f"server/{kind}/{name}": value.detach().cpu().contiguous() for name, value in tree.items()}
+        part = path.with_name(path.name + ".part")
+        save_file(tensors, part, {"round": str(self.round), "notes": json.dumps(self.notes)})
+        os.replace(part, path)
+
+    @classmethod
+    def read(cls, path: Path) -> "Checkpoint":
+        """Read a file that ``save`` wrote."""
+        from safetensors import SafetensorError, safe_open
+
+        state: Params = {}
+        memory: Memory = {}
+        try:
+            with safe_open(path, framework="pt") as file:
+                about = file.metadata() or {}
+                for key in file.keys():  # noqa: SIM118 - not a dict
+                    kind, _, name = key.partition("/")
+                    if kind == "model":
+                        state[name] = file.get_tensor(key)
+                    else:
+                        which, _, name = name.partition("/")
+                        memory.setdefault(which, {})[name] = file.get_tensor(key)
+            return cls(int(about["round"]), state, memory, json.loads(about["notes"]))
+        except (OSError, KeyError, SafetensorError) as error:
+            raise DataError(
+                f"{path} is not a checkpoint of gradveil ({error}). Start again without --resume."
+            ) from error
+
+    def restore(self, model: nn.Module) -> None:
+        """Load the weights into a model of the same kind."""
+        try:
+            model.load_state_dict(self.state)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[-1].strip()
+            raise DataError(f"The checkpoint of round {self.round} belongs to another model ({reason}).") from error

@@ -1,0 +1,119 @@
+"""One client's part of a round: local steps of SGD with the defence inside, then the update it sends."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Generator, Tensor, nn
+
+from gradveil.defenses.base import Defense, build
+from gradveil.defenses.step import step_gradient
+from gradveil.errors import UpdateError
+from gradveil.tree import Params, parameters
+from gradveil.types import Batch, Update
+
+
+@dataclass(frozen=True)
+class Local:
+    """How a client trains between receiving the weights and sending its update."""
+
+    epochs: int = 1
+    batch_size: int | None = 32  # None: all examples at once
+    weight_decay: float = 0.0
+    proximal: float = 0.0  # FedProx (Li et al. 2020): mu/2 ||W - W_t||² is added to the loss
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1 or (self.batch_size is not None and self.batch_size < 1):
+            raise UpdateError(f"epochs={self.epochs}, batch_size={self.batch_size}: both must be at least 1.")
+        if self.weight_decay < 0 or self.proximal < 0:
+            raise UpdateError(f"weight_decay={self.weight_decay}, proximal={self.proximal}: both must be at least 0.")
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What leaves a client: its update, and the buffers (batch-norm statistics) that its model ended with."""
+
+    update: Update
+    buffers: Params = field(default_factory=dict)
+
+
+def local_update(
+    model: nn.Module,
+    data: Batch | Sequence[Batch],
+    defense: str | Defense,
+    lr: float,
+    rng: Generator,
+    epochs: int = 1,
+    batch_size: int | None = 32,
+    weight_decay: float = 0.0,
+    proximal: float = 0.0,
+) -> Update:
+    """Train a copy of the model and return the update: the sum of the step gradients, (W_t - W_t^k) / lr.
+
+    ``data`` is the client's examples, shuffled by ``rng`` and cut into batches in each epoch, or a list of batches
+    that are taken in the given order. The model itself is left as it was.
+    """
+    local = Local(epochs, batch_size, weight_decay, proximal)
+    return train_client(copy.deepcopy(model), data, build(defense), lr, rng, local).update
+
+
+def train_client(
+    model: nn.Module, data: Batch | Sequence[Batch], defense: Defense, lr: float, rng: Generator, local: Local
+) -> Sent:
+    """Train the model in place and return what the client sends.
+
+    The step directions are summed rather than read off the weights, which would cost digits in float32.
+    """
+    if not lr > 0:
+        raise UpdateError(f"lr={lr}: the learning rate must be above 0.")
+    names, weights = list(parameters(model)), list(parameters(model).values())
+    start = [w.clone() for w in weights] if local.proximal else []
+    total = [torch.zeros_like(p) for p in weights]
+    examples = steps = 0
+    for batch in _batches(data, local, rng):
+        gradient = step_gradient(model, batch, defense, rng)
+        with torch.no_grad():
+            direction = [gradient[name].detach() for name in names]
+            if local.weight_decay:
+                direction = list(torch._foreach_add(direction, weights, alpha=local.weight_decay))
+            if local.proximal:
+                drift = [w - s for w, s in zip(weights, start, strict=True)]
+                direction = list(torch._foreach_add(direction, drift, alpha=local.proximal))
+            torch._foreach_add_(weights, direction, alpha=-lr)
+            torch._foreach_add_(total, direction)
+        steps += 1
+        examples += len(batch)
+    count = len(data) if isinstance(data, Batch) else examples // local.epochs
+    size = None if local.batch_size is None or local.batch_size >= count else local.batch_size
+    update = Update(dict(zip(names, total, strict=True)), count, steps, lr, size)
+    return Sent(defense.on_update(update, rng), float_buffers(model))
+
+
+def float_buffers(model: nn.Module) -> Params:
+    """Return copies of the model's persistent floating-point buffers: what is averaged beside the weights."""
+    kept = model.state_dict(keep_vars=True)
+    return {
+        name: b.detach().clone() for name, b in model.named_buffers() if name in kept and torch.is_floating_point(b)
+    }
+
+
+def plan(num_examples: int, local: Local, rng: Generator) -> list[Tensor]:
+    """Return the examples of each local step, by position: every epoch is shuffled anew, then cut."""
+    size = min(local.batch_size or num_examples, num_examples)
+    steps: list[Tensor] = []
+    for _ in range(local.epochs):
+        steps.extend(torch.randperm(num_examples, generator=rng).split(size))
+    return steps
+
+
+def _batches(data: Batch | Sequence[Batch], local: Local, rng: Generator) -> Iterator[Batch]:
+    if not isinstance(data, Batch):
+        for _ in range(local.epochs):
+            yield from data
+        return
+    if len(data) == 0:
+        raise UpdateError("A client has no examples, so it has nothing to send. Leave it out of the round.")
+    for chosen in plan(len(data), local, rng):
+        chosen = chosen.to(data.labels.device)
+        yield Batch(data.inputs[chosen], data.labels[chosen])

@@ -1,0 +1,115 @@
+"""How the clients of a round are run: the base, and the plain way of one after the other."""
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from gradveil.data.base import Split
+from gradveil.data.partition import Indices
+from gradveil.defenses.base import Defense
+from gradveil.federated.client import Local, Sent, train_client
+from gradveil.registry import Registry
+from gradveil.types import Batch
+
+ENGINES: Registry["Engine"] = Registry("engine", "gradveil.federated")
+
+
+@dataclass(frozen=True)
+class World:
+    """What stays the same from round to round."""
+
+    model: nn.Module  # architecture and device; its weights are not used
+    train: Split
+    defense: Defense
+    local: Local
+
+
+@dataclass(frozen=True)
+class Job:
+    """One client's work in one round."""
+
+    client: int
+    indices: Indices  # the examples it holds
+    seed: int  # of its shuffling and of its defence's randomness
+
+
+class Crew(ABC):
+    """Engines at work: holds processes or device memory until it is closed."""
+
+    @abstractmethod
+    def train(self, model: nn.Module, jobs: Sequence[Job], lr: float) -> list[Sent]:
+        """Return what each client sends when all start from the weights of ``model``, which stays as it is."""
+
+    def close(self) -> None:  # noqa: B027 - most crews hold nothing
+        """Give back what the crew holds."""
+
+    def __enter__(self) -> "Crew":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Engine(ABC):
+    """Settings are the dataclass fields."""
+
+    spec_name: ClassVar[str]
+
+    @abstractmethod
+    def hire(self, world: World) -> Crew:
+        """Return a crew that trains clients of this world."""
+
+
+@ENGINES.register("sequential")
+@dataclass(frozen=True)
+class Sequential(Engine):
+    """One client after the other, in this process: the reference. Works for every model and defence."""
+
+    channels_last: bool = False  # memory layout; pays for convolutions with pooling on a CPU
+
+    def hire(self, world: World) -> Crew:
+        """Return a crew of one."""
+        return _One(world, self.channels_last)
+
+
+class _One(Crew):
+    def __init__(self, world: World, channels_last: bool) -> None:
+        self.world = world
+        self.format = torch.channels_last if channels_last else torch.contiguous_format
+        self.model = copy.deepcopy(world.model).to(memory_format=self.format)  # type: ignore[call-overload]
+
+    def train(self, model: nn.Module, jobs: Sequence[Job], lr: float) -> list[Sent]:
+        return [self._one(model, job, lr) for job in jobs]
+
+    def _one(self, model: nn.Module, job: Job, lr: float) -> Sent:
+        copy_state(model, self.model)
+        return work(self.model, self.world, job, lr, self.format)
+
+
+def work(
+    model: nn.Module, world: World, job: Job, lr: float, layout: torch.memory_format = torch.contiguous_format
+) -> Sent:
+    """Train one client in place on ``model``, which holds the weights that the server sent."""
+    device = next(model.parameters()).device
+    batch = world.train.batch(job.indices)
+    inputs = batch.inputs.to(device)
+    if inputs.ndim == 4:
+        inputs = inputs.contiguous(memory_format=layout)
+    rng = torch.Generator().manual_seed(job.seed)
+    return train_client(model, Batch(inputs, batch.labels.to(device)), world.defense, lr, rng, world.local)
+
+
+def copy_state(source: nn.Module, target: nn.Module) -> None:
+    """Copy weights and buffers from one model to another of the same kind."""
+    with torch.no_grad():
+        values = [*source.parameters(), *source.buffers()]
+        for value, place in zip(values, [*target.parameters(), *target.buffers()], strict=True):
+            place.copy_(value)
