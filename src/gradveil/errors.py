@@ -28,8 +28,16 @@ class DefenseError(GradveilError):
     """A defence cannot act here, or did not act where it had to."""
 
 
+class ScoreError(GradveilError):
+    """Leak scores cannot be computed as asked: unknown method, norm or operation."""
+
+
 class AttackError(GradveilError):
     """An attack cannot run on what the server sees."""
+
+
+class CertificateError(GradveilError):
+    """A bound cannot be computed for this model, or what was asked for has no meaning."""
 
 
 class MissingExtraError(GradveilError):

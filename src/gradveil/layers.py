@@ -5,14 +5,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradveil.errors import LayerError, did_you_mean
 
 LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -40,24 +39,88 @@ class _Reached(Exception):
     """Raised at the defended layer to skip the rest of the forward pass."""
 
 
+class _HeldNorm:
+    """Two hooks of one batch norm layer: within its forward pass, the batch's statistics are constants in eval mode."""
+
+    def __init__(self) -> None:
+        self._own: tuple[Tensor | None, Tensor | None] | None = None
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not module.training:
+            return
+        x: Tensor = args[0] if args else kwargs["input"]
+        over = [d for d in range(x.ndim) if d != 1]
+        fixed = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+        dtype = x.dtype if module.weight is None else module.weight.dtype
+        buffers = module._buffers
+        self._own = (buffers["running_mean"], buffers["running_var"])
+        buffers["running_mean"] = fixed.mean(over).to(dtype)  # type: ignore[arg-type]
+        buffers["running_var"] = fixed.var(over, unbiased=False).to(dtype)  # type: ignore[arg-type]
+        module.training = False
+
+    def after(self, module: nn.Module, *_: Any) -> None:
+        if self._own is not None:
+            module._buffers["running_mean"], module._buffers["running_var"] = self._own
+            module.training, self._own = True, None
+
+
 @contextmanager
 def held_statistics(model: nn.Module) -> Iterator[None]:
-    """Within, batch norm in train mode treats the batch's mean and variance as constants."""
-
-    def hold(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        if not module.training:
-            return None
-        x = args[0]
-        over = [d for d in range(x.ndim) if d != 1]
-        mean, var = x.detach().mean(over), x.detach().var(over, unbiased=False)
-        return F.batch_norm(x, mean, var, module.weight, module.bias, False, 0.0, module.eps)  # type: ignore[arg-type]
-
-    handles = [m.register_forward_hook(hold) for m in model.modules() if isinstance(m, _BATCH_NORM)]
+    """Within, batch norm in train mode takes the batch's mean and variance as constants and keeps its own buffers."""
+    handles = []
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and module.training:
+            held = _HeldNorm()
+            handles.append(module.register_forward_pre_hook(held.before, with_kwargs=True))
+            handles.append(module.register_forward_hook(held.after, prepend=True, always_call=True))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def input_of(model: nn.Module, layer: str, x: Tensor, state: dict[str, Tensor] | None = None) -> Tensor:
+    """Run the model on x as far as ``layer`` and return that layer's (first) input.
+
+    Batch statistics are held and the random state is left as it was. ``state`` stands in for parameters and
+    buffers of these names; without it the model runs with its own, and a module that counts its calls counts on.
+    """
+    caught: list[Tensor] = []
+
+    def catch(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        caught.append(args[0] if args else next(iter(kwargs.values())))
+        raise _Reached
+
+    handle = find_module(model, layer).register_forward_pre_hook(catch, prepend=True, with_kwargs=True)
+    devices = [x.device] if x.is_cuda else []
+    try:
+        with torch.random.fork_rng(devices), held_statistics(model):
+            if state:
+                functional_call(model, state, (x,))
+            else:
+                model(x)
+    except _Reached:
+        return caught[0]
+    finally:
+        handle.remove()
+    raise LayerError(f"The forward pass of {type(model).__name__} never reached layer {layer!r}.")
+
+
+def find_module(model: nn.Module, layer: str) -> nn.Module:
+    """Return the module of that path; any module will do, not only linear ones."""
+    try:
+        return model.get_submodule(layer)
+    except AttributeError:
+        known = [name for name, _ in model.named_modules() if name]
+        raise LayerError(
+            f"{type(model).__name__} has no module {layer!r}. {did_you_mean(layer, known)}It has: {', '.join(known)}."
+        ) from None
+
+
+def copied_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of every buffer by name, so that a forward pass may write to it."""
+    return {name: b.detach().clone() for name, b in model.named_buffers()}
 
 
 def prefix(model: nn.Module, layer: str) -> Callable[[Tensor], Tensor]:
@@ -66,27 +129,11 @@ def prefix(model: nn.Module, layer: str) -> Callable[[Tensor], Tensor]:
     Parameters are detached, buffers are copied, batch statistics are held, and the random state is left
     as it was, so that dropout draws the masks that the caller's own forward pass draws from the same state.
     """
-    target = model.get_submodule(layer)
+    find_module(model, layer)
 
     def f(x: Tensor) -> Tensor:
-        caught: list[Tensor] = []
-
-        def catch(_: nn.Module, args: tuple[Any, ...]) -> None:
-            caught.append(args[0])
-            raise _Reached
-
-        state = {n: p.detach() for n, p in model.named_parameters()}
-        state |= {n: b.detach().clone() for n, b in model.named_buffers()}
-        handle = target.register_forward_pre_hook(catch)
-        devices = [x.device] if x.is_cuda else []
-        try:
-            with torch.random.fork_rng(devices, enabled=model.training), held_statistics(model):
-                functional_call(model, state, (x,))
-        except _Reached:
-            return caught[0]
-        finally:
-            handle.remove()
-        raise LayerError(f"The forward pass of {type(model).__name__} never reached layer {layer!r}.")
+        state = {n: p.detach() for n, p in model.named_parameters()} | copied_buffers(model)
+        return input_of(model, layer, x, state)
 
     return f
 

@@ -1,0 +1,55 @@
+"""What every method hands back: the representation and the norms of the rows of its Jacobian."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+import torch
+from torch import Tensor
+
+NORMS = (1.0, 2.0, inf)  # the p that exact methods know; estimators know 2 only
+_TINY = 1e-17  # squares of smaller float32 numbers lose digits, or are zero
+
+
+@dataclass(frozen=True)
+class Rows:
+    """r and, for each p asked for, ||∂r_i/∂x||_p of every entry."""
+
+    r: Tensor  # (N, L)
+    norms: dict[float, Tensor]  # p -> (N, L)
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """Return the tensor in at least single precision: half precision is too coarse for products of slopes."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def reduce_norms(g: Tensor, ps: Sequence[float]) -> list[Tensor]:
+    """Return the p-norms of g (K, N, ...) over all but its first two dimensions, each (K, N)."""
+    flat = wide(g).flatten(2)
+    return [_norm(flat, p) for p in ps]
+
+
+def _norm(flat: Tensor, p: float) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(flat, p, dim=2)
+    if p != 2 or flat.dtype != torch.float32:
+        return norms
+    if flat.is_cuda:  # no look at the values: that would wait for the device
+        scale = flat.abs().amax(dim=2, keepdim=True).clamp_min(torch.finfo(flat.dtype).tiny)
+        return torch.where(norms < _TINY, (flat / scale).norm(dim=2) * scale.squeeze(2), norms)
+    if flat.shape[2] and bool((norms < _TINY).any()):
+        norms = torch.linalg.vector_norm(flat, p, dim=2, dtype=torch.float64).to(flat.dtype)
+    return norms
+
+
+def scores(r: Tensor, norms: dict[float, Tensor], p: float) -> Tensor:
+    """Return |r_i| ||g||_p / ||g||_2², the p-norm of r_i times the pseudo-inverse of the row g = ∂r_i/∂x.
+
+    For p = 2 that is |r_i| / ||g||_2 (Sun et al. 2020, algorithm 1). An entry that is zero scores 0; one that is
+    not, with a gradient of zero, scores +inf.
+    """
+    size = wide(r).abs()
+    two = norms[2.0]
+    found = size / two if p == 2 else size * (norms[p] / two) / two
+    found = torch.where(two == 0, torch.full_like(found, inf), found)
+    return torch.where(r == 0, torch.zeros_like(found), found)
