@@ -157,6 +157,8 @@ def settings(cls: type) -> list[Setting]:
 
 def describe(method: object) -> str:
     """Return the spec that builds this method: its name and the settings that differ from the defaults."""
+    if isinstance(spec := getattr(method, "spec", None), str):  # made of other methods, which say it better
+        return spec
     changed = {}
     for field in dataclasses.fields(method):  # type: ignore[arg-type]
         value = getattr(method, field.name)

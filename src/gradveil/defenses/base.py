@@ -1,7 +1,7 @@
 """What a defence is: four places where it may act, and what a server that knows it would do."""
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Generator, Tensor, nn
 
@@ -12,6 +12,14 @@ from gradveil.types import Batch, Update
 
 DEFENSES: Registry["Defense"] = Registry("defense", "gradveil.defenses")
 
+Place = Literal["batch", "representation", "gradient", "update"]
+_METHOD_OF: dict[Place, str] = {
+    "batch": "on_batch",
+    "representation": "perturb",
+    "gradient": "on_gradient",
+    "update": "on_update",
+}
+
 
 class Defense(ABC):
     """Override the places where the defence acts; the others change nothing.
@@ -21,6 +29,13 @@ class Defense(ABC):
     """
 
     spec_name: ClassVar[str]
+
+    @property
+    def acts_on(self) -> frozenset[Place]:
+        """Where this defence acts: the methods it overrides."""
+        return frozenset(
+            place for place, name in _METHOD_OF.items() if getattr(type(self), name) is not getattr(Defense, name)
+        )
 
     def on_batch(self, batch: Batch, rng: Generator) -> Batch:
         """Change the examples before a local step."""
@@ -33,6 +48,10 @@ class Defense(ABC):
     def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator) -> Tensor:
         """Return r' for the inputs x (N, ...) and the layer's inputs r (N, ...)."""
         return r
+
+    def asked(self, model: nn.Module, layer: str, r: Tensor) -> int:
+        """Return how many entries of r (N, ...) this defence sets out to zero; reports set it beside what it did."""
+        return 0
 
     def on_gradient(self, gradient: Params, rng: Generator) -> Params:
         """Change the gradient of one local step."""

@@ -1,0 +1,85 @@
+"""Several defences at once, each in its place, in the order given."""
+
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import product
+
+from torch import Generator, Tensor, nn
+
+from gradveil.countermeasures import Countermeasure, plain
+from gradveil.defenses.base import DEFENSES, Defense, Place
+from gradveil.errors import SpecError
+from gradveil.registry import describe
+from gradveil.tree import Params
+from gradveil.types import Batch, Observation, Update
+
+
+@DEFENSES.register("compose")
+@dataclass(frozen=True)
+class Compose(Defense):
+    """Run several defences, each on what the one before it left: ``representation:share=0.4+gaussian:scale=0.01``."""
+
+    parts: tuple[Defense, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(part, Defense) for part in self.parts):
+            raise SpecError("compose takes defences, not text. Join specs by '+' instead: representation+gaussian.")
+
+    @property
+    def acts_on(self) -> frozenset[Place]:
+        """Wherever one of the parts acts."""
+        return frozenset().union(*(part.acts_on for part in self.parts))
+
+    @property
+    def spec(self) -> str:
+        """The spec that builds this: the parts' specs joined by ``+``."""
+        return "+".join(describe(part) for part in self.parts) or "compose"
+
+    def on_batch(self, batch: Batch, rng: Generator) -> Batch:
+        """Change the examples by each part in turn."""
+        return reduce(lambda changed, part: part.on_batch(changed, rng), self.parts, batch)
+
+    def layers(self, model: nn.Module) -> tuple[str, ...]:
+        """Return every layer that some part defends."""
+        return tuple(dict.fromkeys(layer for part in self.parts for layer in part.layers(model)))
+
+    def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator) -> Tensor:
+        """Change r by each part that defends this layer."""
+        for part in self._defending(model, layer):
+            r = part.perturb(model, layer, x, r, rng)
+        return r
+
+    def asked(self, model: nn.Module, layer: str, r: Tensor) -> int:
+        """Return how many entries the parts set out to zero together."""
+        return sum(part.asked(model, layer, r) for part in self._defending(model, layer))
+
+    def _defending(self, model: nn.Module, layer: str) -> list[Defense]:
+        return [part for part in self.parts if layer in part.layers(model)]
+
+    def on_gradient(self, gradient: Params, rng: Generator) -> Params:
+        """Change the gradient by each part in turn."""
+        return reduce(lambda changed, part: part.on_gradient(changed, rng), self.parts, gradient)
+
+    def on_update(self, update: Update, rng: Generator) -> Update:
+        """Change the update by each part in turn."""
+        return reduce(lambda changed, part: part.on_update(changed, rng), self.parts, update)
+
+    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+        """Return every choice of one countermeasure for each part, taken together."""
+        return tuple(_together(choice) for choice in product(*(part.adaptive(model) for part in self.parts)))
+
+
+def _together(choice: tuple[Countermeasure, ...]) -> Countermeasure:
+    """Return one countermeasure that does all of these, undoing the last defence first."""
+    if not choice:
+        return plain()
+
+    def view(seen: Observation) -> Observation:
+        for countermeasure in reversed(choice):
+            seen = countermeasure.view(seen)
+        return seen
+
+    names = [c.name for c in choice if c.name != "plain"] or ["plain"]
+    attacks = [c.attack for c in choice if c.attack is not None]
+    first = replace(choice[0], name="+".join(names), why=" ".join(c.why for c in choice), view=view)
+    return replace(first, attack=attacks[-1] if attacks else None)

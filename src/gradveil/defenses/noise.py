@@ -1,0 +1,114 @@
+"""Noise on what is sent. It clips nothing and gives no differential privacy: it is named for what it is."""
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from math import sqrt
+from typing import Literal
+
+import torch
+from torch import Generator, Tensor, nn
+
+from gradveil.countermeasures import Countermeasure, whiten
+from gradveil.defenses.base import DEFENSES, Defense, Place
+from gradveil.defenses.checks import check_choice, check_positive
+from gradveil.tree import Params, flatten
+from gradveil.types import Observation, Update
+
+
+@dataclass(frozen=True)
+class Noise(Defense):
+    """Add independent zero-mean noise of a given standard deviation; a subclass draws it.
+
+    ``scale`` is always the standard deviation (Sun et al. 2020 call it the variance in one place). Where the noise
+    goes decides what it does: on the gradient of each local step, on the update in units of the gradient,
+    (W_before - W_after) / lr, or on the weights that are sent, which is 1/lr times as much of the update.
+    """
+
+    scale: float = 0.01  # standard deviation; with relative=true in units of the RMS entry
+    relative: bool = False  # scale × the RMS of the entries, in place of an absolute value
+    per: Literal["global", "tensor"] = "global"  # relative: the RMS of all entries together, or of each tensor
+    on: Literal["gradient", "update", "weights"] = "gradient"  # where the noise goes
+
+    def __post_init__(self) -> None:
+        check_positive("scale", self.scale)
+        check_choice("per", self.per, ("global", "tensor"))
+        check_choice("on", self.on, ("gradient", "update", "weights"))
+
+    @property
+    def acts_on(self) -> frozenset[Place]:
+        """Where this defence acts, as set by ``on``."""
+        return frozenset({"gradient" if self.on == "gradient" else "update"})
+
+    @abstractmethod
+    def draw(self, shape: torch.Size, rng: Generator) -> Tensor:
+        """Return independent noise of mean 0 and standard deviation 1, on the generator's device."""
+
+    def stds(self, gradient: Params) -> dict[str, float]:
+        """Return the standard deviation of the noise for each tensor of a gradient."""
+        if not self.relative:
+            return dict.fromkeys(gradient, self.scale)
+        if self.per == "tensor":
+            return {name: self.scale * _rms(g) for name, g in gradient.items()}
+        return dict.fromkeys(gradient, self.scale * _rms(flatten(gradient)))
+
+    def _add(self, gradient: Params, rng: Generator, factor: float = 1.0) -> Params:
+        stds = self.stds(gradient)
+        return {name: g + factor * stds[name] * self.draw(g.shape, rng).to(g) for name, g in gradient.items()}
+
+    def on_gradient(self, gradient: Params, rng: Generator) -> Params:
+        """Add noise to the gradient of one local step."""
+        return self._add(gradient, rng) if self.on == "gradient" else gradient
+
+    def on_update(self, update: Update, rng: Generator) -> Update:
+        """Add noise to the update before it is sent."""
+        if self.on == "gradient":
+            return update
+        return replace(update, gradient=self._add(update.gradient, rng, self._unit(update)))
+
+    def _unit(self, update: Update) -> float:
+        """Return what one unit of noise is in the update: noise on the weights counts 1 / lr."""
+        return 1.0 / update.lr if self.on == "weights" and not self.relative else 1.0
+
+    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+        """Return: weigh the matching by the known noise and add a prior."""
+        return (whiten(self._known),)
+
+    def _known(self, seen: Observation) -> dict[str, float]:
+        """Return the noise std of each tensor of the update, as a server that knows the settings works it out.
+
+        Relative noise is a share of a norm that the server sees with the noise in it: σ² = s²/(1 + s²) of what it
+        sees for one step. Over T steps it takes the step gradients as alike: T g in sum, with noise √T s g.
+        """
+        update = seen.update
+        steps = update.num_steps if self.on == "gradient" else 1
+        if self.relative:
+            factor = sqrt(steps) / sqrt(steps**2 + steps * self.scale**2)
+        else:
+            factor = sqrt(steps) * self._unit(update)
+        return {name: factor * std for name, std in self.stds(update.gradient).items()}
+
+
+def _rms(entries: Tensor) -> float:
+    return float(entries.square().mean().sqrt()) if entries.numel() else 0.0
+
+
+@DEFENSES.register("gaussian")
+@dataclass(frozen=True)
+class Gaussian(Noise):
+    """Add Gaussian noise to every entry, the same on all layers."""
+
+    def draw(self, shape: torch.Size, rng: Generator) -> Tensor:
+        """Return standard normal noise."""
+        return torch.randn(shape, generator=rng, device=rng.device)
+
+
+@DEFENSES.register("laplace")
+@dataclass(frozen=True)
+class Laplace(Noise):
+    """Add Laplace noise to every entry: the Laplace scale is b = scale / √2, so that ``scale`` is its std."""
+
+    def draw(self, shape: torch.Size, rng: Generator) -> Tensor:
+        """Return Laplace noise of standard deviation 1, as a difference of two exponentials."""
+        u = torch.rand((2, *shape), generator=rng, device=rng.device)  # in [0, 1)
+        exponentials = -torch.log1p(-u)
+        return (exponentials[0] - exponentials[1]) / sqrt(2)

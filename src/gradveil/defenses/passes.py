@@ -1,0 +1,95 @@
+"""One defended training pass: ask the defence for r', away from the caller's graph, precision and random state."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+
+from gradveil.defenses.base import Defense
+from gradveil.defenses.report import Report
+from gradveil.errors import DefenseError
+
+
+class Rewired(nn.Module):
+    """A model's own parts under their own names, entered in another way; copies keep their parts together."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
+        self._non_persistent_buffers_set = model._non_persistent_buffers_set
+        self.training = model.training
+        self.inner = (model,)  # in a tuple, so that it is no part by itself
+
+
+class OneInput(Rewired):
+    """A model as a function of one of its arguments, the others held."""
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], at: int | str) -> None:
+        super().__init__(model)
+        self.held = (args, dict(kwargs), at)
+
+    def forward(self, x: Tensor) -> Any:
+        """Run the model with x in its place."""
+        args, kwargs = with_input(*self.held, x)
+        return self.inner[0](*args, **kwargs)
+
+
+def find_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str:
+    """Return where the examples are among a model's arguments: the first floating point tensor."""
+    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for at, value in places:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return at
+    raise DefenseError(
+        "The model was called without a floating point tensor, so nothing says how its representation depends on "
+        "the input. Token ids cannot be differentiated: call the model with embeddings instead."
+    )
+
+
+def with_input(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], at: int | str, x: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with x in the place ``at``."""
+    if isinstance(at, int):
+        return (*args[:at], x, *args[at + 1 :]), dict(kwargs)
+    return args, {**kwargs, at: x}
+
+
+def random_state(device: torch.device) -> Callable[[], None]:
+    """Remember the random state of the CPU and of ``device``; call what is returned to set it again."""
+    cpu = torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore() -> None:
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)
+
+    return restore
+
+
+def perturbed(
+    defense: Defense, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator, report: Report
+) -> Tensor:
+    """Return r' for the inputs x (N, ...) and the layer's inputs r (N, ...), and count what it changed.
+
+    Scores are computed in full precision, also under autocast.
+    """
+    if len(r) != len(x):
+        raise DefenseError(
+            f"Layer {layer!r} got {len(r)} rows for {len(x)} examples, so its rows cannot be told apart by example. "
+            f"Defend a layer that keeps the examples in its first dimension."
+        )
+    dtype = x.dtype
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), x.dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        changed = defense.perturb(model, layer, x.detach().to(dtype), r.detach(), rng)
+    if changed.shape != r.shape:
+        raise DefenseError(
+            f"{defense.spec_name!r} returned {tuple(changed.shape)} for the representation {tuple(r.shape)} of "
+            f"{layer!r}. perturb() must keep the shape."
+        )
+    report.add(r, changed, defense.asked(model, layer, r))
+    return changed.detach().to(r.dtype)

@@ -1,0 +1,45 @@
+"""Choose entries: exactly so many, live ones only, ties by index."""
+
+import torch
+from torch import Tensor
+
+_DEAD = -1.0  # below every score, and scores are never negative
+
+
+def budget(length: int, share: float, count: int | None) -> int:
+    """Return how many of ``length`` entries to take: ``count`` where it is given, else a share of them."""
+    return min(length, round(share * length) if count is None else count)
+
+
+def largest(keys: Tensor, count: int) -> Tensor:
+    """Return the mask of the ``count`` largest keys of each row; of equal ones the first come first."""
+    length = keys.shape[1]
+    if count <= 0:
+        return torch.zeros_like(keys, dtype=torch.bool)  # (N, L)
+    if count >= length:
+        return torch.ones_like(keys, dtype=torch.bool)  # (N, L)
+    last = keys.kthvalue(length - count + 1, dim=1, keepdim=True).values  # (N, 1), the smallest key taken
+    above, equal = keys > last, keys == last  # (N, L)
+    left = count - above.sum(1, keepdim=True)  # (N, 1), places for those equal to it
+    return above | (equal & (equal.cumsum(1) <= left))
+
+
+def largest_live(r: Tensor, scores: Tensor, count: int) -> Tensor:
+    """Return the mask (N, L) of the ``count`` largest scores of each row among its live entries, r_i ≠ 0.
+
+    A dead entry is zero already: it never spends the budget. A row with fewer live entries gives them all.
+    """
+    live = r != 0  # (N, L)
+    keys = torch.where(live, scores.nan_to_num(nan=torch.inf, posinf=torch.inf), _DEAD)
+    return largest(keys, count) & live
+
+
+def largest_live_together(r: Tensor, scores: Tensor, count: int) -> Tensor:
+    """Return one mask for the whole batch (N, L): the ``count`` largest sums of scores over it.
+
+    An entry is live here when it is live for any example.
+    """
+    live = r != 0  # (N, L)
+    total = torch.where(live, scores.nan_to_num(nan=torch.inf, posinf=torch.inf), 0.0).sum(0, keepdim=True)  # (1, L)
+    chosen = largest_live(live.any(0, keepdim=True).to(total.dtype), total, count)
+    return chosen.expand_as(r)

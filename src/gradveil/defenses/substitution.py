@@ -1,0 +1,48 @@
+"""Build a layer's weight gradient from r' in place of r; all else stays as it is."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradveil.errors import DefenseError, LayerError
+from gradveil.layers import LINEAR, find_layer
+
+_PLAIN_FORWARDS = {kind.forward for kind in LINEAR}
+
+
+def weight_name(layer: str) -> str:
+    """Return the name of a layer's weight among the model's parameters."""
+    return f"{layer}.weight" if layer else "weight"
+
+
+def check_layer(model: nn.Module, layer: str) -> None:
+    """Raise unless the layer's weight gradient can be rebuilt from another input."""
+    module = model.get_submodule(find_layer(model, layer))
+    if type(module).forward not in _PLAIN_FORWARDS:
+        raise LayerError(
+            f"Layer {layer!r} is a {type(module).__name__} with a forward pass of its own; its weight gradient cannot "
+            f"be rebuilt from a perturbed input. Defend a plain linear or convolutional layer."
+        )
+    if not module.weight.requires_grad:
+        raise DefenseError(
+            f"The weight of layer {layer!r} is frozen, so it has no gradient to defend. Leave this layer out, or "
+            f"unfreeze it before protecting the model."
+        )
+
+
+def apply(module: nn.Module, r: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Run a plain linear or convolutional layer on r with the given weight and bias."""
+    if isinstance(module, nn.Linear):
+        return F.linear(r, weight, bias)
+    return module._conv_forward(r, weight, bias)  # type: ignore[operator, no-any-return]
+
+
+def substitute(module: nn.Module, r: Tensor, r_perturbed: Tensor) -> Tensor:
+    """Return the layer's output on r, whose gradient w.r.t. the weight comes from r' alone.
+
+    ``layer(r; W held) + (layer(r'; W) - the same, held)``: the second term is zero and carries dW = Σ δ r'ᵀ.
+    The gradients w.r.t. r and the bias are those of the plain layer. Works for every layer linear in W.
+    """
+    weight, bias = module.weight, module.bias
+    out = apply(module, r, weight.detach(), bias)  # type: ignore[arg-type, operator]
+    carrier = apply(module, r_perturbed.detach(), weight, None)  # type: ignore[arg-type]
+    return out + (carrier - carrier.detach())
