@@ -44,7 +44,7 @@ def cached(name: str, key: str, decode: Callable[[], Decoded]) -> Dataset:
     folder = cache_folder() / key
     try:
         return _open(name, folder)
-    except (OSError, ValueError):  # not there yet, or broken
+    except (OSError, EOFError, ValueError):  # not there yet, or broken
         _store(folder, decode())
     return _open(name, folder)
 

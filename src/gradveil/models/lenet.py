@@ -15,7 +15,8 @@ class LeNet(Builder):
 
     The defaults are those of the attacks: sigmoid, weights and biases uniform in ±0.5, strides 2, 2, 1, 1 and
     padding 2, so that r has 768 entries for 32x32 and 588 for 28x28. They hardly train.
-    ``lenet:activation=relu,init=kaiming`` trains (learning rate 0.01 on MNIST and CIFAR-10, 0.1 on digits).
+    ``lenet:activation=relu,init=kaiming`` trains: learning rate 0.01 with batches of 32 on MNIST and CIFAR-10,
+    0.2 with batches of 8 on digits.
     """
 
     activation: Activation = "sigmoid"
