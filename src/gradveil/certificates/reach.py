@@ -1,0 +1,85 @@
+"""Can any image have the representation r′? And if one may, how far from X must it be at least? (P4)
+
+The verdict compares r′ with bounds of f over the whole data range. The radius looks along one direction c: if
+c·f stays below c·r′ - tau ||c||_dual on the ball of radius R, no image in the ball comes within tau of r′.
+"""
+
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from gradveil.certificates.activations import Interval
+from gradveil.certificates.base import RANGE, Certificate, Problem
+from gradveil.certificates.interval import propagate, pull_rows
+from gradveil.certificates.linear_bounds import plane, tighten
+from gradveil.certificates.region import Region, dual_norm, farthest, norm
+
+STEPS = 10  # of the search for a radius
+
+
+def reach_certificate(problem: Problem) -> Certificate:
+    """Return the proved radius per example, inf where no image in the data range has r′ as its representation."""
+    least = least_residual(problem)
+    unreachable = least > problem.allowed
+    radii = [
+        torch.tensor(torch.inf, dtype=torch.float64) if bool(unreachable[i]) else _radius(problem, i)
+        for i in range(len(problem.x))
+    ]
+    tau = "" if problem.residual is None else " The server's answer may leave a residual of up to the given tau."
+    how = f"interval and linear bounds of f, radius along r′ - r: {problem.chain}"
+    details = {
+        "distance": problem.distance,
+        "least_residual": least,
+        "unreachable": unreachable.double(),
+        "tau": problem.allowed,
+    }
+    stated = problem.stated(RANGE.format(*problem.bounds) + tau)
+    return Certificate(torch.stack(radii), "reach", problem.p, problem.size, True, stated, how, details)
+
+
+def least_residual(problem: Problem) -> Tensor:
+    """Return a lower bound (N,) of ||f(X′) - r′||_p over every image X′ in the data range.
+
+    Intervals first; linear bounds only where those leave a doubt.
+    """
+    whole = Region.whole(problem.x[:1], problem.bounds)
+    found = _outside(problem, propagate(problem.chain, whole.lower, whole.upper)[-1])
+    tight = _outside(problem, tighten(problem.chain, whole)[-1])
+    return torch.maximum(found, tight)
+
+
+def _outside(problem: Problem, r_bounds: Interval) -> Tensor:
+    low, high = (b.flatten(1) for b in r_bounds)
+    target = problem.r_perturbed.double()
+    return norm(torch.relu(low - target) + torch.relu(target - high), problem.p)
+
+
+def _radius(problem: Problem, i: int) -> Tensor:
+    """Return the largest radius that the search proves for example i (0 where it proves none)."""
+    x = problem.x[i : i + 1]
+    low, high = 0.0, float(farthest(x.double(), problem.bounds, problem.p))
+    if _excluded(problem, i, high):
+        return torch.tensor(torch.inf, dtype=torch.float64)
+    radius = high / 64
+    for _ in range(STEPS):
+        if _excluded(problem, i, radius):
+            low = radius
+        else:
+            high = radius
+        radius = sqrt(low * high) if low > 0 else high / 8
+    return torch.tensor(low, dtype=torch.float64)
+
+
+def _excluded(problem: Problem, i: int, radius: float) -> bool:
+    """Return whether it is proved that no image within the radius comes within tau of r′."""
+    r, target = problem.r[i : i + 1], problem.r_perturbed[i : i + 1].double()
+    c = target - r
+    region = Region.ball(problem.x[i : i + 1], problem.p, radius, problem.bounds)
+    bounds = tighten(problem.chain, region)
+    wanted = float((c * c).sum() - problem.allowed[i] * dual_norm(c, problem.p)[0])
+    by_plane = float(region.highest(*plane(problem.chain, bounds, c))[0]) - float((c * r).sum())
+    centre, spread = pull_rows(problem.chain, bounds, c)
+    by_slope = radius * float(dual_norm(centre.abs() + spread, problem.p)[0])
+    margin = 1e-9 * (abs(wanted) + float((c * r).abs().sum()))
+    return min(by_plane, by_slope) + margin < wanted
