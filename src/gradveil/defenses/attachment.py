@@ -6,7 +6,6 @@ from weakref import WeakKeyDictionary
 
 from torch import Generator, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from gradveil.defenses import optimizers
 from gradveil.defenses.base import Defense
@@ -23,7 +22,6 @@ class Attachment(Interceptor):
 
     def __init__(self, model: nn.Module, defense: Defense, rng: Generator | None, strict: bool) -> None:
         super().__init__(model, defense, rng, strict)
-        self.handles: list[RemovableHandle] = []
         self.versions: dict[str, int] | None = _versions(model)  # of a copy unknown: it is made in the middle
         self._forget()
 

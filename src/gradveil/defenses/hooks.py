@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from gradveil.defenses.base import Defense
-from gradveil.defenses.passes import OneInput, find_input, perturbed, random_state, with_input
+from gradveil.defenses.passes import OneInput, find_input, lifted, perturbed, random_state, with_input
 from gradveil.defenses.report import Report
 from gradveil.defenses.substitution import substitute
 from gradveil.errors import DefenseError
@@ -39,12 +40,12 @@ class Interceptor:
         self.report = Report()
         self.passes = 0  # training passes that were defended
         self.current: Pass | None = None
-        self.busy = False
+        self.handles: list[RemovableHandle] = []
         stay_out_of_compiled_graphs()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the private: the pass under way. Leave out what belongs to this object alone: the counts."""
-        return self.__dict__ | {"current": None, "busy": False, "passes": 0, "report": Report(), "rng": self.given_rng}
+        return self.__dict__ | {"current": None, "passes": 0, "report": Report(), "rng": self.given_rng}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -54,13 +55,11 @@ class Interceptor:
 
     @property
     def on(self) -> bool:
-        """Whether this is training: train mode, with gradients, and not a pass of our own for the scores."""
-        return not self.busy and self.model.training and torch.is_grad_enabled()
+        """Whether this is training: train mode, with gradients."""
+        return self.model.training and torch.is_grad_enabled()
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """A pass begins: note its inputs; return the arguments where the defence changes the batch."""
-        if self.busy:
-            return None
         self.current = None
         if not (self.on and self.in_passes):
             return None
@@ -98,20 +97,14 @@ class Interceptor:
         if layer in self.current.reached:
             raise DefenseError(f"Layer {layer!r} runs twice in one pass; its two inputs cannot be told apart.")
         self.current.reached.add(layer)
-        self.busy = True
-        try:
-            with torch.random.fork_rng([r.device] if r.is_cuda else []):
-                self.current.restore()  # so that dropout draws the masks of this very pass
-                view, x = self.current.model, self.current.x
-                changed = perturbed(self.defense, view, layer, x, r, self.rng, self.report)
-        finally:
-            self.busy = False
+        with lifted(self.handles), torch.random.fork_rng([r.device] if r.is_cuda else []):
+            self.current.restore()  # so that dropout draws the masks of this very pass
+            view, x = self.current.model, self.current.x
+            changed = perturbed(self.defense, view, layer, x, r, self.rng, self.report)
         return substitute(module, r, changed)
 
     def leave(self, output: Any) -> None:
         """A pass is over: count it. Without an output it was broken off by an error."""
-        if self.busy:
-            return
         current, self.current = self.current, None
         if current is None or output is None:
             return

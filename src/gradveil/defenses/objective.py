@@ -39,7 +39,8 @@ class PseudoInverse:
 
 def column_scores(inverse: PseudoInverse, r: Tensor, p: float) -> Tensor:
     """Return ||J⁺ e_i r_i||_p (L,): what entry i alone moves, the other entries of r being held."""
-    return r.abs() * torch.linalg.vector_norm(inverse.dense(), p, dim=0)
+    norms: Tensor = torch.linalg.vector_norm(inverse.dense(), p, dim=0)
+    return r.abs() * norms
 
 
 def best_subset(inverse: PseudoInverse, r: Tensor, count: int, p: float) -> Tensor:

@@ -1,10 +1,12 @@
 """One defended training pass: ask the defence for r', away from the caller's graph, precision and random state."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from gradveil.defenses.base import Defense
 from gradveil.defenses.report import Report
@@ -69,12 +71,28 @@ def random_state(device: torch.device) -> Callable[[], None]:
     return restore
 
 
+@contextmanager
+def lifted(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Within, these hooks are off: the model runs, and looks, as if it had none of them."""
+    tables = {id(table): table for handle in handles if (table := handle.hooks_dict_ref()) is not None}
+    before = [(table, dict(table)) for table in tables.values()]
+    for handle in handles:
+        for table in tables.values():
+            table.pop(handle.id, None)
+    try:
+        yield
+    finally:
+        for table, hooks in before:
+            table.clear()
+            table.update(hooks)  # in the order they were
+
+
 def perturbed(
     defense: Defense, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator, report: Report
 ) -> Tensor:
     """Return r' for the inputs x (N, ...) and the layer's inputs r (N, ...), and count what it changed.
 
-    Scores are computed in full precision, also under autocast.
+    Scores are computed in full precision, also under autocast. Call it with the guard's own hooks lifted.
     """
     if len(r) != len(x):
         raise DefenseError(

@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from gradveil.defenses.base import Defense
-from gradveil.defenses.passes import perturbed, random_state
+from gradveil.defenses.passes import lifted, perturbed, random_state
 from gradveil.defenses.report import Report
 from gradveil.defenses.substitution import check_layer, substitute
 from gradveil.tree import Params
@@ -47,29 +49,18 @@ def step_gradient(
 def _substituting(model: nn.Module, defense: Defense, x: Tensor, rng: Generator, report: Report) -> Iterator[None]:
     """Within, each defended layer's weight gradient is built from its perturbed input."""
     restore = random_state(x.device)
-    busy = False
+    handles: list[RemovableHandle] = []
 
-    def hook(layer: str) -> Callable[[nn.Module, tuple[Any, ...], Tensor], Tensor | None]:
-        def defend(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
-            nonlocal busy
-            if busy:  # the scores run the model too
-                return None
-            busy = True
-            try:
-                with torch.random.fork_rng([x.device] if x.is_cuda else []):
-                    restore()
-                    changed = perturbed(defense, model, layer, x, args[0], rng, report)
-            finally:
-                busy = False
-            return substitute(module, args[0], changed)
+    def hook(layer: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        with lifted(handles), torch.random.fork_rng([x.device] if x.is_cuda else []):
+            restore()
+            changed = perturbed(defense, model, layer, x, args[0], rng, report)
+        return substitute(module, args[0], changed)
 
-        return defend
-
-    handles = []
     try:
         for layer in defense.layers(model):
             check_layer(model, layer)
-            handles.append(model.get_submodule(layer).register_forward_hook(hook(layer)))
+            handles.append(model.get_submodule(layer).register_forward_hook(partial(hook, layer)))
         yield
     finally:
         for handle in handles:

@@ -1,0 +1,145 @@
+"""Decoy inputs: train on x + v in place of x, so that nothing that is sent knows more of x than x + v does."""
+
+import hashlib
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Generator, Tensor, nn
+
+from gradveil.countermeasures import Countermeasure
+from gradveil.defenses.base import DEFENSES, Defense
+from gradveil.defenses.checks import check_positive
+from gradveil.defenses.passes import Rewired
+from gradveil.errors import DefenseError, SpecError
+from gradveil.priors import GaussianPrior
+from gradveil.types import Batch, Observation
+
+_UNIFORM = 1.0 / 12.0  # variance of a pixel that is anything in [0, 1]
+
+
+@DEFENSES.register("decoy")
+@dataclass(frozen=True)
+class Decoy(Defense):
+    """Add noise v ~ N(0, c Σ) to each example, always the same to the same example, and train on that.
+
+    Σ is the covariance of public images. Whatever the server does with everything it ever gets, it cannot know more
+    of x than x + v tells (data processing): for Gaussian data the best mean squared error is c/(1+c) × the mean
+    variance, and c is chosen to make that ``floor``. For real images the floor is that of linear estimators only.
+    The noise is a keyed hash of the example, so that it does not average out over epochs and rounds; data
+    augmentation breaks this, since every variant of an example gets noise of its own.
+    """
+
+    floor: float = 0.015  # mean squared error, in [0, 1] pixels, that no linear estimator should beat
+    prior: str | None = None  # a file of save_prior(); None: independent uniform pixels, which images are not
+    secret: str | None = None  # a file that only this client has; None: a public key, for simulations only
+
+    def __post_init__(self) -> None:
+        check_positive("floor", self.floor)
+
+    def on_batch(self, batch: Batch, rng: Generator) -> Batch:
+        """Return x + v for every example; the same example gets the same v."""
+        shape = self._shape(batch.inputs[0].numel())
+        key = _read_secret(self.secret)
+        noise = torch.stack([_noise(x, shape.prior, key) for x in batch.inputs.detach().cpu()])
+        return replace(batch, inputs=batch.inputs + shape.strength**0.5 * noise.to(batch.inputs))
+
+    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+        """Return: rebuild x + v, and shrink it to the best linear estimate of x."""
+        why = "Rebuilds the decoy x + v and shrinks it towards the mean image: the best linear estimate of x."
+        return (Countermeasure("denoise", why, self._denoised),)
+
+    def _denoised(self, seen: Observation) -> Observation:
+        shape = self._shape(prod(seen.input_shape))
+        grow, prior = 1.0 + shape.strength, shape.prior
+        model = Grown(seen.model, prior.mean.reshape(seen.input_shape), grow)
+        if self.prior is None:
+            return replace(seen, model=model)
+        shrunk = GaussianPrior(prior.mean, prior.factor / grow**0.5, prior.ridge / grow)
+        return replace(seen, model=model, prior=shrunk)
+
+    def _shape(self, size: int) -> "_Shape":
+        prior = GaussianPrior.white(torch.full((size,), 0.5), _UNIFORM**0.5)
+        if self.prior is not None:
+            prior = load_prior(self.prior)
+        if len(prior.mean) != size:
+            raise DefenseError(
+                f"The prior {self.prior} is of inputs with {len(prior.mean)} entries; these have {size}. Fit it to "
+                f"public inputs of the same shape."
+            )
+        variance = float(prior.factor.square().sum()) / size + prior.ridge
+        if self.floor >= variance:
+            raise DefenseError(
+                f"floor={self.floor} is not below {variance:.3g}, the mean variance of the prior: no noise hides more "
+                f"than everything. Give a smaller floor."
+            )
+        return _Shape(prior, self.floor / (variance - self.floor))
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """The noise N(0, strength × prior covariance)."""
+
+    prior: GaussianPrior
+    strength: float  # c
+
+
+class Grown(Rewired):
+    """The model seen through the denoiser: given an estimate of x, it runs on the x + v that the estimate is of."""
+
+    def __init__(self, model: nn.Module, mean: Tensor, grow: float) -> None:
+        super().__init__(model)
+        self.held = (mean, grow)
+
+    def forward(self, estimate: Tensor) -> Tensor:
+        """Return the model's output on mean + (1 + c)(estimate - mean)."""
+        mean, grow = self.held
+        centre = mean.to(estimate)
+        output: Tensor = self.inner[0](centre + grow * (estimate - centre))
+        return output
+
+
+def _noise(x: Tensor, prior: GaussianPrior, key: bytes) -> Tensor:
+    """Return v ~ N(0, Σ) of the shape of x, a function of x and the key alone."""
+    digest = hashlib.blake2b(x.float().contiguous().numpy().tobytes(), key=key, digest_size=8).digest()
+    rng = Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+    inside = prior.factor @ torch.randn(prior.factor.shape[1], generator=rng, dtype=prior.factor.dtype)
+    beside = torch.randn(x.numel(), generator=rng, dtype=prior.factor.dtype)
+    v: Tensor = inside + prior.ridge**0.5 * beside  # (d,)
+    return v.reshape(x.shape)
+
+
+def _read_secret(path: str | None) -> bytes:
+    if path is None:
+        return b"gradveil"
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise SpecError(
+            f"Cannot read the secret {path!r} ({error.strerror}). Make one: openssl rand -out FILE 32."
+        ) from error
+    return hashlib.blake2b(content, digest_size=32).digest()
+
+
+def save_prior(prior: GaussianPrior, path: str | Path) -> None:
+    """Write a prior fitted to public data to a file, for ``decoy:prior=FILE``."""
+    save_file({"mean": prior.mean, "factor": prior.factor.contiguous(), "ridge": torch.tensor(prior.ridge)}, path)
+
+
+def load_prior(path: str | Path) -> GaussianPrior:
+    """Read a prior that ``save_prior`` wrote."""
+    try:
+        return _load(str(path), Path(path).stat().st_mtime_ns)
+    except (OSError, SafetensorError, KeyError) as error:
+        hint = "Write it with gradveil.defenses.decoy.save_prior."
+        raise SpecError(f"Cannot read the prior {str(path)!r} ({error}). {hint}") from error
+
+
+@lru_cache(maxsize=8)
+def _load(path: str, changed: int) -> GaussianPrior:
+    content = load_file(path)
+    return GaussianPrior(content["mean"], content["factor"], float(content["ridge"]))
