@@ -16,6 +16,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -137,8 +138,9 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a result depends on."""
-    found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
+    """Return the versions that a result depends on, and the day."""
+    found = {"date": datetime.now(UTC).date().isoformat(), "python": platform.python_version()}
+    found["system"] = f"{platform.system()} {platform.machine()}"
     for package in ("gradveil", "torch", "numpy", "scipy", "torchmetrics"):
         with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)

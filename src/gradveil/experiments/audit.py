@@ -1,0 +1,192 @@
+"""The audit: train under each defence, attack what clients send, measure, judge."""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradveil.attacks.base import Attack
+from gradveil.data import load
+from gradveil.data.base import Dataset
+from gradveil.defenses.base import Defense
+from gradveil.errors import AttackError
+from gradveil.experiments.config import AuditConfig
+from gradveil.experiments.panel import Look, chunks, problems, run_chunk
+from gradveil.experiments.scene import Scene, build_scene
+from gradveil.experiments.store import Row, Store
+from gradveil.experiments.summary import Line, lines
+from gradveil.experiments.toml import to_toml
+from gradveil.experiments.verdict import Verdict, headline, verdicts
+from gradveil.federated.evaluate import evaluate
+from gradveil.federated.simulate import simulate
+from gradveil.metrics import blind_guesses, measure
+from gradveil.models import build as build_model
+from gradveil.registry import describe
+from gradveil.types import Batch
+
+Progress = Callable[[str, int, int], None]  # stage, done, total
+
+
+@dataclass(frozen=True)
+class Audit:
+    """A finished audit: a run folder and what it says."""
+
+    store: Store
+
+    @property
+    def folder(self) -> Path:
+        """Where the run is."""
+        return self.store.folder
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Every measured row."""
+        return self.store.rows
+
+    @property
+    def lines(self) -> list[Line]:
+        """The rows gathered over images: one attack by one server on one defence in one round."""
+        return lines(self.rows)
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        """What a server gets of each defence, in words."""
+        return verdicts(self.rows)
+
+    @property
+    def headline(self) -> str:
+        """One sentence over all defences."""
+        return headline(self.verdicts)
+
+
+def audit(
+    *,
+    model: str | nn.Module | Callable[..., nn.Module] | None = None,
+    dataset: str | Dataset | Callable[..., Any] | None = None,
+    defenses: Sequence[str | Defense] | None = None,
+    attacks: Sequence[str | Attack] | None = None,
+    config: AuditConfig | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> Audit:
+    """Audit defences on a model and data set: ``audit(dataset="mnist", defenses=["pruning:share=0.9"])``.
+
+    What is left out is as ``config`` has it, whose defaults are those of the command line. Model, data set, defences
+    and attacks may be objects or functions in place of text. The run is written to ``out`` (default: a new folder
+    under ``runs/``); with ``resume`` an earlier run in that folder is continued, and nothing is done twice.
+    """
+    base = config or AuditConfig()
+    defended = {_text(d): d for d in (base.defenses if defenses is None else defenses)}
+    attacked = {_text(a): a for a in (base.attacks if attacks is None else attacks)}
+    source, network = dataset or base.dataset, model or base.model
+    chosen = replace(
+        base, dataset=_text(source), model=_text(network), defenses=tuple(defended), attacks=tuple(attacked)
+    )
+    data = load(source, chosen.data)
+    built = build_model(network, data.input_shape, data.num_classes, seed=chosen.seed)
+    scene = build_scene(chosen, data, copy.deepcopy(built).train(), defended, attacked)
+    store = Store.create(out or default_folder(), to_toml(chosen), resume)
+    run_audit(scene, store, progress or (lambda stage, done, total: None))
+    return Audit(store)
+
+
+def default_folder() -> Path:
+    """Return a new place under ``runs/``."""
+    return Path("runs") / f"audit-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def run_audit(scene: Scene, store: Store, progress: Progress) -> None:
+    """Do what is not done yet."""
+    if not store.done("truth"):
+        store.add("truth", *floors(scene.truth, scene))
+    looks = list(_train_all(scene, store, progress))
+    work = [
+        (f"attack/{attack}/{i}", part)
+        for attack, found in problems(scene, looks).items()
+        for i, part in enumerate(chunks(found))
+    ]
+    total, done = sum(len(part) for _, part in work), 0
+    for unit, part in work:
+        progress("attacks", done, total)
+        if not store.done(unit):
+            rows, found = run_chunk(scene, part)
+            store.add(unit, rows, {"found": found})
+        done += len(part)
+    progress("attacks", done, total)
+    skipped = [row for row in store.rows if row["kind"] == "skip"]
+    if skipped and not any(row["kind"] == "attack" for row in store.rows):
+        raise AttackError(f"No attack could run: {skipped[0]['why']}")
+
+
+def floors(truth: Batch, scene: Scene) -> tuple[list[Row], dict[str, Any]]:
+    """Return the blind guesses as rows, and the pictures of truth and guesses."""
+    rows: list[Row] = []
+    arrays = {"truth": truth.inputs.numpy()}
+    for guess, answer in blind_guesses(truth, scene.public.batch).items():
+        arrays[guess] = answer.numpy()
+        for i in range(len(truth)):
+            one = Batch(truth.inputs[i : i + 1], truth.labels[i : i + 1])
+            values, _ = measure(answer[i : i + 1], None, one, scene.public.gallery)
+            rows.append({"kind": "floor", "guess": guess, "example": i} | {k: float(v[0]) for k, v in values.items()})
+    return rows, arrays
+
+
+def _train_all(scene: Scene, store: Store, progress: Progress) -> Iterator[Look]:
+    """Train a federation per defence; yield the models that clients receive in the first and in the last round."""
+    yield Look("first", 1, "start", scene.model)
+    rounds, done = scene.config.rounds, 0
+    total = rounds * len(scene.defenses)
+    for defense in scene.defenses:
+        unit = f"train/{defense}"
+        progress("training", done, total)
+        if not store.done(unit):
+            rows: list[Row] = _server_rows(scene, defense)
+            sent = _state(scene.model)
+            for round_ in simulate(
+                scene.model, scene.dataset, scene.clients, scene.training, scene.defenses[defense], scene.seeds
+            ):
+                score = evaluate(round_.model, scene.dataset.test)
+                head = {"kind": "accuracy", "defense": defense, "round": round_.number}
+                rows.append(head | {"accuracy": score.accuracy, "loss": score.loss, "rejected": round_.rejected})
+                if round_.number == rounds - 1:
+                    sent = _state(round_.model)
+                progress("training", done + round_.number, total)
+            store.add(unit, rows, sent)
+        done += rounds
+        if rounds > 1:
+            yield Look("last", rounds, defense, _restored(scene.model, store.arrays(unit)))
+    progress("training", done, total)
+
+
+def _server_rows(scene: Scene, defense: str) -> list[Row]:
+    return [
+        {"kind": "defense", "defense": defense, "server": server.name, "why": server.why}
+        for server in scene.countermeasures(defense, scene.model)
+    ]
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    return {name: value.detach().cpu().numpy().copy() for name, value in model.state_dict().items()}
+
+
+def _restored(model: nn.Module, state: dict[str, Any]) -> nn.Module:
+    copied = copy.deepcopy(model)
+    copied.load_state_dict({name: torch.from_numpy(value) for name, value in state.items()})
+    return copied
+
+
+def _text(value: Any) -> str:
+    """Return the spec of a method, or a name for a user's own object."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (Attack, Defense)):
+        return describe(value) if hasattr(value, "spec_name") else repr(value)
+    if isinstance(value, Dataset):
+        return value.name
+    return f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', type(value).__name__)}"

@@ -1,0 +1,120 @@
+"""Everything an audit needs, built and checked before anything is written."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gradveil.attacks.base import Attack
+from gradveil.attacks.base import build as build_attack
+from gradveil.countermeasures import Countermeasure
+from gradveil.data.base import Dataset
+from gradveil.data.partition import Indices, partition
+from gradveil.defenses.base import Defense
+from gradveil.defenses.base import build as build_defense
+from gradveil.defenses.step import step_gradient
+from gradveil.errors import DataError, SpecError
+from gradveil.experiments.config import AuditConfig
+from gradveil.federated.simulate import Training
+from gradveil.priors import GaussianPrior
+from gradveil.seeds import Seeds
+from gradveil.types import Batch
+
+PUBLIC = 2000  # images of the test split that the server may know
+RANK = 256  # principal directions of its prior
+
+
+@dataclass(frozen=True)
+class Public:
+    """What the server knows of the kind of data: images of the test split, none of them a client's."""
+
+    batch: Batch
+    prior: GaussianPrior
+    gallery: Tensor  # (M, *shape), beside which an original has to be told
+
+    @classmethod
+    def draw(cls, dataset: Dataset, gallery: int, seeds: Seeds) -> "Public":
+        """Take public images at random."""
+        order = torch.randperm(len(dataset.test), generator=seeds("public"))
+        batch = dataset.test.batch(order[:PUBLIC])
+        return cls(batch, GaussianPrior.fit(batch.inputs, rank=RANK), batch.inputs[: gallery - 1])
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One audit's parts."""
+
+    config: AuditConfig
+    dataset: Dataset
+    model: nn.Module  # with the weights of the first round
+    defenses: dict[str, Defense]  # by spec; "none" first
+    attacks: dict[str, Attack]  # by spec
+    clients: Sequence[Indices]
+    training: Training
+    truth: Batch  # the images under attack
+    public: Public
+    seeds: Seeds
+
+    def countermeasures(self, defense: str, model: nn.Module) -> tuple[Countermeasure, ...]:
+        """Return what a server that knows this defence does; nothing where there is nothing to undo."""
+        return () if defense == "none" else self.defenses[defense].adaptive(model)
+
+
+def build_scene(
+    config: AuditConfig,
+    dataset: Dataset,
+    model: nn.Module,
+    defended: Mapping[str, str | Defense],
+    attacked: Mapping[str, str | Attack],
+) -> Scene:
+    """Build every part of an audit; whatever does not fit is an error now and not after minutes."""
+    seeds = Seeds(config.seed)
+    named: dict[str, str | Defense] = {"none": "none", **defended}
+    defenses = {name: build_defense(spec) for name, spec in named.items()}
+    attacks = {name: build_attack(spec) for name, spec in attacked.items()}
+    check_model(model, dataset)
+    for defense in defenses.values():
+        _try_defense(model, dataset, defense, seeds)
+    clients = partition(dataset.train.labels, config.partition, seeds("partition"))
+    training = Training(config.rounds, config.clients, config.epochs, config.batch_size, config.lr)
+    if config.clients > len(clients):
+        raise DataError(
+            f"{config.clients} clients a round were asked for and {config.partition} makes {len(clients)}. "
+            "Ask for fewer."
+        )
+    if config.images > len(dataset.train):
+        raise DataError(
+            f"{config.images} images were asked for and {dataset.name} has {len(dataset.train)} to train on."
+        )
+    chosen = torch.randperm(len(dataset.train), generator=seeds("images"))[: config.images]
+    public = Public.draw(dataset, config.gallery, seeds)
+    truth = dataset.train.batch(chosen)
+    return Scene(config, dataset, model, defenses, attacks, clients, training, truth, public, seeds)
+
+
+def check_model(model: nn.Module, dataset: Dataset) -> None:
+    """Raise unless the model takes the data's inputs and has a logit for every class."""
+    batch = dataset.train.batch(slice(0, 2))
+    try:
+        with torch.no_grad():
+            logits = copy.deepcopy(model)(batch.inputs)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        reason = " ".join(str(error).split())
+        raise SpecError(
+            f"{type(model).__name__} does not take inputs of shape {dataset.input_shape} ({reason[:200]}). "
+            f"Build it for {dataset.name}."
+        ) from error
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < dataset.num_classes:
+        shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise SpecError(
+            f"{type(model).__name__} gives {shape} for 2 inputs; it must give one logit for each of the "
+            f"{dataset.num_classes} classes of {dataset.name}."
+        )
+
+
+def _try_defense(model: nn.Module, dataset: Dataset, defense: Defense, seeds: Seeds) -> None:
+    """Run the defence once, so that a missing layer is found before training."""
+    defense.adaptive(model)
+    step_gradient(copy.deepcopy(model), dataset.train.batch(slice(0, 2)), defense, seeds("trial"))

@@ -1,0 +1,60 @@
+"""Scales and ticks for the page's own drawings."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Scale:
+    """From values to places along an axis."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        """Return the place of a value, kept within the axis."""
+        low, high, x = (math.log10(v) for v in (self.low, self.high, max(value, self.low))) if self.log else (
+            self.low, self.high, value,
+        )  # fmt: skip
+        share = min(1.0, max(0.0, (x - low) / (high - low)))
+        return round(self.start + share * (self.end - self.start), 1)
+
+    def ticks(self) -> list[float]:
+        """Return a few round values on the axis."""
+        if self.log:
+            first, last = math.floor(math.log10(self.low) + 0.5), math.floor(math.log10(self.high) + 1e-9)
+            every = max(1, math.ceil((last - first + 1) / 6))
+            return [10.0**k for k in range(first, last + 1, every)]
+        raw = (self.high - self.low) / 4
+        step = next(s for s in (m * 10 ** math.floor(math.log10(raw)) for m in (1, 2, 5, 10)) if s >= raw)
+        first = math.ceil(self.low / step - 1e-9)
+        return [round(k * step, 10) for k in range(first, math.floor(self.high / step + 1e-9) + 1)]
+
+
+def log_scale(values: Iterable[float], start: float, end: float, smallest: float = 1e-10) -> Scale:
+    """Return a logarithmic scale over whole decades that holds all values; under 1e-10 they lie at its end."""
+    kept = [max(v, smallest) for v in values if math.isfinite(v)] or [1.0]
+    low, high = math.floor(math.log10(min(kept))), math.ceil(math.log10(max(kept)) + 1e-9)
+    return Scale(10.0**low, 10.0 ** max(high, low + 1), start, end, log=True)
+
+
+def linear_scale(values: Iterable[float], start: float, end: float, least: float = 0.1) -> Scale:
+    """Return a linear scale with some room on both sides, at least ``least`` wide, within [0, 1]."""
+    kept = [v for v in values if math.isfinite(v)] or [0.0, 1.0]
+    middle, half = (min(kept) + max(kept)) / 2, max((max(kept) - min(kept)) * 0.7, least / 2)
+    low = max(0.0, middle - half)
+    high = min(1.0, middle + half)
+    return Scale(low, max(high, low + least / 2), start, end)
+
+
+def number(value: float) -> str:
+    """Return a tick's text."""
+    if value != 0 and (abs(value) < 0.001 or abs(value) >= 1e5):
+        mantissa, exponent = f"{value:.0e}".split("e")
+        power = str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+        return f"10{power}" if mantissa == "1" else f"{mantissa}·10{power}"
+    return f"{value:g}"

@@ -1,0 +1,143 @@
+"""The page's drawings as inline SVG: their colours come from the page's style, so they follow light and dark."""
+
+from collections.abc import Sequence
+from html import escape
+
+from gradveil.experiments.summary import NAIVE, Floor, Line
+from gradveil.experiments.verdict import Verdict, strongest
+from gradveil.report.axes import Scale, linear_scale, log_scale, number
+
+WIDTH = 400  # in units of about one CSS pixel on a phone
+NUM_STYLES = 8  # colours in the style sheet
+
+
+def errors_figure(found: Sequence[Line], names: Sequence[str], floor: Floor, round_: str) -> str:
+    """Draw the error of the strongest naive and adaptive attack per defence, with intervals."""
+    here = [line for line in found if line.round == round_]
+    pairs = [(name, *_naive_and_adaptive(here, name)) for name in names]
+    shown = [line for _, naive, adaptive in pairs for line in (naive, adaptive) if line is not None]
+    if not shown:
+        return ""
+    left, right, top, step = 12, WIDTH - 12, 34, 46
+    bottom = top + step * len(pairs)
+    scale = log_scale([floor.mse.mean, *(v for line in shown for v in (line.mse.low, line.mse.high))], left, right)
+    parts = [_vertical(scale, t, top, bottom, "grid", number(t), bottom + 14) for t in scale.ticks()]
+    parts.append(_reference_lines(scale, top, bottom, floor, _control(here)))
+    for i, (name, naive, adaptive) in enumerate(pairs):
+        y = top + step * i + 14
+        parts.append(f'<text x="{left}" y="{y}" class="name">{escape(name)}</text>')
+        parts.append(_whisker(scale, naive, y + 11, i, "hollow"))
+        parts.append(_whisker(scale, adaptive, y + 22, i, "full"))
+    parts.append(
+        f'<text x="{right}" y="{bottom + 30}" class="axis" text-anchor="end">mean squared error (log) →</text>'
+    )
+    return _svg(bottom + 36, f"Error of the strongest attack on each defence, {round_} round", parts)
+
+
+def trade_figure(found: Sequence[Line], judged: Sequence[Verdict], floor: Floor, round_: str) -> str:
+    """Draw privacy against accuracy: a defence's naive and adaptive marks are joined by a line."""
+    here = [line for line in found if line.round == round_]
+    marks = [(i, v, *_naive_and_adaptive(here, v.defense)) for i, v in enumerate(judged) if v.accuracy is not None]
+    shown = [line.mse.mean for *_, naive, adaptive in marks for line in (naive, adaptive) if line is not None]
+    if not shown:
+        return ""
+    left, right, top, bottom = 44, WIDTH - 12, 16, 236
+    x = linear_scale([v.accuracy for _, v, *_ in marks if v.accuracy is not None], left + 10, right - 10)
+    y = log_scale([floor.mse.mean, *shown], bottom, top)
+    parts = [_horizontal(y, t, left, right, "grid", number(t)) for t in y.ticks()]
+    parts += [_vertical(x, t, top, bottom, "grid", f"{t:.0%}", bottom + 14) for t in x.ticks()]
+    control = _control(here)
+    for kind, text, value in (("floor", "blind guess", floor.mse.mean), ("control", "control", _mean(control))):
+        if value is not None:
+            parts.append(_horizontal(y, value, left, right, kind))
+            parts.append(f'<text x="{right}" y="{y(value) - 4}" class="tick" text-anchor="end">{text}</text>')
+    for i, judged_one, naive, adaptive in marks:
+        place = x(judged_one.accuracy or 0.0)
+        both = ((naive, "hollow"), (adaptive, "full"))
+        ends = [(line, kind if line.counts else "void") for line, kind in both if line is not None]
+        if len(ends) == 2:
+            heights = [y(line.mse.mean) for line, _ in ends]
+            parts.append(f'<path d="M{place} {heights[0]}V{heights[1]}" class="s{i % NUM_STYLES} joint"/>')
+        parts += [_mark(place, y(line.mse.mean), i, kind, _told(line)) for line, kind in ends]
+    legend = bottom + 50
+    for k, (i, judged_one, *_rest) in enumerate(marks):
+        parts.append(_mark(left + 6, legend + 17 * k, i, "full", ""))
+        parts.append(
+            f'<text x="{left + 18}" y="{legend + 17 * k + 4}" class="name">{escape(judged_one.defense)}</text>'
+        )
+    parts.append(f'<text x="{right}" y="{bottom + 30}" class="axis" text-anchor="end">accuracy →</text>')
+    parts.append(f'<text x="4" y="{top - 5}" class="axis">mean squared error of the attack (log) ↑</text>')
+    return _svg(legend + 17 * len(marks), f"Privacy against accuracy, {round_} round", parts)
+
+
+def _naive_and_adaptive(here: Sequence[Line], name: str) -> tuple[Line | None, Line | None]:
+    mine = [line for line in here if line.defense == name and (name != "none" or line.weights in ("none", "start"))]
+    return (
+        strongest(line for line in mine if line.server == NAIVE),
+        strongest(line for line in mine if line.server != NAIVE),
+    )
+
+
+def _control(here: Sequence[Line]) -> Line | None:
+    return _naive_and_adaptive(here, "none")[0]
+
+
+def _mean(line: Line | None) -> float | None:
+    return None if line is None else line.mse.mean
+
+
+def _told(line: Line) -> str:
+    server = "naive server" if line.server == NAIVE else f"server that knows ({line.server})"
+    void = "; void" if not line.counts else ""
+    error = f"MSE {line.mse.mean:.2g} [{line.mse.low:.2g}, {line.mse.high:.2g}]"
+    return f"{line.defense}: {server}, {line.attack}, {error}{void}"
+
+
+def _whisker(scale: Scale, line: Line | None, y: float, i: int, kind: str) -> str:
+    if line is None:
+        return ""
+    low, high = scale(line.mse.low), scale(line.mse.high)
+    whisker = f'<path d="M{low} {y}H{high}" class="s{i % NUM_STYLES} joint"/>'
+    return whisker + _mark(scale(line.mse.mean), y, i, kind if line.counts else "void", _told(line))
+
+
+def _mark(x: float, y: float, i: int, kind: str, title: str) -> str:
+    """Draw a mark whose shape and colour belong to the defence: neither alone has to tell them apart."""
+    shapes = (
+        "M-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0 -9 0z",
+        "M-4 -4h8v8h-8z",
+        "M0 -5.2L5 4H-5z",
+        "M0 -5.6L5.6 0L0 5.6L-5.6 0z",
+        "M0 5.2L5 -4H-5z",
+        "M-5 -1.7h3.3v-3.3h3.4v3.3h3.3v3.4h-3.3v3.3h-3.4v-3.3h-3.3z",
+    )
+    inside = f"<title>{escape(title)}</title>" if title else ""
+    shape = shapes[i % len(shapes)]
+    return f'<path transform="translate({x} {y})" d="{shape}" class="s{i % NUM_STYLES} {kind}">{inside}</path>'
+
+
+def _reference_lines(scale: Scale, top: float, bottom: float, floor: Floor, control: Line | None) -> str:
+    parts = [_vertical(scale, floor.mse.mean, top, bottom, "floor", "blind guess", top - 20)]
+    if control is not None:
+        parts.append(_vertical(scale, control.mse.mean, top, bottom, "control", "control", top - 8))
+    return "".join(parts)
+
+
+def _vertical(scale: Scale, value: float, top: float, bottom: float, kind: str, text: str, text_y: float) -> str:
+    x = scale(value)
+    anchor = "start" if x < 60 else "end" if x > WIDTH - 60 else "middle"
+    label = f'<text x="{x}" y="{text_y}" class="tick" text-anchor="{anchor}">{escape(text)}</text>'
+    return f'<path d="M{x} {top}V{bottom}" class="{kind}"/>{label}'
+
+
+def _horizontal(scale: Scale, value: float, left: float, right: float, kind: str, text: str = "") -> str:
+    y = scale(value)
+    label = f'<text x="{left - 4}" y="{y + 4}" class="tick" text-anchor="end">{escape(text)}</text>' if text else ""
+    return f'<path d="M{left} {y}H{right}" class="{kind}"/>{label}'
+
+
+def _svg(height: float, title: str, parts: Sequence[str]) -> str:
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(title)}">'
+        f"<title>{escape(title)}</title>{''.join(parts)}</svg>"
+    )

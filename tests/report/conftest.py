@@ -1,0 +1,78 @@
+"""A run folder made by hand: what an audit would write, with numbers chosen so that every outcome occurs."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradveil.experiments.config import AuditConfig
+from gradveil.experiments.store import Row, Store
+from gradveil.experiments.toml import to_toml
+
+IMAGES = 8
+GALLERY = 100
+# defence -> accuracy, and (server, attack) -> MSE; the blind guess lies at 0.07
+SCENE: dict[str, tuple[float, dict[tuple[str, str], float]]] = {
+    "none": (0.93, {("naive", "newton"): 1e-8, ("naive", "dlg"): 2e-4, ("naive", "weak"): 0.2}),
+    "representation:share=0.4": (
+        0.9,
+        {("naive", "newton"): 0.28, ("naive", "dlg"): 0.3, ("drop", "newton"): 2e-8, ("mask", "newton"): 1e-8},
+    ),
+    "pruning:share=0.8": (0.92, {("naive", "newton"): 0.03, ("mask", "newton"): 5e-4}),
+    "gaussian:std=0.1": (0.7, {("naive", "newton"): 0.2, ("whiten", "newton"): 0.066}),
+    "<script>alert(1)</script>": (0.6, {("naive", "weak"): 0.25, ("drop", "weak"): 0.25}),
+}
+
+
+def attack_row(defense: str, server: str, attack: str, round_: str, example: int, mse: float) -> Row:
+    weights = "start" if round_ == "first" else defense
+    return {
+        "kind": "attack", "round": round_, "round_number": 1 if round_ == "first" else 5, "weights": weights,
+        "defense": defense, "server": server, "attack": attack, "example": example, "index": example, "mse": mse,
+        "psnr": -10 * np.log10(mse), "ssim": max(0.0, 1 - 8 * mse), "fft": mse / 3, "label": 1.0,
+        "identified": float(mse < 0.02), "gallery": GALLERY, "objective": mse, "converged": mse < 0.1,
+    }  # fmt: skip
+
+
+def write_run(
+    folder: Path, scene: dict[str, tuple[float, dict[tuple[str, str], float]]], images: int = IMAGES
+) -> Store:
+    rng = np.random.default_rng(0)
+    truth = rng.random((images, 1, 8, 8)).astype(np.float32)
+    store = Store.create(folder, to_toml(AuditConfig(defenses=tuple(scene), images=images)))
+    floors: list[Row] = [
+        {"kind": "floor", "guess": guess, "example": i, "mse": mse * (1 + 0.1 * (i % 3)), "identified": 0.0}
+        for guess, mse in (("grey", 0.1), ("mean image", 0.07))
+        for i in range(images)
+    ]
+    store.add("truth", floors, {"truth": truth, "grey": truth * 0 + 0.5, "mean image": truth * 0 + 0.3})
+    for defense, (accuracy, _) in scene.items():
+        rows: list[Row] = [
+            {"kind": "accuracy", "defense": defense, "round": n, "accuracy": accuracy * n / 5, "loss": 1.0}
+            for n in range(1, 6)
+        ]
+        why = [{"kind": "defense", "defense": defense, "server": "drop", "why": "Leaves the tensor out."}]
+        store.add(f"train/{defense}", rows + (why if defense != "none" else []))
+    for round_ in ("first", "last"):
+        for defense, (_, attacks) in scene.items():
+            for (server, attack), mse in attacks.items():
+                spread = mse * np.exp(0.5 * rng.standard_normal(images))
+                rows = [attack_row(defense, server, attack, round_, i, float(m)) for i, m in enumerate(spread)]
+                found = np.clip(truth + np.sqrt(mse) * rng.standard_normal(truth.shape), 0, 1).astype(np.float32)
+                store.add(f"attack/{round_}/{defense}/{server}/{attack}", rows, {"found": found})
+                if round_ == "last" and defense != "none" and server == "naive":  # its control, at the same weights
+                    none = SCENE["none"][1][("naive", attack)]
+                    extra = [
+                        attack_row("none", "naive", attack, round_, i, none) | {"weights": defense}
+                        for i in range(images)
+                    ]
+                    store.add(f"control/{round_}/{defense}/{attack}", extra, {"found": truth})
+    return store
+
+
+@pytest.fixture(scope="session")
+def run_folder(tmp_path_factory: Any) -> Path:
+    folder: Path = tmp_path_factory.mktemp("runs") / "run"
+    write_run(folder, SCENE)
+    return folder
