@@ -5,12 +5,12 @@ pytest.importorskip("flwr")
 import torch
 from flwr.app import ArrayRecord, Message
 from flwr.serverapp.strategy import FedAvg
-from integrations.flower_parts import Nodes, message, reply
 from torch import nn
 
 from gradveil.integrations.flower.checks import checked
 from gradveil.integrations.flower.records import withhold
 from gradveil.tree import Params
+from integrations.flower_parts import Nodes, message, reply
 
 
 def shifted(msg: Message, by: float) -> Params:

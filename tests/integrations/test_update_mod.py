@@ -4,11 +4,11 @@ pytest.importorskip("flwr")
 
 import torch
 from flwr.app import Message
-from integrations.flower_parts import LR, Halved, client_app, context, gradient, message, reply, weights
 from torch import nn
 
 from gradveil.integrations.flower.update_mod import update_mod
 from gradveil.types import Batch
+from integrations.flower_parts import LR, Halved, client_app, context, gradient, message, reply, weights
 
 
 def test_the_server_gets_the_defended_update_and_nothing_else(model: nn.Module, batch: Batch) -> None:
@@ -50,7 +50,7 @@ def test_the_defense_is_read_when_the_message_comes_and_the_site_stands_above_th
     assert withheld.has_error()
     assert "No defense is set" in withheld.error.reason
 
-    site, run = {"defense": "gaussian:std=0.5"}, {"defense": "gaussian:std=0"}
+    site, run = {"defense": "gaussian:scale=0.5,on=update"}, {"defense": "gaussian:scale=0,on=update"}
     quiet = app(message(model), context(run_config=run)).content["metrics"]["update-change"]
     loud = app(message(model), context(node_config=site, run_config=run)).content["metrics"]["update-change"]
     assert quiet == 0

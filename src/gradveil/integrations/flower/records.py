@@ -1,8 +1,6 @@
 """Between Flower's records and gradveil's ``Params``; all that the mods need to read or change in a message."""
 
-import secrets
 from collections.abc import Callable
-from fnmatch import fnmatch
 
 import torch
 
@@ -16,7 +14,6 @@ except ImportError as error:
     raise MissingExtraError("Working with Flower", "flower") from error
 
 MOD_FAILED_PRECONDITION = 6  # flwr.common.constant.ErrorCode: what Flower's own mods answer with
-BUFFERS = ("*running_mean", "*running_var", "*num_batches_tracked")  # state that no gradient step makes
 Mod = Callable[[Message, Context, Callable[[Message, Context], Message]], Message]
 
 
@@ -37,11 +34,6 @@ def params_of(record: ArrayRecord) -> Params:
 def record_of(params: Params) -> ArrayRecord:
     """Return the ArrayRecord of these tensors, in their order."""
     return ArrayRecord({name: Array(value.detach().cpu().contiguous().numpy()) for name, value in params.items()})
-
-
-def is_trained(name: str, value: torch.Tensor) -> bool:
-    """Return whether a tensor of a state dict is a weight, not a counter or a running statistic."""
-    return value.is_floating_point() and not any(fnmatch(name, pattern) for pattern in BUFFERS)
 
 
 def number(message: Message, name: str, default: float) -> float:
@@ -81,11 +73,3 @@ def defense_for(given: str | Defense | None, context: Context) -> Defense:
     if spec is None:
         raise DefenseError("No defense is set. Give the mod one, or set 'defense' in --node-config or the run config.")
     return build(spec)
-
-
-def fresh_rng(seed: int | None = None) -> torch.Generator:
-    """Return a generator: from the operating system's entropy, unless a seed is given.
-
-    The server knows the run's seed, and what it can draw again it can take off again. A fixed seed is for tests.
-    """
-    return torch.Generator().manual_seed(secrets.randbits(63) if seed is None else seed)

@@ -4,22 +4,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from flwr.app import Context, Message, MessageType
+from flwr.app import Context, Message
 
 from gradveil import tree
 from gradveil.defenses.base import Defense
-from gradveil.errors import GradveilError, UpdateError
+from gradveil.errors import DefenseError, GradveilError, UpdateError
+from gradveil.integrations.flower.grids import is_training
 from gradveil.integrations.flower.records import (
     add_metrics,
     arrays_of,
     defense_for,
-    fresh_rng,
-    is_trained,
     number,
     params_of,
     record_of,
     withhold,
 )
+from gradveil.integrations.local_training import fresh_rng, is_trained
+from gradveil.registry import describe
 from gradveil.tree import Params
 from gradveil.types import Update
 
@@ -48,11 +49,13 @@ class UpdateMod:
 
     def __call__(self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
         """Let the client train, then send a defended update in place of its own; fail closed."""
-        if message.metadata.message_type.partition(".")[0] != MessageType.TRAIN:
+        if not is_training(message):
             return call_next(message, context)
         try:
             before = params_of(arrays_of(message)[1])
             defense = defense_for(self.defense, context)
+            if defense.acts_on - {"update"}:
+                raise DefenseError(f"{describe(defense)} acts inside the local steps. Use guard_mod for it.")
             reply = call_next(message, context)
             return reply if reply.has_error() else self._defend(defense, message, before, reply)
         except GradveilError as error:

@@ -1,41 +1,70 @@
 """Find the model that a client trains, from outside its code."""
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+
+_open: "list[ModelWatch]" = []
+_lock = threading.Lock()
+_plain_call: Any = nn.Module.__call__
 
 
 class ModelWatch:
-    """While it is open, tells of each module that is called and whose state dict has the given names.
+    """While it is open, tells of each module that is called for the first time and has the given state-dict names.
 
-    A hook on all modules' forward pass sees the client's model when it is first called. Only the thread that
-    opened the watch is watched, so that two clients in one process are not mixed up; a client that trains in a
-    thread of its own, or through ``model.forward``, is not found.
+    It is told *before* the call, with the arguments, so that hooks put on the module then see this very pass. (A
+    global forward pre-hook of torch comes too late for that: the module's own hooks are listed by then, and the
+    keyword arguments are hidden from it.) Only the thread that opened the watch is watched, so that two clients in
+    one process are not mixed up. A client that trains in a thread of its own, or through ``model.forward``, is
+    not found.
     """
 
-    def __init__(self, names: Iterable[str], found: Callable[[nn.Module, tuple[Any, ...]], None]) -> None:
+    def __init__(self, names: Iterable[str], found: Callable[[nn.Module], None]) -> None:
         self._names = set(names)
         self._found = found
-        self._seen: dict[int, nn.Module] = {}  # by id; the reference keeps the id from being used again
+        self._seen: dict[int, tuple[nn.Module, bool]] = {}  # by id; the reference keeps the id from being used again
+        self._inside = False  # a call of a model that was found is under way: its parts are no models
         self._thread = threading.get_ident()
 
     def __enter__(self) -> "ModelWatch":
-        self._handle = register_module_forward_pre_hook(self._look)
+        with _lock:
+            _open.append(self)
+            nn.Module.__call__ = _watched_call  # type: ignore[method-assign]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._handle.remove()
+        with _lock:
+            _open.remove(self)
+            if not _open:
+                nn.Module.__call__ = _plain_call  # type: ignore[method-assign]
         self._seen.clear()
 
-    def _look(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if id(module) in self._seen or threading.get_ident() != self._thread:
+    @contextmanager
+    def call(self, module: nn.Module) -> Iterator[None]:
+        """Take note of a module that is about to be called."""
+        if self._inside or threading.get_ident() != self._thread:
+            yield
             return
-        self._seen[id(module)] = module
-        if module.state_dict().keys() == self._names:
-            self._found(module, args)
+        if id(module) not in self._seen:
+            fits = module.state_dict().keys() == self._names
+            self._seen[id(module)] = (module, fits)
+            if fits:
+                self._found(module)
+        self._inside = self._seen[id(module)][1]
+        try:
+            yield
+        finally:
+            self._inside = False
+
+
+def _watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with ExitStack() as stack:
+        for watch in tuple(_open):
+            stack.enter_context(watch.call(module))
+        return _plain_call(module, *args, **kwargs)

@@ -1,0 +1,113 @@
+"""Audit what arrives at a Flower server: attack a sample of each round's updates and log what comes out."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+from torch import nn
+
+from gradveil.attacks.base import Attack
+from gradveil.defenses.base import Defense
+from gradveil.errors import GradveilError
+from gradveil.integrations.flower.grids import GridView
+from gradveil.integrations.flower.records import arrays_of, number, params_of
+from gradveil.integrations.flower.update_mod import check_reply, update_of
+from gradveil.integrations.probe import Probe, Row
+from gradveil.seeds import Seeds
+from gradveil.types import Batch
+
+LOG = logging.getLogger("gradveil.flower")
+
+
+def audited(
+    grid: Grid,
+    model: nn.Module,
+    attack: str | Attack,
+    *,
+    input_shape: tuple[int, ...],
+    num_classes: int,
+    defense: str | Defense = "none",
+    sample: int = 1,
+    max_examples: int = 16,
+    lr: float | None = None,
+    seed: int = 0,
+    out: Path | None = None,
+    truth: Callable[[Message], Batch | None] = lambda reply: None,
+) -> "AuditedGrid":
+    """Return the grid with an audit in it: ``strategy.start(grid=audited(grid, model, "gs", ...), ...)``.
+
+    The strategy sees every reply as it came. ``rows`` holds what was found, and ``out`` gets it as JSON lines.
+
+    Args:
+        grid: the grid that the ServerApp was given.
+        model: the architecture; the weights are those that were sent in the round.
+        attack: a spec or an attack.
+        input_shape: of one example.
+        num_classes: of the task.
+        defense: what the clients are known to use: the server that knows it is played as well.
+        sample: how many updates of a round are attacked.
+        max_examples: an update of more examples is logged and not attacked.
+        lr: of the local steps; None reads ``lr`` from the message, and takes 1 where there is none.
+        seed: of the choice of updates and of the attack.
+        out: a file to append to.
+        truth: the originals behind a reply, where the audit may know them (tests, public data).
+    """
+    probe = Probe(attack, input_shape, num_classes, defense)
+    return AuditedGrid(grid, model, probe, sample, max_examples, lr, Seeds(seed), out, truth)
+
+
+class AuditedGrid(GridView):
+    """See ``audited``."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        model: nn.Module,
+        probe: Probe,
+        sample: int,
+        max_examples: int,
+        lr: float | None,
+        seeds: Seeds,
+        out: Path | None,
+        truth: Callable[[Message], Batch | None],
+    ) -> None:
+        super().__init__(grid)
+        self._model, self._probe, self._sample, self._max_examples = model, probe, sample, max_examples
+        self._lr, self._seeds, self._out, self._truth = lr, seeds, out, truth
+        self.rows: list[Row] = []
+        self._round = 0
+
+    def round_ended(self, sent: list[Message], replies: list[Message]) -> None:
+        """Attack some of the round's updates."""
+        self._round += 1
+        asked = {message.metadata.dst_node_id: message for message in sent}
+        good = [reply for reply in replies if not reply.has_error()]
+        chosen = self._seeds.numpy("audit", self._round).permutation(len(good))[: self._sample]
+        for index in sorted(int(i) for i in chosen):
+            reply = good[index]
+            about = {"round": self._round, "node": reply.metadata.src_node_id}
+            for row in self._attack(asked[reply.metadata.src_node_id], reply):
+                self._log(about | row)
+
+    def _attack(self, message: Message, reply: Message) -> list[Row]:
+        try:
+            before, after = params_of(arrays_of(message)[1]), params_of(arrays_of(reply)[1])
+            check_reply(before, after)
+            update = update_of(message, before, reply, after, self._lr)
+            if update.num_examples > self._max_examples:
+                return [{"examples": update.num_examples, "skipped": f"more than {self._max_examples} examples"}]
+            rng = self._seeds("attack", self._round, int(number(reply, "partition-id", 0)))
+            return self._probe.run(self._model, before, update, rng, self._truth(reply))
+        except GradveilError as error:
+            return [{"error": str(error)}]
+
+    def _log(self, row: Row) -> None:
+        self.rows.append(row)
+        LOG.info("Audit: %s", row)
+        if self._out is not None:
+            self._out.parent.mkdir(parents=True, exist_ok=True)
+            with self._out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")

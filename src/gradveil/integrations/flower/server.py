@@ -1,0 +1,148 @@
+"""The server of gradveil's own Flower app: any Flower strategy, the in-process draw of devices, an audit on the way."""
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid, ServerApp
+from torch import nn
+
+from gradveil.data.base import Dataset
+from gradveil.federated.checkpoint import Checkpoint
+from gradveil.federated.evaluate import evaluate
+from gradveil.integrations.flower.audit import AuditedGrid, audited
+from gradveil.integrations.flower.checks import checked
+from gradveil.integrations.flower.client import DEVICE
+from gradveil.integrations.flower.grids import GridView
+from gradveil.integrations.flower.records import params_of, record_of
+from gradveil.integrations.flower.settings import Settings, build_model, load_data
+from gradveil.integrations.flower.strategies import build_strategy
+from gradveil.tree import Params
+
+LOG = logging.getLogger("gradveil.flower")
+
+
+@dataclass
+class Outcome:
+    """What a run leaves: the model, a row for each round, a row for each update that was audited."""
+
+    state: Params = field(default_factory=dict)
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+    leaks: list[dict[str, Any]] = field(default_factory=list)
+
+
+def make_server_app(settings: Settings | None = None, done: Callable[[Outcome], None] = lambda _: None) -> ServerApp:
+    """Return the app; without settings it reads them from the run config."""
+
+    def main(grid: Grid, context: Context) -> None:
+        done(serve(grid, settings or Settings.from_config(context.run_config)))
+
+    app = ServerApp()
+    app.main()(main)
+    return app
+
+
+def serve(grid: Grid, settings: Settings) -> Outcome:
+    """Run all rounds and return what came of them."""
+    dataset, shares = load_data(settings.dataset, settings.data, settings.partition, settings.seed)
+    model = build_model(settings, dataset)
+    chosen = ChosenGrid(grid, settings, [len(share) for share in shares])
+    auditor = _auditor(chosen, settings, model, dataset)
+    watched = checked(auditor or chosen)
+    outcome = Outcome()
+    started = time.monotonic()
+
+    def after_round(number: int, arrays: ArrayRecord) -> MetricRecord:
+        model.load_state_dict(params_of(arrays))
+        seen = evaluate(model, dataset.test)
+        row: dict[str, Any] = {
+            "round": number,
+            "accuracy": seen.accuracy,
+            "loss": seen.loss,
+            "seconds": time.monotonic() - started,
+        }
+        if number:
+            row |= {"lr": settings.lr_of(number), "clients": chosen.drawn} | watched.counts[-1]
+        outcome.rounds.append(row)
+        _keep(settings, row, model, number)
+        return MetricRecord({"accuracy": seen.accuracy, "loss": seen.loss})
+
+    result = build_strategy(settings.strategy).start(
+        grid=watched,
+        initial_arrays=record_of(dict(model.state_dict())),
+        num_rounds=settings.rounds,
+        train_config=ConfigRecord({"lr": settings.lr, "batch-size": settings.batch_size}),
+        evaluate_fn=after_round,
+    )
+    outcome.state = params_of(result.arrays) if result.arrays else dict(model.state_dict())
+    outcome.leaks = auditor.rows if auditor else []
+    return outcome
+
+
+class ChosenGrid(GridView):
+    """Shows a strategy the nodes of this round only: the first K connected devices in the order of the draw.
+
+    With every device connected these are the devices that the in-process simulation draws from the same seed.
+    """
+
+    def __init__(self, grid: Grid, settings: Settings, sizes: list[int]) -> None:
+        super().__init__(grid)
+        self._settings, self._sizes = settings, sizes
+        self._devices: dict[int, int] = {}  # node -> device, as the nodes say
+        self._round = 1
+        self.drawn: list[int] = []
+
+    def get_node_ids(self) -> list[int]:
+        """Return the nodes of this round, as soon as enough are connected."""
+        while len(connected := set(self._grid.get_node_ids())) < self._settings.devices:
+            LOG.info("Waiting for nodes: %s connected, %s needed.", len(connected), self._settings.devices)
+            time.sleep(1)
+        self._ask(sorted(connected - self._devices.keys()))
+        nodes = {device: node for node, device in sorted(self._devices.items()) if node in connected}
+        order = self._settings.order_of(self._round, self._sizes)
+        self.drawn = [device for device in order if device in nodes][: self._settings.devices]
+        return [nodes[device] for device in self.drawn]
+
+    def round_ended(self, sent: list[Message], replies: list[Message]) -> None:
+        """Go on to the next draw."""
+        self._round += 1
+
+    def _ask(self, nodes: list[int]) -> None:
+        """Ask new nodes which device they are: node ids are random, and the draw is of devices."""
+        questions = [Message(RecordDict(), dst_node_id=node, message_type="query") for node in nodes]
+        for answer in self._grid.send_and_receive(questions, timeout=60) if questions else []:
+            device = -1 if answer.has_error() else int(answer.content["node"][DEVICE])
+            self._devices[answer.metadata.src_node_id] = device
+            if not 0 <= device < len(self._sizes):
+                LOG.warning("Node %s gives no device of this partition; left out.", answer.metadata.src_node_id)
+
+
+def _auditor(grid: Grid, settings: Settings, model: nn.Module, dataset: Dataset) -> AuditedGrid | None:
+    if not settings.audit:
+        return None
+    return audited(
+        grid,
+        model,
+        settings.audit,
+        input_shape=dataset.input_shape,
+        num_classes=dataset.num_classes,
+        defense=settings.defense,
+        sample=settings.audit_sample,
+        seed=settings.seed,
+        out=Path(settings.out) / "leaks.jsonl" if settings.out else None,
+    )
+
+
+def _keep(settings: Settings, row: dict[str, Any], model: nn.Module, number: int) -> None:
+    if not settings.out:
+        return
+    folder = Path(settings.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "rounds.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+    Checkpoint(number, dict(model.state_dict()), {}, {"engine": "flower"}).save(folder / "model.safetensors")

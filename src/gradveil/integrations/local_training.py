@@ -1,0 +1,71 @@
+"""Any defence around a training function that knows nothing of it: one line."""
+
+import functools
+import secrets
+from collections.abc import Callable
+from fnmatch import fnmatch
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Generator, Tensor, nn
+
+from gradveil.defenses.base import Defense
+from gradveil.defenses.guard import protect
+from gradveil.errors import DefenseError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+BUFFERS = ("*running_mean", "*running_var", "*num_batches_tracked")  # state that no gradient step makes
+
+
+def defended(
+    defense: str | Defense, *, lr: float = 1.0, seed: int | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Put a defence around a training function: ``@defended("representation:share=0.4")``.
+
+    The function's first ``nn.Module`` argument is the model. Its local steps are defended while the function runs,
+    and the change of its weights after that, so what is then sent is the defended update. Raises ``DefenseError``
+    where the function trained and nothing was defended.
+
+    Args:
+        defense: a spec or a defence.
+        lr: of the local steps; for defences of the update, which act on (W_before - W_after) / lr.
+        seed: for tests only; None draws from the operating system.
+    """
+
+    def decorate(train: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(train)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            model = _model(train.__name__, [*args, *kwargs.values()])
+            before = {name: value.detach().clone() for name, value in model.state_dict().items()}
+            with protect(model, defense, rng=fresh_rng(seed)) as guard:
+                result = train(*args, **kwargs)
+                after = guard.update(before, model.state_dict(), lr=lr)
+            guard.check()
+            model.load_state_dict(after)
+            return result
+
+        return run
+
+    return decorate
+
+
+def is_trained(name: str, value: Tensor) -> bool:
+    """Return whether a tensor of a state dict is a weight, not a counter or a running statistic."""
+    return value.is_floating_point() and not any(fnmatch(name, pattern) for pattern in BUFFERS)
+
+
+def fresh_rng(seed: int | None = None) -> Generator:
+    """Return a generator: from the operating system's entropy, unless a seed is given.
+
+    The server knows the run's seed, and what it can draw again it can take off again. A fixed seed is for tests.
+    """
+    return torch.Generator().manual_seed(secrets.randbits(63) if seed is None else seed)
+
+
+def _model(function: str, values: list[object]) -> nn.Module:
+    for value in values:
+        if isinstance(value, nn.Module):
+            return value
+    raise DefenseError(f"{function}() was called without an nn.Module, so there is no model to defend. Pass it in.")

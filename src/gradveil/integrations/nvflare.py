@@ -1,0 +1,89 @@
+"""NVFlare: an output filter that runs an update-level defence on a site, outside the researcher's code.
+
+A defence of the local steps goes into the client script: ``with protect(model, spec) as guard``; its count of
+defended steps can be sent along as ``FLModel(..., meta={"defended-steps": guard.report.steps})``, and this
+filter can ask for it.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradveil import tree
+from gradveil.defenses.base import build
+from gradveil.errors import GradveilError, MissingExtraError
+from gradveil.integrations.local_training import fresh_rng, is_trained
+from gradveil.types import Update
+
+try:
+    from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
+    from nvflare.apis.filter import ContentBlockedException, Filter
+    from nvflare.apis.fl_constant import ReturnCode
+    from nvflare.apis.fl_context import FLContext
+    from nvflare.apis.shareable import Shareable
+    from nvflare.apis.utils.fl_context_utils import add_job_audit_event
+except ImportError as error:
+    raise MissingExtraError("Working with NVFlare", "nvflare") from error
+
+STEPS = "defended-steps"
+
+
+class UpdateFilter(Filter):  # type: ignore[misc]
+    """Defends the weight difference that leaves a site; what it cannot read it blocks.
+
+    ``recipe.add_client_output_filter(UpdateFilter("gaussian:std=0.01", lr=0.01), tasks=["train"])``. NVFlare's
+    own ``DXOFilter`` lets through what it does not know; this one does not.
+    """
+
+    def __init__(self, defense: str, lr: float = 1.0, require_steps: bool = False) -> None:
+        """Set up the filter.
+
+        Args:
+            defense: a spec, e.g. ``pruning:share=0.9`` or ``gaussian:std=0.01``.
+            lr: of the local steps, to turn the difference into a gradient, (W_before - W_after) / lr.
+            require_steps: block an update whose meta does not say that a local step was defended.
+        """
+        super().__init__()
+        self.defense = defense  # NVFlare writes the arguments into the job by these names
+        self.lr = lr
+        self.require_steps = require_steps
+
+    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Return the result with a defended update; raise where there is none to be read."""
+        if shareable.get_return_code() != ReturnCode.OK:
+            return shareable  # an error report, no update
+        try:
+            dxo = from_shareable(shareable)
+        except Exception as error:
+            raise ContentBlockedException(f"Update withheld: the result holds no DXO ({error}).") from error
+        if dxo.data_kind == DataKind.METRICS:
+            return shareable
+        try:
+            sent = self.defend(dxo)
+        except GradveilError as error:
+            raise ContentBlockedException(f"Update withheld: {error}") from error
+        add_job_audit_event(fl_ctx=fl_ctx, msg=f"gradveil: {self.defense} applied to the outgoing update")
+        return sent.update_shareable(shareable)
+
+    def defend(self, dxo: DXO) -> DXO:
+        """Return the DXO with its weight difference defended."""
+        if dxo.data_kind != DataKind.WEIGHT_DIFF:
+            raise GradveilError(
+                f"The filter defends a weight difference and the result is {dxo.data_kind}. "
+                f"Send differences: params_transfer_type=TransferType.DIFF, or params_type=ParamsType.DIFF in FLModel."
+            )
+        if self.require_steps and not dxo.get_meta_prop(STEPS, 0) > 0:
+            raise GradveilError(f"No local step was defended: the result's meta has no {STEPS!r}.")
+        steps = int(dxo.get_meta_prop(MetaKey.NUM_STEPS_CURRENT_ROUND, 1) or 1)
+        change = {name: torch.as_tensor(np.asarray(value)) for name, value in dxo.data.items()}
+        trained = {name: value for name, value in change.items() if is_trained(name, value)}
+        if not trained or not tree.is_finite(trained):
+            raise GradveilError("The update is empty or holds NaN or infinite values. Find the client's fault.")
+        update = Update(tree.scale(trained, -1.0 / self.lr), num_steps=steps, lr=self.lr)
+        sent = build(self.defense).on_update(update, fresh_rng())
+        data: dict[str, Any] = dict(dxo.data)
+        for name, gradient in sent.gradient.items():
+            value = (-self.lr * gradient).to(change[name].dtype)
+            data[name] = value if isinstance(dxo.data[name], torch.Tensor) else value.numpy()
+        return DXO(dxo.data_kind, data, dxo.meta)
