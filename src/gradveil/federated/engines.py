@@ -98,13 +98,13 @@ def work(
     model: nn.Module, world: World, job: Job, lr: float, layout: torch.memory_format = torch.contiguous_format
 ) -> Sent:
     """Train one client in place on ``model``, which holds the weights that the server sent."""
-    device = next(model.parameters()).device
+    first = next(model.parameters())
     batch = world.train.batch(job.indices)
-    inputs = batch.inputs.to(device)
+    inputs = batch.inputs.to(first)
     if inputs.ndim == 4:
         inputs = inputs.contiguous(memory_format=layout)
     rng = torch.Generator().manual_seed(job.seed)
-    return train_client(model, Batch(inputs, batch.labels.to(device)), world.defense, lr, rng, world.local)
+    return train_client(model, Batch(inputs, batch.labels.to(first.device)), world.defense, lr, rng, world.local)
 
 
 def copy_state(source: nn.Module, target: nn.Module) -> None:

@@ -20,14 +20,14 @@ class Evaluation:
 def evaluate(model: nn.Module, split: Split, batch_size: int = 1000) -> Evaluation:
     """Return accuracy and mean loss in evaluation mode; the model's mode is put back afterwards."""
     was_training = model.training
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    first = next(model.parameters())
     model.eval()
     hits = loss = 0.0
     try:
         with torch.no_grad():
             for start in range(0, len(split), batch_size):
                 batch = split.batch(slice(start, start + batch_size))
-                logits, labels = model(batch.inputs.to(device)), batch.labels.to(device)
+                logits, labels = model(batch.inputs.to(first)), batch.labels.to(first.device)
                 hits += float((logits.argmax(1) == labels).sum())
                 loss += float(F.cross_entropy(logits, labels, reduction="sum"))
     finally:

@@ -9,11 +9,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import nn
 
-from gradveil.errors import UpdateError
 from gradveil.federated.client import Sent
 from gradveil.registry import Registry
 from gradveil.tree import Params, add, map_values, parameters, scale, subtract
-from gradveil.types import check_update
 
 SERVERS: Registry["Server"] = Registry("server", "gradveil.federated")
 
@@ -31,38 +29,43 @@ class Arrival:
 
 
 def screen(arrivals: Sequence[Arrival], model: nn.Module) -> tuple[list[Arrival], dict[str, int]]:
-    """Return the arrivals that may be averaged, and how many were turned away for which reason."""
-    accepted: list[Arrival] = []
-    reasons: Counter[str] = Counter()
-    for arrival in arrivals:
-        reason = fault(arrival, model)
-        if reason is None:
-            accepted.append(arrival)
-        else:
-            reasons[reason] += 1
-    return accepted, dict(reasons)
+    """Return the arrivals that may be averaged, and how many were turned away for which reason.
+
+    Reasons: dropped, late, malformed (names, shapes, types), not finite.
+    """
+    reasons = [_fault(arrival, model) for arrival in arrivals]
+    sound = [a for a, reason in zip(arrivals, reasons, strict=True) if reason is None]
+    finite = _finite(sound)
+    accepted = [a for a, good in zip(sound, finite, strict=True) if good]
+    counts = Counter(reason for reason in reasons if reason)
+    counts["not finite"] += len(sound) - len(accepted)
+    return accepted, dict(+counts)
 
 
-def fault(arrival: Arrival, model: nn.Module) -> str | None:
-    """Return why an arrival cannot be averaged: dropped, late, not finite, malformed; ``None``: it can."""
+def _fault(arrival: Arrival, model: nn.Module) -> str | None:
     if arrival.sent is None:
         return "dropped"
     if arrival.late:
         return "late"
-    gradient = arrival.sent.update.gradient
-    try:
-        check_update(arrival.sent.update, model)
-    except UpdateError as error:
-        return "not finite" if "infinite" in str(error) else "malformed"
-    known = parameters(model)
-    if gradient.keys() != known.keys() or arrival.sent.update.num_examples < 1:
+    own, buffers = parameters(model), dict(model.named_buffers())
+    update = arrival.sent.update
+    if update.gradient.keys() != own.keys() or update.num_examples < 1:
         return "malformed"
-    own = dict(model.named_buffers())
-    if any(name not in own or value.shape != own[name].shape for name, value in arrival.sent.buffers.items()):
-        return "malformed"
-    if not all(bool(torch.isfinite(value).all()) for value in arrival.sent.buffers.values()):
-        return "not finite"
-    return None
+    pairs = [(value, own[name]) for name, value in update.gradient.items()]
+    for name, value in arrival.sent.buffers.items():
+        if name not in buffers:
+            return "malformed"
+        pairs.append((value, buffers[name]))
+    return None if all(v.shape == o.shape and v.is_floating_point() for v, o in pairs) else "malformed"
+
+
+def _finite(arrivals: Sequence[Arrival]) -> list[bool]:
+    """Return whether each arrival holds finite numbers only; one wait for the device in all."""
+    found = [[*a.sent.update.gradient.values(), *a.sent.buffers.values()] for a in arrivals if a.sent]
+    if not found:
+        return []
+    largest = torch.stack(torch._foreach_norm([v for values in found for v in values], float("inf")))
+    return largest.isfinite().reshape(len(found), -1).all(1).tolist()
 
 
 def shares(arrivals: Sequence[Arrival], weighting: Weighting, sizes: Sequence[int]) -> list[float]:
@@ -83,20 +86,21 @@ def shares(arrivals: Sequence[Arrival], weighting: Weighting, sizes: Sequence[in
 
 def average(weights: Params, arrivals: Sequence[Arrival], parts: Sequence[float]) -> Params:
     """Return the sum of part_k W^k, where W^k = W - lr g_k is what client k ended with."""
-    result = scale(weights, sum(parts))
-    for arrival, part in zip(arrivals, parts, strict=True):
-        if arrival.sent:
-            result = add(result, arrival.sent.update.gradient, -part * arrival.sent.update.lr)
-    return result
+    updates = [a.sent.update for a in arrivals if a.sent]
+    moves = _combine([u.gradient for u in updates], [part * u.lr for part, u in zip(parts, updates, strict=True)])
+    return subtract(scale(weights, sum(parts)), moves)
 
 
 def average_buffers(arrivals: Sequence[Arrival], parts: Sequence[float]) -> Params:
     """Return the mean of the clients' buffers (batch-norm statistics)."""
-    found = [a.sent.buffers for a in arrivals if a.sent]
-    total = sum(parts)
+    return _combine([a.sent.buffers for a in arrivals if a.sent], [part / sum(parts) for part in parts])
+
+
+def _combine(trees: Sequence[Params], factors: Sequence[float]) -> Params:
+    """Return the sum of factor_k tree_k, a tensor at a time."""
     return {
-        name: torch.stack([b[name] * (part / total) for b, part in zip(found, parts, strict=True)]).sum(0)
-        for name in found[0]
+        name: torch.tensordot(first.new_tensor(factors), torch.stack([tree[name] for tree in trees]), 1)
+        for name, first in trees[0].items()
     }
 
 

@@ -1,0 +1,242 @@
+"""All clients of a round at once: stacked weights, padded batches with masks, on CUDA in a graph.
+
+Ragged clients stay exact: a step's loss is a weighted sum over a padded batch, with weight 1/n on its n examples
+and 0 on the padding; a client that has no step left has weight 0 everywhere, so it stays where it is.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from gradveil.data.base import Split
+from gradveil.errors import GradveilError
+from gradveil.federated.client import Local, Sent, plan
+from gradveil.federated.engines import ENGINES, Crew, Engine, Job, World
+from gradveil.tree import Params, parameters
+from gradveil.types import Update
+
+_STATEFUL = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
+_RESIDENT = 8 * 2**30  # bytes of training data that may lie on the device
+
+
+@ENGINES.register("vectorised")
+@dataclass(frozen=True)
+class Vectorised(Engine):
+    """All clients of a round as one batch of models: for CUDA; on a CPU it loses to processes.
+
+    Takes defences that act on the gradient or the update, and models without batch norm and dropout. In float64 it
+    equals one client after the other to rounding.
+    """
+
+    clients: int = 128  # trained together at most; bounds the memory
+    graph: bool | None = None  # record each step as a CUDA graph; None: on CUDA where the defence allows it
+
+    def __post_init__(self) -> None:
+        if self.clients < 1:
+            raise ValueError("clients must be at least 1.")
+
+    def hire(self, world: World) -> Crew:
+        """Move the data to the model's device."""
+        reason = why_not(world)
+        if reason:
+            raise GradveilError(f"The engine 'vectorised' cannot be used here: {reason}. Use the engine sequential.")
+        return _Stack(world, self.clients, self.graph)
+
+
+def why_not(world: World) -> str | None:
+    """Return why the clients of this world cannot be stacked; ``None``: they can."""
+    if any(isinstance(module, _STATEFUL) for module in world.model.modules()):
+        return "the model has batch norm or dropout, whose state differs from client to client"
+    places = world.defense.acts_on & {"batch", "representation"}
+    if places:
+        return f"the defence acts on each client's {' and '.join(sorted(places))}"
+    return None
+
+
+@dataclass
+class Steps:
+    """The local steps of several clients, padded to one shape."""
+
+    indices: Tensor  # (S, K, B) into the training split; padding: 0
+    weights: Tensor  # (S, K, B), 1/n on a step's n examples, else 0
+    counts: list[int]  # (K,) steps of each client
+
+
+def pad_steps(
+    jobs: Sequence[Job], rngs: Sequence[Generator], local: Local, dtype: torch.dtype, least: int = 1
+) -> Steps:
+    """Return the steps that each client would take alone, side by side, at least ``least`` examples wide."""
+    width = max(least, *(min(local.batch_size or len(job.indices), len(job.indices)) for job in jobs))
+    plans = [plan(len(job.indices), local, rng) for job, rng in zip(jobs, rngs, strict=True)]
+    counts = [len(steps) for steps in plans]
+    indices = np.zeros((max(counts), len(jobs), width), np.int64)
+    weights = np.zeros(indices.shape, np.float64)
+    for k, (job, steps) in enumerate(zip(jobs, plans, strict=True)):
+        for s, step in enumerate(steps):
+            indices[s, k, : len(step)] = job.indices[step.numpy()]
+            weights[s, k, : len(step)] = 1 / len(step)
+    return Steps(torch.from_numpy(indices), torch.from_numpy(weights).to(dtype), counts)
+
+
+class _Stack(Crew):
+    def __init__(self, world: World, limit: int, graph: bool | None) -> None:
+        self.world, self.limit = world, limit
+        self.device = next(world.model.parameters()).device
+        free = "gradient" not in world.defense.acts_on
+        self.graph = self.device.type == "cuda" and free if graph is None else graph
+        if self.graph and not (self.device.type == "cuda" and free):
+            raise GradveilError("A CUDA graph needs a model on CUDA and a defence that acts on the update only.")
+        self.data = _Resident(world.train, self.device)
+        self.trainers: dict[int, _Trainer] = {}  # by number of clients
+        self.width = 1  # of the widest batch so far
+
+    def train(self, model: nn.Module, jobs: Sequence[Job], lr: float) -> list[Sent]:
+        sent: list[Sent] = []
+        for start in range(0, len(jobs), self.limit):
+            sent.extend(self._together(model, jobs[start : start + self.limit], lr))
+        return sent
+
+    def _together(self, model: nn.Module, jobs: Sequence[Job], lr: float) -> list[Sent]:
+        local, defense = self.world.local, self.world.defense
+        rngs = [torch.Generator().manual_seed(job.seed) for job in jobs]
+        dtype = next(model.parameters()).dtype
+        steps = pad_steps(jobs, rngs, local, dtype, self.width)
+        self.width = steps.indices.shape[2]
+        trainer = self._trainer(steps)
+        total = trainer.run(parameters(model), steps, lr, rngs)
+        sent = []
+        for k, (job, count, rng) in enumerate(zip(jobs, steps.counts, rngs, strict=True)):
+            gradient = {name: value[k] for name, value in total.items()}
+            n = len(job.indices)
+            size = None if local.batch_size is None or local.batch_size >= n else local.batch_size
+            sent.append(Sent(defense.on_update(Update(gradient, n, count, lr, size), rng)))
+        return sent
+
+    def _trainer(self, steps: Steps) -> "_Trainer":
+        """Return a trainer that these steps fit in; a graph is recorded anew only where they do not."""
+        count, clients, width = steps.indices.shape
+        known = self.trainers.get(clients)
+        if known is None or known.capacity < count or known.width != width:
+            self.trainers[clients] = _Trainer(self.world, self.data, steps, self.graph)
+        return self.trainers[clients]
+
+
+class _Resident:
+    """The training split on the device, as it is stored."""
+
+    def __init__(self, split: Split, device: torch.device) -> None:
+        if split.images.nbytes > _RESIDENT:
+            raise GradveilError(
+                f"The training data has {split.images.nbytes / 2**30:.0f} GiB; the engine 'vectorised' keeps at most "
+                f"{_RESIDENT / 2**30:.0f} GiB on the device. Use the engine sequential."
+            )
+        self.images = torch.from_numpy(np.array(split.images)).to(device)
+        self.labels = split.labels.to(device)
+        self.scale = split.scale
+
+    def __call__(self, indices: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return inputs (K, B, *shape) in [0, 1] and labels (K, B)."""
+        flat = indices.reshape(-1)
+        inputs = (self.images[flat].float() / self.scale).to(dtype)
+        return inputs.reshape(*indices.shape, *inputs.shape[1:]), self.labels[flat].reshape(indices.shape)
+
+
+class _Trainer:
+    """Runs the steps of one padded shape; its tensors stay where they are, as a CUDA graph needs it."""
+
+    def __init__(self, world: World, data: _Resident, steps: Steps, graph: bool) -> None:
+        self.world, self.data = world, data
+        self.device = data.labels.device
+        self.capacity, clients, self.width = steps.indices.shape
+        own = parameters(world.model)
+        self.names = list(own)
+        self.weights = [p.new_empty(clients, *p.shape) for p in own.values()]
+        self.total = [torch.empty_like(w) for w in self.weights]
+        self.start = [torch.empty_like(w) for w in self.weights] if world.local.proximal else []
+        self.indices = steps.indices.to(self.device)
+        self.parts = steps.weights.to(self.device)
+        self.now = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.lr = torch.zeros((), dtype=steps.weights.dtype, device=self.device)
+        self.gradients = vmap(grad(self._loss))
+        self.graph = self._record() if graph else None
+
+    def run(self, start: Params, steps: Steps, lr: float, rngs: Sequence[Generator]) -> Params:
+        """Return the sum of each client's step directions, stacked: (K, *shape) by name."""
+        self._reset(list(start.values()), lr)
+        count = len(steps.indices)
+        self.indices[:count].copy_(steps.indices)
+        self.parts[:count].copy_(steps.weights)
+        for _ in range(count):
+            if self.graph is not None:
+                self.graph.replay()
+            else:
+                self._step(steps.counts, rngs)
+        return {name: value.clone() for name, value in zip(self.names, self.total, strict=True)}
+
+    def _reset(self, start: Sequence[Tensor], lr: float) -> None:
+        for stacked, value in zip(self.weights, start, strict=True):
+            stacked.copy_(value.expand_as(stacked))
+        for stacked, value in zip(self.start, start, strict=False):
+            stacked.copy_(value.expand_as(stacked))
+        torch._foreach_zero_(self.total)
+        self.now.zero_()
+        self.lr.fill_(lr)
+
+    def _loss(self, weights: Params, inputs: Tensor, labels: Tensor, parts: Tensor) -> Tensor:
+        logits = functional_call(self.world.model, weights, (inputs,))
+        return (F.cross_entropy(logits, labels, reduction="none") * parts).sum()
+
+    def _step(self, counts: Sequence[int] = (), rngs: Sequence[Generator] = ()) -> None:
+        """Take one step of every client, in place."""
+        parts = self.parts.index_select(0, self.now)[0]  # (K, B)
+        inputs, labels = self.data(self.indices.index_select(0, self.now)[0], parts.dtype)
+        with torch.enable_grad():
+            found = self.gradients(dict(zip(self.names, self.weights, strict=True)), inputs, labels, parts)
+        direction = [found[name] for name in self.names]
+        if "gradient" in self.world.defense.acts_on:
+            direction = self._defended(direction, counts, rngs)
+        direction = self._regularised(direction, parts)
+        torch._foreach_sub_(self.weights, torch._foreach_mul(direction, self.lr))
+        torch._foreach_add_(self.total, direction)
+        self.now.add_(1)
+
+    def _regularised(self, direction: list[Tensor], parts: Tensor) -> list[Tensor]:
+        """Add weight decay and FedProx's pull, for clients that have a step."""
+        local = self.world.local
+        if not (local.weight_decay or local.proximal):
+            return direction
+        active = (parts.sum(1) > 0).to(parts.dtype)  # (K,)
+        pull = [local.weight_decay * w for w in self.weights]
+        if local.proximal:
+            pull = [p + local.proximal * (w - s) for p, w, s in zip(pull, self.weights, self.start, strict=True)]
+        return [d + p * active.reshape(-1, *[1] * (p.ndim - 1)) for d, p in zip(direction, pull, strict=True)]
+
+    def _defended(self, stacked: list[Tensor], counts: Sequence[int], rngs: Sequence[Generator]) -> list[Tensor]:
+        """Let the defence change each client's gradient, in the order in which it would alone."""
+        step = int(self.now)
+        rows = []
+        for k, (count, rng) in enumerate(zip(counts, rngs, strict=True)):
+            gradient = {name: value[k] for name, value in zip(self.names, stacked, strict=True)}
+            changed = self.world.defense.on_gradient(gradient, rng) if step < count else gradient
+            rows.append([changed[name] for name in self.names])
+        return [torch.stack(column) for column in zip(*rows, strict=True)]
+
+    def _record(self) -> torch.cuda.CUDAGraph:
+        """Record one step; a few steps first on a side stream let the libraries set themselves up."""
+        self._reset([torch.zeros_like(w[0]) for w in self.weights], 0.0)
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            for _ in range(min(3, self.capacity)):
+                self._step()
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        self.now.zero_()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._step()
+        return graph
