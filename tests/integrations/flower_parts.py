@@ -32,6 +32,12 @@ class Halved(Defense):
         return (plain(),)
 
 
+def with_batch_norm(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """A user's own model, by import path."""
+    conv = nn.Conv2d(input_shape[0], 4, 3)
+    return nn.Sequential(conv, nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, num_classes))
+
+
 def message(model: nn.Module, node: int = 7, kind: str = "train", **config: Any) -> Message:
     content = {"arrays": ArrayRecord(model.state_dict()), "config": ConfigRecord({"lr": LR, **config})}
     return Message(RecordDict(content), dst_node_id=node, message_type=kind)

@@ -1,0 +1,162 @@
+import pytest
+
+pytest.importorskip("flwr")
+
+import torch
+from flwr.app import Context, Message, RecordDict
+
+from gradveil.errors import SpecError
+from gradveil.federated.simulate import Training, simulate
+from gradveil.integrations.flower.client import make_client_app
+from gradveil.integrations.flower.server import serve
+from gradveil.integrations.flower.settings import Settings, build_model, load_data
+from gradveil.integrations.flower.strategies import STRATEGIES, build_strategy, of_server
+from integrations.flower_parts import Nodes, context, message
+
+SETTINGS = Settings(
+    partition="classes:devices=6,classes=2,per_class=10", model="logistic", devices=3, epochs=2, batch_size=8, lr=0.1
+)
+
+
+def nodes(settings: Settings, devices: list[int]) -> Nodes:
+    """Flower nodes with random-looking ids, each of which holds a device's data."""
+    app = make_client_app(settings)
+
+    def answer(device: int):  # type: ignore[no-untyped-def]
+        return lambda msg: app(msg, Context(1, 0, {"partition-id": device}, RecordDict(), {}))
+
+    return Nodes({(device * 7919 + 5) % 104729: answer(device) for device in devices})
+
+
+def in_process(settings: Settings) -> dict[str, torch.Tensor]:
+    dataset, shares = load_data(settings.dataset, settings.data, settings.partition, settings.seed)
+    training = Training(
+        rounds=settings.rounds, devices=settings.devices, epochs=settings.epochs, batch_size=settings.batch_size or None,
+        lr=settings.lr, schedule=settings.schedule, weight_decay=settings.weight_decay, proximal=settings.proximal,
+    )  # fmt: skip
+    model = build_model(settings, dataset)
+    *_, last = simulate(model, dataset, shares, training, settings.defense, settings.seed)
+    return dict(last.model.state_dict())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        SETTINGS,
+        Settings(partition="iid:devices=4,per_device=9", devices=3, model="lenet", defense="representation:share=0.4"),
+        Settings(
+            partition="iid:devices=4,per_device=9", devices=2, model="probe", defense="gaussian:scale=0.1", seed=3
+        ),
+        Settings(partition="iid:devices=4,per_device=9", devices=4, model="integrations.flower_parts:with_batch_norm"),
+    ],
+    ids=["plain", "representation", "noise", "batch norm"],
+)
+def test_the_app_gives_the_model_that_the_simulation_gives(settings: Settings) -> None:
+    outcome = serve(nodes(settings, list(range(6))[: int(settings.partition.split("devices=")[1][0])]), settings)
+    expected = in_process(settings)
+    assert outcome.state.keys() == expected.keys()
+    for name, value in expected.items():
+        assert float((outcome.state[name] - value).abs().max()) < 1e-5
+    start = build_model(settings, load_data(settings.dataset, "", settings.partition, settings.seed)[0]).state_dict()
+    assert max(float((start[name] - value).abs().max()) for name, value in expected.items()) > 1e-3
+    assert [row["round"] for row in outcome.rounds] == [0, 1, 2, 3]
+
+
+def test_a_round_draws_among_the_nodes_that_are_there() -> None:
+    outcome = serve(nodes(SETTINGS, [0, 2, 3, 5]), SETTINGS)
+    drawn = [row["clients"] for row in outcome.rounds[1:]]
+    assert all(len(set(clients)) == 3 and set(clients) <= {0, 2, 3, 5} for clients in drawn)
+    assert len({tuple(clients) for clients in drawn}) > 1
+
+
+def test_failing_and_lying_clients_are_counted_and_left_out() -> None:
+    grid = nodes(SETTINGS, list(range(6)))
+    crashing, lying = list(grid.answers)[:2]
+    grid.answers[crashing] = only_training(grid.answers[crashing], lambda reply: None)
+    grid.answers[lying] = only_training(grid.answers[lying], poisoned)
+
+    outcome = serve(grid, Settings(**SETTINGS.__dict__ | {"devices": 6}))
+
+    for row in outcome.rounds[1:]:
+        assert {"sent": 6, "kept": 4, "failed": 0, "rejected": 1, "silent": 1}.items() <= row.items()
+    assert all(bool(torch.isfinite(value).all()) for value in outcome.state.values())
+
+
+def only_training(answer, change):  # type: ignore[no-untyped-def]
+    return lambda msg: change(answer(msg)) if msg.metadata.message_type == "train" else answer(msg)
+
+
+def poisoned(reply: Message) -> Message:
+    state = reply.content["arrays"].to_torch_state_dict()
+    reply.content["arrays"] = type(reply.content["arrays"])({n: v * torch.nan for n, v in state.items()})
+    return reply
+
+
+def test_a_client_outside_the_partition_says_so() -> None:
+    app = make_client_app(SETTINGS)
+    model = build_model(SETTINGS, load_data("digits", "", SETTINGS.partition, 0)[0])
+    with pytest.raises(Exception, match="partition-id=6"):
+        app(message(model), context({"partition-id": 6}))
+
+
+def test_a_site_can_set_a_defence_that_the_run_does_not_name() -> None:
+    app = make_client_app(SETTINGS)
+    model = build_model(SETTINGS, load_data("digits", "", SETTINGS.partition, 0)[0])
+    sent = [
+        app(message(model), context({"partition-id": 0} | site)).content["arrays"].to_torch_state_dict()["fc.weight"]
+        for site in ({}, {}, {"defense": "gaussian:scale=1"})
+    ]
+    assert torch.equal(sent[0], sent[1])
+    assert not torch.allclose(sent[0], sent[2])
+
+
+def test_secret_clients_do_not_draw_from_the_seed() -> None:
+    settings = Settings(**SETTINGS.__dict__ | {"secret": True})
+    app = make_client_app(settings)
+    model = build_model(settings, load_data("digits", "", settings.partition, 0)[0])
+    first, second = (app(message(model), context({"partition-id": 0})).content["arrays"] for _ in range(2))
+    assert not torch.equal(first.to_torch_state_dict()["fc.weight"], second.to_torch_state_dict()["fc.weight"])
+
+
+def test_settings_travel_through_a_run_config() -> None:
+    config = SETTINGS.to_config()
+    assert config["batch-size"] == 8
+    assert Settings.from_config(config) == SETTINGS
+    with pytest.raises(SpecError, match="Did you mean 'batch_size'"):
+        Settings.from_config({"batchsize": 3})
+
+
+def test_every_strategy_is_built_by_name_and_takes_its_numbers() -> None:
+    assert len([build_strategy(name) for name in STRATEGIES]) == 11
+    assert build_strategy("fedadam:eta=0.5").eta == 0.5
+    with pytest.raises(SpecError, match="Did you mean 'fedadam'"):
+        build_strategy("fedadm")
+    with pytest.raises(SpecError, match="eta"):
+        build_strategy("fedadam:rate=0.5")
+
+
+def test_server_rules_of_the_simulation_have_their_strategy() -> None:
+    assert of_server("fedavg") == "fedavg"
+    assert build_strategy(of_server("fedadam:lr=0.3,beta2=0.5")).beta_2 == 0.5
+    assert build_strategy(of_server("fedavgm:lr=0.5")).server_momentum == 0.9
+    assert of_server("krum") == "krum"
+    with pytest.raises(SpecError, match="fedavgm"):
+        of_server("fedavg:lr=0.5")
+
+
+@pytest.mark.parametrize("strategy", ["fedadam:eta=0.01", "fedprox:proximal_mu=0.1", "fedmedian", "krum", "fedavgm"])
+def test_other_strategies_train(strategy: str) -> None:
+    own = {"strategy": strategy, "partition": "iid:devices=6,per_device=20", "devices": 6, "rounds": 5}
+    settings = Settings(**SETTINGS.__dict__ | own)
+    losses = [row["loss"] for row in serve(nodes(settings, list(range(6))), settings).rounds]
+    assert losses[-1] < losses[0]
+
+
+def test_fedavgm_gives_the_model_that_the_simulation_gives() -> None:
+    settings = Settings(**SETTINGS.__dict__ | {"strategy": of_server("fedavgm:lr=0.5")})
+    dataset, shares = load_data("digits", "", settings.partition, 0)
+    training = Training(rounds=3, devices=3, epochs=2, batch_size=8, lr=0.1, server="fedavgm:lr=0.5")
+    *_, last = simulate(build_model(settings, dataset), dataset, shares, training)
+    state = serve(nodes(settings, list(range(6))), settings).state
+    for name, value in last.model.state_dict().items():
+        assert float((state[name] - value).abs().max()) < 1e-5
