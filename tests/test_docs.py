@@ -1,0 +1,26 @@
+"""The Python in these pages runs, top to bottom, as one program per page."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = ["quickstart.md"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    assert blocks
+    exec(compile("\n".join(blocks), page, "exec"), {"__name__": "docs"})
+
+
+def test_every_link_between_pages_leads_somewhere() -> None:
+    broken = []
+    for page in [*DOCS.rglob("*.md"), DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md"]:
+        for target in re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", page.read_text()):
+            if not (page.parent / target).exists():
+                broken.append(f"{page.name} -> {target}")
+    assert not broken
