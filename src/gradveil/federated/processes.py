@@ -139,7 +139,7 @@ def _serve(pipe: Connection, channels_last: bool) -> None:
         while True:
             state, jobs, lr = pipe.recv()
             pipe.send(_answer(world, places, state, jobs, lr, layout))
-    except (EOFError, KeyboardInterrupt):
+    except (EOFError, BrokenPipeError, KeyboardInterrupt):
         return
 
 
@@ -171,7 +171,7 @@ def _restore(answer: tuple[Sent, Numbers, Numbers]) -> Sent:
 
 
 def _to_numpy(tree: Params) -> Numbers:
-    return {name: np.ascontiguousarray(value.detach().numpy()) for name, value in tree.items()}
+    return {name: value.detach().contiguous().numpy() for name, value in tree.items()}
 
 
 def _to_torch(tree: Numbers) -> Params:

@@ -1,0 +1,30 @@
+"""A small world: synthetic images, ragged clients."""
+
+import numpy as np
+import torch
+from torch import nn
+
+from gradveil.data import Dataset
+from gradveil.data.own import from_arrays
+
+
+def tiny_dataset(n: int = 60, side: int = 6, classes: int = 3) -> Dataset:
+    """Images whose brightest row tells the class."""
+    rng = np.random.default_rng(0)
+    labels = np.arange(n) % classes
+    images = 0.2 * rng.random((n, 1, side, side))
+    images[np.arange(n), 0, labels] += 0.7
+    return from_arrays("tiny", (images, labels), (images, labels))
+
+
+def tiny_model(seed: int = 0, batchnorm: bool = False) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        conv = nn.Conv2d(1, 3, 3, padding=1)
+        norm = [nn.BatchNorm2d(3)] if batchnorm else []
+        return nn.Sequential(conv, *norm, nn.Tanh(), nn.Flatten(), nn.Linear(108, 3))
+
+
+def ragged_clients() -> list[np.ndarray]:
+    """Five clients of 3, 7, 20, 11 and 19 examples."""
+    return np.split(np.random.default_rng(1).permutation(60), [3, 10, 30, 41])
