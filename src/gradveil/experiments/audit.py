@@ -60,8 +60,8 @@ class Audit:
 
     @property
     def headline(self) -> str:
-        """One sentence over all defences."""
-        return headline(self.verdicts)
+        """One sentence over the whole audit."""
+        return headline(self.rows)
 
 
 def audit(

@@ -115,6 +115,8 @@ def check_model(model: nn.Module, dataset: Dataset) -> None:
 
 
 def _try_defense(model: nn.Module, dataset: Dataset, defense: Defense, seeds: Seeds) -> None:
-    """Run the defence once, so that a missing layer is found before training."""
-    defense.adaptive(model)
+    """Run the defence once, and build the attacks it names: a missing layer is found before training."""
+    for server in defense.adaptive(model):
+        if server.attack is not None:
+            build_attack(server.attack)
     step_gradient(copy.deepcopy(model), dataset.train.batch(slice(0, 2)), defense, seeds("trial"))

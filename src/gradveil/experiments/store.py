@@ -103,7 +103,7 @@ class Store:
             with _told(self.folder):
                 (self.folder / IMAGES).mkdir(exist_ok=True)
             write_atomically(self._image_file(unit), buffer.getvalue())
-        new = [_plain(row | {"unit": unit, "of": len(rows)}) for row in rows]
+        new = [plain_json(row | {"unit": unit, "of": len(rows)}) for row in rows]
         text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in [*self._rows, *new])
         write_atomically(self.folder / ROWS, text.encode())
         self._rows += new
@@ -188,12 +188,12 @@ def _check_same(folder: Path, old: str, new: str) -> None:
         raise StoreError(f"{folder} holds a run with other settings: {found}. Choose another --out.")
 
 
-def _plain(value: Any) -> Any:
+def plain_json(value: Any) -> Any:
     """Return the value as JSON has it: what is not a finite number becomes null."""
     if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: plain_json(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
+        return [plain_json(inner) for inner in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value

@@ -49,30 +49,38 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
     return [_verdict(name, found, floor, accuracy) for name in names if floor is not None]
 
 
-def headline(found: Sequence[Verdict]) -> str:
-    """Return one sentence over all defences."""
-    tried = [v for v in found if v.defense != "none"]
-    broken = [v for v in tried if v.outcome in ("recovered", "recognised")]
-    void = [v for v in tried if v.outcome == "void"]
+def headline(rows: Sequence[Row]) -> str:
+    """Return one sentence over the whole audit."""
+    judged = verdicts(rows)
+    tried = [v for v in judged if v.defense != "none"]
+    blind = [row for row in rows if row["kind"] == "attack" and row["mse"] is None]
+    if blind:
+        return _without_truth(blind, judged)
     if not tried:
-        return _only_control(found)
+        return f"{judged[0].text}" if judged else "Nothing was attacked."
+    broken = [v for v in tried if v.outcome in ("recovered", "recognised")]
     said = f"{len(broken)} of {len(tried)} {_plural('defence', len(tried))} gave images away to this panel of attacks"
     fooled = [v for v in broken if v.naive is None or v.naive.grade == "nothing"]
     if fooled:
         said += f", {len(fooled)} of them only to a server that knows the defence"
+    void = sum(v.outcome == "void" for v in tried)
     if void:
-        said += f"; on {len(void)} the audit is void, since the attacks fail without a defence as well"
+        said += f"; on {void} the audit is void, since attacks fail without a defence as well"
     return said + "."
+
+
+def _without_truth(blind: Sequence[Row], judged: Sequence[Verdict]) -> str:
+    content = sum(bool(row["converged"]) for row in blind)
+    said = f"The truth was not given, so look at the pictures: {content} of {len(blind)} reconstructions converged."
+    if not judged:
+        return said + " There is no control either: a failure here would prove nothing."
+    return f"{said} On public stand-ins at the same weights, without a defence: {judged[0].text}"
 
 
 def strongest(found: Iterable[Line]) -> Line | None:
     """Return the line that got most; where none got anything, the best failure that counts."""
     counted = sorted(found, key=lambda line: (line.counts, line.strength))
     return counted[-1] if counted else None
-
-
-def _only_control(found: Sequence[Verdict]) -> str:
-    return found[0].text if found else "Nothing was attacked."
 
 
 def _verdict(name: str, found: Sequence[Line], floor: Floor, accuracy: dict[str, float]) -> Verdict:

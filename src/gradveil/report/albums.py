@@ -113,9 +113,11 @@ def _first_choice(found: Sequence[Line]) -> set[tuple[str, ...]]:
 
 def _originals(arrays: dict[str, NDArray[Any]], floors: Sequence[Row]) -> list[Strip]:
     strips = []
-    if "truth" in arrays:
-        shots = [Shot(picture(x), f"original {i}") for i, x in enumerate(arrays["truth"][:MOST])]
-        strips.append(Strip("Original", "what the client holds", shots))
+    known = (("truth", "Original", "what the client holds"), ("stand-in", "Stand-ins", "public, for the control"))
+    for name, what, how in known:
+        if name in arrays:
+            shots = [Shot(picture(x), f"{what} {i}") for i, x in enumerate(arrays[name][:MOST])]
+            strips.append(Strip(what, how, shots))
     for guess in dict.fromkeys(row["guess"] for row in floors):
         mine = [row for row in floors if row["guess"] == guess]
         pictures = [(row, arrays[guess][row["example"]]) for row in mine if guess in arrays]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gradveil.errors import MissingExtraError
-from gradveil.experiments.store import REPORT, VERSIONS, Row, Store, write_atomically
+from gradveil.experiments.store import REPORT, VERSIONS, Store, write_atomically
 from gradveil.experiments.summary import Floor, Line, best_floor, lines
 from gradveil.experiments.verdict import BADGES, Verdict, headline, verdicts
 from gradveil.report.albums import albums, thumbs
@@ -44,7 +44,7 @@ def _content(store: Store) -> dict[str, Any]:
     return {
         "title": "What these updates give away" if "update" not in config else "What this update gives away",
         "subtitle": f"gradveil audit of {config['model']} on {what}, seed {config['seed']}, {versions.get('date', '')}",
-        "headline": headline(judged) if judged else _no_truth(rows),
+        "headline": headline(rows),
         "verdicts": judged,
         "badges": BADGES,
         "caveat": CAVEAT,
@@ -83,15 +83,6 @@ def _figures(found: list[Line], judged: list[Verdict], floor: Floor) -> list[dic
             }
         )
     return [figure for figure in figures if figure["svg"]]
-
-
-def _no_truth(rows: tuple[Row, ...]) -> str:
-    tried = [row for row in rows if row["kind"] == "attack"]
-    content = sum(bool(row["converged"]) for row in tried)
-    return (
-        f"The truth was not given, so nothing can be measured: look at the pictures. {content} of {len(tried)} attacks "
-        "converged by their own rule."
-    )
 
 
 def _flat(table: dict[str, Any]) -> list[tuple[str, str]]:

@@ -1,0 +1,199 @@
+"""``gradveil audit``: what do the updates of this model give away, and does a defence help?"""
+
+import json as json_module
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from gradveil.errors import SpecError
+
+if TYPE_CHECKING:
+    from gradveil.experiments.audit import Audit
+
+TRAINING = "A federated run"
+SAVED = "A saved update"
+
+
+def command(
+    model: str = typer.Option(None, help="A model spec, or module:function that makes your own."),
+    dataset: str = typer.Option(None, help="A data set by name, or module:function that makes your own."),
+    data: str = typer.Option(None, help="Folder with the data sets (default: GRADVEIL_DATA)."),
+    defense: list[str] = typer.Option(None, help="A defence spec; repeat for several. Default: a panel of four."),
+    attack: list[str] = typer.Option(None, help="An attack spec; repeat for several."),
+    seed: int = typer.Option(None, help="One seed for everything."),
+    out: Path = typer.Option(None, help="The run folder (default: a new one under runs/)."),
+    json: bool = typer.Option(False, "--json", help="Print JSON in place of the table."),
+    resume: bool = typer.Option(False, "--resume", help="Continue a run that was stopped."),
+    rounds: int = typer.Option(
+        None, help="Rounds of training; the first and the last are attacked.", rich_help_panel=TRAINING
+    ),
+    images: int = typer.Option(None, help="Images under attack.", rich_help_panel=TRAINING),
+    examples: int = typer.Option(
+        None, help="Examples of one attacked update; with --update: of the update.", rich_help_panel=TRAINING
+    ),
+    partition: str = typer.Option(None, help="How examples are dealt out to devices.", rich_help_panel=TRAINING),
+    clients: int = typer.Option(None, help="Devices that train in a round.", rich_help_panel=TRAINING),
+    epochs: int = typer.Option(None, help="Local epochs.", rich_help_panel=TRAINING),
+    batch_size: int = typer.Option(None, help="Examples of a local step.", rich_help_panel=TRAINING),
+    lr: float = typer.Option(None, help="Learning rate of the local steps.", rich_help_panel=TRAINING),
+    config: Path = typer.Option(
+        None, help="Settings from a TOML file; options go before it.", rich_help_panel=TRAINING
+    ),
+    update: str = typer.Option(
+        None, help="A safetensors file: gradients, a difference, or weights.", rich_help_panel=SAVED
+    ),
+    kind: str = typer.Option(
+        None, help="gradient, difference or weights; default: as the file says.", rich_help_panel=SAVED
+    ),
+    weights: str = typer.Option(None, help="Safetensors: the weights that the server sent.", rich_help_panel=SAVED),
+    before: str = typer.Option(
+        None, help="Safetensors: the weights before, if --update has those after.", rich_help_panel=SAVED
+    ),
+    truth: str = typer.Option(
+        None, help="Safetensors with inputs and labels: what was trained on.", rich_help_panel=SAVED
+    ),
+    steps: int = typer.Option(None, help="Local steps behind the update.", rich_help_panel=SAVED),
+    input_shape: str = typer.Option(None, help="E.g. 1x28x28, without --dataset and --truth.", rich_help_panel=SAVED),
+    classes: int = typer.Option(None, help="Number of classes, without --dataset.", rich_help_panel=SAVED),
+) -> None:
+    """Audit a federated run (default: digits, a small LeNet, four defences) or one saved update."""
+    sys.path.insert(0, os.getcwd())  # so that module:function finds the user's file
+    options: dict[str, Any] = {
+        "model": model,
+        "dataset": dataset,
+        "data": data,
+        "seed": seed,
+        "lr": lr,
+        "batch_size": batch_size,
+    }
+    options["attacks"] = tuple(attack) if attack else None
+    run: Callable[..., Audit]
+    if update is None:
+        _refuse(
+            "--update", kind=kind, weights=weights, before=before, truth=truth, steps=steps, input_shape=input_shape
+        )
+        options |= {"rounds": rounds, "images": images, "examples": examples, "partition": partition}
+        options |= {"clients": clients, "epochs": epochs, "defenses": tuple(defense) if defense else None}
+        run = _federated(options, config)
+    else:
+        _refuse("a federated run", rounds=rounds, images=images, partition=partition, clients=clients, epochs=epochs)
+        options |= {"update": update, "kind": kind, "weights": weights, "before": before, "truth": truth}
+        options |= {"num_steps": steps, "num_examples": examples, "num_classes": classes}
+        options |= {"defense": _one(defense), "input_shape": _shape(input_shape)}
+        run = _saved(options)
+    with _bars(quiet=json) as progress, _stoppable(out):
+        found = run(out=out, resume=resume, progress=progress)
+    _show(found, json)
+
+
+def _federated(options: dict[str, Any], config: Path | None) -> "Callable[..., Audit]":
+    from gradveil.experiments.audit import audit
+    from gradveil.experiments.config import AuditConfig
+    from gradveil.experiments.toml import from_toml
+
+    base = AuditConfig()
+    if config is not None:
+        if not config.is_file():
+            raise SpecError(f"There is no file {config}.")
+        base = from_toml(AuditConfig, config.read_text(encoding="utf-8"))
+    given = {key: value for key, value in options.items() if value is not None}
+    chosen = replace(base, **given)
+    return lambda **rest: audit(config=chosen, **rest)
+
+
+def _saved(options: dict[str, Any]) -> "Callable[..., Audit]":
+    from gradveil.experiments.update_audit import UpdateAuditConfig, audit_update
+
+    chosen = UpdateAuditConfig(**{key: value for key, value in options.items() if value is not None})
+    return lambda **rest: audit_update(chosen, **rest)
+
+
+def _refuse(belongs_to: str, **given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise SpecError(f"--{name.replace('_', '-')} belongs to {belongs_to}. Leave it out, or give what it needs.")
+
+
+def _one(defense: list[str] | None) -> str | None:
+    if defense and len(defense) > 1:
+        raise SpecError("A saved update was made under one defence. Give one --defense, or join several by '+'.")
+    return defense[0] if defense else None
+
+
+def _shape(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        shape = tuple(int(part) for part in text.lower().split("x"))
+    except ValueError:
+        shape = ()
+    if not shape or min(shape) < 1:
+        raise SpecError(f"--input-shape {text!r} cannot be read: give sizes joined by 'x', e.g. 1x28x28.")
+    return shape
+
+
+@contextmanager
+def _bars(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """Show one bar per stage, on standard error so that results can be piped."""
+    columns = (
+        TextColumn("{task.description:9}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=quiet) as bars:
+        tasks: dict[str, Any] = {}
+
+        def progress(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total)
+            bars.update(tasks[stage], completed=done, total=total)
+
+        yield progress
+
+
+@contextmanager
+def _stoppable(out: Path | None) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        where = f" --out {out}" if out else " and the same --out"
+        typer.echo(f"gradveil: stopped. What was finished is kept: continue with --resume{where}.", err=True)
+        raise typer.Exit(130) from None
+
+
+def _show(found: "Audit", json: bool) -> None:
+    from gradveil.experiments.summary import best_floor
+    from gradveil.report.page import write_report
+    from gradveil.report.terminal import verdict_table
+
+    page = write_report(found.folder)
+    if json:
+        typer.echo(json_module.dumps(_as_json(found, page), indent=2, ensure_ascii=False, default=str))
+        return
+    console = Console()
+    console.print(verdict_table(found.verdicts, best_floor(found.rows)))
+    console.print(f"\n{found.headline}")
+    typer.echo(f"Report: {page}")
+
+
+def _as_json(found: "Audit", page: Path) -> dict[str, Any]:
+    from gradveil.experiments.store import plain_json
+
+    said = {
+        "headline": found.headline,
+        "folder": str(found.folder),
+        "report": str(page),
+        "verdicts": [asdict(v) for v in found.verdicts],
+        "lines": [asdict(line) for line in found.lines],
+    }
+    return plain_json(said)  # type: ignore[no-any-return]

@@ -1,0 +1,86 @@
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from gradveil.experiments.store import Store
+from gradveil.report.page import render, write_report
+
+VOID = {"meta", "link", "img", "br", "path"}
+
+
+class Balanced(HTMLParser):
+    """Every element that is opened is closed, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.images: list[dict[str, str | None]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "img":
+            self.images.append(dict(attrs))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def page(run_folder: Path) -> str:
+    return write_report(run_folder).read_text(encoding="utf-8")
+
+
+def test_the_page_is_well_formed_and_its_pictures_have_words(page: str) -> None:
+    parser = Balanced()
+    parser.feed(page)
+    assert parser.open == []
+    assert len(parser.images) > 200
+    assert all(str(image["src"]).startswith("data:image/png;base64,") for image in parser.images)
+    assert all(image["alt"] for image in parser.images)
+
+
+def test_the_page_asks_for_nothing_from_outside(page: str) -> None:
+    assert not re.search(r"https?://", page)
+    assert "<script" not in page
+    assert not re.search(r"url\((?!data:)", page)
+    assert re.findall(r'<link[^>]*href="([^"]*)"', page) == ["data:,"]
+
+
+def test_every_defence_has_its_verdict_in_words(page: str, run_folder: Path) -> None:
+    for said in ("Images recovered", "Nothing found", "Void", "worse than a blind guess", "gets the images back"):
+        assert said in page
+
+
+def test_a_name_that_is_html_stays_text(page: str) -> None:
+    assert "<script>alert(1)" not in page
+    assert page.count("&lt;script&gt;alert(1)") > 5
+
+
+def test_every_figure_has_the_blind_guess_and_the_control(page: str) -> None:
+    figures = re.findall(r"<svg.*?</svg>", page, flags=re.S)
+    assert len(figures) == 4
+    for figure in figures:
+        assert 'class="floor"' in figure
+        assert 'class="control"' in figure
+        assert "blind guess</text>" in figure
+        assert "control</text>" in figure
+
+
+def test_void_attacks_are_drawn_and_named_as_void(page: str) -> None:
+    assert re.search(r'class="s\d void"', page)
+    assert "Void: fails without any defence too" in page
+
+
+def test_the_page_is_a_pure_function_of_the_folder(run_folder: Path, page: str) -> None:
+    assert render(Store.open(run_folder)) == page
+
+
+def test_the_page_stays_small(page: str) -> None:
+    assert len(page) < 400_000
