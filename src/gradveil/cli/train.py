@@ -1,0 +1,156 @@
+"""``gradveil train``: federated averaging with any defence inside."""
+
+import json as json_module
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from gradveil.cli.training import TrainConfig, prepare, train
+from gradveil.errors import SpecError
+from gradveil.registry import convert
+
+if TYPE_CHECKING:
+    from gradveil.federated.run import Row
+
+FEDERATED, RUN, FLOWER = "Federated averaging", "The run", "On Flower"
+_DEFAULT = TrainConfig()
+
+
+def command(
+    model: str = typer.Option(_DEFAULT.model, help="A model spec, or module:function that makes your own."),
+    dataset: str = typer.Option(_DEFAULT.dataset, help="A data set by name, or module:function that makes your own."),
+    data: str = typer.Option(None, help="Folder with the data sets (default: GRADVEIL_DATA)."),
+    defense: str = typer.Option("none", help="A defence spec; join several by '+'."),
+    seed: int = typer.Option(0, help="One seed for everything."),
+    out: Path = typer.Option(Path("runs/train"), help="The run folder."),
+    json: bool = typer.Option(False, "--json", help="Print JSON in place of progress."),
+    resume: bool = typer.Option(False, "--resume", help="Continue a run that was stopped, or add rounds to it."),
+    partition: str = typer.Option(_DEFAULT.partition, help="How examples are dealt out.", rich_help_panel=FEDERATED),
+    rounds: int = typer.Option(_DEFAULT.rounds, min=1, help="Rounds of training.", rich_help_panel=FEDERATED),
+    devices: int = typer.Option(_DEFAULT.devices, help="Devices that train in a round.", rich_help_panel=FEDERATED),
+    epochs: int = typer.Option(_DEFAULT.epochs, help="Local epochs.", rich_help_panel=FEDERATED),
+    batch_size: int = typer.Option(
+        _DEFAULT.batch_size, help="Examples of a local step; 0: all of them.", rich_help_panel=FEDERATED
+    ),
+    lr: float = typer.Option(_DEFAULT.lr, help="Learning rate of the local steps.", rich_help_panel=FEDERATED),
+    schedule: str = typer.Option(
+        "constant", help="constant, cosine, exponential:factor=, inverse:mu=,gamma=.", rich_help_panel=FEDERATED
+    ),
+    sampling: str = typer.Option(
+        "without", help="Draw devices with or without putting back.", rich_help_panel=FEDERATED
+    ),
+    weighting: str = typer.Option("samples", help="samples, paper or uniform.", rich_help_panel=FEDERATED),
+    server: str = typer.Option(
+        "fedavg", help="fedavg, fedavgm, fedadam; on Flower: a strategy.", rich_help_panel=FEDERATED
+    ),
+    weight_decay: float = typer.Option(0.0, help="Of the local steps.", rich_help_panel=FEDERATED),
+    proximal: float = typer.Option(0.0, help="FedProx's factor mu.", rich_help_panel=FEDERATED),
+    faults: str = typer.Option(
+        "", help="Fault drill: chances of drop=, late=, nan=, inf=, shape=.", rich_help_panel=FEDERATED
+    ),
+    engine: str = typer.Option(
+        "auto", help="auto, sequential, processes:workers=N, vectorised, flower.", rich_help_panel=RUN
+    ),
+    device: str = typer.Option("auto", help="auto, cpu or cuda.", rich_help_panel=RUN),
+    early_stop: int = typer.Option(
+        None, min=1, help="End after so many measurements without a higher accuracy.", rich_help_panel=RUN
+    ),
+    evaluate_every: int = typer.Option(1, min=1, help="Rounds between measurements.", rich_help_panel=RUN),
+    save_every: int = typer.Option(1, min=1, help="Rounds between checkpoints.", rich_help_panel=RUN),
+    tensorboard: bool = typer.Option(False, help="Write event files for TensorBoard as well.", rich_help_panel=RUN),
+    superlink: str = typer.Option(None, help="host:port of a running SuperLink.", rich_help_panel=FLOWER),
+    root_certificates: Path = typer.Option(None, help="Of a SuperLink with TLS.", rich_help_panel=FLOWER),
+) -> None:
+    """Train with federated averaging (default: digits, a small LeNet, no defence)."""
+    given = locals()
+    sys.path.insert(0, os.getcwd())  # so that module:function finds the user's file
+    types = {f.name: f.type for f in fields(TrainConfig)}
+    values = {name: given[name] for name in types}
+    for name in ("sampling", "weighting"):
+        values[name] = convert(values[name], types[name], f"--{name}")
+    config = TrainConfig(**values | {"batch_size": batch_size or None})
+    if engine.partition(":")[0] == "flower":
+        _train_on_flower(config, out, superlink, root_certificates, json)
+        return
+    if superlink or root_certificates:
+        raise SpecError("--superlink and --root-certificates belong to --engine flower.")
+    with _bar(rounds, quiet=json) as advance, _stoppable(out):
+        summary = train(config, out, resume=resume, tensorboard=tensorboard, progress=advance)
+    _show(summary, json)
+
+
+def _show(summary: dict[str, Any], json: bool) -> None:
+    if json:
+        typer.echo(json_module.dumps(summary, indent=2))
+        return
+    turned_away = ", ".join(f"{count} {reason}" for reason, count in summary["rejected"].items())
+    early = ", stopped early" if summary["stopped_early"] else ""
+    typer.echo(f"Accuracy {summary['accuracy']:.4f} after {summary['rounds']} rounds{early}.")
+    typer.echo(f"Best {summary['best_accuracy']:.4f} in round {summary['best_round']}.")
+    if turned_away:
+        typer.echo(f"Updates turned away: {turned_away}.")
+    typer.echo(f"Run folder: {summary['folder']}")
+
+
+@contextmanager
+def _bar(total: int, quiet: bool) -> "Iterator[Callable[[Row], None]]":
+    """Show a bar on standard error, so that results can be piped."""
+    columns = (
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=quiet) as bars:
+        task = bars.add_task("", total=total, note="")
+
+        def advance(row: "Row") -> None:
+            bars.update(task, completed=row["round"])
+            if "accuracy" in row:
+                bars.update(task, note=f"accuracy {row['accuracy']:.4f}")
+
+        yield advance
+
+
+@contextmanager
+def _stoppable(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(f"gradveil: stopped. Continue with the same options and --resume --out {out}.", err=True)
+        raise typer.Exit(130) from None
+
+
+def _train_on_flower(
+    config: TrainConfig, out: Path, superlink: str | None, certificates: Path | None, json: bool
+) -> None:
+    """Hand the run to Flower: simulated here, or submitted to a SuperLink."""
+    from gradveil.federated.run import RunFolder
+    from gradveil.integrations.flower.engine import run
+    from gradveil.integrations.flower.settings import Settings
+
+    for name in ("faults", "sampling", "weighting", "early_stop"):
+        if getattr(config, name) != getattr(_DEFAULT, name):
+            raise SpecError(f"--{name.replace('_', '-')} is not available with --engine flower. Leave it out.")
+    folder = RunFolder(out)
+    prepare(folder, config, resume=False)
+    shared = {f.name for f in fields(Settings)} & {f.name for f in fields(TrainConfig)}
+    values = {name: getattr(config, name) for name in shared}
+    values |= {"data": config.data or "", "batch_size": config.batch_size or 0}
+    settings = Settings(**values, strategy=config.server, out=str(out.resolve()))
+    outcome = run(settings, superlink=superlink, root_certificates=certificates, say=typer.echo)
+    if outcome is None:
+        return
+    last = outcome.rounds[-1]
+    summary = {"folder": str(out), "rounds": last["round"], "accuracy": last["accuracy"], "loss": last["loss"]}
+    typer.echo(json_module.dumps(summary, indent=2) if json else f"Accuracy {last['accuracy']:.4f}. Run folder: {out}")
