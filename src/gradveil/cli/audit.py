@@ -87,7 +87,7 @@ def command(
         _refuse("a federated run", rounds=rounds, images=images, partition=partition, clients=clients, epochs=epochs)
         options |= {"update": update, "kind": kind, "weights": weights, "before": before, "truth": truth}
         options |= {"num_steps": steps, "num_examples": examples, "num_classes": classes}
-        options |= {"defense": _one(defense), "input_shape": _shape(input_shape)}
+        options |= {"defense": _one(defense), "input_shape": read_shape(input_shape)}
         run = _saved(options)
     with _bars(quiet=json) as progress, _stoppable(out):
         found = run(out=out, resume=resume, progress=progress)
@@ -128,7 +128,8 @@ def _one(defense: list[str] | None) -> str | None:
     return defense[0] if defense else None
 
 
-def _shape(text: str | None) -> tuple[int, ...] | None:
+def read_shape(text: str | None) -> tuple[int, ...] | None:
+    """Read ``1x28x28``."""
     if text is None:
         return None
     try:

@@ -14,6 +14,7 @@ from gradveil.errors import GradveilError
 # command -> (module under gradveil.cli, one line of help)
 COMMANDS = {
     "audit": ("audit", "Train, attack what the clients send, and say what an attacker gets."),
+    "attack": ("attack", "Reconstruct the inputs behind one saved update."),
     "report": ("report", "Draw the report of a run folder again."),
     "train": ("train", "Train with FedAvg, with any defence inside."),
     "infer": ("infer", "Read the classes and their representations off an update."),

@@ -1,0 +1,81 @@
+"""``gradveil attack``: run one attack on one saved update, and keep what it brings back."""
+
+import json as json_module
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from gradveil.cli.audit import read_shape
+from gradveil.errors import SpecError, did_you_mean
+
+
+def command(
+    update: str = typer.Option(..., help="A safetensors file: gradients, a difference, or weights."),
+    model: str = typer.Option("lenet", help="A model spec, or module:function that makes your own."),
+    attack: str = typer.Option("newton", help="An attack spec, e.g. dlg:restarts=8."),
+    defense: str = typer.Option("none", help="What the client is said to have used."),
+    server: str = typer.Option("naive", help="naive, or one of the defence's countermeasures, e.g. drop."),
+    weights: str = typer.Option(None, help="Safetensors: the weights that the server sent."),
+    before: str = typer.Option(None, help="Safetensors: the weights before, if --update has those after."),
+    kind: str = typer.Option(None, help="gradient, difference or weights; default: as the file says."),
+    lr: float = typer.Option(None, help="Learning rate of the local steps."),
+    steps: int = typer.Option(None, help="Local steps behind the update."),
+    examples: int = typer.Option(None, help="Examples behind the update."),
+    dataset: str = typer.Option(None, help="Public data of the same kind: gives the shape and a prior."),
+    data: str = typer.Option(None, help="Folder with the data sets (default: GRADVEIL_DATA)."),
+    input_shape: str = typer.Option(None, help="E.g. 1x28x28, without --dataset."),
+    classes: int = typer.Option(10, help="Number of classes, without --dataset."),
+    seed: int = typer.Option(0, help="One seed for everything."),
+    out: Path = typer.Option(Path("found.safetensors"), help="Where the reconstruction goes; a PNG lies beside it."),
+    json: bool = typer.Option(False, "--json", help="Print JSON."),
+) -> None:
+    """Reconstruct the inputs behind a saved update."""
+    sys.path.insert(0, os.getcwd())
+    from gradveil.attacks.base import build as build_attack
+    from gradveil.experiments.update_audit import UpdateAuditConfig, build_case
+    from gradveil.experiments.updates import write_examples
+    from gradveil.report.pictures import write_pictures
+    from gradveil.types import Batch
+
+    case = build_case(
+        UpdateAuditConfig(
+            update=update, model=model, weights=weights, before=before, kind=kind, lr=lr, num_steps=steps,
+            num_examples=examples, defense=defense, attacks=(attack,), dataset=dataset, data=data,
+            input_shape=read_shape(input_shape), num_classes=classes, seed=seed,
+        )
+    )  # fmt: skip
+    view, spec = _view(case, server)
+    found = build_attack(spec or attack).reconstruct(view, case.seeds("attack", attack, 0))
+    labels = found.labels if found.labels is not None else found.inputs.new_full((len(found.inputs),), -1).long()
+    write_examples(out, Batch(found.inputs, labels))
+    write_pictures(out.with_suffix(".png"), found.inputs.numpy())
+    said: dict[str, Any] = {
+        "attack": spec or attack,
+        "server": server,
+        "converged": found.converged,
+        "objective": found.objective,
+        "labels": None if found.labels is None else found.labels.tolist(),
+        "details": found.details,
+        "out": str(out),
+        "picture": str(out.with_suffix(".png")),
+    }
+    typer.echo(json_module.dumps(said) if json else "\n".join(f"{key:10} {value}" for key, value in said.items()))
+
+
+def _view(case: Any, server: str) -> tuple[Any, str | None]:
+    """Return what the attack is given, and the attack that this server would choose, where it has one."""
+    from gradveil.defenses.base import build as build_defense
+
+    seen = case.observation(case.update)
+    if server == "naive":
+        return seen, None
+    known = {c.name: c for c in build_defense(case.config.defense).adaptive(case.model)}
+    if server not in known:
+        raise SpecError(
+            f"{case.config.defense!r} has no countermeasure {server!r}. {did_you_mean(server, known)}"
+            f"Known: naive, {', '.join(known)}."
+        )
+    return known[server].view(seen), known[server].attack

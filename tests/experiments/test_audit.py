@@ -1,0 +1,171 @@
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gradveil.attacks.base import Attack
+from gradveil.experiments.audit import Audit, audit
+from gradveil.experiments.config import AuditConfig
+from gradveil.experiments.store import Store
+from gradveil.experiments.toml import from_toml
+from gradveil.types import Observation
+
+PRUNED = "pruning:share=0.98"
+
+
+def test_an_undefended_update_of_logistic_regression_gives_the_image_back(finished: Audit) -> None:
+    (control,) = [x for x in finished.lines if (x.round, x.defense, x.attack) == ("first", "none", "Divide()")]
+    assert control.mse.mean < 1e-8
+    assert control.recovered.mean == control.identified.mean == control.label.mean == 1.0
+    assert control.void is None
+
+
+def test_every_attack_row_has_its_control_in_the_same_run(finished: Audit) -> None:
+    rows = [row for row in finished.rows if row["kind"] == "attack"]
+    controls = {(r["round"], r["weights"], r["attack"], r["example"]) for r in rows if r["defense"] == "none"}
+    assert {(r["round"], r["weights"], r["attack"], r["example"]) for r in rows} == controls
+    assert {r["round"] for r in rows} == {"first", "last"}
+
+
+def test_every_defence_has_its_adaptive_rows_and_why(finished: Audit) -> None:
+    rows = [row for row in finished.rows if row["kind"] == "attack" and row["defense"] == PRUNED]
+    why = {row["server"]: row["why"] for row in finished.rows if row["kind"] == "defense"}
+    tried = {row["server"] for row in rows}
+    assert "naive" in tried
+    assert why.keys() == tried - {"naive"}
+    assert "mask" in why
+    assert all(why.values())
+
+
+def test_the_pruned_image_is_not_the_image_and_the_verdict_says_what_it_is(finished: Audit) -> None:
+    naive = [x for x in finished.lines if (x.defense, x.server, x.attack) == (PRUNED, "naive", "Divide()")]
+    assert all(x.mse.mean > 1e-3 for x in naive)
+    (judged,) = [v for v in finished.verdicts if v.defense == PRUNED]
+    assert judged.accuracy is not None
+    assert judged.text.startswith("The naive server")
+
+
+def test_an_attack_that_never_works_is_void_everywhere(finished: Audit) -> None:
+    guesses = [x for x in finished.lines if x.attack == "Guess()"]
+    assert guesses
+    assert all(x.void is not None and not x.counts for x in guesses)
+
+
+def test_blind_guesses_are_measured_on_the_same_images(finished: Audit) -> None:
+    floors = [row for row in finished.rows if row["kind"] == "floor"]
+    assert {row["guess"] for row in floors} == {"grey", "mean image", "class mean"}
+    truth = finished.store.arrays("truth")["truth"]
+    assert truth.shape == (4, 1, 8, 8)
+    grey = [row["mse"] for row in floors if row["guess"] == "grey"]
+    assert grey == pytest.approx(((truth - 0.5) ** 2).mean(axis=(1, 2, 3)).tolist(), rel=1e-5)
+
+
+def test_rows_can_be_measured_again_from_the_images(finished: Audit) -> None:
+    truth = finished.store.arrays("truth")["truth"]
+    for row in [row for row in finished.rows if row["kind"] == "attack"]:
+        found = finished.store.arrays(row["unit"])["found"][row["index"]]
+        assert float(((found - truth[row["example"]]) ** 2).mean()) == pytest.approx(row["mse"], rel=1e-4, abs=1e-12)
+        assert 0 <= found.min() <= found.max() <= 1
+
+
+def test_the_same_seed_gives_the_same_rows_and_another_seed_does_not(
+    tmp_path: Path, small: AuditConfig, divide: Attack, finished: Audit
+) -> None:
+    rows = [
+        audit(config=replace(small, seed=seed), attacks=[divide], out=tmp_path / str(i)).rows
+        for i, seed in enumerate((0, 0, 1))
+    ]
+    assert rows[0] == rows[1]
+    assert rows[0] != rows[2]
+    assert (tmp_path / "0" / "rows.jsonl").read_bytes() == (tmp_path / "1" / "rows.jsonl").read_bytes()
+
+
+def test_the_global_random_state_is_left_alone(tmp_path: Path, small: AuditConfig, divide: Attack) -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    audit(config=small, attacks=[divide], out=tmp_path / "run")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_audit_stopped_anywhere_ends_with_the_same_rows(
+    tmp_path: Path, small: AuditConfig, divide: Attack, finished: Audit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = audit(config=small, attacks=[divide], out=tmp_path / "whole")
+    units = list(dict.fromkeys(row["unit"] for row in whole.rows))
+    assert len(units) >= 4
+    real, done, allowed = Store.add, [], [0]
+
+    def stops(self: Store, unit: str, *args: object, **more: object) -> None:
+        if len(done) == allowed[0]:
+            raise KeyboardInterrupt
+        done.append(unit)
+        real(self, unit, *args, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Store, "add", stops)
+    for allowed[0] in range(len(units)):
+        with pytest.raises(KeyboardInterrupt):
+            audit(config=small, attacks=[divide], out=tmp_path / "part", resume=True)
+    allowed[0] = len(units)
+    assert audit(config=small, attacks=[divide], out=tmp_path / "part", resume=True).rows == whole.rows
+    assert done == units  # nothing was done twice
+
+
+def test_an_attack_is_handed_nothing_private(
+    tmp_path: Path, small: AuditConfig, guess: Attack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handed: list[Observation] = []
+    real = type(guess).reconstruct_many
+
+    def spy(self: Attack, seen: list[Observation], rngs: list[torch.Generator]) -> object:
+        handed.extend(seen)
+        return real(self, seen, rngs)
+
+    monkeypatch.setattr(type(guess), "reconstruct_many", spy)
+    run = audit(config=small, attacks=[guess], out=tmp_path / "run")
+    truth = run.store.arrays("truth")["truth"]
+    assert handed
+    for seen in handed:
+        assert seen.labels is None
+        assert seen.prior is not None
+        assert not any(np.allclose(seen.prior.mean.numpy(), x.reshape(-1)) for x in truth)
+
+
+def test_naive_and_adaptive_servers_look_at_one_and_the_same_update(
+    tmp_path: Path, small: AuditConfig, divide: Attack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mask-aware server must not be handed a second draw of the defence's randomness."""
+    handed: list[Observation] = []
+    real = type(divide).reconstruct_many
+
+    def spy(self: Attack, seen: list[Observation], rngs: list[torch.Generator]) -> object:
+        handed.extend(seen)
+        return real(self, seen, rngs)
+
+    monkeypatch.setattr(type(divide), "reconstruct_many", spy)
+    audit(config=replace(small, images=1), attacks=[divide], out=tmp_path / "run")
+    masked = [s for s in handed if s.weights]
+    assert masked
+    for seen in masked:
+        name = next(iter(seen.weights))
+        others = [s for s in handed if s is not seen and s.model is seen.model]
+        assert any(torch.equal(s.update.gradient[name], seen.update.gradient[name]) for s in others)
+
+
+def test_batches_are_paired_before_they_are_measured(tmp_path: Path, small: AuditConfig, guess: Attack) -> None:
+    run = audit(config=replace(small, examples=2), attacks=[guess], out=tmp_path / "run")
+    rows = [row for row in run.rows if row["kind"] == "attack" and row["round"] == "first" and row["defense"] == "none"]
+    assert sorted(row["example"] for row in rows if row["attack"] == "Guess()") == [0, 1, 2, 3]
+
+
+def test_one_round_is_looked_at_once(tmp_path: Path, small: AuditConfig, guess: Attack) -> None:
+    run = audit(config=replace(small, rounds=1), attacks=[guess], out=tmp_path / "run")
+    assert {row["round"] for row in run.rows if row["kind"] == "attack"} == {"first"}
+
+
+def test_the_run_folder_holds_its_settings(finished: Audit) -> None:
+    config = from_toml(AuditConfig, finished.store.config)
+    assert config.defenses == (PRUNED,)
+    assert config.attacks == ("Divide()", "Guess()")
+    assert config.model == "logistic"
