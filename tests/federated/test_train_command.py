@@ -1,0 +1,177 @@
+"""``gradveil train`` end to end: the folder it leaves, resume, early stop, faults and refusals."""
+
+import json
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from gradveil.cli.train import command
+from gradveil.cli.training import TrainConfig, train
+from gradveil.errors import GradveilError
+from gradveil.federated.auto import choose
+from gradveil.federated.checkpoint import Checkpoint
+from gradveil.federated.run import RunFolder
+
+QUICK = {"model": "logistic", "partition": "iid:devices=4,per_device=40", "devices": 2, "rounds": 3, "lr": 0.5}
+
+
+def run(folder: Path, resume: bool = False, **changes: Any) -> dict[str, Any]:
+    return train(TrainConfig(**QUICK | changes), folder, resume=resume)
+
+
+def test_a_run_leaves_settings_versions_rounds_and_weights(tmp_path: Path) -> None:
+    summary = run(tmp_path / "run", defense="gaussian:scale=0.001")
+    folder = RunFolder(tmp_path / "run")
+    config = tomllib.loads((folder.path / "config.toml").read_text())
+    assert (config["seed"], config["defense"], config["rounds"]) == (0, "gaussian:scale=0.001", 3)
+    assert "torch" in tomllib.loads((folder.path / "versions.toml").read_text())
+    rows = folder.rows()
+    assert [row["round"] for row in rows] == [1, 2, 3]
+    assert all(0 <= row["accuracy"] <= 1 and row["loss"] > 0 and row["accepted"] == 2 for row in rows)
+    assert summary["accuracy"] == rows[-1]["accuracy"] > 0.2
+    assert summary["rounds"] == 3
+    assert not summary["stopped_early"]
+    assert Checkpoint.read(folder.model).round == 3
+
+
+@pytest.mark.parametrize("server", ["fedavg", "fedavgm"])
+def test_a_killed_run_that_is_resumed_ends_as_the_unbroken_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: str
+) -> None:
+    whole = run(tmp_path / "whole", rounds=5, server=server)
+    stopped = {"rounds": 5, "server": server, "save_every": 2}
+
+    def kill(row: dict[str, Any]) -> None:
+        if row["round"] == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(TrainConfig(**QUICK | stopped), tmp_path / "cut", progress=kill)
+    folder = RunFolder(tmp_path / "cut")
+    assert len(folder.rows()) == 3
+    with folder.rounds.open("a") as file:
+        file.write('{"round": 4, "accu')  # a line cut off
+    again = run(tmp_path / "cut", resume=True, **stopped)
+    assert [row["round"] for row in folder.rows()] == [1, 2, 3, 4, 5]
+    assert again["accuracy"] == whole["accuracy"]
+    ours, theirs = (Checkpoint.read(tmp_path / name / "model.safetensors").state for name in ("whole", "cut"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_rounds_can_be_added_and_other_settings_cannot_change(tmp_path: Path) -> None:
+    run(tmp_path / "run")
+    longer = run(tmp_path / "run", resume=True, rounds=5)
+    assert longer["rounds"] == 5
+    assert longer["accuracy"] == run(tmp_path / "other", rounds=5)["accuracy"]
+    with pytest.raises(GradveilError, match=r"lr was 0\.5, now 0\.1"):
+        run(tmp_path / "run", resume=True, lr=0.1)
+    with pytest.raises(GradveilError, match="--resume"):
+        run(tmp_path / "run")
+    run(tmp_path / "cosine", schedule="cosine")
+    with pytest.raises(GradveilError, match="rounds was 3, now 5"):
+        run(tmp_path / "cosine", resume=True, schedule="cosine", rounds=5)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").write_text("")
+    with pytest.raises(GradveilError, match="not an empty folder"):
+        run(tmp_path / "full")
+
+
+def test_a_run_without_progress_stops_early(tmp_path: Path) -> None:
+    summary = run(tmp_path / "run", rounds=50, lr=1e-9, early_stop=2)
+    assert summary["rounds"] == 3  # the first measurement is the best, two more bring nothing
+    assert summary["stopped_early"]
+    rare = run(tmp_path / "rare", rounds=7, evaluate_every=3)
+    measured = [row["round"] for row in RunFolder(tmp_path / "rare").rows() if "accuracy" in row]
+    assert measured == [3, 6, 7]
+    assert rare["accuracy"] is not None
+
+
+def test_faulty_clients_are_counted_in_the_summary(tmp_path: Path) -> None:
+    summary = run(tmp_path / "run", rounds=10, faults="drop=0.3,nan=0.3")
+    assert set(summary["rejected"]) == {"dropped", "not finite"}
+    rows = RunFolder(tmp_path / "run").rows()
+    assert sum(row["accepted"] for row in rows) + sum(summary["rejected"].values()) == 20
+
+
+def app() -> typer.Typer:
+    made = typer.Typer()
+    made.command()(command)
+    return made
+
+
+def test_the_command_prints_json_or_a_line(tmp_path: Path) -> None:
+    options = ["--model", "logistic", "--devices", "2", "--rounds", "2", "--batch-size", "0"]
+    found = CliRunner().invoke(app(), [*options, "--out", str(tmp_path / "a"), "--json"])
+    assert found.exit_code == 0, found.output
+    assert json.loads(found.stdout)["rounds"] == 2
+    plain = CliRunner().invoke(app(), [*options, "--out", str(tmp_path / "b"), "--faults", "late=0.5"])
+    assert "after 2 rounds" in plain.stdout
+    assert "late" in plain.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sampling", "sometimes"], "one of without, with"),
+        (["--weighting", "heavy"], "one of samples, paper, uniform"),
+        (["--superlink", "localhost:1"], "--engine flower"),
+        (["--device", "cuda"], "no CUDA device"),
+        (["--defense", "nonesuch"], "No defense is called"),
+        (["--faults", "fire=1"], "No fault is called"),
+        (["--engine", "flower", "--faults", "drop=0.1"], "not available"),
+        (["--devices", "99"], "99 devices a round"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(tmp_path: Path, options: list[str], message: str) -> None:
+    if options == ["--device", "cuda"] and torch.cuda.is_available():
+        pytest.skip("this machine has one")
+    found = CliRunner().invoke(app(), ["--model", "logistic", "--out", str(tmp_path / "a"), *options])
+    assert isinstance(found.exception, GradveilError)
+    assert message in str(found.exception)
+
+
+def test_tensorboard_gets_each_round_and_is_asked_for_where_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[tuple[str, float, int]] = []
+
+    class SummaryWriter:
+        def __init__(self, folder: str) -> None:
+            assert folder == str(tmp_path / "run/tensorboard")
+
+        def add_scalar(self, *row: Any) -> None:
+            written.append(row)
+
+        def flush(self) -> None:
+            pass
+
+    board = ModuleType("torch.utils.tensorboard")
+    board.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    train(TrainConfig(**QUICK), tmp_path / "run", tensorboard=True)
+    assert [(name, number) for name, _, number in written[:3]] == [("accuracy", 1), ("loss", 1), ("lr", 1)]
+    assert len(written) == 9
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(GradveilError, match=r"gradveil\[tensorboard\]"):
+        train(TrainConfig(**QUICK), tmp_path / "other", tensorboard=True)
+
+
+def test_the_engine_is_chosen_by_device_and_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    from federated.helpers_federated import tiny_dataset, tiny_model
+    from gradveil.defenses.base import build
+    from gradveil.federated.client import Local
+    from gradveil.federated.engines import World
+
+    world = World(tiny_model(), tiny_dataset().train, build("none"), Local())
+    monkeypatch.setattr("gradveil.federated.auto.available_cores", lambda: 2)
+    assert choose(world, 10) == "sequential"
+    assert choose(world, 2000) == "processes"
+    monkeypatch.setattr("gradveil.federated.auto.available_cores", lambda: 1)
+    assert choose(world, 2000) == "sequential"
