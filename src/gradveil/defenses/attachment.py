@@ -85,7 +85,8 @@ class Attachment(Interceptor):
         if self.passes == self.passes_at.get(optimizer, 0) and weights & set(gradient):
             self._undefended(
                 "The optimizer is about to use a gradient that went through no defended pass. Call the model in train "
-                "mode as model(x) or guard(x), and clear gradients from before the guard with optimizer.zero_grad()."
+                "mode as model(x) or guard(x), clear gradients from before the guard with optimizer.zero_grad(), and "
+                "give protect() the compiled model where it was compiled first."
             )
         self.passes_at[optimizer] = self.passes
 

@@ -65,8 +65,10 @@ class Compose(Defense):
         return reduce(lambda changed, part: part.on_update(changed, rng), self.parts, update)
 
     def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
-        """Return every choice of one countermeasure for each part, taken together."""
-        return tuple(_together(choice) for choice in product(*(part.adaptive(model) for part in self.parts)))
+        """Return every choice of one countermeasure for each part, taken together; two attacks do not go together."""
+        choices = list(product(*(part.adaptive(model) for part in self.parts)))
+        agreed = [choice for choice in choices if len({c.attack for c in choice} - {None}) <= 1]
+        return tuple(_together(choice) for choice in agreed or choices)
 
 
 def _together(choice: tuple[Countermeasure, ...]) -> Countermeasure:

@@ -128,6 +128,7 @@ def _read_secret(path: str | None) -> bytes:
 def save_prior(prior: GaussianPrior, path: str | Path) -> None:
     """Write a prior fitted to public data to a file, for ``decoy:prior=FILE``."""
     save_file({"mean": prior.mean, "factor": prior.factor.contiguous(), "ridge": torch.tensor(prior.ridge)}, path)
+    _load.cache_clear()
 
 
 def load_prior(path: str | Path) -> GaussianPrior:

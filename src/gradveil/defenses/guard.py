@@ -6,6 +6,7 @@ Model class, state-dict keys, optimizer and loader stay as they are. Nothing cha
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Generator, nn
 
 from gradveil.defenses.attachment import Attachment, attachment_of, refuse_opacus
@@ -112,6 +113,8 @@ def protect(
     defense = build(defence_or_spec)
     bare = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     refuse_opacus(bare)
+    if bare is not model or any(m._compiled_call_impl is not None for m in bare.modules()):
+        torch.compiler.reset()  # code compiled before would run on without the hooks
     if (other := attachment_of(bare)) is not None:
         raise DefenseError(
             f"This model is guarded by {describe(other.defense)} already. Remove that guard first, or join the two "

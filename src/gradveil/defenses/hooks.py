@@ -55,8 +55,8 @@ class Interceptor:
 
     @property
     def on(self) -> bool:
-        """Whether this is training: train mode, with gradients."""
-        return self.model.training and torch.is_grad_enabled()
+        """Whether to act: attached (compiled code may keep hooks that are gone), in train mode, with gradients."""
+        return bool(self.handles) and self.model.training and torch.is_grad_enabled()
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """A pass begins: note its inputs; return the arguments where the defence changes the batch."""

@@ -27,6 +27,12 @@ def check_layer(model: nn.Module, layer: str) -> None:
             f"The weight of layer {layer!r} is frozen, so it has no gradient to defend. Leave this layer out, or "
             f"unfreeze it before protecting the model."
         )
+    shared = [n for n, p in model.named_parameters(remove_duplicate=False) if p is module.weight]
+    if len(shared) > 1:
+        raise DefenseError(
+            f"The weight of layer {layer!r} is shared ({', '.join(shared)}), so part of its gradient would stay as it "
+            f"is. Untie the weights, or defend another layer."
+        )
 
 
 def apply(module: nn.Module, r: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,0 +1,125 @@
+from itertools import combinations, product
+from math import inf
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Generator, Tensor, nn
+from torch.testing import assert_close
+
+from gradveil.defenses.jacobian import jacobian
+from gradveil.defenses.objective import PseudoInverse, best_direction, best_subset, column_scores
+from gradveil.layers import representation
+from gradveil.scores import leak_scores
+
+norms = st.sampled_from([1.0, 2.0, inf])
+
+
+def problem(seed: int, length: int = 7, size: int = 5) -> tuple[PseudoInverse, Tensor]:
+    rng = Generator().manual_seed(seed)
+    j = torch.randn(length, size, generator=rng, dtype=torch.float64)
+    r = torch.randn(length, generator=rng, dtype=torch.float64)
+    r[seed % length] = 0.0
+    return PseudoInverse.of(j, 1e-6), r
+
+
+def displacement(inverse: PseudoInverse, u: Tensor, p: float) -> float:
+    return float(torch.linalg.vector_norm(inverse.dense() @ u, p))
+
+
+def best_by_enumeration(inverse: PseudoInverse, r: Tensor, count: int, p: float) -> float:
+    live = r.nonzero()[:, 0].tolist()
+    values = []
+    for some in combinations(live, count):
+        u = torch.zeros_like(r)
+        u[list(some)] = r[list(some)]
+        values.append(displacement(inverse, u, p))
+    return max(values)
+
+
+def test_the_pseudo_inverse_is_the_one_of_linear_algebra() -> None:
+    j = torch.randn(4, 6, generator=Generator().manual_seed(0), dtype=torch.float64)
+    assert_close(PseudoInverse.of(j, 1e-9).dense(), torch.linalg.pinv(j))
+
+
+def test_small_singular_values_are_left_out() -> None:
+    inverse = PseudoInverse.of(torch.diag(torch.tensor([1.0, 0.5, 1e-4])), 0.01)
+    assert_close(inverse.values, torch.tensor([1.0, 0.5]))
+    assert_close(inverse.dense(), torch.diag(torch.tensor([1.0, 2.0, 0.0])))
+
+
+@given(st.integers(0, 30), st.integers(1, 5))
+def test_zeroing_for_one_pixel_is_exact(seed: int, count: int) -> None:
+    inverse, r = problem(seed)
+    mask = best_subset(inverse, r, count, inf)
+    assert int(mask.sum()) == count
+    assert displacement(inverse, r * mask, inf) == pytest.approx(best_by_enumeration(inverse, r, count, inf))
+
+
+@given(st.integers(0, 30), st.integers(1, 5), st.sampled_from([1.0, 2.0]))
+def test_zeroing_comes_close_to_the_best_set_and_takes_live_entries_only(seed: int, count: int, p: float) -> None:
+    inverse, r = problem(seed)
+    mask = best_subset(inverse, r, count, p)
+    assert int(mask.sum()) == count
+    assert not bool((mask & (r == 0)).any())
+    assert displacement(inverse, r * mask, p) >= 0.85 * best_by_enumeration(inverse, r, count, p)
+
+
+def test_swaps_raise_what_greedy_found() -> None:
+    reached = [displacement(problem(s)[0], problem(s)[1] * best_subset(*problem(s), 3, 2), 2) for s in range(40)]
+    best = [best_by_enumeration(*problem(s), 3, 2) for s in range(40)]
+    assert sum(a > 0.999 * b for a, b in zip(reached, best, strict=True)) >= 36
+
+
+def test_no_more_entries_are_taken_than_are_live() -> None:
+    inverse, r = problem(1)
+    for p in (1, 2, inf):
+        assert torch.equal(best_subset(inverse, r, 99, p), r != 0)
+        assert not bool(best_subset(inverse, torch.zeros_like(r), 3, p).any())
+
+
+@given(st.integers(0, 30), norms)
+def test_for_q_1_no_single_entry_does_better(seed: int, p: float) -> None:
+    inverse, _ = problem(seed)
+    u = best_direction(inverse, p, 1)
+    assert float(u.abs().sum()) == pytest.approx(1)
+    assert displacement(inverse, u, p) == pytest.approx(max(displacement(inverse, e, p) for e in torch.eye(7).double()))
+
+
+@given(st.integers(0, 30), norms)
+def test_for_q_inf_no_corner_does_much_better_and_none_for_p_inf(seed: int, p: float) -> None:
+    inverse, _ = problem(seed)
+    u = best_direction(inverse, p, inf)
+    assert bool((u.abs() == 1).all())
+    best = max(displacement(inverse, torch.tensor(c, dtype=torch.float64), p) for c in product([-1.0, 1.0], repeat=7))
+    assert displacement(inverse, u, p) >= (1 - 1e-9 if p == inf else 0.7) * best
+
+
+@given(st.integers(0, 30), norms)
+def test_for_q_2_no_direction_tried_does_better(seed: int, p: float) -> None:
+    inverse, _ = problem(seed)
+    u = best_direction(inverse, p, 2)
+    assert float(u.norm()) == pytest.approx(1)
+    trials = torch.randn(2000, 7, generator=Generator().manual_seed(seed), dtype=torch.float64)
+    best = max(displacement(inverse, t / t.norm(), p) for t in trials)
+    assert displacement(inverse, u, p) >= (1.0 if p != 1 else 0.9) * best
+
+
+def test_for_q_2_p_2_the_displacement_is_one_over_the_smallest_singular_value() -> None:
+    inverse, _ = problem(2)
+    assert displacement(inverse, best_direction(inverse, 2, 2), 2) == pytest.approx(1 / float(inverse.values[-1]))
+
+
+def test_for_orthogonal_rows_every_score_is_the_papers() -> None:
+    j = torch.diag(torch.tensor([1.0, 2.0, 4.0]))
+    r = torch.tensor([1.0, 3.0, 4.0])
+    assert_close(column_scores(PseudoInverse.of(j, 1e-6), r, 2), r / j.diagonal())
+    assert best_subset(PseudoInverse.of(j, 1e-6), r, 1, 2).tolist() == [False, True, False]
+
+
+def test_the_jacobian_has_the_rows_whose_norms_the_scores_use(model: nn.Module) -> None:
+    x = torch.rand(2, 1, 8, 8, generator=Generator().manual_seed(0))
+    j, r = jacobian(model, "5", x), representation(model, "5", x)
+    assert j.shape == (2, 64, 64)
+    assert_close(r.abs() / j.norm(dim=2), leak_scores(model, "5", x, method="loop"))

@@ -1,0 +1,62 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Generator, nn
+
+from gradveil.defenses.base import build
+from gradveil.defenses.pruning import Pruning
+from gradveil.types import Observation, Update
+
+
+def gradient() -> dict[str, torch.Tensor]:
+    return {"a": torch.tensor([[1.0, -4.0], [3.0, 0.5]]), "b": torch.tensor([0.1, -0.2])}
+
+
+def test_the_smallest_entries_of_each_tensor_go(rng: Generator) -> None:
+    found = Pruning(0.5).on_gradient(gradient(), rng)
+    assert found["a"].tolist() == [[0.0, -4.0], [3.0, 0.0]]
+    assert torch.equal(found["b"], torch.tensor([0.0, -0.2]))
+
+
+def test_the_smallest_entries_of_all_tensors_together_go(rng: Generator) -> None:
+    found = Pruning(0.5, per="global").on_gradient(gradient(), rng)
+    assert found["a"].tolist() == [[1.0, -4.0], [3.0, 0.0]]
+    assert found["b"].tolist() == [0.0, 0.0]
+
+
+@given(st.floats(0, 1), st.sampled_from(["tensor", "global"]), st.integers(0, 9))
+def test_counts_are_exact_also_among_equal_entries(share: float, per: str, seed: int) -> None:
+    rng = Generator().manual_seed(seed)
+    g = {"a": torch.randint(1, 4, (3, 4), generator=rng).float(), "b": torch.randint(1, 4, (5,), generator=rng).float()}
+    found = build(f"pruning:share={share},per={per}").on_gradient(g, rng)
+    zeros = {name: int((value == 0).sum()) for name, value in found.items()}
+    if per == "tensor":
+        assert zeros == {"a": round(share * 12), "b": round(share * 5)}
+    else:
+        assert sum(zeros.values()) == round(share * 17)
+
+
+def test_it_acts_where_it_is_told_to(rng: Generator) -> None:
+    on_update = Pruning(0.5, on="update")
+    assert torch.equal(on_update.on_gradient(gradient(), rng)["a"], gradient()["a"])
+    assert on_update.on_update(Update(gradient()), rng).gradient["a"].tolist() == [[0.0, -4.0], [3.0, 0.0]]
+    assert torch.equal(Pruning(0.5).on_update(Update(gradient()), rng).gradient["a"], gradient()["a"])
+
+
+@pytest.mark.parametrize("per", ["tensor", "global"])
+def test_a_server_can_prune_its_trial_gradients_and_differentiate_through_it(per: str, model: nn.Module) -> None:
+    defense = build(f"pruning:share=0.5,per={per}")
+    masked, simulated = defense.adaptive(model)
+    seen = Observation(model, Update(defense.on_gradient(gradient(), Generator())), (1, 8, 8), 5)
+
+    view = simulated.view(seen)
+    assert view.simulate is not None
+    trial = {name: g.requires_grad_() for name, g in gradient().items()}
+    pruned = view.simulate(trial)
+    sum(g.sum() for g in pruned.values()).backward()  # type: ignore[union-attr]
+    assert torch.equal(trial["a"].grad, (seen.update.gradient["a"] != 0).float())
+    many = {name: torch.stack([g.detach(), 2 * g.detach()]) for name, g in trial.items()}
+    batched = torch.func.vmap(view.simulate)(many)
+    assert torch.equal(batched["a"][1], 2 * pruned["a"].detach())
+    assert torch.equal(masked.view(seen).weights["a"], (seen.update.gradient["a"] != 0).float())
