@@ -82,7 +82,8 @@ def _radius(problem: Problem, i: int, known: float) -> torch.Tensor:
             break
         radius = sqrt(low * high)
         lip = box_lipschitz(problem.chain, tighten(problem.chain, Region.ball(x, p, radius, bounds)), p) * MARGIN
-        proved = min(radius, float(problem.distance[i]) / lip)  # a preimage is outside the ball, or this far inside it
+        inside = float(problem.distance[i]) / lip if lip > 0 else torch.inf
+        proved = min(radius, inside)  # a preimage lies outside the ball, or this far from X inside it
         low = max(low, proved)
         high = high if proved == radius else radius
     return torch.tensor(low, dtype=torch.float64)

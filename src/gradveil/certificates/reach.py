@@ -41,12 +41,16 @@ def reach_certificate(problem: Problem) -> Certificate:
 def least_residual(problem: Problem) -> Tensor:
     """Return a lower bound (N,) of ||f(X′) - r′||_p over every image X′ in the data range.
 
-    Intervals first; linear bounds only where those leave a doubt.
+    The largest of three: how far r′ lies outside the interval bounds of f, outside the tighter linear ones, and
+    beyond the highest value that f takes along r′ - r.
     """
     whole = Region.whole(problem.x[:1], problem.bounds)
-    found = _outside(problem, propagate(problem.chain, whole.lower, whole.upper)[-1])
-    tight = _outside(problem, tighten(problem.chain, whole)[-1])
-    return torch.maximum(found, tight)
+    wide = propagate(problem.chain, whole.lower, whole.upper)
+    tight = tighten(problem.chain, whole)
+    c = problem.r_perturbed.double() - problem.r
+    beyond = (c * problem.r_perturbed).sum(1) - whole.highest(*plane(problem.chain, tight, c))
+    along = torch.where(c.any(1), beyond / dual_norm(c, problem.p).clamp_min(1e-300), 0.0).clamp_min(0)
+    return torch.stack([_outside(problem, wide[-1]), _outside(problem, tight[-1]), along]).amax(0)
 
 
 def _outside(problem: Problem, r_bounds: Interval) -> Tensor:

@@ -1,0 +1,42 @@
+"""What an inversion reaches: it must win where it can, and never look at the truth."""
+
+import torch
+from torch import Generator, nn
+
+from gradveil.certificates.base import Problem
+from gradveil.certificates.certify import certify
+from gradveil.certificates.empirical import empirical_certificate
+from gradveil.types import Batch
+
+
+def test_an_invertible_representation_is_inverted(rng: Generator) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 24), nn.Sigmoid(), nn.Linear(24, 2))
+    x = torch.rand(4, 1, 4, 4, generator=rng)
+    r = model[:-1](x).detach()
+    found = certify(model, None, x, r, 2, "empirical", rng=rng)
+    assert (found.details["mse"] < 1e-3).all()
+    assert (found.details["residual"] < 1e-2).all()
+    assert not found.sound
+
+
+def test_a_server_that_reads_the_mask_off_does_better(rng: Generator) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 40), nn.Sigmoid(), nn.Linear(40, 2))
+    x = torch.rand(4, 1, 4, 4, generator=rng)
+    r = model[:-1](x).detach()
+    r[:, :16] = 0
+    problem = Problem.make(model, None, x, r, 2, rng=rng)
+    naive, aware = empirical_certificate(problem), empirical_certificate(problem, mask_aware=True)
+    assert (aware.details["mse"] < 0.2 * naive.details["mse"]).all()
+
+
+def test_the_answer_stays_in_the_range_and_repeats_from_a_seed(model: nn.Module, batch: Batch) -> None:
+    r = torch.full((3, 64), -5.0)
+    state = torch.get_rng_state()
+    runs = [
+        certify(model, None, batch.inputs, r, 2, "empirical", rng=torch.Generator().manual_seed(s)).bound
+        for s in (0, 0, 1)
+    ]
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+    assert torch.equal(state, torch.get_rng_state())
+    assert (runs[0] ** 2 / 64 <= 1).all()
