@@ -151,15 +151,21 @@ def _bars(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), disable=quiet) as bars:
-        tasks: dict[str, Any] = {}
+    bars = Progress(*columns, console=Console(stderr=True), disable=quiet)
+    tasks: dict[str, Any] = {}
 
-        def progress(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total)
-            bars.update(tasks[stage], completed=done, total=total)
+    def progress(stage: str, done: int, total: int) -> None:
+        if not tasks:  # not before: an error in the settings is one line and no empty bar
+            bars.start()
+        if stage not in tasks:
+            tasks[stage] = bars.add_task(stage, total=total)
+        bars.update(tasks[stage], completed=done, total=total)
 
+    try:
         yield progress
+    finally:
+        if tasks:
+            bars.stop()
 
 
 @contextmanager

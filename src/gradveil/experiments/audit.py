@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from gradveil.attacks.base import Attack
-from gradveil.data import load
 from gradveil.data.base import Dataset
 from gradveil.defenses.base import Defense
 from gradveil.errors import AttackError
 from gradveil.experiments.config import AuditConfig
+from gradveil.experiments.own import load_dataset, make_model
 from gradveil.experiments.panel import Look, chunks, problems, run_chunk
 from gradveil.experiments.scene import Scene, build_scene
 from gradveil.experiments.store import Row, Store
@@ -25,7 +25,6 @@ from gradveil.experiments.verdict import Verdict, headline, verdicts
 from gradveil.federated.evaluate import evaluate
 from gradveil.federated.simulate import simulate
 from gradveil.metrics import blind_guesses, measure
-from gradveil.models import build as build_model
 from gradveil.registry import describe
 from gradveil.types import Batch
 
@@ -88,8 +87,8 @@ def audit(
     chosen = replace(
         base, dataset=_text(source), model=_text(network), defenses=tuple(defended), attacks=tuple(attacked)
     )
-    data = load(source, chosen.data)
-    built = build_model(network, data.input_shape, data.num_classes, seed=chosen.seed)
+    data = load_dataset(source, chosen.data)
+    built = make_model(network, data.input_shape, data.num_classes, chosen.seed)
     scene = build_scene(chosen, data, copy.deepcopy(built).train(), defended, attacked)
     store = Store.create(out or default_folder(), to_toml(chosen), resume)
     run_audit(scene, store, progress or (lambda stage, done, total: None))

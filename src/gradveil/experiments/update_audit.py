@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from gradveil.attacks.base import build as build_attack
 from gradveil.countermeasures import Countermeasure, plain
-from gradveil.data import load
 from gradveil.defenses.base import build as build_defense
 from gradveil.errors import SpecError, UpdateError
 from gradveil.experiments.audit import Audit, Progress, default_folder
+from gradveil.experiments.own import load_dataset, make_model
 from gradveil.experiments.panel import attack_all, said
 from gradveil.experiments.scene import Public
 from gradveil.experiments.store import Row, Store
@@ -25,7 +25,6 @@ from gradveil.experiments.updates import Facts, load_weights, read_examples, rea
 from gradveil.federated.client import local_update
 from gradveil.metrics import blind_guesses, measure
 from gradveil.metrics.floors import grey
-from gradveil.models import build as build_model
 from gradveil.seeds import Seeds
 from gradveil.types import Batch, Observation, Update
 
@@ -119,7 +118,7 @@ def audit_update(
 def build_case(config: UpdateAuditConfig) -> Case:
     """Read and check everything, before anything is written."""
     seeds = Seeds(config.seed)
-    dataset = load(config.dataset, config.data) if config.dataset else None
+    dataset = load_dataset(config.dataset, config.data) if config.dataset else None
     truth = read_examples(config.truth) if config.truth else None
     shape = config.input_shape
     if truth is not None:
@@ -133,7 +132,7 @@ def build_case(config: UpdateAuditConfig) -> Case:
     if dataset is not None and dataset.input_shape != shape:
         raise SpecError(f"The truth has inputs of shape {shape} and {dataset.name} has {dataset.input_shape}.")
     classes = dataset.num_classes if dataset is not None else config.num_classes
-    model = copy.deepcopy(build_model(config.model, shape, classes, seed=config.seed)).train()
+    model = copy.deepcopy(make_model(config.model, shape, classes, config.seed)).train()
     sent = config.weights or config.before
     before = load_weights(model, sent) if sent else None
     update = read_update(config.update, model, config.facts, before if config.before else None)
