@@ -31,8 +31,8 @@ def nodes(settings: Settings, devices: list[int]) -> Nodes:
 def in_process(settings: Settings) -> dict[str, torch.Tensor]:
     dataset, shares = load_data(settings.dataset, settings.data, settings.partition, settings.seed)
     training = Training(
-        rounds=settings.rounds, devices=settings.devices, epochs=settings.epochs, batch_size=settings.batch_size or None,
-        lr=settings.lr, schedule=settings.schedule, weight_decay=settings.weight_decay, proximal=settings.proximal,
+        rounds=settings.rounds, devices=settings.devices, epochs=settings.epochs,
+        batch_size=settings.batch_size or None, lr=settings.lr, schedule=settings.schedule, weight_decay=settings.weight_decay, proximal=settings.proximal,
     )  # fmt: skip
     model = build_model(settings, dataset)
     *_, last = simulate(model, dataset, shares, training, settings.defense, settings.seed)

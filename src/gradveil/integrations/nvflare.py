@@ -14,6 +14,7 @@ from gradveil import tree
 from gradveil.defenses.base import build
 from gradveil.errors import GradveilError, MissingExtraError
 from gradveil.integrations.local_training import fresh_rng, is_trained
+from gradveil.registry import describe
 from gradveil.types import Update
 
 try:
@@ -75,15 +76,20 @@ class UpdateFilter(Filter):  # type: ignore[misc]
             )
         if self.require_steps and not dxo.get_meta_prop(STEPS, 0) > 0:
             raise GradveilError(f"No local step was defended: the result's meta has no {STEPS!r}.")
+        defense = build(self.defense)
+        if defense.acts_on - {"update"}:
+            raise GradveilError(f"{describe(defense)} acts inside the local steps: use protect() in the client script.")
         steps = int(dxo.get_meta_prop(MetaKey.NUM_STEPS_CURRENT_ROUND, 1) or 1)
         change = {name: torch.as_tensor(np.asarray(value)) for name, value in dxo.data.items()}
         trained = {name: value for name, value in change.items() if is_trained(name, value)}
         if not trained or not tree.is_finite(trained):
             raise GradveilError("The update is empty or holds NaN or infinite values. Find the client's fault.")
         update = Update(tree.scale(trained, -1.0 / self.lr), num_steps=steps, lr=self.lr)
-        sent = build(self.defense).on_update(update, fresh_rng())
+        sent = defense.on_update(update, fresh_rng())
         data: dict[str, Any] = dict(dxo.data)
         for name, gradient in sent.gradient.items():
             value = (-self.lr * gradient).to(change[name].dtype)
             data[name] = value if isinstance(dxo.data[name], torch.Tensor) else value.numpy()
-        return DXO(dxo.data_kind, data, dxo.meta)
+        defended = DXO(dxo.data_kind, data, dxo.meta)
+        defended.add_filter_history(type(self).__name__)
+        return defended

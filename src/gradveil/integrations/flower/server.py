@@ -99,14 +99,19 @@ class ChosenGrid(GridView):
 
     def get_node_ids(self) -> list[int]:
         """Return the nodes of this round, as soon as enough are connected."""
-        while len(connected := set(self._grid.get_node_ids())) < self._settings.devices:
-            LOG.info("Waiting for nodes: %s connected, %s needed.", len(connected), self._settings.devices)
+        while len(nodes := self._known()) < self._settings.devices:
+            LOG.info("Waiting for nodes: %s connected, %s needed.", len(nodes), self._settings.devices)
             time.sleep(1)
-        self._ask(sorted(connected - self._devices.keys()))
-        nodes = {device: node for node, device in sorted(self._devices.items()) if node in connected}
         order = self._settings.order_of(self._round, self._sizes)
         self.drawn = [device for device in order if device in nodes][: self._settings.devices]
         return [nodes[device] for device in self.drawn]
+
+    def _known(self) -> dict[int, int]:
+        """Return the connected devices with their nodes."""
+        connected = set(self._grid.get_node_ids())
+        self._ask(sorted(connected - self._devices.keys()))
+        known = {device: node for node, device in sorted(self._devices.items()) if node in connected}
+        return {device: node for device, node in known.items() if 0 <= device < len(self._sizes)}
 
     def round_ended(self, sent: list[Message], replies: list[Message]) -> None:
         """Go on to the next draw."""
@@ -115,7 +120,7 @@ class ChosenGrid(GridView):
     def _ask(self, nodes: list[int]) -> None:
         """Ask new nodes which device they are: node ids are random, and the draw is of devices."""
         questions = [Message(RecordDict(), dst_node_id=node, message_type="query") for node in nodes]
-        for answer in self._grid.send_and_receive(questions, timeout=60) if questions else []:
+        for answer in self._grid.send_and_receive(questions, timeout=300) if questions else []:
             device = -1 if answer.has_error() else int(answer.content["node"][DEVICE])
             self._devices[answer.metadata.src_node_id] = device
             if not 0 <= device < len(self._sizes):

@@ -86,10 +86,9 @@ def _known() -> str:
 def load_data(dataset: str, data: str, spec: str, seed: int) -> tuple[Dataset, list[Indices]]:
     """Return the data set and what each device holds; kept for the next message of this process."""
     loaded = datasets.load(dataset, data or None)
-    return loaded, partition(loaded.train.labels, spec, Seeds(seed).numpy("partition"))
+    return loaded, partition(loaded.train.labels, spec, Seeds(seed)("partition"))
 
 
 def build_model(settings: Settings, dataset: Dataset) -> nn.Module:
     """Return the model with the weights that the run starts from."""
-    seed = settings.seeds.number("weights") % 2**31
-    return models.build(settings.model, dataset.input_shape, dataset.num_classes, seed)
+    return models.build(settings.model, dataset.input_shape, dataset.num_classes, settings.seed)

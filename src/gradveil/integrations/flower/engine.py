@@ -1,0 +1,166 @@
+"""Run gradveil's Flower app: simulated on this machine, or submitted to a running SuperLink.
+
+Flower reads some of its settings from the environment when it is imported, so this module sets them first.
+"""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradveil.errors import GradveilError, MissingExtraError
+
+if TYPE_CHECKING:
+    from gradveil.integrations.flower.server import Outcome
+    from gradveil.integrations.flower.settings import Settings
+
+QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # without it Ray warns at each start
+}
+PYPROJECT = """\
+[project]
+name = "gradveil-app"
+version = "{version}"
+description = "Federated training with a defence inside"
+license = {{ text = "MIT" }}
+dependencies = []  # gradveil is installed on every site; Flower would make a new environment for each run otherwise
+
+[tool.flwr.app]
+publisher = "gradveil"
+
+[tool.flwr.app.components]
+serverapp = "gradveil.flower:server_app"
+clientapp = "gradveil.flower:client_app"
+
+[tool.flwr.app.config]
+{config}
+"""
+
+
+def run(
+    settings: "Settings",
+    *,
+    superlink: str | None = None,
+    root_certificates: Path | None = None,
+    workers: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> "Outcome | None":
+    """Train on Flower: simulate and return the outcome, or submit the run to a SuperLink and wait for its end.
+
+    Args:
+        settings: of the run.
+        superlink: ``host:port`` of a running SuperLink; None simulates all devices on this machine.
+        root_certificates: of a SuperLink that speaks TLS; None means a plain connection.
+        workers: processes of a simulation; None takes one per core.
+        say: gets each line of a SuperLink's log.
+    """
+    if importlib.util.find_spec("flwr") is None:
+        raise MissingExtraError("The Flower engine", "flower")
+    if superlink is None:
+        return simulate(settings, workers)
+    submit(settings, superlink, root_certificates, say)
+    return None
+
+
+def simulate(settings: "Settings", workers: int | None = None) -> "Outcome":
+    """Run every device as a simulated node on this machine and return what came of it."""
+    os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
+    from gradveil.integrations.flower.client import make_client_app
+    from gradveil.integrations.flower.server import make_server_app
+    from gradveil.integrations.flower.settings import build_model, load_data
+    from gradveil.integrations.flower.strategies import build_strategy
+
+    try:
+        from flwr.simulation import run_simulation
+    except ImportError as error:
+        raise MissingExtraError("A simulation on Flower", "flower") from error
+    dataset, shares = load_data(settings.dataset, settings.data, settings.partition, settings.seed)
+    build_model(settings, dataset)  # whatever does not fit is said now, not from another process
+    build_strategy(settings.strategy)
+    if settings.devices > len(shares):
+        raise GradveilError(f"{settings.devices} devices a round were asked for and there are {len(shares)}.")
+    outcomes: list[Outcome] = []
+    cores = workers or os.cpu_count() or 1
+    run_simulation(
+        make_server_app(settings, outcomes.append),
+        make_client_app(settings),
+        num_supernodes=len(shares),
+        backend_config={
+            "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+            "init_args": {"num_cpus": cores, "log_to_driver": False, "include_dashboard": False},
+        },
+    )
+    if not outcomes:
+        raise GradveilError("The simulation ended without a result. The lines above say why.")
+    return outcomes[0]
+
+
+def submit(settings: "Settings", superlink: str, root_certificates: Path | None, say: Callable[[str], None]) -> None:
+    """Send the app to a SuperLink, pass on its log, and raise unless the run completes."""
+    with tempfile.TemporaryDirectory(prefix="gradveil-") as folder:
+        app, home = Path(folder) / "gradveil_app", Path(folder) / "home"
+        write_app(app, settings)
+        home.mkdir()
+        (home / "config.toml").write_text(_connection(superlink, root_certificates), encoding="utf-8")
+        env = os.environ | QUIET | {"FLWR_HOME": str(home)}
+        started = _flwr(["run", str(app), "gradveil", "--format", "json"], env)
+        run_id = str(_json(started)["run-id"])
+        log = subprocess.Popen(
+            [_command(), "log", run_id, "gradveil", "--stream"], env=env, stdout=subprocess.PIPE, text=True
+        )
+        for line in log.stdout or ():
+            say(line.rstrip())
+        log.wait()
+        listed = _json(_flwr(["list", "--run-id", run_id, "gradveil", "--format", "json"], env))
+    status = str(listed["runs"][0]["status"])
+    if status != "finished:completed":
+        raise GradveilError(f"Run {run_id} on {superlink} ended as {status}. The log above says why.")
+
+
+def write_app(folder: Path, settings: "Settings") -> None:
+    """Write a Flower app folder that runs ``gradveil.flower`` with these settings: ``flwr run FOLDER``."""
+    from gradveil import __version__
+
+    lines = [f"{name} = {json.dumps(value)}" for name, value in settings.to_config().items()]
+    folder.mkdir(parents=True, exist_ok=True)
+    text = PYPROJECT.format(version=__version__, config="\n".join(lines))
+    (folder / "pyproject.toml").write_text(text, encoding="utf-8")
+
+
+def _connection(superlink: str, root_certificates: Path | None) -> str:
+    lines = ["[superlink]", 'default = "gradveil"', "[superlink.gradveil]", f"address = {json.dumps(superlink)}"]
+    if root_certificates is None:
+        lines.append("insecure = true")
+    else:
+        lines.append(f"root-certificates = {json.dumps(str(root_certificates.resolve()))}")
+    return "\n".join(lines) + "\n"
+
+
+def _command() -> str:
+    beside = Path(sys.executable).with_name("flwr")
+    found = str(beside) if beside.exists() else shutil.which("flwr")
+    if found is None:
+        raise MissingExtraError("Submitting to a SuperLink", "flower")
+    return found
+
+
+def _flwr(arguments: list[str], env: dict[str, str]) -> str:
+    done = subprocess.run([_command(), *arguments], env=env, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        reason = " ".join((done.stderr or done.stdout).split())[-400:]
+        raise GradveilError(f"flwr {arguments[0]} failed: {reason} Is the SuperLink up, and the address right?")
+    return done.stdout
+
+
+def _json(text: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(text[text.index("{") : text.rindex("}") + 1])
+    return found
