@@ -33,9 +33,7 @@ class Guard:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.remove()
-        if kind is None and self._attachment.strict:
-            self._check_attempts()
+        self.remove() if kind is not None else self.close()
 
     @property
     def defense(self) -> Defense:
@@ -50,6 +48,12 @@ class Guard:
     def remove(self) -> None:
         """Take every hook off the model again. Checks nothing: see ``check``."""
         self._attachment.detach()
+
+    def close(self) -> None:
+        """Take every hook off, and raise ``DefenseError`` where a strict guard saw training but defended none of it."""
+        self.remove()
+        if self._attachment.strict:
+            self._check_attempts()
 
     def check(self) -> None:
         """Raise ``DefenseError`` unless something was defended; for callers that have trained and are about to send."""
