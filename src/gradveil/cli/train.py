@@ -78,6 +78,8 @@ def command(
         values[name] = convert(values[name], types[name], f"--{name}")
     config = TrainConfig(**values | {"batch_size": batch_size or None})
     if engine.partition(":")[0] == "flower":
+        if resume:
+            raise SpecError("--resume is not available with --engine flower. Leave it out.")
         _train_on_flower(config, out, superlink, root_certificates, json)
         return
     if superlink or root_certificates:
@@ -137,7 +139,7 @@ def _train_on_flower(
     """Hand the run to Flower: simulated here, or submitted to a SuperLink."""
     from gradveil.federated.run import RunFolder
     from gradveil.integrations.flower.engine import run
-    from gradveil.integrations.flower.settings import Settings
+    from gradveil.integrations.flower.settings import Settings, strategy_for
 
     for name in ("faults", "sampling", "weighting", "early_stop"):
         if getattr(config, name) != getattr(_DEFAULT, name):
@@ -147,7 +149,7 @@ def _train_on_flower(
     shared = {f.name for f in fields(Settings)} & {f.name for f in fields(TrainConfig)}
     values = {name: getattr(config, name) for name in shared}
     values |= {"data": config.data or "", "batch_size": config.batch_size or 0}
-    settings = Settings(**values, strategy=config.server, out=str(out.resolve()))
+    settings = Settings(**values, strategy=strategy_for(config.server), out=str(out.resolve()))
     outcome = run(settings, superlink=superlink, root_certificates=certificates, say=typer.echo)
     if outcome is None:
         return

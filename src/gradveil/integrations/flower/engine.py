@@ -3,6 +3,7 @@
 Flower reads some of its settings from the environment when it is imported, so this module sets them first.
 """
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -105,7 +106,11 @@ def simulate(settings: "Settings", workers: int | None = None) -> "Outcome":
 
 
 def submit(settings: "Settings", superlink: str, root_certificates: Path | None, say: Callable[[str], None]) -> None:
-    """Send the app to a SuperLink, pass on its log, and raise unless the run completes."""
+    """Send the app to a SuperLink, pass on its log, and raise unless the run completes.
+
+    Real clients draw their randomness themselves: who submits the run, and the server, know its seed.
+    """
+    settings = dataclasses.replace(settings, secret=True)
     with tempfile.TemporaryDirectory(prefix="gradveil-") as folder:
         app, home = Path(folder) / "gradveil_app", Path(folder) / "home"
         write_app(app, settings)

@@ -1,6 +1,5 @@
 """The server of gradveil's own Flower app: any Flower strategy, the in-process draw of devices, an audit on the way."""
 
-import json
 import logging
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from torch import nn
 from gradveil.data.base import Dataset
 from gradveil.federated.checkpoint import Checkpoint
 from gradveil.federated.evaluate import evaluate
+from gradveil.federated.run import RunFolder
 from gradveil.integrations.flower.audit import AuditedGrid, audited
 from gradveil.integrations.flower.checks import checked
 from gradveil.integrations.flower.client import DEVICE
@@ -55,21 +55,23 @@ def serve(grid: Grid, settings: Settings) -> Outcome:
     auditor = _auditor(chosen, settings, model, dataset)
     watched = checked(auditor or chosen)
     outcome = Outcome()
-    started = time.monotonic()
+    folder = RunFolder(Path(settings.out)) if settings.out else None
+    started = time.perf_counter()
 
-    def after_round(number: int, arrays: ArrayRecord) -> MetricRecord:
+    def after_round(number: int, arrays: ArrayRecord) -> MetricRecord | None:
+        nonlocal started
+        if number == 0:
+            return None
         model.load_state_dict(params_of(arrays))
         seen = evaluate(model, dataset.test)
-        row: dict[str, Any] = {
-            "round": number,
-            "accuracy": seen.accuracy,
-            "loss": seen.loss,
-            "seconds": time.monotonic() - started,
-        }
-        if number:
-            row |= {"lr": settings.lr_of(number), "clients": chosen.drawn} | watched.counts[-1]
+        row = {"round": number, "lr": settings.lr_of(number), "clients": chosen.drawn} | tally(watched.counts[-1])
+        row |= {"accuracy": seen.accuracy, "loss": seen.loss, "seconds": round(time.perf_counter() - started, 4)}
+        started = time.perf_counter()
         outcome.rounds.append(row)
-        _keep(settings, row, model, number)
+        if folder is not None:
+            folder.path.mkdir(parents=True, exist_ok=True)
+            folder.add(row)
+            Checkpoint(number, dict(model.state_dict()), {}, {"engine": "flower"}).save(folder.model)
         return MetricRecord({"accuracy": seen.accuracy, "loss": seen.loss})
 
     result = build_strategy(settings.strategy).start(
@@ -143,11 +145,7 @@ def _auditor(grid: Grid, settings: Settings, model: nn.Module, dataset: Dataset)
     )
 
 
-def _keep(settings: Settings, row: dict[str, Any], model: nn.Module, number: int) -> None:
-    if not settings.out:
-        return
-    folder = Path(settings.out)
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "rounds.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
-    Checkpoint(number, dict(model.state_dict()), {}, {"engine": "flower"}).save(folder / "model.safetensors")
+def tally(counts: dict[str, int]) -> dict[str, Any]:
+    """Return a round's count of replies as the in-process rounds have it: how many were averaged, and why not."""
+    turned_away = {"dropped": counts["silent"], "failed": counts["failed"], "malformed": counts["rejected"]}
+    return {"accepted": counts["kept"], "rejected": {why: count for why, count in turned_away.items() if count}}

@@ -15,7 +15,9 @@ from gradveil.data.partition import Indices, partition
 from gradveil.errors import SpecError, did_you_mean
 from gradveil.federated.client import Local
 from gradveil.federated.schedules import SCHEDULES
+from gradveil.federated.server import SERVERS
 from gradveil.federated.simulate import Training, sample_clients
+from gradveil.registry import parse
 from gradveil.seeds import Seeds
 
 
@@ -92,3 +94,26 @@ def load_data(dataset: str, data: str, spec: str, seed: int) -> tuple[Dataset, l
 def build_model(settings: Settings, dataset: Dataset) -> nn.Module:
     """Return the model with the weights that the run starts from."""
     return models.build(settings.model, dataset.input_shape, dataset.num_classes, settings.seed)
+
+
+# the settings of gradveil's own server rules -> Flower's names for them
+RENAMED = {
+    "fedavg": {"lr": ""},
+    "fedavgm": {"lr": "server_learning_rate", "momentum": "server_momentum"},
+    "fedadam": {"lr": "eta", "beta1": "beta_1", "beta2": "beta_2", "tau": "tau"},
+}
+
+
+def strategy_for(server: str) -> str:
+    """Return the Flower strategy that stands for one of gradveil's server rules; any other text as it is.
+
+    Flower's FedAdam corrects its first steps for bias and gradveil's does not, so these two differ a little.
+    """
+    spec = parse(server)
+    if spec.name not in RENAMED or not spec.settings.keys() <= RENAMED[spec.name].keys():
+        return server
+    rule: Any = SERVERS.build(server)
+    if spec.name == "fedavg" and rule.lr != 1.0:
+        raise SpecError("Flower's FedAvg takes the average as it is. Use fedavgm:lr=...,momentum=0 for a smaller step.")
+    pairs = [f"{name}={getattr(rule, own)}" for own, name in RENAMED[spec.name].items() if name]
+    return ":".join(filter(None, [spec.name, ",".join(pairs)]))

@@ -6,8 +6,7 @@ from typing import Any
 from flwr.serverapp import strategy as flower
 
 from gradveil.errors import SpecError, did_you_mean
-from gradveil.federated.server import SERVERS
-from gradveil.registry import convert, parse, settings
+from gradveil.registry import convert, parse
 
 # those that work on any model's weights; users of the others write their own ServerApp
 STRATEGIES: dict[str, Any] = {
@@ -17,13 +16,6 @@ STRATEGIES: dict[str, Any] = {
         "FedMedian", "FedTrimmedAvg", "Krum", "MultiKrum", "Bulyan",
     )
 }  # fmt: skip
-
-# the settings of gradveil's own server rules -> Flower's names for them
-RENAMED = {
-    "fedavg": {"lr": ""},
-    "fedavgm": {"lr": "server_learning_rate", "momentum": "server_momentum"},
-    "fedadam": {"lr": "eta", "beta1": "beta_1", "beta2": "beta_2", "tau": "tau"},
-}
 
 
 def build_strategy(spec: str) -> flower.Strategy:
@@ -44,18 +36,3 @@ def build_strategy(spec: str) -> flower.Strategy:
             raise SpecError(f"Flower's {parsed.name} has no {key!r}. It has: {', '.join(numbers) or 'no settings'}.")
         values[key] = convert(text, numbers[key], f"{parsed.name}:{key}")
     return cls(fraction_train=1.0, fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1, **values)
-
-
-def of_server(spec: str) -> str:
-    """Return the Flower strategy that stands for one of gradveil's server rules (``fedadam:lr=0.01``).
-
-    Flower's FedAdam corrects its first steps for bias and gradveil's does not, so these two differ a little.
-    """
-    if parse(spec).name not in SERVERS.names():
-        return spec
-    rule: Any = SERVERS.build(spec)
-    names = RENAMED[rule.spec_name]
-    if rule.spec_name == "fedavg" and rule.lr != 1.0:
-        raise SpecError("Flower's FedAvg takes the average as it is. Use fedavgm:lr=...,momentum=0 for a smaller step.")
-    pairs = [f"{names[s.name]}={getattr(rule, s.name)}" for s in settings(type(rule)) if names[s.name]]
-    return ":".join(filter(None, [rule.spec_name, ",".join(pairs)]))
