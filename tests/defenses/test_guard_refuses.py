@@ -191,3 +191,11 @@ def test_a_model_in_the_hands_of_opacus_is_refused(model: nn.Module) -> None:
     model[5].register_forward_hook(opacus_hook)  # type: ignore[index]
     with pytest.raises(DefenseError, match="Opacus is at work on '5'"):
         protect(model, REPRESENTATION)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_wrapped_by_opacus_itself_is_refused_inside_and_out(model: nn.Module) -> None:
+    wrapped = pytest.importorskip("opacus").GradSampleModule(model)
+    for part in (wrapped, wrapped._module):
+        with pytest.raises(DefenseError, match="Pick one"):
+            protect(part, REPRESENTATION)
