@@ -1,8 +1,8 @@
 """Messages, contexts and a grid in one process, for tests of the mods without an engine."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -12,10 +12,12 @@ from flwr.supercore.task_identity import TaskIdentity
 from torch import Generator, Tensor, nn
 
 from gradveil import tree
+from gradveil.attacks.base import Attack
 from gradveil.countermeasures import Countermeasure, plain
 from gradveil.defenses.base import Defense
+from gradveil.errors import AttackError
 from gradveil.tree import Params
-from gradveil.types import Batch, Update
+from gradveil.types import Batch, Observation, Reconstruction, Update
 
 LR = 0.1
 TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 1  # what an engine sets when a run starts
@@ -30,6 +32,30 @@ class Halved(Defense):
 
     def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (plain(),)
+
+
+@dataclass(frozen=True)
+class ReadOff(Attack):
+    """Reads one input off a linear layer: a row of dW over its entry of db. Exact for a batch of one."""
+
+    spec_name: ClassVar[str] = "read_off"
+
+    def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
+        return [self._one(s) for s in seen]
+
+    def _one(self, seen: Observation) -> Reconstruction:
+        if "1.weight" not in seen.visible:
+            raise AttackError("the weight is not to be seen")
+        weight, bias = seen.update.gradient["1.weight"], seen.update.gradient["1.bias"]
+        row = int(bias.argmin())
+        x = (weight[row] / bias[row]).reshape(1, *seen.input_shape).clamp(*seen.bounds)
+        return Reconstruction(
+            x.expand(seen.num_examples, *seen.input_shape), torch.full((seen.num_examples,), row), 0.0, True
+        )
+
+
+def linear_model() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 5))
 
 
 def with_batch_norm(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:

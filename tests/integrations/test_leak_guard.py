@@ -1,0 +1,99 @@
+import pytest
+
+pytest.importorskip("flwr")
+
+import torch
+from torch import nn
+
+from gradveil.integrations.flower.leak_guard import leak_guard
+from gradveil.integrations.flower.step_mod import guard_mod
+from gradveil.integrations.flower.update_mod import update_mod
+from gradveil.types import Batch
+from integrations.flower_parts import ReadOff, client_app, context, linear_model, message, train_plainly, weights
+
+NOISE = "gaussian:scale=1,on=update"
+
+
+@pytest.fixture
+def one(batch: Batch) -> Batch:
+    return Batch(batch.inputs[:1], batch.labels[:1])
+
+
+def test_an_update_that_gives_its_image_away_is_withheld(one: Batch) -> None:
+    model = linear_model()
+    out = client_app(lambda: model, one, [leak_guard(ReadOff())])(message(model), context())
+    assert out.has_error()
+    assert "rebuilt a training example at" in out.error.reason
+    assert float(out.error.reason.split(" at ")[1].split(" dB")[0]) > 60
+
+
+def test_an_update_that_hides_it_is_sent_with_its_score(one: Batch) -> None:
+    model = linear_model()
+    app = client_app(lambda: model, one, [leak_guard(ReadOff(), seed=1), update_mod(NOISE, seed=2)])
+    sent = app(message(model), context())
+    metrics = sent.content["metrics"]
+    assert 0 < metrics["leak-psnr"] < 20
+    assert metrics["leak-floor"] == pytest.approx(float(-10 * (one.inputs - 0.5).square().mean().log10()), abs=1e-3)
+
+
+def test_the_guard_looks_at_what_leaves_and_not_at_what_was_trained(one: Batch) -> None:
+    model = linear_model()
+    outside = client_app(lambda: model, one, [leak_guard(ReadOff()), update_mod(NOISE, seed=2)])
+    inside = client_app(lambda: model, one, [update_mod(NOISE, seed=2), leak_guard(ReadOff())])
+    assert not outside(message(model), context()).has_error()
+    assert inside(message(model), context()).has_error()
+
+
+def test_the_score_does_not_change_what_is_sent(one: Batch) -> None:
+    first, second = linear_model(), linear_model()
+    second.load_state_dict(first.state_dict())
+    start = message(first)
+    plainly = client_app(lambda: first, one, [])(start, context())
+    guarded = client_app(lambda: second, one, [leak_guard(ReadOff(), max_psnr=1000)])(start, context())
+    for name, value in weights(plainly).items():
+        assert torch.equal(weights(guarded)[name], value)
+
+
+def test_several_steps_on_the_same_image_are_one_example(one: Batch) -> None:
+    model = linear_model()
+    app = client_app(
+        lambda: model, one, [leak_guard(ReadOff(), max_psnr=1000, max_examples=1)], lambda m, b: train_plainly(m, b, 3)
+    )
+    assert app(message(model), context()).content["metrics"]["leak-psnr"] > 20
+
+
+def test_too_many_examples_are_withheld_unless_they_may_go_unchecked(batch: Batch) -> None:
+    model = linear_model()
+    strict = client_app(lambda: model, batch, [leak_guard(ReadOff(), max_examples=2)])(message(model), context())
+    assert "3 examples" in strict.error.reason
+    free = leak_guard(ReadOff(), max_examples=2, send_unchecked=True)
+    sent = client_app(lambda: model, batch, [free])(message(model), context())
+    assert sent.content["metrics"]["leak-psnr"] == -1
+
+
+def test_an_attack_that_cannot_run_withholds_the_update(one: Batch) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Identity(), nn.Linear(64, 5))
+    out = client_app(lambda: model, one, [leak_guard(ReadOff())])(message(model), context())
+    assert "not to be seen" in out.error.reason
+
+
+def test_a_client_that_was_not_seen_to_train_sends_nothing(one: Batch) -> None:
+    model = linear_model()
+    out = client_app(lambda: model, one, [leak_guard(ReadOff())], lambda m, b: None)(message(model), context())
+    assert "not seen in training" in out.error.reason
+
+
+def test_it_works_around_the_mod_that_defends_the_steps(one: Batch) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 5))
+    mods = [leak_guard(ReadOff(), max_psnr=1000, defense="none"), guard_mod("representation:share=0.5")]
+    metrics = client_app(lambda: model, one, mods)(message(model), context()).content["metrics"]
+    assert metrics["defended-steps"] == 1
+    assert metrics["leak-psnr"] < 30  # half of the pixels are gone
+    assert not model._forward_pre_hooks
+
+
+def test_noise_in_other_bounds_is_measured_in_those_bounds(one: Batch) -> None:
+    model = linear_model()
+    wide = Batch(2 * one.inputs - 1, one.labels)
+    guard = leak_guard(ReadOff(), bounds=(-1.0, 1.0), max_psnr=1000)
+    assert client_app(lambda: model, wide, [guard])(message(model), context()).content["metrics"]["leak-psnr"] > 60
