@@ -1,0 +1,41 @@
+"""Deep leakage from gradients (Zhu et al. 2019): match the gradient in the Euclidean sense, by L-BFGS."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Generator
+
+from gradveil.attacks.base import ATTACKS, Attack
+from gradveil.attacks.lbfgs import LBFGS
+from gradveil.attacks.matching import squared_distance
+from gradveil.attacks.search import Search
+from gradveil.types import Observation, Reconstruction
+
+
+@ATTACKS.register("dlg")
+@dataclass(frozen=True)
+class DLG(Attack):
+    """Minimise Σ ||∇F(x̂, softmax ŷ) - g||² over images x̂ and label logits ŷ together (Zhu et al. 2019).
+
+    A step is an outer one, as the authors count: ``inner`` iterations of L-BFGS, so up to 300 x 20 evaluations.
+    Departures: a line search; several starts, of which the objective chooses; a run ends when it has matched
+    or stalled; starts lie within the data range (``start=normal``: N(0, 1), as published, which needs about
+    twice the steps); and labels that the server knows are used.
+    """
+
+    steps: int = 300  # outer steps per start
+    inner: int = 20  # L-BFGS iterations in an outer step
+    restarts: int = 4
+    history: int = 100
+    search: bool = True  # Armijo line search; false: every step is taken, as published
+    start: Literal["uniform", "normal"] = "uniform"
+    tol: float = 1e-7  # of the target's squared norm
+
+    def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
+        """Rebuild the inputs behind several updates at once."""
+        search = Search(
+            squared_distance, lambda _: LBFGS(self.history, self.search), self.steps * self.inner, self.restarts,
+            normal=self.start == "normal", tol=self.tol, cuts=(0.05, 0.15),
+        )  # fmt: skip
+        return search.run(seen, rngs)

@@ -1,0 +1,165 @@
+"""The loop that all optimising attacks share: many problems, one evaluation and one tick at a time.
+
+Between blocks of ticks the host looks once at the values: finished problems leave, dead ones get a fresh start.
+On a GPU a tick (evaluation and update together) is captured in a CUDA graph and replayed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gradveil.attacks.lbfgs import State
+
+WARM_UP = 3  # eager ticks before a capture, which settle what torch sets up on first use
+
+
+class Objective(Protocol):
+    """What is minimised: P problems of d unknowns."""
+
+    def __call__(self, point: Tensor) -> tuple[Tensor, Tensor]:
+        """Return values (P,) and gradients (P, d) at point (P, d)."""
+
+    def take(self, rows: Tensor) -> "Objective":
+        """Return the problems at these positions."""
+
+
+class Optimiser(Protocol):
+    """How it is minimised; see ``LBFGS`` and ``Adam``."""
+
+    def start(self, z: Tensor) -> State:
+        """Return the state of problems that start at z (P, d)."""
+
+    def tick(self, state: State, value: Tensor, gradient: Tensor, ticks: int | None = None) -> State:
+        """Return the state after an evaluation at ``point``."""
+
+
+@dataclass(frozen=True)
+class View:
+    """What the host sees between blocks; all on the CPU."""
+
+    ticks: int  # done so far
+    rows: Tensor  # (A,) which of the P problems are still here
+    values: Tensor  # (A,) best so far
+    dead: Tensor  # (A,) bool: no finite value to go on from
+    stuck: Tensor  # (A,) bool: no step improves
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is to happen with the problems of a view."""
+
+    leave: Tensor  # (A,) bool
+    redraw: Tensor  # (A,) bool
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Where each problem ended: the best point by its own value."""
+
+    best: Tensor  # (P, d)
+    values: Tensor  # (P,)
+    iterations: Tensor  # (P,) accepted steps of the last start
+    evaluations: Tensor  # (P,) of the last start
+    redraws: Tensor  # (P,) fresh starts drawn on the way
+
+
+def minimise(
+    objective: Objective,
+    optimiser: Optimiser,
+    start: Tensor,
+    ticks: int,
+    look: Callable[[View], Verdict],
+    redraw: Callable[[int], Tensor],
+    every: int = 50,
+) -> Solution:
+    """Run all problems from start (P, d) for at most ``ticks`` evaluations each.
+
+    ``look`` decides every so many ticks who leaves and who starts anew; ``redraw`` gives problem i's next
+    start (d,) from its own generator. A problem's way depends on nothing but itself and what ``look`` says.
+    """
+    p = len(start)
+    number = torch.zeros(p, dtype=torch.long, device=start.device)
+    out = Solution(start.clone(), start.new_full((p,), torch.inf), number.clone(), number.clone(), number.clone())
+    rows = torch.arange(p)
+    run = _Stepper(objective, optimiser, optimiser.start(start))
+    done = 0
+    while done < ticks and len(rows):
+        block = min(every, ticks - done)
+        for k in range(done, done + block):
+            run.step(k)
+        done += block
+        state = run.state
+        view = View(done, rows, *(state[n].cpu() for n in ("best_value", "dead", "stuck")))
+        verdict = look(view)
+        if bool(verdict.redraw.any()) and done < ticks:
+            again = verdict.redraw.nonzero()[:, 0].to(start.device)
+            fresh = torch.stack([redraw(i) for i in rows[verdict.redraw].tolist()]).to(start)
+            run.reset(again, optimiser.start(fresh))
+            out.redraws[rows[verdict.redraw].to(start.device)] += 1
+        over = verdict.leave | (torch.ones_like(verdict.leave) if done >= ticks else False)
+        if bool(over.any()):
+            _record(out, run.state, rows, over)
+            rows = rows[~over]
+            run = run.take(objective, optimiser, rows, (~over).nonzero()[:, 0].to(start.device))
+    return out
+
+
+def _record(out: Solution, state: State, rows: Tensor, over: Tensor) -> None:
+    at, gone = rows[over].to(out.best.device), over.to(out.best.device)
+    out.best[at], out.values[at] = state["best"][gone], state["best_value"][gone]
+    out.iterations[at], out.evaluations[at] = state["iterations"][gone], state["evaluations"][gone]
+
+
+class _Stepper:
+    """Holds the state; on a GPU, also the captured graph of one tick."""
+
+    def __init__(self, objective: Objective, optimiser: Optimiser, state: State) -> None:
+        self.objective, self.optimiser = objective, optimiser
+        self.graphs = state["point"].is_cuda
+        self.state = {n: v.clone() for n, v in state.items()} if self.graphs else state
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.eager = 0
+
+    def step(self, ticks: int) -> None:
+        """Evaluate and tick once."""
+        if self.graphs and self.graph is None and self.eager >= WARM_UP:
+            self._capture()
+        if self.graph is not None:
+            self.graph.replay()
+            return
+        self.eager += 1
+        value, gradient = self.objective(self.state["point"])
+        self._keep(self.optimiser.tick(self.state, value, gradient, None if self.graphs else ticks))
+
+    def reset(self, rows: Tensor, fresh: State) -> None:
+        """Put fresh problems in the place of others, without moving any tensor."""
+        for n, value in self.state.items():
+            value.index_copy_(0, rows, fresh[n])
+
+    def take(self, objective: Objective, optimiser: Optimiser, rows: Tensor, at: Tensor) -> "_Stepper":
+        """Return a stepper of the problems that stay: ``rows`` of all, ``at`` these places here."""
+        state = {n: v.index_select(0, at) for n, v in self.state.items()}
+        return _Stepper(objective.take(rows.to(at.device)), optimiser, state)
+
+    def _keep(self, new: State) -> None:
+        if not self.graphs:
+            self.state = new
+            return
+        for n, value in self.state.items():
+            if new[n] is not value:
+                value.copy_(new[n])
+
+    def _capture(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        try:
+            with torch.cuda.graph(graph):
+                value, gradient = self.objective(self.state["point"])
+                self._keep(self.optimiser.tick(self.state, value, gradient))
+        except RuntimeError:  # something in the model cannot be captured: go on tick by tick
+            self.graphs = False
+            return
+        self.graph = graph

@@ -1,0 +1,139 @@
+"""From observations to reconstructions: starts, batches that fit into memory, the run, and the choice."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Generator, Tensor
+from torch.nn.functional import one_hot
+
+from gradveil.attacks.engine import Optimiser, Solution, minimise
+from gradveil.attacks.matching import Matching, group
+from gradveil.attacks.memory import problems_at_once
+from gradveil.attacks.objective import Distance, MatchingObjective, Penalty, Unknowns
+from gradveil.attacks.race import Race
+from gradveil.types import Observation, Reconstruction
+
+
+@dataclass(frozen=True)
+class Search:
+    """How to look for the inputs behind an update; an attack is a choice of these."""
+
+    distance: Distance
+    optimiser: Callable[[Unknowns], Optimiser]
+    ticks: int  # evaluations per start
+    restarts: int = 1  # starts per update, the best by their own objective is kept
+    normal: bool = False  # draw the images of a start from N(0, 1); else uniformly within the bounds
+    tol: float = 1e-7  # relative distance at which the gradient counts as matched
+    stop: bool = True  # end an image's run when a start has matched
+    patience: int = 500  # ticks without progress before a start is given up
+    cuts: tuple[float, ...] = ()  # shares of the run at which the slower half of the starts is dropped
+    penalties: Callable[[Sequence[Observation], Unknowns, Tensor], tuple[Penalty, ...]] = field(
+        default=lambda seen, unknowns, owner: ()
+    )
+    scaled: bool = True  # whether the distance grows with the gradient's square, so that tol is relative to it
+
+    def run(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
+        """Return one reconstruction per observation, in order."""
+        found: dict[int, Reconstruction] = {}
+        for members in group(seen):
+            stack = Matching.of([seen[i] for i in members])
+            unknowns = Unknowns.of(seen[members[0]])
+            size = max(1, problems_at_once(stack, unknowns, self.optimiser(unknowns)) // self.restarts)
+            for first in range(0, len(members), size):
+                part = members[first : first + size]
+                rows = torch.arange(first, first + len(part), device=stack.floor.device)
+                solved = self._solve([seen[i] for i in part], [rngs[i] for i in part], stack.take(rows), unknowns)
+                found |= dict(zip(part, solved, strict=True))
+        return [found[i] for i in range(len(seen))]
+
+    def _solve(
+        self, seen: Sequence[Observation], rngs: Sequence[Generator], stack: Matching, unknowns: Unknowns
+    ) -> list[Reconstruction]:
+        device, dtype = stack.floor.device, stack.floor.dtype
+        children = [child for rng in rngs for child in _children(rng, self.restarts)]
+        owner = torch.arange(len(seen)).repeat_interleave(self.restarts)
+
+        def start(i: int) -> Tensor:
+            return self._start(unknowns, children[i]).to(device, dtype)
+
+        problems = stack.take(owner.to(device))
+        objective = MatchingObjective(
+            problems, unknowns, _labels(seen, owner, device, dtype), self.distance,
+            self.penalties(seen, unknowns, owner),
+        )  # fmt: skip
+        limit = self._limit(problems)
+        goal = limit if self.stop else torch.full_like(limit, -torch.inf)
+        cuts = tuple(int(share * self.ticks) for share in self.cuts)
+        race = Race(owner, goal.cpu(), self.patience, cuts=cuts)
+        z = torch.stack([start(i) for i in range(len(owner))])
+        solution = minimise(objective, self.optimiser(unknowns), z, self.ticks, race, start)
+        residuals = objective.residual(solution.best)
+        return [
+            _choose(seen[i], unknowns, solution, residuals, limit, problems.energy if self.scaled else None, race, i)
+            for i in range(len(seen))
+        ]
+
+    def _start(self, unknowns: Unknowns, rng: Generator) -> Tensor:
+        low, high = unknowns.bounds
+        draw = torch.randn if self.normal else torch.rand
+        x = draw(unknowns.pixels, generator=rng, device=rng.device)
+        x = x if self.normal else low + (high - low) * x
+        return torch.cat([x, torch.randn(unknowns.size - unknowns.pixels, generator=rng, device=rng.device)])
+
+    def _limit(self, problems: Matching) -> Tensor:
+        """Return the distance (P,) at which a gradient counts as matched; known noise cannot be matched away."""
+        if not self.scaled:
+            return torch.full_like(problems.energy, self.tol)
+        return self.tol * problems.energy + 1.5 * problems.floor
+
+
+def _children(rng: Generator, count: int) -> list[Generator]:
+    """Return generators of their own for the starts of one update, so that none depends on another's draws."""
+    seeds = torch.randint(2**62, (count,), generator=rng, device=rng.device).tolist()
+    return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+
+def _labels(seen: Sequence[Observation], owner: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+    if seen[0].labels is None:
+        return None
+    known = [one_hot(s.labels.cpu(), s.num_classes) for s in seen if s.labels is not None]
+    return torch.stack(known)[owner].to(device, dtype)
+
+
+def _choose(
+    seen: Observation,
+    unknowns: Unknowns,
+    solution: Solution,
+    residuals: Tensor,
+    limit: Tensor,
+    energy: Tensor | None,
+    race: Race,
+    image: int,
+) -> Reconstruction:
+    """Return the start of this image with the lowest objective, clamped to the data range."""
+    mine = (race.owner == image).nonzero()[:, 0].to(solution.best.device)
+    values = solution.values[mine]
+    usable = values.isfinite() & residuals[mine].isfinite()
+    at = mine[values.masked_fill(~usable, torch.inf).argmin()]
+    low, high = seen.bounds
+    x, logits = unknowns.split(solution.best[at : at + 1])
+    finite = bool(usable.any())
+    inputs = x[0].clamp(low, high) if finite else torch.full_like(x[0], (low + high) / 2)
+    labels = logits[0].argmax(-1) if seen.labels is None else seen.labels
+    relative = residuals[at] if energy is None else residuals[at] / energy[at]
+    details = {
+        "iterations": float(solution.iterations[at]),
+        "evaluations": float(solution.evaluations[at]),
+        "starts": float(len(mine) + solution.redraws[mine].sum()),
+        "finite_starts": float(usable.sum()),
+        "relative_residual": float(relative),
+        "stalled": float(race.stalled[at.cpu()]),
+    }
+    converged = finite and bool(residuals[at] <= limit[at])
+    return Reconstruction(inputs, labels, float(solution.values[at]), converged, details)
+
+
+def with_labels(seen: Sequence[Observation], labels: Sequence[Tensor]) -> list[Observation]:
+    """Return the observations with labels that the server has worked out."""
+    return [replace(s, labels=y) for s, y in zip(seen, labels, strict=True)]
