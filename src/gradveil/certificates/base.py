@@ -9,7 +9,7 @@ from torch import Generator, Tensor, nn
 
 from gradveil.certificates.chain import Chain, walk
 from gradveil.certificates.norms import check_p
-from gradveil.certificates.region import farthest, norm
+from gradveil.certificates.region import ROUNDING, farthest, norm
 from gradveil.errors import CertificateError
 from gradveil.layers import find_layer
 
@@ -100,8 +100,9 @@ class Problem:
 
     @cached_property
     def distance(self) -> Tensor:
-        """The perturbation's size ||r - r′||_p (N,)."""
-        return norm(self.r - self.r_perturbed, self.p)
+        """The perturbation's size ||r - r′||_p (N,), less what rounding may have added."""
+        rounding = ROUNDING * norm(self.r.abs() + self.r_perturbed.abs(), self.p)
+        return (norm(self.r - self.r_perturbed, self.p) - rounding).clamp_min(0)
 
     @property
     def allowed(self) -> Tensor:

@@ -13,7 +13,7 @@ from gradveil.certificates.chain import Chain
 from gradveil.certificates.interval import box_lipschitz, propagate
 from gradveil.certificates.linear_bounds import tighten
 from gradveil.certificates.norms import Norm, operator_norm
-from gradveil.certificates.region import Region, farthest
+from gradveil.certificates.region import Region, farthest, ratio
 from gradveil.certificates.stages import Reshape
 from gradveil.errors import CertificateError
 
@@ -57,7 +57,7 @@ def residual_certificate(problem: Problem) -> Certificate:
     if problem.residual is None:
         raise CertificateError("kind='residual' needs residual=...: how far from r′ the server's answer stayed.")
     lip = lipschitz(problem.chain, problem.p)
-    bound = (problem.distance - problem.allowed).clamp_min(0) / lip
+    bound = ratio((problem.distance - problem.allowed).clamp_min(0), lip)
     sentence = "The server's answer X′ leaves a residual ||f(X′) - r′|| of at most the given tau."
     how = f"(||r - r′|| - tau)+ / Lip with Lip_{problem.p:g} <= {lip:.4g}"
     details = {"distance": problem.distance, "tau": problem.allowed}
@@ -90,6 +90,6 @@ def _radius(problem: Problem, i: int, known: float) -> torch.Tensor:
 
 
 def _from_lipschitz(problem: Problem, kind: str, lip: float, how: str, stated: tuple[str, ...]) -> Certificate:
-    bound = problem.distance / lip if lip > 0 else torch.where(problem.distance > 0, torch.inf, 0.0)
+    bound = ratio(problem.distance, lip)
     details = {"distance": problem.distance, "lipschitz": torch.full_like(bound, lip)}
     return Certificate(bound, kind, problem.p, problem.size, True, stated, how, details)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from torch.func import vjp, vmap
 
 from gradveil.certificates.base import SCOPE, Certificate, Problem
 from gradveil.certificates.norms import lanczos
-from gradveil.certificates.region import norm
+from gradveil.certificates.region import norm, ratio
 from gradveil.errors import CertificateError
 from gradveil.layers import prefix
 
@@ -47,9 +47,8 @@ def local_certificate(problem: Problem, steps: int = STEPS) -> Certificate:
         size = summed_norms(back, r, problem.p)
         how = f"largest {'row' if problem.p == inf else 'column'} sum of |J|, exact"
         details = {"norm": size}
-    bound = torch.where(size > 0, distance / size, torch.where(distance > 0, torch.inf, 0.0))
     details["distance"] = distance
-    return Certificate(bound, "local", problem.p, problem.size, False, ASSUMPTIONS, how, details)
+    return Certificate(ratio(distance, size), "local", problem.p, problem.size, False, ASSUMPTIONS, how, details)
 
 
 def linearised(f: LinearMap, x: Tensor) -> tuple[Tensor, LinearMap]:

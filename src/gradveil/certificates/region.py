@@ -58,3 +58,9 @@ def farthest(x: Tensor, bounds: tuple[float, float], p: float) -> Tensor:
     """Return the largest distance (N,) from x to an image in the data range."""
     low, high = bounds
     return norm(torch.maximum(x - low, high - x), p)
+
+
+def ratio(distance: Tensor, size: Tensor | float) -> Tensor:
+    """Return distance / size (N,): infinite where f does not move at all, 0 where r′ is r."""
+    size = torch.as_tensor(size, dtype=distance.dtype, device=distance.device)
+    return torch.where(distance > 0, distance / size, torch.zeros_like(distance))
