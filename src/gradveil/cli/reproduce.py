@@ -2,6 +2,7 @@
 
 import json as json_module
 import time
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -29,6 +30,7 @@ def command(
     seed: int = typer.Option(0, help="One seed for everything."),
     out: Path = typer.Option(Path("runs/reproduce"), help="Folder for the results; one folder an item below it."),
     resume: bool = typer.Option(False, "--resume", help="Continue an earlier run."),
+    only: str = typer.Option("*", help="Only the units of work whose name fits this pattern."),
     json: bool = typer.Option(False, "--json", help="Print JSON in place of tables."),
 ) -> None:
     """Run items of the paper and print what holds and what does not."""
@@ -48,11 +50,11 @@ def command(
     names = ITEMS.names() if items == ["all"] else items
     context = Context(data, torch.device(device), cast(Literal["quick", "full"], scale), Seeds(seed))
     for item in [ITEMS.build(name) for name in names]:
-        result = run_item(item, context, out / item.spec_name, resume, quiet=json)
+        result = run_item(item, context, out / item.spec_name, resume, only, quiet=json)
         typer.echo(json_module.dumps(result, indent=2, ensure_ascii=False)) if json else show(result)
 
 
-def run_item(item: Any, context: Any, folder: Path, resume: bool, quiet: bool) -> dict[str, Any]:
+def run_item(item: Any, context: Any, folder: Path, resume: bool, only: str, quiet: bool) -> dict[str, Any]:
     """Do what is not done yet of one item; return and keep its summary."""
     from gradveil.experiments.store import Store, write_atomically
     from gradveil.experiments.toml import dumps
@@ -61,7 +63,7 @@ def run_item(item: Any, context: Any, folder: Path, resume: bool, quiet: bool) -
     config = {"item": describe(item), "scale": context.scale, "seed": context.seeds.seed, "device": str(context.device)}
     store = Store.create(folder, dumps(config), resume)
     with Progress(*PARTS, console=Console(stderr=True), disable=quiet) as progress:
-        units = item.units(context)
+        units = [unit for unit in item.units(context) if fnmatch(unit, only)]
         bar = progress.add_task(item.spec_name, total=len(units), completed=sum(map(store.done, units)))
         for unit in (u for u in units if not store.done(u)):
             progress.update(bar, description=f"{item.spec_name}: {unit}")
