@@ -48,6 +48,10 @@ def step_gradient(
 @contextmanager
 def _substituting(model: nn.Module, defense: Defense, x: Tensor, rng: Generator, report: Report) -> Iterator[None]:
     """Within, each defended layer's weight gradient is built from its perturbed input."""
+    layers = defense.layers(model)
+    if not layers:
+        yield
+        return
     restore = random_state(x.device)
     handles: list[RemovableHandle] = []
 
@@ -58,7 +62,7 @@ def _substituting(model: nn.Module, defense: Defense, x: Tensor, rng: Generator,
         return substitute(module, args[0], changed)
 
     try:
-        for layer in defense.layers(model):
+        for layer in layers:
             check_layer(model, layer)
             handles.append(model.get_submodule(layer).register_forward_hook(partial(hook, layer)))
         yield

@@ -1,6 +1,5 @@
 """Which engine pays: stacked clients on CUDA, processes on a CPU once the run is long enough to start them."""
 
-
 from gradveil.federated.engines import World
 from gradveil.federated.processes import available_cores
 from gradveil.federated.vectorised import why_not

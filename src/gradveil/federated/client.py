@@ -114,6 +114,7 @@ def _batches(data: Batch | Sequence[Batch], local: Local, rng: Generator) -> Ite
         return
     if len(data) == 0:
         raise UpdateError("A client has no examples, so it has nothing to send. Leave it out of the round.")
-    for chosen in plan(len(data), local, rng):
-        chosen = chosen.to(data.labels.device)
+    steps = plan(len(data), local, rng)
+    order = torch.cat(steps).to(data.labels.device)  # in one go
+    for chosen in order.split([len(step) for step in steps]):
         yield Batch(data.inputs[chosen], data.labels[chosen])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradveil.federated.client import Sent
 from gradveil.registry import Registry
@@ -33,7 +33,8 @@ def screen(arrivals: Sequence[Arrival], model: nn.Module) -> tuple[list[Arrival]
 
     Reasons: dropped, late, malformed (names, shapes, types), not finite.
     """
-    reasons = [_fault(arrival, model) for arrival in arrivals]
+    own, buffers = parameters(model), dict(model.named_buffers())
+    reasons = [_fault(arrival, own, buffers) for arrival in arrivals]
     sound = [a for a, reason in zip(arrivals, reasons, strict=True) if reason is None]
     finite = _finite(sound)
     accepted = [a for a, good in zip(sound, finite, strict=True) if good]
@@ -42,12 +43,11 @@ def screen(arrivals: Sequence[Arrival], model: nn.Module) -> tuple[list[Arrival]
     return accepted, dict(+counts)
 
 
-def _fault(arrival: Arrival, model: nn.Module) -> str | None:
+def _fault(arrival: Arrival, own: Params, buffers: Params) -> str | None:
     if arrival.sent is None:
         return "dropped"
     if arrival.late:
         return "late"
-    own, buffers = parameters(model), dict(model.named_buffers())
     update = arrival.sent.update
     if update.gradient.keys() != own.keys() or update.num_examples < 1:
         return "malformed"
@@ -98,10 +98,14 @@ def average_buffers(arrivals: Sequence[Arrival], parts: Sequence[float]) -> Para
 
 def _combine(trees: Sequence[Params], factors: Sequence[float]) -> Params:
     """Return the sum of factor_k tree_k, a tensor at a time."""
-    return {
-        name: torch.tensordot(first.new_tensor(factors), torch.stack([tree[name] for tree in trees]), 1)
-        for name, first in trees[0].items()
-    }
+    weights: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+    result = {}
+    for name, first in trees[0].items():
+        kind = (first.dtype, first.device)
+        if kind not in weights:
+            weights[kind] = first.new_tensor(factors)
+        result[name] = torch.tensordot(weights[kind], torch.stack([tree[name] for tree in trees]), 1)
+    return result
 
 
 class Server(ABC):

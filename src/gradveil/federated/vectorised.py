@@ -4,7 +4,9 @@ Ragged clients stay exact: a step's loss is a weighted sum over a padded batch, 
 and 0 on the padding; a client that has no step left has weight 0 everywhere, so it stays where it is.
 """
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,13 +76,15 @@ def pad_steps(
     width = max(least, *(min(local.batch_size or len(job.indices), len(job.indices)) for job in jobs))
     plans = [plan(len(job.indices), local, rng) for job, rng in zip(jobs, rngs, strict=True)]
     counts = [len(steps) for steps in plans]
-    indices = np.zeros((max(counts), len(jobs), width), np.int64)
-    weights = np.zeros(indices.shape, np.float64)
+    indices = np.zeros((len(jobs), max(counts), width), np.int64)
+    weights = np.zeros(indices.shape)
     for k, (job, steps) in enumerate(zip(jobs, plans, strict=True)):
-        for s, step in enumerate(steps):
-            indices[s, k, : len(step)] = job.indices[step.numpy()]
-            weights[s, k, : len(step)] = 1 / len(step)
-    return Steps(torch.from_numpy(indices), torch.from_numpy(weights).to(dtype), counts)
+        sizes = np.array([len(step) for step in steps])
+        filled = np.arange(width) < sizes[:, None]  # (S_k, B)
+        indices[k, : len(steps)][filled] = job.indices[torch.cat(steps).numpy()]
+        weights[k, : len(steps)] = filled / sizes[:, None]
+    order = torch.from_numpy(indices).transpose(0, 1).contiguous()
+    return Steps(order, torch.from_numpy(weights).transpose(0, 1).contiguous().to(dtype), counts)
 
 
 class _Stack(Crew):
@@ -110,8 +114,9 @@ class _Stack(Crew):
         trainer = self._trainer(steps)
         total = trainer.run(parameters(model), steps, lr, rngs)
         sent = []
-        for k, (job, count, rng) in enumerate(zip(jobs, steps.counts, rngs, strict=True)):
-            gradient = {name: value[k] for name, value in total.items()}
+        rows = zip(*(value.unbind() for value in total.values()), strict=True)
+        for job, count, rng, row in zip(jobs, steps.counts, rngs, rows, strict=True):
+            gradient = dict(zip(total, row, strict=True))
             n = len(job.indices)
             size = None if local.batch_size is None or local.batch_size >= n else local.batch_size
             sent.append(Sent(defense.on_update(Update(gradient, n, count, lr, size), rng)))
@@ -231,12 +236,31 @@ class _Trainer:
         self._reset([torch.zeros_like(w[0]) for w in self.weights], 0.0)
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):
-            for _ in range(min(3, self.capacity)):
-                self._step()
-        torch.cuda.current_stream(self.device).wait_stream(side)
-        self.now.zero_()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._step()
+        with _recording():
+            with torch.cuda.stream(side):
+                for _ in range(min(3, self.capacity)):
+                    self._step()
+            torch.cuda.current_stream(self.device).wait_stream(side)
+            self.now.zero_()
+            with torch.cuda.graph(graph):
+                self._step()
         return graph
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    """Within, cuDNN looks for its fastest kernels, and no garbage is collected.
+
+    Freeing an old graph while another is recorded would spoil it.
+    """
+    benchmark, collecting = torch.backends.cudnn.benchmark, gc.isenabled()
+    torch.backends.cudnn.benchmark = True
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = benchmark
+        if collecting:
+            gc.enable()
