@@ -6,6 +6,7 @@ import pytest
 pytest.importorskip("flwr")
 
 import torch
+from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp.mod import fixedclipping_mod
 from torch import nn
 
@@ -14,7 +15,7 @@ from gradveil.defenses.guard import protect
 from gradveil.defenses.step import step_gradient
 from gradveil.integrations.flower.step_mod import guard_mod
 from gradveil.types import Batch
-from integrations.flower_parts import LR, client_app, context, gradient, message, train_plainly, weights
+from integrations.flower_parts import LR, client_app, context, gradient, message, reply, train_plainly, weights
 
 SPEC = "representation:share=0.5"
 
@@ -143,3 +144,32 @@ def test_no_defence_passes_and_says_that_no_step_was_defended(model: nn.Module, 
 def test_a_defence_of_the_update_alone_is_sent_to_the_other_mod(model: nn.Module, batch: Batch) -> None:
     out = client_app(lambda: model, batch, [guard_mod("gaussian:scale=0.1,on=update")])(message(model), context())
     assert "update_mod" in out.error.reason
+
+
+def numbered(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {str(i): value for i, value in enumerate(state.values())}
+
+
+def test_clients_of_the_older_interface_number_their_arrays_and_are_found(model: nn.Module, batch: Batch) -> None:
+    inside = copy.deepcopy(model)
+    with protect(inside, SPEC):
+        train_plainly(inside, batch)
+    start = message(model)
+    start.content["arrays"] = ArrayRecord(numbered(model.state_dict()))
+
+    def train(msg: Message, ctx: Context) -> Message:
+        train_plainly(model, batch)
+        return reply(msg, numbered(model.state_dict()))
+
+    out = guard_mod(f"{SPEC}+gaussian:scale=0,on=update")(start, context(), train)
+
+    assert out.content["metrics"]["defended-steps"] == 1
+    for name, value in numbered(inside.state_dict()).items():
+        torch.testing.assert_close(weights(out)[name], value)
+
+
+def test_a_model_of_other_shapes_is_not_taken_for_the_one_that_was_sent(model: nn.Module, batch: Batch) -> None:
+    start = message(model)
+    start.content["arrays"] = ArrayRecord({str(i): torch.zeros(2) for i in range(len(model.state_dict()))})
+    out = guard_mod(SPEC)(start, context(), lambda msg, ctx: (train_plainly(model, batch), reply(msg, {}))[1])
+    assert "no module was called" in out.error.reason

@@ -40,7 +40,10 @@ class Probe:
     ) -> list[Row]:
         """Return a row for each way of attacking: what the objective says and, where the truth is known, the leak."""
         at = copy.deepcopy(model)
-        at.load_state_dict(weights, strict=False)
+        try:
+            at.load_state_dict(weights)
+        except RuntimeError as error:
+            raise GradveilError(f"The weights sent are not those of {type(model).__name__}: {error}") from error
         at.train()  # as the client's was; attacks see to batch norm and dropout
         seen = Observation(at, update, self.input_shape, self.num_classes, bounds=self.bounds)
         return [self._row(way, seen, rng, truth) for way in self._ways(at)]

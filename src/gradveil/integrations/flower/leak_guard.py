@@ -15,7 +15,7 @@ from gradveil.errors import DefenseError, GradveilError
 from gradveil.integrations.flower.grids import is_training
 from gradveil.integrations.flower.records import add_metrics, arrays_of, params_of, withhold
 from gradveil.integrations.flower.update_mod import check_reply, update_of
-from gradveil.integrations.flower.watch import ModelWatch
+from gradveil.integrations.flower.watch import ModelWatch, named_as_in
 from gradveil.integrations.local_training import fresh_rng
 from gradveil.integrations.probe import Probe, worst
 from gradveil.metrics import measure
@@ -96,6 +96,7 @@ class LeakGuard:
             return reply
         after = params_of(arrays_of(reply)[1])
         check_reply(before, after)
+        before, after = (named_as_in(tape.model, weights) or weights for weights in (before, after))
         update = update_of(message, before, reply, after, self.lr)
         defense = self.defense or context.node_config.get("defense", context.run_config.get("defense", "none"))
         probe = Probe(self.attack, tuple(truth.inputs.shape[1:]), tape.num_classes, defense, self.bounds)

@@ -12,6 +12,7 @@ from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
 from gradveil.data.base import Dataset
+from gradveil.data.partition import Indices
 from gradveil.federated.checkpoint import Checkpoint
 from gradveil.federated.evaluate import evaluate
 from gradveil.federated.run import RunFolder
@@ -23,6 +24,7 @@ from gradveil.integrations.flower.records import params_of, record_of
 from gradveil.integrations.flower.settings import Settings, build_model, load_data
 from gradveil.integrations.flower.strategies import build_strategy
 from gradveil.tree import Params
+from gradveil.types import Batch
 
 LOG = logging.getLogger("gradveil.flower")
 
@@ -52,7 +54,7 @@ def serve(grid: Grid, settings: Settings) -> Outcome:
     dataset, shares = load_data(settings.dataset, settings.data, settings.partition, settings.seed)
     model = build_model(settings, dataset)
     chosen = ChosenGrid(grid, settings, [len(share) for share in shares])
-    auditor = _auditor(chosen, settings, model, dataset)
+    auditor = _auditor(chosen, settings, model, dataset, shares)
     watched = checked(auditor or chosen)
     outcome = Outcome()
     folder = RunFolder(Path(settings.out)) if settings.out else None
@@ -95,7 +97,7 @@ class ChosenGrid(GridView):
     def __init__(self, grid: Grid, settings: Settings, sizes: list[int]) -> None:
         super().__init__(grid)
         self._settings, self._sizes = settings, sizes
-        self._devices: dict[int, int] = {}  # node -> device, as the nodes say
+        self.devices: dict[int, int] = {}  # node -> device, as the nodes say
         self._round = 1
         self.drawn: list[int] = []
 
@@ -111,8 +113,8 @@ class ChosenGrid(GridView):
     def _known(self) -> dict[int, int]:
         """Return the connected devices with their nodes."""
         connected = set(self._grid.get_node_ids())
-        self._ask(sorted(connected - self._devices.keys()))
-        known = {device: node for node, device in sorted(self._devices.items()) if node in connected}
+        self._ask(sorted(connected - self.devices.keys()))
+        known = {device: node for node, device in sorted(self.devices.items()) if node in connected}
         return {device: node for device, node in known.items() if 0 <= device < len(self._sizes)}
 
     def round_ended(self, sent: list[Message], replies: list[Message]) -> None:
@@ -124,14 +126,21 @@ class ChosenGrid(GridView):
         questions = [Message(RecordDict(), dst_node_id=node, message_type="query") for node in nodes]
         for answer in self._grid.send_and_receive(questions, timeout=300) if questions else []:
             device = -1 if answer.has_error() else int(answer.content["node"][DEVICE])
-            self._devices[answer.metadata.src_node_id] = device
+            self.devices[answer.metadata.src_node_id] = device
             if not 0 <= device < len(self._sizes):
                 LOG.warning("Node %s gives no device of this partition; left out.", answer.metadata.src_node_id)
 
 
-def _auditor(grid: Grid, settings: Settings, model: nn.Module, dataset: Dataset) -> AuditedGrid | None:
+def _auditor(
+    grid: "ChosenGrid", settings: Settings, model: nn.Module, dataset: Dataset, shares: list[Indices]
+) -> AuditedGrid | None:
+    """Return the audit that the settings ask for; the data are public here, so that the leak can be measured."""
     if not settings.audit:
         return None
+
+    def truth(reply: Message) -> Batch:
+        return dataset.train.batch(shares[grid.devices[reply.metadata.src_node_id]])
+
     return audited(
         grid,
         model,
@@ -140,8 +149,10 @@ def _auditor(grid: Grid, settings: Settings, model: nn.Module, dataset: Dataset)
         num_classes=dataset.num_classes,
         defense=settings.defense,
         sample=settings.audit_sample,
+        max_examples=settings.audit_max_examples,
         seed=settings.seed,
         out=Path(settings.out) / "leaks.jsonl" if settings.out else None,
+        truth=truth,
     )
 
 

@@ -43,6 +43,7 @@ class Settings:
     secret: bool = False  # clients draw their randomness from the operating system, not from the seed
     audit: str = ""  # attack a sample of the updates in each round with this; empty: no audit
     audit_sample: int = 1
+    audit_max_examples: int = 16  # an update of more examples is not attacked
     out: str = ""  # folder on the server for rounds.jsonl and model.safetensors; empty: keep nothing
 
     @classmethod

@@ -20,7 +20,7 @@ from gradveil.integrations.flower.records import (
     withhold,
 )
 from gradveil.integrations.flower.update_mod import check_reply
-from gradveil.integrations.flower.watch import ModelWatch
+from gradveil.integrations.flower.watch import ModelWatch, named_as_in
 from gradveil.integrations.local_training import fresh_rng
 from gradveil.registry import describe
 from gradveil.tree import Params
@@ -98,8 +98,9 @@ class GuardMod:
         lr = number(message, "lr", 1.0) if self.lr is None else self.lr
         examples, steps = (max(1, int(number(reply, name, 1))) for name in ("num-examples", "num-steps"))
         guard = max(guards, key=lambda g: g.report.steps)
-        sent = guard.update(before, after, lr=lr, num_examples=examples, num_steps=steps)
-        reply.content[key] = record_of(sent)
+        named = [named_as_in(guard.model, weights) or weights for weights in (before, after)]
+        sent = guard.update(*named, lr=lr, num_examples=examples, num_steps=steps)
+        reply.content[key] = record_of(dict(zip(after, (sent[name] for name in named[1]), strict=True)))
 
 
 def _not_found(names: Params) -> str:
