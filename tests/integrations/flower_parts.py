@@ -1,7 +1,9 @@
 """Messages, contexts and a grid in one process, for tests of the mods without an engine."""
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -133,10 +135,12 @@ class Nodes(Grid):
 
     @property
     def run(self) -> Any:
-        return None
+        return SimpleNamespace(run_id=1)
 
-    def create_message(self, *args: Any, **kwargs: Any) -> Message:
-        raise NotImplementedError
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> Iterable[int]:
         return list(self.answers)
@@ -146,7 +150,7 @@ class Nodes(Grid):
         for n, msg in enumerate(messages):
             msg.metadata.__dict__["_message_id"] = name = f"{len(self._replies)}-{n}"
             names.append(name)
-            if (answer := self.answers[msg.metadata.dst_node_id](msg)) is not None:
+            if (answer := self.answers[msg.metadata.dst_node_id](copy.deepcopy(msg))) is not None:
                 self._replies[name] = answer
         return names
 
