@@ -48,7 +48,7 @@ def secure_average(model: nn.Module, batch: Batch, mods: list[Any]) -> list[Any]
     )
     server = Context(1, 0, {}, RecordDict(), {})
     legacy = LegacyContext(context=server, config=ServerConfig(num_rounds=1), strategy=strategy)
-    secure = SecAggPlusWorkflow(num_shares=3, reconstruction_threshold=2, max_weight=3, clipping_range=2)
+    secure = SecAggPlusWorkflow(num_shares=3, reconstruction_threshold=2, max_weight=3.0, clipping_range=2.0)
     DefaultWorkflow(fit_workflow=secure)(grid, legacy)
     return [array.numpy() for array in legacy.state.array_records["parameters"].values()]
 
