@@ -1,7 +1,7 @@
 """From observations to reconstructions: starts, batches that fit into memory, the run, and the choice."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Generator, Tensor
@@ -32,12 +32,13 @@ class Search:
         default=lambda seen, unknowns, owner: ()
     )
     scaled: bool = True  # whether the distance grows with the gradient's square, so that tol is relative to it
+    stack: Callable[[Sequence[Observation]], Matching] = Matching.of  # how a group of observations is stacked
 
     def run(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Return one reconstruction per observation, in order."""
         found: dict[int, Reconstruction] = {}
         for members in group(seen):
-            stack = Matching.of([seen[i] for i in members])
+            stack = self.stack([seen[i] for i in members])
             unknowns = Unknowns.of(seen[members[0]])
             size = max(1, problems_at_once(stack, unknowns, self.optimiser(unknowns)) // self.restarts)
             for first in range(0, len(members), size):
@@ -121,7 +122,7 @@ def _choose(
     finite = bool(usable.any())
     inputs = x[0].clamp(low, high) if finite else torch.full_like(x[0], (low + high) / 2)
     labels = logits[0].argmax(-1) if seen.labels is None else seen.labels
-    relative = residuals[at] if energy is None else residuals[at] / energy[at]
+    relative = residuals[at] if energy is None else residuals[at] / energy[at].clamp_min(torch.finfo(energy.dtype).tiny)
     details = {
         "iterations": float(solution.iterations[at]),
         "evaluations": float(solution.evaluations[at]),
@@ -132,8 +133,3 @@ def _choose(
     }
     converged = finite and bool(residuals[at] <= limit[at])
     return Reconstruction(inputs, labels, float(solution.values[at]), converged, details)
-
-
-def with_labels(seen: Sequence[Observation], labels: Sequence[Tensor]) -> list[Observation]:
-    """Return the observations with labels that the server has worked out."""
-    return [replace(s, labels=y) for s, y in zip(seen, labels, strict=True)]

@@ -1,0 +1,70 @@
+"""See through gradients (Yin et al. 2021): gradient matching with batch norm statistics and agreeing starts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor
+
+from gradveil.attacks.adam import Adam
+from gradveil.attacks.base import ATTACKS, Attack
+from gradveil.attacks.labels import with_labels
+from gradveil.attacks.matching import Matching, squared_distance
+from gradveil.attacks.objective import Penalty, Unknowns
+from gradveil.attacks.penalties import BatchNormStatistics, Energy, GroupConsistency, TotalVariation, batch_norms
+from gradveil.attacks.search import Search
+from gradveil.tree import Params
+from gradveil.types import Observation, Reconstruction
+
+
+@ATTACKS.register("gradinversion")
+@dataclass(frozen=True)
+class GradInversion(Attack):
+    """Minimise the relative squared distance of gradients plus what is known of images (Yin et al. 2021).
+
+    The terms: total variation, size, batch norm statistics close to the model's running ones (which the server
+    has, since it made the model), and starts of one update close to their mean. Departures: distances are
+    relative to the target's norm and to each layer's variance, so that the weights mean the same on every
+    model; the group's mean is taken pixel by pixel, without registration; no noise is added to the steps.
+    """
+
+    steps: int = 1000
+    restarts: int = 4  # the group whose starts must agree
+    lr: float = 0.1
+    tv: float = 1e-3  # images (C, H, W) only
+    l2: float = 1e-5
+    bn: float = 1e-3
+    group: float = 1e-2
+    decay: bool = True
+    boxed: bool = True
+    tol: float = 1e-2  # relative squared distance at which the gradient counts as matched
+
+    def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
+        """Rebuild the inputs behind several updates at once."""
+        search = Search(
+            relative_distance, self._optimiser, self.steps, self.restarts, tol=self.tol, stop=False,
+            patience=self.steps, penalties=self._penalties, scaled=False,
+        )  # fmt: skip
+        return search.run(with_labels(seen, rngs), rngs)
+
+    def _optimiser(self, unknowns: Unknowns) -> Adam:
+        boxed = unknowns.pixels if self.boxed else 0
+        return Adam(self.steps, self.lr, False, self.decay, boxed, unknowns.bounds)
+
+    def _penalties(self, seen: Sequence[Observation], unknowns: Unknowns, owner: Tensor) -> tuple[Penalty, ...]:
+        model = seen[0].model
+        terms: list[Penalty] = [Energy(self.l2)]
+        if len(unknowns.images) == 4:
+            terms.append(TotalVariation(self.tv))
+        if self.restarts > 1:
+            terms.append(GroupConsistency(self.group, owner.to(next(model.parameters()).device)))
+        if batch_norms(model):
+            terms.append(BatchNormStatistics(self.bn, model))
+        return tuple(terms)
+
+
+def relative_distance(matching: Matching, found: Params) -> tuple[Tensor, Params]:
+    """Return the squared distance over the target's squared norm per problem (P,), and its derivative."""
+    values, slopes = squared_distance(matching, found)
+    one = 1 / matching.energy.clamp_min(torch.finfo(values.dtype).tiny)
+    return values * one, {n: s * one.view(-1, *([1] * (s.ndim - 1))) for n, s in slopes.items()}
