@@ -1,0 +1,120 @@
+"""Gauss-Newton on the update itself: few steps, and the strongest known attack on noise."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor
+
+from gradveil.attacks.base import ATTACKS, Attack
+from gradveil.attacks.labels import with_labels
+from gradveil.attacks.newton_prior import Metric
+from gradveil.attacks.newton_rows import build_rows
+from gradveil.attacks.newton_solve import Schedule, Solver, State
+from gradveil.attacks.newton_step import Dense, MatrixFree
+from gradveil.attacks.trace import trace
+from gradveil.errors import AttackError
+from gradveil.types import Observation, Reconstruction, check_update
+
+
+@ATTACKS.register("newton")
+@dataclass(frozen=True)
+class Newton(Attack):
+    """Solve the update's equations for the input by Levenberg-Marquardt with a Gaussian prior: a MAP estimate.
+
+    The noise floor and the rounding of ReLU kinks are annealed; the bias gradient of the last layer, p - y for a
+    batch of one, is put into the backward pass where it is seen without noise. Noise levels the server knows
+    weigh the equations; tensors it dropped have none. For inputs of many numbers the Jacobian is never written
+    out: conjugate gradients on products with it. An update of several local steps is unrolled (``fedavg_unroll``).
+    """
+
+    steps: int = 60  # in all, at most
+    stage_steps: int = 5  # at one noise floor, at most
+    restarts: int = 1  # the first from the prior's mean, others from draws of the prior
+    floor: float = 3.0  # first noise floor, relative to the root mean square of each tensor's gradient
+    last_floor: float = 1e-5
+    dense_limit: int = 1024  # unknowns up to which the Jacobian is written out
+    cg_steps: int = 60  # of conjugate gradients per step, beyond that
+    memory: float = 2e9  # bytes for the Jacobian, or for the problems that run together
+
+    def __post_init__(self) -> None:
+        if min(self.steps, self.stage_steps, self.restarts, self.cg_steps) < 1:
+            raise ValueError("steps, stage_steps, restarts and cg_steps must be at least 1")
+        if not 0 < self.last_floor <= self.floor:
+            raise ValueError(f"last_floor={self.last_floor} must be above 0 and at most floor={self.floor}")
+
+    def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
+        """Rebuild the inputs behind several updates; those that share a model, a prior and sizes go together."""
+        for s in seen:
+            check_update(s.update, s.model)
+            if not s.visible:
+                raise AttackError("Every tensor of the update has weight 0: there is nothing to match.")
+        seen = with_labels(seen, rngs, required=True)
+        groups: dict[tuple[object, ...], list[int]] = {}
+        for i, s in enumerate(seen):
+            groups.setdefault(_group(s), []).append(i)
+        found: dict[int, Reconstruction] = {}
+        for members in groups.values():
+            solved = self._solve([seen[i] for i in members], [rngs[i] for i in members])
+            found |= dict(zip(members, solved, strict=True))
+        return [found[i] for i in range(len(seen))]
+
+    def _solve(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
+        first = seen[0]
+        device = next(first.model.parameters()).device
+        metric = Metric.of(first, device)
+        labels = torch.stack([s.labels.to(device) for s in seen if s.labels is not None])  # (B, N)
+        starts = torch.stack([self._starts(metric, s, rng) for s, rng in zip(seen, rngs, strict=True)])  # (B, r, n)
+        rows = build_rows(seen, labels, metric.mean.repeat(first.num_examples), _clamped(first))
+        dense = starts.shape[-1] <= self.dense_limit and rows.seen.shape[1] * starts.shape[-1] * 8 <= self.memory
+        direction = Dense(metric) if dense else MatrixFree(metric, self.cg_steps)
+        schedule = Schedule(self.steps, self.stage_steps, self.floor, self.last_floor)
+        solver = Solver(metric, schedule, direction)
+        which = torch.arange(len(seen), device=device).repeat_interleave(self.restarts)
+        together = max(1, int(self.memory / (8 * 40 * rows.seen.shape[1])))
+        parts = [
+            solver.solve(rows.take(part), start)
+            for part, start in zip(which.split(together), starts.flatten(0, 1).split(together), strict=True)
+        ]
+        return self._chosen(seen, labels, parts)
+
+    def _starts(self, metric: Metric, seen: Observation, rng: Generator) -> Tensor:
+        """Return the starts of one problem (restarts, n): the mean, then draws.
+
+        Several unknown examples never start alike: equal examples of one class would stay equal for ever.
+        """
+        draws = metric.draw(self.restarts * seen.num_examples, rng)
+        away = draws.reshape(self.restarts, seen.num_examples, -1)
+        away[0] *= 0.0 if seen.num_examples == 1 else 0.1
+        return (metric.mean + away).flatten(1)
+
+    def _chosen(self, seen: Sequence[Observation], labels: Tensor, parts: Sequence[State]) -> list[Reconstruction]:
+        """Return each problem's best restart by its own objective."""
+        objective = torch.cat([p.objective for p in parts]).reshape(-1, self.restarts)
+        best = torch.cat([p.best for p in parts]).reshape(len(seen), self.restarts, -1)
+        steps = torch.cat([p.steps for p in parts]).reshape(-1, self.restarts)
+        floor = torch.cat([p.floor for p in parts]).reshape(-1, self.restarts)
+        found = []
+        for b, s in enumerate(seen):
+            r = int(objective[b].argmin())
+            inputs = best[b, r].reshape(s.num_examples, *s.input_shape).to(torch.float32)
+            value = float(objective[b, r])
+            finished = bool(floor[b, r] <= self.last_floor) and value < float("inf")
+            details = {"steps": float(steps[b].sum()), "restarts": float(self.restarts), "floor": float(floor[b, r])}
+            found.append(Reconstruction(inputs.clamp(*s.bounds), labels[b], value, finished, details))
+        return found
+
+
+def _group(s: Observation) -> tuple[object, ...]:
+    local = (s.update.num_steps, s.num_examples, s.update.lr, s.update.batch_size)
+    same = (id(s.model), id(s.prior), id(s.simulate))
+    return (*same, *local, s.visible, s.input_shape, s.num_classes, s.bounds, _clamped(s))
+
+
+def _clamped(s: Observation) -> str | None:
+    """Return the last layer's bias where its gradient is p - y, seen whole and without noise."""
+    if s.num_examples > 1 or s.update.num_steps > 1 or s.simulate is not None:
+        return None
+    bias = f"{trace(s.model, s.input_shape).output}.bias"
+    plain = bias in s.update.gradient and bias not in s.weights and not s.noise.get(bias)
+    return bias if plain and len(s.visible) > 1 else None

@@ -1,0 +1,143 @@
+"""Levenberg-Marquardt with an annealed noise floor, for many problems at once.
+
+Each problem minimises, over its unknowns x (n,),
+
+    Σ_i w_i (F_i(x) - g_i)² / (σ_i² + (floor · rms_i)²)  +  (x - μ)ᵀ Σ⁻¹ (x - μ),
+
+a MAP estimate whose noise floor falls from stage to stage. A high floor leaves the prior in charge, which is what
+the damping of Levenberg-Marquardt does; so annealing the floor is annealing the damping. ReLU kinks are rounded over
+a width that falls with the floor. The data range is left out of the search: clamping at the end measured as well as
+projecting every step.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradveil.attacks.newton_prior import Metric
+from gradveil.attacks.newton_rows import Rows
+
+TRIALS = 6  # dampings tried before a step counts as failed
+DROWNED = 0.1  # of the known noise: a floor below it changes nothing any more
+WIDEST = 0.3  # of the kinks' rounding, in units of the spread of their input
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the floor falls, and when to stop."""
+
+    steps: int  # in all, at most
+    stage_steps: int  # at one floor, at most
+    first: float  # floor, relative to the root mean square of each tensor
+    last: float
+    tolerance: float = 0.05  # a stage ends when a step gains less, relatively
+    slowest: float = 3.0  # by which the floor is divided between stages, at least
+    fastest: float = 30.0  # and at most
+
+
+@dataclass
+class State:
+    """Where each of B problems stands."""
+
+    x: Tensor  # (B, n)
+    floor: Tensor  # (B,)
+    age: Tensor  # (B,) steps at this floor
+    steps: Tensor  # (B,)
+    best: Tensor  # (B, n), by the objective at the last floor, kinks as they are
+    objective: Tensor  # (B,)
+    done: Tensor  # (B,)
+
+
+Direction = Callable[[Rows, Tensor, Tensor, Tensor, Tensor], Callable[[Tensor], Tensor]]
+
+
+@dataclass(frozen=True)
+class Solver:
+    """Solves a group of problems that share a prior."""
+
+    metric: Metric
+    schedule: Schedule
+    direction: Direction  # dense or matrix-free
+
+    def solve(self, rows: Rows, start: Tensor) -> State:
+        """Return the final state from ``start`` (B, n)."""
+        b = len(start)
+        first = self._reached(rows, start, start.new_full((b,), WIDEST)).mul(self.schedule.slowest)
+        state = State(
+            start.clone(), first.clamp(self.schedule.last, self.schedule.first), start.new_zeros(b), start.new_zeros(b),
+            start.clone(), self.objective(rows, start), torch.zeros(b, dtype=torch.bool, device=start.device),
+        )  # fmt: skip
+        while bool((live := (~state.done).nonzero().flatten()).numel()):
+            self._step(rows.take(live), state, live)
+        return state
+
+    def objective(self, rows: Rows, x: Tensor) -> Tensor:
+        """Return half the MAP objective per row (B,), at the last floor, with the kinks as they are."""
+        residual = rows.residual(x, None)
+        value = self._cost(rows, residual, x, self._variance(rows, x.new_full((len(x),), self.schedule.last)))
+        return torch.where(value.isfinite(), value / 2 / residual.shape[1], torch.inf)
+
+    def _step(self, rows: Rows, state: State, live: Tensor) -> None:
+        x, floor = state.x[live], state.floor[live]
+        width = floor.clamp_max(WIDEST)
+        residual = rows.residual(x, width)
+        variance = self._variance(rows, floor)
+        before = self._cost(rows, residual, x, variance)
+        solve = self.direction(rows, x, residual, rows.weights / variance, width)
+        moved, after = self._try(rows, x, before, variance, width, solve)
+        taken = after < before
+        state.x[live] = torch.where(taken[:, None], moved, x)
+        state.steps[live] += 1
+        state.age[live] += 1
+        idle = ~taken | (before - after < self.schedule.tolerance * before)
+        ended = idle | (state.age[live] >= self.schedule.stage_steps)
+        self._end_stage(rows, state, live[ended], ended)
+        state.done[live] |= state.steps[live] >= self.schedule.steps
+
+    def _try(
+        self, rows: Rows, x: Tensor, before: Tensor, variance: Tensor, width: Tensor, solve: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Raise the damping until the objective falls; a problem that it never falls for stays."""
+        damping, moved, after = torch.ones_like(before), x.clone(), before.clone()
+        for _ in range(TRIALS):
+            trial = x + solve(damping)
+            value = self._cost(rows, rows.residual(trial, width), trial, variance)
+            better = (value < before) & (after >= before)
+            moved, after = torch.where(better[:, None], trial, moved), torch.where(better, value, after)
+            if bool((after < before).all()):
+                break
+            damping = torch.where(after < before, damping, 10 * damping)
+        return moved, after
+
+    def _end_stage(self, rows: Rows, state: State, index: Tensor, ended: Tensor) -> None:
+        """Keep the point if it is the best so far, and lower the floor to what the residual allows."""
+        if not len(index):
+            return
+        rows, x = rows.take(ended), state.x[index]
+        objective = self.objective(rows, x)
+        better = objective < state.objective[index]
+        state.best[index] = torch.where(better[:, None], x, state.best[index])
+        state.objective[index] = torch.minimum(objective, state.objective[index])
+        floor = state.floor[index]
+        drowned = (floor[:, None] * rows.rms < DROWNED * rows.noise) | (rows.weights == 0)
+        state.done[index] |= (floor <= self.schedule.last) | drowned.all(1)
+        lowered = self._reached(rows, x, floor.clamp_max(WIDEST)).clamp(
+            floor / self.schedule.fastest, floor / self.schedule.slowest
+        )
+        state.floor[index] = lowered.clamp_min(self.schedule.last)
+        state.age[index] = 0
+
+    def _reached(self, rows: Rows, x: Tensor, width: Tensor) -> Tensor:
+        """Return the root mean square (B,) of the residual, relative to each tensor's own."""
+        relative = (rows.residual(x, width) / rows.rms).square() * rows.weights
+        return relative.sum(1).div(rows.weights.sum(1)).sqrt()
+
+    def _variance(self, rows: Rows, floor: Tensor) -> Tensor:
+        return rows.noise.square() + (floor[:, None] * rows.rms).square()  # (B, R)
+
+    def _cost(self, rows: Rows, residual: Tensor, x: Tensor, variance: Tensor) -> Tensor:
+        away = x.reshape(len(x), -1, len(self.metric.mean)) - self.metric.mean  # (B, N, d)
+        surprise = (away * self.metric.precise(away)).sum((1, 2))
+        return (rows.weights * residual.square() / variance).sum(1) + surprise

@@ -1,0 +1,96 @@
+"""The Gauss-Newton step, with the Jacobian written out or by products with it alone."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradveil.attacks.newton_prior import Metric
+from gradveil.attacks.newton_rows import Rows
+
+
+def _per_example(metric: Metric, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return function(x.unflatten(1, (-1, len(metric.mean)))).flatten(1)  # (B, n) -> (B, N, d) -> (B, n)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Solve (Kᵀ V⁻¹ K + damping · Σ⁻¹) Δ = -slope with K of every problem written out."""
+
+    metric: Metric
+
+    def __call__(
+        self, rows: Rows, x: Tensor, residual: Tensor, weights: Tensor, width: Tensor
+    ) -> Callable[[Tensor], Tensor]:
+        """Return damping (B,) -> step (B, n); ``weights`` (B, R) are those of the squared residuals."""
+        precision = self.metric.precision()
+        blocks = torch.block_diag(*[precision] * (x.shape[1] // len(precision)))
+        normal, slope = [], []
+        for b in range(len(x)):
+            scaled = rows.jacobian(b, x[b], width) * weights[b].sqrt()  # (n, R)
+            normal.append(scaled @ scaled.T)
+            slope.append(scaled @ (weights[b].sqrt() * residual[b]))
+        away = _per_example(self.metric, lambda v: self.metric.precise(v - self.metric.mean), x)
+        fall = torch.stack(slope) + away
+        hessian = torch.stack(normal)
+
+        def step(damping: Tensor) -> Tensor:
+            factor, _ = torch.linalg.cholesky_ex(hessian + damping[:, None, None] * blocks)
+            return torch.cholesky_solve(-fall[..., None], factor)[..., 0]
+
+        return step
+
+
+@dataclass(frozen=True)
+class MatrixFree:
+    """The same by conjugate gradients, preconditioned by Σ, on products with K and Kᵀ."""
+
+    metric: Metric
+    iterations: int
+    tolerance: float = 1e-3  # of the residual of the linear system
+
+    def __call__(
+        self, rows: Rows, x: Tensor, residual: Tensor, weights: Tensor, width: Tensor
+    ) -> Callable[[Tensor], Tensor]:
+        """Return damping (B,) -> step (B, n); ``weights`` (B, R) are those of the squared residuals."""
+        precise, covary = self.metric.precise, self.metric.covary
+        away = _per_example(self.metric, lambda v: precise(v - self.metric.mean), x)
+        fall = rows.pull(x, weights * residual, width) + away
+
+        def step(damping: Tensor) -> Tensor:
+            def product(v: Tensor) -> Tensor:
+                curved = rows.pull(x, weights * rows.push(x, v, width), width)
+                return curved + damping[:, None] * _per_example(self.metric, precise, v)
+
+            def spread(v: Tensor) -> Tensor:
+                return _per_example(self.metric, covary, v)
+
+            return conjugate_gradients(product, -fall, spread, self.iterations, self.tolerance)
+
+        return step
+
+
+def conjugate_gradients(
+    product: Callable[[Tensor], Tensor],
+    right: Tensor,
+    precondition: Callable[[Tensor], Tensor],
+    iterations: int,
+    tolerance: float,
+) -> Tensor:
+    """Solve A s = right (B, n) for symmetric positive A, every problem with its own step lengths."""
+    s, r = torch.zeros_like(right), right.clone()
+    z = precondition(r)
+    p, rz = z, (r * z).sum(1)
+    enough = tolerance**2 * rz
+    for _ in range(iterations):
+        live = rz > enough
+        if not bool(live.any()):
+            break
+        ap = product(p)
+        length = torch.where(live, rz / (p * ap).sum(1), 0.0)[:, None]
+        s, r = s + length * p, r - length * ap
+        z = precondition(r)
+        fresh = (r * z).sum(1)
+        p, rz = z + torch.where(live, fresh / rz, 0.0)[:, None] * p, torch.where(live, fresh, rz)
+    return s
