@@ -15,6 +15,7 @@ from gradveil.tree import Params
 from gradveil.types import Batch, Observation
 
 TANGENTS = 128  # of the Jacobian at once
+PROBES = 32  # of products with the information at once
 
 
 @dataclass(frozen=True)
@@ -43,14 +44,15 @@ class Equations:
             return pulled
 
         with quiet(self.model):
-            return vmap(one, chunk_size=8)(v).detach()
+            return vmap(one, chunk_size=PROBES)(v).detach()
 
 
 def equations(seen: Observation, truth: Batch, floor: float = 1e-2) -> Equations:
     """Return what the server sees as equations in the client's inputs, linearised where the truth is.
 
     Tensors that were dropped give none, entries of weight 0 give none, and each number carries its known noise and
-    a floor of ``floor`` times the root mean square of the gradient's visible entries beside it.
+    a floor of ``floor`` times the root mean square of the whole gradient beside it: the same for every view of one
+    update, so that seeing less never looks like leaking more.
     """
     names = list(seen.visible)
     state = {n: v.detach().double() if v.is_floating_point() else v for n, v in seen.model.state_dict().items()}
@@ -77,8 +79,9 @@ def equations(seen: Observation, truth: Batch, floor: float = 1e-2) -> Equations
         return torch.cat([sent[n].reshape(-1) for n in names])[live] * weight[live].sqrt()
 
     x = truth.inputs.detach().double().reshape(-1)
-    with quiet(seen.model), torch.no_grad():
-        rms = function(x).square().mean().sqrt()
+    with quiet(seen.model):
+        whole = unroll(step, {n: state[n] for n in trainable}, x.reshape(shape), labels, seen.update)
+    rms = torch.cat([g.detach().reshape(-1) for g in whole.values()]).square().mean().sqrt()
     known = torch.cat([torch.full((state[n].numel(),), seen.noise.get(n, 0.0), dtype=torch.float64) for n in names])
     noise = (known[live].square() * weight[live] + (floor * rms).square()).sqrt()
     return Equations(seen.model, function, x, noise.clamp_min(1e-30))

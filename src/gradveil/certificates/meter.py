@@ -107,10 +107,12 @@ def _exact(system: Equations, jacobian: Tensor, prior: GaussianPrior, before: fl
     n = len(system.x)
     scaled = jacobian / system.noise[:, None]
     mse = bayes_mse(scaled.T @ scaled, prior)
-    left, sizes, _ = torch.linalg.svd(jacobian, full_matrices=False)
+    triangle = torch.linalg.qr(jacobian, mode="r").R
+    _, sizes, turned = torch.linalg.svd(triangle, full_matrices=False)
     rank = int((sizes > RANK * sizes[0]).sum()) if sizes[0] > 0 else 0
-    noise = (left * system.noise[:, None]).square().sum(0)  # (k,): variance of the noise along each direction
-    influence = float((noise / sizes.square()).sum() / n) if rank == n else float("inf")
-    floor = float((noise * sizes.square()).sum() / sizes[0].clamp_min(1e-300) ** 4 / n)
+    # Kᵀ n along each singular direction has this variance:
+    pushed = (system.noise[:, None] * (jacobian @ turned.T)).square().sum(0)
+    influence = float((pushed / sizes**4).sum() / n) if rank == n else float("inf")
+    floor = float(pushed.sum() / sizes[0].clamp_min(1e-300) ** 4 / n)
     how = f"exact Jacobian, {len(jacobian)} numbers seen for {n} unknowns"
     return Leak(mse, before, n, rank, sizes, influence, floor, how)

@@ -1,0 +1,101 @@
+"""Differential privacy of noisy, clipped updates, and what it says about reconstruction.
+
+Reconstruction robustness (ReRo; Balle et al. 2022): the chance γ that any server, whatever it knows of the other
+data, rebuilds one example to within a given error, from the chance κ that it guesses so well with no update at all.
+It holds for the worst case and for any number of rounds, and needs clipping and noise: a "DP" baseline that clips
+nothing has none.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import exp, inf, log, sqrt
+from typing import Any, Literal
+
+from scipy.stats import norm as normal
+
+from gradveil.errors import CertificateError, MissingExtraError
+
+Accountant = Literal["pld", "rdp"]
+GRID = 100  # values of ε that are tried
+
+
+@dataclass(frozen=True)
+class GaussianTraining:
+    """DP-SGD seen from outside: every step clips each example to norm C and adds noise of ``noise`` x C to the sum."""
+
+    noise: float  # the noise multiplier
+    sampling_rate: float  # chance of an example to be in a step's batch (Poisson); 1: every step uses all
+    steps: int
+
+    def __post_init__(self) -> None:
+        if self.noise <= 0 or not 0 < self.sampling_rate <= 1 or self.steps < 1:
+            raise CertificateError(
+                f"noise={self.noise}, sampling_rate={self.sampling_rate}, steps={self.steps}: noise must be above 0, "
+                "the rate in (0, 1] and steps at least 1."
+            )
+
+    def epsilon(self, delta: float, accountant: Accountant = "pld") -> float:
+        """Return the least ε that the accountant proves at this δ, for adding or removing one example."""
+        found: float = self._accountant(accountant).get_epsilon(delta)
+        return found
+
+    def reconstruction(self, guess: float) -> float:
+        """Return the chance γ of a reconstruction that blind guessing reaches with chance ``guess``.
+
+        Without sampling the Gaussian closed form, which is exact; with it the least of e^ε κ + δ(ε) over the whole
+        privacy profile, which is as good as any test by duality.
+        """
+        _check(guess)
+        if self.sampling_rate == 1:
+            return rero_gaussian(guess, 1 / self.noise, self.steps)
+        accountant = self._accountant("pld")
+        highest = -log(guess)  # beyond it e^ε κ exceeds 1
+        profile = [highest * i / GRID for i in range(GRID)]
+        return min(rero(guess, epsilon, float(accountant.get_delta(epsilon))) for epsilon in profile)
+
+    def _accountant(self, kind: Accountant) -> Any:
+        try:
+            import dp_accounting as dp
+            from dp_accounting import pld, rdp
+        except ImportError as error:
+            raise MissingExtraError("Privacy accounting", "certify") from error
+        step: Any = dp.GaussianDpEvent(self.noise)
+        if self.sampling_rate < 1:
+            step = dp.PoissonSampledDpEvent(self.sampling_rate, step)
+        accountant: Any = pld.PLDAccountant() if kind == "pld" else rdp.RdpAccountant()
+        accountant.compose(dp.SelfComposedDpEvent(step, self.steps))
+        return accountant
+
+
+def rero(guess: float, epsilon: float, delta: float = 0.0) -> float:
+    """Return the chance of a reconstruction under (ε, δ): e^ε κ + δ, at most 1.
+
+    The event "rebuilt within the error" has chance at most κ when the example is left out, for then the answer does
+    not depend on it; (ε, δ) bounds what putting it back can do.
+    """
+    _check(guess)
+    return min(1.0, exp(min(epsilon, 700.0)) * guess + delta)
+
+
+def rero_renyi(guess: float, curve: Iterable[tuple[float, float]]) -> float:
+    """Return the chance of a reconstruction from a Rényi curve of (order α, ε): the least (κ e^ε)^((α - 1)/α)."""
+    _check(guess)
+    best = 1.0
+    for order, epsilon in curve:
+        if order > 1 and epsilon < inf:
+            best = min(best, (guess * exp(min(epsilon, 700.0))) ** ((order - 1) / order))
+    return best
+
+
+def rero_gaussian(guess: float, ratio: float, steps: int = 1) -> float:
+    """Return the chance of a reconstruction from Gaussian noise: Φ(Φ⁻¹(κ) + sqrt(T) Δ/σ), ``ratio`` = Δ/σ.
+
+    By Neyman and Pearson no test between two Gaussians does better (Kaissis et al. 2023, for all data in every step).
+    """
+    _check(guess)
+    return float(normal.cdf(normal.ppf(guess) + sqrt(steps) * ratio))
+
+
+def _check(guess: float) -> None:
+    if not 0 < guess < 1:
+        raise CertificateError(f"guess={guess}: the chance of a blind guess lies between 0 and 1 (1/100: one of 100).")

@@ -1,0 +1,87 @@
+"""Reconstruction robustness against plain facts: no noise, no promise; much noise, no better than a guess."""
+
+import builtins
+from math import exp, inf, log
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import norm as normal
+
+from gradveil.certificates.privacy import GaussianTraining, rero, rero_gaussian, rero_renyi
+from gradveil.errors import CertificateError, MissingExtraError
+
+GUESS = st.floats(1e-6, 0.5)
+
+
+@given(GUESS, st.floats(0.01, 50), st.integers(1, 100))
+def test_noise_never_helps_the_server_below_its_guess_and_never_above_certainty(k: float, ratio: float, t: int) -> None:
+    assert k <= rero_gaussian(k, ratio, t) <= 1
+    assert rero_gaussian(k, ratio, t) <= rero_gaussian(k, ratio, t + 1) + 1e-15
+    assert rero_gaussian(k, 1e-9) == pytest.approx(k, rel=1e-6)
+
+
+def test_the_gaussian_form_is_what_the_best_test_reaches() -> None:
+    # Two candidates; the server sees x plus noise and answers by likelihood: it is right with chance Φ(Δ / 2σ).
+    # With κ = 1/2 the bound compares with "left out": half the distance, so it must not be below that success rate.
+    rng = torch.Generator().manual_seed(0)
+    sigma, n = 0.7, 200_000
+    which = torch.randint(0, 2, (n,), generator=rng)
+    sent = which.double() - 0.5 + sigma * torch.randn(n, generator=rng, dtype=torch.float64)
+    right = ((sent > 0) == (which == 1)).double().mean()
+    assert float(right) == pytest.approx(normal.cdf(0.5 / sigma), abs=3e-3)
+    assert float(right) <= rero_gaussian(0.5, 0.5 / sigma) + 3e-3
+
+
+def test_the_renyi_form_of_gaussian_noise_lies_above_the_exact_one() -> None:
+    ratio = 0.5
+    curve = [(a, a * ratio**2 / 2) for a in (1.5, 2, 4, 8, 16, 64)]
+    for guess in (1e-4, 0.01, 0.1):
+        assert rero_gaussian(guess, ratio) <= rero_renyi(guess, curve) < 1
+    assert rero_renyi(0.01, [(1.0, 0.1), (2.0, inf)]) == 1.0
+    assert rero_renyi(0.01, [(1e9, 0.0)]) == pytest.approx(0.01)
+
+
+def test_epsilon_and_delta_bound_the_chance() -> None:
+    assert rero(0.01, 0.0) == 0.01
+    assert rero(0.01, log(5), 1e-3) == pytest.approx(0.051)
+    assert rero(0.01, 1e9) == 1.0
+    assert rero(0.01, 3.0) == pytest.approx(0.01 * exp(3))
+
+
+@pytest.mark.parametrize("guess", [0.0, 1.0, -1.0])
+def test_a_guess_is_a_chance(guess: float) -> None:
+    with pytest.raises(CertificateError, match="blind guess"):
+        rero(guess, 1.0)
+
+
+def test_settings_are_checked() -> None:
+    for settings in ((0.0, 0.1, 1), (1.0, 0.0, 1), (1.0, 1.5, 1), (1.0, 0.1, 0)):
+        with pytest.raises(CertificateError, match="noise must be above 0"):
+            GaussianTraining(*settings)
+
+
+def test_without_the_extra_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("dp_accounting"):
+            raise ImportError(name)
+        return whole(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(MissingExtraError, match=r"gradveil\[certify\]"):
+        GaussianTraining(1.0, 0.1, 10).epsilon(1e-5)
+
+
+def test_the_accountants_agree_and_the_profile_gives_the_closed_form() -> None:
+    pytest.importorskip("dp_accounting")
+    training = GaussianTraining(2.0, 1.0, 4)
+    assert training.epsilon(1e-5, "pld") <= training.epsilon(1e-5, "rdp") * 1.001
+    nearly = GaussianTraining(2.0, 1 - 1e-9, 4)  # sampled in name only: the profile against the closed form
+    for guess in (0.01, 0.1):
+        assert nearly.reconstruction(guess) == pytest.approx(training.reconstruction(guess), rel=0.02)
+    sampled = GaussianTraining(2.0, 0.05, 4)
+    assert 0.01 < sampled.reconstruction(0.01) < training.reconstruction(0.01)

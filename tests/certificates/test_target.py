@@ -1,0 +1,55 @@
+"""The smallest share that reaches a target, against certifying every share one after the other."""
+
+from math import inf
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradveil.certificates.certify import certify
+from gradveil.certificates.target import smallest_share, zeroed, zeroing_order
+from gradveil.errors import CertificateError
+from gradveil.layers import representation
+from gradveil.scores import leak_scores
+from gradveil.types import Batch
+
+
+def by_trying(model: nn.Module, x: Tensor, target: float, kind: str, p: float) -> float | None:
+    r = representation(model, "5", x).flatten(1)
+    order = zeroing_order(r, leak_scores(model, "5", x))
+    for count in range(1, r.shape[1] + 1):
+        if (certify(model, "5", x, zeroed(r, order, count), p, kind).to_mse() >= target).all():
+            return count / r.shape[1]
+    return None
+
+
+@pytest.mark.parametrize("p", [1, 2, inf])
+@pytest.mark.parametrize("kind", ["local", "global", "box"])
+def test_it_is_the_first_share_that_reaches_the_target(kind: str, p: float, model: nn.Module, batch: Batch) -> None:
+    most = certify(model, "5", batch.inputs, torch.zeros(3, 64), p, kind).to_mse().min()
+    for part in (0.1, 0.6):
+        target = float(most) * part**2
+        assert smallest_share(model, "5", batch.inputs, target, kind, p) == by_trying(
+            model, batch.inputs, target, kind, p
+        )
+
+
+def test_no_share_reaches_too_much_and_none_is_needed_for_nothing(model: nn.Module, batch: Batch) -> None:
+    assert smallest_share(model, None, batch.inputs, 1e6) is None
+    assert smallest_share(model, None, batch.inputs, 0.0) == 0.0
+
+
+def test_a_sigmoid_needs_one_step_to_be_unreachable(model: nn.Module, batch: Batch) -> None:
+    assert smallest_share(model, None, batch.inputs, 0.5, "reach") == pytest.approx(0.01)
+
+
+def test_dead_entries_come_last_and_ties_by_index() -> None:
+    r = torch.tensor([[0.0, 1.0, 1.0, 2.0, 0.0]])
+    scores = torch.tensor([[torch.inf, 3.0, 3.0, torch.nan, 9.0]])
+    assert zeroing_order(r, scores).tolist() == [[3, 1, 2, 0, 4]]
+    assert zeroed(r, zeroing_order(r, scores), 2).tolist() == [[0.0, 0.0, 1.0, 0.0, 0.0]]
+
+
+def test_kinds_without_a_share_are_refused(model: nn.Module, batch: Batch) -> None:
+    with pytest.raises(CertificateError, match="'empirical' is none"):
+        smallest_share(model, None, batch.inputs, 0.1, "empirical")
