@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from gradveil.scores.jacobian import Jacobian
 from gradveil.scores.rows import Rows, reduce_norms

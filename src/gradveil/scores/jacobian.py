@@ -1,5 +1,6 @@
 """The Jacobian of a representation as two products: with cotangents (pull) and with tangents (push)."""
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from gradveil.errors import ScoreError
 from gradveil.layers import prefix
 
 
@@ -50,8 +52,14 @@ class FunctionJacobian(Jacobian):
     def push(self, t: Tensor) -> Tensor:
         """Return Jt (K, N, *r) for tangents t (K, N or 1, *x)."""
         # Jᵀg is linear in g, and the transpose of that is J: no second forward pass, so dropout masks are the same.
-        g, pulled = self._pulled
-        return _each(lambda row: _gradient(pulled, g, row), t.to(self.x.dtype).expand(-1, *self.x.shape))
+        tangents = t.to(self.x.dtype).expand(-1, *self.x.shape)
+        try:
+            g, pulled = self._pulled
+            return _each(lambda row: _gradient(pulled, g, row), tangents)
+        except RuntimeError as error:
+            raise ScoreError(
+                f"Estimators differentiate this model twice, which torch cannot ({error}). Use method='exact'."
+            ) from error
 
     @cached_property
     def _pulled(self) -> tuple[Tensor, Tensor]:
@@ -71,7 +79,8 @@ def _gradient(output: Tensor, of: Tensor, weights: Tensor) -> Tensor:
 
 def _each(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     """Apply a function to every row at once, or one by one where some operation cannot be vectorised."""
-    with _plain_attention():
+    with _plain_attention(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
         try:
             return vmap(function)(rows)
         except RuntimeError:

@@ -26,7 +26,8 @@ def wide(tensor: Tensor) -> Tensor:
 
 def reduce_norms(g: Tensor, ps: Sequence[float]) -> list[Tensor]:
     """Return the p-norms of g (K, N, ...) over all but its first two dimensions, each (K, N)."""
-    flat = wide(g).flatten(2)
+    order = sorted(range(2, g.ndim), key=g.stride, reverse=True)  # as it lies in memory: no copy
+    flat = wide(g).permute(0, 1, *order).flatten(2)
     return [_norm(flat, p) for p in ps]
 
 
@@ -42,14 +43,21 @@ def _norm(flat: Tensor, p: float) -> Tensor:
     return norms
 
 
+def add_norms(a: Tensor, b: Tensor, p: float) -> Tensor:
+    """Return the p-norm of two vectors put end to end, from their norms."""
+    if p == inf:
+        return torch.maximum(a, b)
+    return torch.hypot(a, b) if p == 2 else a + b
+
+
 def scores(r: Tensor, norms: dict[float, Tensor], p: float) -> Tensor:
     """Return |r_i| ||g||_p / ||g||_2², the p-norm of r_i times the pseudo-inverse of the row g = ∂r_i/∂x.
 
     For p = 2 that is |r_i| / ||g||_2 (Sun et al. 2020, algorithm 1). An entry that is zero scores 0; one that is
     not, with a gradient of zero, scores +inf.
     """
-    size = wide(r).abs()
-    two = norms[2.0]
-    found = size / two if p == 2 else size * (norms[p] / two) / two
-    found = torch.where(two == 0, torch.full_like(found, inf), found)
-    return torch.where(r == 0, torch.zeros_like(found), found)
+    size, two = wide(r).abs(), norms[2.0]
+    found = size / two  # a gradient of zero: inf, or NaN where r is zero as well
+    if p != 2:
+        found = torch.where(two == 0, found, found * (norms[p] / two))
+    return found.masked_fill_(r == 0, 0.0)

@@ -1,0 +1,39 @@
+"""``sketch``: a few random directions estimate the norms of all rows at once."""
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from gradveil.scores.generic import chunk
+from gradveil.scores.jacobian import Jacobian
+from gradveil.scores.rows import Rows, reduce_norms, wide
+from gradveil.seeds import Seeds
+
+
+def sketch_rows(jacobian: Jacobian, probes: int, seed: int, memory: int) -> Rows:
+    """Return r and estimates of ||∂r_i/∂x||_2: the root mean square of ∂r_i/∂x · v over random signs v.
+
+    E (g · v)² = ||g||², so k probes give a norm up to about 1 / sqrt(2k). All examples share the probes: the first
+    layer is passed once, and errors of different examples go together.
+    """
+    x, r = jacobian.x, jacobian.r
+    signs = random_signs(probes, tuple(x.shape[1:]), seed, wide(x).dtype, str(x.device))
+    step = chunk(8 * r.shape[0] * (x[0].numel() + r[0].numel()) * x.element_size(), memory)
+    total = torch.zeros(r.shape[0], r[0].numel(), dtype=wide(r).dtype, device=r.device)
+    for at in range(0, probes, step):
+        total = torch.hypot(total, root_of_squares(jacobian.push(signs[at : at + step, None])))
+    return Rows(r.detach().flatten(1), {2.0: total / math.sqrt(probes)})
+
+
+def root_of_squares(products: Tensor) -> Tensor:
+    """Return sqrt Σ_k (J v_k)² of products (K, N, *r), (N, L)."""
+    return reduce_norms(products.flatten(2).permute(1, 2, 0), (2.0,))[0]
+
+
+@lru_cache(maxsize=4)
+def random_signs(probes: int, shape: tuple[int, ...], seed: int, dtype: torch.dtype, device: str) -> Tensor:
+    """Return signs (K, *shape), the same for the same seed on every device. Kept, so never write to them."""
+    signs = torch.randint(0, 2, (probes, *shape), generator=Seeds(seed)("probes"), dtype=torch.int8)
+    return signs.to(device).to(dtype).mul_(2).sub_(1)
