@@ -157,6 +157,29 @@ def test_dropout_draws_the_same_masks_for_the_scores_as_for_the_pass(batch: Batc
     assert guard.report.steps == 1
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_with_dropout_the_entries_that_give_most_away_of_the_live_ones_go(seed: int) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Dropout(0.5), nn.Linear(30, 20, bias=False), nn.Dropout(0.5), nn.Linear(20, 5))
+        x, y = torch.rand(1, 30), torch.tensor([2])
+        kept: list[Tensor] = []
+        model[0].register_forward_hook(lambda m, args, out: kept.append(out.detach()[0]))
+        model[2].register_forward_hook(lambda m, args, out: kept.append(out.detach()[0]))
+        torch.manual_seed(seed + 10)
+        by_function = step_gradient(model, Batch(x, y), build("representation:count=4"), Generator())["3.weight"]
+        torch.manual_seed(seed + 10)
+        kept.clear()
+        with protect(model, "representation:count=4"):
+            F.cross_entropy(model(x), y).backward()
+    inputs, r = kept[:2]  # of the pass itself, which comes before those for the scores
+    rows = 2 * 2 * model[1].weight.detach() * (inputs != 0)  # the gradient of a live entry: both dropouts double it
+    scores = (r.abs() / rows.norm(dim=1)).masked_fill(r == 0, -1)
+    expected = (r == 0).index_fill(0, scores.topk(4).indices, True)
+    assert torch.equal((model[3].weight.grad == 0).all(0), expected)
+    assert torch.equal((by_function == 0).all(0), expected)
+
+
 def test_a_bare_linear_layer_can_be_guarded(rng: Generator) -> None:
     model, x, y = nn.Linear(4, 3), torch.rand(2, 4, generator=rng), torch.tensor([0, 2])
     expected = step_gradient(model, Batch(x, y), build("representation:share=0.5"), rng)
