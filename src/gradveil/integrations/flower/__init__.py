@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gradveil.integrations.flower.audit import audited
     from gradveil.integrations.flower.checks import checked
-    from gradveil.integrations.flower.leak_guard import leak_guard
-    from gradveil.integrations.flower.step_mod import guard_mod
-    from gradveil.integrations.flower.update_mod import update_mod
+    from gradveil.integrations.flower.mod_leaks import leak_guard
+    from gradveil.integrations.flower.mod_steps import guard_mod
+    from gradveil.integrations.flower.mod_update import update_mod
     from gradveil.integrations.local_training import defended
 
 _PUBLIC = {
     "audited": "gradveil.integrations.flower.audit",
     "checked": "gradveil.integrations.flower.checks",
     "defended": "gradveil.integrations.local_training",
-    "guard_mod": "gradveil.integrations.flower.step_mod",
-    "leak_guard": "gradveil.integrations.flower.leak_guard",
-    "update_mod": "gradveil.integrations.flower.update_mod",
+    "guard_mod": "gradveil.integrations.flower.mod_steps",
+    "leak_guard": "gradveil.integrations.flower.mod_leaks",
+    "update_mod": "gradveil.integrations.flower.mod_update",
 }
 
 __all__ = ["audited", "checked", "defended", "guard_mod", "leak_guard", "update_mod"]

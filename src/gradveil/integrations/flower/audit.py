@@ -13,8 +13,8 @@ from gradveil.attacks.base import Attack
 from gradveil.defenses.base import Defense
 from gradveil.errors import GradveilError
 from gradveil.integrations.flower.grids import GridView
+from gradveil.integrations.flower.mod_update import check_reply, update_of
 from gradveil.integrations.flower.records import arrays_of, number, params_of
-from gradveil.integrations.flower.update_mod import check_reply, update_of
 from gradveil.integrations.probe import Probe, Row
 from gradveil.seeds import Seeds
 from gradveil.types import Batch

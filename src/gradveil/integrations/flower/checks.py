@@ -9,8 +9,8 @@ from flwr.serverapp import Grid
 
 from gradveil.errors import GradveilError, UpdateError
 from gradveil.integrations.flower.grids import GridView
+from gradveil.integrations.flower.mod_update import check_reply
 from gradveil.integrations.flower.records import arrays_of, number, params_of, withhold
-from gradveil.integrations.flower.update_mod import check_reply
 
 LOG = logging.getLogger("gradveil.flower")
 

@@ -10,6 +10,7 @@ from gradveil.defenses.base import Defense
 from gradveil.defenses.guard import Guard, protect
 from gradveil.errors import DefenseError, GradveilError
 from gradveil.integrations.flower.grids import is_training
+from gradveil.integrations.flower.mod_update import check_reply
 from gradveil.integrations.flower.records import (
     add_metrics,
     arrays_of,
@@ -19,7 +20,6 @@ from gradveil.integrations.flower.records import (
     record_of,
     withhold,
 )
-from gradveil.integrations.flower.update_mod import check_reply
 from gradveil.integrations.flower.watch import ModelWatch, named_as_in
 from gradveil.integrations.local_training import fresh_rng
 from gradveil.registry import describe

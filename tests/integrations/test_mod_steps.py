@@ -13,7 +13,7 @@ from torch import nn
 from gradveil.defenses.base import build
 from gradveil.defenses.guard import protect
 from gradveil.defenses.step import step_gradient
-from gradveil.integrations.flower.step_mod import guard_mod
+from gradveil.integrations.flower.mod_steps import guard_mod
 from gradveil.types import Batch
 from integrations.flower_parts import LR, client_app, context, gradient, message, reply, train_plainly, weights
 

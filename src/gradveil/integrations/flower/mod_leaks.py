@@ -13,8 +13,8 @@ from gradveil.defenses.base import Defense
 from gradveil.defenses.passes import find_input
 from gradveil.errors import DefenseError, GradveilError
 from gradveil.integrations.flower.grids import is_training
+from gradveil.integrations.flower.mod_update import check_reply, update_of
 from gradveil.integrations.flower.records import add_metrics, arrays_of, params_of, withhold
-from gradveil.integrations.flower.update_mod import check_reply, update_of
 from gradveil.integrations.flower.watch import ModelWatch, named_as_in
 from gradveil.integrations.local_training import fresh_rng
 from gradveil.integrations.probe import Probe, worst
@@ -26,7 +26,7 @@ UNKNOWN = -1.0  # dB; no image was measured
 
 
 def leak_guard(
-    attack: str | Attack,
+    attack: str | Attack = "newton",
     *,
     max_psnr: float = 20.0,
     defense: str | Defense | None = None,
@@ -59,7 +59,7 @@ def leak_guard(
 class LeakGuard:
     """See ``leak_guard``."""
 
-    attack: str | Attack
+    attack: str | Attack = "newton"
     max_psnr: float = 20.0
     defense: str | Defense | None = None
     max_examples: int = 16
