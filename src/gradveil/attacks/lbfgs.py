@@ -122,7 +122,8 @@ class LBFGS:
         new["step"] = torch.where(steep, first, old["step"].masked_fill(onward, self.lr))
         new["steepest"] = steep | (old["steepest"] & ~onward)
         new["tries"] = (old["tries"] + 1).masked_fill(taken | steep, 0)
-        new["stuck"] = old["stuck"] | (tired & old["steepest"]) | (steep & ~(squared > 0))
+        stuck = old["stuck"] | (tired & old["steepest"]) | (steep & ~(squared > 0))
+        new["stuck"] = stuck & ~new["dead"]
 
     def _shorten(self, new: State, old: State, rejected: Tensor, value: Tensor) -> None:
         """Shorten the step where a trial was rejected, by quadratic interpolation, to a tenth up to a half."""
