@@ -84,7 +84,7 @@ def minimise(
     number = torch.zeros(p, dtype=torch.long, device=start.device)
     out = Solution(start.clone(), start.new_full((p,), torch.inf), number.clone(), number.clone(), number.clone())
     rows = torch.arange(p)
-    run = _Stepper(objective, optimiser, optimiser.start(start))
+    run = Stepper(objective, optimiser, optimiser.start(start))
     done = 0
     while done < ticks and len(rows):
         block = min(every, ticks - done)
@@ -113,7 +113,7 @@ def _record(out: Solution, state: State, rows: Tensor, over: Tensor) -> None:
     out.iterations[at], out.evaluations[at] = state["iterations"][gone], state["evaluations"][gone]
 
 
-class _Stepper:
+class Stepper:
     """Holds the state; on a GPU, also the captured graph of one tick."""
 
     def __init__(self, objective: Objective, optimiser: Optimiser, state: State) -> None:
@@ -139,10 +139,10 @@ class _Stepper:
         for n, value in self.state.items():
             value.index_copy_(0, rows, fresh[n])
 
-    def take(self, objective: Objective, optimiser: Optimiser, rows: Tensor, at: Tensor) -> "_Stepper":
+    def take(self, objective: Objective, optimiser: Optimiser, rows: Tensor, at: Tensor) -> "Stepper":
         """Return a stepper of the problems that stay: ``rows`` of all, ``at`` these places here."""
         state = {n: v.index_select(0, at) for n, v in self.state.items()}
-        return _Stepper(objective.take(rows.to(at.device)), optimiser, state)
+        return Stepper(objective.take(rows.to(at.device)), optimiser, state)
 
     def _keep(self, new: State) -> None:
         if not self.graphs:
