@@ -11,6 +11,7 @@ from gradveil.attacks.engine import Optimiser, Solution, minimise
 from gradveil.attacks.matching import Matching, group
 from gradveil.attacks.memory import problems_at_once
 from gradveil.attacks.objective import Distance, MatchingObjective, Penalty, Unknowns
+from gradveil.attacks.precision import full_precision
 from gradveil.attacks.race import Race
 from gradveil.types import Observation, Reconstruction
 
@@ -44,7 +45,9 @@ class Search:
             for first in range(0, len(members), size):
                 part = members[first : first + size]
                 rows = torch.arange(first, first + len(part), device=stack.floor.device)
-                solved = self._solve([seen[i] for i in part], [rngs[i] for i in part], stack.take(rows), unknowns)
+                with full_precision():
+                    mine = [seen[i] for i in part]
+                    solved = self._solve(mine, [rngs[i] for i in part], stack.take(rows), unknowns)
                 found |= dict(zip(part, solved, strict=True))
         return [found[i] for i in range(len(seen))]
 

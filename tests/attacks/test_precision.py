@@ -1,0 +1,11 @@
+import torch
+
+from gradveil.attacks.precision import full_precision
+
+
+def test_tf32_is_off_within_and_as_before_after() -> None:
+    before = (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
+    with full_precision():
+        assert not torch.backends.cuda.matmul.allow_tf32
+        assert not torch.backends.cudnn.allow_tf32
+    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before
