@@ -8,4 +8,5 @@ def test_tf32_is_off_within_and_as_before_after() -> None:
     with full_precision():
         assert not torch.backends.cuda.matmul.allow_tf32
         assert not torch.backends.cudnn.allow_tf32
+        assert torch.backends.cudnn.enabled
     assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before
