@@ -43,33 +43,31 @@ class _HeldNorm:
     """Two hooks of one batch norm layer: within its forward pass, the batch's statistics are constants in eval mode."""
 
     def __init__(self) -> None:
-        self._own: tuple[Tensor | None, Tensor | None] | None = None
+        self._own: tuple[bool, Tensor | None, Tensor | None] | None = None
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not module.training:
-            return
         x: Tensor = args[0] if args else kwargs["input"]
         over = [d for d in range(x.ndim) if d != 1]
         fixed = x.detach().to(torch.promote_types(x.dtype, torch.float32))
         dtype = x.dtype if module.weight is None else module.weight.dtype
         buffers = module._buffers
-        self._own = (buffers["running_mean"], buffers["running_var"])
+        self._own = (module.training, buffers["running_mean"], buffers["running_var"])
         buffers["running_mean"] = fixed.mean(over).to(dtype)  # type: ignore[arg-type]
         buffers["running_var"] = fixed.var(over, unbiased=False).to(dtype)  # type: ignore[arg-type]
         module.training = False
 
     def after(self, module: nn.Module, *_: Any) -> None:
         if self._own is not None:
-            module._buffers["running_mean"], module._buffers["running_var"] = self._own
-            module.training, self._own = True, None
+            module.training, module._buffers["running_mean"], module._buffers["running_var"] = self._own
+            self._own = None
 
 
 @contextmanager
 def held_statistics(model: nn.Module) -> Iterator[None]:
-    """Within, batch norm in train mode takes the batch's mean and variance as constants and keeps its own buffers."""
+    """Within, batch norm that looks at the batch takes its mean and variance as constants, and keeps its buffers."""
     handles = []
     for module in model.modules():
-        if isinstance(module, _BatchNorm) and module.training:
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
             held = _HeldNorm()
             handles.append(module.register_forward_pre_hook(held.before, with_kwargs=True))
             handles.append(module.register_forward_hook(held.after, prepend=True, always_call=True))

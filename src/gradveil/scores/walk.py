@@ -45,7 +45,7 @@ def _any_global_hook() -> bool:
 
 
 def _opened(module: nn.Module, target: nn.Module) -> Iterator[nn.Module | None]:
-    if type(module) is not nn.Sequential or module is target:
+    if type(module) is not nn.Sequential or "forward" in module.__dict__ or module is target:
         yield module
     elif module._forward_pre_hooks or (module._forward_hooks and not _holds(module, target)):
         yield None

@@ -1,0 +1,166 @@
+"""Sketch, moment and deflation: repeatable, right where they must be, and as wrong as they say."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from gradveil.errors import ScoreError
+from gradveil.scores import leak_scores, row_norms
+from gradveil.scores.auto import BUDGET, choose
+from gradveil.scores.jacobian import Jacobian
+from reference.leak_scores import reference_jacobian
+from reference.score_models import BUILDERS, make
+
+UNKNOWN_TO_MOMENT = ["attention", "attention with dropout", "normalised"]
+
+
+@pytest.mark.parametrize("method", ["sketch", "deflation"])
+@pytest.mark.parametrize("name", ["even", "attention"])
+def test_probes_follow_the_seed(name: str, method: str) -> None:
+    model, layer, x = make(name)
+    one, same, other = (leak_scores(model, layer, x, method, probes=9, seed=s) for s in (1, 1, 2))
+    assert torch.equal(one, same)
+    assert not torch.allclose(one, other)
+
+
+def test_explicit_and_differentiated_models_use_the_same_probes() -> None:
+    model, layer, x = make("even")
+
+    class Opaque(nn.Module):  # layer norm over one entry with no effect stops the recorder
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(torch.special.expit(torch.special.logit(x)))
+
+    x = x.sigmoid()
+    for method in ("sketch", "deflation", "exact"):
+        explicit, opaque = leak_scores(model, layer, x, method), leak_scores(Opaque(), f"inner.{layer}", x, method)
+        assert_close(opaque, explicit, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("probes", [8, 32])
+def test_the_error_of_a_sketch_is_one_over_the_root_of_twice_the_probes(probes: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(100, 40), nn.Sigmoid(), nn.Linear(40, 2)).double()
+    x = torch.rand(1, 100, dtype=torch.float64)
+    truth = row_norms(model, "2", x, "exact")[1]
+    errors = [row_norms(model, "2", x, "sketch", probes=probes, seed=s)[1] / truth - 1 for s in range(40)]
+    assert torch.stack(errors).std() == pytest.approx(1 / math.sqrt(2 * probes), rel=0.15)
+
+
+@pytest.mark.parametrize("name", ["pooled", "attention"])
+@pytest.mark.parametrize("method", ["sketch", "deflation"])
+def test_little_memory_gives_the_same_estimate(name: str, method: str) -> None:
+    model, layer, x = make(name)
+    assert_close(leak_scores(model, layer, x, method, memory=1), leak_scores(model, layer, x, method))
+
+
+def test_deflation_is_exact_where_its_directions_span_the_jacobian() -> None:
+    model, layer, x = make("wide")  # four inputs: rank four at most
+    assert_close(leak_scores(model, layer, x, "deflation", probes=12), leak_scores(model, layer, x, "exact"))
+    assert not torch.allclose(
+        leak_scores(model, layer, x, "deflation", probes=6), leak_scores(model, layer, x, "exact")
+    )
+
+
+def test_deflation_beats_a_sketch_of_the_same_cost_where_one_direction_dominates() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(60, 30), nn.Linear(30, 2)).double()
+    with torch.no_grad():
+        model[0].weight.add_(20 * torch.randn(30, 1) @ torch.randn(1, 60) / 60)
+    x = torch.rand(1, 60, dtype=torch.float64)
+    truth = row_norms(model, "1", x, "exact")[1]
+    errors = {m: (row_norms(model, "1", x, m, probes=18)[1] / truth - 1).abs().mean() for m in ("sketch", "deflation")}
+    assert errors["deflation"] < errors["sketch"] / 2
+
+
+def test_moment_is_exact_where_each_input_takes_one_path() -> None:
+    chain = nn.Sequential(
+        nn.Conv2d(3, 3, 1, groups=3), nn.Sigmoid(), nn.Conv2d(3, 3, 1, groups=3), nn.Tanh(), nn.AvgPool2d(2),
+        nn.Flatten(), nn.BatchNorm1d(12), nn.Dropout(0.5), nn.Linear(12, 2),
+    ).double()  # fmt: skip
+    x = torch.rand(3, 3, 4, 4, dtype=torch.float64)
+    assert_close(leak_scores(chain, "8", x, "moment"), leak_scores(chain, "8", x, "exact"))
+
+
+def test_moment_is_exact_for_the_first_linear_layer() -> None:
+    for name in ("linear", "convolution defended"):
+        model, layer, x = make(name)
+        assert_close(leak_scores(model, layer, x, "moment"), leak_scores(model, layer, x, "exact"))
+
+
+@pytest.mark.parametrize("name", sorted(set(BUILDERS) - set(UNKNOWN_TO_MOMENT)))
+def test_moment_passes_every_model_of_known_operations(name: str) -> None:
+    model, layer, x = make(name)
+    found = row_norms(model, layer, x, "moment")[1]
+    assert found.shape == reference_jacobian(model, layer, x)[0].shape
+    assert bool(torch.isfinite(found).all())
+
+
+def test_moment_is_right_on_average_over_random_signs() -> None:
+    torch.manual_seed(0)
+    weights = torch.rand(6, 8, dtype=torch.float64), torch.rand(5, 6, dtype=torch.float64)
+    x = torch.rand(1, 8, dtype=torch.float64)
+    squares = []
+    for _ in range(3000):
+        a, b = (w * (torch.randint(0, 2, w.shape) * 2 - 1) for w in weights)
+        squares.append((b @ a).square().sum(1))
+    model = nn.Sequential(nn.Linear(8, 6, bias=False), nn.Linear(6, 5, bias=False), nn.Linear(5, 2)).double()
+    with torch.no_grad():
+        model[0].weight.copy_(weights[0])
+        model[1].weight.copy_(weights[1])
+    assert_close(row_norms(model, "2", x, "moment")[1][0].square(), torch.stack(squares).mean(0), rtol=0.05, atol=0)
+
+
+def test_moment_adds_the_squares_of_a_skip_connection() -> None:
+    class Skip(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.fc = nn.Linear(3, 3, bias=False), nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(2 * x - self.inner(x))
+
+    model = Skip()
+    norms = row_norms(model, "fc", torch.rand(1, 3), "moment")[1]
+    assert_close(norms[0].square(), 4 + model.inner.weight.detach().square().sum(1))
+
+
+@pytest.mark.parametrize("name", UNKNOWN_TO_MOMENT)
+def test_moment_names_the_operation_it_cannot_pass(name: str) -> None:
+    with pytest.raises(ScoreError, match=r"cannot pass through \w+. Use exact"):
+        leak_scores(*make(name), "moment")
+
+
+class _Shapes(Jacobian):
+    def __init__(self, examples: int, length: int, size: int) -> None:
+        self.r, self.x = (torch.empty(1, 1).expand(examples, n) for n in (length, size))
+
+    def pull(self, g: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    push = pull
+
+
+def test_auto_is_exact_within_its_budget_and_a_sketch_beyond() -> None:
+    length = 1000
+    most = int(BUDGET["cpu"] / length / length / 2000)
+    assert choose(_Shapes(most, length, 2000), probes=64, p=2) == "exact"
+    assert choose(_Shapes(most + 1, length, 2000), probes=64, p=2) == "sketch"
+    assert choose(_Shapes(most + 1, length, 2000), probes=64, p=1) == "exact"
+
+
+def test_auto_is_exact_where_rows_are_few() -> None:
+    assert choose(_Shapes(10**6, 128, 10**6), probes=64, p=2) == "exact"
+    assert choose(_Shapes(10**6, 129, 10**6), probes=64, p=2) == "sketch"
+    assert choose(_Shapes(10**6, 10**6, 128), probes=64, p=2) == "exact"
+
+
+def test_auto_does_what_the_method_it_chooses_does() -> None:
+    model, layer, x = make("even")
+    assert torch.equal(leak_scores(model, layer, x), leak_scores(model, layer, x, "exact"))
