@@ -11,9 +11,14 @@ from federated.helpers_federated import tiny_model
 from gradveil.defenses.base import build
 from gradveil.defenses.step import step_gradient
 from gradveil.errors import UpdateError
-from gradveil.federated.client import Local, local_update, plan, train_client
+from gradveil.federated.client import Local, local_update, shuffled, train_client
 from gradveil.tree import parameters
 from gradveil.types import Batch
+
+
+def plan(num_examples: int, local: Local, rng: Generator) -> list[torch.Tensor]:
+    order, sizes = shuffled(num_examples, local, rng)
+    return list(order.split(sizes))
 
 
 def sgd_by_hand(model: nn.Module, batches: list[Batch], lr: float, decay: float = 0.0, mu: float = 0.0) -> nn.Module:

@@ -9,7 +9,7 @@ from torch import nn
 from gradveil.errors import SpecError
 from gradveil.federated.client import Sent
 from gradveil.federated.faults import Faults
-from gradveil.federated.server import SERVERS, Arrival, FedAdam, FedAvg, FedAvgM, average, screen, shares
+from gradveil.federated.server import SERVERS, Arrival, FedAdam, FedAvg, FedAvgM, average, merge, shares
 from gradveil.tree import Params, parameters
 from gradveil.types import Update
 
@@ -99,11 +99,14 @@ def bad(**changes: torch.Tensor | None) -> Arrival:
 )
 def test_a_bad_arrival_is_counted_and_never_averaged(thing: Arrival, reason: str) -> None:
     good = arrival(1, [1, 1, 1])
-    accepted, rejected = screen([thing, good, thing], model())
-    assert accepted == [good]
-    assert rejected == {reason: 2}
-    assert screen([thing], model())[0] == []
-    assert screen([good], model()) == ([good], {})
+    merged = merge(model(), [thing, good, thing], "samples", [1, 1])
+    assert (merged.accepted, merged.rejected) == (1, {reason: 2})
+    alone = merge(model(), [good], "samples", [1, 1])
+    assert (alone.accepted, alone.rejected) == (1, {})
+    assert all(torch.equal(merged.target[name], value) for name, value in alone.target.items())
+    assert torch.equal(alone.target["weight"], torch.tensor([[0.5, 1.5]]))
+    nobody = merge(model(), [thing], "samples", [1, 1])
+    assert (nobody.target, nobody.accepted, nobody.rejected) == ({}, 0, {reason: 1})
 
 
 def test_bad_buffers_are_turned_away() -> None:
@@ -112,25 +115,27 @@ def test_bad_buffers_are_turned_away() -> None:
     good = Arrival(0, Sent(update, {"running_mean": torch.zeros(2)}))
     wrong = Arrival(0, Sent(update, {"running_mean": torch.zeros(3)}))
     nan = Arrival(0, Sent(update, {"running_mean": torch.tensor([0.0, float("nan")])}))
-    assert screen([good, wrong, nan], net) == ([good], {"malformed": 1, "not finite": 1})
+    merged = merge(net, [good, wrong, nan], "uniform", [1])
+    assert merged.rejected == {"malformed": 1, "not finite": 1}
+    assert merged.buffers["running_mean"].tolist() == [0, 0]
 
 
 def test_every_fault_is_turned_away_under_its_name() -> None:
     expected = {"drop": "dropped", "late": "late", "nan": "not finite", "inf": "not finite", "shape": "malformed"}
     for kind, reason in expected.items():
         struck = Faults(**{kind: 1.0}).strike(arrival(0, [1, 2, 3]), torch.Generator().manual_seed(0))
-        assert screen([struck], model()) == ([], {reason: 1})
+        assert merge(model(), [struck], "samples", [1]).rejected == {reason: 1}
 
 
 def test_faults_strike_as_often_as_asked_and_repeat_from_a_seed() -> None:
     faults = Faults.parse("drop=0.3,nan=0.2")
     good = arrival(0, [1, 2, 3])
     rng = torch.Generator().manual_seed(0)
-    found = screen([faults.strike(good, rng) for _ in range(2000)], model())[1]
+    found = merge(model(), [faults.strike(good, rng) for _ in range(2000)], "samples", [1]).rejected
     assert found["dropped"] == pytest.approx(600, abs=60)
     assert found["not finite"] == pytest.approx(400, abs=60)
     again = torch.Generator().manual_seed(0)
-    assert screen([faults.strike(good, again) for _ in range(2000)], model())[1] == found
+    assert merge(model(), [faults.strike(good, again) for _ in range(2000)], "samples", [1]).rejected == found
     assert Faults.parse("") == Faults()
     assert Faults().strike(good, rng) is good
     for text in ("drop=1.2", "drop=0.6,nan=0.6", "drop=-0.1", "dorp=0.1", "drop=x"):

@@ -98,13 +98,16 @@ def float_buffers(model: nn.Module) -> Params:
     }
 
 
-def plan(num_examples: int, local: Local, rng: Generator) -> list[Tensor]:
-    """Return the examples of each local step, by position: every epoch is shuffled anew, then cut."""
+def shuffled(num_examples: int, local: Local, rng: Generator) -> tuple[Tensor, list[int]]:
+    """Return the examples of all local steps one after the other, by position, and how many each step takes.
+
+    Every epoch is shuffled anew, then cut into batches; the last batch of an epoch may be smaller.
+    """
     size = min(local.batch_size or num_examples, num_examples)
-    steps: list[Tensor] = []
-    for _ in range(local.epochs):
-        steps.extend(torch.randperm(num_examples, generator=rng).split(size))
-    return steps
+    full, rest = divmod(num_examples, size)
+    sizes = [size] * full + [rest] * (rest > 0)
+    epochs = [torch.randperm(num_examples, generator=rng) for _ in range(local.epochs)]
+    return torch.cat(epochs), sizes * local.epochs
 
 
 def _batches(data: Batch | Sequence[Batch], local: Local, rng: Generator) -> Iterator[Batch]:
@@ -114,7 +117,6 @@ def _batches(data: Batch | Sequence[Batch], local: Local, rng: Generator) -> Ite
         return
     if len(data) == 0:
         raise UpdateError("A client has no examples, so it has nothing to send. Leave it out of the round.")
-    steps = plan(len(data), local, rng)
-    order = torch.cat(steps).to(data.labels.device)  # in one go
-    for chosen in order.split([len(step) for step in steps]):
+    order, sizes = shuffled(len(data), local, rng)
+    for chosen in order.to(data.labels.device).split(sizes):
         yield Batch(data.inputs[chosen], data.labels[chosen])

@@ -28,19 +28,40 @@ class Arrival:
     late: bool = False
 
 
-def screen(arrivals: Sequence[Arrival], model: nn.Module) -> tuple[list[Arrival], dict[str, int]]:
-    """Return the arrivals that may be averaged, and how many were turned away for which reason.
+@dataclass(frozen=True)
+class Merged:
+    """What a round's arrivals come to."""
 
-    Reasons: dropped, late, malformed (names, shapes, types), not finite.
+    target: Params  # the average of the accepted clients' weights; empty where none was accepted
+    buffers: Params
+    accepted: int
+    rejected: dict[str, int]  # how many were turned away, by reason: dropped, late, malformed, not finite
+
+
+def merge(model: nn.Module, arrivals: Sequence[Arrival], weighting: Weighting, sizes: Sequence[int]) -> Merged:
+    """Turn away the arrivals that cannot be averaged, and average the others.
+
+    ``sizes`` holds the number of examples of every device. The average is begun before a device has answered whether
+    all numbers are finite; where they are not, it is thrown away and done again without those.
     """
     own, buffers = parameters(model), dict(model.named_buffers())
     reasons = [_fault(arrival, own, buffers) for arrival in arrivals]
     sound = [a for a, reason in zip(arrivals, reasons, strict=True) if reason is None]
+    rejected = Counter(reason for reason in reasons if reason)
+    if not sound:
+        return Merged({}, {}, 0, dict(rejected))
     finite = _finite(sound)
-    accepted = [a for a, good in zip(sound, finite, strict=True) if good]
-    counts = Counter(reason for reason in reasons if reason)
-    counts["not finite"] += len(sound) - len(accepted)
-    return accepted, dict(+counts)
+    merged = _averages(own, sound, shares(sound, weighting, sizes))
+    good = finite.tolist()
+    if not all(good):
+        rejected["not finite"] = good.count(False)
+        sound = [a for a, whole in zip(sound, good, strict=True) if whole]
+        merged = _averages(own, sound, shares(sound, weighting, sizes)) if sound else ({}, {})
+    return Merged(*merged, len(sound), dict(rejected))
+
+
+def _averages(weights: Params, arrivals: Sequence[Arrival], parts: Sequence[float]) -> tuple[Params, Params]:
+    return average(weights, arrivals, parts), average_buffers(arrivals, parts)
 
 
 def _fault(arrival: Arrival, own: Params, buffers: Params) -> str | None:
@@ -59,13 +80,11 @@ def _fault(arrival: Arrival, own: Params, buffers: Params) -> str | None:
     return None if all(v.shape == o.shape and v.is_floating_point() for v, o in pairs) else "malformed"
 
 
-def _finite(arrivals: Sequence[Arrival]) -> list[bool]:
-    """Return whether each arrival holds finite numbers only; one wait for the device in all."""
+def _finite(arrivals: Sequence[Arrival]) -> Tensor:
+    """Return whether each arrival holds finite numbers only: (K,), not waited for."""
     found = [[*a.sent.update.gradient.values(), *a.sent.buffers.values()] for a in arrivals if a.sent]
-    if not found:
-        return []
     largest = torch.stack(torch._foreach_norm([v for values in found for v in values], float("inf")))
-    return largest.isfinite().reshape(len(found), -1).all(1).tolist()
+    return largest.isfinite().reshape(len(found), -1).all(1)
 
 
 def shares(arrivals: Sequence[Arrival], weighting: Weighting, sizes: Sequence[int]) -> list[float]:

@@ -17,7 +17,7 @@ from gradveil.federated.client import Local
 from gradveil.federated.engines import ENGINES, Engine, Job, World
 from gradveil.federated.faults import Faults
 from gradveil.federated.schedules import SCHEDULES
-from gradveil.federated.server import SERVERS, Arrival, Memory, Weighting, average, average_buffers, screen, shares
+from gradveil.federated.server import SERVERS, Arrival, Memory, Weighting, merge
 from gradveil.seeds import Seeds
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch, Update
@@ -127,13 +127,11 @@ def simulate(
             watched = _watched(dataset, jobs, arrivals, wanted)
             if faults is not None:
                 arrivals = [faults.strike(a, draw("fault", number, slot)) for slot, a in enumerate(arrivals)]
-            accepted, rejected = screen(arrivals, model)
-            if accepted:
-                parts = shares(accepted, settings.weighting, sizes)
-                target = average(parameters(model), accepted, parts)
-                weights, memory = server.move(parameters(model), target, memory)
-                assign(model, weights | average_buffers(accepted, parts))
-            yield Round(number, model, received, lr, chosen, len(accepted), rejected, watched, memory)
+            merged = merge(model, arrivals, settings.weighting, sizes)
+            if merged.accepted:
+                weights, memory = server.move(parameters(model), merged.target, memory)
+                assign(model, weights | merged.buffers)
+            yield Round(number, model, received, lr, chosen, merged.accepted, merged.rejected, watched, memory)
 
 
 def sample_clients(seeds: Seeds, number: int, sizes: Sequence[int], training: Training) -> list[int]:
