@@ -95,6 +95,14 @@ def test_an_update_is_defended_by_passing_it_through(model: nn.Module, batch: Ba
     assert list(sent) == list(before)
 
 
+def test_an_update_without_noise_is_sent_as_it_is(model: nn.Module, batch: Batch) -> None:
+    before = copy.deepcopy(model.state_dict())
+    with protect(model, "gaussian:scale=0,on=update") as guard:
+        train(model, model, batch)
+        sent = guard.update(before, model.state_dict(), lr=0.1)
+    assert_close(sent, dict(model.state_dict()))
+
+
 def test_noise_on_an_update_is_counted_in_the_unit_of_the_gradient(model: nn.Module) -> None:
     before = copy.deepcopy(model.state_dict())
     guard = protect(model, "gaussian:scale=2,on=update", rng=Generator().manual_seed(0))

@@ -28,10 +28,14 @@ def test_two_optimizers_may_share_one_pass(model: nn.Module, batch: Batch) -> No
     assert (guard.report.steps, guard.report.optimizer_steps) == (2, 4)
 
 
-def test_an_optimizer_of_another_model_is_left_alone(model: nn.Module, batch: Batch) -> None:
+def test_an_optimizer_of_another_model_changes_nothing_here(model: nn.Module, batch: Batch) -> None:
     other = copy.deepcopy(model)
-    with protect(model, "pruning:share=1"):
+    with protect(model, "pruning:share=1") as guard:
+        F.cross_entropy(model(batch.inputs), batch.labels).backward()
+        before = model[5].weight.grad.clone()  # type: ignore[index, union-attr]
         train(other, other, batch)
+        assert torch.equal(model[5].weight.grad, before)  # type: ignore[index]
+        assert guard.report.optimizer_steps == 0
     assert not torch.equal(weights_of(other)["5.weight"], weights_of(model)["5.weight"])
 
 
