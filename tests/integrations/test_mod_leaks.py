@@ -97,3 +97,19 @@ def test_noise_in_other_bounds_is_measured_in_those_bounds(one: Batch) -> None:
     wide = Batch(2 * one.inputs - 1, one.labels)
     guard = leak_guard(ReadOff(), bounds=(-1.0, 1.0), max_psnr=1000)
     assert client_app(lambda: model, wide, [guard])(message(model), context()).content["metrics"]["leak-psnr"] > 60
+
+
+def test_public_data_raise_the_floor_and_help_the_attack(model: nn.Module, one: Batch) -> None:
+    near = one.inputs + 0.01 * torch.randn(200, 1, 8, 8, generator=torch.Generator().manual_seed(3))
+    scores = {}
+    for name, public in (("without", None), ("with", near)):
+        guard = leak_guard("newton:steps=20", max_psnr=1000, defense=NOISE, public=public, seed=1)
+        out = client_app(lambda: model, one, [guard, update_mod(NOISE, seed=2)])(message(model), context())
+        scores[name] = out.content["metrics"]
+    assert scores["with"]["leak-floor"] > 30 > scores["without"]["leak-floor"]
+    assert scores["with"]["leak-psnr"] > 30 > scores["without"]["leak-psnr"]
+
+
+def test_a_registered_attack_rebuilds_a_batch_and_is_stopped(model: nn.Module, batch: Batch) -> None:
+    out = client_app(lambda: model, batch, [leak_guard(max_psnr=40)])(message(model), context())
+    assert "newton (plain) rebuilt a training example" in out.error.reason

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Generator, nn
+from torch import Generator, Tensor, nn
 
 from gradveil.attacks import base as attacks
 from gradveil.attacks.base import Attack
@@ -18,6 +18,7 @@ from gradveil.defenses import base as defenses
 from gradveil.defenses.base import Defense
 from gradveil.errors import GradveilError
 from gradveil.metrics import measure
+from gradveil.priors import GaussianPrior
 from gradveil.registry import describe
 from gradveil.tree import Params
 from gradveil.types import Batch, Observation, Reconstruction, Update
@@ -34,6 +35,7 @@ class Probe:
     num_classes: int
     defense: str | Defense = "none"  # what the server knows to be in force: each countermeasure is tried as well
     bounds: tuple[float, float] = (0.0, 1.0)
+    public: Tensor | None = None  # (M, *shape): data of the same kind that anybody may have
 
     def run(
         self, model: nn.Module, weights: Params, update: Update, rng: Generator, truth: Batch | None = None
@@ -45,7 +47,8 @@ class Probe:
         except RuntimeError as error:
             raise GradveilError(f"The weights sent are not those of {type(model).__name__}: {error}") from error
         at.train()  # as the client's was; attacks see to batch norm and dropout
-        seen = Observation(at, update, self.input_shape, self.num_classes, bounds=self.bounds)
+        prior = None if self.public is None else GaussianPrior.fit(self.public)
+        seen = Observation(at, update, self.input_shape, self.num_classes, bounds=self.bounds, prior=prior)
         return [self._row(way, seen, rng, truth) for way in self._ways(at)]
 
     def _ways(self, model: nn.Module) -> Iterator[Countermeasure]:
@@ -88,6 +91,14 @@ def match(seen: Observation, found: Reconstruction) -> float | None:
     ours = torch.cat([g.flatten() for g in grads])
     theirs = torch.cat([seen.update.gradient[n].flatten() for n in named])
     return float(F.cosine_similarity(ours, theirs, dim=0))
+
+
+def floor(truth: Batch, bounds: tuple[float, float], public: Tensor | None = None) -> float:
+    """Return the PSNR that a blind guess gets on the example it fits best: mid-grey, or the mean of public data."""
+    guesses = [torch.full_like(truth.inputs, sum(bounds) / 2)]
+    if public is not None:
+        guesses.append(public.mean(dim=0).expand_as(truth.inputs))
+    return max(float(measure(guess, None, truth, bounds=bounds)[0]["psnr"].max()) for guess in guesses)
 
 
 def worst(rows: list[Row]) -> Row:

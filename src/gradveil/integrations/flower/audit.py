@@ -7,14 +7,14 @@ from pathlib import Path
 
 from flwr.app import Message
 from flwr.serverapp import Grid
-from torch import nn
+from torch import Tensor, nn
 
 from gradveil.attacks.base import Attack
 from gradveil.defenses.base import Defense
 from gradveil.errors import GradveilError
 from gradveil.integrations.flower.grids import GridView
 from gradveil.integrations.flower.mod_update import check_reply, update_of
-from gradveil.integrations.flower.records import arrays_of, number, params_of
+from gradveil.integrations.flower.records import arrays_of, params_of
 from gradveil.integrations.probe import Probe, Row
 from gradveil.seeds import Seeds
 from gradveil.types import Batch
@@ -30,6 +30,7 @@ def audited(
     input_shape: tuple[int, ...],
     num_classes: int,
     defense: str | Defense = "none",
+    public: Tensor | None = None,
     sample: int = 1,
     max_examples: int = 16,
     lr: float | None = None,
@@ -48,6 +49,7 @@ def audited(
         input_shape: of one example.
         num_classes: of the task.
         defense: what the clients are known to use: the server that knows it is played as well.
+        public: inputs (M, *shape) of the same kind that are no secret: what the attacker knows beforehand.
         sample: how many updates of a round are attacked.
         max_examples: an update of more examples is logged and not attacked.
         lr: of the local steps; None reads ``lr`` from the message, and takes 1 where there is none.
@@ -55,7 +57,7 @@ def audited(
         out: a file to append to.
         truth: the originals behind a reply, where the audit may know them (tests, public data).
     """
-    probe = Probe(attack, input_shape, num_classes, defense)
+    probe = Probe(attack, input_shape, num_classes, defense, public=public)
     return AuditedGrid(grid, model, probe, sample, max_examples, lr, Seeds(seed), out, truth)
 
 
@@ -84,22 +86,22 @@ class AuditedGrid(GridView):
         """Attack some of the round's updates."""
         self._round += 1
         asked = {message.metadata.dst_node_id: message for message in sent}
-        good = [reply for reply in replies if not reply.has_error()]
+        good = sorted((r for r in replies if not r.has_error()), key=lambda r: int(r.metadata.src_node_id))
         chosen = self._seeds.numpy("audit", self._round).permutation(len(good))[: self._sample]
         for index in sorted(int(i) for i in chosen):
             reply = good[index]
             about = {"round": self._round, "node": reply.metadata.src_node_id}
-            for row in self._attack(asked[reply.metadata.src_node_id], reply):
+            for row in self._attack(asked[reply.metadata.src_node_id], reply, index):
                 self._log(about | row)
 
-    def _attack(self, message: Message, reply: Message) -> list[Row]:
+    def _attack(self, message: Message, reply: Message, index: int) -> list[Row]:
         try:
             before, after = params_of(arrays_of(message)[1]), params_of(arrays_of(reply)[1])
             check_reply(before, after)
             update = update_of(message, before, reply, after, self._lr)
             if update.num_examples > self._max_examples:
                 return [{"examples": update.num_examples, "skipped": f"more than {self._max_examples} examples"}]
-            rng = self._seeds("attack", self._round, int(number(reply, "partition-id", 0)))
+            rng = self._seeds("attack", self._round, index)
             return self._probe.run(self._model, before, update, rng, self._truth(reply))
         except GradveilError as error:
             return [{"error": str(error)}]

@@ -17,8 +17,7 @@ from gradveil.integrations.flower.mod_update import check_reply, update_of
 from gradveil.integrations.flower.records import add_metrics, arrays_of, params_of, withhold
 from gradveil.integrations.flower.watch import ModelWatch, named_as_in
 from gradveil.integrations.local_training import fresh_rng
-from gradveil.integrations.probe import Probe, worst
-from gradveil.metrics import measure
+from gradveil.integrations.probe import Probe, floor, worst
 from gradveil.tree import Params
 from gradveil.types import Batch
 
@@ -30,6 +29,7 @@ def leak_guard(
     *,
     max_psnr: float = 20.0,
     defense: str | Defense | None = None,
+    public: Tensor | None = None,
     max_examples: int = 16,
     send_unchecked: bool = False,
     bounds: tuple[float, float] = (0.0, 1.0),
@@ -46,13 +46,14 @@ def leak_guard(
         attack: a spec or an attack.
         max_psnr: an update from which some image comes out better than this is withheld.
         defense: what is in force: the server that knows it is played too; None takes the site's or the run's.
+        public: inputs (M, *shape) of the same kind that are no secret: what the attacker knows beforehand.
         max_examples: updates of more examples are not attacked.
         send_unchecked: send those all the same; otherwise they are withheld.
         bounds: of the inputs.
         lr: of the local steps; None reads ``lr`` from the message, and takes 1 where there is none.
         seed: for tests only; None draws from the operating system.
     """
-    return LeakGuard(attack, max_psnr, defense, max_examples, send_unchecked, bounds, lr, seed)
+    return LeakGuard(attack, max_psnr, defense, public, max_examples, send_unchecked, bounds, lr, seed)
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class LeakGuard:
     attack: str | Attack = "newton"
     max_psnr: float = 20.0
     defense: str | Defense | None = None
+    public: Tensor | None = None
     max_examples: int = 16
     send_unchecked: bool = False
     bounds: tuple[float, float] = (0.0, 1.0)
@@ -99,21 +101,15 @@ class LeakGuard:
         before, after = (named_as_in(tape.model, weights) or weights for weights in (before, after))
         update = update_of(message, before, reply, after, self.lr)
         defense = self.defense or context.node_config.get("defense", context.run_config.get("defense", "none"))
-        probe = Probe(self.attack, tuple(truth.inputs.shape[1:]), tape.num_classes, defense, self.bounds)
+        probe = Probe(self.attack, tuple(truth.inputs.shape[1:]), tape.num_classes, defense, self.bounds, self.public)
         row = worst(probe.run(tape.model, before, update, fresh_rng(self.seed), truth))
         if row["worst-psnr"] > self.max_psnr:
             raise DefenseError(
                 f"{row['attack']} ({row['server']}) rebuilt a training example at {row['worst-psnr']:.1f} dB; the "
                 f"limit is {self.max_psnr:g} dB. Train on more examples at once, or use a stronger defense."
             )
-        add_metrics(reply, {"leak-psnr": row["worst-psnr"], "leak-floor": floor(truth, self.bounds)})
+        add_metrics(reply, {"leak-psnr": row["worst-psnr"], "leak-floor": floor(truth, self.bounds, self.public)})
         return reply
-
-
-def floor(truth: Batch, bounds: tuple[float, float]) -> float:
-    """Return the PSNR that plain mid-grey gets on the example it fits best: no knowledge at all."""
-    grey = torch.full_like(truth.inputs, sum(bounds) / 2)
-    return float(measure(grey, None, truth, bounds=bounds)[0]["psnr"].max())
 
 
 @dataclass

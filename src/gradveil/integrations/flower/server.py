@@ -148,6 +148,7 @@ def _auditor(
         input_shape=dataset.input_shape,
         num_classes=dataset.num_classes,
         defense=settings.defense,
+        public=dataset.test.batch(slice(0, 500)).inputs,
         sample=settings.audit_sample,
         max_examples=settings.audit_max_examples,
         seed=settings.seed,
