@@ -1,0 +1,216 @@
+"""The paper's figure on convergence, its bound beside it, and a run long enough to see what the bound leaves out."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradveil.certificates.convergence import Constants, a_posteriori, printed_bound, theorem_a
+from gradveil.certificates.logistic import Logistic, brightest_removed, extend
+from gradveil.data import load
+from gradveil.data.partition import Indices, partition
+from gradveil.federated.simulate import Training
+from gradveil.paper.base import ITEMS, Context, Item, Row, Verdict, published
+from gradveil.paper.logistic_rounds import logistic_rounds
+
+DEFENDED = {"none": False, "ours": True}
+
+
+@dataclass(frozen=True)
+class World:
+    """The data of all devices, plain and defended."""
+
+    problem: Logistic
+    seen: Tensor  # (n, d): each image without its brightest pixels
+    clients: list[Indices]  # rows of the problem, device by device
+
+
+@lru_cache(maxsize=2)
+def world(data: str | None, seed: int, spec: str, count: int, decay: float) -> World:
+    """Deal MNIST out to the devices and prepare the defence."""
+    dataset = load("mnist", data)
+    parts = partition(dataset.train.labels, spec, seed)
+    sizes = [len(p) for p in parts]
+    batches = [dataset.train.batch(p) for p in parts]
+    inputs = torch.cat([b.inputs.flatten(1) for b in batches])
+    labels = torch.cat([b.labels for b in batches])
+    owner = torch.repeat_interleave(torch.arange(len(parts)), torch.tensor(sizes))
+    clients = [chunk.numpy() for chunk in torch.arange(len(labels)).split(sizes)]
+    return World(Logistic(inputs, labels, owner, decay), brightest_removed(inputs, count), clients)
+
+
+@ITEMS.register("convergence")
+@dataclass(frozen=True)
+class Convergence(Item):
+    """Loss against rounds for E and K in {5, 10}, with and without the defence; bounds; one long run."""
+
+    title = "Convergence of LR + FedAvg (MNIST, 100 devices of 2 digits, ε = 50)"
+
+    count: int = 50  # ε: pixels removed from every image
+    decay: float = 1e-4
+    lr: float = 0.01
+    long_lr: float = 0.1
+    devices: str = "classes:devices=100,classes=2,per_class=100"
+
+    def units(self, context: Context) -> list[str]:
+        """Return the constants and every run: setting, defence, seed."""
+        seeds = range(3 if context.full else 1)
+        short = [f"E={e} K={k} {d} seed={s}" for e in (5, 10) for k in (5, 10) for d in DEFENDED for s in seeds]
+        return ["constants", *short, *(f"long {d}" for d in DEFENDED)]
+
+    def run(self, unit: str, context: Context) -> list[Row]:
+        """Run one setting, or compute the constants."""
+        place = world(context.data, context.seeds.number("partition") % 2**32, self.devices, self.count, self.decay)
+        if unit == "constants":
+            return [self._constants(place, 1e-6 if context.full else 1e-5)]
+        words = unit.split()
+        if words[0] == "long":
+            training = self._training(1000 if context.full else 400, 10, 10, self.long_lr)
+            return self._curve(place, unit, training, words[1], context, 20)
+        numbers = dict(word.split("=") for word in words if "=" in word)
+        training = self._training(200, int(numbers["E"]), int(numbers["K"]), self.lr)
+        return self._curve(place, unit, training, words[2], context, 10, int(numbers["seed"]))
+
+    def _training(self, rounds: int, epochs: int, devices: int, lr: float) -> Training:
+        return Training(rounds, devices, epochs, 32, lr, sampling="with", weighting="uniform", weight_decay=self.decay)
+
+    def _curve(
+        self, place: World, unit: str, training: Training, defense: str, context: Context, every: int, seed: int = 0
+    ) -> list[Row]:
+        problem = place.problem
+        seen = place.seen if DEFENDED[defense] else problem.inputs
+        field = extend(place.seen)
+        weights = logistic_rounds(
+            problem.inputs, seen, problem.labels, place.clients, training,
+            type(context.seeds)(context.seeds.number("run", seed) % 2**31), problem.start(),
+        )  # fmt: skip
+        settings = {"epochs": training.epochs, "devices": training.devices, "lr": training.lr, "defense": defense}
+        rows = []
+        for number, w in enumerate(weights, start=1):
+            if number % every and number not in (1, 2, 5):
+                continue
+            size = float(problem.gradient(w).norm())
+            figures = {"loss": problem.value(w), "gradient": size, "bias": problem.bias(w, field)}
+            rows.append({"kind": unit.split()[0], "seed": seed, "round": number, **settings, **figures})
+        return rows
+
+    def _constants(self, place: World, tolerance: float) -> Row:
+        problem = place.problem
+        near = problem.minimum(tolerance)
+        field = extend(place.seen)
+        c = problem.constants(near, field)
+        plain = {k: v for k, v in asdict(c).items() if not isinstance(v, Tensor)}
+        return plain | {
+            "kind": "constants",
+            "parts": c.parts.tolist(),
+            "sigmas": c.sigmas.tolist(),
+            "lowest": problem.value(near),
+            "start": problem.value(problem.start()),
+            "uncertain": a_posteriori(float(problem.gradient(near).norm()), self.decay),
+            "bias at the optimum": problem.bias(near, field),
+        }
+
+    def summary(self, rows: Sequence[Row]) -> list[Row]:
+        """Return one line per setting: the loss reached, the gap to F*, and what each bound says of it."""
+        lines = []
+        for key in dict.fromkeys(_setting(r) for r in rows if r["kind"] != "constants"):
+            mine = [r for r in rows if r["kind"] != "constants" and _setting(r) == key]
+            last = max(r["round"] for r in mine)
+            ends = [r for r in mine if r["round"] == last]
+            lines.append(
+                {
+                    "setting": f"E={key[0]} K={key[1]} lr={key[2]:g} {key[3]}",
+                    "rounds": last,
+                    "loss": _mean(ends, "loss"),
+                    "lowest loss": f"{min(r['loss'] for r in mine):.4f}",
+                    **self._bounds(rows, key, last, ends),
+                }
+            )
+        return lines
+
+    def _bounds(self, rows: Sequence[Row], key: "Key", last: int, ends: Sequence[Row]) -> Row:
+        row = next((r for r in rows if r["kind"] == "constants"), None)
+        if row is None:
+            return {}
+        c, steps = constants_of(row), local_steps(key[0])
+        bias = max(r["bias"] for r in rows if r["kind"] != "constants" and _setting(r) == key)
+        corrected = theorem_a(c, steps, key[1], last * steps, bias if key[3] == "ours" else 0.0)
+        gap = max(r["loss"] for r in ends) - row["lowest"]
+        return {
+            "F - F*": f"{gap:.4f}",
+            "a-posteriori": f"{max(a_posteriori(r['gradient'], c.convexity) for r in ends):.3g}",
+            "printed bound": f"{printed_bound(c, self.count, steps, key[1], last * steps):.3g}",
+            "theorem A": f"{corrected.vanishing:.3g} + {corrected.floor:.3g}",
+        }
+
+    def verdicts(self, rows: Sequence[Row]) -> list[Verdict]:
+        """Judge the paper's claim on its own runs, on the long run, and the bounds on all of them."""
+        short = [k for k in dict.fromkeys(_setting(r) for r in rows if r["kind"] not in ("constants", "long"))]
+        found = []
+        claim = published()["convergence"]["claim"]
+        rule = "the last loss is at most 2 % above the lowest of the run, in every run"
+        for name, kinds in (("", [k for k in short if k[3] == "ours"]), (" (long run, constant step)", None)):
+            mine = [r for r in rows if (r["kind"] == "long" and r["defense"] == "ours" if kinds is None else
+                                        r["kind"] not in ("constants", "long") and _setting(r) in kinds)]  # fmt: skip
+            if mine:
+                rise = max(_rises(mine))
+                status = "reproduced" if rise <= 1.02 else "not reproduced"
+                found.append(Verdict(claim + name, status, rule, "converges well", f"last / lowest loss {rise:.3f}"))
+        return found + self._price(rows)
+
+    def _price(self, rows: Sequence[Row]) -> list[Verdict]:
+        ends: dict[tuple[Any, ...], list[float]] = {}
+        for r in rows:
+            if r["kind"] not in ("constants", "long"):
+                ends.setdefault((*_setting(r)[:3], r["seed"], r["defense"]), []).append(r["loss"])
+        pairs = [(ends[k][-1], ends[(*k[:4], "none")][-1]) for k in ends if k[4] == "ours" and (*k[:4], "none") in ends]
+        if not pairs:
+            return []
+        worst = max(ours / none for ours, none in pairs)
+        status = "reproduced" if worst <= 1.02 else "not reproduced"
+        text = f"up to {worst:.2f} x the undefended loss"
+        claim = "The defence costs no loss at the end of these runs"
+        return [Verdict(claim, status, "defended / undefended final loss at most 1.02", "not compared", text)]
+
+    def draw(self, rows: Sequence[Row], path: Path) -> bool:
+        """Draw the curves, the long run, and the gaps under the bounds."""
+        from gradveil.paper.convergence_figure import draw
+
+        draw(rows, path, self.count)
+        return True
+
+
+Key = tuple[int, int, float, str]
+
+
+def _setting(row: Row) -> Key:
+    return row["epochs"], row["devices"], row["lr"], row["defense"]
+
+
+def _mean(rows: Sequence[Row], name: str) -> str:
+    return f"{sum(r[name] for r in rows) / len(rows):.4f}"
+
+
+def _rises(rows: Sequence[Row]) -> list[float]:
+    """Return last loss over lowest loss of every run."""
+    runs: dict[tuple[Any, ...], list[float]] = {}
+    for r in rows:
+        runs.setdefault((*_setting(r), r["seed"]), []).append(r["loss"])
+    return [losses[-1] / min(losses) for losses in runs.values()]
+
+
+def local_steps(epochs: int, examples: int = 200, batch_size: int = 32) -> int:
+    """Return I: the local steps of a round."""
+    return epochs * -(-examples // batch_size)
+
+
+def constants_of(row: Row) -> Constants:
+    """Return the constants of a stored row."""
+    names = ("smoothness", "convexity", "gradient", "output", "spread", "distance", "displacement")
+    stored: dict[str, Any] = {k: row[k] for k in names}
+    stored |= {k: torch.tensor(row[k], dtype=torch.float64) for k in ("parts", "sigmas")}
+    return Constants(**stored)
