@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradveil.attacks.engine import Verdict, View, minimise
+from gradveil.attacks.engine import Stepper, Verdict, View, minimise
 from gradveil.attacks.lbfgs import LBFGS
 from gradveil.attacks.race import Race
 
@@ -96,3 +96,17 @@ def test_the_dead_start_anew_and_the_stuck_leave() -> None:
     verdict = race(view(50, [torch.inf, 1.0, 1.0], dead=[True, False, False], stuck=[False, True, False]))
     assert verdict.redraw.tolist() == [True, False, False]
     assert verdict.leave.tolist() == [False, True, False]
+
+
+def test_a_state_kept_in_place_for_a_graph_goes_the_same_way() -> None:
+    objective, start = Bowls(torch.arange(3).double()), torch.full((3, 4), 7.0).double()
+    plain, still = (Stepper(objective, LBFGS(5), LBFGS(5).start(start.clone())) for _ in range(2))
+    still.graphs, still.eager = True, -1000  # as on a GPU, and never warm enough to capture
+    still.state = {n: v.clone() for n, v in still.state.items()}
+    places = {n: v.data_ptr() for n, v in still.state.items()}
+    for k in range(25):
+        plain.step(k)
+        still.step(k)
+    assert {n: v.data_ptr() for n, v in still.state.items()} == places
+    for n, v in plain.state.items():
+        torch.testing.assert_close(still.state[n], v, msg=n)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradveil.attacks.lbfgs import State
 
+WORTH_A_CAPTURE = 0.25  # share of problems that must have left before the rest is captured anew
 WARM_UP = 3  # eager ticks before a capture, which settle what torch sets up on first use
 
 
@@ -80,10 +81,10 @@ def minimise(
     ``look`` decides every so many ticks who leaves and who starts anew; ``redraw`` gives problem i's next
     start (d,) from its own generator. A problem's way depends on nothing but itself and what ``look`` says.
     """
-    p = len(start)
-    number = torch.zeros(p, dtype=torch.long, device=start.device)
+    device, p = start.device, len(start)
+    number = torch.zeros(p, dtype=torch.long, device=device)
     out = Solution(start.clone(), start.new_full((p,), torch.inf), number.clone(), number.clone(), number.clone())
-    rows = torch.arange(p)
+    rows, gone = torch.arange(p), torch.zeros(p, dtype=torch.bool)  # of the problems in the state
     run = Stepper(objective, optimiser, optimiser.start(start))
     done = 0
     while done < ticks and len(rows):
@@ -91,26 +92,32 @@ def minimise(
         for k in range(done, done + block):
             run.step(k)
         done += block
-        state = run.state
-        view = View(done, rows, *(state[n].cpu() for n in ("best_value", "dead", "stuck")))
-        verdict = look(view)
-        if bool(verdict.redraw.any()) and done < ticks:
-            again = verdict.redraw.nonzero()[:, 0].to(start.device)
-            fresh = torch.stack([redraw(i) for i in rows[verdict.redraw].tolist()]).to(start)
-            run.reset(again, optimiser.start(fresh))
-            out.redraws[rows[verdict.redraw].to(start.device)] += 1
-        over = verdict.leave | (torch.ones_like(verdict.leave) if done >= ticks else False)
-        if bool(over.any()):
-            _record(out, run.state, rows, over)
-            rows = rows[~over]
-            run = run.take(objective, optimiser, rows, (~over).nonzero()[:, 0].to(start.device))
+        here = (~gone).nonzero()[:, 0]
+        verdict = look(View(done, rows[here], *(run.state[n].cpu()[here] for n in ("best_value", "dead", "stuck"))))
+        if done >= ticks:
+            _record(out, run.state, rows[here], here)
+            break
+        again = here[verdict.redraw]
+        if len(again):
+            fresh = torch.stack([redraw(i) for i in rows[again].tolist()]).to(start)
+            run.reset(again.to(device), optimiser.start(fresh))
+            out.redraws[rows[again].to(device)] += 1
+        left = here[verdict.leave]
+        if len(left):
+            _record(out, run.state, rows[left], left)
+            gone[left] = True
+            if float(gone.float().mean()) >= (WORTH_A_CAPTURE if run.graphs else 0.0):
+                stay = (~gone).nonzero()[:, 0]
+                rows, gone = rows[stay], gone[stay]
+                run = run.take(objective, rows.to(device), stay.to(device))
     return out
 
 
-def _record(out: Solution, state: State, rows: Tensor, over: Tensor) -> None:
-    at, gone = rows[over].to(out.best.device), over.to(out.best.device)
-    out.best[at], out.values[at] = state["best"][gone], state["best_value"][gone]
-    out.iterations[at], out.evaluations[at] = state["iterations"][gone], state["evaluations"][gone]
+def _record(out: Solution, state: State, rows: Tensor, places: Tensor) -> None:
+    """Write down where the problems at these places of the state stand."""
+    at, here = rows.to(out.best.device), places.to(out.best.device)
+    out.best[at], out.values[at] = state["best"][here], state["best_value"][here]
+    out.iterations[at], out.evaluations[at] = state["iterations"][here], state["evaluations"][here]
 
 
 class Stepper:
@@ -139,10 +146,10 @@ class Stepper:
         for n, value in self.state.items():
             value.index_copy_(0, rows, fresh[n])
 
-    def take(self, objective: Objective, optimiser: Optimiser, rows: Tensor, at: Tensor) -> "Stepper":
-        """Return a stepper of the problems that stay: ``rows`` of all, ``at`` these places here."""
-        state = {n: v.index_select(0, at) for n, v in self.state.items()}
-        return Stepper(objective.take(rows.to(at.device)), optimiser, state)
+    def take(self, objective: Objective, rows: Tensor, places: Tensor) -> "Stepper":
+        """Return a stepper of the problems that stay: ``rows`` of all, at these places here."""
+        state = {n: v.index_select(0, places) for n, v in self.state.items()}
+        return Stepper(objective.take(rows), self.optimiser, state)
 
     def _keep(self, new: State) -> None:
         if not self.graphs:

@@ -1,0 +1,64 @@
+"""On CUDA: a tick is captured, and goes the way it goes on the CPU."""
+
+import pytest
+import torch
+from torch import nn
+
+from gradveil.attacks.adam import Adam
+from gradveil.attacks.base import build as build_attack
+from gradveil.attacks.engine import Optimiser, Stepper
+from gradveil.attacks.gradients import Form
+from gradveil.attacks.lbfgs import LBFGS
+from gradveil.attacks.matching import Matching, cosine_distance, squared_distance
+from gradveil.attacks.objective import MatchingObjective, Unknowns
+from gradveil.attacks.penalties import TotalVariation
+from gradveil.models import build
+from gradveil.types import Observation, Update
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+def observe(model: nn.Module, count: int = 3) -> list[Observation]:
+    rng = torch.Generator().manual_seed(0)
+    like = next(model.parameters())
+    seen = []
+    for _ in range(count):
+        x = torch.rand(1, 3, 32, 32, generator=rng).to(like)
+        y = torch.randint(10, (1,), generator=rng).to(like.device)
+        found = torch.autograd.grad(nn.functional.cross_entropy(model(x), y), list(model.parameters()))
+        gradient = {n: g for (n, _), g in zip(model.named_parameters(), found, strict=True)}
+        seen.append(Observation(model, Update(gradient), (3, 32, 32), 10))
+    return seen
+
+
+def walked(device: str, form: Form, optimiser: Optimiser) -> Stepper:
+    seen = observe(build("lenet", (3, 32, 32), 10).double().to(device))
+    unknowns = Unknowns.of(seen[0])
+    adam = isinstance(optimiser, Adam)
+    objective = MatchingObjective(
+        Matching.of(seen, form), unknowns, None, cosine_distance if adam else squared_distance,
+        (TotalVariation(1e-4),) if adam else (),
+    )  # fmt: skip
+    start = torch.rand(3, unknowns.size, generator=torch.Generator().manual_seed(1)).double().to(device)
+    stepper = Stepper(objective, optimiser, optimiser.start(start))
+    for k in range(25):
+        stepper.step(k)
+    return stepper
+
+
+@pytest.mark.parametrize("form", ["manual", "vmap"])
+@pytest.mark.parametrize("optimiser", [LBFGS(8), LBFGS(8, search=False), Adam(25, signed=True, boxed=3072)])
+def test_the_captured_tick_goes_the_way_of_the_cpu(form: Form, optimiser: Optimiser) -> None:
+    here, there = walked("cpu", form, optimiser), walked("cuda", form, optimiser)
+    assert there.graph is not None
+    torch.testing.assert_close(there.state["best_value"].cpu(), here.state["best_value"], rtol=1e-5, atol=0)
+    torch.testing.assert_close(there.state["best"].cpu(), here.state["best"], rtol=0, atol=1e-4)
+
+
+def test_a_whole_attack_runs_there_and_brings_tensors_back_on_the_device() -> None:
+    seen = observe(build("lenet", (3, 32, 32), 10).cuda())
+    found = build_attack("dlg:steps=60,restarts=2").reconstruct_many(
+        seen, [torch.Generator().manual_seed(i) for i in range(3)]
+    )
+    assert all(f.inputs.is_cuda for f in found)
+    assert sum(f.details["relative_residual"] < 1e-4 for f in found) >= 2
