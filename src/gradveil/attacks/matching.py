@@ -88,6 +88,9 @@ class Matching:
         return torch.cat(parts, 1)
 
 
+Distance = Callable[[Matching, Params], tuple[Tensor, Params]]  # values (P,), and derivatives by the gradients
+
+
 def sum_per_problem(values: Iterable[Tensor]) -> Tensor:
     """Return the sum of all entries of (P, ...) tensors, per problem (P,)."""
     parts = [value.flatten(1).sum(1) for value in values]
@@ -123,6 +126,19 @@ def cosine_distance(matching: Matching, found: Params) -> tuple[Tensor, Params]:
         return scale.view(like) * (along.view(like) * weighed[n] - toward)
 
     return 1 - inner * scale, {n: slope(n) for n in matching.names}
+
+
+def differentiated(values: Callable[[Matching, Params], Tensor]) -> Distance:
+    """Return a distance from its values (P,) alone: torch works its derivative out."""
+
+    def distance(matching: Matching, found: Params) -> tuple[Tensor, Params]:
+        with torch.enable_grad():
+            free = {n: g.detach().requires_grad_() for n, g in found.items()}
+            value = values(matching, free)
+            slopes = torch.autograd.grad(value.sum(), list(free.values()))
+        return value.detach(), dict(zip(free, slopes, strict=True))
+
+    return distance
 
 
 def _target(s: Observation, name: str, like: Tensor) -> Tensor:

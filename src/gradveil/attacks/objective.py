@@ -1,17 +1,14 @@
 """What the matching attacks minimise: a distance between gradients, plus terms on the images alone."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from gradveil.attacks.matching import Matching
+from gradveil.attacks.matching import Distance, Matching
 from gradveil.tree import Params
 from gradveil.types import Observation
-
-Distance = Callable[[Matching, Params], tuple[Tensor, Params]]  # values (P,), and derivatives by the gradients
 
 
 class Penalty(Protocol):

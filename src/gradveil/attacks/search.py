@@ -8,9 +8,9 @@ from torch import Generator, Tensor
 from torch.nn.functional import one_hot
 
 from gradveil.attacks.engine import Optimiser, Solution, minimise
-from gradveil.attacks.matching import Matching, group
+from gradveil.attacks.matching import Distance, Matching, group
 from gradveil.attacks.memory import problems_at_once
-from gradveil.attacks.objective import Distance, MatchingObjective, Penalty, Unknowns
+from gradveil.attacks.objective import MatchingObjective, Penalty, Unknowns
 from gradveil.attacks.precision import full_precision
 from gradveil.attacks.race import Race
 from gradveil.types import Observation, Reconstruction
