@@ -64,6 +64,15 @@ def test_grades_follow_the_stated_rules(mses: list[float], identified: float, gr
     assert line.grade == grade
 
 
+def test_an_image_that_is_easily_guessed_is_held_against_its_own_guess() -> None:
+    """The same error recovers a hard image and not an easy one, whose blind guess is nearly as good."""
+    floors = [
+        {"kind": "floor", "guess": "grey", "example": i, "mse": m, "identified": 0.0} for i, m in ((0, 0.4), (1, 0.02))
+    ]
+    (line,) = lines([*floors, *attack_rows("none", "naive", [0.01, 0.01])])
+    assert line.recovered.mean == 0.5
+
+
 @pytest.mark.parametrize(("hits", "grade"), [(1, "nothing"), (2, "traces"), (4, "recognised")])
 def test_one_lucky_identification_of_eight_is_chance_and_two_are_not(hits: int, grade: str) -> None:
     rows = attack_rows("d", "drop", BAD)
@@ -134,8 +143,8 @@ def test_the_strongest_attack_speaks_for_its_server() -> None:
 
 
 def test_controls_at_other_weights_are_not_the_verdict_on_no_defence() -> None:
-    at_others = attack_rows("none", "naive", BAD, weights="d", round="last")
-    assert judge(CONTROL, at_others)["none"].outcome == "recovered"
+    at_others = attack_rows("none", "naive", GOOD, weights="d", round="last")
+    assert judge(attack_rows("none", "naive", BAD), at_others)["none"].outcome == "void"
 
 
 def test_the_accuracy_is_that_of_the_last_round_beside_the_undefended() -> None:

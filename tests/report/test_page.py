@@ -74,7 +74,9 @@ def test_every_figure_has_the_blind_guess_and_the_control(page: str) -> None:
 
 
 def test_void_attacks_are_drawn_and_named_as_void(page: str) -> None:
-    assert re.search(r'class="s\d void"', page)
+    for figure in re.findall(r"<svg.*?</svg>", page, flags=re.S):
+        assert len(re.findall(r'class="s4 void"', figure)) == 2  # naive and adaptive, both void
+        assert not re.search(r'class="s[0-3] void"', figure)
     assert "Void: fails without any defence too" in page
 
 

@@ -1,13 +1,12 @@
 """The audit: train under each defence, attack what clients send, measure, judge."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from gradveil.attacks.base import Attack
@@ -16,19 +15,16 @@ from gradveil.defenses.base import Defense
 from gradveil.errors import AttackError
 from gradveil.experiments.config import AuditConfig
 from gradveil.experiments.own import load_dataset, make_model
-from gradveil.experiments.panel import Look, chunks, problems, run_chunk
+from gradveil.experiments.panel import chunks, problems, run_chunk
 from gradveil.experiments.scene import Scene, build_scene
 from gradveil.experiments.store import Row, Store
 from gradveil.experiments.summary import Line, lines
 from gradveil.experiments.toml import to_toml
+from gradveil.experiments.training import Progress, train_all
 from gradveil.experiments.verdict import Verdict, headline, verdicts
-from gradveil.federated.evaluate import evaluate
-from gradveil.federated.simulate import simulate
 from gradveil.metrics import blind_guesses, measure
 from gradveil.registry import describe
 from gradveil.types import Batch
-
-Progress = Callable[[str, int, int], None]  # stage, done, total
 
 
 @dataclass(frozen=True)
@@ -104,7 +100,7 @@ def run_audit(scene: Scene, store: Store, progress: Progress) -> None:
     """Do what is not done yet."""
     if not store.done("truth"):
         store.add("truth", *floors(scene.truth, scene))
-    looks = list(_train_all(scene, store, progress))
+    looks = list(train_all(scene, store, progress))
     work = [
         (f"attack/{attack}/{i}", part)
         for attack, found in problems(scene, looks).items()
@@ -134,50 +130,6 @@ def floors(truth: Batch, scene: Scene) -> tuple[list[Row], dict[str, Any]]:
             values, _ = measure(answer[i : i + 1], None, one, scene.public.gallery)
             rows.append({"kind": "floor", "guess": guess, "example": i} | {k: float(v[0]) for k, v in values.items()})
     return rows, arrays
-
-
-def _train_all(scene: Scene, store: Store, progress: Progress) -> Iterator[Look]:
-    """Train a federation per defence; yield the models that clients receive in the first and in the last round."""
-    yield Look("first", 1, "start", scene.model)
-    rounds, done = scene.config.rounds, 0
-    total = rounds * len(scene.defenses)
-    for defense in scene.defenses:
-        unit = f"train/{defense}"
-        progress("training", done, total)
-        if not store.done(unit):
-            rows: list[Row] = _server_rows(scene, defense)
-            sent = _state(scene.model)
-            for round_ in simulate(
-                scene.model, scene.dataset, scene.clients, scene.training, scene.defenses[defense], scene.seeds
-            ):
-                score = evaluate(round_.model, scene.dataset.test)
-                head = {"kind": "accuracy", "defense": defense, "round": round_.number}
-                rows.append(head | {"accuracy": score.accuracy, "loss": score.loss, "rejected": round_.rejected})
-                if round_.number == rounds - 1:
-                    sent = _state(round_.model)
-                progress("training", done + round_.number, total)
-            store.add(unit, rows, sent)
-        done += rounds
-        if rounds > 1:
-            yield Look("last", rounds, defense, _restored(scene.model, store.arrays(unit)))
-    progress("training", done, total)
-
-
-def _server_rows(scene: Scene, defense: str) -> list[Row]:
-    return [
-        {"kind": "defense", "defense": defense, "server": server.name, "why": server.why}
-        for server in scene.countermeasures(defense, scene.model)
-    ]
-
-
-def _state(model: nn.Module) -> dict[str, Any]:
-    return {name: value.detach().cpu().numpy().copy() for name, value in model.state_dict().items()}
-
-
-def _restored(model: nn.Module, state: dict[str, Any]) -> nn.Module:
-    copied = copy.deepcopy(model)
-    copied.load_state_dict({name: torch.from_numpy(value) for name, value in state.items()})
-    return copied
 
 
 def _text(value: Any) -> str:

@@ -14,13 +14,14 @@ from gradveil.attacks.base import build as build_attack
 from gradveil.countermeasures import Countermeasure, plain
 from gradveil.defenses.base import build as build_defense
 from gradveil.errors import SpecError, UpdateError
-from gradveil.experiments.audit import Audit, Progress, default_folder
+from gradveil.experiments.audit import Audit, default_folder
 from gradveil.experiments.own import load_dataset, make_model
 from gradveil.experiments.panel import attack_all, said
 from gradveil.experiments.scene import Public
 from gradveil.experiments.store import Row, Store
 from gradveil.experiments.summary import NAIVE
 from gradveil.experiments.toml import to_toml
+from gradveil.experiments.training import Progress
 from gradveil.experiments.updates import Facts, load_weights, read_examples, read_update
 from gradveil.federated.client import local_update
 from gradveil.metrics import blind_guesses, measure
