@@ -46,6 +46,9 @@ class Crew(ABC):
     def train(self, model: nn.Module, jobs: Sequence[Job], lr: float) -> list[Sent]:
         """Return what each client sends when all start from the weights of ``model``, which stays as it is."""
 
+    def expect(self, jobs: Sequence[Job]) -> None:  # noqa: B027 - most crews have nothing to prepare
+        """Hear which jobs come next, while a device may still be at work on the last ones."""
+
     def close(self) -> None:  # noqa: B027 - most crews hold nothing
         """Give back what the crew holds."""
 

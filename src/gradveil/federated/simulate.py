@@ -117,13 +117,16 @@ def simulate(
     sizes = [len(part) for part in clients]
     world = World(model, dataset.train, build(defense), settings.local)
     with ENGINES.build(engine).hire(world) as crew:
+        upcoming = round_jobs(draw, first, clients, settings)
         for number in range(first, settings.rounds + 1):
             lr = schedule.lr(settings.lr, number, settings.rounds)
-            jobs = round_jobs(draw, number, clients, settings)
+            jobs = upcoming
             chosen = tuple(job.client for job in jobs)
             wanted = chosen[:watch] if isinstance(watch, int) else tuple(watch(number, chosen))
             received = copy.deepcopy(model) if wanted else None
             arrivals = [Arrival(job.client, sent) for job, sent in zip(jobs, crew.train(model, jobs, lr), strict=True)]
+            upcoming = round_jobs(draw, number + 1, clients, settings)
+            crew.expect(upcoming if number < settings.rounds else [])
             watched = _watched(dataset, jobs, arrivals, wanted)
             if faults is not None:
                 arrivals = [faults.strike(a, draw("fault", number, slot)) for slot, a in enumerate(arrivals)]

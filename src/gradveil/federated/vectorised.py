@@ -17,8 +17,9 @@ from torch.func import functional_call, grad, vmap
 
 from gradveil.data.base import Split
 from gradveil.errors import GradveilError
-from gradveil.federated.client import Local, Sent, shuffled
+from gradveil.federated.client import Sent
 from gradveil.federated.engines import ENGINES, Crew, Engine, Job, World
+from gradveil.federated.padding import Steps, pad_steps
 from gradveil.tree import Params, parameters
 from gradveil.types import Update
 
@@ -62,30 +63,12 @@ def why_not(world: World) -> str | None:
 
 
 @dataclass
-class Steps:
-    """The local steps of several clients, padded to one shape."""
+class _Chunk:
+    """Clients that are trained together."""
 
-    indices: Tensor  # (S, K, B) into the training split; padding: 0
-    weights: Tensor  # (S, K, B), 1/n on a step's n examples, else 0
-    counts: list[int]  # (K,) steps of each client
-
-
-def pad_steps(
-    jobs: Sequence[Job], rngs: Sequence[Generator], local: Local, dtype: torch.dtype, least: int = 1
-) -> Steps:
-    """Return the steps that each client would take alone, side by side, at least ``least`` examples wide."""
-    width = max(least, *(min(local.batch_size or len(job.indices), len(job.indices)) for job in jobs))
-    plans = [shuffled(len(job.indices), local, rng) for job, rng in zip(jobs, rngs, strict=True)]
-    counts = [len(sizes) for _, sizes in plans]
-    indices = np.zeros((len(jobs), max(counts), width), np.int64)
-    weights = np.zeros(indices.shape)
-    for k, (job, (order, sizes)) in enumerate(zip(jobs, plans, strict=True)):
-        lengths = np.array(sizes)[:, None]
-        filled = np.arange(width) < lengths  # (S_k, B)
-        indices[k, : len(sizes)][filled] = job.indices[order.numpy()]
-        weights[k, : len(sizes)] = filled / lengths
-    side_by_side = torch.from_numpy(indices).transpose(0, 1).contiguous()
-    return Steps(side_by_side, torch.from_numpy(weights).transpose(0, 1).contiguous().to(dtype), counts)
+    jobs: Sequence[Job]
+    rngs: list[Generator]  # after the shuffling
+    steps: Steps
 
 
 class _Stack(Crew):
@@ -99,24 +82,33 @@ class _Stack(Crew):
         self.data = _Resident(world.train, self.device)
         self.trainers: dict[int, _Trainer] = {}  # by number of clients
         self.width = 1  # of the widest batch so far
+        self.expected: tuple[Sequence[Job], list[_Chunk]] = ([], [])  # prepared ahead
+
+    def expect(self, jobs: Sequence[Job]) -> None:
+        self.expected = (jobs, self._prepare(jobs))
 
     def train(self, model: nn.Module, jobs: Sequence[Job], lr: float) -> list[Sent]:
-        sent: list[Sent] = []
-        for start in range(0, len(jobs), self.limit):
-            sent.extend(self._together(model, jobs[start : start + self.limit], lr))
-        return sent
+        chunks = self.expected[1] if self.expected[0] is jobs else self._prepare(jobs)
+        self.expected = ([], [])  # its generators are used up
+        return [sent for chunk in chunks for sent in self._together(model, chunk, lr)]
 
-    def _together(self, model: nn.Module, jobs: Sequence[Job], lr: float) -> list[Sent]:
+    def _prepare(self, jobs: Sequence[Job]) -> "list[_Chunk]":
+        dtype = next(self.world.model.parameters()).dtype
+        chunks = []
+        for start in range(0, len(jobs), self.limit):
+            some = jobs[start : start + self.limit]
+            rngs = [torch.Generator().manual_seed(job.seed) for job in some]
+            steps = pad_steps(some, rngs, self.world.local, dtype, self.width)
+            self.width = steps.indices.shape[2]
+            chunks.append(_Chunk(some, rngs, steps.to(self.device)))
+        return chunks
+
+    def _together(self, model: nn.Module, chunk: "_Chunk", lr: float) -> list[Sent]:
         local, defense = self.world.local, self.world.defense
-        rngs = [torch.Generator().manual_seed(job.seed) for job in jobs]
-        dtype = next(model.parameters()).dtype
-        steps = pad_steps(jobs, rngs, local, dtype, self.width)
-        self.width = steps.indices.shape[2]
-        trainer = self._trainer(steps)
-        total = trainer.run(parameters(model), steps, lr, rngs)
+        total = self._trainer(chunk.steps).run(parameters(model), chunk.steps, lr, chunk.rngs)
         sent = []
         rows = zip(*(value.unbind() for value in total.values()), strict=True)
-        for job, count, rng, row in zip(jobs, steps.counts, rngs, rows, strict=True):
+        for job, count, rng, row in zip(chunk.jobs, chunk.steps.counts, chunk.rngs, rows, strict=True):
             gradient = dict(zip(total, row, strict=True))
             n = len(job.indices)
             size = None if local.batch_size is None or local.batch_size >= n else local.batch_size
@@ -171,8 +163,8 @@ class _Trainer:
         self.weights = [p.new_empty(clients, *p.shape) for p in own.values()]
         self.total = [torch.empty_like(w) for w in self.weights]
         self.start = [torch.empty_like(w) for w in self.weights] if world.local.proximal else []
-        self.indices = steps.indices.to(self.device)
-        self.parts = steps.weights.to(self.device)
+        self.indices = steps.indices.clone()
+        self.parts = steps.weights.clone()
         self.now = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.lr = torch.zeros((), dtype=steps.weights.dtype, device=self.device)
         self.gradients = vmap(grad(self._loss))
