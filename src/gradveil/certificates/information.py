@@ -47,7 +47,7 @@ class Equations:
             return vmap(one, chunk_size=PROBES)(v).detach()
 
 
-def equations(seen: Observation, truth: Batch, floor: float = 1e-2) -> Equations:
+def equations(seen: Observation, truth: Batch, floor: float = 1e-3) -> Equations:
     """Return what the server sees as equations in the client's inputs, linearised where the truth is.
 
     Tensors that were dropped give none, entries of weight 0 give none, and each number carries its known noise and

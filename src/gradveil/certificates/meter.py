@@ -47,7 +47,7 @@ def leak_meter(
     truth: Batch,
     prior: GaussianPrior | None = None,
     *,
-    floor: float = 1e-2,
+    floor: float = 1e-3,
     exact_limit: int = EXACT,
     probes: int = 8,
     steps: int = 60,
@@ -71,7 +71,7 @@ def leak_meter(
     return _exact(system, jacobian, prior, before)
 
 
-def several_rounds(seen: Sequence[Observation], truth: Batch, prior: GaussianPrior, *, floor: float = 1e-2) -> float:
+def several_rounds(seen: Sequence[Observation], truth: Batch, prior: GaussianPrior, *, floor: float = 1e-3) -> float:
     """Return the figure for a server that saw updates of the same inputs in several rounds: information adds up."""
     total = sum(information(equations(s, truth, floor)) for s in seen)
     assert isinstance(total, Tensor)
@@ -79,7 +79,7 @@ def several_rounds(seen: Sequence[Observation], truth: Batch, prior: GaussianPri
 
 
 def averaged(
-    seen: Sequence[Observation], truths: Sequence[Batch], prior: GaussianPrior, *, floor: float = 1e-2
+    seen: Sequence[Observation], truths: Sequence[Batch], prior: GaussianPrior, *, floor: float = 1e-3
 ) -> float:
     """Return the van Trees bound with the information averaged over inputs before it is inverted.
 

@@ -33,7 +33,9 @@ def draw(rows: Sequence[Row], path: Path, count: int) -> None:
         _curves(axes[0, 2], [r for r in rows if r["kind"] == "long"])
         axes[0, 2].set_title("E = 10, K = 10, lr 0.1, constant")
         _gaps(axes[1, 2], rows, count)
-        axes[0, 0].legend(frameon=False)
+        drawn = next((a for a in places if a.get_legend_handles_labels()[0]), None)
+        if drawn is not None:
+            drawn.legend(frameon=False)
         for ending, extra in ((".svg", {"metadata": {"Date": None}}), (".png", {"dpi": 150})):
             figure.savefig(path.with_suffix(ending), **extra)
 

@@ -1,0 +1,210 @@
+"""``gradveil certify``: what can be promised about a model, some images and a defence, and on what it rests."""
+
+import json as json_module
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gradveil.certificates.summary import Metered, Promise
+
+PUBLIC = 2000  # images of the test split that the prior is fitted to
+
+
+def command(
+    model: str = typer.Option("lenet", help="A model spec, or module:function that makes your own."),
+    dataset: str = typer.Option("digits", help="A data set by name, or module:function that makes your own."),
+    data: str = typer.Option(None, help="Folder with the data sets (default: GRADVEIL_DATA)."),
+    defense: str = typer.Option("representation:share=0.4", help="A defence spec."),
+    weights: str = typer.Option(None, help="Safetensors: trained weights of the model."),
+    kind: list[str] = typer.Option(None, help="local, global, box, radius, reach or empirical; repeat for several."),
+    norm: str = typer.Option("2", help="The norm of the distance: 1, 2 or inf."),
+    images: int = typer.Option(4, min=1, help="Images of the training split that are certified."),
+    meter: bool = typer.Option(True, help="Meter the whole update as well."),
+    seed: int = typer.Option(0, help="One seed for everything."),
+    json: bool = typer.Option(False, "--json", help="Print JSON in place of tables."),
+) -> None:
+    """Certify a defence: how far from the truth must a reconstruction be, and who is not bound by that?"""
+    sys.path.insert(0, os.getcwd())  # so that module:function finds the user's file
+    found = figures(model, dataset, data, defense, weights, tuple(kind or ()), norm, images, meter, seed)
+    typer.echo(json_module.dumps(as_json(found), indent=2, ensure_ascii=False)) if json else show(found, Console())
+
+
+def figures(
+    model_spec: str, dataset_spec: str, data: str | None, defense_spec: str, weights: str | None,
+    kinds: tuple[str, ...], norm: str, images: int, meter: bool, seed: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Compute everything that the command shows."""
+    import torch
+
+    from gradveil.certificates.base import blind_mse, largest_mse
+    from gradveil.certificates.certify import readable_p
+    from gradveil.certificates.summary import KINDS, metered, promises
+    from gradveil.data import load
+    from gradveil.defenses.base import build as build_defense
+    from gradveil.models import build
+    from gradveil.priors import GaussianPrior
+    from gradveil.seeds import Seeds
+    from gradveil.types import Batch
+
+    seeds, p, defense = Seeds(seed), readable_p(norm), build_defense(defense_spec)
+    source = load(dataset_spec, data)
+    model = build(model_spec, source.input_shape, source.num_classes, seed=seeds.number("weights"))
+    if weights is not None:
+        load_weights(model, weights)
+    model.eval()
+    truth = source.train.batch(torch.randperm(len(source.train), generator=seeds("images"))[:images])
+    public = source.test.batch(torch.randperm(len(source.test), generator=seeds("public"))[:PUBLIC]).inputs
+    chosen: Any = check_kinds(kinds) or KINDS
+    leaks = []
+    if meter:
+        prior = GaussianPrior.fit(public, rank=256)
+        for i in range(len(truth)):
+            one = Batch(truth.inputs[i : i + 1], truth.labels[i : i + 1])
+            leaks.append(metered(model, one, defense, source.num_classes, seeds("meter", i), prior))
+    return {
+        "model": model_spec,
+        "dataset": dataset_spec,
+        "defense": defense_spec,
+        "p": norm,
+        "promises": promises(model, truth, defense, seeds("defense"), chosen, p),
+        "leaks": leaks,
+        "largest": largest_mse(truth.inputs),
+        "blind": blind_mse(truth.inputs, public.mean(0)),
+    }
+
+
+def check_kinds(kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the kinds where all are known and can be shown for a defence alone."""
+    from gradveil.certificates.certify import KINDS
+    from gradveil.errors import CertificateError, did_you_mean
+
+    known = [k for k in KINDS if k != "residual"]
+    for kind in kinds:
+        if kind not in known:
+            hint = did_you_mean(kind, known)
+            raise CertificateError(f"--kind {kind!r} cannot be shown here. {hint}Give: {', '.join(known)}.")
+    return kinds
+
+
+def load_weights(model: Any, path: str) -> None:
+    """Read weights from a safetensors file into the model."""
+    from pathlib import Path
+
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    from gradveil.errors import SpecError
+
+    if not Path(path).is_file():
+        raise SpecError(f"There is no file {path}.")
+    try:
+        model.load_state_dict(load_file(path))
+    except (RuntimeError, SafetensorError) as error:
+        raise SpecError(f"{path} does not fit the model: {str(error).splitlines()[-1].strip()}") from error
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """Print the tables, the context and the assumptions in words."""
+    console.print(f"[bold]{found['defense']}[/bold] on {found['model']}, {found['dataset']}, p = {found['p']}\n")
+    promised: list[Promise] = found["promises"]
+    if promised:
+        console.print(_promise_table(promised, found["largest"]))
+        _state(console, promised)
+    else:
+        console.print("This defence perturbs no representation, so the theorem on r′ has nothing to say of it.\n")
+    if found["leaks"]:
+        console.print(_leak_table(found["leaks"]))
+        console.print("")
+        for sentence in found["leaks"][0][0].leak.assumptions if found["leaks"][0] else ():
+            console.print(f"  [dim]- {sentence}[/dim]", highlight=False)
+        console.print("")
+    console.print(
+        f"Beside every figure: the mean image has an MSE of {_span(found['blind'])}, and no image in the data range "
+        f"can have more than {_span(found['largest'])}.",
+        highlight=False,
+    )
+
+
+def _promise_table(promised: "list[Promise]", largest: "Tensor") -> Table:
+    table = Table("layer", "kind", "proved", "MSE at least", "what it says", box=None, pad_edge=False)
+    for promise in promised:
+        c = promise.certificate
+        if c is None:
+            table.add_row(promise.layer, promise.kind, "-", "-", promise.reason)
+            continue
+        beyond = bool((c.to_mse() > largest).any()) and not c.sound
+        note = promise.words() + (" It exceeds the largest MSE possible." if beyond else "")
+        value = "no image" if bool(c.bound.isinf().all()) else _span(c.to_mse())
+        table.add_row(promise.layer, promise.kind, "yes" if c.sound else "no", value, note)
+    return table
+
+
+def _state(console: Console, promised: "list[Promise]") -> None:
+    console.print("\nWhat the figures rest on:")
+    stated: dict[str, list[str]] = {}
+    for promise in promised:
+        for sentence in promise.certificate.assumptions if promise.certificate else ():
+            kinds = stated.setdefault(sentence, [])
+            if promise.kind not in kinds:
+                kinds.append(promise.kind)
+    for sentence, kinds in stated.items():
+        console.print(f"  [dim]- ({', '.join(kinds)}) {sentence}[/dim]", highlight=False)
+    console.print("")
+
+
+def _leak_table(leaks: "list[list[Metered]]") -> Table:
+    import torch
+
+    table = Table("whole update, server", "MSE at best", "before", "rank", "why", box=None, pad_edge=False)
+    for name in dict.fromkeys(m.server for one in leaks for m in one):
+        mine = [m for one in leaks for m in one if m.server == name]
+        values = torch.tensor([m.leak.mse for m in mine])
+        first = mine[0].leak
+        rank = "-" if first.rank is None else f"{min(m.leak.rank or 0 for m in mine)} of {first.unknowns}"
+        table.add_row(name, _span(values), f"{first.prior_mse:.3g}", rank, mine[0].why)
+    if not any(leaks):
+        table.add_row("-", "-", "-", "-", "No server that knows this defence can be metered.")
+    return table
+
+
+def _span(values: "Tensor") -> str:
+    low, high = float(values.min()), float(values.max())
+    return f"{low:.3g}" if f"{low:.3g}" == f"{high:.3g}" else f"{low:.3g} to {high:.3g}"
+
+
+def as_json(found: dict[str, Any]) -> dict[str, Any]:
+    """Return plain data: lists, numbers, words; null where a number is not finite."""
+    from gradveil.certificates.summary import finite
+
+    promised: list[Promise] = found["promises"]
+    rows = []
+    for promise in promised:
+        row: dict[str, Any] = {"layer": promise.layer, "kind": promise.kind, "says": promise.words()}
+        if (c := promise.certificate) is not None:
+            row |= {"sound": c.sound, "bound": finite(c.bound), "mse": finite(c.to_mse()), "how": c.how}
+            row |= {"assumptions": list(c.assumptions), "details": {k: finite(v) for k, v in c.details.items()}}
+        rows.append(row)
+    leaks = [
+        [
+            {
+                "server": m.server, "why": m.why, "mse": m.leak.mse, "before": m.leak.prior_mse, "rank": m.leak.rank,
+                "unknowns": m.leak.unknowns, "how": m.leak.how, "assumptions": list(m.leak.assumptions),
+            }
+            for m in one
+        ]
+        for one in found["leaks"]
+    ]  # fmt: skip
+    plain = {k: found[k] for k in ("model", "dataset", "defense", "p")}
+    return plain | {
+        "certificates": rows,
+        "meter": leaks,
+        "largest_mse": finite(found["largest"]),
+        "mean_image_mse": finite(found["blind"]),
+    }

@@ -1,0 +1,109 @@
+"""The convergence item: its fast path is the general simulation, and its verdicts follow from its rows."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradveil.certificates.logistic import brightest_removed
+from gradveil.data import load
+from gradveil.data.partition import partition
+from gradveil.errors import DataError
+from gradveil.federated.simulate import Training, simulate
+from gradveil.models import build
+from gradveil.paper.base import Context, Row
+from gradveil.paper.convergence import Convergence, local_steps
+from gradveil.paper.logistic_rounds import logistic_rounds
+from gradveil.seeds import Seeds
+
+
+@pytest.mark.parametrize("defense", ["none", "representation:count=6"])
+@pytest.mark.parametrize("sampling", ["with", "without"])
+def test_the_fast_path_is_the_general_simulation(defense: str, sampling: str) -> None:
+    dataset = load("digits")
+    clients = partition(dataset.train.labels, "classes:devices=6,classes=2,per_class=10", 0)
+    training = Training(
+        3, 4, 2, 8, 0.5, sampling=sampling, weighting="uniform", weight_decay=0.01  # type: ignore[arg-type]
+    )  # fmt: skip
+    model = build("logistic:init=zeros", dataset.input_shape, dataset.num_classes)
+    inputs = dataset.train.batch().inputs.flatten(1)
+    seen = inputs if defense == "none" else brightest_removed(inputs, 6)
+    start = torch.zeros(dataset.num_classes, inputs.shape[1] + 1)
+    fast = logistic_rounds(inputs, seen, dataset.train.labels, clients, training, Seeds(3), start)
+    slow = simulate(model, dataset, clients, training, defense, Seeds(3))
+    for w, round_ in zip(fast, slow, strict=True):
+        fc = round_.model.get_submodule("fc")
+        torch.testing.assert_close(w, torch.cat([fc.weight, fc.bias[:, None]], 1).detach(), rtol=1e-4, atol=1e-6)
+        assert float(w.abs().max()) > 0.01
+
+
+def test_devices_of_different_sizes_are_refused() -> None:
+    dataset = load("digits")
+    clients = partition(dataset.train.labels, "dirichlet:devices=4,alpha=0.5", 0)
+    inputs = dataset.train.batch().inputs.flatten(1)
+    rounds = logistic_rounds(
+        inputs, inputs, dataset.train.labels, clients, Training(), Seeds(0), torch.zeros(10, inputs.shape[1] + 1)
+    )
+    with pytest.raises(DataError, match="different sizes"):
+        next(iter(rounds))
+
+
+def row(kind: str, defense: str, round_: int, loss: float, lr: float = 0.01) -> Row:
+    figures = {"loss": loss, "gradient": 0.1, "bias": 0.2}
+    return {
+        "kind": kind,
+        "defense": defense,
+        "round": round_,
+        "seed": 0,
+        "epochs": 10,
+        "devices": 10,
+        "lr": lr,
+    } | figures
+
+
+def constants() -> Row:
+    return {
+        "kind": "constants", "smoothness": 30.0, "convexity": 1e-4, "gradient": 48.0, "output": 1.4, "spread": 0.2,
+        "distance": 25.0, "displacement": 7.0, "parts": [0.5, 0.5], "sigmas": [2.0, 2.0], "lowest": 0.2, "start": 2.3,
+    }  # fmt: skip
+
+
+def test_the_verdicts_follow_from_the_rows() -> None:
+    falling = [row("E=10", d, t, 1.0 / t + (d == "ours") * 0.1) for d in ("none", "ours") for t in (1, 2, 10)]
+    rising = [row("long", "ours", t, loss, 0.1) for t, loss in ((1, 1.0), (200, 0.46), (600, 0.59))]
+    paper, long, price = Convergence().verdicts([constants(), *falling, *rising])
+    assert paper.status == "reproduced"
+    assert long.status == "not reproduced"
+    assert "1.283" in long.ours
+    assert price.status == "not reproduced"
+    assert "2.00 x" in price.ours
+    table = Convergence().summary([constants(), *falling, *rising])
+    assert [line["rounds"] for line in table] == [10, 10, 600]
+    assert table[1]["F - F*"] == "0.0000"
+    assert table[0]["theorem A"].endswith("+ 0")
+    assert float(table[1]["printed bound"]) > 1e6
+
+
+def test_the_figure_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [constants(), *(row("E=10", d, t, 1.0 / t) for d in ("none", "ours") for t in (1, 2))]
+    assert Convergence().draw(rows, tmp_path / "figure")
+    assert (tmp_path / "figure.svg").read_text().startswith("<?xml")
+    assert (tmp_path / "figure.png").stat().st_size > 1000
+
+
+def test_units_are_all_settings_with_and_without_the_defence() -> None:
+    units = Convergence().units(Context())
+    assert len(units) == len(set(units)) == 1 + 8 + 2
+    assert len(Convergence().units(Context(scale="full"))) == 1 + 24 + 2
+    assert local_steps(5) == 35
+
+
+@pytest.mark.slow
+def test_a_short_run_on_mnist_falls_and_the_defence_is_biased(data_folder: Path) -> None:
+    item = Convergence(devices="classes:devices=20,classes=2,per_class=100")
+    place = Context(str(data_folder))
+    plain, ours = (item.run(f"E=5 K=5 {d} seed=0", place) for d in ("none", "ours"))
+    assert plain[-1]["loss"] < 0.6 * plain[0]["loss"]
+    assert plain[-1]["loss"] < ours[-1]["loss"] < ours[0]["loss"]
+    assert min(r["bias"] for r in ours) > 0.01
