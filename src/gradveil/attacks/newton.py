@@ -8,11 +8,10 @@ from torch import Generator, Tensor
 
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.labels import with_labels
-from gradveil.attacks.newton_prior import Metric
-from gradveil.attacks.newton_rows import build_rows
+from gradveil.attacks.newton_prior import Prior
 from gradveil.attacks.newton_solve import Schedule, Solver, State
 from gradveil.attacks.newton_step import Dense, MatrixFree
-from gradveil.attacks.trace import trace
+from gradveil.attacks.newton_update import free_logits, known_bias, update_rows
 from gradveil.errors import AttackError
 from gradveil.types import Observation, Reconstruction, check_update
 
@@ -62,14 +61,14 @@ class Newton(Attack):
     def _solve(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         first = seen[0]
         device = next(first.model.parameters()).device
-        metric = Metric.of(first, device)
+        prior = Prior.of(first, first.num_examples * first.num_classes if free_logits(first) else 0, device)
         labels = torch.stack([s.labels.to(device) for s in seen if s.labels is not None])  # (B, N)
-        starts = torch.stack([self._starts(metric, s, rng) for s, rng in zip(seen, rngs, strict=True)])  # (B, r, n)
-        rows = build_rows(seen, labels, metric.mean.repeat(first.num_examples), _clamped(first))
+        starts = torch.stack([self._starts(prior, rng) for s, rng in zip(seen, rngs, strict=True)])  # (B, r, n)
+        rows = update_rows(seen, labels, prior)
         dense = starts.shape[-1] <= self.dense_limit and rows.seen.shape[1] * starts.shape[-1] * 8 <= self.memory
-        direction = Dense(metric) if dense else MatrixFree(metric, self.cg_steps)
+        direction = Dense(prior) if dense else MatrixFree(prior, self.cg_steps)
         schedule = Schedule(self.steps, self.stage_steps, self.floor, self.last_floor)
-        solver = Solver(metric, schedule, direction)
+        solver = Solver(prior, schedule, direction, rows.seen.shape[1] - prior.extra)
         which = torch.arange(len(seen), device=device).repeat_interleave(self.restarts)
         together = max(1, int(self.memory / (8 * 40 * rows.seen.shape[1])))
         parts = [
@@ -78,15 +77,14 @@ class Newton(Attack):
         ]
         return self._chosen(seen, labels, parts)
 
-    def _starts(self, metric: Metric, seen: Observation, rng: Generator) -> Tensor:
+    def _starts(self, prior: Prior, rng: Generator) -> Tensor:
         """Return the starts of one problem (restarts, n): the mean, then draws.
 
         Several unknown examples never start alike: equal examples of one class would stay equal for ever.
         """
-        draws = metric.draw(self.restarts * seen.num_examples, rng)
-        away = draws.reshape(self.restarts, seen.num_examples, -1)
-        away[0] *= 0.0 if seen.num_examples == 1 else 0.1
-        return (metric.mean + away).flatten(1)
+        away = prior.draw(self.restarts, rng)
+        away[0] *= 0.0 if prior.examples == 1 else 0.1
+        return prior.center() + away
 
     def _chosen(self, seen: Sequence[Observation], labels: Tensor, parts: Sequence[State]) -> list[Reconstruction]:
         """Return each problem's best restart by its own objective."""
@@ -97,7 +95,8 @@ class Newton(Attack):
         found = []
         for b, s in enumerate(seen):
             r = int(objective[b].argmin())
-            inputs = best[b, r].reshape(s.num_examples, *s.input_shape).to(torch.float32)
+            pixels = s.num_examples * int(torch.Size(s.input_shape).numel())
+            inputs = best[b, r, :pixels].reshape(s.num_examples, *s.input_shape).to(torch.float32)
             value = float(objective[b, r])
             finished = bool(floor[b, r] <= self.last_floor) and value < float("inf")
             details = {"steps": float(steps[b].sum()), "restarts": float(self.restarts), "floor": float(floor[b, r])}
@@ -108,13 +107,4 @@ class Newton(Attack):
 def _group(s: Observation) -> tuple[object, ...]:
     local = (s.update.num_steps, s.num_examples, s.update.lr, s.update.batch_size)
     same = (id(s.model), id(s.prior), id(s.simulate))
-    return (*same, *local, s.visible, s.input_shape, s.num_classes, s.bounds, _clamped(s))
-
-
-def _clamped(s: Observation) -> str | None:
-    """Return the last layer's bias where its gradient is p - y, seen whole and without noise."""
-    if s.num_examples > 1 or s.update.num_steps > 1 or s.simulate is not None:
-        return None
-    bias = f"{trace(s.model, s.input_shape).output}.bias"
-    plain = bias in s.update.gradient and bias not in s.weights and not s.noise.get(bias)
-    return bias if plain and len(s.visible) > 1 else None
+    return (*same, *local, s.visible, s.input_shape, s.num_classes, s.bounds, known_bias([s]))

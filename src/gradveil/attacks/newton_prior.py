@@ -1,4 +1,4 @@
-"""A Gaussian prior with its inverse and its draws at hand: Σ = V diag(v) Vᵀ + ridge (I - V Vᵀ)."""
+"""The prior over all unknowns of a problem: its examples, and a few numbers beside them, with its inverse at hand."""
 
 from dataclasses import dataclass
 
@@ -11,17 +11,22 @@ from gradveil.types import Observation
 
 
 @dataclass(frozen=True)
-class Metric:
-    """The prior's geometry on examples of d numbers."""
+class Prior:
+    """N examples of d numbers, each N(mean, Σ) with Σ = V diag(v) Vᵀ + ridge (I - V Vᵀ), and k standard normal numbers.
 
+    Points are vectors of n = N d + k numbers.
+    """
+
+    examples: int
+    extra: int  # k
     mean: Tensor  # (d,)
-    basis: Tensor  # (d, k), orthonormal columns
-    variances: Tensor  # (k,), ridge included
+    basis: Tensor  # V (d, m), orthonormal columns
+    variances: Tensor  # v (m,), ridge included
     ridge: float  # variance in every other direction
 
     @classmethod
-    def of(cls, seen: Observation, device: torch.device) -> "Metric":
-        """Return the metric of the observation's prior; without one, independent pixels around mid-grey."""
+    def of(cls, seen: Observation, extra: int, device: torch.device) -> "Prior":
+        """Return the observation's prior; where it has none, independent pixels around mid-grey."""
         d = int(torch.Size(seen.input_shape).numel())
         low, high = seen.bounds
         prior = seen.prior
@@ -33,29 +38,41 @@ class Metric:
                 f"The prior is over {prior.mean.numel()} numbers and an example has {d} {seen.input_shape}. "
                 "Fit it to public data of the same shape."
             )
-        factor = prior.factor.to(device, torch.float64)
-        basis, scales = _orthogonal(factor)
-        return cls(prior.mean.to(device, torch.float64), basis, scales**2 + prior.ridge, prior.ridge)
+        basis, scales = _orthogonal(prior.factor.to(device, torch.float64))
+        mean = prior.mean.to(device, torch.float64)
+        return cls(seen.num_examples, extra, mean, basis, scales**2 + prior.ridge, prior.ridge)
 
-    def precise(self, v: Tensor) -> Tensor:
-        """Return Σ⁻¹ v for rows (..., d)."""
-        return self._apply(v, 1 / self.variances, 1 / self.ridge)
+    @property
+    def pixels(self) -> int:
+        """How many of the unknowns belong to the examples: N d."""
+        return self.examples * len(self.mean)
 
-    def covary(self, v: Tensor) -> Tensor:
-        """Return Σ v for rows (..., d)."""
-        return self._apply(v, self.variances, self.ridge)
+    def center(self) -> Tensor:
+        """Return the prior's mean (n,)."""
+        return torch.cat([self.mean.repeat(self.examples), self.mean.new_zeros(self.extra)])
+
+    def precise(self, z: Tensor) -> Tensor:
+        """Return the inverse covariance times z (B, n)."""
+        return self._apply(z, 1 / self.variances, 1 / self.ridge)
+
+    def covary(self, z: Tensor) -> Tensor:
+        """Return the covariance times z (B, n)."""
+        return self._apply(z, self.variances, self.ridge)
 
     def precision(self) -> Tensor:
-        """Return Σ⁻¹ as a matrix (d, d)."""
-        return self.precise(torch.eye(len(self.mean), dtype=self.mean.dtype, device=self.mean.device))
+        """Return the inverse covariance as a matrix (n, n)."""
+        return self.precise(torch.eye(self.pixels + self.extra, dtype=self.mean.dtype, device=self.mean.device))
 
     def draw(self, count: int, rng: Generator) -> Tensor:
-        """Return draws from N(0, Σ), (count, d)."""
-        white = torch.randn(count, len(self.mean), generator=rng, dtype=self.mean.dtype, device=rng.device)
-        return self._apply(white.to(self.mean.device), self.variances.sqrt(), self.ridge**0.5)
+        """Return draws (count, n) around zero."""
+        white = torch.randn(count, self.pixels, generator=rng, dtype=self.mean.dtype, device=rng.device)
+        beside = white.new_zeros(count, self.extra)
+        return self._apply(torch.cat([white, beside], 1).to(self.mean.device), self.variances.sqrt(), self.ridge**0.5)
 
-    def _apply(self, v: Tensor, inside: Tensor, outside: float) -> Tensor:
-        return outside * v + ((v @ self.basis) * (inside - outside)) @ self.basis.T
+    def _apply(self, z: Tensor, inside: Tensor, outside: float) -> Tensor:
+        v = z[:, : self.pixels].reshape(len(z), self.examples, -1)
+        v = outside * v + ((v @ self.basis) * (inside - outside)) @ self.basis.T
+        return torch.cat([v.flatten(1), z[:, self.pixels :]], 1)
 
 
 def _orthogonal(factor: Tensor) -> tuple[Tensor, Tensor]:

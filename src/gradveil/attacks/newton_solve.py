@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradveil.attacks.newton_prior import Metric
+from gradveil.attacks.newton_prior import Prior
 from gradveil.attacks.newton_rows import Rows
 
 TRIALS = 6  # dampings tried before a step counts as failed
@@ -57,9 +57,10 @@ Direction = Callable[[Rows, Tensor, Tensor, Tensor, Tensor], Callable[[Tensor], 
 class Solver:
     """Solves a group of problems that share a prior."""
 
-    metric: Metric
+    prior: Prior
     schedule: Schedule
     direction: Direction  # dense or matrix-free
+    entries: int  # of the update: the leading rows, in which known noise can drown the floor
 
     def solve(self, rows: Rows, start: Tensor) -> State:
         """Return the final state from ``start`` (B, n)."""
@@ -121,7 +122,9 @@ class Solver:
         state.best[index] = torch.where(better[:, None], x, state.best[index])
         state.objective[index] = torch.minimum(objective, state.objective[index])
         floor = state.floor[index]
-        drowned = (floor[:, None] * rows.rms < DROWNED * rows.noise) | (rows.weights == 0)
+        drowned = (floor[:, None] * rows.rms < DROWNED * rows.noise)[:, : self.entries] | (rows.weights == 0)[
+            :, : self.entries
+        ]
         state.done[index] |= (floor <= self.schedule.last) | drowned.all(1)
         lowered = self._reached(rows, x, floor.clamp_max(WIDEST)).clamp(
             floor / self.schedule.fastest, floor / self.schedule.slowest
@@ -130,14 +133,14 @@ class Solver:
         state.age[index] = 0
 
     def _reached(self, rows: Rows, x: Tensor, width: Tensor) -> Tensor:
-        """Return the root mean square (B,) of the residual, relative to each tensor's own."""
-        relative = (rows.residual(x, width) / rows.rms).square() * rows.weights
+        """Return the root mean square (B,) of the residual, relative to each tensor's own and the known noise."""
+        relative = rows.residual(x, width).square() / (rows.rms.square() + rows.noise.square()) * rows.weights
         return relative.sum(1).div(rows.weights.sum(1)).sqrt()
 
     def _variance(self, rows: Rows, floor: Tensor) -> Tensor:
         return rows.noise.square() + (floor[:, None] * rows.rms).square()  # (B, R)
 
     def _cost(self, rows: Rows, residual: Tensor, x: Tensor, variance: Tensor) -> Tensor:
-        away = x.reshape(len(x), -1, len(self.metric.mean)) - self.metric.mean  # (B, N, d)
-        surprise = (away * self.metric.precise(away)).sum((1, 2))
+        away = x - self.prior.center()
+        surprise = (away * self.prior.precise(away)).sum(1)
         return (rows.weights * residual.square() / variance).sum(1) + surprise

@@ -6,37 +6,31 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradveil.attacks.newton_prior import Metric
+from gradveil.attacks.newton_prior import Prior
 from gradveil.attacks.newton_rows import Rows
-
-
-def _per_example(metric: Metric, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return function(x.unflatten(1, (-1, len(metric.mean)))).flatten(1)  # (B, n) -> (B, N, d) -> (B, n)
 
 
 @dataclass(frozen=True)
 class Dense:
     """Solve (Kᵀ V⁻¹ K + damping · Σ⁻¹) Δ = -slope with K of every problem written out."""
 
-    metric: Metric
+    prior: Prior
 
     def __call__(
         self, rows: Rows, x: Tensor, residual: Tensor, weights: Tensor, width: Tensor
     ) -> Callable[[Tensor], Tensor]:
         """Return damping (B,) -> step (B, n); ``weights`` (B, R) are those of the squared residuals."""
-        precision = self.metric.precision()
-        blocks = torch.block_diag(*[precision] * (x.shape[1] // len(precision)))
+        precision = self.prior.precision()
         normal, slope = [], []
         for b in range(len(x)):
             scaled = rows.jacobian(b, x[b], width) * weights[b].sqrt()  # (n, R)
             normal.append(scaled @ scaled.T)
             slope.append(scaled @ (weights[b].sqrt() * residual[b]))
-        away = _per_example(self.metric, lambda v: self.metric.precise(v - self.metric.mean), x)
-        fall = torch.stack(slope) + away
+        fall = torch.stack(slope) + self.prior.precise(x - self.prior.center())
         hessian = torch.stack(normal)
 
         def step(damping: Tensor) -> Tensor:
-            factor, _ = torch.linalg.cholesky_ex(hessian + damping[:, None, None] * blocks)
+            factor, _ = torch.linalg.cholesky_ex(hessian + damping[:, None, None] * precision)
             return torch.cholesky_solve(-fall[..., None], factor)[..., 0]
 
         return step
@@ -46,7 +40,7 @@ class Dense:
 class MatrixFree:
     """The same by conjugate gradients, preconditioned by Σ, on products with K and Kᵀ."""
 
-    metric: Metric
+    prior: Prior
     iterations: int
     tolerance: float = 1e-3  # of the residual of the linear system
 
@@ -54,19 +48,14 @@ class MatrixFree:
         self, rows: Rows, x: Tensor, residual: Tensor, weights: Tensor, width: Tensor
     ) -> Callable[[Tensor], Tensor]:
         """Return damping (B,) -> step (B, n); ``weights`` (B, R) are those of the squared residuals."""
-        precise, covary = self.metric.precise, self.metric.covary
-        away = _per_example(self.metric, lambda v: precise(v - self.metric.mean), x)
-        fall = rows.pull(x, weights * residual, width) + away
+        fall = rows.pull(x, weights * residual, width) + self.prior.precise(x - self.prior.center())
 
         def step(damping: Tensor) -> Tensor:
             def product(v: Tensor) -> Tensor:
                 curved = rows.pull(x, weights * rows.push(x, v, width), width)
-                return curved + damping[:, None] * _per_example(self.metric, precise, v)
+                return curved + damping[:, None] * self.prior.precise(v)
 
-            def spread(v: Tensor) -> Tensor:
-                return _per_example(self.metric, covary, v)
-
-            return conjugate_gradients(product, -fall, spread, self.iterations, self.tolerance)
+            return conjugate_gradients(product, -fall, self.prior.covary, self.iterations, self.tolerance)
 
         return step
 
