@@ -1,13 +1,22 @@
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("flwr")
 
 import torch
+import typer
 from flwr.app import Context, Message, RecordDict
+from typer.testing import CliRunner
 
-from gradveil.errors import SpecError
+from gradveil.cli.train import command as train_command
+from gradveil.errors import GradveilError, SpecError
 from gradveil.federated.simulate import Training, simulate
 from gradveil.integrations.flower.client import make_client_app
+from gradveil.integrations.flower.engine import submit
 from gradveil.integrations.flower.server import serve
 from gradveil.integrations.flower.settings import Settings, build_model, load_data, strategy_for
 from gradveil.integrations.flower.strategies import STRATEGIES, build_strategy
@@ -165,3 +174,45 @@ def test_fedavgm_gives_the_model_that_the_simulation_gives() -> None:
     state = serve(nodes(settings, list(range(6))), settings).state
     for name, value in last.model.state_dict().items():
         assert float((state[name] - value).abs().max()) < 1e-5
+
+
+def on_the_command_line(*options: str) -> BaseException | None:
+    app = typer.Typer()
+    app.command()(train_command)
+    return CliRunner().invoke(app, ["--engine", "flower", *options]).exception
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--resume"], "--resume is not available"),
+        (["--weighting", "uniform"], "--weighting is not available"),
+        (["--server", "fedavg:lr=0.5"], "fedavgm"),
+        (["--server", "no_such"], "No strategy is called 'no_such'"),
+        (["--devices", "11"], "11 devices a round"),
+    ],
+)
+def test_what_flower_cannot_do_is_said_before_it_starts(options: list[str], said: str, tmp_path: Path) -> None:
+    error = on_the_command_line("--out", str(tmp_path / "run"), *options)
+    assert isinstance(error, GradveilError)
+    assert said in str(error)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_superlink_that_is_not_there_is_an_error_in_one_line() -> None:
+    with pytest.raises(GradveilError, match="Is the SuperLink up"):
+        submit(SETTINGS, "127.0.0.1:9", None, print)
+
+
+def test_the_connection_speaks_tls_where_a_certificate_is_given(tmp_path: Path) -> None:
+    from gradveil.integrations.flower.engine import _connection
+
+    secure = tomllib.loads(_connection("host:1", tmp_path / "ca.crt"))["superlink"]["gradveil"]
+    assert secure == {"address": "host:1", "root-certificates": str(tmp_path / "ca.crt")}
+    assert tomllib.loads(_connection("host:1", None))["superlink"]["gradveil"]["insecure"] is True
+
+
+def test_telemetry_is_off_in_our_commands() -> None:
+    code = "import gradveil.integrations.flower.engine as e, sys; assert 'flwr' not in sys.modules; print(e.QUIET)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "'FLWR_TELEMETRY_ENABLED': '0'" in said

@@ -138,18 +138,19 @@ def _train_on_flower(
 ) -> None:
     """Hand the run to Flower: simulated here, or submitted to a SuperLink."""
     from gradveil.federated.run import RunFolder
-    from gradveil.integrations.flower.engine import run
+    from gradveil.integrations.flower.engine import check, run
     from gradveil.integrations.flower.settings import Settings, strategy_for
 
     for name in ("faults", "sampling", "weighting", "early_stop"):
         if getattr(config, name) != getattr(_DEFAULT, name):
             raise SpecError(f"--{name.replace('_', '-')} is not available with --engine flower. Leave it out.")
-    folder = RunFolder(out)
-    prepare(folder, config, resume=False)
     shared = {f.name for f in fields(Settings)} & {f.name for f in fields(TrainConfig)}
     values = {name: getattr(config, name) for name in shared}
     values |= {"data": config.data or "", "batch_size": config.batch_size or 0}
     settings = Settings(**values, strategy=strategy_for(config.server), out=str(out.resolve()))
+    if superlink is None:
+        check(settings)
+    prepare(RunFolder(out), config, resume=False)
     outcome = run(settings, superlink=superlink, root_certificates=certificates, say=typer.echo)
     if outcome is None:
         return

@@ -64,37 +64,46 @@ def run(
         workers: processes of a simulation; None takes one per core.
         say: gets each line of a SuperLink's log.
     """
-    if importlib.util.find_spec("flwr") is None:
-        raise MissingExtraError("The Flower engine", "flower")
     if superlink is None:
         return simulate(settings, workers)
     submit(settings, superlink, root_certificates, say)
     return None
 
 
-def simulate(settings: "Settings", workers: int | None = None) -> "Outcome":
-    """Run every device as a simulated node on this machine and return what came of it."""
+def check(settings: "Settings") -> int:
+    """Raise unless data, model, strategy and devices fit together; return the number of devices."""
+    if importlib.util.find_spec("flwr") is None:
+        raise MissingExtraError("The Flower engine", "flower")
     os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
-    from gradveil.integrations.flower.client import make_client_app
-    from gradveil.integrations.flower.server import make_server_app
+    from gradveil.defenses.base import build
     from gradveil.integrations.flower.settings import build_model, load_data
     from gradveil.integrations.flower.strategies import build_strategy
+
+    dataset, shares = load_data(settings.dataset, settings.data, settings.partition, settings.seed)
+    build_model(settings, dataset)
+    build(settings.defense)
+    build_strategy(settings.strategy)
+    if settings.devices > len(shares):
+        raise GradveilError(f"{settings.devices} devices a round were asked for and there are {len(shares)}.")
+    return len(shares)
+
+
+def simulate(settings: "Settings", workers: int | None = None) -> "Outcome":
+    """Run every device as a simulated node on this machine and return what came of it."""
+    devices = check(settings)  # whatever does not fit is said now, not from another process
+    from gradveil.integrations.flower.client import make_client_app
+    from gradveil.integrations.flower.server import make_server_app
 
     try:
         from flwr.simulation import run_simulation
     except ImportError as error:
         raise MissingExtraError("A simulation on Flower", "flower") from error
-    dataset, shares = load_data(settings.dataset, settings.data, settings.partition, settings.seed)
-    build_model(settings, dataset)  # whatever does not fit is said now, not from another process
-    build_strategy(settings.strategy)
-    if settings.devices > len(shares):
-        raise GradveilError(f"{settings.devices} devices a round were asked for and there are {len(shares)}.")
     outcomes: list[Outcome] = []
     cores = workers or os.cpu_count() or 1
     run_simulation(
         make_server_app(settings, outcomes.append),
         make_client_app(settings),
-        num_supernodes=len(shares),
+        num_supernodes=devices,
         backend_config={
             "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
             "init_args": {"num_cpus": cores, "log_to_driver": False, "include_dashboard": False},
@@ -117,15 +126,14 @@ def submit(settings: "Settings", superlink: str, root_certificates: Path | None,
         home.mkdir()
         (home / "config.toml").write_text(_connection(superlink, root_certificates), encoding="utf-8")
         env = os.environ | QUIET | {"FLWR_HOME": str(home)}
-        started = _flwr(["run", str(app), "gradveil", "--format", "json"], env)
-        run_id = str(_json(started)["run-id"])
+        run_id = str(_flwr(["run", str(app), "gradveil", "--format", "json"], env)["run-id"])
         log = subprocess.Popen(
             [_command(), "log", run_id, "gradveil", "--stream"], env=env, stdout=subprocess.PIPE, text=True
         )
         for line in log.stdout or ():
             say(line.rstrip())
         log.wait()
-        listed = _json(_flwr(["list", "--run-id", run_id, "gradveil", "--format", "json"], env))
+        listed = _flwr(["list", "--run-id", run_id, "gradveil", "--format", "json"], env)
     status = str(listed["runs"][0]["status"])
     if status != "finished:completed":
         raise GradveilError(f"Run {run_id} on {superlink} ended as {status}. The log above says why.")
@@ -158,14 +166,12 @@ def _command() -> str:
     return found
 
 
-def _flwr(arguments: list[str], env: dict[str, str]) -> str:
+def _flwr(arguments: list[str], env: dict[str, str]) -> dict[str, Any]:
+    """Run a flwr command that answers in JSON, and return the answer."""
     done = subprocess.run([_command(), *arguments], env=env, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        reason = " ".join((done.stderr or done.stdout).split())[-400:]
+    out = done.stdout
+    answer: dict[str, Any] = json.loads(out[out.index("{") : out.rindex("}") + 1]) if "{" in out else {}
+    if done.returncode != 0 or not answer.get("success"):
+        reason = " ".join(str(answer.get("error-message") or done.stderr or out).split())[:400]
         raise GradveilError(f"flwr {arguments[0]} failed: {reason} Is the SuperLink up, and the address right?")
-    return done.stdout
-
-
-def _json(text: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(text[text.index("{") : text.rindex("}") + 1])
-    return found
+    return answer
