@@ -95,6 +95,13 @@ def test_failing_and_lying_clients_are_counted_and_left_out() -> None:
     assert all(bool(torch.isfinite(value).all()) for value in outcome.state.values())
 
 
+def test_a_run_in_which_nobody_was_averaged_is_an_error() -> None:
+    grid = nodes(SETTINGS, list(range(6)))
+    grid.answers = {node: only_training(answer, poisoned) for node, answer in grid.answers.items()}
+    with pytest.raises(GradveilError, match=r"Not one update was accepted in 3 rounds\..*NaN"):
+        serve(grid, SETTINGS)
+
+
 def only_training(answer, change):  # type: ignore[no-untyped-def]
     return lambda msg: change(answer(msg)) if msg.metadata.message_type == "train" else answer(msg)
 

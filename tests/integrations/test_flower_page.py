@@ -69,7 +69,9 @@ def test_a_superlink_and_two_supernodes_train(tmp_path: Path) -> None:
         run(submit, tmp_path)
         rounds = (tmp_path / "runs" / "deployed" / "rounds.jsonl").read_text().splitlines()
         assert len(rounds) == 2
-        assert all('"accepted": 2' in row for row in rounds)
+        assert all('"accepted": 2' in row for row in rounds), rounds + [
+            log.read_text()[-2000:] for log in tmp_path.glob("*.log")
+        ]
         example = f"flwr run {ROOT / 'examples' / 'flower'} x --stream -c 'rounds=1 out=\"{tmp_path / 'example'}\"'"
         assert "Received 2 results and 0 failures" in run(example, tmp_path)
         assert (tmp_path / "example" / "model.safetensors").exists()

@@ -26,11 +26,13 @@ class CheckedGrid(GridView):
     def __init__(self, grid: Grid) -> None:
         super().__init__(grid)
         self.counts: list[dict[str, int]] = []
+        self.last_reason = ""  # why a reply was not kept
         self._rejected: Counter[int] = Counter()  # node -> replies turned away
 
     def received(self, sent: Message, reply: Message) -> Message:
         """Return the reply, or an error in its place."""
         if reply.has_error():
+            self.last_reason = str(reply.error.reason)
             return reply
         try:
             check_reply(params_of(arrays_of(sent)[1]), params_of(arrays_of(reply)[1]))
@@ -38,6 +40,7 @@ class CheckedGrid(GridView):
                 raise UpdateError(f"The reply counts {examples} examples; it takes at least one.")
         except GradveilError as error:
             LOG.warning("Reply of node %s rejected: %s", reply.metadata.src_node_id, error)
+            self.last_reason = str(error)
             self._rejected[reply.metadata.src_node_id] += 1
             return withhold(sent, str(error))
         return reply

@@ -13,6 +13,7 @@ from torch import nn
 
 from gradveil.data.base import Dataset
 from gradveil.data.partition import Indices
+from gradveil.errors import GradveilError
 from gradveil.federated.checkpoint import Checkpoint
 from gradveil.federated.evaluate import evaluate
 from gradveil.federated.run import RunFolder
@@ -83,6 +84,9 @@ def serve(grid: Grid, settings: Settings) -> Outcome:
         train_config=ConfigRecord({"lr": settings.lr, "batch-size": settings.batch_size}),
         evaluate_fn=after_round,
     )
+    if outcome.rounds and not any(row["accepted"] for row in outcome.rounds):
+        why = " ".join(watched.last_reason.split())[-300:] or "no client answered"
+        raise GradveilError(f"Not one update was accepted in {settings.rounds} rounds. The last reason: {why}")
     outcome.state = params_of(result.arrays) if result.arrays else dict(model.state_dict())
     outcome.leaks = auditor.rows if auditor else []
     return outcome
