@@ -121,7 +121,7 @@ def test_products_with_the_jacobian_agree_with_automatic_differentiation(name: s
 @pytest.mark.parametrize("name", ["linear", "identity", "strided", "even", "pooled"])
 def test_walking_a_chain_gives_the_recorded_tape(name: str) -> None:
     model, layer, x = make(name)
-    layers = chain(model, layer)
+    layers = chain(model, layer, x)
     assert layers is not None
     walked, recorded = walk(layers, x), record(model, layer, x)
     assert isinstance(walked, Tape)
@@ -157,7 +157,7 @@ def test_a_replaced_forward_is_honoured() -> None:
 def test_nested_chains_are_walked_up_to_a_layer_inside() -> None:
     model, _, x = make("even")
     nested = nn.Sequential(nn.Sequential(*model[:3]), nn.Sequential(*model[3:6], nn.Sequential(*model[6:])))
-    layers = chain(nested, "1.3.1")
+    layers = chain(nested, "1.3.1", x)
     assert layers is not None
     assert len(layers) == 7
     assert_close(leak_scores(nested, "1.3.1", x, "exact"), leak_scores(model, "7", x, "exact"))

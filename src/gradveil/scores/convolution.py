@@ -1,7 +1,7 @@
 """A convolution as a linear map. Its transpose with a stride is written as a plain convolution of phases."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 
 import torch
@@ -62,9 +62,8 @@ class Convolution(Operator):
         return self._convolve(s, self.weight.square())
 
     def _convolve(self, t: Tensor, weight: Tensor) -> Tensor:
-        flat = t.reshape(-1, *t.shape[2:])
         convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.stride) - 1]
-        out = convolve(flat, weight, None, self.stride, self.padding, self.dilation, self.groups)
+        out = convolve(t.flatten(0, 1), weight, None, self.stride, self.padding, self.dilation, self.groups)
         return out.view(t.shape[0], t.shape[1], *out.shape[1:])
 
     def pull(self, g: Tensor) -> Tensor:
@@ -146,7 +145,7 @@ class Convolution(Operator):
 
     @cached_property
     def _phase_weight(self) -> Tensor:
-        rows, columns = (torch.tensor(taps.which, device=self.weight.device) for taps in self._taps)
+        rows, columns = (_on_device(taps.which, str(self.weight.device)) for taps in self._taps)
         padded = F.pad(self.weight, (0, 1, 0, 1))  # one place more, of zeros
         taken = padded[:, :, rows][..., columns]  # (out, in, sh, window, sw, window)
         weight = taken.permute(2, 4, 1, 0, 3, 5).flatten(0, 2)  # (sh sw in, out, window, window)
@@ -173,3 +172,8 @@ class Convolution(Operator):
             g.flatten(0, 1), self.weight, None, self.stride, self.padding, self.dilation, True, extra, self.groups
         )
         return self._stacked(flat, g)
+
+
+@cache  # by geometry; kept, since recordings of a device read it
+def _on_device(which: tuple[tuple[int, ...], ...], device: str) -> Tensor:
+    return torch.tensor(which, device=device)

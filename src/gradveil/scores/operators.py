@@ -136,8 +136,10 @@ class Scale(Operator):
 
     def push(self, t: Tensor) -> Tensor:
         """Return the scaled stack."""
-        out = t * self.by if self._scales else t
-        return out if self.source == self.target else out.expand(-1, out.shape[1], *self.target[1:])
+        return self._widened(t * self.by if self._scales else t)
+
+    def _widened(self, t: Tensor) -> Tensor:
+        return t if self.source == self.target else t.expand(-1, t.shape[1], *self.target[1:])
 
     def pull(self, g: Tensor) -> Tensor:
         """Return the scaled stack, summed where the input was broadcast."""
@@ -166,7 +168,7 @@ class Scale(Operator):
 
     def spread(self, s: Tensor) -> Tensor:
         """Return the stack times the squared constants."""
-        return Scale(self.by * self.by, self.source, self.target).push(s)
+        return self._widened(s * (self.by * self.by) if self._scales else s)
 
     def trace(self, index: Tensor, factor: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the same positions, with the constants found there as further factors."""

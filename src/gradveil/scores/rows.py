@@ -33,12 +33,11 @@ def reduce_norms(g: Tensor, ps: Sequence[float]) -> list[Tensor]:
 
 def _norm(flat: Tensor, p: float) -> Tensor:
     norms: Tensor = torch.linalg.vector_norm(flat, p, dim=2)
-    if p != 2 or flat.dtype != torch.float32:
+    if p != 2 or flat.dtype != torch.float32 or not flat.shape[2]:
         return norms
-    if flat.is_cuda:  # no look at the values: that would wait for the device
-        scale = flat.abs().amax(dim=2, keepdim=True).clamp_min(torch.finfo(flat.dtype).tiny)
-        return torch.where(norms < _TINY, (flat / scale).norm(dim=2) * scale.squeeze(2), norms)
-    if flat.shape[2] and bool((norms < _TINY).any()):
+    if flat.is_cuda and torch.cuda.is_current_stream_capturing():  # no look at values while a call is recorded
+        return norms
+    if bool((norms < _TINY).any()):
         norms = torch.linalg.vector_norm(flat, p, dim=2, dtype=torch.float64).to(flat.dtype)
     return norms
 

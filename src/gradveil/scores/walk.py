@@ -17,17 +17,20 @@ from gradveil.scores.tape import Edge, Node, Tape
 Step = tuple[Tensor, Operator]
 
 
-def chain(model: nn.Module, layer: str) -> list[nn.Module] | None:
-    """Return the layers before ``layer``, where they are a plain chain that can be walked; else None.
+def chain(model: nn.Module, layer: str, x: Tensor) -> list[nn.Module] | None:
+    """Return the layers before ``layer``, where they are a plain chain that can be walked with x; else None.
 
     Plain: (nested) ``nn.Sequential`` of convolutions, linear layers, sigmoid, tanh, ReLU, max pooling and flatten, with
     no hook that could act before the layer is reached. Such a chain does the same at every call.
     """
     target = model.get_submodule(layer)
     found: list[nn.Module] = []
-    for part in _opened(model, target) if not _any_global_hook() else ():
+    if _any_global_hook() or torch.is_autocast_enabled(x.device.type):
+        return None
+    for part in _opened(model, target):
         if part is target:
-            return found
+            images = any(isinstance(layer, nn.Conv2d | nn.MaxPool2d) for layer in found)
+            return None if images and x.ndim != 4 else found
         if part is None or not _is_plain(part):
             return None
         found.append(part)
@@ -59,11 +62,8 @@ def _holds(module: nn.Module, target: nn.Module) -> bool:
     return any(part is target for part in module.modules())
 
 
-def walk(layers: list[nn.Module], x: Tensor) -> Tape | None:
-    """Run the layers on x and return what they did as a tape; None where x is not what they are walked with."""
-    spatial = any(isinstance(layer, nn.Conv2d | nn.MaxPool2d) for layer in layers)
-    if torch.is_autocast_enabled(x.device.type) or (spatial and x.ndim != 4):
-        return None
+def walk(layers: list[nn.Module], x: Tensor) -> Tape:
+    """Run the layers of a chain on x and return what they did as a tape."""
     with torch.no_grad():
         value = x = x.detach()
         nodes = [Node(tuple(x.shape), ())]

@@ -1,0 +1,109 @@
+"""What is made for CUDA: matrix products (checked on any machine) and replay (where there is a device)."""
+
+from collections.abc import Iterator
+from math import inf
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from gradveil.scores import METHODS, leak_scores
+from gradveil.scores.api import linearise
+from gradveil.scores.convolution import Convolution
+from gradveil.scores.dense import dense_rows, matrix_of
+from gradveil.scores.exact import exact_rows
+from gradveil.scores.graph import _RECORDINGS, Recording
+from gradveil.scores.tape import Tape
+from reference.score_models import BUILDERS, make
+
+SMALL_CHAINS = ["linear", "strided", "even", "batch norm", "dropout", "branching", "wide", "convolution defended"]
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+@pytest.mark.parametrize("name", SMALL_CHAINS)
+@pytest.mark.parametrize("memory", [1, 2**20])
+def test_matrix_products_give_the_same_norms(name: str, memory: int) -> None:
+    tape = linearise(*make(name))
+    assert isinstance(tape, Tape)
+    found = dense_rows(tape, (2.0, 1.0, inf), memory)
+    assert found is not None
+    expected = exact_rows(tape, (2.0, 1.0, inf), 2**20)
+    assert_close(found.norms, expected.norms)
+    assert_close(found.r, expected.r)
+
+
+def test_matrix_products_pass_a_chain_with_flatten_in_the_middle() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 3, 2, 1), nn.Sigmoid(), nn.Conv2d(3, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(24, 7), nn.ReLU(),
+        nn.Linear(7, 5), nn.Sigmoid(), nn.Linear(5, 2),
+    ).double()  # fmt: skip
+    tape = linearise(model, "9", torch.rand(3, 2, 9, 7, dtype=torch.float64))
+    assert isinstance(tape, Tape)
+    found = dense_rows(tape, (2.0,), 2**20)
+    assert found is not None
+    assert_close(found.norms, exact_rows(tape, (2.0,), 2**20).norms)
+
+
+def test_a_convolution_written_out_is_the_convolution() -> None:
+    weight, x = torch.randn(3, 2, 3, 2), torch.randn(4, 2, 7, 6)
+    y = nn.functional.conv2d(x, weight, None, (2, 1), (1, 2), (1, 2))
+    conv = Convolution(weight, (2, 1), (1, 2), (1, 2), 1, tuple(x.shape), tuple(y.shape))
+    found = x.permute(0, 2, 3, 1).flatten(1) @ matrix_of(conv).t()
+    assert_close(found, y.permute(0, 2, 3, 1).flatten(1))
+
+
+@pytest.mark.parametrize("name", ["pooled", "residual", "grouped"])
+def test_other_models_are_left_to_the_general_way(name: str) -> None:
+    tape = linearise(*make(name))
+    assert isinstance(tape, Tape)
+    assert dense_rows(tape, (2.0,), 2**20) is None
+
+
+@pytest.fixture
+def rounded() -> Iterator[None]:
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("method", [m for m in METHODS if m != "moment"])
+@pytest.mark.parametrize("name", sorted(BUILDERS))
+def test_cuda_agrees_with_the_cpu(name: str, method: str) -> None:
+    model, layer, x = make(name)
+    model.eval()
+    expected = leak_scores(model, layer, x, method)
+    model = model.cuda()
+    for _ in range(3):  # the second call records, the third replays
+        assert_close(leak_scores(model, layer, x.cuda(), method).cpu(), expected)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("method", ["exact", "moment", "sketch"])
+def test_a_replayed_call_sees_new_inputs_and_new_weights(method: str) -> None:
+    model, layer, x = make("even")
+    model, x = model.cuda(), x.cuda()
+    for _ in range(3):
+        leak_scores(model, layer, x, method)
+    assert any(isinstance(kept, Recording) for kept in _RECORDINGS[model].values())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    other = x.flip(0) * 0.9
+    expected = leak_scores(model.cpu(), layer, other.cpu(), method)
+    assert_close(leak_scores(model.cuda(), layer, other, method).cpu(), expected)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.usefixtures("rounded")
+def test_rounded_products_stay_within_a_thousandth() -> None:
+    model, layer, x = make("even")
+    model, x = model.float(), x.float()
+    expected = leak_scores(model, layer, x, "exact")
+    model = model.cuda()
+    for _ in range(3):
+        assert_close(leak_scores(model, layer, x.cuda(), "exact").cpu(), expected, rtol=5e-3, atol=0)
