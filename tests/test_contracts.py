@@ -1,0 +1,93 @@
+"""Every registered attack and reproduction item keeps its manners; a new file is tested by being there."""
+
+import copy
+from dataclasses import fields
+
+import pytest
+import torch
+from torch import nn
+
+from gradveil.attacks.base import ATTACKS, Attack
+from gradveil.defenses.base import DEFENSES
+from gradveil.defenses.nothing import NoDefense
+from gradveil.defenses.step import step_gradient
+from gradveil.paper.base import ITEMS, Context
+from gradveil.registry import describe
+from gradveil.types import Batch, Observation, Update
+
+SHORT = {"steps": 3, "restarts": 2}
+
+
+def short(name: str) -> Attack:
+    cls = ATTACKS.get(name)
+    return cls(**{f.name: SHORT[f.name] for f in fields(cls) if f.name in SHORT})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def seen(model: nn.Module, batch: Batch, rng: torch.Generator) -> Observation:
+    one = Batch(batch.inputs[:1], batch.labels[:1])
+    return Observation(model, Update(step_gradient(model, one, NoDefense(), rng)), (1, 8, 8), 5)
+
+
+def fresh() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+@pytest.mark.parametrize("name", ATTACKS.names())
+def test_an_attack_returns_finite_images_within_the_data_range(name: str, seen: Observation) -> None:
+    found = short(name).reconstruct(seen, fresh())
+    assert found.inputs.shape == (1, 1, 8, 8)
+    assert found.inputs.isfinite().all()
+    assert found.inputs.min() >= 0
+    assert found.inputs.max() <= 1
+    assert found.labels is None or found.labels.shape == (1,)
+
+
+@pytest.mark.parametrize("name", ATTACKS.names())
+def test_an_attack_repeats_from_its_generator_and_leaves_the_global_one(name: str, seen: Observation) -> None:
+    state = torch.get_rng_state()
+    first, again = (short(name).reconstruct(seen, fresh()) for _ in range(2))
+    assert torch.equal(first.inputs, again.inputs)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("name", ATTACKS.names())
+def test_an_attack_leaves_the_model_and_the_update_as_they_were(name: str, seen: Observation) -> None:
+    weights = copy.deepcopy(seen.model.state_dict())
+    update = copy.deepcopy(seen.update.gradient)
+    training = seen.model.training
+    short(name).reconstruct(seen, fresh())
+    assert all(torch.equal(v, weights[n]) for n, v in seen.model.state_dict().items())
+    assert all(torch.equal(v, update[n]) for n, v in seen.update.gradient.items())
+    assert seen.model.training == training
+    assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in seen.model.modules())
+    assert all(p.requires_grad and p.grad is None for p in seen.model.parameters())
+
+
+@pytest.mark.parametrize("name", ATTACKS.names())
+def test_an_attack_gives_the_same_answer_alone_and_in_company(name: str, seen: Observation, batch: Batch) -> None:
+    model = seen.model.double()
+    both = []
+    for i in range(2):
+        one = Batch(batch.inputs[i : i + 1].double(), batch.labels[i : i + 1])
+        both.append(Observation(model, Update(step_gradient(model, one, NoDefense(), fresh())), (1, 8, 8), 5))
+    alone = short(name).reconstruct(both[1], fresh()).inputs
+    together = short(name).reconstruct_many(both, [torch.Generator().manual_seed(9), fresh()])[1].inputs
+    torch.testing.assert_close(alone, together, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("registry", [ATTACKS, DEFENSES, ITEMS], ids=lambda r: r.kind)
+def test_every_method_round_trips_through_its_spec(registry: object) -> None:
+    for name, cls in registry:  # type: ignore[attr-defined]
+        if all(f.default is not f.default_factory for f in fields(cls)):
+            built = registry.build(name)  # type: ignore[attr-defined]
+            assert registry.build(describe(built)) == built  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ITEMS.names())
+def test_an_item_names_its_units_once_and_a_title(name: str) -> None:
+    item = ITEMS.build(name)
+    for scale in ("quick", "full"):
+        units = item.units(Context(scale=scale))  # type: ignore[arg-type]
+        assert len(units) == len(set(units)) > 0
+    assert item.title
