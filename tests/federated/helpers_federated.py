@@ -1,8 +1,10 @@
 """A small world: synthetic images, ragged clients."""
 
+import os
+
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradveil.data import Dataset
 from gradveil.data.own import from_arrays
@@ -28,3 +30,17 @@ def tiny_model(seed: int = 0, batchnorm: bool = False) -> nn.Module:
 def ragged_clients() -> list[np.ndarray]:
     """Five clients of 3, 7, 20, 11 and 19 examples."""
     return np.split(np.random.default_rng(1).permutation(60), [3, 10, 30, 41])
+
+
+class Unwilling(nn.Linear):
+    """Fails in training, as a user's model may."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise ZeroDivisionError("on purpose")
+
+
+class Absent(nn.Linear):
+    """Ends its process."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        os._exit(3)

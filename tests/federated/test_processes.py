@@ -1,16 +1,18 @@
 """Worker processes: fair shares, files opened rather than copied, and failures that are told."""
 
 import pickle
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
-from federated.helpers_federated import ragged_clients, tiny_dataset, tiny_model
+from federated.helpers_federated import Absent, Unwilling, ragged_clients, tiny_dataset, tiny_model
 from gradveil.data import Dataset, Split
 from gradveil.errors import GradveilError
 from gradveil.federated.processes import _deal, _opened, _portable
@@ -38,22 +40,6 @@ def test_a_memory_mapped_file_travels_by_name(tmp_path: Path) -> None:
     assert (_opened(pickle.loads(pickle.dumps(_portable(part)))).images == content[3:7]).all()
 
 
-class Unwilling(nn.Linear):
-    """Fails in training, as a user's model may."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        raise ZeroDivisionError("on purpose")
-
-
-class Absent(nn.Linear):
-    """Ends its process."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        import os
-
-        os._exit(3)
-
-
 def first_round(model: nn.Module) -> None:
     data: Dataset = tiny_dataset()
     next(simulate(model, data, ragged_clients(), Training(devices=2), engine="processes:workers=2"))
@@ -67,6 +53,16 @@ def first_round(model: nn.Module) -> None:
 def test_a_failing_worker_is_told_and_nothing_hangs(layer: type[nn.Module], error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         first_round(nn.Sequential(nn.Flatten(), layer(36, 3)))  # type: ignore[call-arg]
+
+
+@pytest.mark.slow
+def test_a_class_that_workers_cannot_import_is_told() -> None:
+    module = ModuleType("only_here")
+    module.Local = type("Local", (nn.Linear,), {"__module__": "only_here"})  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "only_here", module)
+        with pytest.raises(RuntimeError, match="could not start"):
+            first_round(nn.Sequential(nn.Flatten(), module.Local(36, 3)))  # type: ignore[attr-defined]
 
 
 def test_what_cannot_travel_is_refused() -> None:

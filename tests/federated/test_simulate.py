@@ -19,6 +19,7 @@ from gradveil.federated.evaluate import evaluate
 from gradveil.federated.faults import Faults
 from gradveil.federated.schedules import SCHEDULES
 from gradveil.federated.simulate import Training, client_seed, sample_clients, simulate
+from gradveil.federated.together import Setting, simulate_together
 from gradveil.seeds import Seeds
 from gradveil.tree import parameters
 
@@ -239,3 +240,35 @@ def test_evaluation_is_by_hand_and_puts_the_mode_back() -> None:
     logits = model.eval()(batch.inputs).detach()
     assert found.accuracy == pytest.approx(float((logits.argmax(1) == batch.labels).float().mean()))
     assert found.loss == pytest.approx(float(nn.functional.cross_entropy(logits, batch.labels)), rel=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["vectorised", "vectorised:clients=4", "sequential"])
+def test_settings_that_train_together_end_where_they_do_alone(engine: str) -> None:
+    data = tiny_dataset()
+    settings = [
+        Setting(tiny_model(1).double(), ragged_clients(), "none", 1),
+        Setting(tiny_model(2).double(), ragged_clients()[::-1], "gaussian:scale=0.1", 2),
+        Setting(tiny_model(2).double(), ragged_clients(), "pruning:share=0.5", 2),
+        Setting(tiny_model(2).double(), ragged_clients(), "laplace:scale=0.1,on=update", 3),
+    ]
+    training = Training(**{**vars(TRAINING), "server": "fedavgm", "proximal": 0.1})
+    last = list(simulate_together(settings, data, training, engine=engine))[-1]
+    for setting, together in zip(settings, last, strict=True):
+        rounds = simulate(setting.model, data, setting.clients, training, setting.defense, setting.seeds)
+        alone = list(rounds)[-1]
+        assert distance(dict(together.model.state_dict()), dict(alone.model.state_dict())) < 1e-10
+        assert together.clients == alone.clients
+
+
+def test_settings_that_cannot_train_together_are_refused() -> None:
+    data = tiny_dataset()
+    one = Setting(tiny_model(), ragged_clients())
+    other = Setting(nn.Sequential(nn.Flatten(), nn.Linear(36, 3)), ragged_clients())
+    for settings, engine, message in [
+        ([], "vectorised", "nothing to train"),
+        ([one, other], "vectorised", "one architecture"),
+        ([one], "processes", "vectorised and sequential"),
+        ([one, Setting(tiny_model(), ragged_clients(), "representation")], "vectorised", "representation"),
+    ]:
+        with pytest.raises(GradveilError, match=message):
+            next(simulate_together(settings, data, TRAINING, engine=engine))

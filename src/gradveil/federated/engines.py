@@ -37,6 +37,8 @@ class Job:
     client: int
     indices: Indices  # the examples it holds
     seed: int  # of its shuffling and of its defence's randomness
+    start: nn.Module | None = None  # the model that it receives; None: the one of the round
+    defense: Defense | None = None  # None: the one of the world
 
 
 class Crew(ABC):
@@ -93,7 +95,7 @@ class _One(Crew):
         return [self._one(model, job, lr) for job in jobs]
 
     def _one(self, model: nn.Module, job: Job, lr: float) -> Sent:
-        copy_state(model, self.model)
+        copy_state(job.start or model, self.model)
         return work(self.model, self.world, job, lr, self.format)
 
 
@@ -107,7 +109,9 @@ def work(
     if inputs.ndim == 4:
         inputs = inputs.contiguous(memory_format=layout)
     rng = torch.Generator().manual_seed(job.seed)
-    return train_client(model, Batch(inputs, batch.labels.to(first.device)), world.defense, lr, rng, world.local)
+    return train_client(
+        model, Batch(inputs, batch.labels.to(first.device)), job.defense or world.defense, lr, rng, world.local
+    )
 
 
 def copy_state(source: nn.Module, target: nn.Module) -> None:

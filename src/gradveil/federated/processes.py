@@ -132,8 +132,14 @@ def _serve(pipe: Connection, channels_last: bool) -> None:
     torch.set_num_threads(1)
     layout = torch.channels_last if channels_last else torch.contiguous_format
     try:
-        world: World = pickle.loads(pipe.recv_bytes())
-        world = replace(world, train=_opened(world.train))
+        content = pipe.recv_bytes()
+        try:
+            world: World = pickle.loads(content)
+            world = replace(world, train=_opened(world.train))
+        except Exception:  # told when the first work comes
+            pipe.recv()
+            pipe.send(_Failure(f"A worker process could not start:\n{traceback.format_exc()}", False))
+            return
         model = world.model.to(memory_format=layout)  # type: ignore[call-overload]
         places = dict(model.named_parameters()) | dict(model.named_buffers())
         while True:

@@ -13,7 +13,7 @@ from gradveil.data.partition import Indices
 from gradveil.defenses.base import Defense, build
 from gradveil.errors import DataError, GradveilError
 from gradveil.federated.checkpoint import Checkpoint
-from gradveil.federated.client import Local
+from gradveil.federated.client import Local, Sent
 from gradveil.federated.engines import ENGINES, Engine, Job, World
 from gradveil.federated.faults import Faults
 from gradveil.federated.schedules import SCHEDULES
@@ -102,39 +102,93 @@ def simulate(
     ``watch`` asks for truth and update of some clients: the first n of each round, or those that
     ``watch(round_number, clients)`` returns.
     """
-    settings = training or Training()
-    draw = seeds if isinstance(seeds, Seeds) else Seeds(seeds)
-    _check(dataset, clients, settings)
-    model = copy.deepcopy(model).train()
-    memory: Memory = {}
-    first = 1
-    if resume is not None:
-        resume.restore(model)
-        device = next(model.parameters()).device
-        memory = {kind: {name: v.to(device) for name, v in tree.items()} for kind, tree in resume.memory.items()}
-        first = resume.round + 1
-    schedule, server = SCHEDULES.build(settings.schedule), SERVERS.build(settings.server)
-    sizes = [len(part) for part in clients]
-    world = World(model, dataset.train, build(defense), settings.local)
+    run = Run(model, dataset, clients, training or Training(), build(defense), seeds, faults, watch, resume)
+    world = World(run.model, dataset.train, run.defense, run.training.local)
     with ENGINES.build(engine).hire(world) as crew:
-        upcoming = round_jobs(draw, first, clients, settings)
-        for number in range(first, settings.rounds + 1):
-            lr = schedule.lr(settings.lr, number, settings.rounds)
-            jobs = upcoming
-            chosen = tuple(job.client for job in jobs)
-            wanted = chosen[:watch] if isinstance(watch, int) else tuple(watch(number, chosen))
-            received = copy.deepcopy(model) if wanted else None
-            arrivals = [Arrival(job.client, sent) for job, sent in zip(jobs, crew.train(model, jobs, lr), strict=True)]
-            upcoming = round_jobs(draw, number + 1, clients, settings)
-            crew.expect(upcoming if number < settings.rounds else [])
-            watched = _watched(dataset, jobs, arrivals, wanted)
-            if faults is not None:
-                arrivals = [faults.strike(a, draw("fault", number, slot)) for slot, a in enumerate(arrivals)]
-            merged = merge(model, arrivals, settings.weighting, sizes)
-            if merged.accepted:
-                weights, memory = server.move(parameters(model), merged.target, memory)
-                assign(model, weights | merged.buffers)
-            yield Round(number, model, received, lr, chosen, merged.accepted, merged.rejected, watched, memory)
+        upcoming = run.jobs(run.first)
+        for number in range(run.first, run.training.rounds + 1):
+            jobs, lr = upcoming, run.lr(number)
+            run.begin(number, jobs)
+            sent = crew.train(run.model, jobs, lr)
+            upcoming = run.jobs(number + 1)
+            crew.expect(upcoming if number < run.training.rounds else [])
+            yield run.finish(number, jobs, sent)
+
+
+class Run:
+    """The server's side of one training run, between the rounds' work."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dataset: Dataset,
+        clients: Sequence[Indices],
+        training: Training,
+        defense: Defense,
+        seeds: Seeds | int = 0,
+        faults: Faults | None = None,
+        watch: Watch = 0,
+        resume: Checkpoint | None = None,
+    ) -> None:
+        _check(dataset, clients, training)
+        self.dataset, self.clients, self.training, self.defense = dataset, clients, training, defense
+        self.seeds = seeds if isinstance(seeds, Seeds) else Seeds(seeds)
+        self.faults, self.watch = faults, watch
+        self.model = copy.deepcopy(model).train()
+        self.memory: Memory = {}
+        self.first = 1
+        self.wanted: tuple[int, ...] = ()
+        self.received: nn.Module | None = None
+        if resume is not None:
+            resume.restore(self.model)
+            at = next(self.model.parameters()).device
+            self.memory = {kind: {name: v.to(at) for name, v in tree.items()} for kind, tree in resume.memory.items()}
+            self.first = resume.round + 1
+
+    def lr(self, number: int) -> float:
+        """Return the learning rate of a round."""
+        return SCHEDULES.build(self.training.schedule).lr(self.training.lr, number, self.training.rounds)
+
+    def jobs(self, number: int) -> list[Job]:
+        """Return the work of a round."""
+        return round_jobs(self.seeds, number, self.clients, self.training)
+
+    def begin(self, number: int, jobs: Sequence[Job]) -> None:
+        """Note who is watched, and the model that they receive."""
+        chosen = tuple(job.client for job in jobs)
+        self.wanted = chosen[: self.watch] if isinstance(self.watch, int) else tuple(self.watch(number, chosen))
+        self.received = copy.deepcopy(self.model) if self.wanted else None
+
+    def finish(self, number: int, jobs: Sequence[Job], sent: Sequence[Sent]) -> Round:
+        """Average what arrives and move the model."""
+        arrivals = [Arrival(job.client, one) for job, one in zip(jobs, sent, strict=True)]
+        watched = self._watched(jobs, sent)
+        if self.faults is not None:
+            arrivals = [self.faults.strike(a, self.seeds("fault", number, slot)) for slot, a in enumerate(arrivals)]
+        merged = merge(self.model, arrivals, self.training.weighting, [len(part) for part in self.clients])
+        if merged.accepted:
+            server = SERVERS.build(self.training.server)
+            weights, self.memory = server.move(parameters(self.model), merged.target, self.memory)
+            assign(self.model, weights | merged.buffers)
+        chosen = tuple(job.client for job in jobs)
+        return Round(
+            number=number,
+            model=self.model,
+            sent=self.received,
+            lr=self.lr(number),
+            clients=chosen,
+            accepted=merged.accepted,
+            rejected=merged.rejected,
+            watched=watched,
+            memory=self.memory,
+        )
+
+    def _watched(self, jobs: Sequence[Job], sent: Sequence[Sent]) -> tuple[Watched, ...]:
+        return tuple(
+            Watched(job.client, self.dataset.train.batch(job.indices), one.update)
+            for job, one in zip(jobs, sent, strict=True)
+            if job.client in self.wanted
+        )
 
 
 def sample_clients(seeds: Seeds, number: int, sizes: Sequence[int], training: Training) -> list[int]:
@@ -167,16 +221,6 @@ def assign(model: nn.Module, values: Params) -> None:
     with torch.no_grad():
         for name, value in values.items():
             own[name].copy_(value)
-
-
-def _watched(
-    dataset: Dataset, jobs: Sequence[Job], arrivals: Sequence[Arrival], wanted: Sequence[int]
-) -> tuple[Watched, ...]:
-    found = []
-    for job, arrival in zip(jobs, arrivals, strict=True):
-        if job.client in wanted and arrival.sent:
-            found.append(Watched(job.client, dataset.train.batch(job.indices), arrival.sent.update))
-    return tuple(found)
 
 
 def _check(dataset: Dataset, clients: Sequence[Indices], training: Training) -> None:

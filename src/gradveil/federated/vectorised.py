@@ -5,7 +5,7 @@ and 0 on the padding; a client that has no step left has weight 0 everywhere, so
 """
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ from torch import Generator, Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from gradveil.data.base import Split
+from gradveil.defenses.base import Defense
 from gradveil.errors import GradveilError
 from gradveil.federated.client import Sent
 from gradveil.federated.engines import ENGINES, Crew, Engine, Job, World
@@ -104,15 +105,17 @@ class _Stack(Crew):
         return chunks
 
     def _together(self, model: nn.Module, chunk: "_Chunk", lr: float) -> list[Sent]:
-        local, defense = self.world.local, self.world.defense
-        total = self._trainer(chunk.steps).run(parameters(model), chunk.steps, lr, chunk.rngs)
+        local = self.world.local
+        starts = [job.start or model for job in chunk.jobs]
+        defenses = [job.defense or self.world.defense for job in chunk.jobs]
+        total = self._trainer(chunk.steps).run(_stacked(starts), chunk, lr, defenses)
         sent = []
         rows = zip(*(value.unbind() for value in total.values()), strict=True)
-        for job, count, rng, row in zip(chunk.jobs, chunk.steps.counts, chunk.rngs, rows, strict=True):
-            gradient = dict(zip(total, row, strict=True))
+        for k, (job, row) in enumerate(zip(chunk.jobs, rows, strict=True)):
             n = len(job.indices)
             size = None if local.batch_size is None or local.batch_size >= n else local.batch_size
-            sent.append(Sent(defense.on_update(Update(gradient, n, count, lr, size), rng)))
+            update = Update(dict(zip(total, row, strict=True)), n, chunk.steps.counts[k], lr, size)
+            sent.append(Sent(defenses[k].on_update(update, chunk.rngs[k])))
         return sent
 
     def _trainer(self, steps: Steps) -> "_Trainer":
@@ -122,6 +125,14 @@ class _Stack(Crew):
         if known is None or known.capacity < count or known.width != width:
             self.trainers[clients] = _Trainer(self.world, self.data, steps, self.graph)
         return self.trainers[clients]
+
+
+def _stacked(models: Sequence[nn.Module]) -> list[Tensor]:
+    """Return each weight of the models one above the other: (K, *shape), as a view where all are one model."""
+    if all(model is models[0] for model in models):
+        return [value.expand(len(models), *value.shape) for value in parameters(models[0]).values()]
+    found = [parameters(model).values() for model in models]
+    return [torch.stack(values) for values in zip(*found, strict=True)]
 
 
 class _Resident:
@@ -170,24 +181,24 @@ class _Trainer:
         self.gradients = vmap(grad(self._loss))
         self.graph = self._record() if graph else None
 
-    def run(self, start: Params, steps: Steps, lr: float, rngs: Sequence[Generator]) -> Params:
+    def run(self, start: Sequence[Tensor], chunk: _Chunk, lr: float, defenses: Sequence[Defense]) -> Params:
         """Return the sum of each client's step directions, stacked: (K, *shape) by name."""
-        self._reset(list(start.values()), lr)
-        count = len(steps.indices)
-        self.indices[:count].copy_(steps.indices)
-        self.parts[:count].copy_(steps.weights)
-        for _ in range(count):
+        self._reset(start, lr)
+        count = len(chunk.steps.indices)
+        self.indices[:count].copy_(chunk.steps.indices)
+        self.parts[:count].copy_(chunk.steps.weights)
+        for step in range(count):
             if self.graph is not None:
                 self.graph.replay()
             else:
-                self._step(steps.counts, rngs)
+                self._step(lambda stacked, step=step: self._defended(stacked, chunk, step, defenses))  # type: ignore[misc]
         return {name: value.clone() for name, value in zip(self.names, self.total, strict=True)}
 
     def _reset(self, start: Sequence[Tensor], lr: float) -> None:
         for stacked, value in zip(self.weights, start, strict=True):
-            stacked.copy_(value.expand_as(stacked))
+            stacked.copy_(value)
         for stacked, value in zip(self.start, start, strict=False):
-            stacked.copy_(value.expand_as(stacked))
+            stacked.copy_(value)
         torch._foreach_zero_(self.total)
         self.now.zero_()
         self.lr.fill_(lr)
@@ -196,16 +207,13 @@ class _Trainer:
         logits = functional_call(self.world.model, weights, (inputs,))
         return (F.cross_entropy(logits, labels, reduction="none") * parts).sum()
 
-    def _step(self, counts: Sequence[int] = (), rngs: Sequence[Generator] = ()) -> None:
+    def _step(self, defended: Callable[[list[Tensor]], list[Tensor]] = lambda stacked: stacked) -> None:
         """Take one step of every client, in place."""
         parts = self.parts.index_select(0, self.now)[0]  # (K, B)
         inputs, labels = self.data(self.indices.index_select(0, self.now)[0], parts.dtype)
         with torch.enable_grad():
             found = self.gradients(dict(zip(self.names, self.weights, strict=True)), inputs, labels, parts)
-        direction = [found[name] for name in self.names]
-        if "gradient" in self.world.defense.acts_on:
-            direction = self._defended(direction, counts, rngs)
-        direction = self._regularised(direction, parts)
+        direction = self._regularised(defended([found[name] for name in self.names]), parts)
         torch._foreach_sub_(self.weights, torch._foreach_mul(direction, self.lr))
         torch._foreach_add_(self.total, direction)
         self.now.add_(1)
@@ -221,19 +229,20 @@ class _Trainer:
             pull = [p + local.proximal * (w - s) for p, w, s in zip(pull, self.weights, self.start, strict=True)]
         return [d + p * active.reshape(-1, *[1] * (p.ndim - 1)) for d, p in zip(direction, pull, strict=True)]
 
-    def _defended(self, stacked: list[Tensor], counts: Sequence[int], rngs: Sequence[Generator]) -> list[Tensor]:
-        """Let the defence change each client's gradient, in the order in which it would alone."""
-        step = int(self.now)
+    def _defended(self, stacked: list[Tensor], chunk: _Chunk, step: int, defenses: Sequence[Defense]) -> list[Tensor]:
+        """Let each client's defence change its gradient, in the order in which it would alone."""
+        if not any("gradient" in defense.acts_on for defense in defenses):
+            return stacked
         rows = []
-        for k, (count, rng) in enumerate(zip(counts, rngs, strict=True)):
+        for k, (defense, rng) in enumerate(zip(defenses, chunk.rngs, strict=True)):
             gradient = {name: value[k] for name, value in zip(self.names, stacked, strict=True)}
-            changed = self.world.defense.on_gradient(gradient, rng) if step < count else gradient
+            changed = defense.on_gradient(gradient, rng) if step < chunk.steps.counts[k] else gradient
             rows.append([changed[name] for name in self.names])
         return [torch.stack(column) for column in zip(*rows, strict=True)]
 
     def _record(self) -> torch.cuda.CUDAGraph:
         """Record one step; a few steps first on a side stream let the libraries set themselves up."""
-        self._reset([torch.zeros_like(w[0]) for w in self.weights], 0.0)
+        self._reset([torch.zeros_like(w) for w in self.weights], 0.0)
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         graph = torch.cuda.CUDAGraph()
