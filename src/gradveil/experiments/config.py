@@ -9,7 +9,7 @@ DEFENSES = (
     "representation:share=0.4",
     "random_mask:share=0.4",
     "pruning:share=0.8",
-    "gaussian:scale=0.01",
+    "gaussian:scale=0.1",
 )
 
 
@@ -21,7 +21,7 @@ class AuditConfig:
     data: str | None = None  # the local data folder
     model: str = "lenet:activation=tanh,init=kaiming"
     defenses: tuple[str, ...] = DEFENSES
-    attacks: tuple[str, ...] = ("newton", "dlg")
+    attacks: tuple[str, ...] = ("newton", "dlg:steps=20,restarts=3")
     partition: str = "iid:devices=10"
     rounds: int = 6
     clients: int = 5  # that train in a round

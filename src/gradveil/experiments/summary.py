@@ -80,7 +80,7 @@ def best_floor(rows: Iterable[Row]) -> Floor | None:
 
 
 def lines(rows: Sequence[Row]) -> list[Line]:
-    """Return every line, in the order of the rows; each with its control's verdict."""
+    """Return every line with its control's verdict: by round, by defence (none first), the naive server first."""
     floor = best_floor(rows)
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
@@ -94,7 +94,10 @@ def lines(rows: Sequence[Row]) -> list[Line]:
         for (round_, weights, defense, server, attack), group in groups.items()
         if (defense, server) == ("none", NAIVE)
     }
-    return [_line(key, group, controls.get((key[0], key[1], key[4])), floor) for key, group in groups.items()]
+    found = [_line(key, group, controls.get((key[0], key[1], key[4])), floor) for key, group in groups.items()]
+    rounds = list(dict.fromkeys(line.round for line in found))
+    names = list(dict.fromkeys(["none", *(row["defense"] for row in rows if "defense" in row)]))
+    return sorted(found, key=lambda x: (rounds.index(x.round), names.index(x.defense), x.server != NAIVE))
 
 
 def grade(mse: Interval, recovered: Interval, identified: Interval, floor: Floor, gallery: int) -> Grade:

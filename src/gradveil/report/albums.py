@@ -56,7 +56,8 @@ def albums(store: Store, found: Sequence[Line]) -> list[Album]:
             by_line.setdefault(_key(row), []).append(row)
         lines = {_line_key(x): x for x in found if x.round == round_}
         first = _first_choice(list(lines.values())) if lines else set(by_line)
-        strips = {key: _strip(group, lines.get(key), arrays) for key, group in by_line.items()}
+        ordered = [*lines, *(key for key in by_line if key not in lines)]
+        strips = {key: _strip(by_line[key], lines.get(key), arrays) for key in ordered}
         shown = [strip for key, strip in strips.items() if key in first]
         rest = [strip for key, strip in strips.items() if key not in first]
         number = here[0]["round_number"]
