@@ -210,7 +210,7 @@ def lanczos(
         size, scale = w.norm(dim=1), torch.stack(diagonal).amax(0)
         size = torch.where(size > 100 * torch.finfo(w.dtype).eps * scale, size, 0.0)  # 0: the space is exhausted
         beside.append(size)
-        if step + 1 == steps or step % 4 == 3:
+        if step + 1 == steps or step % 2:
             top, residual = _ritz(diagonal, beside)
             if bool((residual <= tolerance).all()):
                 break
