@@ -6,10 +6,15 @@ import pytest
 import torch
 
 from gradveil.attacks.base import Attack
+from gradveil.data import load
+from gradveil.defenses.random_mask import RandomMask
 from gradveil.experiments.audit import Audit, audit
 from gradveil.experiments.config import AuditConfig
+from gradveil.experiments.promises import promise_rows
+from gradveil.experiments.scene import build_scene
 from gradveil.experiments.store import Store
 from gradveil.experiments.toml import from_toml
+from gradveil.models import build
 from gradveil.types import Observation
 
 PRUNED = "pruning:share=0.98"
@@ -169,3 +174,34 @@ def test_the_run_folder_holds_its_settings(finished: Audit) -> None:
     assert config.defenses == (PRUNED,)
     assert config.attacks == ("Divide()", "Guess()")
     assert config.model == "logistic"
+
+
+def test_what_can_be_promised_stands_beside_what_was_tried(finished: Audit) -> None:
+    meter = {(row["defense"], row["server"]): row["mse"] for row in finished.rows if row["kind"] == "meter"}
+    floor = min(row["mse"] for row in finished.rows if row["kind"] == "floor")
+    assert meter["none", "plain"] < 0.01 * floor  # an undefended update gives the input away
+    assert (PRUNED, "mask") in meter
+    assert not [row for row in finished.rows if row["kind"] == "certificate"]  # pruning perturbs no representation
+
+
+def test_certificates_of_a_perturbed_layer_say_what_they_rest_on(tmp_path: Path, small: AuditConfig) -> None:
+    data = load("digits")
+    scene = build_scene(small, data, build("probe", data.input_shape, 10), {"r": RandomMask()}, {})
+    rows = [row for row in promise_rows(scene, "r") if row["kind"] == "certificate"]
+    assert {row["certificate"]: row["sound"] for row in rows} == {"local": False, "global": True}
+    assert all(row["mse"] > 0 for row in rows)
+    assert all("does not need" in row["assumptions"][-1] for row in rows)
+
+
+def test_a_model_that_no_certificate_can_read_does_not_stop_the_audit(
+    small: AuditConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(*_: object, **__: object) -> None:
+        raise RuntimeError("no rule for this\nlayer")
+
+    monkeypatch.setattr("gradveil.experiments.promises.metered", unreadable)
+    data = load("digits")
+    scene = build_scene(small, data, build("logistic", data.input_shape, 10), {}, {})
+    (row,) = promise_rows(scene, "none")
+    assert row["mse"] is None
+    assert row["says"] == "Not read: no rule for this layer"

@@ -54,6 +54,15 @@ def write_run(
         ]
         why = [{"kind": "defense", "defense": defense, "server": "drop", "why": "Leaves the tensor out."}]
         store.add(f"train/{defense}", rows + (why if defense != "none" else []))
+    promised: list[Row] = [
+        {"kind": "certificate", "defense": "representation:share=0.4", "layer": "fc", "certificate": kind, "mse": mse,
+         "sound": kind == "global", "says": "At least this.", "assumptions": ["The sky is blue."]}
+        for kind, mse in (("local", 0.013), ("global", 2e-4))
+    ]  # fmt: skip
+    promised.append(
+        {"kind": "meter", "defense": "none", "server": "plain", "mse": 6e-9, "says": "", "assumptions": ["Gaussian."]}
+    )
+    store.add("promise", promised)
     for round_ in ("first", "last"):
         for defense, (_, attacks) in scene.items():
             for (server, attack), mse in attacks.items():

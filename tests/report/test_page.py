@@ -86,3 +86,15 @@ def test_the_page_is_a_pure_function_of_the_folder(run_folder: Path, page: str) 
 
 def test_the_page_stays_small(page: str) -> None:
     assert len(page) < 400_000
+
+
+def test_promises_stand_with_what_they_rest_on(page: str) -> None:
+    part = page[page.index('id="promises"') : page.index('id="reading"')]
+    for said in (
+        "the paper&#39;s theorem 1 (fc)",
+        "first order",
+        "the Lipschitz bound (fc)",
+        "The sky is blue.",
+        "6e-9",
+    ):
+        assert said in part

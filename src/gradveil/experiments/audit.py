@@ -16,6 +16,7 @@ from gradveil.errors import AttackError
 from gradveil.experiments.config import AuditConfig
 from gradveil.experiments.own import load_dataset, make_model
 from gradveil.experiments.panel import chunks, problems, run_chunk
+from gradveil.experiments.promises import promise_rows
 from gradveil.experiments.scene import Scene, build_scene
 from gradveil.experiments.store import Row, Store
 from gradveil.experiments.summary import Line, lines
@@ -100,6 +101,9 @@ def run_audit(scene: Scene, store: Store, progress: Progress) -> None:
     """Do what is not done yet."""
     if not store.done("truth"):
         store.add("truth", *floors(scene.truth, scene))
+    for defense in scene.defenses:
+        if not store.done(f"promise/{defense}"):
+            store.add(f"promise/{defense}", promise_rows(scene, defense))
     looks = list(train_all(scene, store, progress))
     work = [
         (f"attack/{attack}/{i}", part)

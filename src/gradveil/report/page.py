@@ -11,6 +11,7 @@ from gradveil.experiments.summary import Floor, Line, best_floor, lines
 from gradveil.experiments.verdict import BADGES, Verdict, headline, verdicts
 from gradveil.report.albums import albums, thumbs
 from gradveil.report.figures import errors_figure, trade_figure
+from gradveil.report.promises import promises_table
 from gradveil.report.table import HEAD, NUM_TEXTS, table_rows
 from gradveil.report.words import CAVEAT, PICTURES, READING
 
@@ -53,6 +54,7 @@ def _content(store: Store) -> dict[str, Any]:
         "albums": albums(store, found),
         "figures": _figures(found, judged, floor) if floor is not None else [],
         "table": {"head": HEAD, "texts": NUM_TEXTS, "rows": table_rows(found, floor)} if floor is not None else None,
+        "promises": promises_table(rows),
         "images": floor.mse.count if floor is not None else 0,
         "reading": READING,
         "servers": [(f"{row['defense']} · {row['server']}", row["why"]) for row in about],
