@@ -15,6 +15,7 @@ from gradveil.experiments.scene import build_scene
 from gradveil.experiments.store import Store
 from gradveil.experiments.toml import from_toml
 from gradveil.models import build
+from gradveil.report.page import write_report
 from gradveil.types import Observation
 
 PRUNED = "pruning:share=0.98"
@@ -205,3 +206,14 @@ def test_a_model_that_no_certificate_can_read_does_not_stop_the_audit(
     (row,) = promise_rows(scene, "none")
     assert row["mse"] is None
     assert row["says"] == "Not read: no rule for this layer"
+
+
+def test_tables_of_numbers_are_audited_like_images(tmp_path: Path, small: AuditConfig, divide: Attack) -> None:
+    def make_data() -> tuple[np.ndarray, np.ndarray]:
+        return np.random.default_rng(0).random((80, 12), dtype=np.float32), np.arange(80) % 2
+
+    run = audit(
+        config=small, dataset=make_data, model=lambda: torch.nn.Linear(12, 2), attacks=[divide], out=tmp_path / "run"
+    )
+    assert {v.defense: v.outcome for v in run.verdicts}["none"] == "recovered"
+    assert "Images recovered" in write_report(run.folder).read_text()

@@ -14,7 +14,7 @@ from gradveil.models import build
 from gradveil.report.page import write_report
 from gradveil.tree import parameters
 
-ATTACK = "dlg:steps=15,restarts=2"
+ATTACK = "newton"
 PRUNED = "pruning:share=0.5"
 
 

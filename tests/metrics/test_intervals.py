@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
-from gradveil.metrics.intervals import interval, rate
+from gradveil.metrics.intervals import chance_of, interval, rate
 
 
 def test_the_bootstrap_interval_covers_the_mean_about_as_often_as_it_says() -> None:
@@ -50,3 +51,13 @@ def test_values_that_are_not_numbers_are_left_out() -> None:
     assert rate([1.0, math.nan]).mean == 1.0
     assert math.isnan(interval([math.nan]).mean)
     assert rate([]).count == 0
+
+
+@given(st.integers(1, 40), st.data())
+def test_rates_and_chances_are_those_of_scipy(count: int, data: st.DataObject) -> None:
+    hits = data.draw(st.integers(0, count))
+    expected = stats.binomtest(hits, count).proportion_ci(0.95, method="wilson")
+    found = rate([1.0] * hits + [0.0] * (count - hits))
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=1e-9)
+    by_chance = stats.binomtest(hits, count, 0.01, alternative="greater").pvalue
+    assert chance_of(hits, count, 0.01) == pytest.approx(by_chance, rel=1e-6, abs=1e-12)

@@ -4,10 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from scipy.stats import binomtest
-
 from gradveil.experiments.store import Row
-from gradveil.metrics.intervals import Interval, interval, rate
+from gradveil.metrics.intervals import Interval, chance_of, interval, rate
 
 Grade = Literal["recovered", "recognised", "traces", "nothing"]
 GRADES: tuple[Grade, ...] = ("nothing", "traces", "recognised", "recovered")  # from harmless to worst
@@ -121,7 +119,7 @@ def _beyond_chance(identified: Interval, gallery: int) -> bool:
     if not identified.count:
         return False
     hits = round(identified.mean * identified.count)
-    return bool(binomtest(hits, identified.count, 1 / gallery, alternative="greater").pvalue < SIGNIFICANT)
+    return chance_of(hits, identified.count, 1 / gallery) < SIGNIFICANT
 
 
 def _line(key: tuple[str, ...], group: Sequence[Row], control: Sequence[Row] | None, floor: Floor) -> Line:

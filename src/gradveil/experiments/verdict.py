@@ -12,7 +12,7 @@ Outcome = Literal["recovered", "recognised", "traces", "nothing", "void"]
 
 GETS: dict[str, str] = {
     "recovered": "gets the images back",
-    "recognised": "gets images that can be told from a hundred others",
+    "recognised": "gets images that can be told from {others} others",
     "traces": "gets traces of the images",
     "nothing": "gets nothing",
 }
@@ -122,7 +122,8 @@ def _gets(line: Line | None, floor: Floor) -> str:
         return "was not tried"
     if not line.counts:
         return f"shows nothing either way: {_by(line)} {line.void}"
-    return f"{GETS[line.grade]} ({_numbers(line, floor)}; {_by(line)}, {line.round} round)"
+    gets = GETS[line.grade].format(others=line.gallery - 1)
+    return f"{gets} ({_numbers(line, floor)}; {_by(line)}, {line.round} round)"
 
 
 def _by(line: Line) -> str:

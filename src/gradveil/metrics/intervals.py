@@ -1,10 +1,11 @@
 """How sure a mean over images is: intervals that are the same on every run."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
-from scipy import stats
 
 
 @dataclass(frozen=True)
@@ -40,5 +41,12 @@ def rate(hits: Sequence[float], level: float = 0.95) -> Interval:
     x = x[~np.isnan(x)]
     if len(x) == 0:
         return Interval(np.nan, np.nan, np.nan, 0)
-    found = stats.binomtest(round(float(x.sum())), len(x)).proportion_ci(level, method="wilson")
-    return Interval(float(x.mean()), float(found.low), float(found.high), len(x))
+    n, p, z = len(x), float(x.mean()), NormalDist().inv_cdf((1 + level) / 2)
+    middle, half = p + z**2 / (2 * n), z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
+    low, high = (middle - half) / (1 + z**2 / n), (middle + half) / (1 + z**2 / n)
+    return Interval(p, max(0.0, low), min(1.0, high), n)
+
+
+def chance_of(hits: int, count: int, rate: float) -> float:
+    """Return how likely at least so many hits are by chance alone: the upper tail of a binomial distribution."""
+    return math.fsum(math.comb(count, k) * rate**k * (1 - rate) ** (count - k) for k in range(hits, count + 1))

@@ -3,18 +3,19 @@
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from gradveil.experiments.summary import Floor, Line
 from gradveil.experiments.verdict import BADGES, Verdict, short
 
+HEAD = ("verdict", "naive server", "server that knows", "accuracy")
 COLOURS = {"recovered": "bold red", "recognised": "red", "traces": "yellow", "nothing": "green", "void": "dim"}
 
 
 def verdict_table(judged: Sequence[Verdict], floor: Floor | None) -> RenderableType:
     """Return the table of verdicts, with the blind guess as its last row, and the verdicts in words under it."""
-    table = Table("defence", "verdict", "naive server", "server that knows", "accuracy", box=None, pad_edge=False)
+    table = Table(Column("defence", overflow="fold"), *HEAD, box=None, pad_edge=False)
     for v in judged:
         accuracy = "–" if v.accuracy is None else f"{v.accuracy:.1%}"
         table.add_row(
