@@ -20,7 +20,7 @@ class DLGReference(Item):
 
     title = "DLG reference (untrained LeNet, CIFAR-10, batch 1)"
 
-    attack: str = "dlg:steps=300,restarts=8"
+    attack: str = "dlg:steps=300,restarts=4"
     model: str = "lenet"
     dataset: str = "cifar10"
     share: float = 0.4
