@@ -21,7 +21,7 @@ def promise_rows(scene: Scene, defense: str) -> list[Row]:
         found = promises(scene.model, scene.truth, scene.defenses[defense], scene.seeds("promise", defense), KINDS)
         rows += [_certificate_row(defense, promise) for promise in found]
         rows += _meter_rows(scene, defense)
-    except (GradveilError, RuntimeError) as error:  # a model that cannot be read is no reason to stop the audit
+    except (GradveilError, RuntimeError, ValueError) as error:  # what cannot be read does not stop the audit
         rows.append(_meter_row(defense, "", None, f"Not read: {' '.join(str(error).split())[:200]}"))
     return rows
 
