@@ -259,6 +259,13 @@ def test_idlg_refuses_a_batch(network: nn.Module) -> None:
         attack("idlg", [observe(network, x, y)])
 
 
+@pytest.mark.parametrize("labels", [[1, 2], [7], [-1]])
+def test_labels_that_do_not_fit_are_refused(network: nn.Module, labels: list[int]) -> None:
+    x, y = images(1)[0]
+    with pytest.raises(AttackError, match="do not fit"):
+        attack("dlg", [observe(network, x, y, labels=torch.tensor(labels))])
+
+
 def test_problems_of_several_models_and_shapes_come_back_in_order(network: nn.Module, rng: Generator) -> None:
     tabular = seeded(lambda: nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 4)))
     vector = torch.rand(1, 12, generator=rng)

@@ -13,12 +13,18 @@ from gradveil.attacks.memory import problems_at_once
 from gradveil.attacks.objective import MatchingObjective, Penalty, Unknowns
 from gradveil.attacks.precision import full_precision
 from gradveil.attacks.race import Race
+from gradveil.errors import AttackError
 from gradveil.types import Observation, Reconstruction
 
 
 @dataclass(frozen=True)
 class Search:
-    """How to look for the inputs behind an update; an attack is a choice of these."""
+    """How to look for the inputs behind an update; an attack is a choice of these.
+
+    A reconstruction counts as converged when it is finite and its gradient was matched: the distance is at most
+    ``tol``, relative to the target's squared norm, beyond what known noise leaves. That says nothing of a
+    picture that another input with the same gradient could have; the no-defence control does.
+    """
 
     distance: Distance
     optimiser: Callable[[Unknowns], Optimiser]
@@ -99,10 +105,17 @@ def _children(rng: Generator, count: int) -> list[Generator]:
 
 
 def _labels(seen: Sequence[Observation], owner: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-    if seen[0].labels is None:
+    """Return the known labels as probabilities (P, N, K), or None where they are to be found."""
+    known = [s.labels.cpu() for s in seen if s.labels is not None]
+    if not known:
         return None
-    known = [one_hot(s.labels.cpu(), s.num_classes) for s in seen if s.labels is not None]
-    return torch.stack(known)[owner].to(device, dtype)
+    for s, y in zip(seen, known, strict=True):
+        if y.shape != (s.num_examples,) or bool(((y < 0) | (y >= s.num_classes)).any()):
+            raise AttackError(
+                f"The labels {y.tolist()} do not fit an update of {s.num_examples} examples and {s.num_classes} "
+                "classes. Give one class number per example, or None."
+            )
+    return torch.stack([one_hot(y, seen[0].num_classes) for y in known])[owner].to(device, dtype)
 
 
 def _choose(
