@@ -1,5 +1,5 @@
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from defenses.loops import REPRESENTATION, by_step_gradient, train, weights_of
 from gradveil.defenses.base import build
 from gradveil.defenses.guard import protect
+from gradveil.defenses.random_mask import RandomMask
 from gradveil.defenses.step import step_gradient
 from gradveil.errors import DefenseError
 from gradveil.types import Batch
@@ -94,6 +95,22 @@ def test_mixed_precision_keeps_the_mask_of_full_precision(model: nn.Module, batc
     assert guard.report.removed == guard.report.asked == round(0.4 * 64)
     assert torch.equal((found == 0).all(0), (full["5.weight"] == 0).all(0))
     assert_close(found, full["5.weight"], rtol=0.05, atol=0.01)
+
+
+class Looks(RandomMask):
+    """Notes in which precision it is asked."""
+
+    seen: ClassVar[list[tuple[bool, torch.dtype]]] = []
+
+    def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator) -> Tensor:
+        self.seen.append((torch.is_autocast_enabled("cpu"), x.dtype))
+        return super().perturb(model, layer, x, r, rng)
+
+
+def test_under_mixed_precision_the_defence_is_asked_in_full_precision(model: nn.Module, batch: Batch) -> None:
+    with protect(model, Looks()), torch.autocast("cpu", dtype=torch.bfloat16):
+        model(batch.inputs.bfloat16())
+    assert Looks.seen == [(False, torch.float32)]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch.compile's own, on any graph break

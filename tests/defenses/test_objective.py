@@ -72,6 +72,26 @@ def test_swaps_raise_what_greedy_found() -> None:
     assert sum(a > 0.999 * b for a, b in zip(reached, best, strict=True)) >= 36
 
 
+def test_before_any_swap_each_entry_is_the_best_one_to_add(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradveil.defenses.objective._ROUNDS", 0)
+    for seed in range(5):
+        inverse, r = problem(seed, length=20, size=12)
+        chosen: list[int] = []
+        for _ in range(8):
+            rest = [i for i in r.nonzero()[:, 0].tolist() if i not in chosen]
+            masks = {i: torch.zeros_like(r).index_fill(0, torch.tensor([*chosen, i]), 1.0) for i in rest}
+            chosen.append(max(rest, key=lambda i: displacement(inverse, r * masks[i], 2)))
+        assert set(best_subset(inverse, r, 8, 2).nonzero()[:, 0].tolist()) == set(chosen)
+
+
+def test_for_one_pixel_the_row_is_chosen_in_the_norm_that_is_dual_to_q() -> None:
+    a = torch.tensor([[1.0, 1.0, 1.0, 1.0], [3.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
+    inverse = PseudoInverse.of(torch.linalg.pinv(a), 1e-9)
+    assert_close(inverse.dense(), a)
+    assert displacement(inverse, best_direction(inverse, inf, inf), inf) == pytest.approx(4)
+    assert displacement(inverse, best_direction(inverse, inf, 2), inf) == pytest.approx(3)
+
+
 def test_no_more_entries_are_taken_than_are_live() -> None:
     inverse, r = problem(1)
     for p in (1, 2, inf):
