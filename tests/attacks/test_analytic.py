@@ -1,0 +1,89 @@
+"""Dividing dW by db: exact where theory says so, and honest where it is an estimate."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradveil.attacks.analytic import Analytic
+from gradveil.defenses.nothing import NoDefense
+from gradveil.defenses.step import step_gradient
+from gradveil.errors import AttackError
+from gradveil.types import Batch, Observation, Update
+
+
+def observe(model: nn.Module, batch: Batch) -> Observation:
+    rng = torch.Generator().manual_seed(0)
+    update = Update(step_gradient(model, batch, NoDefense(), rng), num_examples=len(batch))
+    return Observation(model, update, tuple(batch.inputs.shape[1:]), 5)
+
+
+def one(batch: Batch) -> Batch:
+    return Batch(batch.inputs[:1], batch.labels[:1])
+
+
+def attack(seen: Observation, **settings: int) -> Tensor:
+    return Analytic(**settings).reconstruct(seen, torch.Generator().manual_seed(1)).inputs  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def dense() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 5))
+
+
+def test_the_input_of_a_first_dense_layer_is_exact(dense: nn.Module, batch: Batch) -> None:
+    torch.testing.assert_close(attack(observe(dense, one(batch))), batch.inputs[:1], atol=1e-5, rtol=0)
+
+
+def test_it_needs_no_optimisation_there(dense: nn.Module, batch: Batch) -> None:
+    found = Analytic().reconstruct(observe(dense, one(batch)), torch.Generator())
+    assert found.converged
+    assert found.details["iterations"] == 0
+
+
+def test_what_lies_before_the_layer_is_inverted(model: nn.Module, batch: Batch) -> None:
+    """Four channels of 4x4 determine 8x8 pixels only in part, so the representation is compared."""
+    seen = observe(model, one(batch))
+    found = attack(seen)
+    features = model[:5]  # type: ignore[index]
+    gap = (features(found) - features(batch.inputs[:1])).square().sum() / features(batch.inputs[:1]).square().sum()
+    assert gap < 1e-4
+
+
+def test_columns_that_the_view_masks_are_not_matched(model: nn.Module, batch: Batch) -> None:
+    seen = observe(model, one(batch))
+    gradient = dict(seen.update.gradient)
+    gradient["5.weight"] = gradient["5.weight"].clone()
+    gradient["5.weight"][:, :32] = 0
+    hidden = replace(seen, update=replace(seen.update, gradient=gradient))
+    r = model[:5](batch.inputs[:1])  # type: ignore[index]
+
+    def gap(view: Observation) -> float:
+        return float((model[:5](attack(view)) - r)[:, 32:].detach().square().mean())  # type: ignore[index]
+
+    assert gap(hidden.masked("5.weight")) < 0.1 * gap(hidden)
+
+
+def test_two_examples_of_two_classes_are_an_estimate_near_their_own_class(dense: nn.Module, batch: Batch) -> None:
+    logits = nn.Sequential(nn.Flatten(), nn.Linear(64, 5))
+    two = Batch(batch.inputs[:2], torch.tensor([0, 3]))
+    found = attack(observe(logits, two)).flatten(1)
+    truth = two.inputs.flatten(1)
+    own, other = (found - truth).square().mean(1), (found - truth.flip(0)).square().mean(1)
+    assert (own < other).all()
+
+
+def test_a_dead_row_gives_no_infinite_pixels(dense: nn.Module, batch: Batch) -> None:
+    seen = observe(dense, one(batch))
+    zero = {n: torch.zeros_like(g) for n, g in seen.update.gradient.items()}
+    found = attack(replace(seen, update=replace(seen.update, gradient=zero)))
+    assert found.isfinite().all()
+
+
+def test_without_a_bias_it_says_what_it_needs(batch: Batch) -> None:
+    bare = nn.Sequential(nn.Flatten(), nn.Linear(64, 5, bias=False))
+    with pytest.raises(AttackError, match="weight and bias gradients are both seen"):
+        attack(observe(bare, one(batch)))
