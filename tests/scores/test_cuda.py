@@ -35,8 +35,8 @@ def test_matrix_products_give_the_same_norms(name: str, memory: int) -> None:
 
 def test_matrix_products_pass_a_chain_with_flatten_in_the_middle() -> None:
     model = nn.Sequential(
-        nn.Conv2d(2, 3, 3, 2, 1), nn.Sigmoid(), nn.Conv2d(3, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(24, 7), nn.ReLU(),
-        nn.Linear(7, 5), nn.Sigmoid(), nn.Linear(5, 2),
+        nn.Conv2d(2, 3, 3, 2, 1), nn.Sigmoid(), nn.Conv2d(3, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(24, 7),
+        nn.ReLU(), nn.Linear(7, 5), nn.Sigmoid(), nn.Linear(5, 2),
     ).double()  # fmt: skip
     tape = linearise(model, "9", torch.rand(3, 2, 9, 7, dtype=torch.float64))
     assert isinstance(tape, Tape)

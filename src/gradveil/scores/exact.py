@@ -54,7 +54,7 @@ def exact_rows(tape: Tape, ps: Sequence[float], memory: int, *, skip: bool = Tru
 def _by_rows(tape: Tape, ps: Sequence[float], memory: int, skip: bool) -> Rows:
     n, length = tape.r.shape[0], tape.r[0].numel()
     start = Start.of(tape)
-    order, count = _live_first(start.factor) if skip else (None, length)
+    order, count = live_first(start.factor) if skip else (None, length)
     index = start.index if order is None else start.index.expand(n, -1).gather(1, order[:, :count])
     step = rows_at_once(tape, memory)
     parts = [_pulled(tape, start.node, index[:, at : at + step].t(), ps) for at in range(0, count, step)]
@@ -67,7 +67,7 @@ def _by_rows(tape: Tape, ps: Sequence[float], memory: int, skip: bool) -> Rows:
     return Rows(tape.r.flatten(1), norms)
 
 
-def _live_first(factor: Tensor) -> tuple[Tensor | None, int]:
+def live_first(factor: Tensor) -> tuple[Tensor | None, int]:
     """Return an order of entries with the live ones of each example first, and how many any example has."""
     live = factor != 0
     if bool(live.all()):

@@ -121,10 +121,19 @@ def _full(setting: Sequence[int], ndim: int) -> tuple[int, ...]:
     return tuple(setting) * ndim if len(setting) == 1 else tuple(setting)
 
 
-@rule("max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "adaptive_max_pool3d")
+@rule("max_pool2d_with_indices")
 def _max_pool(call: Call) -> Edges | None:
-    spatial = 3 if call.out.ndim == 5 else 2
-    return [(call.x, Choose(call.outs[1], tuple(call.x.shape)))] if call.x.ndim == spatial + 2 else None
+    kernel = call.arg(1, "kernel_size", None)
+    stride = call.arg(2, "stride", None) or kernel
+    settings = (kernel, stride, call.arg(3, "padding", [0]), call.arg(4, "dilation", [1]))
+    window = tuple(n for s in settings for n in _full([s] if isinstance(s, int) else s, 2))
+    return [(call.x, Choose(call.outs[1], tuple(call.x.shape), window))] if call.x.ndim == 4 else None
+
+
+@rule("max_pool3d_with_indices", "adaptive_max_pool2d", "adaptive_max_pool3d")
+def _other_max_pool(call: Call) -> Edges | None:
+    batched = call.x.ndim == (4 if call.outs[1].ndim == 4 else 5)
+    return [(call.x, Choose(call.outs[1], tuple(call.x.shape)))] if batched else None
 
 
 @rule("avg_pool2d")

@@ -14,6 +14,7 @@ from gradveil.scores.dense import dense_rows
 from gradveil.scores.exact import exact_rows
 from gradveil.scores.generic import generic_rows
 from gradveil.scores.jacobian import Jacobian
+from gradveil.scores.lanes import lanes_rows
 from gradveil.scores.moment import moment_rows
 from gradveil.scores.rows import Rows
 from gradveil.scores.sketch import sketch_rows
@@ -57,7 +58,8 @@ class Method:
     def _exact(self, jacobian: Jacobian, static: bool) -> Rows:
         if not isinstance(jacobian, Tape):
             return generic_rows(jacobian, self.ps, self.memory)
-        found = dense_rows(jacobian, self.ps, self.memory) if _takes_tf32(jacobian.x) else None
+        fast = dense_rows if _takes_tf32(jacobian.x) else lanes_rows
+        found = fast(jacobian, self.ps, self.memory)
         return exact_rows(jacobian, self.ps, self.memory, skip=not static) if found is None else found
 
     def is_static(self, tape: Tape) -> bool:

@@ -19,6 +19,7 @@ class Choose(Operator):
 
     index: Tensor  # (N, C, ...out): flat positions within a channel
     source: Shape  # (N, C, ...in)
+    window: tuple[int, ...] | None = None  # kernel, stride, padding, dilation, each for rows and columns, where known
 
     def push(self, t: Tensor) -> Tensor:
         """Return the chosen entries."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 NORMS = (1.0, 2.0, inf)  # the p that exact methods know; estimators know 2 only
-_TINY = 1e-17  # squares of smaller float32 numbers lose digits, or are zero
+TINY = 1e-17  # squares of smaller float32 numbers lose digits, or are zero
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def _norm(flat: Tensor, p: float) -> Tensor:
         return norms
     if flat.is_cuda and torch.cuda.is_current_stream_capturing():  # no look at values while a call is recorded
         return norms
-    if bool((norms < _TINY).any()):
+    if bool((norms < TINY).any()):
         norms = torch.linalg.vector_norm(flat, p, dim=2, dtype=torch.float64).to(flat.dtype)
     return norms
 

@@ -102,7 +102,9 @@ def _max_pool(layer: nn.MaxPool2d, x: Tensor) -> Step:
     out, index = F.max_pool2d(
         x, layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.ceil_mode, return_indices=True
     )
-    return out, Choose(index, tuple(x.shape))
+    settings = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
+    window = tuple(n for s in settings for n in ((s, s) if isinstance(s, int) else tuple(s)))
+    return out, Choose(index, tuple(x.shape), window)
 
 
 _STEPS: dict[type[nn.Module], Callable[..., Step]] = {
