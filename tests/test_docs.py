@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = ["quickstart.md"]
+PAGES = ["quickstart.md", "how-to/bring-my-data.md", "how-to/train.md"]
 
 
 @pytest.mark.parametrize("page", PAGES)

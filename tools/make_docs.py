@@ -12,6 +12,9 @@ TITLES = {
     "model": "Models",
     "defense": "Defences",
     "attack": "Attacks",
+    "engine": "Engines of federated averaging",
+    "server": "Servers",
+    "schedule": "Learning-rate schedules",
     "metric": "Metrics",
 }
 PAGE = Path(__file__).parent.parent / "docs" / "methods.md"

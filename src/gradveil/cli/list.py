@@ -18,6 +18,9 @@ KINDS = {
     "model": "gradveil.models.base:MODELS",
     "defense": "gradveil.defenses.base:DEFENSES",
     "attack": "gradveil.attacks.base:ATTACKS",
+    "engine": "gradveil.federated.engines:ENGINES",
+    "server": "gradveil.federated.server:SERVERS",
+    "schedule": "gradveil.federated.schedules:SCHEDULES",
 }
 
 
@@ -56,7 +59,7 @@ def everything() -> list[dict[str, Any]]:
 
 
 def command(
-    kind: str = typer.Argument("", help="Only this kind: dataset, partition, model, defense, attack or metric."),
+    kind: str = typer.Argument("", help="Only this kind: dataset, model, defense, attack, metric, ..."),
     json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """Show every method with its settings."""

@@ -1,0 +1,79 @@
+"""Draw the README's picture: what a server gets back, by defence and by what it knows.
+
+python tools/readme_picture.py --data FOLDER [--dataset cifar10] [--out docs/img/reconstructions.png]
+"""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import matplotlib as mpl
+import torch
+
+from gradveil.attacks.base import build as attack
+from gradveil.data import load
+from gradveil.defenses.base import build as defense
+from gradveil.metrics import measure
+from gradveil.models import build
+from gradveil.paper.base import Context
+from gradveil.paper.points import Scene
+from gradveil.types import Batch
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+
+DLG = "dlg:steps=120,restarts=3"
+# title, defence, which countermeasure (None: the naive server)
+COLUMNS = [
+    ("no defence", "none", None),
+    ("pruning 90 %", "pruning:share=0.9", None),
+    ("ours 40 %\nnaive server", "representation:share=0.4", None),
+    ("ours 40 %\nserver that knows", "representation:share=0.4", "drop"),
+    ("noise 1 x rms\nnaive server", "gaussian:scale=1,relative=true", None),
+    ("noise 1 x rms\nserver that knows", "gaussian:scale=1,relative=true", "whiten"),
+]
+
+
+def column(scene: Scene, spec: str, counter: str | None) -> torch.Tensor:
+    """Return the reconstructions (N, C, H, W) that one server gets."""
+    seen = scene.observe(spec, torch.device("cpu"))
+    chosen = attack(DLG)
+    if counter is not None:
+        known = {c.name: c for c in defense(spec).adaptive(scene.model)}[counter]
+        seen = [known.view(s) for s in seen]
+        chosen = attack(known.attack or DLG)
+    seen = [replace(s, prior=scene.prior) for s in seen]
+    found = chosen.reconstruct_many(seen, [scene.seeds("picture", i) for i in range(len(seen))])
+    return torch.cat([f.inputs for f in found])
+
+
+def main() -> None:
+    """Attack a few images under each setting and draw them side by side."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data")
+    parser.add_argument("--dataset", default="cifar10")
+    parser.add_argument("--images", type=int, default=4)
+    parser.add_argument("--out", type=Path, default=Path("docs/img/reconstructions.png"))
+    args = parser.parse_args()
+    dataset = load(args.dataset, args.data)
+    context = Context(args.data)
+    model = build("lenet", dataset.input_shape, dataset.num_classes, seed=context.seeds.number("weights"))
+    scene = Scene.draw(model, dataset, args.images, context)
+    shown = [("original", scene.truth.inputs)]
+    shown += [(title, column(scene, spec, counter)) for title, spec, counter in COLUMNS]
+    figure, axes = plt.subplots(args.images, len(shown), figsize=(1.45 * len(shown), 1.55 * args.images + 0.5))
+    for j, (title, images) in enumerate(shown):
+        for i, axis in enumerate(axes[:, j]):
+            axis.imshow(images[i].permute(1, 2, 0).squeeze().clamp(0, 1), cmap="gray", vmin=0, vmax=1)
+            axis.set(xticks=[], yticks=[])
+            truth = Batch(scene.truth.inputs[i : i + 1], scene.truth.labels[i : i + 1])
+            values, _ = measure(images[i : i + 1], None, truth)
+            axis.set_xlabel("" if j == 0 else f"MSE {float(values['mse']):.2g}", fontsize=8)
+        axes[0, j].set_title(title, fontsize=9)
+    figure.tight_layout(pad=0.4)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(args.out, dpi=110)
+
+
+if __name__ == "__main__":
+    main()
