@@ -113,3 +113,18 @@ def test_public_data_raise_the_floor_and_help_the_attack(model: nn.Module, one: 
 def test_a_registered_attack_rebuilds_a_batch_and_is_stopped(model: nn.Module, batch: Batch) -> None:
     out = client_app(lambda: model, batch, [leak_guard(max_psnr=40)])(message(model), context())
     assert "newton (plain) rebuilt a training example" in out.error.reason
+
+
+def test_a_client_that_crashes_leaves_no_hook_behind(one: Batch) -> None:
+    model = linear_model()
+
+    def crash(model: nn.Module, batch: Batch) -> None:
+        model(batch.inputs)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        client_app(lambda: model, one, [leak_guard(ReadOff()), guard_mod("representation")], crash)(
+            message(model), context()
+        )
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert nn.Module.__call__ is nn.Module._wrapped_call_impl

@@ -74,15 +74,17 @@ class LeakGuard:
         """Let the client train, then attack what it wants to send; fail closed."""
         if not is_training(message):
             return call_next(message, context)
+        tape = Tape()
         try:
             before = params_of(arrays_of(message)[1])
-            tape = Tape()
             with ModelWatch(before, tape.attach):
                 reply = call_next(message, context)
-            tape.detach()
+            tape.detach()  # before the model is copied for the attack
             return reply if reply.has_error() else self._judge(message, context, before, reply, tape)
         except GradveilError as error:
             return withhold(message, str(error))
+        finally:
+            tape.detach()
 
     def _judge(self, message: Message, context: Context, before: Params, reply: Message, tape: "Tape") -> Message:
         if tape.model is None:
