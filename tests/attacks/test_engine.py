@@ -35,12 +35,14 @@ def test_every_problem_ends_at_its_own_minimum_whoever_leaves_when() -> None:
     centres = torch.arange(6, dtype=torch.double)
 
     def look(view: View) -> Verdict:
-        leave = (view.rows % 3 == 1) if view.ticks == 20 else view.rows == 5 if view.ticks == 30 else view.rows < 0
+        leave = (view.rows % 3 == 1) if view.ticks == 2 else view.rows == 0 if view.ticks == 4 else view.rows < 0
         return Verdict(leave, torch.zeros_like(leave))
 
-    out = minimise(Bowls(centres), LBFGS(10), torch.zeros(6, 4).double(), 60, look, lambda i: torch.zeros(4), every=10)
-    torch.testing.assert_close(out.best, centres[:, None].expand(6, 4), rtol=0, atol=1e-6)
-    assert out.evaluations.tolist() == [60, 20, 60, 60, 20, 30]
+    out = minimise(Bowls(centres), LBFGS(10), torch.zeros(6, 4).double(), 60, look, lambda i: torch.zeros(4), every=2)
+    stayed = [2, 3, 5]
+    torch.testing.assert_close(out.best[stayed], centres[stayed, None].expand(3, 4), rtol=0, atol=1e-6)
+    torch.testing.assert_close(out.values, Bowls(centres)(out.best)[0])
+    assert out.evaluations.tolist() == [4, 2, 60, 60, 2, 60]
 
 
 def test_a_dead_problem_starts_anew_from_its_own_draw_and_the_others_do_not_notice() -> None:

@@ -165,6 +165,15 @@ def test_without_a_search_a_problem_that_blows_up_dies_and_keeps_its_best_point(
     assert bool(function(state["best"]).isfinite().all())
 
 
+def test_the_best_point_is_the_lowest_seen_even_where_plain_steps_rise() -> None:
+    z = 3 * torch.randn(6, 6, generator=torch.Generator().manual_seed(4), dtype=torch.double)
+    states = run(LBFGS(search=False), evaluator(rosenbrock), z, 40)[1:]
+    values = torch.stack([s["value"] for s in states])
+    assert bool((values[1:] > values[:-1]).any())
+    torch.testing.assert_close(states[-1]["best_value"], values.min(0).values)
+    torch.testing.assert_close(rosenbrock(states[-1]["best"]), states[-1]["best_value"])
+
+
 def test_a_minimum_is_a_place_to_be_stuck() -> None:
     state = run(LBFGS(), evaluator(lambda z: z.square().sum(1)), torch.zeros(1, 3), 3)[-1]
     assert bool(state["stuck"].all())

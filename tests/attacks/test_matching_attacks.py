@@ -116,6 +116,7 @@ def test_zeroed_columns_stop_a_naive_server_and_not_one_that_looks(network: nn.M
     naive, masked, dropped = attack(QUICK["dlg"], [seen, seen.masked("5.weight"), seen.without("5.weight")])
     assert error(naive.inputs, x) > 0.03
     assert not naive.converged
+    assert (float(naive.inputs.min()), float(naive.inputs.max())) == (0.0, 1.0)  # it ran away and was clamped
     assert error(masked.inputs, x) < 1e-4
     assert error(dropped.inputs, x) < 1e-4
     assert masked.converged
