@@ -1,6 +1,8 @@
 """The Python in these pages runs, top to bottom, as one program per page."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,3 +26,10 @@ def test_every_link_between_pages_leads_somewhere() -> None:
             if not (page.parent / target).exists():
                 broken.append(f"{page.name} -> {target}")
     assert not broken
+
+
+@pytest.mark.parametrize("tool", ["make_docs.py", "readme_tables.py"])
+def test_generated_tables_agree_with_the_registry_and_the_results(tool: str) -> None:
+    path = DOCS.parent / "tools" / tool
+    done = subprocess.run([sys.executable, str(path), "--check"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -7,16 +7,20 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from gradveil.attacks.base import build as attack
+    from gradveil.certificates.certify import certify
     from gradveil.data import load as dataset
     from gradveil.data.partition import partition
     from gradveil.defenses.base import build as defense
     from gradveil.defenses.guard import protect
+    from gradveil.experiments.audit import audit
     from gradveil.models import build as model
     from gradveil.scores import leak_scores
 
 # Loaded on first use, so that `import gradveil` and `gradveil --help` stay free of torch.
 _PUBLIC = {
     "attack": "gradveil.attacks.base:build",
+    "audit": "gradveil.experiments.audit:audit",
+    "certify": "gradveil.certificates.certify:certify",
     "dataset": "gradveil.data:load",
     "defense": "gradveil.defenses.base:build",
     "leak_scores": "gradveil.scores:leak_scores",
@@ -25,7 +29,18 @@ _PUBLIC = {
     "protect": "gradveil.defenses.guard:protect",
 }
 
-__all__ = ["__version__", "attack", "dataset", "defense", "leak_scores", "model", "partition", "protect"]
+__all__ = [
+    "__version__",
+    "attack",
+    "audit",
+    "certify",
+    "dataset",
+    "defense",
+    "leak_scores",
+    "model",
+    "partition",
+    "protect",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,95 @@
+"""Fill the tables of README.md from the results on disk; with --check, only say whether they are up to date."""
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from gradveil.paper.base import ITEMS
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """Return rows as a Markdown table."""
+    keys = list(rows[0])
+    lines = ["| " + " | ".join(keys) + " |", "|" + "---|" * len(keys)]
+    return "\n".join(lines + ["| " + " | ".join(str(row[key]) for key in keys) + " |" for row in rows])
+
+
+def dlg_reference() -> str:
+    """Return the summary of the committed rows."""
+    path = ROOT / "docs" / "results" / "dlg-reference" / "rows.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return markdown(ITEMS.build("dlg-reference").summary(rows))
+
+
+# federated: (suffix of the result file, model, engine) -> at least so many times the sequential loop
+SPEEDUPS = {
+    ("", "lenet", "processes"): 1.8,
+    ("", "leaknet", "processes"): 1.35,
+    ("-cuda", "lenet", "vectorised"): 20.0,
+    ("-cuda", "leaknet", "vectorised"): 30.0,
+}
+
+
+def targets(path: Path) -> list[tuple[str, str, float, bool]]:
+    """Return (what, wanted, measured, met) for each promise that a result file speaks of."""
+    found = json.loads(path.read_text())
+    rows = []
+    for t in found.get("targets", []):
+        if "row" in t:
+            _, method, model, batch = t["row"]
+            what = f"leak scores, {method}, {model}, batch {batch}: training steps"
+            rows.append((what, f"≤ {t['at_most']:g}", t["measured"], t["met"]))
+        else:
+            sense = "≥" if "speedup" in t["target"] or "times" in t["target"] else "≤"
+            rows.append((t["target"], f"{sense} {t['wanted']:g}", t["got"], t["met"]))
+    for row in found.get("per_round", []):
+        suffix = "-cuda" if path.stem.endswith("-cuda") else ""
+        wanted = SPEEDUPS.get((suffix, row["model"].partition(":")[0], row["engine"]))
+        if wanted:
+            what = f"federated round, {row['model'].partition(':')[0]}, {row['engine']}: times sequential"
+            rows.append((what, f"≥ {wanted:g}", row["speedup"], row["speedup"] >= wanted))
+    return rows
+
+
+def speed() -> str:
+    """Return what was aimed at and what was measured."""
+    rows = []
+    for path in sorted((ROOT / "bench" / "results").glob("*.json")):
+        device = "H200" if path.stem.endswith("-cuda") else "2 CPU cores"
+        for what, wanted, measured, met in targets(path):
+            answer = "yes" if met else "**no**"
+            rows.append({"what": what, "aim": wanted, "measured": f"{measured:.3g}", "met": answer, "on": device})
+    return markdown(rows)
+
+
+def filled(text: str) -> str:
+    """Return the README with each marked table replaced by a fresh one."""
+    for name, table in (("dlg-reference", dlg_reference()), ("speed", speed())):
+        mark = f"<!-- table: {name} -->"
+        old = re.compile(re.escape(mark) + r"(\n\n?\|[^\n]*(\n\|[^\n]*)*)?")
+        new = f"{mark}\n\n{table}"
+        text = old.sub(lambda _, new=new: new, text)
+    return text
+
+
+def main() -> int:
+    """Write or check."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    text = README.read_text()
+    fresh = filled(text)
+    if parser.parse_args().check:
+        print("README.md is up to date" if fresh == text else "README.md is stale: run `make docs`")
+        return int(fresh != text)
+    README.write_text(fresh)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
