@@ -1,8 +1,8 @@
 """No public name vanishes unnoticed, and the command line stays quick."""
 
+import resource
 import subprocess
 import sys
-import time
 
 import gradveil
 
@@ -35,11 +35,14 @@ def test_import_and_help_do_not_import_torch() -> None:
 
 
 def test_help_answers_in_half_a_second() -> None:
+    """In processor time, so that a busy machine does not count."""
+
     def once() -> float:
-        start = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run([sys.executable, "-m", "gradveil", "--help"], capture_output=True, text=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert "audit" in done.stdout
-        return time.perf_counter() - start
+        return (after.ru_utime - before.ru_utime) + (after.ru_stime - before.ru_stime)
 
     assert min(once() for _ in range(5)) < 0.5
 
