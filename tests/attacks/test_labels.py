@@ -46,6 +46,11 @@ def test_counts_of_a_batch_are_exact_on_an_untrained_network(bias: bool, labels:
     assert found.tolist() == sorted(labels)  # type: ignore[union-attr]
 
 
+def test_rows_tell_what_the_bias_would_have_told(rng: Generator) -> None:
+    seen = observe(net(), torch.tensor([2, 2, 5]), rng)
+    torch.testing.assert_close(label_signal(seen.without("2.bias"), rng), label_signal(seen, rng), rtol=0.2, atol=0.02)
+
+
 def test_counts_sum_to_the_number_of_examples_whatever_the_signal(rng: Generator) -> None:
     seen = observe(net(), torch.tensor([0, 1, 2]), rng)
     for _ in range(20):
@@ -59,12 +64,15 @@ def test_several_local_steps_are_averaged(rng: Generator) -> None:
     tripled = {n: 3 * g for n, g in seen.update.gradient.items()}
     several = replace(seen, update=replace(seen.update, gradient=tripled, num_steps=3))
     assert recover_labels(several, rng).tolist() == [2, 2, 4]  # type: ignore[union-attr]
+    torch.testing.assert_close(label_signal(several, rng), label_signal(seen, rng))
 
 
 def test_zeroed_columns_do_not_hide_the_label(rng: Generator) -> None:
     seen = observe(net(bias=False), torch.tensor([4]), rng)
-    seen.update.gradient["2.weight"][:, 3:] = 0
+    whole = label_signal(seen, rng)
+    seen.update.gradient["2.weight"][:, ::3] = 0
     assert recover_labels(seen, rng).tolist() == [4]  # type: ignore[union-attr]
+    torch.testing.assert_close(label_signal(seen, rng), whole, rtol=0.5, atol=0)
 
 
 def test_known_labels_stay_and_unreadable_ones_are_refused_where_needed(rng: Generator) -> None:
