@@ -3,12 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
-EXTRAS ?= dev
+EXTRAS ?= dev,hub,dp,certify,flower
 WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check fast lint types imports lengths bench docs format clean
+.PHONY: demo test check fast deploy lint types imports lengths bench docs format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -21,10 +21,13 @@ demo: $(STAMP)
 	@echo "Report: runs/demo/report.html"
 
 test: $(STAMP)
-	$(BIN)/pytest -q -n $(WORKERS) --dist worksteal
+	$(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "not deploy"
 
 fast: $(STAMP)
 	$(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "not slow and not deploy"
+
+deploy: $(STAMP)
+	$(BIN)/pytest -q -m deploy -p no:xdist
 
 check: lint types imports lengths fast
 
