@@ -76,8 +76,12 @@ def test_values_and_jacobians_inside_a_box_stay_in_their_intervals(radius: float
             for stage, (least, most) in zip((None, *chain.stages), bounds, strict=True):
                 values = values if stage is None else stage(values)
                 assert ((values >= least - 1e-12) & (values <= most + 1e-12)).all()
-            above = region.highest(*plane(chain, bounds, rows))
-            assert (values.flatten(1) @ rows.T <= above + 1e-9).all()
+            slopes, constant = plane(chain, bounds, rows)
+            taken = values.flatten(1) @ rows.T
+            assert (
+                taken <= points.flatten(1) @ slopes.T + constant + 1e-9
+            ).all()  # the plane lies above, point by point
+            assert (taken <= region.highest(slopes, constant) + 1e-9).all()
             centre, spread = torch.cat(
                 [torch.stack(pull_rows(chain, bounds, u), 1) for u in unit_rows(chain.out_size)]
             ).unbind(1)

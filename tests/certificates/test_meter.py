@@ -125,7 +125,7 @@ def test_probes_agree_with_the_exact_trace_and_err_low_when_stopped(
     assert probed.mse == pytest.approx(exact, rel=0.1)
     system = equations(seen, truth, 0.0)
     by_steps = [
-        probed_mse(system.information, prior, 25, 20, steps, torch.Generator().manual_seed(0))
+        probed_mse(system.information, prior, system.x, 20, steps, torch.Generator().manual_seed(0))
         for steps in (1, 2, 4, 8, 30)
     ]
     assert by_steps == sorted(by_steps)

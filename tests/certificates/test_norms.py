@@ -1,5 +1,6 @@
 """Operator norms against the dense matrix, and the Fourier bound from above only."""
 
+import math
 from math import inf, sqrt
 
 import pytest
@@ -64,6 +65,15 @@ def test_the_torus_bound_is_exact_for_a_shift_and_for_a_grouped_scaling() -> Non
     grouped = conv(0, 2, 2, 1, 1, 0, 5, groups=2)
     grouped.weight.copy_(torch.tensor([3.0, -7.0]).reshape(2, 1, 1, 1))
     assert torus_bound(grouped) == pytest.approx(7.0)
+
+
+def test_the_torus_is_larger_than_the_image_because_padding_is_no_circle() -> None:
+    model = nn.Sequential(nn.Conv1d(1, 1, 2, padding=1), nn.Flatten(), nn.Linear(4, 2))
+    model[0].weight.data = torch.tensor([[[-1.0, 1.0]]])
+    stage = walk(model, None, torch.rand(1, 1, 3)).stages[0]
+    assert isinstance(stage, Conv)
+    assert operator_norm(stage, 2).value == pytest.approx(2 * math.cos(math.pi / 8))  # above sqrt(3), the circle's norm
+    assert torus_bound(stage) == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("stride", [1, 2])

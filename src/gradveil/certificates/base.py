@@ -1,5 +1,6 @@
 """What a certificate is: a bound per example, and the sentences it rests on."""
 
+import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -67,8 +68,11 @@ class Problem:
     def make(
         cls, model: nn.Module, layer: str | None, x: Tensor, r_perturbed: Tensor, p: float, **settings: object
     ) -> "Problem":
-        """Check the arguments and return the problem."""
+        """Check the arguments and return the problem, on the CPU: bounds are computed in float64 there."""
         name = find_layer(model, layer)
+        if any(p.device.type != "cpu" for p in model.parameters()):
+            model = copy.deepcopy(model).cpu()
+        x, r_perturbed = x.cpu(), r_perturbed.cpu()
         if len(x) != len(r_perturbed):
             raise CertificateError(f"There are {len(x)} inputs and {len(r_perturbed)} representations.")
         problem = cls(model, name, x, r_perturbed.detach().flatten(1), check_p(p), **settings)  # type: ignore[arg-type]

@@ -55,7 +55,8 @@ def equations(seen: Observation, truth: Batch, floor: float = 1e-3) -> Equations
     update, so that seeing less never looks like leaking more.
     """
     names = list(seen.visible)
-    state = {n: v.detach().double() if v.is_floating_point() else v for n, v in seen.model.state_dict().items()}
+    held = {**dict(seen.model.named_parameters()), **dict(seen.model.named_buffers())}
+    state = {n: v.detach().double() if v.is_floating_point() else v for n, v in held.items()}
     trainable = {n for n, p in seen.model.named_parameters() if p.requires_grad}
     moved = trainable if seen.update.num_steps > 1 or seen.simulate is not None else set(names)
     free = {n: state[n] for n in moved}
@@ -82,14 +83,14 @@ def equations(seen: Observation, truth: Batch, floor: float = 1e-3) -> Equations
     with quiet(seen.model):
         whole = unroll(step, {n: state[n] for n in trainable}, x.reshape(shape), labels, seen.update)
     rms = torch.cat([g.detach().reshape(-1) for g in whole.values()]).square().mean().sqrt()
-    known = torch.cat([torch.full((state[n].numel(),), seen.noise.get(n, 0.0), dtype=torch.float64) for n in names])
+    known = torch.cat([state[n].new_full((state[n].numel(),), seen.noise.get(n, 0.0)) for n in names])
     noise = (known[live].square() * weight[live] + (floor * rms).square()).sqrt()
     return Equations(seen.model, function, x, noise.clamp_min(1e-30))
 
 
 def _weight(seen: Observation, name: str, like: Tensor) -> Tensor:
     given = seen.weights.get(name)
-    return torch.ones(like.numel(), dtype=torch.float64) if given is None else given.double().reshape(-1)
+    return like.new_ones(like.numel()) if given is None else given.to(like).reshape(-1)
 
 
 def bayes_mse(information: Tensor, prior: GaussianPrior) -> float:
@@ -97,26 +98,26 @@ def bayes_mse(information: Tensor, prior: GaussianPrior) -> float:
 
     As tr(Σ (I + Σ^½ F Σ^½)⁻¹), which stays well conditioned where F is nearly singular.
     """
-    values, vectors = torch.linalg.eigh(prior.covariance().double())
+    values, vectors = torch.linalg.eigh(prior.covariance().to(information))
     root = (vectors * values.clamp_min(0).sqrt()) @ vectors.T
     n, d = len(information), len(root)
     roots = torch.block_diag(*[root] * (n // d))
-    factor = torch.linalg.cholesky(torch.eye(n, dtype=torch.float64) + roots @ information @ roots)
+    factor = torch.linalg.cholesky(torch.eye(n).to(information) + roots @ information @ roots)
     solved = torch.linalg.solve_triangular(factor, roots, upper=False)
     return float(solved.square().sum() / n)
 
 
 def probed_mse(
-    information: Callable[[Tensor], Tensor], prior: GaussianPrior, size: int, probes: int, steps: int, rng: Generator
+    information: Callable[[Tensor], Tensor], prior: GaussianPrior, x: Tensor, probes: int, steps: int, rng: Generator
 ) -> float:
     """Return the same trace by Hutchinson probes and conjugate gradients, without forming any matrix.
 
     Preconditioned by Σ and started at 0, zᵀx_k rises to zᵀ(F + Λ)⁻¹z: stopped early it errs low, so that it never
-    overstates protection. ``information`` maps rows (M, n) to F v.
+    overstates protection. ``information`` maps rows (M, n) to F v, for the unknowns x (n,).
     """
     d = len(prior.mean)
-    factor = prior.factor.double()
-    double = GaussianPrior(prior.mean.double(), factor, prior.ridge)
+    factor = prior.factor.to(x)
+    double = GaussianPrior(prior.mean.to(x), factor, prior.ridge)
 
     def per_example(f: Callable[[Tensor], Tensor], v: Tensor) -> Tensor:
         return f(v.reshape(-1, d)).reshape(v.shape)
@@ -124,18 +125,18 @@ def probed_mse(
     def covary(v: Tensor) -> Tensor:
         return (v @ factor) @ factor.T + prior.ridge * v
 
-    z = torch.randint(0, 2, (probes, size), generator=rng).double() * 2 - 1
-    x, residual = torch.zeros_like(z), z
+    z = torch.randint(0, 2, (probes, len(x)), generator=rng, device=rng.device).to(x) * 2 - 1
+    found, residual = torch.zeros_like(z), z
     ahead = per_example(covary, residual)
     direction, size2 = ahead, (residual * ahead).sum(1)
     start = size2
     for _ in range(steps):
         applied = information(direction) + per_example(double.whiten, direction)
         pace = size2 / (direction * applied).sum(1).clamp_min(1e-300)
-        x, residual = x + pace[:, None] * direction, residual - pace[:, None] * applied
+        found, residual = found + pace[:, None] * direction, residual - pace[:, None] * applied
         ahead = per_example(covary, residual)
         new = (residual * ahead).sum(1)
         if bool((new <= 1e-16 * start).all()):
             break
         direction, size2 = ahead + (new / size2.clamp_min(1e-300))[:, None] * direction, new
-    return float((z * x).sum(1).mean() / size)
+    return float((z * found).sum(1).mean() / len(x))

@@ -64,7 +64,7 @@ def leak_meter(
     n = len(system.x)
     if n > exact_limit:
         rng = rng or torch.Generator().manual_seed(0)
-        mse = probed_mse(system.information, prior, n, probes, steps, rng)
+        mse = probed_mse(system.information, prior, system.x, probes, steps, rng)
         how = f"Hutchinson with {probes} probes, conjugate gradients with up to {steps} steps (errs low)"
         return Leak(mse, before, n, how=how)
     jacobian = system.jacobian()
