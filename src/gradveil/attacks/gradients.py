@@ -88,19 +88,21 @@ def trial_gradients(model: nn.Module, names: Iterable[str], form: Form = "auto")
     loss = _loss_of(model, wanted)
     one, many = grad(loss), vmap(grad(loss), in_dims=(None, 0, 0))
     start = {name: p for name, p in parameters(model).items() if name in wanted}
-    traced = form != "loop"
+    traced, proven = form != "loop", form == "vmap"
 
     def gradients(x: Tensor, y: Tensor) -> Params:
-        nonlocal traced
+        nonlocal traced, proven
         with quiet(model):
             if traced:
                 try:
                     found: Params = many(start, x, y)
-                    return found
-                except (RuntimeError, NotImplementedError):
-                    if form == "vmap":
+                except (RuntimeError, NotImplementedError) as error:
+                    if proven or isinstance(error, torch.cuda.OutOfMemoryError):  # not for lack of a batching rule
                         raise
                     traced = False
+                else:
+                    proven = True
+                    return found
             alone = [one(start, xi, yi) for xi, yi in zip(x, y, strict=True)]
         return {name: torch.stack([g[name] for g in alone]) for name in wanted}
 
