@@ -86,7 +86,7 @@ class MeterCheck(Item):
         """Return one line per setting: geometric means over images."""
         lines = [
             {"setting": name, "images": len(mine), "meter": f"{meter:.2g}", "attack MSE": f"{mse:.2g}",
-             "attack / meter": f"{mse / meter:.2g}", "rank": f"{min(r['rank'] for r in mine)} of 784"}
+             "attack / meter": f"{mse / meter:.2g}", "rank": min(r["rank"] for r in mine)}
             for name, mine, meter, mse in _means(rows)
         ]  # fmt: skip
         blind = sum(r["blind"] for r in rows) / max(len(rows), 1)
