@@ -9,7 +9,8 @@ setup(
     ext_modules=[
         Extension(
             "gradveil.scores._lanes",
-            sources=["src/gradveil/scores/lanes.c"],
+            sources=["src/gradveil/scores/lanes.c", "src/gradveil/scores/gram.c"],
+            depends=["src/gradveil/scores/lanes.h"],
             extra_compile_args=["-O3", "-march=native", "-std=gnu11"],
             libraries=["m"],
             optional=True,

@@ -21,12 +21,11 @@ from torch import Tensor, nn
 
 from gradveil.layers import prefix
 from gradveil.models import build
-from gradveil.scores import leak_scores, row_norms
+from gradveil.scores import leak_scores, library, row_norms
 
 SHAPE, CLASSES = (3, 32, 32), 10
 SHARES = (0.01, 0.1, 0.4, 0.8)
 METHODS: dict[str, dict[str, Any]] = {
-    "exact": {},
     "moment": {},
     "sketch 16": {"probes": 16},
     "sketch 64": {"probes": 64},
@@ -107,7 +106,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def machine(device: torch.device, threads: int) -> dict[str, Any]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    return {"device": name, "torch": torch.__version__, "threads": threads, "cpus": os.cpu_count()}
+    found = {"device": name, "torch": torch.__version__, "threads": threads, "cpus": os.cpu_count()}
+    return found | {"compiled_kernel": library.library() is not None}
 
 
 def examples(device: torch.device) -> tuple[Tensor, Tensor, str]:
@@ -176,6 +176,13 @@ def timed_methods(x: Tensor) -> list[tuple[str, Call, dict[str, Any]]]:
     def plain(method: str) -> Call:
         return lambda model, x, settings: leak_scores(model, "fc", x, method, **settings)
 
+    def by_torch(model: nn.Module, x: Tensor, settings: dict[str, Any]) -> Tensor:
+        compiled, library.library = library.library, lambda: None
+        try:
+            return leak_scores(model, "fc", x, "exact", **settings)
+        finally:
+            library.library = compiled
+
     def rounded(model: nn.Module, x: Tensor, settings: dict[str, Any]) -> Tensor:
         torch.set_float32_matmul_precision("high")
         try:
@@ -184,7 +191,12 @@ def timed_methods(x: Tensor) -> list[tuple[str, Call, dict[str, Any]]]:
             torch.set_float32_matmul_precision("highest")
 
     found = [(name, plain(name.split()[0]), settings) for name, settings in METHODS.items()]
-    return [*found, ("exact tf32", rounded, {})] if x.is_cuda else found
+    found.append(("exact", by_torch, {}))
+    if x.is_cuda:
+        found.append(("exact tf32", rounded, {}))
+    elif library.library() is not None:
+        found.append(("exact compiled", plain("exact"), {}))
+    return found
 
 
 def loop_time(model: nn.Module, x: Tensor, kind: str, repeats: int) -> tuple[float, int]:

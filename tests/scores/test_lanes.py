@@ -1,19 +1,21 @@
 """The compiled kernel gives what torch gives, for any chain it takes; without it all goes on."""
 
+from collections.abc import Callable
 from math import inf
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from gradveil.models import build
-from gradveil.scores import library, row_norms
+from gradveil.scores import gram, lanes, library, row_norms
 from gradveil.scores.api import linearise
-from gradveil.scores.exact import exact_rows
+from gradveil.scores.exact import Start, exact_rows
 from gradveil.scores.lanes import lanes_rows
+from gradveil.scores.pieces import pieces_of
 from gradveil.scores.tape import Tape
 from reference.score_models import make
 
@@ -36,6 +38,9 @@ def _check(tape: Tape) -> None:
         scale = expected.norms[p].amax(dim=1, keepdim=True)
         assert_close(found.norms[p] / scale, expected.norms[p] / scale, rtol=1e-5, atol=1e-6)
     assert torch.equal(found.r, expected.r)
+    alone = lanes_rows(tape, (2.0,), 2**24)  # the 2-norm by itself may take the shorter way
+    assert alone is not None
+    assert_close(alone.norms[2.0], found.norms[2.0], rtol=1e-5, atol=1e-6)
 
 
 @needs_kernel
@@ -91,18 +96,88 @@ def test_the_kernel_takes_any_geometry(channels, size, kernel, stride, padding, 
         _check(tape)
 
 
+@pytest.fixture
+def gram_before(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Make rows stop before that piece, whatever it costs."""
+
+    def force(at: int) -> None:
+        def split(shapes: tuple[gram.Shape, ...], rows: int, width: int) -> gram.Split | None:
+            return gram._split(shapes, at, width)
+
+        monkeypatch.setattr(lanes, "best_split", split)
+
+    return force
+
+
+def test_rows_stop_halfway_where_that_saves_work() -> None:
+    pieces = _shapes(build("lenet", (3, 32, 32), 10), "fc", torch.rand(1, 3, 32, 32))
+    split = gram.best_split(pieces, 768, 16)
+    assert split is not None
+    assert split.at == 2
+    assert sum(split.blocks) == 1000  # of 64 x 65 / 2 pairs of places
+    assert gram.best_split(pieces, 16, 16) is None  # too few rows for a matrix to pay
+
+
+def _shapes(model: nn.Module, layer: str, x: Tensor) -> tuple[gram.Shape, ...]:
+    tape = _tape(model, layer, x)
+    found = pieces_of(tape, Start.of(tape).node)
+    assert found is not None
+    return tuple(map(gram.Shape.of, found))
+
+
+@needs_kernel
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    channels=st.tuples(*[st.integers(1, 19)] * 4), size=sizes, kernel=kernels, stride=strides, padding=paddings,
+    dilation=st.integers(1, 2), at=st.integers(1, 2), examples=st.integers(1, 5),
+)  # fmt: skip
+def test_norms_from_a_gram_matrix_halfway_are_the_same(  # type: ignore[no-untyped-def]
+    gram_before, channels, size, kernel, stride, padding, dilation, at, examples
+) -> None:
+    gram_before(at)
+    a, b, c, d = channels
+    needed = [-(-(dilation * (k - 1) + 1 - n) // 2) for k, n in zip(kernel, size, strict=True)]
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(a, b, kernel, stride, tuple(map(max, padding, needed)), dilation), nn.Tanh(),
+        nn.Conv2d(b, c, 2, 1, 1), nn.Sigmoid(), nn.Conv2d(c, d, 3, 1, 1), nn.Flatten(), nn.Linear(1, 2),
+    )  # fmt: skip
+    tape = _tape(model, "6", torch.rand(examples, a, *size))
+    if tape.r[0].numel() > 8 * tape.x[0].numel():
+        return
+    found = lanes_rows(tape, (2.0,), 2**24)
+    assert found is not None
+    assert_close(found.norms, exact_rows(tape, (2.0,), 2**24).norms, rtol=2e-5, atol=1e-6)
+
+
+@needs_kernel
+def test_small_differences_of_large_sums_are_not_left_to_the_gram_matrix(gram_before: Callable[[int], None]) -> None:
+    gram_before(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3, bias=False), nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(48, 2)).double()
+    with torch.no_grad():
+        model[0].weight[1] = model[0].weight[0]
+        model[1].weight[:, 1] = -model[1].weight[:, 0] * (1 + 1e-3 * torch.rand(3, 3, 3))
+    x = torch.rand(2, 1, 8, 8, dtype=torch.float64)
+    expected = row_norms(model, "3", x, "exact")[1]
+    found = lanes_rows(_tape(model, "3", x), (2.0,), 2**24)
+    assert found is not None
+    assert_close(found.norms[2.0].double(), expected, rtol=1e-3, atol=0)
+
+
 @needs_kernel
 def test_threads_share_the_work_and_change_nothing() -> None:
     tape = _tape(build("lenet", (3, 32, 32), 10), "fc", torch.rand(3, 3, 32, 32))
-    alone = lanes_rows(tape, PS, 2**24)
-    torch.set_num_threads(3)
-    try:
-        together = lanes_rows(tape, PS, 2**24)
-    finally:
-        torch.set_num_threads(1)
-    assert alone is not None
-    assert together is not None
-    assert all(torch.equal(alone.norms[p], together.norms[p]) for p in PS)
+    for ps in (PS, (2.0,)):
+        alone = lanes_rows(tape, ps, 2**24)
+        torch.set_num_threads(3)
+        try:
+            together = lanes_rows(tape, ps, 2**24)
+        finally:
+            torch.set_num_threads(1)
+        assert alone is not None
+        assert together is not None
+        assert all(torch.equal(alone.norms[p], together.norms[p]) for p in ps)
 
 
 @needs_kernel

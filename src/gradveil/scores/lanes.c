@@ -5,64 +5,9 @@
  * the window of a tensor that can be other than zero is worked on. Plain C for gcc and clang; no Python, no torch.
  */
 
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+#include "lanes.h"
 
-#ifdef __AVX512F__
-#define VL 16
-#else
-#define VL 8
-#endif
-
-#define ABI 3
-#define MOST_TAPS 64 /* kernel rows or columns */
-#define INLINE static inline __attribute__((always_inline))
-
-typedef float vec __attribute__((vector_size(VL * 4)));
-typedef int32_t bits __attribute__((vector_size(VL * 4)));
-
-enum { CONVOLUTION = 0, MAX_POOL = 1 };
-
-typedef struct {
-    int32_t kind;
-    int32_t co, oh, ow;             /* the tensor that cotangents come from */
-    int32_t ci, h, w;               /* the tensor they go to */
-    int32_t kh, kw, sh, sw, ph, pw, dh, dw;
-    int32_t in_left, in_pitch;      /* columns of zeros before a row of the first tensor, and columns in all */
-    int32_t out_left, out_pitch;    /* the same of the second */
-    int32_t blocked;                /* few channels: several columns at a time */
-    int32_t unused;
-    int64_t scale_stride;           /* floats from one example's slopes to the next; 0: shared */
-    const float *weight;            /* blocks of channels: [block][kh][kw][co][channels of the block] */
-    const float *scale;             /* slopes of the second tensor, [h][w][ci], or NULL */
-    const int64_t *index;           /* max pooling: [oh][ow][c] -> y * w + x, for each example */
-    int64_t index_stride;
-} Stage;
-
-typedef struct {
-    int32_t stages, examples, rows, row_lists; /* row_lists: 1 (shared) or examples */
-    int32_t wants_one, wants_max;              /* beside the 2-norm: the 1-norm, the max-norm */
-    const Stage *stage;
-    const int64_t *row;                        /* [row_lists][rows]: flat [C][H][W] position in the first tensor */
-    const float *kernel;                       /* of the first stage: [co][kh][kw][ci] */
-    float *two, *one, *max;                    /* [examples][rows] */
-    int64_t *next;                             /* the next piece of work, shared by all threads */
-    int64_t buffer;                            /* floats of the largest tensor */
-} Plan;
-
-typedef struct { int y0, y1, x0, x1; } Window;
-typedef struct { int count; int tap[MOST_TAPS]; int from[MOST_TAPS]; } Taps;
-typedef struct { vec two, one, max; } Norms;
-
-INLINE vec absolute(vec v) { return (vec)((bits)v & 0x7fffffff); }
-
-INLINE vec larger(vec a, vec b)
-{
-    bits which = a > b;
-    return (vec)(((bits)a & which) | ((bits)b & ~which));
-}
+#include <sched.h>
 
 INLINE void add_norms(Norms *norms, vec v, const Plan *plan)
 {
@@ -83,7 +28,7 @@ static void find_taps(Taps *taps, int u, int kernel, int stride, int padding, in
     }
 }
 
-static Window reached(const Stage *s, Window in)
+Window reached(const Stage *s, Window in)
 {
     Window out = {
         in.y0 * s->sh - s->ph, (in.y1 - 1) * s->sh - s->ph + (s->kh - 1) * s->dh + 1,
@@ -96,23 +41,35 @@ static Window reached(const Stage *s, Window in)
     return out;
 }
 
-/* One place, CB channels. */
+/* One place, CB channels. Few channels have several sums each, so that no addition waits for the one before. */
 INLINE void one_place(const int CB, const Stage *s, const float *weight, const vec *g, const Taps *ys, const Taps *xs,
                       vec *acc)
 {
-    const int co = s->co;
+    const int co = s->co, SUMS = CB <= 4 ? 4 : 1;
+    vec part[CB * SUMS];
 #pragma GCC unroll 16
-    for (int j = 0; j < CB; j++) acc[j] = (vec){0};
+    for (int j = 0; j < CB * SUMS; j++) part[j] = (vec){0};
     for (int a = 0; a < ys->count; a++)
         for (int b = 0; b < xs->count; b++) {
             const vec *from = g + ((int64_t)ys->from[a] * s->in_pitch + s->in_left + xs->from[b]) * co;
             const float *w = weight + (int64_t)(ys->tap[a] * s->kw + xs->tap[b]) * co * CB;
-            for (int c = 0; c < co; c++) {
+            int c = 0;
+            for (; c + SUMS <= co; c += SUMS) {
+#pragma GCC unroll 4
+                for (int k = 0; k < SUMS; k++) {
+                    vec v = from[c + k];
+#pragma GCC unroll 16
+                    for (int j = 0; j < CB; j++) part[k * CB + j] += v * w[(c + k) * CB + j];
+                }
+            }
+            for (; c < co; c++) {
                 vec v = from[c];
 #pragma GCC unroll 16
-                for (int j = 0; j < CB; j++) acc[j] += v * w[c * CB + j];
+                for (int j = 0; j < CB; j++) part[j] += v * w[c * CB + j];
             }
         }
+#pragma GCC unroll 16
+    for (int j = 0; j < CB; j++) acc[j] = SUMS == 1 ? part[j] : part[j] + part[CB + j] + part[2 * CB + j] + part[3 * CB + j];
 }
 
 /* PB places of one phase (columns x, x + stride, ...), CB channels: for tensors of few channels. */
@@ -174,29 +131,31 @@ static void place(const Sink *sink, const vec *g, const Taps *ys, const Taps *xs
     case CB * 16 + PB: { \
         vec acc[CB * PB]; \
         some_places(CB, PB, s, s->weight, g, ys, x, acc); \
-        for (int b = 0; b < PB && x + b * s->sw < s->w; b++) \
+        for (int b = 0; b < PB && x + b * s->sw < win.x1; b++) \
             for (int j = 0; j < CB; j++) put(sink, y, x + b * s->sw, j, acc[b * CB + j]); \
         break; \
     }
 
-static void row_of_places(const Sink *sink, const vec *g, const Taps *ys, int y)
+static void row_of_places(const Sink *sink, const vec *g, const Taps *ys, int y, Window win)
 {
     const Stage *s = sink->s;
     for (int phase = 0; phase < s->sw; phase++)
-        for (int x = phase; x < s->w; x += s->blocked * s->sw)
+        for (int x = win.x0 + phase; x < win.x1; x += s->blocked * s->sw)
             switch (s->ci * 16 + s->blocked) {
                 SOME(1, 8) SOME(2, 8) SOME(3, 8) SOME(1, 4) SOME(2, 4) SOME(3, 4) SOME(4, 4)
             }
 }
 
-/* Zeros in the rows of a window, outside its columns, where a blocked stage will read. */
-static void clear_sides(const Stage *s, vec *out, Window win)
+/* Zeros beside a window, as far as a blocked stage will read. */
+static void clear_beside(const Stage *s, vec *g, Window in)
 {
-    for (int y = win.y0; y < win.y1; y++) {
-        vec *row = out + (int64_t)y * s->out_pitch * s->ci;
-        int before = s->out_left + win.x0, after = s->out_left + win.x1;
-        memset(row, 0, sizeof(vec) * before * s->ci);
-        memset(row + (int64_t)after * s->ci, 0, sizeof(vec) * (s->out_pitch - after) * s->ci);
+    Window win = reached(s, in);
+    int reach = win.x0 + s->pw - (s->kw - 1) * s->dw;
+    int low = reach < 0 ? -(-reach / s->sw) : reach / s->sw, high = (win.x1 - 1 + s->pw) / s->sw + 1;
+    for (int y = in.y0; y < in.y1; y++) {
+        vec *row = g + ((int64_t)y * s->in_pitch + s->in_left) * s->co;
+        if (low < in.x0) memset(row + (int64_t)low * s->co, 0, sizeof(vec) * (in.x0 - low) * s->co);
+        if (high > in.x1) memset(row + (int64_t)in.x1 * s->co, 0, sizeof(vec) * (high - in.x1) * s->co);
     }
 }
 
@@ -212,7 +171,7 @@ static Window convolve(const Sink *sink, const vec *g, Window in)
         Norms row = {{0}, {0}, {0}}; /* summed row by row: shorter sums, smaller rounding errors */
         Sink here = {sink->plan, s, sink->scale, sink->out, &row};
         find_taps(&ys, y, s->kh, s->sh, s->ph, s->dh, in.y0, in.y1);
-        if (s->blocked) row_of_places(&here, g, &ys, y);
+        if (s->blocked) row_of_places(&here, g, &ys, y, win);
         else for (int x = win.x0; x < win.x1; x++) place(&here, g, &ys, &xs[x - win.x0], y, x);
         all.two += row.two;
         all.one += row.one;
@@ -220,7 +179,6 @@ static Window convolve(const Sink *sink, const vec *g, Window in)
     }
     *sink->norms = all;
     free(xs);
-    if (s->blocked) win.x0 = 0, win.x1 = s->w;
     return win;
 }
 
@@ -244,7 +202,7 @@ static Window unpool(const Sink *sink, const vec *g, Window in, const int64_t *i
 }
 
 /* The first stage: each lane's row is a kernel, put where its entry looks. */
-static Window paste(const Plan *plan, const Stage *s, const int64_t *row, int lanes, const float *scale, vec *out)
+Window paste(const Stage *s, const float *kernel, const int64_t *row, int lanes, const float *scale, vec *out)
 {
     Window in = {s->oh, 0, s->ow, 0}, win;
     for (int l = 0; l < lanes; l++) {
@@ -261,12 +219,12 @@ static Window paste(const Plan *plan, const Stage *s, const int64_t *row, int la
     for (int l = 0; l < lanes; l++) {
         int c = row[l] / ((int64_t)s->oh * s->ow);
         int top = (int)(row[l] / s->ow % s->oh) * s->sh - s->ph, left = (int)(row[l] % s->ow) * s->sw - s->pw;
-        const float *kernel = plan->kernel + (int64_t)c * s->kh * s->kw * s->ci;
+        const float *own = kernel + (int64_t)c * s->kh * s->kw * s->ci;
         for (int ky = 0; ky < s->kh; ky++)
             for (int kx = 0; kx < s->kw; kx++) {
                 int y = top + ky * s->dh, x = left + kx * s->dw;
                 if (y < 0 || y >= s->h || x < 0 || x >= s->w) continue;
-                const float *w = kernel + (int64_t)(ky * s->kw + kx) * s->ci;
+                const float *w = own + (int64_t)(ky * s->kw + kx) * s->ci;
                 const float *by = scale ? scale + ((int64_t)y * s->w + x) * s->ci : NULL;
                 float *to = (float *)(out + ((int64_t)y * s->out_pitch + s->out_left + x) * s->ci) + l;
                 for (int k = 0; k < s->ci; k++) to[(int64_t)k * VL] = by ? w[k] * by[k] : w[k];
@@ -283,33 +241,72 @@ static void sum_window(const Plan *plan, const Stage *s, const vec *out, Window 
                 add_norms(norms, out[((int64_t)y * s->out_pitch + s->out_left + x) * s->ci + c], plan);
 }
 
+/* Take what is in *a, within a window, through stages [from, to); swap the buffers so that *a holds the outcome. With
+ * norms, the last stage of all sums up in place of writing. */
+Window through(const Plan *plan, int from, int to, int example, Window win, vec **a, vec **b, Norms *norms)
+{
+    Norms none;
+    for (int k = from; k < to; k++) {
+        const Stage *s = plan->stage + k;
+        const float *scale = s->scale ? s->scale + example * s->scale_stride : NULL;
+        int last = k == plan->stages - 1, sums = last && norms && s->kind == CONVOLUTION;
+        Sink sink = {plan, s, scale, sums ? NULL : *b, norms ? norms : &none};
+        if (s[-1].h != s->oh || s[-1].w != s->ow) win = (Window){0, s->oh, 0, s->ow}; /* a flattened image */
+        if (s->blocked) clear_beside(s, *a, win);
+        if (s->kind == CONVOLUTION) win = convolve(&sink, *a, win);
+        else win = unpool(&sink, *a, win, s->index + example * s->index_stride);
+        if (sums) break;
+        if (last && norms) sum_window(plan, s, *b, win, norms);
+        vec *swap = *a;
+        *a = *b;
+        *b = swap;
+    }
+    return win;
+}
+
 static void one_group(const Plan *plan, int example, int first, int lanes, vec *a, vec *b)
 {
     const int64_t *row = plan->row + (plan->row_lists > 1 ? (int64_t)example * plan->rows : 0) + first;
+    const Stage *s = plan->stage;
+    const float *scale = s->scale ? s->scale + example * s->scale_stride : NULL;
+    int split = plan->gram.split;
     Norms norms = {{0}, {0}, {0}};
-    Window win = {0, 0, 0, 0};
-    for (int k = 0; k < plan->stages; k++) {
-        const Stage *s = plan->stage + k;
-        const float *scale = s->scale ? s->scale + example * s->scale_stride : NULL;
-        int last = k == plan->stages - 1;
-        if (k && (s[-1].h != s->oh || s[-1].w != s->ow)) win = (Window){0, s->oh, 0, s->ow}; /* a flattened image */
-        Sink sink = {plan, s, scale, last && s->kind == CONVOLUTION && k ? NULL : b, &norms};
-        if (k == 0) win = paste(plan, s, row, lanes, scale, b);
-        else if (s->kind == CONVOLUTION) win = convolve(&sink, a, win);
-        else win = unpool(&sink, a, win, s->index + example * s->index_stride);
-        if (!sink.out) break;
-        if (last) sum_window(plan, s, b, win, &norms);
-        else if (plan->stage[k + 1].blocked) {
-            clear_sides(s, b, win);
-            win.x0 = 0, win.x1 = s->w;
-        }
-        vec *swap = a; a = b; b = swap;
-    }
+    Window win = paste(s, plan->kernel, row, lanes, scale, a);
+    if (plan->stages == 1) sum_window(plan, s, a, win, &norms);
+    if (split) win = through(plan, 1, split, example, win, &a, &b, &norms);
+    if (!split || !norms_by_gram(plan, example, lanes, a, win, &norms))
+        through(plan, split ? split : 1, plan->stages, example, win, &a, &b, &norms);
     int64_t at = (int64_t)example * plan->rows + first;
     for (int l = 0; l < lanes; l++) {
         plan->two[at + l] = sqrtf(norms.two[l]);
         if (plan->wants_one) plan->one[at + l] = norms.one[l];
         if (plan->wants_max) plan->max[at + l] = norms.max[l];
+    }
+}
+
+static void wait_for(const int64_t *count, int64_t wanted)
+{
+    while (__atomic_load_n(count, __ATOMIC_ACQUIRE) < wanted) sched_yield();
+}
+
+/* One piece of an example's work: the rows of a place, the blocks of a place, or a group of rows. Pieces are handed out in
+ * this order, so whoever waits, waits for pieces that others are at. Two examples' matrices are kept. */
+static void piece(const Plan *plan, int example, int64_t at, int64_t places, int64_t groups, vec *a, vec *b)
+{
+    int64_t *rows = plan->gram.done + example, *blocks = rows + plan->examples, *sums = blocks + plan->examples;
+    if (at < places) {
+        if (example > 1) wait_for(sums - 2, groups);
+        patch_of_place(plan, example, (int)at, a, b);
+        __atomic_fetch_add(rows, 1, __ATOMIC_RELEASE);
+    } else if (at < 2 * places) {
+        wait_for(rows, places);
+        blocks_of_place(plan, example, (int)(at - places));
+        __atomic_fetch_add(blocks, 1, __ATOMIC_RELEASE);
+    } else {
+        int first = (int)(at - 2 * places) * VL;
+        if (places) wait_for(blocks, places);
+        one_group(plan, example, first, plan->rows - first < VL ? plan->rows - first : VL, a, b);
+        if (places) __atomic_fetch_add(sums, 1, __ATOMIC_RELEASE);
     }
 }
 
@@ -319,12 +316,13 @@ int lanes_run(const Plan *plan)
     vec *a = NULL, *b = NULL;
     int failed = posix_memalign((void **)&a, 64, plan->buffer * sizeof(vec)) ||
                  posix_memalign((void **)&b, 64, plan->buffer * sizeof(vec));
-    int64_t groups = (plan->rows + VL - 1) / VL, total = groups * plan->examples;
+    const Stage *split = plan->stage + plan->gram.split;
+    int64_t places = plan->gram.split ? (int64_t)split->oh * split->ow : 0, groups = (plan->rows + VL - 1) / VL;
+    int64_t each = 2 * places + groups;
     while (!failed) {
         int64_t at = __atomic_fetch_add(plan->next, 1, __ATOMIC_RELAXED);
-        if (at >= total) break;
-        int first = (int)(at % groups) * VL;
-        one_group(plan, (int)(at / groups), first, plan->rows - first < VL ? plan->rows - first : VL, a, b);
+        if (at >= each * plan->examples) break;
+        piece(plan, (int)(at / each), at % each, places, groups, a, b);
     }
     free(a);
     free(b);

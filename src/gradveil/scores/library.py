@@ -1,4 +1,4 @@
-"""The compiled kernel (``lanes.c``), where it was built: structures and calls, by ctypes."""
+"""The compiled kernel (``lanes.c``, ``gram.c``), where it was built: structures and calls, by ctypes."""
 
 import ctypes
 import threading
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ABI = 3
+ABI = 4
 CONVOLUTION, MAX_POOL = 0, 1
 
 
 class Stage(Structure):
-    """One map of the chain, as ``lanes.c`` has it."""
+    """One map of the chain, as ``lanes.h`` has it."""
 
     _fields_ = (
         *((name, c_int32) for name in (
@@ -27,15 +27,32 @@ class Stage(Structure):
     )  # fmt: skip
 
 
+class Gram(Structure):
+    """Where rows stop, and the Gram matrix that gives their norms there, as ``lanes.h`` has it."""
+
+    _fields_ = (
+        ("split", c_int32), ("block", c_int32), ("kernel", POINTER(c_float)),
+        *((name, POINTER(c_int32)) for name in ("last_y", "first_x", "last_x")),
+        ("offset", POINTER(c_int64)), ("matrix_size", c_int64), ("patch_size", c_int64),
+        ("matrix", POINTER(c_float)), ("patch", POINTER(c_float)), ("done", POINTER(c_int64)),
+    )  # fmt: skip
+
+
 class Plan(Structure):
-    """One call, as ``lanes.c`` has it."""
+    """One call, as ``lanes.h`` has it."""
 
     _fields_ = (
         *((name, c_int32) for name in ("stages", "examples", "rows", "row_lists", "wants_one", "wants_max")),
         ("stage", POINTER(Stage)), ("row", POINTER(c_int64)), ("kernel", POINTER(c_float)),
         ("two", POINTER(c_float)), ("one", POINTER(c_float)), ("max", POINTER(c_float)),
-        ("next", POINTER(c_int64)), ("buffer", c_int64),
+        ("next", POINTER(c_int64)), ("buffer", c_int64), ("gram", Gram),
     )  # fmt: skip
+
+
+def lanes() -> int:
+    """Return how many rows go together."""
+    width: int = library().lanes_width()
+    return width
 
 
 @cache
@@ -56,7 +73,7 @@ def pointer(tensor: Tensor | None) -> Any:
     """Return where a tensor's numbers lie; None for none."""
     if tensor is None:
         return None
-    kind = c_int64 if tensor.dtype == torch.int64 else c_float
+    kind: Any = {torch.int64: c_int64, torch.int32: c_int32, torch.float32: c_float}[tensor.dtype]
     return ctypes.cast(tensor.data_ptr(), POINTER(kind))
 
 
