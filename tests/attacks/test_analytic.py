@@ -10,6 +10,7 @@ from gradveil.attacks.analytic import Analytic
 from gradveil.defenses.nothing import NoDefense
 from gradveil.defenses.step import step_gradient
 from gradveil.errors import AttackError
+from gradveil.priors import GaussianPrior
 from gradveil.types import Batch, Observation, Update
 
 
@@ -87,3 +88,50 @@ def test_without_a_bias_it_says_what_it_needs(batch: Batch) -> None:
     bare = nn.Sequential(nn.Flatten(), nn.Linear(64, 5, bias=False))
     with pytest.raises(AttackError, match="weight and bias gradients are both seen"):
         attack(observe(bare, one(batch)))
+
+
+def test_rows_that_one_example_alone_activates_give_a_whole_batch_away(batch: Batch) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        wide = nn.Sequential(nn.Flatten(), nn.Linear(64, 400), nn.ReLU(), nn.Linear(400, 5))
+        with torch.no_grad():
+            wide[1].bias.copy_(-wide[1].weight.sum(1) / 2)  # type: ignore[index, union-attr, operator]
+    found, truth = attack(observe(wide, batch)).flatten(1), batch.inputs.flatten(1)
+    nearest = torch.cdist(truth, found).min(1).values
+    assert float(nearest.max()) < 1e-3
+
+
+def test_all_rows_together_are_less_noisy_than_the_best_one(dense: nn.Module, batch: Batch) -> None:
+    seen = observe(dense, one(batch))
+    rng = torch.Generator().manual_seed(4)
+    gradient, db = dict(seen.update.gradient), seen.update.gradient["1.bias"]
+    noise = 0.01 * float(gradient["1.weight"].abs().max())
+    gradient["1.weight"] = gradient["1.weight"] + noise * torch.randn(16, 64, generator=rng)
+    noisy = replace(seen, update=replace(seen.update, gradient=gradient))
+    best = int(db.abs().argmax())
+    single = (gradient["1.weight"][best] / db[best]).reshape(1, 1, 8, 8).clamp(0, 1)
+    together = attack(noisy)
+    assert (together - batch.inputs[:1]).square().mean() < 0.9 * (single - batch.inputs[:1]).square().mean()
+
+
+def test_a_normalisation_before_the_layer_is_undone(batch: Batch) -> None:
+    class Half(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x - 0.5) / 0.5
+
+    scaled = nn.Sequential(Half(), nn.Flatten(), nn.Linear(64, 5))
+    torch.testing.assert_close(attack(observe(scaled, one(batch))), batch.inputs[:1], atol=1e-5, rtol=0)
+
+
+def test_hidden_entries_are_filled_in_by_the_prior() -> None:
+    rng = torch.Generator().manual_seed(7)
+    mix = torch.randn(64, 2, generator=rng) / 15
+    images = (0.5 + torch.randn(400, 2, generator=rng) @ mix.T).reshape(-1, 1, 8, 8)
+    linear = nn.Sequential(nn.Flatten(), nn.Linear(64, 5))
+    seen = observe(linear, Batch(images[:1], torch.tensor([2])))
+    gradient = dict(seen.update.gradient)
+    gradient["1.weight"] = gradient["1.weight"] * (torch.arange(64) % 2)  # half of the pixels are hidden
+    hidden = replace(seen, update=replace(seen.update, gradient=gradient), prior=GaussianPrior.fit(images[1:], 1e-5))
+    naive, aware = attack(hidden), attack(hidden.masked("1.weight"))
+    assert float((aware - images[:1]).square().mean()) < 1e-4
+    assert float((naive - images[:1]).square().mean()) > 0.1

@@ -98,7 +98,7 @@ class Newton(Attack):
             pixels = s.num_examples * int(torch.Size(s.input_shape).numel())
             inputs = best[b, r, :pixels].reshape(s.num_examples, *s.input_shape).to(torch.float32)
             value = float(objective[b, r])
-            finished = bool(floor[b, r] <= self.last_floor) and value < float("inf")
+            finished = bool(steps[b, r] < self.steps) and value < float("inf")
             details = {"steps": float(steps[b].sum()), "restarts": float(self.restarts), "floor": float(floor[b, r])}
             found.append(Reconstruction(inputs.clamp(*s.bounds), labels[b], value, finished, details))
         return found

@@ -45,19 +45,23 @@ def update_rows(seen: Sequence[Observation], labels: Tensor, prior: Prior) -> Ro
         guess = functional_call(first.model, state, (x,)).log_softmax(-1).expand_as(y)
     widths = torch.tensor(scales).to(center).expand(len(seen), -1)
     table = torch.stack([_table(s, center) for s in seen])  # (B, 4, R)
+    rest = torch.zeros_like(y)  # of δ: what the client's rounding of p - 1 adds to it
     one = _one(first, state, prior)
     if not free_logits(first):
-        return Rows(first.model, one, (y, guess), widths, *table.unbind(1))
+        return Rows(first.model, one, (y, guess, rest), widths, *table.unbind(1))
     bias = known_bias(seen)
     if bias is None:
-        rows = Rows(first.model, one, (y, guess), widths, *_with_logits(table, guess).unbind(1))
+        rows = Rows(first.model, one, (y, guess, rest), widths, *_with_logits(table, guess).unbind(1))
         guess = _rescaled(guess, y, _excess(rows, center, table.shape[2]))
     else:
         guess = torch.stack([_read(s, bias, y[b]) for b, s in enumerate(seen)])
         sizes = [(name, first.update.gradient[name].numel()) for name in first.visible]
         stiff = torch.cat([center.new_full((size,), STIFF if name == bias else 1.0) for name, size in sizes])
         table[:, 3] *= stiff
-    return Rows(first.model, one, (y, guess), widths, *_with_logits(table, guess).unbind(1))
+        exact = torch.stack([s.update.gradient[bias].to(y) for s in seen])[:, None]  # (B, 1, K)
+        quiet_bias = torch.tensor([not s.noise.get(bias) for s in seen]).to(y)
+        rest = (exact - _delta(guess, y)) * quiet_bias[:, None, None]
+    return Rows(first.model, one, (y, guess, rest), widths, *_with_logits(table, guess).unbind(1))
 
 
 def known_bias(seen: Sequence[Observation]) -> str | None:
@@ -107,6 +111,12 @@ def _read(seen: Observation, bias: str, y: Tensor) -> Tensor:
     return (others + y * (1 - missing)).clamp_min(SMALLEST).log()
 
 
+def _delta(log_p: Tensor, y: Tensor) -> Tensor:
+    """Return p - y (..., K) without its cancellation: the true class misses what the others have."""
+    others = log_p.exp() * (1 - y)
+    return others - y * others.sum(-1, keepdim=True)
+
+
 def _excess(rows: Rows, center: Tensor, entries: int) -> Tensor:
     """Return by how much the update of the prior's mean outsizes the one seen, (B,)."""
     found = rows.residual(center.expand(len(rows.seen), -1), None) + rows.seen
@@ -140,16 +150,16 @@ def _one(seen: Observation, state: Params, prior: Prior) -> Callable[..., Tensor
         sent = update if seen.simulate is None else seen.simulate(update)
         return torch.cat([*(sent[n].reshape(-1) for n in names), *more])
 
-    def several_steps(z: Tensor, y: Tensor, guess: Tensor, widths: Tensor, smooth: bool) -> Tensor:
+    def several_steps(z: Tensor, y: Tensor, guess: Tensor, rest: Tensor, widths: Tensor, smooth: bool) -> Tensor:
         def step(weights: Params, x: Tensor, y: Tensor) -> Params:
-            return grad(lambda w: soft_cross_entropy(forward(w, x, widths, smooth), y))(weights)
+            gradient: Params = grad(lambda w: soft_cross_entropy(forward(w, x, widths, smooth), y))(weights)
+            return gradient
 
         return finish(unroll(step, free, z.reshape(shape), y, seen.update))
 
-    def one_step(z: Tensor, y: Tensor, guess: Tensor, widths: Tensor, smooth: bool) -> Tensor:
+    def one_step(z: Tensor, y: Tensor, guess: Tensor, rest: Tensor, widths: Tensor, smooth: bool) -> Tensor:
         u = (guess + SPREAD * z[prior.pixels :].reshape(guess.shape)).log_softmax(-1)  # (N, K)
-        others = u.exp() * (1 - y)
-        delta = others - y * others.sum(-1, keepdim=True)  # p - y without its cancellation
+        delta = _delta(u, y) + rest
 
         def pulled(weights: Params) -> tuple[Tensor, Tensor]:
             logits = forward(weights, z[: prior.pixels].reshape(shape), widths, smooth)

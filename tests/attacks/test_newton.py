@@ -1,0 +1,289 @@
+"""The Gauss-Newton attack: it must win undefended, whatever lies between the pixels and the update."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+
+from gradveil.attacks.newton import Newton
+from gradveil.attacks.newton_prior import Prior
+from gradveil.attacks.newton_smooth import Smoothing, kink_scales
+from gradveil.attacks.newton_step import Dense, MatrixFree, conjugate_gradients
+from gradveil.attacks.newton_update import known_bias, update_rows
+from gradveil.errors import AttackError
+from gradveil.priors import GaussianPrior
+from gradveil.types import Batch, Observation, Update
+
+SHAPE = (1, 8, 8)
+
+
+def network(activation: type[nn.Module], sharpness: float = 1.0) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = nn.Sequential(
+            nn.Conv2d(1, 6, 3, padding=1), activation(), nn.Conv2d(6, 6, 3, padding=1, stride=2), activation(),
+            nn.Flatten(), nn.Linear(96, 5),
+        )  # fmt: skip
+        for p in model.parameters():
+            nn.init.uniform_(p, -0.5, 0.5)
+        with torch.no_grad():
+            model[5].weight *= sharpness
+    return model
+
+
+def gradient_of(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    loss = F.cross_entropy(model(batch.inputs), batch.labels)
+    return dict(zip(dict(model.named_parameters()), torch.autograd.grad(loss, list(model.parameters())), strict=True))
+
+
+def observe(model: nn.Module, batch: Batch, **more: object) -> Observation:
+    update = Update(gradient_of(model, batch), num_examples=len(batch))
+    return Observation(model, update, tuple(batch.inputs.shape[1:]), 5, labels=batch.labels, **more)  # type: ignore[arg-type]
+
+
+def one(batch: Batch, i: int) -> Batch:
+    return Batch(batch.inputs[i : i + 1], batch.labels[i : i + 1])
+
+
+def error(found: Tensor, truth: Tensor) -> float:
+    return float((found - truth).square().mean())
+
+
+def seeded(seed: int = 0) -> Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("activation", [nn.Sigmoid, nn.Tanh])
+def test_a_smooth_network_gives_the_image_away_to_float_precision(activation: type[nn.Module], batch: Batch) -> None:
+    single = one(batch, 0)
+    found = Newton(steps=25).reconstruct(observe(network(activation), single), seeded())
+    assert error(found.inputs, single.inputs) < 1e-8
+    assert found.converged
+    assert found.details["steps"] <= 25
+
+
+def test_relu_gives_the_image_away_once_its_kinks_are_smoothed(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = [observe(network(nn.ReLU), one(batch, i)) for i in range(3)]
+    found = Newton().reconstruct_many(seen, [seeded(i) for i in range(3)])
+    smoothed = [error(f.inputs, batch.inputs[i : i + 1]) for i, f in enumerate(found)]
+    assert max(smoothed) < 1e-3
+    monkeypatch.setattr("gradveil.attacks.newton_solve.WIDEST", 1e-6)
+    kinked = Newton().reconstruct_many(seen, [seeded(i) for i in range(3)])
+    stalled = [error(f.inputs, batch.inputs[i : i + 1]) for i, f in enumerate(kinked)]
+    assert sum(stalled) > 10 * sum(smoothed)
+
+
+def sure_of(model: nn.Module, inputs: Tensor) -> tuple[Batch, float]:
+    with torch.no_grad():
+        p, label = model(inputs).softmax(1).max(1)
+    return Batch(inputs, label), float(p)
+
+
+def test_a_confident_network_gives_the_image_away_with_and_without_the_last_layer(batch: Batch) -> None:
+    model = network(nn.Tanh, sharpness=10.0)
+    single, p = sure_of(model, batch.inputs[1:2])
+    assert p > 0.99
+    seen = observe(model, single)
+    for view in (seen, seen.without("5.*")):
+        assert error(Newton().reconstruct(view, seeded()).inputs, single.inputs) < 1e-9
+
+
+def test_even_a_prediction_that_rounds_to_certainty_gives_the_image_away(batch: Batch) -> None:
+    model = network(nn.Tanh, sharpness=20.0)
+    single, p = sure_of(model, batch.inputs[:1])
+    assert p == 1.0
+    assert error(Newton().reconstruct(observe(model, single), seeded()).inputs, single.inputs) < 1e-4
+
+
+def test_dropping_or_masking_the_defended_layer_changes_nothing_for_the_attacker(batch: Batch) -> None:
+    single = one(batch, 1)
+    seen = observe(network(nn.Sigmoid), single)
+    hidden = dict(seen.update.gradient)
+    hidden["5.weight"] = hidden["5.weight"] * (torch.arange(96) % 5 < 3)  # 40 % of the columns zeroed
+    defended = replace(seen, update=replace(seen.update, gradient=hidden))
+    aware = Newton().reconstruct_many([defended.masked("5.weight"), defended.without("5.weight")], [seeded(), seeded()])
+    assert max(error(f.inputs, single.inputs) for f in aware) < 1e-7
+    naive = Newton().reconstruct(defended, seeded())
+    assert error(naive.inputs, single.inputs) > 1e-3
+    assert naive.objective > 100 * aware[0].objective
+
+
+def test_known_noise_weighs_the_equations_and_costs_what_it_must(batch: Batch) -> None:
+    single = one(batch, 0)
+    seen = observe(network(nn.Sigmoid), single)
+    rng = seeded(3)
+    rms = float(torch.cat([g.flatten() for g in seen.update.gradient.values()]).square().mean().sqrt())
+    errors = []
+    for level in (0.01, 0.1, 1.0):
+        noisy = {n: g + level * rms * torch.randn(g.shape, generator=rng) for n, g in seen.update.gradient.items()}
+        known = replace(seen, update=replace(seen.update, gradient=noisy), noise=dict.fromkeys(noisy, level * rms))
+        errors.append(error(Newton().reconstruct(known, seeded()).inputs, single.inputs))
+    assert errors[0] < errors[1] < errors[2]
+    assert errors[2] < 1 / 12  # never worse than the prior's own variance
+
+
+def test_ignoring_the_noise_is_worse_than_knowing_it(batch: Batch) -> None:
+    single = one(batch, 0)
+    seen = observe(network(nn.Sigmoid), single)
+    rng = seeded(3)
+    noisy = dict(seen.update.gradient)
+    noisy["0.weight"] = noisy["0.weight"] + 10 * noisy["0.weight"].std() * torch.randn(6, 1, 3, 3, generator=rng)
+    unaware = replace(seen, update=replace(seen.update, gradient=noisy))
+    aware = replace(unaware, noise={"0.weight": 10 * float(seen.update.gradient["0.weight"].std())})
+    found = Newton().reconstruct_many([unaware, aware], [seeded(), seeded()])
+    assert error(found[1].inputs, single.inputs) < 0.1 * error(found[0].inputs, single.inputs)
+
+
+def test_a_prior_from_public_data_beats_no_prior_under_noise() -> None:
+    rng = seeded(7)
+    mix = torch.randn(64, 4, generator=rng) / 12
+    public = 0.5 + torch.randn(500, 4, generator=rng) @ mix.T
+    truth = (0.5 + torch.randn(1, 4, generator=rng) @ mix.T).reshape(1, *SHAPE)
+    seen = observe(network(nn.Sigmoid), Batch(truth, torch.tensor([2])))
+    rms = float(torch.cat([g.flatten() for g in seen.update.gradient.values()]).square().mean().sqrt())
+    noisy = {n: g + 0.1 * rms * torch.randn(g.shape, generator=rng) for n, g in seen.update.gradient.items()}
+    blind = replace(seen, update=replace(seen.update, gradient=noisy), noise=dict.fromkeys(noisy, 0.1 * rms))
+    informed = replace(blind, prior=GaussianPrior.fit(public, ridge=1e-4))
+    found = Newton().reconstruct_many([blind, informed], [seeded(), seeded()])
+    assert error(found[1].inputs, truth) < 0.2 * error(found[0].inputs, truth)
+
+
+def test_a_batch_of_one_class_comes_apart(batch: Batch) -> None:
+    two = Batch(batch.inputs[:2], torch.tensor([1, 1]))
+    found = Newton().reconstruct(observe(network(nn.Sigmoid), two), seeded())
+    straight, crossed = error(found.inputs, two.inputs), error(found.inputs.flip(0), two.inputs)
+    assert min(straight, crossed) < 1e-6
+
+
+def test_several_local_steps_are_unrolled(batch: Batch) -> None:
+    single, lr = one(batch, 0), 0.5
+    start = network(nn.Sigmoid)
+    model = network(nn.Sigmoid)
+    for _ in range(3):
+        gradient = gradient_of(model, single)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p -= lr * gradient[name]
+    before, after = ({n: p.detach() for n, p in m.named_parameters()} for m in (start, model))
+    update = Update.from_weights(before, after, lr, num_examples=1, num_steps=3)
+    seen = Observation(start, update, SHAPE, 5, labels=single.labels)
+    assert error(Newton().reconstruct(seen, seeded()).inputs, single.inputs) < 1e-5
+
+
+def test_products_alone_give_the_step_that_the_written_out_jacobian_gives(batch: Batch) -> None:
+    seen = [observe(network(nn.Tanh), one(batch, i)) for i in range(2)]
+    prior = Prior.of(seen[0], 5, torch.device("cpu"))
+    rows = update_rows(seen, batch.labels[:2, None], prior)
+    z = prior.center() + 0.1 * prior.draw(2, seeded())
+    width, damping = torch.tensor([0.3, 0.1], dtype=z.dtype), torch.tensor([1.0, 10.0], dtype=z.dtype)
+    residual = rows.residual(z, width)
+    weights = 1 / (0.1 * rows.rms).square()
+    dense = Dense(prior)(rows, z, residual, weights, width)(damping)
+    free = MatrixFree(prior, iterations=400, tolerance=1e-12)(rows, z, residual, weights, width)(damping)
+    torch.testing.assert_close(free, dense, rtol=1e-5, atol=1e-7)
+
+
+def test_products_with_the_jacobian_agree_with_differences(batch: Batch) -> None:
+    seen = [observe(network(nn.ReLU), one(batch, 0))]
+    prior = Prior.of(seen[0], 5, torch.device("cpu"))
+    rows = update_rows(seen, batch.labels[:1, None], prior)
+    z, v = prior.center()[None], prior.draw(1, seeded(4))
+    width, h = torch.tensor([0.3], dtype=z.dtype), 1e-5
+    pushed = rows.push(z, v, width)
+    differences = (rows.residual(z + h * v, width) - rows.residual(z - h * v, width)) / (2 * h)
+    torch.testing.assert_close(pushed, differences, rtol=1e-4, atol=1e-7)
+    u = torch.randn(pushed.shape, generator=seeded(5), dtype=z.dtype)
+    torch.testing.assert_close((rows.pull(z, u, width) * v).sum(), (u * pushed).sum())
+    torch.testing.assert_close(v[0] @ rows.jacobian(0, z[0], width), pushed[0])
+
+
+def test_large_inputs_are_solved_without_a_jacobian(batch: Batch) -> None:
+    single = one(batch, 0)
+    found = Newton(dense_limit=1).reconstruct(observe(network(nn.Sigmoid), single), seeded())
+    assert error(found.inputs, single.inputs) < 1e-5
+
+
+def test_a_problem_gives_the_same_answer_alone_and_in_company(batch: Batch) -> None:
+    seen = [observe(network(nn.Tanh), one(batch, i)) for i in range(3)]
+    shared = [replace(s, model=seen[0].model) for s in seen]
+    together = Newton(steps=8).reconstruct_many(shared, [seeded(i) for i in range(3)])
+    for i, s in enumerate(shared):
+        alone = Newton(steps=8).reconstruct(s, seeded(i))
+        torch.testing.assert_close(alone.inputs, together[i].inputs, rtol=1e-5, atol=1e-6)
+
+
+def test_labels_are_read_off_the_update_when_the_server_does_not_know_them(batch: Batch) -> None:
+    single = one(batch, 1)
+    found = Newton().reconstruct(replace(observe(network(nn.Sigmoid), single), labels=None), seeded())
+    assert found.labels is not None
+    assert found.labels.tolist() == single.labels.tolist()
+    assert error(found.inputs, single.inputs) < 1e-7
+
+
+def test_the_bias_is_read_as_confidence_only_where_it_is_one_examples(batch: Batch) -> None:
+    model = network(nn.Sigmoid)
+    assert known_bias([observe(model, one(batch, 0))]) == "5.bias"
+    assert known_bias([observe(model, batch)]) is None
+    assert known_bias([observe(model, one(batch, 0)).without("5.bias")]) is None
+
+
+@pytest.mark.parametrize(
+    ("call", "exact"),
+    [
+        (F.relu, F.relu), (lambda z: z.relu(), F.relu), (lambda z: nn.ReLU(inplace=True)(z.clone()), F.relu),
+        (lambda z: F.leaky_relu(z, 0.2), lambda z: F.leaky_relu(z, 0.2)), (F.relu6, F.relu6), (F.hardtanh, F.hardtanh),
+        (lambda z: nn.Hardtanh(-2.0, 3.0)(z), lambda z: z.clamp(-2, 3)),
+    ],
+)  # fmt: skip
+def test_smoothing_rounds_every_kink_and_vanishes_with_its_width(call, exact) -> None:  # type: ignore[no-untyped-def]
+    z = torch.linspace(-8, 8, 201, dtype=torch.float64)
+    wide, narrow = torch.tensor(1.0, dtype=z.dtype), torch.tensor(1e-3, dtype=z.dtype)
+    with Smoothing([wide]):
+        rounded = call(z)
+    with Smoothing([narrow]):
+        sharp = call(z)
+    assert float((rounded - exact(z)).abs().max()) > 0.05
+    torch.testing.assert_close(sharp, exact(z), atol=1e-3, rtol=0)
+
+
+def test_the_scales_of_kinks_are_the_spreads_of_their_inputs() -> None:
+    z = torch.randn(50, generator=seeded())
+    assert kink_scales(lambda: (z.relu(), F.relu(3 * z), z.sigmoid())) == pytest.approx(
+        [float(z.std(correction=0)), 3 * float(z.std(correction=0))]
+    )
+
+
+def test_conjugate_gradients_solve_every_system_of_the_batch() -> None:
+    a = torch.randn(3, 6, 6, generator=seeded(), dtype=torch.float64)
+    a = a @ a.mT + torch.eye(6, dtype=torch.float64)
+    right = torch.randn(3, 6, generator=seeded(1), dtype=torch.float64)
+    found = conjugate_gradients(lambda v: (a @ v[..., None])[..., 0], right, lambda v: 2 * v, 30, 1e-12)
+    torch.testing.assert_close(found, torch.linalg.solve(a, right))
+
+
+def test_the_priors_inverse_and_square_root_belong_to_its_covariance(batch: Batch) -> None:
+    rng = seeded(2)
+    for factor in (torch.randn(64, 3, generator=rng), torch.linalg.qr(torch.randn(64, 3, generator=rng))[0]):
+        gaussian = GaussianPrior(torch.full((64,), 0.5), factor, 0.1)
+        prior = Prior.of(observe(network(nn.Sigmoid), batch, prior=gaussian), 2, torch.device("cpu"))
+        covariance = torch.block_diag(*[gaussian.covariance().double()] * 3, torch.eye(2).double())
+        torch.testing.assert_close(prior.precision() @ covariance, torch.eye(194).double(), atol=1e-5, rtol=0)
+        z = torch.randn(2, 194, generator=rng).double()
+        torch.testing.assert_close(prior.covary(z), z @ covariance, atol=1e-5, rtol=1e-5)
+        draws = prior.draw(4000, rng)[:, :64]
+        torch.testing.assert_close(draws.T.cov(), covariance[:64, :64], atol=0.5, rtol=0.2)
+
+
+def test_a_prior_of_another_size_is_refused_in_words(batch: Batch) -> None:
+    small = GaussianPrior.white(torch.zeros(9), 1.0)
+    with pytest.raises(AttackError, match="9 numbers"):
+        Newton().reconstruct(observe(network(nn.Sigmoid), one(batch, 0), prior=small), seeded())
+
+
+def test_an_update_with_nothing_to_match_is_refused(batch: Batch) -> None:
+    seen = observe(network(nn.Sigmoid), one(batch, 0))
+    blank = replace(seen, weights={n: torch.zeros_like(g) for n, g in seen.update.gradient.items()})
+    with pytest.raises(AttackError, match="nothing to match"):
+        Newton().reconstruct(blank, seeded())
