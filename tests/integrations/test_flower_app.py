@@ -45,6 +45,7 @@ def in_process(settings: Settings) -> dict[str, torch.Tensor]:
         epochs=settings.epochs,
         batch_size=settings.batch_size or None,
         lr=settings.lr,
+        proximal=settings.proximal,
     )
     model = build_model(settings, dataset)
     *_, last = simulate(model, dataset, shares, training, settings.defense, settings.seed)
@@ -173,6 +174,13 @@ def test_other_strategies_train(strategy: str) -> None:
     assert losses[-1] < losses[0]
 
 
+def test_the_factor_of_fedprox_reaches_the_clients() -> None:
+    settings = Settings(**SETTINGS.__dict__ | {"strategy": "fedprox:proximal_mu=0.7"})
+    expected = in_process(Settings(**SETTINGS.__dict__ | {"proximal": 0.7}))
+    state = serve(nodes(settings, list(range(6))), settings).state
+    assert max(float((state[name] - value).abs().max()) for name, value in expected.items()) < 1e-5
+
+
 def test_fedavgm_gives_the_model_that_the_simulation_gives() -> None:
     settings = Settings(**SETTINGS.__dict__ | {"strategy": strategy_for("fedavgm:lr=0.5")})
     dataset, shares = load_data("digits", "", settings.partition, 0)
@@ -209,6 +217,21 @@ def test_what_flower_cannot_do_is_said_before_it_starts(options: list[str], said
 def test_a_superlink_that_is_not_there_is_an_error_in_one_line() -> None:
     with pytest.raises(GradveilError, match="Is the SuperLink up"):
         submit(SETTINGS, "127.0.0.1:9", None, print)
+
+
+def test_clients_of_a_superlink_keep_their_randomness_to_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = []
+
+    def flwr(arguments: list[str], env: dict[str, str]) -> dict[str, str]:
+        sent.append(tomllib.loads((Path(arguments[1]) / "pyproject.toml").read_text()))
+        raise GradveilError("enough")
+
+    monkeypatch.setattr("gradveil.integrations.flower.engine._flwr", flwr)
+    with pytest.raises(GradveilError, match="enough"):
+        submit(SETTINGS, "127.0.0.1:9", None, print)
+    config = sent[0]["tool"]["flwr"]["app"]["config"]
+    assert config["secret"] is True
+    assert config["batch-size"] == SETTINGS.batch_size
 
 
 def test_the_connection_speaks_tls_where_a_certificate_is_given(tmp_path: Path) -> None:

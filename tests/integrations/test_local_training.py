@@ -71,6 +71,11 @@ def test_a_function_that_goes_round_the_defence_is_refused(model: nn.Module, bat
     assert guard_of(model) is None
 
 
+def test_a_function_that_does_not_train_is_refused(model: nn.Module) -> None:
+    with pytest.raises(DefenseError, match="No training step"):
+        defended("representation")(lambda model: None)(model)
+
+
 def test_a_function_without_a_model_is_refused(batch: Batch) -> None:
     with pytest.raises(DefenseError, match=r"nn\.Module"):
         defended("representation")(lambda x: x)(batch)

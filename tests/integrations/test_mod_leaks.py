@@ -128,3 +128,17 @@ def test_a_client_that_crashes_leaves_no_hook_behind(one: Batch) -> None:
         )
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert nn.Module.__call__ is nn.Module._wrapped_call_impl
+
+
+def test_a_defence_that_only_holds_against_a_server_that_does_not_know_it_is_no_excuse(
+    model: nn.Module, one: Batch
+) -> None:
+    spec = "representation:share=0.8"
+    app = client_app(lambda: model, one, [leak_guard(max_psnr=40, defense="none"), guard_mod(spec)])
+    assert app(message(model), context()).content["metrics"]["leak-psnr"] < 40
+
+    out = client_app(lambda: model, one, [leak_guard(max_psnr=40, defense=spec), guard_mod(spec)])(
+        message(model), context()
+    )
+    assert out.has_error()
+    assert "(plain)" not in out.error.reason
