@@ -128,9 +128,15 @@ def test_the_papers_picture_and_the_server_that_undoes_it_are_both_said() -> Non
     assert v.outcome == "recovered"
     assert v.text == (
         "The naive server gets nothing (MSE 0.25, worse than a blind guess at 0.08, identifies 0 of 8; newton, first "
-        "round), but a server that knows the defence gets the images back (MSE 0.0001, identifies 8 of 8; "
-        "drop + newton, first round)."
+        "round), but a server that knows the defence gets the images back (MSE 0.0001, without a defence 0.0001, "
+        "identifies 8 of 8; drop + newton, first round)."
     )
+
+
+def test_a_picture_worse_than_a_blind_guess_may_still_tell_who_it_is() -> None:
+    v = judge(CONTROL, attack_rows("d", "naive", BAD, identified=1.0))["d"]
+    assert v.outcome == "recognised"
+    assert "poor pixel by pixel but can still be told from 99 others (MSE 0.25, worse than a blind guess" in v.text
 
 
 def test_the_strongest_attack_speaks_for_its_server() -> None:

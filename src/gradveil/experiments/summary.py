@@ -44,6 +44,7 @@ class Line:
     recovered: Interval  # share of images with an error under a tenth of the blind guess's
     converged: int
     grade: Grade
+    control: float | None  # mean MSE of the same attack, images and weights without a defence
     void: str | None  # why a failure here proves nothing; None where its control succeeded
     gallery: int
     unit: str
@@ -142,6 +143,7 @@ def _line(key: tuple[str, ...], group: Sequence[Row], control: Sequence[Row] | N
         recovered=recovered,
         converged=sum(bool(row["converged"]) for row in group),
         grade=grade(mse, recovered, identified, floor, gallery),
+        control=None if control is None else interval([row["mse"] for row in control]).mean,
         void=_void(group if is_control else control, floor),
         gallery=gallery,
         unit=group[0]["unit"],

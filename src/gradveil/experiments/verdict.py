@@ -123,6 +123,8 @@ def _gets(line: Line | None, floor: Floor) -> str:
     if not line.counts:
         return f"shows nothing either way: {_by(line)} {line.void}"
     gets = GETS[line.grade].format(others=line.gallery - 1)
+    if line.grade == "recognised" and line.mse.mean > floor.mse.mean:
+        gets = f"gets pictures that are poor pixel by pixel but can still be told from {line.gallery - 1} others"
     return f"{gets} ({_numbers(line, floor)}; {_by(line)}, {line.round} round)"
 
 
@@ -133,9 +135,12 @@ def _by(line: Line) -> str:
 
 def _numbers(line: Line, floor: Floor) -> str:
     said = f"MSE {short(line.mse.mean)}"
-    if line.grade == "nothing":
-        than = "worse than" if line.mse.mean > floor.mse.mean else "little better than"
-        said += f", {than} a blind guess at {short(floor.mse.mean)}"
+    if line.mse.mean > floor.mse.mean:
+        said += f", worse than a blind guess at {short(floor.mse.mean)}"
+    elif line.grade == "nothing":
+        said += f", little better than a blind guess at {short(floor.mse.mean)}"
+    if line.server != NAIVE and line.control is not None:
+        said += f", without a defence {short(line.control)}"
     if line.identified.count:
         said += f", identifies {round(line.identified.mean * line.identified.count)} of {line.identified.count}"
     return said
