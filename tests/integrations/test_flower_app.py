@@ -45,6 +45,7 @@ def in_process(settings: Settings) -> dict[str, torch.Tensor]:
         epochs=settings.epochs,
         batch_size=settings.batch_size or None,
         lr=settings.lr,
+        schedule=settings.schedule,
         proximal=settings.proximal,
     )
     model = build_model(settings, dataset)
@@ -174,6 +175,14 @@ def test_other_strategies_train(strategy: str) -> None:
     assert losses[-1] < losses[0]
 
 
+def test_the_learning_rate_follows_the_schedule() -> None:
+    settings = Settings(**SETTINGS.__dict__ | {"schedule": "exponential:factor=0.3"})
+    expected = in_process(settings)
+    outcome = serve(nodes(settings, list(range(6))), settings)
+    assert max(float((outcome.state[name] - value).abs().max()) for name, value in expected.items()) < 1e-5
+    assert [row["lr"] for row in outcome.rounds] == pytest.approx([0.1, 0.03, 0.009])
+
+
 def test_the_factor_of_fedprox_reaches_the_clients() -> None:
     settings = Settings(**SETTINGS.__dict__ | {"strategy": "fedprox:proximal_mu=0.7"})
     expected = in_process(Settings(**SETTINGS.__dict__ | {"proximal": 0.7}))
@@ -246,3 +255,13 @@ def test_telemetry_is_off_in_our_commands() -> None:
     code = "import gradveil.integrations.flower.engine as e, sys; assert 'flwr' not in sys.modules; print(e.QUIET)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "'FLWR_TELEMETRY_ENABLED': '0'" in said
+
+
+def test_the_app_audits_what_arrives(tmp_path: Path) -> None:
+    own = {"audit": "newton", "partition": "iid:devices=3,per_device=2", "batch_size": 0, "epochs": 1, "devices": 3}
+    settings = Settings(**SETTINGS.__dict__ | own | {"rounds": 2, "model": "probe", "out": str(tmp_path)})
+    outcome = serve(nodes(settings, [0, 1, 2]), settings)
+    assert [row["round"] for row in outcome.leaks] == [1, 2]
+    assert all(row["psnr"] > 30 and row["examples"] == 2 for row in outcome.leaks)
+    assert len((tmp_path / "leaks.jsonl").read_text().splitlines()) == 2
+    assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 2

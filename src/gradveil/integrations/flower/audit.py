@@ -1,7 +1,6 @@
 """Audit what arrives at a Flower server: attack a sample of each round's updates and log what comes out."""
 
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,12 +13,10 @@ from gradveil.defenses.base import Defense
 from gradveil.errors import GradveilError
 from gradveil.integrations.flower.grids import GridView
 from gradveil.integrations.flower.mod_update import check_reply, update_of
-from gradveil.integrations.flower.records import arrays_of, params_of
+from gradveil.integrations.flower.records import LOG, arrays_of, params_of
 from gradveil.integrations.probe import Probe, Row
 from gradveil.seeds import Seeds
 from gradveil.types import Batch
-
-LOG = logging.getLogger("gradveil.flower")
 
 
 def audited(

@@ -1,6 +1,5 @@
 """Replies that must not be averaged: Flower's strategies take NaN as a number and stop at odd names or shapes."""
 
-import logging
 import math
 from collections import Counter
 
@@ -10,9 +9,7 @@ from flwr.serverapp import Grid
 from gradveil.errors import GradveilError, UpdateError
 from gradveil.integrations.flower.grids import GridView
 from gradveil.integrations.flower.mod_update import check_reply
-from gradveil.integrations.flower.records import arrays_of, number, params_of, withhold
-
-LOG = logging.getLogger("gradveil.flower")
+from gradveil.integrations.flower.records import LOG, arrays_of, number, params_of, withhold
 
 
 def checked(grid: Grid) -> "CheckedGrid":

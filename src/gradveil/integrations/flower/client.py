@@ -51,7 +51,7 @@ def train_message(message: Message, context: Context, settings: Settings) -> Mes
     defense = build(str(context.node_config.get("defense", settings.defense)))
     world = World(model, dataset.train, defense, local)
     seed = fresh_rng().initial_seed() if settings.secret else client_seed(settings.seeds, round_number, device)
-    sent = work(model, world, Job(device, shares[device], seed), settings.lr_of(round_number))
+    sent = work(model, world, Job(device, shares[device], seed), number(message, "lr", settings.lr))
     metrics = {"num-examples": sent.update.num_examples, "num-steps": sent.update.num_steps}
     return Message(
         RecordDict({"arrays": record_of(weights_after(before, sent)), "metrics": MetricRecord(metrics)}),

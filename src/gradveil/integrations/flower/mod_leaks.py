@@ -1,6 +1,5 @@
 """The leak guard: attack your own update before it leaves, attach the score, withhold above a threshold."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +13,7 @@ from gradveil.defenses.passes import find_input
 from gradveil.errors import DefenseError, GradveilError
 from gradveil.integrations.flower.grids import is_training
 from gradveil.integrations.flower.mod_update import check_reply, update_of
-from gradveil.integrations.flower.records import add_metrics, arrays_of, params_of, withhold
+from gradveil.integrations.flower.records import Next, add_metrics, arrays_of, params_of, withhold
 from gradveil.integrations.flower.watch import ModelWatch, named_as_in
 from gradveil.integrations.local_training import fresh_rng
 from gradveil.integrations.probe import Probe, floor, worst
@@ -70,7 +69,7 @@ class LeakGuard:
     lr: float | None = None
     seed: int | None = None
 
-    def __call__(self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+    def __call__(self, message: Message, context: Context, call_next: Next) -> Message:
         """Let the client train, then attack what it wants to send; fail closed."""
         if not is_training(message):
             return call_next(message, context)

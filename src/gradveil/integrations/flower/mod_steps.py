@@ -1,6 +1,5 @@
 """A Flower mod that imposes a defence of the local steps from outside the training code."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from flwr.app import Context, Message
@@ -12,6 +11,7 @@ from gradveil.errors import DefenseError, GradveilError
 from gradveil.integrations.flower.grids import is_training
 from gradveil.integrations.flower.mod_update import check_reply
 from gradveil.integrations.flower.records import (
+    Next,
     add_metrics,
     arrays_of,
     defense_for,
@@ -50,7 +50,7 @@ class GuardMod:
     lr: float | None = None
     seed: int | None = None
 
-    def __call__(self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+    def __call__(self, message: Message, context: Context, call_next: Next) -> Message:
         """Let the client train under guard; fail closed."""
         if not is_training(message):
             return call_next(message, context)
@@ -72,7 +72,7 @@ class GuardMod:
         guards: list[Guard],
         message: Message,
         context: Context,
-        call_next: Callable[[Message, Context], Message],
+        call_next: Next,
     ) -> Message:
         before = params_of(arrays_of(message)[1])
 

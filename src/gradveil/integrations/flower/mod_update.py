@@ -1,6 +1,5 @@
 """A Flower mod that runs an update-level defence (pruning, noise) on what a client is about to send."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +10,7 @@ from gradveil.defenses.base import Defense
 from gradveil.errors import DefenseError, GradveilError, UpdateError
 from gradveil.integrations.flower.grids import is_training
 from gradveil.integrations.flower.records import (
+    Next,
     add_metrics,
     arrays_of,
     defense_for,
@@ -47,7 +47,7 @@ class UpdateMod:
     lr: float | None = None
     seed: int | None = None
 
-    def __call__(self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+    def __call__(self, message: Message, context: Context, call_next: Next) -> Message:
         """Let the client train, then send a defended update in place of its own; fail closed."""
         if not is_training(message):
             return call_next(message, context)

@@ -1,5 +1,6 @@
 """Between Flower's records and gradveil's ``Params``; all that the mods need to read or change in a message."""
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -14,7 +15,8 @@ except ImportError as error:
     raise MissingExtraError("Working with Flower", "flower") from error
 
 MOD_FAILED_PRECONDITION = 6  # flwr.common.constant.ErrorCode: what Flower's own mods answer with
-Mod = Callable[[Message, Context, Callable[[Message, Context], Message]], Message]
+LOG = logging.getLogger("flwr")  # Flower shows what is said here with a run's log
+Next = Callable[[Message, Context], Message]  # the next mod, and in the end the client's own function
 
 
 def arrays_of(message: Message) -> tuple[str, ArrayRecord]:

@@ -1,8 +1,7 @@
 """The server of gradveil's own Flower app: any Flower strategy, the in-process draw of devices, an audit on the way."""
 
-import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,12 @@ from gradveil.federated.run import RunFolder
 from gradveil.integrations.flower.audit import AuditedGrid, audited
 from gradveil.integrations.flower.checks import checked
 from gradveil.integrations.flower.client import DEVICE
-from gradveil.integrations.flower.grids import GridView
-from gradveil.integrations.flower.records import params_of, record_of
+from gradveil.integrations.flower.grids import GridView, is_training
+from gradveil.integrations.flower.records import LOG, params_of, record_of
 from gradveil.integrations.flower.settings import Settings, build_model, load_data
 from gradveil.integrations.flower.strategies import build_strategy
 from gradveil.tree import Params
 from gradveil.types import Batch
-
-LOG = logging.getLogger("gradveil.flower")
 
 
 @dataclass
@@ -81,7 +78,7 @@ def serve(grid: Grid, settings: Settings) -> Outcome:
         grid=watched,
         initial_arrays=record_of(dict(model.state_dict())),
         num_rounds=settings.rounds,
-        train_config=ConfigRecord({"lr": settings.lr, "batch-size": settings.batch_size}),
+        train_config=ConfigRecord({"batch-size": settings.batch_size}),
         evaluate_fn=after_round,
     )
     if outcome.rounds and not any(row["accepted"] for row in outcome.rounds):
@@ -121,6 +118,14 @@ class ChosenGrid(GridView):
         known = {device: node for node, device in sorted(self.devices.items()) if node in connected}
         return {device: node for device, node in known.items() if 0 <= device < len(self._sizes)}
 
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Send messages and wait for the replies; those for training carry the round's learning rate."""
+        out = list(messages)
+        for message in out:
+            if is_training(message):
+                message.content["config"]["lr"] = self._settings.lr_of(self._round)
+        return super().send_and_receive(out, timeout=timeout)
+
     def round_ended(self, sent: list[Message], replies: list[Message]) -> None:
         """Go on to the next draw."""
         self._round += 1
@@ -132,7 +137,8 @@ class ChosenGrid(GridView):
             device = -1 if answer.has_error() else int(answer.content["node"][DEVICE])
             self.devices[answer.metadata.src_node_id] = device
             if not 0 <= device < len(self._sizes):
-                LOG.warning("Node %s gives no device of this partition; left out.", answer.metadata.src_node_id)
+                why = answer.error.reason if answer.has_error() else f"its partition-id is {device}"
+                LOG.warning("Node %s is left out: %s", answer.metadata.src_node_id, why)
 
 
 def _auditor(
