@@ -83,7 +83,8 @@ class LBFGS:
         armijo: Tensor = value <= old["value"] + self.decrease * old["step"] * old["slope"]
         same = value <= old["value"] + torch.finfo(value.dtype).eps ** 0.5 * old["value"].abs()
         slope: Tensor = torch.linalg.vecdot(gradient, old["direction"])
-        return armijo | (same & (slope <= (2 * self.decrease - 1) * old["slope"]))
+        by_slope: Tensor = same & (slope <= (2 * self.decrease - 1) * old["slope"])
+        return armijo | by_slope
 
     def _direction(self, new: State, s: Tensor, y: Tensor, ticks: int | None) -> Tensor:
         """Store the pair (s, y) where its curvature is positive, and return -H g (P, d)."""
