@@ -1,0 +1,114 @@
+"""Which classes a client trained on, and what its data looks like to every layer, from its update alone.
+
+Sun et al. 2020, algorithms 3 and 4, for many clients at once. The last layer's gradient has one row per class. The row
+of a class on the device is the mean of (p - 1) r over its examples plus p r over the others: minus its
+representation, up to scale. Earlier layers: the M largest entries of the representation inferred after the layer
+name the rows of its gradient that belong to the class; their sum is the representation before it.
+
+Departures: rows are summed with their signs aligned, by the sign of the bias gradient (that of the mean δ) or, without
+a bias, of the row's sum; a plain sum has a random sign. Convolutions are treated alike: a row is an output channel.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from gradveil.attacks.representation_chain import Chain, chain_of, seen_part
+from gradveil.attacks.representation_peaks import RULES, Rule
+from gradveil.attacks.trace import Visit
+from gradveil.errors import AttackError
+from gradveil.tree import Params
+from gradveil.types import Update, check_update
+
+
+@dataclass(frozen=True)
+class Inferred:
+    """What D updates give away; vectors are up to a positive scale, for every class, on the device or not."""
+
+    present: Tensor  # (D, K) bool: the inferred class sets
+    confidence: Tensor  # (D, K) in [0, 1]: how far the class is from the rule's threshold, either way
+    vectors: dict[str, Tensor]  # layer -> (D, K, L), last layer first; a convolution's L is one mean input patch
+
+    def classes(self, device: int) -> list[int]:
+        """Return the inferred classes of one device."""
+        return [int(c) for c in self.present[device].nonzero()]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to infer."""
+
+    rule: Rule = "bias_sign"  # gap, mean, bias_sign or row_sum
+    m: float = 0.5  # rows that are summed per class: a share of them up to 1, a count above
+    align: Literal["auto", "bias", "sum", "none"] = "auto"  # auto: by the bias gradient where it is seen
+    convolutions: bool = True  # go on through the convolutions
+
+    def __post_init__(self) -> None:
+        if not self.m > 0:
+            raise AttackError(f"m={self.m}: give a share of the rows (up to 1) or a count (above 1).")
+        if self.rule not in RULES:
+            raise AttackError(f"No peak rule is called {self.rule!r}. Known: {', '.join(RULES)}.")
+
+
+def infer(
+    model: nn.Module,
+    updates: Update | Sequence[Update],
+    input_shape: tuple[int, ...],
+    num_classes: int,
+    settings: Settings | None = None,
+) -> Inferred:
+    """Infer class sets and class-wise representations from one or many updates of the same model."""
+    sent = [updates] if isinstance(updates, Update) else list(updates)
+    if not sent:
+        raise AttackError("There is no update to infer from.")
+    for update in sent:
+        check_update(update, model)
+    chain = seen_part(chain_of(model, input_shape, num_classes), sent[0].gradient)
+    return infer_stacked(chain, {n: torch.stack([u.gradient[n] for u in sent]) for n in _names(chain, sent)}, settings)
+
+
+def infer_stacked(chain: Chain, gradients: Params, settings: Settings | None = None) -> Inferred:
+    """Infer from gradients that are stacked already, name -> (D, ...); ``chain`` is found once per model."""
+    chosen = settings or Settings()
+    last = chain.dense[-1]
+    rows = gradients[f"{last.path}.weight"]  # (D, K, L)
+    present, confidence = RULES[chosen.rule](rows, gradients.get(f"{last.path}.bias"))
+    vectors = {last.path: -rows}
+    for layer in reversed(chain.dense[:-1]):
+        after = next(reversed(vectors.values()))  # (D, K, rows of this layer)
+        vectors[layer.path] = _sum_rows(layer, gradients, after.abs(), chosen)
+    for layer in reversed(chain.convolutions if chosen.convolutions else ()):
+        after = next(reversed(vectors.values()))
+        channels = gradients[f"{layer.path}.weight"].shape[1]
+        vectors[layer.path] = _sum_rows(layer, gradients, after.abs().unflatten(2, (channels, -1)).sum(3), chosen)
+    return Inferred(present, confidence, vectors)
+
+
+def _sum_rows(layer: Visit, gradients: Params, size: Tensor, settings: Settings) -> Tensor:
+    """Return, per device and class, the aligned sum of the M rows that ``size`` (D, K, rows) is largest at."""
+    rows = gradients[f"{layer.path}.weight"].flatten(2)  # (D, rows, L)
+    count = settings.m * rows.shape[1] if settings.m <= 1 else settings.m
+    chosen = size.topk(min(max(round(count), 1), rows.shape[1]), dim=2).indices
+    picked = torch.zeros_like(size).scatter_(2, chosen, 1.0)
+    return (picked * _signs(rows, gradients.get(f"{layer.path}.bias"), settings.align)[:, None]) @ rows
+
+
+def _signs(rows: Tensor, bias: Tensor | None, align: str) -> Tensor:
+    """Return the sign (D, rows) that turns each row's mean δ positive."""
+    if align == "none":
+        return rows.new_ones(rows.shape[:2])
+    if align == "bias" and bias is None:
+        raise AttackError("align=bias needs the layer's bias gradient, and the update has none. Use align=sum.")
+    return (rows.sum(2) if bias is None or align == "sum" else bias).sign()
+
+
+def _names(chain: Chain, sent: Sequence[Update]) -> list[str]:
+    names = [f"{v.path}.weight" for v in chain.layers]
+    for name in names:
+        if any(name not in update.gradient for update in sent):
+            raise AttackError(f"Some of the updates have no gradient of {name}. Infer from each kind separately.")
+    biases = [f"{v.path}.bias" for v in chain.layers]
+    return names + [name for name in biases if all(name in update.gradient for update in sent)]
