@@ -170,9 +170,11 @@ def test_the_headline_counts_what_was_given_away_and_to_whom() -> None:
         *attack_rows("a", "naive", BAD), *attack_rows("a", "drop", GOOD),
         *attack_rows("b", "naive", GOOD), *attack_rows("b", "drop", GOOD),
         *attack_rows("c", "naive", BAD), *attack_rows("c", "drop", BAD),
+        *attack_rows("d", "naive", [0.03] * 8), *attack_rows("d", "drop", GOOD),
     ]  # fmt: skip
     assert headline(rows) == (
-        "2 of 3 defences gave images away to this panel of attacks, 1 of them only to a server that knows the defence."
+        "3 of 4 defences gave images away to this panel of attacks, 1 of them only to a server that knows the defence, "
+        "1 of them more to a server that knows the defence than to one that does not."
     )
 
 

@@ -11,6 +11,7 @@ DEFENSES = (
     "pruning:share=0.8",
     "gaussian:scale=0.1",
 )
+ATTACKS = ("newton", "dlg:steps=15,restarts=3")
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class AuditConfig:
     data: str | None = None  # the local data folder
     model: str = "lenet:strides=2/1"  # sigmoid, as published, but two convolutions deep: it learns digits in six rounds
     defenses: tuple[str, ...] = DEFENSES
-    attacks: tuple[str, ...] = ("newton", "dlg:steps=15,restarts=3")
+    attacks: tuple[str, ...] = ATTACKS
     partition: str = "iid:devices=10"
     rounds: int = 6
     clients: int = 5  # that train in a round

@@ -15,6 +15,7 @@ from gradveil.countermeasures import Countermeasure, plain
 from gradveil.defenses.base import build as build_defense
 from gradveil.errors import SpecError, UpdateError
 from gradveil.experiments.audit import Audit, default_folder
+from gradveil.experiments.config import ATTACKS
 from gradveil.experiments.own import load_dataset, make_model
 from gradveil.experiments.panel import attack_all, said
 from gradveil.experiments.scene import Public
@@ -47,7 +48,7 @@ class UpdateAuditConfig:
     num_examples: int | None = None
     batch_size: int | None = None
     defense: str = "none"  # what the client is said to have used
-    attacks: tuple[str, ...] = ("newton", "dlg")
+    attacks: tuple[str, ...] = ATTACKS
     dataset: str | None = None  # of the same kind: gives shapes, a prior, a gallery and the control
     data: str | None = None
     input_shape: tuple[int, ...] | None = None  # where there is neither a data set nor the truth

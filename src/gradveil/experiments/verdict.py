@@ -61,8 +61,11 @@ def headline(rows: Sequence[Row]) -> str:
     broken = [v for v in tried if v.outcome in ("recovered", "recognised")]
     said = f"{len(broken)} of {len(tried)} {_plural('defence', len(tried))} gave images away to this panel of attacks"
     fooled = [v for v in broken if v.naive is None or v.naive.grade == "nothing"]
+    more = [v for v in broken if v not in fooled and v.naive and v.adaptive and _worse(v.adaptive, v.naive)]
     if fooled:
         said += f", {len(fooled)} of them only to a server that knows the defence"
+    if more:
+        said += f", {len(more)} of them more to a server that knows the defence than to one that does not"
     void = sum(v.outcome == "void" for v in tried)
     if void:
         said += f"; on {void} the audit is void, since attacks fail without a defence as well"

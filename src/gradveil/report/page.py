@@ -67,7 +67,8 @@ def _figures(found: list[Line], judged: list[Verdict], floor: Floor) -> list[dic
     figures = []
     for round_ in dict.fromkeys(line.round for line in found):
         where = f"{round_} round" if round_ != "update" else "the update"
-        both = "Hollow: naive server; filled: server that knows the defence; dashed outline: void."
+        both = "Hollow: naive server; filled: server that knows the defence; dashed outline: void. "
+        both += "Errors under 10⁻¹⁰ lie at the edge."
         figures.append(
             {
                 "svg": errors_figure(found, names, floor, round_),
