@@ -1,61 +1,106 @@
-"""Unrolled local steps: the simulation is the client's own arithmetic, and the attack wins where one step fails."""
+"""Unrolled local steps: the server reruns what the client did, and where one step is assumed it fails."""
+
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from gradveil.attacks.fedavg import FedAvg, unrolled
-from gradveil.attacks.idlg import IDLG
-from gradveil.defenses.nothing import NoDefense
+from gradveil.attacks.fedavg import FedAvg, _dealt, _unrolled
+from gradveil.attacks.fedavg_unroll import local_plan
+from gradveil.attacks.gs import GS
 from gradveil.errors import AttackError
-from gradveil.federated.client import local_update
 from gradveil.types import Batch, Observation, Update
 
 
-def seeded(seed: int = 1) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def observe(model: nn.Module, batch: Batch, lr: float, epochs: int, size: int) -> Observation:
-    order = [Batch(x, y) for x, y in zip(batch.inputs.split(size), batch.labels.split(size), strict=True)]
-    update = local_update(model, order, NoDefense(), lr, seeded(), epochs)
-    update = Update(update.gradient, len(batch), update.num_steps, lr, None if size >= len(batch) else size)
+def train(model: nn.Module, batch: Batch, lr: float, size: int, epochs: int) -> Observation:
+    """Run plain SGD in the order of the examples and return what the server sees."""
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    total = {n: torch.zeros_like(w) for n, w in weights.items()}
+    steps = 0
+    for _ in range(epochs):
+        for i in range(0, len(batch), size):
+            free = {n: w.clone().requires_grad_() for n, w in weights.items()}
+            logits = torch.func.functional_call(model, free, (batch.inputs[i : i + size],))
+            gradient = torch.autograd.grad(F.cross_entropy(logits, batch.labels[i : i + size]), list(free.values()))
+            for (n, w), g in zip(weights.items(), gradient, strict=True):
+                weights[n], total[n] = w - lr * g, total[n] + g
+            steps += 1
+    update = Update(total, len(batch), steps, lr, size)
     return Observation(model, update, (1, 8, 8), 5, labels=batch.labels)
 
 
-@pytest.mark.parametrize(("epochs", "size"), [(1, 3), (3, 3), (2, 2)])
-def test_the_unrolled_steps_are_the_clients_own(model: nn.Module, batch: Batch, epochs: int, size: int) -> None:
-    model = model.double()
-    private = Batch(batch.inputs.double(), batch.labels)
-    seen = observe(model, private, 0.5, epochs, size)
-    y = torch.nn.functional.one_hot(private.labels, 5).double()
-    found = unrolled([seen]).trial(private.inputs[None], y[None])
-    for name, value in found.items():
-        torch.testing.assert_close(value[0] * seen.update.num_steps, seen.update.gradient[name])
+def error(found: Tensor, truth: Tensor) -> float:
+    return float((found - truth).square().mean())
 
 
-def test_several_steps_are_undone_where_a_one_step_attack_fails(model: nn.Module, batch: Batch) -> None:
-    model = model.double()
-    one = Batch(batch.inputs[:1].double(), batch.labels[:1])
-    seen = observe(model, one, 2.0, 8, 1)
-    found = FedAvg(steps=60, restarts=2, tol=1e-10).reconstruct(seen, seeded())
-    naive = IDLG(steps=60, restarts=2).reconstruct(seen, seeded())
-    error, control = ((f.inputs - one.inputs).square().mean() for f in (found, naive))
-    assert error < 1e-4
-    assert control > 10 * error
-    assert found.converged
+def test_the_unrolled_steps_are_the_clients(model: nn.Module, batch: Batch) -> None:
+    seen = train(model.double(), Batch(batch.inputs.double(), batch.labels), lr=0.5, size=2, epochs=3)
+    names = tuple(seen.update.gradient)
+    found = _unrolled(seen, names)(batch.inputs.double()[None], F.one_hot(batch.labels, 5).double()[None])
+    for name in names:
+        torch.testing.assert_close(found[name][0] * 6, seen.update.gradient[name])
 
 
-def test_observations_with_other_plans_are_solved_side_by_side(model: nn.Module, batch: Batch) -> None:
-    model = model.double()
-    one = Batch(batch.inputs[:1].double(), batch.labels[:1])
-    both = [observe(model, one, 0.5, 2, 1), observe(model, one, 0.5, 3, 1)]
-    found = FedAvg(steps=40, restarts=2).reconstruct_many(both, [seeded(1), seeded(2)])
-    assert all((f.inputs - one.inputs).square().mean() < 1e-3 for f in found)
+def test_several_steps_give_the_images_away(model: nn.Module, batch: Batch) -> None:
+    two = Batch(batch.inputs[:2], batch.labels[:2])
+    seen = train(model, two, lr=1.0, size=1, epochs=2)
+    found = FedAvg(steps=1500, optimiser="lbfgs").reconstruct(seen, torch.Generator().manual_seed(0))
+    assert error(found.inputs, two.inputs) < 0.01
+    assert found.details["relative_residual"] < 1e-4
 
 
-def test_steps_that_do_not_fit_are_refused(model: nn.Module, batch: Batch) -> None:
-    seen = observe(model, batch, 0.5, 2, 2)
-    wrong = Observation(model, Update(seen.update.gradient, 3, 3, 0.5, 2), (1, 8, 8), 5, labels=batch.labels)
-    with pytest.raises(AttackError, match="3 local steps do not fit 3 examples in batches of 2"):
-        FedAvg().reconstruct(wrong, seeded())
+def test_a_single_step_is_plain_gradient_matching(model: nn.Module, batch: Batch) -> None:
+    one = Batch(batch.inputs[:1], batch.labels[:1])
+    seen = train(model, one, lr=0.1, size=1, epochs=1)
+    rng = torch.Generator().manual_seed
+    plain = GS(steps=40, tol=1e-6).reconstruct(seen, rng(0))
+    unrolled = FedAvg(steps=40).reconstruct(seen, rng(0))
+    torch.testing.assert_close(unrolled.inputs, plain.inputs, atol=1e-3, rtol=0)
+
+
+def test_pretending_it_was_one_step_leaves_a_residual_that_unrolling_removes(model: nn.Module, batch: Batch) -> None:
+    seen = train(model, Batch(batch.inputs[:1], batch.labels[:1]), lr=5.0, size=1, epochs=6)
+    truth = seen.update.gradient
+    y = F.one_hot(batch.labels[:1], 5).float()[None]
+    unrolled = _unrolled(seen, tuple(truth))(batch.inputs[None, :1], y)
+    single = _unrolled(replace(seen, update=replace(seen.update, num_steps=1)), tuple(truth))(batch.inputs[None, :1], y)
+    gap = [
+        float(sum((6 * f[n][0] / k - truth[n] / k).square().sum() for n in truth))
+        for f, k in ((unrolled, 1), (single, 1))
+    ]
+    assert gap[0] < 1e-6 * gap[1]
+
+
+def test_updates_with_other_local_settings_are_not_mixed_up(model: nn.Module, batch: Batch) -> None:
+    seen = [train(model, Batch(batch.inputs[i : i + 1], batch.labels[i : i + 1]), 1.0, 1, i + 1) for i in range(2)]
+    rngs = [torch.Generator().manual_seed(i) for i in range(2)]
+    together = FedAvg(steps=30, optimiser="lbfgs").reconstruct_many(seen, rngs)
+    for i in range(2):
+        alone = FedAvg(steps=30, optimiser="lbfgs").reconstruct(seen[i], torch.Generator().manual_seed(i))
+        torch.testing.assert_close(alone.inputs, together[i].inputs)
+
+
+def test_recovered_labels_are_dealt_out_evenly(model: nn.Module) -> None:
+    update = Update({}, num_examples=8, num_steps=4, batch_size=4)
+    labels = torch.tensor([0, 0, 0, 0, 3, 3, 3, 3])
+    dealt = _dealt(Observation(model, update, (1, 8, 8), 5, labels=labels))
+    assert sorted(dealt.tolist()) == labels.tolist()
+    assert sorted(dealt[:4].tolist()) == sorted(dealt[4:].tolist()) == [0, 0, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("examples", "size", "steps", "batches", "epochs"), [(8, 4, 4, 2, 2), (5, 2, 3, 3, 1), (3, None, 2, 1, 2)]
+)
+def test_the_plan_follows_from_what_the_server_set(
+    examples: int, size: int | None, steps: int, batches: int, epochs: int
+) -> None:
+    plan, found = local_plan(Update({}, examples, steps, batch_size=size))
+    assert (len(plan), found) == (batches, epochs)
+    assert torch.cat(plan).tolist() == list(range(examples))
+
+
+def test_steps_that_do_not_fit_the_examples_are_refused() -> None:
+    with pytest.raises(AttackError, match="do not fit"):
+        local_plan(Update({}, num_examples=8, num_steps=3, batch_size=4))

@@ -141,6 +141,8 @@ def test_one_example_of_a_class_gives_its_representation_at_every_dense_layer_ex
     for layer, means in truth.items():
         cor = correlation(found.vectors[layer][0, 2], means[2])
         assert float(cor) == pytest.approx(1.0, abs=1e-5), layer  # and of the right sign
+        exact = found.vectors[layer][0, 2] / found.scales[layer][0, 2]
+        torch.testing.assert_close(exact, means[2], atol=1e-5, rtol=1e-4)
 
 
 def test_without_aligned_signs_the_sum_of_rows_loses_the_representation(net: nn.Module) -> None:
@@ -235,5 +237,5 @@ def test_wrong_settings_and_no_updates_are_refused_in_words(net: nn.Module) -> N
 
 def test_the_result_names_classes_per_device() -> None:
     present = torch.tensor([[True, False, True], [False, True, False]])
-    found = Inferred(present, torch.zeros(2, 3), {})
+    found = Inferred(present, torch.zeros(2, 3), {}, {})
     assert (found.classes(0), found.classes(1)) == ([0, 2], [1])

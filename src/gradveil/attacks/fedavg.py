@@ -1,63 +1,100 @@
-"""What a real FedAvg update needs: unroll the client's local steps from the weights that the server sent."""
+"""Unroll the client's local steps and match the whole weight difference: what a FedAvg update needs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
+import torch
 from torch import Generator, Tensor
 from torch.func import functional_call, grad, vmap
 
+from gradveil.attacks.adam import Adam
 from gradveil.attacks.base import ATTACKS, Attack
+from gradveil.attacks.engine import Optimiser
 from gradveil.attacks.fedavg_unroll import local_plan, unroll
 from gradveil.attacks.gradients import quiet, soft_cross_entropy
 from gradveil.attacks.labels import with_labels
 from gradveil.attacks.lbfgs import LBFGS
-from gradveil.attacks.matching import Matching, squared_distance
+from gradveil.attacks.matching import Matching, cosine_distance, squared_distance
+from gradveil.attacks.objective import Penalty, Unknowns
+from gradveil.attacks.penalties import TotalVariation
 from gradveil.attacks.search import Search
 from gradveil.tree import Params, parameters
-from gradveil.types import Observation, Reconstruction
+from gradveil.types import Observation, Reconstruction, check_update
 
 
 @ATTACKS.register("fedavg")
 @dataclass(frozen=True)
 class FedAvg(Attack):
-    """Match the whole weight difference of several local steps, simulated step by step (Dimitrov et al. 2022).
+    """Run the client's local steps on trial images, all N at once, and match the weight difference they end in.
 
-    The server knows the weights it sent, the learning rate, the batch size and the number of steps. Which example
-    went into which batch is unknown: one fixed order is unrolled (see ``fedavg_unroll``), with labels in rising
-    order. For one epoch the order only renames the examples, up to the pairing of labels with batches; for several
-    shuffled epochs it is an approximation. For a single step this is ``idlg`` for batches.
+    Steps, learning rate and batch size are the server's own settings. Which example was in which batch is not known:
+    one fixed ordering is unrolled (see ``fedavg_unroll``). Labels the server knows are taken in their order; labels
+    read off the update are dealt out to the batches evenly, as a shuffle does on average. ``adam`` minimises the
+    cosine distance with total variation (Geiping et al. 2020, section 6), ``lbfgs`` the squared distance. A
+    simulated defence is applied to the sum of the steps.
     """
 
-    steps: int = 150  # outer steps of 20 evaluations per start
-    restarts: int = 4
-    history: int = 50
-    tol: float = 1e-7  # of the target's squared norm
+    steps: int = 1000  # evaluations per start
+    restarts: int = 1
+    optimiser: Literal["adam", "lbfgs"] = "adam"
+    lr: float = 0.1  # of Adam
+    tv: float = 1e-4  # with Adam; images (C, H, W) only
+    history: int = 50  # of L-BFGS
+    tol: float = 1e-6  # of the squared norm with L-BFGS; the cosine distance with Adam
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        """Rebuild the inputs behind several updates at once."""
-        known = with_labels(seen, rngs, required=True)
-        plans: dict[tuple[object, ...], list[int]] = {}
-        for i, s in enumerate(known):
-            local_plan(s.update)  # refuses steps that do not fit
-            plans.setdefault((s.update.num_steps, s.update.lr, s.update.batch_size), []).append(i)
-        search = Search(
-            squared_distance, lambda _: LBFGS(self.history, True), 20 * self.steps, self.restarts,
-            tol=self.tol, cuts=(0.05, 0.15), stack=unrolled,
-        )  # fmt: skip
+        """Rebuild the inputs behind several updates; those with the same local training go together."""
+        groups: dict[tuple[object, ...], list[int]] = {}
+        for i, s in enumerate(seen):
+            check_update(s.update, s.model)
+            local_plan(s.update)
+            groups.setdefault((s.update.num_steps, s.update.lr, s.update.batch_size), []).append(i)
+        known = [
+            s if given.labels is not None or s.labels is None else replace(s, labels=_dealt(s))
+            for given, s in zip(seen, with_labels(seen, rngs, required=True), strict=True)
+        ]
         found: dict[int, Reconstruction] = {}
-        for members in plans.values():
-            solved = search.run([known[i] for i in members], [rngs[i] for i in members])
+        for members in groups.values():
+            solved = self._search().run([known[i] for i in members], [rngs[i] for i in members])
             found |= dict(zip(members, solved, strict=True))
         return [found[i] for i in range(len(seen))]
 
+    def _search(self) -> Search:
+        if self.optimiser == "lbfgs":
+            return Search(
+                squared_distance, self._optimiser, self.steps, self.restarts, tol=self.tol, stack=_stack
+            )  # fmt: skip
+        return Search(
+            cosine_distance, self._optimiser, self.steps, self.restarts, tol=self.tol, stop=False, patience=self.steps,
+            penalties=self._penalties, scaled=False, stack=_stack,
+        )  # fmt: skip
 
-def unrolled(seen: Sequence[Observation]) -> Matching:
-    """Stack observations of one group and one plan; the trial is the mean step gradient of the unrolled run."""
-    stack = Matching.of(seen, "vmap")
-    return replace(stack, trial=_trial(seen[0], stack.names))
+    def _optimiser(self, unknowns: Unknowns) -> Optimiser:
+        if self.optimiser == "lbfgs":
+            return LBFGS(self.history, True)
+        return Adam(self.steps, self.lr, True, True, unknowns.pixels, unknowns.bounds)
+
+    def _penalties(self, seen: Sequence[Observation], unknowns: Unknowns, owner: Tensor) -> tuple[Penalty, ...]:
+        return (TotalVariation(self.tv),) if self.tv > 0 and len(unknowns.images) == 4 else ()
 
 
-def _trial(seen: Observation, names: tuple[str, ...]) -> Callable[[Tensor, Tensor], Params]:
+def _dealt(seen: Observation) -> Tensor:
+    """Return the labels in an order that gives every batch its part of each class."""
+    assert seen.labels is not None
+    count = len(local_plan(seen.update)[0])
+    order = torch.cat([torch.arange(b, seen.num_examples, count) for b in range(count)])
+    return seen.labels[order.to(seen.labels.device)]
+
+
+def _stack(seen: Sequence[Observation]) -> Matching:
+    """Return the problems of a group with the local steps unrolled in their trial gradients."""
+    plain = Matching.of([replace(s, simulate=None) for s in seen])
+    return replace(plain, trial=_unrolled(seen[0], plain.names))
+
+
+def _unrolled(seen: Observation, names: tuple[str, ...]) -> Callable[[Tensor, Tensor], Params]:
+    """Return x (P, N, *shape), y (P, N, K) -> the mean gradient over the local steps, per problem."""
     model, update = seen.model, seen.update
     start = parameters(model)
     fixed = {n: p.detach() for n, p in model.named_parameters() if n not in start}
@@ -66,16 +103,14 @@ def _trial(seen: Observation, names: tuple[str, ...]) -> Callable[[Tensor, Tenso
     def loss(weights: Params, x: Tensor, y: Tensor) -> Tensor:
         return soft_cross_entropy(functional_call(model, fixed | weights, (x,)), y)
 
-    def alone(x: Tensor, y: Tensor) -> Params:
+    def one(x: Tensor, y: Tensor) -> Params:
         total = unroll(grad(loss), start, x, y, update)
-        total = seen.simulate(total) if seen.simulate is not None else total
-        return {n: total[n] / update.num_steps for n in names}
-
-    many = vmap(alone)
+        sent = total if seen.simulate is None else seen.simulate(total)
+        return {n: sent[n] / update.num_steps for n in names}
 
     def trial(x: Tensor, y: Tensor) -> Params:
         with quiet(model):
-            found: Params = many(x, y)
+            found: Params = vmap(one)(x, y)
         return found
 
     return trial

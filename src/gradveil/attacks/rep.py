@@ -1,4 +1,4 @@
-"""Match the class-wise representation that the last layer's gradient gives away, and nothing else."""
+"""Match class-wise representations instead of gradients: the paper's "Rep" (Sun et al. 2020, section 3.3)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,80 +9,94 @@ from torch import Generator, Tensor
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.labels import with_labels
 from gradveil.attacks.lbfgs import LBFGS
-from gradveil.attacks.matching import Matching, cosine_distance, squared_distance
+from gradveil.attacks.matching import Matching, squared_distance
+from gradveil.attacks.representation import Settings, infer
+from gradveil.attacks.representation_chain import chain_of
 from gradveil.attacks.search import Search
-from gradveil.errors import AttackError
-from gradveil.layers import find_layer, prefix
+from gradveil.errors import AttackError, did_you_mean
+from gradveil.layers import prefix
 from gradveil.tree import Params
-from gradveil.types import Observation, Reconstruction
+from gradveil.types import Observation, Reconstruction, check_update
+
+FAINT = 1e-6  # of the largest bias gradient: below it a quotient is 0/0
 
 
 @ATTACKS.register("rep")
 @dataclass(frozen=True)
 class Rep(Attack):
-    """Find an image whose representation is the one read off the last layer's gradient (Sun et al. 2020, 3.2).
+    """Infer each class's mean representation r̂ and minimise Σ_c ||mean of f(x̂) over class c - r̂_c||² by L-BFGS.
 
-    The row of class c of dW is δ_c times the mean representation of that class (algorithm 3). Where the bias is
-    seen, r = dW_c / db_c is exact for one example and ||f(x) - r||² is minimised; without it r is known up to its
-    scale and 1 - cos(f(x), r) is. For several examples each is given the representation of its class, so that
-    what comes back is a typical image of the class on that device.
+    r̂_c = ∇W_c / ∇b_c in the last fully connected layer; in an earlier one, the rows that belong to the class, summed
+    with their signs aligned, over the same sum of the bias (algorithm 4, with its scale). For one example and one
+    step that is exact. Nothing else of the update is used.
     """
 
-    steps: int = 300  # outer steps of 20 evaluations per start
+    layer: str | None = None  # whose input is matched; None: the last fully connected one
+    m: float = 0.5  # rows per class in an earlier layer: a share of them up to 1, a count above
+    steps: int = 300  # outer steps per start
+    inner: int = 20  # L-BFGS iterations in an outer step
     restarts: int = 4
-    history: int = 50
-    tol: float = 1e-6
+    history: int = 100
+    tol: float = 1e-7  # of the representations' squared norm
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Rebuild the inputs behind several updates at once."""
-        known = with_labels(seen, rngs, required=True)
-        found: dict[int, Reconstruction] = {}
-        for has_bias in (True, False):
-            members = [i for i, s in enumerate(known) if _sees_bias(s) == has_bias]
-            if members:
-                solved = self._search(has_bias).run([known[i] for i in members], [rngs[i] for i in members])
-                found |= dict(zip(members, solved, strict=True))
-        return [found[i] for i in range(len(seen))]
+        for s in seen:
+            check_update(s.update, s.model)
+        search = Search(
+            squared_distance, lambda _: LBFGS(self.history, True), self.steps * self.inner, self.restarts,
+            tol=self.tol, cuts=(0.05, 0.15), stack=self._stack,
+        )  # fmt: skip
+        return search.run(with_labels(seen, rngs, required=True), rngs)
 
-    def _search(self, has_bias: bool) -> Search:
-        return Search(
-            squared_distance if has_bias else cosine_distance, lambda _: LBFGS(self.history, True),
-            20 * self.steps, self.restarts, tol=self.tol, cuts=(0.05, 0.15), scaled=has_bias, stack=_stack,
+    def _stack(self, seen: Sequence[Observation]) -> Matching:
+        """Return the problems of a group: one tensor to match, the class-wise representations (P, K, L)."""
+        layer = self._layer(seen[0])
+        like = next(seen[0].model.parameters())
+        target, weights = zip(*[self._target(s, layer) for s in seen], strict=True)
+        return Matching(
+            seen[0].model, (layer,), {layer: torch.stack(target).to(like)}, {layer: torch.stack(weights).to(like)},
+            like.new_zeros(len(seen)), _class_means(seen[0], layer),
         )  # fmt: skip
 
+    def _layer(self, seen: Observation) -> str:
+        paths = [visit.path for visit in chain_of(seen.model, seen.input_shape, seen.num_classes).dense]
+        if self.layer is not None and self.layer not in paths:
+            raise AttackError(
+                f"{self.layer!r} is not in the chain of fully connected layers. {did_you_mean(self.layer, paths)}"
+                f"It has: {', '.join(paths)}."
+            )
+        return self.layer or paths[-1]
 
-def _sees_bias(seen: Observation) -> bool:
-    name = f"{find_layer(seen.model)}.bias"
-    return name in seen.visible and bool(seen.update.gradient[name].any())
+    def _target(self, seen: Observation, layer: str) -> tuple[Tensor, Tensor]:
+        """Return r̂ (K, L) and its weights: 0 for classes that are not there and for entries that are not seen."""
+        weight, bias = f"{layer}.weight", f"{layer}.bias"
+        if not {weight, bias} <= set(seen.visible):
+            raise AttackError(
+                f"The representations before {layer!r} are quotients of its weight and bias gradients, and the update "
+                f"does not show both. It shows: {', '.join(seen.visible)}."
+            )
+        assert seen.labels is not None
+        found = infer(
+            seen.model, seen.update, seen.input_shape, seen.num_classes, Settings(m=self.m, convolutions=False)
+        )
+        top, bottom = found.vectors[layer][0], found.scales[layer][0]  # (K, L), (K,)
+        sure = bottom.abs() > FAINT * seen.update.gradient[bias].abs().max()
+        present = torch.bincount(seen.labels.to(top.device), minlength=seen.num_classes) > 0
+        r = top / bottom.where(sure, torch.ones_like(bottom))[:, None]
+        counts = (present & sure).to(r)[:, None].expand_as(r)
+        if weight in seen.weights:
+            shown = (seen.weights[weight] > 0).to(r)  # (rows, L); the last layer's rows are the classes
+            counts = counts * (shown if len(shown) == len(r) else shown.amax(0))
+        return r, counts
 
 
-def _stack(seen: Sequence[Observation]) -> Matching:
-    """Return one problem per observation, whose only tensor is the representation (P, N, L)."""
-    layer = find_layer(seen[0].model)
-    r = torch.stack([class_representation(s, layer) for s in seen])
-    weight = f"{layer}.weight"
-    kept = [(s.weights[weight] > 0).any(0).to(r) if weight in s.weights else r.new_ones(r.shape[2]) for s in seen]
-    weights = {"r": torch.stack(kept)[:, None, :].expand_as(r)}
-    return Matching(seen[0].model, ("r",), {"r": r}, weights, r.new_zeros(len(r)), _forward(seen[0], layer))
-
-
-def class_representation(seen: Observation, layer: str) -> Tensor:
-    """Return the representation of each example's class (N, L): dW_c / db_c, or -dW_c where no bias is seen."""
-    weight = f"{layer}.weight"
-    if weight not in seen.visible or seen.labels is None:
-        raise AttackError(f"rep needs the gradient of {weight}, which is not seen here. Use dlg or newton.")
-    rows = seen.update.gradient[weight].detach()[seen.labels]  # (N, L)
-    if not _sees_bias(seen):
-        return -rows  # the true class's row is -(1 - p_c) r
-    divisor = seen.update.gradient[f"{layer}.bias"].detach()[seen.labels]
-    divisor = torch.where(divisor.abs() > torch.finfo(rows.dtype).tiny, divisor, -torch.ones_like(divisor))
-    return rows / divisor[:, None]
-
-
-def _forward(seen: Observation, layer: str) -> Callable[[Tensor, Tensor], Params]:
+def _class_means(seen: Observation, layer: str) -> Callable[[Tensor, Tensor], Params]:
     f = prefix(seen.model, layer)
 
-    def trial(x: Tensor, _: Tensor) -> Params:
-        return {"r": f(x.flatten(0, 1)).reshape(*x.shape[:2], -1)}
+    def trial(x: Tensor, y: Tensor) -> Params:
+        r = f(x.flatten(0, 1)).reshape(*x.shape[:2], -1)  # (P, N, L)
+        share = y / y.sum(1, keepdim=True).clamp_min(1)  # (P, N, K)
+        return {layer: share.mT @ r}
 
     return trial

@@ -31,6 +31,8 @@ class Inferred:
     present: Tensor  # (D, K) bool: the inferred class sets
     confidence: Tensor  # (D, K) in [0, 1]: how far the class is from the rule's threshold, either way
     vectors: dict[str, Tensor]  # layer -> (D, K, L), last layer first; a convolution's L is one mean input patch
+    scales: dict[str, Tensor]  # layer -> (D, K), the same rows of the bias gradient: vectors / scales is the
+    # representation itself, exactly for one example in one step; only layers whose bias is seen
 
     def classes(self, device: int) -> list[int]:
         """Return the inferred classes of one device."""
@@ -76,24 +78,26 @@ def infer_stacked(chain: Chain, gradients: Params, settings: Settings | None = N
     last = chain.dense[-1]
     rows = gradients[f"{last.path}.weight"]  # (D, K, L)
     present, confidence = RULES[chosen.rule](rows, gradients.get(f"{last.path}.bias"))
-    vectors = {last.path: -rows}
-    for layer in reversed(chain.dense[:-1]):
-        after = next(reversed(vectors.values()))  # (D, K, rows of this layer)
-        vectors[layer.path] = _sum_rows(layer, gradients, after.abs(), chosen)
-    for layer in reversed(chain.convolutions if chosen.convolutions else ()):
-        after = next(reversed(vectors.values()))
-        channels = gradients[f"{layer.path}.weight"].shape[1]
-        vectors[layer.path] = _sum_rows(layer, gradients, after.abs().unflatten(2, (channels, -1)).sum(3), chosen)
-    return Inferred(present, confidence, vectors)
+    found = Inferred(present, confidence, {last.path: -rows}, {})
+    if f"{last.path}.bias" in gradients:
+        found.scales[last.path] = -gradients[f"{last.path}.bias"]
+    for layer in reversed(chain.layers if chosen.convolutions else chain.dense):
+        if layer is not last:
+            size = next(reversed(found.vectors.values())).abs()  # (D, K, what leaves this layer)
+            channels = gradients[f"{layer.path}.weight"].shape[1]
+            _sum_rows(found, layer, gradients, size.unflatten(2, (channels, -1)).sum(3), chosen)
+    return found
 
 
-def _sum_rows(layer: Visit, gradients: Params, size: Tensor, settings: Settings) -> Tensor:
-    """Return, per device and class, the aligned sum of the M rows that ``size`` (D, K, rows) is largest at."""
-    rows = gradients[f"{layer.path}.weight"].flatten(2)  # (D, rows, L)
+def _sum_rows(found: Inferred, layer: Visit, gradients: Params, size: Tensor, settings: Settings) -> None:
+    """Add, per device and class, the aligned sum of the M rows that ``size`` (D, K, rows) is largest at."""
+    rows, bias = gradients[f"{layer.path}.weight"].flatten(2), gradients.get(f"{layer.path}.bias")  # (D, rows, L)
     count = settings.m * rows.shape[1] if settings.m <= 1 else settings.m
     chosen = size.topk(min(max(round(count), 1), rows.shape[1]), dim=2).indices
-    picked = torch.zeros_like(size).scatter_(2, chosen, 1.0)
-    return (picked * _signs(rows, gradients.get(f"{layer.path}.bias"), settings.align)[:, None]) @ rows
+    picked = torch.zeros_like(size).scatter_(2, chosen, 1.0) * _signs(rows, bias, settings.align)[:, None]
+    found.vectors[layer.path] = picked @ rows
+    if bias is not None:
+        found.scales[layer.path] = (picked @ bias[..., None])[..., 0]
 
 
 def _signs(rows: Tensor, bias: Tensor | None, align: str) -> Tensor:
