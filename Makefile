@@ -32,8 +32,8 @@ deploy: $(STAMP)
 check: lint types imports lengths fast
 
 lint: $(STAMP)
-	$(BIN)/ruff format --check src tests bench tools
-	$(BIN)/ruff check src tests bench tools
+	$(BIN)/ruff format --check src tests bench tools examples
+	$(BIN)/ruff check src tests bench tools examples
 
 types: $(STAMP)
 	$(BIN)/mypy
@@ -45,8 +45,8 @@ lengths: $(STAMP)
 	$(BIN)/python tools/file_lengths.py
 
 format: $(STAMP)
-	$(BIN)/ruff format src tests bench tools
-	$(BIN)/ruff check --fix src tests bench tools
+	$(BIN)/ruff format src tests bench tools examples
+	$(BIN)/ruff check --fix src tests bench tools examples
 
 bench: $(STAMP)
 	OMP_NUM_THREADS=2 $(BIN)/python bench/run.py
