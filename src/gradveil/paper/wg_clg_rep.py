@@ -1,0 +1,169 @@
+"""The paper's figure on parts of the gradient: whole (WG), convolutions only (CLG), inferred representation (Rep)."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradveil.attacks.base import build as build_attack
+from gradveil.data import load
+from gradveil.data.base import Dataset
+from gradveil.errors import MissingExtraError
+from gradveil.metrics import interval, measure, rate
+from gradveil.models import build
+from gradveil.paper.base import ITEMS, Context, Item, Row, Verdict, published
+from gradveil.paper.points import GALLERY, Scene, floor_rows
+from gradveil.types import Batch, Observation
+
+SUCCESS = 0.01  # clamped MSE under which an image counts as recovered
+NETWORKS = {
+    "probe": "probe",
+    "probe, sigmoid": "probe:activation=sigmoid,init=uniform,stride=2,padding=2",
+    "lenet": "lenet",
+    "convnet": "convnet",
+}
+PARTS = ("WG", "CLG", "Rep")
+
+
+@ITEMS.register("figure-wg-clg-rep")
+@dataclass(frozen=True)
+class WgClgRep(Item):
+    """DLG on the whole gradient, on the convolutions' alone, and on the representation read off the last layer.
+
+    The paper shows one network of one convolution (its activation, stride and padding are not given: both readings
+    are run) and concludes that the representation is the essential cause. The same on the paper's own LeNet (and, at
+    full scale, its ConvNet) is the control for that conclusion.
+    """
+
+    title = "Figure: DLG on the whole gradient, the convolutions' gradients, and the inferred representation"
+
+    steps: int = 100  # outer steps of 20 iterations
+    restarts: int = 2
+    dataset: str = "cifar10"
+    images: int = 32  # quick: half
+
+    def units(self, context: Context) -> list[str]:
+        """Return network/part, and the blind guesses once."""
+        networks = [n for n in NETWORKS if context.full or n != "convnet"]
+        return ["blind", *(f"{network}/{part}" for network in networks for part in PARTS)]
+
+    def run(self, unit: str, context: Context) -> list[Row]:
+        """Attack the images of one network by one part of the update."""
+        network, _, part = unit.partition("/")
+        dataset = load(self.dataset, context.data)
+        spec = NETWORKS.get(network, "probe")
+        model = build(spec, dataset.input_shape, dataset.num_classes, seed=context.seeds.number("weights"))
+        scene = self._scene(model, dataset, context)
+        if unit == "blind":
+            return [row | {"network": "(blind guess)", "part": row["server"]} for row in floor_rows(scene)]
+        views = [_VIEWS[part](s) for s in scene.observe("none", context.device)]
+        name = "rep" if part == "Rep" else "dlg"
+        attack = build_attack(f"{name}:steps={self.steps},restarts={self.restarts}")
+        rngs = [scene.seeds("attack", network, part, i) for i in range(len(views))]
+        rows = []
+        for i, found in enumerate(attack.reconstruct_many(views, rngs)):
+            truth = Batch(scene.truth.inputs[i : i + 1], scene.truth.labels[i : i + 1])
+            values, _ = measure(found.inputs, found.labels, truth, scene.public.inputs[:GALLERY])
+            row = {"network": network, "part": part, "image": i, "objective": found.objective}
+            row |= {key: float(v[0]) for key, v in values.items()}
+            rows.append(row | {"converged": found.converged, "known": _count(views[i])})
+        return rows
+
+    def _scene(self, model: nn.Module, dataset: Dataset, context: Context) -> Scene:
+        """Return the images to attack and the public ones; no prior, since neither attack has one."""
+        count = self.images if context.full else self.images // 2
+        truth = dataset.train.batch(torch.randperm(len(dataset.train), generator=context.seeds("images"))[:count])
+        public = dataset.test.batch(torch.randperm(len(dataset.test), generator=context.seeds("public"))[:2000])
+        return Scene(model, truth, public, dataset.num_classes, context.seeds)
+
+    def summary(self, rows: Sequence[Row]) -> list[Row]:
+        """Return MSE, PSNR and success per network and part, the blind guesses last."""
+        table = []
+        for network, part in dict.fromkeys((r["network"], r["part"]) for r in rows):
+            mine = _of(rows, network, part)
+            mse, psnr = interval([r["mse"] for r in mine]), interval([r["psnr"] for r in mine])
+            hit = rate([float(r["mse"] < SUCCESS) for r in mine])
+            table.append(
+                {
+                    "network": network,
+                    "part": part,
+                    "images": len(mine),
+                    "numbers seen": mine[0].get("known", "-"),
+                    "mse": f"{mse.mean:.4f} [{mse.low:.4f}, {mse.high:.4f}]",
+                    "psnr": f"{psnr.mean:.1f}",
+                    "success": f"{hit.mean:.0%}",
+                }
+            )
+        return table
+
+    def verdicts(self, rows: Sequence[Row]) -> list[Verdict]:
+        """Judge both halves of the claim on every network: convolutions fail, and the representation is enough."""
+        found = []
+        for network in dict.fromkeys(r["network"] for r in rows if r["part"] in PARTS):
+            mse = {part: [r["mse"] for r in _of(rows, network, part)] for part in PARTS}
+            if not all(mse.values()):
+                continue
+            mean = {part: sum(v) / len(v) for part, v in mse.items()}
+            said = ", ".join(f"{part} {value:.4f}" for part, value in mean.items())
+            claim = published()["wg_clg_rep"]["claim"]
+            found.append(
+                Verdict(
+                    f"{network}: convolution gradients alone do not reconstruct, the representation does",
+                    "reproduced" if mean["Rep"] < mean["CLG"] and mean["WG"] < mean["CLG"] else "not reproduced",
+                    "mean clamped MSE of Rep and of WG below that of CLG",
+                    claim,
+                    said,
+                )
+            )
+        return found
+
+    def draw(self, rows: Sequence[Row], path: Path) -> bool:
+        """Draw the MSE of every image, by network and part, over the blind guesses."""
+        try:
+            import matplotlib as mpl
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise MissingExtraError("Drawing figures", "report") from error
+        with mpl.rc_context({"svg.hashsalt": "gradveil", "font.size": 9}):
+            figure = Figure(figsize=(8.5, 4.0), layout="constrained")
+            _strips(figure.subplots(), rows)
+            for ending, extra in ((".svg", {"metadata": {"Date": None}}), (".png", {"dpi": 150})):
+                figure.savefig(path.with_suffix(ending), **extra)
+        return True
+
+
+_VIEWS: dict[str, Callable[[Observation], Observation]] = {
+    "WG": lambda seen: seen,
+    "CLG": lambda seen: seen.only("conv*"),
+    "Rep": lambda seen: seen.only("fc.*"),
+}
+
+
+def _count(seen: Observation) -> int:
+    return sum(g.numel() for g in seen.update.gradient.values())
+
+
+def _of(rows: Sequence[Row], network: str, part: str) -> list[Row]:
+    return [r for r in rows if (r["network"], r["part"]) == (network, part)]
+
+
+def _strips(axis: Any, rows: Sequence[Row]) -> None:
+    networks = list(dict.fromkeys(r["network"] for r in rows if r["part"] in PARTS))
+    for g, network in enumerate(networks):
+        for p, part in enumerate(PARTS):
+            values = [max(r["mse"], 1e-9) for r in _of(rows, network, part)]
+            place = g + (p - 1) * 0.25
+            axis.scatter([place] * len(values), values, s=10, color=f"C{p}", alpha=0.6, label=part if g == 0 else None)
+            if values:
+                axis.hlines(sum(values) / len(values), place - 0.09, place + 0.09, color=f"C{p}")
+    for guess in dict.fromkeys(r["part"] for r in rows if r["network"] == "(blind guess)"):
+        values = [r["mse"] for r in _of(rows, "(blind guess)", guess)]
+        axis.axhline(sum(values) / len(values), color="grey", linestyle=":", linewidth=1)
+        axis.text(len(networks) - 0.55, sum(values) / len(values), guess, va="bottom", color="grey", fontsize=7)
+    axis.set_yscale("log")
+    axis.set_xticks(range(len(networks)), networks)
+    axis.set_ylabel("clamped MSE, one mark an image, bar: mean")
+    axis.legend(frameon=False)

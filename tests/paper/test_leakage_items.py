@@ -1,0 +1,67 @@
+"""The reproduction items on leakage run end to end at toy size, and their verdicts follow from their rows."""
+
+from pathlib import Path
+
+import pytest
+
+from gradveil.paper.base import Context, Row
+from gradveil.paper.table1 import Table1
+from gradveil.paper.wg_clg_rep import WgClgRep
+
+
+def test_table1_runs_a_setting_and_gives_every_control(data_folder: Path) -> None:
+    item = Table1(rounds=20)
+    rows = item.run("E=1, B=32/0", Context(str(data_folder)))
+    layers = {r["layer"]: r for r in rows}
+    assert list(layers) == ["conv1", "conv2", "fc1", "fc2", "fc3", "classes"]
+    assert layers["fc3"]["own"] > 0.9
+    assert layers["fc1"]["own"] - layers["fc1"]["wrong"] < 0.02  # shared by all classes, not the class's own
+    assert layers["classes"]["bias_sign"] >= 0.97
+    line = next(r for r in item.summary(rows) if r["layer"] == "fc1")
+    assert line["paper"] == 0.98
+    assert {"own", "wrong", "nearest", "centred", "blind"} <= line.keys()
+
+
+def test_the_iid_setting_deals_every_class_to_every_device(data_folder: Path) -> None:
+    rows = Table1(rounds=10).run("E=1, B=32 (IID)/0", Context(str(data_folder)))
+    assert next(r for r in rows if r["layer"] == "classes")["bias_sign"] < 1.0
+
+
+def test_table1_units_are_the_papers_rows_for_each_seed() -> None:
+    assert len(Table1().units(Context(scale="full"))) == 18
+    assert len(Table1().units(Context())) == 6
+
+
+def scores(own: float, nearest: float) -> list[Row]:
+    shared = {"setting": "E=1, B=32", "seed": 0, "wrong": own, "nearest": nearest, "centred": 0.0, "blind": own}
+    sets = {"setting": "E=1, B=32", "layer": "classes", "bias_sign": 0.98, "row_sum": 0.5}
+    return [shared | {"layer": layer, "own": own} for layer in ("fc1", "fc2", "fc3")] + [sets]
+
+
+@pytest.mark.parametrize(("nearest", "status"), [(0.5, "not reproduced"), (0.95, "reproduced")])
+def test_a_high_correlation_is_not_taken_for_a_class(nearest: float, status: str) -> None:
+    verdicts = Table1().verdicts(scores(0.98, nearest))
+    assert [v.status for v in verdicts if "near 0.9" in v.claim] == ["reproduced"] * 3
+    assert [v.status for v in verdicts if "tells its class" in v.claim] == [status] * 3
+    assert verdicts[-1].status == "reproduced"  # the class set
+
+
+@pytest.mark.slow
+def test_the_figure_runs_every_part_and_is_drawn(data_folder: Path, tmp_path: Path) -> None:
+    item, context = WgClgRep(steps=1, restarts=1, images=4), Context(str(data_folder))
+    units = item.units(context)
+    assert len(units) == 10
+    rows = [row for unit in units[:4] for row in item.run(unit, context)]
+    assert {(r["network"], r["part"]) for r in rows} >= {("probe", "WG"), ("probe", "CLG"), ("probe", "Rep")}
+    seen = {r["part"]: r["known"] for r in rows if r["network"] == "probe"}
+    assert seen["CLG"] == 912  # equations for 3072 unknowns
+    assert seen["WG"] == seen["CLG"] + seen["Rep"]
+    assert item.draw(rows, tmp_path / "figure")
+    assert (tmp_path / "figure.svg").stat().st_size > 0
+
+
+@pytest.mark.parametrize(("clg", "status"), [(0.2, "reproduced"), (0.001, "not reproduced")])
+def test_the_figures_verdict_needs_both_halves_of_the_claim(clg: float, status: str) -> None:
+    mse = {"WG": 0.01, "CLG": clg, "Rep": 0.002}
+    rows = [{"network": "probe", "part": part, "mse": value} for part, value in mse.items()]
+    assert [v.status for v in WgClgRep().verdicts(rows)] == [status]
