@@ -5,7 +5,7 @@ from torch import Generator, nn
 
 from gradveil.certificates.base import Problem
 from gradveil.certificates.certify import certify
-from gradveil.certificates.empirical import empirical_certificate
+from gradveil.certificates.empirical import empirical_certificate, invert
 from gradveil.types import Batch
 
 
@@ -27,6 +27,14 @@ def test_a_server_that_reads_the_mask_off_does_better(rng: Generator) -> None:
     problem = Problem.make(model, None, x, r, 2, rng=rng)
     naive, aware = empirical_certificate(problem), empirical_certificate(problem, mask_aware=True)
     assert (aware.details["mse"] < 0.2 * naive.details["mse"]).all()
+
+
+def test_of_several_starts_the_one_that_matches_best_is_kept(model: nn.Module, batch: Batch, rng: Generator) -> None:
+    r = model[:-1](batch.inputs).detach()
+    problem = Problem.make(model, None, batch.inputs, r, 2, rng=rng)
+    answer, residual = invert(problem, torch.ones_like(r), steps=3, restarts=6, lr=0.05)
+    again = (model[:-1](answer).detach() - r).norm(dim=1)
+    torch.testing.assert_close(residual, again.double(), rtol=1e-4, atol=1e-6)
 
 
 def test_the_answer_stays_in_the_range_and_repeats_from_a_seed(model: nn.Module, batch: Batch) -> None:

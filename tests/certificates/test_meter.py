@@ -160,6 +160,7 @@ def test_rounds_add_information_and_averaging_inside_never_raises_the_bound(
     assert several_rounds([seen[0]], truths[0], prior) == pytest.approx(single)
     mean = sum(leak_meter(s, t, prior).mse for s, t in zip(seen, truths, strict=True)) / 3
     assert averaged(seen, truths, prior) <= mean * (1 + 1e-9)
+    assert averaged([seen[0]] * 3, [truths[0]] * 3, prior) == pytest.approx(single)
 
 
 def test_a_simulated_defence_is_part_of_the_function(small: nn.Module, truth: Batch, prior: GaussianPrior) -> None:

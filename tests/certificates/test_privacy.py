@@ -21,6 +21,7 @@ def test_noise_never_helps_the_server_below_its_guess_and_never_above_certainty(
     assert k <= rero_gaussian(k, ratio, t) <= 1
     assert rero_gaussian(k, ratio, t) <= rero_gaussian(k, ratio, t + 1) + 1e-15
     assert rero_gaussian(k, 1e-9) == pytest.approx(k, rel=1e-6)
+    assert rero_gaussian(k, ratio, 4) == pytest.approx(rero_gaussian(k, 2 * ratio))  # four looks halve the noise
 
 
 def test_the_gaussian_form_is_what_the_best_test_reaches() -> None:

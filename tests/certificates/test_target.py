@@ -34,6 +34,15 @@ def test_it_is_the_first_share_that_reaches_the_target(kind: str, p: float, mode
         )
 
 
+def test_the_darkest_image_decides_for_all() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(8, 2))
+    x = torch.tensor([[1.0] * 8, [0.5] * 8]).reshape(2, 1, 2, 4)
+    # f is the identity: k zeroed pixels of 1 are an MSE of k/8, of 0.5 they are k/32.
+    assert smallest_share(model, None, x[:1], 0.12) == 1 / 8
+    assert smallest_share(model, None, x, 0.12) == 4 / 8
+    assert smallest_share(model, None, x, 0.5) is None
+
+
 def test_no_share_reaches_too_much_and_none_is_needed_for_nothing(model: nn.Module, batch: Batch) -> None:
     assert smallest_share(model, None, batch.inputs, 1e6) is None
     assert smallest_share(model, None, batch.inputs, 0.0) == 0.0

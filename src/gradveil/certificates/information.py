@@ -71,26 +71,25 @@ def equations(seen: Observation, truth: Batch, floor: float = 1e-3) -> Equations
         found: Params = grad(loss)(weights)
         return found
 
-    weight = torch.cat([_weight(seen, n, state[n]) for n in names])
-    live = weight.nonzero()[:, 0]
+    live = torch.cat([_live(seen, n, state[n]) for n in names]).nonzero()[:, 0]
 
     def function(x: Tensor) -> Tensor:
         sent = unroll(step, free, x.reshape(shape), labels, seen.update)
         sent = sent if seen.simulate is None else seen.simulate(sent)
-        return torch.cat([sent[n].reshape(-1) for n in names])[live] * weight[live].sqrt()
+        return torch.cat([sent[n].reshape(-1) for n in names])[live]
 
     x = truth.inputs.detach().double().reshape(-1)
     with quiet(seen.model):
         whole = unroll(step, {n: state[n] for n in trainable}, x.reshape(shape), labels, seen.update)
     rms = torch.cat([g.detach().reshape(-1) for g in whole.values()]).square().mean().sqrt()
     known = torch.cat([state[n].new_full((state[n].numel(),), seen.noise.get(n, 0.0)) for n in names])
-    noise = (known[live].square() * weight[live] + (floor * rms).square()).sqrt()
+    noise = (known[live].square() + (floor * rms).square()).sqrt()
     return Equations(seen.model, function, x, noise.clamp_min(1e-30))
 
 
-def _weight(seen: Observation, name: str, like: Tensor) -> Tensor:
+def _live(seen: Observation, name: str, like: Tensor) -> Tensor:
     given = seen.weights.get(name)
-    return like.new_ones(like.numel()) if given is None else given.to(like).reshape(-1)
+    return torch.ones_like(like, dtype=torch.bool).reshape(-1) if given is None else (given != 0).reshape(-1)
 
 
 def bayes_mse(information: Tensor, prior: GaussianPrior) -> float:
