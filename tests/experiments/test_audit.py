@@ -138,27 +138,6 @@ def test_an_attack_is_handed_nothing_private(
         assert not any(np.allclose(seen.prior.mean.numpy(), x.reshape(-1)) for x in truth)
 
 
-def test_naive_and_adaptive_servers_look_at_one_and_the_same_update(
-    tmp_path: Path, small: AuditConfig, divide: Attack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The mask-aware server must not be handed a second draw of the defence's randomness."""
-    handed: list[Observation] = []
-    real = type(divide).reconstruct_many
-
-    def spy(self: Attack, seen: list[Observation], rngs: list[torch.Generator]) -> object:
-        handed.extend(seen)
-        return real(self, seen, rngs)
-
-    monkeypatch.setattr(type(divide), "reconstruct_many", spy)
-    audit(config=replace(small, images=1), attacks=[divide], out=tmp_path / "run")
-    masked = [s for s in handed if s.weights]
-    assert masked
-    for seen in masked:
-        name = next(iter(seen.weights))
-        others = [s for s in handed if s is not seen and s.model is seen.model]
-        assert any(torch.equal(s.update.gradient[name], seen.update.gradient[name]) for s in others)
-
-
 def test_batches_are_paired_before_they_are_measured(tmp_path: Path, small: AuditConfig, guess: Attack) -> None:
     run = audit(config=replace(small, examples=2), attacks=[guess], out=tmp_path / "run")
     rows = [row for row in run.rows if row["kind"] == "attack" and row["round"] == "first" and row["defense"] == "none"]

@@ -1,0 +1,106 @@
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gradveil.data import load
+from gradveil.defenses.random_mask import RandomMask
+from gradveil.errors import AttackError
+from gradveil.experiments.config import AuditConfig
+from gradveil.experiments.panel import CHUNK, Look, Problem, attack_all, chunks, observe, problems, victim_truth
+from gradveil.experiments.scene import Scene, build_scene
+from gradveil.models import build
+
+MASK = "random_mask"
+
+
+@pytest.fixture(scope="module")
+def scene() -> Scene:
+    data = load("digits")
+    model = build("lenet:strides=2/1", data.input_shape, data.num_classes)
+    config = AuditConfig(images=3, gallery=10)
+    return build_scene(config, data, model, {MASK: RandomMask()}, {"newton": "newton"})
+
+
+@pytest.fixture(scope="module")
+def found(scene: Scene) -> list[Problem]:
+    looks = [Look("first", 1, "start", scene.model), Look("last", 6, "none", scene.model)]
+    looks.append(Look("last", 6, MASK, build("lenet:strides=2/1", scene.dataset.input_shape, 10, seed=1)))
+    return [p for part in problems(scene, looks).values() for p in part]
+
+
+def test_every_update_meets_its_control_the_naive_server_and_those_that_know(found: list[Problem]) -> None:
+    count = Counter((p.look.round, p.look.weights, p.defense, p.server.name, p.attack) for p in found)
+    assert set(count.values()) == {3}  # images
+    controls = {(r, w, a) for (r, w, d, s, a) in count if (d, s) == ("none", "naive")}
+    assert {(r, w, a) for (r, w, _, _, a) in count} == controls
+    servers = {s for (r, _, d, s, _) in count if (r, d) == ("first", MASK)}
+    assert {"naive", "drop", "mask"} <= servers
+    assert {(r, w, d) for (r, w, d, _, _) in count if r == "last"} == {
+        ("last", "none", "none"), ("last", MASK, "none"), ("last", MASK, MASK),
+    }  # fmt: skip
+
+
+def same_update(scene: Scene, a: Problem, b: Problem) -> bool:
+    one, two = observe(scene, a).update.gradient, observe(scene, b).update.gradient
+    return all(torch.equal(one[n], two[n]) for n in one.keys() & two.keys())
+
+
+def test_naive_and_knowing_servers_look_at_one_and_the_same_update(scene: Scene, found: list[Problem]) -> None:
+    """A server that knows must not be handed a second draw of the defence's randomness."""
+    here = [p for p in found if (p.look.round, p.defense, p.victim) == ("first", MASK, 0)]
+    naive = next(p for p in here if p.server.name == "naive")
+    for other in here:
+        assert same_update(scene, naive, other)
+    masks = [(observe(scene, replace(naive, victim=v)).update.gradient["fc.weight"] == 0).all(dim=0) for v in (0, 1)]
+    assert not torch.equal(*masks)  # every client draws for itself
+
+
+def test_a_server_that_knows_gets_its_own_view(scene: Scene, found: list[Problem]) -> None:
+    here = {p.server.name: p for p in found if (p.look.round, p.defense, p.victim) == ("first", MASK, 0)}
+    assert "fc.weight" in observe(scene, here["naive"]).update.gradient
+    assert "fc.weight" not in observe(scene, here["drop"]).update.gradient
+    assert not observe(scene, here["naive"]).weights
+    assert observe(scene, here["mask"]).weights.keys() == {"fc.weight"}
+
+
+def test_the_control_is_undefended_and_the_rest_is_not(scene: Scene, found: list[Problem]) -> None:
+    here = [p for p in found if p.look.round == "first" and p.victim == 0 and p.server.name == "naive"]
+    (control,), (defended,) = ([p for p in here if p.defense == d and p.attack == "newton"] for d in ("none", MASK))
+    zeros = [int((observe(scene, p).update.gradient["fc.weight"] == 0).all(dim=0).sum()) for p in (control, defended)]
+    assert zeros[0] == 0
+    assert zeros[1] > 0.3 * observe(scene, control).update.gradient["fc.weight"].shape[1]
+
+
+def test_attacked_images_are_the_clients_and_the_gallery_is_public(scene: Scene) -> None:
+    held = torch.cat([victim_truth(scene, v).inputs for v in range(3)])
+    assert torch.equal(held, scene.truth.inputs)
+    assert len(scene.public.gallery) == 9
+    distance = (held[:, None] - scene.public.gallery[None]).flatten(2).norm(dim=2)
+    assert distance.min() > 0
+
+
+def test_chunks_cover_everything_once_and_are_nearly_equal(found: list[Problem]) -> None:
+    many = found * 20
+    parts = chunks(many)
+    assert [p for part in parts for p in part] == many
+    assert max(map(len, parts)) <= CHUNK
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_where_an_attack_refuses_one_view_the_others_still_run(
+    scene: Scene, found: list[Problem], guess: object
+) -> None:
+    class Picky(type(guess)):  # type: ignore[misc]
+        def reconstruct_many(self, seen: list[object], rngs: list[object]) -> object:
+            if any(s is bad for s in seen):
+                raise AttackError("not this one")
+            return super().reconstruct_many(seen, rngs)
+
+    views = dict(enumerate(observe(scene, p) for p in found[:3]))
+    bad = views[1]
+    failed: dict[int, str] = {}
+    rngs = {i: torch.Generator().manual_seed(i) for i in views}
+    assert attack_all(Picky(), views, rngs, failed).keys() == {0, 2}
+    assert failed == {1: "not this one"}
