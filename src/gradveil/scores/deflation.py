@@ -6,10 +6,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from gradveil.scores.generic import chunk
 from gradveil.scores.jacobian import Jacobian
-from gradveil.scores.rows import Rows, wide
-from gradveil.scores.sketch import random_signs, root_of_squares
+from gradveil.scores.rows import Rows, stack_norms, wide
+from gradveil.scores.sketch import random_signs
 
 
 def deflation_rows(jacobian: Jacobian, probes: int, seed: int, memory: int) -> Rows:
@@ -21,7 +20,7 @@ def deflation_rows(jacobian: Jacobian, probes: int, seed: int, memory: int) -> R
     """
     x, r = jacobian.x, jacobian.r
     m = max(1, min(probes // 3, x[0].numel()))
-    step = chunk(8 * r.shape[0] * (x[0].numel() + r[0].numel()) * x.element_size(), memory)
+    step = jacobian.at_once(memory)
     tests = random_signs(m, tuple(r.shape[1:]), seed, wide(x).dtype, str(x.device))
     pulled = torch.cat([jacobian.pull(part[:, None].expand(-1, *r.shape)) for part in tests.split(step)])
     q = torch.linalg.qr(wide(pulled).flatten(2).permute(1, 2, 0)).Q  # (N, d, m)
@@ -34,5 +33,5 @@ def deflation_rows(jacobian: Jacobian, probes: int, seed: int, memory: int) -> R
 def _norms(jacobian: Jacobian, directions: Tensor, step: int) -> Tensor:
     """Return sqrt Σ_k (J v_k)² (N, L) for directions (N, d, K)."""
     stack = directions.permute(2, 0, 1).reshape(-1, *jacobian.x.shape)  # (K, N, *x)
-    parts = [root_of_squares(jacobian.push(part)) for part in stack.split(step)]
+    parts = [stack_norms(jacobian.push(part), (2.0,))[0] for part in stack.split(step)]
     return reduce(torch.hypot, parts)

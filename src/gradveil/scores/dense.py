@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradveil.scores.convolution import Convolution
-from gradveil.scores.exact import Start, rows_at_once
+from gradveil.scores.exact import Start
 from gradveil.scores.operators import Dense, Operator, Reshape, Scale
 from gradveil.scores.rows import Rows, add_norms, reduce_norms, wide
 from gradveil.scores.tape import Tape
@@ -32,7 +32,7 @@ def dense_rows(tape: Tape, ps: Sequence[float], memory: int) -> Rows | None:
         return None
     steps = [_step(operator) for operator in path]
     n, first = tape.r.shape[0], steps[0].matrix
-    step = rows_at_once(tape, memory)
+    step = tape.at_once(memory)
     parts = [_norms(rows, steps[1:], n, ps) for rows in first.split(step)]
     norms = {}
     for k, p in enumerate(ps):

@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from gradveil.scores.rows import Rows, add_norms, reduce_norms, wide
+from gradveil.scores.rows import Rows, add_norms, reduce_norms, stack_norms, wide
 from gradveil.scores.tape import Tape
 
 _IN_CACHE = 2**19  # entries of the widest layer that one chunk holds on a CPU
@@ -56,7 +56,7 @@ def _by_rows(tape: Tape, ps: Sequence[float], memory: int, skip: bool) -> Rows:
     start = Start.of(tape)
     order, count = live_first(start.factor) if skip else (None, length)
     index = start.index if order is None else start.index.expand(n, -1).gather(1, order[:, :count])
-    step = rows_at_once(tape, memory)
+    step = tape.at_once(memory, _IN_CACHE)
     parts = [_pulled(tape, start.node, index[:, at : at + step].t(), ps) for at in range(0, count, step)]
     norms = {}
     for k, p in enumerate(ps):
@@ -92,24 +92,15 @@ def _by_columns(tape: Tape, ps: Sequence[float], memory: int) -> Rows:
     x, r = tape.x, tape.r
     size, n, length = x[0].numel(), r.shape[0], r[0].numel()
     totals = {p: torch.zeros(n, length, dtype=wide(r).dtype, device=r.device) for p in ps}
-    step = rows_at_once(tape, memory)
+    step = tape.at_once(memory, _IN_CACHE)
     for at in range(0, size, step):
         count = min(step, size - at)
         units = torch.zeros(count, size, dtype=wide(x).dtype, device=x.device)
         units.diagonal(at).fill_(1.0)
-        part = tape.push(units.view(count, 1, *x.shape[1:])).flatten(2)  # (K, N, L)
-        for p, more in zip(ps, reduce_norms(part.permute(1, 2, 0), ps), strict=True):
+        part = tape.push(units.view(count, 1, *x.shape[1:]))  # (K, N, *r)
+        for p, more in zip(ps, stack_norms(part, ps), strict=True):
             totals[p] = add_norms(totals[p], more, p)
     return Rows(r.flatten(1), totals)
-
-
-def rows_at_once(tape: Tape, memory: int) -> int:
-    """Return how many rows of all examples to carry at once."""
-    widest = max(prod(node.shape) for node in tape.nodes)
-    entries = memory // (8 * wide(tape.x).element_size())  # about eight tensors of that size live at a time
-    if not tape.x.is_cuda:
-        entries = min(entries, _IN_CACHE)
-    return max(1, entries // max(1, widest))
 
 
 def _keep_memory(x: Tensor) -> None:

@@ -12,7 +12,7 @@ def generic_rows(jacobian: Jacobian, ps: Sequence[float], memory: int) -> Rows:
     """Return r and the norms of all rows, ``memory`` bytes of gradients at a time."""
     r = jacobian.r.detach()
     n, length = r.shape[0], r[0].numel()
-    step = chunk(n * (jacobian.x[0].numel() + length) * 8, memory)
+    step = jacobian.at_once(memory)
     found = []
     for start in range(0, length, step):
         count = min(step, length - start)
@@ -21,8 +21,3 @@ def generic_rows(jacobian: Jacobian, ps: Sequence[float], memory: int) -> Rows:
         found.append(reduce_norms(jacobian.pull(units.view(count, *r.shape)), ps))
     norms = {p: torch.cat([part[k] for part in found]).t() for k, p in enumerate(ps)}
     return Rows(r.flatten(1), norms)
-
-
-def chunk(bytes_each: int, memory: int) -> int:
-    """Return how many rows fit into the memory; at least one."""
-    return max(1, memory // max(1, bytes_each))

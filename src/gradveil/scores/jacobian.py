@@ -25,6 +25,18 @@ class Jacobian(ABC):
     r: Tensor  # (N, ...)
     x: Tensor  # (N, ...)
 
+    @property
+    def widest(self) -> int:
+        """Entries of the largest tensor on the way, of all examples together."""
+        return max(self.x.numel(), self.r.numel())
+
+    def at_once(self, memory: int, in_cache: int = 2**21) -> int:
+        """Return how many vectors to carry at once: within the memory (bytes), and (entries) a CPU's cache."""
+        entries = memory // (8 * self.x.element_size())  # about eight tensors live at a time
+        if not self.x.is_cuda:
+            entries = min(entries, in_cache)
+        return max(1, entries // max(1, self.widest))
+
     @abstractmethod
     def pull(self, g: Tensor) -> Tensor:
         """Return Jᵀg (K, N, *x) for cotangents g (K, N, *r)."""

@@ -15,7 +15,7 @@ from gradveil.scores.rows import TINY, Rows
 from gradveil.scores.tape import Tape
 
 _MOST_KEPT = 2**23  # floats
-_LARGEST = 2**15  # entries of a tensor whose rows stay in a processor's cache
+_LARGEST = 2**18  # entries of a tensor; larger ones leave the processor's cache, where torch is as good
 _BLOCKS = (16, 12, 8, 4, 3, 2, 1)  # channels worked on at once
 
 
@@ -26,7 +26,10 @@ def lanes_rows(tape: Tape, ps: Sequence[float], memory: int) -> Rows | None:
         return None
     start = Start.of(tape)
     pieces = pieces_of(tape, start.node)
-    if not pieces or pieces[0].weight is None or max(prod(piece.below) for piece in pieces) > _LARGEST:
+    if not pieces or pieces[0].weight is None:
+        return None
+    largest = max(prod(piece.below) for piece in pieces)
+    if largest > _LARGEST or 2 * largest * library.lanes() * 4 * torch.get_num_threads() > memory:
         return None
     order, count = live_first(start.factor)
     index = start.index if order is None else start.index.expand(n, -1).gather(1, order[:, :count])

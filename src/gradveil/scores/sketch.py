@@ -6,9 +6,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from gradveil.scores.generic import chunk
 from gradveil.scores.jacobian import Jacobian
-from gradveil.scores.rows import Rows, reduce_norms, wide
+from gradveil.scores.rows import Rows, stack_norms, wide
 from gradveil.seeds import Seeds
 
 
@@ -20,16 +19,11 @@ def sketch_rows(jacobian: Jacobian, probes: int, seed: int, memory: int) -> Rows
     """
     x, r = jacobian.x, jacobian.r
     signs = random_signs(probes, tuple(x.shape[1:]), seed, wide(x).dtype, str(x.device))
-    step = chunk(8 * r.shape[0] * (x[0].numel() + r[0].numel()) * x.element_size(), memory)
+    step = jacobian.at_once(memory)
     total = torch.zeros(r.shape[0], r[0].numel(), dtype=wide(r).dtype, device=r.device)
     for at in range(0, probes, step):
-        total = torch.hypot(total, root_of_squares(jacobian.push(signs[at : at + step, None])))
+        total = torch.hypot(total, stack_norms(jacobian.push(signs[at : at + step, None]), (2.0,))[0])
     return Rows(r.detach().flatten(1), {2.0: total / math.sqrt(probes)})
-
-
-def root_of_squares(products: Tensor) -> Tensor:
-    """Return sqrt Σ_k (J v_k)² of products (K, N, *r), (N, L)."""
-    return reduce_norms(products.flatten(2).permute(1, 2, 0), (2.0,))[0]
 
 
 @lru_cache(maxsize=4)

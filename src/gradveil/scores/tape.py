@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -90,6 +91,11 @@ class Tape(Jacobian):
                 if last_use[edge.source] == at:
                     values[edge.source] = None
         return _present(values[-1])
+
+    @property
+    def widest(self) -> int:
+        """Entries of the largest tensor on the way, of all examples together."""
+        return max(prod(node.shape) for node in self.nodes)
 
     @property
     def cost(self) -> int:
