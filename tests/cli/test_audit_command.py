@@ -40,6 +40,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     (tmp_path / "my_module.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_module", raising=False)  # another test's
 
     def go(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr("sys.argv", ["gradveil", *arguments])
