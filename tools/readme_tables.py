@@ -20,11 +20,11 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines + ["| " + " | ".join(str(row[key]) for key in keys) + " |" for row in rows])
 
 
-def dlg_reference() -> str:
-    """Return the summary of the committed rows."""
-    path = ROOT / "docs" / "results" / "dlg-reference" / "rows.jsonl"
+def summary(item: str) -> str:
+    """Return the summary of an item's committed rows."""
+    path = ROOT / "docs" / "results" / item / "rows.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return markdown(ITEMS.build("dlg-reference").summary(rows))
+    return markdown(ITEMS.build(item).summary(rows))
 
 
 # federated: (suffix of the result file, model, engine) -> at least so many times the sequential loop
@@ -70,7 +70,8 @@ def speed() -> str:
 
 def filled(text: str) -> str:
     """Return the README with each marked table replaced by a fresh one."""
-    for name, table in (("dlg-reference", dlg_reference()), ("speed", speed())):
+    tables = {item: summary(item) for item in ("dlg-reference", "accuracy")} | {"speed": speed()}
+    for name, table in tables.items():
         mark = f"<!-- table: {name} -->"
         old = re.compile(re.escape(mark) + r"(\n\n?\|[^\n]*(\n\|[^\n]*)*)?")
         new = f"{mark}\n\n{table}"
