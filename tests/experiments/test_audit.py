@@ -118,6 +118,15 @@ def test_an_audit_stopped_anywhere_ends_with_the_same_rows(
     assert done == units  # nothing was done twice
 
 
+def test_a_finished_audit_is_only_read(
+    tmp_path: Path, small: AuditConfig, divide: Attack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = audit(config=small, attacks=[divide], out=tmp_path / "run")
+    for name in ("audit.run_chunk", "audit.promise_rows", "audit.floors", "training.simulate"):
+        monkeypatch.setattr(f"gradveil.experiments.{name}", lambda *_, **__: pytest.fail("done twice"))
+    assert audit(config=small, attacks=[divide], out=tmp_path / "run", resume=True).rows == first.rows
+
+
 def test_an_attack_is_handed_nothing_private(
     tmp_path: Path, small: AuditConfig, guess: Attack, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,45 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from gradveil.data import load
+from gradveil.experiments.config import AuditConfig
+from gradveil.experiments.scene import build_scene
+from gradveil.experiments.store import Store
+from gradveil.experiments.training import few_threads, train_all
+from gradveil.federated.simulate import simulate
+from gradveil.models import build
+
+
+def test_the_last_round_is_looked_at_with_the_weights_its_clients_received(tmp_path: Path, small: AuditConfig) -> None:
+    """Not those after it: an update belongs to the weights it started from."""
+    data = load("digits")
+    model = build("logistic", data.input_shape, data.num_classes)
+    scene = build_scene(replace(small, rounds=3), data, model, {}, {})
+    looks = list(train_all(scene, Store.create(tmp_path / "run", ""), lambda *_: None))
+    assert [(look.round, look.round_number, look.weights) for look in looks] == [
+        ("first", 1, "start"),
+        ("last", 3, "none"),
+    ]
+    states = [
+        {n: v.clone() for n, v in r.model.state_dict().items()}
+        for r in simulate(model, data, scene.clients, scene.training, "none", scene.seeds)
+    ]
+    received = looks[1].model.state_dict()
+    assert all(torch.equal(received[n], states[1][n]) for n in received)
+    assert not all(torch.equal(received[n], states[2][n]) for n in received)
+
+
+def test_the_number_of_threads_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    with few_threads(nn.Linear(2, 2)):
+        assert asked == [1]
+    assert asked == [1, 7]
+    asked.clear()
+    with few_threads(nn.Linear(1000, 1000)):
+        assert asked == []  # a large model keeps its threads
