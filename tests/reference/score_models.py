@@ -93,6 +93,12 @@ BUILDERS: dict[str, tuple[Callable[[], nn.Module], str, tuple[int, ...]]] = {
             nn.BatchNorm1d(4, track_running_stats=False), nn.Mish(), nn.Linear(4, 2),
         ), "7", (2, 5, 5),
     ),
+    "instance norm": (  # writes to its buffers in train mode
+        lambda: _chain(
+            nn.Conv2d(2, 3, 3), nn.InstanceNorm2d(3, affine=True, track_running_stats=True), nn.Tanh(), nn.Flatten(),
+            nn.Linear(27, 2),
+        ), "4", (2, 5, 5),
+    ),
     "dropout": (
         lambda: _chain(
             nn.Conv2d(2, 3, 3), nn.Dropout2d(0.4), nn.Softplus(), nn.Flatten(), nn.Dropout(0.3), nn.Linear(27, 2)

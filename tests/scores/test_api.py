@@ -13,11 +13,12 @@ from gradveil.errors import LayerError, ScoreError
 from gradveil.scores import METHODS, leak_scores, row_norms
 from reference.score_models import make
 
-TRAINED_MODELS = ["batch norm", "dropout", "attention with dropout", "even"]
+TRAINED_MODELS = ["batch norm", "instance norm", "dropout", "attention with dropout", "even"]
+UNKNOWN_TO_MOMENT = {"attention with dropout", "instance norm"}
 
 
 def _methods(name: str) -> list[str]:
-    return [m for m in METHODS if m != "moment" or "attention" not in name]
+    return [m for m in METHODS if m != "moment" or name not in UNKNOWN_TO_MOMENT]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -144,8 +145,9 @@ def test_mixed_precision_around_it_changes_little(name: str) -> None:
     assert ((found.double() - expected).abs() / expected.clamp_min(1e-3)).median() < 0.1
 
 
-def test_scores_work_while_the_model_itself_is_running() -> None:
-    model, layer, x = make("even")
+@pytest.mark.parametrize("name", ["even", "residual", "attention"])
+def test_a_hook_of_the_layer_may_ask_for_scores_while_the_model_is_running(name: str) -> None:
+    model, layer, x = make(name)
     found: list[Tensor] = []
     handle = model.get_submodule(layer).register_forward_pre_hook(
         lambda *_: found.append(leak_scores(model, layer, x, "exact"))

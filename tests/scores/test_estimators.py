@@ -14,7 +14,7 @@ from gradveil.scores.jacobian import Jacobian
 from reference.leak_scores import reference_jacobian
 from reference.score_models import BUILDERS, make
 
-UNKNOWN_TO_MOMENT = ["attention", "attention with dropout", "normalised"]
+UNKNOWN_TO_MOMENT = ["attention", "attention with dropout", "normalised", "instance norm"]
 
 
 @pytest.mark.parametrize("method", ["sketch", "deflation"])
@@ -51,6 +51,7 @@ def test_the_error_of_a_sketch_is_one_over_the_root_of_twice_the_probes(probes: 
     truth = row_norms(model, "2", x, "exact")[1]
     errors = [row_norms(model, "2", x, "sketch", probes=probes, seed=s)[1] / truth - 1 for s in range(40)]
     assert torch.stack(errors).std() == pytest.approx(1 / math.sqrt(2 * probes), rel=0.15)
+    assert (torch.stack(errors) + 1).square().mean() == pytest.approx(1, rel=0.05)  # no bias in the square
 
 
 @pytest.mark.parametrize("name", ["pooled", "attention"])
@@ -86,6 +87,18 @@ def test_moment_is_exact_where_each_input_takes_one_path() -> None:
     ).double()  # fmt: skip
     x = torch.rand(3, 3, 4, 4, dtype=torch.float64)
     assert_close(leak_scores(chain, "8", x, "moment"), leak_scores(chain, "8", x, "exact"))
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [nn.AdaptiveAvgPool2d(1), nn.AdaptiveAvgPool2d((1, 2)), nn.AvgPool2d(3, padding=1, count_include_pad=False)],
+    ids=["mean", "adaptive", "padded"],
+)
+def test_moment_weighs_an_average_by_the_squares_of_its_parts(pool: nn.Module) -> None:
+    model = nn.Sequential(nn.Conv2d(2, 2, 1, groups=2), nn.Sigmoid(), pool, nn.Flatten(), nn.LazyLinear(2)).double()
+    x = torch.rand(3, 2, 4, 4, dtype=torch.float64)
+    model(x)
+    assert_close(leak_scores(model, "4", x, "moment"), leak_scores(model, "4", x, "exact"))
 
 
 def test_moment_is_exact_for_the_first_linear_layer() -> None:
