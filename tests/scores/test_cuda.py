@@ -1,20 +1,25 @@
 """What is made for CUDA: matrix products (checked on any machine) and replay (where there is a device)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from math import inf
+from typing import ClassVar
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
 
-from gradveil.scores import METHODS, leak_scores
+from gradveil.scores import METHODS, graph, leak_scores, methods, row_norms
 from gradveil.scores.api import linearise
 from gradveil.scores.convolution import Convolution
 from gradveil.scores.dense import dense_rows, matrix_of
 from gradveil.scores.exact import exact_rows
 from gradveil.scores.graph import _RECORDINGS, Recording
+from gradveil.scores.methods import Method
+from gradveil.scores.rows import Rows
 from gradveil.scores.tape import Tape
+from gradveil.scores.walk import chain
 from reference.score_models import BUILDERS, make
 
 SMALL_CHAINS = ["linear", "strided", "even", "batch norm", "dropout", "branching", "wide", "convolution defended"]
@@ -58,6 +63,100 @@ def test_other_models_are_left_to_the_general_way(name: str) -> None:
     tape = linearise(*make(name))
     assert isinstance(tape, Tape)
     assert dense_rows(tape, (2.0,), 2**20) is None
+
+
+class _Fake(Recording):
+    """Stands for a recording where there is no device: it makes the call again, and counts."""
+
+    made: ClassVar[int] = 0
+    replays: ClassVar[int] = 0
+
+    @classmethod
+    def of(cls, run: Callable[[Tensor], Rows], x: Tensor, kept: tuple[Tensor, ...]) -> "Recording":
+        _Fake.made += 1
+        found = cls(None, x, run(x), kept)  # type: ignore[arg-type]
+        object.__setattr__(found, "run", run)
+        return found
+
+    def __call__(self, x: Tensor) -> Rows:
+        _Fake.replays += 1
+        return self.run(x)  # type: ignore[attr-defined,no-any-return]
+
+
+@pytest.fixture
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, no_device: None) -> type[_Fake]:
+    monkeypatch.setattr(graph.Recording, "of", _Fake.of)
+    _Fake.made = _Fake.replays = 0
+    return _Fake
+
+
+def _replayed(model: nn.Module, layer: str, x: Tensor, name: str = "exact") -> Tensor:
+    layers = chain(model, layer, x)
+    assert layers is not None
+    return graph.replayed(model, layers, x, Method(name)).norms[2.0]
+
+
+@pytest.mark.parametrize("name", ["exact", "moment", "sketch", "auto"])
+def test_a_call_is_recorded_at_second_sight_and_replayed_from_then_on(fake: type[_Fake], name: str) -> None:
+    model, layer, x = make("even")
+    found = [_replayed(model, layer, x, name) for _ in range(4)]
+    assert (fake.made, fake.replays) == (1, 3)
+    assert_close(found, [row_norms(model, layer, x, name)[1]] * 4)
+
+
+def test_another_shape_other_settings_or_moved_weights_are_another_call(fake: type[_Fake]) -> None:
+    model, layer, x = make("even")
+    for _ in range(3):
+        _replayed(model, layer, x)
+    _replayed(model, layer, x[:2])
+    _replayed(model, layer, x, "moment")
+    model[0].stride = (1, 1)
+    _replayed(model, layer, x)
+    model[0].stride = (2, 2)
+    model[0].weight = nn.Parameter(model[0].weight.detach() * 2)
+    assert_close(_replayed(model, layer, x), row_norms(model, layer, x, "exact")[1])
+    assert (fake.made, fake.replays) == (1, 2)
+
+
+def test_only_a_few_recordings_are_kept(fake: type[_Fake]) -> None:
+    model, layer, x = make("even", examples=9)
+    for examples in range(1, 9):
+        for _ in range(2):
+            _replayed(model, layer, x[:examples])
+    assert len(_RECORDINGS[model]) == 4
+
+
+def test_what_waits_for_the_device_or_takes_long_is_never_recorded(
+    fake: type[_Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, layer, x = make("even")
+    for _ in range(3):
+        _replayed(model, layer, x, "deflation")
+    monkeypatch.setattr(methods, "_LIGHT", 1)
+    for _ in range(3):
+        _replayed(model, layer, x)
+    assert fake.made == 0
+
+
+@pytest.mark.usefixtures("no_device")
+def test_a_call_that_cannot_be_recorded_is_made_plainly_and_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def fail(*_: object) -> Recording:
+        tried.append(1)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(graph.Recording, "of", fail)
+    model, layer, x = make("even")
+    for _ in range(4):
+        assert_close(_replayed(model, layer, x), row_norms(model, layer, x, "exact")[1])
+    assert len(tried) == 1
 
 
 @pytest.fixture

@@ -82,7 +82,12 @@ class Uses(_Model):
         return self.fc(h * h + h.tanh() * 0.5 - h.neg())
 
 
-MODELS = [WriteToView, WriteToBase, WriteToDetached, StopGradient, WriteInPlace, CopyInto, Masked, Uses]
+class FusedDropout(_Model):  # what CUDA uses for dropout
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.b(torch.native_dropout(self.a(x), 0.4, True)[0]))
+
+
+MODELS = [WriteToView, WriteToBase, WriteToDetached, StopGradient, WriteInPlace, CopyInto, Masked, Uses, FusedDropout]
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -93,7 +98,7 @@ def test_writes_in_place_and_aliases_do_not_lead_astray(kind: type[_Model]) -> N
     assert_close(leak_scores(model, "fc", x, "loop"), expected)
 
 
-@pytest.mark.parametrize("kind", [StopGradient, WriteInPlace, Masked, Uses])
+@pytest.mark.parametrize("kind", [StopGradient, WriteInPlace, Masked, Uses, FusedDropout])
 def test_the_recorder_follows_what_it_can(kind: type[_Model]) -> None:
     assert isinstance(record(kind(), "fc", torch.randn(3, 4)), Tape)
 

@@ -90,11 +90,14 @@ def _norms(rows: Tensor, steps: list[_Step], n: int, ps: Sequence[float]) -> lis
     """Return, for each p, the norms (R, n) of rows (R, entries) after all further steps."""
     g = rows[:, None]  # (R, 1 or n, entries)
     for place, step in enumerate(steps):
+        if step.bands and place == len(steps) - 1:
+            return _together([g[..., into] @ step.matrix[into, columns] for into, columns in step.bands], ps)
         if step.bands:
-            parts = [(g[..., into] @ step.matrix[into, out]) for into, out in step.bands]
-            if place == len(steps) - 1:
-                return _together(parts, ps)
-            g = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+            flat = g.flatten(0, 1)
+            out = flat.new_empty(len(flat), step.matrix.shape[1])
+            for into, columns in step.bands:
+                torch.mm(flat[:, into], step.matrix[into, columns], out=out[:, columns])
+            g = out.view(*g.shape[:2], -1)
         elif isinstance(step.operator, Scale):
             g = g * _channels_last(step.operator.by, step.operator.source)
         else:

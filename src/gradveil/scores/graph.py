@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,9 +25,10 @@ class Recording:
     graph: torch.cuda.CUDAGraph
     inputs: Tensor
     rows: Rows
+    kept: tuple[Tensor, ...]  # read by the graph as well
 
     @classmethod
-    def of(cls, run: Callable[[Tensor], Rows], x: Tensor) -> "Recording":
+    def of(cls, run: Callable[[Tensor], Rows], x: Tensor, kept: tuple[Tensor, ...]) -> "Recording":
         """Record a call; it must not wait for the device."""
         inputs = x.clone()
         side = torch.cuda.Stream(x.device)
@@ -38,7 +40,7 @@ class Recording:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             rows = run(inputs)
-        return cls(graph, inputs, rows)
+        return cls(graph, inputs, rows, kept)
 
     def __call__(self, x: Tensor) -> Rows:
         """Return what the recorded call gives for x."""
@@ -69,11 +71,17 @@ def replayed(model: nn.Module, layers: list[nn.Module], x: Tensor, method: Metho
     known.move_to_end(kind)
     if known[kind] == _NEW:
         try:
-            known[kind] = Recording.of(lambda inputs: method(walk(layers, inputs), static=True), x)
+            with torch.cuda.device(x.device):
+                run = partial(_static_call, method, layers)
+                known[kind] = Recording.of(run, x, method.constants(x))
         except RuntimeError:
             known[kind] = _PLAIN
     recording = known[kind]
     return recording(x) if isinstance(recording, Recording) else method(walk(layers, x))
+
+
+def _static_call(method: Method, layers: list[nn.Module], inputs: Tensor) -> Rows:
+    return method(walk(layers, inputs), static=True)
 
 
 def _signature(layer: nn.Module) -> Hashable:

@@ -16,8 +16,8 @@ from gradveil.scores.generic import generic_rows
 from gradveil.scores.jacobian import Jacobian
 from gradveil.scores.lanes import lanes_rows
 from gradveil.scores.moment import moment_rows
-from gradveil.scores.rows import Rows
-from gradveil.scores.sketch import sketch_rows
+from gradveil.scores.rows import Rows, wide
+from gradveil.scores.sketch import random_signs, sketch_rows
 from gradveil.scores.tape import Tape
 
 METHODS = ("auto", "exact", "loop", "sketch", "moment", "deflation")
@@ -61,6 +61,12 @@ class Method:
         fast = dense_rows if _takes_tf32(jacobian.x) else lanes_rows
         found = fast(jacobian, self.ps, self.memory)
         return exact_rows(jacobian, self.ps, self.memory, skip=not static) if found is None else found
+
+    def constants(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return what calls share beside the model: a recording must keep it alive."""
+        if self.name not in ("auto", "sketch"):
+            return ()
+        return (random_signs(self.probes, tuple(x.shape[1:]), self.seed, wide(x).dtype, str(x.device)),)
 
     def is_static(self, tape: Tape) -> bool:
         """Return whether a call is worth recording for replay: short, and without steps that wait for the device."""
