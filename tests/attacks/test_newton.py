@@ -10,6 +10,7 @@ from torch import Generator, Tensor, nn
 from gradveil.attacks.newton import Newton
 from gradveil.attacks.newton_prior import Prior
 from gradveil.attacks.newton_smooth import Smoothing, kink_scales
+from gradveil.attacks.newton_solve import Schedule, Solver
 from gradveil.attacks.newton_step import Dense, MatrixFree, conjugate_gradients
 from gradveil.attacks.newton_update import known_bias, update_rows
 from gradveil.errors import AttackError
@@ -196,7 +197,48 @@ def test_products_with_the_jacobian_agree_with_differences(batch: Batch) -> None
     torch.testing.assert_close(pushed, differences, rtol=1e-4, atol=1e-7)
     u = torch.randn(pushed.shape, generator=seeded(5), dtype=z.dtype)
     torch.testing.assert_close((rows.pull(z, u, width) * v).sum(), (u * pushed).sum())
-    torch.testing.assert_close(v[0] @ rows.jacobian(0, z[0], width), pushed[0])
+    whole = torch.cat(rows.jacobian(z, width), 2)[0]
+    torch.testing.assert_close(v[0] @ whole, pushed[0])
+    twice = replace(rows, direct=None).take(torch.tensor([0, 0]))
+    torch.testing.assert_close(torch.cat(twice.jacobian(z.repeat(2, 1), width.repeat(2)), 2)[1], whole)
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.Sigmoid, nn.Hardtanh, nn.GELU])
+def test_the_written_out_passes_are_those_of_torch_func(activation: type[nn.Module], batch: Batch) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = nn.Sequential(
+            nn.Conv2d(1, 3, 3, padding=1, stride=2), activation(), nn.MaxPool2d(2), nn.Conv2d(3, 4, 2, bias=False),
+            activation(), nn.AvgPool2d(1), nn.Flatten(), nn.Linear(4, 6), activation(), nn.Dropout(), nn.Linear(6, 5),
+        )  # fmt: skip
+    pairs = [Batch(batch.inputs[i : i + 2], batch.labels[i : i + 2]) for i in range(2)]
+    for seen in ([observe(model, p) for p in pairs], [observe(model, p).without("10.*", "0.*") for p in pairs]):
+        prior = Prior.of(seen[0], 10, torch.device("cpu"))
+        rows = update_rows(seen, torch.stack([p.labels for p in pairs]), prior)
+        slow = replace(rows, direct=None)
+        assert rows.direct is not None
+        z = prior.center() + 0.1 * prior.draw(2, seeded())
+        z[:, prior.pixels :] += 0.3
+        width = torch.tensor([0.3, 0.1], dtype=z.dtype)
+        for at in (width, None):
+            torch.testing.assert_close(rows.residual(z, at), slow.residual(z, at))
+        torch.testing.assert_close(torch.cat(rows.jacobian(z, width), 2), slow.jacobian(z, width)[0])
+
+
+def test_a_model_that_is_no_chain_goes_by_torch_func(batch: Batch) -> None:
+    class Skip(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.fc = nn.Conv2d(1, 1, 3, padding=1), nn.Linear(64, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc((x + self.conv(x).tanh()).flatten(1))  # type: ignore[no-any-return]
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        seen = observe(Skip(), one(batch, 0))
+    assert update_rows([seen], batch.labels[:1, None], Prior.of(seen, 5, torch.device("cpu"))).direct is None
+    assert error(Newton().reconstruct(seen, seeded()).inputs, batch.inputs[:1]) < 1e-8
 
 
 def test_large_inputs_are_solved_without_a_jacobian(batch: Batch) -> None:
@@ -287,3 +329,40 @@ def test_an_update_with_nothing_to_match_is_refused(batch: Batch) -> None:
     blank = replace(seen, weights={n: torch.zeros_like(g) for n, g in seen.update.gradient.items()})
     with pytest.raises(AttackError, match="nothing to match"):
         Newton().reconstruct(blank, seeded())
+
+
+def test_the_objective_is_the_map_estimates(batch: Batch) -> None:
+    """Half of Σ w r² / (σ² + (floor rms)²) plus the prior's (z - μ)ᵀ Σ⁻¹ (z - μ), per row."""
+    gaussian = GaussianPrior(torch.full((64,), 0.4), torch.randn(64, 3, generator=seeded(1)) / 10, 0.05)
+    seen = observe(network(nn.Tanh), one(batch, 0), prior=gaussian, noise={"0.weight": 0.01})
+    prior = Prior.of(seen, 5, torch.device("cpu"))
+    rows = update_rows([seen], batch.labels[:1, None], prior)
+    solver = Solver(prior, Schedule(10, 5, 3.0, 10.0), Dense(prior), 10)
+    z = prior.center()[None] + 0.1 * torch.randn(1, 69, generator=seeded(2)).double()
+    covariance = torch.block_diag(gaussian.covariance().double(), torch.eye(5).double())
+    away = (z - prior.center())[0]
+    sigma = rows.noise[0].square() + (10.0 * rows.rms[0]).square()
+    misfit = (rows.weights[0] * rows.residual(z, None)[0].square() / sigma).sum()
+    expected = (misfit + away @ torch.linalg.solve(covariance, away)) / 2 / rows.seen.shape[1]
+    assert float(solver.objective(rows, z)) == pytest.approx(float(expected), rel=1e-5)
+    assert float(away @ torch.linalg.solve(covariance, away)) > 1e-4 * float(misfit)  # the prior's part can be seen
+
+
+def test_token_embeddings_of_a_transformer_are_given_away() -> None:
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.place = nn.Parameter(torch.randn(3, 4))
+            self.layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+            self.fc = nn.Linear(12, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(self.layer(x + self.place).flatten(1))  # type: ignore[no-any-return]
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Encoder().eval()
+    tokens = torch.rand(1, 3, 4, generator=seeded(3))
+    seen = observe(model, Batch(tokens, torch.tensor([1])))
+    found = Newton(restarts=2).reconstruct(replace(seen, num_classes=3), seeded())
+    assert error(found.inputs, tokens) < 1e-4

@@ -9,7 +9,8 @@ from gradveil.data import load
 from gradveil.experiments.config import AuditConfig
 from gradveil.experiments.scene import build_scene
 from gradveil.experiments.store import Store
-from gradveil.experiments.training import few_threads, train_all
+from gradveil.experiments.threads import is_small, one_thread
+from gradveil.experiments.training import train_all
 from gradveil.federated.simulate import simulate
 from gradveil.models import build
 
@@ -33,13 +34,17 @@ def test_the_last_round_is_looked_at_with_the_weights_its_clients_received(tmp_p
     assert not all(torch.equal(received[n], states[2][n]) for n in received)
 
 
-def test_the_number_of_threads_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("wanted", "expected"), [(True, [1, 7]), (False, [7])])
+def test_the_number_of_threads_is_put_back(monkeypatch: pytest.MonkeyPatch, wanted: bool, expected: list[int]) -> None:
     asked: list[int] = []
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    with few_threads(nn.Linear(2, 2)):
-        assert asked == [1]
-    assert asked == [1, 7]
-    asked.clear()
-    with few_threads(nn.Linear(1000, 1000)):
-        assert asked == []  # a large model keeps its threads
+    with one_thread(wanted):
+        assert asked == expected[:-1]
+    assert asked == expected
+
+
+def test_small_is_few_weights_and_few_numbers() -> None:
+    assert is_small(nn.Linear(2, 2), (1, 8, 8))
+    assert not is_small(nn.Linear(1000, 1000))
+    assert not is_small(nn.Linear(2, 2), (3, 32, 32))

@@ -135,5 +135,12 @@ def make(name: str, examples: int = 3, seed: int = 0) -> tuple[nn.Module, str, T
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = build().double()
+        for module in model.modules():
+            if "Norm" in type(module).__name__:  # whose weights start as ones
+                for parameter in module.parameters():
+                    nn.init.uniform_(parameter, 0.5, 1.5)
+                for name, buffer in module.named_buffers():
+                    if name.startswith("running"):
+                        buffer.uniform_(0.5, 1.5)
         x = torch.randn(examples, *shape, dtype=torch.float64)
     return model, layer, x

@@ -11,7 +11,8 @@ from gradveil.attacks.labels import with_labels
 from gradveil.attacks.newton_prior import Prior
 from gradveil.attacks.newton_solve import Schedule, Solver, State
 from gradveil.attacks.newton_step import Dense, MatrixFree
-from gradveil.attacks.newton_update import free_logits, known_bias, update_rows
+from gradveil.attacks.newton_trial import free_logits
+from gradveil.attacks.newton_update import known_bias, update_rows
 from gradveil.errors import AttackError
 from gradveil.types import Observation, Reconstruction, check_update
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.newton_prior import Prior
-from gradveil.attacks.newton_rows import Rows
+from gradveil.attacks.newton_rows import TOGETHER, Rows
 
 
 @dataclass(frozen=True)
@@ -22,18 +22,31 @@ class Dense:
         """Return damping (B,) -> step (B, n); ``weights`` (B, R) are those of the squared residuals."""
         precision = self.prior.precision()
         normal, slope = [], []
-        for b in range(len(x)):
-            scaled = rows.jacobian(b, x[b], width) * weights[b].sqrt()  # (n, R)
-            normal.append(scaled @ scaled.T)
-            slope.append(scaled @ (weights[b].sqrt() * residual[b]))
-        fall = torch.stack(slope) + self.prior.precise(x - self.prior.center())
-        hessian = torch.stack(normal)
+        for part in torch.arange(len(x), device=x.device).split(max(1, TOGETHER // x.shape[1])):
+            h, g = _normal_equations(rows.take(part), x[part], residual[part], weights[part], width[part])
+            normal.append(h)
+            slope.append(g)
+        fall = torch.cat(slope) + self.prior.precise(x - self.prior.center())
+        hessian = torch.cat(normal)
 
         def step(damping: Tensor) -> Tensor:
             factor, _ = torch.linalg.cholesky_ex(hessian + damping[:, None, None] * precision)
             return torch.cholesky_solve(-fall[..., None], factor)[..., 0]
 
         return step
+
+
+def _normal_equations(rows: Rows, x: Tensor, residual: Tensor, weights: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Kᵀ V⁻¹ K (b, n, n) and Kᵀ V⁻¹ residual (b, n), summed over the parts that K comes in."""
+    root, first = weights.sqrt()[:, None], 0
+    normal, slope = x.new_zeros(*x.shape, x.shape[1]), x.new_zeros(*x.shape, 1)
+    for part in rows.jacobian(x, width):  # (b, n, some of the rows)
+        here = slice(first, first + part.shape[2])
+        scaled = part * root[..., here]
+        normal.baddbmm_(scaled, scaled.mT)
+        slope.baddbmm_(scaled, (root[..., here] * residual[:, None, here]).mT)
+        first = here.stop
+    return normal, slope[..., 0]
 
 
 @dataclass(frozen=True)

@@ -7,31 +7,24 @@ gradient of the last layer, which is p - y itself, says; that they are the logit
 of equations, which the falling noise floor brings in by and by.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, grad
+from torch.func import functional_call
 
-from gradveil.attacks.fedavg_unroll import unroll
-from gradveil.attacks.gradients import quiet, soft_cross_entropy
+from gradveil.attacks.gradients import quiet
 from gradveil.attacks.newton_prior import Prior
-from gradveil.attacks.newton_rows import Rows
-from gradveil.attacks.newton_smooth import Smoothing, kink_scales
+from gradveil.attacks.newton_rows import Direct, Rows, Trial
+from gradveil.attacks.newton_smooth import kink_scales
+from gradveil.attacks.newton_trial import delta_of, free_logits, trial_update, written_out
 from gradveil.attacks.trace import trace
 from gradveil.tree import Params
 from gradveil.types import Observation
 
 SMALLEST = 1e-30  # a probability below it was rounded away on the client
-SPREAD = 3.0  # standard deviation of the free logits around their first guess
 STIFF = 1e-3  # the floor of a bias gradient that the guess fits exactly, relative to that of other tensors
-
-
-def free_logits(seen: Observation) -> bool:
-    """Return whether the logits behind δ are unknowns: for one local step; several have a δ each."""
-    return seen.update.num_steps == 1
 
 
 def update_rows(seen: Sequence[Observation], labels: Tensor, prior: Prior) -> Rows:
@@ -46,12 +39,12 @@ def update_rows(seen: Sequence[Observation], labels: Tensor, prior: Prior) -> Ro
     widths = torch.tensor(scales).to(center).expand(len(seen), -1)
     table = torch.stack([_table(s, center) for s in seen])  # (B, 4, R)
     rest = torch.zeros_like(y)  # of δ: what the client's rounding of p - 1 adds to it
-    one = _one(first, state, prior)
+    one, direct = trial_update(first, state, prior), written_out(first, state, prior)
     if not free_logits(first):
-        return Rows(first.model, one, (y, guess, rest), widths, *table.unbind(1))
+        return _rows(first.model, one, (y, guess, rest), widths, table, None)
     bias = known_bias(seen)
     if bias is None:
-        rows = Rows(first.model, one, (y, guess, rest), widths, *_with_logits(table, guess).unbind(1))
+        rows = _rows(first.model, one, (y, guess, rest), widths, _with_logits(table, guess), direct)
         guess = _rescaled(guess, y, _excess(rows, center, table.shape[2]))
     else:
         guess = torch.stack([_read(s, bias, y[b]) for b, s in enumerate(seen)])
@@ -60,8 +53,15 @@ def update_rows(seen: Sequence[Observation], labels: Tensor, prior: Prior) -> Ro
         table[:, 3] *= stiff
         exact = torch.stack([s.update.gradient[bias].to(y) for s in seen])[:, None]  # (B, 1, K)
         quiet_bias = torch.tensor([not s.noise.get(bias) for s in seen]).to(y)
-        rest = (exact - _delta(guess, y)) * quiet_bias[:, None, None]
-    return Rows(first.model, one, (y, guess, rest), widths, *_with_logits(table, guess).unbind(1))
+        rest = (exact - delta_of(guess, y)) * quiet_bias[:, None, None]
+    return _rows(first.model, one, (y, guess, rest), widths, _with_logits(table, guess), direct)
+
+
+def _rows(
+    model: nn.Module, one: Trial, given: tuple[Tensor, ...], widths: Tensor, table: Tensor, direct: Direct | None
+) -> Rows:
+    seen, weights, noise, rms = table.unbind(1)
+    return Rows(model, one, given, widths, seen, weights, noise, rms, direct)
 
 
 def known_bias(seen: Sequence[Observation]) -> str | None:
@@ -111,12 +111,6 @@ def _read(seen: Observation, bias: str, y: Tensor) -> Tensor:
     return (others + y * (1 - missing)).clamp_min(SMALLEST).log()
 
 
-def _delta(log_p: Tensor, y: Tensor) -> Tensor:
-    """Return p - y (..., K) without its cancellation: the true class misses what the others have."""
-    others = log_p.exp() * (1 - y)
-    return others - y * others.sum(-1, keepdim=True)
-
-
 def _excess(rows: Rows, center: Tensor, entries: int) -> Tensor:
     """Return by how much the update of the prior's mean outsizes the one seen, (B,)."""
     found = rows.residual(center.expand(len(rows.seen), -1), None) + rows.seen
@@ -130,42 +124,3 @@ def _rescaled(guess: Tensor, y: Tensor, excess: Tensor) -> Tensor:
     others = guess.exp() * (1 - y) / excess[:, None, None]
     others = others * (0.99 / others.sum(-1, keepdim=True)).clamp_max(1.0)
     return (others + y * (1 - others.sum(-1, keepdim=True))).clamp_min(SMALLEST).log()
-
-
-def _one(seen: Observation, state: Params, prior: Prior) -> Callable[..., Tensor]:
-    """Return the rows of one trial point as a function that torch.func can transform."""
-    names, model, shape = seen.visible, seen.model, (seen.num_examples, *seen.input_shape)
-    trainable = {n for n, p in model.named_parameters() if p.requires_grad}
-    # Several steps move every weight, and a simulated defence sees every gradient; else the visible ones are enough.
-    moved = trainable if seen.update.num_steps > 1 or seen.simulate is not None else set(names)
-    free = {n: value for n, value in state.items() if n in moved}
-    fixed = {n: value for n, value in state.items() if n not in moved}
-
-    def forward(weights: Params, x: Tensor, widths: Tensor, smooth: bool) -> Tensor:
-        with Smoothing(widths.unbind()) if smooth else nullcontext():
-            logits: Tensor = functional_call(model, fixed | weights, (x,))
-        return logits
-
-    def finish(update: Params, *more: Tensor) -> Tensor:
-        sent = update if seen.simulate is None else seen.simulate(update)
-        return torch.cat([*(sent[n].reshape(-1) for n in names), *more])
-
-    def several_steps(z: Tensor, y: Tensor, guess: Tensor, rest: Tensor, widths: Tensor, smooth: bool) -> Tensor:
-        def step(weights: Params, x: Tensor, y: Tensor) -> Params:
-            gradient: Params = grad(lambda w: soft_cross_entropy(forward(w, x, widths, smooth), y))(weights)
-            return gradient
-
-        return finish(unroll(step, free, z.reshape(shape), y, seen.update))
-
-    def one_step(z: Tensor, y: Tensor, guess: Tensor, rest: Tensor, widths: Tensor, smooth: bool) -> Tensor:
-        u = (guess + SPREAD * z[prior.pixels :].reshape(guess.shape)).log_softmax(-1)  # (N, K)
-        delta = _delta(u, y) + rest
-
-        def pulled(weights: Params) -> tuple[Tensor, Tensor]:
-            logits = forward(weights, z[: prior.pixels].reshape(shape), widths, smooth)
-            return (logits * delta).sum() / len(delta), logits
-
-        update, logits = grad(pulled, has_aux=True)(free)
-        return finish(update, (logits.log_softmax(-1) - u).reshape(-1))
-
-    return one_step if free_logits(seen) else several_steps

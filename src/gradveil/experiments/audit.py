@@ -20,6 +20,7 @@ from gradveil.experiments.promises import promise_rows
 from gradveil.experiments.scene import Scene, build_scene
 from gradveil.experiments.store import Row, Store
 from gradveil.experiments.summary import Line, lines
+from gradveil.experiments.threads import is_small, one_thread
 from gradveil.experiments.toml import to_toml
 from gradveil.experiments.training import Progress, train_all
 from gradveil.experiments.verdict import Verdict, headline, verdicts
@@ -88,7 +89,8 @@ def audit(
     built = make_model(network, data.input_shape, data.num_classes, chosen.seed)
     scene = build_scene(chosen, data, copy.deepcopy(built).train(), defended, attacked)
     store = Store.create(out or default_folder(), to_toml(chosen), resume)
-    run_audit(scene, store, progress or (lambda stage, done, total: None))
+    with one_thread(is_small(built, data.input_shape)):
+        run_audit(scene, store, progress or (lambda stage, done, total: None))
     return Audit(store)
 
 

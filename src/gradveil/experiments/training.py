@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,12 +11,11 @@ from torch import nn
 from gradveil.experiments.panel import Look
 from gradveil.experiments.scene import Scene
 from gradveil.experiments.store import Row, Store
+from gradveil.experiments.threads import is_small, one_thread
 from gradveil.federated.evaluate import evaluate
 from gradveil.federated.simulate import simulate
-from gradveil.tree import parameters, size
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
-SMALL = 100_000  # weights: up to here a second thread costs more than it brings
 
 
 def train_all(scene: Scene, store: Store, progress: Progress) -> Iterator[Look]:
@@ -29,7 +27,7 @@ def train_all(scene: Scene, store: Store, progress: Progress) -> Iterator[Look]:
         unit = f"train/{defense}"
         progress("training", done, total)
         if not store.done(unit):
-            with few_threads(scene.model):
+            with one_thread(is_small(scene.model)):
                 rows, sent = _train(scene, defense, partial(_tell, progress, done, total))
             store.add(unit, [*_server_rows(scene, defense), *rows], sent)
         done += rounds
@@ -40,18 +38,6 @@ def train_all(scene: Scene, store: Store, progress: Progress) -> Iterator[Look]:
 
 def _tell(progress: Progress, before: int, total: int, done: int) -> None:
     progress("training", before + done, total)
-
-
-@contextmanager
-def few_threads(model: nn.Module) -> Iterator[None]:
-    """Within, a small model runs on one thread; the setting is put back afterwards."""
-    before = torch.get_num_threads()
-    try:
-        if size(parameters(model)) <= SMALL:
-            torch.set_num_threads(1)
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _train(scene: Scene, defense: str, tell: Callable[[int], None]) -> tuple[list[Row], dict[str, Any]]:

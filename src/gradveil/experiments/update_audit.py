@@ -21,6 +21,7 @@ from gradveil.experiments.panel import attack_all, said
 from gradveil.experiments.scene import Public
 from gradveil.experiments.store import Row, Store
 from gradveil.experiments.summary import NAIVE
+from gradveil.experiments.threads import is_small, one_thread
 from gradveil.experiments.toml import to_toml
 from gradveil.experiments.training import Progress
 from gradveil.experiments.updates import Facts, load_weights, read_examples, read_update
@@ -163,7 +164,9 @@ def _run(case: Case, store: Store, progress: Progress) -> None:
     for done, (attack, by) in enumerate(wanted.items()):
         progress("attacks", done, len(wanted))
         if not store.done(f"attack/{attack}"):
-            store.add(f"attack/{attack}", *_attack(case, attack, by))
+            with one_thread(is_small(case.model, case.input_shape)):
+                rows, arrays = _attack(case, attack, by)
+            store.add(f"attack/{attack}", rows, arrays)
     progress("attacks", len(wanted), len(wanted))
 
 

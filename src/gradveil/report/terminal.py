@@ -3,39 +3,43 @@
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
-from gradveil.experiments.summary import Floor, Line
+from gradveil.experiments.summary import NAIVE, Floor, Line
 from gradveil.experiments.verdict import BADGES, Verdict, short
 
-HEAD = ("verdict", "naive server", "server that knows", "accuracy")
+HEAD = ("defence", "verdict", "naive server", "server that knows", "accuracy")
 COLOURS = {"recovered": "bold red", "recognised": "red", "traces": "yellow", "nothing": "green", "void": "dim"}
 
 
 def verdict_table(judged: Sequence[Verdict], floor: Floor | None) -> RenderableType:
     """Return the table of verdicts, with the blind guess as its last row, and the verdicts in words under it."""
-    table = Table(Column("defence", overflow="fold"), *HEAD, box=None, pad_edge=False)
+    table = Table(*HEAD, box=None, pad_edge=False)
     for v in judged:
+        badge = Text(BADGES[v.outcome], COLOURS[v.outcome])
         accuracy = "–" if v.accuracy is None else f"{v.accuracy:.1%}"
-        table.add_row(
-            v.defense, Text(BADGES[v.outcome], COLOURS[v.outcome]), _cell(v.naive), _cell(v.adaptive), accuracy
-        )
+        table.add_row(_spec(v.defense), badge, _cell(v.naive), _cell(v.adaptive), accuracy)
     if floor is not None:
-        table.add_row(f"(blind guess: {floor.guess})", "the floor", f"MSE {short(floor.mse.mean)}", "", "", style="dim")
+        guess = Text(f"blind guess\n  {floor.guess}")
+        table.add_row(guess, "the floor", f"MSE {short(floor.mse.mean)}", "", "", style="dim")
     words = [Text.assemble((f"{v.defense}: ", "bold"), v.text) for v in judged]
     return Group(table, Text(), *words)
 
 
-def _cell(line: Line | None) -> str:
+def _spec(defense: str) -> Text:
+    """Return a spec over two lines: the name, then its settings."""
+    return Text(defense.replace(":", "\n  ", 1), overflow="fold")
+
+
+def _cell(line: Line | None) -> Text:
     if line is None:
-        return "–"
+        return Text("–")
+    attack = line.attack.partition(":")[0]
+    by = attack if line.server in (NAIVE, attack) else f"{line.server} + {attack}"
     if not line.counts:
-        return f"void ({line.attack})"
-    hits = (
-        f", {round(line.identified.mean * line.identified.count)}/{line.identified.count}"
-        if line.identified.count
-        else ""
-    )
-    server = "" if line.server in ("naive", line.attack) else f"{line.server} + "
-    return f"MSE {short(line.mse.mean)}{hits} ({server}{line.attack})"
+        return Text(f"void\n{by}")
+    got = f"MSE {short(line.mse.mean)}"
+    if line.identified.count:
+        got += f", {round(line.identified.mean * line.identified.count)}/{line.identified.count}"
+    return Text(f"{got}\n{by}")
