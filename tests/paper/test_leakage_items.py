@@ -60,8 +60,44 @@ def test_the_figure_runs_every_part_and_is_drawn(data_folder: Path, tmp_path: Pa
     assert (tmp_path / "figure.svg").stat().st_size > 0
 
 
+def images(network: str, part: str, *mse: float) -> list[Row]:
+    return [{"network": network, "part": part, "mse": value} for value in mse]
+
+
 @pytest.mark.parametrize(("clg", "status"), [(0.2, "reproduced"), (0.001, "not reproduced")])
-def test_the_figures_verdict_needs_both_halves_of_the_claim(clg: float, status: str) -> None:
-    mse = {"WG": 0.01, "CLG": clg, "Rep": 0.002}
-    rows = [{"network": "probe", "part": part, "mse": value} for part, value in mse.items()]
-    assert [v.status for v in WgClgRep().verdicts(rows)] == [status]
+def test_convolutions_are_judged_by_what_they_recover(clg: float, status: str) -> None:
+    rows = images("probe", "WG", 0.001, 0.2) + images("probe", "CLG", clg, 0.2) + images("probe", "Rep", 0.002, 0.002)
+    convolutions, representation = WgClgRep().verdicts(rows)
+    assert convolutions.status == status
+    assert representation.status == "reproduced"
+
+
+def test_a_figure_whose_control_fails_says_nothing_of_the_convolutions() -> None:
+    rows = images("probe", "WG", 0.2, 0.2) + images("probe", "CLG", 0.2, 0.2) + images("probe", "Rep", 0.1, 0.1)
+    assert WgClgRep().verdicts(rows)[0].status == "not measured"
+
+
+@pytest.mark.parametrize(("whole", "blind", "status"), [(0.05, 0.09, "not reproduced"), (0.2, 0.07, "not reproduced"),
+                                                         (0.2, 0.09, "reproduced")])  # fmt: skip
+def test_the_representation_must_match_the_whole_gradient_and_beat_a_guess(
+    whole: float, blind: float, status: str
+) -> None:
+    rows = images("probe", "WG", whole) + images("probe", "CLG", 0.2) + images("probe", "Rep", 0.08)
+    rows += images("(blind guess)", "grey", blind) + images("(blind guess)", "noise", 0.3)
+    assert WgClgRep().verdicts(rows)[1].status == status
+
+
+def test_the_summary_gives_the_range_over_seeds() -> None:
+    rows = [r for own in (0.9, 0.96) for r in scores(own, 1.0) if r["layer"] == "fc1"]
+    assert Table1().summary(rows)[0]["own"] == "0.930 [0.900, 0.960]"
+
+
+@pytest.mark.slow
+def test_stacked_clients_give_the_same_table(data_folder: Path) -> None:
+    one, other = (
+        Table1(rounds=30, engine=engine).run("E=1, B=16/0", Context(str(data_folder)))
+        for engine in ("sequential", "vectorised")
+    )
+    for a, b in zip(one, other, strict=True):
+        assert a == {key: pytest.approx(value, abs=1e-3) if isinstance(value, float) else value
+                     for key, value in b.items()}  # fmt: skip

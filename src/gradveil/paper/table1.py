@@ -13,6 +13,9 @@ from gradveil.attacks.representation_chain import Chain, chain_of
 from gradveil.attacks.representation_peaks import RULES
 from gradveil.data import load
 from gradveil.data.partition import partition
+from gradveil.defenses.nothing import NoDefense
+from gradveil.federated.auto import choose
+from gradveil.federated.engines import World
 from gradveil.federated.simulate import Round, Training, simulate
 from gradveil.metrics.representations import (
     CONTROLS,
@@ -48,6 +51,7 @@ class Table1(Item):
     m: float = 0.5  # rows per class: the paper's M, as a share
     seeds: int = 3
     rounds: int = 200  # quick: a tenth
+    engine: str | None = None  # None: stacked clients on CUDA; on a CPU worker processes where the run is long enough
 
     def units(self, context: Context) -> list[str]:
         """Return setting/seed for the paper's six rows; quick: one seed and fewer rounds."""
@@ -70,7 +74,10 @@ class Table1(Item):
         training = Training(rounds=rounds, devices=10, epochs=epochs, batch_size=batch_size, lr=0.01)
         chain = chain_of(model, dataset.input_shape, dataset.num_classes)
         watcher = _Watcher(chain, dataset.num_classes, public.to(context.device), Settings(m=self.m))
-        for r in simulate(model, dataset, clients, training, "none", seeds, watch=training.devices):
+        engine = self.engine or choose(
+            World(model, dataset.train, NoDefense(), training.local), rounds * training.devices
+        )
+        for r in simulate(model, dataset, clients, training, "none", seeds, engine=engine, watch=training.devices):
             watcher.look(r)
         shared = {"setting": setting, "seed": int(seed), "rounds": training.rounds}
         return [shared | row for row in watcher.rows()]
@@ -85,8 +92,9 @@ class Table1(Item):
                     table.append(_line(setting, layer, [r for r in mine if r["layer"] == layer]))
         for setting in dict.fromkeys(r["setting"] for r in rows):
             sets = [r for r in rows if r["setting"] == setting and r["layer"] == "classes"]
-            said = ", ".join(f"{rule} {_mean(sets, rule):.2f}" for rule in RULES)
-            table.append({"setting": setting, "layer": "class set exact", "paper": "-", "own": said})
+            if sets:
+                said = ", ".join(f"{rule} {_mean(sets, rule):.2f}" for rule in RULES)
+                table.append({"setting": setting, "layer": "class set exact", "paper": "-", "own": said})
         return table
 
     def verdicts(self, rows: Sequence[Row]) -> list[Verdict]:
@@ -133,8 +141,8 @@ class _Watcher:
     def __init__(self, chain: Chain, num_classes: int, public: Tensor, settings: Settings) -> None:
         self.chain, self.num_classes, self.public, self.settings = chain, num_classes, public, settings
         self.layers = [visit.path for visit in chain.layers]
-        self.values: dict[tuple[str, str], list[float]] = {}
-        self.sets: dict[str, list[float]] = {}
+        self.values: dict[tuple[str, str], list[Tensor]] = {}  # one mean a round; read at the end, so that a GPU
+        self.sets: dict[str, list[Tensor]] = {}  # is not waited for in every round
 
     def look(self, r: Round) -> None:
         """Infer from one round's updates and compare with the truth."""
@@ -152,7 +160,7 @@ class _Watcher:
         self._keep(found, truth, blind, present)
         for rule in RULES:
             guess = RULES[rule](gradients[f"{self.layers[-1]}.weight"], gradients[f"{self.layers[-1]}.bias"])[0]
-            self.sets.setdefault(rule, []).append(float(class_set_accuracy(guess, present).mean()))
+            self.sets.setdefault(rule, []).append(class_set_accuracy(guess, present).mean())
 
     def _keep(self, found: Inferred, truth: dict[str, Tensor], blind: dict[str, Tensor], present: Tensor) -> None:
         for layer, vectors in found.vectors.items():
@@ -160,15 +168,15 @@ class _Watcher:
             scores = representation_scores(vectors, means, present)
             scores["blind"] = correlation(blind[layer][0], means)[present]
             for name, value in scores.items():
-                self.values.setdefault((layer, name), []).append(float(value.nanmean()))
+                self.values.setdefault((layer, name), []).append(value.nanmean())
 
     def rows(self) -> list[Row]:
         """Return the means over rounds: one row per layer, last layer last, then the class sets."""
         table: list[Row] = []
         for layer in self.layers:
             named = {name: self.values[layer, name] for name in (*CONTROLS, "blind")}
-            table.append({"layer": layer} | {name: float(np.nanmean(v)) for name, v in named.items()})
-        return [*table, {"layer": "classes"} | {rule: float(np.mean(v)) for rule, v in self.sets.items()}]
+            table.append({"layer": layer} | {name: float(torch.stack(v).nanmean()) for name, v in named.items()})
+        return [*table, {"layer": "classes"} | {rule: float(torch.stack(v).mean()) for rule, v in self.sets.items()}]
 
 
 def _mean(rows: Sequence[Row], name: str) -> float:
@@ -178,4 +186,10 @@ def _mean(rows: Sequence[Row], name: str) -> float:
 def _line(setting: str, layer: str, rows: Sequence[Row]) -> Row:
     paper = published()["table1"]["rows"][setting][DENSE.index(layer)] if layer in DENSE else "-"
     line: Row = {"setting": setting, "layer": layer, "paper": paper}
-    return line | {name: f"{_mean(rows, name):.3f}" for name in (*CONTROLS, "blind")} | {"seeds": len(rows)}
+    return line | {name: _range(rows, name) for name in (*CONTROLS, "blind")} | {"seeds": len(rows)}
+
+
+def _range(rows: Sequence[Row], name: str) -> str:
+    """Return the mean over seeds, and the lowest and highest where there are several."""
+    values = [r[name] for r in rows]
+    return f"{np.mean(values):.3f}" + (f" [{min(values):.3f}, {max(values):.3f}]" if len(values) > 1 else "")
