@@ -33,7 +33,8 @@ class GaussianPrior:
 
     def covariance(self) -> Tensor:
         """Return the dense covariance (d, d); for small inputs."""
-        return self.factor @ self.factor.T + self.ridge * torch.eye(len(self.mean), dtype=self.mean.dtype)
+        eye = torch.eye(len(self.mean), dtype=self.mean.dtype, device=self.mean.device)
+        return self.factor @ self.factor.T + self.ridge * eye
 
     def whiten(self, x: Tensor) -> Tensor:
         """Return ``Σ⁻¹ x`` for rows x (..., d), by the Woodbury identity."""
