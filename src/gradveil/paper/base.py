@@ -49,6 +49,8 @@ class Item(ABC):
 
     spec_name: ClassVar[str]
     title: ClassVar[str]
+    source: ClassVar[str | None] = None  # its table in published.toml, where that is not called as the item is
+    notes: ClassVar[tuple[str, ...]] = ()  # choices where the paper is silent, and departures from it
 
     @abstractmethod
     def units(self, context: Context) -> list[str]:

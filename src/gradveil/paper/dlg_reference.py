@@ -19,6 +19,16 @@ class DLGReference(Item):
     """DLG on an untrained LeNet: none, ours 40 % with a naive and two knowing servers, a random mask."""
 
     title = "DLG reference (untrained LeNet, CIFAR-10, batch 1)"
+    source = "tradeoff"
+    notes = (
+        "The paper does not say how LeNet is set up: padding 2, strides 2, 2, 1, 1, sigmoid, weights uniform(±0.5), "
+        "as in the authors' code. With PyTorch's initialisation or with ReLU DLG fails where nothing defends.",
+        "300 iterations are read as 300 outer steps of L-BFGS of up to 20 inner iterations, as the authors' code runs.",
+        "Four starts, the best by the attack's own objective; the authors report the best of a run by the truth, a "
+        "choice that no attacker has.",
+        "MSE on pixels in [0, 1], clamped; the authors do not clamp, so a search that ran away is privacy there.",
+        "The servers that know the defence and the random mask are controls that the paper does not have.",
+    )
 
     attack: str = "dlg:steps=300,restarts=4"
     model: str = "lenet"

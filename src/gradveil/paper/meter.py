@@ -105,6 +105,7 @@ class MeterCheck(Item):
     """The meter beside what Gauss-Newton with the same prior reaches, setting by setting."""
 
     title = "The leak meter against the strongest attack (LeNet, MNIST, batch 1)"
+    notes = ("Not in the paper: a check of our own figure, the leak meter (docs/theory/certificates.md).",)
 
     model: str = "lenet"
     dataset: str = "mnist"

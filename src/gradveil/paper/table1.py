@@ -45,6 +45,16 @@ class Table1(Item):
     """
 
     title = "Table 1: class-wise representations inferred from updates (leaknet, CIFAR-10), with controls"
+    notes = (
+        "The paper gives neither activation nor padding: ReLU, no padding (400 inputs to FC1), PyTorch's default "
+        "initialisation, inputs (x - 0.5) / 0.5, lr 0.01.",
+        "The update is the whole round's W_before - W_after; the true representation is the class mean of the layer's "
+        "input (after the activation) under the weights that the round started with.",
+        "M is not given: half of the rows are summed per class, with their signs aligned; a plain sum gives a similar "
+        "|cor| of random sign.",
+        "The columns wrong, nearest, centred and blind are controls that the paper does not have.",
+        "No single reading of the algorithm gives the whole published table.",
+    )
 
     model: str = "leaknet:normalize=half"
     dataset: str = "cifar10"

@@ -40,6 +40,14 @@ class WgClgRep(Item):
     """
 
     title = "Figure: DLG on the whole gradient, the convolutions' gradients, and the inferred representation"
+    source = "wg_clg_rep"
+    notes = (
+        "The paper gives neither activation, stride nor padding of its one-convolution network: ReLU, stride 1, no "
+        "padding and default initialisation (probe), and sigmoid, uniform(±0.5), stride 2, padding 2 are both run.",
+        "LeNet and ConvNet are ours: a control for the conclusion that the representation is the essential cause.",
+        "Two starts, the better one by the attack's own objective; found images are clamped to [0, 1] before they are "
+        "measured.",
+    )
 
     steps: int = 100  # outer steps of 20 iterations
     restarts: int = 2
