@@ -20,6 +20,7 @@ from gradveil.federated.faults import Faults
 from gradveil.federated.schedules import SCHEDULES
 from gradveil.federated.simulate import Training, client_seed, sample_clients, simulate
 from gradveil.federated.together import Setting, simulate_together
+from gradveil.models import build as build_model
 from gradveil.seeds import Seeds
 from gradveil.tree import parameters
 
@@ -85,6 +86,9 @@ VECTORISED = [
     ("gaussian:scale=0.1", {}),
     ("gaussian:scale=0.1,on=update", {}),
     ("pruning:share=0.5+laplace:scale=0.1", {"proximal": 0.5}),
+    ("representation:share=0.3", {}),
+    ("representation:count=7+gaussian:scale=0.1", {"weight_decay": 0.1}),
+    ("representation:share=0.2+representation:share=0.3,method=exact", {}),
 ]
 
 
@@ -95,6 +99,14 @@ def test_stacked_clients_equal_one_at_a_time_for_ragged_sizes(
 ) -> None:
     training = Training(**{**vars(TRAINING), "devices": 5, **changes})
     assert distance(final(training, defense, engine=engine), final(training, defense)) < 1e-10
+
+
+def test_a_convolution_is_defended_in_stacked_clients_as_in_one_at_a_time() -> None:
+    model = build_model("lenet:strides=1/1,activation=tanh,width=3", (1, 6, 6), 3).double()
+    expected = final(defense="representation:share=0.3,layer=conv2", model=model)
+    found = final(defense="representation:share=0.3,layer=conv2", model=model, engine="vectorised")
+    assert distance(found, expected) < 1e-10
+    assert distance(found, final(model=model)) > 1e-3
 
 
 def test_channels_last_changes_nothing_but_rounding() -> None:
@@ -113,7 +125,13 @@ def test_what_cannot_be_stacked_is_refused_with_the_reason() -> None:
     with pytest.raises(GradveilError, match="batch norm"):
         final(model=tiny_model(batchnorm=True), engine="vectorised")
     with pytest.raises(GradveilError, match="representation"):
-        final(defense="representation", engine="vectorised")
+        final(defense="representation:p=1", engine="vectorised")
+    with pytest.raises(GradveilError, match="representation"):
+        final(defense="random_mask", engine="vectorised")
+    with pytest.raises(GradveilError, match="several layers"):
+        final(defense="representation+representation:layer=0", engine="vectorised")
+    with pytest.raises(GradveilError, match="plain chain"):
+        final(defense="representation:layer=0", engine="vectorised")
     with pytest.raises(GradveilError, match="CUDA"):
         final(engine="vectorised:graph=true")
     with pytest.raises(SpecError, match="at least 1"):
@@ -250,6 +268,8 @@ def test_settings_that_train_together_end_where_they_do_alone(engine: str) -> No
         Setting(tiny_model(2).double(), ragged_clients()[::-1], "gaussian:scale=0.1", 2),
         Setting(tiny_model(2).double(), ragged_clients(), "pruning:share=0.5", 2),
         Setting(tiny_model(2).double(), ragged_clients(), "laplace:scale=0.1,on=update", 3),
+        Setting(tiny_model(3).double(), ragged_clients(), "representation:share=0.4", 3),
+        Setting(tiny_model(3).double(), ragged_clients(), "representation:share=0.9", 3),
     ]
     training = Training(**{**vars(TRAINING), "server": "fedavgm", "proximal": 0.1})
     last = list(simulate_together(settings, data, training, engine=engine))[-1]
@@ -268,7 +288,7 @@ def test_settings_that_cannot_train_together_are_refused() -> None:
         ([], "vectorised", "nothing to train"),
         ([one, other], "vectorised", "one architecture"),
         ([one], "processes", "vectorised and sequential"),
-        ([one, Setting(tiny_model(), ragged_clients(), "representation")], "vectorised", "representation"),
+        ([one, Setting(tiny_model(), ragged_clients(), "random_mask")], "vectorised", "representation"),
     ]:
         with pytest.raises(GradveilError, match=message):
             next(simulate_together(settings, data, TRAINING, engine=engine))

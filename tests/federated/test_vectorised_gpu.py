@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from federated.helpers_federated import ragged_clients, tiny_dataset, tiny_model
+from gradveil.defenses.selection import largest_live
 from gradveil.federated.simulate import Training, simulate
+from gradveil.models import build
+from gradveil.scores import row_norms
+from gradveil.scores.stacked import StackedRows
+from gradveil.tree import parameters
 
 pytestmark = [
     pytest.mark.gpu,
@@ -12,9 +17,9 @@ pytestmark = [
 ]
 
 
-def final(engine: str, training: Training, device: str = "cuda") -> dict[str, torch.Tensor]:
+def final(engine: str, training: Training, device: str = "cuda", defense: str = "none") -> dict[str, torch.Tensor]:
     model = tiny_model().double().to(device)
-    last = list(simulate(model, tiny_dataset(), ragged_clients(), training, "none", 7, engine=engine))[-1]
+    last = list(simulate(model, tiny_dataset(), ragged_clients(), training, defense, 7, engine=engine))[-1]
     return {name: value.cpu() for name, value in last.model.state_dict().items()}
 
 
@@ -26,3 +31,28 @@ def test_a_graph_of_stacked_clients_equals_one_at_a_time(engine: str, changes: d
     training = Training(**{"rounds": 4, "devices": 4, "epochs": 2, "batch_size": 4, "lr": 0.3, **changes})  # type: ignore[arg-type]
     expected, found = final("sequential", training, "cpu"), final(engine, training)
     assert max(float((expected[n] - found[n]).abs().max()) for n in expected) < 1e-10
+
+
+@pytest.mark.parametrize("engine", ["vectorised", "vectorised:clients=2"])
+def test_the_papers_defence_in_a_graph_equals_one_at_a_time(engine: str) -> None:
+    training = Training(rounds=4, devices=4, epochs=2, batch_size=4, lr=0.3)
+    ours = "representation:share=0.4"
+    expected, found = final("sequential", training, "cpu", ours), final(engine, training, defense=ours)
+    assert max(float((expected[n] - found[n]).abs().max()) for n in expected) < 1e-10
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_rounded_products_choose_nearly_the_same_entries(precision: str) -> None:
+    model = build("lenet:activation=relu,init=kaiming", (3, 32, 32), 10).cuda()
+    x = torch.rand(1, 16, 3, 32, 32, generator=torch.Generator().manual_seed(0)).cuda()
+    _, exact = row_norms(model, "fc", x[0], "exact")
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        rows = StackedRows(model, "fc")({n: p[None] for n, p in parameters(model).items()}, x)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    norms, r = rows.norms[2.0][0], rows.r[0]
+    assert float(((norms - exact).abs() / exact)[r != 0].max()) < 1e-2
+    chosen, expected = largest_live(r, r / norms, 307), largest_live(r, r / exact, 307)
+    assert float((chosen != expected).float().mean()) < 2e-3

@@ -34,6 +34,18 @@ def largest_live(r: Tensor, scores: Tensor, count: int) -> Tensor:
     return largest(keys, count) & live
 
 
+def largest_live_each(r: Tensor, scores: Tensor, counts: Tensor) -> Tensor:
+    """Return the mask (K, B, L) of ``largest_live`` with a count of its own (K, 1, 1) for each of K batches.
+
+    ``counts`` may lie on a device: nothing waits for it.
+    """
+    live = r != 0  # (K, B, L)
+    keys = torch.where(live, scores.nan_to_num(nan=torch.inf, posinf=torch.inf), _DEAD)
+    order = keys.argsort(dim=-1, descending=True, stable=True)
+    taken = (torch.arange(r.shape[-1], device=r.device) < counts).expand_as(order)
+    return torch.zeros_like(live).scatter_(-1, order, taken) & live
+
+
 def largest_live_together(r: Tensor, scores: Tensor, count: int) -> Tensor:
     """Return one mask for the whole batch (N, L): the ``count`` largest sums of scores over it.
 

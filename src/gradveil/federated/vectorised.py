@@ -20,6 +20,7 @@ from gradveil.defenses.base import Defense
 from gradveil.errors import GradveilError
 from gradveil.federated.client import Sent
 from gradveil.federated.engines import ENGINES, Crew, Engine, Job, World
+from gradveil.federated.masks import Masks, why_no_masks
 from gradveil.federated.padding import Steps, pad_steps
 from gradveil.tree import Params, parameters
 from gradveil.types import Update
@@ -34,8 +35,8 @@ _AS_FLOATS = 2 * 2**30  # bytes up to which they lie there as floats, which save
 class Vectorised(Engine):
     """All clients of a round as one batch of models: for CUDA; on a CPU it loses to processes.
 
-    Takes defences that act on the gradient or the update, and models without batch norm and dropout. In float64 it
-    equals one client after the other to rounding.
+    Takes defences that act on the gradient or the update, the paper's on a layer after plain convolutions, and models
+    without batch norm and dropout. In float64 it equals one client after the other to rounding.
     """
 
     clients: int = 128  # trained together at most; bounds the memory
@@ -57,10 +58,14 @@ def why_not(world: World) -> str | None:
     """Return why the clients of this world cannot be stacked; ``None``: they can."""
     if any(isinstance(module, _STATEFUL) for module in world.model.modules()):
         return "the model has batch norm or dropout, whose state differs from client to client"
-    places = world.defense.acts_on & {"batch", "representation"}
-    if places:
-        return f"the defence acts on each client's {' and '.join(sorted(places))}"
-    return None
+    if "batch" in world.defense.acts_on:
+        return "the defence acts on each client's batch"
+    return why_no_masks(world.model, world.defense, _example(world))
+
+
+def _example(world: World) -> Tensor:
+    """Return one input on the model's device, as a batch."""
+    return world.train.batch(np.arange(1)).inputs.to(next(world.model.parameters()))
 
 
 @dataclass
@@ -178,12 +183,16 @@ class _Trainer:
         self.parts = steps.weights.clone()
         self.now = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.lr = torch.zeros((), dtype=steps.weights.dtype, device=self.device)
+        masked = "representation" in world.defense.acts_on
+        self.masks = Masks(world.model, world.defense, _example(world), clients) if masked else None
         self.gradients = vmap(grad(self._loss))
         self.graph = self._record() if graph else None
 
     def run(self, start: Sequence[Tensor], chunk: _Chunk, lr: float, defenses: Sequence[Defense]) -> Params:
         """Return the sum of each client's step directions, stacked: (K, *shape) by name."""
         self._reset(start, lr)
+        if self.masks is not None:
+            self.masks.use(list(defenses))
         count = len(chunk.steps.indices)
         self.indices[:count].copy_(chunk.steps.indices)
         self.parts[:count].copy_(chunk.steps.weights)
@@ -203,16 +212,21 @@ class _Trainer:
         self.now.zero_()
         self.lr.fill_(lr)
 
-    def _loss(self, weights: Params, inputs: Tensor, labels: Tensor, parts: Tensor) -> Tensor:
-        logits = functional_call(self.world.model, weights, (inputs,))
+    def _loss(self, weights: Params, inputs: Tensor, labels: Tensor, parts: Tensor, *changed: Tensor) -> Tensor:
+        if self.masks is None:
+            logits = functional_call(self.world.model, weights, (inputs,))
+        else:
+            logits = self.masks.forward(weights, inputs, *changed)
         return (F.cross_entropy(logits, labels, reduction="none") * parts).sum()
 
     def _step(self, defended: Callable[[list[Tensor]], list[Tensor]] = lambda stacked: stacked) -> None:
         """Take one step of every client, in place."""
         parts = self.parts.index_select(0, self.now)[0]  # (K, B)
         inputs, labels = self.data(self.indices.index_select(0, self.now)[0], parts.dtype)
+        weights = dict(zip(self.names, self.weights, strict=True))
+        changed = () if self.masks is None else (self.masks.perturbed(weights, inputs),)
         with torch.enable_grad():
-            found = self.gradients(dict(zip(self.names, self.weights, strict=True)), inputs, labels, parts)
+            found = self.gradients(weights, inputs, labels, parts, *changed)
         direction = self._regularised(defended([found[name] for name in self.names]), parts)
         torch._foreach_sub_(self.weights, torch._foreach_mul(direction, self.lr))
         torch._foreach_add_(self.total, direction)
