@@ -1,5 +1,6 @@
 """The convergence item: its fast path is the general simulation, and its verdicts follow from its rows."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,29 @@ def test_the_fast_path_is_the_general_simulation(defense: str, sampling: str) ->
         assert float(w.abs().max()) > 0.01
 
 
+def test_step_sizes_may_fall_and_a_constant_one_is_the_plain_run() -> None:
+    dataset = load("digits")
+    clients = partition(dataset.train.labels, "classes:devices=6,classes=2,per_class=10", 0)
+    inputs = dataset.train.batch().inputs.flatten(1)
+    start = torch.zeros(10, inputs.shape[1] + 1)
+    asked: list[int] = []
+
+    def run(lr: float, pace: Callable[[int], float] | None = None) -> torch.Tensor:
+        training = Training(2, 3, 2, 8, lr, sampling="with", weighting="uniform", weight_decay=0.01)
+        *_, last = logistic_rounds(
+            inputs, inputs, dataset.train.labels, clients, training, Seeds(3), start, pace
+        )  # fmt: skip
+        return last
+
+    def pace(t: int) -> float:
+        asked.append(t)
+        return 0.5
+
+    assert torch.equal(run(0.0, pace), run(0.5))
+    assert asked == list(range(2 * 2 * 3))  # t counts local steps over all rounds: 20 examples, batches of 8
+    assert not torch.equal(run(0.0, lambda t: 0.5 / (1 + t)), run(0.5))
+
+
 def test_devices_of_different_sizes_are_refused() -> None:
     dataset = load("digits")
     clients = partition(dataset.train.labels, "dirichlet:devices=4,alpha=0.5", 0)
@@ -65,28 +89,34 @@ def constants() -> Row:
     return {
         "kind": "constants", "smoothness": 30.0, "convexity": 1e-4, "gradient": 48.0, "output": 1.4, "spread": 0.2,
         "distance": 25.0, "displacement": 7.0, "parts": [0.5, 0.5], "sigmas": [2.0, 2.0], "lowest": 0.2, "start": 2.3,
+        "uncertain": 1e-9,
     }  # fmt: skip
 
 
 def test_the_verdicts_follow_from_the_rows() -> None:
     falling = [row("E=10", d, t, 1.0 / t + (d == "ours") * 0.1) for d in ("none", "ours") for t in (1, 2, 10)]
     rising = [row("long", "ours", t, loss, 0.1) for t, loss in ((1, 1.0), (200, 0.46), (600, 0.59))]
-    paper, long, price = Convergence().verdicts([constants(), *falling, *rising])
+    paper, long, price, gap = Convergence().verdicts([constants(), *falling, *rising])
     assert paper.status == "reproduced"
     assert long.status == "not reproduced"
     assert "1.283" in long.ours
     assert price.status == "not reproduced"
     assert "2.00 x" in price.ours
+    assert gap.status == "reproduced"
+    above = row("long", "ours", 700, 0.3 + 0.1**2 / (2 * 1e-4), 0.1)
+    assert "held at 9 of 10" in Convergence().verdicts([constants(), *falling, *rising, above])[3].ours
     table = Convergence().summary([constants(), *falling, *rising])
     assert [line["rounds"] for line in table] == [10, 10, 600]
     assert table[1]["F - F*"] == "0.0000"
+    assert table[2]["lowest loss (round)"] == "0.4600 (200)"
     assert table[0]["theorem A"].endswith("+ 0")
     assert float(table[1]["printed bound"]) > 1e6
 
 
 def test_the_figure_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    rows = [constants(), *(row("E=10", d, t, 1.0 / t) for d in ("none", "ours") for t in (1, 2))]
+    kinds = [(kind, d, t) for kind in ("E=10", "schedule") for d in ("none", "ours") for t in (1, 2)]
+    rows = [constants(), *(row(kind, d, t, 1.0 / t) for kind, d, t in kinds)]
     assert Convergence().draw(rows, tmp_path / "figure")
     assert (tmp_path / "figure.svg").read_text().startswith("<?xml")
     assert (tmp_path / "figure.png").stat().st_size > 1000
@@ -94,8 +124,8 @@ def test_the_figure_is_drawn(tmp_path: Path) -> None:
 
 def test_units_are_all_settings_with_and_without_the_defence() -> None:
     units = Convergence().units(Context())
-    assert len(units) == len(set(units)) == 1 + 8 + 2
-    assert len(Convergence().units(Context(scale="full"))) == 1 + 24 + 2
+    assert len(units) == len(set(units)) == 1 + 8 + 4
+    assert len(Convergence().units(Context(scale="full"))) == 1 + 24 + 4
     assert local_steps(5) == 35
 
 

@@ -69,6 +69,11 @@ class Logistic:
         mine = self.owner == k
         return Logistic(self.inputs[mine], self.labels[mine], self.owner[mine] * 0, self.decay, self.num_classes)
 
+    def smoothness(self) -> float:
+        """Return L of every F_k: the decay plus half the largest eigenvalue of a device's X̃ᵀX̃/n (softmax Hessian)."""
+        rows = [self.extended[self.owner == k] for k in range(len(self.parts))]
+        return self.decay + max(float(torch.linalg.matrix_norm(r, 2)) ** 2 / len(r) for r in rows) / 2
+
     def minimum(self, tolerance: float = 1e-7, steps: int = 20_000) -> Tensor:
         """Return a point near W* by L-BFGS; ``a_posteriori`` of its gradient says how near."""
         shape = tuple(self.start().shape)
@@ -84,7 +89,6 @@ class Logistic:
     def constants(self, near: Tensor, seen: Tensor, batch_size: int = 32) -> Constants:
         """Return the constants of the bounds; ``near`` is a point near W*, ``seen`` (n, d + 1) the defended x̃′."""
         devices = [self.device(k) for k in range(len(self.parts))]
-        largest = max(float(torch.linalg.matrix_norm(d.extended, 2)) ** 2 / len(d.labels) for d in devices)
         length = self.extended.norm(dim=1)
         radius = float(length.max())
         sigmas = torch.tensor([_sigma(d.extended, batch_size) for d in devices], dtype=torch.float64)
@@ -92,7 +96,7 @@ class Logistic:
         away = float(near.norm()) + float(self.gradient(near).norm()) / self.decay
         moved = float((self.extended - seen).norm(dim=1).max())
         known = {
-            "L": Constant(self.decay + largest / 2, "bounded", "weight decay + half the largest eigenvalue of X̃ᵀX̃/n"),
+            "L": Constant(self.smoothness(), "bounded", "weight decay + half the largest eigenvalue of X̃ᵀX̃/n"),
             "mu": Constant(self.decay, "exact", "the weight decay"),
             "sigma_k": Constant(float(sigmas.max()), "bounded", "sqrt(2 mean ||x̃||²), times the batch's correction"),
             "G": Constant(2 * sqrt(2) * radius, "bounded", "2 sqrt(2) max ||x̃||, in the ball that W cannot leave"),

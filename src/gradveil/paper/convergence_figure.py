@@ -7,7 +7,7 @@ from typing import Any
 from gradveil.certificates.convergence import printed_bound, theorem_a
 from gradveil.errors import MissingExtraError
 from gradveil.paper.base import Row
-from gradveil.paper.convergence import constants_of, local_steps
+from gradveil.paper.convergence import constants_of, local_steps, short_runs
 
 LOOK: dict[str, dict[str, Any]] = {
     "none": {"color": "#0072B2", "linestyle": "-", "label": "no defence"},
@@ -28,7 +28,7 @@ def draw(rows: Sequence[Row], path: Path, count: int) -> None:
         settings = [(e, k) for e in (5, 10) for k in (5, 10)]
         places = [axes[0, 0], axes[0, 1], axes[1, 0], axes[1, 1]]
         for place, (e, k) in zip(places, settings, strict=True):
-            _curves(place, [r for r in rows if r["kind"] not in ("constants", "long") and _is(r, e, k)])
+            _curves(place, [r for r in short_runs(rows) if _is(r, e, k)])
             place.set_title(f"E = {e}, K = {k}, lr 0.01")
         _curves(axes[0, 2], [r for r in rows if r["kind"] == "long"])
         axes[0, 2].set_title("E = 10, K = 10, lr 0.1, constant")
@@ -56,7 +56,7 @@ def _curves(axis: Any, rows: Sequence[Row]) -> None:
 
 def _gaps(axis: Any, rows: Sequence[Row], count: int) -> None:
     row = next((r for r in rows if r["kind"] == "constants"), None)
-    mine = [r for r in rows if r["kind"] not in ("constants", "long") and _is(r, 10, 10) and r["seed"] == 0]
+    mine = [r for r in rows if r["kind"] == "schedule"]
     if row is None or not mine:
         axis.set_axis_off()
         return
@@ -73,5 +73,5 @@ def _gaps(axis: Any, rows: Sequence[Row], count: int) -> None:
     axis.set_yscale("log")
     axis.set_xlabel("round")
     axis.set_ylabel("F(W) − F*")
-    axis.set_title("E = 10, K = 10: the gap and the bounds")
+    axis.set_title("E = 10, K = 10, the theorems' steps: gap and bounds")
     axis.legend(frameon=False, fontsize=7)

@@ -4,7 +4,7 @@ The same draws and the same defence rule as the general simulation (tested to be
 identity: what the defence removes from an image does not depend on the weights, so it is found once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ def logistic_rounds(
     training: Training,
     seeds: Seeds,
     start: Tensor,  # (C, d + 1), the last column is the bias
+    pace: Callable[[int], float] | None = None,  # the step size of local step t, in place of a constant one
 ) -> Iterator[Tensor]:
     """Yield the global weights (C, d + 1) after every round."""
     if len({len(part) for part in clients}) != 1:
@@ -32,7 +33,7 @@ def logistic_rounds(
     ones = torch.ones(len(inputs), 1)
     forward, backward = torch.cat([inputs, ones], 1), torch.cat([seen, ones], 1)
     onehot = F.one_hot(labels, len(start)).float()
-    w = start.float()
+    w, t = start.float(), 0
     for number in range(1, training.rounds + 1):
         jobs = round_jobs(seeds, number, clients, training)
         orders = []
@@ -43,6 +44,7 @@ def logistic_rounds(
         for chosen in torch.stack(orders).split(sizes, dim=1):  # (K, B)
             residual = (forward[chosen] @ local.mT).softmax(2) - onehot[chosen]  # (K, B, C)
             gradient = residual.mT @ backward[chosen] / chosen.shape[1]
-            local = local - training.lr * (gradient + training.weight_decay * local)
+            lr = training.lr if pace is None else pace(t)
+            local, t = local - lr * (gradient + training.weight_decay * local), t + 1
         w = local.mean(0)
         yield w
