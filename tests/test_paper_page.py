@@ -1,0 +1,154 @@
+"""The page of results says what the committed rows say, and finished runs get there by a tool."""
+
+import importlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from gradveil.experiments.store import Store
+from gradveil.experiments.toml import dumps
+from gradveil.paper.base import ITEMS, Context
+from gradveil.paper.dlg_reference import DLGReference
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def tools(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    return {name: importlib.import_module(name) for name in ("paper_results", "paper_page", "keep_results")}
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """A copy of the committed results, free to change."""
+    shutil.copytree(ROOT / "docs" / "results", tmp_path / "results")
+    return tmp_path / "results"
+
+
+def test_the_page_is_what_the_committed_rows_give() -> None:
+    tool = ROOT / "tools" / "paper_page.py"
+    done = subprocess.run([sys.executable, str(tool), "--check"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_item_has_a_section_and_a_line_in_the_first_table(tools: dict[str, ModuleType]) -> None:
+    page = tools["paper_page"].page()
+    for name in ITEMS.names():
+        assert f"\n## {name}\n" in page
+        assert f"| [{name}](#{name}): " in page
+
+
+def test_another_row_gives_another_page(tools: dict[str, ModuleType], results: Path) -> None:
+    before = tools["paper_page"].page(results)
+    path = results / "dlg-reference" / "rows.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        if (row["defense"], row["server"]) == ("representation:share=0.4", "naive"):
+            row["mse"] = 0.0
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    after = tools["paper_page"].page(results)
+    claim = r"\*\*(.*)\*\*: The defence stops a server that does not know it"
+    assert re.findall(claim, before) == ["reproduced"]
+    assert re.findall(claim, after) == ["not reproduced"]
+
+
+def test_an_item_that_was_not_run_shows_no_number_of_ours(tools: dict[str, ModuleType], results: Path) -> None:
+    shutil.rmtree(results / "dlg-reference")
+    page = tools["paper_page"]
+    text = page.section(DLGReference(), results)
+    assert "not run at full size yet" in text
+    assert "mse" not in text
+    assert "--only" not in text
+    assert "Not run at full size yet: " in page.readme_lines(results)[-1]
+    assert "dlg-reference" in page.readme_lines(results)[-1]
+
+
+def test_a_number_can_be_rerun_by_the_command_under_it(tools: dict[str, ModuleType]) -> None:
+    page = tools["paper_page"]
+    for item in page.in_order():
+        if not (page.has_rows(item) and page.units(item)):
+            continue
+        text = page.section(item)
+        command = re.search(
+            r"A single number: `gradveil reproduce (\S+) --scale full --seed \d+.* --only '(.*)' --out", text
+        )
+        assert command is not None, item.spec_name
+        assert ITEMS.build(command[1]) == item
+        assert command[2] in page.units(item)
+        every = item.units(Context(scale="full"))
+        assert [sum(fnmatch(unit, other) for unit in every) for other in every] == [1] * len(every)
+
+
+def test_the_readme_is_filled_between_the_markers_only(tools: dict[str, ModuleType]) -> None:
+    page = tools["paper_page"]
+    text = f"before\n\n{page.BEGIN}\nstale words\n{page.END}\n\nafter\n"
+    new = page.filled(text)
+    assert new.startswith(f"before\n\n{page.BEGIN}\n\n- ")
+    assert new.endswith(f"{page.END}\n\nafter\n")
+    assert "stale words" not in new
+    assert page.filled(new) == new
+    assert page.filled("no markers") == "no markers"
+
+
+def run_folder(path: Path, rows: dict[str, list[float]], **changed: Any) -> Path:
+    """Make a finished run of dlg-reference by hand: unit -> the images' MSE."""
+    config = {"item": "dlg-reference", "scale": "full", "seed": 0, "device": "cuda"} | changed
+    store = Store.create(path, dumps(config))
+    for unit, values in rows.items():
+        shared = {"defense": unit, "server": "naive", "identified": 0.0}
+        store.add(unit, [shared | {"image": i, "mse": mse} for i, mse in enumerate(values)])
+    return path
+
+
+def test_runs_of_one_item_are_merged_by_unit(tools: dict[str, ModuleType], tmp_path: Path) -> None:
+    keep, kept = tools["keep_results"], tools["paper_results"]
+    into = tmp_path / "results"
+    keep.keep(run_folder(tmp_path / "a", {"ours naive": [0.1], "none": [0.2]}), "machine A", into)
+    assert keep.keep(run_folder(tmp_path / "b", {"none": [0.3], "floors": [0.4]}), "machine B", into) == "dlg-reference"
+    rows = kept.own_rows("dlg-reference", into)
+    assert [(r["unit"], r["mse"]) for r in rows] == [("floors", 0.4), ("none", 0.3), ("ours naive", 0.1)]
+    assert [(r["machine"], r["units"]) for r in kept.runs("dlg-reference", into)] == [
+        ("machine A", ["ours naive"]),
+        ("machine B", ["none", "floors"]),
+    ]
+    first = kept.runs("dlg-reference", into)[0]
+    assert first["command"] == "gradveil reproduce dlg-reference --scale full --seed 0 --device cuda"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", first["date"])
+    assert any(v.startswith("torch ") for v in first["versions"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"scale": "quick"}, "only full results"),
+        ({"item": "dlg-reference:share=0.5"}, "was run as dlg-reference:share"),
+    ],
+)
+def test_quick_runs_and_other_settings_are_not_mixed_in(
+    tools: dict[str, ModuleType], tmp_path: Path, changed: dict[str, str], said: str
+) -> None:
+    into = tmp_path / "results"
+    tools["keep_results"].keep(run_folder(tmp_path / "a", {"none": [0.2]}), "machine", into)
+    with pytest.raises(SystemExit, match=said):
+        tools["keep_results"].keep(run_folder(tmp_path / "b", {"none": [0.3]}, **changed), "machine", into)
+    assert [r["mse"] for r in tools["paper_results"].own_rows("dlg-reference", into)] == [0.2]
+
+
+def test_the_rows_that_an_item_needs_are_marked_as_anothers(tools: dict[str, ModuleType], tmp_path: Path) -> None:
+    tools["keep_results"].keep(run_folder(tmp_path / "a", {"none": [0.2]}), "machine", tmp_path / "results")
+
+    class Reader(DLGReference):
+        spec_name = "reader"
+        needs = ("dlg-reference",)
+
+    rows = tools["paper_results"].all_rows(Reader(), tmp_path / "results")
+    assert [(r["item"], r["mse"]) for r in rows] == [("dlg-reference", 0.2)]

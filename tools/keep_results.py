@@ -1,0 +1,87 @@
+"""Bring finished runs of `gradveil reproduce` into docs/results: rows, figure, and where they come from.
+
+    python tools/keep_results.py runs/reproduce/table1 --machine "one NVIDIA H200, 16 cores"
+
+Several folders of one item are merged by unit of work; a unit that is there already is replaced by the new one.
+"""
+
+import argparse
+import json
+import sys
+import tomllib
+from pathlib import Path
+
+import torch
+from paper_results import RESULTS, Row, all_rows, build, own_rows, runs, write_runs
+
+from gradveil.experiments.store import VERSIONS, Store
+from gradveil.paper.base import ITEMS, Context, Item
+from gradveil.seeds import Seeds
+
+
+def keep(folder: Path, machine: str, into: Path = RESULTS) -> str:
+    """Merge one run folder into the committed results; return the item's name."""
+    store = Store.open(folder)
+    config, versions = tomllib.loads(store.config), tomllib.loads((folder / VERSIONS).read_text())
+    if config["scale"] != "full":
+        raise SystemExit(f"{folder} was run at --scale {config['scale']}; only full results are kept.")
+    if not store.rows:
+        raise SystemExit(f"{folder} holds no finished unit of work.")
+    item = ITEMS.build(config["item"])
+    name = item.spec_name
+    if (old := runs(name, into)) and {run["item"] for run in old} != {config["item"]}:
+        raise SystemExit(f"{folder} was run as {config['item']}, the results that are there as {old[0]['item']}.")
+    units = list(dict.fromkeys(row["unit"] for row in store.rows))
+    merged = _ordered([r for r in own_rows(name, into) if r["unit"] not in units] + list(store.rows), item)
+    (into / name).mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in merged)
+    (into / name / "rows.jsonl").write_text(text)
+    date = versions.pop("date")
+    entry = {"item": config["item"], "command": command(config), "scale": config["scale"], "seed": config["seed"]}
+    entry |= {"device": config["device"], "date": date, "machine": machine}
+    entry |= {"versions": [f"{package} {number}" for package, number in versions.items()], "units": units}
+    write_runs(name, [*_without(old, units), entry], into)
+    return name
+
+
+def command(config: Row) -> str:
+    """Return the command that makes these rows."""
+    device = f" --device {config['device']}" if config["device"] != "cpu" else ""
+    return f"gradveil reproduce {config['item']} --scale {config['scale']} --seed {config['seed']}{device}"
+
+
+def draw(name: str, into: Path = RESULTS) -> bool:
+    """Draw an item's figure from all of its rows."""
+    item = build(name, into)
+    return item.draw(all_rows(item, into), into / name / name)
+
+
+def _ordered(rows: list[Row], item: Item) -> list[Row]:
+    """Return the rows in the item's own order of units."""
+    seeds = Seeds(0)
+    place = {unit: i for i, unit in enumerate(item.units(Context(None, torch.device("cpu"), "full", seeds)))}
+    return sorted(rows, key=lambda row: place.get(row["unit"], len(place)))
+
+
+def _without(old: list[Row], units: list[str]) -> list[Row]:
+    """Return the earlier runs less the units that were done anew."""
+    left = [run | {"units": [unit for unit in run["units"] if unit not in units]} for run in old]
+    return [run for run in left if run["units"]]
+
+
+def main() -> int:
+    """Keep every folder that is named."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+", type=Path)
+    parser.add_argument("--machine", required=True, help="The kind of machine, in words.")
+    given = parser.parse_args()
+    names = [keep(folder, given.machine) for folder in given.folders]
+    needing = [name for name, cls in ITEMS if own_rows(name) and set(getattr(cls, "needs", ())) & set(names)]
+    for name in dict.fromkeys([*names, *needing]):
+        drawn = draw(name)
+        print(f"docs/results/{name}: {len(own_rows(name))} rows" + (", figure drawn" if drawn else ""))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

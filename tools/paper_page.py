@@ -1,0 +1,208 @@
+"""Write docs/results/paper.md and the README's verdicts from the committed rows; with --check, only compare."""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from paper_results import RESULTS, ROOT, Row, all_rows, build, markdown, own_rows, runs
+
+from gradveil.paper.base import ITEMS, Context, Item, Verdict, published
+from gradveil.seeds import Seeds
+
+PAGE = RESULTS / "paper.md"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- begin: verdicts -->", "<!-- end: verdicts -->"
+SHOWN = 2  # claims per line of the README's list
+
+HEAD = """# The paper, beside ours
+
+Sun et al. 2020, *Provable Defense against Privacy Leakage in Federated Learning from Representation Perspective*: every
+table and figure, the claims in its text, and our controls. This page is written by `make docs` from the rows in
+`docs/results/<item>/rows.jsonl`; no number and no verdict on it is typed in.
+
+- A verdict follows from the rows by the rule beside it: reproduced, not reproduced, reproduced only under a
+  condition, or not measured (the control failed, or nothing was run).
+- Brackets are 95 % intervals over images (bootstrap for means, Wilson for shares); where a row is a training, the
+  lowest and highest value over seeds.
+- **CIFAR-10 here is a JPEG re-encoding** of the data set: its pixels differ a little from the original's.
+- MSE is on pixels in [0, 1], clamped. Where gradveil departs from the paper: [departures](../theory/departures.md).
+- An item that has not been run at full size says so and shows no number.
+"""
+
+
+def page(folder: Path = RESULTS) -> str:
+    """Return the whole page."""
+    items = in_order(folder)
+    lines = [HEAD, "## All verdicts", "", overview(items, folder), ""]
+    return "\n".join(lines + [section(item, folder) for item in items])
+
+
+def in_order(folder: Path = RESULTS) -> list[Item]:
+    """Return all items in the order of published.toml, what is not in the paper last."""
+    items = [build(name, folder) for name in ITEMS.names()]
+    place = {key: i for i, key in enumerate(published())}
+    return sorted(items, key=lambda item: (place.get(_key(item) or "", len(place)), item.source is not None))
+
+
+def has_rows(item: Item, folder: Path = RESULTS) -> bool:
+    """Return whether there is anything to say: rows of its own, or of others where it only reads theirs."""
+    rows = all_rows(item, folder) if not units(item) else own_rows(item.spec_name, folder)
+    return bool(rows)
+
+
+def units(item: Item) -> list[str]:
+    """Return the units of work of a full run."""
+    return item.units(Context(None, torch.device("cpu"), "full", Seeds(0)))
+
+
+def overview(items: list[Item], folder: Path = RESULTS) -> str:
+    """Return one line per claim: item, paper, ours, verdict."""
+    table = []
+    for item in items:
+        link = f"[{item.spec_name}](#{item.spec_name})"
+        verdicts = item.verdicts(all_rows(item, folder)) if has_rows(item, folder) else []
+        if not verdicts:
+            status = "see below" if has_rows(item, folder) else "not run at full size yet"
+            table.append({"item": f"{link}: {item.title}", "paper": "", "ours": "", "verdict": status})
+        for v in verdicts:
+            table.append({"item": f"{link}: {v.claim}", "paper": v.paper, "ours": v.ours, "verdict": v.status})
+    return markdown(table)
+
+
+def section(item: Item, folder: Path = RESULTS) -> str:
+    """Return all there is on one item."""
+    name = item.spec_name
+    lines = [f"## {name}", "", f"**{item.title}**", "", *_paper(item)]
+    if not has_rows(item, folder):
+        return "\n".join([*lines, "Ours: not run at full size yet.", "", *_choices(item), *_rerun(item, [], folder)])
+    rows = all_rows(item, folder)
+    lines += [_extent(item, folder), "", markdown(item.summary(rows)), "", *_verdicts(item.verdicts(rows))]
+    if (folder / name / f"{name}.svg").exists():
+        lines += [f"![{item.title}]({name}/{name}.svg)", ""]
+    return "\n".join([*lines, *_choices(item), *_rerun(item, runs(name, folder), folder)])
+
+
+def _key(item: Item) -> str | None:
+    """Return the item's table in published.toml; ``None``: it is not in the paper."""
+    name = item.spec_name
+    wanted = (item.source, name.replace("-", "_"), name.removeprefix("figure-").replace("-", "_"))
+    return next((key for key in wanted if key in published()), None)
+
+
+def _paper(item: Item) -> list[str]:
+    """Return where the item stands in the paper and what the paper says, from published.toml."""
+    if (key := _key(item)) is None:
+        return ["Not in the paper.", ""]
+    known = published()[key]
+    lines = [f"In the paper: {known['place']}.", ""]
+    said = known.get("says", [known["claim"]] if "claim" in known else [])
+    if said:
+        lines += [*(f"- The paper: {sentence}" for sentence in said), ""]
+    if "rows" in known:
+        lines += [markdown([_published_row(k, v, known.get("columns")) for k, v in known["rows"].items()]), ""]
+    return lines
+
+
+def _published_row(key: str, value: Any, columns: list[str] | None) -> Row:
+    named = value if isinstance(value, dict) else dict(zip(columns or [], value, strict=True))
+    ends = {k: f"{v[0]} to {v[1]}" if isinstance(v, list) else v for k, v in named.items()}
+    return {"the paper's numbers": key} | ends
+
+
+def _extent(item: Item, folder: Path) -> str:
+    """Say how much of the item was run."""
+    wanted, rows = units(item), own_rows(item.spec_name, folder)
+    if not wanted:
+        return f"Ours, from the rows of {', '.join(getattr(item, 'needs', ()))}:"
+    done = {row["unit"] for row in rows} & set(wanted)
+    missing = "" if len(done) == len(wanted) else " What is missing has not been run at full size yet."
+    return f"Ours ({len(rows)} rows, {len(done)} of {len(wanted)} units of work).{missing}"
+
+
+def _verdicts(verdicts: list[Verdict]) -> list[str]:
+    return [*(f"- **{v.status}**: {v.claim}. Ours: {v.ours}. Rule: {v.rule}." for v in verdicts), ""]
+
+
+def _choices(item: Item) -> list[str]:
+    if not item.notes:
+        return []
+    return ["Where the paper is silent or we depart from it:", "", *(f"- {note}" for note in item.notes), ""]
+
+
+def _rerun(item: Item, made: list[Row], folder: Path) -> list[str]:
+    """Return the commands: the whole item, and any single unit of work."""
+    name = item.spec_name
+    if not made:
+        return [f"To run it: `gradveil reproduce {name} --scale full` (what it needs is run first).", ""]
+    lines = ["Made by:", ""]
+    every = units(item)
+    for run in made:
+        what = "all of it" if set(run["units"]) >= set(every) else f"{len(run['units'])} units of work"
+        versions = ", ".join(run.get("versions", [])) or "versions not recorded"
+        lines.append(f"- `{run['command']}` ({what}; seed {run['seed']}, {run['date']}, {run['machine']}; {versions})")
+    done = list(dict.fromkeys(row["unit"] for row in own_rows(name, folder)))
+    return [
+        *lines,
+        "",
+        f"A single number: `{made[0]['command']} --only '{done[0]}' --out runs/one`, with the unit of work it is from:",
+        "",
+        f"<details><summary>{len(done)} units of work</summary>",
+        "",
+        " · ".join(f"`{unit}`" for unit in done),
+        "",
+        "</details>",
+        "",
+    ]
+
+
+def readme_lines(folder: Path = RESULTS) -> list[str]:
+    """Return the README's list: one line per item that was run, one for those that were not."""
+    items = in_order(folder)
+    ran = [item for item in items if has_rows(item, folder)]
+    lines = [_line(item, item.verdicts(all_rows(item, folder))) for item in ran]
+    waiting = [item.spec_name for item in items if item not in ran]
+    return lines + ([f"- Not run at full size yet: {', '.join(waiting)}."] if waiting else [])
+
+
+def _line(item: Item, verdicts: list[Verdict]) -> str:
+    holds = [f"{v.claim} ({v.ours})" for v in verdicts if v.status == "reproduced"]
+    rest = [f"{v.claim} ({v.status}: {v.ours})" for v in verdicts if v.status != "reproduced"]
+    text = f"- [{item.spec_name}](docs/results/paper.md#{item.spec_name}): {len(holds)} of {len(verdicts)} claims hold."
+    return text + _some(" Holds: ", holds) + _some(" Does not: ", rest)
+
+
+def _some(start: str, claims: list[str]) -> str:
+    """Return the first few claims and how many more there are."""
+    if not claims:
+        return ""
+    more = f"; {len(claims) - SHOWN} more" if len(claims) > SHOWN else ""
+    return start + "; ".join(claims[:SHOWN]) + more + "."
+
+
+def filled(text: str, folder: Path = RESULTS) -> str:
+    """Return the README with what stands between the markers made anew; without markers, as it is."""
+    between = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
+    fresh = "\n".join([BEGIN, "", *readme_lines(folder), "", END])
+    return between.sub(lambda _: fresh, text)
+
+
+def main() -> int:
+    """Write or check the page and the README."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    stale = 0
+    for path, text in ((PAGE, page()), (README, filled(README.read_text()))):
+        if not check:
+            path.write_text(text)
+        elif not path.exists() or path.read_text() != text:
+            print(f"{path.relative_to(ROOT)} is stale: run `make docs`")
+            stale = 1
+    return stale
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""Committed results: the rows of each item of the paper, and where they come from."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from gradveil.experiments.toml import dumps
+from gradveil.paper.base import ITEMS, Item
+
+Row = dict[str, Any]
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs" / "results"
+
+
+def own_rows(name: str, folder: Path = RESULTS) -> list[Row]:
+    """Return the committed rows of an item; none where it has not been run."""
+    path = folder / name / "rows.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def all_rows(item: Item, folder: Path = RESULTS) -> list[Row]:
+    """Return an item's rows, then those of the items it needs, marked with their names."""
+    needed = [row | {"item": name} for name in getattr(item, "needs", ()) for row in own_rows(name, folder)]
+    return own_rows(item.spec_name, folder) + needed
+
+
+def runs(name: str, folder: Path = RESULTS) -> list[Row]:
+    """Return the runs that an item's rows come from: command, seed, date, machine and units."""
+    path = folder / name / "run.toml"
+    return tomllib.loads(path.read_text())["run"] if path.exists() else []
+
+
+def write_runs(name: str, entries: list[Row], folder: Path = RESULTS) -> None:
+    """Write ``run.toml``."""
+    text = "".join(f"[[run]]\n{dumps(entry)}\n" for entry in entries)
+    (folder / name / "run.toml").write_text(text.rstrip("\n") + "\n")
+
+
+def build(name: str, folder: Path = RESULTS) -> Item:
+    """Return the item with the settings that its rows were made with."""
+    specs = {run["item"] for run in runs(name, folder)}
+    if len(specs) > 1:
+        raise SystemExit(f"The rows of {name} were made with different settings: {', '.join(sorted(specs))}.")
+    return ITEMS.build(next(iter(specs), name))
+
+
+def markdown(rows: list[Row]) -> str:
+    """Return rows as a Markdown table; a row may leave columns out."""
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    lines = ["| " + " | ".join(keys) + " |", "|" + "---|" * len(keys)]
+    return "\n".join(lines + ["| " + " | ".join(cell(row.get(key, "")) for key in keys) + " |" for row in rows])
+
+
+def cell(value: object) -> str:
+    """Return a value as the text of a table's cell."""
+    return str(value).replace("|", "\\|").replace("\n", " ")
