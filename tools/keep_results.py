@@ -25,15 +25,19 @@ def keep(folder: Path, machine: str, into: Path = RESULTS) -> str:
     config, versions = tomllib.loads(store.config), tomllib.loads((folder / VERSIONS).read_text())
     if config["scale"] != "full":
         raise SystemExit(f"{folder} was run at --scale {config['scale']}; only full results are kept.")
-    if not store.rows:
-        raise SystemExit(f"{folder} holds no finished unit of work.")
     item = ITEMS.build(config["item"])
     name = item.spec_name
+    (into / name).mkdir(parents=True, exist_ok=True)
+    if not _order(item):
+        return name  # reads other items' rows only: there is a figure to draw, no row to keep
+    if not store.rows:
+        raise SystemExit(f"{folder} holds no finished unit of work.")
     if (old := runs(name, into)) and {run["item"] for run in old} != {config["item"]}:
         raise SystemExit(f"{folder} was run as {config['item']}, the results that are there as {old[0]['item']}.")
     units = list(dict.fromkeys(row["unit"] for row in store.rows))
-    merged = _ordered([r for r in own_rows(name, into) if r["unit"] not in units] + list(store.rows), item)
-    (into / name).mkdir(parents=True, exist_ok=True)
+    place = _order(item)
+    merged = [r for r in own_rows(name, into) if r["unit"] not in units] + list(store.rows)
+    merged.sort(key=lambda row: place.get(row["unit"], len(place)))
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in merged)
     (into / name / "rows.jsonl").write_text(text)
     date = versions.pop("date")
@@ -56,11 +60,9 @@ def draw(name: str, into: Path = RESULTS) -> bool:
     return item.draw(all_rows(item, into), into / name / name)
 
 
-def _ordered(rows: list[Row], item: Item) -> list[Row]:
-    """Return the rows in the item's own order of units."""
-    seeds = Seeds(0)
-    place = {unit: i for i, unit in enumerate(item.units(Context(None, torch.device("cpu"), "full", seeds)))}
-    return sorted(rows, key=lambda row: place.get(row["unit"], len(place)))
+def _order(item: Item) -> dict[str, int]:
+    """Return the place of each unit of a full run."""
+    return {unit: i for i, unit in enumerate(item.units(Context(None, torch.device("cpu"), "full", Seeds(0))))}
 
 
 def _without(old: list[Row], units: list[str]) -> list[Row]:
@@ -79,6 +81,8 @@ def main() -> int:
     needing = [name for name, cls in ITEMS if own_rows(name) and set(getattr(cls, "needs", ())) & set(names)]
     for name in dict.fromkeys([*names, *needing]):
         drawn = draw(name)
+        if not any((RESULTS / name).iterdir()):
+            (RESULTS / name).rmdir()
         print(f"docs/results/{name}: {len(own_rows(name))} rows" + (", figure drawn" if drawn else ""))
     return 0
 
