@@ -2,9 +2,10 @@
 
 import json as json_module
 import time
+from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import typer
 from rich.console import Console
@@ -12,6 +13,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from gradveil.errors import SpecError
+
+if TYPE_CHECKING:
+    from gradveil.experiments.store import Store
+    from gradveil.paper.base import Context, Item
 
 PARTS = (
     TextColumn("{task.description}"),
@@ -47,42 +52,82 @@ def command(
         for name, cls in ITEMS:
             typer.echo(f"{name:24} {cls.title}")
         return
-    names = ITEMS.names() if items == ["all"] else items
     context = Context(data, torch.device(device), cast(Literal["quick", "full"], scale), Seeds(seed))
-    for item in [ITEMS.build(name) for name in names]:
-        result = run_item(item, context, out / item.spec_name, resume, only, quiet=json)
-        typer.echo(json_module.dumps(result, indent=2, ensure_ascii=False)) if json else show(result)
+    made: dict[str, list[dict[str, Any]]] = {}  # rows by item
+    rest = "*" if only == "*" else ""  # of the items that are only needed: with --only, what is there already
+    for item in in_order(ITEMS.names() if items == ["all"] else items):
+        wanted = items == ["all"] or any(item.spec_name == name.partition(":")[0] for name in items)
+        result = run_item(item, context, out, resume or not wanted, only if wanted else rest, json, made)
+        if wanted:
+            typer.echo(json_module.dumps(result, indent=2, ensure_ascii=False)) if json else show(result)
 
 
-def run_item(item: Any, context: Any, folder: Path, resume: bool, only: str, quiet: bool) -> dict[str, Any]:
-    """Do what is not done yet of one item; return and keep its summary."""
+def in_order(specs: Sequence[str]) -> "list[Item]":
+    """Return the items of these specs, each once, after the items that it needs."""
+    from gradveil.paper.base import ITEMS
+
+    found: dict[str, Item] = {}
+    asked = {spec.partition(":")[0]: spec for spec in specs}
+
+    def add(name: str) -> None:
+        item = ITEMS.build(asked.get(name, name))
+        for other in item.needs:
+            add(other)
+        found.setdefault(item.spec_name, item)
+
+    for name in asked:
+        add(name)
+    return list(found.values())
+
+
+def run_item(
+    item: "Item",
+    context: "Context",
+    out: Path,
+    resume: bool,
+    only: str,
+    quiet: bool,
+    made: dict[str, list[dict[str, Any]]],
+) -> dict[str, Any]:
+    """Do what is not done yet of one item; return and keep its summary, and put its rows into ``made``."""
     from gradveil.experiments.store import Store, write_atomically
     from gradveil.experiments.toml import dumps
     from gradveil.registry import describe
 
+    folder = out / item.spec_name
     config = {"item": describe(item), "scale": context.scale, "seed": context.seeds.seed, "device": str(context.device)}
     store = Store.create(folder, dumps(config), resume)
-    with Progress(*PARTS, console=Console(stderr=True), disable=quiet) as progress:
-        units = [unit for unit in item.units(context) if fnmatch(unit, only)]
-        bar = progress.add_task(item.spec_name, total=len(units), completed=sum(map(store.done, units)))
-        for unit in (u for u in units if not store.done(u)):
-            progress.update(bar, description=f"{item.spec_name}: {unit}")
-            start = time.perf_counter()
-            rows = item.run(unit, context)
-            seconds = (time.perf_counter() - start) / max(len(rows), 1)
-            store.add(unit, [row | {"seconds": round(seconds, 4)} for row in rows])
-            progress.advance(bar)
+    do_units(item, context, store, only, quiet)
     command = f"gradveil reproduce {describe(item)} --scale {context.scale} --seed {context.seeds.seed}"
+    made[item.spec_name] = list(store.rows)
+    rows = made[item.spec_name] + [row | {"item": name} for name in item.needs for row in made[name]]
     result = {
         "item": item.spec_name,
         "title": item.title,
         "command": command + (f" --device {context.device}" if context.device.type != "cpu" else ""),
-        "table": item.summary(store.rows),
-        "verdicts": [vars(v) for v in item.verdicts(store.rows)],
-        "figure": item.draw(store.rows, folder / item.spec_name),
+        "table": item.summary(rows),
+        "verdicts": [vars(v) for v in item.verdicts(rows)],
+        "figure": item.draw(rows, folder / item.spec_name),
     }
     write_atomically(folder / "summary.json", json_module.dumps(result, indent=2, ensure_ascii=False).encode())
     return result
+
+
+def do_units(item: "Item", context: "Context", store: "Store", only: str, quiet: bool) -> None:
+    """Do the units that fit a pattern and are not done yet; each is kept as soon as its group is done."""
+    units = [unit for unit in item.units(context) if fnmatch(unit, only)]
+    left = [unit for unit in units if not store.done(unit)]
+    with Progress(*PARTS, console=Console(stderr=True), disable=quiet) as progress:
+        bar = progress.add_task(item.spec_name, total=len(units), completed=len(units) - len(left))
+        for group in item.groups(left, context):
+            more = f" and {len(group) - 1} more" if len(group) > 1 else ""
+            progress.update(bar, description=f"{item.spec_name}: {group[0]}{more}")
+            start = time.perf_counter()
+            found = item.run_group(group, context)
+            seconds = (time.perf_counter() - start) / max(sum(map(len, found.values())), 1)
+            for unit, rows in found.items():
+                store.add(unit, [row | {"seconds": round(seconds, 4)} for row in rows])
+                progress.advance(bar)
 
 
 def show(result: dict[str, Any]) -> None:

@@ -49,6 +49,7 @@ class Item(ABC):
 
     spec_name: ClassVar[str]
     title: ClassVar[str]
+    needs: ClassVar[tuple[str, ...]] = ()  # items whose rows this one reads as well; they come marked by "item"
     source: ClassVar[str | None] = None  # its table in published.toml, where that is not called as the item is
     notes: ClassVar[tuple[str, ...]] = ()  # choices where the paper is silent, and departures from it
 
@@ -59,6 +60,14 @@ class Item(ABC):
     @abstractmethod
     def run(self, unit: str, context: Context) -> list[Row]:
         """Do one unit of work."""
+
+    def groups(self, units: Sequence[str], context: Context) -> list[list[str]]:
+        """Return the units in the groups that are worth running together; by default each alone."""
+        return [[unit] for unit in units]
+
+    def run_group(self, units: Sequence[str], context: Context) -> dict[str, list[Row]]:
+        """Do the units of one group; what each yields is what ``run`` gives for it alone."""
+        return {unit: self.run(unit, context) for unit in units}
 
     @abstractmethod
     def summary(self, rows: Sequence[Row]) -> list[Row]:

@@ -1,0 +1,56 @@
+"""The item behind every accuracy: what is trained together, what it says, and what the verdict rests on."""
+
+import pytest
+import torch
+
+from gradveil.paper import accuracy
+from gradveil.paper.accuracy import Accuracy, Panel
+from gradveil.paper.base import Context
+
+SMALL = Panel("lenet:strides=2/1,activation=tanh,init=kaiming", "digits", 3, ("none",), "iid:devices=20")
+
+
+def test_settings_that_train_together_give_what_each_gives_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(accuracy.PANELS, "small", SMALL)
+    item, context = Accuracy(), Context(scale="full")
+    units = ["small/0/none", "small/1/none", "small/0/pruning:share=0.8"]
+    together = item.run_group(units, context)
+    for unit in units:
+        assert together[unit] == item.run(unit, context)
+        assert [row["round"] for row in together[unit]] == [1, 2, 3]
+    assert together[units[0]][-1]["accuracy"] != together[units[1]][-1]["accuracy"]
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_on_cuda_runs_are_grouped_by_what_their_graphs_hold() -> None:
+    item, context = Accuracy(), Context(scale="full", device=torch.device("cuda"))
+    units = [unit for unit in item.units(context) if unit.startswith("lenet-mnist/1/")]
+    groups = item.groups(units, context)
+    assert sorted(unit for group in groups for unit in group) == sorted(units)
+    together = [group for group in groups if len(group) > 1]
+    assert sorted(len(group) for group in together) == [3, 6]  # no defence and noise on weights; scores
+    assert all("representation" in unit for unit in max(together, key=len))
+    assert all(len(group) == 1 for group in item.groups(units, Context(scale="full")))
+
+
+def test_every_seed_and_every_level_of_the_paper_is_asked_for() -> None:
+    units = Accuracy().units(Context(scale="full"))
+    assert len(units) == len(set(units)) == 3 * (23 + 23 + 8)
+    assert "lenet-cifar10/2/laplace:scale=0.1" in units
+
+
+def row(panel: str, defense: str, seed: int, value: float, at: int = 9) -> dict[str, object]:
+    return {"panel": panel, "defense": defense, "seed": seed, "round": at, "rounds": 9, "accuracy": value}
+
+
+def test_the_verdict_follows_the_last_rounds_means() -> None:
+    rows = [row("p", "none", s, 0.9) for s in range(3)]
+    rows += [row("p", "representation:share=0.4", s, v) for s, v in enumerate((0.88, 0.90, 0.90))]
+    rows += [row("p", "representation:share=0.8", s, v) for s, v in enumerate((0.88, 0.87, 0.90))]
+    rows += [row("p", "representation:share=0.8", 0, 0.1, at=4)]  # not the last round
+    found = Accuracy().verdicts(rows)
+    assert [v.status for v in found] == ["reproduced", "not reproduced"]
+    assert Accuracy().summary(rows)[0] == {
+        "panel": "p", "rounds": 9, "defense": "none", "seeds": 3, "accuracy": "0.900 [0.900, 0.900]", "lost": "+0.000"
+    }  # fmt: skip
+    assert Accuracy().verdicts([r for r in rows if r["defense"] != "none"]) == []
