@@ -48,8 +48,8 @@ def test_no_share_reaches_too_much_and_none_is_needed_for_nothing(model: nn.Modu
     assert smallest_share(model, None, batch.inputs, 0.0) == 0.0
 
 
-def test_a_sigmoid_needs_one_step_to_be_unreachable(model: nn.Module, batch: Batch) -> None:
-    assert smallest_share(model, None, batch.inputs, 0.5, "reach") == pytest.approx(0.01)
+def test_a_sigmoid_needs_one_entry_to_be_unreachable(model: nn.Module, batch: Batch) -> None:
+    assert smallest_share(model, None, batch.inputs, 0.5, "reach") == 1 / 64
 
 
 def test_dead_entries_come_last_and_ties_by_index() -> None:

@@ -52,12 +52,17 @@ def walk(model: nn.Module, layer: str | None, x: Tensor) -> Chain:
     """Return the chain before ``layer`` for inputs like x (N, *shape)."""
     name = find_layer(model, layer)
     twin = copy.deepcopy(model).to(torch.float64).eval()
-    modes = (nn.Dropout, nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
     example = x[:1].detach().to(torch.float64).repeat(2, *[1] * (x.ndim - 1))
     with torch.no_grad(), Recorder(example) as recorder:
         r = prefix(twin, name)(example)
     stages = [stage for node in recorder.path(r) for stage in read(node)]
-    return Chain(tuple(_fold(stages)), tuple(x.shape[1:]), name, any(isinstance(m, modes) for m in model.modules()))
+    return Chain(tuple(_fold(stages)), tuple(x.shape[1:]), name, has_modes(model))
+
+
+def has_modes(model: nn.Module) -> bool:
+    """Return whether the model has layers that differ between training and eval."""
+    kinds = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
+    return any(isinstance(m, kinds) for m in model.modules())
 
 
 def _fold(stages: Sequence[Stage]) -> list[Stage]:

@@ -1,19 +1,36 @@
-"""From a wanted distance back to the defence: the smallest share whose certificate reaches a target."""
+"""From a wanted distance back to the defence: the fewest entries, or the smallest share, that reach a target."""
 
-from math import sqrt
+from dataclasses import dataclass
+from math import inf, sqrt
 
 import torch
 from torch import Tensor, nn
 
-from gradveil.certificates.base import Kind
-from gradveil.certificates.certify import certify
+from gradveil.certificates.base import Kind, Problem
+from gradveil.certificates.certify import KINDS, certify
+from gradveil.certificates.region import ROUNDING, norm
 from gradveil.errors import CertificateError
 from gradveil.layers import find_layer, representation
 from gradveil.scores import leak_scores
 
 PROPORTIONAL = ("local", "global", "box")  # kinds whose bound is ||r - r′|| over a number that r′ does not change
 SEARCHED = ("radius", "reach")  # kinds that are computed anew for every share
-GRID = 0.01  # step of the shares that are tried then
+TARGET_KINDS = (*PROPORTIONAL, *SEARCHED)
+GRID = 100  # shares that are tried for those
+
+
+@dataclass(frozen=True)
+class Needed:
+    """How many entries of each example must go for its certificate to reach the target."""
+
+    counts: Tensor  # (N,): L + 1 where zeroing all of r is not enough
+    length: int  # L
+    most: Tensor  # (N,): the mean squared error that zeroing all of r certifies
+
+    @property
+    def reachable(self) -> bool:
+        """Whether some share reaches the target for every example."""
+        return int(self.counts.max()) <= self.length
 
 
 def smallest_share(
@@ -33,25 +50,44 @@ def smallest_share(
     ``global`` and ``box`` the answer is exact to one entry (a multiple of 1/L); ``radius`` and ``reach`` are tried
     in steps of one hundredth.
     """
-    if kind not in (*PROPORTIONAL, *SEARCHED):
-        raise CertificateError(
-            f"A target needs a bound that depends on the share alone; {kind!r} is none. "
-            f"Use one of: {', '.join((*PROPORTIONAL, *SEARCHED))}."
-        )
-    if target_mse <= 0:
-        return 0.0
     name = find_layer(model, layer)
     r = representation(model, name, x).flatten(1)  # (N, L)
     order = zeroing_order(r, leak_scores(model, name, x, method))
-    if kind in SEARCHED:
-        return _by_search(model, name, x, r, order, target_mse, kind, p, bounds)
-    whole = certify(model, name, x, torch.zeros_like(r), p, kind, bounds=bounds)
-    per_unit = whole.bound / whole.details["distance"].clamp_min(1e-300)  # (N,): bound per unit of ||r - r′||
-    sizes = _running_norm(r.double().gather(1, order), p) * per_unit[:, None]  # (N, L): the bound after k entries
-    needed = sqrt(target_mse) * (whole.size if p == 1 else sqrt(whole.size))
-    counts = (sizes < needed).sum(1) + 1  # (N,): entries until the bound is reached
-    count = int(counts.max())
-    return count / r.shape[1] if count <= r.shape[1] else None
+    needed = needed_counts(model, name, x, r, order, target_mse, kind, p, bounds=bounds)
+    return int(needed.counts.max()) / needed.length if needed.reachable else None
+
+
+def needed_counts(
+    model: nn.Module,
+    layer: str,
+    x: Tensor,  # (N, *shape)
+    r: Tensor,  # (N, L)
+    order: Tensor,  # (N, L): which entry of each row goes first, second, ...
+    target_mse: float,
+    kind: Kind = "global",
+    p: float = 2,
+    *,
+    bounds: tuple[float, float] = (0.0, 1.0),
+) -> Needed:
+    """Return the fewest entries of each example, in the given order, whose certificate reaches the target."""
+    if kind not in TARGET_KINDS:
+        raise CertificateError(
+            f"A target needs a bound that depends on the share alone; {kind!r} is none. "
+            f"Use one of: {', '.join(TARGET_KINDS)}."
+        )
+    r, order = r.detach().cpu(), order.cpu()
+    problem = Problem.make(model, layer, x, torch.zeros_like(r), p, bounds=bounds)
+    whole = KINDS[kind](problem)
+    if target_mse <= 0:
+        counts = torch.zeros(len(r), dtype=torch.int64)
+    elif kind in SEARCHED:
+        counts = _by_search(problem, r, order, target_mse, kind)
+    else:
+        per_unit = whole.bound / whole.details["distance"].clamp_min(1e-300)  # (N,): bound per unit of ||r - r′||
+        reached = _distances(problem.r, r, order, p) * per_unit[:, None]  # (N, L): the bound after k entries
+        wanted = sqrt(target_mse) * (whole.size if p == 1 else sqrt(whole.size))
+        counts = (reached < wanted).sum(1) + 1
+    return Needed(counts, r.shape[1], whole.to_mse())
 
 
 def zeroing_order(r: Tensor, scores: Tensor) -> Tensor:
@@ -60,26 +96,35 @@ def zeroing_order(r: Tensor, scores: Tensor) -> Tensor:
     return keys.argsort(dim=1, descending=True, stable=True)
 
 
-def zeroed(r: Tensor, order: Tensor, count: int) -> Tensor:
-    """Return r′ (N, L): the first ``count`` entries of each row's order set to zero."""
-    return r.scatter(1, order[:, :count], 0.0)
+def zeroed(r: Tensor, order: Tensor, counts: int | Tensor) -> Tensor:
+    """Return r′ (N, L): the first entries of each row's order set to zero, as many for all or each its own (N,)."""
+    counts = torch.as_tensor(counts, device=r.device).reshape(-1, 1)
+    gone = (torch.arange(r.shape[1], device=r.device) < counts).expand_as(order)
+    return r.masked_fill(torch.zeros_like(gone).scatter(1, order, gone), 0.0)
 
 
-def _running_norm(entries: Tensor, p: float) -> Tensor:
-    """Return the p-norms (N, L) of the first 1, 2, ... entries of each row."""
-    size = entries.abs()
-    if p == 1:
-        return size.cumsum(1)
-    return size.square().cumsum(1).sqrt() if p == 2 else size.cummax(1).values
+def _distances(exact: Tensor, r: Tensor, order: Tensor, p: float) -> Tensor:
+    """Return ||r - r′||_p (N, L) after 1, 2, ... entries, as ``Problem.distance`` has it: r′ comes from rounded r."""
+    gone = exact.gather(1, order).abs()
+    off = (exact - r.double()).gather(1, order).abs()  # of the entries kept: rounding in the forward pass
+    left = torch.cat([off[:, 1:], torch.zeros_like(off[:, :1])], 1).flip(1)
+    if p == inf:
+        found = torch.maximum(gone.cummax(1).values, left.cummax(1).values.flip(1))
+    else:
+        found = (gone.pow(p).cumsum(1) + left.pow(p).cumsum(1).flip(1)).pow(1 / p)
+    return (found - 2 * ROUNDING * norm(exact, p)[:, None]).clamp_min(0)
 
 
-def _by_search(
-    model: nn.Module, layer: str, x: Tensor, r: Tensor, order: Tensor, target: float, kind: Kind, p: float,
-    bounds: tuple[float, float],
-) -> float | None:  # fmt: skip
-    for step in range(1, round(1 / GRID) + 1):
-        share = step * GRID
-        perturbed = zeroed(r, order, round(share * r.shape[1]))
-        if bool((certify(model, layer, x, perturbed, p, kind, bounds=bounds).to_mse() >= target).all()):
-            return share
-    return None
+def _by_search(problem: Problem, r: Tensor, order: Tensor, target: float, kind: Kind) -> Tensor:
+    """Return the first count (N,) of a grid of shares whose certificate reaches the target; L + 1 where none does."""
+    length = r.shape[1]
+    found = torch.full((len(r),), length + 1)
+    for step in range(1, GRID + 1):
+        open_ = (found > length).nonzero()[:, 0]
+        if not len(open_):
+            break
+        count = max(1, round(step / GRID * length))
+        changed = zeroed(r[open_], order[open_], count)
+        bound = certify(problem.model, problem.layer, problem.x[open_], changed, problem.p, kind, bounds=problem.bounds)
+        found[open_[bound.to_mse() >= target]] = count
+    return found

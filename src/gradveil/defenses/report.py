@@ -61,6 +61,7 @@ class Report:
     def __str__(self) -> str:
         text = f"{self.steps} steps defended, {self.skipped} not"
         if self._sums is not None:
-            text += f"; {self.removed} live entries removed of {self.asked} asked ({self.live} live)"
+            asked = f" of {self.asked} asked" if self.asked else ""
+            text += f"; {self.removed} live entries removed{asked} ({self.live} live)"
             text += f"; mean ||r - r'|| {self.distance:.3g}"
         return text

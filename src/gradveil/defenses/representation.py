@@ -40,6 +40,8 @@ class RepresentationPerturbation(LayerMask):
     mode: Literal["paper", "authors"] = "paper"  # the rule as printed, or as the authors' code has it
     offset: float = 0.0  # mode=authors: added to r_i below the fraction; their second script has 0.1
     rcond: float = 0.01  # singular values of J below this share of the largest are left out of J⁺
+    target_mse: float | None = None  # in place of a share: as few entries of each example as certify this error
+    kind: str = "global"  # target_mse: the certificate that has to reach it: local, global, box, radius or reach
     clip: bool = False  # q ≠ 0: keep r' within the range of r, so that no value gives the change away
 
     def __post_init__(self) -> None:
@@ -50,6 +52,8 @@ class RepresentationPerturbation(LayerMask):
         check_choice("method", self.method, METHODS)
         check_choice("mode", self.mode, ("paper", "authors"))
         check_positive("rcond", self.rcond)
+        if self.target_mse is not None:
+            self._check_target(self.target_mse)
         together = self.scope == "batch"
         if self.q != 0 and (self.count is not None or self.score != "diagonal" or together):
             raise SpecError("count, score and scope=batch choose entries to zero, so they need q=0. Leave them out.")
@@ -58,9 +62,22 @@ class RepresentationPerturbation(LayerMask):
         if self.mode == "authors" and (self.q, self.p, self.score, self.count) != (0, 2, "diagonal", None):
             raise SpecError("mode=authors has a rule of its own: share and offset only. Leave q, p, score, count out.")
 
+    def _check_target(self, target: float) -> None:
+        from gradveil.defenses.target import TARGET_KINDS
+
+        if not target > 0:
+            raise SpecError(f"target_mse={target}: give a mean squared error above 0, of pixels in [0, 1].")
+        check_choice("kind", self.kind, TARGET_KINDS)
+        rule = (self.q, self.mode, self.scope, self.count, self.share)
+        if rule != (0, "paper", "sample", None, type(self).share) or self.score == "greedy":
+            raise SpecError(
+                "target_mse chooses how many entries of each example are zeroed, one by one: leave share, count, q, "
+                "scope, mode and score=greedy out."
+            )
+
     def asked(self, model: nn.Module, layer: str, r: Tensor) -> int:
-        """Return how many entries of r (N, ...) were asked for: none for q ≠ 0, which zeroes no entry."""
-        return super().asked(model, layer, r) if self.q == 0 else 0
+        """Return how many entries of r (N, ...) were asked for: none for q ≠ 0 or a target, which ask for no number."""
+        return super().asked(model, layer, r) if self.q == 0 and self.target_mse is None else 0
 
     def ranking(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator) -> Tensor:
         """Return the scores (N, L) by which entries are zeroed one by one."""
@@ -71,6 +88,11 @@ class RepresentationPerturbation(LayerMask):
 
     def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator) -> Tensor:
         """Return r' for the inputs x (N, ...) and the layer's inputs r (N, ...)."""
+        if self.target_mse is not None:
+            from gradveil.defenses.target import zero_to_target
+
+            scores = self.ranking(model, layer, x, r, rng)
+            return zero_to_target(model, layer, x, r, scores, self.target_mse, self.kind, float(self.p))
         if self.share == 0 and not self.count:
             return r
         if self.mode == "authors":

@@ -1,0 +1,178 @@
+"""``target_mse``: as few entries as a certificate needs, example by example, wherever a defence is taken."""
+
+from math import inf
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Generator, nn
+
+import gradveil
+from gradveil.certificates.certify import certify
+from gradveil.certificates.target import smallest_share
+from gradveil.cli.main import entry
+from gradveil.data import load
+from gradveil.data.partition import partition
+from gradveil.defenses.base import build
+from gradveil.defenses.representation import RepresentationPerturbation
+from gradveil.defenses.step import step_gradient
+from gradveil.errors import DefenseError, SpecError
+from gradveil.federated.masks import why_no_masks
+from gradveil.federated.simulate import Training, simulate
+from gradveil.layers import representation
+from gradveil.models import build as build_model
+from gradveil.registry import describe
+from gradveil.scores import leak_scores
+from gradveil.types import Batch
+
+
+def reachable(model: nn.Module, x: torch.Tensor, kind: str, p: float) -> float:
+    """What zeroing all of the representation certifies for the hardest example."""
+    return float(certify(model, "5", x, torch.zeros(len(x), 64), p, kind).to_mse().min())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("p", [1, 2, inf])
+@pytest.mark.parametrize("kind", ["local", "global", "box"])
+def test_each_example_reaches_the_target_and_with_one_entry_less_it_does_not(
+    kind: str, p: float, model: nn.Module, batch: Batch, rng: Generator
+) -> None:
+    x = batch.inputs
+    target = reachable(model, x, kind, p) * 0.5
+    defense = build(f"representation:target_mse={target!r},kind={kind},p={p}")
+    r = representation(model, "5", x)
+    changed = defense.perturb(model, "5", x, r, rng)
+    assert (certify(model, "5", x, changed, p, kind).to_mse() >= target).all()  # type: ignore[arg-type]
+    scores = leak_scores(model, "5", x, p=float(p))
+    gone = changed == 0
+    last = torch.where(gone, scores, torch.inf).argmin(1)  # the one that was zeroed last
+    fewer = changed.clone()
+    fewer[torch.arange(3), last] = r[torch.arange(3), last]
+    assert (certify(model, "5", x, fewer, p, kind).to_mse() < target).all()  # type: ignore[arg-type]
+    assert all(s[g].min() >= s[~g].max() for s, g in zip(scores, gone, strict=True))  # by falling score
+
+
+def test_every_example_has_its_own_number(rng: Generator) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(8, 2))
+    x = torch.tensor([[1.0] * 8, [0.5] * 8, [1.0] + [0.5] * 7]).reshape(3, 1, 2, 4)
+    # f is the identity: k zeroed pixels of 1 are an MSE of k/8, of 0.5 they are k/32.
+    changed = RepresentationPerturbation(target_mse=0.12).perturb(model, "1", x, x.flatten(1), rng)
+    assert (changed == 0).sum(1).tolist() == [1, 4, 1]
+
+
+def test_the_most_that_any_example_needs_is_the_smallest_share(
+    model: nn.Module, batch: Batch, rng: Generator
+) -> None:  # fmt: skip
+    target = reachable(model, batch.inputs, "global", 2) * 0.3
+    defense = RepresentationPerturbation(target_mse=target)
+    changed = defense.perturb(model, "5", batch.inputs, representation(model, "5", batch.inputs), rng)
+    assert int((changed == 0).sum(1).max()) / 64 == smallest_share(model, "5", batch.inputs, target)
+
+
+@pytest.mark.parametrize("kind", ["radius", "reach"])
+def test_searched_kinds_reach_the_target_too(kind: str, model: nn.Module, batch: Batch, rng: Generator) -> None:
+    x = batch.inputs[:1]
+    target = reachable(model, x, "global", 2) * 0.5
+    defense = RepresentationPerturbation(target_mse=target, kind=kind)
+    changed = defense.perturb(model, "5", x, representation(model, "5", x), rng)
+    assert (certify(model, "5", x, changed, 2, kind).to_mse() >= target).all()  # type: ignore[arg-type]
+    assert bool((changed != 0).any())
+
+
+def test_where_no_share_reaches_it_one_line_says_so_and_how_much_is_possible(
+    model: nn.Module, batch: Batch, rng: Generator
+) -> None:
+    possible = reachable(model, batch.inputs, "global", 2)
+    defense = build(f"representation:target_mse={possible * 1.01!r},kind=global")
+    with pytest.raises(DefenseError, match=f"No share reaches .*{possible:.3g} is certified") as raised:
+        step_gradient(model, batch, defense, rng)
+    assert "\n" not in str(raised.value)
+    build(f"representation:target_mse={possible * 0.999!r}").perturb(
+        model, "5", batch.inputs, representation(model, "5", batch.inputs), rng
+    )
+
+
+def test_a_guarded_loop_and_a_step_by_function_send_the_same(model: nn.Module, batch: Batch, rng: Generator) -> None:
+    target = reachable(model, batch.inputs, "local", 2) * 0.4
+    spec = f"representation:target_mse={target!r},kind=local"
+    by_function = step_gradient(model, batch, build(spec), rng)
+    with gradveil.protect(model, spec) as guard:
+        torch.nn.functional.cross_entropy(guard(batch.inputs), batch.labels).backward()
+    plain = step_gradient(model, batch, build("none"), rng)
+    assert guard.report.removed > 0
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, by_function[name])
+        assert torch.equal(by_function[name], plain[name]) == (name != "5.weight")
+
+
+def test_federated_clients_choose_for_the_weights_they_were_sent() -> None:
+    data = load("digits")
+    model = build_model("lenet:width=3", data.input_shape, data.num_classes)
+    clients = partition(data.train.labels, "classes:devices=3,classes=2,per_class=3", 0)
+    training = Training(rounds=1, devices=2, epochs=1, batch_size=6, lr=0.1)
+    spec = "representation:target_mse=1e-4,kind=global"
+    assert why_no_masks(model, build(spec), data.train.batch(range(6)).inputs) is not None  # no shortcut by share
+    ours, plain, share = (
+        next(iter(simulate(model, data, clients, training, d, 0))).model.state_dict()
+        for d in (spec, "none", "representation:share=0.4")
+    )
+    for other in (plain, share):
+        assert not torch.equal(ours["fc.weight"], other["fc.weight"])
+        assert torch.equal(ours["conv1.weight"], other["conv1.weight"])
+
+
+@pytest.mark.parametrize("command", ["certify", "train"])
+def test_the_spec_works_from_the_command_line(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    size = (
+        ["--images", "2"]
+        if command == "certify"
+        else ["--rounds", "1", "--devices", "1", "--partition", "iid:devices=100"]
+    )
+    where = ["--model", "lenet:width=3", "--dataset", "digits", "--defense"]
+    for spec, works in (
+        ("representation:target_mse=1e-4,kind=global", True),
+        ("representation:target_mse=1,p=inf", False),
+    ):
+        folder = ["--out", spec.replace(":", "-")] if command == "train" else []
+        monkeypatch.setattr("sys.argv", ["gradveil", command, *size, *where, spec, *folder])
+        code = 0
+        try:
+            entry()
+        except SystemExit as done:
+            code = int(done.code or 0)
+        said = capsys.readouterr()
+        assert (code == 0) == works, said.err
+        if not works:
+            assert "No share reaches target_mse=1" in " ".join(said.err.split())
+
+
+def test_layers_that_differ_in_training_are_refused(batch: Batch, rng: Generator) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Sigmoid(), nn.Flatten(), nn.Linear(72, 5))
+    defense = RepresentationPerturbation(target_mse=1e-6)
+    with pytest.raises(DefenseError, match="dropout and batch norm"):
+        step_gradient(model, batch, defense, rng)
+    assert step_gradient(model.eval(), batch, defense, rng)["4.weight"].isfinite().all()
+
+
+def test_inputs_outside_the_range_of_pixels_are_refused(model: nn.Module, batch: Batch, rng: Generator) -> None:
+    shifted = Batch(batch.inputs * 3 - 1, batch.labels)
+    with pytest.raises(DefenseError, match=r"pixels in \[0, 1\]"):
+        step_gradient(model, shifted, RepresentationPerturbation(target_mse=1e-6), rng)
+
+
+@pytest.mark.parametrize(
+    "rest", ["share=0.2", "count=3", "q=2", "scope=batch", "mode=authors", "score=greedy", "kind=empirical"]
+)
+def test_settings_that_a_target_leaves_no_room_for_are_refused(rest: str) -> None:
+    with pytest.raises(SpecError):
+        build(f"representation:target_mse=0.01,{rest}")
+
+
+def test_a_spec_comes_back_from_the_defence_it_built() -> None:
+    spec = "representation:target_mse=0.05,kind=local"
+    assert build(describe(build(spec))) == build(spec)
+    for target in (-1, 0):
+        with pytest.raises(SpecError, match="mean squared error above 0"):
+            build(f"representation:target_mse={target}")
