@@ -23,7 +23,6 @@ OURS = tuple(f"representation:share={share}" for share in SHARES)
 DEFENSES = (
     "none",
     *OURS,
-    "representation:share=0.4,mode=authors",
     "random_mask:share=0.4",
     *(f"pruning:share={share}" for share in (0.1, 0.4, 0.8, 0.9)),
     *(f"gaussian:scale={level}" for level in LEVELS),
@@ -57,7 +56,7 @@ class Panel:
 
 LENET, CONVNET = "lenet:activation=relu,init=kaiming", "convnet:init=kaiming"
 PANELS = {
-    "lenet-mnist": Panel(LENET, "mnist", 200),
+    "lenet-mnist": Panel(LENET, "mnist", 200, (*DEFENSES, "representation:share=0.4,mode=authors")),
     "lenet-cifar10": Panel(LENET, "cifar10", 1000),
     "convnet-cifar10": Panel(CONVNET, "cifar10", 1000, COSTLY),
 }
