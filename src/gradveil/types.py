@@ -100,6 +100,7 @@ class Reconstruction:
     objective: float  # final value of what the attack minimised
     converged: bool  # finite, and the attack's own stopping rule is content
     details: dict[str, float] = field(default_factory=dict)  # iterations, evaluations, restarts, ...
+    raw: Tensor | None = None  # (N, *shape) as the search left it, unclamped, where it may leave the data range
 
 
 def check_update(update: Update, model: nn.Module) -> None:

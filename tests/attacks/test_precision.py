@@ -10,3 +10,11 @@ def test_tf32_is_off_within_and_as_before_after() -> None:
         assert not torch.backends.cudnn.allow_tf32
         assert torch.backends.cudnn.enabled
     assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before
+
+
+def test_tf32_is_on_within_where_full_precision_is_not_wanted() -> None:
+    before = (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
+    with full_precision(False):
+        assert torch.backends.cuda.matmul.allow_tf32
+        assert torch.backends.cudnn.allow_tf32
+    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before

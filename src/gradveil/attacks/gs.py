@@ -33,12 +33,13 @@ class GS(Attack):
     boxed: bool = True
     decay: bool = True
     tol: float = 1e-4  # cosine distance at which the gradient counts as matched
+    tf32: bool = False  # on CUDA, round products to ten bits: twice as fast on large networks
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Rebuild the inputs behind several updates at once."""
         search = Search(
             cosine_distance, self._optimiser, self.steps, self.restarts, tol=self.tol, stop=False,
-            patience=self.steps, penalties=self._penalties, scaled=False,
+            patience=self.steps, penalties=self._penalties, scaled=False, tf32=self.tf32,
         )  # fmt: skip
         return search.run(with_labels(seen, rngs), rngs)
 

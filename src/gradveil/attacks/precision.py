@@ -11,10 +11,10 @@ import torch
 
 
 @contextmanager
-def full_precision() -> Iterator[None]:
-    """Within, convolutions and matrix products on CUDA run in plain float32; the settings are put back after."""
+def full_precision(wanted: bool = True) -> Iterator[None]:
+    """Within, convolutions and matrix products on CUDA run in plain float32, or else in TF32; put back after."""
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = not wanted
     try:
         yield
     finally:

@@ -40,6 +40,7 @@ class Search:
     )
     scaled: bool = True  # whether the distance grows with the gradient's square, so that tol is relative to it
     stack: Callable[[Sequence[Observation]], Matching] = Matching.of  # how a group of observations is stacked
+    tf32: bool = False  # let CUDA round products: only for optimisers that need no exact descent
 
     def run(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Return one reconstruction per observation, in order."""
@@ -51,7 +52,7 @@ class Search:
             for first in range(0, len(members), size):
                 part = members[first : first + size]
                 rows = torch.arange(first, first + len(part), device=stack.floor.device)
-                with full_precision():
+                with full_precision(not self.tf32):
                     mine = [seen[i] for i in part]
                     solved = self._solve(mine, [rngs[i] for i in part], stack.take(rows), unknowns)
                 found |= dict(zip(part, solved, strict=True))
@@ -148,4 +149,4 @@ def _choose(
         "stalled": float(race.stalled[at.cpu()]),
     }
     converged = finite and bool(residuals[at] <= limit[at])
-    return Reconstruction(inputs, labels, float(solution.values[at]), converged, details)
+    return Reconstruction(inputs, labels, float(solution.values[at]), converged, details, x[0] if finite else None)
