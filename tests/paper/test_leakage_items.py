@@ -60,6 +60,16 @@ def test_the_figure_runs_every_part_and_is_drawn(data_folder: Path, tmp_path: Pa
     assert (tmp_path / "figure.svg").stat().st_size > 0
 
 
+@pytest.mark.parametrize(("fc1", "status"), [(0.84, "reproduced"), (0.97, "not reproduced")])
+def test_other_settings_are_judged_at_all_layers_together(fc1: float, status: str) -> None:
+    own = {"fc1": fc1, "fc2": 0.9, "fc3": 0.92}
+    rows = [{"setting": "E=5, B=32", "layer": layer, "own": value} for layer, value in own.items()]
+    (verdict,) = Table1().verdicts(rows)
+    assert verdict.status == status
+    assert verdict.ours == f"{fc1:.3f} / 0.900 / 0.920"
+    assert [v.status for v in Table1().verdicts(rows[:2])] == ["not reproduced"]  # a layer is missing
+
+
 def images(network: str, part: str, *mse: float) -> list[Row]:
     return [{"network": network, "part": part, "mse": value} for value in mse]
 
