@@ -13,10 +13,11 @@ from gradveil.data.base import Dataset
 from gradveil.defenses.base import build as build_defense
 from gradveil.defenses.step import step_gradient
 from gradveil.metrics import blind_guesses, measure
+from gradveil.metrics.pixel import mse
 from gradveil.paper.base import Context, Row
 from gradveil.priors import GaussianPrior
 from gradveil.seeds import Seeds
-from gradveil.types import Batch, Observation, Update
+from gradveil.types import Batch, Observation, Reconstruction, Update
 
 GALLERY = 99  # other images that an original must be told from
 
@@ -101,13 +102,19 @@ def _one_server(
     rngs = [scene.seeds("attack", server.name, i) for i in range(len(views))]
     rows = []
     for i, found in enumerate(chosen.reconstruct_many(views, rngs)):
-        truth = Batch(scene.truth.inputs[i : i + 1], scene.truth.labels[i : i + 1])
-        values, _ = measure(found.inputs, found.labels, truth, scene.public.inputs[:GALLERY])
         row = {"defense": defense, "server": server.name, "attack": chosen.spec_name, "image": i}
-        row |= {name: float(v[0]) for name, v in values.items()}
-        row |= {"objective": found.objective, "converged": found.converged, **found.details}
-        rows.append(row)
+        rows.append(row | measured(scene, i, found))
     return rows
+
+
+def measured(scene: Scene, i: int, found: Reconstruction) -> Row:
+    """Measure the reconstruction of image i; ``unclamped_mse``: as the search left it, the unit of the paper's DLG."""
+    truth = Batch(scene.truth.inputs[i : i + 1], scene.truth.labels[i : i + 1])
+    values, _ = measure(found.inputs, found.labels, truth, scene.public.inputs[:GALLERY])
+    row: Row = {name: float(v[0]) for name, v in values.items()}
+    if found.raw is not None:
+        row["unclamped_mse"] = float(mse(found.raw.detach().cpu().float(), truth.inputs)[0])
+    return row | {"objective": found.objective, "converged": found.converged, **found.details}
 
 
 def _device(seen: Observation) -> torch.device:

@@ -1,0 +1,152 @@
+"""One setting of the trade-off figure, from its rows: what the server gets, and what the defence costs.
+
+Accuracies come from the ``accuracy`` item and are joined by data set, family of networks (``lenet``, ``convnet``)
+and defence. The family only, since the networks that the attacks are run on (untrained; sigmoid and uniform
+weights for DLG) hardly train, and those that train are not those that DLG works on. A setting without such rows
+has no accuracy and is listed as "not measured".
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from statistics import median
+
+from gradveil.metrics import Interval, interval, rate
+from gradveil.paper.attack_points import same_defense
+from gradveil.paper.base import Row
+
+SUCCESS = 0.01  # clamped MSE under which an image counts as recovered
+MAX_DROP = 0.01  # a smaller loss of accuracy counts as none
+BLIND = "(blind guess)"
+GUESS = "mean image"  # the blind guess that everything is held against
+NAIVE, KNOWING = "naive", "knowing"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One defence and one server on one panel."""
+
+    panel: str
+    defense: str
+    server: str
+    mse: Interval  # clamped, pixels in [0, 1]
+    papers_mse: float  # the median in the paper's unit: unclamped (DLG), in standard deviations of the data (GS)
+    success: Interval
+    identified: Interval
+    blind: float  # clamped MSE of the mean image on the same images
+    accuracy: Interval | None
+    lost: float | None  # accuracy of the undefended model less this one
+
+    @property
+    def family(self) -> str:
+        """The defence without its strength."""
+        return self.defense.partition(":")[0]
+
+    @property
+    def kind(self) -> str:
+        """Whether the server knows the defence."""
+        return NAIVE if self.server == NAIVE else KNOWING
+
+    @property
+    def hidden(self) -> bool:
+        """Whether the image is unrecognisable, by the rule ``HIDDEN``."""
+        return self.mse.mean >= self.blind and self.identified.mean < 0.5
+
+    @property
+    def free(self) -> bool | None:
+        """Whether the defence costs no accuracy; ``None``: not measured."""
+        return None if self.lost is None else self.lost <= MAX_DROP
+
+
+HIDDEN = "mean clamped MSE at least that of the mean image, and fewer than half of the images told from 99 others"
+
+
+def settings(rows: Sequence[Row], accuracy: Sequence[Row]) -> list[Setting]:
+    """Return every setting of the trade-off rows, in order, with the accuracy that belongs to it."""
+    found = []
+    for panel, defense, server in dict.fromkeys((r["panel"], r["defense"], r["server"]) for r in rows):
+        if defense == BLIND:
+            continue
+        mine = select(rows, panel, defense, server)
+        scores = accuracies(accuracy, mine[0]["dataset"], mine[0]["model"], defense)
+        control = accuracies(accuracy, mine[0]["dataset"], mine[0]["model"], "none")
+        measured = interval(scores) if scores else None
+        lost = interval(control).mean - measured.mean if control and measured else None
+        blind = interval([r["mse"] for r in select(rows, panel, BLIND, GUESS)]).mean
+        units = [papers_unit(r) for r in mine]
+        found.append(
+            Setting(
+                panel,
+                defense,
+                server,
+                interval([r["mse"] for r in mine]),
+                median(units),
+                rate([float(r["mse"] < SUCCESS) for r in mine]),
+                rate([r["identified"] for r in mine]),
+                blind,
+                measured,
+                lost,
+            )
+        )
+    return found
+
+
+def select(rows: Sequence[Row], panel: str, defense: str, server: str) -> list[Row]:
+    """Return the rows of one setting."""
+    return [r for r in rows if (r["panel"], r["defense"], r["server"]) == (panel, defense, server)]
+
+
+def papers_unit(row: Row) -> float:
+    """Return a row's MSE as the authors' code reports it.
+
+    DLG: of what the search left, unclamped (clamped where an attack keeps to the data range). GS: of normalised
+    images.
+    """
+    if row["attack"] == "gs":
+        return float(row["normalised_mse"])
+    return float(row["unclamped_mse"] if "unclamped_mse" in row else row["mse"])
+
+
+def accuracies(rows: Sequence[Row], dataset: str, model: str, defense: str) -> list[float]:
+    """Return the final accuracy of every seed that belongs to a data set, a network family and a defence."""
+    wanted = (dataset, network_family(model), _spelled(defense))
+    return [
+        float(r["accuracy"])
+        for r in rows
+        if r["round"] == r["rounds"]
+        and (r["dataset"], network_family(r.get("model", "lenet")), _spelled(r["defense"])) == wanted
+    ]
+
+
+_spelled = cache(same_defense)
+
+
+def network_family(model: str) -> str:
+    """Return ``lenet`` or ``convnet`` for any spec of those networks."""
+    return model.partition(":")[0].partition("_")[0]
+
+
+def control_works(found: Sequence[Setting], panel: str) -> bool | None:
+    """Return whether the attack recovers at least half of the undefended images; ``None``: not measured."""
+    control = [s for s in found if s.panel == panel and s.defense == "none"]
+    return control[0].success.mean >= 0.5 if control else None
+
+
+def strongest(found: Sequence[Setting], kind: str) -> list[Setting]:
+    """Return, per panel and defence, the setting of this kind of server with the lowest MSE: what is known to work."""
+    best: dict[tuple[str, str], Setting] = {}
+    for s in found:
+        key = (s.panel, s.defense)
+        if (s.kind == kind or s.defense == "none") and (key not in best or s.mse.mean < best[key].mse.mean):
+            best[key] = s
+    return list(best.values())
+
+
+def own(rows: Sequence[Row]) -> list[Row]:
+    """Return an item's own rows."""
+    return [r for r in rows if "item" not in r]
+
+
+def of_item(rows: Sequence[Row], name: str) -> list[Row]:
+    """Return the rows that came from another item."""
+    return [r for r in rows if r.get("item") == name]

@@ -1,0 +1,61 @@
+"""Draw accuracy against MSE: solid for the server that does not know the defence, dashed for the one that does."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gradveil.paper.drawing import LOOKS, figure
+from gradveil.paper.settings import KNOWING, NAIVE, Setting, control_works, strongest
+
+LINES = {NAIVE: "-", KNOWING: "--"}
+STRIP = 0.12  # of the axis' height, for settings whose accuracy was not measured
+
+
+def draw(found: Sequence[Setting], path: Path) -> None:
+    """Write ``path`` with the endings .svg and .png, a panel beside the other."""
+    panels = list(dict.fromkeys(s.panel for s in found))
+    with figure(path, 4.2 * max(1, len(panels)), 4.4) as empty:
+        axes = empty.subplots(1, max(1, len(panels)), squeeze=False)[0]
+        for axis, panel in zip(axes, panels, strict=False):
+            _panel(axis, [s for s in found if s.panel == panel], panel)
+        handles: dict[str, Any] = {}
+        for axis in axes:
+            handles |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+        empty.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+
+
+def _panel(axis: Any, found: Sequence[Setting], panel: str) -> None:
+    known = [s.accuracy.mean for s in found if s.accuracy is not None]
+    low, high = (min(known), max(known)) if known else (0.0, 1.0)
+    room = max(high - low, 0.02)
+    strip = low - 2 * STRIP * room  # where settings without an accuracy are drawn
+    for kind, line in LINES.items():
+        mine = strongest(found, kind)
+        for family in dict.fromkeys(s.family for s in mine):
+            if family != "none" or kind == NAIVE:
+                _curve(axis, [s for s in mine if s.family == family], family, kind, line, strip)
+    axis.axvline(found[0].blind, color="grey", linestyle=":", linewidth=1, label="blind guess (mean image)")
+    if any(s.accuracy is None for s in found):
+        axis.axhspan(strip - STRIP * room, strip + STRIP * room, color="0.93", zorder=0)
+        axis.text(0.02, strip, "accuracy not measured", fontsize=7, color="0.4", va="center",
+                  transform=axis.get_yaxis_transform())  # fmt: skip
+    void = control_works(found, panel) is False
+    axis.set_title(f"{panel}{' (void: the control fails)' if void else ''}")
+    axis.set_xscale("log")
+    axis.set_xlabel("clamped MSE, mean over images")
+    axis.set_ylabel("accuracy after the last round")
+
+
+def _curve(axis: Any, mine: Sequence[Setting], family: str, kind: str, line: str, strip: float) -> None:
+    look = dict(LOOKS.get(family, {"color": "0.3", "marker": "d", "label": family}))
+    if kind == KNOWING:
+        look |= {"markerfacecolor": "white", "label": f"{look['label']}, server knows"}
+    at = [max(s.mse.mean, 1e-9) for s in mine]
+    heights = [strip if s.accuracy is None else s.accuracy.mean for s in mine]
+    across = [[x - max(s.mse.low, 1e-9 * 0.5) for x, s in zip(at, mine, strict=True)],
+              [s.mse.high - s.mse.mean for s in mine]]  # fmt: skip
+    up = [[0.0 if s.accuracy is None else s.accuracy.mean - s.accuracy.low for s in mine],
+          [0.0 if s.accuracy is None else s.accuracy.high - s.accuracy.mean for s in mine]]  # fmt: skip
+    across = [[max(0.0, e) for e in side] for side in across]
+    axis.errorbar(at, heights, xerr=across, yerr=up, linestyle=line, linewidth=1, elinewidth=0.7, capsize=1.5,
+                  markersize=9 if family == "none" else 5, **look)  # fmt: skip

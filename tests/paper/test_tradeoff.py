@@ -1,0 +1,176 @@
+"""The trade-off figure: points run end to end at toy size, no problem is solved twice, verdicts follow from rows."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradveil.attacks.base import build as build_attack
+from gradveil.countermeasures import drop
+from gradveil.paper.attack_points import AttackPoints, Point, servers
+from gradveil.paper.base import Context, Row
+from gradveil.paper.points import Scene, attack_rows, naive
+from gradveil.paper.settings import accuracies, control_works, settings, strongest
+from gradveil.paper.tradeoff import FULL, QUICK, Tradeoff, _points
+
+TINY = Tradeoff(
+    quick_images=2, quick_steps=1, datasets=("digits", "digits"), networks=("lenet:width=3", "lenet:width=3"),
+    quick_gs_network="lenet:activation=relu,init=default,width=3", quick_gs_steps=4, quick_newton="newton:steps=2",
+)  # fmt: skip
+
+
+def row(panel: str, defense: str, server: str, mse: float, image: int = 0, identified: float = 0.0) -> Row:
+    place = {"panel": panel, "dataset": panel.partition("-")[2], "model": "lenet", "attack": panel.partition("-")[0]}
+    figures = {"mse": mse, "unclamped_mse": 2 * mse, "normalised_mse": 16 * mse, "identified": identified}
+    return place | {"defense": defense, "server": server, "image": image} | figures
+
+
+def trained(defense: str, accuracy: float, dataset: str = "mnist", model: str = "lenet:activation=relu") -> Row:
+    done = {"seed": 0, "round": 200, "rounds": 200, "accuracy": accuracy, "loss": 0.0}
+    return {"item": "accuracy", "dataset": dataset, "model": model, "defense": defense} | done
+
+
+def world(naive_mse: float = 0.3, knowing_mse: float = 0.001, control: float = 0.001) -> list[Row]:
+    panel = "dlg-mnist"
+    return [
+        row(panel, "(blind guess)", "mean image", 0.06),
+        row(panel, "none", "naive", control, identified=1.0),
+        row(panel, "representation:share=0.4", "naive", naive_mse),
+        row(panel, "representation:share=0.4", "drop", knowing_mse, identified=float(knowing_mse < 0.06)),
+        row(panel, "representation:share=0.4", "mask", knowing_mse * 2, identified=float(knowing_mse < 0.06)),
+        row(panel, "random_mask:share=0.4", "naive", 0.2),
+    ]
+
+
+def test_quick_keeps_every_mechanism_and_full_covers_the_papers_ranges() -> None:
+    def names(defenses: tuple[str, ...]) -> set[str]:
+        return {d.partition(":")[0] for d in defenses}
+
+    assert names(QUICK["dlg"]) == names(FULL["dlg"]) == names(QUICK["gs"]) == names(FULL["gs"])
+    full = Tradeoff().units(Context(scale="full"))
+    assert {u.partition("/")[0] for u in full} == {"dlg-mnist", "dlg-cifar10", "gs-cifar10"}
+    assert "gs-cifar10/representation:share=0.8" in full
+    assert "gs-cifar10/pruning:share=0.9" in full
+    assert all(p.images == 32 for p in Tradeoff().panels(Context(scale="full")).values())
+
+
+def test_every_unit_runs_and_the_result_is_drawn(tmp_path: Path) -> None:
+    context = Context()
+    rows = [r for unit in TINY.units(context) for r in TINY.run(unit, context)]
+    json.dumps(rows)
+    assert {r["panel"] for r in rows} == {"dlg-digits", "gs-digits"}
+    seen = {(r["defense"].partition(":")[0], r["server"]) for r in rows if r["panel"] == "gs-digits"}
+    assert seen >= {("none", "naive"), ("representation", "drop"), ("representation", "mask"), ("pruning", "mask")}
+    assert seen >= {("gaussian", "whiten"), ("laplace", "whiten"), ("random_mask", "naive")}
+    assert ("pruning", "simulate") not in seen
+    attacks = {(r["panel"], r["attack"]) for r in rows if r["server"] == "whiten"}
+    assert attacks == {("dlg-digits", "newton"), ("gs-digits", "gs")}
+    table = TINY.summary(rows)
+    assert all(line["accuracy"] == "not measured" for line in table if line["defense"] != "(blind guess)")
+    assert TINY.verdicts(rows)
+    assert TINY.draw([*rows, trained("none", 0.9, "digits", "lenet")], tmp_path / "tradeoff")
+    assert (tmp_path / "tradeoff.svg").stat().st_size > 1000
+    assert (tmp_path / "tradeoff.png").exists()
+
+
+def test_a_group_gives_what_its_units_give_alone() -> None:
+    context = Context()
+    units = ["gs-digits/none", "gs-digits/representation:share=0.4"]
+    alone = {unit: TINY.run(unit, context) for unit in units}
+    _points.cache_clear()  # so that nothing is remembered
+    grouped = TINY.run_group(units, context)
+    assert list(grouped) == units
+    for unit in units:
+        assert [r["server"] for r in grouped[unit]] == [r["server"] for r in alone[unit]]
+        for a, b in zip(grouped[unit], alone[unit], strict=True):
+            assert a["mse"] == pytest.approx(b["mse"], rel=0.02)
+
+
+def test_points_together_are_the_rows_of_the_plain_way() -> None:
+    context = Context()
+    points = AttackPoints.of("digits", "lenet:width=3", "dlg:steps=1,restarts=1", 2, context)
+    spec = "representation:share=0.4"
+    known = servers(spec, points.scene.model, "newton")
+    fast = points.rows([Point(spec, s) for s in known])
+    slow = attack_rows(points.scene, spec, "dlg:steps=1,restarts=1", context.device, known)
+    for a, b in zip(fast, slow, strict=True):
+        assert (a["server"], a["image"]) == (b["server"], b["image"])
+        assert a["mse"] == pytest.approx(b["mse"], rel=1e-2)  # weights of 1 are multiplied in where problems stack
+
+
+def test_what_a_server_sees_twice_is_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = AttackPoints.of("digits", "lenet:width=3", "dlg:steps=1,restarts=1", 2, Context())
+    kind = type(build_attack("dlg"))
+    sizes: list[int] = []
+    plain = kind.reconstruct_many
+    monkeypatch.setattr(kind, "reconstruct_many", lambda s, v, r: sizes.append(len(v)) or plain(s, v, r))
+    layer = drop("fc.weight")
+    rows = points.rows([Point(f"representation:share={s}", layer) for s in (0.1, 0.4)])
+    assert sizes == [2]
+    assert [r["mse"] for r in rows[:2]] == [r["mse"] for r in rows[2:]]
+    points.rows([Point(f"representation:share={s}", naive()) for s in (0.1, 0.4)])
+    assert sizes == [2, 4]
+
+
+def test_the_unclamped_error_is_of_what_the_search_left() -> None:
+    points = AttackPoints.of("digits", "lenet:width=3", "dlg:steps=2,restarts=1,start=normal", 2, Context())
+    rows = points.rows([Point("none", naive())], pictures=1)
+    assert all(r["unclamped_mse"] > r["mse"] for r in rows)
+    assert [("picture" in r) for r in rows] == [True, False]
+    assert isinstance(points.scene, Scene)
+    std = points.scene.public.inputs.std()
+    assert rows[0]["normalised_mse"] == pytest.approx(rows[0]["mse"] / float(std) ** 2, rel=1e-3)
+
+
+def test_accuracies_are_joined_by_data_family_and_defence() -> None:
+    rows = [trained("none", 0.9), trained("gaussian:scale=1e-3", 0.8), trained("none", 0.5, model="convnet_authors")]
+    assert accuracies(rows, "mnist", "lenet", "gaussian:scale=0.001") == [0.8]
+    assert accuracies(rows, "mnist", "convnet", "none") == [0.5]
+    assert accuracies(rows, "cifar10", "lenet", "none") == []
+    unfinished = [trained("none", 0.1) | {"round": 10}, {k: v for k, v in rows[0].items() if k != "model"}]
+    assert accuracies(unfinished, "mnist", "lenet", "none") == [0.9]
+
+
+def test_a_setting_without_accuracy_is_listed_and_not_dropped() -> None:
+    table = Tradeoff().summary([*world(), trained("none", 0.9), trained("representation:share=0.4", 0.85)])
+    by = {(line["defense"], line["server"]): line for line in table}
+    assert by["representation:share=0.4", "naive"]["lost"] == "+0.050"
+    assert by["random_mask:share=0.4", "naive"]["accuracy"] == "not measured"
+    assert by["(blind guess)", "mean image"]["mse"].startswith("0.0600")
+
+
+def test_verdicts_tell_naive_and_knowing_servers_apart() -> None:
+    status = {v.claim: v.status for v in Tradeoff().verdicts(world())}
+    assert status["dlg-mnist: the attack recovers undefended images (control)"] == "reproduced"
+    assert [s for c, s in status.items() if "does not know" in c] == ["reproduced"]
+    assert [s for c, s in status.items() if "a server that knows" in c] == ["not reproduced"]
+    assert [s for c, s in status.items() if "score matters" in c] == ["reproduced"]
+    status = {v.claim: v.status for v in Tradeoff().verdicts(world(0.03, 0.3))}
+    assert [s for c, s in status.items() if "does not know" in c] == ["not reproduced"]
+    assert [s for c, s in status.items() if "a server that knows" in c] == ["reproduced"]
+    assert [s for c, s in status.items() if "score matters" in c] == ["not reproduced"]
+
+
+def test_a_failing_control_voids_its_panel() -> None:
+    rows = world(control=0.05)
+    assert control_works(settings(rows, []), "dlg-mnist") is False
+    verdicts = Tradeoff().verdicts(rows)
+    assert verdicts[0].status == "not reproduced"
+    assert {v.status for v in verdicts[1:]} == {"not measured"}
+    assert all(line["control"] == "void" for line in Tradeoff().summary(rows) if line["defense"] != "(blind guess)")
+
+
+def test_the_knowing_server_takes_the_better_of_its_ways() -> None:
+    found = strongest(settings(world(), []), "knowing")
+    assert {s.defense: s.server for s in found} == {"none": "naive", "representation:share=0.4": "drop"}
+
+
+def test_cuda_groups_hold_every_unit_once() -> None:
+    item, context = Tradeoff(), Context(device=torch.device("meta"), scale="full")
+    units = item.units(context)
+    groups = item.groups(units, context)
+    assert sorted(u for g in groups for u in g) == sorted(units)
+    assert all(len({u.partition("/")[0] for u in g}) == 1 for g in groups)
+    assert len(groups) < len(units)
+    assert all(len(g) == 1 for g in item.groups(units, Context()))
