@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gradveil.attacks import analytic_rows
 from gradveil.attacks.analytic import Analytic
 from gradveil.defenses.nothing import NoDefense
 from gradveil.defenses.step import step_gradient
@@ -135,3 +136,58 @@ def test_hidden_entries_are_filled_in_by_the_prior() -> None:
     naive, aware = attack(hidden), attack(hidden.masked("1.weight"))
     assert float((aware - images[:1]).square().mean()) < 1e-4
     assert float((naive - images[:1]).square().mean()) > 0.1
+
+
+def test_rows_of_opposite_sign_are_combined_and_do_not_cancel() -> None:
+    r = torch.tensor([0.2, 0.4, 0.8], dtype=torch.float64)
+    db = torch.tensor([0.5, -0.5], dtype=torch.float64)
+    share = analytic_rows._agreeing_rows(db[:, None] * r, db, 1)
+    torch.testing.assert_close((share @ (db[:, None] * r))[0] / (share @ db), r)
+
+
+def test_rows_too_faint_to_divide_have_no_vote() -> None:
+    db = torch.tensor([1.0, 0.5, 1e-12, 1e-12, 1e-12, 0.0], dtype=torch.float64)
+    dw = db[:, None] * torch.tensor([[0.2, 0.4]] * 2 + [[9.0, 9.0]] * 4, dtype=torch.float64)
+    share = analytic_rows._agreeing_rows(dw, db, 2)
+    assert share.isfinite().all()
+    assert [row.nonzero().flatten().tolist() for row in share] == [[0, 1], [0, 1]]  # none is left for a second example
+
+
+def test_where_rows_are_many_the_largest_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(analytic_rows, "ROWS", 2)
+    db = torch.tensor([0.1, 1.0, 0.2, 0.9], dtype=torch.float64)
+    share = analytic_rows._agreeing_rows(db[:, None] * torch.ones(4, 3, dtype=torch.float64), db, 1)
+    assert share[0].nonzero().flatten().tolist() == [1, 3]
+
+
+def test_noise_in_the_bias_counts_with_the_entry_it_divides() -> None:
+    dw, db = torch.tensor([[4.0, 1.0]]).double(), torch.tensor([2.0]).double()
+    found = analytic_rows._combined(dw, db, torch.ones_like(dw), torch.ones(1, 1).double(), (0.0, 0.1))
+    torch.testing.assert_close(found.std, torch.tensor([[0.1, 0.025]]).double())  # |r| std / |db|, for r = 2 and 0.5
+
+
+def test_the_first_start_is_the_priors_mean_whatever_the_generator(model: nn.Module, batch: Batch) -> None:
+    seen = observe(model, one(batch))
+    found = [Analytic(steps=3, restarts=1).reconstruct(seen, torch.Generator().manual_seed(s)).inputs for s in (1, 2)]
+    assert torch.equal(found[0], found[1])
+
+
+def test_of_several_starts_the_best_by_the_objective_is_returned(model: nn.Module, batch: Batch) -> None:
+    seen = observe(model, one(batch))
+    few, many = (
+        Analytic(steps=2, restarts=n).reconstruct(seen, torch.Generator().manual_seed(1)).objective for n in (1, 6)
+    )
+    assert many <= few
+
+
+def test_what_noise_puts_outside_the_data_range_is_clamped(dense: nn.Module, batch: Batch) -> None:
+    seen = observe(dense, one(batch))
+    gradient = dict(seen.update.gradient)
+    gradient["1.weight"] = gradient["1.weight"] * 100
+    found = attack(replace(seen, update=replace(seen.update, gradient=gradient)))
+    assert 0.0 <= float(found.min()) <= float(found.max()) == 1.0
+
+
+def test_the_quotients_of_a_batch_are_not_called_exact(dense: nn.Module, batch: Batch) -> None:
+    two = Batch(batch.inputs[:2], torch.tensor([0, 3]))
+    assert not Analytic().reconstruct(observe(dense, two), torch.Generator()).converged

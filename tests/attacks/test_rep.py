@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradveil.attacks.rep import Rep
+from gradveil.attacks.rep import Rep, _class_means
 from gradveil.errors import AttackError
 from gradveil.types import Batch, Observation, Update
 
@@ -86,3 +86,36 @@ def test_without_the_bias_there_is_no_quotient(probe: nn.Module, batch: Batch) -
 def test_a_layer_outside_the_chain_is_refused(probe: nn.Module, batch: Batch) -> None:
     with pytest.raises(AttackError, match="It has: 3, 5"):
         attack(observe(probe, one(batch)), layer="0")
+
+
+def test_only_classes_of_the_batch_are_matched_however_rare(probe: nn.Module, batch: Batch) -> None:
+    inputs = torch.rand(6, 1, 8, 8, generator=torch.Generator().manual_seed(3))
+    seen = observe(probe, Batch(inputs, torch.tensor([2, 2, 2, 2, 2, 4])))
+    _, counts = Rep()._target(seen, "5")
+    assert counts.amin(1).tolist() == counts.amax(1).tolist() == [0, 0, 1, 0, 1]
+
+
+def test_a_class_without_a_bias_gradient_is_left_out_and_not_divided_by_zero(probe: nn.Module, batch: Batch) -> None:
+    seen = observe(probe, Batch(batch.inputs[:2], torch.tensor([0, 3])))
+    gradient = seen.update.gradient | {"5.bias": seen.update.gradient["5.bias"] * (torch.arange(5) != 3)}
+    r, counts = Rep()._target(replace(seen, update=replace(seen.update, gradient=gradient)), "5")
+    assert r.isfinite().all()
+    assert counts.amax(1).tolist() == [1, 0, 0, 0, 0]
+
+
+def test_the_trials_representation_is_the_mean_over_a_class(probe: nn.Module, batch: Batch) -> None:
+    seen = observe(probe, batch)
+    y = F.one_hot(torch.tensor([[1, 1, 4]]), 5).float()
+    found = _class_means(seen, "5")(batch.inputs[None], y)["5"][0]
+    r = probe[:5](batch.inputs)  # type: ignore[index]
+    torch.testing.assert_close(found[1], r[:2].mean(0))
+    torch.testing.assert_close(found[4], r[2])
+    assert not found[[0, 2, 3]].any()
+
+
+def test_an_entry_of_an_earlier_layer_that_any_row_shows_is_matched(probe: nn.Module, batch: Batch) -> None:
+    seen = observe(probe, one(batch))
+    shown = torch.ones(16, 384)
+    shown[:8, :100], shown[:, 200:] = 0.0, 0.0
+    _, counts = Rep()._target(replace(seen, weights={"3.weight": shown}), "3")
+    assert counts[int(batch.labels[0])].tolist() == [1.0] * 200 + [0.0] * 184
