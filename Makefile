@@ -8,7 +8,7 @@ WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check fast deploy lint types imports lengths bench docs format clean
+.PHONY: demo test check fast deploy faults lint types imports lengths bench docs format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +28,9 @@ fast: $(STAMP)
 
 deploy: $(STAMP)
 	$(BIN)/pytest -q -m deploy -p no:xdist
+
+faults: $(STAMP)
+	GRADVEIL_TRIPLES=10000 $(BIN)/pytest -q -n $(WORKERS) --dist worksteal --timeout 3600 tests/certificates/test_sound.py
 
 check: lint types imports lengths fast
 

@@ -1,0 +1,146 @@
+"""Every certificate on the paper's untrained networks: what is estimated, what is proved, what an inversion reaches."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, isfinite
+
+import torch
+
+from gradveil.certificates.base import Certificate, Kind, blind_mse, largest_mse
+from gradveil.certificates.certify import certify, readable_p
+from gradveil.data import load
+from gradveil.defenses.base import build as build_defense
+from gradveil.layers import find_layer, representation
+from gradveil.models import build
+from gradveil.paper.base import ITEMS, Context, Item, Row, Verdict
+
+NETWORKS = {"sigmoid": "lenet", "relu": "lenet:activation=relu,init=default"}
+KINDS: dict[str, tuple[Kind, ...]] = {
+    "2": ("local", "global", "box", "radius", "reach", "empirical"),
+    "1": ("local", "global", "box", "reach"),
+    "inf": ("local", "global", "box", "reach"),
+}
+PUBLIC = 2000  # images whose mean is the blind guess
+
+
+@ITEMS.register("certificates")
+@dataclass(frozen=True)
+class Certificates(Item):
+    """All kinds in all norms, 40 % of the representation zeroed; the largest and the blind MSE beside them."""
+
+    title = "Theorem 1 and its sound relatives (untrained LeNet, 40 % zeroed)"
+
+    share: float = 0.4
+    datasets: tuple[str, ...] = ("mnist", "cifar10")
+    images: int = 4  # quick: 1
+
+    def units(self, context: Context) -> list[str]:
+        """Return network, data set and norm."""
+        return [f"{d} {net} p={p}" for d in self.datasets for net in NETWORKS for p in KINDS]
+
+    def run(self, unit: str, context: Context) -> list[Row]:
+        """Certify the images in every kind that the norm has."""
+        dataset, net, norm = unit.split()
+        p = norm.removeprefix("p=")
+        source = load(dataset, context.data)
+        model = build(NETWORKS[net], source.input_shape, source.num_classes, seed=context.seeds.number("weights"))
+        order = torch.randperm(len(source.train), generator=context.seeds("images"))
+        x = source.train.batch(order[: self.images if context.full else 1]).inputs
+        public = torch.randperm(len(source.test), generator=context.seeds("public"))[:PUBLIC]
+        floors = {"blind": blind_mse(x, source.test.batch(public).inputs.mean(0)), "largest": largest_mse(x)}
+        layer = find_layer(model)
+        rng = context.seeds("defense")
+        defense = build_defense(f"representation:share={self.share}")
+        r = representation(model, layer, x)
+        perturbed = defense.perturb(model, layer, x, r, rng).detach().flatten(1)
+        rows = []
+        for kind in KINDS[p]:
+            rng = context.seeds("inversion")
+            found = certify(model, layer, x, perturbed, readable_p(p), kind, rng=rng)
+            figures = {"mse": found.to_mse(), **floors, **_details(found)}
+            if kind == "empirical":  # what is proved of an answer that leaves this residual
+                proved = certify(
+                    model, layer, x, perturbed, readable_p(p), "residual", residual=found.details["residual"]
+                )
+                figures["proved"] = proved.to_mse()
+            name = {"dataset": dataset, "network": net, "p": p, "kind": kind}
+            rows += [
+                name | {"image": i} | {key: _finite(values[i]) for key, values in figures.items()}
+                for i in range(len(x))
+            ]
+        return rows
+
+    def summary(self, rows: Sequence[Row]) -> list[Row]:
+        """Return one line per network and norm: the mean over images of every kind's MSE."""
+        table = []
+        for key in dict.fromkeys((r["dataset"], r["network"], r["p"]) for r in rows):
+            mine = [r for r in rows if (r["dataset"], r["network"], r["p"]) == key]
+            line: Row = {"network": f"{key[0]}, {key[1]}", "p": key[2], "images": len({r["image"] for r in mine})}
+            line["local (estimate)"] = _mean(mine, "local")
+            line |= {kind: _mean(mine, kind) for kind in ("global", "box", "radius")}
+            line["reach"] = _reach([r for r in mine if r["kind"] == "reach"])
+            line["inversion of r′ (‖f(X′)−r′‖ / ‖r−r′‖)"] = _inversion(
+                [r for r in mine if r["kind"] == "empirical"], mine
+            )
+            line["mean image"] = f"{sum(r['blind'] for r in mine) / len(mine):.3g}"
+            line["largest possible"] = f"{sum(r['largest'] for r in mine) / len(mine):.3g}"
+            table.append(line)
+        return table
+
+    def verdicts(self, rows: Sequence[Row]) -> list[Verdict]:
+        """Judge the printed figure against what images can have, and the sound ones against what was reached."""
+        local = [r for r in rows if r["kind"] == "local" and r["p"] == "2"]
+        reached = [r for r in rows if r["kind"] == "empirical"]
+        found = []
+        if local:
+            above = sum(_number(r["mse"]) > r["largest"] for r in local)
+            status = "not reproduced" if above else "reproduced"
+            text = f"above it on {above} of {len(local)} images"
+            rule = "the figure (p = 2) at most the largest MSE that any image in [0, 1] can have, on every image"
+            found.append(Verdict("Theorem 1's figure is an MSE that images can have", status, rule, "a bound", text))
+        if reached:
+            held = sum(r["mse"] >= _number(r["proved"]) for r in reached)
+            status = "reproduced" if held == len(reached) else "not reproduced"
+            rule = "MSE of the inversion at least the sound bound for its residual, on every image"
+            text = f"held on {held} of {len(reached)} images"
+            claim = "The sound bounds hold for what an inversion of r′ finds"
+            found.append(Verdict(claim, status, rule, "not in the paper", text))
+        return found
+
+
+def _details(found: Certificate) -> dict[str, torch.Tensor]:
+    wanted = ("distance", "residual", "lipschitz", "norm", "unreachable", "least_residual")
+    return {"bound": found.bound} | {k: v for k, v in found.details.items() if k in wanted}
+
+
+def _finite(value: torch.Tensor) -> float | None:
+    """Return the number, ``None`` for infinity: no image has r′."""
+    return float(value) if isfinite(float(value)) else None
+
+
+def _number(value: float | None) -> float:
+    return inf if value is None else value
+
+
+def _mean(rows: Sequence[Row], kind: str) -> str:
+    values = [_number(r["mse"]) for r in rows if r["kind"] == kind]
+    return f"{sum(values) / len(values):.3g}" if values else ""
+
+
+def _reach(rows: Sequence[Row]) -> str:
+    if not rows:
+        return ""
+    none = sum(bool(r["unreachable"]) for r in rows)
+    if none == len(rows):
+        return "no image has r′"
+    rest = [_number(r["mse"]) for r in rows if not r["unreachable"]]
+    return f"{sum(rest) / len(rest):.3g}" + (f"; no image has r′ for {none}" if none else "")
+
+
+def _inversion(rows: Sequence[Row], others: Sequence[Row]) -> str:
+    if not rows:
+        return ""
+    sizes = {r["image"]: r["distance"] for r in others if r["kind"] == "global"}
+    mse = sum(r["mse"] for r in rows) / len(rows)
+    left = sum(r["residual"] / sizes[r["image"]] for r in rows) / len(rows)
+    return f"{mse:.3g} ({left:.2f})"
