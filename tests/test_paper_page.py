@@ -15,7 +15,7 @@ import pytest
 
 from gradveil.experiments.store import Store
 from gradveil.experiments.toml import dumps
-from gradveil.paper.base import ITEMS, Context
+from gradveil.paper.base import ITEMS, Context, Verdict
 from gradveil.paper.dlg_reference import DLGReference
 
 ROOT = Path(__file__).parent.parent
@@ -97,6 +97,15 @@ def test_the_readme_is_filled_between_the_markers_only(tools: dict[str, ModuleTy
     assert "stale words" not in new
     assert page.filled(new) == new
     assert page.filled("no markers") == "no markers"
+
+
+def test_the_readmes_line_counts_what_was_measured_and_says_what_fails(tools: dict[str, ModuleType]) -> None:
+    statuses = ("reproduced", "not reproduced", "not reproduced", "reproduced only on MNIST", "not measured")
+    verdicts = [Verdict(f"claim {i}", status, "rule", "paper", f"ours {i}") for i, status in enumerate(statuses)]
+    line = tools["paper_page"]._line(DLGReference(), verdicts)
+    assert "1 of 4 claims hold. Holds: claim 0 (ours 0)." in line
+    assert "Does not: claim 1 (not reproduced: ours 1); claim 2 (not reproduced: ours 2); 1 more." in line
+    assert line.endswith(" 1 not measured.")
 
 
 def run_folder(path: Path, rows: dict[str, list[float]], **changed: Any) -> Path:

@@ -168,10 +168,12 @@ def readme_lines(folder: Path = RESULTS) -> list[str]:
 
 
 def _line(item: Item, verdicts: list[Verdict]) -> str:
-    holds = [f"{v.claim} ({v.ours})" for v in verdicts if v.status == "reproduced"]
-    rest = [f"{v.claim} ({v.status}: {v.ours})" for v in verdicts if v.status != "reproduced"]
-    text = f"- [{item.spec_name}](docs/results/paper.md#{item.spec_name}): {len(holds)} of {len(verdicts)} claims hold."
-    return text + _some(" Holds: ", holds) + _some(" Does not: ", rest)
+    measured = [v for v in verdicts if v.status != "not measured"]
+    holds = [f"{v.claim} ({v.ours})" for v in measured if v.status == "reproduced"]
+    rest = [f"{v.claim} ({v.status}: {v.ours})" for v in measured if v.status != "reproduced"]
+    text = f"- [{item.spec_name}](docs/results/paper.md#{item.spec_name}): {len(holds)} of {len(measured)} claims hold."
+    more = len(verdicts) - len(measured)
+    return text + _some(" Holds: ", holds) + _some(" Does not: ", rest) + (f" {more} not measured." if more else "")
 
 
 def _some(start: str, claims: list[str]) -> str:

@@ -72,6 +72,16 @@ class Accuracy(Item):
     """
 
     title = "Accuracy under each defence (the paper's non-IID split)"
+    source = "tradeoff"
+    notes = (
+        "The paper's LeNet (sigmoid, uniform(±0.5)) hardly learns at lr 0.01: ReLU, Kaiming initialisation here. The "
+        "ConvNet of the appendix does not train without batch norm or Kaiming initialisation: the latter here.",
+        "Rounds are not given: 200 on MNIST, up to 1000 on CIFAR-10. The server takes the mean weighted by samples.",
+        "The defence acts per sample at every local step, as algorithms 1 and 2 say; the authors' code applies it once "
+        "after training, which costs no accuracy by construction.",
+        "Noise is added where its spec says: to every step's gradient unless on=weights (what is uploaded). The paper "
+        "does not say which, and it decides the result.",
+    )
 
     seeds: int = 3
     most_rounds: int = 1000  # stop there, where the paper goes on longer
