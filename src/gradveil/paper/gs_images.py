@@ -50,7 +50,8 @@ class GSImages(Item):
     def panel(self, context: Context) -> Panel:
         """Return what is attacked: the scene of the trade-off figure's GS panel."""
         quick = Tradeoff(quick_images=2 * self.quick_images, datasets=(self.dataset,)).panels(context)
-        model, attack = (self.network, f"gs:steps={self.steps}") if context.full else _of(quick[f"gs-{self.dataset}"])
+        full = f"gs:steps={self.steps}" + (",tf32=true" if context.device.type == "cuda" else "")
+        model, attack = (self.network, full) if context.full else _of(quick[f"gs-{self.dataset}"])
         images = self.images if context.full else self.quick_images
         return Panel(self.spec_name, self.dataset, model, attack, images, self.defenses(), is_gs=True)
 

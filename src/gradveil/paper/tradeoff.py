@@ -112,7 +112,7 @@ class Tradeoff(Item):
         found = [Panel(f"dlg-{d}", d, self.networks[0], dlg, images, levels["dlg"], newton) for d in self.datasets]
         last = self.datasets[-1]
         gs_images = images if context.full else max(1, images // 2)
-        gs = f"gs:steps={gs_steps}"
+        gs = f"gs:steps={gs_steps}" + (",tf32=true" if context.device.type == "cuda" else "")
         found.append(Panel(f"gs-{last}", last, network, gs, gs_images, levels["gs"], f"{gs},tv={SMOOTH}", True))
         return {panel.name: panel for panel in found}
 
