@@ -104,3 +104,36 @@ def test_the_plan_follows_from_what_the_server_set(
 def test_steps_that_do_not_fit_the_examples_are_refused() -> None:
     with pytest.raises(AttackError, match="do not fit"):
         local_plan(Update({}, num_examples=8, num_steps=3, batch_size=4))
+
+
+def test_updates_that_differ_in_the_learning_rate_alone_are_not_mixed_up(model: nn.Module, batch: Batch) -> None:
+    seen = [train(model, Batch(batch.inputs[:1], batch.labels[:1]), lr, 1, 2) for lr in (1.0, 5.0)]
+    together = FedAvg(steps=30, optimiser="lbfgs").reconstruct_many(seen, [torch.Generator().manual_seed(3)] * 2)
+    alone = FedAvg(steps=30, optimiser="lbfgs").reconstruct(seen[0], torch.Generator().manual_seed(3))
+    torch.testing.assert_close(alone.inputs, together[0].inputs)
+    again = FedAvg(steps=30, optimiser="lbfgs").reconstruct(seen[1], torch.Generator().manual_seed(4))
+    other = FedAvg(steps=30, optimiser="lbfgs").reconstruct_many(
+        seen, [torch.Generator().manual_seed(3), torch.Generator().manual_seed(4)]
+    )
+    torch.testing.assert_close(again.inputs, other[1].inputs)
+
+
+def test_labels_that_were_read_off_are_the_ones_dealt_out_and_given_ones_keep_their_order(model: nn.Module) -> None:
+    x, labels = torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(2)), torch.tensor([3, 0, 0, 3])
+    seen = train(model, Batch(x, labels), lr=1e-3, size=2, epochs=1)
+    known = replace(seen, labels=torch.tensor([0, 0, 3, 3]))
+    given = FedAvg(steps=1).reconstruct(known, torch.Generator().manual_seed(0)).labels
+    read = FedAvg(steps=1).reconstruct(replace(seen, labels=None), torch.Generator().manual_seed(0)).labels
+    assert given is not None
+    assert given.tolist() == [0, 0, 3, 3]
+    assert read is not None
+    assert read.tolist() == [0, 3, 0, 3]
+
+
+def test_a_simulated_defence_acts_on_the_sum_of_the_steps(model: nn.Module, batch: Batch) -> None:
+    seen = train(model, batch, lr=0.5, size=1, epochs=1)
+    doubled = replace(seen, simulate=lambda update: {n: 2 * g for n, g in update.items()})
+    y, names = F.one_hot(batch.labels, 5).float()[None], tuple(seen.update.gradient)
+    plain, defended = (_unrolled(s, names)(batch.inputs[None], y) for s in (seen, doubled))
+    for name in names:
+        torch.testing.assert_close(defended[name], 2 * plain[name])

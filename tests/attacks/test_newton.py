@@ -10,7 +10,7 @@ from torch import Generator, Tensor, nn
 from gradveil.attacks.newton import Newton
 from gradveil.attacks.newton_prior import Prior
 from gradveil.attacks.newton_smooth import Smoothing, kink_scales
-from gradveil.attacks.newton_solve import Schedule, Solver
+from gradveil.attacks.newton_solve import Schedule, Solver, State
 from gradveil.attacks.newton_step import Dense, MatrixFree, conjugate_gradients
 from gradveil.attacks.newton_update import known_bias, update_rows
 from gradveil.errors import AttackError
@@ -366,3 +366,40 @@ def test_token_embeddings_of_a_transformer_are_given_away() -> None:
     seen = observe(model, Batch(tokens, torch.tensor([1])))
     found = Newton(restarts=2).reconstruct(replace(seen, num_classes=3), seeded())
     assert error(found.inputs, tokens) < 1e-4
+
+
+def test_directions_of_the_prior_without_length_are_left_out(batch: Batch) -> None:
+    factor = torch.zeros(64, 2)
+    factor[3, 0] = 0.5
+    prior = Prior.of(
+        observe(network(nn.Tanh), one(batch, 0), prior=GaussianPrior(torch.zeros(64), factor, 0.25)),
+        0,
+        torch.device("cpu"),
+    )
+    wanted = torch.full((64,), 4.0, dtype=torch.float64)
+    wanted[3] = 1 / (0.25 + 0.25)
+    torch.testing.assert_close(prior.precision(), wanted.diag())
+
+
+def test_the_floor_stops_falling_once_the_known_noise_drowns_it(batch: Batch) -> None:
+    seen = observe(network(nn.Sigmoid), one(batch, 0))
+    loud = dict.fromkeys(seen.update.gradient, 10 * max(float(g.abs().max()) for g in seen.update.gradient.values()))
+    found = Newton().reconstruct_many([seen, replace(seen, noise=loud)], [seeded(), seeded()])
+    assert found[1].converged
+    assert found[0].details["floor"] <= 1e-5
+    assert found[1].details["floor"] > 0.01
+    assert found[1].details["steps"] < found[0].details["steps"]
+
+
+def test_a_stage_that_ends_worse_does_not_replace_the_best_point(batch: Batch) -> None:
+    seen = observe(network(nn.Tanh), one(batch, 0))
+    prior = Prior.of(seen, 5, torch.device("cpu"))
+    rows = update_rows([seen], batch.labels[:1, None], prior)
+    solver = Solver(prior, Schedule(10, 5, 3.0, 1e-5), Dense(prior), rows.seen.shape[1] - 5)
+    x, best = prior.center()[None], prior.center()[None] + 1.0
+    zero, one_floor = torch.zeros(1, dtype=x.dtype), torch.ones(1, dtype=x.dtype)
+    state = State(x, one_floor, zero.clone(), zero.clone(), best.clone(), zero.clone(), zero.bool())
+    solver._end_stage(rows, state, torch.tensor([0]), torch.tensor([True]))
+    assert torch.equal(state.best, best)
+    assert float(state.objective) == 0.0
+    assert float(state.floor) < 1.0

@@ -239,3 +239,21 @@ def test_the_result_names_classes_per_device() -> None:
     present = torch.tensor([[True, False, True], [False, True, False]])
     found = Inferred(present, torch.zeros(2, 3), {}, {})
     assert (found.classes(0), found.classes(1)) == ([0, 2], [1])
+
+
+def test_a_channel_counts_by_all_its_positions_not_by_its_largest() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Flatten(), nn.Linear(8, 3))
+    rows = torch.zeros(3, 8)
+    rows[0] = -torch.tensor([3.0, 0, 0, 0, 1, 1, 1, 1])  # of class 0: one large entry, or four that sum to more
+    gradients = {"2.weight": rows, "2.bias": -torch.ones(3), "0.weight": torch.tensor([5.0, 7.0]).reshape(2, 1, 1, 1)}
+    gradients["0.bias"] = torch.ones(2)
+    found = infer_stacked(chain_of(model, (1, 2, 2), 3), {n: g[None] for n, g in gradients.items()}, Settings(m=0.5))
+    assert float(found.vectors["0"][0, 0]) == 7.0
+
+
+def test_a_bias_that_one_update_lacks_is_used_for_none(net: nn.Module) -> None:
+    updates, _, _ = devices(net, 2)
+    without = {n: g for n, g in updates[1].gradient.items() if n != "last.bias"}
+    found = infer(net, [updates[0], Update(without, updates[1].num_examples)], SHAPE, 5)
+    assert "last" not in found.scales
+    assert torch.equal(found.present, infer(net, updates, SHAPE, 5, Settings(rule="row_sum")).present)
