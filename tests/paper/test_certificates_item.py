@@ -7,14 +7,14 @@ from gradveil.paper.certificates import KINDS, NETWORKS, Certificates
 
 
 def row(kind: str, mse: float | None, image: int = 0, **more: float) -> Row:
-    name = {"dataset": "mnist", "network": "sigmoid", "p": "2", "kind": kind, "image": image}
+    name = {"dataset": "mnist", "network": "sigmoid", "p": "2", "kind": kind, "draw": 0, "image": image}
     return name | {"mse": mse, "blind": 0.06, "largest": 0.9, "distance": 2.0, "unreachable": 0.0} | more
 
 
 @pytest.mark.parametrize("net", NETWORKS)
 def test_every_kind_is_there_and_the_sound_ones_lie_below_the_estimate(net: str) -> None:
-    item = Certificates(datasets=("digits",))
-    rows = [r for p in KINDS for r in item.run(f"digits {net} p={p}", Context())]
+    item = Certificates(datasets=("digits",), images=1)
+    rows = [r for p in KINDS for r in item.run(f"digits {net} p={p} draw=1", Context())]
     found = {(r["p"], r["kind"]): r for r in rows}
     assert list(found) == [(p, kind) for p, kinds in KINDS.items() for kind in kinds]
     for p in KINDS:
@@ -24,7 +24,7 @@ def test_every_kind_is_there_and_the_sound_ones_lie_below_the_estimate(net: str)
     inverted = found["2", "empirical"]
     assert inverted["proved"] <= inverted["mse"] <= inverted["largest"]
     assert item.verdicts(rows)[-1].status == "reproduced"
-    assert item.summary(rows)[0]["global"] == f"{found['2', 'global']['mse']:.3g}"
+    assert item.summary(rows)[0]["global"] == f"{found['2', 'global']['mse']:.2g}"
 
 
 def test_lines_are_means_and_verdicts_count() -> None:
@@ -33,14 +33,20 @@ def test_lines_are_means_and_verdicts_count() -> None:
     rows += [row("reach", None, unreachable=1.0), row("reach", 0.2, 1)]
     rows += [row("empirical", 0.3, residual=1.0, proved=0.001), row("empirical", 0.1, 1, residual=1.0, proved=0.2)]
     (line,) = item.summary(rows)
-    assert (line["local (estimate)"], line["global"], line["box"], line["images"]) == ("1.25", "0.03", "", 2)
+    assert (line["local (estimate)"], line["global"], line["box"], line["cases"]) == (
+        "1.2 (1 to 1.5)",
+        "0.03 (0.02 to 0.04)",
+        "",
+        2,
+    )
     assert line["reach"] == "0.2; no image has r′ for 1"
     assert line["inversion of r′ (‖f(X′)−r′‖ / ‖r−r′‖)"] == "0.2 (0.50)"
     above, held = item.verdicts(rows)
-    assert (above.status, above.ours) == ("not reproduced", "above it on 2 of 2 images")
-    assert (held.status, held.ours) == ("not reproduced", "held on 1 of 2 images")
+    assert (above.status, above.ours) == ("not reproduced", "above it on 2 of 2 cases")
+    assert (held.status, held.ours) == ("not reproduced", "held on 1 of 2 cases")
     assert item.verdicts([]) == []
 
 
 def test_units_are_networks_data_sets_and_norms() -> None:
-    assert len(set(Certificates().units(Context()))) == 2 * 2 * 3
+    assert len(set(Certificates().units(Context()))) == 2 * 2 * 3 * 1
+    assert len(Certificates().units(Context(scale="full"))) == 2 * 2 * 3 * 3
