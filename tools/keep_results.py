@@ -78,7 +78,7 @@ def main() -> int:
     parser.add_argument("--machine", required=True, help="The kind of machine, in words.")
     given = parser.parse_args()
     names = [keep(folder, given.machine) for folder in given.folders]
-    needing = [name for name, cls in ITEMS if own_rows(name) and set(getattr(cls, "needs", ())) & set(names)]
+    needing = [name for name, cls in ITEMS if own_rows(name) and set(cls.needs) & set(names)]
     for name in dict.fromkeys([*names, *needing]):
         drawn = draw(name)
         if not any((RESULTS / name).iterdir()):

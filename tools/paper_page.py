@@ -48,9 +48,8 @@ def in_order(folder: Path = RESULTS) -> list[Item]:
 
 
 def has_rows(item: Item, folder: Path = RESULTS) -> bool:
-    """Return whether there is anything to say: rows of its own, or of others where it only reads theirs."""
-    rows = all_rows(item, folder) if not units(item) else own_rows(item.spec_name, folder)
-    return bool(rows)
+    """Return whether there is anything to say: rows of its own, or of all others where it only reads theirs."""
+    return all(own_rows(name, folder) for name in ([item.spec_name] if units(item) else item.needs))
 
 
 def units(item: Item) -> list[str]:
@@ -116,7 +115,7 @@ def _extent(item: Item, folder: Path) -> str:
     """Say how much of the item was run."""
     wanted, rows = units(item), own_rows(item.spec_name, folder)
     if not wanted:
-        return f"Ours, from the rows of {', '.join(getattr(item, 'needs', ()))}:"
+        return f"Ours, from the rows of {', '.join(item.needs)}:"
     done = {row["unit"] for row in rows} & set(wanted)
     missing = "" if len(done) == len(wanted) else " What is missing has not been run at full size yet."
     return f"Ours ({len(rows)} rows, {len(done)} of {len(wanted)} units of work).{missing}"

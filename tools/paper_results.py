@@ -21,7 +21,7 @@ def own_rows(name: str, folder: Path = RESULTS) -> list[Row]:
 
 def all_rows(item: Item, folder: Path = RESULTS) -> list[Row]:
     """Return an item's rows, then those of the items it needs, marked with their names."""
-    needed = [row | {"item": name} for name in getattr(item, "needs", ()) for row in own_rows(name, folder)]
+    needed = [row | {"item": name} for name in item.needs for row in own_rows(name, folder)]
     return own_rows(item.spec_name, folder) + needed
 
 
@@ -47,6 +47,8 @@ def build(name: str, folder: Path = RESULTS) -> Item:
 
 def markdown(rows: list[Row]) -> str:
     """Return rows as a Markdown table; a row may leave columns out."""
+    if not rows:
+        return "No line to show."
     keys = list(dict.fromkeys(key for row in rows for key in row))
     lines = ["| " + " | ".join(keys) + " |", "|" + "---|" * len(keys)]
     return "\n".join(lines + ["| " + " | ".join(cell(row.get(key, "")) for key in keys) + " |" for row in rows])
