@@ -403,3 +403,9 @@ def test_a_stage_that_ends_worse_does_not_replace_the_best_point(batch: Batch) -
     assert torch.equal(state.best, best)
     assert float(state.objective) == 0.0
     assert float(state.floor) < 1.0
+
+
+def test_the_number_of_steps_is_kept_to_and_running_out_of_them_is_said(batch: Batch) -> None:
+    found = Newton(steps=3).reconstruct(observe(network(nn.Tanh), one(batch, 0)), seeded())
+    assert found.details["steps"] == 3
+    assert not found.converged

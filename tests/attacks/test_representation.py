@@ -257,3 +257,51 @@ def test_a_bias_that_one_update_lacks_is_used_for_none(net: nn.Module) -> None:
     found = infer(net, [updates[0], Update(without, updates[1].num_examples)], SHAPE, 5)
     assert "last" not in found.scales
     assert torch.equal(found.present, infer(net, updates, SHAPE, 5, Settings(rule="row_sum")).present)
+
+
+def test_a_class_is_ruled_out_with_confidence_too() -> None:
+    rows = torch.tensor([[[4.0], [1.0], [0.0], [0.5]]])
+    present, confidence = RULES["mean"](rows, None)  # the mean norm is 1.375
+    assert present.tolist() == [[True, False, False, False]]
+    torch.testing.assert_close(confidence, torch.tensor([[1.0, 0.375 / 1.375, 1.0, 0.875 / 1.375]]))
+
+
+def test_only_what_lies_after_the_last_missing_layer_is_inferred(net: nn.Module) -> None:
+    updates, _, _ = devices(net, 1)
+    only = {n: g for n, g in updates[0].gradient.items() if n.startswith(("last", "first"))}
+    assert list(infer(net, Update(only), SHAPE, 5).vectors) == ["last"]
+
+
+def test_a_convolution_in_groups_ends_the_chain() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3, groups=2), nn.ReLU(), nn.Conv2d(4, 2, 1), nn.Flatten(),
+        nn.Linear(32, 5),
+    )  # fmt: skip
+    assert [v.path for v in chain_of(model, SHAPE, 5).layers] == ["4", "6"]
+
+
+def test_a_convolution_whose_channels_do_not_reach_the_dense_layer_ends_the_chain() -> None:
+    class Beside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.fc = nn.Conv2d(1, 3, 3), nn.Linear(64 + 3 * 36, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(torch.cat([x.flatten(1), self.conv(x).flatten(1)], 1))  # type: ignore[no-any-return]
+
+    assert (64 + 3 * 36) % 3  # so the inputs cannot be three channels, flattened
+    assert [v.path for v in chain_of(Beside(), SHAPE, 5).layers] == ["fc"]
+
+
+def test_a_batch_norm_in_training_is_traced_without_moving_its_averages() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 5)).train()
+    before = {n: b.clone() for n, b in model.named_buffers()}
+    assert trace(model, SHAPE).paths() == ("1", "4")
+    assert all(torch.equal(b, before[n]) for n, b in model.named_buffers())
+    assert all(m.training for m in model.modules())
+
+
+def test_a_layer_whose_output_is_changed_afterwards_does_not_give_the_logits() -> None:
+    layers = [nn.Flatten(), nn.Linear(64, 5)]
+    assert trace(nn.Sequential(*layers), SHAPE).output == "1"
+    assert trace(nn.Sequential(*layers, nn.LogSoftmax(1)), SHAPE).output is None

@@ -29,6 +29,7 @@ class Certificates(Item):
     """All kinds in all norms, 40 % of the representation zeroed; the largest and the blind MSE beside them."""
 
     title = "Theorem 1 and its sound relatives (untrained LeNet, 40 % zeroed)"
+    source = "bounds"
 
     share: float = 0.4
     datasets: tuple[str, ...] = ("mnist", "cifar10")
