@@ -95,7 +95,7 @@ class Tradeoff(Item):
     networks: tuple[str, ...] = ("lenet", "convnet")
     quick_images: int = 4  # half as many for GS
     quick_steps: int = 40
-    quick_newton: str = "newton:steps=20,cg_steps=30"
+    quick_newton: str = "newton:steps=12,cg_steps=20,dense_limit=1"
     quick_gs_steps: int = 200
     quick_gs_network: str = "lenet:activation=relu,init=default,strides=2/1/1/1,width=48"
 
