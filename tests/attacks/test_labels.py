@@ -7,8 +7,9 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from gradveil.attacks.labels import class_counts, label_signal, recover_labels, with_labels
+from gradveil.attacks.labels import _dummies, class_counts, label_signal, recover_labels, with_labels
 from gradveil.errors import AttackError
+from gradveil.priors import GaussianPrior
 from gradveil.types import Observation, Update
 
 
@@ -87,3 +88,45 @@ def test_known_labels_stay_and_unreadable_ones_are_refused_where_needed(rng: Gen
 
 def test_a_last_layer_of_another_size_is_not_taken_for_the_classifier(rng: Generator) -> None:
     assert recover_labels(replace(observe(net(), torch.tensor([4]), rng), num_classes=5), rng) is None
+
+
+def test_several_local_steps_are_averaged_without_a_bias_too(rng: Generator) -> None:
+    seen = observe(net(bias=False), torch.tensor([2, 2, 4]), rng)
+    tripled = {n: 3 * g for n, g in seen.update.gradient.items()}
+    several = replace(seen, update=replace(seen.update, gradient=tripled, num_steps=3))
+    one, other = (label_signal(s, torch.Generator().manual_seed(1)) for s in (seen, several))
+    torch.testing.assert_close(other, one)
+
+
+def test_a_class_with_a_negative_signal_is_there_however_faint(rng: Generator) -> None:
+    seen = observe(net(), torch.tensor([0, 1]), rng)
+    counts = class_counts(seen, torch.tensor([-0.9, -0.01, 0.2, 0.2, 0.2, 0.3]), rng)
+    assert counts.tolist() == [1, 1, 0, 0, 0, 0]
+
+
+def test_of_more_negative_signals_than_examples_the_strongest_count(rng: Generator) -> None:
+    seen = observe(net(), torch.tensor([0, 1]), rng)
+    counts = class_counts(seen, torch.tensor([-0.1, -0.9, -0.5, -0.01, 0.5, 0.5]), rng)
+    assert counts.tolist() == [0, 1, 1, 0, 0, 0]
+
+
+def test_counts_allow_for_a_network_that_leans_to_a_class(rng: Generator) -> None:
+    model = net()
+    with torch.no_grad():
+        model[-1].bias[0] = 3.0  # type: ignore[index, union-attr, operator]
+    seen = observe(model, torch.tensor([0, 0, 0, 1]), rng)
+    assert recover_labels(seen, rng).tolist() == [0, 0, 0, 1]  # type: ignore[union-attr]
+
+
+def test_a_bias_gradient_that_was_zeroed_is_passed_over(rng: Generator) -> None:
+    seen = observe(net(), torch.tensor([4]), rng)
+    seen.update.gradient["2.bias"].zero_()
+    assert recover_labels(seen, rng).tolist() == [4]  # type: ignore[union-attr]
+
+
+def test_made_inputs_are_those_of_the_prior_within_the_bounds(rng: Generator) -> None:
+    prior = GaussianPrior(torch.linspace(0.5, 1.4, 10), 0.01 * torch.eye(10), 1e-6)
+    x = _dummies(replace(observe(net(), torch.tensor([0]), rng), prior=prior), rng)
+    torch.testing.assert_close(x.mean(0), prior.mean.clamp_max(1.0), rtol=0, atol=0.02)
+    assert float(x.max()) == 1.0
+    assert float(x[:, 0].std()) > 0

@@ -409,3 +409,7 @@ def test_the_number_of_steps_is_kept_to_and_running_out_of_them_is_said(batch: B
     found = Newton(steps=3).reconstruct(observe(network(nn.Tanh), one(batch, 0)), seeded())
     assert found.details["steps"] == 3
     assert not found.converged
+
+
+def test_a_kink_whose_input_does_not_vary_still_has_a_scale() -> None:
+    assert kink_scales(lambda: torch.full((2, 3), 0.5).relu()) == [1.0]
