@@ -111,6 +111,8 @@ def test_what_a_server_sees_twice_is_solved_once(monkeypatch: pytest.MonkeyPatch
     assert [r["mse"] for r in rows[:2]] == [r["mse"] for r in rows[2:]]
     points.rows([Point(f"representation:share={s}", naive()) for s in (0.1, 0.4)])
     assert sizes == [2, 4]
+    points.rows([Point("representation:share=0.4", s) for s in (naive(), layer)])  # both known by now
+    assert sizes == [2, 4]
 
 
 def test_the_unclamped_error_is_of_what_the_search_left() -> None:
@@ -150,6 +152,12 @@ def test_verdicts_tell_naive_and_knowing_servers_apart() -> None:
     assert [s for c, s in status.items() if "does not know" in c] == ["not reproduced"]
     assert [s for c, s in status.items() if "a server that knows" in c] == ["reproduced"]
     assert [s for c, s in status.items() if "score matters" in c] == ["not reproduced"]
+
+
+def test_an_image_that_can_be_told_from_others_is_not_hidden() -> None:
+    told = [row("dlg-mnist", "representation:share=0.4", "naive", 0.3, identified=1.0)]
+    rows = [r for r in world() if (r["defense"], r["server"]) != ("representation:share=0.4", "naive")] + told
+    assert {v.status for v in Tradeoff().verdicts(rows) if "unrecognisable" in v.claim} == {"not reproduced"}
 
 
 def test_a_failing_control_voids_its_panel() -> None:
