@@ -57,6 +57,7 @@ bench: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python tools/make_docs.py
 	$(BIN)/python tools/readme_tables.py
+	$(BIN)/python tools/theory_tables.py
 
 clean:
 	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = ["quickstart.md", "how-to/bring-my-data.md", "how-to/train.md"]
+PAGES = ["quickstart.md", "how-to/bring-my-data.md", "how-to/train.md", "theory/certificates.md"]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -28,7 +28,7 @@ def test_every_link_between_pages_leads_somewhere() -> None:
     assert not broken
 
 
-@pytest.mark.parametrize("tool", ["make_docs.py", "readme_tables.py"])
+@pytest.mark.parametrize("tool", ["make_docs.py", "readme_tables.py", "theory_tables.py"])
 def test_generated_tables_agree_with_the_registry_and_the_results(tool: str) -> None:
     path = DOCS.parent / "tools" / tool
     done = subprocess.run([sys.executable, str(path), "--check"], capture_output=True, text=True, check=False)

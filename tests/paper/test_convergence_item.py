@@ -96,13 +96,14 @@ def constants() -> Row:
 def test_the_verdicts_follow_from_the_rows() -> None:
     falling = [row("E=10", d, t, 1.0 / t + (d == "ours") * 0.1) for d in ("none", "ours") for t in (1, 2, 10)]
     rising = [row("long", "ours", t, loss, 0.1) for t, loss in ((1, 1.0), (200, 0.46), (600, 0.59))]
-    paper, long, price, gap = Convergence().verdicts([constants(), *falling, *rising])
+    paper, long, price, gap, bias = Convergence().verdicts([constants(), *falling, *rising])
     assert paper.status == "reproduced"
     assert long.status == "not reproduced"
     assert "1.283" in long.ours
     assert price.status == "not reproduced"
     assert "2.00 x" in price.ours
-    assert gap.status == "reproduced"
+    assert gap.status == bias.status == "reproduced"
+    assert bias.ours == "at most 0.2, bound 9.8"
     above = row("long", "ours", 700, 0.3 + 0.1**2 / (2 * 1e-4), 0.1)
     assert "held at 9 of 10" in Convergence().verdicts([constants(), *falling, *rising, above])[3].ours
     table = Convergence().summary([constants(), *falling, *rising])

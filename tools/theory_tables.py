@@ -1,0 +1,131 @@
+"""Fill the measured parts of docs/theory/certificates.md and convergence.md; with --check, only compare."""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from paper_results import RESULTS, ROOT, Row, build, markdown, own_rows, runs
+
+MISSING = "Not run at full size yet."
+BENCH = ROOT / "bench" / "results" / "certificates.json"
+THEORY = ROOT / "docs" / "theory"
+Block = Callable[[Path], str]
+
+
+def _item(name: str) -> Block:
+    """Return an item's table, what follows from it, its figure, and the command that makes it."""
+
+    def block(folder: Path) -> str:
+        rows = own_rows(name, folder)
+        if not rows:
+            return f"{MISSING} To run it: `gradveil reproduce {name} --scale full`."
+        item = build(name, folder)
+        parts = [markdown(item.summary(rows))]
+        parts += [f"- **{v.status}**: {v.claim}. {v.ours}. Rule: {v.rule}." for v in item.verdicts(rows)]
+        if (folder / name / f"{name}.svg").exists():
+            parts.append(f"![{item.title}](../results/{name}/{name}.svg)")
+        parts += [f"`{run['command']}`, {run['date'][:10]}, {run['machine']}." for run in _distinct(name, folder)]
+        return "\n\n".join(parts)
+
+    return block
+
+
+def _distinct(name: str, folder: Path) -> list[Row]:
+    """Return the runs of an item, those that differ in their units of work only once."""
+    return list({(run["command"], run["machine"]): run for run in runs(name, folder)}.values())
+
+
+def _constants(folder: Path) -> str:
+    row = next((r for r in own_rows("convergence", folder) if r["kind"] == "constants"), None)
+    if row is None:
+        return MISSING
+    lines: list[Row] = [
+        {"constant": symbol, "value": f"{c['value']:.4g}", "known": c["how"], "from": c["note"]}
+        for symbol, c in row["known"].items()
+    ]
+    error = row["output"] * row["displacement"]
+    lines += [
+        {"constant": "κ", "value": f"{row['smoothness'] / row['convexity']:.3g}", "known": "bounded", "from": "L/μ"},
+        {"constant": "δ = Λ_s ρ", "value": f"{error:.3g}", "known": "bounded", "from": "the most a gradient is moved"},
+        {"constant": "‖b̄(W*)‖", "value": f"{row['bias at the optimum']:.3g}", "known": "measured", "from": "at Ŵ"},
+        {"constant": "F*", "value": f"{row['lowest']:.5g}", "known": "bounded",
+         "from": f"F(Ŵ), which is at most {row['uncertain']:.1g} above it"},
+        {"constant": "F(W_0) − F*", "value": f"{row['start'] - row['lowest']:.4g}", "known": "measured", "from": ""},
+    ]  # fmt: skip
+    return markdown(lines)
+
+
+def _turn(folder: Path) -> str:
+    """Say where the long defended run turns up, and where the undefended one ends."""
+    rows = [r for r in own_rows("convergence", folder) if r["kind"] == "long"]
+    ours, none = ([r for r in rows if r["defense"] == d] for d in ("ours", "none"))
+    if not ours or not none:
+        return MISSING
+    low, last = min(ours, key=lambda r: r["loss"]), max(ours, key=lambda r: r["round"])
+    end = max(none, key=lambda r: r["round"])
+    turned = last["loss"] > 1.02 * low["loss"]
+    text = f"Defended, constant step {low['lr']:g}: the loss is lowest at round {low['round']}, {low['loss']:.3f}"
+    text += f", and {last['loss']:.3f} at round {last['round']}: it " + ("turns up again." if turned else "stays.")
+    return text + f" Undefended it is {end['loss']:.3f} at round {end['round']}."
+
+
+def _timing(path: Path = BENCH) -> str:
+    if not path.exists():
+        return "Not run yet. To run it: `python bench/certificates.py`."
+    found = json.loads(path.read_text())
+    columns = (
+        "model",
+        "input",
+        "what",
+        "ms per image",
+        "training step of 32 (ms)",
+        "steps per image",
+        "steps per call",
+    )
+    table = markdown([{key: row[key] for key in columns} for row in found["rows"]])
+    return f"{table}\n\n{found['target']}: {'met' if found['met'] else 'not met'} ({found['machine']})."
+
+
+PAGES: dict[str, dict[str, Block]] = {
+    "certificates.md": {
+        "certificates": _item("certificates"),
+        "meter": _item("meter"),
+        "timing": lambda folder: _timing(),
+    },
+    "convergence.md": {"constants": _constants, "turn": _turn, "convergence": _item("convergence")},
+}
+
+
+def filled(text: str, blocks: dict[str, Block], folder: Path = RESULTS) -> str:
+    """Return a page with every marked block made anew."""
+    for name, block in blocks.items():
+        begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
+        if text.count(begin) != 1 or text.count(end) != 1:
+            raise SystemExit(f"The page must have the markers {begin} and {end} once each.")
+        fresh = f"{begin}\n\n{block(folder)}\n\n{end}"
+        text = re.sub(re.escape(begin) + ".*?" + re.escape(end), lambda _, fresh=fresh: fresh, text, flags=re.DOTALL)
+    return text
+
+
+def main() -> int:
+    """Write or check the pages."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    stale = 0
+    for name, blocks in PAGES.items():
+        text = (THEORY / name).read_text()
+        fresh = filled(text, blocks)
+        if not check:
+            (THEORY / name).write_text(fresh)
+        elif fresh != text:
+            print(f"docs/theory/{name} is stale: run `make docs`")
+            stale = 1
+    return stale
+
+
+if __name__ == "__main__":
+    sys.exit(main())
