@@ -1,0 +1,105 @@
+"""The pages on certificates and convergence: their measured parts are those of the rows, or say that there are none."""
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from gradveil.paper.meter import NAIVE, SETTINGS
+
+ROOT = Path(__file__).parent.parent
+THEORY = ROOT / "docs" / "theory"
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    return importlib.import_module("theory_tables")
+
+
+def keep(folder: Path, item: str, rows: list[dict[str, Any]]) -> None:
+    (folder / item).mkdir()
+    (folder / item / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def block(tables: ModuleType, page: str, name: str, folder: Path) -> str:
+    text = tables.filled((THEORY / page).read_text(), tables.PAGES[page], folder)
+    found: str = text.split(f"<!-- begin: {name} -->")[1].split(f"<!-- end: {name} -->")[0].strip()
+    return found
+
+
+def curve(kind: str, defense: str, round_: int, loss: float) -> dict[str, Any]:
+    setting = {"kind": kind, "defense": defense, "round": round_, "seed": 0, "epochs": 10, "devices": 10, "lr": 0.1}
+    return setting | {"loss": loss, "gradient": 0.1, "bias": 0.2}
+
+
+def test_without_rows_a_page_says_so_and_shows_no_number(tables: ModuleType, tmp_path: Path) -> None:
+    for page, blocks in tables.PAGES.items():
+        for name in set(blocks) - {"timing"}:
+            assert block(tables, page, name, tmp_path).startswith(tables.MISSING)
+    assert tables._timing(tmp_path / "none.json").startswith("Not run yet")
+
+
+def test_the_turn_of_the_long_run_is_read_off_its_rows(tables: ModuleType, tmp_path: Path) -> None:
+    rising = [curve("long", "ours", t, loss) for t, loss in ((80, 0.484), (240, 0.462), (640, 0.589))]
+    keep(tmp_path, "convergence", [*rising, curve("long", "none", 640, 0.304)])
+    text = block(tables, "convergence.md", "turn", tmp_path)
+    assert "lowest at round 240, 0.462, and 0.589 at round 640: it turns up again." in text
+    assert "Undefended it is 0.304 at round 640." in text
+    assert "| E=10 K=10 lr=0.1 ours | 640 |" in block(tables, "convergence.md", "convergence", tmp_path)
+
+
+def test_every_constant_is_labelled_by_how_it_is_known(tables: ModuleType, tmp_path: Path) -> None:
+    known = {"mu": {"value": 1e-4, "how": "exact", "note": "the weight decay"}}
+    numbers = {"output": 1.5, "displacement": 2.0, "smoothness": 30.0, "convexity": 1e-4, "lowest": 0.2, "start": 2.3}
+    row = {"kind": "constants", "known": known, "uncertain": 1e-6, "bias at the optimum": 0.157} | numbers
+    keep(tmp_path, "convergence", [row])
+    text = block(tables, "convergence.md", "constants", tmp_path)
+    assert "| mu | 0.0001 | exact | the weight decay |" in text
+    assert "| δ = Λ_s ρ | 3 | bounded |" in text
+    assert "| ‖b̄(W*)‖ | 0.157 | measured |" in text
+    assert "| κ | 3e+05 |" in text
+
+
+def test_the_meter_has_its_table_its_correlation_and_its_figure(tables: ModuleType, tmp_path: Path) -> None:
+    rest = {"image": 0, "prior": 0.07, "blind": 0.06, "rank": 64, "objective": 0.0, "converged": True}
+    rows = [
+        {"setting": s, "naive": s in NAIVE, "meter": 10.0**-i, "mse": 2 * 10.0**-i} | rest
+        for i, s in enumerate([*list(SETTINGS)[:3], *NAIVE])
+    ]
+    keep(tmp_path, "meter", rows)
+    (tmp_path / "meter" / "meter.svg").write_text("<svg/>")
+    text = block(tables, "certificates.md", "meter", tmp_path)
+    assert text.count("\n| ") == len(rows) + 1  # and the line of the mean image
+    assert "**reproduced**" in text
+    assert "Spearman 1.00" in text
+    assert "](../results/meter/meter.svg)" in text
+
+
+def test_times_come_from_the_benchmark(tables: ModuleType, tmp_path: Path) -> None:
+    columns = (
+        "model",
+        "input",
+        "what",
+        "ms per image",
+        "training step of 32 (ms)",
+        "steps per image",
+        "steps per call",
+    )
+    result = {"machine": "two cores", "target": "local: at most 50", "met": False, "rows": [dict.fromkeys(columns, 7)]}
+    (tmp_path / "bench.json").write_text(json.dumps(result))
+    text = tables._timing(tmp_path / "bench.json")
+    assert "| 7 | 7 | 7 | 7 | 7 | 7 | 7 |" in text
+    assert "local: at most 50: not met (two cores)." in text
+
+
+def test_a_page_without_a_marker_is_refused(tables: ModuleType) -> None:
+    with pytest.raises(SystemExit, match="markers"):
+        tables.filled("no markers", tables.PAGES["convergence.md"])
+
+
+def test_no_placeholder_is_left_on_a_page() -> None:
+    assert not [page.name for page in THEORY.glob("*.md") if "@@" in page.read_text()]
