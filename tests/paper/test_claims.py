@@ -13,7 +13,7 @@ BASE: list[Point] = [("none", "naive", 0.0005, 0.9)]
 def rows(panel: str, points: list[Point], unclamped: float = 1.0) -> list[Row]:
     attack, _, dataset = panel.partition("-")
     place = {"item": "tradeoff", "panel": panel, "dataset": dataset, "model": "lenet", "attack": attack, "image": 0}
-    found = [place | {"defense": "(blind guess)", "server": "mean image", "mse": 0.06, "identified": 0.0}]
+    found = [place | {"defense": "(blind guess)", "server": "mean image", "mse": 0.06, "ssim": 0.3}]
     for defense, server, mse, accuracy in points:
         hit = {
             "mse": mse,
@@ -21,6 +21,7 @@ def rows(panel: str, points: list[Point], unclamped: float = 1.0) -> list[Row]:
             "normalised_mse": 16 * mse,
             "identified": float(mse < 0.06),
         }
+        hit["ssim"] = 0.9 if mse < 0.06 else 0.05
         found.append(place | {"defense": defense, "server": server} | hit)
         if accuracy is not None and server == "naive":
             done = {"seed": 0, "round": 9, "rounds": 9, "accuracy": accuracy}

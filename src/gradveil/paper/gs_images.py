@@ -37,7 +37,7 @@ class GSImages(Item):
         "The rate of ours is of the entries of r (the paper's p_fc), that of GC of every tensor's gradient (p_model).",
         "On a ReLU network about half of r is dead: from 50-60 % on, ours has zeroed every live entry, and a higher "
         "rate changes nothing.",
-        "Recognisable is judged by a rule, not by eye: " + HIDDEN + " is unrecognisable.",
+        f"Unrecognisable is judged by a rule, not by eye: {HIDDEN}.",
     )
 
     images: int = 32

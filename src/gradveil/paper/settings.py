@@ -33,7 +33,9 @@ class Setting:
     papers_mse: float  # the median in the paper's unit: unclamped (DLG), in standard deviations of the data (GS)
     success: Interval
     identified: Interval
+    ssim: float
     blind: float  # clamped MSE of the mean image on the same images
+    blind_ssim: float
     accuracy: Interval | None
     lost: float | None  # accuracy of the undefended model less this one
 
@@ -50,7 +52,7 @@ class Setting:
     @property
     def hidden(self) -> bool:
         """Whether the image is unrecognisable, by the rule ``HIDDEN``."""
-        return self.mse.mean >= self.blind and self.identified.mean < 0.5
+        return self.mse.mean >= self.blind and self.ssim <= self.blind_ssim
 
     @property
     def free(self) -> bool | None:
@@ -58,7 +60,7 @@ class Setting:
         return None if self.lost is None else self.lost <= MAX_DROP
 
 
-HIDDEN = "mean clamped MSE at least that of the mean image, and fewer than half of the images told from 99 others"
+HIDDEN = "neither MSE (clamped) nor SSIM better than answering with the mean image, means over the images"
 
 
 def settings(rows: Sequence[Row], accuracy: Sequence[Row]) -> list[Setting]:
@@ -72,7 +74,7 @@ def settings(rows: Sequence[Row], accuracy: Sequence[Row]) -> list[Setting]:
         control = accuracies(accuracy, mine[0]["dataset"], mine[0]["model"], "none")
         measured = interval(scores) if scores else None
         lost = interval(control).mean - measured.mean if control and measured else None
-        blind = interval([r["mse"] for r in select(rows, panel, BLIND, GUESS)]).mean
+        guess = select(rows, panel, BLIND, GUESS)
         units = [papers_unit(r) for r in mine]
         found.append(
             Setting(
@@ -83,7 +85,9 @@ def settings(rows: Sequence[Row], accuracy: Sequence[Row]) -> list[Setting]:
                 median(units),
                 rate([float(r["mse"] < SUCCESS) for r in mine]),
                 rate([r["identified"] for r in mine]),
-                blind,
+                interval([r["ssim"] for r in mine]).mean,
+                interval([r["mse"] for r in guess]).mean,
+                interval([r["ssim"] for r in guess]).mean,
                 measured,
                 lost,
             )

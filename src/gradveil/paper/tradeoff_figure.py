@@ -8,6 +8,7 @@ from gradveil.paper.drawing import LOOKS, figure
 from gradveil.paper.settings import KNOWING, NAIVE, Setting, control_works, strongest
 
 LINES = {NAIVE: "-", KNOWING: "--"}
+SMALLEST = 1e-9  # MSE under which a mark is drawn here
 STRIP = 0.12  # of the axis' height, for settings whose accuracy was not measured
 
 
@@ -25,10 +26,10 @@ def draw(found: Sequence[Setting], path: Path) -> None:
 
 
 def _panel(axis: Any, found: Sequence[Setting], panel: str) -> None:
-    known = [s.accuracy.mean for s in found if s.accuracy is not None]
-    low, high = (min(known), max(known)) if known else (0.0, 1.0)
+    known = [s.accuracy for s in found if s.accuracy is not None]
+    low, high = (min(a.low for a in known), max(a.high for a in known)) if known else (0.0, 1.0)
     room = max(high - low, 0.02)
-    strip = low - 2 * STRIP * room  # where settings without an accuracy are drawn
+    strip = low - 2.5 * STRIP * room  # where settings without an accuracy are drawn
     for kind, line in LINES.items():
         mine = strongest(found, kind)
         for family in dict.fromkeys(s.family for s in mine):
@@ -37,8 +38,9 @@ def _panel(axis: Any, found: Sequence[Setting], panel: str) -> None:
     axis.axvline(found[0].blind, color="grey", linestyle=":", linewidth=1, label="blind guess (mean image)")
     if any(s.accuracy is None for s in found):
         axis.axhspan(strip - STRIP * room, strip + STRIP * room, color="0.93", zorder=0)
-        axis.text(0.02, strip, "accuracy not measured", fontsize=7, color="0.4", va="center",
+        axis.text(0.5, strip - 0.9 * STRIP * room, "accuracy not measured", fontsize=7, color="0.4", ha="center",
                   transform=axis.get_yaxis_transform())  # fmt: skip
+        axis.set_ylim(strip - STRIP * room, high + STRIP * room)
     void = control_works(found, panel) is False
     axis.set_title(f"{panel}{' (void: the control fails)' if void else ''}")
     axis.set_xscale("log")
@@ -50,12 +52,16 @@ def _curve(axis: Any, mine: Sequence[Setting], family: str, kind: str, line: str
     look = dict(LOOKS.get(family, {"color": "0.3", "marker": "d", "label": family}))
     if kind == KNOWING:
         look |= {"markerfacecolor": "white", "label": f"{look['label']}, server knows"}
-    at = [max(s.mse.mean, 1e-9) for s in mine]
-    heights = [strip if s.accuracy is None else s.accuracy.mean for s in mine]
-    across = [[x - max(s.mse.low, 1e-9 * 0.5) for x, s in zip(at, mine, strict=True)],
-              [s.mse.high - s.mse.mean for s in mine]]  # fmt: skip
-    up = [[0.0 if s.accuracy is None else s.accuracy.mean - s.accuracy.low for s in mine],
-          [0.0 if s.accuracy is None else s.accuracy.high - s.accuracy.mean for s in mine]]  # fmt: skip
-    across = [[max(0.0, e) for e in side] for side in across]
-    axis.errorbar(at, heights, xerr=across, yerr=up, linestyle=line, linewidth=1, elinewidth=0.7, capsize=1.5,
-                  markersize=9 if family == "none" else 5, **look)  # fmt: skip
+    look |= {"linewidth": 1, "elinewidth": 0.7, "capsize": 1.5, "markersize": 9 if family == "none" else 5}
+    measured = [s for s in mine if s.accuracy is not None]
+    others = [s for s in mine if s.accuracy is None]
+    for part, height in ((measured, None), (others, strip)):
+        if not part:
+            continue
+        at = [max(s.mse.mean, SMALLEST) for s in part]
+        across = [[max(x - s.mse.low, 0.0) for x, s in zip(at, part, strict=True)],
+                  [max(s.mse.high - x, 0.0) for x, s in zip(at, part, strict=True)]]  # fmt: skip
+        marks = [s.accuracy for s in part if s.accuracy is not None]
+        heights = [a.mean for a in marks] if height is None else [height] * len(part)
+        up = [[a.mean - a.low for a in marks], [a.high - a.mean for a in marks]] if height is None else None
+        axis.errorbar(at, heights, xerr=across, yerr=up, linestyle=line if height is None else "none", **look)
