@@ -38,7 +38,7 @@ def test_the_sound_bounds_lie_under_the_printed_figure_and_nothing_exceeds_the_d
     most, least = (
         {r["image"]: r["global"] for r in rows if r["defense"] == d} for d in (DEFENSE, "representation:share=0.01")
     )
-    assert all(most[i] >= least[i] for i in most)
+    assert all(most[i] > 2 * least[i] for i in most)
     table = item.summary(rows)
     assert [line["attained, naive"] for line in table] == ["not measured", "not measured"]
 

@@ -84,6 +84,12 @@ def test_baselines_are_judged_where_they_hide_the_image(accuracy: float, status:
     ]  # fmt: skip
     assert judge(rows("dlg-mnist", points), "lose up to 6%").status == status
     assert judge(rows("dlg-mnist", points), "lose up to 9%").status == "not measured"
+    weak: list[Point] = [
+        *BASE,
+        points[1],
+        ("gaussian:scale=0.001", "naive", 0.01, 0.9),
+    ]  # the cheap level hides nothing
+    assert judge(rows("dlg-mnist", weak), "lose up to 6%").status == status
 
 
 @pytest.mark.parametrize(("mse", "status"), [(0.9, "reproduced"), (0.3, "not reproduced")])

@@ -11,7 +11,7 @@ from gradveil.countermeasures import drop
 from gradveil.paper.attack_points import AttackPoints, Point, servers
 from gradveil.paper.base import Context, Row
 from gradveil.paper.points import Scene, attack_rows, naive
-from gradveil.paper.settings import accuracies, control_works, settings, strongest
+from gradveil.paper.settings import accuracies, control_works, papers_unit, settings, strongest
 from gradveil.paper.tradeoff import FULL, QUICK, Tradeoff, _points
 
 TINY = Tradeoff(
@@ -133,6 +133,13 @@ def test_accuracies_are_joined_by_data_family_and_defence() -> None:
     assert accuracies(rows, "cifar10", "lenet", "none") == []
     unfinished = [trained("none", 0.1) | {"round": 10}, {k: v for k, v in rows[0].items() if k != "model"}]
     assert accuracies(unfinished, "mnist", "lenet", "none") == [0.9]
+
+
+def test_the_papers_unit_is_unclamped_for_dlg_and_normalised_for_gs() -> None:
+    assert papers_unit(row("dlg-mnist", "none", "naive", 0.1)) == pytest.approx(0.2)
+    assert papers_unit(row("gs-mnist", "none", "naive", 0.1)) == pytest.approx(1.6)
+    kept = {k: v for k, v in row("dlg-mnist", "none", "whiten", 0.1).items() if k != "unclamped_mse"}
+    assert papers_unit(kept) == pytest.approx(0.1)
 
 
 def test_a_setting_without_accuracy_is_listed_and_not_dropped() -> None:
