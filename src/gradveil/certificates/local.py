@@ -64,16 +64,19 @@ def linearised(f: LinearMap, x: Tensor) -> tuple[Tensor, LinearMap]:
 def spectral_norms(back: LinearMap, x: Tensor, r: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     """Return ||J||_2 per example (N,) and the relative residuals, from u -> Jᵀu alone.
 
-    J v is the derivative of v·Jᵀu in u: the transpose of the transpose, so no forward pass is repeated.
+    J v is the derivative of v·Jᵀu in u: the transpose of the transpose, so no forward pass is repeated. Lanczos runs
+    in the shorter of the two spaces, on JJᵀ or JᵀJ: the largest eigenvalue is the same.
     """
     _, forward = linearised(lambda u: back(u).flatten(1), torch.zeros_like(r))
     rng = torch.Generator(x.device).manual_seed(0)
     noise = torch.randn(r.shape, generator=rng, device=r.device, dtype=r.dtype)
     size = r.norm(dim=1, keepdim=True).clamp_min(1e-6) / r.shape[1] ** 0.5
-    start = back(r + size * noise).flatten(1)  # has more of the top direction than noise alone
-    start = torch.where(start.any(1, keepdim=True), start, torch.ones_like(start))
-    count = min(steps, x[0].numel(), r.shape[1] + 1)  # one more than the rank, for the part of the start that J kills
-    size, residual = lanczos(forward, lambda u: back(u).flatten(1), start, count, TOLERANCE)
+    start, there, again = r + size * noise, lambda u: back(u).flatten(1), forward
+    if x[0].numel() < r.shape[1]:
+        start, there, again = there(start), forward, there
+        start = torch.where(start.any(1, keepdim=True), start, torch.ones_like(start))
+    count = min(steps, start.shape[1])
+    size, residual = lanczos(there, again, start, count, TOLERANCE)
     return size.double(), residual.double()
 
 

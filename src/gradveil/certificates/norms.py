@@ -199,23 +199,24 @@ def lanczos(
     likely, not proved. Never above the true norm.
     """
     q = start / start.norm(dim=1, keepdim=True)
-    basis, diagonal, beside = [q], [], []
+    basis = q.new_empty(len(q), steps, q.shape[1])  # (N, steps, d)
+    diagonal: list[Tensor] = []
+    beside: list[Tensor] = []
     for step in range(steps):
+        basis[:, step] = q
         w = backward(forward(q))
         diagonal.append((w * q).sum(1))
-        span = torch.stack(basis, 1)  # (N, j, d)
+        span = basis[:, : step + 1]  # (N, j, d)
         before, w = w.norm(dim=1), _remove(w, span)
         if bool((w.norm(dim=1) < 0.01 * before).any()):
             w = _remove(w, span)  # what is left after much cancels is mostly rounding: once more
         size, scale = w.norm(dim=1), torch.stack(diagonal).amax(0)
         size = torch.where(size > 100 * torch.finfo(w.dtype).eps * scale, size, 0.0)  # 0: the space is exhausted
         beside.append(size)
-        if step + 1 == steps or step % 2:
-            top, residual = _ritz(diagonal, beside)
-            if bool((residual <= tolerance).all()):
-                break
+        top, residual = _ritz(diagonal, beside)
+        if bool((residual <= tolerance).all()):
+            break
         q = torch.where(size[:, None] > 0, w / size[:, None].clamp_min(torch.finfo(w.dtype).tiny), 0.0)
-        basis.append(q)
     return top.sqrt().to(start.dtype), residual.to(start.dtype)
 
 
