@@ -12,7 +12,8 @@ from gradveil.attacks.newton_prior import Prior
 from gradveil.attacks.newton_smooth import Smoothing, kink_scales
 from gradveil.attacks.newton_solve import Schedule, Solver, State
 from gradveil.attacks.newton_step import Dense, MatrixFree, conjugate_gradients
-from gradveil.attacks.newton_update import known_bias, update_rows
+from gradveil.attacks.newton_trial import delta_of
+from gradveil.attacks.newton_update import STIFF, known_bias, update_rows
 from gradveil.errors import AttackError
 from gradveil.priors import GaussianPrior
 from gradveil.types import Batch, Observation, Update
@@ -413,3 +414,89 @@ def test_the_number_of_steps_is_kept_to_and_running_out_of_them_is_said(batch: B
 
 def test_a_kink_whose_input_does_not_vary_still_has_a_scale() -> None:
     assert kink_scales(lambda: torch.full((2, 3), 0.5).relu()) == [1.0]
+
+
+def test_a_batch_norm_has_weights_of_its_own_and_goes_by_torch_func(batch: Batch) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.Sigmoid(), nn.Flatten(), nn.Linear(384, 5)
+        ).eval()  # fmt: skip
+    seen = observe(model, one(batch, 0))
+    assert update_rows([seen], batch.labels[:1, None], Prior.of(seen, 5, torch.device("cpu"))).direct is None
+    assert error(Newton().reconstruct(seen, seeded()).inputs, batch.inputs[:1]) < 1e-6
+
+
+def test_a_simulated_defence_is_applied_to_every_gradient_of_the_trial(batch: Batch) -> None:
+    seen = observe(network(nn.Sigmoid), one(batch, 0))
+    asked: list[set[str]] = []
+
+    def scaled(update: dict[str, Tensor]) -> dict[str, Tensor]:
+        asked.append(set(update))
+        size = sum((g.square().sum() for g in update.values()), torch.tensor(0.0)).sqrt()
+        return {n: g / size for n, g in update.items()}
+
+    sent = replace(seen, update=replace(seen.update, gradient=scaled(dict(seen.update.gradient))), simulate=scaled)
+    prior = Prior.of(sent, 5, torch.device("cpu"))
+    assert update_rows([sent.without("0.*")], batch.labels[:1, None], prior).direct is None
+    assert error(Newton().reconstruct(sent.without("0.*"), seeded()).inputs, batch.inputs[:1]) < 1e-6
+    assert all(names == set(seen.update.gradient) for names in asked)
+
+
+def test_the_loss_gradient_of_a_sure_prediction_is_not_rounded_away() -> None:
+    log_p = torch.tensor([-50.0, 0.0, -60.0], dtype=torch.float64)
+    found = delta_of(log_p, torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64))
+    others = log_p[[0, 2]].exp()
+    torch.testing.assert_close(found, torch.stack([others[0], -others.sum(), others[1]]), rtol=1e-12, atol=0)
+
+
+def test_a_bias_that_the_guess_fits_has_a_lower_floor_than_other_tensors(batch: Batch) -> None:
+    seen = observe(network(nn.Sigmoid), one(batch, 0))
+    rows = update_rows([seen], batch.labels[:1, None], Prior.of(seen, 5, torch.device("cpu")))
+    sizes = [g.numel() for g in seen.update.gradient.values()]
+    for g, level in zip(seen.update.gradient.values(), rows.rms[0, :-5].split(sizes), strict=True):
+        stiff = STIFF if g.numel() == 5 and g.ndim == 1 else 1.0
+        torch.testing.assert_close(level, torch.full_like(level, stiff * float(g.double().square().mean().sqrt())))
+
+
+def test_the_clients_rounding_is_taken_over_from_a_bias_without_noise_only(batch: Batch) -> None:
+    seen = observe(network(nn.Sigmoid), one(batch, 0))
+    gradient = dict(seen.update.gradient)
+    gradient["5.bias"] = gradient["5.bias"] + 1e-3
+    quiet = replace(seen, update=replace(seen.update, gradient=gradient))
+    loud = replace(quiet, noise={"5.bias": 1e-3})
+    rows = update_rows([quiet, loud], batch.labels[[0, 0], None], Prior.of(seen, 5, torch.device("cpu")))
+    y, guess, rest = rows.given
+    torch.testing.assert_close(delta_of(guess, y)[0, 0] + rest[0, 0], gradient["5.bias"].double())
+    assert not rest[1].any()
+
+
+def test_of_several_starts_the_best_by_the_objective_is_returned(batch: Batch) -> None:
+    seen = observe(network(nn.ReLU), one(batch, 0))
+    few, many = (Newton(steps=2, restarts=n).reconstruct(seen, seeded()).objective for n in (1, 5))
+    assert many <= few
+
+
+def test_what_is_found_lies_within_the_data_range(batch: Batch) -> None:
+    seen = observe(network(nn.Sigmoid), one(batch, 0))
+    noisy = {n: g + 0.3 * g.std() * torch.randn(g.shape, generator=seeded(1)) for n, g in seen.update.gradient.items()}
+    found = Newton(steps=20).reconstruct(replace(seen, update=replace(seen.update, gradient=noisy)), seeded()).inputs
+    assert (float(found.min()), float(found.max())) == (0.0, 1.0)
+
+
+def test_updates_seen_in_part_or_with_another_prior_are_not_mixed_up(batch: Batch) -> None:
+    seen = observe(network(nn.Tanh), one(batch, 0))
+    views = [seen, seen.without("5.*"), replace(seen, prior=GaussianPrior.white(torch.full((64,), 0.1), 0.05))]
+    together = Newton(steps=4).reconstruct_many(views, [seeded() for _ in views])
+    for view, found in zip(views, together, strict=True):
+        torch.testing.assert_close(Newton(steps=4).reconstruct(view, seeded()).inputs, found.inputs)
+
+
+def test_a_tensor_of_almost_no_gradient_does_not_get_an_endless_weight(batch: Batch) -> None:
+    seen = observe(network(nn.Sigmoid), one(batch, 0))
+    gradient = seen.update.gradient | {"0.bias": torch.full((6,), 1e-15)}
+    faint = replace(seen, update=replace(seen.update, gradient=gradient))
+    rows = update_rows([faint], batch.labels[:1, None], Prior.of(seen, 5, torch.device("cpu")))
+    first = gradient["0.weight"].numel()
+    whole = torch.cat([g.flatten() for g in gradient.values()]).double().square().mean().sqrt()
+    torch.testing.assert_close(rows.rms[0, first : first + 6], (1e-3 * whole).expand(6))
