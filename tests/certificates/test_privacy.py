@@ -86,3 +86,17 @@ def test_the_accountants_agree_and_the_profile_gives_the_closed_form() -> None:
         assert nearly.reconstruction(guess) == pytest.approx(training.reconstruction(guess), rel=0.02)
     sampled = GaussianTraining(2.0, 0.05, 4)
     assert 0.01 < sampled.reconstruction(0.01) < training.reconstruction(0.01)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_opacus_agrees_and_what_it_counted_can_be_certified() -> None:
+    accountants = pytest.importorskip("opacus.accountants")
+    training = GaussianTraining(noise=1.0, sampling_rate=0.01, steps=300)
+    assert training.epsilon(1e-5, "opacus") == pytest.approx(training.epsilon(1e-5), rel=0.02)
+    counted = accountants.RDPAccountant()
+    for _ in range(300):
+        counted.step(noise_multiplier=1.0, sample_rate=0.01)
+    assert GaussianTraining.of_opacus(counted) == training
+    counted.step(noise_multiplier=2.0, sample_rate=0.01)
+    with pytest.raises(CertificateError, match="2 stretches"):
+        GaussianTraining.of_opacus(counted)

@@ -15,7 +15,7 @@ from scipy.stats import norm as normal
 
 from gradveil.errors import CertificateError, MissingExtraError
 
-Accountant = Literal["pld", "rdp"]
+Accountant = Literal["pld", "rdp", "opacus"]
 GRID = 100  # values of ε that are tried
 
 
@@ -34,8 +34,25 @@ class GaussianTraining:
                 "the rate in (0, 1] and steps at least 1."
             )
 
+    @classmethod
+    def of_opacus(cls, accountant: Any) -> "GaussianTraining":
+        """Return what an Opacus accountant (``PrivacyEngine().accountant``) has counted; one setting for all steps."""
+        history = [tuple(entry) for entry in accountant.history]
+        if len({entry[:2] for entry in history}) != 1:
+            raise CertificateError(
+                f"The Opacus accountant holds {len(history)} stretches of training with different noise or sampling "
+                "rates. Give one that trained with one setting."
+            )
+        noise, rate = history[0][:2]
+        return cls(float(noise), float(rate), sum(int(entry[2]) for entry in history))
+
     def epsilon(self, delta: float, accountant: Accountant = "pld") -> float:
-        """Return the least ε that the accountant proves at this δ, for adding or removing one example."""
+        """Return the least ε that the accountant proves at this δ, for adding or removing one example.
+
+        ``opacus`` is Opacus's own (PRV), to compare: what a training with Opacus reports.
+        """
+        if accountant == "opacus":
+            return self._by_opacus(delta)
         found: float = self._accountant(accountant).get_epsilon(delta)
         return found
 
@@ -52,6 +69,15 @@ class GaussianTraining:
         highest = -log(guess)  # beyond it e^ε κ exceeds 1
         profile = [highest * i / GRID for i in range(GRID)]
         return min(rero(guess, epsilon, float(accountant.get_delta(epsilon))) for epsilon in profile)
+
+    def _by_opacus(self, delta: float) -> float:
+        try:
+            from opacus.accountants import PRVAccountant
+        except ImportError as error:
+            raise MissingExtraError("Opacus's accountant", "dp") from error
+        accountant: Any = PRVAccountant()
+        accountant.history = [(self.noise, self.sampling_rate, self.steps)]
+        return float(accountant.get_epsilon(delta))
 
     def _accountant(self, kind: Accountant) -> Any:
         try:
