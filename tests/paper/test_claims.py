@@ -122,3 +122,18 @@ def test_the_summary_names_the_best_without_loss() -> None:
     assert table["naive"]["ours, no loss"] == f"{OURS}: MSE 0.3000, lost +0.000"
     assert table["knowing"]["ours, no loss"] == f"{OURS}: MSE 0.0010, lost +0.000"
     assert table["naive"]["best baseline, no loss"] == "none measured"
+
+
+def test_noise_on_the_uploaded_weights_is_told_beside_the_baselines() -> None:
+    found = rows("dlg-mnist", [*BASE, (OURS, "naive", 0.3, 0.9), ("gaussian:scale=0.1", "naive", 0.3, 0.9)])
+    assert "uploaded" not in judge(found, "lose up to 6%").ours
+    done = {"seed": 0, "round": 9, "rounds": 9, "accuracy": 0.4}
+    other = {
+        "item": "accuracy",
+        "dataset": "mnist",
+        "model": "lenet",
+        "defense": "gaussian:scale=0.1,on=weights",
+    } | done
+    verdict = judge([*found, other], "lose up to 6%")
+    assert verdict.ours.endswith("lenet mnist gaussian:scale=0.1,on=weights lost +0.500")
+    assert verdict.status == "not reproduced"

@@ -131,6 +131,10 @@ def test_accuracies_are_joined_by_data_family_and_defence() -> None:
     assert accuracies(rows, "mnist", "lenet", "gaussian:scale=0.001") == [0.8]
     assert accuracies(rows, "mnist", "convnet", "none") == [0.5]
     assert accuracies(rows, "cifar10", "lenet", "none") == []
+    moment = [trained("representation:share=0.8,method=moment", 0.7)]
+    assert accuracies(moment, "mnist", "lenet", "representation:share=0.8") == [0.7]
+    assert accuracies(moment, "mnist", "lenet", "representation:share=0.4") == []
+    assert accuracies([trained("gaussian:scale=0.1,on=weights", 0.2)], "mnist", "lenet", "gaussian:scale=0.1") == []
     unfinished = [trained("none", 0.1) | {"round": 10}, {k: v for k, v in rows[0].items() if k != "model"}]
     assert accuracies(unfinished, "mnist", "lenet", "none") == [0.9]
 

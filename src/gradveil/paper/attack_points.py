@@ -20,7 +20,7 @@ from gradveil.models import build
 from gradveil.paper.base import Context, Row
 from gradveil.paper.points import Scene, floor_rows, measured, naive
 from gradveil.priors import GaussianPrior
-from gradveil.registry import describe
+from gradveil.registry import Spec, describe, parse
 from gradveil.types import Observation, Reconstruction
 
 FLOORS = "floors"  # the unit that measures the blind guesses
@@ -129,8 +129,12 @@ def encoded(image: Tensor) -> str:
 
 
 def same_defense(spec: str) -> str:
-    """Return a defence's spec in one spelling, so that rows of several items can be joined."""
-    return describe(build_defense(spec))
+    """Return a defence's spec in one spelling, so that rows of several items can be joined.
+
+    How the scores are computed (``method``) is left out: it decides the time they take.
+    """
+    found = parse(describe(build_defense(spec)))
+    return str(Spec(found.name, {k: v for k, v in found.settings.items() if k != "method"}))
 
 
 def _moved(prior: GaussianPrior | None, device: torch.device) -> GaussianPrior | None:
