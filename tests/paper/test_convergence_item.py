@@ -1,19 +1,21 @@
 """The convergence item: its fast path is the general simulation, and its verdicts follow from its rows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from gradveil.certificates.logistic import brightest_removed
+from gradveil.certificates.logistic import Logistic, brightest_removed
 from gradveil.data import load
 from gradveil.data.partition import partition
 from gradveil.errors import DataError
 from gradveil.federated.simulate import Training, simulate
 from gradveil.models import build
+from gradveil.paper import convergence
 from gradveil.paper.base import Context, Row
-from gradveil.paper.convergence import Convergence, local_steps
+from gradveil.paper.convergence import Convergence, World, local_steps
 from gradveil.paper.logistic_rounds import logistic_rounds
 from gradveil.seeds import Seeds
 
@@ -138,3 +140,30 @@ def test_a_short_run_on_mnist_falls_and_the_defence_is_biased(data_folder: Path)
     assert plain[-1]["loss"] < 0.6 * plain[0]["loss"]
     assert plain[-1]["loss"] < ours[-1]["loss"] < ours[0]["loss"]
     assert min(r["bias"] for r in ours) > 0.01
+
+
+def test_the_schedule_is_that_of_the_theorems(monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = load("digits")
+    clients = partition(dataset.train.labels, "classes:devices=6,classes=2,per_class=10", 0)
+    rows = torch.cat([torch.from_numpy(c) for c in clients])
+    inputs, labels = dataset.train.batch(rows).inputs.flatten(1), dataset.train.labels[rows]
+    problem = Logistic(inputs, labels, torch.arange(6).repeat_interleave(20), 1e-4)
+    mine = [chunk.numpy() for chunk in torch.arange(120).split(20)]
+    place = World(problem, brightest_removed(inputs, 6), mine)
+    paces = []
+
+    def watched(*arguments: Any) -> Iterator[torch.Tensor]:
+        paces.append(arguments[-1])
+        return iter([problem.start()] * 20)
+
+    monkeypatch.setattr(convergence, "world", lambda *_: place)
+    monkeypatch.setattr(convergence, "logistic_rounds", watched)
+    found = Convergence().run("schedule ours", Context())
+    gamma = 8 * problem.smoothness() / 1e-4
+    assert paces[0](0) == pytest.approx(2 / (1e-4 * gamma))
+    assert paces[0](700) == pytest.approx(2 / (1e-4 * (gamma + 700)))
+    assert {r["kind"] for r in found} == {"schedule"}
+    assert found[-1]["round"] == 20
+    assert Convergence().run("long none", Context())[0]["lr"] == 0.1
+    assert paces[1] is None
+    assert "lr=2/(μ(γ+t)) ours" in Convergence().summary(found)[0]["setting"]
