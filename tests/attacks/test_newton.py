@@ -13,7 +13,7 @@ from gradveil.attacks.newton_smooth import Smoothing, kink_scales
 from gradveil.attacks.newton_solve import Schedule, Solver, State
 from gradveil.attacks.newton_step import Dense, MatrixFree, conjugate_gradients
 from gradveil.attacks.newton_trial import delta_of
-from gradveil.attacks.newton_update import STIFF, known_bias, update_rows
+from gradveil.attacks.newton_update import STIFF, _read, known_bias, update_rows
 from gradveil.errors import AttackError
 from gradveil.priors import GaussianPrior
 from gradveil.types import Batch, Observation, Update
@@ -500,3 +500,45 @@ def test_a_tensor_of_almost_no_gradient_does_not_get_an_endless_weight(batch: Ba
     first = gradient["0.weight"].numel()
     whole = torch.cat([g.flatten() for g in gradient.values()]).double().square().mean().sqrt()
     torch.testing.assert_close(rows.rms[0, first : first + 6], (1e-3 * whole).expand(6))
+
+
+@pytest.mark.parametrize(("noisy_share", "excess"), [(0.0, 4.0), (0.5, 4 / 0.5**0.5)])
+def test_the_first_guess_is_as_sure_as_the_size_of_the_update_says(noisy_share: float, excess: float) -> None:
+    """The update of mid-grey, a quarter as large as it would be: the wrong classes have a quarter of their share."""
+    model, grey, label = network(nn.Sigmoid), torch.full((1, *SHAPE), 0.5), torch.tensor([2])
+    gradient = {n: g / 4 for n, g in gradient_of(model, Batch(grey, label)).items() if n != "5.bias"}
+    size = sum(float(g.square().sum()) for g in gradient.values()) / sum(g.numel() for g in gradient.values())
+    noise = dict.fromkeys(gradient, (noisy_share * size) ** 0.5) if noisy_share else {}
+    seen = Observation(model, Update(gradient), SHAPE, 5, labels=label, noise=noise)
+    rows = update_rows([seen], label[:, None], Prior.of(seen, 5, torch.device("cpu")))
+    others, p = rows.given[1][0, 0].exp(), model(grey).softmax(-1)[0].double().detach()
+    torch.testing.assert_close(others[[0, 1, 3, 4]], p[[0, 1, 3, 4]] / excess, rtol=1e-4, atol=0)
+    torch.testing.assert_close(others.sum(), torch.tensor(1.0, dtype=torch.float64))
+
+
+def test_a_bias_in_part_or_through_a_defence_is_not_read_as_confidence(batch: Batch) -> None:
+    seen = observe(network(nn.Sigmoid), one(batch, 0))
+    assert known_bias([seen]) == "5.bias"
+    assert known_bias([replace(seen, weights={"5.bias": torch.tensor([1.0, 0, 1, 1, 1])})]) is None
+    assert known_bias([replace(seen, simulate=lambda update: update)]) is None
+
+
+def test_confidence_below_the_noise_of_the_bias_is_not_read(batch: Batch) -> None:
+    seen = observe(network(nn.Sigmoid), one(batch, 0), noise={"5.bias": 0.05})
+    gradient = seen.update.gradient | {"5.bias": torch.tensor([0.2, -0.5, 0.01, -0.02, 0.29])}
+    y = torch.tensor([[0.0, 1, 0, 0, 0]], dtype=torch.float64)
+    found = _read(replace(seen, update=replace(seen.update, gradient=gradient)), "5.bias", y).exp()[0]
+    shares = torch.tensor([0.2, 0.0, 0.05, 0.05, 0.29], dtype=torch.float64)
+    wanted = 0.5 * shares / shares.sum()
+    wanted[1] = 0.5
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
+
+
+def test_one_example_starts_at_the_priors_mean_and_several_never_start_alike(batch: Batch) -> None:
+    model = network(nn.Sigmoid)
+    for n in (1, 2):
+        seen = observe(model, Batch(batch.inputs[:n], batch.labels[:n]))
+        prior = Prior.of(seen, 0, torch.device("cpu"))
+        first = Newton(restarts=2)._starts(prior, seeded())[0].reshape(n, -1)
+        assert torch.equal(first, prior.center().reshape(n, -1)) == (n == 1)
+    assert not torch.equal(first[0], first[1])
