@@ -99,6 +99,8 @@ def test_a_guarded_loop_and_a_step_by_function_send_the_same(model: nn.Module, b
         torch.nn.functional.cross_entropy(guard(batch.inputs), batch.labels).backward()
     plain = step_gradient(model, batch, build("none"), rng)
     assert guard.report.removed > 0
+    assert guard.report.asked == 0  # no number was asked for
+    assert "asked" not in str(guard.report)
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, by_function[name])
         assert torch.equal(by_function[name], plain[name]) == (name != "5.weight")
