@@ -27,8 +27,8 @@ def draw(rows: Sequence[Row], path: Path, rates: Sequence[float]) -> None:
     kept = {(r["defense"], r["server"], r["image"]): r for r in rows}
     images = sorted({r["image"] for r in rows})
     lines = len(LINES) * max(1, len(images))
-    with figure(path, 1.15 * (len(rates) + 2), 1.2 * lines) as empty:
-        axes = empty.subplots(lines, len(rates) + 2, squeeze=False)
+    with figure(path, 1.15 * (len(rates) + 3), 1.2 * lines) as empty:
+        axes = empty.subplots(lines, len(rates) + 3, squeeze=False)  # original, undefended, words, rates
         for axis in axes.flat:
             axis.set_axis_off()
         for block, image in enumerate(images):
@@ -36,9 +36,8 @@ def draw(rows: Sequence[Row], path: Path, rates: Sequence[float]) -> None:
             _show(axes[top, 0], kept.get(("(truth)", "(truth)", image)), "original")
             _show(axes[top, 1], kept.get(("none", "naive", image)), "no defence")
             for line, (defense, server, words) in enumerate(LINES, start=top):
-                axes[line, 1].text(1.0, 0.5 if line > top else -0.25, words, fontsize=7, ha="right", va="center",
-                                   transform=axes[line, 1].transAxes)  # fmt: skip
-                for column, rate in enumerate(rates, start=2):
+                axes[line, 2].text(0.5, 0.5, words, fontsize=7, ha="center", va="center")
+                for column, rate in enumerate(rates, start=3):
                     row = kept.get((f"{defense}:share={rate}", server, image))
                     _show(axes[line, column], row, f"{rate:.0%}" if line == top else "")
 

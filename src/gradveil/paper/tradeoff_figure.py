@@ -22,7 +22,14 @@ def draw(found: Sequence[Setting], path: Path) -> None:
         handles: dict[str, Any] = {}
         for axis in axes:
             handles |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-        empty.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+        empty.legend(
+            handles.values(),
+            handles.keys(),
+            loc="outside lower center",
+            ncols=2 * len(axes) - len(axes) // 2,
+            frameon=False,
+            fontsize=8,
+        )
 
 
 def _panel(axis: Any, found: Sequence[Setting], panel: str) -> None:
