@@ -40,8 +40,8 @@ class Claims(Item):
     needs: ClassVar[tuple[str, ...]] = ("tradeoff", "accuracy")
     notes: ClassVar[tuple[str, ...]] = (
         f"Unrecognisable: {HIDDEN}. {FREE[0].upper()}{FREE[1:]}.",
-        "The paper's unit: unclamped (DLG) or of normalised images (GS), the median over images. Clamped MSE of "
-        "images in [0, 1] cannot reach 0.8.",
+        "The paper's unit: unclamped (DLG) or of normalised images (GS), the median over images. Clamped MSE cannot "
+        "exceed what the data range allows (given in the item on bounds); unclamped, a diverged search has no limit.",
         "The server that knows: the better of its ways per setting. Panels whose undefended control fails are left "
         "out; settings whose accuracy was not measured cannot support a claim.",
     )
