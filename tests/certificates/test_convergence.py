@@ -143,6 +143,20 @@ def test_the_constants_bound_what_they_claim_to_bound(rng: Generator) -> None:
     assert torch.equal(c.parts, torch.full((4,), 0.25, dtype=torch.float64))
 
 
+def test_the_smoothness_is_attained_where_two_classes_are_even(rng: Generator) -> None:
+    inputs = torch.rand(30, 6, generator=rng)
+    problem = Logistic(inputs, torch.arange(30) % 2, torch.zeros(30, dtype=torch.int64), 0.1, num_classes=2)
+    values, vectors = torch.linalg.eigh(extend(inputs).T @ extend(inputs) / 30)
+    assert problem.smoothness() == pytest.approx(0.1 + float(values[-1]) / 2)
+    step = 1e-4 * torch.outer(torch.tensor([1.0, -1.0], dtype=torch.float64) / math.sqrt(2), vectors[:, -1])
+    bend = ((problem.gradient(step) - problem.gradient(-step)) * step).sum() / (2 * step.square().sum())
+    assert float(bend) == pytest.approx(
+        problem.smoothness(), rel=1e-5
+    )  # softmax = (1/2, 1/2): its Hessian's norm is 1/2
+    two = Logistic(inputs, torch.arange(30) % 2, torch.arange(30) // 15, 0.1, num_classes=2)
+    assert two.smoothness() == pytest.approx(max(two.device(k).smoothness() for k in (0, 1)))
+
+
 def test_theorem_b_and_the_a_posteriori_gap_hold_on_a_defended_run(rng: Generator) -> None:
     problem, seen = toy(rng)
     near = problem.minimum(1e-10)

@@ -2,6 +2,7 @@
 
 import builtins
 from math import exp, inf, log
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,6 +98,8 @@ def test_opacus_agrees_and_what_it_counted_can_be_certified() -> None:
     for _ in range(300):
         counted.step(noise_multiplier=1.0, sample_rate=0.01)
     assert GaussianTraining.of_opacus(counted) == training
+    stopped = SimpleNamespace(history=[(1.0, 0.01, 100), (1.0, 0.01, 200)])
+    assert GaussianTraining.of_opacus(stopped) == training
     counted.step(noise_multiplier=2.0, sample_rate=0.01)
     with pytest.raises(CertificateError, match="2 stretches"):
         GaussianTraining.of_opacus(counted)

@@ -23,6 +23,7 @@ def test_every_kind_is_there_and_the_sound_ones_lie_below_the_estimate(net: str)
     assert (net == "sigmoid") == bool(found["2", "reach"]["unreachable"])
     inverted = found["2", "empirical"]
     assert inverted["proved"] <= inverted["mse"] <= inverted["largest"]
+    assert inverted["proved"] < found["2", "global"]["mse"]  # its residual is taken off
     assert item.verdicts(rows)[-1].status == "reproduced"
     assert item.summary(rows)[0]["global"] == f"{found['2', 'global']['mse']:.2g}"
 
