@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
+from typing import ClassVar
 
 import torch
 
-from gradveil.certificates.base import Certificate, Kind, blind_mse, largest_mse
+from gradveil.certificates.base import SCOPE, Certificate, Kind, blind_mse, largest_mse
 from gradveil.certificates.certify import certify, readable_p
 from gradveil.data import load
 from gradveil.defenses.base import build as build_defense
@@ -29,6 +30,10 @@ class Certificates(Item):
     """All kinds in all norms, 40 % of the representation zeroed; the largest and the blind MSE beside them."""
 
     title = "Theorem 1 and its sound relatives (untrained LeNet, 40 % zeroed)"
+    notes: ClassVar[tuple[str, ...]] = (
+        "local is the theorem as printed, a first-order estimate; global, box, radius and reach are proved.",
+        SCOPE,
+    )
     source = "bounds"
 
     share: float = 0.4
