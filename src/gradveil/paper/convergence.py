@@ -54,16 +54,13 @@ class Convergence(Item):
 
     title = "Convergence of LR + FedAvg (MNIST, 100 devices of 2 digits, ε = 50)"
     notes: ClassVar[tuple[str, ...]] = (
-        "Devices are equal in size, drawn with replacement and averaged with weight 1/K; weight decay 1e-4.",
-        "Each local epoch shuffles the examples; the theorems draw every batch afresh. Only the runs with lr 2/(μ(γ+t)) "
-        "have the theorems' step sizes.",
-        "Theorem A is shown with the largest bias measured at the stored rounds, theorem 2 with ε as a count, as printed.",
-    )
-    notes = (
         "For logistic regression f is the identity: the defence removes the 50 brightest pixels of every image.",
         "Learning rate, weight decay and rounds are not given: 0.01, 1e-4, 200; a long run at 0.1 shows what a short "
-        "one cannot.",
-        "The printed bound is set beside a corrected one and an a-posteriori gap (docs/theory/convergence.md).",
+        "one cannot, and a run with lr 2/(μ(γ+t)) has the theorems' step sizes.",
+        "Devices are equal in size, drawn with replacement and averaged with weight 1/K. Each local epoch shuffles the "
+        "examples; the theorems draw every batch afresh.",
+        "The printed bound, with ε as a count, is set beside theorem A with the largest bias measured at the stored "
+        "rounds and an a-posteriori gap (docs/theory/convergence.md).",
     )
 
     count: int = 50  # ε: pixels removed from every image
