@@ -87,12 +87,19 @@ def test_a_figure_whose_control_fails_says_nothing_of_the_convolutions() -> None
     assert WgClgRep().verdicts(rows)[0].status == "not measured"
 
 
-@pytest.mark.parametrize(("whole", "blind", "status"), [(0.05, 0.09, "not reproduced"), (0.2, 0.07, "not reproduced"),
-                                                         (0.2, 0.09, "reproduced")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rep", "whole", "blind", "status"),
+    [
+        (0.008, 0.001, 0.09, "reproduced"),  # both are recovered, if not equally well
+        (0.08, 0.001, 0.09, "not reproduced"),  # the whole gradient recovers what Rep does not
+        (0.08, 0.2, 0.07, "not reproduced"),  # a guess does as well
+        (0.08, 0.2, 0.09, "reproduced"),
+    ],
+)
 def test_the_representation_must_match_the_whole_gradient_and_beat_a_guess(
-    whole: float, blind: float, status: str
+    rep: float, whole: float, blind: float, status: str
 ) -> None:
-    rows = images("probe", "WG", whole) + images("probe", "CLG", 0.2) + images("probe", "Rep", 0.08)
+    rows = images("probe", "WG", whole) + images("probe", "CLG", 0.2) + images("probe", "Rep", rep)
     rows += images("(blind guess)", "grey", blind) + images("(blind guess)", "noise", 0.3)
     assert WgClgRep().verdicts(rows)[1].status == status
 

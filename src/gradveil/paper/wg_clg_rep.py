@@ -161,15 +161,16 @@ def _convolutions(network: str, rows: dict[str, list[Row]]) -> Verdict:
 
 def _representation(network: str, rows: dict[str, list[Row]], blind: float | None) -> Verdict:
     """Judge whether the inferred representation does as well as the whole gradient, and better than a guess."""
-    rep, whole = _average(rows["Rep"]), _average(rows["WG"])
-    holds = rep <= whole and (blind is None or rep < blind)
+    rep, whole, mean = _recovered(rows["Rep"]), _recovered(rows["WG"]), _average(rows["Rep"])
+    holds = rep >= whole and (blind is None or mean < blind)
     floor = "not run" if blind is None else f"{blind:.4f}"
     return Verdict(
         f"{network}: the representation alone reconstructs as well as the whole gradient",
         "reproduced" if holds else "not reproduced",
-        "mean clamped MSE of Rep at most that of WG, and below that of the best blind guess",
+        f"Rep recovers at least the share of images that WG does (clamped MSE < {SUCCESS}), and its mean clamped MSE is "
+        "below that of the best blind guess",
         published()["wg_clg_rep"]["claim"],
-        f"Rep {rep:.4f}, WG {whole:.4f}, best blind guess {floor}",
+        f"Rep {rep:.0%} (mean MSE {mean:.4f}), WG {whole:.0%} ({_average(rows['WG']):.4f}), best blind guess {floor}",
     )
 
 
