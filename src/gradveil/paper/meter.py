@@ -106,11 +106,11 @@ class MeterCheck(Item):
 
     title = "The leak meter against the strongest attack (LeNet, MNIST, batch 1)"
     notes: ClassVar[tuple[str, ...]] = (
+        "Not in the paper: a check of our own figure, the leak meter (docs/theory/certificates.md).",
         "Labels are known to the server. Noise is relative to the RMS of the whole gradient, and its level is known.",
         "Masks on every layer: the server uses the biases and the entries of fc.weight that show to be sent.",
         "A naive server takes the defended tensor for an undefended one: not the strongest attack, so not correlated.",
     )
-    notes = ("Not in the paper: a check of our own figure, the leak meter (docs/theory/certificates.md).",)
 
     model: str = "lenet"
     dataset: str = "mnist"
