@@ -26,7 +26,8 @@ NETWORKS = {
     "lenet": "lenet",
     "convnet": "convnet",
 }
-PARTS = ("WG", "CLG", "Rep")
+MARKS = {"WG": ("o", "#0072B2"), "CLG": ("s", "#D55E00"), "Rep": ("^", "#009E73")}  # part -> mark and colour
+PARTS = tuple(MARKS)
 
 
 @ITEMS.register("figure-wg-clg-rep")
@@ -167,8 +168,8 @@ def _representation(network: str, rows: dict[str, list[Row]], blind: float | Non
     return Verdict(
         f"{network}: the representation alone reconstructs as well as the whole gradient",
         "reproduced" if holds else "not reproduced",
-        f"Rep recovers at least the share of images that WG does (clamped MSE < {SUCCESS}), and its mean clamped MSE is "
-        "below that of the best blind guess",
+        f"Rep recovers at least the share of images that WG does (clamped MSE < {SUCCESS}), and its mean clamped MSE "
+        "is below that of the best blind guess",
         published()["wg_clg_rep"]["claim"],
         f"Rep {rep:.0%} (mean MSE {mean:.4f}), WG {whole:.0%} ({_average(rows['WG']):.4f}), best blind guess {floor}",
     )
@@ -189,17 +190,19 @@ def _of(rows: Sequence[Row], network: str, part: str) -> list[Row]:
 def _strips(axis: Any, rows: Sequence[Row]) -> None:
     networks = list(dict.fromkeys(r["network"] for r in rows if r["part"] in PARTS))
     for g, network in enumerate(networks):
-        for p, part in enumerate(PARTS):
+        for p, (part, (mark, colour)) in enumerate(MARKS.items()):
             values = [max(r["mse"], 1e-9) for r in _of(rows, network, part)]
             place = g + (p - 1) * 0.25
-            axis.scatter([place] * len(values), values, s=10, color=f"C{p}", alpha=0.6, label=part if g == 0 else None)
+            label = part if g == 0 else None
+            axis.scatter([place] * len(values), values, s=12, marker=mark, color=colour, alpha=0.6, label=label)
             if values:
-                axis.hlines(sum(values) / len(values), place - 0.09, place + 0.09, color=f"C{p}")
-    for guess in dict.fromkeys(r["part"] for r in rows if r["network"] == "(blind guess)"):
-        values = [r["mse"] for r in _of(rows, "(blind guess)", guess)]
-        axis.axhline(sum(values) / len(values), color="grey", linestyle=":", linewidth=1)
-        axis.text(len(networks) - 0.55, sum(values) / len(values), guess, va="bottom", color="grey", fontsize=7)
+                axis.hlines(sum(values) / len(values), place - 0.09, place + 0.09, color=colour)
+    guesses = list(dict.fromkeys(r["part"] for r in rows if r["network"] == "(blind guess)"))
+    for n, guess in enumerate(guesses):
+        label = f"blind guess: {', '.join(guesses)}" if n == 0 else None
+        level = _average(_of(rows, "(blind guess)", guess))
+        axis.axhline(level, color="grey", linestyle=":", linewidth=1, label=label)
     axis.set_yscale("log")
     axis.set_xticks(range(len(networks)), networks)
     axis.set_ylabel("clamped MSE, one mark an image, bar: mean")
-    axis.legend(frameon=False)
+    axis.legend(frameon=False, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
