@@ -105,7 +105,7 @@ class WgClgRep(Item):
                     "numbers seen": mine[0].get("known", "-"),
                     "mse": f"{mse.mean:.4f} [{mse.low:.4f}, {mse.high:.4f}]",
                     "psnr": f"{psnr.mean:.1f}",
-                    "success": f"{hit.mean:.0%}",
+                    "success": f"{hit.mean:.0%} [{hit.low:.0%}, {hit.high:.0%}]",
                 }
             )
         return table
