@@ -93,6 +93,13 @@ def row(spec: str, shape: tuple[int, ...], what: str, images: int, seconds: floa
     }  # fmt: skip
 
 
+def target(row: dict[str, object]) -> dict[str, object]:
+    """Return what was aimed at for the paper's figure, and whether it was met: one call for the whole batch."""
+    got = float(str(row["steps per call"]))
+    what = f"local certificate of a batch of 32, p = 2, {row['model']}, {row['input']}: training steps"
+    return {"target": what, "wanted": LOCAL_TARGET, "got": got, "met": got <= LOCAL_TARGET}
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
@@ -103,15 +110,14 @@ def main(arguments: list[str] | None = None) -> None:
         print("certificates run in float64 on the CPU; nothing to measure elsewhere")
         return
     rows = [r for spec, shape in NETWORKS for r in measure(spec, shape, args.quick)]
-    local = [float(str(r["steps per call"])) for r in rows if r["what"] == "local, p = 2"]
     result = {
         "machine": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
-        "target": f"local, p = 2, batch 32: at most {LOCAL_TARGET} training steps",
-        "met": all(value <= LOCAL_TARGET for value in local),
+        "targets": [target(r) for r in rows if r["what"] == "local, p = 2"],
         "rows": rows,
     }
     args.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"local, p = 2: {local} training steps a call (target {LOCAL_TARGET})")
+    for t in result["targets"]:
+        print(json.dumps(t))
 
 
 if __name__ == "__main__":

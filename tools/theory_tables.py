@@ -86,7 +86,11 @@ def _timing(path: Path = BENCH) -> str:
         "steps per call",
     )
     table = markdown([{key: row[key] for key in columns} for row in found["rows"]])
-    return f"{table}\n\n{found['target']}: {'met' if found['met'] else 'not met'} ({found['machine']})."
+    aims = [
+        f"- {t['target']}: {t['got']:g}, aim at most {t['wanted']:g}, {'met' if t['met'] else '**not met**'}."
+        for t in found["targets"]
+    ]
+    return "\n".join([table, "", *aims, "", f"On {found['machine']}."])
 
 
 PAGES: dict[str, dict[str, Block]] = {
