@@ -64,7 +64,7 @@ def grid(ours: Sequence[float], pruning: Sequence[float], scales: Sequence[float
 
 FULL = {"dlg": grid((0.01, 0.05, 0.1, 0.2, 0.4), (0.1, 0.4, 0.8)),
         "gs": grid((0.01, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8), (0.1, 0.4, 0.8, 0.9))}  # fmt: skip
-QUICK = {"dlg": grid((0.01, 0.4), (0.4,), (0.01,)), "gs": grid((0.4, 0.8), (0.8,), (0.01,))}
+QUICK = {"dlg": grid((0.01, 0.4), (0.8,), (0.01,)), "gs": grid((0.4, 0.8), (0.8,), (0.01,))}
 
 
 @ITEMS.register("tradeoff")
@@ -219,7 +219,7 @@ def _hides(panel: str, kind: str, mine: Sequence[Setting], works: bool | None) -
     hidden = [s for s in mine if s.hidden]
     status = "not measured" if not works else "reproduced" if hidden else "not reproduced"
     if status == "reproduced" and all(s.identified.mean >= 0.5 for s in hidden):
-        status = "reproduced only to the eye: most images are still told from 99 others by comparison"
+        status = "reproduced only to the eye (most images are still told from 99 others by comparison)"
     ours = ", ".join(
         f"{s.defense.partition('=')[2]}: MSE {s.mse.mean:.4f}, told apart {s.identified.mean:.0%}" for s in mine
     )
