@@ -149,4 +149,6 @@ def _choose(
         "stalled": float(race.stalled[at.cpu()]),
     }
     converged = finite and bool(residuals[at] <= limit[at])
-    return Reconstruction(inputs, labels, float(solution.values[at]), converged, details, x[0] if finite else None)
+    return Reconstruction(
+        inputs, labels, float(solution.values[at]), converged, details, x[0].clone() if finite else None
+    )
