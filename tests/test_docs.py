@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = ["quickstart.md", "how-to/bring-my-data.md", "how-to/train.md", "theory/certificates.md"]
+PAGES = [
+    "quickstart.md",
+    "how-to/bring-my-data.md",
+    "how-to/train.md",
+    "theory/certificates.md",
+    "theory/convergence.md",
+]
 
 
 @pytest.mark.parametrize("page", PAGES)
