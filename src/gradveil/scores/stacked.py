@@ -126,8 +126,9 @@ def _factor(pair: Sequence[_Conv], half: bool) -> tuple[Tensor, Tensor]:
         return _spread(local, _places(outer.out, outer.source, k, outer.stride, outer.padding)), scale
     shared, more = _scaled(_patch_matrix(inner, k), half)  # (K, mid patch, in patch)
     slopes = inner.slopes
-    patches = F.unfold(slopes.flatten(0, 1).to(weight.dtype), k, padding=outer.padding, stride=outer.stride)
-    patches = patches.unflatten(0, slopes.shape[:2]).transpose(2, 3)  # (K, B, P, mid patch)
+    padded = F.pad(slopes.to(weight.dtype), [outer.padding] * 4)  # (K, B, mid, H, W)
+    windows = padded.unfold(3, k, outer.stride).unfold(4, k, outer.stride)  # (K, B, mid, oh, ow, k, k)
+    patches = windows.permute(0, 1, 3, 4, 2, 5, 6).flatten(4).flatten(2, 3)  # (K, B, P, mid patch)
     rows = weight.flatten(2)[:, None, None] * patches[:, :, :, None]  # (K, B, P, out, mid patch)
     local = torch.bmm(rows.flatten(1, 3), shared).view(*rows.shape[:4], -1)
     size = (k - 1) * inner.stride + inner.weight.shape[-1]
