@@ -45,10 +45,10 @@ def test_without_rows_a_page_says_so_and_shows_no_number(tables: ModuleType, tmp
 
 def test_the_turn_of_the_long_run_is_read_off_its_rows(tables: ModuleType, tmp_path: Path) -> None:
     rising = [curve("long", "ours", t, loss) for t, loss in ((80, 0.484), (240, 0.462), (640, 0.589))]
-    keep(tmp_path, "convergence", [*rising, curve("long", "none", 640, 0.304)])
+    keep(tmp_path, "convergence", [*rising, curve("long", "none", 620, 0.3), curve("long", "none", 640, 0.304)])
     text = block(tables, "convergence.md", "turn", tmp_path)
-    assert "lowest at round 240, 0.462, and 0.589 at round 640: it turns up again." in text
-    assert "Undefended it is 0.304 at round 640." in text
+    assert "lowest around rounds 240 to 240, 0.462, and 0.589 at the end, round 640: it turns up again." in text
+    assert "Undefended: 0.300 at the lowest, 0.304 at the end." in text
     assert "| E=10 K=10 lr=0.1 ours | 640 |" in block(tables, "convergence.md", "convergence", tmp_path)
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from paper_results import RESULTS, ROOT, Row, build, markdown, own_rows, runs
 
+from gradveil.paper.convergence import smoothed
+
 MISSING = "Not run at full size yet."
 BENCH = ROOT / "bench" / "results" / "certificates.json"
 THEORY = ROOT / "docs" / "theory"
@@ -59,17 +61,22 @@ def _constants(folder: Path) -> str:
 
 
 def _turn(folder: Path) -> str:
-    """Say where the long defended run turns up, and where the undefended one ends."""
+    """Say where the long defended run turns up, and where the undefended one ends; means of five stored rounds."""
     rows = [r for r in own_rows("convergence", folder) if r["kind"] == "long"]
     ours, none = ([r for r in rows if r["defense"] == d] for d in ("ours", "none"))
     if not ours or not none:
         return MISSING
-    low, last = min(ours, key=lambda r: r["loss"]), max(ours, key=lambda r: r["round"])
-    end = max(none, key=lambda r: r["round"])
-    turned = last["loss"] > 1.02 * low["loss"]
-    text = f"Defended, constant step {low['lr']:g}: the loss is lowest at round {low['round']}, {low['loss']:.3f}"
-    text += f", and {last['loss']:.3f} at round {last['round']}: it " + ("turns up again." if turned else "stays.")
-    return text + f" Undefended it is {end['loss']:.3f} at round {end['round']}."
+    losses, plain = (smoothed([r["loss"] for r in mine]) for mine in (ours, none))
+    at = losses.index(min(losses))
+    first, last = (ours[i]["round"] for i in (at, at + len(ours) - len(losses)))
+    turned = losses[-1] > 1.02 * losses[at]
+    text = f"Defended, constant step {ours[0]['lr']:g}: the loss is lowest around rounds {first} to {last}, "
+    text += f"{losses[at]:.3f}, and {losses[-1]:.3f} at the end, round {ours[-1]['round']}: "
+    text += "it turns up again." if turned else "it does not turn up."
+    return (
+        text
+        + f" Undefended: {min(plain):.3f} at the lowest, {plain[-1]:.3f} at the end. (Means of five stored rounds.)"
+    )
 
 
 def _timing(path: Path = BENCH) -> str:

@@ -15,7 +15,7 @@ from gradveil.federated.simulate import Training, simulate
 from gradveil.models import build
 from gradveil.paper import convergence
 from gradveil.paper.base import Context, Row
-from gradveil.paper.convergence import Convergence, World, local_steps
+from gradveil.paper.convergence import Convergence, World, local_steps, smoothed
 from gradveil.paper.logistic_rounds import logistic_rounds
 from gradveil.seeds import Seeds
 
@@ -114,6 +114,16 @@ def test_the_verdicts_follow_from_the_rows() -> None:
     assert table[2]["lowest loss (round)"] == "0.4600 (200)"
     assert table[0]["theorem A"].endswith("+ 0")
     assert float(table[1]["printed bound"]) > 1e6
+
+
+def test_one_noisy_round_is_no_turn_and_undefended_runs_are_the_control() -> None:
+    noisy = [1.0 - 0.02 * i + 0.05 * (i % 2) for i in range(20)]
+    assert smoothed([1.0, 2.0, 3.0, 4.0]) == [1.5, 2.5, 3.5]
+    rows = [row("long", d, 20 * i, loss, 0.1) for d in ("none", "ours") for i, loss in enumerate(noisy)]
+    assert noisy[-1] > 1.02 * min(noisy)
+    (verdict,) = Convergence().verdicts(rows)
+    assert verdict.status == "reproduced"
+    assert verdict.ours == "last / lowest loss 1.000 (undefended 1.000)"
 
 
 def test_the_figure_is_drawn(tmp_path: Path) -> None:
