@@ -50,7 +50,18 @@ def test_the_verdict_follows_the_last_rounds_means() -> None:
     rows += [row("p", "representation:share=0.8", 0, 0.1, at=4)]  # not the last round
     found = Accuracy().verdicts(rows)
     assert [v.status for v in found] == ["reproduced", "not reproduced"]
-    assert Accuracy().summary(rows)[0] == {
-        "panel": "p", "rounds": 9, "defense": "none", "seeds": 3, "accuracy": "0.900 [0.900, 0.900]", "lost": "+0.000"
+    assert Accuracy().summary(rows)[1] == {
+        "panel": "p", "rounds": 9, "defense": "representation:share=0.4", "seeds": 3,
+        "accuracy": "0.893 [0.880, 0.900]", "lost": "+0.007", "last quarter": "0.893", "lost there": "+0.007",
     }  # fmt: skip
     assert Accuracy().verdicts([r for r in rows if r["defense"] != "none"]) == []
+
+
+def test_what_was_lost_is_against_the_same_seeds() -> None:
+    rows = [row("p", "none", s, v) for s, v in enumerate((0.9, 0.7, 0.8))]
+    rows += [row("p", "pruning:share=0.8", 0, 0.88), row("p", "pruning:share=0.8", 5, 0.1)]
+    rows += [row("p", "none", 0, 0.5, at=7), row("p", "pruning:share=0.8", 0, 0.4, at=7)]
+    line = Accuracy().summary(rows)[1]
+    assert (line["lost"], line["lost there"]) == ("+0.020", "+0.060")
+    assert line["last quarter"] == "0.370"  # the means of (0.88, 0.4) and of 0.1
+    assert accuracy.paired_loss({0: 1.0}, {1: 1.0}) is None

@@ -1,6 +1,6 @@
 """What each defence costs in accuracy: federated averaging on the paper's split, several seeds."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -123,19 +123,25 @@ class Accuracy(Item):
         return found
 
     def summary(self, rows: Sequence[Row]) -> list[Row]:
-        """Return mean and range over seeds after the last round, beside the undefended."""
+        """Return mean and range over seeds after the last round, and the mean over the last quarter of the rounds.
+
+        What was lost is against the undefended runs of the same seeds.
+        """
         table = []
         for panel, defense in dict.fromkeys((r["panel"], r["defense"]) for r in rows):
             mine, control = _last(rows, panel, defense), _last(rows, panel, "none")
-            drop = np.mean(control) - np.mean(mine) if control else np.nan
+            late, late_control = _late(rows, panel, defense), _late(rows, panel, "none")
+            values = list(mine.values())
             table.append(
                 {
                     "panel": panel,
                     "rounds": max(r["rounds"] for r in rows if (r["panel"], r["defense"]) == (panel, defense)),
                     "defense": defense,
                     "seeds": len(mine),
-                    "accuracy": f"{np.mean(mine):.3f} [{min(mine):.3f}, {max(mine):.3f}]",
-                    "lost": f"{drop:+.3f}",
+                    "accuracy": f"{np.mean(values):.3f} [{min(values):.3f}, {max(values):.3f}]",
+                    "lost": _signed(paired_loss(control, mine)),
+                    "last quarter": f"{np.mean(list(late.values())):.3f}",
+                    "lost there": _signed(paired_loss(late_control, late)),
                 }
             )
         return table
@@ -148,16 +154,16 @@ class Accuracy(Item):
             ours = dict.fromkeys(r["defense"] for r in rows if r["defense"].startswith("representation"))
             for defense in ours:
                 mine = _last(rows, panel, defense)
-                if not (mine and control):
+                drop = paired_loss(control, mine)
+                if drop is None:
                     continue
-                drop = float(np.mean(control) - np.mean(mine))
                 found.append(
                     Verdict(
                         f"{defense} on {panel}: no drop in accuracy",
                         "reproduced" if drop <= MAX_DROP else "not reproduced",
-                        f"mean accuracy over seeds at most {MAX_DROP} below the undefended",
+                        f"mean accuracy over seeds after the last round at most {MAX_DROP} below the undefended",
                         "no drop",
-                        f"{drop:+.3f} over {len(mine)} seeds",
+                        f"{drop:+.3f} over {len(mine.keys() & control.keys())} seeds",
                     )
                 )
         return found
@@ -205,9 +211,26 @@ def half_precision_products() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _last(rows: Sequence[Row], panel: str, defense: str) -> list[float]:
-    return [
-        float(r["accuracy"])
-        for r in rows
-        if (r["panel"], r["defense"]) == (panel, defense) and r["round"] == r["rounds"]
-    ]
+def paired_loss(control: Mapping[int, float], mine: Mapping[int, float]) -> float | None:
+    """Return how much lower the mean accuracy is than the control's, over the seeds that both have; else None."""
+    seeds = control.keys() & mine.keys()
+    return float(np.mean([control[s] - mine[s] for s in seeds])) if seeds else None
+
+
+def _signed(value: float | None) -> str:
+    return "-" if value is None else f"{value:+.3f}"
+
+
+def _last(rows: Sequence[Row], panel: str, defense: str) -> dict[int, float]:
+    """Return each seed's accuracy after the last round."""
+    mine = [r for r in rows if (r["panel"], r["defense"]) == (panel, defense)]
+    return {r["seed"]: float(r["accuracy"]) for r in mine if r["round"] == r["rounds"]}
+
+
+def _late(rows: Sequence[Row], panel: str, defense: str) -> dict[int, float]:
+    """Return each seed's mean accuracy over the last quarter of the rounds: single rounds swing by some points."""
+    found: dict[int, list[float]] = {}
+    for r in rows:
+        if (r["panel"], r["defense"]) == (panel, defense) and r["round"] > 0.75 * r["rounds"]:
+            found.setdefault(r["seed"], []).append(float(r["accuracy"]))
+    return {seed: float(np.mean(values)) for seed, values in found.items()}

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gradveil.metrics import interval
+from gradveil.paper.accuracy import paired_loss
 from gradveil.paper.base import ITEMS, Context, Item, Row, Verdict, published
 from gradveil.paper.settings import (
     HIDDEN,
@@ -171,8 +171,8 @@ def _uploaded(rows: Sequence[Row]) -> str:
     for dataset, model, defense in dict.fromkeys((r["dataset"], r.get("model", "lenet"), r["defense"]) for r in rows):
         if "on=weights" in defense:
             mine, control = (accuracies(rows, dataset, model, d) for d in (defense, "none"))
-            if mine and control:
-                lost = interval(control).mean - interval(mine).mean
+            lost = paired_loss(control, mine)
+            if lost is not None:
                 said.append(f"{network_family(model)} {dataset} {defense} lost {lost:+.3f}")
     return f"; noise on the uploaded weights instead: {', '.join(said)}" if said else ""
 

@@ -12,6 +12,7 @@ from functools import cache
 from statistics import median
 
 from gradveil.metrics import Interval, interval, rate
+from gradveil.paper.accuracy import paired_loss
 from gradveil.paper.attack_points import same_defense
 from gradveil.paper.base import Row
 
@@ -37,7 +38,7 @@ class Setting:
     blind: float  # clamped MSE of the mean image on the same images
     blind_ssim: float
     accuracy: Interval | None
-    lost: float | None  # accuracy of the undefended model less this one
+    lost: float | None  # accuracy of the undefended model less this one, over the seeds that both were run with
 
     @property
     def family(self) -> str:
@@ -72,8 +73,8 @@ def settings(rows: Sequence[Row], accuracy: Sequence[Row]) -> list[Setting]:
         mine = select(rows, panel, defense, server)
         scores = accuracies(accuracy, mine[0]["dataset"], mine[0]["model"], defense)
         control = accuracies(accuracy, mine[0]["dataset"], mine[0]["model"], "none")
-        measured = interval(scores) if scores else None
-        lost = interval(control).mean - measured.mean if control and measured else None
+        measured = interval(list(scores.values())) if scores else None
+        lost = paired_loss(control, scores)
         guess = select(rows, panel, BLIND, GUESS)
         units = [papers_unit(r) for r in mine]
         found.append(
@@ -111,15 +112,15 @@ def papers_unit(row: Row) -> float:
     return float(row["unclamped_mse"] if "unclamped_mse" in row else row["mse"])
 
 
-def accuracies(rows: Sequence[Row], dataset: str, model: str, defense: str) -> list[float]:
-    """Return the final accuracy of every seed that belongs to a data set, a network family and a defence."""
+def accuracies(rows: Sequence[Row], dataset: str, model: str, defense: str) -> dict[int, float]:
+    """Return the final accuracy by seed of what belongs to a data set, a network family and a defence."""
     wanted = (dataset, network_family(model), _spelled(defense))
-    return [
-        float(r["accuracy"])
+    return {
+        r["seed"]: float(r["accuracy"])
         for r in rows
         if r["round"] == r["rounds"]
         and (r["dataset"], network_family(r.get("model", "lenet")), _spelled(r["defense"])) == wanted
-    ]
+    }
 
 
 _spelled = cache(same_defense)
