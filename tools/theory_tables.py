@@ -7,9 +7,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from paper_results import RESULTS, ROOT, Row, build, markdown, own_rows, runs
 
+from gradveil.paper.base import Context, Item
 from gradveil.paper.convergence import smoothed
+from gradveil.seeds import Seeds
 
 MISSING = "Not run at full size yet."
 BENCH = ROOT / "bench" / "results" / "certificates.json"
@@ -25,7 +28,7 @@ def _item(name: str) -> Block:
         if not rows:
             return f"{MISSING} To run it: `gradveil reproduce {name} --scale full`."
         item = build(name, folder)
-        parts = [markdown(item.summary(rows))]
+        parts = [*_missing(item, rows), markdown(item.summary(rows))]
         parts += [f"- **{v.status}**: {v.claim}. {v.ours}. Rule: {v.rule}." for v in item.verdicts(rows)]
         if (folder / name / f"{name}.svg").exists():
             parts.append(f"![{item.title}](../results/{name}/{name}.svg)")
@@ -33,6 +36,16 @@ def _item(name: str) -> Block:
         return "\n\n".join(parts)
 
     return block
+
+
+def _missing(item: Item, rows: list[Row]) -> list[str]:
+    """Say which units of work the rows do not hold; nothing where they hold all."""
+    wanted = item.units(Context(None, torch.device("cpu"), "full", Seeds(0)))
+    left = [unit for unit in wanted if unit not in {row.get("unit") for row in rows}]
+    names = ", ".join(f"`{unit}`" for unit in left[:6]) + (" and others" if len(left) > 6 else "")
+    return (
+        [f"**Not complete**: {len(left)} of {len(wanted)} units of work have not been run ({names})."] if left else []
+    )
 
 
 def _distinct(name: str, folder: Path) -> list[Row]:

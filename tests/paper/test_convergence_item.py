@@ -98,8 +98,11 @@ def constants() -> Row:
 def test_the_verdicts_follow_from_the_rows() -> None:
     falling = [row("E=10", d, t, 1.0 / t + (d == "ours") * 0.1) for d in ("none", "ours") for t in (1, 2, 10)]
     rising = [row("long", "ours", t, loss, 0.1) for t, loss in ((1, 1.0), (200, 0.46), (600, 0.59))]
-    paper, long, price, gap, bias = Convergence().verdicts([constants(), *falling, *rising])
-    assert paper.status == "reproduced"
+    paper, paper_smooth, long, long_smooth, price, gap, bias = Convergence().verdicts([constants(), *falling, *rising])
+    assert paper.status == paper_smooth.status == "reproduced"
+    assert long_smooth.status == "not reproduced"
+    assert "added after the runs" in long_smooth.rule
+    assert "added after" not in long.rule
     assert long.status == "not reproduced"
     assert "1.283" in long.ours
     assert price.status == "not reproduced"
@@ -107,7 +110,7 @@ def test_the_verdicts_follow_from_the_rows() -> None:
     assert gap.status == bias.status == "reproduced"
     assert bias.ours == "at most 0.2, bound 9.8"
     above = row("long", "ours", 700, 0.3 + 0.1**2 / (2 * 1e-4), 0.1)
-    assert "held at 9 of 10" in Convergence().verdicts([constants(), *falling, *rising, above])[3].ours
+    assert "held at 9 of 10" in Convergence().verdicts([constants(), *falling, *rising, above])[5].ours
     table = Convergence().summary([constants(), *falling, *rising])
     assert [line["rounds"] for line in table] == [10, 10, 600]
     assert table[1]["F - F*"] == "0.0000"
@@ -118,12 +121,13 @@ def test_the_verdicts_follow_from_the_rows() -> None:
 
 def test_one_noisy_round_is_no_turn_and_undefended_runs_are_the_control() -> None:
     noisy = [1.0 - 0.02 * i + 0.05 * (i % 2) for i in range(20)]
-    assert smoothed([1.0, 2.0, 3.0, 4.0]) == [1.5, 2.5, 3.5]
+    assert smoothed([1.0, 2.0, 3.0, 4.0], 5) == [1.5, 2.5, 3.5]
     rows = [row("long", d, 20 * i, loss, 0.1) for d in ("none", "ours") for i, loss in enumerate(noisy)]
     assert noisy[-1] > 1.02 * min(noisy)
-    (verdict,) = Convergence().verdicts(rows)
-    assert verdict.status == "reproduced"
-    assert verdict.ours == "last / lowest loss 1.000 (undefended 1.000)"
+    as_stated, smooth = Convergence().verdicts(rows)
+    assert (as_stated.status, smooth.status) == ("not reproduced", "reproduced")
+    assert as_stated.ours.endswith("above 1.02 in 1 of 1 runs; undefended 1.047, 1 of 1")
+    assert smooth.ours == "last / lowest loss 1.000, above 1.02 in 0 of 1 runs; undefended 1.000, 0 of 1"
 
 
 def test_the_figure_is_drawn(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from gradveil.federated.simulate import Training
 from gradveil.paper.base import ITEMS, Context, Item, Row, Verdict, published
 from gradveil.paper.logistic_rounds import logistic_rounds
 
+WIDTH = 5  # stored rounds that a smoothed loss is the mean of
 DEFENDED = {"none": False, "ours": True}
 
 
@@ -172,16 +173,11 @@ class Convergence(Item):
     def verdicts(self, rows: Sequence[Row]) -> list[Verdict]:
         """Judge the paper's claim on its own runs and on the long run, its price, and the gap that people read."""
         found = []
-        claim = published()["convergence"]["claim"]
-        rule = "the loss at the end (mean of five stored rounds) is at most 2 % above its lowest, in every run"
+        claim = published()["convergence"]["claim"].rstrip(".")
         ours = [r for r in rows if r["kind"] != "constants" and r["defense"] == "ours"]
         long = [r for r in ours if r["kind"] == "long"]
         for name, mine in (("", short_runs(ours)), (" (long run, constant step)", long)):
-            if mine:
-                rise = max(_rises(mine))
-                status = "reproduced" if rise <= 1.02 else "not reproduced"
-                text = f"last / lowest loss {rise:.3f}" + _control(rows, mine)
-                found.append(Verdict(claim + name, status, rule, "converges well", text))
+            found += [_converges(claim + name, rows, mine, width) for width in (1, WIDTH) if mine]
         return found + self._price(rows) + self._gap(rows)
 
     def _price(self, rows: Sequence[Row]) -> list[Verdict]:
@@ -207,7 +203,10 @@ class Convergence(Item):
         held = sum(gap <= bound + row["uncertain"] for gap, bound in pairs)
         status = "reproduced" if held == len(pairs) else "not reproduced"
         claim = "F(W) − F* is at most the a-posteriori gap ‖∇F‖²/(2μ)"
-        text = f"held at {held} of {len(pairs)} points"
+        start = row["start"] - row["lowest"]
+        told = sum(bound < start for _, bound in pairs)
+        text = f"held at {held} of {len(pairs)} points; smaller than F(W_0) − F* = {start:.3g} at {told} of them"
+        text += f" (smallest {min(bound for _, bound in pairs):.3g})"
         rule = "at every stored point of every run"
         bias, most = max(r["bias"] for r in points), row["output"] * row["displacement"]
         below = "reproduced" if bias <= most else "not reproduced"
@@ -244,25 +243,39 @@ def short_runs(rows: Iterable[Row]) -> list[Row]:
     return [r for r in rows if r["kind"].startswith("E=")]
 
 
-def _control(rows: Sequence[Row], ours: Sequence[Row]) -> str:
-    """Return the same figure of the undefended runs of that kind."""
+def _converges(claim: str, rows: Sequence[Row], ours: Sequence[Row], width: int) -> Verdict:
+    """Judge whether the loss stays down, with the undefended runs of the same kind as the control."""
+    rises = _rises(ours, width)
     kinds = {r["kind"] for r in ours}
-    plain = [r for r in rows if r["kind"] in kinds and r["defense"] == "none"]
-    return f" (undefended {max(_rises(plain)):.3f})" if plain else ""
+    plain = _rises([r for r in rows if r["kind"] in kinds and r["defense"] == "none"], width)
+    text = f"last / lowest loss {max(rises):.3f}, above 1.02 in {_above(rises)} of {len(rises)} runs"
+    if plain:
+        text += f"; undefended {max(plain):.3f}, {_above(plain)} of {len(plain)}"
+    rule = "the last loss is at most 2 % above the lowest of the run, in every run"
+    if width > 1:
+        claim += ", losses smoothed"
+        rule += f"; means of {width} stored rounds. This rule was added after the runs: single rounds are noisy, see "
+        rule += "the undefended control above"
+    status = "reproduced" if not _above(rises) else "not reproduced"
+    return Verdict(claim, status, rule, "converges well", text)
 
 
-def smoothed(losses: Sequence[float]) -> list[float]:
-    """Return the means of five neighbours (fewer where there are few): one round's draw of devices moves the loss."""
-    width = min(5, max(1, len(losses) // 2))
+def _above(rises: Sequence[float]) -> int:
+    return sum(rise > 1.02 for rise in rises)
+
+
+def smoothed(losses: Sequence[float], width: int = WIDTH) -> list[float]:
+    """Return the means of neighbours (fewer where there are few): one round's draw of devices moves the loss."""
+    width = min(width, max(1, len(losses) // 2))
     return [sum(losses[i : i + width]) / width for i in range(len(losses) - width + 1)]
 
 
-def _rises(rows: Sequence[Row]) -> list[float]:
-    """Return last loss over lowest loss of every run, both smoothed."""
+def _rises(rows: Sequence[Row], width: int) -> list[float]:
+    """Return last loss over lowest loss of every run, both means of so many stored rounds."""
     runs: dict[tuple[Any, ...], list[float]] = {}
     for r in rows:
         runs.setdefault((*_setting(r), r["seed"]), []).append(r["loss"])
-    curves = [smoothed(losses) for losses in runs.values()]
+    curves = [smoothed(losses, width) for losses in runs.values()]
     return [curve[-1] / min(curve) for curve in curves]
 
 
