@@ -73,5 +73,5 @@ def _gaps(axis: Any, rows: Sequence[Row], count: int) -> None:
     axis.set_yscale("log")
     axis.set_xlabel("round")
     axis.set_ylabel("F(W) − F*")
-    axis.set_title("E = 10, K = 10, the theorems' steps: gap and bounds")
+    axis.set_title("the theorems' steps: gap and bounds")
     axis.legend(frameon=False, fontsize=7)

@@ -17,9 +17,9 @@ from gradveil.data import load
 from gradveil.data.base import Split
 from gradveil.defenses.base import build as build_defense
 from gradveil.defenses.step import step_gradient
-from gradveil.errors import MissingExtraError
 from gradveil.models import build
 from gradveil.paper.base import ITEMS, Context, Item, Row, Verdict
+from gradveil.paper.drawing import figure
 from gradveil.priors import GaussianPrior
 from gradveil.types import Batch, Observation, Update
 
@@ -177,17 +177,17 @@ class MeterCheck(Item):
         ]
 
     def draw(self, rows: Sequence[Row], path: Path) -> bool:
-        """Draw attack MSE against the meter, one mark a problem, one name a setting."""
-        try:
-            import matplotlib as mpl
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise MissingExtraError("Drawing figures", "report") from error
-        with mpl.rc_context({"svg.hashsalt": "gradveil", "font.size": 9}):
-            figure = Figure(figsize=(7.5, 5.5), layout="constrained")
-            _scatter(figure.subplots(), rows)
-            for ending, extra in ((".svg", {"metadata": {"Date": None}}), (".png", {"dpi": 150})):
-                figure.savefig(path.with_suffix(ending), **extra)
+        """Draw attack MSE against the meter: all of it, and the part where noise decides, with names."""
+        with figure(path, 12, 5) as empty:
+            whole, part = empty.subplots(1, 2)
+            _scatter(whole, rows)
+            whole.set_title("all settings")
+            whole.legend(frameon=False, fontsize=7, loc="center")
+            noisy = [r for name, mine, meter, _ in _means(rows) if meter > NOISY for r in mine]
+            if noisy:
+                _scatter(part, noisy)
+                _names(part, noisy)
+            part.set_title(f"settings with a meter above {NOISY:g}")
         return True
 
 
@@ -209,26 +209,27 @@ def correlations(rows: Sequence[Row]) -> tuple[float, float]:
     return float(rho.statistic), float(r.statistic)
 
 
-MARKS = {
-    "none": "o",
-    "ours": "s",
-    "fc.weight": "^",
-    "conv1.weight": "^",
-    "biases": "^",
-    "every": "P",
-    "noise": "D",
-    "pruning": "v",
+KINDS = {  # by the first word of a setting: mark, colour, name in the legend
+    "none": ("o", "#000000", "no defence"),
+    "ours": ("s", "#D55E00", "ours, server knows"),
+    "fc.weight": ("^", "#009E73", "part of the update seen"),
+    "conv1.weight": ("^", "#009E73", "part of the update seen"),
+    "biases": ("^", "#009E73", "part of the update seen"),
+    "every": ("P", "#56B4E9", "every layer masked"),
+    "noise": ("D", "#0072B2", "Gaussian noise"),
+    "pruning": ("v", "#CC79A7", "pruning"),
 }
-COLOURS = {"o": "#000000", "s": "#D55E00", "^": "#009E73", "P": "#56B4E9", "D": "#0072B2", "v": "#CC79A7"}
 
 
 def _scatter(axis: Any, rows: Sequence[Row]) -> None:
-    for name, mine, meter, mse in _means(rows):
-        mark = MARKS[name.split()[0]]
-        inside = "none" if mine[0]["naive"] else COLOURS[mark]
-        look = {"marker": mark, "edgecolors": COLOURS[mark], "facecolors": inside, "s": 14, "alpha": 0.6}
-        axis.scatter([r["meter"] for r in mine], [r["mse"] for r in mine], **look)
-        axis.annotate(name, (meter, mse), xytext=(5, -3), textcoords="offset points", fontsize=7)
+    named: set[str] = set()
+    for name, mine, _, _ in _means(rows):
+        mark, colour, label = KINDS[name.split()[0]]
+        if mine[0]["naive"]:
+            label = "ours, naive server"
+        look = {"marker": mark, "edgecolors": colour, "facecolors": "none" if mine[0]["naive"] else colour}
+        label, named = ("_" if label in named else label), named | {label}
+        axis.scatter([r["meter"] for r in mine], [r["mse"] for r in mine], s=14, alpha=0.6, label=label, **look)
     ends = [min(r["meter"] for r in rows) / 3, max(r["prior"] for r in rows) * 3]
     axis.plot(ends, ends, color="grey", linewidth=0.8, linestyle="--")
     blind = sum(r["blind"] for r in rows) / len(rows)
@@ -238,3 +239,14 @@ def _scatter(axis: Any, rows: Sequence[Row]) -> None:
     axis.set_yscale("log")
     axis.set_xlabel("leak meter: Bayesian Cramér-Rao MSE")
     axis.set_ylabel("MSE that the attack reached")
+
+
+def _names(axis: Any, rows: Sequence[Row]) -> None:
+    """Write each setting's name in one of two columns, in the order of the marks, with a line to its mean."""
+    ranked = sorted(_means(rows), key=lambda m: m[2])
+    half = (len(ranked) + 1) // 2
+    for i, (name, _, meter, mse) in enumerate(ranked):
+        left = i < half
+        place = (0.02, 0.55 + 0.28 * i / half) if left else (0.72, 0.05 + 0.35 * (i - half) / half)
+        line = {"arrowstyle": "-", "linewidth": 0.4, "color": "grey"}
+        axis.annotate(name, (meter, mse), xytext=place, textcoords="axes fraction", fontsize=7, arrowprops=line)
