@@ -57,6 +57,8 @@ bench: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python tools/make_docs.py
 	$(BIN)/python tools/readme_tables.py
+	$(BIN)/python tools/paper_page.py
+	$(BIN)/python tools/leakage_tables.py
 	$(BIN)/python tools/theory_tables.py
 
 clean:

@@ -15,7 +15,7 @@ import pytest
 
 from gradveil.experiments.store import Store
 from gradveil.experiments.toml import dumps
-from gradveil.paper.base import ITEMS, Context, Verdict
+from gradveil.paper.base import ITEMS, Context
 from gradveil.paper.dlg_reference import DLGReference
 
 ROOT = Path(__file__).parent.parent
@@ -24,7 +24,9 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture
 def tools(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    return {name: importlib.import_module(name) for name in ("paper_results", "paper_page", "keep_results")}
+    return {
+        name: importlib.import_module(name) for name in ("paper_results", "paper_page", "keep_results", "readme_lines")
+    }
 
 
 @pytest.fixture
@@ -68,8 +70,6 @@ def test_an_item_that_was_not_run_shows_no_number_of_ours(tools: dict[str, Modul
     assert "not run at full size yet" in text
     assert "mse" not in text
     assert "--only" not in text
-    assert "Not run at full size yet: " in page.readme_lines(results)[-1]
-    assert "dlg-reference" in page.readme_lines(results)[-1]
 
 
 def test_a_number_can_be_rerun_by_the_command_under_it(tools: dict[str, ModuleType]) -> None:
@@ -99,13 +99,28 @@ def test_the_readme_is_filled_between_the_markers_only(tools: dict[str, ModuleTy
     assert page.filled("no markers") == "no markers"
 
 
-def test_the_readmes_line_counts_what_was_measured_and_says_what_fails(tools: dict[str, ModuleType]) -> None:
-    statuses = ("reproduced", "not reproduced", "not reproduced", "reproduced only on MNIST", "not measured")
-    verdicts = [Verdict(f"claim {i}", status, "rule", "paper", f"ours {i}") for i, status in enumerate(statuses)]
-    line = tools["paper_page"]._line(DLGReference(), verdicts)
-    assert "1 of 4 claims hold. Holds: claim 0 (ours 0)." in line
-    assert "Does not: claim 1 (not reproduced: ours 1); claim 2 (not reproduced: ours 2); 1 more." in line
-    assert line.endswith(" 1 not measured.")
+def test_the_readmes_lines_follow_the_rows(tools: dict[str, ModuleType], results: Path) -> None:
+    lines = tools["readme_lines"].lines
+    before = lines(results)
+    assert len(before) == 10
+    path = results / "tradeoff" / "rows.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        if row["panel"].startswith("dlg") and row["defense"] == "representation:share=0.4" and row["server"] != "naive":
+            row |= {"mse": 0.9, "ssim": 0.0}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    after = lines(results)
+    changed = [new for old, new in zip(before, after, strict=True) if new != old]
+    assert any(old.startswith("- **Fails**: it hides them from a server that knows it") for old in before)
+    assert any(new.startswith("- **Holds**: it hides them from a server that knows it: MSE 0.9") for new in changed)
+
+
+def test_the_readme_names_what_was_not_run(tools: dict[str, ModuleType], results: Path) -> None:
+    shutil.rmtree(results / "meter")
+    shutil.rmtree(results / "accuracy")
+    found = tools["readme_lines"].lines(results)
+    assert "- Not run at full size yet: meter." in found
+    assert found.count("- Not run at full size yet: accuracy.") == 1
 
 
 def run_folder(path: Path, rows: dict[str, list[float]], **changed: Any) -> Path:

@@ -40,11 +40,11 @@ def keep(folder: Path, machine: str, into: Path = RESULTS) -> str:
     merged.sort(key=lambda row: place.get(row["unit"], len(place)))
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in merged)
     (into / name / "rows.jsonl").write_text(text)
-    date = versions.pop("date")
+    date = versions.pop("date")[:10]
     entry = {"item": config["item"], "command": command(config), "scale": config["scale"], "seed": config["seed"]}
     entry |= {"device": config["device"], "date": date, "machine": machine}
     entry |= {"versions": [f"{package} {number}" for package, number in versions.items()], "units": units}
-    write_runs(name, [*_without(old, units), entry], into)
+    write_runs(name, _joined([*_without(old, units), entry]), into)
     return name
 
 
@@ -69,6 +69,18 @@ def _without(old: list[Row], units: list[str]) -> list[Row]:
     """Return the earlier runs less the units that were done anew."""
     left = [run | {"units": [unit for unit in run["units"] if unit not in units]} for run in old]
     return [run for run in left if run["units"]]
+
+
+def _joined(entries: list[Row]) -> list[Row]:
+    """Return the runs, those that differ in their units alone as one."""
+    found: list[Row] = []
+    for entry in entries:
+        same = next((e for e in found if e | {"units": ()} == entry | {"units": ()}), None)
+        if same is None:
+            found.append(entry)
+        else:
+            same["units"] = [*same["units"], *entry["units"]]
+    return found
 
 
 def main() -> int:

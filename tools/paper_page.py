@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from paper_results import RESULTS, ROOT, Row, all_rows, build, markdown, own_rows, runs
+from readme_lines import lines
 
 from gradveil.paper.base import ITEMS, Context, Item, Verdict, published
 from gradveil.seeds import Seeds
@@ -15,7 +16,6 @@ from gradveil.seeds import Seeds
 PAGE = RESULTS / "paper.md"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- begin: verdicts -->", "<!-- end: verdicts -->"
-SHOWN = 2  # claims per line of the README's list
 
 HEAD = """# The paper, beside ours
 
@@ -157,36 +157,10 @@ def _rerun(item: Item, made: list[Row], folder: Path) -> list[str]:
     ]
 
 
-def readme_lines(folder: Path = RESULTS) -> list[str]:
-    """Return the README's list: one line per item that was run, one for those that were not."""
-    items = in_order(folder)
-    ran = [item for item in items if has_rows(item, folder)]
-    lines = [_line(item, item.verdicts(all_rows(item, folder))) for item in ran]
-    waiting = [item.spec_name for item in items if item not in ran]
-    return lines + ([f"- Not run at full size yet: {', '.join(waiting)}."] if waiting else [])
-
-
-def _line(item: Item, verdicts: list[Verdict]) -> str:
-    measured = [v for v in verdicts if v.status != "not measured"]
-    holds = [f"{v.claim} ({v.ours})" for v in measured if v.status == "reproduced"]
-    rest = [f"{v.claim} ({v.status}: {v.ours})" for v in measured if v.status != "reproduced"]
-    text = f"- [{item.spec_name}](docs/results/paper.md#{item.spec_name}): {len(holds)} of {len(measured)} claims hold."
-    more = len(verdicts) - len(measured)
-    return text + _some(" Holds: ", holds) + _some(" Does not: ", rest) + (f" {more} not measured." if more else "")
-
-
-def _some(start: str, claims: list[str]) -> str:
-    """Return the first few claims and how many more there are."""
-    if not claims:
-        return ""
-    more = f"; {len(claims) - SHOWN} more" if len(claims) > SHOWN else ""
-    return start + "; ".join(claims[:SHOWN]) + more + "."
-
-
 def filled(text: str, folder: Path = RESULTS) -> str:
     """Return the README with what stands between the markers made anew; without markers, as it is."""
     between = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
-    fresh = "\n".join([BEGIN, "", *readme_lines(folder), "", END])
+    fresh = "\n".join([BEGIN, "", *lines(folder), "", END])
     return between.sub(lambda _: fresh, text)
 
 

@@ -80,9 +80,10 @@ class Bounds(Item):
     def summary(self, rows: Sequence[Row]) -> list[Row]:
         """Return bounds and attained MSE per panel and share, then theorem 2's line for every defended run."""
         table = []
+        every = _attained(rows)
         for panel, defense in dict.fromkeys((r["panel"], r["defense"]) for r in own(rows)):
             mine = [r for r in own(rows) if (r["panel"], r["defense"]) == (panel, defense)]
-            attained = [_attained(rows, r) for r in mine]
+            attained = [every.get(_problem(r), {}) for r in mine]
             table.append(
                 {
                     "theorem": "1",
@@ -105,7 +106,8 @@ class Bounds(Item):
 
     def verdicts(self, rows: Sequence[Row]) -> list[Verdict]:
         """Judge theorem 1's figure against both servers, its sound versions, what they are worth, and theorem 2's."""
-        pairs = [(r, _attained(rows, r)) for r in own(rows)]
+        attained = _attained(rows)
+        pairs = [(r, attained.get(_problem(r), {})) for r in own(rows)]
         return [
             _holds(pairs, "as printed", ("local",), "naive", "the server that does not know the defence"),
             _holds(pairs, "as printed", ("local",), "unclamped", "the same, unclamped as in the paper"),
@@ -132,20 +134,20 @@ def _finite(value: Tensor) -> float | None:
     return float(value) if bool(torch.isfinite(value)) else None
 
 
-def _attained(rows: Sequence[Row], row: Row) -> dict[str, float]:
-    """Return what the servers of the trade-off figure attained on the same image under the same defence."""
-    same = [
-        r
-        for r in of_item(rows, "tradeoff")
-        if (r["panel"], r["defense"], r["image"]) == (row["panel"], row["defense"], row["image"])
-    ]
-    found: dict[str, float] = {}
-    for r in same:
+def _problem(row: Row) -> tuple[str, str, int]:
+    return row["panel"], row["defense"], row["image"]
+
+
+def _attained(rows: Sequence[Row]) -> dict[tuple[str, str, int], dict[str, float]]:
+    """Return what the servers of the trade-off figure attained on each image under each defence."""
+    every: dict[tuple[str, str, int], dict[str, float]] = {}
+    for r in of_item(rows, "tradeoff"):
+        found = every.setdefault(_problem(r), {})
         if r["server"] == NAIVE:
             found |= {"naive": r["mse"], "unclamped": papers_unit(r)}
         else:
             found["knowing"] = min(r["mse"], found.get("knowing", float("inf")))
-    return found
+    return every
 
 
 def _mean(values: Sequence[float]) -> str:

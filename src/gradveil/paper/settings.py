@@ -67,15 +67,17 @@ HIDDEN = "neither MSE (clamped) nor SSIM better than answering with the mean ima
 def settings(rows: Sequence[Row], accuracy: Sequence[Row]) -> list[Setting]:
     """Return every setting of the trade-off rows, in order, with the accuracy that belongs to it."""
     found = []
-    for panel, defense, server in dict.fromkeys((r["panel"], r["defense"], r["server"]) for r in rows):
+    grouped: dict[tuple[str, str, str], list[Row]] = {}
+    for r in rows:
+        grouped.setdefault((r["panel"], r["defense"], r["server"]), []).append(r)
+    for (panel, defense, server), mine in grouped.items():
         if defense == BLIND:
             continue
-        mine = select(rows, panel, defense, server)
         scores = accuracies(accuracy, mine[0]["dataset"], mine[0]["model"], defense)
         control = accuracies(accuracy, mine[0]["dataset"], mine[0]["model"], "none")
         measured = interval(list(scores.values())) if scores else None
         lost = paired_loss(control, scores)
-        guess = select(rows, panel, BLIND, GUESS)
+        guess = grouped.get((panel, BLIND, GUESS), [])
         units = [papers_unit(r) for r in mine]
         found.append(
             Setting(

@@ -1,0 +1,179 @@
+"""The README's ten lines on what holds: words with numbers from the committed rows, and each mark from a verdict."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from paper_results import RESULTS, all_rows, build, own_rows
+
+from gradveil.paper.accuracy import MAX_DROP, paired_loss
+from gradveil.paper.base import Verdict
+from gradveil.paper.settings import GUESS, Setting, accuracies, settings
+
+OURS, RANDOM = "representation:share=0.4", "random_mask:share=0.4"
+DLG = {"dlg-mnist": "MNIST", "dlg-cifar10": "CIFAR-10"}
+Line = Callable[[Path], str]
+
+
+def mark(holds: Sequence[bool]) -> str:
+    """Return the word in front of a line."""
+    return "Holds" if all(holds) else "Fails" if not any(holds) else "Partly"
+
+
+def _found(folder: Path) -> list[Setting]:
+    return settings(own_rows("tradeoff", folder), own_rows("accuracy", folder))
+
+
+def _at(found: Sequence[Setting], defense: str, knowing: bool = False) -> dict[str, Setting]:
+    """Return, per DLG panel, the setting of a defence: the naive server, or the best of those that know."""
+    mine = [s for s in found if s.defense == defense and (s.server != "naive") == knowing and s.panel in DLG]
+    return {s.panel: s for s in sorted(mine, key=lambda s: -s.mse.mean)}
+
+
+def _each(values: dict[str, str]) -> str:
+    return ", ".join(f"{text} ({DLG[panel]})" for panel, text in sorted(values.items(), reverse=True))
+
+
+def _status(name: str, words: str, folder: Path) -> list[Verdict]:
+    item = build(name, folder)
+    return [v for v in item.verdicts(all_rows(item, folder)) if words in v.claim]
+
+
+def control(folder: Path) -> str:
+    """The attack works where nothing defends."""
+    none = _at(_found(folder), "none")
+    text = _each({p: f"{s.success.mean:.0%} of {s.mse.count} images, MSE {s.mse.mean:.1g}" for p, s in none.items()})
+    return f"{mark([s.success.mean >= 0.5 for s in none.values()])}: undefended, DLG recovers {text}: the control."
+
+
+def naive_server(folder: Path) -> str:
+    """The paper's own picture."""
+    ours = _at(_found(folder), OURS)
+    text = _each({p: f"MSE {s.mse.mean:.2f} against {s.blind:.2f} for the {GUESS}" for p, s in ours.items()})
+    told = _each({p: f"{s.identified.mean:.0%}" for p, s in ours.items()})
+    word = mark([s.hidden for s in ours.values()])
+    return (
+        f"{word}: 40 % of ours hides images from a server that does not know it: {text}; told from 99 others: {told}."
+    )
+
+
+def knowing_server(folder: Path) -> str:
+    """The same with a server that knows the code."""
+    ours = _at(_found(folder), OURS, knowing=True)
+    text = _each({p: f"MSE {s.mse.mean:.1g}, {s.success.mean:.0%} recovered" for p, s in ours.items()})
+    return f"{mark([s.hidden for s in ours.values()])}: it hides them from a server that knows it: {text}."
+
+
+def random_mask(folder: Path) -> str:
+    """Whether the score is worth anything."""
+    found = _found(folder)
+    ours, random = _at(found, OURS), _at(found, RANDOM)
+    text = _each({p: f"ours {ours[p].mse.mean:.2f}, random {random[p].mse.mean:.2f}" for p in random})
+    hidden = not all(s.hidden for s in random.values())
+    return f"{mark([hidden])}: the score is needed for that; a mask drawn at random hides too: MSE {text}."
+
+
+def accuracy(folder: Path) -> str:
+    """No drop in accuracy."""
+    rows = own_rows("accuracy", folder)
+    lost: dict[str, dict[str, float]] = {}
+    for dataset in ("mnist", "cifar10"):
+        plain = accuracies(rows, dataset, "lenet", "none")
+        for share in ("0.01", "0.05", "0.1", "0.2", "0.4", "0.8"):
+            loss = paired_loss(plain, accuracies(rows, dataset, "lenet", f"representation:share={share}"))
+            if loss is not None:
+                lost.setdefault(dataset, {})[share] = loss
+    text = "; ".join(
+        f"{dataset}: " + ", ".join(f"{loss:+.3f} at {float(share):.0%}" for share, loss in found.items())
+        for dataset, found in lost.items()
+    )
+    every = [loss <= MAX_DROP for found in lost.values() for loss in found.values()]
+    return f"{mark(every)}: ours costs no accuracy. Lost, {text}."
+
+
+def times(folder: Path) -> str:
+    """The claim of 160 times the MSE."""
+    found = _status("claims", "160 x", folder)
+    naive = [v for v in found if "does not know" in v.claim]
+    text = "; ".join(f"{v.claim.partition(': ')[2].partition(' (')[0]}: {v.ours}" for v in naive)
+    return (
+        f"{mark([v.status == 'reproduced' for v in naive])}: 160 x the baselines' MSE at no loss of accuracy: {text}."
+    )
+
+
+def table1(folder: Path) -> str:
+    """Representation inference and its control."""
+    rows = [r for r in own_rows("table1", folder) if r["setting"] == "E=1, B=32"]
+
+    def means(key: str) -> str:
+        layers = ("fc1", "fc2", "fc3")
+        values = [[r[key] for r in rows if r["layer"] == layer] for layer in layers]
+        return " / ".join(f"{sum(v) / len(v):.2f}" for v in values)
+
+    told = _status("table1", "tells its class", folder)
+    word = mark([v.status == "reproduced" for v in told])
+    return (
+        f"{word}: updates give class-wise representations away. Correlation at FC1 / FC2 / FC3 {means('own')}, with "
+        f"the wrong class {means('wrong')}; own class nearest {means('nearest')}."
+    )
+
+
+def cause(folder: Path) -> str:
+    """WG, CLG, Rep."""
+    rows = [r for r in own_rows("figure-wg-clg-rep", folder) if r["part"] in ("CLG", "Rep")]
+
+    def share(network: str, part: str) -> str:
+        mine = [r["mse"] < 0.01 for r in rows if (r["network"], r["part"]) == (network, part)]
+        return f"{sum(mine) / len(mine):.0%}"
+
+    found = [v for n in ("probe:", "lenet:") for v in _status("figure-wg-clg-rep", n, folder)]
+    text = "; ".join(
+        f"{name}: convolutions alone recover {share(n, 'CLG')}, the representation alone {share(n, 'Rep')}"
+        for n, name in (("probe", "the paper's small network"), ("lenet", "its LeNet"))
+    )
+    return f"{mark([v.status == 'reproduced' for v in found])}: the representation is the essential cause. On {text}."
+
+
+def theorems(folder: Path) -> str:
+    """Both theorems, as printed and sound."""
+    one = _status("bounds", "as printed (local), bounds the error of the server", folder)
+    (sound,) = _status("bounds", "(global/box), bounds the error", folder)
+    says = ", ".join(f"{v.ours} ({'knowing' if 'that knows' in v.claim else 'naive'} server)" for v in one)
+    word = mark([v.status == "reproduced" for v in one])
+    return (
+        f"{word}: theorem 1 as printed bounds the error: kept by {says}. A [sound version]"
+        f"(docs/theory/certificates.md) is kept by {sound.ours}, for a server that inverts r', and is far smaller. "
+        "Theorem 2 has a [counterexample](docs/theory/convergence.md)."
+    )
+
+
+def meter(folder: Path) -> str:
+    """Our own figure."""
+    (v,) = _status("meter", "leak meter", folder)
+    return f"{mark([v.status == 'reproduced'])}: the leak meter predicts what the strongest attack reaches: {v.ours}."
+
+
+LINES: dict[tuple[str, ...], Line] = {  # the items whose rows a line is made of -> the line
+    ("tradeoff", "accuracy", "1"): control,
+    ("tradeoff", "accuracy", "2"): naive_server,
+    ("tradeoff", "accuracy", "3"): knowing_server,
+    ("tradeoff", "accuracy", "4"): random_mask,
+    ("accuracy",): accuracy,
+    ("tradeoff", "accuracy", "5"): times,
+    ("table1",): table1,
+    ("figure-wg-clg-rep",): cause,
+    ("bounds", "tradeoff", "convergence"): theorems,
+    ("meter",): meter,
+}
+
+
+def lines(folder: Path = RESULTS) -> list[str]:
+    """Return the list; an item that has not been run is only named."""
+    found = []
+    for names, line in LINES.items():
+        missing = [name for name in names if not name.isdigit() and not own_rows(name, folder)]
+        if missing:
+            found.append(f"- Not run at full size yet: {', '.join(missing)}.")
+        else:
+            word, _, rest = line(folder).partition(": ")
+            found.append(f"- **{word}**: {rest}")
+    return list(dict.fromkeys(found))
