@@ -141,6 +141,8 @@ def compare(device: str, repeats: int, flower: bool) -> list[Row]:
     for model in MODELS:
         rows = [plain_loop(model, device, data, repeats)]
         rows += [measure(model, device, 10, 200, engine, data, repeats) for engine in ENGINES[device]]
+        if device == "cpu":
+            rows.append(_on_one_thread(model, data, repeats))
         if flower:
             rows.append(on_flower(model, repeats))
         for row in rows:
@@ -149,6 +151,16 @@ def compare(device: str, repeats: int, flower: bool) -> list[Row]:
             show(row)
         found += rows
     return found
+
+
+def _on_one_thread(model: str, data: Split, repeats: int) -> Row:
+    """Time the sequential engine without a second thread: what each worker process is, alone."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return measure(model, "cpu", 10, 200, "sequential", data, repeats) | {"engine": "sequential, one thread"}
+    finally:
+        torch.set_num_threads(before)
 
 
 def scaling(device: str, repeats: int, largest: int) -> list[Row]:
