@@ -67,6 +67,11 @@ NAIVE: dict[str, tuple[str, View | None]] = {
     "ours 80 %, naive-looking": ("representation:share=0.8", _as_it_is),
 }
 
+FULL_ONLY = {  # left out of a quick run: their kind stays in it
+    "ours 80 %, mask read", "ours 80 %, tensor dropped", "ours 80 %, naive-looking", "noise 0.3",
+    "every layer masked 40 %", "pruning 97 %, mask read", "pruning 99 %, mask read",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Place:
@@ -120,7 +125,9 @@ class MeterCheck(Item):
 
     def units(self, context: Context) -> list[str]:
         """Return image and setting of every problem."""
-        return [f"{i} {name}" for i in range(8 if context.full else 2) for name in SETTINGS | NAIVE]
+        if not context.full:
+            return [f"0 {name}" for name in SETTINGS | NAIVE if name not in FULL_ONLY]
+        return [f"{i} {name}" for i in range(8) for name in SETTINGS | NAIVE]
 
     def run(self, unit: str, context: Context) -> list[Row]:
         """Meter and attack one update."""
