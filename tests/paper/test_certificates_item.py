@@ -49,6 +49,5 @@ def test_lines_are_means_and_verdicts_count() -> None:
 
 
 def test_units_are_networks_data_sets_and_norms() -> None:
-    assert len(set(Certificates().units(Context()))) == 2 * 2 * 3 * 1
+    assert len(set(Certificates().units(Context()))) == 2 * 3 * 1
     assert len(Certificates().units(Context(scale="full"))) == 2 * 2 * 3 * 3
-    assert len(Certificates().units(Context())) == 2 * 3
