@@ -89,5 +89,7 @@ def test_an_item_names_its_units_once_and_a_title(name: str) -> None:
     item = ITEMS.build(name)
     for scale in ("quick", "full"):
         units = item.units(Context(scale=scale))  # type: ignore[arg-type]
-        assert len(units) == len(set(units)) > 0
+        assert len(units) == len(set(units))
+        assert units or item.needs  # what has no work of its own reads the rows of others
+    assert set(item.needs) <= set(ITEMS.names()) - {name}
     assert item.title
