@@ -1,7 +1,6 @@
 """``gradveil reproduce``: the paper's tables and figures, its numbers beside ours, resumable."""
 
 import json as json_module
-import time
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -36,6 +35,7 @@ def command(
     out: Path = typer.Option(Path("runs/reproduce"), help="Folder for the results; one folder an item below it."),
     resume: bool = typer.Option(False, "--resume", help="Continue an earlier run."),
     only: str = typer.Option("*", help="Only the units of work whose name fits this pattern."),
+    jobs: int = typer.Option(1, min=1, help="Worker processes of one thread each, for machines with many cores."),
     json: bool = typer.Option(False, "--json", help="Print JSON in place of tables."),
 ) -> None:
     """Run items of the paper and print what holds and what does not."""
@@ -57,7 +57,7 @@ def command(
     rest = "*" if only == "*" else ""  # of the items that are only needed: with --only, what is there already
     for item in in_order(ITEMS.names() if items == ["all"] else items):
         wanted = items == ["all"] or any(item.spec_name == name.partition(":")[0] for name in items)
-        result = run_item(item, context, out, resume or not wanted, only if wanted else rest, json, made)
+        result = run_item(item, context, out, resume or not wanted, only if wanted else rest, json, made, jobs)
         if wanted:
             typer.echo(json_module.dumps(result, indent=2, ensure_ascii=False)) if json else show(result)
 
@@ -88,6 +88,7 @@ def run_item(
     only: str,
     quiet: bool,
     made: dict[str, list[dict[str, Any]]],
+    jobs: int = 1,
 ) -> dict[str, Any]:
     """Do what is not done yet of one item; return and keep its summary, and put its rows into ``made``."""
     from gradveil.experiments.store import Store, write_atomically
@@ -97,7 +98,7 @@ def run_item(
     folder = out / item.spec_name
     config = {"item": describe(item), "scale": context.scale, "seed": context.seeds.seed, "device": str(context.device)}
     store = Store.create(folder, dumps(config), resume)
-    do_units(item, context, store, only, quiet)
+    do_units(item, context, store, only, quiet, jobs)
     command = f"gradveil reproduce {describe(item)} --scale {context.scale} --seed {context.seeds.seed}"
     made[item.spec_name] = list(store.rows)
     rows = made[item.spec_name] + [row | {"item": name} for name in item.needs for row in made[name]]
@@ -113,21 +114,19 @@ def run_item(
     return result
 
 
-def do_units(item: "Item", context: "Context", store: "Store", only: str, quiet: bool) -> None:
+def do_units(item: "Item", context: "Context", store: "Store", only: str, quiet: bool, jobs: int = 1) -> None:
     """Do the units that fit a pattern and are not done yet; each is kept as soon as its group is done."""
+    from gradveil.paper.parallel import run_groups
+
     units = [unit for unit in item.units(context) if fnmatch(unit, only)]
     left = [unit for unit in units if not store.done(unit)]
     with Progress(*PARTS, console=Console(stderr=True), disable=quiet) as progress:
         bar = progress.add_task(item.spec_name, total=len(units), completed=len(units) - len(left))
-        for group in item.groups(left, context):
-            more = f" and {len(group) - 1} more" if len(group) > 1 else ""
-            progress.update(bar, description=f"{item.spec_name}: {group[0]}{more}")
-            start = time.perf_counter()
-            found = item.run_group(group, context)
-            seconds = (time.perf_counter() - start) / max(sum(map(len, found.values())), 1)
+        for found, taken in run_groups(item, item.groups(left, context), context, jobs):
+            seconds = taken / max(sum(map(len, found.values())), 1)
             for unit, rows in found.items():
                 store.add(unit, [row | {"seconds": round(seconds, 4)} for row in rows])
-                progress.advance(bar)
+                progress.update(bar, advance=1, description=f"{item.spec_name}: {unit} done")
 
 
 def show(result: dict[str, Any]) -> None:
