@@ -90,13 +90,14 @@ def test_a_number_can_be_rerun_by_the_command_under_it(tools: dict[str, ModuleTy
 
 def test_the_readme_is_filled_between_the_markers_only(tools: dict[str, ModuleType]) -> None:
     page = tools["paper_page"]
-    text = f"before\n\n{page.BEGIN}\nstale words\n{page.END}\n\nafter\n"
-    new = page.filled(text)
-    assert new.startswith(f"before\n\n{page.BEGIN}\n\n- ")
-    assert new.endswith(f"{page.END}\n\nafter\n")
+    begin, end = "<!-- begin: verdicts -->", "<!-- end: verdicts -->"
+    new = page.filled(f"before\n\n{begin}\nstale words\n{end}\n\nafter\n")
+    assert new.startswith(f"before\n\n{begin}\n\n- ")
+    assert new.endswith(f"{end}\n\nafter\n")
     assert "stale words" not in new
     assert page.filled(new) == new
-    assert page.filled("no markers") == "no markers"
+    with pytest.raises(SystemExit, match="markers"):
+        page.filled("no markers")
 
 
 def test_the_readmes_lines_follow_the_rows(tools: dict[str, ModuleType], results: Path) -> None:

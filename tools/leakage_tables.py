@@ -1,11 +1,10 @@
 """Fill the tables of docs/theory/leakage.md from the committed rows; with --check, only compare."""
 
-import argparse
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from marked_blocks import fill, write_or_check
 from paper_results import RESULTS, ROOT, Row, build, markdown, own_rows
 
 from gradveil.paper.base import Verdict
@@ -65,27 +64,8 @@ BLOCKS: dict[str, Block] = {
 
 def filled(text: str, folder: Path = RESULTS) -> str:
     """Return the page with every marked block made anew."""
-    for name, block in BLOCKS.items():
-        begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
-        if text.count(begin) != 1 or text.count(end) != 1:
-            raise SystemExit(f"The page must have the markers {begin} and {end} once each.")
-        fresh = f"{begin}\n\n{block(folder)}\n\n{end}"
-        text = re.sub(re.escape(begin) + ".*?" + re.escape(end), lambda _, fresh=fresh: fresh, text, flags=re.DOTALL)
-    return text
-
-
-def main() -> int:
-    """Write or check the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true")
-    text = PAGE.read_text()
-    fresh = filled(text)
-    if parser.parse_args().check:
-        print("leakage.md is up to date" if fresh == text else "docs/theory/leakage.md is stale: run `make docs`")
-        return int(fresh != text)
-    PAGE.write_text(fresh)
-    return 0
+    return fill(text, {name: block(folder) for name, block in BLOCKS.items()})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check({PAGE: filled(PAGE.read_text())}, __doc__))

@@ -1,12 +1,11 @@
 """Write docs/results/paper.md and the README's verdicts from the committed rows; with --check, only compare."""
 
-import argparse
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from marked_blocks import fill, write_or_check
 from paper_results import RESULTS, ROOT, Row, all_rows, build, markdown, own_rows, runs
 from readme_lines import lines
 
@@ -15,7 +14,6 @@ from gradveil.seeds import Seeds
 
 PAGE = RESULTS / "paper.md"
 README = ROOT / "README.md"
-BEGIN, END = "<!-- begin: verdicts -->", "<!-- end: verdicts -->"
 
 HEAD = """# The paper, beside ours
 
@@ -158,26 +156,9 @@ def _rerun(item: Item, made: list[Row], folder: Path) -> list[str]:
 
 
 def filled(text: str, folder: Path = RESULTS) -> str:
-    """Return the README with what stands between the markers made anew; without markers, as it is."""
-    between = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
-    fresh = "\n".join([BEGIN, "", *lines(folder), "", END])
-    return between.sub(lambda _: fresh, text)
-
-
-def main() -> int:
-    """Write or check the page and the README."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true")
-    check = parser.parse_args().check
-    stale = 0
-    for path, text in ((PAGE, page()), (README, filled(README.read_text()))):
-        if not check:
-            path.write_text(text)
-        elif not path.exists() or path.read_text() != text:
-            print(f"{path.relative_to(ROOT)} is stale: run `make docs`")
-            stale = 1
-    return stale
+    """Return the README with its list of verdicts made anew."""
+    return fill(text, {"verdicts": "\n".join(lines(folder))})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check({PAGE: page(), README: filled(README.read_text())}, __doc__))

@@ -1,15 +1,15 @@
 """Fill the tables of README.md from the results on disk; with --check, only say whether they are up to date."""
 
-import argparse
 import json
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
+from marked_blocks import ROOT, write_or_check
+
 from gradveil.paper.base import ITEMS
 
-ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 
 
@@ -89,18 +89,5 @@ def filled(text: str) -> str:
     return text
 
 
-def main() -> int:
-    """Write or check."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true")
-    text = README.read_text()
-    fresh = filled(text)
-    if parser.parse_args().check:
-        print("README.md is up to date" if fresh == text else "README.md is stale: run `make docs`")
-        return int(fresh != text)
-    README.write_text(fresh)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check({README: filled(README.read_text())}, __doc__))

@@ -1,13 +1,12 @@
 """Fill the measured parts of docs/theory/certificates.md and convergence.md; with --check, only compare."""
 
-import argparse
 import json
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from marked_blocks import fill, write_or_check
 from paper_results import RESULTS, ROOT, Row, build, markdown, own_rows, runs
 
 from gradveil.paper.base import Context, Item
@@ -125,31 +124,9 @@ PAGES: dict[str, dict[str, Block]] = {
 
 def filled(text: str, blocks: dict[str, Block], folder: Path = RESULTS) -> str:
     """Return a page with every marked block made anew."""
-    for name, block in blocks.items():
-        begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
-        if text.count(begin) != 1 or text.count(end) != 1:
-            raise SystemExit(f"The page must have the markers {begin} and {end} once each.")
-        fresh = f"{begin}\n\n{block(folder)}\n\n{end}"
-        text = re.sub(re.escape(begin) + ".*?" + re.escape(end), lambda _, fresh=fresh: fresh, text, flags=re.DOTALL)
-    return text
-
-
-def main() -> int:
-    """Write or check the pages."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true")
-    check = parser.parse_args().check
-    stale = 0
-    for name, blocks in PAGES.items():
-        text = (THEORY / name).read_text()
-        fresh = filled(text, blocks)
-        if not check:
-            (THEORY / name).write_text(fresh)
-        elif fresh != text:
-            print(f"docs/theory/{name} is stale: run `make docs`")
-            stale = 1
-    return stale
+    return fill(text, {name: block(folder) for name, block in blocks.items()})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    fresh = {THEORY / name: filled((THEORY / name).read_text(), blocks) for name, blocks in PAGES.items()}
+    sys.exit(write_or_check(fresh, __doc__))
