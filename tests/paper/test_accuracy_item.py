@@ -61,6 +61,7 @@ def test_what_was_lost_is_against_the_same_seeds() -> None:
     rows = [row("p", "none", s, v) for s, v in enumerate((0.9, 0.7, 0.8))]
     rows += [row("p", "pruning:share=0.8", 0, 0.88), row("p", "pruning:share=0.8", 5, 0.1)]
     rows += [row("p", "none", 0, 0.5, at=7), row("p", "pruning:share=0.8", 0, 0.4, at=7)]
+    rows += [row("p", "none", 0, 0.0, at=6), row("p", "pruning:share=0.8", 0, 0.3, at=6)]  # not in the last quarter
     line = Accuracy().summary(rows)[1]
     assert (line["lost"], line["lost there"]) == ("+0.020", "+0.060")
     assert line["last quarter"] == "0.370"  # the means of (0.88, 0.4) and of 0.1
