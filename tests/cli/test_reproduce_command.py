@@ -3,23 +3,30 @@
 import json
 from pathlib import Path
 
+import typer
 from typer.testing import CliRunner
 
-from gradveil.cli.main import app
-from gradveil.cli.reproduce import in_order
+from gradveil.cli import reproduce
+
+
+def app() -> typer.Typer:
+    """The command by itself."""
+    found = typer.Typer()
+    found.command()(reproduce.command)
+    return found
 
 
 def test_needed_items_come_first_and_once() -> None:
-    assert [item.spec_name for item in in_order(["claims", "bounds"])] == [
+    assert [item.spec_name for item in reproduce.in_order(["claims", "bounds"])] == [
         "accuracy", "tradeoff", "claims", "convergence", "bounds",
     ]  # fmt: skip
-    (first, *_) = in_order(["tradeoff", "accuracy:seeds=1"])
+    (first, *_) = reproduce.in_order(["tradeoff", "accuracy:seeds=1"])
     assert first.seeds == 1  # type: ignore[attr-defined]  # as it was asked for, not as it is needed
 
 
 def test_with_only_what_is_needed_is_read_and_not_run(tmp_path: Path) -> None:
-    words = ["reproduce", "claims", "--only", "nothing", "--data", str(tmp_path / "absent"), "--out", str(tmp_path)]
-    done = CliRunner().invoke(app, [*words, "--json"])
+    words = ["claims", "--only", "nothing", "--data", str(tmp_path / "absent"), "--out", str(tmp_path)]
+    done = CliRunner().invoke(app(), [*words, "--json"])
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
     assert result["item"] == "claims"
@@ -28,6 +35,6 @@ def test_with_only_what_is_needed_is_read_and_not_run(tmp_path: Path) -> None:
 
 
 def test_an_unknown_scale_is_said_in_one_line(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["reproduce", "claims", "--scale", "huge", "--out", str(tmp_path)])
+    done = CliRunner().invoke(app(), ["claims", "--scale", "huge", "--out", str(tmp_path)])
     assert done.exit_code != 0
     assert "quick or full" in str(done.exception)
