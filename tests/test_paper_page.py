@@ -162,10 +162,19 @@ def test_quick_runs_and_other_settings_are_not_mixed_in(
     tools: dict[str, ModuleType], tmp_path: Path, changed: dict[str, str], said: str
 ) -> None:
     into = tmp_path / "results"
-    tools["keep_results"].keep(run_folder(tmp_path / "a", {"none": [0.2]}), "machine", into)
+    tools["keep_results"].keep(run_folder(tmp_path / "a", {"floors": [0.1], "none": [0.2]}), "machine", into)
     with pytest.raises(SystemExit, match=said):
         tools["keep_results"].keep(run_folder(tmp_path / "b", {"none": [0.3]}, **changed), "machine", into)
-    assert [r["mse"] for r in tools["paper_results"].own_rows("dlg-reference", into)] == [0.2]
+    assert [r["mse"] for r in tools["paper_results"].own_rows("dlg-reference", into)] == [0.1, 0.2]
+
+
+def test_other_settings_may_take_the_place_of_all_that_is_there(tools: dict[str, ModuleType], tmp_path: Path) -> None:
+    into = tmp_path / "results"
+    tools["keep_results"].keep(run_folder(tmp_path / "a", {"none": [0.2]}), "machine", into)
+    later = run_folder(tmp_path / "b", {"none": [0.3], "floors": [0.4]}, item="dlg-reference:share=0.5")
+    tools["keep_results"].keep(later, "machine", into)
+    assert tools["paper_results"].build("dlg-reference", into).share == 0.5
+    assert [r["mse"] for r in tools["paper_results"].own_rows("dlg-reference", into)] == [0.4, 0.3]
 
 
 def test_the_rows_that_an_item_needs_are_marked_as_anothers(tools: dict[str, ModuleType], tmp_path: Path) -> None:

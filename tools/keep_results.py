@@ -32,9 +32,10 @@ def keep(folder: Path, machine: str, into: Path = RESULTS) -> str:
         return name  # reads other items' rows only: there is a figure to draw, no row to keep
     if not store.rows:
         raise SystemExit(f"{folder} holds no finished unit of work.")
-    if (old := runs(name, into)) and {run["item"] for run in old} != {config["item"]}:
-        raise SystemExit(f"{folder} was run as {config['item']}, the results that are there as {old[0]['item']}.")
     units = list(dict.fromkeys(row["unit"] for row in store.rows))
+    old = _without(runs(name, into), units)
+    if other := next((run["item"] for run in old if ITEMS.build(run["item"]) != item), None):
+        raise SystemExit(f"{folder} was run as {config['item']}, the results that are there as {other}.")
     place = _order(item)
     merged = [r for r in own_rows(name, into) if r["unit"] not in units] + list(store.rows)
     merged.sort(key=lambda row: place.get(row["unit"], len(place)))
@@ -44,7 +45,7 @@ def keep(folder: Path, machine: str, into: Path = RESULTS) -> str:
     entry = {"item": config["item"], "command": command(config), "scale": config["scale"], "seed": config["seed"]}
     entry |= {"device": config["device"], "date": date, "machine": machine}
     entry |= {"versions": [f"{package} {number}" for package, number in versions.items()], "units": units}
-    write_runs(name, _joined([*_without(old, units), entry]), into)
+    write_runs(name, _joined([*old, entry]), into)
     return name
 
 

@@ -39,10 +39,11 @@ def write_runs(name: str, entries: list[Row], folder: Path = RESULTS) -> None:
 
 def build(name: str, folder: Path = RESULTS) -> Item:
     """Return the item with the settings that its rows were made with."""
-    specs = {run["item"] for run in runs(name, folder)}
-    if len(specs) > 1:
-        raise SystemExit(f"The rows of {name} were made with different settings: {', '.join(sorted(specs))}.")
-    return ITEMS.build(next(iter(specs), name))
+    specs = sorted({run["item"] for run in runs(name, folder)}) or [name]
+    items = [ITEMS.build(spec) for spec in specs]
+    if any(item != items[0] for item in items):
+        raise SystemExit(f"The rows of {name} were made with different settings: {', '.join(specs)}.")
+    return items[0]
 
 
 def markdown(rows: list[Row]) -> str:

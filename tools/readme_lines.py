@@ -10,7 +10,12 @@ from gradveil.paper.base import Verdict
 from gradveil.paper.settings import GUESS, Setting, accuracies, settings
 
 OURS, RANDOM = "representation:share=0.4", "random_mask:share=0.4"
-DLG = {"dlg-mnist": "MNIST", "dlg-cifar10": "CIFAR-10"}
+PANELS = {"dlg-mnist": "DLG, MNIST", "dlg-cifar10": "DLG, CIFAR-10", "gs-cifar10": "GS, CIFAR-10"}
+TRAINED = {
+    ("mnist", "lenet"): "LeNet, MNIST",
+    ("cifar10", "lenet"): "LeNet, CIFAR-10",
+    ("cifar10", "convnet"): "ConvNet",
+}
 Line = Callable[[Path], str]
 
 
@@ -24,13 +29,13 @@ def _found(folder: Path) -> list[Setting]:
 
 
 def _at(found: Sequence[Setting], defense: str, knowing: bool = False) -> dict[str, Setting]:
-    """Return, per DLG panel, the setting of a defence: the naive server, or the best of those that know."""
-    mine = [s for s in found if s.defense == defense and (s.server != "naive") == knowing and s.panel in DLG]
+    """Return, per panel, the setting of a defence: the naive server, or the best of those that know."""
+    mine = [s for s in found if s.defense == defense and (s.server != "naive") == knowing]
     return {s.panel: s for s in sorted(mine, key=lambda s: -s.mse.mean)}
 
 
 def _each(values: dict[str, str]) -> str:
-    return ", ".join(f"{text} ({DLG[panel]})" for panel, text in sorted(values.items(), reverse=True))
+    return ", ".join(f"{values[panel]} ({name})" for panel, name in PANELS.items() if panel in values)
 
 
 def _status(name: str, words: str, folder: Path) -> list[Verdict]:
@@ -42,7 +47,9 @@ def control(folder: Path) -> str:
     """The attack works where nothing defends."""
     none = _at(_found(folder), "none")
     text = _each({p: f"{s.success.mean:.0%} of {s.mse.count} images, MSE {s.mse.mean:.1g}" for p, s in none.items()})
-    return f"{mark([s.success.mean >= 0.5 for s in none.values()])}: undefended, DLG recovers {text}: the control."
+    return (
+        f"{mark([s.success.mean >= 0.5 for s in none.values()])}: undefended, the attacks recover {text}: the control."
+    )
 
 
 def naive_server(folder: Path) -> str:
@@ -76,15 +83,15 @@ def accuracy(folder: Path) -> str:
     """No drop in accuracy."""
     rows = own_rows("accuracy", folder)
     lost: dict[str, dict[str, float]] = {}
-    for dataset in ("mnist", "cifar10"):
-        plain = accuracies(rows, dataset, "lenet", "none")
+    for (dataset, model), name in TRAINED.items():
+        plain = accuracies(rows, dataset, model, "none")
         for share in ("0.01", "0.05", "0.1", "0.2", "0.4", "0.8"):
-            loss = paired_loss(plain, accuracies(rows, dataset, "lenet", f"representation:share={share}"))
+            loss = paired_loss(plain, accuracies(rows, dataset, model, f"representation:share={share}"))
             if loss is not None:
-                lost.setdefault(dataset, {})[share] = loss
+                lost.setdefault(name, {})[share] = loss
     text = "; ".join(
-        f"{dataset}: " + ", ".join(f"{loss:+.3f} at {float(share):.0%}" for share, loss in found.items())
-        for dataset, found in lost.items()
+        f"{name}: " + ", ".join(f"{loss:+.3f} at {float(share):.0%}" for share, loss in found.items())
+        for name, found in lost.items()
     )
     every = [loss <= MAX_DROP for found in lost.values() for loss in found.values()]
     return f"{mark(every)}: ours costs no accuracy. Lost, {text}."
@@ -152,25 +159,25 @@ def meter(folder: Path) -> str:
     return f"{mark([v.status == 'reproduced'])}: the leak meter predicts what the strongest attack reaches: {v.ours}."
 
 
-LINES: dict[tuple[str, ...], Line] = {  # the items whose rows a line is made of -> the line
-    ("tradeoff", "accuracy", "1"): control,
-    ("tradeoff", "accuracy", "2"): naive_server,
-    ("tradeoff", "accuracy", "3"): knowing_server,
-    ("tradeoff", "accuracy", "4"): random_mask,
-    ("accuracy",): accuracy,
-    ("tradeoff", "accuracy", "5"): times,
-    ("table1",): table1,
-    ("figure-wg-clg-rep",): cause,
-    ("bounds", "tradeoff", "convergence"): theorems,
-    ("meter",): meter,
-}
+LINES: tuple[tuple[Line, tuple[str, ...]], ...] = (  # with the items whose rows a line is made of
+    (control, ("tradeoff", "accuracy")),
+    (naive_server, ("tradeoff", "accuracy")),
+    (knowing_server, ("tradeoff", "accuracy")),
+    (random_mask, ("tradeoff", "accuracy")),
+    (accuracy, ("accuracy",)),
+    (times, ("tradeoff", "accuracy")),
+    (table1, ("table1",)),
+    (cause, ("figure-wg-clg-rep",)),
+    (theorems, ("bounds", "tradeoff", "convergence")),
+    (meter, ("meter",)),
+)
 
 
 def lines(folder: Path = RESULTS) -> list[str]:
     """Return the list; an item that has not been run is only named."""
     found = []
-    for names, line in LINES.items():
-        missing = [name for name in names if not name.isdigit() and not own_rows(name, folder)]
+    for line, names in LINES:
+        missing = [name for name in names if not own_rows(name, folder)]
         if missing:
             found.append(f"- Not run at full size yet: {', '.join(missing)}.")
         else:

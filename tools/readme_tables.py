@@ -4,20 +4,13 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 from marked_blocks import ROOT, write_or_check
+from paper_results import build, markdown, own_rows
 
-from gradveil.paper.base import ITEMS
+from gradveil.paper.attack_points import same_defense
 
 README = ROOT / "README.md"
-
-
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """Return rows as a Markdown table."""
-    keys = list(rows[0])
-    lines = ["| " + " | ".join(keys) + " |", "|" + "---|" * len(keys)]
-    return "\n".join(lines + ["| " + " | ".join(str(row[key]) for key in keys) + " |" for row in rows])
 
 
 SHOWN = {  # of a long table, what the README has room for
@@ -31,10 +24,9 @@ SHOWN = {  # of a long table, what the README has room for
 
 def summary(item: str) -> str:
     """Return the summary of an item's committed rows."""
-    path = ROOT / "docs" / "results" / item / "rows.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    table = ITEMS.build(item).summary(rows)
-    return markdown([row for row in table if item not in SHOWN or row["defense"] in SHOWN[item]])
+    table = build(item).summary(own_rows(item))
+    shown = set(map(same_defense, SHOWN.get(item, ())))
+    return markdown([row for row in table if not shown or same_defense(row["defense"]) in shown])
 
 
 # federated: (suffix of the result file, model, engine) -> at least so many times the sequential loop

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from gradveil.attacks.chain import walk
-from gradveil.attacks.convolution import Geometry, pull_back
+from gradveil.attacks.convolution import pull_back
 from gradveil.attacks.gradients import trial_gradients
+from gradveil.attacks.patches import Geometry
 from gradveil.errors import AttackError
 from gradveil.models import build
 from gradveil.tree import parameters

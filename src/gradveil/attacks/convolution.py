@@ -3,37 +3,18 @@
 A batch is (P, N, C, H, W): P problems of N images. The kernel is shared by all problems; its gradient is not.
 On a CPU each is an autograd function with its own backward pass (first derivatives only), where a strided
 transposed convolution runs as a convolution at the lower resolution that yields all phases of the output at
-once, and weight gradients are one copy into columns and one batched product. Elsewhere torch's own are used.
+once, and weight gradients are one copy into columns and one batched product. Elsewhere the first two are torch's
+own, and weight gradients are products with patches that hold their channels side by side (``patches.py``).
 """
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-Pair = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """Kernel size, stride and padding of a convolution."""
-
-    kernel: Pair
-    stride: Pair
-    padding: Pair
-
-    @classmethod
-    def of(cls, layer: nn.Conv2d) -> "Geometry":
-        """Read it off a layer."""
-        return cls(_pair(layer.kernel_size), _pair(layer.stride), _pair(layer.padding))
-
-
-def _pair(value: Any) -> Pair:
-    first, second = value
-    return int(first), int(second)
+from gradveil.attacks.patches import Geometry, Pair, pair, transposed, weight_gradient_by_patches
 
 
 def convolve(h: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry) -> Tensor:
@@ -47,7 +28,7 @@ def convolve(h: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry) -> Ten
 def pull_back(delta: Tensor, weight: Tensor, size: Pair, g: Geometry) -> Tensor:
     """Return the gradient by the input (B, C, *size) from the one by the output (B, O, ...)."""
     if delta.is_cuda:
-        return _transposed(delta, weight, size, g, 1)
+        return transposed(delta, weight, size, g, 1)
     out: Tensor = _PullBack.apply(delta, weight, size, g)
     return out
 
@@ -55,25 +36,16 @@ def pull_back(delta: Tensor, weight: Tensor, size: Pair, g: Geometry) -> Tensor:
 def weight_gradient(h: Tensor, delta: Tensor, g: Geometry) -> Tensor:
     """Return the kernel's gradient per problem (P, O, C, *kernel) from h (P, N, C, H, W), delta (P, N, O, ...)."""
     if h.is_cuda:
-        return _weight_gradient_by_unfold(h, delta, g)
+        return weight_gradient_by_patches(h, delta, g)
     out: Tensor = _WeightGradient.apply(h, delta, g)
     return out
 
 
-def _transposed(delta: Tensor, weight: Tensor, size: Pair, g: Geometry, groups: int) -> Tensor:
-    """Return the transposed convolution; weight (groups * O, C, *kernel), delta (B, groups * O, ...)."""
-    outside = [
-        full + 2 * p - (o - 1) * s - k
-        for full, p, o, s, k in zip(size, g.padding, delta.shape[2:], g.stride, g.kernel, strict=True)
-    ]
-    return F.conv_transpose2d(delta, weight, None, g.stride, g.padding, outside, groups)
-
-
 def _transposed_by_phases(delta: Tensor, weight: Tensor, size: Pair, g: Geometry, groups: int) -> Tensor:
-    """Return the same as ``_transposed``; output pixels of one phase (row % s, column % s) see every s-th tap."""
+    """Return the same as ``transposed``; output pixels of one phase (row % s, column % s) see every s-th tap."""
     s = g.stride[0]
     if s == 1 or g.stride[1] != s:
-        return _transposed(delta, weight, size, g, groups)
+        return transposed(delta, weight, size, g, groups)
     kh, kw = (-(-k // s) for k in g.kernel)  # taps per phase
     taps = F.pad(weight.flatten(2), (0, 1)).index_select(2, _taps(g.kernel, s).to(weight.device))
     kernel = taps.unflatten(2, (s * s, kh, kw)).flatten(1, 2)  # (groups O, C s s, kh, kw)
@@ -125,18 +97,11 @@ def _rows(delta: Tensor) -> Tensor:
     return delta.transpose(1, 2).flatten(2)
 
 
-def _weight_gradient_by_unfold(h: Tensor, delta: Tensor, g: Geometry) -> Tensor:
-    problems, images, channels = h.shape[:3]
-    columns = F.unfold(h.flatten(0, 1), g.kernel, padding=g.padding, stride=g.stride)  # (P N, C kernel, positions)
-    columns = columns.view(problems, images, *columns.shape[1:]).transpose(1, 2).flatten(2)
-    return torch.bmm(_rows(delta), columns.mT).view(problems, -1, channels, *g.kernel)
-
-
 class _Convolve(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry) -> Tensor:
         ctx.save_for_backward(weight)
-        ctx.size, ctx.g = _pair(h.shape[2:]), g
+        ctx.size, ctx.g = pair(h.shape[2:]), g
         return F.conv2d(h, weight, bias, g.stride, g.padding)
 
     @staticmethod
@@ -163,7 +128,7 @@ class _WeightGradient(torch.autograd.Function):
     def forward(ctx: Any, h: Tensor, delta: Tensor, g: Geometry) -> Tensor:
         columns = _columns(h, g)
         ctx.save_for_backward(columns, delta)
-        ctx.size, ctx.g = _pair(h.shape[3:]), g
+        ctx.size, ctx.g = pair(h.shape[3:]), g
         return torch.bmm(_rows(delta), columns.mT).view(len(h), -1, h.shape[2], *g.kernel)
 
     @staticmethod

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.func import vjp
 
 from gradveil.attacks.chain import Link
-from gradveil.attacks.convolution import Geometry, convolve, pull_back, weight_gradient
+from gradveil.attacks.convolution import convolve, pull_back, weight_gradient
+from gradveil.attacks.patches import Geometry
 from gradveil.tree import Params
 
 WIDE = 32  # channels from which, on a CPU, torch's own convolutions win over copies into columns

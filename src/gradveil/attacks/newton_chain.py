@@ -17,8 +17,8 @@ from torch.func import jvp, vjp, vmap
 from torch.nn.grad import conv2d_input
 
 from gradveil.attacks.chain import Link
-from gradveil.attacks.convolution import Geometry
 from gradveil.attacks.newton_smooth import Smoothing
+from gradveil.attacks.patches import Geometry
 from gradveil.tree import Params
 
 Dual = tuple[Tensor, Tensor | None]  # a value (M, ...) and its tangents (T, M, ...)

@@ -19,7 +19,7 @@ from gradveil.paper.settings import (
     settings,
     strongest,
 )
-from gradveil.paper.tradeoff import Panel, Tradeoff
+from gradveil.paper.tradeoff import GS_STEPS, NORMALISED, Panel, Tradeoff
 
 RATES = (0.5, 0.6, 0.7, 0.8, 0.9)
 OURS, GC = "representation", "pruning"
@@ -43,8 +43,8 @@ class GSImages(Item):
     images: int = 32
     shown: int = 2  # whose reconstructions are kept and drawn
     quick_images: int = 2
-    steps: int = 1000
-    network: str = "convnet"
+    steps: int = GS_STEPS
+    network: str = NORMALISED
     dataset: str = "cifar10"
 
     def panel(self, context: Context) -> Panel:
