@@ -107,7 +107,7 @@ def test_the_readmes_lines_follow_the_rows(tools: dict[str, ModuleType], results
     path = results / "tradeoff" / "rows.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for row in rows:
-        if row["panel"].startswith("dlg") and row["defense"] == "representation:share=0.4" and row["server"] != "naive":
+        if row["defense"] == "representation:share=0.4" and row["server"] != "naive":
             row |= {"mse": 0.9, "ssim": 0.0}
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     after = lines(results)

@@ -64,7 +64,7 @@ class _ByPatches(torch.autograd.Function):
         ctx.save_for_backward(rows, delta)
         ctx.size, ctx.g = pair(h.shape[3:]), g
         kernel = torch.bmm(delta.transpose(1, 2).flatten(2), rows)  # (P, O, kernel * C)
-        return kernel.unflatten(2, (*g.kernel, -1)).permute(0, 1, 4, 2, 3)
+        return kernel.view(*kernel.shape[:2], *g.kernel, -1).permute(0, 1, 4, 2, 3)
 
     @staticmethod
     def backward(ctx: Any, bar: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -77,19 +77,19 @@ class _ByPatches(torch.autograd.Function):
 
 def _by_input(delta: Tensor, bar: Tensor, size: Pair, g: Geometry) -> Tensor:
     """Return the gradient by h (P, N, C, *size): delta spread by each problem's own kernel bar (P, O, C, *kernel)."""
+    found: Tensor
     problems, images = delta.shape[:2]
     side = delta.transpose(0, 1).flatten(1, 2)  # (N, P O, ...)
-    if g.stride != (1, 1):
-        found = transposed(side, bar.flatten(0, 1), size, g, problems)
-        return found.unflatten(1, (problems, -1)).transpose(0, 1)
-    back = Geometry(g.kernel, (1, 1), pair([k - 1 - p for k, p in zip(g.kernel, g.padding, strict=True)]))
     flipped = bar.flip(3, 4)
-    if delta[0, 0].numel() >= LARGE:
+    back = Geometry(g.kernel, (1, 1), pair([k - 1 - p for k, p in zip(g.kernel, g.padding, strict=True)]))
+    if g.stride == (1, 1) and delta[0, 0].numel() < LARGE:
+        found = torch.bmm(patches(delta, back), flipped.permute(0, 3, 4, 1, 2).flatten(1, 3))
+        return found.view(problems, images, *size, -1).permute(0, 1, 4, 2, 3)
+    if g.stride == (1, 1):
         found = F.conv2d(side, flipped.transpose(1, 2).flatten(0, 1), None, 1, back.padding, 1, problems)
-        return found.unflatten(1, (problems, -1)).transpose(0, 1)
-    found = torch.bmm(patches(delta, back), flipped.permute(0, 3, 4, 1, 2).flatten(1, 3))
-    by_input: Tensor = found.unflatten(1, (images, *size)).permute(0, 1, 4, 2, 3)
-    return by_input
+    else:
+        found = transposed(side, bar.flatten(0, 1), size, g, problems)
+    return found.view(images, problems, -1, *size).transpose(0, 1)
 
 
 def transposed(delta: Tensor, weight: Tensor, size: Pair, g: Geometry, groups: int) -> Tensor:
