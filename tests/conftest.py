@@ -1,6 +1,7 @@
 """Small things every test may use: a tiny model, a tiny batch, a generator."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,10 @@ import torch
 from hypothesis import settings
 from torch import Generator, nn
 
+from gradveil.cli.main import entry
 from gradveil.types import Batch
 
+Command = Callable[..., tuple[int, str, str]]
 settings.register_profile("gradveil", deadline=None, max_examples=25, derandomize=True)
 settings.load_profile("gradveil")
 torch.set_num_threads(1)
@@ -34,6 +37,24 @@ def model() -> nn.Module:
 @pytest.fixture
 def batch(rng: Generator) -> Batch:
     return Batch(torch.rand(3, 1, 8, 8, generator=rng), torch.tensor([0, 3, 1]))
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+    """``gradveil`` in an empty folder, by its arguments: the exit code, what it printed, what it said of errors."""
+    monkeypatch.chdir(tmp_path)
+
+    def go(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["gradveil", *arguments])
+        code = 0
+        try:
+            entry()
+        except SystemExit as done:
+            code = int(done.code or 0)
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return go
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from paper_results import RESULTS, all_rows, build, own_rows
 
-from gradveil.paper.accuracy import MAX_DROP, paired_loss
-from gradveil.paper.base import Verdict
+from gradveil.paper.accuracy import paired_loss
+from gradveil.paper.base import MAX_DROP, Verdict
 from gradveil.paper.settings import GUESS, Setting, accuracies, settings
 
 OURS, RANDOM = "representation:share=0.4", "random_mask:share=0.4"

@@ -91,20 +91,14 @@ def _turn(folder: Path) -> str:
     )
 
 
+TIMES = ("model", "input", "what", "ms per image", "training step of 32 (ms)", "steps per image", "steps per call")
+
+
 def _timing(path: Path = BENCH) -> str:
     if not path.exists():
         return "Not run yet. To run it: `python bench/certificates.py`."
     found = json.loads(path.read_text())
-    columns = (
-        "model",
-        "input",
-        "what",
-        "ms per image",
-        "training step of 32 (ms)",
-        "steps per image",
-        "steps per call",
-    )
-    table = markdown([{key: row[key] for key in columns} for row in found["rows"]])
+    table = markdown([{key: row[key] for key in TIMES} for row in found["rows"]])
     aims = [
         f"- {t['target']}: {t['got']:g}, aim at most {t['wanted']:g}, {'met' if t['met'] else '**not met**'}."
         for t in found["targets"]

@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from gradveil.cli.main import entry
 from gradveil.models import build
 
 Run = Callable[..., tuple[int, str, str]]
@@ -16,21 +15,9 @@ SMALL = ("certify", "--images", "2", "--model", "lenet:width=3", "--dataset", "d
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    monkeypatch.chdir(tmp_path)
+def run(monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
     monkeypatch.setenv("COLUMNS", "200")
-
-    def go(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["gradveil", *arguments])
-        code = 0
-        try:
-            entry()
-        except SystemExit as done:
-            code = int(done.code or 0)
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return go
+    return command
 
 
 def test_the_table_the_context_and_the_assumptions_in_words(run: Run) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from gradveil.cli.main import entry
 from gradveil.experiments.store import Store
 
 OWN = """
@@ -36,23 +35,11 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+def run(monkeypatch: pytest.MonkeyPatch, command: Run, tmp_path: Path) -> Run:
     (tmp_path / "my_module.py").write_text(OWN)
-    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "my_module", raising=False)  # another test's
-
-    def go(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["gradveil", *arguments])
-        code = 0
-        try:
-            entry()
-        except SystemExit as done:
-            code = int(done.code or 0)
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return go
+    return command
 
 
 def test_from_the_command_line_to_the_page(run: Run, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from gradveil.cli.main import entry
 from gradveil.experiments import store as store_module
 from gradveil.models import build
 
@@ -53,21 +52,12 @@ def out_of_range():
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+def run(monkeypatch: pytest.MonkeyPatch, command: Run, tmp_path: Path) -> Run:
     (tmp_path / "my_module.py").write_text(OWN)
-    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "my_module", raising=False)  # another test's
     monkeypatch.delenv("GRADVEIL_DATA", raising=False)
-
-    def go(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["gradveil", *arguments])
-        with pytest.raises(SystemExit) as done:
-            entry()
-        said = capsys.readouterr()
-        return int(done.value.code or 0), said.out, said.err
-
-    return go
+    return command
 
 
 def one_line(err: str) -> str:

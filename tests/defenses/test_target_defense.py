@@ -1,7 +1,7 @@
 """``target_mse``: as few entries as a certificate needs, example by example, wherever a defence is taken."""
 
+from collections.abc import Callable
 from math import inf
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +10,6 @@ from torch import Generator, nn
 import gradveil
 from gradveil.certificates.certify import certify
 from gradveil.certificates.target import smallest_share
-from gradveil.cli.main import entry
 from gradveil.data import load
 from gradveil.data.partition import partition
 from gradveil.defenses.base import build
@@ -122,14 +121,11 @@ def test_federated_clients_choose_for_the_weights_they_were_sent() -> None:
         assert torch.equal(ours["conv1.weight"], other["conv1.weight"])
 
 
-@pytest.mark.parametrize("command", ["certify", "train"])
-def test_the_spec_works_from_the_command_line(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.parametrize("name", ["certify", "train"])
+def test_the_spec_works_from_the_command_line(name: str, command: Callable[..., tuple[int, str, str]]) -> None:
     size = (
         ["--images", "2"]
-        if command == "certify"
+        if name == "certify"
         else ["--rounds", "1", "--devices", "1", "--partition", "iid:devices=100"]
     )
     where = ["--model", "lenet:width=3", "--dataset", "digits", "--defense"]
@@ -137,17 +133,11 @@ def test_the_spec_works_from_the_command_line(
         ("representation:target_mse=1e-4,kind=global", True),
         ("representation:target_mse=1,p=inf", False),
     ):
-        folder = ["--out", spec.replace(":", "-")] if command == "train" else []
-        monkeypatch.setattr("sys.argv", ["gradveil", command, *size, *where, spec, *folder])
-        code = 0
-        try:
-            entry()
-        except SystemExit as done:
-            code = int(done.code or 0)
-        said = capsys.readouterr()
-        assert (code == 0) == works, said.err
+        folder = ["--out", spec.replace(":", "-")] if name == "train" else []
+        code, _, err = command(name, *size, *where, spec, *folder)
+        assert (code == 0) == works, err
         if not works:
-            assert "No share reaches target_mse=1" in " ".join(said.err.split())
+            assert "No share reaches target_mse=1" in " ".join(err.split())
 
 
 def test_layers_that_differ_in_training_are_refused(batch: Batch, rng: Generator) -> None:

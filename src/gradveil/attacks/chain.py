@@ -1,7 +1,8 @@
 """A model as a chain of known layers, for the attacks that write its backward pass out."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from torch import nn
 
@@ -43,6 +44,33 @@ def walk(model: nn.Module) -> list[Link] | None:
     if tied or any(_hooked(m) for m in model.modules()) or not all(_known(link.module) for link in links):
         return None
     return links
+
+
+T = TypeVar("T")  # what goes through the layers: a tensor, or one with its tangents
+
+
+@dataclass(frozen=True)
+class Passed(Generic[T]):
+    """A layer that was run on the examples of all problems: its output, and two ways to use δ."""
+
+    output: T
+    back: Callable[[T], T]  # δ, the loss's gradient at the output -> the one at the input
+    read: Callable[[T, int], dict[str, T]]  # δ at the output, number of problems -> the layer's gradients
+
+
+def pull(
+    links: Sequence[Link], passed: Sequence[Passed[T]], delta: T, names: Sequence[str], problems: int
+) -> dict[str, T]:
+    """Return the gradients of the named parameters for δ at the logits; no layer before theirs is passed."""
+    owners = {name.rpartition(".")[0] for name in names}
+    first = min(i for i, link in enumerate(links) if link.path in owners)
+    found: dict[str, T] = {}
+    for i in range(len(links) - 1, first - 1, -1):
+        if links[i].path in owners:
+            found |= passed[i].read(delta, problems)
+        if i > first:
+            delta = passed[i].back(delta)
+    return {name: found[name] for name in names}
 
 
 def _open(module: nn.Module, path: str) -> Iterator[Link]:

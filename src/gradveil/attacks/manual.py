@@ -5,14 +5,13 @@ before (for a convolution, the same on patches). Every step can be differentiate
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import vjp
 
-from gradveil.attacks.chain import Link
+from gradveil.attacks.chain import Link, Passed, pull
 from gradveil.attacks.convolution import convolve, pull_back, weight_gradient
 from gradveil.attacks.patches import Geometry
 from gradveil.tree import Params
@@ -27,19 +26,8 @@ def pays(links: Sequence[Link], device: torch.device) -> bool:
     return wide if device.type == "cuda" else not wide
 
 
-@dataclass(frozen=True)
-class Step:
-    """One layer, run on the images of all problems: its output and two ways to use δ (P N, ...)."""
-
-    output: Tensor
-    pull: Callable[[Tensor], Tensor]  # δ at the output -> δ at the input
-    read: Callable[[Tensor, int], Params]  # δ at the output, number of problems -> the layer's gradients
-
-
 def manual_gradients(links: Sequence[Link], wanted: Sequence[str]) -> Callable[[Tensor, Tensor], Params]:
     """Return (x, y) -> gradient by the wanted parameters, per problem; x (P, N, *shape), y (P, N, K)."""
-    owners = {name.rpartition(".")[0] for name in wanted}
-    first = min(i for i, link in enumerate(links) if link.path in owners)
 
     def gradients(x: Tensor, y: Tensor) -> Params:
         problems, images = x.shape[:2]
@@ -48,19 +36,12 @@ def manual_gradients(links: Sequence[Link], wanted: Sequence[str]) -> Callable[[
         for link in links:
             steps.append(run(link, h))
             h = steps[-1].output
-        delta = (h.softmax(-1) - y.flatten(0, 1)) / images
-        found: Params = {}
-        for i in range(len(links) - 1, first - 1, -1):
-            if links[i].path in owners:
-                found |= steps[i].read(delta, problems)
-            if i > first:
-                delta = steps[i].pull(delta)
-        return {name: found[name] for name in wanted}
+        return pull(links, steps, (h.softmax(-1) - y.flatten(0, 1)) / images, wanted, problems)
 
     return gradients
 
 
-def run(link: Link, h: Tensor) -> Step:
+def run(link: Link, h: Tensor) -> Passed[Tensor]:
     """Run one layer on h (P N, ...)."""
     module = link.module
     if isinstance(module, nn.Linear):
@@ -72,7 +53,7 @@ def run(link: Link, h: Tensor) -> Step:
     return _free(module, h)
 
 
-def _linear(path: str, layer: nn.Linear, r: Tensor) -> Step:
+def _linear(path: str, layer: nn.Linear, r: Tensor) -> Passed[Tensor]:
     weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
 
     def read(delta: Tensor, problems: int) -> Params:
@@ -80,10 +61,10 @@ def _linear(path: str, layer: nn.Linear, r: Tensor) -> Step:
         found = {f"{path}.weight": torch.bmm(d.mT, r.unflatten(0, (problems, -1)).flatten(1, -2))}
         return found if bias is None else found | {f"{path}.bias": d.sum(1)}
 
-    return Step(nn.functional.linear(r, weight, bias), lambda delta: delta @ weight, read)
+    return Passed(nn.functional.linear(r, weight, bias), lambda delta: delta @ weight, read)
 
 
-def _convolution(path: str, layer: nn.Conv2d, h: Tensor) -> Step:
+def _convolution(path: str, layer: nn.Conv2d, h: Tensor) -> Passed[Tensor]:
     weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
     g = Geometry.of(layer)
 
@@ -93,45 +74,45 @@ def _convolution(path: str, layer: nn.Conv2d, h: Tensor) -> Step:
         return found if bias is None else found | {f"{path}.bias": d.sum((1, 3, 4))}
 
     size = (h.shape[2], h.shape[3])
-    return Step(convolve(h, weight, bias, g), lambda delta: pull_back(delta, weight, size, g), read)
+    return Passed(convolve(h, weight, bias, g), lambda delta: pull_back(delta, weight, size, g), read)
 
 
-def _batch_norm(path: str, layer: nn.BatchNorm2d, h: Tensor) -> Step:
+def _batch_norm(path: str, layer: nn.BatchNorm2d, h: Tensor) -> Passed[Tensor]:
     """Batch norm in eval mode: a fixed scale and shift per channel."""
     buffers = dict(layer.named_buffers())
     per_channel = (1, -1, 1, 1)
     std = (buffers["running_var"] + layer.eps).sqrt().view(per_channel)
     unit = (h - buffers["running_mean"].view(per_channel)) / std
     if not layer.affine:
-        return Step(unit, lambda delta: delta / std, lambda delta, problems: {})
+        return Passed(unit, lambda delta: delta / std, lambda delta, problems: {})
     weight, bias = layer.weight.detach().view(per_channel), layer.bias.detach().view(per_channel)
 
     def read(delta: Tensor, problems: int) -> Params:
         d, u = delta.unflatten(0, (problems, -1)), unit.unflatten(0, (problems, -1))
         return {f"{path}.weight": (d * u).sum((1, 3, 4)), f"{path}.bias": d.sum((1, 3, 4))}
 
-    return Step(unit * weight + bias, lambda delta: delta * (weight / std), read)
+    return Passed(unit * weight + bias, lambda delta: delta * (weight / std), read)
 
 
-def _free(module: nn.Module, h: Tensor) -> Step:
+def _free(module: nn.Module, h: Tensor) -> Passed[Tensor]:
     """A layer without parameters: a known derivative, or torch's."""
 
     def nothing(delta: Tensor, problems: int) -> Params:
         return {}
 
     if isinstance(module, (nn.Dropout, nn.Dropout2d, nn.AlphaDropout)):
-        return Step(h, lambda delta: delta, nothing)
+        return Passed(h, lambda delta: delta, nothing)
     if isinstance(module, nn.Flatten):
-        return Step(h.flatten(1), lambda delta: delta.view(h.shape), nothing)
+        return Passed(h.flatten(1), lambda delta: delta.view(h.shape), nothing)
     if isinstance(module, nn.Sigmoid):
         s = torch.sigmoid(h)
-        return Step(s, lambda delta: delta * (s * (1 - s)), nothing)
+        return Passed(s, lambda delta: delta * (s * (1 - s)), nothing)
     if isinstance(module, nn.Tanh):
         t = torch.tanh(h)
-        return Step(t, lambda delta: delta * (1 - t * t), nothing)
+        return Passed(t, lambda delta: delta * (1 - t * t), nothing)
     if isinstance(module, nn.ReLU):
         a = torch.relu(h)
-        return Step(a, lambda delta: delta * (a > 0), nothing)
+        return Passed(a, lambda delta: delta * (a > 0), nothing)
     result: Any = vjp(module, h.clone() if getattr(module, "inplace", False) else h)
     out, pull = result
-    return Step(out, lambda delta: pull(delta)[0], nothing)
+    return Passed(out, lambda delta: pull(delta)[0], nothing)

@@ -7,7 +7,6 @@ gradient by torch.func runs a small grouped convolution for each.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import jvp, vjp, vmap
 from torch.nn.grad import conv2d_input
 
-from gradveil.attacks.chain import Link
+from gradveil.attacks.chain import Link, Passed
 from gradveil.attacks.newton_smooth import Smoothing
 from gradveil.attacks.patches import Geometry
 from gradveil.tree import Params
@@ -28,15 +27,6 @@ _SHAPES = (nn.Flatten, nn.Dropout, nn.Dropout2d, nn.AlphaDropout)
 _LINEAR_HERE = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
 
 
-@dataclass(frozen=True)
-class Passed:
-    """A layer that was run: its output, the way back through it, and its own gradient."""
-
-    output: Dual
-    back: Callable[[Dual], Dual]  # δ at the output -> δ at the input
-    read: Callable[[Dual, int], Gradients]  # δ at the output, number of problems -> the layer's gradients
-
-
 def can_write_out(links: Sequence[Link] | None) -> bool:
     """Return whether every layer with parameters is linear or convolutional."""
     return links is not None and all(isinstance(x.module, (nn.Linear, nn.Conv2d)) for x in links if x.has_parameters)
@@ -44,7 +34,7 @@ def can_write_out(links: Sequence[Link] | None) -> bool:
 
 def run_chain(
     links: Sequence[Link], state: Params, x: Dual, widths: Iterator[Tensor] | None
-) -> tuple[Dual, list[Passed]]:
+) -> tuple[Dual, list[Passed[Dual]]]:
     """Run all layers on x (M, ...); ``widths`` (M,) each round the kinks of the ReLU-like ones, in order."""
     h, passed = x, []
     for link in links:
@@ -53,20 +43,7 @@ def run_chain(
     return h, passed
 
 
-def pull_chain(links: Sequence[Link], passed: Sequence[Passed], delta: Dual, names: Sequence[str], b: int) -> Gradients:
-    """Return the gradients of the named parameters for δ at the logits, M = B N examples of B problems."""
-    owners = {name.rpartition(".")[0] for name in names}
-    first = min(i for i, link in enumerate(links) if link.path in owners)
-    found: Gradients = {}
-    for i in range(len(links) - 1, first - 1, -1):
-        if links[i].path in owners:
-            found |= passed[i].read(delta, b)
-        if i > first:
-            delta = passed[i].back(delta)
-    return {name: found[name] for name in names}
-
-
-def _run(link: Link, state: Params, h: Dual, widths: Iterator[Tensor] | None) -> Passed:
+def _run(link: Link, state: Params, h: Dual, widths: Iterator[Tensor] | None) -> Passed[Dual]:
     module = link.module
     if isinstance(module, nn.Linear):
         return _dense(link.path, state, h)
@@ -95,7 +72,7 @@ def _none(delta: Dual, b: int) -> Gradients:
     return {}
 
 
-def _dense(path: str, state: Params, r: Dual) -> Passed:
+def _dense(path: str, state: Params, r: Dual) -> Passed[Dual]:
     weight, bias = state[f"{path}.weight"], state.get(f"{path}.bias")
     value, tangents = _both(lambda v: v @ weight.T, r)
 
@@ -106,7 +83,7 @@ def _dense(path: str, state: Params, r: Dual) -> Passed:
     return Passed((out, tangents), lambda delta: _both(lambda v: v @ weight, delta), read)
 
 
-def _convolution(path: str, layer: nn.Conv2d, state: Params, h: Dual) -> Passed:
+def _convolution(path: str, layer: nn.Conv2d, state: Params, h: Dual) -> Passed[Dual]:
     weight, bias = state[f"{path}.weight"], state.get(f"{path}.bias")
     g = Geometry.of(layer)
     value, tangents = _both(lambda v: F.conv2d(v, weight, None, g.stride, g.padding), h)
@@ -149,14 +126,14 @@ def _products(path: str, delta: Dual, h: Dual, bias: bool) -> Gradients:
     return found
 
 
-def _reshaping(module: nn.Module, h: Dual) -> Passed:
+def _reshaping(module: nn.Module, h: Dual) -> Passed[Dual]:
     shape = h[0].shape[1:]
     flat = isinstance(module, nn.Flatten)
     out = _both(lambda v: v.flatten(1), h) if flat else h
     return Passed(out, lambda delta: _both(lambda v: v.reshape(-1, *shape), delta), _none)
 
 
-def _linear_here(module: nn.Module, h: Dual) -> Passed:
+def _linear_here(module: nn.Module, h: Dual) -> Passed[Dual]:
     """A layer without parameters that is linear around h, such as a pooling."""
     value, tangents = h
     result: Any = vjp(module, value)
@@ -170,7 +147,7 @@ def _linear_here(module: nn.Module, h: Dual) -> Passed:
     return Passed((out, slope), back, _none)
 
 
-def _elementwise(module: nn.Module, h: Dual, widths: Iterator[Tensor] | None) -> Passed:
+def _elementwise(module: nn.Module, h: Dual, widths: Iterator[Tensor] | None) -> Passed[Dual]:
     """An activation f: dh' = f' dh on the way up; δ f' and dδ f' + δ f'' dh on the way back."""
     value, tangents = h
     kinked = isinstance(module, (nn.ReLU, nn.LeakyReLU, nn.Hardtanh))

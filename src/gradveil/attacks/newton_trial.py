@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, grad, jvp, vmap
 
-from gradveil.attacks.chain import walk
+from gradveil.attacks.chain import pull, walk
 from gradveil.attacks.fedavg_unroll import unroll
 from gradveil.attacks.gradients import soft_cross_entropy
-from gradveil.attacks.newton_chain import can_write_out, pull_chain, run_chain
+from gradveil.attacks.newton_chain import can_write_out, run_chain
 from gradveil.attacks.newton_prior import Prior
 from gradveil.attacks.newton_rows import Direct
 from gradveil.attacks.newton_smooth import Smoothing
@@ -101,11 +101,11 @@ def written_out(seen: Observation, state: Params, prior: Prior) -> Direct | None
         log_p = logits.log_softmax(-1)
         gap = (log_p.reshape(guess.shape) - u).flatten(1)
         if dlogits is None:
-            found = pull_chain(links, passed, (delta, None), names, b)
+            found = pull(links, passed, (delta, None), names, b)
             return torch.cat([*(found[name][0] for name in names), gap], 1), []
         steps = eye[:, None, prior.pixels :].expand(n, *free.shape)
         du, ddelta = vmap(lambda v: jvp(behind, (free,), (v,))[1])(steps)
-        found = pull_chain(links, passed, (delta, ddelta), names, b)
+        found = pull(links, passed, (delta, ddelta), names, b)
         dlog_p = dlogits - (log_p.exp() * dlogits).sum(-1, keepdim=True)
         dgap = (dlog_p.reshape(n, *guess.shape) - du).flatten(2)
         values = torch.cat([*(found[name][0] for name in names), gap], 1)

@@ -9,26 +9,27 @@ from typing import Any
 import typer
 
 from gradveil.cli.audit import read_shape
+from gradveil.cli.options import Before, Classes, Data, InputShape, Kind, LearningRate, Model, Seed, Weights
 from gradveil.errors import SpecError, did_you_mean
 
 
 def command(
     update: str = typer.Option(..., help="A safetensors file: gradients, a difference, or weights."),
-    model: str = typer.Option("lenet", help="A model spec, or module:function that makes your own."),
+    model: Model = "lenet",
     attack: str = typer.Option("newton", help="An attack spec, e.g. dlg:restarts=8."),
     defense: str = typer.Option("none", help="What the client is said to have used."),
     server: str = typer.Option("naive", help="naive, or one of the defence's countermeasures, e.g. drop."),
-    weights: str = typer.Option(None, help="Safetensors: the weights that the server sent."),
-    before: str = typer.Option(None, help="Safetensors: the weights before, if --update has those after."),
-    kind: str = typer.Option(None, help="gradient, difference or weights; default: as the file says."),
-    lr: float = typer.Option(None, help="Learning rate of the local steps."),
+    weights: Weights = None,
+    before: Before = None,
+    kind: Kind = None,
+    lr: LearningRate = None,
     steps: int = typer.Option(None, help="Local steps behind the update."),
     examples: int = typer.Option(None, help="Examples behind the update."),
     dataset: str = typer.Option(None, help="Public data of the same kind: gives the shape and a prior."),
-    data: str = typer.Option(None, help="Folder with the data sets (default: GRADVEIL_DATA)."),
-    input_shape: str = typer.Option(None, help="E.g. 1x28x28, without --dataset."),
-    classes: int = typer.Option(10, help="Number of classes, without --dataset."),
-    seed: int = typer.Option(0, help="One seed for everything."),
+    data: Data = None,
+    input_shape: InputShape = None,
+    classes: Classes = 10,
+    seed: Seed = 0,
     out: Path = typer.Option(Path("found.safetensors"), help="Where the reconstruction goes; a PNG lies beside it."),
     json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:

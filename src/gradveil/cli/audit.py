@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from gradveil.cli.options import Data
 from gradveil.errors import SpecError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ SAVED = "A saved update"
 def command(
     model: str = typer.Option(None, help="A model spec, or module:function that makes your own."),
     dataset: str = typer.Option(None, help="A data set by name, or module:function that makes your own."),
-    data: str = typer.Option(None, help="Folder with the data sets (default: GRADVEIL_DATA)."),
+    data: Data = None,
     defense: list[str] = typer.Option(None, help="A defence spec; repeat for several. Default: a panel of four."),
     attack: list[str] = typer.Option(None, help="An attack spec; repeat for several."),
     seed: int = typer.Option(None, help="One seed for everything."),

@@ -9,6 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from gradveil.cli.options import Data, Model, Seed
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -18,16 +20,16 @@ PUBLIC = 2000  # images of the test split that the prior is fitted to
 
 
 def command(
-    model: str = typer.Option("lenet", help="A model spec, or module:function that makes your own."),
+    model: Model = "lenet",
     dataset: str = typer.Option("digits", help="A data set by name, or module:function that makes your own."),
-    data: str = typer.Option(None, help="Folder with the data sets (default: GRADVEIL_DATA)."),
+    data: Data = None,
     defense: str = typer.Option("representation:share=0.4", help="A defence spec."),
     weights: str = typer.Option(None, help="Safetensors: trained weights of the model."),
     kind: list[str] = typer.Option(None, help="local, global, box, radius, reach or empirical; repeat for several."),
     norm: str = typer.Option("2", help="The norm of the distance: 1, 2 or inf."),
     images: int = typer.Option(4, min=1, help="Images of the training split that are certified."),
     meter: bool = typer.Option(True, help="Meter the whole update as well."),
-    seed: int = typer.Option(0, help="One seed for everything."),
+    seed: Seed = 0,
     json: bool = typer.Option(False, "--json", help="Print JSON in place of tables."),
 ) -> None:
     """Certify a defence: how far from the truth must a reconstruction be, and who is not bound by that?"""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from gradveil.cli.audit import read_shape
+from gradveil.cli.options import Before, Classes, Data, InputShape, Kind, LearningRate, Model, Weights
 
 if TYPE_CHECKING:
     from gradveil.attacks.representation import Inferred
@@ -17,18 +18,18 @@ if TYPE_CHECKING:
 
 def command(
     update: list[str] = typer.Option(..., help="A safetensors file; repeat it for several clients of one model."),
-    model: str = typer.Option("lenet", help="A model spec, or module:function that makes your own."),
+    model: Model = "lenet",
     rule: str = typer.Option("bias_sign", help="Which rows are classes: gap, mean, bias_sign or row_sum."),
     m: float = typer.Option(0.5, help="Rows summed per class: a share of them up to 1, a count above."),
     convolutions: bool = typer.Option(True, help="Go on through the convolutions, to mean input patches."),
-    weights: str = typer.Option(None, help="Safetensors: the weights that the server sent."),
-    before: str = typer.Option(None, help="Safetensors: the weights before, if --update has those after."),
-    kind: str = typer.Option(None, help="gradient, difference or weights; default: as the file says."),
-    lr: float = typer.Option(None, help="Learning rate of the local steps."),
+    weights: Weights = None,
+    before: Before = None,
+    kind: Kind = None,
+    lr: LearningRate = None,
     dataset: str = typer.Option(None, help="Data of the same kind: gives the shape and the number of classes."),
-    data: str = typer.Option(None, help="Folder with the data sets (default: GRADVEIL_DATA)."),
-    input_shape: str = typer.Option(None, help="E.g. 1x28x28, without --dataset."),
-    classes: int = typer.Option(10, help="Number of classes, without --dataset."),
+    data: Data = None,
+    input_shape: InputShape = None,
+    classes: Classes = 10,
     truth: str = typer.Option(
         None, help="Safetensors with inputs and labels of the (first) client: adds the controls."
     ),

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from gradveil.cli.options import Data, Seed
 from gradveil.errors import SpecError
 
 if TYPE_CHECKING:
@@ -29,9 +30,9 @@ PARTS = (
 def command(
     items: list[str] = typer.Argument(None, help="Items by name, or `all`; without any, the items are listed."),
     scale: str = typer.Option("quick", help="quick: fewer images, rounds and settings; full: the paper's sizes."),
-    data: str = typer.Option(None, help="Folder with the data sets (default: GRADVEIL_DATA)."),
+    data: Data = None,
     device: str = typer.Option("cpu", help="cpu or cuda."),
-    seed: int = typer.Option(0, help="One seed for everything."),
+    seed: Seed = 0,
     out: Path = typer.Option(Path("runs/reproduce"), help="Folder for the results; one folder an item below it."),
     resume: bool = typer.Option(False, "--resume", help="Continue an earlier run."),
     only: str = typer.Option("*", help="Only the units of work whose name fits this pattern."),

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from gradveil.cli.options import Data, Model, Seed
 from gradveil.cli.training import TrainConfig, prepare, train
 from gradveil.errors import SpecError
 from gradveil.registry import convert
@@ -25,11 +26,11 @@ _DEFAULT = TrainConfig()
 
 
 def command(
-    model: str = typer.Option(_DEFAULT.model, help="A model spec, or module:function that makes your own."),
+    model: Model = _DEFAULT.model,
     dataset: str = typer.Option(_DEFAULT.dataset, help="A data set by name, or module:function that makes your own."),
-    data: str = typer.Option(None, help="Folder with the data sets (default: GRADVEIL_DATA)."),
+    data: Data = None,
     defense: str = typer.Option("none", help="A defence spec; join several by '+'."),
-    seed: int = typer.Option(0, help="One seed for everything."),
+    seed: Seed = 0,
     out: Path = typer.Option(Path("runs/train"), help="The run folder."),
     json: bool = typer.Option(False, "--json", help="Print JSON in place of progress."),
     resume: bool = typer.Option(False, "--resume", help="Continue a run that was stopped, or add rounds to it."),

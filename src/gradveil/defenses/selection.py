@@ -29,9 +29,7 @@ def largest_live(r: Tensor, scores: Tensor, count: int) -> Tensor:
 
     A dead entry is zero already: it never spends the budget. A row with fewer live entries gives them all.
     """
-    live = r != 0  # (N, L)
-    keys = torch.where(live, scores.nan_to_num(nan=torch.inf, posinf=torch.inf), _DEAD)
-    return largest(keys, count) & live
+    return largest(_keys(r, scores, _DEAD), count) & (r != 0)
 
 
 def largest_live_each(r: Tensor, scores: Tensor, counts: Tensor) -> Tensor:
@@ -39,11 +37,9 @@ def largest_live_each(r: Tensor, scores: Tensor, counts: Tensor) -> Tensor:
 
     ``counts`` may lie on a device: nothing waits for it.
     """
-    live = r != 0  # (K, B, L)
-    keys = torch.where(live, scores.nan_to_num(nan=torch.inf, posinf=torch.inf), _DEAD)
-    order = keys.argsort(dim=-1, descending=True, stable=True)
+    order = _keys(r, scores, _DEAD).argsort(dim=-1, descending=True, stable=True)
     taken = (torch.arange(r.shape[-1], device=r.device) < counts).expand_as(order)
-    return torch.zeros_like(live).scatter_(-1, order, taken) & live
+    return torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order, taken) & (r != 0)
 
 
 def largest_live_together(r: Tensor, scores: Tensor, count: int) -> Tensor:
@@ -51,7 +47,11 @@ def largest_live_together(r: Tensor, scores: Tensor, count: int) -> Tensor:
 
     An entry is live here when it is live for any example.
     """
-    live = r != 0  # (N, L)
-    total = torch.where(live, scores.nan_to_num(nan=torch.inf, posinf=torch.inf), 0.0).sum(0, keepdim=True)  # (1, L)
-    chosen = largest_live(live.any(0, keepdim=True).to(total.dtype), total, count)
+    total = _keys(r, scores, 0.0).sum(0, keepdim=True)  # (1, L)
+    chosen = largest_live((r != 0).any(0, keepdim=True).to(total.dtype), total, count)
     return chosen.expand_as(r)
+
+
+def _keys(r: Tensor, scores: Tensor, dead: float) -> Tensor:
+    """Return what live entries are ordered by, and ``dead`` for the others; an undefined score is the highest."""
+    return torch.where(r != 0, scores.nan_to_num(nan=torch.inf, posinf=torch.inf), dead)

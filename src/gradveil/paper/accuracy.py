@@ -15,7 +15,7 @@ from gradveil.federated.evaluate import evaluate
 from gradveil.federated.simulate import Round, Training
 from gradveil.federated.together import Setting, simulate_together
 from gradveil.models import build
-from gradveil.paper.base import ITEMS, Context, Item, Row, Verdict
+from gradveil.paper.base import ITEMS, MAX_DROP, Context, Item, Row, Verdict
 from gradveil.seeds import Seeds
 
 SHARES, LEVELS = (0.01, 0.05, 0.1, 0.2, 0.4, 0.8), ("0.0001", "0.001", "0.01", "0.1")
@@ -40,7 +40,6 @@ COSTLY = (  # on the large network: the paper's range at its ends
     "gaussian:scale=0.1",
     "laplace:scale=0.1",
 )
-MAX_DROP = 0.01  # a smaller loss of accuracy counts as none
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,15 @@ class Verdict:
     ours: str  # what was measured
 
 
+SUCCESS = 0.01  # clamped MSE under which an image counts as recovered
+MAX_DROP = 0.01  # a smaller loss of accuracy counts as none
+
+
+def finite(value: torch.Tensor) -> float | None:
+    """Return the number, ``None`` for infinity: no image has this r′, so there is no distance to one."""
+    return float(value) if bool(torch.isfinite(value)) else None
+
+
 class Item(ABC):
     """One table or figure. A unit is the smallest piece that is done or not done when a run is resumed."""
 

@@ -14,7 +14,7 @@ from gradveil.defenses.base import build as build_defense
 from gradveil.layers import find_layer, representation
 from gradveil.metrics import interval
 from gradveil.models import build
-from gradveil.paper.base import ITEMS, Context, Item, Row, Verdict
+from gradveil.paper.base import ITEMS, Context, Item, Row, Verdict, finite
 from gradveil.paper.convergence import Convergence
 from gradveil.paper.settings import NAIVE, of_item, own, papers_unit
 from gradveil.paper.tradeoff import Panel, Tradeoff
@@ -72,7 +72,7 @@ class Bounds(Item):
             for i in range(len(x)):
                 at = s * len(x) + i
                 row: Row = {"panel": unit, "defense": defense, "image": i}
-                row |= {k: _finite(c.to_mse()[at]) for k, c in found.items()}
+                row |= {k: finite(c.to_mse()[at]) for k, c in found.items()}
                 row["unreachable"] = bool(found["reach"].details["unreachable"][at])
                 rows.append(row | {"blind": float(floors[0][i]), "largest": float(floors[1][i])})
         return rows
@@ -127,11 +127,6 @@ def _perturbed(
         for i in range(len(x))
     ]
     return torch.cat(each).detach().flatten(1)
-
-
-def _finite(value: Tensor) -> float | None:
-    """Return the number, ``None`` for infinity: no image has this r′, so there is no distance to one."""
-    return float(value) if bool(torch.isfinite(value)) else None
 
 
 def _problem(row: Row) -> tuple[str, str, int]:

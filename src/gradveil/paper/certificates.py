@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf
 from typing import ClassVar
 
 import torch
@@ -13,7 +13,7 @@ from gradveil.data import load
 from gradveil.defenses.base import build as build_defense
 from gradveil.layers import find_layer, representation
 from gradveil.models import build
-from gradveil.paper.base import ITEMS, Context, Item, Row, Verdict
+from gradveil.paper.base import ITEMS, Context, Item, Row, Verdict, finite
 
 NETWORKS = {"sigmoid": "lenet", "relu": "lenet:activation=relu,init=default"}
 KINDS: dict[str, tuple[Kind, ...]] = {
@@ -76,8 +76,7 @@ class Certificates(Item):
                 figures["proved"] = proved.to_mse()
             name = {"dataset": dataset, "network": net, "p": p, "draw": number, "kind": kind}
             rows += [
-                name | {"image": i} | {key: _finite(values[i]) for key, values in figures.items()}
-                for i in range(len(x))
+                name | {"image": i} | {key: finite(values[i]) for key, values in figures.items()} for i in range(len(x))
             ]
         return rows
 
@@ -122,11 +121,6 @@ class Certificates(Item):
 def _details(found: Certificate) -> dict[str, torch.Tensor]:
     wanted = ("distance", "residual", "lipschitz", "norm", "unreachable", "least_residual")
     return {"bound": found.bound} | {k: v for k, v in found.details.items() if k in wanted}
-
-
-def _finite(value: torch.Tensor) -> float | None:
-    """Return the number, ``None`` for infinity: no image has r′."""
-    return float(value) if isfinite(float(value)) else None
 
 
 def _number(value: float | None) -> float:

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gradveil.paper.accuracy import paired_loss
-from gradveil.paper.base import ITEMS, Context, Item, Row, Verdict, published
+from gradveil.paper.base import ITEMS, MAX_DROP, Context, Item, Row, Verdict, published
 from gradveil.paper.settings import (
     HIDDEN,
     KNOWING,
-    MAX_DROP,
     NAIVE,
     Setting,
     accuracies,

@@ -7,10 +7,8 @@ from gradveil.countermeasures import drop, mask
 from gradveil.data import load
 from gradveil.metrics import interval, rate
 from gradveil.models import build
-from gradveil.paper.base import ITEMS, Context, Item, Row, Verdict
+from gradveil.paper.base import ITEMS, SUCCESS, Context, Item, Row, Verdict
 from gradveil.paper.points import Scene, attack_rows, floor_rows, naive
-
-SUCCESS = 0.01  # clamped MSE under which an image counts as recovered
 
 
 @ITEMS.register("dlg-reference")

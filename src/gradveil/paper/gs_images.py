@@ -143,31 +143,31 @@ def _said(found: Sequence[Setting]) -> str:
 
 
 def _ours(found: Sequence[Setting], kind: str, wanted: Sequence[float], works: bool | None) -> Verdict:
-    judged = [s for s in found if _rate(s) >= max(wanted)]
-    status = "not measured"
-    if works and judged:
-        status = "reproduced" if all(s.hidden for s in judged) else "not reproduced"
-    return Verdict(
+    hidden = [s.hidden for s in found if _rate(s) >= max(wanted)]
+    return _judged(
         f"Ours makes the image unrecognisable from 50-60 % on ({_who(kind)})",
-        status,
-        f"at every rate from {max(wanted):.0%} on: {HIDDEN}; the undefended control must work",
+        all(hidden) if works and hidden else None,
+        f"at every rate from {max(wanted):.0%} on",
         "unrecognisable when only 50-60 % of the parameters of the layer are pruned",
-        _said(found) or "-",
+        found,
     )
 
 
 def _gc(found: Sequence[Setting], kind: str, wanted: float, works: bool | None) -> Verdict:
-    judged = [s for s in found if _rate(s) <= wanted]
-    status = "not measured"
-    if works and judged:
-        status = "not reproduced" if any(s.hidden for s in judged) else "reproduced"
-    return Verdict(
+    hidden = [s.hidden for s in found if _rate(s) <= wanted]
+    return _judged(
         f"Under GC the image is recognisable until 80 % ({_who(kind)})",
-        status,
-        f"at no rate up to {wanted:.0%}: {HIDDEN}; the undefended control must work",
+        not any(hidden) if works and hidden else None,
+        f"at no rate up to {wanted:.0%}",
         "still recognisable when 80 % of the whole model are pruned",
-        _said(found) or "-",
+        found,
     )
+
+
+def _judged(claim: str, holds: bool | None, where: str, paper: str, found: Sequence[Setting]) -> Verdict:
+    status = "not measured" if holds is None else "reproduced" if holds else "not reproduced"
+    rule = f"{where}: {HIDDEN}; the undefended control must work"
+    return Verdict(claim, status, rule, paper, _said(found) or "-")
 
 
 def _who(kind: str) -> str:

@@ -14,10 +14,8 @@ from statistics import median
 from gradveil.metrics import Interval, interval, rate
 from gradveil.paper.accuracy import paired_loss
 from gradveil.paper.attack_points import same_defense
-from gradveil.paper.base import Row
+from gradveil.paper.base import MAX_DROP, SUCCESS, Row
 
-SUCCESS = 0.01  # clamped MSE under which an image counts as recovered
-MAX_DROP = 0.01  # a smaller loss of accuracy counts as none
 BLIND = "(blind guess)"
 GUESS = "mean image"  # the blind guess that everything is held against
 NAIVE, KNOWING = "naive", "knowing"

@@ -8,13 +8,12 @@ from typing import ClassVar
 
 from gradveil.metrics import interval
 from gradveil.paper.attack_points import FLOORS, AttackPoints, Point, servers
-from gradveil.paper.base import ITEMS, Context, Item, Row, Verdict
+from gradveil.paper.base import ITEMS, SUCCESS, Context, Item, Row, Verdict
 from gradveil.paper.settings import (
     BLIND,
     HIDDEN,
     KNOWING,
     NAIVE,
-    SUCCESS,
     Setting,
     control_works,
     of_item,

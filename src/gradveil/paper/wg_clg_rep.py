@@ -14,11 +14,10 @@ from gradveil.data.base import Dataset
 from gradveil.errors import MissingExtraError
 from gradveil.metrics import interval, measure, rate
 from gradveil.models import build
-from gradveil.paper.base import ITEMS, Context, Item, Row, Verdict, published
+from gradveil.paper.base import ITEMS, SUCCESS, Context, Item, Row, Verdict, published
 from gradveil.paper.points import GALLERY, Scene, floor_rows
 from gradveil.types import Batch, Observation
 
-SUCCESS = 0.01  # clamped MSE under which an image counts as recovered
 FEW, CONTROL = 0.05, 0.1  # shares of images: recovered by chance at most; recovered by a working attack at least
 NETWORKS = {
     "probe": "probe",
