@@ -4,7 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradveil.defenses.selection import budget, largest, largest_live, largest_live_together
+from gradveil.defenses.selection import (
+    budget,
+    largest,
+    largest_live,
+    largest_live_together,
+    last_by_rank,
+    last_by_top,
+)
 
 rows = st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0, float("inf")]), min_size=1, max_size=12)
 
@@ -20,6 +27,12 @@ def chosen(mask: Tensor) -> set[int]:
 @given(rows, st.integers(0, 14))
 def test_the_largest_are_taken_and_of_equal_ones_the_first(keys: list[float], count: int) -> None:
     assert chosen(largest(torch.tensor([keys]), count)[0]) == by_sorting(keys, count)
+
+
+@given(rows, st.integers(1, 12))
+def test_both_ways_to_find_the_last_one_agree(keys: list[float], count: int) -> None:
+    both, count = torch.tensor([keys, keys[::-1]]), min(count, len(keys))
+    assert torch.equal(last_by_top(both, count), last_by_rank(both, count))
 
 
 @given(rows, st.lists(st.booleans(), min_size=12, max_size=12), st.integers(0, 14))

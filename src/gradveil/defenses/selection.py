@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+LONG = 2**14  # entries of a row from which one block of a CUDA device is too few
 _DEAD = -1.0  # below every score, and scores are never negative
 
 
@@ -18,10 +19,20 @@ def largest(keys: Tensor, count: int) -> Tensor:
         return torch.zeros_like(keys, dtype=torch.bool)  # (N, L)
     if count >= length:
         return torch.ones_like(keys, dtype=torch.bool)  # (N, L)
-    last = keys.kthvalue(length - count + 1, dim=1, keepdim=True).values  # (N, 1), the smallest key taken
+    last = last_by_top(keys, count) if keys.is_cuda and length > LONG else last_by_rank(keys, count)
     above, equal = keys > last, keys == last  # (N, L)
     left = count - above.sum(1, keepdim=True)  # (N, 1), places for those equal to it
     return above | (equal & (equal.cumsum(1) <= left))
+
+
+def last_by_rank(keys: Tensor, count: int) -> Tensor:
+    """Return the smallest of the ``count`` largest keys of each row (N, 1)."""
+    return keys.kthvalue(keys.shape[1] - count + 1, dim=1, keepdim=True).values
+
+
+def last_by_top(keys: Tensor, count: int) -> Tensor:
+    """Return the same; on CUDA a row is shared by many blocks here, where ``kthvalue`` gives it to one."""
+    return keys.topk(count, dim=1, sorted=False).values.amin(1, keepdim=True)
 
 
 def largest_live(r: Tensor, scores: Tensor, count: int) -> Tensor:
