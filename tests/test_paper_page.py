@@ -186,3 +186,14 @@ def test_the_rows_that_an_item_needs_are_marked_as_anothers(tools: dict[str, Mod
 
     rows = tools["paper_results"].all_rows(Reader(), tmp_path / "results")
     assert [(r["item"], r["mse"]) for r in rows] == [("dlg-reference", 0.2)]
+
+
+@pytest.mark.parametrize("name", [name for name in ITEMS.names() if name != "claims"])
+def test_every_item_has_a_figure_of_its_committed_rows(name: str, tools: dict[str, ModuleType], tmp_path: Path) -> None:
+    kept = tools["paper_results"]
+    item = kept.build(name)
+    assert item.draw(kept.all_rows(item), tmp_path / name)
+    for ending in (".svg", ".png"):
+        assert (tmp_path / name).with_suffix(ending).stat().st_size > 1000
+        assert (kept.RESULTS / name / name).with_suffix(ending).exists()
+    assert f"]({name}/{name}.svg)" in (kept.RESULTS / "paper.md").read_text()

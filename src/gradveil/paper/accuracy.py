@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from gradveil.federated.simulate import Round, Training
 from gradveil.federated.together import Setting, simulate_together
 from gradveil.models import build
 from gradveil.paper.base import ITEMS, MAX_DROP, Context, Item, Row, Verdict
+from gradveil.paper.drawing import Dot, dot_panels
 from gradveil.seeds import Seeds
 
 SHARES, LEVELS = (0.01, 0.05, 0.1, 0.2, 0.4, 0.8), ("0.0001", "0.001", "0.01", "0.1")
@@ -172,6 +174,16 @@ class Accuracy(Item):
                     )
                 )
         return found
+
+    def draw(self, rows: Sequence[Row], path: Path) -> bool:
+        """Draw the accuracy after the last round, mean and range over seeds."""
+        panels: dict[str, list[Dot]] = {}
+        for panel, defense in dict.fromkeys((r["panel"], r["defense"]) for r in rows):
+            if values := list(_last(rows, panel, defense).values()):
+                panels.setdefault(panel, []).append(Dot.of(defense, values, defense.partition(":")[0]))
+        lines = {panel: {"undefended": found[0].mean} for panel, found in panels.items() if found[0].label == "none"}
+        dot_panels(path, panels, "accuracy after the last round", lines=lines)
+        return True
 
 
 def _split(unit: str) -> tuple[str, str]:

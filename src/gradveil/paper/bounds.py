@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -16,6 +17,8 @@ from gradveil.metrics import interval
 from gradveil.models import build
 from gradveil.paper.base import ITEMS, Context, Item, Row, Verdict, finite
 from gradveil.paper.convergence import Convergence
+from gradveil.paper.drawing import PAPER, PROMISED, REACHED, Dot, dot_panels
+from gradveil.paper.drawing import SOUND as SOUND_LOOK
 from gradveil.paper.settings import NAIVE, of_item, own, papers_unit
 from gradveil.paper.tradeoff import Panel, Tradeoff
 
@@ -116,6 +119,27 @@ class Bounds(Item):
             _says_more(own(rows)),
             _second(_theorem2(rows)),
         ]
+
+    def draw(self, rows: Sequence[Row], path: Path) -> bool:
+        """Draw theorem 1's figures and what the servers attained, per panel and share, means over images."""
+        every = _attained(rows)
+        panels: dict[str, list[Dot]] = {}
+        lines: dict[str, dict[str, float]] = {}
+        for panel, defense in dict.fromkeys((r["panel"], r["defense"]) for r in own(rows)):
+            mine = [r for r in own(rows) if (r["panel"], r["defense"]) == (panel, defense)]
+            attained = [every.get(_problem(r), {}) for r in mine]
+            shown = {
+                "as printed": (PROMISED, [r["local"] for r in mine]),
+                "sound": (SOUND_LOOK, [max(r[k] for k in SOUND) for r in mine]),
+                "naive server": (REACHED, [a[NAIVE] for a in attained if NAIVE in a]),
+                "knowing server": (PAPER, [a["knowing"] for a in attained if "knowing" in a]),
+            }
+            share = f"{float(defense.partition('=')[2]):.0%}"
+            found = [Dot.of(f"{share}, {name}", values, look) for name, (look, values) in shown.items() if values]
+            panels.setdefault(panel, []).extend(found)
+            lines[panel] = {"blind guess (mean image)": sum(r["blind"] for r in mine) / len(mine)}
+        dot_panels(path, panels, "MSE, mean and range over images", log=True, lines=lines, columns=2)
+        return True
 
 
 def _perturbed(

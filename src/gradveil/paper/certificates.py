@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -14,6 +15,7 @@ from gradveil.defenses.base import build as build_defense
 from gradveil.layers import find_layer, representation
 from gradveil.models import build
 from gradveil.paper.base import ITEMS, Context, Item, Row, Verdict, finite
+from gradveil.paper.drawing import PROMISED, REACHED, SOUND, Dot, dot_panels
 
 NETWORKS = {"sigmoid": "lenet", "relu": "lenet:activation=relu,init=default"}
 KINDS: dict[str, tuple[Kind, ...]] = {
@@ -116,6 +118,26 @@ class Certificates(Item):
             claim = "The sound bounds hold for what an inversion of r′ finds"
             found.append(Verdict(claim, status, rule, "not in the paper", text))
         return found
+
+    def draw(self, rows: Sequence[Row], path: Path) -> bool:
+        """Draw what every kind promises for p = 2, mean and range over draws and images, and what images can have."""
+        panels: dict[str, list[Dot]] = {}
+        lines = {}
+        for dataset, network in dict.fromkeys((r["dataset"], r["network"]) for r in rows):
+            mine = [r for r in rows if (r["dataset"], r["network"], r["p"]) == (dataset, network, "2")]
+            for kind, look in LOOKS.items():
+                values = [r["mse"] for r in mine if r["kind"] == kind and r["mse"] is not None]
+                if values and max(values) > 0:
+                    panels.setdefault(f"{dataset}, {network}", []).append(Dot.of(kind, values, look))
+            if mine:
+                means = {name: sum(r[key] for r in mine) / len(mine) for key, name in LINES.items()}
+                lines[f"{dataset}, {network}"] = means
+        dot_panels(path, panels, "MSE (p = 2)", log=True, lines=lines, columns=2)
+        return True
+
+
+LOOKS = {"local": PROMISED, "global": SOUND, "box": SOUND, "radius": SOUND, "reach": SOUND, "empirical": REACHED}
+LINES = {"blind": "blind guess (mean image)", "largest": "largest that an image can have"}
 
 
 def _details(found: Certificate) -> dict[str, torch.Tensor]:

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from gradveil.certificates.convergence import printed_bound, theorem_a
-from gradveil.errors import MissingExtraError
 from gradveil.paper.base import Row
 from gradveil.paper.convergence import constants_of, local_steps, short_runs
+from gradveil.paper.drawing import figure
 
 LOOK: dict[str, dict[str, Any]] = {
     "none": {"color": "#0072B2", "linestyle": "-", "label": "no defence"},
@@ -17,14 +17,8 @@ LOOK: dict[str, dict[str, Any]] = {
 
 def draw(rows: Sequence[Row], path: Path, count: int) -> None:
     """Write ``path`` with the endings .svg and .png."""
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtraError("Drawing figures", "report") from error
-    with mpl.rc_context({"svg.hashsalt": "gradveil", "font.size": 9}):
-        figure = Figure(figsize=(11, 6.4), layout="constrained")
-        axes = figure.subplots(2, 3)
+    with figure(path, 11, 6.4) as empty:
+        axes = empty.subplots(2, 3)
         settings = [(e, k) for e in (5, 10) for k in (5, 10)]
         places = [axes[0, 0], axes[0, 1], axes[1, 0], axes[1, 1]]
         for place, (e, k) in zip(places, settings, strict=True):
@@ -36,8 +30,6 @@ def draw(rows: Sequence[Row], path: Path, count: int) -> None:
         drawn = next((a for a in places if a.get_legend_handles_labels()[0]), None)
         if drawn is not None:
             drawn.legend(frameon=False)
-        for ending, extra in ((".svg", {"metadata": {"Date": None}}), (".png", {"dpi": 150})):
-            figure.savefig(path.with_suffix(ending), **extra)
 
 
 def _is(row: Row, epochs: int, devices: int) -> bool:

@@ -1,7 +1,8 @@
 """What the paper's figures share: one way to make and to write them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ LOOKS: dict[str, dict[str, Any]] = {
     "gaussian": {"color": "#0072B2", "marker": "^", "label": "Gaussian noise"},
     "laplace": {"color": "#CC79A7", "marker": "v", "label": "Laplace noise"},
 }
+PROMISED, SOUND, REACHED, PAPER = (  # of what is not a defence
+    {"color": "#D55E00", "marker": "o"}, {"color": "#009E73", "marker": "s"}, {"color": "#0072B2", "marker": "^"},
+    {"color": "#000000", "marker": "*"},
+)  # fmt: skip
 
 
 @contextmanager
@@ -31,3 +36,59 @@ def figure(path: Path, width: float, height: float) -> Iterator[Any]:
         yield empty
         for ending, extra in ((".svg", {"metadata": {"Date": None}}), (".png", {"dpi": 150})):
             empty.savefig(path.with_suffix(ending), **extra)
+
+
+@dataclass(frozen=True)
+class Dot:
+    """One line of a dot chart: a value and its range, looking as a family of defences does or as is said."""
+
+    label: str
+    mean: float
+    low: float
+    high: float
+    look: str | Mapping[str, str] = "none"
+
+    @classmethod
+    def of(cls, label: str, values: Sequence[float], look: str | Mapping[str, str] = "none") -> "Dot":
+        """Return the dot of some values: their mean, the lowest and the highest."""
+        return cls(label, sum(values) / len(values), min(values), max(values), look)
+
+
+def dots(
+    axis: Any, found: Sequence[Dot], name: str, *, log: bool = False, lines: Mapping[str, float] | None = None
+) -> None:
+    """Draw dots from top to bottom, their ranges as bars, and upright lines by their labels; ``name``: of the axis."""
+    styles = ((":", "grey"), ("-.", "black"))
+    for (label, x), (style, colour) in zip((lines or {}).items(), styles, strict=False):
+        axis.axvline(x, color=colour, linestyle=style, linewidth=1, label=label)
+    for place, dot in enumerate(found):
+        look = LOOKS.get(dot.look, LOOKS["none"]) if isinstance(dot.look, str) else dot.look
+        mark = {"color": look["color"], "marker": look["marker"], "markersize": 5, "elinewidth": 0.8, "capsize": 2}
+        reach = [[max(dot.mean - dot.low, 0.0)], [max(dot.high - dot.mean, 0.0)]]
+        axis.errorbar([dot.mean], [place], xerr=reach, linestyle="none", **mark)
+    axis.set_yticks(range(len(found)), [dot.label for dot in found], fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlabel(name)
+    axis.grid(axis="x", linewidth=0.3)
+    if log:
+        axis.set_xscale("log")
+
+
+def dot_panels(
+    path: Path, panels: Mapping[str, Sequence[Dot]], name: str, *, log: bool = False,
+    lines: Mapping[str, Mapping[str, float]] | None = None, columns: int = 3,
+) -> None:  # fmt: skip
+    """Write a figure of dot charts, one for each panel, ``lines`` by panel; the legend says what the lines are."""
+    columns = max(1, min(columns, len(panels)))
+    rows = max(1, -(-len(panels) // columns))
+    tallest = max((len(found) for found in panels.values()), default=1)
+    with figure(path, 4.4 * columns, rows * (1.2 + 0.19 * tallest)) as empty:
+        axes = empty.subplots(rows, columns, squeeze=False).flatten()
+        for axis, (panel, found) in zip(axes, panels.items(), strict=False):
+            dots(axis, found, name, log=log, lines=(lines or {}).get(panel))
+            axis.set_title(panel)
+        for axis in axes[len(panels) :]:
+            axis.set_axis_off()
+        handles, labels = axes[0].get_legend_handles_labels()
+        if handles:
+            empty.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=8)

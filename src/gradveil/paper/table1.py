@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -26,8 +27,10 @@ from gradveil.metrics.representations import (
 )
 from gradveil.models import build
 from gradveil.paper.base import ITEMS, Context, Item, Row, Verdict, published
+from gradveil.paper.drawing import PAPER, PROMISED, REACHED, SOUND, Dot, dot_panels
 from gradveil.seeds import Seeds
 
+LOOKS = {"own": PROMISED, "wrong": SOUND, "blind": REACHED}
 BLIND = 500  # public images whose mean representation is the blind guess
 DENSE = ("fc1", "fc2", "fc3")
 NEAR = 0.05  # of the paper's cor
@@ -107,6 +110,19 @@ class Table1(Item):
                 said = ", ".join(f"{rule} {_mean(sets, rule):.2f}" for rule in RULES)
                 table.append({"setting": setting, "layer": "class set exact", "paper": "-", "own": said})
         return table
+
+    def draw(self, rows: Sequence[Row], path: Path) -> bool:
+        """Draw cor with the own class, the controls and the paper's number, per setting and dense layer."""
+        panels: dict[str, list[Dot]] = {}
+        for setting in dict.fromkeys(r["setting"] for r in rows):
+            for layer, paper in zip(DENSE, published()["table1"]["rows"][setting], strict=True):
+                mine = [r for r in rows if (r["setting"], r["layer"]) == (setting, layer)]
+                if not mine:
+                    continue
+                found = [Dot.of(f"{layer}, {key}", [r[key] for r in mine], look) for key, look in LOOKS.items()]
+                panels.setdefault(setting, []).extend([*found, Dot.of(f"{layer}, paper", [paper], PAPER)])
+        dot_panels(path, panels, "cor, mean and range over seeds")
+        return True
 
     def verdicts(self, rows: Sequence[Row]) -> list[Verdict]:
         """Judge the high correlation, what it means, and the class sets."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -14,8 +15,9 @@ from gradveil.layers import find_layer
 from gradveil.metrics import interval
 from gradveil.models import build
 from gradveil.paper.base import ITEMS, Context, Item, Row, Verdict, published
+from gradveil.paper.drawing import Dot, dot_panels
 from gradveil.paper.settings import own
-from gradveil.paper.tradeoff import FULL, Panel, Tradeoff
+from gradveil.paper.tradeoff import FULL, NORMALISED, Panel, Tradeoff
 from gradveil.tree import Params, flatten, norm
 from gradveil.types import Batch
 
@@ -40,7 +42,7 @@ class Table2(Item):
 
     images: int = 8  # quick: 2
     datasets: tuple[str, ...] = ("mnist", "cifar10")
-    networks: tuple[str, ...] = ("lenet", "convnet")
+    networks: tuple[str, ...] = ("lenet", NORMALISED)
 
     def panels(self) -> dict[str, Panel]:
         """Return the panels of the full trade-off figure."""
@@ -90,6 +92,16 @@ class Table2(Item):
                 }
             )
         return table
+
+    def draw(self, rows: Sequence[Row], path: Path) -> bool:
+        """Draw how much of an update every level changes, mean and range over images."""
+        panels: dict[str, list[Dot]] = {}
+        for panel, defense in dict.fromkeys((r["panel"], r["defense"]) for r in own(rows)):
+            values = [r["change"] for r in own(rows) if (r["panel"], r["defense"]) == (panel, defense)]
+            if max(values) > 0:
+                panels.setdefault(panel, []).append(Dot.of(defense, values, defense.partition(":")[0]))
+        dot_panels(path, panels, "||defended - plain|| / ||plain||", log=True)
+        return True
 
     def verdicts(self, rows: Sequence[Row]) -> list[Verdict]:
         """Judge whether the levels lie in the paper's ranges and reach their upper ends."""

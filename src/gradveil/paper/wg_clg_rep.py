@@ -11,10 +11,10 @@ from torch import nn
 from gradveil.attacks.base import build as build_attack
 from gradveil.data import load
 from gradveil.data.base import Dataset
-from gradveil.errors import MissingExtraError
 from gradveil.metrics import interval, measure, rate
 from gradveil.models import build
 from gradveil.paper.base import ITEMS, SUCCESS, Context, Item, Row, Verdict, published
+from gradveil.paper.drawing import figure
 from gradveil.paper.points import GALLERY, Scene, floor_rows
 from gradveil.types import Batch, Observation
 
@@ -121,16 +121,8 @@ class WgClgRep(Item):
 
     def draw(self, rows: Sequence[Row], path: Path) -> bool:
         """Draw the MSE of every image, by network and part, over the blind guesses."""
-        try:
-            import matplotlib as mpl
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise MissingExtraError("Drawing figures", "report") from error
-        with mpl.rc_context({"svg.hashsalt": "gradveil", "font.size": 9}):
-            figure = Figure(figsize=(8.5, 4.0), layout="constrained")
-            _strips(figure.subplots(), rows)
-            for ending, extra in ((".svg", {"metadata": {"Date": None}}), (".png", {"dpi": 150})):
-                figure.savefig(path.with_suffix(ending), **extra)
+        with figure(path, 8.5, 4.0) as empty:
+            _strips(empty.subplots(), rows)
         return True
 
 
