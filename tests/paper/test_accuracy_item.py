@@ -35,7 +35,7 @@ def test_on_cuda_runs_are_grouped_by_what_their_graphs_hold() -> None:
 
 def test_every_seed_and_every_level_of_the_paper_is_asked_for() -> None:
     units = Accuracy().units(Context(scale="full"))
-    assert len(units) == len(set(units)) == 3 * (23 + 22 + 8)
+    assert len(units) == len(set(units)) == 3 * (23 + 5 + 22 + 8)
     assert "lenet-cifar10/2/laplace:scale=0.1" in units
 
 

@@ -130,6 +130,9 @@ def test_accuracies_are_joined_by_data_family_and_defence() -> None:
     rows = [trained("none", 0.9), trained("gaussian:scale=1e-3", 0.8), trained("none", 0.5, model="convnet_authors")]
     assert list(accuracies(rows, "mnist", "lenet", "gaussian:scale=0.001").values()) == [0.8]
     assert list(accuracies(rows, "mnist", "convnet", "none").values()) == [0.5]
+    other = [trained("none", 0.3) | {"panel": "lenet-mnist-default"}]
+    assert not accuracies(other, "mnist", "lenet", "none")
+    assert accuracies([*other, trained("none", 0.9) | {"panel": "lenet-mnist"}], "mnist", "lenet", "none") == {0: 0.9}
     assert list(accuracies(rows, "cifar10", "lenet", "none").values()) == []
     moment = [trained("representation:share=0.8,method=moment", 0.7)]
     assert list(accuracies(moment, "mnist", "lenet", "representation:share=0.8").values()) == [0.7]

@@ -114,12 +114,15 @@ def papers_unit(row: Row) -> float:
 
 def accuracies(rows: Sequence[Row], dataset: str, model: str, defense: str) -> dict[int, float]:
     """Return the final accuracy by seed of what belongs to a data set, a network family and a defence."""
-    wanted = (dataset, network_family(model), _spelled(defense))
+    family, spelled = network_family(model), _spelled(defense)
+    panel = f"{family}-{dataset}"  # panels by other names are controls of their own
     return {
         r["seed"]: float(r["accuracy"])
         for r in rows
         if r["round"] == r["rounds"]
-        and (r["dataset"], network_family(r.get("model", "lenet")), _spelled(r["defense"])) == wanted
+        and r.get("panel", panel) == panel
+        and (r["dataset"], network_family(r.get("model", "lenet")), _spelled(r["defense"]))
+        == (dataset, family, spelled)
     }
 
 
