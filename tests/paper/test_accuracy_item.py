@@ -1,5 +1,7 @@
 """The item behind every accuracy: what is trained together, what it says, and what the verdict rests on."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -20,6 +22,18 @@ def test_settings_that_train_together_give_what_each_gives_alone(monkeypatch: py
         assert [row["round"] for row in together[unit]] == [1, 2, 3]
     assert together[units[0]][-1]["accuracy"] != together[units[1]][-1]["accuracy"]
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_rounded_convolutions_follow_the_weights_as_they_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(accuracy.PANELS, "small", replace(SMALL, rounds=6, lr=0.3))
+    item, context = Accuracy(), Context(scale="full")
+    plain = item.run("small/0/none", context)
+    monkeypatch.setattr(accuracy, "_is_large", lambda panel, device: True)
+    rounded = item.run("small/0/none", context)
+    assert rounded[-1]["loss"] < 0.8 * rounded[0]["loss"]
+    for mine, other in zip(rounded, plain, strict=True):
+        assert mine["loss"] != other["loss"]
+        assert mine["loss"] == pytest.approx(other["loss"], rel=0.05)
 
 
 def test_on_cuda_runs_are_grouped_by_what_their_graphs_hold() -> None:

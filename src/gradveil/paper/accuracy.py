@@ -238,8 +238,12 @@ def half_precision_products() -> Iterator[None]:
 
 
 def _mixed(panel: Panel, device: torch.device) -> AbstractContextManager[object]:
-    """Within, the convolutions of the large network run in bfloat16 on CUDA; weights and sums stay in float32."""
-    return torch.autocast("cuda", torch.bfloat16, cache_enabled=False) if _is_large(panel, device) else nullcontext()
+    """Within, the convolutions of the large network run in bfloat16 on CUDA; weights and sums stay in float32.
+
+    Rounded weights are not kept: they would not follow the steps of training.
+    """
+    wanted = _is_large(panel, device)
+    return torch.autocast(device.type, torch.bfloat16, cache_enabled=False) if wanted else nullcontext()
 
 
 def _is_large(panel: Panel, device: torch.device) -> bool:
