@@ -124,3 +124,13 @@ def test_bad_settings_are_refused(data: Batch) -> None:
         local_update(model, data, "none", 0.1, torch.Generator(), weight_decay=-1)
     with pytest.raises(UpdateError, match="no examples"):
         local_update(model, Batch(data.inputs[:0], data.labels[:0]), "none", 0.1, torch.Generator())
+
+
+def test_under_a_callers_autocast_the_steps_follow_the_weights(data: Batch) -> None:
+    model, batch = tiny_model().float(), Batch(data.inputs.float(), data.labels)
+    plain = local_update(model, [batch] * 6, "none", 0.5, Generator()).gradient
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = local_update(model, [batch] * 6, "none", 0.5, Generator()).gradient
+    first = step_gradient(model, batch, build("none"), Generator())
+    for name, g in plain.items():
+        assert (rounded[name] - g).norm() < 0.1 * (6 * first[name] - g).norm()  # six steps from where it started

@@ -81,6 +81,7 @@ def train_client(
                 drift = [w - s for w, s in zip(weights, start, strict=True)]
                 direction = list(torch._foreach_add(direction, drift, alpha=local.proximal))
             torch._foreach_add_(weights, direction, alpha=-lr)
+            torch.clear_autocast_cache()  # a caller's autocast keeps rounded copies of the weights as they were
             torch._foreach_add_(total, direction)
         steps += 1
         examples += len(batch)
