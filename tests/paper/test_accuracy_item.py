@@ -7,7 +7,9 @@ import torch
 
 from gradveil.paper import accuracy
 from gradveil.paper.accuracy import Accuracy, Panel
+from gradveil.paper.attack_points import same_defense
 from gradveil.paper.base import Context
+from gradveil.paper.tradeoff import FULL
 
 SMALL = Panel("lenet:strides=2/1,activation=tanh,init=kaiming", "digits", 3, ("none",), "iid:devices=20")
 
@@ -49,7 +51,9 @@ def test_on_cuda_runs_are_grouped_by_what_their_graphs_hold() -> None:
 
 def test_every_seed_and_every_level_of_the_paper_is_asked_for() -> None:
     units = Accuracy().units(Context(scale="full"))
-    assert len(units) == len(set(units)) == 3 * (23 + 5 + 22 + 8)
+    assert len(units) == len(set(units)) == 3 * (23 + 5 + 22 + 21)
+    large = {same_defense(unit.split("/", 2)[2]) for unit in units if unit.startswith("convnet-cifar10/0/")}
+    assert large == set(map(same_defense, FULL["gs"]))
     assert "lenet-cifar10/2/laplace:scale=0.1" in units
 
 

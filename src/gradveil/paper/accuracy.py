@@ -32,17 +32,13 @@ DEFENSES = (
     *(f"gaussian:scale={level},on=weights" for level in LEVELS[2:]),
 )
 QUICK = ("none", "representation:share=0.4", "pruning:share=0.8", "gaussian:scale=0.1,on=weights")
-COSTLY = (  # on the large network: the paper's range at its ends
+LARGE = (  # on the large network: the levels of the GS panel, with scores that it can afford
     "none",
-    "representation:share=0.1,method=moment",
-    "representation:share=0.8,method=moment",
-    "pruning:share=0.4",
-    "pruning:share=0.9",
-    "gaussian:scale=0.01",
-    "gaussian:scale=0.1",
-    "laplace:scale=0.1",
+    *(f"representation:share={share},method=moment" for share in (0.01, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8)),
+    "random_mask:share=0.4",
+    *(f"pruning:share={share}" for share in (0.1, 0.4, 0.8, 0.9)),
+    *(f"{noise}:scale={level}" for noise in ("gaussian", "laplace") for level in LEVELS),
 )
-
 FEW = ("none", *(f"representation:share={share}" for share in (0.1, 0.4, 0.8)), "random_mask:share=0.4")
 
 
@@ -64,7 +60,7 @@ PANELS = {
     "lenet-mnist": Panel(LENET, "mnist", 200, (*DEFENSES, "representation:share=0.4,mode=authors")),
     "lenet-mnist-default": Panel("lenet:activation=relu,init=default", "mnist", 200, FEW),
     "lenet-cifar10": Panel(LENET, "cifar10", 1000),
-    "convnet-cifar10": Panel(CONVNET, "cifar10", 200, COSTLY, lr=0.003),
+    "convnet-cifar10": Panel(CONVNET, "cifar10", 200, LARGE, lr=0.003),
 }
 
 
