@@ -5,16 +5,17 @@ from pathlib import Path
 
 from paper_results import RESULTS, all_rows, build, own_rows
 
-from gradveil.paper.accuracy import paired_loss
+from gradveil.paper.accuracy import last_round, paired_loss
 from gradveil.paper.base import MAX_DROP, Verdict
-from gradveil.paper.settings import GUESS, Setting, accuracies, settings
+from gradveil.paper.settings import GUESS, Setting, settings
 
 OURS, RANDOM = "representation:share=0.4", "random_mask:share=0.4"
 PANELS = {"dlg-mnist": "DLG, MNIST", "dlg-cifar10": "DLG, CIFAR-10", "gs-cifar10": "GS, CIFAR-10"}
-TRAINED = {
-    ("mnist", "lenet"): "LeNet, MNIST",
-    ("cifar10", "lenet"): "LeNet, CIFAR-10",
-    ("cifar10", "convnet"): "ConvNet",
+TRAINED = {  # panels of the accuracy item
+    "lenet-mnist": "LeNet, MNIST",
+    "lenet-mnist-default": "the same with PyTorch's initialisation",
+    "lenet-cifar10": "LeNet, CIFAR-10",
+    "convnet-cifar10": "ConvNet, CIFAR-10",
 }
 Line = Callable[[Path], str]
 
@@ -83,10 +84,12 @@ def accuracy(folder: Path) -> str:
     """No drop in accuracy."""
     rows = own_rows("accuracy", folder)
     lost: dict[str, dict[str, float]] = {}
-    for (dataset, model), name in TRAINED.items():
-        plain = accuracies(rows, dataset, model, "none")
+    for panel, name in TRAINED.items():
+        plain = last_round(rows, panel, "none")
         for share in ("0.01", "0.05", "0.1", "0.2", "0.4", "0.8"):
-            loss = paired_loss(plain, accuracies(rows, dataset, model, f"representation:share={share}"))
+            ours = f"representation:share={share}"
+            mine = last_round(rows, panel, ours) or last_round(rows, panel, f"{ours},method=moment")
+            loss = paired_loss(plain, mine)
             if loss is not None:
                 lost.setdefault(name, {})[share] = loss
     text = "; ".join(
