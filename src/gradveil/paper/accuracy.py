@@ -16,7 +16,7 @@ from gradveil.federated.evaluate import evaluate
 from gradveil.federated.simulate import Round, Training
 from gradveil.federated.together import Setting, simulate_together
 from gradveil.models import build
-from gradveil.paper.base import ITEMS, MAX_DROP, Context, Item, Row, Verdict
+from gradveil.paper.base import CIFAR10, ITEMS, MAX_DROP, Context, Item, Row, Verdict
 from gradveil.paper.drawing import Dot, dot_panels
 from gradveil.seeds import Seeds
 
@@ -60,7 +60,7 @@ class Panel:
 
 
 LENET = "lenet:activation=relu,init=kaiming"
-CONVNET = "convnet:init=kaiming,normalize=0.4914/0.4822/0.4465/0.247/0.2435/0.2616"
+CONVNET = f"convnet:init=kaiming,{CIFAR10}"
 PANELS = {
     "lenet-mnist": Panel(LENET, "mnist", 200, (*DEFENSES, "representation:share=0.4,mode=authors")),
     "lenet-mnist-default": Panel("lenet:activation=relu,init=default", "mnist", 200, FEW),

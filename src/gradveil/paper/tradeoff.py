@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from gradveil.metrics import interval
 from gradveil.paper.attack_points import FLOORS, AttackPoints, Point, servers
-from gradveil.paper.base import ITEMS, SUCCESS, Context, Item, Row, Verdict
+from gradveil.paper.base import CIFAR10, ITEMS, SUCCESS, Context, Item, Row, Verdict
 from gradveil.paper.settings import (
     BLIND,
     HIDDEN,
@@ -24,7 +24,7 @@ from gradveil.paper.settings import (
 )
 
 SCALES = (0.0001, 0.001, 0.01, 0.1)
-NORMALISED = "convnet:normalize=0.4914/0.4822/0.4465/0.247/0.2435/0.2616"  # inputs as in the authors' GS script
+NORMALISED = f"convnet:{CIFAR10}"
 GS_STEPS = 500
 SMOOTH = 0.01  # total variation of the GS server that knows of noise: 100 times the usual
 
