@@ -46,7 +46,7 @@ class Verdict:
 
 SUCCESS = 0.01  # clamped MSE under which an image counts as recovered
 MAX_DROP = 0.01  # a smaller loss of accuracy counts as none
-CIFAR10 = "normalize=0.4914/0.4822/0.4465/0.247/0.2435/0.2616"  # inputs as in the authors' GS script, of a network's spec
+CIFAR10 = "normalize=0.4914/0.4822/0.4465/0.247/0.2435/0.2616"  # as in the authors' GS script
 
 
 def finite(value: torch.Tensor) -> float | None:
