@@ -26,7 +26,14 @@ def rows(panel: str, points: list[Point], unclamped: float = 1.0) -> list[Row]:
         if accuracy is not None and server == "naive":
             done = {"seed": 0, "round": 9, "rounds": 9, "accuracy": accuracy}
             found.append(
-                {"item": "accuracy", "dataset": dataset, "model": "lenet:init=kaiming", "defense": defense} | done
+                {
+                    "item": "accuracy",
+                    "panel": f"lenet-{dataset}",
+                    "dataset": dataset,
+                    "model": "lenet:init=kaiming",
+                    "defense": defense,
+                }
+                | done
             )
     return found
 
@@ -130,6 +137,7 @@ def test_noise_on_the_uploaded_weights_is_told_beside_the_baselines() -> None:
     done = {"seed": 0, "round": 9, "rounds": 9, "accuracy": 0.4}
     other = {
         "item": "accuracy",
+        "panel": "lenet-mnist",
         "dataset": "mnist",
         "model": "lenet",
         "defense": "gaussian:scale=0.1,on=weights",

@@ -11,7 +11,7 @@ from gradveil.countermeasures import drop
 from gradveil.paper.attack_points import AttackPoints, Point, servers
 from gradveil.paper.base import Context, Row
 from gradveil.paper.points import Scene, attack_rows, naive
-from gradveil.paper.settings import accuracies, control_works, papers_unit, settings, strongest
+from gradveil.paper.settings import accuracies, network_family, control_works, papers_unit, settings, strongest
 from gradveil.paper.tradeoff import FULL, QUICK, Tradeoff, _points
 
 TINY = Tradeoff(
@@ -29,7 +29,8 @@ def row(panel: str, defense: str, server: str, mse: float, identified: float = 0
 
 def trained(defense: str, accuracy: float, dataset: str = "mnist", model: str = "lenet:activation=relu") -> Row:
     done = {"seed": 0, "round": 200, "rounds": 200, "accuracy": accuracy, "loss": 0.0}
-    return {"item": "accuracy", "dataset": dataset, "model": model, "defense": defense} | done
+    panel = f"{network_family(model)}-{dataset}"
+    return {"item": "accuracy", "panel": panel, "dataset": dataset, "model": model, "defense": defense} | done
 
 
 def world(naive_mse: float = 0.3, knowing_mse: float = 0.001, control: float = 0.001) -> list[Row]:

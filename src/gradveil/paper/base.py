@@ -45,6 +45,7 @@ class Verdict:
 
 
 SUCCESS = 0.01  # clamped MSE under which an image counts as recovered
+BLIND = "(blind guess)"  # in place of a defence, in the rows of the floors
 MAX_DROP = 0.01  # a smaller loss of accuracy counts as none
 CIFAR10 = "normalize=0.4914/0.4822/0.4465/0.247/0.2435/0.2616"  # as in the authors' GS script
 

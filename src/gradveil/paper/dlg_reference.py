@@ -8,7 +8,7 @@ from gradveil.countermeasures import drop, mask
 from gradveil.data import load
 from gradveil.metrics import interval, rate
 from gradveil.models import build
-from gradveil.paper.base import ITEMS, SUCCESS, Context, Item, Row, Verdict
+from gradveil.paper.base import BLIND, ITEMS, SUCCESS, Context, Item, Row, Verdict
 from gradveil.paper.drawing import Dot, dot_panels
 from gradveil.paper.points import Scene, attack_rows, floor_rows, naive
 
@@ -105,15 +105,15 @@ class DLGReference(Item):
 
     def draw(self, rows: Sequence[Row], path: Path) -> bool:
         """Draw the mean clamped MSE of every server with its interval, over the blind guesses."""
-        found = []
+        found, lines = [], {}
         for defense, server in dict.fromkeys((r["defense"], r["server"]) for r in rows):
             mse = interval([r["mse"] for r in rows if (r["defense"], r["server"]) == (defense, server)])
-            found.append(Dot(f"{defense}, {server}", mse.mean, mse.low, mse.high, defense.partition(":")[0]))
-        blind = {d.label.partition(", ")[2]: d.mean for d in found if d.label.startswith("(")}
-        attacked = [d for d in found if not d.label.startswith("(")]
-        lines = {f"blind guess ({name})": mse for name, mse in blind.items() if name in ("grey", "mean image")}
-        dot_panels(path, {"DLG, CIFAR-10": attacked}, "clamped MSE, mean over images", log=True,
-                   lines={"DLG, CIFAR-10": lines})  # fmt: skip
+            if defense == BLIND:
+                lines[f"blind guess ({server})"] = mse.mean
+            else:
+                found.append(Dot(f"{defense}, {server}", mse.mean, mse.low, mse.high, defense.partition(":")[0]))
+        name = "DLG, CIFAR-10"
+        dot_panels(path, {name: found}, "clamped MSE, mean over images", log=True, lines={name: lines})
         return True
 
     @staticmethod

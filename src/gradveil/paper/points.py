@@ -14,7 +14,7 @@ from gradveil.defenses.base import build as build_defense
 from gradveil.defenses.step import step_gradient
 from gradveil.metrics import blind_guesses, measure
 from gradveil.metrics.pixel import mse
-from gradveil.paper.base import Context, Row
+from gradveil.paper.base import BLIND, Context, Row
 from gradveil.priors import GaussianPrior
 from gradveil.seeds import Seeds
 from gradveil.types import Batch, Observation, Reconstruction, Update
@@ -128,6 +128,6 @@ def floor_rows(scene: Scene) -> list[Row]:
         for i in range(len(scene.truth)):
             truth = Batch(scene.truth.inputs[i : i + 1], scene.truth.labels[i : i + 1])
             values, _ = measure(guess[i : i + 1], None, truth, scene.public.inputs[:GALLERY])
-            row = {"defense": "(blind guess)", "server": name, "attack": "none", "image": i}
+            row = {"defense": BLIND, "server": name, "attack": "none", "image": i}
             rows.append(row | {key: float(v[0]) for key, v in values.items()})
     return rows

@@ -14,9 +14,8 @@ from statistics import median
 from gradveil.metrics import Interval, interval, rate
 from gradveil.paper.accuracy import paired_loss
 from gradveil.paper.attack_points import same_defense
-from gradveil.paper.base import MAX_DROP, SUCCESS, Row
+from gradveil.paper.base import BLIND, MAX_DROP, SUCCESS, Row
 
-BLIND = "(blind guess)"
 GUESS = "mean image"  # the blind guess that everything is held against
 NAIVE, KNOWING = "naive", "knowing"
 
@@ -114,15 +113,11 @@ def papers_unit(row: Row) -> float:
 
 def accuracies(rows: Sequence[Row], dataset: str, model: str, defense: str) -> dict[int, float]:
     """Return the final accuracy by seed of what belongs to a data set, a network family and a defence."""
-    family, spelled = network_family(model), _spelled(defense)
-    panel = f"{family}-{dataset}"  # panels by other names are controls of their own
+    panel, spelled = f"{network_family(model)}-{dataset}", _spelled(defense)  # other panels are controls of their own
     return {
         r["seed"]: float(r["accuracy"])
         for r in rows
-        if r["round"] == r["rounds"]
-        and r.get("panel", panel) == panel
-        and (r["dataset"], network_family(r.get("model", "lenet")), _spelled(r["defense"]))
-        == (dataset, family, spelled)
+        if r["round"] == r["rounds"] and r["panel"] == panel and _spelled(r["defense"]) == spelled
     }
 
 

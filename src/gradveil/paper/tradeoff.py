@@ -8,9 +8,8 @@ from typing import ClassVar
 
 from gradveil.metrics import interval
 from gradveil.paper.attack_points import FLOORS, AttackPoints, Point, servers
-from gradveil.paper.base import CIFAR10, ITEMS, SUCCESS, Context, Item, Row, Verdict
+from gradveil.paper.base import BLIND, CIFAR10, ITEMS, SUCCESS, Context, Item, Row, Verdict
 from gradveil.paper.settings import (
-    BLIND,
     HIDDEN,
     KNOWING,
     NAIVE,
@@ -82,8 +81,9 @@ class Tradeoff(Item):
         "Noise goes on the gradient of each local step, σ is its standard deviation; the paper is silent on both.",
         "DLG: 300 outer steps of 20 L-BFGS iterations, several starts chosen by their own objective.",
         "GS: 500 iterations (the text has 120, the authors' script 24,000) on the appendix ConvNet with normalised "
-        "inputs, as in the authors' script. That decides the control: with inputs in [0, 1] GS left undefended images "
-        "at a mean MSE of 0.013 after 500 iterations and after 1000. Chosen on other images than those of the rows.",
+        "inputs, as in the authors' script. That decides the control: with inputs in [0, 1] (`tradeoff:networks="
+        "lenet/convnet`) GS left undefended images at a mean MSE of 0.013 after 500 iterations and after 1000. Chosen "
+        "on other images than those of the rows.",
         "The curve of the server that knows takes, per defence, the better of leaving the defended tensor out and "
         "reading the mask off it; for noise Gauss-Newton with a prior from public images (DLG), or the attack "
         "itself with a stronger smoothness term (GS, where Gauss-Newton on the network would cost too much).",

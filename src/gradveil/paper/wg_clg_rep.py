@@ -13,7 +13,7 @@ from gradveil.data import load
 from gradveil.data.base import Dataset
 from gradveil.metrics import interval, measure, rate
 from gradveil.models import build
-from gradveil.paper.base import ITEMS, SUCCESS, Context, Item, Row, Verdict, published
+from gradveil.paper.base import BLIND, ITEMS, SUCCESS, Context, Item, Row, Verdict, published
 from gradveil.paper.drawing import figure
 from gradveil.paper.points import GALLERY, Scene, floor_rows
 from gradveil.types import Batch, Observation
@@ -67,7 +67,7 @@ class WgClgRep(Item):
         model = build(spec, dataset.input_shape, dataset.num_classes, seed=context.seeds.number("weights"))
         scene = self._scene(model, dataset, context)
         if unit == "blind":
-            return [row | {"network": "(blind guess)", "part": row["server"]} for row in floor_rows(scene)]
+            return [row | {"network": BLIND, "part": row["server"]} for row in floor_rows(scene)]
         views = [_VIEWS[part](s) for s in scene.observe("none", context.device)]
         name = "rep" if part == "Rep" else "dlg"
         steps = self.steps if context.full else max(self.steps // 4, 1)
@@ -111,7 +111,7 @@ class WgClgRep(Item):
 
     def verdicts(self, rows: Sequence[Row]) -> list[Verdict]:
         """Judge both halves of the claim on every network: convolutions fail, and the representation is enough."""
-        blind = [_average(_of(rows, "(blind guess)", r["part"])) for r in rows if r["network"] == "(blind guess)"]
+        blind = [_average(_of(rows, BLIND, r["part"])) for r in rows if r["network"] == BLIND]
         found = []
         for network in dict.fromkeys(r["network"] for r in rows if r["part"] in PARTS):
             mine = {part: _of(rows, network, part) for part in PARTS}
@@ -188,10 +188,10 @@ def _strips(axis: Any, rows: Sequence[Row]) -> None:
             axis.scatter([place] * len(values), values, s=12, marker=mark, color=colour, alpha=0.6, label=label)
             if values:
                 axis.hlines(sum(values) / len(values), place - 0.09, place + 0.09, color=colour)
-    guesses = list(dict.fromkeys(r["part"] for r in rows if r["network"] == "(blind guess)"))
+    guesses = list(dict.fromkeys(r["part"] for r in rows if r["network"] == BLIND))
     for n, guess in enumerate(guesses):
         label = f"blind guess: {', '.join(guesses)}" if n == 0 else None
-        level = _average(_of(rows, "(blind guess)", guess))
+        level = _average(_of(rows, BLIND, guess))
         axis.axhline(level, color="grey", linestyle=":", linewidth=1, label=label)
     axis.set_yscale("log")
     axis.set_xticks(range(len(networks)), networks)
