@@ -8,10 +8,13 @@ import torch
 
 from gradveil.attacks.base import build as build_attack
 from gradveil.countermeasures import drop
+from gradveil.models import build
 from gradveil.paper.attack_points import AttackPoints, Point, servers
 from gradveil.paper.base import Context, Row
+from gradveil.paper.drawing import Dot, dots
+from gradveil.paper.gs_images import GSImages
 from gradveil.paper.points import Scene, attack_rows, naive
-from gradveil.paper.settings import accuracies, network_family, control_works, papers_unit, settings, strongest
+from gradveil.paper.settings import accuracies, control_works, network_family, papers_unit, settings, strongest
 from gradveil.paper.tradeoff import FULL, QUICK, Tradeoff, _points
 
 TINY = Tradeoff(
@@ -135,6 +138,8 @@ def test_accuracies_are_joined_by_data_family_and_defence() -> None:
     assert not accuracies(other, "mnist", "lenet", "none")
     assert accuracies([*other, trained("none", 0.9) | {"panel": "lenet-mnist"}], "mnist", "lenet", "none") == {0: 0.9}
     assert list(accuracies(rows, "cifar10", "lenet", "none").values()) == []
+    early = trained("none", 0.2) | {"round": 100}
+    assert accuracies([*rows, early], "mnist", "lenet", "none") == {0: 0.9}
     moment = [trained("representation:share=0.8,method=moment", 0.7)]
     assert list(accuracies(moment, "mnist", "lenet", "representation:share=0.8").values()) == [0.7]
     assert list(accuracies(moment, "mnist", "lenet", "representation:share=0.4").values()) == []
@@ -208,3 +213,19 @@ def test_cuda_groups_hold_every_unit_once() -> None:
     assert all(len({u.partition("/")[0] for u in g}) == 1 for g in groups)
     assert len(groups) < len(units)
     assert all(len(g) == 1 for g in item.groups(units, Context()))
+
+
+def test_both_gs_items_attack_one_network_on_normalised_inputs() -> None:
+    full = Context(scale="full")
+    panel, images = Tradeoff().panels(full)["gs-cifar10"], GSImages().panel(full)
+    assert (panel.model, panel.attack, panel.images) == (images.model, images.attack, images.images)
+    network = build(panel.model, (3, 32, 32), 10, seed=0)
+    assert network.normalize.mean.flatten().tolist() == pytest.approx([0.4914, 0.4822, 0.4465])
+
+
+def test_a_dot_has_its_range_beside_it() -> None:
+    axis = pytest.importorskip("matplotlib.figure").Figure().subplots()
+    dots(axis, [Dot("a", 1.0, 0.5, 3.0), Dot.of("b", [2.0, 4.0])], "x")
+    reach = [container[2][0].get_segments()[0][:, 0].tolist() for container in axis.containers]
+    assert reach == [[0.5, 3.0], [2.0, 4.0]]
+    assert [container[0].get_xdata()[0] for container in axis.containers] == [1.0, 3.0]
