@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from gradveil.attacks import search
 from gradveil.attacks.base import build
+from gradveil.attacks.objective import Unknowns
 from gradveil.errors import AttackError
 from gradveil.tree import Params
 from gradveil.types import Observation, Reconstruction, Update
@@ -291,3 +292,17 @@ def test_gradinversion_reads_a_network_with_batch_norm(rng: Generator) -> None:
     (found,) = attack("gradinversion:steps=300,restarts=2", [seen])
     assert error(found.inputs, x) < 0.02
     assert found.labels.tolist() == [3]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("start", "mean", "std"), [("uniform", 1.0, 4 / 12**0.5), ("central", 1.0, 1.0), ("normal", 0.0, 1.0)]
+)
+def test_starts_are_drawn_as_they_are_called(start: str, mean: float, std: float, rng: Generator) -> None:
+    how = search.Search(lambda *_: None, lambda _: None, 1, start=start)  # type: ignore[arg-type, return-value]
+    z = how._start(Unknowns((2, 3, 40, 40), 5, (-1.0, 3.0), True), rng)
+    pixels, logits = z[:9600], z[9600:]
+    assert float(pixels.mean()) == pytest.approx(mean, abs=0.05)
+    assert float(pixels.std()) == pytest.approx(std, rel=0.05)
+    assert logits.shape == (10,)
+    if start == "uniform":
+        assert -1 <= float(pixels.min()) < -0.9 < 2.9 < float(pixels.max()) <= 3

@@ -51,7 +51,7 @@ def test_on_cuda_runs_are_grouped_by_what_their_graphs_hold() -> None:
 
 def test_every_seed_and_every_level_of_the_paper_is_asked_for() -> None:
     units = Accuracy().units(Context(scale="full"))
-    assert len(units) == len(set(units)) == 3 * (23 + 6 + 22 + 21)
+    assert len(units) == len(set(units)) == 3 * (23 + 6 + 22 + 21 + 1)
     large = {same_defense(unit.split("/", 2)[2]) for unit in units if unit.startswith("convnet-cifar10/0/")}
     assert large == set(map(same_defense, FULL["gs"]))
     assert "lenet-cifar10/2/laplace:scale=0.1" in units

@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Generator
 
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.lbfgs import LBFGS
 from gradveil.attacks.matching import squared_distance
-from gradveil.attacks.search import Search
+from gradveil.attacks.search import Search, Start
 from gradveil.types import Observation, Reconstruction
 
 
@@ -29,13 +28,13 @@ class DLG(Attack):
     restarts: int = 4
     history: int = 100
     search: bool = True  # Armijo line search; false: every step is taken, as published
-    start: Literal["uniform", "normal"] = "uniform"
+    start: Start = "uniform"
     tol: float = 1e-7  # of the target's squared norm
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Rebuild the inputs behind several updates at once."""
         search = Search(
             squared_distance, lambda _: LBFGS(self.history, self.search), self.steps * self.inner, self.restarts,
-            normal=self.start == "normal", tol=self.tol, cuts=(0.05, 0.15),
+            start=self.start, tol=self.tol, cuts=(0.05, 0.15),
         )  # fmt: skip
         return search.run(seen, rngs)

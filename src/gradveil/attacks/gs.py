@@ -11,7 +11,7 @@ from gradveil.attacks.labels import with_labels
 from gradveil.attacks.matching import cosine_distance
 from gradveil.attacks.objective import Penalty, Unknowns
 from gradveil.attacks.penalties import TotalVariation
-from gradveil.attacks.search import Search
+from gradveil.attacks.search import Search, Start
 from gradveil.types import Observation, Reconstruction
 
 
@@ -22,7 +22,10 @@ class GS(Attack):
 
     Labels are those that the server knows, else read off the last layer's gradient, else searched as well.
     Sun et al. report 120 steps, at which even an undefended run is half done; their script runs 24,000.
-    Departures: starts are uniform within the data range, and the best point by the objective is returned.
+    Step and smoothness are in pixels: where images are normalised, as in the authors' script, the same numbers
+    mean a step of a quarter and four times the smoothness; that and their start are ``lr=0.025,tv=4e-4,
+    start=central``. Departures: starts are uniform within the data range, and the best point by the objective is
+    returned.
     """
 
     steps: int = 1000
@@ -32,6 +35,7 @@ class GS(Attack):
     signed: bool = True
     boxed: bool = True
     decay: bool = True
+    start: Start = "uniform"
     tol: float = 1e-4  # cosine distance at which the gradient counts as matched
     tf32: bool = False  # on CUDA, round products to ten bits: twice as fast on large networks
 
@@ -39,7 +43,7 @@ class GS(Attack):
         """Rebuild the inputs behind several updates at once."""
         search = Search(
             cosine_distance, self._optimiser, self.steps, self.restarts, tol=self.tol, stop=False,
-            patience=self.steps, penalties=self._penalties, scaled=False, tf32=self.tf32,
+            patience=self.steps, start=self.start, penalties=self._penalties, scaled=False, tf32=self.tf32,
         )  # fmt: skip
         return search.run(with_labels(seen, rngs), rngs)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Generator, Tensor
@@ -15,6 +16,10 @@ from gradveil.attacks.precision import full_precision
 from gradveil.attacks.race import Race
 from gradveil.errors import AttackError
 from gradveil.types import Observation, Reconstruction
+
+Start = Literal["uniform", "central", "normal"]
+"""How the images of a start are drawn: uniformly within the bounds; around their middle, with a quarter of their
+range as standard deviation (what N(0, 1) comes to on normalised images); or from N(0, 1)."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ class Search:
     optimiser: Callable[[Unknowns], Optimiser]
     ticks: int  # evaluations per start
     restarts: int = 1  # starts per update, the best by their own objective is kept
-    normal: bool = False  # draw the images of a start from N(0, 1); else uniformly within the bounds
+    start: Start = "uniform"
     tol: float = 1e-7  # relative distance at which the gradient counts as matched
     stop: bool = True  # end an image's run when a start has matched
     patience: int = 500  # ticks without progress before a start is given up
@@ -87,9 +92,12 @@ class Search:
 
     def _start(self, unknowns: Unknowns, rng: Generator) -> Tensor:
         low, high = unknowns.bounds
-        draw = torch.randn if self.normal else torch.rand
+        draw = torch.rand if self.start == "uniform" else torch.randn
         x = draw(unknowns.pixels, generator=rng, device=rng.device)
-        x = x if self.normal else low + (high - low) * x
+        if self.start == "uniform":
+            x = low + (high - low) * x
+        elif self.start == "central":
+            x = (low + high) / 2 + (high - low) / 4 * x
         return torch.cat([x, torch.randn(unknowns.size - unknowns.pixels, generator=rng, device=rng.device)])
 
     def _limit(self, problems: Matching) -> Tensor:

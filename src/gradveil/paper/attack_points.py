@@ -8,6 +8,7 @@ recognised by what the server sees and solved once.
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -49,10 +50,7 @@ class AttackPoints:
         cls, dataset: str, model: str, attack: str, images: int, context: Context, with_labels: bool = False
     ) -> "AttackPoints":
         """Load the data, draw images and weights."""
-        data = load(dataset, context.data)
-        network = build(model, data.input_shape, data.num_classes, seed=context.seeds.number("weights"))
-        scene = Scene.draw(network, data, images, context)
-        scene = replace(scene, prior=_moved(scene.prior, context.device))  # one object, so that problems stack
+        scene = _scene(dataset, model, images, context)
         return cls(scene, attack, context.device, with_labels)
 
     def floors(self) -> list[Row]:
@@ -105,6 +103,15 @@ class AttackPoints:
         std = self.scene.public.inputs.transpose(0, 1).flatten(1).std(1).view(1, -1, 1, 1)  # (1, C, 1, 1)
         difference = (found.detach().cpu().float() - self.scene.truth.inputs[i : i + 1]) / std
         return float(difference.square().mean())
+
+
+@lru_cache(maxsize=4)
+def _scene(dataset: str, model: str, images: int, context: Context) -> Scene:
+    """Return what points share whatever the attack; kept, since the prior is slow to fit."""
+    data = load(dataset, context.data)
+    network = build(model, data.input_shape, data.num_classes, seed=context.seeds.number("weights"))
+    scene = Scene.draw(network, data, images, context)
+    return replace(scene, prior=_moved(scene.prior, context.device))  # one object, so that problems stack
 
 
 def servers(defense: str, model: nn.Module, against_noise: str) -> list[Countermeasure]:
