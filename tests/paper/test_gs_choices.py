@@ -51,10 +51,20 @@ def test_a_choice_changes_what_it_names_and_nothing_else() -> None:
             "normalised units": {"steps": 1000, "start": "central", "lr": 0.025, "tv": 4e-4},
             "smoothness 0.01": {"tv": 0.01},
             "raw inputs": {},
+            "other weights": {},
+            "third weights": {},
         }
         assert attacks == {name: replace(first, **what) for name, what in changed.items()}  # type: ignore[type-var]
         assert {n for n, p in panels.items() if p.model != usual.model} == {"raw inputs"}
+        assert {n: p.weights for n, p in panels.items() if p.weights} == {"other weights": 1, "third weights": 2}
         assert {p.images for p in panels.values()} == {32}
+
+
+def test_another_draw_of_weights_keeps_the_images() -> None:
+    points = [TINY.panel(name, Context()).points(Context()) for name in ("as in the figures", "other weights")]
+    first, other = (p.scene for p in points)
+    assert torch.equal(first.truth.inputs, other.truth.inputs)
+    assert not torch.equal(first.model.get_parameter("fc.weight"), other.model.get_parameter("fc.weight"))
 
 
 def test_every_choice_runs_and_the_result_is_drawn(tmp_path: Path) -> None:

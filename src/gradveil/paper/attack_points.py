@@ -47,10 +47,11 @@ class AttackPoints:
 
     @classmethod
     def of(
-        cls, dataset: str, model: str, attack: str, images: int, context: Context, with_labels: bool = False
-    ) -> "AttackPoints":
-        """Load the data, draw images and weights."""
-        scene = _scene(dataset, model, images, context)
+        cls, dataset: str, model: str, attack: str, images: int, context: Context, with_labels: bool = False,
+        weights: int = 0,
+    ) -> "AttackPoints":  # fmt: skip
+        """Load the data, draw images and weights (``weights``: which of several draws)."""
+        scene = _scene(dataset, model, images, context, weights)
         return cls(scene, attack, context.device, with_labels)
 
     def floors(self) -> list[Row]:
@@ -106,10 +107,11 @@ class AttackPoints:
 
 
 @lru_cache(maxsize=4)
-def _scene(dataset: str, model: str, images: int, context: Context) -> Scene:
+def _scene(dataset: str, model: str, images: int, context: Context, weights: int) -> Scene:
     """Return what points share whatever the attack; kept, since the prior is slow to fit."""
     data = load(dataset, context.data)
-    network = build(model, data.input_shape, data.num_classes, seed=context.seeds.number("weights"))
+    seed = context.seeds.number("weights", *([weights] if weights else []))
+    network = build(model, data.input_shape, data.num_classes, seed=seed)
     scene = Scene.draw(network, data, images, context)
     return replace(scene, prior=_moved(scene.prior, context.device))  # one object, so that problems stack
 

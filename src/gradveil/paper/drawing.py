@@ -72,6 +72,18 @@ def dots(
     axis.grid(axis="x", linewidth=0.3)
     if log:
         axis.set_xscale("log")
+        _few_ticks(axis)
+
+
+def _few_ticks(axis: Any) -> None:
+    """Label a short logarithmic axis at 1 and 3 of each decade: at every digit the labels would run into each other."""
+    from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
+
+    low, high = axis.get_xlim()
+    axis.xaxis.set_minor_formatter(NullFormatter())
+    if high < 1000 * low:
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+        axis.xaxis.set_major_formatter(FormatStrFormatter("%g"))
 
 
 def dot_panels(
