@@ -306,3 +306,13 @@ def test_starts_are_drawn_as_they_are_called(start: str, mean: float, std: float
     assert logits.shape == (10,)
     if start == "uniform":
         assert -1 <= float(pixels.min()) < -0.9 < 2.9 < float(pixels.max()) <= 3
+
+
+def test_gs_starts_where_it_is_told_to(network: nn.Module) -> None:
+    ((x, y),) = images(1, seed=2)
+    found = [
+        attack(f"gs:steps=1,lr=1e-9,start={start}", [observe(network, x, y)])[0] for start in ("uniform", "central")
+    ]
+    low, high = found[0].inputs.quantile(torch.tensor([0.1, 0.9]))
+    inner_low, inner_high = found[1].inputs.quantile(torch.tensor([0.1, 0.9]))
+    assert inner_high - inner_low < high - low

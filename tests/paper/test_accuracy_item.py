@@ -36,6 +36,9 @@ def test_rounded_convolutions_follow_the_weights_as_they_are_trained(monkeypatch
     for mine, other in zip(rounded, plain, strict=True):
         assert mine["loss"] != other["loss"]
         assert mine["loss"] == pytest.approx(other["loss"], rel=0.05)
+    monkeypatch.setitem(accuracy.PANELS, "small", replace(SMALL, rounds=6, lr=0.3, bfloat16=False))
+    assert item.run("small/0/none", context) == plain
+    assert {n for n, panel in accuracy.PANELS.items() if not panel.bfloat16} == {"small", "convnet-cifar10-tf32"}
 
 
 def test_on_cuda_runs_are_grouped_by_what_their_graphs_hold() -> None:

@@ -229,3 +229,15 @@ def test_a_dot_has_its_range_beside_it() -> None:
     reach = [container[2][0].get_segments()[0][:, 0].tolist() for container in axis.containers]
     assert reach == [[0.5, 3.0], [2.0, 4.0]]
     assert [container[0].get_xdata()[0] for container in axis.containers] == [1.0, 3.0]
+
+
+@pytest.mark.parametrize(("high", "labels"), [(0.06, ["0.003", "0.01", "0.03"]), (100.0, None)])
+def test_labels_of_a_logarithmic_axis_keep_apart(high: float, labels: list[str] | None) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    axis = figure.subplots()
+    dots(axis, [Dot("a", 0.003, 0.003, 0.003), Dot("b", high, high, high)], "x", log=True)
+    figure.canvas.draw()
+    low, top = axis.get_xlim()
+    shown = [t.get_text() for t in axis.get_xticklabels() if low <= t.get_position()[0] <= top]
+    assert shown == labels if labels else len(shown) >= 3
+    assert not any(t.get_text() for t in axis.get_xticklabels(minor=True))
