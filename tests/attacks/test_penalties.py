@@ -11,6 +11,11 @@ def test_total_variation_of_a_hand_made_image() -> None:
     x = torch.tensor([[0.0, 1.0], [0.0, 0.5]]).view(1, 1, 1, 2, 2)
     assert TotalVariation(2.0)(x).tolist() == pytest.approx([2 * (0.25 + 0.75)])
 
+    several = TotalVariation(torch.tensor([1.0, 2.0, 3.0]))
+    three = torch.cat([x, 2 * x, x])
+    assert several(three).tolist() == pytest.approx([1.0, 4.0, 3.0])
+    assert several.take(torch.tensor([2, 1]))(three[[2, 1]]).tolist() == pytest.approx([3.0, 4.0])
+
 
 def test_energy_is_the_mean_square() -> None:
     assert Energy(0.5)(torch.full((2, 1, 4), 2.0)).tolist() == [2.0, 2.0]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Generator, Tensor
 
 from gradveil.attacks.adam import Adam
@@ -12,6 +13,7 @@ from gradveil.attacks.matching import cosine_distance
 from gradveil.attacks.objective import Penalty, Unknowns
 from gradveil.attacks.penalties import TotalVariation
 from gradveil.attacks.search import Search, Start
+from gradveil.attacks.smoothness import map_smoothness
 from gradveil.types import Observation, Reconstruction
 
 
@@ -24,7 +26,8 @@ class GS(Attack):
     Sun et al. report 120 steps, at which even an undefended run is half done; their script runs 24,000.
     Step and smoothness are in pixels: where images are normalised, as in the authors' script, the same numbers
     mean a step of a quarter and four times the smoothness; that and their start are ``lr=0.025,tv=4e-4,
-    start=central``. Departures: starts are uniform within the data range, and the best point by the objective is
+    start=central``. A server that knows of noise sets ``contrast=0.05``, what neighbouring pixels differ by, and
+    smoothness counts as much as in a MAP estimate. Departures: starts are uniform within the data range, and the best point by the objective is
     returned.
     """
 
@@ -32,6 +35,7 @@ class GS(Attack):
     restarts: int = 1
     lr: float = 0.1
     tv: float = 1e-4  # images (C, H, W) only
+    contrast: float = 0.0  # of neighbouring pixels; above 0, known noise sets how much smoothness counts, tv the least
     signed: bool = True
     boxed: bool = True
     decay: bool = True
@@ -52,4 +56,9 @@ class GS(Attack):
         return Adam(self.steps, self.lr, self.signed, self.decay, boxed, unknowns.bounds)
 
     def _penalties(self, seen: Sequence[Observation], unknowns: Unknowns, owner: Tensor) -> tuple[Penalty, ...]:
-        return (TotalVariation(self.tv),) if self.tv > 0 and len(unknowns.images) == 4 else ()
+        if len(unknowns.images) != 4 or max(self.tv, self.contrast) <= 0:
+            return ()
+        if self.contrast <= 0:
+            return (TotalVariation(self.tv),)
+        weights = torch.tensor([max(self.tv, map_smoothness(s, self.contrast)) for s in seen])
+        return (TotalVariation(weights[owner].to(next(seen[0].model.parameters()))),)

@@ -148,7 +148,7 @@ def _target(s: Observation, name: str, like: Tensor) -> Tensor:
 
 def _weights(s: Observation, names: tuple[str, ...], like: Params) -> Params:
     """Return the weight of each tensor: as given, over the noise variance; one number where it is the same."""
-    precision = _precision(s, like)
+    precision = precisions(s, like)
     out = {}
     for n in names:
         one = like[n].new_full([1] * like[n].ndim, precision[n] if n in s.visible else 0.0)
@@ -161,7 +161,7 @@ def _stacked(weights: list[Tensor]) -> Tensor:
     return torch.stack([w.expand(largest.shape) for w in weights])
 
 
-def _precision(s: Observation, like: Params) -> dict[str, float]:
+def precisions(s: Observation, like: Params) -> dict[str, float]:
     """Return 1/σ² per tensor, the largest being 1; without any known noise, 1 for all."""
     if not any(std > 0 for std in s.noise.values()):
         return dict.fromkeys(like, 1.0)

@@ -15,7 +15,7 @@ from gradveil.attacks.gradients import quiet
 class TotalVariation:
     """weight x (mean |difference of neighbouring rows| + mean |difference of neighbouring columns|)."""
 
-    weight: float
+    weight: float | Tensor  # for all problems, or one for each (P,)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the term per problem (P,) for images x (P, N, C, H, W)."""
@@ -24,8 +24,8 @@ class TotalVariation:
         return self.weight * (rows + columns)
 
     def take(self, rows: Tensor) -> "TotalVariation":
-        """Return itself: it is the same for all problems."""
-        return self
+        """Return the term for the problems that are left."""
+        return self if isinstance(self.weight, float) else TotalVariation(self.weight.index_select(0, rows))
 
 
 @dataclass(frozen=True)
