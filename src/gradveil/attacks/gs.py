@@ -27,8 +27,8 @@ class GS(Attack):
     Step and smoothness are in pixels: where images are normalised, as in the authors' script, the same numbers
     mean a step of a quarter and four times the smoothness; that and their start are ``lr=0.025,tv=4e-4,
     start=central``. A server that knows of noise sets ``contrast=0.05``, what neighbouring pixels differ by, and
-    smoothness counts as much as in a MAP estimate. Departures: starts are uniform within the data range, and the best point by the objective is
-    returned.
+    smoothness counts as much as in a MAP estimate. Departures: starts are uniform within the data range, and the
+    best point by the objective is returned.
     """
 
     steps: int = 1000
