@@ -1,12 +1,19 @@
 """`gradveil reproduce`: what it runs, in which order, and what it leaves alone."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
+import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
 from gradveil.cli import reproduce
+from gradveil.paper import parallel
+from gradveil.paper.base import Context, Item, Row, Verdict
 
 
 def app() -> typer.Typer:
@@ -38,3 +45,43 @@ def test_an_unknown_scale_is_said_in_one_line(tmp_path: Path) -> None:
     done = CliRunner().invoke(app(), ["claims", "--scale", "huge", "--out", str(tmp_path)])
     assert done.exit_code != 0
     assert "quick or full" in str(done.exception)
+
+
+@dataclass(frozen=True)
+class Toy(Item):
+    """Three units that say their names."""
+
+    spec_name: ClassVar[str] = "toy"
+    title: ClassVar[str] = "Toy"
+
+    def units(self, context: Context) -> list[str]:
+        """Return three."""
+        return ["a", "b", "c"]
+
+    def run(self, unit: str, context: Context) -> list[Row]:
+        """Say the name."""
+        return [{"name": unit}]
+
+    def summary(self, rows: Sequence[Row]) -> list[Row]:
+        """Return the names."""
+        return [{"name": row["name"]} for row in rows]
+
+    def verdicts(self, rows: Sequence[Row]) -> list[Verdict]:
+        """Return none."""
+        return []
+
+
+def test_tables_are_in_order_however_the_processes_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    last_first = lambda item, groups, context, jobs: reversed([(item.run_group(g, context), 0.0) for g in groups])  # noqa: E731
+    monkeypatch.setattr(parallel, "run_groups", last_first)
+    made: dict[str, list[Row]] = {}
+    result = reproduce.run_item(Toy(), Context(), tmp_path, False, "*", True, made, 3)
+    assert [row["name"] for row in result["table"]] == ["a", "b", "c"]
+    assert [row["unit"] for row in made["toy"]] == ["a", "b", "c"]
+
+
+def test_jobs_are_the_cores_unless_there_are_many_or_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, jobs in ((1, 1), (2, 2), (64, 8)):
+        monkeypatch.setattr(parallel.os, "sched_getaffinity", lambda _, n=cores: set(range(n)), raising=False)
+        assert parallel.usual_jobs(Context()) == jobs
+    assert parallel.usual_jobs(Context(device=torch.device("cuda"))) == 1

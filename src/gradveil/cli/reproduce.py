@@ -36,13 +36,19 @@ def command(
     out: Path = typer.Option(Path("runs/reproduce"), help="Folder for the results; one folder an item below it."),
     resume: bool = typer.Option(False, "--resume", help="Continue an earlier run."),
     only: str = typer.Option("*", help="Only the units of work whose name fits this pattern."),
-    jobs: int = typer.Option(1, min=1, help="Worker processes of one thread each, for machines with many cores."),
+    jobs: int = typer.Option(
+        None,
+        min=1,
+        show_default="on a CPU one for each core, at most 8; on CUDA 1",
+        help="Processes of one thread each.",
+    ),
     json: bool = typer.Option(False, "--json", help="Print JSON in place of tables."),
 ) -> None:
     """Run items of the paper and print what holds and what does not."""
     import torch
 
     from gradveil.paper.base import ITEMS, Context
+    from gradveil.paper.parallel import usual_jobs
     from gradveil.seeds import Seeds
 
     if scale not in ("quick", "full"):
@@ -58,7 +64,8 @@ def command(
     rest = "*" if only == "*" else ""  # of the items that are only needed: with --only, what is there already
     for item in in_order(ITEMS.names() if items == ["all"] else items):
         wanted = items == ["all"] or any(item.spec_name == name.partition(":")[0] for name in items)
-        result = run_item(item, context, out, resume or not wanted, only if wanted else rest, json, made, jobs)
+        pattern = only if wanted else rest
+        result = run_item(item, context, out, resume or not wanted, pattern, json, made, jobs or usual_jobs(context))
         if wanted:
             typer.echo(json_module.dumps(result, indent=2, ensure_ascii=False)) if json else show(result)
 
@@ -101,7 +108,8 @@ def run_item(
     store = Store.create(folder, dumps(config), resume)
     do_units(item, context, store, only, quiet, jobs)
     command = f"gradveil reproduce {describe(item)} --scale {context.scale} --seed {context.seeds.seed}"
-    made[item.spec_name] = list(store.rows)
+    place = {unit: i for i, unit in enumerate(item.units(context))}  # several jobs are done in any order
+    made[item.spec_name] = sorted(store.rows, key=lambda row: place.get(row["unit"], len(place)))
     rows = made[item.spec_name] + [row | {"item": name} for name in item.needs for row in made[name]]
     result = {
         "item": item.spec_name,

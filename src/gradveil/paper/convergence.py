@@ -84,7 +84,7 @@ class Convergence(Item):
             return [self._constants(place, 1e-6 if context.full else 1e-5)]
         words = unit.split()
         if words[0] == "long":
-            training = self._training(1000 if context.full else 400, 10, 10, self.long_lr)
+            training = self._training(1000 if context.full else 200, 10, 10, self.long_lr)
             return self._curve(place, unit, training, words[1], context, 20)
         if words[0] == "schedule":
             training = self._training(200, 10, 10, 0.0)

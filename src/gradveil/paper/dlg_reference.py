@@ -51,10 +51,10 @@ class DLGReference(Item):
         return ["floors", *self.settings()]
 
     def run(self, unit: str, context: Context) -> list[Row]:
-        """Attack 32 images (quick: 8) in one setting."""
+        """Attack 32 images (quick: 4) in one setting."""
         dataset = load(self.dataset, context.data)
         model = build(self.model, dataset.input_shape, dataset.num_classes, seed=context.seeds.number("weights"))
-        scene = Scene.draw(model, dataset, 32 if context.full else 8, context)
+        scene = Scene.draw(model, dataset, 32 if context.full else 4, context)
         if unit == "floors":
             return floor_rows(scene)
         defense, names = self.settings()[unit]
