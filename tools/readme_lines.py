@@ -16,7 +16,6 @@ TRAINED = {  # panels of the accuracy item
     "lenet-mnist-default": "the same with PyTorch's initialisation",
     "lenet-cifar10": "LeNet, CIFAR-10",
     "convnet-cifar10": "ConvNet, CIFAR-10",
-    "convnet-cifar10-tf32": "the same with convolutions in TF32",
 }
 Line = Callable[[Path], str]
 

@@ -13,22 +13,21 @@ take the place of plain ones where tensors carry different noise.
 
 from math import sqrt
 
-from gradveil.attacks.matching import precisions
+from gradveil.attacks.matching import Matching, precisions
 from gradveil.tree import parameters
 from gradveil.types import Observation
 
 
 def map_smoothness(seen: Observation, contrast: float) -> float:
     """Return the weight of the total variation beside the cosine distance; 0 where no noise is known."""
-    noisy = {n: seen.noise.get(n, 0.0) / seen.update.num_steps for n in seen.visible}
-    if not any(std > 0 for std in noisy.values()):
+    noisy = {n: seen.noise[n] / seen.update.num_steps for n in seen.visible if seen.noise.get(n, 0.0) > 0}
+    if not noisy:
         return 0.0
     weight = precisions(seen, parameters(seen.model))
     least = max(std * sqrt(weight[n]) for n, std in noisy.items())  # the σ that a weight of 1 stands for
-    entries = {n: seen.update.gradient[n].numel() for n in noisy}
-    energy = sum(weight[n] * float(seen.update.gradient[n].square().sum()) for n in noisy) / seen.update.num_steps**2
-    noise = sum(weight[n] * entries[n] * std**2 for n, std in noisy.items())
-    chance = sqrt(2 * sum(entries[n] * (weight[n] * std**2) ** 2 for n, std in noisy.items()))
+    matching = Matching.of([seen])
+    energy, noise = float(matching.energy), float(matching.floor)
+    chance = noise * sqrt(2 / sum(seen.update.gradient[n].numel() for n in noisy))
     signal = max(energy - noise, chance)
     channels, height, width = seen.input_shape
     differences = seen.num_examples * channels * ((height - 1) * width + height * (width - 1)) / 2

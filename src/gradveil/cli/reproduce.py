@@ -36,7 +36,7 @@ def command(
     out: Path = typer.Option(Path("runs/reproduce"), help="Folder for the results; one folder an item below it."),
     resume: bool = typer.Option(False, "--resume", help="Continue an earlier run."),
     only: str = typer.Option("*", help="Only the units of work whose name fits this pattern."),
-    jobs: int = typer.Option(
+    jobs: int | None = typer.Option(
         None,
         min=1,
         show_default="on a CPU one for each core, at most 8; on CUDA 1",

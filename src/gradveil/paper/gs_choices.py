@@ -8,9 +8,9 @@ from typing import ClassVar
 from gradveil.metrics import interval
 from gradveil.paper.attack_points import Point, servers
 from gradveil.paper.base import CIFAR10, ITEMS, SUCCESS, Context, Item, Row, Verdict
-from gradveil.paper.drawing import Dot, dot_panels
+from gradveil.paper.drawing import PROMISED, REACHED, Dot, dot_panels
 from gradveil.paper.settings import HIDDEN, KNOWING, NAIVE, Setting, control_works, select, settings, strongest
-from gradveil.paper.tradeoff import GS_STEPS, NORMALISED, SMOOTH, Panel
+from gradveil.paper.tradeoff import GS_STEPS, NORMALISED, SMOOTH, Panel, gs_attack
 
 OURS, GC = "representation:share=0.1", "pruning:share=0.8"
 QUICK_NETWORK = "lenet:activation=relu,init=default,strides=2/1/1/1,width=24"
@@ -78,9 +78,8 @@ class GSChoices(Item):
         choice = CHOICES[name]
         networks = self.networks if context.full else self.quick_networks
         steps = round(choice.times * (self.steps if context.full else self.quick_steps))
-        tf32 = ",tf32=true" if context.device.type == "cuda" else ""
         images = self.images if context.full else self.quick_images
-        attack = f"gs:steps={steps}{choice.settings}{tf32}"
+        attack = gs_attack(steps, context) + choice.settings
         model = networks[not choice.normalised]
         return Panel(name, self.dataset, model, attack, images, tuple(SHOWN), is_gs=True, weights=choice.weights)
 
@@ -121,7 +120,7 @@ class GSChoices(Item):
         panels: dict[str, list[Dot]] = {}
         for defense, title in SHOWN.items():
             for s in (s for s in found if s.defense == defense):
-                look = {"color": "#D55E00", "marker": "o"} if s.kind == NAIVE else {"color": "#0072B2", "marker": "^"}
+                look = PROMISED if s.kind == NAIVE else REACHED
                 who = "" if defense == "none" else f", {s.kind}"
                 panels.setdefault(title, []).append(Dot(s.panel + who, s.mse.mean, s.mse.low, s.mse.high, look))
         lines = {title: {"blind guess (mean image)": found[0].blind} for title in panels}

@@ -19,7 +19,7 @@ from gradveil.paper.settings import (
     settings,
     strongest,
 )
-from gradveil.paper.tradeoff import GS_STEPS, NORMALISED, Panel, Tradeoff
+from gradveil.paper.tradeoff import GS_STEPS, NORMALISED, Panel, Tradeoff, gs_attack
 
 RATES = (0.5, 0.6, 0.7, 0.8, 0.9)
 OURS, GC = "representation", "pruning"
@@ -50,7 +50,7 @@ class GSImages(Item):
     def panel(self, context: Context) -> Panel:
         """Return what is attacked: the scene of the trade-off figure's GS panel."""
         quick = Tradeoff(quick_images=2 * self.quick_images, datasets=(self.dataset,)).panels(context)
-        full = f"gs:steps={self.steps}" + (",tf32=true" if context.device.type == "cuda" else "")
+        full = gs_attack(self.steps, context)
         model, attack = (self.network, full) if context.full else _of(quick[f"gs-{self.dataset}"])
         images = self.images if context.full else self.quick_images
         return Panel(self.spec_name, self.dataset, model, attack, images, self.defenses(), is_gs=True)
