@@ -23,17 +23,6 @@ QUICK = {
 }
 
 
-def convolutional() -> nn.Module:
-    """Wide enough, with weights spread out enough, that the gradient determines an 8x8 image."""
-    model = nn.Sequential(
-        nn.Conv2d(1, 8, 5, padding=2, stride=2), nn.Sigmoid(), nn.Conv2d(8, 8, 5, padding=2), nn.Sigmoid(),
-        nn.Flatten(), nn.Linear(128, 5),
-    )  # fmt: skip
-    for p in model.parameters():
-        nn.init.uniform_(p, -0.5, 0.5)
-    return model
-
-
 class Text(nn.Module):
     """A small transformer that takes token embeddings (N, T, E)."""
 
@@ -51,11 +40,6 @@ def seeded(make: type[nn.Module] | object) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(1)
         return make()  # type: ignore[operator, no-any-return]
-
-
-@pytest.fixture
-def network() -> nn.Module:
-    return seeded(convolutional)
 
 
 def observe(model: nn.Module, x: Tensor, y: Tensor, classes: int = 5, **settings: object) -> Observation:

@@ -18,19 +18,6 @@ SHAPE = (1, 8, 8)
 DIFFERENCES = 56  # 8 x 7, the mean of both directions
 
 
-def network() -> nn.Module:
-    """Wide enough that the gradient determines the image."""
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        model = nn.Sequential(
-            nn.Conv2d(1, 8, 5, padding=2, stride=2), nn.Sigmoid(), nn.Conv2d(8, 8, 5, padding=2), nn.Sigmoid(),
-            nn.Flatten(), nn.Linear(128, 5),
-        )  # fmt: skip
-        for p in model.parameters():
-            nn.init.uniform_(p, -0.5, 0.5)
-    return model
-
-
 def smooth_image(rng: Generator) -> Tensor:
     corners = torch.rand(1, 1, 2, 2, generator=rng)
     return nn.functional.interpolate(corners, size=(8, 8), mode="bilinear", align_corners=True)
@@ -49,8 +36,8 @@ def noisy(model: nn.Module, x: Tensor, std: dict[str, float] | float, rng: Gener
     return Observation(model, update, SHAPE, 5, labels=y, noise={n: s for n, s in stds.items() if s > 0})
 
 
-def test_the_weight_is_that_of_the_posterior(rng: Generator) -> None:
-    seen = noisy(network(), smooth_image(rng), 0.02, rng)
+def test_the_weight_is_that_of_the_posterior(network: nn.Module, rng: Generator) -> None:
+    seen = noisy(network, smooth_image(rng), 0.02, rng)
     energy = sum(float(g.square().sum()) for g in seen.update.gradient.values())
     signal = energy - 0.02**2 * sum(g.numel() for g in seen.update.gradient.values())
     assert map_smoothness(seen, 0.05) == pytest.approx(0.02**2 * DIFFERENCES / (0.05 * sqrt(energy * signal)), rel=1e-4)
@@ -58,9 +45,9 @@ def test_the_weight_is_that_of_the_posterior(rng: Generator) -> None:
 
 
 @pytest.mark.parametrize("different", [False, True])
-def test_cosine_and_posterior_rank_images_alike(different: bool, rng: Generator) -> None:
+def test_cosine_and_posterior_rank_images_alike(different: bool, network: nn.Module, rng: Generator) -> None:
     """Where gradients have the norm of the true one, the change of the posterior is the objective's, times a factor."""
-    model = network()
+    model = network
     std = {n: 0.02 * (3.0 if different and n.startswith("5") else 1.0) for n in parameters(model)}
     seen = noisy(model, smooth_image(rng), std, rng)
     matching = Matching.of([seen])
@@ -79,8 +66,8 @@ def test_cosine_and_posterior_rank_images_alike(different: bool, rng: Generator)
     assert float(likelihood[1] - likelihood[0]) == pytest.approx(factor * float(distance[1] - distance[0]), rel=0.02)
 
 
-def test_without_noise_there_is_no_weight_and_with_much_of_it_a_finite_one(rng: Generator) -> None:
-    model, x = network(), smooth_image(rng)
+def test_without_noise_there_is_no_weight_and_with_much_of_it_a_finite_one(network: nn.Module, rng: Generator) -> None:
+    model, x = network, smooth_image(rng)
     assert map_smoothness(noisy(model, x, 0.0, rng), 0.05) == 0.0
     weights = [map_smoothness(noisy(model, x, std, rng), 0.05) for std in (1e-4, 1e-3, 1e-2, 1e-1, 1.0)]
     assert weights == sorted(weights)
@@ -89,15 +76,25 @@ def test_without_noise_there_is_no_weight_and_with_much_of_it_a_finite_one(rng: 
     assert 0 < map_smoothness(less, 0.05) < 1e6
 
 
-def test_several_steps_count_as_their_mean(rng: Generator) -> None:
-    model, x = network(), smooth_image(rng)
+def test_entries_that_are_not_matched_do_not_count(network: nn.Module, rng: Generator) -> None:
+    seen = noisy(network, smooth_image(rng), 0.05, rng)
+    kept = {n: (torch.rand(g.shape, generator=rng) < 0.5).float() for n, g in seen.update.gradient.items()}
+    gone = Update({n: g * kept[n] for n, g in seen.update.gradient.items()})
+    energy = sum(float(g.square().sum()) for g in gone.gradient.values())
+    signal = energy - 0.05**2 * sum(float(k.sum()) for k in kept.values())
+    wanted = 0.05**2 * DIFFERENCES / (0.05 * sqrt(energy * signal))
+    assert map_smoothness(replace(seen, weights=kept), 0.05) == pytest.approx(wanted, rel=1e-4)
+
+
+def test_several_steps_count_as_their_mean(network: nn.Module, rng: Generator) -> None:
+    model, x = network, smooth_image(rng)
     one = map_smoothness(noisy(model, x, 0.001, Generator().manual_seed(1)), 0.05)
     four = map_smoothness(noisy(model, x, 0.004, Generator().manual_seed(1), steps=4), 0.05)
     assert four == pytest.approx(one, rel=1e-4)
 
 
-def test_a_server_that_knows_the_noise_gets_closer_to_a_smooth_image() -> None:
-    model, errors = network(), {"tv=1e-4": 0.0, "contrast=0.1": 0.0}
+def test_a_server_that_knows_the_noise_gets_closer_to_a_smooth_image(network: nn.Module) -> None:
+    model, errors = network, {"tv=1e-4": 0.0, "contrast=0.1": 0.0}
     for seed in range(3):
         rng = Generator().manual_seed(seed)
         x = smooth_image(rng)
@@ -108,8 +105,8 @@ def test_a_server_that_knows_the_noise_gets_closer_to_a_smooth_image() -> None:
     assert errors["contrast=0.1"] < 0.5 * errors["tv=1e-4"], errors
 
 
-def test_each_update_has_the_weight_of_its_own_noise() -> None:
-    model, rng = network().double(), Generator().manual_seed(5)
+def test_each_update_has_the_weight_of_its_own_noise(network: nn.Module) -> None:
+    model, rng = network.double(), Generator().manual_seed(5)
     seen = [noisy(model, smooth_image(rng).double(), std, rng) for std in (0.0, 0.001, 0.05)]
     attack = build("gs:steps=40,contrast=0.1,restarts=2")
     together = attack.reconstruct_many(seen, [Generator().manual_seed(i) for i in range(3)])
