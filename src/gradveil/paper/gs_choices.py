@@ -10,7 +10,7 @@ from gradveil.paper.attack_points import Point, servers
 from gradveil.paper.base import CIFAR10, ITEMS, SUCCESS, Context, Item, Row, Verdict
 from gradveil.paper.drawing import PROMISED, REACHED, Dot, dot_panels
 from gradveil.paper.settings import HIDDEN, KNOWING, NAIVE, Setting, control_works, select, settings, strongest
-from gradveil.paper.tradeoff import GS_STEPS, NORMALISED, SMOOTH, Panel, gs_attack
+from gradveil.paper.tradeoff import GS_STEPS, NORMALISED, Panel, gs_attack
 
 OURS, GC = "representation:share=0.1", "pruning:share=0.8"
 QUICK_NETWORK = "lenet:activation=relu,init=default,strides=2/1/1/1,width=24"
@@ -42,7 +42,7 @@ CHOICES = {
         ",start=central,lr=0.025,tv=4e-4",
         times=1000 / GS_STEPS,
     ),
-    "smoothness 0.01": Choice("a server that trusts smoothness more; it need not know of a defence", f",tv={SMOOTH}"),
+    "smoothness 0.01": Choice("a server that trusts smoothness more; it need not know of a defence", ",tv=0.01"),
     "raw inputs": Choice("in [0, 1], no normalisation in the network", normalised=False),
     "other weights": Choice("a second draw of the initial weights", weights=1),
     "third weights": Choice("a third draw", weights=2),

@@ -25,7 +25,7 @@ from gradveil.paper.settings import (
 SCALES = (0.0001, 0.001, 0.01, 0.1)
 NORMALISED = f"convnet:{CIFAR10}"
 GS_STEPS = 500
-SMOOTH = 0.01  # total variation of the GS server that knows of noise: 100 times the usual
+CONTRAST = 0.05  # of neighbouring pixels: what sets the smoothness of the GS server that knows of noise
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,8 @@ class Tradeoff(Item):
         "What this and the other open choices do is measured by [gs-choices](#gs-choices).",
         "The curve of the server that knows takes, per defence, the better of leaving the defended tensor out and "
         "reading the mask off it; for noise Gauss-Newton with a prior from public images (DLG), or the attack "
-        "itself with a stronger smoothness term (GS, where Gauss-Newton on the network would cost too much).",
+        "itself with the smoothness that the noise asks for (GS: the weight of a MAP estimate where neighbouring "
+        f"pixels differ by {CONTRAST}; Gauss-Newton on the network would cost too much).",
     )
 
     images: int = 32
@@ -121,7 +122,7 @@ class Tradeoff(Item):
         last = self.datasets[-1]
         gs_images = images if context.full else max(1, images // 2)
         gs = gs_attack(gs_steps, context)
-        found.append(Panel(f"gs-{last}", last, network, gs, gs_images, levels["gs"], f"{gs},tv={SMOOTH}", True))
+        found.append(Panel(f"gs-{last}", last, network, gs, gs_images, levels["gs"], f"{gs},contrast={CONTRAST}", True))
         return {panel.name: panel for panel in found}
 
     def units(self, context: Context) -> list[str]:
