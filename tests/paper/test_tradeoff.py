@@ -1,7 +1,9 @@
 """The trade-off figure: points run end to end at toy size, no problem is solved twice, verdicts follow from rows."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from gradveil.paper.drawing import Dot, dots
 from gradveil.paper.gs_images import GSImages
 from gradveil.paper.points import Scene, attack_rows, naive
 from gradveil.paper.settings import accuracies, control_works, network_family, papers_unit, settings, strongest
-from gradveil.paper.tradeoff import FULL, QUICK, Tradeoff, _points
+from gradveil.paper.tradeoff import CONTRAST, FULL, QUICK, Tradeoff, _points
 
 TINY = Tradeoff(
     quick_images=2, quick_steps=1, datasets=("digits", "digits"), networks=("lenet:width=3", "lenet:width=3"),
@@ -213,6 +215,14 @@ def test_cuda_groups_hold_every_unit_once() -> None:
     assert all(len({u.partition("/")[0] for u in g}) == 1 for g in groups)
     assert len(groups) < len(units)
     assert all(len(g) == 1 for g in item.groups(units, Context()))
+
+
+@pytest.mark.parametrize("scale", ["quick", "full"])
+def test_the_gs_server_that_knows_of_noise_runs_the_same_attack_with_the_smoothness_that_it_asks_for(
+    scale: Any,
+) -> None:
+    panel = Tradeoff().panels(Context(scale=scale))["gs-cifar10"]
+    assert build_attack(panel.against_noise) == replace(build_attack(panel.attack), contrast=CONTRAST)
 
 
 def test_both_gs_items_attack_one_network_on_normalised_inputs() -> None:

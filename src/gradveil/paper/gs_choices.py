@@ -61,8 +61,8 @@ class GSChoices(Item):
         "that it reaches is the same within a few percent under every choice, while the MSE is set by how far a step "
         "goes and by how smooth an image has to be. So an MSE above the mean image's says that the search failed, and "
         "how far above says what settings it failed with.",
-        "Another draw of the weights changes nothing for ours; for pruning it moves the naive server's MSE by a "
-        "quarter.",
+        "Another draw of the weights changes nothing for ours; for pruning it moves the naive server's MSE by up "
+        "to a fifth.",
         "More smoothness than in the figures blurs what could be had exactly (the control, the server that knows).",
         "; ".join(f"*{name}*: {choice.why}" for name, choice in CHOICES.items()) + ".",
     )
