@@ -35,7 +35,10 @@ def keep(folder: Path, machine: str, into: Path = RESULTS) -> str:
     units = list(dict.fromkeys(row["unit"] for row in store.rows))
     old = _without(runs(name, into), units)
     if other := next((run["item"] for run in old if ITEMS.build(run["item"]) != item), None):
-        raise SystemExit(f"{folder} was run as {config['item']}, the results that are there as {other}.")
+        raise SystemExit(
+            f"{folder} was run as {config['item']}, the results that are there as {other}. To start anew from several "
+            f"folders, delete {into / name}/rows.jsonl and run.toml first."
+        )
     place = _order(item)
     merged = [r for r in own_rows(name, into) if r["unit"] not in units] + list(store.rows)
     merged.sort(key=lambda row: place.get(row["unit"], len(place)))
