@@ -9,6 +9,7 @@ from gradveil.paper.settings import KNOWING, NAIVE, Setting, control_works, stro
 
 LINES = {NAIVE: "-", KNOWING: "--"}
 SMALLEST = 1e-9  # MSE under which a mark is drawn here
+FAINT = 0.35  # of the bars, 1 for the marks
 STRIP = 0.12  # of the axis' height, for settings whose accuracy was not measured
 
 
@@ -59,7 +60,8 @@ def _curve(axis: Any, mine: Sequence[Setting], family: str, kind: str, line: str
     look = dict(LOOKS.get(family, {"color": "0.3", "marker": "d", "label": family}))
     if kind == KNOWING:
         look |= {"markerfacecolor": "white", "label": f"{look['label']}, server knows"}
-    look |= {"linewidth": 1, "elinewidth": 0.7, "capsize": 1.5, "markersize": 9 if family == "none" else 5}
+    look |= {"linewidth": 1, "elinewidth": 0.7, "capsize": 1.5}
+    look |= {"markersize": 9, "zorder": 4} if family == "none" else {"markersize": 5}
     measured = [s for s in mine if s.accuracy is not None]
     others = [s for s in mine if s.accuracy is None]
     for part, height in ((measured, None), (others, strip)):
@@ -71,4 +73,7 @@ def _curve(axis: Any, mine: Sequence[Setting], family: str, kind: str, line: str
         marks = [s.accuracy for s in part if s.accuracy is not None]
         heights = [a.mean for a in marks] if height is None else [height] * len(part)
         up = [[a.mean - a.low for a in marks], [a.high - a.mean for a in marks]] if height is None else None
-        axis.errorbar(at, heights, xerr=across, yerr=up, linestyle=line if height is None else "none", **look)
+        style = line if height is None else "none"
+        _, caps, bars = axis.errorbar(at, heights, xerr=across, yerr=up, linestyle=style, **look)
+        for piece in (*caps, *bars):
+            piece.set_alpha(FAINT)  # so that the marks are seen where many ranges cross
