@@ -1,6 +1,7 @@
 """`gradveil reproduce`: what it runs, in which order, and what it leaves alone."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +83,6 @@ def test_tables_are_in_order_however_the_processes_end(tmp_path: Path, monkeypat
 
 def test_jobs_are_the_cores_unless_there_are_many_or_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for cores, jobs in ((1, 1), (2, 2), (64, 8)):
-        monkeypatch.setattr(parallel.os, "sched_getaffinity", lambda _, n=cores: set(range(n)), raising=False)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=cores: set(range(n)), raising=False)
         assert parallel.usual_jobs(Context()) == jobs
     assert parallel.usual_jobs(Context(device=torch.device("cuda"))) == 1

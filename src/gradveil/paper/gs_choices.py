@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import ClassVar
 
-from gradveil.metrics import interval
 from gradveil.paper.attack_points import Point, servers
 from gradveil.paper.base import CIFAR10, ITEMS, SUCCESS, Context, Item, Row, Verdict
 from gradveil.paper.drawing import PROMISED, REACHED, Dot, dot_panels
@@ -138,8 +138,8 @@ def _line(rows: Sequence[Row], s: Setting) -> Row:
         "server": s.server,
         "images": s.mse.count,
         "mse": f"{s.mse.mean:.4f} [{s.mse.low:.4f}, {s.mse.high:.4f}]",
-        "normalised, mean": f"{interval([r['normalised_mse'] for r in mine]).mean:.3f}",
-        "objective": f"{interval([r['objective'] for r in mine]).mean:.4f}",
+        "normalised, mean": f"{fmean(r['normalised_mse'] for r in mine):.3f}",
+        "objective": f"{fmean(r['objective'] for r in mine):.4f}",
         "ssim": f"{s.ssim:.2f}",
         "success": f"{s.success.mean:.0%}",
         "mean image": f"{s.blind:.4f}",

@@ -1,6 +1,5 @@
 """Groups of units, one after the other or in worker processes; what each yields is the same."""
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -8,6 +7,7 @@ from multiprocessing import get_context
 
 import torch
 
+from gradveil.federated.processes import available_cores
 from gradveil.paper.base import ITEMS, Context, Item, Row
 from gradveil.registry import describe
 
@@ -21,8 +21,7 @@ def usual_jobs(context: Context) -> int:
     """Return how many processes to use where nobody says: one for each core; on CUDA one, which fills the device."""
     if context.device.type != "cpu":
         return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, MOST_JOBS)
+    return min(available_cores(), MOST_JOBS)
 
 
 def run_groups(item: Item, groups: Sequence[list[str]], context: Context, jobs: int = 1) -> Iterator[Done]:

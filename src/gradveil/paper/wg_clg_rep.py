@@ -142,10 +142,9 @@ def _count(seen: Observation) -> int:
 def _convolutions(network: str, rows: dict[str, list[Row]]) -> Verdict:
     """Judge whether the convolutions' gradients alone give nothing, where the whole gradient gives something."""
     whole, alone = _recovered(rows["WG"]), _recovered(rows["CLG"])
-    status = "reproduced" if alone <= FEW else "not reproduced"
     return Verdict(
         f"{network}: convolution gradients alone do not reconstruct",
-        status if max(whole, alone) >= CONTROL else "not measured",
+        _status(alone <= FEW, whole, alone),
         f"CLG recovers at most {FEW:.0%} of the images (clamped MSE < {SUCCESS}); void where neither WG nor CLG "
         f"recovers {CONTROL:.0%}",
         published()["wg_clg_rep"]["claim"],
@@ -157,16 +156,22 @@ def _representation(network: str, rows: dict[str, list[Row]], blind: float | Non
     """Judge whether the inferred representation does as well as the whole gradient, and better than a guess."""
     rep, whole, mean = _recovered(rows["Rep"]), _recovered(rows["WG"]), _average(rows["Rep"])
     holds = rep >= whole and (blind is None or mean < blind)
-    status = "reproduced" if holds else "not reproduced"
     floor = "not run" if blind is None else f"{blind:.4f}"
     return Verdict(
         f"{network}: the representation alone reconstructs as well as the whole gradient",
-        status if max(whole, rep) >= CONTROL else "not measured",
+        _status(holds, whole, rep),
         f"Rep recovers at least the share of images that WG does (clamped MSE < {SUCCESS}), and its mean clamped MSE "
         f"is below that of the best blind guess; void where neither recovers {CONTROL:.0%}",
         published()["wg_clg_rep"]["claim"],
         f"Rep {rep:.0%} (mean MSE {mean:.4f}), WG {whole:.0%} ({_average(rows['WG']):.4f}), best blind guess {floor}",
     )
+
+
+def _status(holds: bool, *recovered: float) -> str:
+    """Return the verdict, where at least one of the attacks that it compares works."""
+    if max(recovered) < CONTROL:
+        return "not measured"
+    return "reproduced" if holds else "not reproduced"
 
 
 def _recovered(rows: Sequence[Row]) -> float:
