@@ -155,7 +155,7 @@ def test_runs_of_one_item_are_merged_by_unit(tools: dict[str, ModuleType], tmp_p
     ("changed", "said"),
     [
         ({"scale": "quick"}, "only full results"),
-        ({"item": "dlg-reference:share=0.5"}, r"was run as dlg-reference:share.*delete .*dlg-reference/rows\.jsonl"),
+        ({"item": "dlg-reference:share=0.5"}, "was run as dlg-reference:share"),
     ],
 )
 def test_quick_runs_and_other_settings_are_not_mixed_in(
@@ -175,6 +175,25 @@ def test_other_settings_may_take_the_place_of_all_that_is_there(tools: dict[str,
     tools["keep_results"].keep(later, "machine", into)
     assert tools["paper_results"].build("dlg-reference", into).share == 0.5
     assert [r["mse"] for r in tools["paper_results"].own_rows("dlg-reference", into)] == [0.4, 0.3]
+
+
+def test_other_settings_may_take_that_place_from_several_folders(tools: dict[str, ModuleType], tmp_path: Path) -> None:
+    keep, kept, into = tools["keep_results"].keep, tools["paper_results"], tmp_path / "results"
+    keep(run_folder(tmp_path / "a", {"none": [0.2], "floors": [0.1]}), "machine", into)
+    new = [
+        run_folder(tmp_path / unit, {unit: [mse]}, item="dlg-reference:share=0.5")
+        for unit, mse in {"none": 0.3, "floors": 0.4}.items()
+    ]
+    with pytest.raises(SystemExit, match="was run as dlg-reference:share"):
+        keep(new[0], "machine", into)
+    older = run_folder(tmp_path / "b", {"floors": [0.5]})
+    with pytest.raises(SystemExit, match="was run as dlg-reference:share"):
+        keep(new[0], "machine", into, later=[older])  # its floors have the old settings
+    for i, folder in enumerate(new, 1):
+        keep(folder, "machine", into, later=new[i:])
+    assert [r["mse"] for r in kept.own_rows("dlg-reference", into)] == [0.4, 0.3]
+    assert kept.build("dlg-reference", into).share == 0.5
+    assert [run["units"] for run in kept.runs("dlg-reference", into)] == [["none", "floors"]]
 
 
 def test_the_rows_that_an_item_needs_are_marked_as_anothers(tools: dict[str, ModuleType], tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 import tomllib
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -19,8 +20,11 @@ from gradveil.paper.base import ITEMS, Context, Item
 from gradveil.seeds import Seeds
 
 
-def keep(folder: Path, machine: str, into: Path = RESULTS) -> str:
-    """Merge one run folder into the committed results; return the item's name."""
+def keep(folder: Path, machine: str, into: Path = RESULTS, later: Sequence[Path] = ()) -> str:
+    """Merge one run folder into the committed results; return the item's name.
+
+    What the folders of ``later`` hold of the same item goes as well: they are about to be kept.
+    """
     store = Store.open(folder)
     config, versions = tomllib.loads(store.config), tomllib.loads((folder / VERSIONS).read_text())
     if config["scale"] != "full":
@@ -33,14 +37,12 @@ def keep(folder: Path, machine: str, into: Path = RESULTS) -> str:
     if not store.rows:
         raise SystemExit(f"{folder} holds no finished unit of work.")
     units = list(dict.fromkeys(row["unit"] for row in store.rows))
-    old = _without(runs(name, into), units)
+    gone = {*units, *(unit for path in later for unit in _units(path, item))}
+    old = _without(runs(name, into), gone)
     if other := next((run["item"] for run in old if ITEMS.build(run["item"]) != item), None):
-        raise SystemExit(
-            f"{folder} was run as {config['item']}, the results that are there as {other}. To start anew from several "
-            f"folders, delete {into / name}/rows.jsonl and run.toml first."
-        )
+        raise SystemExit(f"{folder} was run as {config['item']}, the results that are there as {other}.")
     place = _order(item)
-    merged = [r for r in own_rows(name, into) if r["unit"] not in units] + list(store.rows)
+    merged = [r for r in own_rows(name, into) if r["unit"] not in gone] + list(store.rows)
     merged.sort(key=lambda row: place.get(row["unit"], len(place)))
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in merged)
     (into / name / "rows.jsonl").write_text(text)
@@ -69,7 +71,14 @@ def _order(item: Item) -> dict[str, int]:
     return {unit: i for i, unit in enumerate(item.units(Context(None, torch.device("cpu"), "full", Seeds(0))))}
 
 
-def _without(old: list[Row], units: list[str]) -> list[Row]:
+def _units(folder: Path, item: Item) -> set[str]:
+    """Return the units of a run folder, if it is of this item with these settings."""
+    store = Store.open(folder)
+    same = ITEMS.build(tomllib.loads(store.config)["item"]) == item
+    return {row["unit"] for row in store.rows} if same else set()
+
+
+def _without(old: list[Row], units: Collection[str]) -> list[Row]:
     """Return the earlier runs less the units that were done anew."""
     left = [run | {"units": [unit for unit in run["units"] if unit not in units]} for run in old]
     return [run for run in left if run["units"]]
@@ -93,7 +102,7 @@ def main() -> int:
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--machine", required=True, help="The kind of machine, in words.")
     given = parser.parse_args()
-    names = [keep(folder, given.machine) for folder in given.folders]
+    names = [keep(folder, given.machine, later=given.folders[i:]) for i, folder in enumerate(given.folders, 1)]
     needing = [name for name, cls in ITEMS if own_rows(name) and set(cls.needs) & set(names)]
     for name in dict.fromkeys([*names, *needing]):
         drawn = draw(name)
