@@ -191,6 +191,7 @@ def test_other_settings_may_take_that_place_from_several_folders(tools: dict[str
         keep(new[0], "machine", into, later=[older])  # its floors have the old settings
     for i, folder in enumerate(new, 1):
         keep(folder, "machine", into, later=new[i:])
+        assert len(kept.own_rows("dlg-reference", into)) == i  # no row is left whose run is not named
     assert [r["mse"] for r in kept.own_rows("dlg-reference", into)] == [0.4, 0.3]
     assert kept.build("dlg-reference", into).share == 0.5
     assert [run["units"] for run in kept.runs("dlg-reference", into)] == [["none", "floors"]]
