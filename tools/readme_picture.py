@@ -23,25 +23,26 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 
 DLG = "dlg:steps=120,restarts=3"
-# title, defence, which countermeasure (None: the naive server)
-COLUMNS = [
-    ("no defence", "none", None),
-    ("pruning 90 %", "pruning:share=0.9", None),
-    ("ours 40 %\nnaive server", "representation:share=0.4", None),
-    ("ours 40 %\nserver that knows", "representation:share=0.4", "drop"),
-    ("noise 1 x rms\nnaive server", "gaussian:scale=1,relative=true", None),
-    ("noise 1 x rms\nserver that knows", "gaussian:scale=1,relative=true", "whiten"),
-]
+# title -> defence, which countermeasure (None: the naive server), and the attack where that names none
+COLUMNS: dict[str, tuple[str, str | None, str]] = {
+    "no defence": ("none", None, DLG),
+    "ours 40 %\nnaive server": ("representation:share=0.4", None, DLG),
+    "ours 40 %\nserver that knows": ("representation:share=0.4", "drop", DLG),
+    "pruning 90 %\nnaive server": ("pruning:share=0.9", None, DLG),
+    "pruning 90 %\nserver that knows": ("pruning:share=0.9", "mask", "newton"),
+    "noise 1 x rms\nnaive server": ("gaussian:scale=1,relative=true", None, DLG),
+    "noise 1 x rms\nserver that knows": ("gaussian:scale=1,relative=true", "whiten", DLG),
+}
 
 
-def column(scene: Scene, spec: str, counter: str | None) -> torch.Tensor:
+def column(scene: Scene, spec: str, counter: str | None, by: str) -> torch.Tensor:
     """Return the reconstructions (N, C, H, W) that one server gets."""
     seen = scene.observe(spec, torch.device("cpu"))
-    chosen = attack(DLG)
+    chosen = attack(by)
     if counter is not None:
         known = {c.name: c for c in defense(spec).adaptive(scene.model)}[counter]
         seen = [known.view(s) for s in seen]
-        chosen = attack(known.attack or DLG)
+        chosen = attack(known.attack or by)
     seen = [replace(s, prior=scene.prior) for s in seen]
     found = chosen.reconstruct_many(seen, [scene.seeds("picture", i) for i in range(len(seen))])
     return torch.cat([f.inputs for f in found])
@@ -60,7 +61,8 @@ def main() -> None:
     model = build("lenet", dataset.input_shape, dataset.num_classes, seed=context.seeds.number("weights"))
     scene = Scene.draw(model, dataset, args.images, context)
     shown = [("original", scene.truth.inputs)]
-    shown += [(title, column(scene, spec, counter)) for title, spec, counter in COLUMNS]
+    shown += [(title, column(scene, *how)) for title, how in COLUMNS.items()]
+    shown.append(("blind guess\nmean image", scene.public.inputs.mean(0).expand_as(scene.truth.inputs)))
     figure, axes = plt.subplots(args.images, len(shown), figsize=(1.45 * len(shown), 1.55 * args.images + 0.5))
     for j, (title, images) in enumerate(shown):
         for i, axis in enumerate(axes[:, j]):

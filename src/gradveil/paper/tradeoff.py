@@ -94,6 +94,9 @@ class Tradeoff(Item):
         "reading the mask off it; for noise Gauss-Newton with a prior from public images (DLG), or the attack "
         "itself with the smoothness that the noise asks for (GS: the weight of a MAP estimate where neighbouring "
         f"pixels differ by {CONTRAST}; Gauss-Newton on the network would cost too much).",
+        "Against pruning that server runs the panel's own attack on the entries that were sent, which stalls at high "
+        "shares. Gauss-Newton goes on where DLG stops (the picture in the README; *pruning, mask read* in "
+        "[meter](#meter)), so what GC hides from DLG is not hidden from every server that knows.",
     )
 
     images: int = 32
