@@ -1,0 +1,116 @@
+"""Rows that must not change when only the code's form does: record them, replay them, compare them.
+
+    python tools/goldens.py record [CASE ...]     # write tests/goldens from the code as it is
+    python tools/goldens.py check [CASE ...]      # run again and compare; every difference is printed
+
+One thread, fixed seeds. Everything is compared exactly except the fields of ``LOOSE``, each with its reason.
+"""
+
+import argparse
+import gzip
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+HOME = ROOT / "tests" / "goldens"
+INPUTS = HOME / "inputs"
+TRAIN = "gradveil train --rounds 5 --devices 4 --defense representation:share=0.4 --out run"
+MODEL = "--model lenet:strides=2/1 --dataset digits"
+CASES = {
+    "audit": ["gradveil audit --out run"],
+    "audit-examples-8": ["gradveil audit --out run --examples 8"],
+    "audit-update": [f"gradveil audit --update {INPUTS}/update.safetensors --truth {INPUTS}/truth.safetensors {MODEL} "
+                     "--defense representation:share=0.4 --out run"],
+    "audit-update-unknown": [f"gradveil audit --update {INPUTS}/steps.safetensors {MODEL} --attack fedavg --out run"],
+    "train-sequential": [f"{TRAIN} --engine sequential"],
+    "train-vectorised": [f"{TRAIN} --engine vectorised"],
+    "train-processes": [f"{TRAIN} --engine processes:workers=2"],
+    "train-flower": [f"{TRAIN} --engine flower"],
+    "certify": [f"gradveil certify {MODEL} --kind local --kind global --kind box --kind reach --kind empirical --json"],
+    "certify-relu": ["gradveil certify --model lenet:activation=relu,init=default --images 2 --kind local --kind global "
+                     "--kind radius --json"],
+    "infer": [f"gradveil infer --update {INPUTS}/update.safetensors --truth {INPUTS}/truth.safetensors {MODEL} --json"],
+    "reproduce": ["gradveil reproduce all --scale quick --jobs 1 --out run"],
+}
+VOLATILE = {"seconds", "folder", "date", "per_second", "bench"}
+# Relative tolerance by name of field, with the reason.
+LOOSE: dict[str, float] = {}
+
+
+def run(case: str) -> list[dict[str, Any]]:
+    """Return the rows that a case writes and prints."""
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as place:
+        env = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+        for command in CASES[case]:
+            done = subprocess.run(command.split(), cwd=place, env=env, capture_output=True, text=True)
+            if done.returncode:
+                raise SystemExit(f"{case}: {command}\nexit {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+            if command.endswith("--json"):
+                rows.append({"file": "stdout", **json.loads(done.stdout)})
+        for path in sorted(Path(place).rglob("*.jsonl")):
+            name = str(path.relative_to(place))
+            rows += [{"file": name, **json.loads(line)} for line in path.read_text().splitlines()]
+    return [_steady(row) for row in rows]
+
+
+def _steady(value: Any) -> Any:
+    """Return the value without what changes from run to run."""
+    if isinstance(value, dict):
+        return {key: _steady(v) for key, v in value.items() if key not in VOLATILE}
+    return [_steady(v) for v in value] if isinstance(value, list) else value
+
+
+def differences(old: Any, new: Any, where: str = "", field: str = "") -> Iterator[str]:
+    """Yield every place where two values differ by more than the field's tolerance."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in old.keys() | new.keys():
+            if key not in old or key not in new:
+                yield f"{where}.{key}: only in the {'old' if key in old else 'new'}"
+            else:
+                yield from differences(old[key], new[key], f"{where}.{key}", key)
+    elif isinstance(old, list) and isinstance(new, list):
+        if len(old) != len(new):
+            yield f"{where}: {len(old)} entries, now {len(new)}"
+        for i, (a, b) in enumerate(zip(old, new, strict=False)):
+            yield from differences(a, b, f"{where}[{i}]", field)
+    elif isinstance(old, float) and isinstance(new, float):
+        if not math.isclose(old, new, rel_tol=LOOSE.get(field, 0.0), abs_tol=0.0) and not (old != old and new != new):
+            yield f"{where}: {old!r}, now {new!r}"
+    elif old != new:
+        yield f"{where}: {str(old)[:80]!r}, now {str(new)[:80]!r}"
+
+
+def main() -> int:
+    """Record or check the cases that are named; all of them by default."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("record", "check"))
+    parser.add_argument("cases", nargs="*", default=list(CASES))
+    given = parser.parse_args()
+    wrong = 0
+    for case in given.cases:
+        started = time.perf_counter()
+        rows, path = run(case), HOME / f"{case}.jsonl.gz"
+        took = f"{time.perf_counter() - started:.0f} s"
+        if given.what == "record":
+            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            path.write_bytes(gzip.compress(text.encode(), mtime=0))
+            print(f"{case}: {len(rows)} rows, {took}", flush=True)
+            continue
+        old = [json.loads(line) for line in gzip.decompress(path.read_bytes()).decode().splitlines()]
+        found = list(differences(old, rows))
+        wrong += bool(found)
+        print(f"{case}: {len(rows)} rows, {len(found)} differences, {took}", *found[:10], sep="\n  ", flush=True)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
