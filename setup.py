@@ -8,9 +8,9 @@ from setuptools import Extension, setup
 setup(
     ext_modules=[
         Extension(
-            "gradveil.scores._lanes",
-            sources=["src/gradveil/scores/lanes.c", "src/gradveil/scores/gram.c"],
-            depends=["src/gradveil/scores/lanes.h"],
+            "gradveil.scores.fast._cpu_kernel",
+            sources=["src/gradveil/scores/fast/cpu_kernel.c", "src/gradveil/scores/fast/gram.c"],
+            depends=["src/gradveil/scores/fast/cpu_kernel.h"],
             extra_compile_args=["-O3", "-march=native", "-std=gnu11"],
             libraries=["m"],
             optional=True,

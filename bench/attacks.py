@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks.engine import Stepper
-from gradveil.attacks.gradients import Form
-from gradveil.attacks.lbfgs import LBFGS
-from gradveil.attacks.matching import Matching, squared_distance
-from gradveil.attacks.objective import MatchingObjective, Unknowns
+from gradveil.attacks.search.loop import Stepper
+from gradveil.attacks.search.matching import Matching, squared_distance
+from gradveil.attacks.search.minimisers import LBFGS
+from gradveil.attacks.search.objective import MatchingObjective, Unknowns
+from gradveil.gradients.functional import Form
 from gradveil.models import build
 from gradveil.types import Observation, Update
 

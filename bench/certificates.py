@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from gradveil.certificates.certify import certify
 from gradveil.certificates.meter import leak_meter
 from gradveil.defenses.base import build as build_defense
-from gradveil.defenses.step import step_gradient
-from gradveil.layers import representation
+from gradveil.defenses.guard.step import step_gradient
+from gradveil.layers.modules import representation
 from gradveil.models import build
 from gradveil.types import Batch, Observation, Update
 

@@ -19,9 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradveil.layers import prefix
+from gradveil.layers.modules import prefix
 from gradveil.models import build
-from gradveil.scores import leak_scores, library, row_norms
+from gradveil.scores import leak_scores, row_norms
+from gradveil.scores.fast import cpu_kernel
 
 SHAPE, CLASSES = (3, 32, 32), 10
 SHARES = (0.01, 0.1, 0.4, 0.8)
@@ -107,7 +108,7 @@ def main(argv: list[str] | None = None) -> None:
 def machine(device: torch.device, threads: int) -> dict[str, Any]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     found = {"device": name, "torch": torch.__version__, "threads": threads, "cpus": os.cpu_count()}
-    return found | {"compiled_kernel": library.library() is not None}
+    return found | {"compiled_kernel": cpu_kernel.library() is not None}
 
 
 def examples(device: torch.device) -> tuple[Tensor, Tensor, str]:
@@ -177,11 +178,11 @@ def timed_methods(x: Tensor) -> list[tuple[str, Call, dict[str, Any]]]:
         return lambda model, x, settings: leak_scores(model, "fc", x, method, **settings)
 
     def by_torch(model: nn.Module, x: Tensor, settings: dict[str, Any]) -> Tensor:
-        compiled, library.library = library.library, lambda: None
+        compiled, cpu_kernel.library = cpu_kernel.library, lambda: None
         try:
             return leak_scores(model, "fc", x, "exact", **settings)
         finally:
-            library.library = compiled
+            cpu_kernel.library = compiled
 
     def rounded(model: nn.Module, x: Tensor, settings: dict[str, Any]) -> Tensor:
         torch.set_float32_matmul_precision("high")
@@ -194,7 +195,7 @@ def timed_methods(x: Tensor) -> list[tuple[str, Call, dict[str, Any]]]:
     found.append(("exact", by_torch, {}))
     if x.is_cuda:
         found.append(("exact tf32", rounded, {}))
-    elif library.library() is not None:
+    elif cpu_kernel.library() is not None:
         found.append(("exact compiled", plain("exact"), {}))
     return found
 

@@ -23,7 +23,7 @@ import torch
 
 from gradveil.data.base import Dataset, Split
 from gradveil.data.own import from_arrays
-from gradveil.defenses.nothing import NoDefense
+from gradveil.defenses.base import NoDefense
 from gradveil.federated.simulate import Training, simulate
 from gradveil.models import build
 
@@ -121,9 +121,9 @@ def on_flower(model: str, repeats: int) -> Row:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
     sys.path.insert(0, here)
     from gradveil.integrations.flower.engine import simulate as simulate_on_flower
-    from gradveil.integrations.flower.settings import Settings
+    from gradveil.integrations.flower.settings import FlowerSettings
 
-    settings = Settings(
+    settings = FlowerSettings(
         dataset="federated:flower_world",
         model=model,
         partition="iid:devices=100,per_device=200",

@@ -7,10 +7,9 @@ from torch import nn
 from gradveil import tree
 from gradveil.countermeasures import drop, mask, whiten
 from gradveil.errors import LayerError, UpdateError
-from gradveil.layers import find_layer, prefix, representation
-from gradveil.priors import GaussianPrior
+from gradveil.layers.modules import find_layer, prefix, representation
 from gradveil.seeds import Seeds
-from gradveil.types import Batch, Observation, Update, check_update
+from gradveil.types import Batch, GaussianPrior, Observation, Update, check_update
 
 
 def an_observation(model: nn.Module) -> Observation:

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from gradveil.attacks.base import ATTACKS, Attack
-from gradveil.defenses.base import DEFENSES
-from gradveil.defenses.nothing import NoDefense
-from gradveil.defenses.step import step_gradient
+from gradveil.defenses.base import DEFENSES, NoDefense
+from gradveil.defenses.guard.step import step_gradient
 from gradveil.paper.base import ITEMS, Context
 from gradveil.registry import describe
 from gradveil.types import Batch, Observation, Update

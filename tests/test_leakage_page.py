@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from gradveil.attacks.trace import trace
+from gradveil.layers.modules import trace
 from gradveil.models import build
 
 ROOT = Path(__file__).parent.parent

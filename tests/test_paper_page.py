@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from gradveil.experiments.store import Store
-from gradveil.experiments.toml import dumps
+from gradveil.experiments.run_folder import Store, dumps
 from gradveil.paper.base import ITEMS, Context
 from gradveil.paper.dlg_reference import DLGReference
 

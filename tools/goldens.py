@@ -27,16 +27,20 @@ MODEL = "--model lenet:strides=2/1 --dataset digits"
 CASES = {
     "audit": ["gradveil audit --out run"],
     "audit-examples-8": ["gradveil audit --out run --examples 8"],
-    "audit-update": [f"gradveil audit --update {INPUTS}/update.safetensors --truth {INPUTS}/truth.safetensors {MODEL} "
-                     "--defense representation:share=0.4 --out run"],
+    "audit-update": [
+        f"gradveil audit --update {INPUTS}/update.safetensors --truth {INPUTS}/truth.safetensors {MODEL} "
+        "--defense representation:share=0.4 --out run"
+    ],
     "audit-update-unknown": [f"gradveil audit --update {INPUTS}/steps.safetensors {MODEL} --attack fedavg --out run"],
     "train-sequential": [f"{TRAIN} --engine sequential"],
     "train-vectorised": [f"{TRAIN} --engine vectorised"],
     "train-processes": [f"{TRAIN} --engine processes:workers=2"],
     "train-flower": [f"{TRAIN} --engine flower"],
     "certify": [f"gradveil certify {MODEL} --kind local --kind global --kind box --kind reach --kind empirical --json"],
-    "certify-relu": ["gradveil certify --model lenet:activation=relu,init=default --images 2 --kind local --kind global "
-                     "--kind radius --json"],
+    "certify-relu": [
+        "gradveil certify --model lenet:activation=relu,init=default --images 2 --kind local --kind global "
+        "--kind radius --json"
+    ],
     "infer": [f"gradveil infer --update {INPUTS}/update.safetensors --truth {INPUTS}/truth.safetensors {MODEL} --json"],
     "reproduce": ["gradveil reproduce all --scale quick --jobs 1 --out run"],
 }
@@ -53,7 +57,9 @@ def run(case: str) -> list[dict[str, Any]]:
         for command in CASES[case]:
             done = subprocess.run(command.split(), cwd=place, env=env, capture_output=True, text=True)
             if done.returncode:
-                raise SystemExit(f"{case}: {command}\nexit {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+                raise SystemExit(
+                    f"{case}: {command}\nexit {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+                )
             if command.endswith("--json"):
                 rows.append({"file": "stdout", **json.loads(done.stdout)})
         for path in sorted(Path(place).rglob("*.jsonl")):

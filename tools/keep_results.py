@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from paper_results import RESULTS, Row, all_rows, build, own_rows, runs, write_runs
 
-from gradveil.experiments.store import VERSIONS, Store
+from gradveil.experiments.run_folder import VERSIONS, Store
 from gradveil.paper.base import ITEMS, Context, Item
 from gradveil.seeds import Seeds
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from marked_blocks import fill, write_or_check
 from paper_results import RESULTS, ROOT, Row, build, markdown, own_rows
 
-from gradveil.paper.base import Verdict
+from gradveil.paper.base import Judgement
 
 PAGE = ROOT / "docs" / "theory" / "leakage.md"
 MISSING = "Not run at full size yet."
@@ -48,7 +48,7 @@ def _verdicts(name: str) -> Block:
     return block
 
 
-def _listed(verdicts: Sequence[Verdict]) -> str:
+def _listed(verdicts: Sequence[Judgement]) -> str:
     return "\n".join(f"- **{v.status}**: {v.claim}. {v.ours}." for v in verdicts) or MISSING
 
 

@@ -9,7 +9,7 @@ from marked_blocks import fill, write_or_check
 from paper_results import RESULTS, ROOT, Row, all_rows, build, markdown, own_rows, runs
 from readme_lines import lines
 
-from gradveil.paper.base import ITEMS, Context, Item, Verdict, published
+from gradveil.paper.base import ITEMS, Context, Item, Judgement, published
 from gradveil.seeds import Seeds
 
 PAGE = RESULTS / "paper.md"
@@ -119,7 +119,7 @@ def _extent(item: Item, folder: Path) -> str:
     return f"Ours ({len(rows)} rows, {len(done)} of {len(wanted)} units of work).{missing}"
 
 
-def _verdicts(verdicts: list[Verdict]) -> list[str]:
+def _verdicts(verdicts: list[Judgement]) -> list[str]:
     return [*(f"- **{v.status}**: {v.claim}. Ours: {v.ours}. Rule: {v.rule}." for v in verdicts), ""]
 
 

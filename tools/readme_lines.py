@@ -6,8 +6,8 @@ from pathlib import Path
 from paper_results import RESULTS, all_rows, build, own_rows
 
 from gradveil.paper.accuracy import last_round, paired_loss
-from gradveil.paper.base import MAX_DROP, Verdict
-from gradveil.paper.settings import GUESS, Setting, settings
+from gradveil.paper.base import MAX_DROP, Judgement
+from gradveil.paper.settings import GUESS, Case, settings
 
 OURS, RANDOM = "representation:share=0.4", "random_mask:share=0.4"
 PANELS = {"dlg-mnist": "DLG, MNIST", "dlg-cifar10": "DLG, CIFAR-10", "gs-cifar10": "GS, CIFAR-10"}
@@ -25,11 +25,11 @@ def mark(holds: Sequence[bool]) -> str:
     return "Holds" if all(holds) else "Fails" if not any(holds) else "Partly"
 
 
-def _found(folder: Path) -> list[Setting]:
+def _found(folder: Path) -> list[Case]:
     return settings(own_rows("tradeoff", folder), own_rows("accuracy", folder))
 
 
-def _at(found: Sequence[Setting], defense: str, knowing: bool = False) -> dict[str, Setting]:
+def _at(found: Sequence[Case], defense: str, knowing: bool = False) -> dict[str, Case]:
     """Return, per panel, the setting of a defence: the naive server, or the best of those that know."""
     mine = [s for s in found if s.defense == defense and (s.server != "naive") == knowing]
     return {s.panel: s for s in sorted(mine, key=lambda s: -s.mse.mean)}
@@ -39,7 +39,7 @@ def _each(values: dict[str, str]) -> str:
     return ", ".join(f"{values[panel]} ({name})" for panel, name in PANELS.items() if panel in values)
 
 
-def _status(name: str, words: str, folder: Path) -> list[Verdict]:
+def _status(name: str, words: str, folder: Path) -> list[Judgement]:
     item = build(name, folder)
     return [v for v in item.verdicts(all_rows(item, folder)) if words in v.claim]
 

@@ -16,7 +16,7 @@ from gradveil.defenses.base import build as defense
 from gradveil.metrics import measure
 from gradveil.models import build
 from gradveil.paper.base import Context
-from gradveil.paper.points import Scene
+from gradveil.paper.points import Shared
 from gradveil.types import Batch
 
 mpl.use("Agg")
@@ -35,7 +35,7 @@ COLUMNS: dict[str, tuple[str, str | None, str]] = {
 }
 
 
-def column(scene: Scene, spec: str, counter: str | None, by: str) -> torch.Tensor:
+def column(scene: Shared, spec: str, counter: str | None, by: str) -> torch.Tensor:
     """Return the reconstructions (N, C, H, W) that one server gets."""
     seen = scene.observe(spec, torch.device("cpu"))
     chosen = attack(by)
@@ -59,7 +59,7 @@ def main() -> None:
     dataset = load(args.dataset, args.data)
     context = Context(args.data)
     model = build("lenet", dataset.input_shape, dataset.num_classes, seed=context.seeds.number("weights"))
-    scene = Scene.draw(model, dataset, args.images, context)
+    scene = Shared.draw(model, dataset, args.images, context)
     shown = [("original", scene.truth.inputs)]
     shown += [(title, column(scene, *how)) for title, how in COLUMNS.items()]
     shown.append(("blind guess\nmean image", scene.public.inputs.mean(0).expand_as(scene.truth.inputs)))

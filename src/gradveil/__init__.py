@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from gradveil.data import load as dataset
     from gradveil.data.partition import partition
     from gradveil.defenses.base import build as defense
-    from gradveil.defenses.guard import protect
+    from gradveil.defenses.guard.protect import protect
     from gradveil.experiments.audit import audit
     from gradveil.models import build as model
     from gradveil.scores import leak_scores
@@ -26,7 +26,7 @@ _PUBLIC = {
     "leak_scores": "gradveil.scores:leak_scores",
     "model": "gradveil.models:build",
     "partition": "gradveil.data.partition:partition",
-    "protect": "gradveil.defenses.guard:protect",
+    "protect": "gradveil.defenses.guard.protect:protect",
 }
 
 __all__ = [

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradveil.attacks.adam import Adam
+from gradveil.attacks.search.minimisers import Adam
 
 
 def bowl(z: Tensor) -> tuple[Tensor, Tensor]:

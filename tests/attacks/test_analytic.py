@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks import analytic_rows
+from gradveil.attacks import analytic as analytic_rows
 from gradveil.attacks.analytic import Analytic
-from gradveil.defenses.nothing import NoDefense
-from gradveil.defenses.step import step_gradient
+from gradveil.defenses.base import NoDefense
+from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import AttackError
-from gradveil.priors import GaussianPrior
-from gradveil.types import Batch, Observation, Update
+from gradveil.types import Batch, GaussianPrior, Observation, Update
 
 
 def observe(model: nn.Module, batch: Batch) -> Observation:

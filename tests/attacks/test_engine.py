@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradveil.attacks.engine import Stepper, Verdict, View, minimise
-from gradveil.attacks.lbfgs import LBFGS
-from gradveil.attacks.race import Race
+from gradveil.attacks.search.loop import Race, Stepper, Stop, View, minimise
+from gradveil.attacks.search.minimisers import LBFGS
 
 
 @dataclass(frozen=True)
@@ -26,17 +25,17 @@ class Bowls:
         return Bowls(self.centre[rows], self.floor)
 
 
-def never(view: View) -> Verdict:
+def never(view: View) -> Stop:
     nobody = torch.zeros(len(view.rows), dtype=torch.bool)
-    return Verdict(nobody, nobody)
+    return Stop(nobody, nobody)
 
 
 def test_every_problem_ends_at_its_own_minimum_whoever_leaves_when() -> None:
     centres = torch.arange(6, dtype=torch.double)
 
-    def look(view: View) -> Verdict:
+    def look(view: View) -> Stop:
         leave = (view.rows % 3 == 1) if view.ticks == 2 else view.rows == 0 if view.ticks == 4 else view.rows < 0
-        return Verdict(leave, torch.zeros_like(leave))
+        return Stop(leave, torch.zeros_like(leave))
 
     out = minimise(Bowls(centres), LBFGS(10), torch.zeros(6, 4).double(), 60, look, lambda i: torch.zeros(4), every=2)
     stayed = [2, 3, 5]

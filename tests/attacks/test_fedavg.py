@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradveil.attacks.fedavg import FedAvg, _dealt, _unrolled
-from gradveil.attacks.fedavg_unroll import local_plan
+from gradveil.attacks.fedavg import FedAvgInversion, _dealt, _unrolled
 from gradveil.attacks.gs import GS
 from gradveil.errors import AttackError
+from gradveil.gradients.functional import local_plan
 from gradveil.types import Batch, Observation, Update
 
 
@@ -46,7 +46,7 @@ def test_the_unrolled_steps_are_the_clients(model: nn.Module, batch: Batch) -> N
 def test_several_steps_give_the_images_away(model: nn.Module, batch: Batch) -> None:
     two = Batch(batch.inputs[:2], batch.labels[:2])
     seen = train(model, two, lr=1.0, size=1, epochs=2)
-    found = FedAvg(steps=1500, optimiser="lbfgs").reconstruct(seen, torch.Generator().manual_seed(0))
+    found = FedAvgInversion(steps=1500, optimiser="lbfgs").reconstruct(seen, torch.Generator().manual_seed(0))
     assert error(found.inputs, two.inputs) < 0.01
     assert found.details["relative_residual"] < 1e-4
 
@@ -56,7 +56,7 @@ def test_a_single_step_is_plain_gradient_matching(model: nn.Module, batch: Batch
     seen = train(model, one, lr=0.1, size=1, epochs=1)
     rng = torch.Generator().manual_seed
     plain = GS(steps=40, tol=1e-6).reconstruct(seen, rng(0))
-    unrolled = FedAvg(steps=40).reconstruct(seen, rng(0))
+    unrolled = FedAvgInversion(steps=40).reconstruct(seen, rng(0))
     torch.testing.assert_close(unrolled.inputs, plain.inputs, atol=1e-3, rtol=0)
 
 
@@ -76,9 +76,9 @@ def test_pretending_it_was_one_step_leaves_a_residual_that_unrolling_removes(mod
 def test_updates_with_other_local_settings_are_not_mixed_up(model: nn.Module, batch: Batch) -> None:
     seen = [train(model, Batch(batch.inputs[i : i + 1], batch.labels[i : i + 1]), 1.0, 1, i + 1) for i in range(2)]
     rngs = [torch.Generator().manual_seed(i) for i in range(2)]
-    together = FedAvg(steps=30, optimiser="lbfgs").reconstruct_many(seen, rngs)
+    together = FedAvgInversion(steps=30, optimiser="lbfgs").reconstruct_many(seen, rngs)
     for i in range(2):
-        alone = FedAvg(steps=30, optimiser="lbfgs").reconstruct(seen[i], torch.Generator().manual_seed(i))
+        alone = FedAvgInversion(steps=30, optimiser="lbfgs").reconstruct(seen[i], torch.Generator().manual_seed(i))
         torch.testing.assert_close(alone.inputs, together[i].inputs)
 
 
@@ -108,11 +108,13 @@ def test_steps_that_do_not_fit_the_examples_are_refused() -> None:
 
 def test_updates_that_differ_in_the_learning_rate_alone_are_not_mixed_up(model: nn.Module, batch: Batch) -> None:
     seen = [train(model, Batch(batch.inputs[:1], batch.labels[:1]), lr, 1, 2) for lr in (1.0, 5.0)]
-    together = FedAvg(steps=30, optimiser="lbfgs").reconstruct_many(seen, [torch.Generator().manual_seed(3)] * 2)
-    alone = FedAvg(steps=30, optimiser="lbfgs").reconstruct(seen[0], torch.Generator().manual_seed(3))
+    together = FedAvgInversion(steps=30, optimiser="lbfgs").reconstruct_many(
+        seen, [torch.Generator().manual_seed(3)] * 2
+    )
+    alone = FedAvgInversion(steps=30, optimiser="lbfgs").reconstruct(seen[0], torch.Generator().manual_seed(3))
     torch.testing.assert_close(alone.inputs, together[0].inputs)
-    again = FedAvg(steps=30, optimiser="lbfgs").reconstruct(seen[1], torch.Generator().manual_seed(4))
-    other = FedAvg(steps=30, optimiser="lbfgs").reconstruct_many(
+    again = FedAvgInversion(steps=30, optimiser="lbfgs").reconstruct(seen[1], torch.Generator().manual_seed(4))
+    other = FedAvgInversion(steps=30, optimiser="lbfgs").reconstruct_many(
         seen, [torch.Generator().manual_seed(3), torch.Generator().manual_seed(4)]
     )
     torch.testing.assert_close(again.inputs, other[1].inputs)
@@ -122,8 +124,8 @@ def test_labels_that_were_read_off_are_the_ones_dealt_out_and_given_ones_keep_th
     x, labels = torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(2)), torch.tensor([3, 0, 0, 3])
     seen = train(model, Batch(x, labels), lr=1e-3, size=2, epochs=1)
     known = replace(seen, labels=torch.tensor([0, 0, 3, 3]))
-    given = FedAvg(steps=1).reconstruct(known, torch.Generator().manual_seed(0)).labels
-    read = FedAvg(steps=1).reconstruct(replace(seen, labels=None), torch.Generator().manual_seed(0)).labels
+    given = FedAvgInversion(steps=1).reconstruct(known, torch.Generator().manual_seed(0)).labels
+    read = FedAvgInversion(steps=1).reconstruct(replace(seen, labels=None), torch.Generator().manual_seed(0)).labels
     assert given is not None
     assert given.tolist() == [0, 0, 3, 3]
     assert read is not None

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from gradveil.attacks.chain import walk
-from gradveil.attacks.convolution import pull_back
-from gradveil.attacks.gradients import trial_gradients
-from gradveil.attacks.patches import Geometry
 from gradveil.errors import AttackError
+from gradveil.gradients.convolution import Geometry, pull_back
+from gradveil.gradients.functional import trial_gradients
+from gradveil.layers.chain import walk
 from gradveil.models import build
 from gradveil.tree import parameters
 

@@ -9,8 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from gradveil.attacks.labels import _dummies, class_counts, label_signal, recover_labels, with_labels
 from gradveil.errors import AttackError
-from gradveil.priors import GaussianPrior
-from gradveil.types import Observation, Update
+from gradveil.types import GaussianPrior, Observation, Update
 
 
 def net(classes: int = 6, bias: bool = True, activation: type[nn.Module] = nn.ReLU) -> nn.Module:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Generator, Tensor, nn
 
-from gradveil.attacks.gradients import trial_gradients
-from gradveil.attacks.matching import Matching, cosine_distance, differentiated, group, squared_distance
+from gradveil.attacks.search.matching import Matching, cosine_distance, differentiated, group, squared_distance
 from gradveil.errors import AttackError, UpdateError
+from gradveil.gradients.functional import trial_gradients
 from gradveil.tree import Params, parameters
 from gradveil.types import Observation, Update
 

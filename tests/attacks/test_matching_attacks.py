@@ -8,9 +8,9 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from gradveil.attacks import search
 from gradveil.attacks.base import build
-from gradveil.attacks.objective import Unknowns
+from gradveil.attacks.search import restarts as search
+from gradveil.attacks.search.objective import Unknowns
 from gradveil.errors import AttackError
 from gradveil.tree import Params
 from gradveil.types import Observation, Reconstruction, Update

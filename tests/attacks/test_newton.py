@@ -7,16 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
+from gradveil.attacks.gauss_newton.equations import Prior, Smoothing, kink_scales
+from gradveil.attacks.gauss_newton.solver import DenseStep, Descent, MatrixFree, Solver, State, conjugate_gradients
+from gradveil.attacks.gauss_newton.updates import STIFF, _read, delta_of, known_bias, update_rows
 from gradveil.attacks.newton import Newton
-from gradveil.attacks.newton_prior import Prior
-from gradveil.attacks.newton_smooth import Smoothing, kink_scales
-from gradveil.attacks.newton_solve import Schedule, Solver, State
-from gradveil.attacks.newton_step import Dense, MatrixFree, conjugate_gradients
-from gradveil.attacks.newton_trial import delta_of
-from gradveil.attacks.newton_update import STIFF, _read, known_bias, update_rows
 from gradveil.errors import AttackError
-from gradveil.priors import GaussianPrior
-from gradveil.types import Batch, Observation, Update
+from gradveil.types import Batch, GaussianPrior, Observation, Update
 
 SHAPE = (1, 8, 8)
 
@@ -71,7 +67,7 @@ def test_relu_gives_the_image_away_once_its_kinks_are_smoothed(batch: Batch, mon
     found = Newton().reconstruct_many(seen, [seeded(i) for i in range(3)])
     smoothed = [error(f.inputs, batch.inputs[i : i + 1]) for i, f in enumerate(found)]
     assert max(smoothed) < 1e-3
-    monkeypatch.setattr("gradveil.attacks.newton_solve.WIDEST", 1e-6)
+    monkeypatch.setattr("gradveil.attacks.gauss_newton.solver.WIDEST", 1e-6)
     kinked = Newton().reconstruct_many(seen, [seeded(i) for i in range(3)])
     stalled = [error(f.inputs, batch.inputs[i : i + 1]) for i, f in enumerate(kinked)]
     assert sum(stalled) > 10 * sum(smoothed)
@@ -182,7 +178,7 @@ def test_products_alone_give_the_step_that_the_written_out_jacobian_gives(batch:
     width, damping = torch.tensor([0.3, 0.1], dtype=z.dtype), torch.tensor([1.0, 10.0], dtype=z.dtype)
     residual = rows.residual(z, width)
     weights = 1 / (0.1 * rows.rms).square()
-    dense = Dense(prior)(rows, z, residual, weights, width)(damping)
+    dense = DenseStep(prior)(rows, z, residual, weights, width)(damping)
     free = MatrixFree(prior, iterations=400, tolerance=1e-12)(rows, z, residual, weights, width)(damping)
     torch.testing.assert_close(free, dense, rtol=1e-5, atol=1e-7)
 
@@ -338,7 +334,7 @@ def test_the_objective_is_the_map_estimates(batch: Batch) -> None:
     seen = observe(network(nn.Tanh), one(batch, 0), prior=gaussian, noise={"0.weight": 0.01})
     prior = Prior.of(seen, 5, torch.device("cpu"))
     rows = update_rows([seen], batch.labels[:1, None], prior)
-    solver = Solver(prior, Schedule(10, 5, 3.0, 10.0), Dense(prior), 10)
+    solver = Solver(prior, Descent(10, 5, 3.0, 10.0), DenseStep(prior), 10)
     z = prior.center()[None] + 0.1 * torch.randn(1, 69, generator=seeded(2)).double()
     covariance = torch.block_diag(gaussian.covariance().double(), torch.eye(5).double())
     away = (z - prior.center())[0]
@@ -396,7 +392,7 @@ def test_a_stage_that_ends_worse_does_not_replace_the_best_point(batch: Batch) -
     seen = observe(network(nn.Tanh), one(batch, 0))
     prior = Prior.of(seen, 5, torch.device("cpu"))
     rows = update_rows([seen], batch.labels[:1, None], prior)
-    solver = Solver(prior, Schedule(10, 5, 3.0, 1e-5), Dense(prior), rows.seen.shape[1] - 5)
+    solver = Solver(prior, Descent(10, 5, 3.0, 1e-5), DenseStep(prior), rows.seen.shape[1] - 5)
     x, best = prior.center()[None], prior.center()[None] + 1.0
     zero, one_floor = torch.zeros(1, dtype=x.dtype), torch.ones(1, dtype=x.dtype)
     state = State(x, one_floor, zero.clone(), zero.clone(), best.clone(), zero.clone(), zero.bool())

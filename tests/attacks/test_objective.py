@@ -8,11 +8,17 @@ from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from gradveil.attacks.gradinversion import GradInversion, relative_distance
-from gradveil.attacks.lbfgs import LBFGS
-from gradveil.attacks.matching import Matching, differentiated, squared_distance
-from gradveil.attacks.memory import MOST_ON_CPU, ON_CPU, problems_at_once
-from gradveil.attacks.objective import MatchingObjective, Unknowns
-from gradveil.attacks.penalties import BatchNormStatistics, Energy, GroupConsistency, TotalVariation
+from gradveil.attacks.search.matching import Matching, differentiated, squared_distance
+from gradveil.attacks.search.minimisers import LBFGS
+from gradveil.attacks.search.objective import (
+    BatchNormStatistics,
+    Energy,
+    GroupConsistency,
+    MatchingObjective,
+    TotalVariation,
+    Unknowns,
+)
+from gradveil.attacks.search.restarts import MOST_ON_CPU, ON_CPU, problems_at_once
 from gradveil.tree import parameters
 from gradveil.types import Observation, Update
 

@@ -4,14 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.attacks.adam import Adam
 from gradveil.attacks.base import build as build_attack
-from gradveil.attacks.engine import Optimiser, Stepper
-from gradveil.attacks.gradients import Form
-from gradveil.attacks.lbfgs import LBFGS
-from gradveil.attacks.matching import Matching, cosine_distance, squared_distance
-from gradveil.attacks.objective import MatchingObjective, Unknowns
-from gradveil.attacks.penalties import TotalVariation
+from gradveil.attacks.search.loop import Optimiser, Stepper
+from gradveil.attacks.search.matching import Matching, cosine_distance, squared_distance
+from gradveil.attacks.search.minimisers import LBFGS, Adam
+from gradveil.attacks.search.objective import MatchingObjective, TotalVariation, Unknowns
+from gradveil.gradients.functional import Form
 from gradveil.models import build
 from gradveil.types import Observation, Update
 

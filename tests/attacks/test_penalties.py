@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Generator, nn
 
-from gradveil.attacks.penalties import BatchNormStatistics, Energy, GroupConsistency, TotalVariation, batch_norms
+from gradveil.attacks.search.objective import BatchNormStatistics, Energy, GroupConsistency, TotalVariation, batch_norms
 
 
 def test_total_variation_of_a_hand_made_image() -> None:

@@ -8,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gradveil.attacks.representation import Inferred, Settings, infer, infer_stacked
-from gradveil.attacks.representation_chain import chain_of
-from gradveil.attacks.representation_peaks import RULES
-from gradveil.attacks.trace import trace
+from gradveil.attacks.inference.chain import chain_of
+from gradveil.attacks.inference.classes import RULES, InferenceSettings, Inferred, infer, infer_stacked
 from gradveil.errors import AttackError, LayerError
+from gradveil.layers.modules import trace
 from gradveil.metrics.representations import class_means, class_set_accuracy, correlation, representation_scores
 from gradveil.types import Update
 
@@ -84,7 +83,7 @@ def one_row_at_a_time(update: Update, layers: list[str], m: float) -> dict[str, 
 
 def test_the_vectorised_algorithms_are_those_done_one_row_at_a_time(net: nn.Module) -> None:
     updates, _, _ = devices(net)
-    found = infer(net, updates, SHAPE, 5, Settings(m=0.5, convolutions=False))
+    found = infer(net, updates, SHAPE, 5, InferenceSettings(m=0.5, convolutions=False))
     for d, update in enumerate(updates):
         slow = one_row_at_a_time(update, ["first", "second", "last"], 0.5)
         for layer, vectors in slow.items():
@@ -150,7 +149,7 @@ def test_without_aligned_signs_the_sum_of_rows_loses_the_representation(net: nn.
     truth = class_means(net, ["first"], inputs, groups, 100)["first"].view(20, 5, -1)
     scores = {
         align: representation_scores(
-            infer(net, updates, SHAPE, 5, Settings(align=align)).vectors["first"], truth, present
+            infer(net, updates, SHAPE, 5, InferenceSettings(align=align)).vectors["first"], truth, present
         )["own"]
         for align in ("auto", "sum", "none")
     }
@@ -162,7 +161,7 @@ def test_without_aligned_signs_the_sum_of_rows_loses_the_representation(net: nn.
 @pytest.mark.parametrize("rule", ["bias_sign", "row_sum"])
 def test_the_class_set_is_read_off_the_update(net: nn.Module, rule: str) -> None:
     updates, present, _ = devices(net, 20)
-    found = infer(net, updates, SHAPE, 5, Settings(rule=rule))  # type: ignore[arg-type]
+    found = infer(net, updates, SHAPE, 5, InferenceSettings(rule=rule))  # type: ignore[arg-type]
     assert float(class_set_accuracy(found.present, present).mean()) >= 0.95
 
 
@@ -201,7 +200,7 @@ def test_m_is_a_share_of_the_rows_or_a_count(net: nn.Module, m: float, rows: int
     marked = dict(updates[0].gradient)
     marked["first.weight"] = torch.zeros_like(marked["first.weight"])
     marked["first.weight"][:, 0] = marked["first.bias"].sign().where(marked["first.bias"] != 0, torch.ones(()))
-    found = infer(net, Update(marked), SHAPE, 5, Settings(m=m))
+    found = infer(net, Update(marked), SHAPE, 5, InferenceSettings(m=m))
     dead = int((marked["first.bias"] == 0).sum())
     assert rows - dead <= float(found.vectors["first"][0, 0, 0]) <= rows
 
@@ -228,9 +227,9 @@ def test_the_part_of_the_chain_that_was_sent_is_enough(net: nn.Module) -> None:
 
 def test_wrong_settings_and_no_updates_are_refused_in_words(net: nn.Module) -> None:
     with pytest.raises(AttackError, match="m=0"):
-        Settings(m=0)
+        InferenceSettings(m=0)
     with pytest.raises(AttackError, match="bias_sign"):
-        Settings(rule="peak")  # type: ignore[arg-type]
+        InferenceSettings(rule="peak")  # type: ignore[arg-type]
     with pytest.raises(AttackError, match="no update"):
         infer(net, [], SHAPE, 5)
 
@@ -247,7 +246,9 @@ def test_a_channel_counts_by_all_its_positions_not_by_its_largest() -> None:
     rows[0] = -torch.tensor([3.0, 0, 0, 0, 1, 1, 1, 1])  # of class 0: one large entry, or four that sum to more
     gradients = {"2.weight": rows, "2.bias": -torch.ones(3), "0.weight": torch.tensor([5.0, 7.0]).reshape(2, 1, 1, 1)}
     gradients["0.bias"] = torch.ones(2)
-    found = infer_stacked(chain_of(model, (1, 2, 2), 3), {n: g[None] for n, g in gradients.items()}, Settings(m=0.5))
+    found = infer_stacked(
+        chain_of(model, (1, 2, 2), 3), {n: g[None] for n, g in gradients.items()}, InferenceSettings(m=0.5)
+    )
     assert float(found.vectors["0"][0, 0]) == 7.0
 
 
@@ -256,7 +257,7 @@ def test_a_bias_that_one_update_lacks_is_used_for_none(net: nn.Module) -> None:
     without = {n: g for n, g in updates[1].gradient.items() if n != "last.bias"}
     found = infer(net, [updates[0], Update(without, updates[1].num_examples)], SHAPE, 5)
     assert "last" not in found.scales
-    assert torch.equal(found.present, infer(net, updates, SHAPE, 5, Settings(rule="row_sum")).present)
+    assert torch.equal(found.present, infer(net, updates, SHAPE, 5, InferenceSettings(rule="row_sum")).present)
 
 
 def test_a_class_is_ruled_out_with_confidence_too() -> None:

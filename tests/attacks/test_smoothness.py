@@ -9,8 +9,8 @@ from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from gradveil.attacks.base import build
-from gradveil.attacks.matching import Matching, cosine_distance
-from gradveil.attacks.smoothness import map_smoothness
+from gradveil.attacks.gs import map_smoothness
+from gradveil.attacks.search.matching import Matching, cosine_distance
 from gradveil.tree import parameters
 from gradveil.types import Observation, Update
 

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gradveil.certificates.base import blind_mse, largest_mse
+from gradveil.certificates.base import blind_mse, largest_mse, norm
 from gradveil.certificates.certify import KINDS, certify, readable_p
-from gradveil.certificates.region import norm
 from gradveil.errors import CertificateError, LayerError
 from gradveil.types import Batch
 

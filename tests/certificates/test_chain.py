@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from certificates.random_networks import fill, pairs, random_network
-from gradveil.certificates.chain import walk
-from gradveil.certificates.stages import Conv, Reshape, Scale
+from gradveil.certificates.bounds.chain import walk
+from gradveil.certificates.bounds.stages import Conv, Reshape, Scale
 from gradveil.errors import CertificateError
 
 

@@ -12,13 +12,15 @@ from torch import Generator, Tensor
 
 from gradveil.certificates.convergence import (
     Constants,
+    LogisticProblem,
     a_posteriori,
+    brightest_removed,
+    extend,
     printed_bound,
     sampled_variance,
     theorem_a,
     theorem_b,
 )
-from gradveil.certificates.logistic import Logistic, brightest_removed, extend
 from gradveil.errors import CertificateError
 
 ONE = Constants(
@@ -95,10 +97,10 @@ def test_the_recursions_stay_under_the_closed_forms(seed: int) -> None:
         gap = (1 - eta * mu) * gap + eta * bias**2 / 2 + c.smoothness * eta**2 * variance / 2
 
 
-def toy(rng: Generator, decay: float = 0.1) -> tuple[Logistic, Tensor]:
+def toy(rng: Generator, decay: float = 0.1) -> tuple[LogisticProblem, Tensor]:
     inputs = torch.rand(60, 6, generator=rng)
     labels = (inputs[:, :3].argmax(1) + (torch.rand(60, generator=rng) < 0.2).long()) % 3
-    problem = Logistic(inputs, labels, torch.arange(60) // 15, decay, num_classes=3)
+    problem = LogisticProblem(inputs, labels, torch.arange(60) // 15, decay, num_classes=3)
     return problem, extend(brightest_removed(inputs, 2))
 
 
@@ -133,7 +135,7 @@ def test_the_constants_bound_what_they_claim_to_bound(rng: Generator) -> None:
             worst_spread = max(worst_spread, problem.value(near) - f.value(f.minimum(1e-9)))
             draws = [torch.randperm(15, generator=rng)[:4] for _ in range(40)]
             stochastic = torch.stack(
-                [Logistic(f.inputs[i], f.labels[i], f.owner[i], 0.1, 3).gradient(w) for i in draws]
+                [LogisticProblem(f.inputs[i], f.labels[i], f.owner[i], 0.1, 3).gradient(w) for i in draws]
             )
             assert float((stochastic - f.gradient(w)).square().sum((1, 2)).mean().sqrt()) <= float(c.sigmas[k])
         assert problem.bias(w, seen) <= c.error
@@ -145,7 +147,7 @@ def test_the_constants_bound_what_they_claim_to_bound(rng: Generator) -> None:
 
 def test_the_smoothness_is_attained_where_two_classes_are_even(rng: Generator) -> None:
     inputs = torch.rand(30, 6, generator=rng)
-    problem = Logistic(inputs, torch.arange(30) % 2, torch.zeros(30, dtype=torch.int64), 0.1, num_classes=2)
+    problem = LogisticProblem(inputs, torch.arange(30) % 2, torch.zeros(30, dtype=torch.int64), 0.1, num_classes=2)
     values, vectors = torch.linalg.eigh(extend(inputs).T @ extend(inputs) / 30)
     assert problem.smoothness() == pytest.approx(0.1 + float(values[-1]) / 2)
     step = 1e-4 * torch.outer(torch.tensor([1.0, -1.0], dtype=torch.float64) / math.sqrt(2), vectors[:, -1])
@@ -153,7 +155,7 @@ def test_the_smoothness_is_attained_where_two_classes_are_even(rng: Generator) -
     assert float(bend) == pytest.approx(
         problem.smoothness(), rel=1e-5
     )  # softmax = (1/2, 1/2): its Hessian's norm is 1/2
-    two = Logistic(inputs, torch.arange(30) % 2, torch.arange(30) // 15, 0.1, num_classes=2)
+    two = LogisticProblem(inputs, torch.arange(30) % 2, torch.arange(30) // 15, 0.1, num_classes=2)
     assert two.smoothness() == pytest.approx(max(two.device(k).smoothness() for k in (0, 1)))
 
 
@@ -192,7 +194,7 @@ def test_theorem_a_holds_on_federated_runs_with_local_steps(rng: Generator) -> N
                 v = w
                 for i in range(local):
                     chosen = mine[torch.randperm(15, generator=rng)[:5]]
-                    part = Logistic(problem.inputs[chosen], problem.labels[chosen], chosen * 0, 0.1, 3)
+                    part = LogisticProblem(problem.inputs[chosen], problem.labels[chosen], chosen * 0, 0.1, 3)
                     eta = 2 / (c.convexity * (c.gamma(local) + t * local + i))
                     v = v - eta * part.gradient(v, seen[chosen])
                 ends.append(v)

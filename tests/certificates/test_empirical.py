@@ -5,7 +5,7 @@ from torch import Generator, nn
 
 from gradveil.certificates.base import Problem
 from gradveil.certificates.certify import certify
-from gradveil.certificates.empirical import empirical_certificate, invert
+from gradveil.certificates.reach import empirical_certificate, invert
 from gradveil.types import Batch
 
 

@@ -7,12 +7,20 @@ import torch
 from torch import Tensor, nn
 
 from certificates.random_networks import ACTIVATIONS, pairs, random_network
-from gradveil.certificates.activations import Activation
-from gradveil.certificates.chain import Chain, walk
-from gradveil.certificates.interval import box_lipschitz, propagate, pull_rows, slope_product, unit_rows
-from gradveil.certificates.linear_bounds import lines, plane, tighten
+from gradveil.certificates.base import Region
+from gradveil.certificates.bounds.chain import StepChain, walk
+from gradveil.certificates.bounds.intervals import (
+    box_lipschitz,
+    lines,
+    plane,
+    propagate,
+    pull_rows,
+    slope_product,
+    tighten,
+    unit_rows,
+)
+from gradveil.certificates.bounds.stages import Activation
 from gradveil.certificates.lipschitz import lipschitz
-from gradveil.certificates.region import Region
 
 
 def curve_of(module: type[nn.Module]) -> Activation:
@@ -21,7 +29,7 @@ def curve_of(module: type[nn.Module]) -> Activation:
     return stage
 
 
-def boxes(chain: Chain, x: Tensor, radius: float) -> tuple[Tensor, Tensor, Tensor]:
+def boxes(chain: StepChain, x: Tensor, radius: float) -> tuple[Tensor, Tensor, Tensor]:
     """A box around x and 64 points in it, half of them corners."""
     low, high = (x.double() - radius).clamp(0, 1), (x.double() + radius).clamp(0, 1)
     rng = torch.Generator().manual_seed(0)
@@ -30,7 +38,7 @@ def boxes(chain: Chain, x: Tensor, radius: float) -> tuple[Tensor, Tensor, Tenso
     return low, high, low + (high - low) * at
 
 
-def jacobian(chain: Chain, x: Tensor) -> Tensor:
+def jacobian(chain: StepChain, x: Tensor) -> Tensor:
     return torch.func.jacrev(lambda z: chain(z[None])[0])(x).flatten(1)
 
 

@@ -5,11 +5,18 @@ import torch
 from torch import Generator, nn
 from torch.func import functional_call, grad, jacrev
 
-from gradveil.certificates.information import bayes_mse, equations, probed_mse
-from gradveil.certificates.meter import averaged, flat_prior, information, leak_meter, several_rounds
-from gradveil.priors import GaussianPrior
+from gradveil.certificates.meter import (
+    averaged,
+    bayes_mse,
+    equations,
+    flat_prior,
+    information,
+    leak_meter,
+    probed_mse,
+    several_rounds,
+)
 from gradveil.tree import Params, parameters
-from gradveil.types import Batch, Observation, Update
+from gradveil.types import Batch, GaussianPrior, Observation, Update
 
 
 @pytest.fixture

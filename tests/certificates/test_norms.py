@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gradveil.certificates import norms
-from gradveil.certificates.chain import walk
-from gradveil.certificates.norms import gram, lanczos, largest_eigenvalue, operator_norm, spectral, torus_bound
-from gradveil.certificates.stages import Affine, Conv, Dense, MaxPool
+from gradveil.certificates.bounds import norms
+from gradveil.certificates.bounds.chain import walk
+from gradveil.certificates.bounds.norms import gram, lanczos, largest_eigenvalue, operator_norm, spectral, torus_bound
+from gradveil.certificates.bounds.stages import Affine, Conv, Dense, MaxPool
 from gradveil.errors import CertificateError
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from gradveil.certificates.base import Problem
 from gradveil.certificates.certify import certify
-from gradveil.certificates.empirical import invert
+from gradveil.certificates.reach import invert
 from gradveil.types import Batch
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Generator, Tensor, nn
 
 from certificates.random_networks import pairs, random_network
+from gradveil.certificates.base import norm
 from gradveil.certificates.certify import certify
-from gradveil.certificates.region import norm
 
 TRIPLES = int(os.environ.get("GRADVEIL_TRIPLES", "400"))
 SEARCHES = TRIPLES // 10  # of the kinds that search for a radius

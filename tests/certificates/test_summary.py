@@ -3,10 +3,9 @@
 import torch
 from torch import Generator, nn
 
-from gradveil.certificates.summary import finite, lowest, metered, promises
 from gradveil.defenses.base import build
-from gradveil.priors import GaussianPrior
-from gradveil.types import Batch
+from gradveil.experiments.certificates import finite, lowest, metered, promises
+from gradveil.types import Batch, GaussianPrior
 
 
 def test_each_defended_layer_has_each_kind_and_each_says_a_sentence(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from gradveil.certificates.certify import certify
 from gradveil.certificates.target import smallest_share, zeroed, zeroing_order
 from gradveil.errors import CertificateError
-from gradveil.layers import representation
+from gradveil.layers.modules import representation
 from gradveil.scores import leak_scores
 from gradveil.types import Batch
 

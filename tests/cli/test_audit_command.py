@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gradveil.experiments.store import Store
+from gradveil.experiments.run_folder import Store
 
 OWN = """
 import numpy as np

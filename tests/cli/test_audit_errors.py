@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from gradveil.experiments import store as store_module
+from gradveil.experiments import run_folder as store_module
 from gradveil.models import build
 
 Run = Callable[..., tuple[int, str, str]]

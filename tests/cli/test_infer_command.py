@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from gradveil.cli.main import entry
-from gradveil.experiments.updates import write_examples, write_update
+from gradveil.experiments.update_files import write_examples, write_update
 from gradveil.models import build
 from gradveil.types import Batch, Update
 

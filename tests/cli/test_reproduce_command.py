@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from gradveil.cli import reproduce
 from gradveil.paper import parallel
-from gradveil.paper.base import Context, Item, Row, Verdict
+from gradveil.paper.base import Context, Item, Judgement, Row
 
 
 def app() -> typer.Typer:
@@ -67,7 +67,7 @@ class Toy(Item):
         """Return the names."""
         return [{"name": row["name"]} for row in rows]
 
-    def verdicts(self, rows: Sequence[Row]) -> list[Verdict]:
+    def verdicts(self, rows: Sequence[Row]) -> list[Judgement]:
         """Return none."""
         return []
 

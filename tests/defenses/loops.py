@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from gradveil.defenses.base import build
-from gradveil.defenses.step import step_gradient
+from gradveil.defenses.guard.step import step_gradient
 from gradveil.tree import Params
 from gradveil.types import Batch
 

@@ -3,8 +3,8 @@ from torch import Generator, nn
 
 from gradveil.defenses.base import build
 from gradveil.defenses.compose import Compose
-from gradveil.defenses.step import step_gradient
-from gradveil.layers import representation
+from gradveil.defenses.guard.step import step_gradient
+from gradveil.layers.modules import representation
 from gradveil.registry import describe
 from gradveil.types import Batch, Observation, Update
 

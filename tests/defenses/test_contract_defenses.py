@@ -7,9 +7,9 @@ import torch
 from torch import Generator, nn
 
 from gradveil.defenses.base import DEFENSES, Defense, build
-from gradveil.defenses.guard import protect
-from gradveil.defenses.step import step_gradient
-from gradveil.layers import representation
+from gradveil.defenses.guard.protect import protect
+from gradveil.defenses.guard.step import step_gradient
+from gradveil.layers.modules import representation
 from gradveil.registry import describe
 from gradveil.tree import Params, is_finite
 from gradveil.types import Batch, Observation, Update

@@ -10,8 +10,7 @@ from torch.testing import assert_close
 from gradveil.defenses.base import build
 from gradveil.defenses.decoy import Decoy, load_prior, save_prior
 from gradveil.errors import DefenseError, SpecError
-from gradveil.priors import GaussianPrior
-from gradveil.types import Batch, Observation, Update
+from gradveil.types import Batch, GaussianPrior, Observation, Update
 
 
 def images(count: int, seed: int) -> Tensor:

@@ -9,9 +9,9 @@ from torch.testing import assert_close
 
 from defenses.loops import REPRESENTATION, by_step_gradient, hooks_of, train, weights_of
 from gradveil.defenses.base import build
-from gradveil.defenses.guard import guard_of, protect
+from gradveil.defenses.guard.protect import guard_of, protect
+from gradveil.defenses.guard.step import step_gradient
 from gradveil.defenses.random_mask import RandomMask
-from gradveil.defenses.step import step_gradient
 from gradveil.errors import DefenseError, UpdateError
 from gradveil.types import Batch
 

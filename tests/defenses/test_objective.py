@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from torch import Generator, Tensor, nn
 from torch.testing import assert_close
 
-from gradveil.defenses.jacobian import jacobian
 from gradveil.defenses.objective import PseudoInverse, best_direction, best_subset, column_scores
-from gradveil.layers import representation
+from gradveil.defenses.representation import jacobian
+from gradveil.layers.modules import representation
 from gradveil.scores import leak_scores
 
 norms = st.sampled_from([1.0, 2.0, inf])

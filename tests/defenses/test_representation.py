@@ -11,12 +11,12 @@ from torch.testing import assert_close
 
 from defenses import slow_reading
 from gradveil.defenses.base import build
-from gradveil.defenses.guard import protect
-from gradveil.defenses.report import Report
+from gradveil.defenses.guard.passes import Report
+from gradveil.defenses.guard.protect import protect
+from gradveil.defenses.guard.step import step_gradient
 from gradveil.defenses.representation import RepresentationPerturbation
-from gradveil.defenses.step import step_gradient
 from gradveil.errors import LayerError, SpecError
-from gradveil.layers import representation
+from gradveil.layers.modules import representation
 from gradveil.tree import Params
 from gradveil.types import Batch
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradveil.defenses.selection import (
+from gradveil.defenses.masking import (
     budget,
     largest,
     largest_live,

@@ -5,8 +5,8 @@ from torch.testing import assert_close
 
 from defenses import slow_reading
 from gradveil.defenses.base import build
-from gradveil.defenses.report import Report
-from gradveil.defenses.step import step_gradient
+from gradveil.defenses.guard.passes import Report
+from gradveil.defenses.guard.step import step_gradient
 from gradveil.types import Batch
 
 

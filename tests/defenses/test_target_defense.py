@@ -13,12 +13,12 @@ from gradveil.certificates.target import smallest_share
 from gradveil.data import load
 from gradveil.data.partition import partition
 from gradveil.defenses.base import build
+from gradveil.defenses.guard.step import step_gradient
 from gradveil.defenses.representation import RepresentationPerturbation
-from gradveil.defenses.step import step_gradient
 from gradveil.errors import DefenseError, SpecError
-from gradveil.federated.masks import why_no_masks
 from gradveil.federated.simulate import Training, simulate
-from gradveil.layers import representation
+from gradveil.federated.stacking import why_no_masks
+from gradveil.layers.modules import representation
 from gradveil.models import build as build_model
 from gradveil.registry import describe
 from gradveil.scores import leak_scores

@@ -11,7 +11,7 @@ from torch import Generator
 
 from gradveil.attacks.base import Attack
 from gradveil.experiments.audit import Audit, audit
-from gradveil.experiments.config import AuditConfig
+from gradveil.experiments.scene import AuditConfig
 from gradveil.types import Observation, Reconstruction
 
 SMALL = AuditConfig(

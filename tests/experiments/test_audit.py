@@ -9,11 +9,9 @@ from gradveil.attacks.base import Attack
 from gradveil.data import load
 from gradveil.defenses.random_mask import RandomMask
 from gradveil.experiments.audit import Audit, audit
-from gradveil.experiments.config import AuditConfig
-from gradveil.experiments.promises import promise_rows
-from gradveil.experiments.scene import build_scene
-from gradveil.experiments.store import Store
-from gradveil.experiments.toml import from_toml
+from gradveil.experiments.certificates import promise_rows
+from gradveil.experiments.run_folder import Store, from_toml
+from gradveil.experiments.scene import AuditConfig, build_scene
 from gradveil.models import build
 from gradveil.report.page import write_report
 from gradveil.types import Observation
@@ -188,7 +186,7 @@ def test_a_model_that_no_certificate_can_read_does_not_stop_the_audit(
     def unreadable(*_: object, **__: object) -> None:
         raise RuntimeError("no rule for this\nlayer")
 
-    monkeypatch.setattr("gradveil.experiments.promises.metered", unreadable)
+    monkeypatch.setattr("gradveil.experiments.certificates.metered", unreadable)
     data = load("digits")
     scene = build_scene(small, data, build("logistic", data.input_shape, 10), {}, {})
     (row,) = promise_rows(scene, "none")

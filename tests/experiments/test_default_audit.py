@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gradveil.experiments.audit import audit
-from gradveil.experiments.summary import best_floor
+from gradveil.experiments.rows import best_floor
 from gradveil.report.page import write_report
 
 OURS = "representation:share=0.4"

@@ -7,9 +7,8 @@ import torch
 from gradveil.data import load
 from gradveil.defenses.random_mask import RandomMask
 from gradveil.errors import AttackError
-from gradveil.experiments.config import AuditConfig
-from gradveil.experiments.panel import CHUNK, Look, Problem, attack_all, chunks, observe, problems, victim_truth
-from gradveil.experiments.scene import Scene, build_scene
+from gradveil.experiments.scene import AuditConfig, Scene, build_scene
+from gradveil.experiments.trial import CHUNK, Look, Target, attack_all, chunks, observe, problems, victim_truth
 from gradveil.models import build
 
 MASK = "random_mask"
@@ -24,13 +23,13 @@ def scene() -> Scene:
 
 
 @pytest.fixture(scope="module")
-def found(scene: Scene) -> list[Problem]:
+def found(scene: Scene) -> list[Target]:
     looks = [Look("first", 1, "start", scene.model), Look("last", 6, "none", scene.model)]
     looks.append(Look("last", 6, MASK, build("lenet:strides=2/1", scene.dataset.input_shape, 10, seed=1)))
     return [p for part in problems(scene, looks).values() for p in part]
 
 
-def test_every_update_meets_its_control_the_naive_server_and_those_that_know(found: list[Problem]) -> None:
+def test_every_update_meets_its_control_the_naive_server_and_those_that_know(found: list[Target]) -> None:
     count = Counter((p.look.round, p.look.weights, p.defense, p.server.name, p.attack) for p in found)
     assert set(count.values()) == {3}  # images
     controls = {(r, w, a) for (r, w, d, s, a) in count if (d, s) == ("none", "naive")}
@@ -42,12 +41,12 @@ def test_every_update_meets_its_control_the_naive_server_and_those_that_know(fou
     }  # fmt: skip
 
 
-def same_update(scene: Scene, a: Problem, b: Problem) -> bool:
+def same_update(scene: Scene, a: Target, b: Target) -> bool:
     one, two = observe(scene, a).update.gradient, observe(scene, b).update.gradient
     return all(torch.equal(one[n], two[n]) for n in one.keys() & two.keys())
 
 
-def test_naive_and_knowing_servers_look_at_one_and_the_same_update(scene: Scene, found: list[Problem]) -> None:
+def test_naive_and_knowing_servers_look_at_one_and_the_same_update(scene: Scene, found: list[Target]) -> None:
     """A server that knows must not be handed a second draw of the defence's randomness."""
     here = [p for p in found if (p.look.round, p.defense, p.victim) == ("first", MASK, 0)]
     naive = next(p for p in here if p.server.name == "naive")
@@ -57,7 +56,7 @@ def test_naive_and_knowing_servers_look_at_one_and_the_same_update(scene: Scene,
     assert not torch.equal(*masks)  # every client draws for itself
 
 
-def test_a_server_that_knows_gets_its_own_view(scene: Scene, found: list[Problem]) -> None:
+def test_a_server_that_knows_gets_its_own_view(scene: Scene, found: list[Target]) -> None:
     here = {p.server.name: p for p in found if (p.look.round, p.defense, p.victim) == ("first", MASK, 0)}
     assert "fc.weight" in observe(scene, here["naive"]).update.gradient
     assert "fc.weight" not in observe(scene, here["drop"]).update.gradient
@@ -65,7 +64,7 @@ def test_a_server_that_knows_gets_its_own_view(scene: Scene, found: list[Problem
     assert observe(scene, here["mask"]).weights.keys() == {"fc.weight"}
 
 
-def test_the_control_is_undefended_and_the_rest_is_not(scene: Scene, found: list[Problem]) -> None:
+def test_the_control_is_undefended_and_the_rest_is_not(scene: Scene, found: list[Target]) -> None:
     here = [p for p in found if p.look.round == "first" and p.victim == 0 and p.server.name == "naive"]
     (control,), (defended,) = ([p for p in here if p.defense == d and p.attack == "newton"] for d in ("none", MASK))
     zeros = [int((observe(scene, p).update.gradient["fc.weight"] == 0).all(dim=0).sum()) for p in (control, defended)]
@@ -81,7 +80,7 @@ def test_attacked_images_are_the_clients_and_the_gallery_is_public(scene: Scene)
     assert distance.min() > 0
 
 
-def test_chunks_cover_everything_once_and_are_nearly_equal(found: list[Problem]) -> None:
+def test_chunks_cover_everything_once_and_are_nearly_equal(found: list[Target]) -> None:
     many = found * 20
     parts = chunks(many)
     assert [p for part in parts for p in part] == many
@@ -90,7 +89,7 @@ def test_chunks_cover_everything_once_and_are_nearly_equal(found: list[Problem])
 
 
 def test_where_an_attack_refuses_one_view_the_others_still_run(
-    scene: Scene, found: list[Problem], guess: object
+    scene: Scene, found: list[Target], guess: object
 ) -> None:
     class Picky(type(guess)):  # type: ignore[misc]
         def reconstruct_many(self, seen: list[object], rngs: list[object]) -> object:

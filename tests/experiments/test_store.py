@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradveil.experiments import store as store_module
-from gradveil.experiments.store import Store, StoreError
+from gradveil.experiments import run_folder as store_module
+from gradveil.experiments.run_folder import Store, StoreError
 
 CONFIG = 'dataset = "digits"\nseed = 0\n'
 

@@ -3,9 +3,9 @@ from typing import Any
 
 import pytest
 
-from gradveil.experiments.store import Row
-from gradveil.experiments.summary import best_floor, lines
-from gradveil.experiments.verdict import headline, short, verdicts
+from gradveil.experiments.judge import headline, short, verdicts
+from gradveil.experiments.rows import best_floor, lines
+from gradveil.experiments.run_folder import Row
 
 FLOOR = 0.08
 

@@ -6,11 +6,9 @@ import torch
 from torch import nn
 
 from gradveil.data import load
-from gradveil.experiments.config import AuditConfig
-from gradveil.experiments.scene import build_scene
-from gradveil.experiments.store import Store
-from gradveil.experiments.threads import is_small, one_thread
-from gradveil.experiments.training import train_all
+from gradveil.experiments.run_folder import Store
+from gradveil.experiments.scene import AuditConfig, build_scene
+from gradveil.experiments.training import is_small, one_thread, train_all
 from gradveil.federated.simulate import simulate
 from gradveil.models import build
 

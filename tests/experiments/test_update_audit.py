@@ -7,8 +7,8 @@ from safetensors.torch import save_file
 
 from gradveil.data import load
 from gradveil.errors import SpecError, UpdateError
-from gradveil.experiments.update_audit import UpdateAuditConfig, audit_update
-from gradveil.experiments.updates import write_examples, write_update
+from gradveil.experiments.saved_update import UpdateAuditConfig, audit_update
+from gradveil.experiments.update_files import write_examples, write_update
 from gradveil.federated.client import local_update
 from gradveil.models import build
 from gradveil.report.page import write_report
@@ -92,7 +92,7 @@ def test_a_finished_audit_is_not_done_again(
     tmp_path: Path, case: UpdateAuditConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = audit_update(case, tmp_path / "run")
-    monkeypatch.setattr("gradveil.experiments.update_audit.attack_all", lambda *_: pytest.fail("done twice"))
+    monkeypatch.setattr("gradveil.experiments.saved_update.attack_all", lambda *_: pytest.fail("done twice"))
     assert audit_update(case, tmp_path / "run", resume=True).rows == first.rows
 
 

@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from torch import Generator, nn
 
 from gradveil.errors import UpdateError
-from gradveil.experiments.updates import (
+from gradveil.experiments.update_files import (
     Facts,
     from_state_dicts,
     load_weights,

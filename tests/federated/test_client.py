@@ -9,7 +9,7 @@ from torch import Generator, nn
 
 from federated.helpers_federated import tiny_model
 from gradveil.defenses.base import build
-from gradveil.defenses.step import step_gradient
+from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import UpdateError
 from gradveil.federated.client import Local, local_update, shuffled, train_client
 from gradveil.tree import parameters

@@ -8,8 +8,7 @@ from torch import nn
 
 from gradveil.errors import SpecError
 from gradveil.federated.client import Sent
-from gradveil.federated.faults import Faults
-from gradveil.federated.server import SERVERS, Arrival, FedAdam, FedAvg, FedAvgM, average, merge, shares
+from gradveil.federated.server import SERVERS, Arrival, Faults, FedAdam, FedAvg, FedAvgM, average, merge, shares
 from gradveil.tree import Params, parameters
 from gradveil.types import Update
 

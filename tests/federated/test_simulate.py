@@ -13,13 +13,12 @@ from federated.helpers_federated import ragged_clients, tiny_dataset, tiny_model
 from gradveil.defenses.base import build
 from gradveil.errors import DataError, GradveilError, SpecError
 from gradveil.federated.checkpoint import Checkpoint
-from gradveil.federated.client import local_update
+from gradveil.federated.client import evaluate, local_update
 from gradveil.federated.engines import ENGINES
-from gradveil.federated.evaluate import evaluate
-from gradveil.federated.faults import Faults
 from gradveil.federated.schedules import SCHEDULES
+from gradveil.federated.server import Faults
 from gradveil.federated.simulate import Training, client_seed, sample_clients, simulate
-from gradveil.federated.together import Setting, simulate_together
+from gradveil.federated.together import Variant, simulate_together
 from gradveil.models import build as build_model
 from gradveil.seeds import Seeds
 from gradveil.tree import parameters
@@ -264,12 +263,12 @@ def test_evaluation_is_by_hand_and_puts_the_mode_back() -> None:
 def test_settings_that_train_together_end_where_they_do_alone(engine: str) -> None:
     data = tiny_dataset()
     settings = [
-        Setting(tiny_model(1).double(), ragged_clients(), "none", 1),
-        Setting(tiny_model(2).double(), ragged_clients()[::-1], "gaussian:scale=0.1", 2),
-        Setting(tiny_model(2).double(), ragged_clients(), "pruning:share=0.5", 2),
-        Setting(tiny_model(2).double(), ragged_clients(), "laplace:scale=0.1,on=update", 3),
-        Setting(tiny_model(3).double(), ragged_clients(), "representation:share=0.4", 3),
-        Setting(tiny_model(3).double(), ragged_clients(), "representation:share=0.9", 3),
+        Variant(tiny_model(1).double(), ragged_clients(), "none", 1),
+        Variant(tiny_model(2).double(), ragged_clients()[::-1], "gaussian:scale=0.1", 2),
+        Variant(tiny_model(2).double(), ragged_clients(), "pruning:share=0.5", 2),
+        Variant(tiny_model(2).double(), ragged_clients(), "laplace:scale=0.1,on=update", 3),
+        Variant(tiny_model(3).double(), ragged_clients(), "representation:share=0.4", 3),
+        Variant(tiny_model(3).double(), ragged_clients(), "representation:share=0.9", 3),
     ]
     training = Training(**{**vars(TRAINING), "server": "fedavgm", "proximal": 0.1})
     last = list(simulate_together(settings, data, training, engine=engine))[-1]
@@ -282,13 +281,13 @@ def test_settings_that_train_together_end_where_they_do_alone(engine: str) -> No
 
 def test_settings_that_cannot_train_together_are_refused() -> None:
     data = tiny_dataset()
-    one = Setting(tiny_model(), ragged_clients())
-    other = Setting(nn.Sequential(nn.Flatten(), nn.Linear(36, 3)), ragged_clients())
+    one = Variant(tiny_model(), ragged_clients())
+    other = Variant(nn.Sequential(nn.Flatten(), nn.Linear(36, 3)), ragged_clients())
     for settings, engine, message in [
         ([], "vectorised", "nothing to train"),
         ([one, other], "vectorised", "one architecture"),
         ([one], "processes", "vectorised and sequential"),
-        ([one, Setting(tiny_model(), ragged_clients(), "random_mask")], "vectorised", "representation"),
+        ([one, Variant(tiny_model(), ragged_clients(), "random_mask")], "vectorised", "representation"),
     ]:
         with pytest.raises(GradveilError, match=message):
             next(simulate_together(settings, data, TRAINING, engine=engine))

@@ -13,11 +13,11 @@ import typer
 from typer.testing import CliRunner
 
 from gradveil.cli.train import command
-from gradveil.cli.training import TrainConfig, train
 from gradveil.errors import GradveilError
-from gradveil.federated.auto import choose
+from gradveil.experiments.train import TrainConfig, train
 from gradveil.federated.checkpoint import Checkpoint
 from gradveil.federated.run import RunFolder
+from gradveil.federated.simulate import choose
 
 QUICK = {"model": "logistic", "partition": "iid:devices=4,per_device=40", "devices": 2, "rounds": 3, "lr": 0.5}
 
@@ -170,8 +170,8 @@ def test_the_engine_is_chosen_by_device_and_length(monkeypatch: pytest.MonkeyPat
     from gradveil.federated.engines import World
 
     world = World(tiny_model(), tiny_dataset().train, build("none"), Local())
-    monkeypatch.setattr("gradveil.federated.auto.available_cores", lambda: 2)
+    monkeypatch.setattr("gradveil.federated.simulate.available_cores", lambda: 2)
     assert choose(world, 10) == "sequential"
     assert choose(world, 2000) == "processes"
-    monkeypatch.setattr("gradveil.federated.auto.available_cores", lambda: 1)
+    monkeypatch.setattr("gradveil.federated.simulate.available_cores", lambda: 1)
     assert choose(world, 2000) == "sequential"

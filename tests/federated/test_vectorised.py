@@ -11,7 +11,7 @@ from gradveil.defenses.base import build
 from gradveil.federated import vectorised
 from gradveil.federated.client import Local, shuffled
 from gradveil.federated.engines import ENGINES, Job, World
-from gradveil.federated.padding import pad_steps
+from gradveil.federated.stacking import pad_steps
 
 
 @given(

@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp.strategy import FedAvg
 from torch import nn
 
-from gradveil.integrations.flower.audit import audited
+from gradveil.integrations.flower.grids import audited
 from gradveil.integrations.flower.records import withhold
 from gradveil.types import Batch
 from integrations.flower_parts import LR, Nodes, ReadOff, client_app, context, linear_model, reply

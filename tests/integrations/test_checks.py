@@ -7,7 +7,7 @@ from flwr.app import ArrayRecord, Message
 from flwr.serverapp.strategy import FedAvg
 from torch import nn
 
-from gradveil.integrations.flower.checks import checked
+from gradveil.integrations.flower.grids import checked
 from gradveil.integrations.flower.records import withhold
 from gradveil.tree import Params
 from integrations.flower_parts import Nodes, message, reply

@@ -17,17 +17,16 @@ from gradveil.errors import GradveilError, SpecError
 from gradveil.federated.simulate import Training, simulate
 from gradveil.integrations.flower.client import make_client_app
 from gradveil.integrations.flower.engine import submit
-from gradveil.integrations.flower.server import serve
-from gradveil.integrations.flower.settings import Settings, build_model, load_data, strategy_for
-from gradveil.integrations.flower.strategies import STRATEGIES, build_strategy
+from gradveil.integrations.flower.server import STRATEGIES, build_strategy, serve
+from gradveil.integrations.flower.settings import FlowerSettings, build_model, load_data, strategy_for
 from integrations.flower_parts import Nodes, context, message
 
-SETTINGS = Settings(
+SETTINGS = FlowerSettings(
     partition="classes:devices=6,classes=2,per_class=10", model="logistic", devices=3, epochs=2, batch_size=8, lr=0.1
 )
 
 
-def nodes(settings: Settings, devices: list[int]) -> Nodes:
+def nodes(settings: FlowerSettings, devices: list[int]) -> Nodes:
     """Flower nodes with random-looking ids, each of which holds a device's data."""
     app = make_client_app(settings)
 
@@ -37,7 +36,7 @@ def nodes(settings: Settings, devices: list[int]) -> Nodes:
     return Nodes({(device * 7919 + 5) % 104729: answer(device) for device in devices})
 
 
-def in_process(settings: Settings) -> dict[str, torch.Tensor]:
+def in_process(settings: FlowerSettings) -> dict[str, torch.Tensor]:
     dataset, shares = load_data(settings.dataset, settings.data, settings.partition, settings.seed)
     training = Training(
         rounds=settings.rounds,
@@ -57,15 +56,19 @@ def in_process(settings: Settings) -> dict[str, torch.Tensor]:
     "settings",
     [
         SETTINGS,
-        Settings(partition="iid:devices=4,per_device=9", devices=3, model="lenet", defense="representation:share=0.4"),
-        Settings(
+        FlowerSettings(
+            partition="iid:devices=4,per_device=9", devices=3, model="lenet", defense="representation:share=0.4"
+        ),
+        FlowerSettings(
             partition="iid:devices=4,per_device=9", devices=2, model="probe", defense="gaussian:scale=0.1", seed=3
         ),
-        Settings(partition="iid:devices=4,per_device=9", devices=4, model="integrations.flower_parts:with_batch_norm"),
+        FlowerSettings(
+            partition="iid:devices=4,per_device=9", devices=4, model="integrations.flower_parts:with_batch_norm"
+        ),
     ],
     ids=["plain", "representation", "noise", "batch norm"],
 )
-def test_the_app_gives_the_model_that_the_simulation_gives(settings: Settings) -> None:
+def test_the_app_gives_the_model_that_the_simulation_gives(settings: FlowerSettings) -> None:
     outcome = serve(nodes(settings, list(range(6))[: int(settings.partition.split("devices=")[1][0])]), settings)
     expected = in_process(settings)
     assert outcome.state.keys() == expected.keys()
@@ -89,7 +92,7 @@ def test_failing_and_lying_clients_are_counted_and_left_out() -> None:
     grid.answers[crashing] = only_training(grid.answers[crashing], lambda reply: None)
     grid.answers[lying] = only_training(grid.answers[lying], poisoned)
 
-    outcome = serve(grid, Settings(**SETTINGS.__dict__ | {"devices": 6}))
+    outcome = serve(grid, FlowerSettings(**SETTINGS.__dict__ | {"devices": 6}))
 
     for row in outcome.rounds:
         assert row["accepted"] == 4
@@ -133,7 +136,7 @@ def test_a_site_can_set_a_defence_that_the_run_does_not_name() -> None:
 
 
 def test_secret_clients_do_not_draw_from_the_seed() -> None:
-    settings = Settings(**SETTINGS.__dict__ | {"secret": True})
+    settings = FlowerSettings(**SETTINGS.__dict__ | {"secret": True})
     app = make_client_app(settings)
     model = build_model(settings, load_data("digits", "", settings.partition, 0)[0])
     first, second = (app(message(model), context({"partition-id": 0})).content["arrays"] for _ in range(2))
@@ -143,9 +146,9 @@ def test_secret_clients_do_not_draw_from_the_seed() -> None:
 def test_settings_travel_through_a_run_config() -> None:
     config = SETTINGS.to_config()
     assert config["batch-size"] == 8
-    assert Settings.from_config(config) == SETTINGS
+    assert FlowerSettings.from_config(config) == SETTINGS
     with pytest.raises(SpecError, match="Did you mean 'batch_size'"):
-        Settings.from_config({"batchsize": 3})
+        FlowerSettings.from_config({"batchsize": 3})
 
 
 def test_every_strategy_is_built_by_name_and_takes_its_numbers() -> None:
@@ -170,13 +173,13 @@ def test_server_rules_of_the_simulation_have_their_strategy() -> None:
 @pytest.mark.parametrize("strategy", ["fedadam:eta=0.01", "fedprox:proximal_mu=0.1", "fedmedian", "krum", "fedavgm"])
 def test_other_strategies_train(strategy: str) -> None:
     own = {"strategy": strategy, "partition": "iid:devices=6,per_device=20", "devices": 6, "rounds": 5}
-    settings = Settings(**SETTINGS.__dict__ | own)
+    settings = FlowerSettings(**SETTINGS.__dict__ | own)
     losses = [row["loss"] for row in serve(nodes(settings, list(range(6))), settings).rounds]
     assert losses[-1] < losses[0]
 
 
 def test_the_learning_rate_follows_the_schedule() -> None:
-    settings = Settings(**SETTINGS.__dict__ | {"schedule": "exponential:factor=0.3"})
+    settings = FlowerSettings(**SETTINGS.__dict__ | {"schedule": "exponential:factor=0.3"})
     expected = in_process(settings)
     outcome = serve(nodes(settings, list(range(6))), settings)
     assert max(float((outcome.state[name] - value).abs().max()) for name, value in expected.items()) < 1e-5
@@ -184,14 +187,14 @@ def test_the_learning_rate_follows_the_schedule() -> None:
 
 
 def test_the_factor_of_fedprox_reaches_the_clients() -> None:
-    settings = Settings(**SETTINGS.__dict__ | {"strategy": "fedprox:proximal_mu=0.7"})
-    expected = in_process(Settings(**SETTINGS.__dict__ | {"proximal": 0.7}))
+    settings = FlowerSettings(**SETTINGS.__dict__ | {"strategy": "fedprox:proximal_mu=0.7"})
+    expected = in_process(FlowerSettings(**SETTINGS.__dict__ | {"proximal": 0.7}))
     state = serve(nodes(settings, list(range(6))), settings).state
     assert max(float((state[name] - value).abs().max()) for name, value in expected.items()) < 1e-5
 
 
 def test_fedavgm_gives_the_model_that_the_simulation_gives() -> None:
-    settings = Settings(**SETTINGS.__dict__ | {"strategy": strategy_for("fedavgm:lr=0.5")})
+    settings = FlowerSettings(**SETTINGS.__dict__ | {"strategy": strategy_for("fedavgm:lr=0.5")})
     dataset, shares = load_data("digits", "", settings.partition, 0)
     training = Training(rounds=3, devices=3, epochs=2, batch_size=8, lr=0.1, server="fedavgm:lr=0.5")
     *_, last = simulate(build_model(settings, dataset), dataset, shares, training)
@@ -259,7 +262,7 @@ def test_telemetry_is_off_in_our_commands() -> None:
 
 def test_the_app_audits_what_arrives(tmp_path: Path) -> None:
     own = {"audit": "newton", "partition": "iid:devices=3,per_device=2", "batch_size": 0, "epochs": 1, "devices": 3}
-    settings = Settings(**SETTINGS.__dict__ | own | {"rounds": 2, "model": "probe", "out": str(tmp_path)})
+    settings = FlowerSettings(**SETTINGS.__dict__ | own | {"rounds": 2, "model": "probe", "out": str(tmp_path)})
     outcome = serve(nodes(settings, [0, 1, 2]), settings)
     assert [row["round"] for row in outcome.leaks] == [1, 2]
     assert all(row["psnr"] > 30 and row["examples"] == 2 for row in outcome.leaks)

@@ -110,10 +110,10 @@ def started(script: str, folder: Path) -> Iterator[None]:
 def test_the_example_has_the_settings_of_the_app() -> None:
     import tomllib
 
-    from gradveil.integrations.flower.settings import Settings
+    from gradveil.integrations.flower.settings import FlowerSettings
 
     config = tomllib.loads((ROOT / "examples" / "flower" / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
-    assert Settings.from_config(config["config"]).to_config() == config["config"]
+    assert FlowerSettings.from_config(config["config"]).to_config() == config["config"]
     assert config["components"] == {
         "serverapp": "gradveil.flower:server_app",
         "clientapp": "gradveil.flower:client_app",

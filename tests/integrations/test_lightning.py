@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from gradveil.defenses.guard import protect
+from gradveil.defenses.guard.protect import protect
 from gradveil.errors import DefenseError
 
 lightning = pytest.importorskip("lightning.pytorch")

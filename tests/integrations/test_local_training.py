@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from gradveil.defenses.base import build
-from gradveil.defenses.guard import guard_of
-from gradveil.defenses.step import step_gradient
+from gradveil.defenses.guard.protect import guard_of
+from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import DefenseError
 from gradveil.integrations.local_training import defended, is_trained
 from gradveil.types import Batch

@@ -5,9 +5,8 @@ pytest.importorskip("flwr")
 import torch
 from torch import nn
 
-from gradveil.integrations.flower.mod_leaks import leak_guard
-from gradveil.integrations.flower.mod_steps import guard_mod
-from gradveil.integrations.flower.mod_update import update_mod
+from gradveil.integrations.flower.leaks import leak_guard
+from gradveil.integrations.flower.mods import guard_mod, update_mod
 from gradveil.types import Batch
 from integrations.flower_parts import ReadOff, client_app, context, linear_model, message, train_plainly, weights
 

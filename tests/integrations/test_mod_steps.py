@@ -11,9 +11,9 @@ from flwr.clientapp.mod import fixedclipping_mod
 from torch import nn
 
 from gradveil.defenses.base import build
-from gradveil.defenses.guard import protect
-from gradveil.defenses.step import step_gradient
-from gradveil.integrations.flower.mod_steps import guard_mod
+from gradveil.defenses.guard.protect import protect
+from gradveil.defenses.guard.step import step_gradient
+from gradveil.integrations.flower.mods import guard_mod
 from gradveil.types import Batch
 from integrations.flower_parts import LR, client_app, context, gradient, message, reply, train_plainly, weights
 

@@ -6,7 +6,7 @@ import torch
 from flwr.app import Message
 from torch import nn
 
-from gradveil.integrations.flower.mod_update import update_mod
+from gradveil.integrations.flower.mods import update_mod
 from gradveil.types import Batch
 from integrations.flower_parts import LR, Halved, client_app, context, gradient, message, reply, weights
 

@@ -18,7 +18,7 @@ from flwr.server.strategy import FedAvg
 from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
 from torch import nn
 
-from gradveil.integrations.flower.mod_steps import guard_mod
+from gradveil.integrations.flower.mods import guard_mod
 from gradveil.types import Batch
 from integrations.flower_parts import Nodes, train_plainly
 

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Generator
 
-from gradveil.metrics.pairing import pair
-from gradveil.metrics.pixel import mse
+from gradveil.metrics.base import pair
+from gradveil.metrics.image import mse
 
 
 @given(st.integers(0, 1000), st.integers(1, 5))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gradveil.errors import SpecError
-from gradveil.layers import representation
+from gradveil.layers.modules import representation
 from gradveil.models import MODELS, build
 from gradveil.registry import describe
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from gradveil.paper import accuracy
-from gradveil.paper.accuracy import Accuracy, Panel
+from gradveil.paper.accuracy import Accuracy, AccuracyPanel
 from gradveil.paper.attack_points import same_defense
 from gradveil.paper.base import Context
 from gradveil.paper.tradeoff import FULL
 
-SMALL = Panel("lenet:strides=2/1,activation=tanh,init=kaiming", "digits", 3, ("none",), "iid:devices=20")
+SMALL = AccuracyPanel("lenet:strides=2/1,activation=tanh,init=kaiming", "digits", 3, ("none",), "iid:devices=20")
 
 
 def test_settings_that_train_together_give_what_each_gives_alone(monkeypatch: pytest.MonkeyPatch) -> None:

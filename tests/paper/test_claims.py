@@ -2,7 +2,7 @@
 
 import pytest
 
-from gradveil.paper.base import Context, Row, Verdict
+from gradveil.paper.base import Context, Judgement, Row
 from gradveil.paper.claims import Claims
 
 Point = tuple[str, str, float, float | None]  # defence, server, MSE, accuracy
@@ -38,7 +38,7 @@ def rows(panel: str, points: list[Point], unclamped: float = 1.0) -> list[Row]:
     return found
 
 
-def judge(found: list[Row], words: str, who: str = "does not know") -> Verdict:
+def judge(found: list[Row], words: str, who: str = "does not know") -> Judgement:
     (verdict,) = [v for v in Claims().verdicts(found) if words in v.claim and who in v.claim]
     return verdict
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradveil.certificates.logistic import Logistic, brightest_removed
+from gradveil.certificates.convergence import LogisticProblem, brightest_removed
 from gradveil.data import load
 from gradveil.data.partition import partition
 from gradveil.errors import DataError
@@ -15,7 +15,7 @@ from gradveil.federated.simulate import Training, simulate
 from gradveil.models import build
 from gradveil.paper import convergence
 from gradveil.paper.base import Context, Row
-from gradveil.paper.convergence import Convergence, World, local_steps, smoothed
+from gradveil.paper.convergence import Convergence, Devices, local_steps, smoothed
 from gradveil.paper.logistic_rounds import logistic_rounds
 from gradveil.seeds import Seeds
 
@@ -161,9 +161,9 @@ def test_the_schedule_is_that_of_the_theorems(monkeypatch: pytest.MonkeyPatch) -
     clients = partition(dataset.train.labels, "classes:devices=6,classes=2,per_class=10", 0)
     rows = torch.cat([torch.from_numpy(c) for c in clients])
     inputs, labels = dataset.train.batch(rows).inputs.flatten(1), dataset.train.labels[rows]
-    problem = Logistic(inputs, labels, torch.arange(6).repeat_interleave(20), 1e-4)
+    problem = LogisticProblem(inputs, labels, torch.arange(6).repeat_interleave(20), 1e-4)
     mine = [chunk.numpy() for chunk in torch.arange(120).split(20)]
-    place = World(problem, brightest_removed(inputs, 6), mine)
+    place = Devices(problem, brightest_removed(inputs, 6), mine)
     paces = []
 
     def watched(*arguments: Any) -> Iterator[torch.Tensor]:

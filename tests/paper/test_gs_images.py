@@ -8,8 +8,7 @@ import torch
 
 from gradveil.paper.attack_points import encoded
 from gradveil.paper.base import Context, Row
-from gradveil.paper.gs_images import RATES, GSImages
-from gradveil.paper.gs_images_figure import decoded
+from gradveil.paper.gs_images import RATES, GSImages, decoded
 
 
 def row(defense: str, server: str, mse: float, identified: float) -> Row:

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from gradveil.cli import reproduce
 from gradveil.errors import DataError
-from gradveil.experiments.store import Store
+from gradveil.experiments.run_folder import Store
 from gradveil.paper.base import Context
 from gradveil.paper.parallel import run_groups
 from gradveil.paper.table2 import Table2

@@ -13,9 +13,9 @@ from gradveil.countermeasures import drop
 from gradveil.models import build
 from gradveil.paper.attack_points import AttackPoints, Point, servers
 from gradveil.paper.base import Context, Row
-from gradveil.paper.drawing import Dot, dots
+from gradveil.paper.figures import Dot, dots
 from gradveil.paper.gs_images import GSImages
-from gradveil.paper.points import Scene, attack_rows, naive
+from gradveil.paper.points import Shared, attack_rows, naive
 from gradveil.paper.settings import accuracies, control_works, network_family, papers_unit, settings, strongest
 from gradveil.paper.tradeoff import CONTRAST, FULL, QUICK, Tradeoff, _points
 
@@ -127,7 +127,7 @@ def test_the_unclamped_error_is_of_what_the_search_left() -> None:
     rows = points.rows([Point("none", naive())], pictures=1)
     assert all(r["unclamped_mse"] > r["mse"] for r in rows)
     assert [("picture" in r) for r in rows] == [True, False]
-    assert isinstance(points.scene, Scene)
+    assert isinstance(points.scene, Shared)
     std = points.scene.public.inputs.std()
     assert rows[0]["normalised_mse"] == pytest.approx(rows[0]["mse"] / float(std) ** 2, rel=1e-3)
 

@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradveil.experiments.config import AuditConfig
-from gradveil.experiments.store import Row, Store
-from gradveil.experiments.toml import to_toml
+from gradveil.experiments.run_folder import Row, Store, to_toml
+from gradveil.experiments.scene import AuditConfig
 
 IMAGES = 8
 GALLERY = 100

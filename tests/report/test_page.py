@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gradveil.experiments.store import Store
+from gradveil.experiments.run_folder import Store
 from gradveil.report.page import render, write_report
 
 VOID = {"meta", "link", "img", "br", "path"}

@@ -3,10 +3,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gradveil.experiments.store import Store
-from gradveil.experiments.summary import best_floor
-from gradveil.experiments.verdict import verdicts
-from gradveil.report.terminal import verdict_table
+from gradveil.experiments.judge import verdicts
+from gradveil.experiments.rows import best_floor
+from gradveil.experiments.run_folder import Store
+from gradveil.report.table import verdict_table
 
 
 def test_the_table_fits_eighty_columns_and_says_it_all(run_folder: Path) -> None:

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from gradveil.scores.convolution import Convolution
-from gradveil.scores.operators import Scale
+from gradveil.layers.convolution import Convolution
+from gradveil.layers.operators import Scale
 
 paddings = st.tuples(st.integers(0, 4), st.integers(0, 4))
 dilations = st.tuples(st.integers(1, 3), st.integers(1, 3))

@@ -10,16 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from gradveil.scores import METHODS, graph, leak_scores, methods, row_norms
+from gradveil.layers.convolution import Convolution
+from gradveil.layers.graph import Tape
+from gradveil.layers.walk import chain
+from gradveil.scores import METHODS, leak_scores, methods, row_norms
 from gradveil.scores.api import linearise
-from gradveil.scores.convolution import Convolution
-from gradveil.scores.dense import dense_rows, matrix_of
 from gradveil.scores.exact import exact_rows
-from gradveil.scores.graph import _RECORDINGS, Recording
+from gradveil.scores.fast import cuda as graph
+from gradveil.scores.fast.cuda import _RECORDINGS, Recording
+from gradveil.scores.fast.dense import dense_rows, matrix_of
 from gradveil.scores.methods import Method
-from gradveil.scores.rows import Rows
-from gradveil.scores.tape import Tape
-from gradveil.scores.walk import chain
+from gradveil.scores.rows import RowNorms
 from reference.score_models import BUILDERS, make
 
 SMALL_CHAINS = ["linear", "strided", "even", "batch norm", "dropout", "branching", "wide", "convolution defended"]
@@ -72,13 +73,13 @@ class _Fake(Recording):
     replays: ClassVar[int] = 0
 
     @classmethod
-    def of(cls, run: Callable[[Tensor], Rows], x: Tensor, kept: tuple[Tensor, ...]) -> "Recording":
+    def of(cls, run: Callable[[Tensor], RowNorms], x: Tensor, kept: tuple[Tensor, ...]) -> "Recording":
         _Fake.made += 1
         found = cls(None, x, run(x), kept)  # type: ignore[arg-type]
         object.__setattr__(found, "run", run)
         return found
 
-    def __call__(self, x: Tensor) -> Rows:
+    def __call__(self, x: Tensor) -> RowNorms:
         _Fake.replays += 1
         return self.run(x)  # type: ignore[attr-defined,no-any-return]
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.testing import assert_close
 
+from gradveil.layers.graph import Tape
+from gradveil.layers.jacobian import FunctionJacobian
 from gradveil.scores import leak_scores, row_norms
 from gradveil.scores.api import linearise
 from gradveil.scores.exact import exact_rows
-from gradveil.scores.jacobian import FunctionJacobian
-from gradveil.scores.tape import Tape
 from reference.leak_scores import reference_jacobian, reference_scores
 from reference.score_models import BUILDERS, make
 

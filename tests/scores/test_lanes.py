@@ -10,17 +10,18 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from gradveil.layers.graph import Tape
 from gradveil.models import build
-from gradveil.scores import gram, lanes, library, row_norms
+from gradveil.scores import row_norms
 from gradveil.scores.api import linearise
 from gradveil.scores.exact import Start, exact_rows
-from gradveil.scores.lanes import lanes_rows
-from gradveil.scores.pieces import pieces_of
-from gradveil.scores.tape import Tape
+from gradveil.scores.fast import cpu_kernel, kernel_plan
+from gradveil.scores.fast.cpu_kernel import lanes_rows
+from gradveil.scores.fast.kernel_plan import pieces_of
 from reference.score_models import make
 
 PS = (2.0, 1.0, inf)
-needs_kernel = pytest.mark.skipif(library.library() is None, reason="the compiled kernel was not built")
+needs_kernel = pytest.mark.skipif(cpu_kernel.library() is None, reason="the compiled kernel was not built")
 CHAINS = ["linear", "strided", "even", "pooled", "batch norm", "dropout", "branching", "wide", "convolution defended"]
 
 
@@ -101,28 +102,28 @@ def gram_before(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Make rows stop before that piece, whatever it costs."""
 
     def force(at: int) -> None:
-        def split(shapes: tuple[gram.Shape, ...], rows: int, width: int) -> gram.Split | None:
-            return gram._split(shapes, at, width)
+        def split(shapes: tuple[kernel_plan.PieceShape, ...], rows: int, width: int) -> kernel_plan.RowSplit | None:
+            return kernel_plan._split(shapes, at, width)
 
-        monkeypatch.setattr(lanes, "best_split", split)
+        monkeypatch.setattr(cpu_kernel, "best_split", split)
 
     return force
 
 
 def test_rows_stop_halfway_where_that_saves_work() -> None:
     pieces = _shapes(build("lenet", (3, 32, 32), 10), "fc", torch.rand(1, 3, 32, 32))
-    split = gram.best_split(pieces, 768, 16)
+    split = kernel_plan.best_split(pieces, 768, 16)
     assert split is not None
     assert split.at == 2
     assert sum(split.blocks) == 1000  # of 64 x 65 / 2 pairs of places
-    assert gram.best_split(pieces, 16, 16) is None  # too few rows for a matrix to pay
+    assert kernel_plan.best_split(pieces, 16, 16) is None  # too few rows for a matrix to pay
 
 
-def _shapes(model: nn.Module, layer: str, x: Tensor) -> tuple[gram.Shape, ...]:
+def _shapes(model: nn.Module, layer: str, x: Tensor) -> tuple[kernel_plan.PieceShape, ...]:
     tape = _tape(model, layer, x)
     found = pieces_of(tape, Start.of(tape).node)
     assert found is not None
-    return tuple(map(gram.Shape.of, found))
+    return tuple(map(kernel_plan.PieceShape.of, found))
 
 
 @needs_kernel
@@ -197,7 +198,7 @@ def test_double_precision_is_left_to_torch() -> None:
 
 @pytest.fixture
 def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "library", lambda: None)
+    monkeypatch.setattr(cpu_kernel, "library", lambda: None)
 
 
 @pytest.mark.usefixtures("no_kernel")

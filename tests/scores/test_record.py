@@ -6,12 +6,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from gradveil.layers.graph import Tape
+from gradveil.layers.jacobian import FunctionJacobian
+from gradveil.layers.recorder import record
+from gradveil.layers.walk import chain, walk
 from gradveil.scores import leak_scores
 from gradveil.scores.api import linearise
-from gradveil.scores.jacobian import FunctionJacobian
-from gradveil.scores.record import record
-from gradveil.scores.tape import Tape
-from gradveil.scores.walk import chain, walk
 from reference.leak_scores import reference_scores
 from reference.score_models import BUILDERS, make
 

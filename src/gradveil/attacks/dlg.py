@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from torch import Generator
 
 from gradveil.attacks.base import ATTACKS, Attack
-from gradveil.attacks.lbfgs import LBFGS
-from gradveil.attacks.matching import squared_distance
-from gradveil.attacks.search import Search, Start
+from gradveil.attacks.labels import with_labels
+from gradveil.attacks.search.matching import squared_distance
+from gradveil.attacks.search.minimisers import LBFGS
+from gradveil.attacks.search.restarts import Search, Start
+from gradveil.errors import AttackError
 from gradveil.types import Observation, Reconstruction
 
 
@@ -38,3 +40,19 @@ class DLG(Attack):
             start=self.start, tol=self.tol, cuts=(0.05, 0.15),
         )  # fmt: skip
         return search.run(seen, rngs)
+
+
+@ATTACKS.register("idlg")
+@dataclass(frozen=True)
+class IDLG(DLG):
+    """DLG with the label read off the sign of the last layer's gradient (Zhao et al. 2020); one example only."""
+
+    def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
+        """Rebuild the inputs behind several updates at once."""
+        for s in seen:
+            if s.num_examples != 1:
+                raise AttackError(
+                    f"idlg reads the label of one example, and this update is made of {s.num_examples}. "
+                    "Use dlg, or gs, which recovers how often each class occurs."
+                )
+        return super().reconstruct_many(with_labels(seen, rngs, required=True), rngs)

@@ -1,4 +1,4 @@
-"""Unroll the client's local steps and match the whole weight difference: what a FedAvg update needs."""
+"""Unroll the client's local steps and match the whole weight difference: what a FedAvgInversion update needs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -8,24 +8,21 @@ import torch
 from torch import Generator, Tensor
 from torch.func import functional_call, grad, vmap
 
-from gradveil.attacks.adam import Adam
 from gradveil.attacks.base import ATTACKS, Attack
-from gradveil.attacks.engine import Optimiser
-from gradveil.attacks.fedavg_unroll import local_plan, unroll
-from gradveil.attacks.gradients import quiet, soft_cross_entropy
 from gradveil.attacks.labels import with_labels
-from gradveil.attacks.lbfgs import LBFGS
-from gradveil.attacks.matching import Matching, cosine_distance, squared_distance
-from gradveil.attacks.objective import Penalty, Unknowns
-from gradveil.attacks.penalties import TotalVariation
-from gradveil.attacks.search import Search
+from gradveil.attacks.search.loop import Optimiser
+from gradveil.attacks.search.matching import Matching, cosine_distance, squared_distance
+from gradveil.attacks.search.minimisers import LBFGS, Adam
+from gradveil.attacks.search.objective import Penalty, TotalVariation, Unknowns
+from gradveil.attacks.search.restarts import Search
+from gradveil.gradients.functional import local_plan, quiet, soft_cross_entropy, unroll
 from gradveil.tree import Params, parameters
 from gradveil.types import Observation, Reconstruction, check_update
 
 
 @ATTACKS.register("fedavg")
 @dataclass(frozen=True)
-class FedAvg(Attack):
+class FedAvgInversion(Attack):
     """Run the client's local steps on trial images, all N at once, and match the weight difference they end in.
 
     Steps, learning rate and batch size are the server's own settings. Which example was in which batch is not known:

@@ -6,13 +6,20 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from gradveil.attacks.adam import Adam
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.labels import with_labels
-from gradveil.attacks.matching import Matching, squared_distance
-from gradveil.attacks.objective import Penalty, Unknowns
-from gradveil.attacks.penalties import BatchNormStatistics, Energy, GroupConsistency, TotalVariation, batch_norms
-from gradveil.attacks.search import Search
+from gradveil.attacks.search.matching import Matching, squared_distance
+from gradveil.attacks.search.minimisers import Adam
+from gradveil.attacks.search.objective import (
+    BatchNormStatistics,
+    Energy,
+    GroupConsistency,
+    Penalty,
+    TotalVariation,
+    Unknowns,
+    batch_norms,
+)
+from gradveil.attacks.search.restarts import Search
 from gradveil.tree import Params
 from gradveil.types import Observation, Reconstruction
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Generator, Tensor, nn
 
-from gradveil.attacks.gradients import quiet
 from gradveil.errors import AttackError, LayerError
-from gradveil.layers import find_layer, representation
+from gradveil.gradients.functional import quiet
+from gradveil.layers.modules import find_layer, representation
 from gradveil.types import Observation
 
 DUMMIES = 64  # made inputs that stand for the client's when predictions are guessed

@@ -7,12 +7,10 @@ import torch
 from torch import Generator, Tensor
 
 from gradveil.attacks.base import ATTACKS, Attack
+from gradveil.attacks.gauss_newton.equations import Prior
+from gradveil.attacks.gauss_newton.solver import DenseStep, Descent, MatrixFree, Solver, State
+from gradveil.attacks.gauss_newton.updates import free_logits, known_bias, update_rows
 from gradveil.attacks.labels import with_labels
-from gradveil.attacks.newton_prior import Prior
-from gradveil.attacks.newton_solve import Schedule, Solver, State
-from gradveil.attacks.newton_step import Dense, MatrixFree
-from gradveil.attacks.newton_trial import free_logits
-from gradveil.attacks.newton_update import known_bias, update_rows
 from gradveil.errors import AttackError
 from gradveil.types import Observation, Reconstruction, check_update
 
@@ -67,8 +65,8 @@ class Newton(Attack):
         starts = torch.stack([self._starts(prior, rng) for s, rng in zip(seen, rngs, strict=True)])  # (B, r, n)
         rows = update_rows(seen, labels, prior)
         dense = starts.shape[-1] <= self.dense_limit and rows.seen.shape[1] * starts.shape[-1] * 8 <= self.memory
-        direction = Dense(prior) if dense else MatrixFree(prior, self.cg_steps)
-        schedule = Schedule(self.steps, self.stage_steps, self.floor, self.last_floor)
+        direction = DenseStep(prior) if dense else MatrixFree(prior, self.cg_steps)
+        schedule = Descent(self.steps, self.stage_steps, self.floor, self.last_floor)
         solver = Solver(prior, schedule, direction, rows.seen.shape[1] - prior.extra)
         which = torch.arange(len(seen), device=device).repeat_interleave(self.restarts)
         together = max(1, int(self.memory / (8 * 40 * rows.seen.shape[1])))

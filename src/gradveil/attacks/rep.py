@@ -7,14 +7,14 @@ import torch
 from torch import Generator, Tensor
 
 from gradveil.attacks.base import ATTACKS, Attack
+from gradveil.attacks.inference.chain import chain_of
+from gradveil.attacks.inference.classes import InferenceSettings, infer
 from gradveil.attacks.labels import with_labels
-from gradveil.attacks.lbfgs import LBFGS
-from gradveil.attacks.matching import Matching, squared_distance
-from gradveil.attacks.representation import Settings, infer
-from gradveil.attacks.representation_chain import chain_of
-from gradveil.attacks.search import Search
+from gradveil.attacks.search.matching import Matching, squared_distance
+from gradveil.attacks.search.minimisers import LBFGS
+from gradveil.attacks.search.restarts import Search
 from gradveil.errors import AttackError, did_you_mean
-from gradveil.layers import prefix
+from gradveil.layers.modules import prefix
 from gradveil.tree import Params
 from gradveil.types import Observation, Reconstruction, check_update
 
@@ -78,7 +78,7 @@ class Rep(Attack):
             )
         assert seen.labels is not None
         found = infer(
-            seen.model, seen.update, seen.input_shape, seen.num_classes, Settings(m=self.m, convolutions=False)
+            seen.model, seen.update, seen.input_shape, seen.num_classes, InferenceSettings(m=self.m, convolutions=False)
         )
         top, bottom = found.vectors[layer][0], found.scales[layer][0]  # (K, L), (K,)
         sure = bottom.abs() > FAINT * seen.update.gradient[bias].abs().max()

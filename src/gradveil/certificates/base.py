@@ -1,18 +1,78 @@
-"""What a certificate is: a bound per example, and the sentences it rests on."""
+"""Where a bound is claimed: the images within a distance R of one image, inside the data range."""
 
 import copy
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 from typing import Literal
 
 import torch
 from torch import Generator, Tensor, nn
 
-from gradveil.certificates.chain import Chain, walk
-from gradveil.certificates.norms import check_p
-from gradveil.certificates.region import ROUNDING, farthest, norm
+from gradveil.certificates.bounds.chain import StepChain, walk
+from gradveil.certificates.bounds.norms import check_p
 from gradveil.errors import CertificateError
-from gradveil.layers import find_layer
+from gradveil.layers.modules import find_layer
+
+ROUNDING = 1e-12  # relative widening of every interval: thousands of float64 roundings
+
+
+@dataclass(frozen=True)
+class Region:
+    """The p-ball of radius R around x, cut to the data range; without a radius the whole range."""
+
+    x: Tensor  # (1, *shape) float64
+    lower: Tensor  # (1, *shape): the smallest box around the region
+    upper: Tensor
+    p: float
+    radius: float
+
+    @classmethod
+    def whole(cls, x: Tensor, bounds: tuple[float, float]) -> "Region":
+        """Return the data range itself."""
+        x = x.to(torch.float64)
+        return cls(x, torch.full_like(x, bounds[0]), torch.full_like(x, bounds[1]), inf, inf)
+
+    @classmethod
+    def ball(cls, x: Tensor, p: float, radius: float, bounds: tuple[float, float]) -> "Region":
+        """Return the ball around x (1, *shape), cut to the data range."""
+        x = x.to(torch.float64)
+        return cls(x, (x - radius).clamp(*bounds), (x + radius).clamp(*bounds), p, radius)
+
+    def highest(self, rows: Tensor, constant: Tensor) -> Tensor:
+        """Return the largest value (M,) that planes rows·x + constant take here, widened for rounding."""
+        lower, upper = self.lower.flatten(1), self.upper.flatten(1)
+        corner = torch.where(rows > 0, upper, lower)
+        top = (rows * corner).sum(1)
+        if self.p != inf:
+            at_centre = rows @ self.x.flatten()
+            top = torch.minimum(top, at_centre + self.radius * dual_norm(rows, self.p))
+        wide = (rows.abs() * corner.abs()).sum(1) + constant.abs()
+        return top + constant + ROUNDING * wide
+
+
+def norm(x: Tensor, p: float) -> Tensor:
+    """Return the p-norm of each row (N,) of x (N, ...)."""
+    found: Tensor = torch.linalg.vector_norm(x.flatten(1), p, dim=1)
+    return found
+
+
+def dual_norm(x: Tensor, p: float) -> Tensor:
+    """Return the norm dual to p of each row: inf for 1, 2 for 2, 1 for inf."""
+    return norm(x, {1: inf, 2: 2, inf: 1}[p])
+
+
+def farthest(x: Tensor, bounds: tuple[float, float], p: float) -> Tensor:
+    """Return the largest distance (N,) from x to an image in the data range."""
+    low, high = bounds
+    return norm(torch.maximum(x - low, high - x), p)
+
+
+def ratio(distance: Tensor, size: Tensor | float) -> Tensor:
+    """Return distance / size (N,): infinite where f does not move at all, 0 where r′ is r."""
+    size = torch.as_tensor(size, dtype=distance.dtype, device=distance.device)
+    return torch.where(distance > 0, distance / size, torch.zeros_like(distance))
+
 
 Kind = Literal["local", "global", "box", "radius", "reach", "residual", "empirical"]
 
@@ -87,7 +147,7 @@ class Problem:
         return self.x[0].numel()
 
     @cached_property
-    def chain(self) -> Chain:
+    def chain(self) -> StepChain:
         """The part of the model before the layer, as a chain."""
         chain = walk(self.model, self.layer, self.x)
         if chain.out_size != self.r_perturbed.shape[1]:

@@ -8,7 +8,6 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.certificates.base import Certificate, Kind, Problem
-from gradveil.certificates.empirical import empirical_certificate
 from gradveil.certificates.lipschitz import (
     box_certificate,
     global_certificate,
@@ -16,7 +15,7 @@ from gradveil.certificates.lipschitz import (
     residual_certificate,
 )
 from gradveil.certificates.local import local_certificate
-from gradveil.certificates.reach import reach_certificate
+from gradveil.certificates.reach import empirical_certificate, reach_certificate
 from gradveil.errors import CertificateError, did_you_mean
 
 KINDS: dict[Kind, Callable[[Problem], Certificate]] = {

@@ -8,25 +8,23 @@ from math import sqrt
 
 import torch
 
-from gradveil.certificates.base import RANGE, Certificate, Problem
-from gradveil.certificates.chain import Chain
-from gradveil.certificates.interval import box_lipschitz, propagate
-from gradveil.certificates.linear_bounds import tighten
-from gradveil.certificates.norms import Norm, operator_norm
-from gradveil.certificates.region import Region, farthest, ratio
-from gradveil.certificates.stages import Reshape
+from gradveil.certificates.base import RANGE, Certificate, Problem, Region, farthest, ratio
+from gradveil.certificates.bounds.chain import StepChain
+from gradveil.certificates.bounds.intervals import box_lipschitz, propagate, tighten
+from gradveil.certificates.bounds.norms import Norm, operator_norm
+from gradveil.certificates.bounds.stages import Reshape
 from gradveil.errors import CertificateError
 
 MARGIN = 1 + 1e-9  # on every Lipschitz constant, for rounding
 STEPS = 10  # of the search for a radius
 
 
-def layer_norms(chain: Chain, p: float) -> list[Norm]:
+def layer_norms(chain: StepChain, p: float) -> list[Norm]:
     """Return the norm of every step of the chain, reshapes left out."""
     return [operator_norm(stage, p) for stage in chain.stages if not isinstance(stage, Reshape)]
 
 
-def lipschitz(chain: Chain, p: float) -> float:
+def lipschitz(chain: StepChain, p: float) -> float:
     """Return an upper bound of Lip_p(f) on the whole space: the product of the steps' norms."""
     total = MARGIN
     for norm in layer_norms(chain, p):

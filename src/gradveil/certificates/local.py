@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.func import vjp, vmap
 
-from gradveil.certificates.base import SCOPE, Certificate, Problem
-from gradveil.certificates.norms import lanczos
-from gradveil.certificates.region import norm, ratio
+from gradveil.certificates.base import SCOPE, Certificate, Problem, norm, ratio
+from gradveil.certificates.bounds.norms import lanczos
 from gradveil.errors import CertificateError
-from gradveil.layers import prefix
+from gradveil.layers.modules import prefix
 from gradveil.scores import row_norms
 
 STEPS = 40  # of Lanczos, at most

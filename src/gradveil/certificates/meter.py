@@ -1,21 +1,143 @@
-"""The leak meter: how well any server could rebuild the input from everything that was sent, to first order.
+"""What an update says about its input to first order: the Jacobian K of all that is seen, and its information."""
 
-The theorem on representations speaks of one layer; this speaks of the whole update. With K the Jacobian of all
-visible numbers by the input, N their noise and Λ the precision of a Gaussian prior fitted to public data, the
-Bayesian Cramér-Rao figure is tr((KᵀN⁻¹K + Λ)⁻¹) / n (van Trees): the least mean squared error of any estimator
-in the linearised Gaussian model. Rank and singular values say which directions are seen at all; the inversion
-influence (Zhang et al. 2023) is the error of a server without a prior.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Generator, Tensor
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+from torch.func import functional_call, grad, jvp, vjp, vmap
 
-from gradveil.certificates.information import Equations, bayes_mse, equations, probed_mse
-from gradveil.priors import GaussianPrior
-from gradveil.types import Batch, Observation
+from gradveil.gradients.functional import quiet, soft_cross_entropy, unroll
+from gradveil.tree import Params
+from gradveil.types import Batch, GaussianPrior, Observation
+
+TANGENTS = 128  # of the Jacobian at once
+PROBES = 32  # of products with the information at once
+
+
+@dataclass(frozen=True)
+class Equations:
+    """The numbers a server sees, as a smooth function of the unknown input, with their noise."""
+
+    model: nn.Module
+    function: Callable[[Tensor], Tensor]  # x (n,) -> (R,), n = N d unknowns
+    x: Tensor  # (n,) float64, where the derivative is taken
+    noise: Tensor  # (R,), standard deviation of each number; the floor where none is known
+
+    def jacobian(self) -> Tensor:
+        """Return K (R, n), column by column in chunks."""
+        unit = torch.eye(len(self.x), dtype=self.x.dtype, device=self.x.device)
+        with quiet(self.model), torch.no_grad():
+            columns = vmap(lambda v: jvp(self.function, (self.x,), (v,))[1], chunk_size=TANGENTS)(unit)
+        found: Tensor = columns.T
+        return found
+
+    def information(self, v: Tensor) -> Tensor:
+        """Return KᵀN⁻¹K v for rows v (M, n), without K."""
+
+        def one(v: Tensor) -> Tensor:
+            pushed = jvp(self.function, (self.x,), (v,))[1] / self.noise.square()
+            pulled: Tensor = vjp(self.function, self.x)[1](pushed)[0]
+            return pulled
+
+        with quiet(self.model):
+            return vmap(one, chunk_size=PROBES)(v).detach()
+
+
+def equations(seen: Observation, truth: Batch, floor: float = 1e-3) -> Equations:
+    """Return what the server sees as equations in the client's inputs, linearised where the truth is.
+
+    Tensors that were dropped give none, entries of weight 0 give none, and each number carries its known noise and
+    a floor of ``floor`` times the root mean square of the whole gradient beside it: the same for every view of one
+    update, so that seeing less never looks like leaking more.
+    """
+    names = list(seen.visible)
+    held = {**dict(seen.model.named_parameters()), **dict(seen.model.named_buffers())}
+    state = {n: v.detach().double() if v.is_floating_point() else v for n, v in held.items()}
+    trainable = {n for n, p in seen.model.named_parameters() if p.requires_grad}
+    moved = trainable if seen.update.num_steps > 1 or seen.simulate is not None else set(names)
+    free = {n: state[n] for n in moved}
+    fixed = {n: v for n, v in state.items() if n not in moved}
+    labels = F.one_hot(truth.labels, seen.num_classes).double()
+    shape = truth.inputs.shape
+
+    def step(weights: Params, x: Tensor, y: Tensor) -> Params:
+        def loss(w: Params) -> Tensor:
+            return soft_cross_entropy(functional_call(seen.model, fixed | w, (x,)), y)
+
+        found: Params = grad(loss)(weights)
+        return found
+
+    live = torch.cat([_live(seen, n, state[n]) for n in names]).nonzero()[:, 0]
+
+    def function(x: Tensor) -> Tensor:
+        sent = unroll(step, free, x.reshape(shape), labels, seen.update)
+        sent = sent if seen.simulate is None else seen.simulate(sent)
+        return torch.cat([sent[n].reshape(-1) for n in names])[live]
+
+    x = truth.inputs.detach().double().reshape(-1)
+    with quiet(seen.model):
+        whole = unroll(step, {n: state[n] for n in trainable}, x.reshape(shape), labels, seen.update)
+    rms = torch.cat([g.detach().reshape(-1) for g in whole.values()]).square().mean().sqrt()
+    known = torch.cat([state[n].new_full((state[n].numel(),), seen.noise.get(n, 0.0)) for n in names])
+    noise = (known[live].square() + (floor * rms).square()).sqrt()
+    return Equations(seen.model, function, x, noise.clamp_min(1e-30))
+
+
+def _live(seen: Observation, name: str, like: Tensor) -> Tensor:
+    given = seen.weights.get(name)
+    return torch.ones_like(like, dtype=torch.bool).reshape(-1) if given is None else (given != 0).reshape(-1)
+
+
+def bayes_mse(information: Tensor, prior: GaussianPrior) -> float:
+    """Return tr((F + Λ)⁻¹) / n for the information F (n, n) and a Gaussian prior of precision Λ = Σ⁻¹ per example.
+
+    As tr(Σ (I + Σ^½ F Σ^½)⁻¹), which stays well conditioned where F is nearly singular.
+    """
+    values, vectors = torch.linalg.eigh(prior.covariance().to(information))
+    root = (vectors * values.clamp_min(0).sqrt()) @ vectors.T
+    n, d = len(information), len(root)
+    roots = torch.block_diag(*[root] * (n // d))
+    factor = torch.linalg.cholesky(torch.eye(n).to(information) + roots @ information @ roots)
+    solved = torch.linalg.solve_triangular(factor, roots, upper=False)
+    return float(solved.square().sum() / n)
+
+
+def probed_mse(
+    information: Callable[[Tensor], Tensor], prior: GaussianPrior, x: Tensor, probes: int, steps: int, rng: Generator
+) -> float:
+    """Return the same trace by Hutchinson probes and conjugate gradients, without forming any matrix.
+
+    Preconditioned by Σ and started at 0, zᵀx_k rises to zᵀ(F + Λ)⁻¹z: stopped early it errs low, so that it never
+    overstates protection. ``information`` maps rows (M, n) to F v, for the unknowns x (n,).
+    """
+    d = len(prior.mean)
+    factor = prior.factor.to(x)
+    double = GaussianPrior(prior.mean.to(x), factor, prior.ridge)
+
+    def per_example(f: Callable[[Tensor], Tensor], v: Tensor) -> Tensor:
+        return f(v.reshape(-1, d)).reshape(v.shape)
+
+    def covary(v: Tensor) -> Tensor:
+        return (v @ factor) @ factor.T + prior.ridge * v
+
+    z = torch.randint(0, 2, (probes, len(x)), generator=rng, device=rng.device).to(x) * 2 - 1
+    found, residual = torch.zeros_like(z), z
+    ahead = per_example(covary, residual)
+    direction, size2 = ahead, (residual * ahead).sum(1)
+    start = size2
+    for _ in range(steps):
+        applied = information(direction) + per_example(double.whiten, direction)
+        pace = size2 / (direction * applied).sum(1).clamp_min(1e-300)
+        found, residual = found + pace[:, None] * direction, residual - pace[:, None] * applied
+        ahead = per_example(covary, residual)
+        new = (residual * ahead).sum(1)
+        if bool((new <= 1e-16 * start).all()):
+            break
+        direction, size2 = ahead + (new / size2.clamp_min(1e-300))[:, None] * direction, new
+    return float((z * found).sum(1).mean() / len(x))
+
 
 EXACT = 1024  # unknowns up to which the Jacobian is written out
 ASSUMPTIONS = (

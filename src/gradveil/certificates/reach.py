@@ -4,16 +4,15 @@ The verdict compares r′ with bounds of f over the whole data range. The radius
 c·f stays below c·r′ - tau ||c||_dual on the ball of radius R, no image in the ball comes within tau of r′.
 """
 
-from math import sqrt
+from math import cos, pi, sqrt
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
-from gradveil.certificates.activations import Interval
-from gradveil.certificates.base import RANGE, Certificate, Problem
-from gradveil.certificates.interval import propagate, pull_rows
-from gradveil.certificates.linear_bounds import plane, tighten
-from gradveil.certificates.region import Region, dual_norm, farthest, norm
+from gradveil.certificates.base import RANGE, Certificate, Problem, Region, dual_norm, farthest, norm
+from gradveil.certificates.bounds.intervals import plane, propagate, pull_rows, tighten
+from gradveil.certificates.bounds.stages import Interval
+from gradveil.layers.modules import prefix
 
 STEPS = 10  # of the search for a radius
 
@@ -87,3 +86,45 @@ def _excluded(problem: Problem, i: int, radius: float) -> bool:
     by_slope = radius * float(dual_norm(centre.abs() + spread, problem.p)[0])
     margin = 1e-9 * (abs(wanted) + float((c * r).abs().sum()))
     return min(by_plane, by_slope) + margin < wanted
+
+
+ASSUMPTIONS = (
+    "Not a bound: the distance that one search reached; a better search may come nearer or find another image.",
+    "The search minimises ||f(X′) - r′||_2 over the data range and is chosen by that objective, never by the truth.",
+)
+
+
+def empirical_certificate(
+    problem: Problem, steps: int = 300, restarts: int = 2, lr: float = 0.1, mask_aware: bool = False
+) -> Certificate:
+    """Invert r′ by Adam from several starts; ``mask_aware`` matches only the entries that r′ left non-zero."""
+    weight = (problem.r_perturbed != 0).to(problem.x.dtype) if mask_aware else torch.ones_like(problem.r_perturbed)
+    found, residual = invert(problem, weight.to(problem.x.dtype), steps, restarts, lr)
+    distance = norm((found - problem.x).double(), problem.p)
+    details = {"residual": residual, "mse": ((found - problem.x).double() ** 2).flatten(1).mean(1)}
+    matched = "kept entries" if mask_aware else "r′"
+    how = f"Adam on the {matched}, {steps} steps, best of {restarts} starts by residual"
+    return Certificate(distance, "empirical", problem.p, problem.size, False, ASSUMPTIONS, how, details)
+
+
+def invert(problem: Problem, weight: Tensor, steps: int, restarts: int, lr: float) -> tuple[Tensor, Tensor]:
+    """Return the best image (N, *shape) in the data range for each r′, and its residual (N,)."""
+    rng = problem.rng or Generator(problem.x.device).manual_seed(0)
+    f, n = prefix(problem.model, problem.layer), len(problem.x)
+    low, high = problem.bounds
+    shape = (restarts * n, *problem.x.shape[1:])
+    x = torch.rand(shape, generator=rng, device=problem.x.device, dtype=problem.x.dtype) * (high - low) + low
+    target, weight = (t.to(x.dtype).repeat(restarts, 1) for t in (problem.r_perturbed, weight))
+    first, second = torch.zeros_like(x), torch.zeros_like(x)
+    for step in range(steps):
+        x.requires_grad_()
+        loss = (weight * (f(x).flatten(1) - target)).square().sum()
+        (grad,) = torch.autograd.grad(loss, x)
+        first, second = 0.9 * first + 0.1 * grad, 0.999 * second + 0.001 * grad**2
+        sizes = first / (1 - 0.9 ** (step + 1)) / ((second / (1 - 0.999 ** (step + 1))).sqrt() + 1e-12)
+        pace = lr * (high - low) * (1 + cos(pi * step / steps)) / 2
+        x = (x.detach() - pace * sizes).clamp(low, high)
+    with torch.no_grad():
+        residual = (weight * (f(x).flatten(1) - target)).norm(dim=1).reshape(restarts, n)
+    best = residual.argmin(0)
+    return x.reshape(restarts, *problem.x.shape)[best, torch.arange(n)], residual.amin(0).double()

@@ -6,11 +6,10 @@ from math import inf, sqrt
 import torch
 from torch import Tensor, nn
 
-from gradveil.certificates.base import Kind, Problem
+from gradveil.certificates.base import ROUNDING, Kind, Problem, norm
 from gradveil.certificates.certify import KINDS, certify
-from gradveil.certificates.region import ROUNDING, norm
 from gradveil.errors import CertificateError
-from gradveil.layers import find_layer, representation
+from gradveil.layers.modules import find_layer, representation
 from gradveil.scores import leak_scores
 
 PROPORTIONAL = ("local", "global", "box")  # kinds whose bound is ||r - r′|| over a number that r′ does not change

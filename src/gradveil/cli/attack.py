@@ -36,8 +36,8 @@ def command(
     """Reconstruct the inputs behind a saved update."""
     sys.path.insert(0, os.getcwd())
     from gradveil.attacks.base import build as build_attack
-    from gradveil.experiments.update_audit import UpdateAuditConfig, build_case
-    from gradveil.experiments.updates import write_examples
+    from gradveil.experiments.saved_update import UpdateAuditConfig, build_case
+    from gradveil.experiments.update_files import write_examples
     from gradveil.report.pictures import write_pictures
     from gradveil.types import Batch
 

@@ -97,8 +97,8 @@ def command(
 
 def _federated(options: dict[str, Any], config: Path | None) -> "Callable[..., Audit]":
     from gradveil.experiments.audit import audit
-    from gradveil.experiments.config import AuditConfig
-    from gradveil.experiments.toml import from_toml
+    from gradveil.experiments.run_folder import from_toml
+    from gradveil.experiments.scene import AuditConfig
 
     base = AuditConfig()
     if config is not None:
@@ -111,7 +111,7 @@ def _federated(options: dict[str, Any], config: Path | None) -> "Callable[..., A
 
 
 def _saved(options: dict[str, Any]) -> "Callable[..., Audit]":
-    from gradveil.experiments.update_audit import UpdateAuditConfig, audit_update
+    from gradveil.experiments.saved_update import UpdateAuditConfig, audit_update
 
     chosen = UpdateAuditConfig(**{key: value for key, value in options.items() if value is not None})
     return lambda **rest: audit_update(chosen, **rest)
@@ -180,9 +180,9 @@ def _stoppable(out: Path | None) -> Iterator[None]:
 
 
 def _show(found: "Audit", json: bool) -> None:
-    from gradveil.experiments.summary import best_floor
+    from gradveil.experiments.rows import best_floor
     from gradveil.report.page import write_report
-    from gradveil.report.terminal import verdict_table
+    from gradveil.report.table import verdict_table
 
     page = write_report(found.folder)
     if json:
@@ -195,7 +195,7 @@ def _show(found: "Audit", json: bool) -> None:
 
 
 def _as_json(found: "Audit", page: Path) -> dict[str, Any]:
-    from gradveil.experiments.store import plain_json
+    from gradveil.experiments.run_folder import plain_json
 
     said = {
         "headline": found.headline,

@@ -14,7 +14,7 @@ from gradveil.cli.options import Data, Model, Seed
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradveil.certificates.summary import Metered, Promise
+    from gradveil.experiments.certificates import Metered, Promise
 
 PUBLIC = 2000  # images of the test split that the prior is fitted to
 
@@ -47,13 +47,12 @@ def figures(
 
     from gradveil.certificates.base import blind_mse, largest_mse
     from gradveil.certificates.certify import readable_p
-    from gradveil.certificates.summary import KINDS, metered, promises
     from gradveil.data import load
     from gradveil.defenses.base import build as build_defense
+    from gradveil.experiments.certificates import KINDS, metered, promises
     from gradveil.models import build
-    from gradveil.priors import GaussianPrior
     from gradveil.seeds import Seeds
-    from gradveil.types import Batch
+    from gradveil.types import Batch, GaussianPrior
 
     seeds, p, defense = Seeds(seed), readable_p(norm), build_defense(defense_spec)
     source = load(dataset_spec, data)
@@ -183,7 +182,7 @@ def _span(values: "Tensor") -> str:
 
 def as_json(found: dict[str, Any]) -> dict[str, Any]:
     """Return plain data: lists, numbers, words; null where a number is not finite."""
-    from gradveil.certificates.summary import finite
+    from gradveil.experiments.certificates import finite
 
     promised: list[Promise] = found["promises"]
     rows = []

@@ -12,8 +12,8 @@ from gradveil.cli.audit import read_shape
 from gradveil.cli.options import Before, Classes, Data, InputShape, Kind, LearningRate, Model, Weights
 
 if TYPE_CHECKING:
-    from gradveil.attacks.representation import Inferred
-    from gradveil.experiments.update_audit import Case
+    from gradveil.attacks.inference.classes import Inferred
+    from gradveil.experiments.saved_update import Case
 
 
 def command(
@@ -38,11 +38,11 @@ def command(
 ) -> None:
     """Infer which classes clients trained on, and a representation per class and layer."""
     sys.path.insert(0, os.getcwd())
-    from gradveil.attacks.representation import Settings, infer
-    from gradveil.experiments.update_audit import UpdateAuditConfig, build_case
-    from gradveil.experiments.updates import read_tensors, read_update
+    from gradveil.attacks.inference.classes import InferenceSettings, infer
+    from gradveil.experiments.saved_update import UpdateAuditConfig, build_case
+    from gradveil.experiments.update_files import read_tensors, read_update
 
-    settings = Settings(rule=rule, m=m, convolutions=convolutions)  # type: ignore[arg-type]
+    settings = InferenceSettings(rule=rule, m=m, convolutions=convolutions)  # type: ignore[arg-type]
     case = build_case(
         UpdateAuditConfig(
             update=update[0], model=model, weights=weights, before=before, kind=kind, lr=lr, dataset=dataset,
@@ -93,7 +93,7 @@ def _write(path: Path, found: "Inferred") -> None:
     """Save ``present``, ``confidence`` and each layer's vectors (devices, classes, length)."""
     from safetensors.torch import save
 
-    from gradveil.experiments.store import write_atomically
+    from gradveil.experiments.run_folder import write_atomically
 
     tensors = {"present": found.present.to(found.confidence), "confidence": found.confidence, **found.vectors}
     write_atomically(path, save({name: value.contiguous() for name, value in tensors.items()}))

@@ -15,7 +15,7 @@ from gradveil.cli.options import Data, Seed
 from gradveil.errors import SpecError
 
 if TYPE_CHECKING:
-    from gradveil.experiments.store import Store
+    from gradveil.experiments.run_folder import Store
     from gradveil.paper.base import Context, Item
 
 PARTS = (
@@ -99,8 +99,7 @@ def run_item(
     jobs: int = 1,
 ) -> dict[str, Any]:
     """Do what is not done yet of one item; return and keep its summary, and put its rows into ``made``."""
-    from gradveil.experiments.store import Store, write_atomically
-    from gradveil.experiments.toml import dumps
+    from gradveil.experiments.run_folder import Store, dumps, write_atomically
     from gradveil.registry import describe
 
     folder = out / item.spec_name

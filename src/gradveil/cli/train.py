@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from gradveil.cli.options import Data, Model, Seed
-from gradveil.cli.training import TrainConfig, prepare, train
 from gradveil.errors import SpecError
+from gradveil.experiments.train import TrainConfig, prepare, train
 from gradveil.registry import convert
 
 if TYPE_CHECKING:
@@ -140,15 +140,15 @@ def _train_on_flower(
     """Hand the run to Flower: simulated here, or submitted to a SuperLink."""
     from gradveil.federated.run import RunFolder
     from gradveil.integrations.flower.engine import check, run
-    from gradveil.integrations.flower.settings import Settings, strategy_for
+    from gradveil.integrations.flower.settings import FlowerSettings, strategy_for
 
     for name in ("faults", "sampling", "weighting", "early_stop"):
         if getattr(config, name) != getattr(_DEFAULT, name):
             raise SpecError(f"--{name.replace('_', '-')} is not available with --engine flower. Leave it out.")
-    shared = {f.name for f in fields(Settings)} & {f.name for f in fields(TrainConfig)}
+    shared = {f.name for f in fields(FlowerSettings)} & {f.name for f in fields(TrainConfig)}
     values = {name: getattr(config, name) for name in shared}
     values |= {"data": config.data or "", "batch_size": config.batch_size or 0}
-    settings = Settings(**values, strategy=strategy_for(config.server), out=str(out.resolve()))
+    settings = FlowerSettings(**values, strategy=strategy_for(config.server), out=str(out.resolve()))
     if superlink is None:
         check(settings)
     prepare(RunFolder(out), config, resume=False)

@@ -1,15 +1,29 @@
-"""The well-known image sets: from a local folder, else from the hub."""
+"""Download from the Hugging Face hub, through the optional library ``datasets``."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from gradveil.data import hub
-from gradveil.data.base import DATASETS, Dataset, Source
+import numpy as np
+import torch
+
+from gradveil.data.base import DATASETS, Dataset, Source, Split
 from gradveil.data.cache import Decoded, cached, key_of
+from gradveil.data.folder import class_names, decode_table, parquet_files, read_parquet
 from gradveil.data.originals import CIFAR, IDX, SVHN, Format
-from gradveil.data.parquet import class_names, decode_table, parquet_files, read_parquet
+from gradveil.data.own import hold_out
 from gradveil.errors import DataError, GradveilError, MissingExtraError
+
+
+def download(repository: str, config: str | None) -> dict[str, Any]:
+    """Return the splits ``train`` and ``test`` as pyarrow tables with the images still encoded."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingExtraError(f"Downloading {repository}", "hub") from error
+    found = datasets.load_dataset(repository, config)
+    return {part: found[part].with_format("arrow")[:] for part in ("train", "test")}
+
 
 _DIGITS = tuple("0123456789")
 
@@ -55,7 +69,7 @@ class Known(Source):
 
     def _from_hub(self, data: Path | None) -> Dataset:
         def decode() -> Decoded:
-            tables = hub.download(self.repository, self.config)
+            tables = download(self.repository, self.config)
             return Decoded(decode_table(tables["train"]), decode_table(tables["test"]), self.names)
 
         try:
@@ -121,3 +135,24 @@ class Svhn(Known):
     config = "cropped_digits"
     names = _DIGITS
     originals = SVHN
+
+
+@DATASETS.register("digits")
+@dataclass(frozen=True)
+class Digits(Source):
+    """Handwritten digits, grey 8x8 with 17 levels: 1,797 images, a fifth of each class set aside for the test."""
+
+    test_share: float = 0.2
+
+    def load(self, data: Path | None) -> Dataset:
+        """Return the set; no folder is needed."""
+        from sklearn.datasets import load_digits
+
+        pixels, labels = load_digits(return_X_y=True)
+        images = pixels.reshape(-1, 1, 8, 8).astype(np.uint8)
+        labels = labels.astype(np.int64)
+        train, test = (
+            Split(images[chosen], torch.from_numpy(labels[chosen]), scale=16.0)
+            for chosen in hold_out(labels, self.test_share)
+        )
+        return Dataset("digits", train, test, tuple("0123456789"))

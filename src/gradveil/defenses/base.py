@@ -1,14 +1,37 @@
-"""What a defence is: four places where it may act, and what a server that knows it would do."""
+"""Settings that make no sense are refused when a defence is built, not in the middle of training."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from torch import Generator, Tensor, nn
 
-from gradveil.countermeasures import Countermeasure
+from gradveil.countermeasures import Countermeasure, plain
+from gradveil.errors import SpecError
 from gradveil.registry import Registry, split_specs
 from gradveil.tree import Params
 from gradveil.types import Batch, Update
+
+
+def check_share(share: float) -> None:
+    """Raise unless ``share`` is a part of 1."""
+    if not 0.0 <= share <= 1.0:
+        raise SpecError(f"share={share} is not a part of 1. Give a number between 0 and 1, e.g. share=0.4 for 40 %.")
+
+
+def check_positive(name: str, value: float) -> None:
+    """Raise unless ``value`` is zero or more."""
+    if not value >= 0:
+        raise SpecError(f"{name}={value} is negative. Give zero or a positive number.")
+
+
+def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
+    """Raise unless ``value`` is one of the allowed ones."""
+    known = list(allowed)
+    if value not in known:
+        raise SpecError(f"{name}={value!r} is not known. Give one of: {', '.join(map(str, known))}.")
+
 
 DEFENSES: Registry["Defense"] = Registry("defense", "gradveil.defenses")
 
@@ -73,3 +96,13 @@ def build(spec: str | Defense) -> Defense:
 
         return Compose(tuple(DEFENSES.build(part) for part in parts))
     return DEFENSES.build(spec)
+
+
+@DEFENSES.register("none")
+@dataclass(frozen=True)
+class NoDefense(Defense):
+    """Send the gradient as it is."""
+
+    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+        """Return the one view there is: nothing is hidden."""
+        return (plain(),)

@@ -12,12 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Generator, Tensor, nn
 
 from gradveil.countermeasures import Countermeasure
-from gradveil.defenses.base import DEFENSES, Defense
-from gradveil.defenses.checks import check_positive
-from gradveil.defenses.passes import Rewired
+from gradveil.defenses.base import DEFENSES, Defense, check_positive
+from gradveil.defenses.guard.passes import Rewired
 from gradveil.errors import DefenseError, SpecError
-from gradveil.priors import GaussianPrior
-from gradveil.types import Batch, Observation
+from gradveil.types import Batch, GaussianPrior, Observation
 
 _UNIFORM = 1.0 / 12.0  # variance of a pixel that is anything in [0, 1]
 

@@ -9,8 +9,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, whiten
-from gradveil.defenses.base import DEFENSES, Defense, Place
-from gradveil.defenses.checks import check_choice, check_positive
+from gradveil.defenses.base import DEFENSES, Defense, Place, check_choice, check_positive
 from gradveil.tree import Params, flatten
 from gradveil.types import Observation, Update
 

@@ -11,7 +11,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from gradveil.defenses.selection import largest, largest_live
+from gradveil.defenses.masking import largest, largest_live
 
 _ROUNDS = 50  # of an ascent; each round raises the objective, or it is over
 

@@ -7,9 +7,8 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, mask, simulate
-from gradveil.defenses.base import DEFENSES, Defense, Place
-from gradveil.defenses.checks import check_choice, check_share
-from gradveil.defenses.selection import largest
+from gradveil.defenses.base import DEFENSES, Defense, Place, check_choice, check_share
+from gradveil.defenses.masking import largest
 from gradveil.tree import Params, flatten
 from gradveil.types import Update
 

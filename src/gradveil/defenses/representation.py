@@ -1,4 +1,4 @@
-"""The paper's defence: perturb the part of the representation that gives most of the input away."""
+"""The rule as the authors' published code has it, for comparison: not the rule that the paper prints."""
 
 from dataclasses import dataclass
 from math import inf
@@ -7,15 +7,40 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor, nn
 
-from gradveil.defenses.authors import authors_mask
-from gradveil.defenses.base import DEFENSES
-from gradveil.defenses.checks import check_choice, check_positive
-from gradveil.defenses.jacobian import jacobian
-from gradveil.defenses.masking import LayerMask
+from gradveil.defenses.base import DEFENSES, check_choice, check_positive
+from gradveil.defenses.masking import LayerMask, budget
 from gradveil.defenses.objective import PseudoInverse, best_direction, best_subset, column_scores
-from gradveil.defenses.selection import budget
 from gradveil.errors import SpecError
+from gradveil.layers.jacobian import FunctionJacobian
 from gradveil.scores import METHODS, leak_scores, row_norms
+
+
+def authors_mask(r: Tensor, norms: Tensor, share: float, offset: float) -> Tensor:
+    """Return the mask (N, L) of the entries that the authors' code zeroes: one row for the whole batch.
+
+    Score ||∇r_i|| / (r_i + offset), with the sign of r, summed over the batch; the threshold is the percentile
+    100 × share of these signed sums, and entries whose sum is *in absolute value* strictly below it are zeroed.
+    So dead entries (sum 0) go first, nothing goes while the threshold is zero or less, and one entry with
+    0 / 0 (dead, offset 0) makes the threshold NaN, and nothing goes at all.
+    """
+    sums = (norms / (r + offset)).sum(0)  # (L,)
+    threshold = torch.quantile(sums, share)
+    return (sums.abs() < threshold).expand_as(r)
+
+
+_ROWS = 128  # in one vectorised backward pass
+
+
+def jacobian(model: nn.Module, layer: str, x: Tensor) -> Tensor:
+    """Return ∂r_n/∂x_n for each example, (N, L, d): dense, so for small inputs.
+
+    With batch norm in train mode the batch statistics are held, so that examples do not mix.
+    """
+    products = FunctionJacobian(model, layer, x)
+    n, length = len(products.r), products.r[0].numel()
+    units = torch.eye(length, dtype=x.dtype, device=x.device).split(_ROWS)
+    rows = [products.pull(some[:, None].expand(-1, n, -1).reshape(-1, *products.r.shape)) for some in units]
+    return torch.cat(rows).flatten(2).transpose(0, 1).detach()
 
 
 @DEFENSES.register("representation")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.certificates.base import Kind
-from gradveil.certificates.chain import has_modes
+from gradveil.certificates.bounds.chain import has_modes
 from gradveil.certificates.target import TARGET_KINDS, needed_counts, zeroed, zeroing_order
 from gradveil.errors import DefenseError
 

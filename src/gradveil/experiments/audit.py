@@ -13,17 +13,13 @@ from gradveil.attacks.base import Attack
 from gradveil.data.base import Dataset
 from gradveil.defenses.base import Defense
 from gradveil.errors import AttackError
-from gradveil.experiments.config import AuditConfig
-from gradveil.experiments.own import load_dataset, make_model
-from gradveil.experiments.panel import chunks, problems, run_chunk
-from gradveil.experiments.promises import promise_rows
-from gradveil.experiments.scene import Scene, build_scene
-from gradveil.experiments.store import Row, Store
-from gradveil.experiments.summary import Line, lines
-from gradveil.experiments.threads import is_small, one_thread
-from gradveil.experiments.toml import to_toml
-from gradveil.experiments.training import Progress, train_all
-from gradveil.experiments.verdict import Verdict, headline, verdicts
+from gradveil.experiments.certificates import promise_rows
+from gradveil.experiments.judge import Verdict, headline, verdicts
+from gradveil.experiments.rows import Line, lines
+from gradveil.experiments.run_folder import Row, Store, to_toml
+from gradveil.experiments.scene import AuditConfig, Scene, build_scene, load_dataset, make_model
+from gradveil.experiments.training import Progress, is_small, one_thread, train_all
+from gradveil.experiments.trial import chunks, problems, run_chunk
 from gradveil.metrics import blind_guesses, measure
 from gradveil.registry import describe
 from gradveil.types import Batch

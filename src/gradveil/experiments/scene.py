@@ -1,8 +1,9 @@
-"""Everything an audit needs, built and checked before anything is written."""
+"""What an audit is run with: one frozen table of settings, the same in Python, on the command line and in TOML."""
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -10,17 +11,90 @@ from torch import Tensor, nn
 from gradveil.attacks.base import Attack
 from gradveil.attacks.base import build as build_attack
 from gradveil.countermeasures import Countermeasure
+from gradveil.data import load
 from gradveil.data.base import Dataset
 from gradveil.data.partition import Indices, partition
 from gradveil.defenses.base import Defense
 from gradveil.defenses.base import build as build_defense
-from gradveil.defenses.step import step_gradient
-from gradveil.errors import DataError, SpecError
-from gradveil.experiments.config import AuditConfig
+from gradveil.defenses.guard.step import step_gradient
+from gradveil.errors import DataError, GradveilError, SpecError
 from gradveil.federated.simulate import Training
-from gradveil.priors import GaussianPrior
+from gradveil.models import build
+from gradveil.registry import is_import_path
 from gradveil.seeds import Seeds
-from gradveil.types import Batch
+from gradveil.types import Batch, GaussianPrior
+
+DEFENSES = (
+    "none",
+    "representation:share=0.4",
+    "random_mask:share=0.4",
+    "pruning:share=0.8",
+    "gaussian:scale=0.1",
+)
+ATTACKS = ("newton", "dlg:steps=15,restarts=3")
+
+
+@dataclass(frozen=True)
+class AuditConfig:
+    """The settings of an audit. The defaults end within three minutes on two cores."""
+
+    dataset: str = "digits"
+    data: str | None = None  # the local data folder
+    model: str = "lenet:strides=2/1"  # sigmoid, as published, but two convolutions deep: it learns digits in six rounds
+    defenses: tuple[str, ...] = DEFENSES
+    attacks: tuple[str, ...] = ATTACKS
+    partition: str = "iid:devices=10"
+    rounds: int = 6
+    clients: int = 5  # that train in a round
+    epochs: int = 2  # of local training
+    batch_size: int = 8  # of a local step
+    lr: float = 0.3
+    images: int = 8  # that are attacked, in each round that is looked at
+    examples: int = 1  # of one attacked update
+    gallery: int = 100  # images that an original must be told from, itself included
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, (int, float)) and field.name != "seed" and not value > 0:
+                raise SpecError(f"{field.name}={value}: give a number above zero.")
+        if not self.attacks:
+            raise SpecError("An audit needs at least one attack, e.g. --attack newton.")
+        if self.images % self.examples:
+            raise SpecError(f"images={self.images} cannot be dealt out to updates of {self.examples} examples each.")
+        for kind in ("defenses", "attacks"):
+            values = getattr(self, kind)
+            if len(set(values)) < len(values):
+                raise SpecError(f"The {kind} {', '.join(values)} name one twice. Name each once.")
+
+
+T = TypeVar("T")
+
+
+def load_dataset(source: str | Dataset | Callable[..., Any], data: str | None) -> Dataset:
+    """Return the data set that a name, an object or a user's function gives."""
+    return _told("data set", source, lambda: load(source, data))
+
+
+def make_model(
+    source: str | nn.Module | Callable[..., nn.Module], shape: tuple[int, ...], classes: int, seed: int
+) -> nn.Module:
+    """Return the model that a spec, an object or a user's function gives."""
+    return _told("model", source, lambda: build(source, shape, classes, seed=seed))
+
+
+def _told(what: str, source: Any, make: Callable[[], T]) -> T:
+    try:
+        return make()
+    except GradveilError:
+        raise
+    except Exception as error:
+        if isinstance(source, str) and not is_import_path(source):
+            raise  # ours, not the user's
+        name = source if isinstance(source, str) else getattr(source, "__name__", repr(source))
+        raise SpecError(f"The {what} {name} failed with {type(error).__name__}: {error}") from error
+
 
 PUBLIC = 2000  # images of the test split that the server may know
 RANK = 256  # principal directions of its prior

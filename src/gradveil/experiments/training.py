@@ -1,19 +1,42 @@
-"""A federation per defence: its accuracy, and the models that its clients receive."""
+"""Small problems on one thread: on a shared machine a second one costs many times what it brings."""
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 
-from gradveil.experiments.panel import Look
+from gradveil.experiments.run_folder import Row, Store
 from gradveil.experiments.scene import Scene
-from gradveil.experiments.store import Row, Store
-from gradveil.experiments.threads import is_small, one_thread
-from gradveil.federated.evaluate import evaluate
+from gradveil.experiments.trial import Look
+from gradveil.federated.client import evaluate
 from gradveil.federated.simulate import simulate
+from gradveil.tree import parameters, size
+
+WEIGHTS = 100_000
+NUMBERS = 256  # of one input
+
+
+def is_small(model: nn.Module, input_shape: tuple[int, ...] = ()) -> bool:
+    """Return whether one thread is enough for this model, and for inputs of this shape."""
+    return size(parameters(model)) <= WEIGHTS and prod(input_shape) <= NUMBERS
+
+
+@contextmanager
+def one_thread(wanted: bool = True) -> Iterator[None]:
+    """Within, torch runs on one thread, where wanted; the setting is put back afterwards."""
+    before = torch.get_num_threads()
+    try:
+        if wanted:
+            torch.set_num_threads(1)
+        yield
+    finally:
+        torch.set_num_threads(before)
+
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 

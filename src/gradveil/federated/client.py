@@ -5,10 +5,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
+from gradveil.data.base import Split
 from gradveil.defenses.base import Defense, build
-from gradveil.defenses.step import step_gradient
+from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import UpdateError
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch, Update
@@ -121,3 +123,29 @@ def _batches(data: Batch | Sequence[Batch], local: Local, rng: Generator) -> Ite
     order, sizes = shuffled(len(data), local, rng)
     for chosen in order.to(data.labels.device).split(sizes):
         yield Batch(data.inputs[chosen], data.labels[chosen])
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How well a model does on held-out examples."""
+
+    accuracy: float
+    loss: float  # mean cross-entropy
+
+
+def evaluate(model: nn.Module, split: Split, batch_size: int = 1000) -> Evaluation:
+    """Return accuracy and mean loss in evaluation mode; the model's mode is put back afterwards."""
+    was_training = model.training
+    first = next(model.parameters())
+    model.eval()
+    hits = loss = 0.0
+    try:
+        with torch.no_grad():
+            for start in range(0, len(split), batch_size):
+                batch = split.batch(slice(start, start + batch_size))
+                logits, labels = model(batch.inputs.to(first)), batch.labels.to(first.device)
+                hits += float((logits.argmax(1) == labels).sum())
+                loss += float(F.cross_entropy(logits, labels, reduction="sum"))
+    finally:
+        model.train(was_training)
+    return Evaluation(hits / len(split), loss / len(split))

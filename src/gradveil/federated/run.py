@@ -11,7 +11,7 @@ from typing import Any
 
 from gradveil.data.base import Split
 from gradveil.federated.checkpoint import Checkpoint
-from gradveil.federated.evaluate import evaluate
+from gradveil.federated.client import evaluate
 from gradveil.federated.simulate import Round
 
 Row = dict[str, Any]

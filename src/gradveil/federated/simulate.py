@@ -15,9 +15,10 @@ from gradveil.errors import DataError, GradveilError
 from gradveil.federated.checkpoint import Checkpoint
 from gradveil.federated.client import Local, Sent
 from gradveil.federated.engines import ENGINES, Engine, Job, World
-from gradveil.federated.faults import Faults
+from gradveil.federated.processes import available_cores
 from gradveil.federated.schedules import SCHEDULES
-from gradveil.federated.server import SERVERS, Arrival, Memory, Weighting, merge
+from gradveil.federated.server import SERVERS, Arrival, Faults, Memory, Weighting, merge
+from gradveil.federated.vectorised import why_not
 from gradveil.seeds import Seeds
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch, Update
@@ -237,3 +238,13 @@ def _check(dataset: Dataset, clients: Sequence[Indices], training: Training) -> 
     highest = max(int(part.max()) for part in clients)
     if highest >= len(dataset.train):
         raise DataError(f"A device holds example {highest}; the training split has {len(dataset.train)}.")
+
+
+FEW = 300  # clients' trainings in a run; below, starting workers costs more than it saves
+
+
+def choose(world: World, trainings: int) -> str:
+    """Return the spec of the engine for a run of that many clients' trainings in all."""
+    if next(world.model.parameters()).device.type == "cuda":
+        return "sequential" if why_not(world) else "vectorised"
+    return "processes" if available_cores() > 1 and trainings >= FEW else "sequential"

@@ -18,7 +18,7 @@ from gradveil.tree import parameters
 
 
 @dataclass(frozen=True)
-class Setting:
+class Variant:
     """What makes one run differ from the others."""
 
     model: nn.Module  # of one architecture for all
@@ -28,7 +28,7 @@ class Setting:
 
 
 def simulate_together(
-    settings: Sequence[Setting],
+    settings: Sequence[Variant],
     dataset: Dataset,
     training: Training | None = None,
     *,

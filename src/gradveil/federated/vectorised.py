@@ -20,8 +20,7 @@ from gradveil.defenses.base import Defense
 from gradveil.errors import GradveilError
 from gradveil.federated.client import Sent
 from gradveil.federated.engines import ENGINES, Crew, Engine, Job, World
-from gradveil.federated.masks import Masks, why_no_masks
-from gradveil.federated.padding import Steps, pad_steps
+from gradveil.federated.stacking import Masks, Steps, pad_steps, why_no_masks
 from gradveil.tree import Params, parameters
 from gradveil.types import Update
 
@@ -51,7 +50,7 @@ class Vectorised(Engine):
         reason = why_not(world)
         if reason:
             raise GradveilError(f"The engine 'vectorised' cannot be used here: {reason}. Use the engine sequential.")
-        return _Stack(world, self.clients, self.graph)
+        return _StackedCrew(world, self.clients, self.graph)
 
 
 def why_not(world: World) -> str | None:
@@ -77,7 +76,7 @@ class _Chunk:
     steps: Steps
 
 
-class _Stack(Crew):
+class _StackedCrew(Crew):
     def __init__(self, world: World, limit: int, graph: bool | None) -> None:
         self.world, self.limit = world, limit
         self.device = next(world.model.parameters()).device

@@ -3,8 +3,8 @@
 from torch import Generator, nn
 
 from gradveil.defenses.base import Defense, build
-from gradveil.defenses.guard import Guard, protect
-from gradveil.defenses.report import Report
+from gradveil.defenses.guard.passes import Report
+from gradveil.defenses.guard.protect import Guard, protect
 from gradveil.errors import DefenseError
 from gradveil.registry import describe
 

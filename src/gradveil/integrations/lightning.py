@@ -5,7 +5,7 @@ from typing import Any
 from torch import Generator
 
 from gradveil.defenses.base import Defense
-from gradveil.defenses.report import Report
+from gradveil.defenses.guard.passes import Report
 from gradveil.errors import MissingExtraError
 from gradveil.integrations.guard_callback import CallbackGuard
 

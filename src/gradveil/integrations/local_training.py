@@ -10,7 +10,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.defenses.base import Defense
-from gradveil.defenses.guard import protect
+from gradveil.defenses.guard.protect import protect
 from gradveil.errors import DefenseError
 
 P = ParamSpec("P")

@@ -12,16 +12,15 @@ from torch import Generator, Tensor, nn
 
 from gradveil.attacks import base as attacks
 from gradveil.attacks.base import Attack
-from gradveil.attacks.gradients import quiet
 from gradveil.countermeasures import Countermeasure, plain
 from gradveil.defenses import base as defenses
 from gradveil.defenses.base import Defense
 from gradveil.errors import GradveilError
+from gradveil.gradients.functional import quiet
 from gradveil.metrics import measure
-from gradveil.priors import GaussianPrior
 from gradveil.registry import describe
 from gradveil.tree import Params
-from gradveil.types import Batch, Observation, Reconstruction, Update
+from gradveil.types import Batch, GaussianPrior, Observation, Reconstruction, Update
 
 Row = dict[str, Any]
 

@@ -1,17 +1,51 @@
-"""The metrics by name, and ``measure``: all of them on one reconstruction."""
+"""Which reconstruction belongs to which original: an update does not keep the order of its examples."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from gradveil.metrics.identify import identification, label_accuracy
-from gradveil.metrics.pairing import pair
-from gradveil.metrics.pixel import fft_error, mse, psnr
-from gradveil.metrics.structure import ssim
+from gradveil.metrics.image import fft_error, mse, psnr, ssim
 from gradveil.types import Batch
+
+
+def pair(found: Tensor, truth: Tensor) -> Tensor:
+    """Return ``order`` (N,) such that ``found[order]`` lies nearest to ``truth`` in total squared error.
+
+    The optimal assignment, not a greedy one. It favours the attack, as a privacy measure must.
+    """
+    cost = torch.cdist(truth.flatten(1).double(), found.flatten(1).double()).square()  # (N, N)
+    _, order = linear_sum_assignment(cost.numpy())
+    return torch.from_numpy(order)
+
+
+def identification(found: Tensor, truth: Tensor, gallery: Tensor) -> Tensor:
+    """Return 1 where a reconstruction is nearer to its original than to every other image: -> (N,).
+
+    ``gallery`` (M, *shape) holds other images of the same kind, so each original stands among M + 1. Nearest in
+    mean squared error; a tie counts against the attack. Guessing scores 1 / (M + 1).
+    """
+    flat = found.flatten(1).double()
+    own = (flat - truth.flatten(1).double()).square().sum(dim=1)  # (N,)
+    others = (flat[:, None] - gallery.flatten(1).double()[None]).square().sum(dim=2)  # (N, M)
+    return (own[:, None] < others).all(dim=1).float()
+
+
+def label_accuracy(found: Tensor, truth: Tensor) -> Tensor:
+    """Return 1 for each true label (N,) that is among the labels found, each found label used once: -> (N,).
+
+    The order is disregarded: an update does not tell in which order its examples came.
+    """
+    left = found.tolist()
+    hits = truth.new_zeros(len(truth)).float()
+    for i, label in enumerate(truth.tolist()):
+        if label in left:
+            left.remove(label)
+            hits[i] = 1.0
+    return hits
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ POOL = 0  # marks a pooling layer in a list of widths
 
 
 @dataclass(frozen=True)
-class _Stack:
+class _Convolutions:
     """How to make the convolutions: what both networks' settings come to."""
 
     kernel: int
@@ -56,7 +56,7 @@ class ConvNet(Builder):
 
     def build(self, input_shape: Shape, num_classes: int, rng: Generator) -> nn.Module:
         """Return the network: conv1, act1, ..., pool1, ..., flatten, fc."""
-        stack = _Stack(5, self.padding, self.pool, self.activation, self.batchnorm)
+        stack = _Convolutions(5, self.padding, self.pool, self.activation, self.batchnorm)
         features = stack.features(input_shape[0], (32, 64, 64, 128, 128, 128, POOL, 128, 128, 128, POOL))
         model = chain("convnet", input_shape, self.normalize, features, lambda n: {"fc": nn.Linear(n, num_classes)})
         initialise(model, self.init, rng)
@@ -83,7 +83,7 @@ class ConvNetAuthors(Builder):
     def build(self, input_shape: Shape, num_classes: int, rng: Generator) -> nn.Module:
         """Return the network: conv1, norm1, act1, ..., pool1, ..., flatten, fc."""
         widths = tuple(self.width * n for n in (1, 2, 2, 4, 4, 4, POOL, 4, 4, POOL))  # 0 stays POOL
-        stack = _Stack(3, self.padding, self.pool, self.activation, self.batchnorm)
+        stack = _Convolutions(3, self.padding, self.pool, self.activation, self.batchnorm)
         features = stack.features(input_shape[0], widths)
         model = chain(
             "convnet_authors", input_shape, self.normalize, features, lambda n: {"fc": nn.Linear(n, num_classes)}

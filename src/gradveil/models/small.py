@@ -51,7 +51,7 @@ class LeakNet(Builder):
 
 @MODELS.register("probe")
 @dataclass(frozen=True)
-class Probe(Builder):
+class ProbeNet(Builder):
     """One 5x5 convolution of width 12 and one linear layer (Sun et al. 2020, the WG / CLG / Rep study).
 
     Activation, stride and padding are not given there. The defaults (ReLU, stride 1, no padding) show the

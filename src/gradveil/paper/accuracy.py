@@ -12,12 +12,12 @@ from gradveil.data import load
 from gradveil.data.base import Dataset
 from gradveil.data.partition import partition
 from gradveil.defenses.base import build as build_defense
-from gradveil.federated.evaluate import evaluate
+from gradveil.federated.client import evaluate
 from gradveil.federated.simulate import Round, Training
-from gradveil.federated.together import Setting, simulate_together
+from gradveil.federated.together import Variant, simulate_together
 from gradveil.models import build
-from gradveil.paper.base import CIFAR10, ITEMS, MAX_DROP, Context, Item, Row, Verdict
-from gradveil.paper.drawing import Dot, dot_panels
+from gradveil.paper.base import CIFAR10, ITEMS, MAX_DROP, Context, Item, Judgement, Row
+from gradveil.paper.figures import Dot, dot_panels
 from gradveil.seeds import Seeds
 
 SHARES, LEVELS = (0.01, 0.05, 0.1, 0.2, 0.4, 0.8), ("0.0001", "0.001", "0.01", "0.1")
@@ -48,7 +48,7 @@ FEW = (
 
 
 @dataclass(frozen=True)
-class Panel:
+class AccuracyPanel:
     """A network on a data set, for how long, and the defences that are tried on it."""
 
     model: str
@@ -63,11 +63,11 @@ class Panel:
 LENET = "lenet:activation=relu,init=kaiming"
 CONVNET = f"convnet:init=kaiming,{CIFAR10}"
 PANELS = {
-    "lenet-mnist": Panel(LENET, "mnist", 200, (*DEFENSES, "representation:share=0.4,mode=authors")),
-    "lenet-mnist-default": Panel("lenet:activation=relu,init=default", "mnist", 200, FEW),
-    "lenet-cifar10": Panel(LENET, "cifar10", 1000),
-    "convnet-cifar10": Panel(CONVNET, "cifar10", 200, LARGE, lr=0.003),
-    "convnet-cifar10-tf32": Panel(CONVNET, "cifar10", 200, ("none",), lr=0.003, bfloat16=False),
+    "lenet-mnist": AccuracyPanel(LENET, "mnist", 200, (*DEFENSES, "representation:share=0.4,mode=authors")),
+    "lenet-mnist-default": AccuracyPanel("lenet:activation=relu,init=default", "mnist", 200, FEW),
+    "lenet-cifar10": AccuracyPanel(LENET, "cifar10", 1000),
+    "convnet-cifar10": AccuracyPanel(CONVNET, "cifar10", 200, LARGE, lr=0.003),
+    "convnet-cifar10-tf32": AccuracyPanel(CONVNET, "cifar10", 200, ("none",), lr=0.003, bfloat16=False),
 }
 
 
@@ -165,7 +165,7 @@ class Accuracy(Item):
             )
         return table
 
-    def verdicts(self, rows: Sequence[Row]) -> list[Verdict]:
+    def verdicts(self, rows: Sequence[Row]) -> list[Judgement]:
         """Judge "no accuracy drop" for the rule as printed, per panel and share."""
         found = []
         for panel in dict.fromkeys(r["panel"] for r in rows):
@@ -177,7 +177,7 @@ class Accuracy(Item):
                 if drop is None:
                     continue
                 found.append(
-                    Verdict(
+                    Judgement(
                         f"{defense} on {panel}: no drop in accuracy",
                         "reproduced" if drop <= MAX_DROP else "not reproduced",
                         f"mean accuracy over seeds after the last round at most {MAX_DROP} below the undefended",
@@ -213,7 +213,7 @@ def _kind(panel: str, defense: str) -> str:
     return f"steps {defense}" if "gradient" in acts else "updates"
 
 
-def _setting(unit: str, panel: Panel, dataset: Dataset, context: Context) -> Setting:
+def _setting(unit: str, panel: AccuracyPanel, dataset: Dataset, context: Context) -> Variant:
     _, seed, defense = unit.split("/", 2)
     seeds = Seeds(context.seeds.number("accuracy", seed))
     clients = partition(dataset.train.labels, panel.split, seeds.numpy("split"))
@@ -221,10 +221,10 @@ def _setting(unit: str, panel: Panel, dataset: Dataset, context: Context) -> Set
     model = model.to(context.device)
     if _is_large(panel, context.device):
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return Setting(model, clients, defense, seeds)
+    return Variant(model, clients, defense, seeds)
 
 
-def _row(unit: str, panel: Panel, done: Round, rounds: int, dataset: Dataset) -> Row:
+def _row(unit: str, panel: AccuracyPanel, done: Round, rounds: int, dataset: Dataset) -> Row:
     name, seed, defense = unit.split("/", 2)
     found = evaluate(done.model, dataset.test)
     row: Row = {"panel": name, "model": panel.model, "dataset": panel.dataset, "defense": defense, "seed": int(seed)}
@@ -243,7 +243,7 @@ def half_precision_products() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _mixed(panel: Panel, device: torch.device) -> AbstractContextManager[object]:
+def _mixed(panel: AccuracyPanel, device: torch.device) -> AbstractContextManager[object]:
     """Within, the convolutions of the large network may run in bfloat16 on CUDA; weights and sums stay in float32.
 
     Rounded weights are not kept: they would not follow the steps of training.
@@ -252,7 +252,7 @@ def _mixed(panel: Panel, device: torch.device) -> AbstractContextManager[object]
     return torch.autocast(device.type, torch.bfloat16, cache_enabled=False) if wanted else nullcontext()
 
 
-def _is_large(panel: Panel, device: torch.device) -> bool:
+def _is_large(panel: AccuracyPanel, device: torch.device) -> bool:
     return device.type == "cuda" and panel.model.startswith("convnet")
 
 

@@ -19,10 +19,9 @@ from gradveil.data import load
 from gradveil.defenses.base import build as build_defense
 from gradveil.models import build
 from gradveil.paper.base import Context, Row
-from gradveil.paper.points import Scene, floor_rows, measured, naive
-from gradveil.priors import GaussianPrior
+from gradveil.paper.points import Shared, floor_rows, measured, naive
 from gradveil.registry import Spec, describe, parse
-from gradveil.types import Observation, Reconstruction
+from gradveil.types import GaussianPrior, Observation, Reconstruction
 
 FLOORS = "floors"  # the unit that measures the blind guesses
 
@@ -39,7 +38,7 @@ class Point:
 class AttackPoints:
     """A scene, the attack on it, and what was solved so far."""
 
-    scene: Scene
+    scene: Shared
     attack: str
     device: torch.device
     with_labels: bool = False
@@ -107,12 +106,12 @@ class AttackPoints:
 
 
 @lru_cache(maxsize=4)
-def _scene(dataset: str, model: str, images: int, context: Context, weights: int) -> Scene:
+def _scene(dataset: str, model: str, images: int, context: Context, weights: int) -> Shared:
     """Return what points share whatever the attack; kept, since the prior is slow to fit."""
     data = load(dataset, context.data)
     seed = context.seeds.number("weights", *([weights] if weights else []))
     network = build(model, data.input_shape, data.num_classes, seed=seed)
-    scene = Scene.draw(network, data, images, context)
+    scene = Shared.draw(network, data, images, context)
     return replace(scene, prior=_moved(scene.prior, context.device))  # one object, so that problems stack
 
 

@@ -34,7 +34,7 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Judgement:
     """Whether a claim of the paper was seen, by a rule that anybody can apply to the rows."""
 
     claim: str
@@ -85,7 +85,7 @@ class Item(ABC):
         """Return the lines of the table that a person reads; the paper's numbers beside ours."""
 
     @abstractmethod
-    def verdicts(self, rows: Sequence[Row]) -> list[Verdict]:
+    def verdicts(self, rows: Sequence[Row]) -> list[Judgement]:
         """Return what the rows say of the paper's claims."""
 
     def draw(self, rows: Sequence[Row], path: Path) -> bool:

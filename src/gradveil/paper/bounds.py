@@ -12,15 +12,15 @@ from gradveil.certificates.base import SCOPE, Kind, blind_mse, largest_mse
 from gradveil.certificates.certify import certify
 from gradveil.data import load
 from gradveil.defenses.base import build as build_defense
-from gradveil.layers import find_layer, representation
+from gradveil.layers.modules import find_layer, representation
 from gradveil.metrics import interval
 from gradveil.models import build
-from gradveil.paper.base import ITEMS, Context, Item, Row, Verdict, finite
+from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row, finite
 from gradveil.paper.convergence import Convergence
-from gradveil.paper.drawing import PAPER, PROMISED, REACHED, Dot, dot_panels
-from gradveil.paper.drawing import SOUND as SOUND_LOOK
+from gradveil.paper.figures import PAPER, PROMISED, REACHED, Dot, dot_panels
+from gradveil.paper.figures import SOUND as SOUND_LOOK
 from gradveil.paper.settings import NAIVE, of_item, own, papers_unit
-from gradveil.paper.tradeoff import Panel, Tradeoff
+from gradveil.paper.tradeoff import AttackPanel, Tradeoff
 
 KINDS: tuple[Kind, ...] = ("local", "global", "box", "reach")
 SOUND = ("global", "box")
@@ -44,7 +44,7 @@ class Bounds(Item):
     datasets: tuple[str, ...] = ("mnist", "cifar10")
     networks: tuple[str, ...] = ("lenet", "convnet")
 
-    def panels(self, context: Context) -> dict[str, Panel]:
+    def panels(self, context: Context) -> dict[str, AttackPanel]:
         """Return the DLG panels of the trade-off figure."""
         found = Tradeoff(datasets=self.datasets, networks=self.networks).panels(context)
         return {name: panel for name, panel in found.items() if not panel.is_gs}
@@ -107,7 +107,7 @@ class Bounds(Item):
             table.append(said | {"sound": line["theorem A"], "attained, naive": line["F - F*"]})
         return table
 
-    def verdicts(self, rows: Sequence[Row]) -> list[Verdict]:
+    def verdicts(self, rows: Sequence[Row]) -> list[Judgement]:
         """Judge theorem 1's figure against both servers, its sound versions, what they are worth, and theorem 2's."""
         attained = _attained(rows)
         pairs = [(r, attained.get(_problem(r), {})) for r in own(rows)]
@@ -176,11 +176,11 @@ def _mean(values: Sequence[float]) -> str:
 Pairs = Sequence[tuple[Row, dict[str, float]]]
 
 
-def _holds(pairs: Pairs, name: str, kinds: Sequence[str], server: str, who: str) -> Verdict:
+def _holds(pairs: Pairs, name: str, kinds: Sequence[str], server: str, who: str) -> Judgement:
     checks = [(max(r[k] for k in kinds), a[server]) for r, a in pairs if server in a]
     kept = sum(attained >= bound for bound, attained in checks)
     status = "not measured" if not checks else "reproduced" if kept == len(checks) else "not reproduced"
-    return Verdict(
+    return Judgement(
         f"Theorem 1, {name} ({'/'.join(kinds)}), bounds the error of {who}",
         status,
         "attained MSE at least the figure, on every image and share",
@@ -189,10 +189,10 @@ def _holds(pairs: Pairs, name: str, kinds: Sequence[str], server: str, who: str)
     )
 
 
-def _says_more(rows: Sequence[Row]) -> Verdict:
+def _says_more(rows: Sequence[Row]) -> Judgement:
     ratios = [max(r[k] for k in SOUND) / r["blind"] for r in rows]
     status = "not measured" if not ratios else "reproduced" if min(ratios) >= 1 else "not reproduced"
-    return Verdict(
+    return Judgement(
         "Theorem 1's sound version promises more than a blind guess gets",
         status,
         "certified MSE at least that of the mean image, on every image and share",
@@ -207,11 +207,11 @@ def _theorem2(rows: Sequence[Row]) -> list[Row]:
     return [line for line in lines if line["setting"].endswith("ours") and "printed bound" in line]
 
 
-def _second(lines: Sequence[Row]) -> Verdict:
+def _second(lines: Sequence[Row]) -> Judgement:
     kept = [float(line["F - F*"]) <= float(line["printed bound"]) for line in lines]
     status = "not measured" if not kept else "reproduced" if all(kept) else "not reproduced"
     loose = [float(line["printed bound"]) / max(float(line["F - F*"]), 1e-12) for line in lines]
-    return Verdict(
+    return Judgement(
         "Theorem 2's figure lies above the gap on these runs (it is no bound in general)",
         status,
         "F(W_T) - F* at most the printed figure, in every defended run",

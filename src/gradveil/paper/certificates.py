@@ -12,10 +12,10 @@ from gradveil.certificates.base import SCOPE, Certificate, Kind, blind_mse, larg
 from gradveil.certificates.certify import certify, readable_p
 from gradveil.data import load
 from gradveil.defenses.base import build as build_defense
-from gradveil.layers import find_layer, representation
+from gradveil.layers.modules import find_layer, representation
 from gradveil.models import build
-from gradveil.paper.base import ITEMS, Context, Item, Row, Verdict, finite
-from gradveil.paper.drawing import PROMISED, REACHED, SOUND, Dot, dot_panels
+from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row, finite
+from gradveil.paper.figures import PROMISED, REACHED, SOUND, Dot, dot_panels
 
 NETWORKS = {"sigmoid": "lenet", "relu": "lenet:activation=relu,init=default"}
 KINDS: dict[str, tuple[Kind, ...]] = {
@@ -99,7 +99,7 @@ class Certificates(Item):
             table.append(line)
         return table
 
-    def verdicts(self, rows: Sequence[Row]) -> list[Verdict]:
+    def verdicts(self, rows: Sequence[Row]) -> list[Judgement]:
         """Judge the printed figure against what images can have, and the sound ones against what was reached."""
         local = [r for r in rows if r["kind"] == "local" and r["p"] == "2"]
         reached = [r for r in rows if r["kind"] == "empirical"]
@@ -109,14 +109,14 @@ class Certificates(Item):
             status = "not reproduced" if above else "reproduced"
             text = f"above it on {above} of {len(local)} cases"
             rule = "the figure (p = 2) at most the largest MSE that any image in [0, 1] can have, in every case"
-            found.append(Verdict("Theorem 1's figure is an MSE that images can have", status, rule, "a bound", text))
+            found.append(Judgement("Theorem 1's figure is an MSE that images can have", status, rule, "a bound", text))
         if reached:
             held = sum(r["mse"] >= _number(r["proved"]) for r in reached)
             status = "reproduced" if held == len(reached) else "not reproduced"
             rule = "MSE of the inversion at least the sound bound for its residual, in every case"
             text = f"held on {held} of {len(reached)} cases"
             claim = "The sound bounds hold for what an inversion of r′ finds"
-            found.append(Verdict(claim, status, rule, "not in the paper", text))
+            found.append(Judgement(claim, status, rule, "not in the paper", text))
         return found
 
     def draw(self, rows: Sequence[Row], path: Path) -> bool:

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gradveil.paper.accuracy import paired_loss
-from gradveil.paper.base import ITEMS, MAX_DROP, Context, Item, Row, Verdict, published
+from gradveil.paper.base import ITEMS, MAX_DROP, Context, Item, Judgement, Row, published
 from gradveil.paper.settings import (
     HIDDEN,
     KNOWING,
     NAIVE,
-    Setting,
+    Case,
     accuracies,
     control_works,
     network_family,
@@ -22,7 +22,7 @@ from gradveil.paper.settings import (
 OURS = "representation"
 BASELINES = ("pruning", "gaussian", "laplace")
 WHO = {NAIVE: "server that does not know the defence", KNOWING: "server that knows the defence"}
-UNITS: dict[str, Callable[[Setting], float]] = {
+UNITS: dict[str, Callable[[Case], float]] = {
     "clamped MSE": lambda s: s.mse.mean,
     "MSE in the paper's unit": lambda s: s.papers_mse,
 }
@@ -72,7 +72,7 @@ class Claims(Item):
                 )
         return table
 
-    def verdicts(self, rows: Sequence[Row]) -> list[Verdict]:
+    def verdicts(self, rows: Sequence[Row]) -> list[Judgement]:
         """Judge the four claims."""
         verdicts = []
         for kind in (NAIVE, KNOWING):
@@ -85,33 +85,33 @@ class Claims(Item):
         return verdicts
 
 
-def _judged(rows: Sequence[Row], kind: str) -> list[Setting]:
+def _judged(rows: Sequence[Row], kind: str) -> list[Case]:
     """Return the strongest server of this kind per setting, on panels whose control works."""
     found = settings(of_item(rows, "tradeoff"), of_item(rows, "accuracy"))
     return [s for s in strongest(found, kind) if control_works(found, s.panel)]
 
 
-def _free(found: Sequence[Setting], families: Sequence[str]) -> list[Setting]:
+def _free(found: Sequence[Case], families: Sequence[str]) -> list[Case]:
     return [s for s in found if s.family in families and s.free]
 
 
-def _measured(found: Sequence[Setting], families: Sequence[str]) -> list[Setting]:
+def _measured(found: Sequence[Case], families: Sequence[str]) -> list[Case]:
     return [s for s in found if s.family in families and s.lost is not None]
 
 
-def _clamped(s: Setting) -> float:
+def _clamped(s: Case) -> float:
     return s.mse.mean
 
 
-def _best(found: Sequence[Setting], unit: Callable[[Setting], float]) -> Setting | None:
+def _best(found: Sequence[Case], unit: Callable[[Case], float]) -> Case | None:
     return max(found, key=unit, default=None)
 
 
-def _named(s: Setting | None) -> str:
+def _named(s: Case | None) -> str:
     return "none measured" if s is None else f"{s.defense}: MSE {s.mse.mean:.4f}, lost {s.lost:+.3f}"
 
 
-def _no_drop(found: Sequence[Setting], kind: str) -> Verdict:
+def _no_drop(found: Sequence[Case], kind: str) -> Judgement:
     """Judge: where the image is unrecognisable, ours shows no drop in accuracy."""
     ours = [s for s in found if s.family == OURS]
     hidden = [s for s in ours if s.hidden]
@@ -130,7 +130,7 @@ def _no_drop(found: Sequence[Setting], kind: str) -> Verdict:
         text = f"{len(hidden)} of {len(ours)} settings hide the image; the cheapest: {least.panel}, {_named(least)}"
     else:
         text = f"{len(hidden)} of {len(ours)} settings hide the image" if ours else "-"
-    return Verdict(
+    return Judgement(
         f"No drop in accuracy where the image is unrecognisable ({WHO[kind]})",
         status,
         f"on every panel (with accuracies) some share hides the image ({HIDDEN}) at {FREE}",
@@ -139,7 +139,7 @@ def _no_drop(found: Sequence[Setting], kind: str) -> Verdict:
     )
 
 
-def _times(found: Sequence[Setting], kind: str, unit: str) -> Verdict:
+def _times(found: Sequence[Case], kind: str, unit: str) -> Judgement:
     """Judge: without losing accuracy, ours reaches 160 times the MSE of the baselines."""
     wanted, of = published()["tradeoff"]["claims"]["times_mse"], UNITS[unit]
     ratios: dict[str, float] = {}
@@ -152,7 +152,7 @@ def _times(found: Sequence[Setting], kind: str, unit: str) -> Verdict:
     if not ratios and not (_measured(found, (OURS,)) and _measured(found, BASELINES)):
         status = "not measured"
     text = ", ".join(f"{panel} {ratio:.3g} x" for panel, ratio in ratios.items())
-    return Verdict(
+    return Judgement(
         f"Up to 160 x the MSE of the baselines at no loss of accuracy: {unit} ({WHO[kind]})",
         status,
         f"largest MSE of ours over that of the best baseline, both at {FREE}; at least {wanted:g} on some panel",
@@ -176,12 +176,12 @@ def _uploaded(rows: Sequence[Row]) -> str:
     return f"; noise on the uploaded weights instead: {', '.join(said)}" if said else ""
 
 
-def _baselines_lose(found: Sequence[Setting], kind: str, attack: str, uploaded: str) -> Verdict:
+def _baselines_lose(found: Sequence[Case], kind: str, attack: str, uploaded: str) -> Judgement:
     """Judge: where the image is unrecognisable, the baselines lose up to 6 % (DLG) or 9 % (GS)."""
     wanted = published()["tradeoff"]["claims"][f"baselines_lose_{attack}"]
     mine = [s for s in found if s.panel.startswith(attack) and s.family in BASELINES]
     hidden = [s for s in mine if s.hidden and s.lost is not None]
-    losses: dict[tuple[str, str], Setting] = {}
+    losses: dict[tuple[str, str], Case] = {}
     for s in hidden:  # each baseline at its cheapest level that hides the image
         key = (s.panel, s.family)
         if key not in losses or (s.lost or 0.0) < (losses[key].lost or 0.0):
@@ -193,7 +193,7 @@ def _baselines_lose(found: Sequence[Setting], kind: str, attack: str, uploaded: 
     else:
         status = "reproduced" if (worst.lost or 0.0) >= wanted - MAX_DROP else "not reproduced"
         text = "; ".join(f"{s.panel}, {_named(s)}" for s in losses.values())
-    return Verdict(
+    return Judgement(
         f"Baselines lose up to {wanted:.0%} where the image is unrecognisable: {attack.upper()} ({WHO[kind]})",
         status,
         f"each baseline at its cheapest level that hides the image; the largest loss is at least "
@@ -203,7 +203,7 @@ def _baselines_lose(found: Sequence[Setting], kind: str, attack: str, uploaded: 
     )
 
 
-def _kept_until(found: Sequence[Setting], kind: str, unit: str) -> Verdict:
+def _kept_until(found: Sequence[Case], kind: str, unit: str) -> Judgement:
     """Judge: ours keeps its accuracy until MSE 0.8."""
     wanted, of = published()["tradeoff"]["claims"]["kept_until_mse"], UNITS[unit]
     measured = _measured(found, (OURS,))
@@ -212,7 +212,7 @@ def _kept_until(found: Sequence[Setting], kind: str, unit: str) -> Verdict:
     if not measured:
         status = "not measured"
     text = "no share is without loss" if best is None else f"{best.panel}, {best.defense}: {of(best):.3g}"
-    return Verdict(
+    return Judgement(
         f"Ours keeps its accuracy until MSE {wanted:g}: {unit} ({WHO[kind]})",
         status,
         f"some share of ours has MSE at least {wanted:g} at {FREE}",

@@ -9,12 +9,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gradveil.certificates.convergence import Constants, a_posteriori, printed_bound, theorem_a
-from gradveil.certificates.logistic import Logistic, brightest_removed, extend
+from gradveil.certificates.convergence import (
+    Constants,
+    LogisticProblem,
+    a_posteriori,
+    brightest_removed,
+    extend,
+    printed_bound,
+    theorem_a,
+)
 from gradveil.data import load
 from gradveil.data.partition import Indices, partition
 from gradveil.federated.simulate import Training
-from gradveil.paper.base import ITEMS, Context, Item, Row, Verdict, published
+from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row, published
 from gradveil.paper.logistic_rounds import logistic_rounds
 
 WIDTH = 5  # stored rounds that a smoothed loss is the mean of
@@ -22,16 +29,16 @@ DEFENDED = {"none": False, "ours": True}
 
 
 @dataclass(frozen=True)
-class World:
+class Devices:
     """The data of all devices, plain and defended."""
 
-    problem: Logistic
+    problem: LogisticProblem
     seen: Tensor  # (n, d): each image without its brightest pixels
     clients: list[Indices]  # rows of the problem, device by device
 
 
 @lru_cache(maxsize=2)
-def world(data: str | None, seed: int, spec: str, count: int, decay: float) -> World:
+def world(data: str | None, seed: int, spec: str, count: int, decay: float) -> Devices:
     """Deal MNIST out to the devices and prepare the defence."""
     dataset = load("mnist", data)
     parts = partition(dataset.train.labels, spec, seed)
@@ -41,7 +48,7 @@ def world(data: str | None, seed: int, spec: str, count: int, decay: float) -> W
     labels = torch.cat([b.labels for b in batches])
     owner = torch.repeat_interleave(torch.arange(len(parts)), torch.tensor(sizes))
     clients = [chunk.numpy() for chunk in torch.arange(len(labels)).split(sizes)]
-    return World(Logistic(inputs, labels, owner, decay), brightest_removed(inputs, count), clients)
+    return Devices(LogisticProblem(inputs, labels, owner, decay), brightest_removed(inputs, count), clients)
 
 
 @ITEMS.register("convergence")
@@ -98,7 +105,7 @@ class Convergence(Item):
         return Training(rounds, devices, epochs, 32, lr, sampling="with", weighting="uniform", weight_decay=self.decay)
 
     def _curve(
-        self, place: World, unit: str, training: Training, defense: str, context: Context, every: int, seed: int = 0,
+        self, place: Devices, unit: str, training: Training, defense: str, context: Context, every: int, seed: int = 0,
         gamma: float | None = None,
     ) -> list[Row]:  # fmt: skip
         problem = place.problem
@@ -119,7 +126,7 @@ class Convergence(Item):
             rows.append({"kind": unit.split()[0], "seed": seed, "round": number, **settings, **figures})
         return rows
 
-    def _constants(self, place: World, tolerance: float) -> Row:
+    def _constants(self, place: Devices, tolerance: float) -> Row:
         problem = place.problem
         near = problem.minimum(tolerance)
         field = extend(place.seen)
@@ -170,7 +177,7 @@ class Convergence(Item):
             "theorem A": f"{corrected.vanishing:.3g} + {corrected.floor:.3g}",
         }
 
-    def verdicts(self, rows: Sequence[Row]) -> list[Verdict]:
+    def verdicts(self, rows: Sequence[Row]) -> list[Judgement]:
         """Judge the paper's claim on its own runs and on the long run, its price, and the gap that people read."""
         found = []
         claim = published()["convergence"]["claim"].rstrip(".")
@@ -180,7 +187,7 @@ class Convergence(Item):
             found += [_converges(claim + name, rows, mine, width) for width in (1, WIDTH) if mine]
         return found + self._price(rows) + self._gap(rows)
 
-    def _price(self, rows: Sequence[Row]) -> list[Verdict]:
+    def _price(self, rows: Sequence[Row]) -> list[Judgement]:
         ends: dict[tuple[Any, ...], list[float]] = {}
         for r in short_runs(rows):
             ends.setdefault((*_setting(r)[:3], r["seed"], r["defense"]), []).append(r["loss"])
@@ -191,9 +198,9 @@ class Convergence(Item):
         status = "reproduced" if worst <= 1.02 else "not reproduced"
         text = f"up to {worst:.2f} x the undefended loss"
         claim = "The defence costs no loss at the end of these runs"
-        return [Verdict(claim, status, "defended / undefended final loss at most 1.02", "not compared", text)]
+        return [Judgement(claim, status, "defended / undefended final loss at most 1.02", "not compared", text)]
 
-    def _gap(self, rows: Sequence[Row]) -> list[Verdict]:
+    def _gap(self, rows: Sequence[Row]) -> list[Judgement]:
         """Judge ||∇F||²/(2μ) on every stored point: F* is known to ``uncertain``."""
         row = next((r for r in rows if r["kind"] == "constants"), None)
         points = [r for r in rows if r["kind"] != "constants"]
@@ -212,8 +219,8 @@ class Convergence(Item):
         below = "reproduced" if bias <= most else "not reproduced"
         size = f"at most {bias:.3g}, bound {most:.3g}"
         return [
-            Verdict(claim, status, rule, "not in the paper", text),
-            Verdict("The bias of the defended gradient is at most Λ_s ρ", below, rule, "not in the paper", size),
+            Judgement(claim, status, rule, "not in the paper", text),
+            Judgement("The bias of the defended gradient is at most Λ_s ρ", below, rule, "not in the paper", size),
         ]
 
     def draw(self, rows: Sequence[Row], path: Path) -> bool:
@@ -243,7 +250,7 @@ def short_runs(rows: Iterable[Row]) -> list[Row]:
     return [r for r in rows if r["kind"].startswith("E=")]
 
 
-def _converges(claim: str, rows: Sequence[Row], ours: Sequence[Row], width: int) -> Verdict:
+def _converges(claim: str, rows: Sequence[Row], ours: Sequence[Row], width: int) -> Judgement:
     """Judge whether the loss stays down, with the undefended runs of the same kind as the control."""
     rises = _rises(ours, width)
     kinds = {r["kind"] for r in ours}
@@ -257,7 +264,7 @@ def _converges(claim: str, rows: Sequence[Row], ours: Sequence[Row], width: int)
         rule += f"; means of {width} stored rounds. This rule was added after the runs: single rounds are noisy, see "
         rule += "the undefended control above"
     status = "reproduced" if not _above(rises) else "not reproduced"
-    return Verdict(claim, status, rule, "converges well", text)
+    return Judgement(claim, status, rule, "converges well", text)
 
 
 def _above(rises: Sequence[float]) -> int:

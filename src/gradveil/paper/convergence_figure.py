@@ -7,7 +7,7 @@ from typing import Any
 from gradveil.certificates.convergence import printed_bound, theorem_a
 from gradveil.paper.base import Row
 from gradveil.paper.convergence import constants_of, local_steps, short_runs
-from gradveil.paper.drawing import figure
+from gradveil.paper.figures import figure
 
 LOOK: dict[str, dict[str, Any]] = {
     "none": {"color": "#0072B2", "linestyle": "-", "label": "no defence"},

@@ -8,9 +8,9 @@ from gradveil.countermeasures import drop, mask
 from gradveil.data import load
 from gradveil.metrics import interval, rate
 from gradveil.models import build
-from gradveil.paper.base import BLIND, ITEMS, SUCCESS, Context, Item, Row, Verdict
-from gradveil.paper.drawing import Dot, dot_panels
-from gradveil.paper.points import Scene, attack_rows, floor_rows, naive
+from gradveil.paper.base import BLIND, ITEMS, SUCCESS, Context, Item, Judgement, Row
+from gradveil.paper.figures import Dot, dot_panels
+from gradveil.paper.points import Shared, attack_rows, floor_rows, naive
 
 
 @ITEMS.register("dlg-reference")
@@ -54,7 +54,7 @@ class DLGReference(Item):
         """Attack 32 images (quick: 4) in one setting."""
         dataset = load(self.dataset, context.data)
         model = build(self.model, dataset.input_shape, dataset.num_classes, seed=context.seeds.number("weights"))
-        scene = Scene.draw(model, dataset, 32 if context.full else 4, context)
+        scene = Shared.draw(model, dataset, 32 if context.full else 4, context)
         if unit == "floors":
             return floor_rows(scene)
         defense, names = self.settings()[unit]
@@ -81,7 +81,7 @@ class DLGReference(Item):
             )
         return table
 
-    def verdicts(self, rows: Sequence[Row]) -> list[Verdict]:
+    def verdicts(self, rows: Sequence[Row]) -> list[Judgement]:
         """Judge the control, the paper's naive picture, and the server that knows the defence."""
         share = {key: self._success(rows, *key) for key in {(r["defense"], r["server"]) for r in rows}}
         ours = f"representation:share={self.share}"
@@ -92,7 +92,7 @@ class DLGReference(Item):
             ("A server that drops the defended tensor recovers the images", (ours, "drop"), True),
         ]
         return [
-            Verdict(
+            Judgement(
                 claim,
                 ("reproduced" if (share[key] >= 0.9 if wins else share[key] == 0) else "not reproduced"),
                 f"share of images with clamped MSE < {SUCCESS} {'≥ 0.9' if wins else '= 0'}",

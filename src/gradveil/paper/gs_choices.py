@@ -7,10 +7,10 @@ from statistics import fmean
 from typing import ClassVar
 
 from gradveil.paper.attack_points import Point, servers
-from gradveil.paper.base import CIFAR10, ITEMS, SUCCESS, Context, Item, Row, Verdict
-from gradveil.paper.drawing import PROMISED, REACHED, Dot, dot_panels
-from gradveil.paper.settings import HIDDEN, KNOWING, NAIVE, Setting, control_works, select, settings, strongest
-from gradveil.paper.tradeoff import GS_STEPS, NORMALISED, Panel, gs_attack
+from gradveil.paper.base import CIFAR10, ITEMS, SUCCESS, Context, Item, Judgement, Row
+from gradveil.paper.figures import PROMISED, REACHED, Dot, dot_panels
+from gradveil.paper.settings import HIDDEN, KNOWING, NAIVE, Case, control_works, select, settings, strongest
+from gradveil.paper.tradeoff import GS_STEPS, NORMALISED, AttackPanel, gs_attack
 
 OURS, GC = "representation:share=0.1", "pruning:share=0.8"
 QUICK_NETWORK = "lenet:activation=relu,init=default,strides=2/1/1/1,width=24"
@@ -75,7 +75,7 @@ class GSChoices(Item):
     quick_steps: int = 200
     quick_networks: tuple[str, ...] = (f"{QUICK_NETWORK},{CIFAR10}", QUICK_NETWORK)
 
-    def panel(self, name: str, context: Context) -> Panel:
+    def panel(self, name: str, context: Context) -> AttackPanel:
         """Return what is attacked, and how, under one choice."""
         choice = CHOICES[name]
         networks = self.networks if context.full else self.quick_networks
@@ -83,7 +83,7 @@ class GSChoices(Item):
         images = self.images if context.full else self.quick_images
         attack = gs_attack(steps, context) + choice.settings
         model = networks[not choice.normalised]
-        return Panel(name, self.dataset, model, attack, images, tuple(SHOWN), is_gs=True, weights=choice.weights)
+        return AttackPanel(name, self.dataset, model, attack, images, tuple(SHOWN), is_gs=True, weights=choice.weights)
 
     def units(self, context: Context) -> list[str]:
         """Return the choices."""
@@ -102,7 +102,7 @@ class GSChoices(Item):
         """Return per choice, defence and server the MSE, its normalised unit, the objective reached and the success."""
         return [_line(rows, s) for s in settings(rows, ())]
 
-    def verdicts(self, rows: Sequence[Row]) -> list[Verdict]:
+    def verdicts(self, rows: Sequence[Row]) -> list[Judgement]:
         """Judge whether the figures' picture hangs on a choice."""
         found = settings(rows, ())
         names = [n for n in CHOICES if control_works(found, n)]
@@ -130,7 +130,7 @@ class GSChoices(Item):
         return True
 
 
-def _line(rows: Sequence[Row], s: Setting) -> Row:
+def _line(rows: Sequence[Row], s: Case) -> Row:
     mine = select(rows, s.panel, s.defense, s.server)
     return {
         "choice": s.panel,
@@ -146,14 +146,14 @@ def _line(rows: Sequence[Row], s: Setting) -> Row:
     }
 
 
-def _control(found: Sequence[Setting]) -> Verdict:
+def _control(found: Sequence[Case]) -> Judgement:
     works = {s.panel: control_works(found, s.panel) is True for s in found if s.defense == "none"}
     control = {s.panel: s for s in found if s.defense == "none"}
     rule = f"at least half of the images with clamped MSE < {SUCCESS}; else what is below is not judged under it"
     return _under("the attack recovers undefended images (control)", rule, works, control)
 
 
-def _under(claim: str, rule: str, holds: dict[str, bool], of: dict[str, Setting]) -> Verdict:
+def _under(claim: str, rule: str, holds: dict[str, bool], of: dict[str, Case]) -> Judgement:
     """Return the verdict on a claim that was looked at under several choices."""
     yes = [name for name, held in holds.items() if held]
     if not holds:
@@ -165,4 +165,4 @@ def _under(claim: str, rule: str, holds: dict[str, bool], of: dict[str, Setting]
     else:
         status = f"reproduced only under: {', '.join(yes)}"
     text = ", ".join(f"{name}: MSE {of[name].mse.mean:.4f}" for name in holds)
-    return Verdict(f"GS: {claim}, whatever the choice", status, rule, "one way to run GS", text)
+    return Judgement(f"GS: {claim}, whatever the choice", status, rule, "one way to run GS", text)

@@ -1,26 +1,40 @@
 """The paper's figure of images rebuilt by GS: ours against pruning (GC) at the same rates, 50 to 90 %."""
 
+import base64
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
 
 from gradveil.metrics import interval
 from gradveil.paper.attack_points import FLOORS, AttackPoints, Point, encoded, servers
-from gradveil.paper.base import ITEMS, Context, Item, Row, Verdict, published
+from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row, published
+from gradveil.paper.figures import figure
 from gradveil.paper.settings import (
     HIDDEN,
     KNOWING,
     NAIVE,
-    Setting,
+    Case,
     control_works,
     own,
     select,
     settings,
     strongest,
 )
-from gradveil.paper.tradeoff import GS_STEPS, NORMALISED, Panel, Tradeoff, gs_attack
+from gradveil.paper.tradeoff import GS_STEPS, NORMALISED, AttackPanel, Tradeoff, gs_attack
 
+LINES = (
+    ("representation", "naive", "ours,\nnaive server"),
+    ("representation", "mask", "ours,\nreads the mask"),
+    ("representation", "drop", "ours,\ndrops the layer"),
+    ("pruning", "naive", "GC,\nnaive server"),
+    ("pruning", "mask", "GC,\nreads the mask"),
+)
 RATES = (0.5, 0.6, 0.7, 0.8, 0.9)
 OURS, GC = "representation", "pruning"
 TRUTH = "(truth)"
@@ -47,13 +61,13 @@ class GSImages(Item):
     network: str = NORMALISED
     dataset: str = "cifar10"
 
-    def panel(self, context: Context) -> Panel:
+    def panel(self, context: Context) -> AttackPanel:
         """Return what is attacked: the scene of the trade-off figure's GS panel."""
         quick = Tradeoff(quick_images=2 * self.quick_images, datasets=(self.dataset,)).panels(context)
         full = gs_attack(self.steps, context)
         model, attack = (self.network, full) if context.full else _of(quick[f"gs-{self.dataset}"])
         images = self.images if context.full else self.quick_images
-        return Panel(self.spec_name, self.dataset, model, attack, images, self.defenses(), is_gs=True)
+        return AttackPanel(self.spec_name, self.dataset, model, attack, images, self.defenses(), is_gs=True)
 
     def defenses(self) -> tuple[str, ...]:
         """Return none, and both defences at every rate."""
@@ -109,7 +123,7 @@ class GSImages(Item):
             )
         return table
 
-    def verdicts(self, rows: Sequence[Row]) -> list[Verdict]:
+    def verdicts(self, rows: Sequence[Row]) -> list[Judgement]:
         """Judge both sentences of the paper, for a server that does not know the defence and for one that does."""
         found = settings([r for r in own(rows) if r["defense"] != TRUTH], [])
         works = control_works(found, self.spec_name)
@@ -124,25 +138,24 @@ class GSImages(Item):
 
     def draw(self, rows: Sequence[Row], path: Path) -> bool:
         """Draw original, undefended, and every rate, for the images whose reconstructions were kept."""
-        from gradveil.paper.gs_images_figure import draw
 
         draw([r for r in own(rows) if "picture" in r], path, RATES)
         return True
 
 
-def _of(panel: Panel) -> tuple[str, str]:
+def _of(panel: AttackPanel) -> tuple[str, str]:
     return panel.model, panel.attack
 
 
-def _rate(s: Setting) -> float:
+def _rate(s: Case) -> float:
     return float(s.defense.partition("=")[2])
 
 
-def _said(found: Sequence[Setting]) -> str:
+def _said(found: Sequence[Case]) -> str:
     return "; ".join(f"{_rate(s):.0%}: MSE {s.mse.mean:.4f}, told apart {s.identified.mean:.0%}" for s in found)
 
 
-def _ours(found: Sequence[Setting], kind: str, wanted: Sequence[float], works: bool | None) -> Verdict:
+def _ours(found: Sequence[Case], kind: str, wanted: Sequence[float], works: bool | None) -> Judgement:
     hidden = [s.hidden for s in found if _rate(s) >= max(wanted)]
     return _judged(
         f"Ours makes the image unrecognisable from 50-60 % on ({_who(kind)})",
@@ -153,7 +166,7 @@ def _ours(found: Sequence[Setting], kind: str, wanted: Sequence[float], works: b
     )
 
 
-def _gc(found: Sequence[Setting], kind: str, wanted: float, works: bool | None) -> Verdict:
+def _gc(found: Sequence[Case], kind: str, wanted: float, works: bool | None) -> Judgement:
     hidden = [s.hidden for s in found if _rate(s) <= wanted]
     return _judged(
         f"Under GC the image is recognisable until 80 % ({_who(kind)})",
@@ -164,11 +177,46 @@ def _gc(found: Sequence[Setting], kind: str, wanted: float, works: bool | None) 
     )
 
 
-def _judged(claim: str, holds: bool | None, where: str, paper: str, found: Sequence[Setting]) -> Verdict:
+def _judged(claim: str, holds: bool | None, where: str, paper: str, found: Sequence[Case]) -> Judgement:
     status = "not measured" if holds is None else "reproduced" if holds else "not reproduced"
     rule = f"{where}: {HIDDEN}; the undefended control must work"
-    return Verdict(claim, status, rule, paper, _said(found) or "-")
+    return Judgement(claim, status, rule, paper, _said(found) or "-")
 
 
 def _who(kind: str) -> str:
     return "naive server" if kind == NAIVE else "server that knows"
+
+
+def draw(rows: Sequence[Row], path: Path, rates: Sequence[float]) -> None:
+    """Write ``path`` with the endings .svg and .png: one block of lines for each image."""
+    kept = {(r["defense"], r["server"], r["image"]): r for r in rows}
+    images = sorted({r["image"] for r in rows})
+    lines = len(LINES) * max(1, len(images))
+    with figure(path, 1.15 * (len(rates) + 3), 1.2 * lines) as empty:
+        axes = empty.subplots(lines, len(rates) + 3, squeeze=False)  # original, undefended, words, rates
+        for axis in axes.flat:
+            axis.set_axis_off()
+        for block, image in enumerate(images):
+            top = block * len(LINES)
+            _show(axes[top, 0], kept.get(("(truth)", "(truth)", image)), "original")
+            _show(axes[top, 1], kept.get(("none", "naive", image)), "no defence")
+            for line, (defense, server, words) in enumerate(LINES, start=top):
+                axes[line, 2].text(0.5, 0.5, words, fontsize=7, ha="center", va="center")
+                for column, rate in enumerate(rates, start=3):
+                    row = kept.get((f"{defense}:share={rate}", server, image))
+                    _show(axes[line, column], row, f"{rate:.0%}" if line == top else "")
+
+
+def _show(axis: Any, row: Row | None, words: str) -> None:
+    if row is None:
+        return
+    pixels = decoded(row["picture"])
+    axis.imshow(pixels, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
+    mse = f"MSE {row['mse']:.3f}" if "mse" in row else ""
+    axis.set_title("\n".join(filter(None, (words, mse))), fontsize=7, pad=2)
+
+
+def decoded(text: str) -> NDArray[np.uint8]:
+    """Return the pixels (H, W) or (H, W, 3) of a picture that a row holds."""
+    data = base64.b64decode(text.partition("base64,")[2])
+    return np.asarray(Image.open(io.BytesIO(data)))

@@ -16,12 +16,11 @@ from gradveil.certificates.meter import leak_meter
 from gradveil.data import load
 from gradveil.data.base import Split
 from gradveil.defenses.base import build as build_defense
-from gradveil.defenses.step import step_gradient
+from gradveil.defenses.guard.step import step_gradient
 from gradveil.models import build
-from gradveil.paper.base import ITEMS, Context, Item, Row, Verdict
-from gradveil.paper.drawing import figure
-from gradveil.priors import GaussianPrior
-from gradveil.types import Batch, Observation, Update
+from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row
+from gradveil.paper.figures import figure
+from gradveil.types import Batch, GaussianPrior, Observation, Update
 
 View = Callable[[Observation], Observation]
 PUBLIC, RANK = 2000, 256  # images and principal directions of the prior
@@ -163,7 +162,7 @@ class MeterCheck(Item):
             {"setting": "(mean image)", "images": len({r["image"] for r in rows}), "attack MSE": f"{blind:.2g}"},
         ]
 
-    def verdicts(self, rows: Sequence[Row]) -> list[Verdict]:
+    def verdicts(self, rows: Sequence[Row]) -> list[Judgement]:
         """Judge whether the meter ranks the settings as the attack does, naive servers aside."""
         strongest = [r for r in rows if not r["naive"]]
         means = _means(strongest)
@@ -180,7 +179,9 @@ class MeterCheck(Item):
             text += f" ({correlations(rows)[0]:.2f} with the naive servers among them)"
         rule = "Spearman's rank correlation of the settings' geometric means at least 0.9, naive servers left out"
         return [
-            Verdict("The leak meter predicts what the strongest attack reaches", status, rule, "not in the paper", text)
+            Judgement(
+                "The leak meter predicts what the strongest attack reaches", status, rule, "not in the paper", text
+            )
         ]
 
     def draw(self, rows: Sequence[Row], path: Path) -> bool:

@@ -11,19 +11,18 @@ from gradveil.attacks.base import build as build_attack
 from gradveil.countermeasures import Countermeasure, plain
 from gradveil.data.base import Dataset
 from gradveil.defenses.base import build as build_defense
-from gradveil.defenses.step import step_gradient
+from gradveil.defenses.guard.step import step_gradient
 from gradveil.metrics import blind_guesses, measure
-from gradveil.metrics.pixel import mse
+from gradveil.metrics.image import mse
 from gradveil.paper.base import BLIND, Context, Row
-from gradveil.priors import GaussianPrior
 from gradveil.seeds import Seeds
-from gradveil.types import Batch, Observation, Reconstruction, Update
+from gradveil.types import Batch, GaussianPrior, Observation, Reconstruction, Update
 
 GALLERY = 99  # other images that an original must be told from
 
 
 @dataclass(frozen=True)
-class Scene:
+class Shared:
     """What every point of one figure shares: the weights the server sent, the images, the public data."""
 
     model: nn.Module
@@ -34,7 +33,7 @@ class Scene:
     prior: GaussianPrior | None = None
 
     @classmethod
-    def draw(cls, model: nn.Module, dataset: Dataset, images: int, context: Context) -> "Scene":
+    def draw(cls, model: nn.Module, dataset: Dataset, images: int, context: Context) -> "Shared":
         """Take images at random from the training split and the public ones from the test split."""
         order = torch.randperm(len(dataset.train), generator=context.seeds("images"))[:images]
         public = torch.randperm(len(dataset.test), generator=context.seeds("public"))[:2000]
@@ -64,7 +63,7 @@ def naive() -> Countermeasure:
 
 
 def attack_rows(
-    scene: Scene,
+    scene: Shared,
     defense: str,
     attack: str | Attack,
     device: torch.device,
@@ -83,7 +82,7 @@ def attack_rows(
 
 
 def _one_server(
-    scene: Scene,
+    scene: Shared,
     defense: str,
     attack: str | Attack,
     server: Countermeasure,
@@ -107,7 +106,7 @@ def _one_server(
     return rows
 
 
-def measured(scene: Scene, i: int, found: Reconstruction) -> Row:
+def measured(scene: Shared, i: int, found: Reconstruction) -> Row:
     """Measure the reconstruction of image i; ``unclamped_mse``: as the search left it, the unit of the paper's DLG."""
     truth = Batch(scene.truth.inputs[i : i + 1], scene.truth.labels[i : i + 1])
     values, _ = measure(found.inputs, found.labels, truth, scene.public.inputs[:GALLERY])
@@ -121,7 +120,7 @@ def _device(seen: Observation) -> torch.device:
     return next(seen.model.parameters()).device
 
 
-def floor_rows(scene: Scene) -> list[Row]:
+def floor_rows(scene: Shared) -> list[Row]:
     """Measure the blind guesses on the same images."""
     rows = []
     for name, guess in blind_guesses(scene.truth, scene.public).items():

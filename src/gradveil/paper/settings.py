@@ -21,7 +21,7 @@ NAIVE, KNOWING = "naive", "knowing"
 
 
 @dataclass(frozen=True)
-class Setting:
+class Case:
     """One defence and one server on one panel."""
 
     panel: str
@@ -61,7 +61,7 @@ class Setting:
 HIDDEN = "neither MSE (clamped) nor SSIM better than answering with the mean image, means over the images"
 
 
-def settings(rows: Sequence[Row], accuracy: Sequence[Row]) -> list[Setting]:
+def settings(rows: Sequence[Row], accuracy: Sequence[Row]) -> list[Case]:
     """Return every setting of the trade-off rows, in order, with the accuracy that belongs to it."""
     found = []
     grouped: dict[tuple[str, str, str], list[Row]] = {}
@@ -77,7 +77,7 @@ def settings(rows: Sequence[Row], accuracy: Sequence[Row]) -> list[Setting]:
         guess = grouped.get((panel, BLIND, GUESS), [])
         units = [papers_unit(r) for r in mine]
         found.append(
-            Setting(
+            Case(
                 panel,
                 defense,
                 server,
@@ -129,15 +129,15 @@ def network_family(model: str) -> str:
     return model.partition(":")[0].partition("_")[0]
 
 
-def control_works(found: Sequence[Setting], panel: str) -> bool | None:
+def control_works(found: Sequence[Case], panel: str) -> bool | None:
     """Return whether the attack recovers at least half of the undefended images; ``None``: not measured."""
     control = [s for s in found if s.panel == panel and s.defense == "none"]
     return control[0].success.mean >= 0.5 if control else None
 
 
-def strongest(found: Sequence[Setting], kind: str) -> list[Setting]:
+def strongest(found: Sequence[Case], kind: str) -> list[Case]:
     """Return, per panel and defence, the setting of this kind of server with the lowest MSE: what is known to work."""
-    best: dict[tuple[str, str], Setting] = {}
+    best: dict[tuple[str, str], Case] = {}
     for s in found:
         key = (s.panel, s.defense)
         if (s.kind == kind or s.defense == "none") and (key not in best or s.mse.mean < best[key].mse.mean):

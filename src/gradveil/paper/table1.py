@@ -9,15 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradveil.attacks.representation import Inferred, Settings, infer_stacked
-from gradveil.attacks.representation_chain import Chain, chain_of
-from gradveil.attacks.representation_peaks import RULES
+from gradveil.attacks.inference.chain import LayerChain, chain_of
+from gradveil.attacks.inference.classes import RULES, InferenceSettings, Inferred, infer_stacked
 from gradveil.data import load
 from gradveil.data.partition import partition
-from gradveil.defenses.nothing import NoDefense
-from gradveil.federated.auto import choose
+from gradveil.defenses.base import NoDefense
 from gradveil.federated.engines import World
-from gradveil.federated.simulate import Round, Training, simulate
+from gradveil.federated.simulate import Round, Training, choose, simulate
 from gradveil.metrics.representations import (
     CONTROLS,
     class_means,
@@ -26,8 +24,8 @@ from gradveil.metrics.representations import (
     representation_scores,
 )
 from gradveil.models import build
-from gradveil.paper.base import ITEMS, Context, Item, Row, Verdict, published
-from gradveil.paper.drawing import PAPER, PROMISED, REACHED, SOUND, Dot, dot_panels
+from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row, published
+from gradveil.paper.figures import PAPER, PROMISED, REACHED, SOUND, Dot, dot_panels
 from gradveil.seeds import Seeds
 
 LOOKS = {"own": PROMISED, "wrong": SOUND, "blind": REACHED}
@@ -87,7 +85,7 @@ class Table1(Item):
         rounds = self.rounds if context.full else max(self.rounds // 10, 1)
         training = Training(rounds=rounds, devices=10, epochs=epochs, batch_size=batch_size, lr=0.01)
         chain = chain_of(model, dataset.input_shape, dataset.num_classes)
-        watcher = _Watcher(chain, dataset.num_classes, public.to(context.device), Settings(m=self.m))
+        watcher = _Watcher(chain, dataset.num_classes, public.to(context.device), InferenceSettings(m=self.m))
         engine = self.engine or choose(
             World(model, dataset.train, NoDefense(), training.local), rounds * training.devices
         )
@@ -124,7 +122,7 @@ class Table1(Item):
         dot_panels(path, panels, "cor, mean and range over seeds")
         return True
 
-    def verdicts(self, rows: Sequence[Row]) -> list[Verdict]:
+    def verdicts(self, rows: Sequence[Row]) -> list[Judgement]:
         """Judge the high correlation, what it means, and the class sets."""
         found = []
         first = [r for r in rows if r["setting"] == "E=1, B=32"]
@@ -133,7 +131,7 @@ class Table1(Item):
             paper = published()["table1"]["rows"]["E=1, B=32"][DENSE.index(layer)]
             own, wrong, nearest, blind = (_mean(mine, name) for name in ("own", "wrong", "nearest", "blind"))
             found.append(
-                Verdict(
+                Judgement(
                     f"cor at {layer} is near {paper} (E=1, B=32)",
                     "reproduced" if abs(own - paper) <= NEAR else "not reproduced",
                     f"mean cor within {NEAR} of the paper's",
@@ -142,7 +140,7 @@ class Table1(Item):
                 )
             )
             found.append(
-                Verdict(
+                Judgement(
                     f"at {layer} the inferred representation tells its class from the other one on the device",
                     "reproduced" if nearest >= 0.9 else "not reproduced",
                     "its own class is the nearest in at least 0.9 of the cases (chance 0.5)",
@@ -158,7 +156,7 @@ class Table1(Item):
                 status = "reproduced" if best >= 0.97 else "not reproduced"
                 rule = "exact class sets in at least 0.97 of the updates, by bias sign or row sum"
                 found.append(
-                    Verdict(f"The class set is read off the update ({setting})", status, rule, "-", f"{best:.3f}")
+                    Judgement(f"The class set is read off the update ({setting})", status, rule, "-", f"{best:.3f}")
                 )
         return found
 
@@ -166,7 +164,7 @@ class Table1(Item):
 class _Watcher:
     """Infers from every update of every round, and keeps the running sums."""
 
-    def __init__(self, chain: Chain, num_classes: int, public: Tensor, settings: Settings) -> None:
+    def __init__(self, chain: LayerChain, num_classes: int, public: Tensor, settings: InferenceSettings) -> None:
         self.chain, self.num_classes, self.public, self.settings = chain, num_classes, public, settings
         self.layers = [visit.path for visit in chain.layers]
         self.values: dict[tuple[str, str], list[Tensor]] = {}  # one mean a round; read at the end, so that a GPU
@@ -207,13 +205,13 @@ class _Watcher:
         return [*table, {"layer": "classes"} | {rule: float(torch.stack(v).mean()) for rule, v in self.sets.items()}]
 
 
-def _whole_row(setting: str, rows: Sequence[Row]) -> Verdict:
+def _whole_row(setting: str, rows: Sequence[Row]) -> Judgement:
     """Judge the correlations of one setting at all layers together."""
     paper = published()["table1"]["rows"][setting]
     mine = [[r for r in rows if (r["setting"], r["layer"]) == (setting, layer)] for layer in DENSE]
     ours = [_mean(r, "own") for r in mine if r]
     near = all(abs(a - b) <= NEAR for a, b in zip(ours, paper, strict=False))
-    return Verdict(
+    return Judgement(
         f"cor at {', '.join(DENSE)} is near {' / '.join(map(str, paper))} ({setting})",
         "reproduced" if near and len(ours) == len(paper) else "not reproduced",
         f"mean cor within {NEAR} of the paper's at every layer",

@@ -9,15 +9,15 @@ import torch
 
 from gradveil.data import load
 from gradveil.defenses.base import build as build_defense
-from gradveil.defenses.report import Report
-from gradveil.defenses.step import step_gradient
-from gradveil.layers import find_layer
+from gradveil.defenses.guard.passes import Report
+from gradveil.defenses.guard.step import step_gradient
+from gradveil.layers.modules import find_layer
 from gradveil.metrics import interval
 from gradveil.models import build
-from gradveil.paper.base import ITEMS, Context, Item, Row, Verdict, published
-from gradveil.paper.drawing import Dot, dot_panels
+from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row, published
+from gradveil.paper.figures import Dot, dot_panels
 from gradveil.paper.settings import own
-from gradveil.paper.tradeoff import FULL, NORMALISED, Panel, Tradeoff
+from gradveil.paper.tradeoff import FULL, NORMALISED, AttackPanel, Tradeoff
 from gradveil.tree import Params, flatten, norm
 from gradveil.types import Batch
 
@@ -44,7 +44,7 @@ class Table2(Item):
     datasets: tuple[str, ...] = ("mnist", "cifar10")
     networks: tuple[str, ...] = ("lenet", NORMALISED)
 
-    def panels(self) -> dict[str, Panel]:
+    def panels(self) -> dict[str, AttackPanel]:
         """Return the panels of the full trade-off figure."""
         return Tradeoff(datasets=self.datasets, networks=self.networks).panels(Context(scale="full"))
 
@@ -103,7 +103,7 @@ class Table2(Item):
         dot_panels(path, panels, "||defended - plain|| / ||plain||", log=True)
         return True
 
-    def verdicts(self, rows: Sequence[Row]) -> list[Verdict]:
+    def verdicts(self, rows: Sequence[Row]) -> list[Judgement]:
         """Judge whether the levels lie in the paper's ranges and reach their upper ends."""
         verdicts = []
         for line, (name, factor) in NAMES.items():
@@ -111,7 +111,7 @@ class Table2(Item):
                 run = sorted(factor * _level(d) for d in FULL[attack] if d.startswith(name))
                 inside = run[0] >= low * (1 - 1e-9) and abs(run[-1] - high) <= 1e-9 * high
                 verdicts.append(
-                    Verdict(
+                    Judgement(
                         f"{line}, {attack.upper()}: the levels run are the paper's",
                         "reproduced" if inside else "not reproduced",
                         "all levels within the paper's range, the highest at its upper end",

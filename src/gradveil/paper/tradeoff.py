@@ -8,12 +8,12 @@ from typing import ClassVar
 
 from gradveil.metrics import interval
 from gradveil.paper.attack_points import FLOORS, AttackPoints, Point, servers
-from gradveil.paper.base import BLIND, CIFAR10, ITEMS, SUCCESS, Context, Item, Row, Verdict
+from gradveil.paper.base import BLIND, CIFAR10, ITEMS, SUCCESS, Context, Item, Judgement, Row
 from gradveil.paper.settings import (
     HIDDEN,
     KNOWING,
     NAIVE,
-    Setting,
+    Case,
     control_works,
     of_item,
     own,
@@ -29,7 +29,7 @@ CONTRAST = 0.05  # of neighbouring pixels: what sets the smoothness of the GS se
 
 
 @dataclass(frozen=True)
-class Panel:
+class AttackPanel:
     """One panel: what is attacked, how, and under which defences."""
 
     name: str
@@ -111,7 +111,7 @@ class Tradeoff(Item):
     quick_gs_steps: int = 200
     quick_gs_network: str = "lenet:activation=relu,init=default,strides=2/1/1/1,width=48"
 
-    def panels(self, context: Context) -> dict[str, Panel]:
+    def panels(self, context: Context) -> dict[str, AttackPanel]:
         """Return the panels by name."""
         levels = FULL if context.full else QUICK
         images = self.images if context.full else self.quick_images
@@ -121,11 +121,15 @@ class Tradeoff(Item):
         network, gs_steps = (
             (self.networks[1], self.gs_steps) if context.full else (self.quick_gs_network, self.quick_gs_steps)
         )
-        found = [Panel(f"dlg-{d}", d, self.networks[0], dlg, images, levels["dlg"], newton) for d in self.datasets]
+        found = [
+            AttackPanel(f"dlg-{d}", d, self.networks[0], dlg, images, levels["dlg"], newton) for d in self.datasets
+        ]
         last = self.datasets[-1]
         gs_images = images if context.full else max(1, images // 2)
         gs = gs_attack(gs_steps, context)
-        found.append(Panel(f"gs-{last}", last, network, gs, gs_images, levels["gs"], f"{gs},contrast={CONTRAST}", True))
+        found.append(
+            AttackPanel(f"gs-{last}", last, network, gs, gs_images, levels["gs"], f"{gs},contrast={CONTRAST}", True)
+        )
         return {panel.name: panel for panel in found}
 
     def units(self, context: Context) -> list[str]:
@@ -165,7 +169,7 @@ class Tradeoff(Item):
             table.append(said | {"mse": f"{mse.mean:.4f} [{mse.low:.4f}, {mse.high:.4f}]"})
         return table
 
-    def verdicts(self, rows: Sequence[Row]) -> list[Verdict]:
+    def verdicts(self, rows: Sequence[Row]) -> list[Judgement]:
         """Judge per panel: the control, whether ours hides images from either server, and whether the score matters."""
         found = settings(own(rows), of_item(rows, "accuracy"))
         return [v for panel in dict.fromkeys(s.panel for s in found) for v in _judge(found, panel)]
@@ -178,7 +182,7 @@ class Tradeoff(Item):
         return True
 
 
-def _run_panel(panel: Panel, units: Sequence[str], context: Context) -> dict[str, list[Row]]:
+def _run_panel(panel: AttackPanel, units: Sequence[str], context: Context) -> dict[str, list[Row]]:
     points = panel.points(context)
     wanted = {unit: unit.partition("/")[2] for unit in units}
     asked = [
@@ -192,7 +196,7 @@ def _run_panel(panel: Panel, units: Sequence[str], context: Context) -> dict[str
     }
 
 
-def _line(s: Setting, works: bool | None) -> Row:
+def _line(s: Case, works: bool | None) -> Row:
     measured = s.accuracy
     return {
         "panel": s.panel,
@@ -210,7 +214,7 @@ def _line(s: Setting, works: bool | None) -> Row:
     }
 
 
-def _judge(found: Sequence[Setting], panel: str) -> list[Verdict]:
+def _judge(found: Sequence[Case], panel: str) -> list[Judgement]:
     works = control_works(found, panel)
     control = next((s for s in found if s.panel == panel and s.defense == "none"), None)
     verdicts = []
@@ -218,7 +222,7 @@ def _judge(found: Sequence[Setting], panel: str) -> list[Verdict]:
         status = "reproduced" if works else "not reproduced"
         text = f"{control.success.mean:.0%}, mean MSE {control.mse.mean:.4f} (mean image {control.blind:.4f})"
         rule = f"at least half of the images with clamped MSE < {SUCCESS}; else the panel is void"
-        verdicts.append(Verdict(f"{panel}: the attack recovers undefended images (control)", status, rule,
+        verdicts.append(Judgement(f"{panel}: the attack recovers undefended images (control)", status, rule,
                                 "shown in the figure", text))  # fmt: skip
     for kind in (NAIVE, KNOWING):
         mine = [s for s in strongest(found, kind) if s.panel == panel and s.family == "representation"]
@@ -227,7 +231,7 @@ def _judge(found: Sequence[Setting], panel: str) -> list[Verdict]:
     return verdicts + _score_matters(found, panel, works)
 
 
-def _hides(panel: str, kind: str, mine: Sequence[Setting], works: bool | None) -> Verdict:
+def _hides(panel: str, kind: str, mine: Sequence[Case], works: bool | None) -> Judgement:
     hidden = [s for s in mine if s.hidden]
     status = "not measured" if not works else "reproduced" if hidden else "not reproduced"
     if status == "reproduced" and all(s.identified.mean >= 0.5 for s in hidden):
@@ -236,11 +240,11 @@ def _hides(panel: str, kind: str, mine: Sequence[Setting], works: bool | None) -
         f"{s.defense.partition('=')[2]}: MSE {s.mse.mean:.4f}, told apart {s.identified.mean:.0%}" for s in mine
     )
     who = "a server that does not know it" if kind == NAIVE else "a server that knows it"
-    return Verdict(f"{panel}: some share of ours makes images unrecognisable to {who}", status, HIDDEN,
+    return Judgement(f"{panel}: some share of ours makes images unrecognisable to {who}", status, HIDDEN,
                    "unrecognisable beyond the pink line; only the naive server is considered", ours)  # fmt: skip
 
 
-def _score_matters(found: Sequence[Setting], panel: str, works: bool | None) -> list[Verdict]:
+def _score_matters(found: Sequence[Case], panel: str, works: bool | None) -> list[Judgement]:
     """Judge ours against a random mask of the same share, both seen by the naive server."""
     naive = {s.defense: s for s in found if s.panel == panel and s.server == NAIVE}
     control = naive.get("random_mask:share=0.4")
@@ -253,7 +257,7 @@ def _score_matters(found: Sequence[Setting], panel: str, works: bool | None) -> 
         f"random {control.mse.mean:.4f} [{control.mse.low:.4f}, {control.mse.high:.4f}]"
     )
     return [
-        Verdict(
+        Judgement(
             f"{panel}: the score matters (ours against a random mask, 40 %, naive server)",
             status,
             "the 95 % intervals of the mean clamped MSE are apart, ours above",

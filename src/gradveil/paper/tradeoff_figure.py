@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gradveil.paper.drawing import LOOKS, figure
-from gradveil.paper.settings import KNOWING, NAIVE, Setting, control_works, strongest
+from gradveil.paper.figures import LOOKS, figure
+from gradveil.paper.settings import KNOWING, NAIVE, Case, control_works, strongest
 
 LINES = {NAIVE: "-", KNOWING: "--"}
 SMALLEST = 1e-9  # MSE under which a mark is drawn here
@@ -13,7 +13,7 @@ FAINT = 0.35  # of the bars, 1 for the marks
 STRIP = 0.12  # of the axis' height, for settings whose accuracy was not measured
 
 
-def draw(found: Sequence[Setting], path: Path) -> None:
+def draw(found: Sequence[Case], path: Path) -> None:
     """Write ``path`` with the endings .svg and .png, a panel beside the other."""
     panels = list(dict.fromkeys(s.panel for s in found))
     with figure(path, 4.2 * max(1, len(panels)), 4.4) as empty:
@@ -33,7 +33,7 @@ def draw(found: Sequence[Setting], path: Path) -> None:
         )
 
 
-def _panel(axis: Any, found: Sequence[Setting], panel: str) -> None:
+def _panel(axis: Any, found: Sequence[Case], panel: str) -> None:
     known = [s.accuracy for s in found if s.accuracy is not None]
     low, high = (min(a.low for a in known), max(a.high for a in known)) if known else (0.0, 1.0)
     room = max(high - low, 0.02)
@@ -56,7 +56,7 @@ def _panel(axis: Any, found: Sequence[Setting], panel: str) -> None:
     axis.set_ylabel("accuracy after the last round")
 
 
-def _curve(axis: Any, mine: Sequence[Setting], family: str, kind: str, line: str, strip: float) -> None:
+def _curve(axis: Any, mine: Sequence[Case], family: str, kind: str, line: str, strip: float) -> None:
     look = dict(LOOKS.get(family, {"color": "0.3", "marker": "d", "label": family}))
     if kind == KNOWING:
         look |= {"markerfacecolor": "white", "label": f"{look['label']}, server knows"}

@@ -13,9 +13,9 @@ from gradveil.data import load
 from gradveil.data.base import Dataset
 from gradveil.metrics import interval, measure, rate
 from gradveil.models import build
-from gradveil.paper.base import BLIND, ITEMS, SUCCESS, Context, Item, Row, Verdict, published
-from gradveil.paper.drawing import figure
-from gradveil.paper.points import GALLERY, Scene, floor_rows
+from gradveil.paper.base import BLIND, ITEMS, SUCCESS, Context, Item, Judgement, Row, published
+from gradveil.paper.figures import figure
+from gradveil.paper.points import GALLERY, Shared, floor_rows
 from gradveil.types import Batch, Observation
 
 FEW, CONTROL = 0.05, 0.1  # shares of images: recovered by chance at most; recovered by a working attack at least
@@ -84,12 +84,12 @@ class WgClgRep(Item):
             rows.append(row | {"converged": found.converged, "known": _count(views[i])})
         return rows
 
-    def _scene(self, model: nn.Module, dataset: Dataset, context: Context) -> Scene:
+    def _scene(self, model: nn.Module, dataset: Dataset, context: Context) -> Shared:
         """Return the images to attack and the public ones; no prior, since neither attack has one."""
         count = self.images if context.full else self.images // 2
         truth = dataset.train.batch(torch.randperm(len(dataset.train), generator=context.seeds("images"))[:count])
         public = dataset.test.batch(torch.randperm(len(dataset.test), generator=context.seeds("public"))[:2000])
-        return Scene(model, truth, public, dataset.num_classes, context.seeds)
+        return Shared(model, truth, public, dataset.num_classes, context.seeds)
 
     def summary(self, rows: Sequence[Row]) -> list[Row]:
         """Return MSE, PSNR and success per network and part, the blind guesses last."""
@@ -111,7 +111,7 @@ class WgClgRep(Item):
             )
         return table
 
-    def verdicts(self, rows: Sequence[Row]) -> list[Verdict]:
+    def verdicts(self, rows: Sequence[Row]) -> list[Judgement]:
         """Judge both halves of the claim on every network: convolutions fail, and the representation is enough."""
         blind = [_average(_of(rows, BLIND, r["part"])) for r in rows if r["network"] == BLIND]
         found = []
@@ -139,10 +139,10 @@ def _count(seen: Observation) -> int:
     return sum(g.numel() for g in seen.update.gradient.values())
 
 
-def _convolutions(network: str, rows: dict[str, list[Row]]) -> Verdict:
+def _convolutions(network: str, rows: dict[str, list[Row]]) -> Judgement:
     """Judge whether the convolutions' gradients alone give nothing, where the whole gradient gives something."""
     whole, alone = _recovered(rows["WG"]), _recovered(rows["CLG"])
-    return Verdict(
+    return Judgement(
         f"{network}: convolution gradients alone do not reconstruct",
         _status(alone <= FEW, whole, alone),
         f"CLG recovers at most {FEW:.0%} of the images (clamped MSE < {SUCCESS}); void where neither WG nor CLG "
@@ -152,12 +152,12 @@ def _convolutions(network: str, rows: dict[str, list[Row]]) -> Verdict:
     )
 
 
-def _representation(network: str, rows: dict[str, list[Row]], blind: float | None) -> Verdict:
+def _representation(network: str, rows: dict[str, list[Row]], blind: float | None) -> Judgement:
     """Judge whether the inferred representation does as well as the whole gradient, and better than a guess."""
     rep, whole, mean = _recovered(rows["Rep"]), _recovered(rows["WG"]), _average(rows["Rep"])
     holds = rep >= whole and (blind is None or mean < blind)
     floor = "not run" if blind is None else f"{blind:.4f}"
-    return Verdict(
+    return Judgement(
         f"{network}: the representation alone reconstructs as well as the whole gradient",
         _status(holds, whole, rep),
         f"Rep recovers at least the share of images that WG does (clamped MSE < {SUCCESS}), and its mean clamped MSE "

@@ -1,11 +1,68 @@
-"""The page's drawings as inline SVG: their colours come from the page's style, so they follow light and dark."""
+"""Scales and ticks for the page's own drawings."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from html import escape
 
-from gradveil.experiments.summary import NAIVE, Floor, Line
-from gradveil.experiments.verdict import Verdict, strongest
-from gradveil.report.axes import Scale, linear_scale, log_scale, number
+from gradveil.experiments.judge import Verdict, strongest
+from gradveil.experiments.rows import NAIVE, Floor, Line
+
+
+@dataclass(frozen=True)
+class Axis:
+    """From values to places along an axis."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        """Return the place of a value, kept within the axis."""
+        low, high, x = (math.log10(v) for v in (self.low, self.high, max(value, self.low))) if self.log else (
+            self.low, self.high, value,
+        )  # fmt: skip
+        share = min(1.0, max(0.0, (x - low) / (high - low)))
+        return round(self.start + share * (self.end - self.start), 1)
+
+    def ticks(self) -> list[float]:
+        """Return a few round values on the axis."""
+        if self.log:
+            first, last = math.floor(math.log10(self.low) + 0.5), math.floor(math.log10(self.high) + 1e-9)
+            every = max(1, math.ceil((last - first + 1) / 6))
+            return [10.0**k for k in range(first, last + 1, every)]
+        raw = (self.high - self.low) / 4
+        step = next(s for s in (m * 10 ** math.floor(math.log10(raw)) for m in (1, 2, 5, 10)) if s >= raw)
+        first = math.ceil(self.low / step - 1e-9)
+        return [round(k * step, 10) for k in range(first, math.floor(self.high / step + 1e-9) + 1)]
+
+
+def log_scale(values: Iterable[float], start: float, end: float, smallest: float = 1e-10) -> Axis:
+    """Return a logarithmic scale over whole decades that holds all values; under 1e-10 they lie at its end."""
+    kept = [max(v, smallest) for v in values if math.isfinite(v)] or [1.0]
+    low, high = math.floor(math.log10(min(kept))), math.ceil(math.log10(max(kept)) + 1e-9)
+    return Axis(10.0**low, 10.0 ** max(high, low + 1), start, end, log=True)
+
+
+def linear_scale(values: Iterable[float], start: float, end: float, least: float = 0.1) -> Axis:
+    """Return a linear scale with some room on both sides, at least ``least`` wide, within [0, 1]."""
+    kept = [v for v in values if math.isfinite(v)] or [0.0, 1.0]
+    middle, half = (min(kept) + max(kept)) / 2, max((max(kept) - min(kept)) * 0.7, least / 2)
+    low = max(0.0, middle - half)
+    high = min(1.0, middle + half)
+    return Axis(low, max(high, low + least / 2), start, end)
+
+
+def number(value: float) -> str:
+    """Return a tick's text."""
+    if value != 0 and (abs(value) < 0.001 or abs(value) >= 1e5):
+        mantissa, exponent = f"{value:.0e}".split("e")
+        power = str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+        return f"10{power}" if mantissa == "1" else f"{mantissa}·10{power}"
+    return f"{value:g}"
+
 
 WIDTH = 400  # in units of about one CSS pixel on a phone
 NUM_STYLES = 8  # colours in the style sheet
@@ -93,7 +150,7 @@ def _told(line: Line) -> str:
     return f"{line.defense}: {server}, {line.attack}, {error}{void}"
 
 
-def _whisker(scale: Scale, line: Line | None, y: float, i: int, kind: str) -> str:
+def _whisker(scale: Axis, line: Line | None, y: float, i: int, kind: str) -> str:
     if line is None:
         return ""
     low, high = scale(line.mse.low), scale(line.mse.high)
@@ -116,21 +173,21 @@ def _mark(x: float, y: float, i: int, kind: str, title: str) -> str:
     return f'<path transform="translate({x} {y})" d="{shape}" class="s{i % NUM_STYLES} {kind}">{inside}</path>'
 
 
-def _reference_lines(scale: Scale, top: float, bottom: float, floor: Floor, control: Line | None) -> str:
+def _reference_lines(scale: Axis, top: float, bottom: float, floor: Floor, control: Line | None) -> str:
     parts = [_vertical(scale, floor.mse.mean, top, bottom, "floor", "blind guess", top - 20)]
     if control is not None:
         parts.append(_vertical(scale, control.mse.mean, top, bottom, "control", "control", top - 8))
     return "".join(parts)
 
 
-def _vertical(scale: Scale, value: float, top: float, bottom: float, kind: str, text: str, text_y: float) -> str:
+def _vertical(scale: Axis, value: float, top: float, bottom: float, kind: str, text: str, text_y: float) -> str:
     x = scale(value)
     anchor = "start" if x < 60 else "end" if x > WIDTH - 60 else "middle"
     label = f'<text x="{x}" y="{text_y}" class="tick" text-anchor="{anchor}">{escape(text)}</text>'
     return f'<path d="M{x} {top}V{bottom}" class="{kind}"/>{label}'
 
 
-def _horizontal(scale: Scale, value: float, left: float, right: float, kind: str, text: str = "") -> str:
+def _horizontal(scale: Axis, value: float, left: float, right: float, kind: str, text: str = "") -> str:
     y = scale(value)
     label = f'<text x="{left - 4}" y="{y + 4}" class="tick" text-anchor="end">{escape(text)}</text>' if text else ""
     return f'<path d="M{left} {y}H{right}" class="{kind}"/>{label}'

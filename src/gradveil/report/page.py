@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from gradveil.errors import MissingExtraError
-from gradveil.experiments.store import REPORT, VERSIONS, Store, write_atomically
-from gradveil.experiments.summary import Floor, Line, best_floor, lines
-from gradveil.experiments.verdict import BADGES, Verdict, headline, verdicts
-from gradveil.report.albums import albums, thumbs
+from gradveil.experiments.judge import BADGES, Verdict, headline, verdicts
+from gradveil.experiments.rows import Floor, Line, best_floor, lines
+from gradveil.experiments.run_folder import REPORT, VERSIONS, Store, write_atomically
 from gradveil.report.figures import errors_figure, trade_figure
-from gradveil.report.promises import promises_table
+from gradveil.report.glossary import CAVEAT, PICTURES, READING, promises_table
+from gradveil.report.pictures import albums, thumbs
 from gradveil.report.table import HEAD, NUM_TEXTS, table_rows
-from gradveil.report.words import CAVEAT, PICTURES, READING
 
 
 def write_report(folder: str | Path) -> Path:

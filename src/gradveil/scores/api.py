@@ -4,15 +4,15 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.errors import ScoreError, did_you_mean
-from gradveil.layers import find_layer, find_module, prefix
-from gradveil.scores.graph import replayed
-from gradveil.scores.jacobian import FunctionJacobian, Jacobian
-from gradveil.scores.loop import loop_rows
-from gradveil.scores.methods import MEMORY, METHODS, Method
-from gradveil.scores.record import record
-from gradveil.scores.rows import NORMS, Rows, scores, wide
-from gradveil.scores.tape import Tape
-from gradveil.scores.walk import chain, walk
+from gradveil.layers.graph import Tape
+from gradveil.layers.jacobian import FunctionJacobian, Jacobian
+from gradveil.layers.modules import find_layer, find_module, prefix
+from gradveil.layers.operators import wide
+from gradveil.layers.recorder import record
+from gradveil.layers.walk import chain, walk
+from gradveil.scores.fast.cuda import replayed
+from gradveil.scores.methods import MEMORY, METHODS, Method, loop_rows
+from gradveil.scores.rows import NORMS, RowNorms, scores
 
 
 def leak_scores(
@@ -62,7 +62,7 @@ def row_norms(
 @torch.no_grad()
 def compute(
     model: nn.Module, layer: str | None, x: Tensor, name: str, p: float, probes: int, seed: int, memory: int | None
-) -> Rows:
+) -> RowNorms:
     """Return r and the norms for 2 and p, by the method of that name."""
     _check(x, name, p, probes, memory)
     model = getattr(model, "_orig_mod", model)  # a compiled model: run what was compiled, plainly
@@ -71,7 +71,7 @@ def compute(
     ps = tuple(dict.fromkeys((2.0, float(p))))
     if x.shape[0] == 0:
         r = prefix(model, path)(x).flatten(1)
-        return Rows(r, dict.fromkeys(ps, wide(r)))
+        return RowNorms(r, dict.fromkeys(ps, wide(r)))
     if name == "loop":
         return loop_rows(model, path, x, ps)
     method = Method(name, ps, probes, seed, memory or MEMORY.get(x.device.type, MEMORY["cpu"]))

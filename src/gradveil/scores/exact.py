@@ -1,4 +1,4 @@
-"""``exact``: the norms of all rows of a recorded Jacobian, by explicit transposed layers."""
+"""Exact row norms of any model: vectorised backward passes in chunks, on one forward pass."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,8 +7,26 @@ from math import prod
 import torch
 from torch import Tensor
 
-from gradveil.scores.rows import Rows, add_norms, reduce_norms, stack_norms, wide
-from gradveil.scores.tape import Tape
+from gradveil.layers.graph import Tape
+from gradveil.layers.jacobian import Jacobian
+from gradveil.layers.operators import wide
+from gradveil.scores.rows import RowNorms, add_norms, reduce_norms, stack_norms
+
+
+def generic_rows(jacobian: Jacobian, ps: Sequence[float], memory: int) -> RowNorms:
+    """Return r and the norms of all rows, ``memory`` bytes of gradients at a time."""
+    r = jacobian.r.detach()
+    n, length = r.shape[0], r[0].numel()
+    step = jacobian.at_once(memory)
+    found = []
+    for start in range(0, length, step):
+        count = min(step, length - start)
+        units = torch.zeros(count, n, length, dtype=r.dtype, device=r.device)
+        units.diagonal(offset=start, dim1=0, dim2=2).fill_(1.0)
+        found.append(reduce_norms(jacobian.pull(units.view(count, *r.shape)), ps))
+    norms = {p: torch.cat([part[k] for part in found]).t() for k, p in enumerate(ps)}
+    return RowNorms(r.flatten(1), norms)
+
 
 _IN_CACHE = 2**19  # entries of the widest layer that one chunk holds on a CPU
 
@@ -39,7 +57,7 @@ class Start:
         return cls(at, index, factor)
 
 
-def exact_rows(tape: Tape, ps: Sequence[float], memory: int, *, skip: bool = True) -> Rows:
+def exact_rows(tape: Tape, ps: Sequence[float], memory: int, *, skip: bool = True) -> RowNorms:
     """Return r and the norms of all rows, from whichever side of the Jacobian is the shorter.
 
     ``skip``: look for rows that are zero whatever comes before (dead units) and leave them out. The answer is the
@@ -51,7 +69,7 @@ def exact_rows(tape: Tape, ps: Sequence[float], memory: int, *, skip: bool = Tru
     return _by_rows(tape, ps, memory, skip)
 
 
-def _by_rows(tape: Tape, ps: Sequence[float], memory: int, skip: bool) -> Rows:
+def _by_rows(tape: Tape, ps: Sequence[float], memory: int, skip: bool) -> RowNorms:
     n, length = tape.r.shape[0], tape.r[0].numel()
     start = Start.of(tape)
     order, count = live_first(start.factor) if skip else (None, length)
@@ -64,7 +82,7 @@ def _by_rows(tape: Tape, ps: Sequence[float], memory: int, skip: bool) -> Rows:
         if order is not None:
             found = found.new_zeros(n, length).scatter_(1, order[:, :count], found.expand(n, -1))
         norms[p] = (found * start.factor.abs()).expand(n, -1)
-    return Rows(tape.r.flatten(1), norms)
+    return RowNorms(tape.r.flatten(1), norms)
 
 
 def live_first(factor: Tensor) -> tuple[Tensor | None, int]:
@@ -88,7 +106,7 @@ def _pulled(tape: Tape, node: int, index: Tensor, ps: Sequence[float]) -> list[T
     return reduce_norms(tape.pull_from(node, rows, any_order=True) if node else rows, ps)
 
 
-def _by_columns(tape: Tape, ps: Sequence[float], memory: int) -> Rows:
+def _by_columns(tape: Tape, ps: Sequence[float], memory: int) -> RowNorms:
     x, r = tape.x, tape.r
     size, n, length = x[0].numel(), r.shape[0], r[0].numel()
     totals = {p: torch.zeros(n, length, dtype=wide(r).dtype, device=r.device) for p in ps}
@@ -100,7 +118,7 @@ def _by_columns(tape: Tape, ps: Sequence[float], memory: int) -> Rows:
         part = tape.push(units.view(count, 1, *x.shape[1:]))  # (K, N, *r)
         for p, more in zip(ps, stack_norms(part, ps), strict=True):
             totals[p] = add_norms(totals[p], more, p)
-    return Rows(r.flatten(1), totals)
+    return RowNorms(r.flatten(1), totals)
 
 
 def _keep_memory(x: Tensor) -> None:

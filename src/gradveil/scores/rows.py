@@ -7,21 +7,18 @@ from math import inf
 import torch
 from torch import Tensor
 
+from gradveil.layers.operators import wide
+
 NORMS = (1.0, 2.0, inf)  # the p that exact methods know; estimators know 2 only
 TINY = 1e-17  # squares of smaller float32 numbers lose digits, or are zero
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowNorms:
     """r and, for each p asked for, ||∂r_i/∂x||_p of every entry."""
 
     r: Tensor  # (N, L)
     norms: dict[float, Tensor]  # p -> (N, L)
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """Return the tensor in at least single precision: half precision is too coarse for products of slopes."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def reduce_norms(g: Tensor, ps: Sequence[float]) -> list[Tensor]:

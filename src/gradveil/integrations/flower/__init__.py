@@ -8,20 +8,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradveil.integrations.flower.audit import audited
-    from gradveil.integrations.flower.checks import checked
-    from gradveil.integrations.flower.mod_leaks import leak_guard
-    from gradveil.integrations.flower.mod_steps import guard_mod
-    from gradveil.integrations.flower.mod_update import update_mod
+    from gradveil.integrations.flower.grids import audited, checked
+    from gradveil.integrations.flower.leaks import leak_guard
+    from gradveil.integrations.flower.mods import guard_mod, update_mod
     from gradveil.integrations.local_training import defended
 
 _PUBLIC = {
-    "audited": "gradveil.integrations.flower.audit",
-    "checked": "gradveil.integrations.flower.checks",
+    "audited": "gradveil.integrations.flower.grids",
+    "checked": "gradveil.integrations.flower.grids",
     "defended": "gradveil.integrations.local_training",
-    "guard_mod": "gradveil.integrations.flower.mod_steps",
-    "leak_guard": "gradveil.integrations.flower.mod_leaks",
-    "update_mod": "gradveil.integrations.flower.mod_update",
+    "guard_mod": "gradveil.integrations.flower.mods",
+    "leak_guard": "gradveil.integrations.flower.leaks",
+    "update_mod": "gradveil.integrations.flower.mods",
 }
 
 __all__ = ["audited", "checked", "defended", "guard_mod", "leak_guard", "update_mod"]

@@ -11,14 +11,14 @@ from gradveil.federated.client import Sent
 from gradveil.federated.engines import Job, World, work
 from gradveil.federated.simulate import client_seed
 from gradveil.integrations.flower.records import number, params_of, record_of
-from gradveil.integrations.flower.settings import Settings, build_model, load_data
+from gradveil.integrations.flower.settings import FlowerSettings, build_model, load_data
 from gradveil.integrations.local_training import fresh_rng
 from gradveil.tree import Params
 
 DEVICE = "partition-id"  # what Flower calls the number of a node's share of the data
 
 
-def make_client_app(settings: Settings | None = None, mods: list[Any] | None = None) -> ClientApp:
+def make_client_app(settings: FlowerSettings | None = None, mods: list[Any] | None = None) -> ClientApp:
     """Return the app; without settings it reads them from the run config of each message."""
 
     def who(message: Message, context: Context) -> Message:
@@ -26,7 +26,7 @@ def make_client_app(settings: Settings | None = None, mods: list[Any] | None = N
         return Message(RecordDict({"node": answer}), reply_to=message)
 
     def train(message: Message, context: Context) -> Message:
-        return train_message(message, context, settings or Settings.from_config(context.run_config))
+        return train_message(message, context, settings or FlowerSettings.from_config(context.run_config))
 
     app = ClientApp(mods=mods or [])
     app.query()(who)
@@ -34,7 +34,7 @@ def make_client_app(settings: Settings | None = None, mods: list[Any] | None = N
     return app
 
 
-def train_message(message: Message, context: Context, settings: Settings) -> Message:
+def train_message(message: Message, context: Context, settings: FlowerSettings) -> Message:
     """Train on this node's share of the data and return the new weights."""
     folder = str(context.node_config.get("data", settings.data))
     dataset, shares = load_data(settings.dataset, folder, settings.partition, settings.seed)

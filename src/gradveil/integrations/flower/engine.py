@@ -19,7 +19,7 @@ from gradveil.errors import GradveilError, MissingExtraError
 
 if TYPE_CHECKING:
     from gradveil.integrations.flower.server import Outcome
-    from gradveil.integrations.flower.settings import Settings
+    from gradveil.integrations.flower.settings import FlowerSettings
 
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -48,7 +48,7 @@ clientapp = "gradveil.flower:client_app"
 
 
 def run(
-    settings: "Settings",
+    settings: "FlowerSettings",
     *,
     superlink: str | None = None,
     root_certificates: Path | None = None,
@@ -70,14 +70,14 @@ def run(
     return None
 
 
-def check(settings: "Settings") -> int:
+def check(settings: "FlowerSettings") -> int:
     """Raise unless data, model, strategy and devices fit together; return the number of devices."""
     if importlib.util.find_spec("flwr") is None:
         raise MissingExtraError("The Flower engine", "flower")
     os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
     from gradveil.defenses.base import build
+    from gradveil.integrations.flower.server import build_strategy
     from gradveil.integrations.flower.settings import build_model, load_data
-    from gradveil.integrations.flower.strategies import build_strategy
 
     dataset, shares = load_data(settings.dataset, settings.data, settings.partition, settings.seed)
     build_model(settings, dataset)
@@ -88,7 +88,7 @@ def check(settings: "Settings") -> int:
     return len(shares)
 
 
-def simulate(settings: "Settings", workers: int | None = None) -> "Outcome":
+def simulate(settings: "FlowerSettings", workers: int | None = None) -> "Outcome":
     """Run every device as a simulated node on this machine and return what came of it."""
     devices = check(settings)  # whatever does not fit is said now, not from another process
     from gradveil.integrations.flower.client import make_client_app
@@ -114,7 +114,9 @@ def simulate(settings: "Settings", workers: int | None = None) -> "Outcome":
     return outcomes[0]
 
 
-def submit(settings: "Settings", superlink: str, root_certificates: Path | None, say: Callable[[str], None]) -> None:
+def submit(
+    settings: "FlowerSettings", superlink: str, root_certificates: Path | None, say: Callable[[str], None]
+) -> None:
     """Send the app to a SuperLink, pass on its log, and raise unless the run completes.
 
     Real clients draw their randomness themselves: who submits the run, and the server, know its seed.
@@ -139,7 +141,7 @@ def submit(settings: "Settings", superlink: str, root_certificates: Path | None,
         raise GradveilError(f"Run {run_id} on {superlink} ended as {status}. The log above says why.")
 
 
-def write_app(folder: Path, settings: "Settings") -> None:
+def write_app(folder: Path, settings: "FlowerSettings") -> None:
     """Write a Flower app folder that runs ``gradveil.flower`` with these settings: ``flwr run FOLDER``."""
     from gradveil import __version__
 

@@ -1,75 +1,158 @@
-"""A Flower grid seen through something: what wraps the grid leaves the strategy as it is."""
+"""Audit what arrives at a Flower server: attack a sample of each round's updates and log what comes out."""
 
-from collections.abc import Iterable
-from typing import Any
+import json
+import math
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 
-from flwr.app import Message, MessageType, RecordDict
+from flwr.app import Message
 from flwr.serverapp import Grid
+from torch import Tensor, nn
+
+from gradveil.attacks.base import Attack
+from gradveil.defenses.base import Defense
+from gradveil.errors import GradveilError, UpdateError
+from gradveil.integrations.flower.mods import check_reply, update_of
+from gradveil.integrations.flower.records import LOG, GridView, arrays_of, number, params_of, withhold
+from gradveil.integrations.probe import Probe, Row
+from gradveil.seeds import Seeds
+from gradveil.types import Batch
 
 
-def is_training(message: Message) -> bool:
-    """Return whether a message asks for training, or answers such a one."""
-    return bool(message.metadata.message_type.partition(".")[0] == MessageType.TRAIN)
+def audited(
+    grid: Grid,
+    model: nn.Module,
+    attack: str | Attack,
+    *,
+    input_shape: tuple[int, ...],
+    num_classes: int,
+    defense: str | Defense = "none",
+    public: Tensor | None = None,
+    sample: int = 1,
+    max_examples: int = 16,
+    lr: float | None = None,
+    seed: int = 0,
+    out: Path | None = None,
+    truth: Callable[[Message], Batch | None] = lambda reply: None,
+) -> "AuditedGrid":
+    """Return the grid with an audit in it: ``strategy.start(grid=audited(grid, model, "gs", ...), ...)``.
+
+    The strategy sees every reply as it came. ``rows`` holds what was found, and ``out`` gets it as JSON lines.
+
+    Args:
+        grid: the grid that the ServerApp was given.
+        model: the architecture; the weights are those that were sent in the round.
+        attack: a spec or an attack.
+        input_shape: of one example.
+        num_classes: of the task.
+        defense: what the clients are known to use: the server that knows it is played as well.
+        public: inputs (M, *shape) of the same kind that are no secret: what the attacker knows beforehand.
+        sample: how many updates of a round are attacked.
+        max_examples: an update of more examples is logged and not attacked.
+        lr: of the local steps; None reads ``lr`` from the message, and takes 1 where there is none.
+        seed: of the choice of updates and of the attack.
+        out: a file to append to.
+        truth: the originals behind a reply, where the audit may know them (tests, public data).
+    """
+    probe = Probe(attack, input_shape, num_classes, defense, public=public)
+    return AuditedGrid(grid, model, probe, sample, max_examples, lr, Seeds(seed), out, truth)
 
 
-class GridView(Grid):  # type: ignore[misc]
-    """Passes everything on to another grid; override ``received`` to look at, or change, the replies."""
+class AuditedGrid(GridView):
+    """See ``audited``."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        model: nn.Module,
+        probe: Probe,
+        sample: int,
+        max_examples: int,
+        lr: float | None,
+        seeds: Seeds,
+        out: Path | None,
+        truth: Callable[[Message], Batch | None],
+    ) -> None:
+        super().__init__(grid)
+        self._model, self._probe, self._sample, self._max_examples = model, probe, sample, max_examples
+        self._lr, self._seeds, self._out, self._truth = lr, seeds, out, truth
+        self.rows: list[Row] = []
+        self._round = 0
+
+    def round_ended(self, sent: list[Message], replies: list[Message]) -> None:
+        """Attack some of the round's updates."""
+        self._round += 1
+        asked = {message.metadata.dst_node_id: message for message in sent}
+        good = sorted((r for r in replies if not r.has_error()), key=lambda r: int(r.metadata.src_node_id))
+        chosen = self._seeds.numpy("audit", self._round).permutation(len(good))[: self._sample]
+        for index in sorted(int(i) for i in chosen):
+            reply = good[index]
+            about = {"round": self._round, "node": reply.metadata.src_node_id}
+            for row in self._attack(asked[reply.metadata.src_node_id], reply, index):
+                self._log(about | row)
+
+    def _attack(self, message: Message, reply: Message, index: int) -> list[Row]:
+        try:
+            before, after = params_of(arrays_of(message)[1]), params_of(arrays_of(reply)[1])
+            check_reply(before, after)
+            update = update_of(message, before, reply, after, self._lr)
+            if update.num_examples > self._max_examples:
+                return [{"examples": update.num_examples, "skipped": f"more than {self._max_examples} examples"}]
+            rng = self._seeds("attack", self._round, index)
+            return self._probe.run(self._model, before, update, rng, self._truth(reply))
+        except GradveilError as error:
+            return [{"error": str(error)}]
+
+    def _log(self, row: Row) -> None:
+        self.rows.append(row)
+        LOG.info("Audit: %s", row)
+        if self._out is not None:
+            self._out.parent.mkdir(parents=True, exist_ok=True)
+            with self._out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def checked(grid: Grid) -> "CheckedGrid":
+    """Return the grid with malformed replies turned into errors: ``strategy.start(grid=checked(grid), ...)``."""
+    return CheckedGrid(grid)
+
+
+class CheckedGrid(GridView):
+    """See ``checked``. ``counts`` has one row per round: sent, kept, failed, rejected, silent."""
 
     def __init__(self, grid: Grid) -> None:
-        self._grid = grid
-        self._sent: dict[int, Message] = {}  # node -> the last training message to it
+        super().__init__(grid)
+        self.counts: list[dict[str, int]] = []
+        self.last_reason = ""  # why a reply was not kept
+        self._rejected: Counter[int] = Counter()  # node -> replies turned away
 
     def received(self, sent: Message, reply: Message) -> Message:
-        """Return what the strategy is given for a reply to a training message."""
+        """Return the reply, or an error in its place."""
+        if reply.has_error():
+            self.last_reason = str(reply.error.reason)
+            return reply
+        try:
+            check_reply(params_of(arrays_of(sent)[1]), params_of(arrays_of(reply)[1]))
+            if not 0 < (examples := number(reply, "num-examples", 1.0)) < math.inf:
+                raise UpdateError(f"The reply counts {examples} examples; it takes at least one.")
+        except GradveilError as error:
+            LOG.warning("Reply of node %s rejected: %s", reply.metadata.src_node_id, error)
+            self.last_reason = str(error)
+            self._rejected[reply.metadata.src_node_id] += 1
+            return withhold(sent, str(error))
         return reply
 
     def round_ended(self, sent: list[Message], replies: list[Message]) -> None:
-        """Hear of all replies to the training messages of one call, after ``received``."""
-
-    def set_run(self, run: Any) -> None:
-        """Set the run."""
-        self._grid.set_run(run)
-
-    @property
-    def run(self) -> Any:
-        """The run."""
-        return self._grid.run
-
-    def create_message(
-        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
-    ) -> Message:
-        """Create a message."""
-        return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
-
-    def get_node_ids(self) -> Iterable[int]:
-        """Return the nodes."""
-        return list(self._grid.get_node_ids())
-
-    def get_nodes(self) -> Iterable[Any]:
-        """Return what is known of the nodes."""
-        return list(self._grid.get_nodes())
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send messages."""
-        return list(self._grid.push_messages(self._remember(messages)))
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Fetch replies."""
-        return [self._look(reply) for reply in self._grid.pull_messages(message_ids)]
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Send messages and wait for the replies."""
-        out = self._remember(messages)
-        replies = [self._look(reply) for reply in self._grid.send_and_receive(out, timeout=timeout)]
-        if training := [m for m in out if is_training(m)]:
-            self.round_ended(training, replies)
-        return replies
-
-    def _remember(self, messages: Iterable[Message]) -> list[Message]:
-        out = list(messages)
-        self._sent.update({m.metadata.dst_node_id: m for m in out if is_training(m)})
-        return out
-
-    def _look(self, reply: Message) -> Message:
-        sent = self._sent.get(reply.metadata.src_node_id)
-        return reply if sent is None or not is_training(reply) else self.received(sent, reply)
+        """Count the round."""
+        failed, rejected = sum(reply.has_error() for reply in replies), self._rejected.total()
+        self._rejected.clear()
+        self.counts.append(
+            {
+                "sent": len(sent),
+                "kept": len(replies) - failed,
+                "failed": failed - rejected,
+                "rejected": rejected,
+                "silent": len(sent) - len(replies),
+            }
+        )

@@ -1,9 +1,16 @@
 """Between Flower's records and gradveil's ``Params``; all that the mods need to read or change in a message."""
 
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any
 
 import torch
+from flwr.app import Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+from torch import nn
 
 from gradveil.defenses.base import Defense, build
 from gradveil.errors import DefenseError, MissingExtraError, UpdateError
@@ -75,3 +82,148 @@ def defense_for(given: str | Defense | None, context: Context) -> Defense:
     if spec is None:
         raise DefenseError("No defense is set. Give the mod one, or set 'defense' in --node-config or the run config.")
     return build(spec)
+
+
+_open: "list[ModelWatch]" = []
+_lock = threading.Lock()
+_plain_call: Any = nn.Module.__call__
+
+
+class ModelWatch:
+    """While it is open, tells of each module that is called for the first time and has the weights that were sent.
+
+    It is told *before* the call, with the arguments, so that hooks put on the module then see this very pass. (A
+    global forward pre-hook of torch comes too late for that: the module's own hooks are listed by then, and the
+    keyword arguments are hidden from it.) Only the thread that opened the watch is watched, so that two clients in
+    one process are not mixed up. A client that trains in a thread of its own, or through ``model.forward``, is
+    not found.
+    """
+
+    def __init__(self, weights: Params, found: Callable[[nn.Module], None]) -> None:
+        self._weights = weights
+        self._found = found
+        self._seen: dict[int, tuple[nn.Module, bool]] = {}  # by id; the reference keeps the id from being used again
+        self._inside = False  # a call of a model that was found is under way: its parts are no models
+        self._thread = threading.get_ident()
+
+    def __enter__(self) -> "ModelWatch":
+        with _lock:
+            _open.append(self)
+            nn.Module.__call__ = _watched_call  # type: ignore[method-assign]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with _lock:
+            _open.remove(self)
+            if not _open:
+                nn.Module.__call__ = _plain_call  # type: ignore[method-assign]
+        self._seen.clear()
+
+    @contextmanager
+    def call(self, module: nn.Module) -> Iterator[None]:
+        """Take note of a module that is about to be called."""
+        if self._inside or threading.get_ident() != self._thread:
+            yield
+            return
+        if id(module) not in self._seen:
+            fits = named_as_in(module, self._weights) is not None
+            self._seen[id(module)] = (module, fits)
+            if fits:
+                self._found(module)
+        self._inside = self._seen[id(module)][1]
+        try:
+            yield
+        finally:
+            self._inside = False
+
+
+def named_as_in(module: nn.Module, weights: Params) -> Params | None:
+    """Return weights that a server sent under the module's own names; None where they are not its weights.
+
+    They are where the names are those of its state dict. Flower's older clients number the arrays instead, in the
+    order of the state dict: there the shapes must be the same.
+    """
+    own = module.state_dict()
+    if own.keys() == weights.keys():
+        return weights
+    numbered = list(weights) == [str(i) for i in range(len(own))]
+    if numbered and [v.shape for v in own.values()] == [v.shape for v in weights.values()]:
+        return dict(zip(own, weights.values(), strict=True))
+    return None
+
+
+def _watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with ExitStack() as stack:
+        for watch in tuple(_open):
+            stack.enter_context(watch.call(module))
+        return _plain_call(module, *args, **kwargs)
+
+
+def is_training(message: Message) -> bool:
+    """Return whether a message asks for training, or answers such a one."""
+    return bool(message.metadata.message_type.partition(".")[0] == MessageType.TRAIN)
+
+
+class GridView(Grid):  # type: ignore[misc]
+    """Passes everything on to another grid; override ``received`` to look at, or change, the replies."""
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+        self._sent: dict[int, Message] = {}  # node -> the last training message to it
+
+    def received(self, sent: Message, reply: Message) -> Message:
+        """Return what the strategy is given for a reply to a training message."""
+        return reply
+
+    def round_ended(self, sent: list[Message], replies: list[Message]) -> None:
+        """Hear of all replies to the training messages of one call, after ``received``."""
+
+    def set_run(self, run: Any) -> None:
+        """Set the run."""
+        self._grid.set_run(run)
+
+    @property
+    def run(self) -> Any:
+        """The run."""
+        return self._grid.run
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        """Create a message."""
+        return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the nodes."""
+        return list(self._grid.get_node_ids())
+
+    def get_nodes(self) -> Iterable[Any]:
+        """Return what is known of the nodes."""
+        return list(self._grid.get_nodes())
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Send messages."""
+        return list(self._grid.push_messages(self._remember(messages)))
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Fetch replies."""
+        return [self._look(reply) for reply in self._grid.pull_messages(message_ids)]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Send messages and wait for the replies."""
+        out = self._remember(messages)
+        replies = [self._look(reply) for reply in self._grid.send_and_receive(out, timeout=timeout)]
+        if training := [m for m in out if is_training(m)]:
+            self.round_ended(training, replies)
+        return replies
+
+    def _remember(self, messages: Iterable[Message]) -> list[Message]:
+        out = list(messages)
+        self._sent.update({m.metadata.dst_node_id: m for m in out if is_training(m)})
+        return out
+
+    def _look(self, reply: Message) -> Message:
+        sent = self._sent.get(reply.metadata.src_node_id)
+        return reply if sent is None or not is_training(reply) else self.received(sent, reply)

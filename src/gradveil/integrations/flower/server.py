@@ -1,5 +1,6 @@
-"""The server of gradveil's own Flower app: any Flower strategy, the in-process draw of devices, an audit on the way."""
+"""Flower's strategies by name, with their settings: ``fedavg``, ``fedadam:eta=0.01``, ``fedprox:proximal_mu=0.1``."""
 
+import inspect
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -8,23 +9,51 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp import strategy as flower
 from torch import nn
 
 from gradveil.data.base import Dataset
 from gradveil.data.partition import Indices
-from gradveil.errors import GradveilError
+from gradveil.errors import GradveilError, SpecError, did_you_mean
 from gradveil.federated.checkpoint import Checkpoint
-from gradveil.federated.evaluate import evaluate
+from gradveil.federated.client import evaluate
 from gradveil.federated.run import RunFolder
-from gradveil.integrations.flower.audit import AuditedGrid, audited
-from gradveil.integrations.flower.checks import checked
 from gradveil.integrations.flower.client import DEVICE
-from gradveil.integrations.flower.grids import GridView, is_training
-from gradveil.integrations.flower.records import LOG, params_of, record_of
-from gradveil.integrations.flower.settings import Settings, build_model, load_data
-from gradveil.integrations.flower.strategies import build_strategy
+from gradveil.integrations.flower.grids import AuditedGrid, audited, checked
+from gradveil.integrations.flower.records import LOG, GridView, is_training, params_of, record_of
+from gradveil.integrations.flower.settings import FlowerSettings, build_model, load_data
+from gradveil.registry import convert, parse
 from gradveil.tree import Params
 from gradveil.types import Batch
+
+# those that work on any model's weights; users of the others write their own ServerApp
+STRATEGIES: dict[str, Any] = {
+    name.lower(): getattr(flower, name)
+    for name in (
+        "FedAvg", "FedAvgM", "FedProx", "FedAdam", "FedAdagrad", "FedYogi",
+        "FedMedian", "FedTrimmedAvg", "Krum", "MultiKrum", "Bulyan",
+    )
+}  # fmt: skip
+
+
+def build_strategy(spec: str) -> flower.Strategy:
+    """Return the strategy; which nodes take part is decided by the grid, so it is told to take all it sees."""
+    parsed = parse(spec)
+    if parsed.name not in STRATEGIES:
+        hint = did_you_mean(parsed.name, STRATEGIES)
+        raise SpecError(f"No strategy is called {parsed.name!r}. {hint}Known: {', '.join(STRATEGIES)}.")
+    cls = STRATEGIES[parsed.name]
+    numbers = {
+        name: type(p.default)
+        for name, p in inspect.signature(cls).parameters.items()
+        if isinstance(p.default, (int, float)) and not name.startswith(("fraction_", "min_"))
+    }
+    values: dict[str, Any] = {}
+    for key, text in parsed.settings.items():
+        if key not in numbers:
+            raise SpecError(f"Flower's {parsed.name} has no {key!r}. It has: {', '.join(numbers) or 'no settings'}.")
+        values[key] = convert(text, numbers[key], f"{parsed.name}:{key}")
+    return cls(fraction_train=1.0, fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1, **values)
 
 
 @dataclass
@@ -36,18 +65,20 @@ class Outcome:
     leaks: list[dict[str, Any]] = field(default_factory=list)
 
 
-def make_server_app(settings: Settings | None = None, done: Callable[[Outcome], None] = lambda _: None) -> ServerApp:
+def make_server_app(
+    settings: FlowerSettings | None = None, done: Callable[[Outcome], None] = lambda _: None
+) -> ServerApp:
     """Return the app; without settings it reads them from the run config."""
 
     def main(grid: Grid, context: Context) -> None:
-        done(serve(grid, settings or Settings.from_config(context.run_config)))
+        done(serve(grid, settings or FlowerSettings.from_config(context.run_config)))
 
     app = ServerApp()
     app.main()(main)
     return app
 
 
-def serve(grid: Grid, settings: Settings) -> Outcome:
+def serve(grid: Grid, settings: FlowerSettings) -> Outcome:
     """Run all rounds and return what came of them."""
     dataset, shares = load_data(settings.dataset, settings.data, settings.partition, settings.seed)
     model = build_model(settings, dataset)
@@ -95,7 +126,7 @@ class ChosenGrid(GridView):
     With every device connected these are the devices that the in-process simulation draws from the same seed.
     """
 
-    def __init__(self, grid: Grid, settings: Settings, sizes: list[int]) -> None:
+    def __init__(self, grid: Grid, settings: FlowerSettings, sizes: list[int]) -> None:
         super().__init__(grid)
         self._settings, self._sizes = settings, sizes
         self.devices: dict[int, int] = {}  # node -> device, as the nodes say
@@ -142,7 +173,7 @@ class ChosenGrid(GridView):
 
 
 def _auditor(
-    grid: "ChosenGrid", settings: Settings, model: nn.Module, dataset: Dataset, shares: list[Indices]
+    grid: "ChosenGrid", settings: FlowerSettings, model: nn.Module, dataset: Dataset, shares: list[Indices]
 ) -> AuditedGrid | None:
     """Return the audit that the settings ask for; the data are public here, so that the leak can be measured."""
     if not settings.audit:

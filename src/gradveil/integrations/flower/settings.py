@@ -22,7 +22,7 @@ from gradveil.seeds import Seeds
 
 
 @dataclass(frozen=True)
-class Settings:
+class FlowerSettings:
     """One federated training run on Flower. All values are numbers or text, as Flower's run config asks."""
 
     dataset: str = "digits"
@@ -47,7 +47,7 @@ class Settings:
     out: str = ""  # folder on the server for rounds.jsonl and model.safetensors; empty: keep nothing
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> "Settings":
+    def from_config(cls, config: Mapping[str, Any]) -> "FlowerSettings":
         """Read a run config; what it does not name keeps its default."""
         types: dict[str, Any] = {f.name: f.type for f in dataclasses.fields(cls)}
         values = {}
@@ -82,7 +82,7 @@ class Settings:
 
 
 def _known() -> str:
-    return ", ".join(f.name.replace("_", "-") for f in dataclasses.fields(Settings))
+    return ", ".join(f.name.replace("_", "-") for f in dataclasses.fields(FlowerSettings))
 
 
 @lru_cache(maxsize=4)
@@ -92,7 +92,7 @@ def load_data(dataset: str, data: str, spec: str, seed: int) -> tuple[Dataset, l
     return loaded, partition(loaded.train.labels, spec, Seeds(seed)("partition"))
 
 
-def build_model(settings: Settings, dataset: Dataset) -> nn.Module:
+def build_model(settings: FlowerSettings, dataset: Dataset) -> nn.Module:
     """Return the model with the weights that the run starts from."""
     return models.build(settings.model, dataset.input_shape, dataset.num_classes, settings.seed)
 

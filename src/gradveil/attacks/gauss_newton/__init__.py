@@ -1,0 +1,1 @@
+"""Machinery: images found as the solution of equations, by Gauss-Newton steps."""

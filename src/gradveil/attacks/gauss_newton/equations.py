@@ -1,0 +1,240 @@
+"""The prior over all unknowns of a problem: its examples, and a few numbers beside them, with its inverse at hand."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+from torch.func import jvp, vjp, vmap
+from torch.overrides import TorchFunctionMode
+
+from gradveil.errors import AttackError
+from gradveil.gradients.functional import quiet
+from gradveil.types import GaussianPrior, Observation
+
+
+@dataclass(frozen=True)
+class Prior:
+    """N examples of d numbers, each N(mean, Σ) with Σ = V diag(v) Vᵀ + ridge (I - V Vᵀ), and k standard normal numbers.
+
+    Points are vectors of n = N d + k numbers.
+    """
+
+    examples: int
+    extra: int  # k
+    mean: Tensor  # (d,)
+    basis: Tensor  # V (d, m), orthonormal columns
+    variances: Tensor  # v (m,), ridge included
+    ridge: float  # variance in every other direction
+
+    @classmethod
+    def of(cls, seen: Observation, extra: int, device: torch.device) -> "Prior":
+        """Return the observation's prior; where it has none, independent pixels around mid-grey."""
+        d = int(torch.Size(seen.input_shape).numel())
+        low, high = seen.bounds
+        prior = seen.prior
+        if prior is None:
+            # The variance of a uniform draw from the data range.
+            prior = GaussianPrior.white(torch.full((d,), (low + high) / 2), (high - low) / 12**0.5)
+        if prior.mean.numel() != d:
+            raise AttackError(
+                f"The prior is over {prior.mean.numel()} numbers and an example has {d} {seen.input_shape}. "
+                "Fit it to public data of the same shape."
+            )
+        basis, scales = _orthogonal(prior.factor.to(device, torch.float64))
+        mean = prior.mean.to(device, torch.float64)
+        return cls(seen.num_examples, extra, mean, basis, scales**2 + prior.ridge, prior.ridge)
+
+    @property
+    def pixels(self) -> int:
+        """How many of the unknowns belong to the examples: N d."""
+        return self.examples * len(self.mean)
+
+    def center(self) -> Tensor:
+        """Return the prior's mean (n,)."""
+        return torch.cat([self.mean.repeat(self.examples), self.mean.new_zeros(self.extra)])
+
+    def precise(self, z: Tensor) -> Tensor:
+        """Return the inverse covariance times z (B, n)."""
+        return self._apply(z, 1 / self.variances, 1 / self.ridge)
+
+    def covary(self, z: Tensor) -> Tensor:
+        """Return the covariance times z (B, n)."""
+        return self._apply(z, self.variances, self.ridge)
+
+    def precision(self) -> Tensor:
+        """Return the inverse covariance as a matrix (n, n)."""
+        return self.precise(torch.eye(self.pixels + self.extra, dtype=self.mean.dtype, device=self.mean.device))
+
+    def draw(self, count: int, rng: Generator) -> Tensor:
+        """Return draws (count, n) around zero."""
+        white = torch.randn(count, self.pixels, generator=rng, dtype=self.mean.dtype, device=rng.device)
+        beside = white.new_zeros(count, self.extra)
+        return self._apply(torch.cat([white, beside], 1).to(self.mean.device), self.variances.sqrt(), self.ridge**0.5)
+
+    def _apply(self, z: Tensor, inside: Tensor, outside: float) -> Tensor:
+        v = z[:, : self.pixels].reshape(len(z), self.examples, -1)
+        v = outside * v + ((v @ self.basis) * (inside - outside)) @ self.basis.T
+        return torch.cat([v.flatten(1), z[:, self.pixels :]], 1)
+
+
+def _orthogonal(factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return orthonormal columns and their scales; a fitted prior's columns are orthogonal already."""
+    gram = factor.T @ factor
+    lengths = gram.diagonal().sqrt()
+    if len(lengths) and bool((gram - gram.diagonal().diag()).abs().max() > 1e-5 * lengths.max() ** 2):
+        basis, lengths, _ = torch.linalg.svd(factor, full_matrices=False)
+        return basis, lengths
+    kept = lengths > 1e-6 * lengths.max() if len(lengths) else lengths.bool()
+    return factor[:, kept] / lengths[kept], lengths[kept]
+
+
+TANGENTS = 196  # of one problem's Jacobian at once
+TOGETHER = 1024  # unknowns of all problems whose Jacobians are written out at once
+
+Trial = Callable[..., Tensor]
+Direct = Callable[..., tuple[Tensor, list[Tensor]]]
+
+
+@dataclass(frozen=True)
+class Equations:
+    """The equations of B problems, R rows each, in float64."""
+
+    model: nn.Module
+    one: Trial  # z (n,), each of ``given``, widths (kinks,), smooth? -> (R,)
+    given: tuple[Tensor, ...]  # (B, ...) each: what a problem's equations depend on beside the unknowns
+    scales: Tensor  # (B, kinks), spread of the input of each ReLU-like call
+    seen: Tensor  # (B, R)
+    weights: Tensor  # (B, R), of a row's squared residual
+    noise: Tensor  # (B, R), known standard deviation; a row without is infinitely sure, save for the floor
+    rms: Tensor  # (B, R), what the floor is relative to
+    # The same written out, for all problems: z (B, n), each of ``given``, widths (B, kinks), smooth?, tangents?
+    # -> (B, R), and the Jacobian in parts (n, B, some of the rows).
+    direct: Direct | None = None
+
+    def take(self, index: Tensor) -> "Equations":
+        """Return the equations of some of the problems."""
+        parts = {name: getattr(self, name)[index] for name in ("scales", "seen", "weights", "noise", "rms")}
+        return replace(self, given=tuple(value[index] for value in self.given), **parts)
+
+    def residual(self, z: Tensor, width: Tensor | None) -> Tensor:
+        """Return F(z) - seen (B, R) for z (B, n), kinks rounded over ``width`` (B,); None: not at all."""
+        with quiet(self.model), torch.no_grad():
+            if self.direct is not None:
+                return self.direct(z, *self._given(width), self._smooth(width), False)[0] - self.seen
+            return vmap(self._of(width))(z, *self._given(width)) - self.seen
+
+    def jacobian(self, z: Tensor, width: Tensor) -> list[Tensor]:
+        """Return dF/dz of every problem, in parts (B, n, some of the rows); for as many problems as memory allows."""
+        function = self._of(width)
+        eye = torch.eye(z.shape[1], dtype=z.dtype, device=z.device)
+        # Tangents of several small problems run together; those of a large one in parts.
+        chunk = None if len(z) > 1 else TANGENTS
+
+        def one(z: Tensor, *given: Tensor) -> Tensor:
+            columns: Tensor = vmap(lambda v: jvp(lambda t: function(t, *given), (z,), (v,))[1], chunk_size=chunk)(eye)
+            return columns
+
+        with quiet(self.model), torch.no_grad():
+            if self.direct is not None:
+                return [
+                    part.transpose(0, 1) for part in self.direct(z, *self._given(width), self._smooth(width), True)[1]
+                ]
+            if len(z) == 1:
+                return [one(z[0], *(value[0] for value in self._given(width)))[None]]
+            return [vmap(one)(z, *self._given(width))]
+
+    def push(self, z: Tensor, v: Tensor, width: Tensor) -> Tensor:
+        """Return dF/dz v (B, R) for v (B, n)."""
+        function = self._of(width)
+
+        def one(z: Tensor, v: Tensor, *given: Tensor) -> Tensor:
+            pushed: Tensor = jvp(lambda t: function(t, *given), (z,), (v,))[1]
+            return pushed
+
+        with quiet(self.model), torch.no_grad():
+            return vmap(one)(z, v, *self._given(width))
+
+    def pull(self, z: Tensor, u: Tensor, width: Tensor) -> Tensor:
+        """Return (dF/dz)ᵀ u (B, n) for u (B, R)."""
+        function = self._of(width)
+
+        def one(z: Tensor, u: Tensor, *given: Tensor) -> Tensor:
+            pulled: Tensor = vjp(lambda t: function(t, *given), z)[1](u)[0]
+            return pulled
+
+        with quiet(self.model):
+            return vmap(one)(z, u, *self._given(width)).detach()
+
+    def _of(self, width: Tensor | None) -> Callable[..., Tensor]:
+        return lambda z, *given: self.one(z, *given, self._smooth(width))
+
+    def _smooth(self, width: Tensor | None) -> bool:
+        return width is not None and self.scales.shape[1] > 0
+
+    def _given(self, width: Tensor | None) -> tuple[Tensor, ...]:
+        return (*self.given, self.scales if width is None else self.scales * width[:, None])
+
+
+_RELU = {F.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
+_LEAKY = {F.leaky_relu, F.leaky_relu_}
+_CLIPPED = {F.hardtanh, F.hardtanh_}
+_KINKED = _RELU | _LEAKY | _CLIPPED | {F.relu6}
+
+
+class Smoothing(TorchFunctionMode):
+    """Within, ReLU-like calls are rounded, the i-th call over the i-th width."""
+
+    def __init__(self, widths: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._widths = iter(widths)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the call, or its rounded form."""
+        if func not in _KINKED:
+            return func(*args, **(kwargs or {}))
+        return _rounded(func, args[0], next(self._widths), args[1:], kwargs or {})
+
+
+class _Listening(TorchFunctionMode):
+    """Within, notes how widely the inputs of ReLU-like calls spread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales: list[float] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _KINKED:
+            self.scales.append(float(args[0].std(correction=0)) or 1.0)
+        return func(*args, **(kwargs or {}))
+
+
+def kink_scales(forward: Callable[[], object]) -> list[float]:
+    """Return the spread of the input of each ReLU-like call of a forward pass, in the order of the calls."""
+    listening = _Listening()
+    with torch.no_grad(), listening:
+        forward()
+    return listening.scales
+
+
+def _rounded(func: Callable[..., Any], z: Tensor, t: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    if func in _LEAKY:
+        slope: float = args[0] if args else kwargs.get("negative_slope", 0.01)
+        return slope * z + (1 - slope) * _ramp(z, t)
+    if func is F.relu6:
+        return _ramp(z, t) - _ramp(z - 6, t)
+    if func in _CLIPPED:
+        low: float = args[0] if args else kwargs.get("min_val", -1.0)
+        high: float = args[1] if len(args) > 1 else kwargs.get("max_val", 1.0)
+        return low + _ramp(z - low, t) - _ramp(z - high, t)
+    return _ramp(z, t)
+
+
+def _ramp(z: Tensor, t: Tensor) -> Tensor:
+    return t * F.softplus(z / t)

@@ -1,0 +1,232 @@
+"""The Gauss-Newton step, with the Jacobian written out or by products with it alone."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradveil.attacks.gauss_newton.equations import TOGETHER, Equations, Prior
+
+
+@dataclass(frozen=True)
+class DenseStep:
+    """Solve (Kᵀ V⁻¹ K + damping · Σ⁻¹) Δ = -slope with K of every problem written out."""
+
+    prior: Prior
+
+    def __call__(
+        self, rows: Equations, x: Tensor, residual: Tensor, weights: Tensor, width: Tensor
+    ) -> Callable[[Tensor], Tensor]:
+        """Return damping (B,) -> step (B, n); ``weights`` (B, R) are those of the squared residuals."""
+        precision = self.prior.precision()
+        normal, slope = [], []
+        for part in torch.arange(len(x), device=x.device).split(max(1, TOGETHER // x.shape[1])):
+            h, g = _normal_equations(rows.take(part), x[part], residual[part], weights[part], width[part])
+            normal.append(h)
+            slope.append(g)
+        fall = torch.cat(slope) + self.prior.precise(x - self.prior.center())
+        hessian = torch.cat(normal)
+
+        def step(damping: Tensor) -> Tensor:
+            factor, _ = torch.linalg.cholesky_ex(hessian + damping[:, None, None] * precision)
+            return torch.cholesky_solve(-fall[..., None], factor)[..., 0]
+
+        return step
+
+
+def _normal_equations(
+    rows: Equations, x: Tensor, residual: Tensor, weights: Tensor, width: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return Kᵀ V⁻¹ K (b, n, n) and Kᵀ V⁻¹ residual (b, n), summed over the parts that K comes in."""
+    root, first = weights.sqrt()[:, None], 0
+    normal, slope = x.new_zeros(*x.shape, x.shape[1]), x.new_zeros(*x.shape, 1)
+    for part in rows.jacobian(x, width):  # (b, n, some of the rows)
+        here = slice(first, first + part.shape[2])
+        scaled = part * root[..., here]
+        normal.baddbmm_(scaled, scaled.mT)
+        slope.baddbmm_(scaled, (root[..., here] * residual[:, None, here]).mT)
+        first = here.stop
+    return normal, slope[..., 0]
+
+
+@dataclass(frozen=True)
+class MatrixFree:
+    """The same by conjugate gradients, preconditioned by Σ, on products with K and Kᵀ."""
+
+    prior: Prior
+    iterations: int
+    tolerance: float = 1e-3  # of the residual of the linear system
+
+    def __call__(
+        self, rows: Equations, x: Tensor, residual: Tensor, weights: Tensor, width: Tensor
+    ) -> Callable[[Tensor], Tensor]:
+        """Return damping (B,) -> step (B, n); ``weights`` (B, R) are those of the squared residuals."""
+        fall = rows.pull(x, weights * residual, width) + self.prior.precise(x - self.prior.center())
+
+        def step(damping: Tensor) -> Tensor:
+            def product(v: Tensor) -> Tensor:
+                curved = rows.pull(x, weights * rows.push(x, v, width), width)
+                return curved + damping[:, None] * self.prior.precise(v)
+
+            return conjugate_gradients(product, -fall, self.prior.covary, self.iterations, self.tolerance)
+
+        return step
+
+
+def conjugate_gradients(
+    product: Callable[[Tensor], Tensor],
+    right: Tensor,
+    precondition: Callable[[Tensor], Tensor],
+    iterations: int,
+    tolerance: float,
+) -> Tensor:
+    """Solve A s = right (B, n) for symmetric positive A, every problem with its own step lengths."""
+    s, r = torch.zeros_like(right), right.clone()
+    z = precondition(r)
+    p, rz = z, (r * z).sum(1)
+    enough = tolerance**2 * rz
+    for _ in range(iterations):
+        live = rz > enough
+        if not bool(live.any()):
+            break
+        ap = product(p)
+        length = torch.where(live, rz / (p * ap).sum(1), 0.0)[:, None]
+        s, r = s + length * p, r - length * ap
+        z = precondition(r)
+        fresh = (r * z).sum(1)
+        p, rz = z + torch.where(live, fresh / rz, 0.0)[:, None] * p, torch.where(live, fresh, rz)
+    return s
+
+
+TRIALS = 6  # dampings tried before a step counts as failed
+DROWNED = 0.1  # of the known noise: a floor below it changes nothing any more
+WIDEST = 0.3  # of the kinks' rounding, in units of the spread of their input
+
+
+@dataclass(frozen=True)
+class Descent:
+    """How the floor falls, and when to stop."""
+
+    steps: int  # in all, at most
+    stage_steps: int  # at one floor, at most
+    first: float  # floor, relative to the root mean square of each tensor
+    last: float
+    tolerance: float = 0.05  # a stage ends when a step gains less, relatively
+    slowest: float = 3.0  # by which the floor is divided between stages, at least
+    fastest: float = 30.0  # and at most
+
+
+@dataclass
+class State:
+    """Where each of B problems stands."""
+
+    x: Tensor  # (B, n)
+    floor: Tensor  # (B,)
+    age: Tensor  # (B,) steps at this floor
+    steps: Tensor  # (B,)
+    best: Tensor  # (B, n), by the objective at the last floor, kinks as they are
+    objective: Tensor  # (B,)
+    done: Tensor  # (B,)
+
+
+Direction = Callable[[Equations, Tensor, Tensor, Tensor, Tensor], Callable[[Tensor], Tensor]]
+
+
+@dataclass(frozen=True)
+class Solver:
+    """Solves a group of problems that share a prior."""
+
+    prior: Prior
+    schedule: Descent
+    direction: Direction  # dense or matrix-free
+    entries: int  # of the update: the leading rows, in which known noise can drown the floor
+
+    def solve(self, rows: Equations, start: Tensor) -> State:
+        """Return the final state from ``start`` (B, n)."""
+        b = len(start)
+        first = self._reached(rows, start, start.new_full((b,), WIDEST)).mul(self.schedule.slowest)
+        state = State(
+            start.clone(), first.clamp(self.schedule.last, self.schedule.first), start.new_zeros(b), start.new_zeros(b),
+            start.clone(), self.objective(rows, start), torch.zeros(b, dtype=torch.bool, device=start.device),
+        )  # fmt: skip
+        while bool((live := (~state.done).nonzero().flatten()).numel()):
+            self._step(rows.take(live), state, live)
+        return state
+
+    def objective(self, rows: Equations, x: Tensor) -> Tensor:
+        """Return half the MAP objective per row (B,), at the last floor, with the kinks as they are."""
+        residual = rows.residual(x, None)
+        value = self._cost(rows, residual, x, self._variance(rows, x.new_full((len(x),), self.schedule.last)))
+        return torch.where(value.isfinite(), value / 2 / residual.shape[1], torch.inf)
+
+    def _step(self, rows: Equations, state: State, live: Tensor) -> None:
+        x, floor = state.x[live], state.floor[live]
+        width = floor.clamp_max(WIDEST)
+        residual = rows.residual(x, width)
+        variance = self._variance(rows, floor)
+        before = self._cost(rows, residual, x, variance)
+        solve = self.direction(rows, x, residual, rows.weights / variance, width)
+        moved, after = self._try(rows, x, before, variance, width, solve)
+        taken = after < before
+        state.x[live] = torch.where(taken[:, None], moved, x)
+        state.steps[live] += 1
+        state.age[live] += 1
+        idle = ~taken | (before - after < self.schedule.tolerance * before)
+        ended = idle | (state.age[live] >= self.schedule.stage_steps)
+        self._end_stage(rows, state, live[ended], ended)
+        state.done[live] |= state.steps[live] >= self.schedule.steps
+
+    def _try(
+        self,
+        rows: Equations,
+        x: Tensor,
+        before: Tensor,
+        variance: Tensor,
+        width: Tensor,
+        solve: Callable[[Tensor], Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """Raise the damping until the objective falls; a problem that it never falls for stays."""
+        damping, moved, after = torch.ones_like(before), x.clone(), before.clone()
+        for _ in range(TRIALS):
+            trial = x + solve(damping)
+            value = self._cost(rows, rows.residual(trial, width), trial, variance)
+            better = (value < before) & (after >= before)
+            moved, after = torch.where(better[:, None], trial, moved), torch.where(better, value, after)
+            if bool((after < before).all()):
+                break
+            damping = torch.where(after < before, damping, 10 * damping)
+        return moved, after
+
+    def _end_stage(self, rows: Equations, state: State, index: Tensor, ended: Tensor) -> None:
+        """Keep the point if it is the best so far, and lower the floor to what the residual allows."""
+        if not len(index):
+            return
+        rows, x = rows.take(ended), state.x[index]
+        objective = self.objective(rows, x)
+        better = objective < state.objective[index]
+        state.best[index] = torch.where(better[:, None], x, state.best[index])
+        state.objective[index] = torch.minimum(objective, state.objective[index])
+        floor = state.floor[index]
+        drowned = (floor[:, None] * rows.rms < DROWNED * rows.noise)[:, : self.entries] | (rows.weights == 0)[
+            :, : self.entries
+        ]
+        state.done[index] |= (floor <= self.schedule.last) | drowned.all(1)
+        lowered = self._reached(rows, x, floor.clamp_max(WIDEST)).clamp(
+            floor / self.schedule.fastest, floor / self.schedule.slowest
+        )
+        state.floor[index] = lowered.clamp_min(self.schedule.last)
+        state.age[index] = 0
+
+    def _reached(self, rows: Equations, x: Tensor, width: Tensor) -> Tensor:
+        """Return the root mean square (B,) of the residual, relative to each tensor's own and the known noise."""
+        relative = rows.residual(x, width).square() / (rows.rms.square() + rows.noise.square()) * rows.weights
+        return relative.sum(1).div(rows.weights.sum(1)).sqrt()
+
+    def _variance(self, rows: Equations, floor: Tensor) -> Tensor:
+        return rows.noise.square() + (floor[:, None] * rows.rms).square()  # (B, R)
+
+    def _cost(self, rows: Equations, residual: Tensor, x: Tensor, variance: Tensor) -> Tensor:
+        away = x - self.prior.center()
+        surprise = (away * self.prior.precise(away)).sum(1)
+        return (rows.weights * residual.square() / variance).sum(1) + surprise

@@ -1,0 +1,217 @@
+"""What a trial point would have sent: by torch.func for any model, written out for a chain of known layers.
+
+A trial point is the examples, and for a single local step the logits that δ, the loss's gradient by the logits, is made
+from, as departures from a first guess.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jvp, vmap
+
+from gradveil.attacks.gauss_newton.equations import Direct, Equations, Prior, Smoothing, Trial, kink_scales
+from gradveil.attacks.gauss_newton.tangents import can_write_out, run_chain
+from gradveil.gradients.functional import quiet, soft_cross_entropy, unroll
+from gradveil.layers.chain import pull, walk
+from gradveil.layers.modules import trace
+from gradveil.tree import Params
+from gradveil.types import Observation
+
+SPREAD = 3.0  # standard deviation of the free logits around their first guess
+
+
+def free_logits(seen: Observation) -> bool:
+    """Return whether the logits behind δ are unknowns: for one local step; several have a δ each."""
+    return seen.update.num_steps == 1
+
+
+def delta_of(log_p: Tensor, y: Tensor) -> Tensor:
+    """Return p - y (..., K) without its cancellation: the true class misses what the others have."""
+    others = log_p.exp() * (1 - y)
+    return others - y * others.sum(-1, keepdim=True)
+
+
+def trial_update(seen: Observation, state: Params, prior: Prior) -> Callable[..., Tensor]:
+    """Return the rows of one trial point as a function that torch.func can transform."""
+    names, model, shape = seen.visible, seen.model, (seen.num_examples, *seen.input_shape)
+    trainable = {n for n, p in model.named_parameters() if p.requires_grad}
+    # Several steps move every weight, and a simulated defence sees every gradient; else the visible ones are enough.
+    moved = trainable if seen.update.num_steps > 1 or seen.simulate is not None else set(names)
+    free = {n: value for n, value in state.items() if n in moved}
+    fixed = {n: value for n, value in state.items() if n not in moved}
+
+    def forward(weights: Params, x: Tensor, widths: Tensor, smooth: bool) -> Tensor:
+        with Smoothing(widths.unbind()) if smooth else nullcontext():
+            logits: Tensor = functional_call(model, fixed | weights, (x,))
+        return logits
+
+    def finish(update: Params, *more: Tensor) -> Tensor:
+        sent = update if seen.simulate is None else seen.simulate(update)
+        return torch.cat([*(sent[n].reshape(-1) for n in names), *more])
+
+    def several_steps(z: Tensor, y: Tensor, guess: Tensor, rest: Tensor, widths: Tensor, smooth: bool) -> Tensor:
+        def step(weights: Params, x: Tensor, y: Tensor) -> Params:
+            gradient: Params = grad(lambda w: soft_cross_entropy(forward(w, x, widths, smooth), y))(weights)
+            return gradient
+
+        return finish(unroll(step, free, z.reshape(shape), y, seen.update))
+
+    def one_step(z: Tensor, y: Tensor, guess: Tensor, rest: Tensor, widths: Tensor, smooth: bool) -> Tensor:
+        u = (guess + SPREAD * z[prior.pixels :].reshape(guess.shape)).log_softmax(-1)  # (N, K)
+        delta = delta_of(u, y) + rest
+
+        def pulled(weights: Params) -> tuple[Tensor, Tensor]:
+            logits = forward(weights, z[: prior.pixels].reshape(shape), widths, smooth)
+            return (logits * delta).sum() / len(delta), logits
+
+        update, logits = grad(pulled, has_aux=True)(free)
+        return finish(update, (logits.log_softmax(-1) - u).reshape(-1))
+
+    return one_step if free_logits(seen) else several_steps
+
+
+def written_out(seen: Observation, state: Params, prior: Prior) -> Direct | None:
+    """Return the rows of many trial points and, on demand, their Jacobian by parts; None where it is no known chain."""
+    links = walk(seen.model)
+    if links is None or not can_write_out(links) or not free_logits(seen) or seen.simulate is not None:
+        return None
+    names, examples = seen.visible, seen.num_examples
+
+    def rows(
+        z: Tensor, y: Tensor, guess: Tensor, rest: Tensor, widths: Tensor, smooth: bool, tangents: bool
+    ) -> tuple[Tensor, list[Tensor]]:
+        b, n = z.shape
+        eye = torch.eye(n, dtype=z.dtype, device=z.device)
+        shape = (examples, *seen.input_shape)
+        x = z[:, : prior.pixels].reshape(b * examples, *seen.input_shape)
+        dx = eye[:, : prior.pixels].reshape(n, 1, *shape).expand(n, b, *shape).flatten(1, 2) if tangents else None
+        each = iter(widths.repeat_interleave(examples, 0).unbind(1)) if smooth else None
+        (logits, dlogits), passed = run_chain(links, state, (x, dx), each)
+
+        def behind(v: Tensor) -> tuple[Tensor, Tensor]:
+            u = (guess + SPREAD * v.reshape(guess.shape)).log_softmax(-1)
+            return u, (delta_of(u, y) + rest).flatten(0, 1) / examples
+
+        free = z[:, prior.pixels :]
+        u, delta = behind(free)
+        log_p = logits.log_softmax(-1)
+        gap = (log_p.reshape(guess.shape) - u).flatten(1)
+        if dlogits is None:
+            found = pull(links, passed, (delta, None), names, b)
+            return torch.cat([*(found[name][0] for name in names), gap], 1), []
+        steps = eye[:, None, prior.pixels :].expand(n, *free.shape)
+        du, ddelta = vmap(lambda v: jvp(behind, (free,), (v,))[1])(steps)
+        found = pull(links, passed, (delta, ddelta), names, b)
+        dlog_p = dlogits - (log_p.exp() * dlogits).sum(-1, keepdim=True)
+        dgap = (dlog_p.reshape(n, *guess.shape) - du).flatten(2)
+        values = torch.cat([*(found[name][0] for name in names), gap], 1)
+        slopes = [slope for name in names if (slope := found[name][1]) is not None]
+        return values, [*slopes, dgap]
+
+    return rows
+
+
+SMALLEST = 1e-30  # a probability below it was rounded away on the client
+STIFF = 1e-3  # the floor of a bias gradient that the guess fits exactly, relative to that of other tensors
+
+
+def update_rows(seen: Sequence[Observation], labels: Tensor, prior: Prior) -> Equations:
+    """Return the equations of problems that share model, visible tensors and sizes; ``labels`` is (B, N)."""
+    first, center = seen[0], prior.center()
+    y = F.one_hot(labels, first.num_classes).to(center)  # (B, N, K)
+    state = _state(first.model, center)
+    x = center[: prior.pixels].reshape(-1, *first.input_shape)
+    with quiet(first.model), torch.no_grad():
+        scales = kink_scales(lambda: functional_call(first.model, state, (x,)))
+        guess = functional_call(first.model, state, (x,)).log_softmax(-1).expand_as(y)
+    widths = torch.tensor(scales).to(center).expand(len(seen), -1)
+    table = torch.stack([_table(s, center) for s in seen])  # (B, 4, R)
+    rest = torch.zeros_like(y)  # of δ: what the client's rounding of p - 1 adds to it
+    one, direct = trial_update(first, state, prior), written_out(first, state, prior)
+    if not free_logits(first):
+        return _rows(first.model, one, (y, guess, rest), widths, table, None)
+    bias = known_bias(seen)
+    if bias is None:
+        rows = _rows(first.model, one, (y, guess, rest), widths, _with_logits(table, guess), direct)
+        guess = _rescaled(guess, y, _excess(rows, center, table.shape[2]))
+    else:
+        guess = torch.stack([_read(s, bias, y[b]) for b, s in enumerate(seen)])
+        sizes = [(name, first.update.gradient[name].numel()) for name in first.visible]
+        stiff = torch.cat([center.new_full((size,), STIFF if name == bias else 1.0) for name, size in sizes])
+        table[:, 3] *= stiff
+        exact = torch.stack([s.update.gradient[bias].to(y) for s in seen])[:, None]  # (B, 1, K)
+        quiet_bias = torch.tensor([not s.noise.get(bias) for s in seen]).to(y)
+        rest = (exact - delta_of(guess, y)) * quiet_bias[:, None, None]
+    return _rows(first.model, one, (y, guess, rest), widths, _with_logits(table, guess), direct)
+
+
+def _rows(
+    model: nn.Module, one: Trial, given: tuple[Tensor, ...], widths: Tensor, table: Tensor, direct: Direct | None
+) -> Equations:
+    seen, weights, noise, rms = table.unbind(1)
+    return Equations(model, one, given, widths, seen, weights, noise, rms, direct)
+
+
+def known_bias(seen: Sequence[Observation]) -> str | None:
+    """Return the last layer's bias where its gradient is the p - y of one example, all of it seen."""
+    first = seen[0]
+    bias = f"{trace(first.model, first.input_shape).output}.bias"
+    whole = all(bias in s.visible and bias not in s.weights for s in seen)
+    return bias if whole and first.num_examples == 1 and first.simulate is None else None
+
+
+def _state(model: nn.Module, like: Tensor) -> Params:
+    state = {n: p.detach() for n, p in model.named_parameters()} | {n: b.detach() for n, b in model.named_buffers()}
+    return {n: value.to(like) if value.is_floating_point() else value for n, value in state.items()}
+
+
+def _table(seen: Observation, like: Tensor) -> Tensor:
+    """Return value, weight, noise and rms of each entry of one update, (4, R)."""
+    parts = []
+    whole = torch.cat([seen.update.gradient[n].reshape(-1) for n in seen.visible]).to(like).square().mean().sqrt()
+    for name in seen.visible:
+        g = seen.update.gradient[name].to(like).reshape(-1)
+        weight = (
+            seen.weights[name].to(like).expand(seen.update.gradient[name].shape).reshape(-1)
+            if name in seen.weights
+            else torch.ones_like(g)
+        )
+        rms = (weight * g.square()).sum().div(weight.sum()).sqrt()
+        # A tensor whose gradient is nearly zero says little, so it does not get a nearly infinite weight.
+        level = torch.maximum(rms, 1e-3 * whole).expand_as(g)
+        parts.append(torch.stack([g, weight, torch.full_like(g, seen.noise.get(name, 0.0)), level]))
+    return torch.cat(parts, 1)
+
+
+def _with_logits(table: Tensor, guess: Tensor) -> Tensor:
+    """Append the rows that say: the free logits are those of the trial input, (B, 4, R + N K)."""
+    size = guess.flatten(1).square().mean(1, keepdim=True).sqrt().clamp_min(1.0).expand_as(guess.flatten(1))
+    rows = torch.stack([torch.zeros_like(size), torch.ones_like(size), torch.zeros_like(size), size], 1)
+    return torch.cat([table, rows], 2)
+
+
+def _read(seen: Observation, bias: str, y: Tensor) -> Tensor:
+    """Return the log-probabilities (1, K) that the bias gradient p - y shows, as far as its noise lets them be seen."""
+    delta, std = seen.update.gradient[bias].to(y), max(seen.noise.get(bias, 0.0), SMALLEST)
+    others = delta.clamp_min(std) * (1 - y)  # (1, K)
+    missing = (-delta * y).sum().clamp(std, 1 - SMALLEST)  # 1 - p of the true class, the sum of the others
+    others = others * missing / others.sum()
+    return (others + y * (1 - missing)).clamp_min(SMALLEST).log()
+
+
+def _excess(rows: Equations, center: Tensor, entries: int) -> Tensor:
+    """Return by how much the update of the prior's mean outsizes the one seen, (B,)."""
+    found = rows.residual(center.expand(len(rows.seen), -1), None) + rows.seen
+    noise = (rows.weights * rows.noise.square())[:, :entries].sum(1)
+    sizes = [(rows.weights * value.square())[:, :entries].sum(1) for value in (found, rows.seen)]
+    return (sizes[0] / torch.maximum(sizes[1] - noise, 0.01 * sizes[1])).sqrt()
+
+
+def _rescaled(guess: Tensor, y: Tensor, excess: Tensor) -> Tensor:
+    """Return the log-probabilities (B, N, K) with the wrong classes' share divided by ``excess``."""
+    others = guess.exp() * (1 - y) / excess[:, None, None]
+    others = others * (0.99 / others.sum(-1, keepdim=True)).clamp_max(1.0)
+    return (others + y * (1 - others.sum(-1, keepdim=True))).clamp_min(SMALLEST).log()

@@ -1,0 +1,1 @@
+"""Machinery: classes and representations read off the update of fully connected layers."""

@@ -1,0 +1,153 @@
+"""Which rows of the last layer's gradient belong to classes on the device: four rules, none told how many there are."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from gradveil.attacks.inference.chain import LayerChain, chain_of, seen_part
+from gradveil.errors import AttackError
+from gradveil.layers.modules import Visit
+from gradveil.tree import Params
+from gradveil.types import Update, check_update
+
+Rule = Literal["gap", "mean", "bias_sign", "row_sum"]
+Peaks = tuple[Tensor, Tensor]  # present (D, K) bool, confidence (D, K) in [0, 1]
+
+
+def gap(rows: Tensor, bias: Tensor | None) -> Peaks:
+    """Sort the row norms and cut at the largest gap (Sun et al. 2020, algorithm 3, read literally)."""
+    norms = rows.norm(dim=2)  # (D, K)
+    ordered = norms.sort(dim=1, descending=True).values
+    at = (ordered[:, :-1] - ordered[:, 1:]).argmax(1, keepdim=True)
+    threshold = (ordered.gather(1, at) + ordered.gather(1, at + 1)) / 2
+    return _above(norms, threshold)
+
+
+def mean(rows: Tensor, bias: Tensor | None) -> Peaks:
+    """Take the rows whose norm is above the mean norm."""
+    norms = rows.norm(dim=2)
+    return _above(norms, norms.mean(1, keepdim=True))
+
+
+def row_sum(rows: Tensor, bias: Tensor | None) -> Peaks:
+    """Take the rows with a negative sum: only a class on the device has p - 1 in it. For representations above zero."""
+    return _above(-rows.sum(2), rows.new_zeros(len(rows), 1))
+
+
+def bias_sign(rows: Tensor, bias: Tensor | None) -> Peaks:
+    """Take the classes with a negative bias gradient, mean (p - y); without a bias, by the rows' sums."""
+    return row_sum(rows, None) if bias is None else _above(-bias, bias.new_zeros(len(bias), 1))
+
+
+RULES: dict[Rule, Callable[[Tensor, Tensor | None], Peaks]] = {
+    "gap": gap,
+    "mean": mean,
+    "bias_sign": bias_sign,
+    "row_sum": row_sum,
+}
+
+
+def _above(score: Tensor, threshold: Tensor) -> Peaks:
+    """Return what is above the threshold, and each distance from it as a share of the largest on its side."""
+    distance = score - threshold
+    tiny = torch.finfo(score.dtype).tiny
+    up = distance.clamp_min(0) / distance.amax(1, keepdim=True).clamp_min(tiny)
+    down = (-distance).clamp_min(0) / (-distance).amax(1, keepdim=True).clamp_min(tiny)
+    return distance > 0, up + down
+
+
+@dataclass(frozen=True)
+class Inferred:
+    """What D updates give away; vectors are up to a positive scale, for every class, on the device or not."""
+
+    present: Tensor  # (D, K) bool: the inferred class sets
+    confidence: Tensor  # (D, K) in [0, 1]: how far the class is from the rule's threshold, either way
+    vectors: dict[str, Tensor]  # layer -> (D, K, L), last layer first; a convolution's L is one mean input patch
+    scales: dict[str, Tensor]  # layer -> (D, K), the same rows of the bias gradient: vectors / scales is the
+    # representation itself, exactly for one example in one step; only layers whose bias is seen
+
+    def classes(self, device: int) -> list[int]:
+        """Return the inferred classes of one device."""
+        return [int(c) for c in self.present[device].nonzero()]
+
+
+@dataclass(frozen=True)
+class InferenceSettings:
+    """How to infer."""
+
+    rule: Rule = "bias_sign"  # gap, mean, bias_sign or row_sum
+    m: float = 0.5  # rows that are summed per class: a share of them up to 1, a count above
+    align: Literal["auto", "bias", "sum", "none"] = "auto"  # auto: by the bias gradient where it is seen
+    convolutions: bool = True  # go on through the convolutions
+
+    def __post_init__(self) -> None:
+        if not self.m > 0:
+            raise AttackError(f"m={self.m}: give a share of the rows (up to 1) or a count (above 1).")
+        if self.rule not in RULES:
+            raise AttackError(f"No peak rule is called {self.rule!r}. Known: {', '.join(RULES)}.")
+
+
+def infer(
+    model: nn.Module,
+    updates: Update | Sequence[Update],
+    input_shape: tuple[int, ...],
+    num_classes: int,
+    settings: InferenceSettings | None = None,
+) -> Inferred:
+    """Infer class sets and class-wise representations from one or many updates of the same model."""
+    sent = [updates] if isinstance(updates, Update) else list(updates)
+    if not sent:
+        raise AttackError("There is no update to infer from.")
+    for update in sent:
+        check_update(update, model)
+    chain = seen_part(chain_of(model, input_shape, num_classes), sent[0].gradient)
+    return infer_stacked(chain, {n: torch.stack([u.gradient[n] for u in sent]) for n in _names(chain, sent)}, settings)
+
+
+def infer_stacked(chain: LayerChain, gradients: Params, settings: InferenceSettings | None = None) -> Inferred:
+    """Infer from gradients that are stacked already, name -> (D, ...); ``chain`` is found once per model."""
+    chosen = settings or InferenceSettings()
+    last = chain.dense[-1]
+    rows = gradients[f"{last.path}.weight"]  # (D, K, L)
+    present, confidence = RULES[chosen.rule](rows, gradients.get(f"{last.path}.bias"))
+    found = Inferred(present, confidence, {last.path: -rows}, {})
+    if f"{last.path}.bias" in gradients:
+        found.scales[last.path] = -gradients[f"{last.path}.bias"]
+    for layer in reversed(chain.layers if chosen.convolutions else chain.dense):
+        if layer is not last:
+            size = next(reversed(found.vectors.values())).abs()  # (D, K, what leaves this layer)
+            channels = gradients[f"{layer.path}.weight"].shape[1]
+            _sum_rows(found, layer, gradients, size.unflatten(2, (channels, -1)).sum(3), chosen)
+    return found
+
+
+def _sum_rows(found: Inferred, layer: Visit, gradients: Params, size: Tensor, settings: InferenceSettings) -> None:
+    """Add, per device and class, the aligned sum of the M rows that ``size`` (D, K, rows) is largest at."""
+    rows, bias = gradients[f"{layer.path}.weight"].flatten(2), gradients.get(f"{layer.path}.bias")  # (D, rows, L)
+    count = settings.m * rows.shape[1] if settings.m <= 1 else settings.m
+    chosen = size.topk(min(max(round(count), 1), rows.shape[1]), dim=2).indices
+    picked = torch.zeros_like(size).scatter_(2, chosen, 1.0) * _signs(rows, bias, settings.align)[:, None]
+    found.vectors[layer.path] = picked @ rows
+    if bias is not None:
+        found.scales[layer.path] = (picked @ bias[..., None])[..., 0]
+
+
+def _signs(rows: Tensor, bias: Tensor | None, align: str) -> Tensor:
+    """Return the sign (D, rows) that turns each row's mean δ positive."""
+    if align == "none":
+        return rows.new_ones(rows.shape[:2])
+    if align == "bias" and bias is None:
+        raise AttackError("align=bias needs the layer's bias gradient, and the update has none. Use align=sum.")
+    return (rows.sum(2) if bias is None or align == "sum" else bias).sign()
+
+
+def _names(chain: LayerChain, sent: Sequence[Update]) -> list[str]:
+    names = [f"{v.path}.weight" for v in chain.layers]
+    for name in names:
+        if any(name not in update.gradient for update in sent):
+            raise AttackError(f"Some of the updates have no gradient of {name}. Infer from each kind separately.")
+    biases = [f"{v.path}.bias" for v in chain.layers]
+    return names + [name for name in biases if all(name in update.gradient for update in sent)]

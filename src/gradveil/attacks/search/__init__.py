@@ -1,0 +1,1 @@
+"""Machinery: images found by descending on how badly their gradient matches."""

@@ -1,0 +1,194 @@
+"""Observations as one stack of matching problems: their targets, weights, and the gradients of a trial.
+
+Observations that share a model, the shape of the unknown and the transform to simulate are stacked and solved
+together. A tensor that one of them does not match has weight 0 there and costs nothing but its place. An update
+of several local steps is matched as one step with their mean gradient; ``fedavg`` unrolls the steps instead.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+
+from gradveil.errors import AttackError
+from gradveil.gradients.functional import Form, trial_gradients
+from gradveil.tree import Params, parameters
+from gradveil.types import Observation, check_update
+
+SMALLEST_NOISE = 1e-2  # a tensor counts as known to this part of its rms, however little noise it carries
+
+
+def group(seen: Sequence[Observation]) -> list[list[int]]:
+    """Return the positions of the observations that can be stacked, in order of first appearance."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for i, s in enumerate(seen):
+        key = (id(s.model), s.input_shape, s.num_classes, s.num_examples, id(s.simulate), s.labels is None, s.bounds)
+        groups.setdefault(key, []).append(i)
+    return list(groups.values())
+
+
+@dataclass(frozen=True)
+class Matching:
+    """P problems that share a model, stacked. ``Matching.of`` makes it; ``take`` repeats or drops problems."""
+
+    model: nn.Module
+    names: tuple[str, ...]  # of the tensors that are matched by at least one problem
+    target: Params  # name: (P, *shape)
+    weights: Params  # name: (P, *shape) or (P, 1, ...); absent: 1 for all
+    floor: Tensor  # (P,) what known noise leaves of the weighted squared distance at the truth
+    trial: Callable[[Tensor, Tensor], Params]  # x (P, N, *shape), y (P, N, K) -> name: (P, *shape)
+
+    @classmethod
+    def of(cls, seen: Sequence[Observation], form: Form = "auto") -> "Matching":
+        """Stack observations of one group."""
+        first = seen[0]
+        for s in seen:
+            check_update(s.update, s.model)
+            if not s.visible:
+                raise AttackError("Every tensor of the update has weight 0: there is nothing to match.")
+        names = tuple(n for n in parameters(first.model) if any(n in s.visible for s in seen))
+        like = parameters(first.model)
+        target = {n: torch.stack([_target(s, n, like[n]) for s in seen]) for n in names}
+        each = [_weights(s, names, like) for s in seen]
+        weights = {n: _stacked([w[n] for w in each]) for n in names}
+        weights = {n: w for n, w in weights.items() if not bool((w == 1).all())}
+        floor = torch.stack([_floor(s, w, like) for s, w in zip(seen, each, strict=True)])
+        return cls(first.model, names, target, weights, floor, _simulated(first, names, form))
+
+    def __len__(self) -> int:
+        return len(self.floor)
+
+    def take(self, rows: Tensor) -> "Matching":
+        """Return the problems at these positions; a position may come more than once."""
+
+        def pick(tree: Params) -> Params:
+            return {n: value.index_select(0, rows) for n, value in tree.items()}
+
+        floor = self.floor.index_select(0, rows)
+        return Matching(self.model, self.names, pick(self.target), pick(self.weights), floor, self.trial)
+
+    @cached_property
+    def energy(self) -> Tensor:
+        """The weighted squared norm of each target (P,): what a trial gradient of zero would score."""
+        return sum_per_problem(self.weigh(n, g) * g for n, g in self.target.items())
+
+    def weigh(self, name: str, value: Tensor) -> Tensor:
+        """Return the weighted value (P, *shape) of one tensor."""
+        return value * self.weights[name] if name in self.weights else value
+
+    def residual(self, found: Params) -> Tensor:
+        """Return the weighted residuals √w (found - target) of all tensors as vectors (P, D)."""
+        parts = []
+        for n in self.names:
+            r = found[n] - self.target[n]
+            parts.append((r * self.weights[n].sqrt() if n in self.weights else r).flatten(1))
+        return torch.cat(parts, 1)
+
+
+Distance = Callable[[Matching, Params], tuple[Tensor, Params]]  # values (P,), and derivatives by the gradients
+
+
+def sum_per_problem(values: Iterable[Tensor]) -> Tensor:
+    """Return the sum of all entries of (P, ...) tensors, per problem (P,)."""
+    parts = [value.flatten(1).sum(1) for value in values]
+    return torch.stack(parts).sum(0)
+
+
+def squared_distance(matching: Matching, found: Params) -> tuple[Tensor, Params]:
+    """Return Σ w (found - target)² per problem (P,), and its derivative by each found tensor."""
+    values, slopes = [], {}
+    for n in matching.names:
+        r = found[n] - matching.target[n]
+        weighed = matching.weigh(n, r)
+        values.append(torch.linalg.vecdot(r.flatten(1), weighed.flatten(1)))
+        slopes[n] = 2 * weighed
+    return torch.stack(values).sum(0), slopes
+
+
+def cosine_distance(matching: Matching, found: Params) -> tuple[Tensor, Params]:
+    """Return 1 - cos(found, target) per problem (P,) over all tensors together, and its derivative.
+
+    The inner product is the weighted one. Where the found gradient vanishes the distance is 1 and flat.
+    """
+    weighed = {n: matching.weigh(n, found[n]) for n in matching.names}
+    inner = sum_per_problem(weighed[n] * matching.target[n] for n in matching.names)
+    squared = sum_per_problem(weighed[n] * found[n] for n in matching.names)
+    tiny = torch.finfo(inner.dtype).tiny
+    scale = (squared * matching.energy).clamp_min(tiny).rsqrt()
+    along = inner / squared.clamp_min(tiny)
+
+    def slope(n: str) -> Tensor:
+        like = (-1, *([1] * (found[n].ndim - 1)))
+        toward = matching.weigh(n, matching.target[n])
+        return scale.view(like) * (along.view(like) * weighed[n] - toward)
+
+    return 1 - inner * scale, {n: slope(n) for n in matching.names}
+
+
+def differentiated(values: Callable[[Matching, Params], Tensor]) -> Distance:
+    """Return a distance from its values (P,) alone: torch works its derivative out."""
+
+    def distance(matching: Matching, found: Params) -> tuple[Tensor, Params]:
+        with torch.enable_grad():
+            free = {n: g.detach().requires_grad_() for n, g in found.items()}
+            value = values(matching, free)
+            slopes = torch.autograd.grad(value.sum(), list(free.values()))
+        return value.detach(), dict(zip(free, slopes, strict=True))
+
+    return distance
+
+
+def _target(s: Observation, name: str, like: Tensor) -> Tensor:
+    g = s.update.gradient.get(name)
+    return torch.zeros_like(like) if g is None else g.detach().to(like) / s.update.num_steps
+
+
+def _weights(s: Observation, names: tuple[str, ...], like: Params) -> Params:
+    """Return the weight of each tensor: as given, over the noise variance; one number where it is the same."""
+    precision = precisions(s, like)
+    out = {}
+    for n in names:
+        one = like[n].new_full([1] * like[n].ndim, precision[n] if n in s.visible else 0.0)
+        out[n] = one * s.weights[n].to(one) if n in s.weights and n in s.visible else one
+    return out
+
+
+def _stacked(weights: list[Tensor]) -> Tensor:
+    largest = max(weights, key=lambda w: w.numel())
+    return torch.stack([w.expand(largest.shape) for w in weights])
+
+
+def precisions(s: Observation, like: Params) -> dict[str, float]:
+    """Return 1/σ² per tensor, the largest being 1; without any known noise, 1 for all."""
+    if not any(std > 0 for std in s.noise.values()):
+        return dict.fromkeys(like, 1.0)
+    rms = {n: float(g.square().mean().sqrt()) for n, g in s.update.gradient.items()}
+    std = {n: max(s.noise.get(n, 0.0), SMALLEST_NOISE * rms[n]) for n in s.visible}
+    least = min((v for v in std.values() if v > 0), default=1.0)
+    return {n: (least / max(v, least)) ** 2 for n, v in std.items()}
+
+
+def _floor(s: Observation, w: Params, like: Params) -> Tensor:
+    parts = [w[n].expand(like[n].shape).sum() * (s.noise.get(n, 0.0) / s.update.num_steps) ** 2 for n in w]
+    return torch.stack(parts).sum()
+
+
+def _simulated(s: Observation, names: tuple[str, ...], form: Form) -> Callable[[Tensor, Tensor], Params]:
+    if s.simulate is None:
+        return trial_gradients(s.model, names, form)
+    plain = trial_gradients(s.model, tuple(parameters(s.model)), form)
+    simulate = s.simulate
+
+    def trial(x: Tensor, y: Tensor) -> Params:
+        gradient = plain(x, y)
+        try:
+            found: Params = vmap(simulate)(gradient)
+        except RuntimeError:  # the transform looks at values, so it cannot be batched
+            alone = [simulate({n: g[i] for n, g in gradient.items()}) for i in range(len(x))]
+            found = {n: torch.stack([a[n] for a in alone]) for n in names}
+        return {n: found[n] for n in names}
+
+    return trial

@@ -1,0 +1,205 @@
+"""Batched L-BFGS: every problem has its own history, step and line search, and no problem waits for another.
+
+The direction -H g comes from the compact form of Byrd, Nocedal and Schnabel (1994, theorem 2.2),
+
+    H = γ I + [S  γY] [ R⁻ᵀ (D + γ YᵀY) R⁻¹   -R⁻ᵀ ] [ Sᵀ  ]
+                      [        -R⁻¹              0  ] [ γYᵀ ],
+
+with S, Y the steps and gradient changes, D the diagonal and R the upper triangle (in order of time) of SᵀY.
+Two passes over S and Y are left. Pairs sit in a ring of slots. R⁻¹ is kept instead of R: a new pair adds one
+column to it and the oldest drops a row and a column, so no order and no triangular solve is needed.
+
+A tick is one evaluation. Each problem either accepts its trial point (Armijo, relaxed by the rounding) and takes
+a new direction, or shortens its step along the old one; all by ``torch.where``, so that a tick never waits for the
+host and can sit in a CUDA graph (constants go in by ``masked_fill``: a scalar in ``where`` is copied from the host).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+State = dict[str, Tensor]  # name: (P, ...), one row per problem
+
+
+@dataclass(frozen=True)
+class LBFGS:
+    """Settings of the optimiser. Without ``search`` it is ``torch.optim.LBFGS`` with its default step."""
+
+    history: int = 100  # pairs kept per problem
+    search: bool = True  # Armijo backtracking; otherwise every finite step is taken
+    lr: float = 1.0  # first step tried along a direction
+    decrease: float = 1e-4  # of the slope, that a step must bring
+    tries: int = 20  # shorter steps before the direction is given up
+
+    def start(self, z: Tensor) -> State:
+        """Return the state of problems that start at z (P, d)."""
+        p, d = z.shape
+        m = self.history
+        zero, number = z.new_zeros(p), torch.zeros(p, dtype=torch.long, device=z.device)
+        return {
+            "point": z, "best": z, "best_value": zero + torch.inf, "z": z, "value": zero + torch.inf,
+            "gradient": torch.zeros_like(z), "direction": torch.zeros_like(z), "slope": zero, "step": zero,
+            "pairs": z.new_zeros(p, m, 2, d), "r_inverse": z.new_zeros(p, m, m), "yy": z.new_zeros(p, m, m),
+            "sy": z.new_zeros(p, m), "gamma": zero + 1, "slot": number, "tries": number, "steepest": number == 0,
+            "iterations": number, "evaluations": number, "dead": number > 0, "stuck": number > 0,
+        }  # fmt: skip
+
+    def tick(self, state: State, value: Tensor, gradient: Tensor, ticks: int | None = None) -> State:
+        """Return the state after an evaluation at ``point``: value (P,), gradient (P, d).
+
+        ``ticks`` bounds the number of pairs that any problem can have, so that empty slots cost nothing.
+        """
+        new, old = dict(state), state
+        fresh = old["evaluations"] == 0
+        finite = value.isfinite() & gradient.isfinite().all(1)
+        new["evaluations"] = old["evaluations"] + 1
+        new["dead"] = old["dead"] | (~finite & (fresh if self.search else True))
+        taken = finite & ~new["dead"] & ~old["stuck"]
+        taken = taken & (fresh | self._enough(old, value, gradient)) if self.search else taken
+        row = taken[:, None]
+        new["iterations"] = old["iterations"] + (taken & ~fresh)
+        new["z"] = torch.where(row, old["point"], old["z"])
+        new["value"] = torch.where(taken, value, old["value"])
+        new["gradient"] = torch.where(row, gradient, old["gradient"])
+        better = new["value"] < old["best_value"]
+        new["best_value"] = torch.where(better, new["value"], old["best_value"])
+        new["best"] = torch.where(better[:, None], new["z"], old["best"])
+
+        s = (old["step"][:, None] * old["direction"]).masked_fill(~row, 0.0)
+        direction = self._direction(new, s, new["gradient"] - old["gradient"], ticks)
+        self._turn(new, old, taken, fresh, direction)
+        if self.search:
+            self._shorten(new, old, ~taken & ~new["dead"], value)
+        halt = new["dead"] | new["stuck"]
+        new["point"] = new["z"] + (new["step"][:, None] * new["direction"]).masked_fill(halt[:, None], 0.0)
+        return new
+
+    def _enough(self, old: State, value: Tensor, gradient: Tensor) -> Tensor:
+        """Whether a trial is good enough (P,): Armijo, or the slope says so where values drown in rounding.
+
+        The second is the approximate Wolfe condition of Hager and Zhang (2005).
+        """
+        armijo: Tensor = value <= old["value"] + self.decrease * old["step"] * old["slope"]
+        same = value <= old["value"] + torch.finfo(value.dtype).eps ** 0.5 * old["value"].abs()
+        slope: Tensor = torch.linalg.vecdot(gradient, old["direction"])
+        by_slope: Tensor = same & (slope <= (2 * self.decrease - 1) * old["slope"])
+        return armijo | by_slope
+
+    def _direction(self, new: State, s: Tensor, y: Tensor, ticks: int | None) -> Tensor:
+        """Store the pair (s, y) where its curvature is positive, and return -H g (P, d)."""
+        p = len(s)
+        used = self.history if ticks is None else min(self.history, max(ticks, 1))
+        ys = torch.linalg.vecdot(y, s)
+        tiny = 10 * torch.finfo(ys.dtype).eps
+        push = ys.isfinite() & (ys > tiny * torch.linalg.vecdot(y, y).sqrt() * torch.linalg.vecdot(s, s).sqrt())
+        rows, slot = torch.arange(p, device=s.device), new["slot"]
+        pairs = new["pairs"]
+        pairs[rows, slot] = torch.where(push[:, None, None], torch.stack((s, y), 1), pairs[rows, slot])
+        flat = pairs[:, :used].flatten(1, 2)  # (P, 2 used, d)
+        product = torch.bmm(torch.stack((new["gradient"], y), 1), flat.mT).view(p, 2, used, 2)  # (P, g|y, used, s|y)
+        sg, yg, s_y, y_y = product[:, 0, :, 0], product[:, 0, :, 1], product[:, 1, :, 0], product[:, 1, :, 1]
+        at = (torch.arange(used, device=s.device) == slot[:, None]) & push[:, None]  # (P, used)
+        safe = ys.masked_fill(~push, 1.0)[:, None]
+
+        r_inverse, yy = new["r_inverse"][:, :used, :used], new["yy"][:, :used, :used]
+        column = torch.where(at, 1.0 / safe, -_times(r_inverse, s_y.masked_fill(at, 0.0)) / safe)
+        keep = ~push[:, None]
+        r_inverse[rows, slot] = r_inverse[rows, slot].masked_fill(~keep, 0.0)
+        r_inverse[rows, :, slot] = torch.where(keep, r_inverse[rows, :, slot], column)
+        yy[rows, slot] = yy[rows, :, slot] = torch.where(keep, yy[rows, slot], y_y)
+        sy = new["sy"][:, :used] = torch.where(at, ys[:, None], new["sy"][:, :used])
+        gamma = torch.where(push, ys / torch.linalg.vecdot(y, y), new["gamma"])
+        new["gamma"], new["slot"] = gamma, torch.where(push, (slot + 1) % self.history, slot)
+
+        u = _times(r_inverse, sg)
+        top = _times(r_inverse.mT, sy * u + gamma[:, None] * (_times(yy, u) - yg))
+        weights = torch.stack((top, -gamma[:, None] * u), 2).view(p, 1, 2 * used)
+        return -torch.baddbmm(new["gradient"][:, None] * gamma[:, None, None], weights, flat)[:, 0]
+
+    def _turn(self, new: State, old: State, taken: Tensor, fresh: Tensor, direction: Tensor) -> None:
+        """Take the new direction where the trial was accepted, and the steepest where no other is left to try."""
+        g = new["gradient"]
+        slope = torch.linalg.vecdot(g, direction)
+        onward = taken & ~fresh & (slope < 0)
+        tired = ~taken & (old["tries"] + 1 >= self.tries)
+        steep = (taken & ~onward) | (tired & ~old["steepest"])
+        new["r_inverse"].mul_(~steep[:, None, None])  # forget the history
+        new["gamma"] = new["gamma"].masked_fill(steep, 1.0)
+        new["direction"] = torch.where(steep[:, None], -g, torch.where(onward[:, None], direction, old["direction"]))
+        squared, length = torch.linalg.vecdot(g, g), g.abs().sum(1)
+        new["slope"] = torch.where(steep, -squared, torch.where(onward, slope, old["slope"]))
+        first = self.lr * (1 / length).clamp(max=1.0)
+        new["step"] = torch.where(steep, first, old["step"].masked_fill(onward, self.lr))
+        new["steepest"] = steep | (old["steepest"] & ~onward)
+        new["tries"] = (old["tries"] + 1).masked_fill(taken | steep, 0)
+        stuck = old["stuck"] | (tired & old["steepest"]) | (steep & ~(squared > 0))
+        new["stuck"] = stuck & ~new["dead"]
+
+    def _shorten(self, new: State, old: State, rejected: Tensor, value: Tensor) -> None:
+        """Shorten the step where a trial was rejected, by quadratic interpolation, to a tenth up to a half."""
+        t, slope = old["step"], old["slope"]
+        lowest = -slope * t * t / (2 * (value - old["value"] - slope * t))
+        shorter = lowest.nan_to_num(0.0, 0.0, 0.0).clamp(0.1 * t, 0.5 * t)
+        new["step"] = torch.where(rejected & (new["tries"] > 0), shorter, new["step"])
+
+
+def _times(matrix: Tensor, vector: Tensor) -> Tensor:
+    """Return the product of (P, m, m) and (P, m)."""
+    return torch.bmm(matrix, vector[:, :, None])[:, :, 0]
+
+
+MILESTONES = (3 / 8, 5 / 8, 7 / 8)  # of the run, where the step shrinks tenfold (Geiping et al. 2020)
+
+
+@dataclass(frozen=True)
+class Adam:
+    """Settings of the optimiser (Kingma and Ba 2015); signed gradients and decay as Geiping et al. 2020 have them."""
+
+    steps: int  # of the whole run, which the decay is laid out over
+    lr: float = 0.1
+    signed: bool = False  # feed the sign of the gradient
+    decay: bool = True
+    boxed: int = 0  # so many leading coordinates are kept within the bounds
+    bounds: tuple[float, float] = (0.0, 1.0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def start(self, z: Tensor) -> State:
+        """Return the state of problems that start at z (P, d)."""
+        zero, number = z.new_zeros(len(z)), torch.zeros(len(z), dtype=torch.long, device=z.device)
+        return {
+            "point": z, "best": z, "best_value": zero + torch.inf, "first": torch.zeros_like(z),
+            "second": torch.zeros_like(z), "iterations": number, "evaluations": number,
+            "dead": number > 0, "stuck": number > 0,
+        }  # fmt: skip
+
+    def tick(self, state: State, value: Tensor, gradient: Tensor, ticks: int | None = None) -> State:
+        """Return the state after an evaluation at ``point``: value (P,), gradient (P, d)."""
+        new, old = dict(state), state
+        finite = value.isfinite() & gradient.isfinite().all(1) & ~old["dead"]
+        new["dead"] = ~finite
+        new["evaluations"] = old["evaluations"] + 1
+        better = finite & (value < old["best_value"])
+        new["best_value"] = torch.where(better, value, old["best_value"])
+        new["best"] = torch.where(better[:, None], old["point"], old["best"])
+        g = gradient.masked_fill(~finite[:, None], 0.0)
+        g = g.sign() if self.signed else g
+        new["first"] = old["first"].lerp(g, 1 - self.betas[0])
+        new["second"] = old["second"] * self.betas[1] + g * g * (1 - self.betas[1])
+        new["iterations"] = old["iterations"] + finite
+        point = old["point"] - self._step(new)
+        if self.boxed:
+            point[:, : self.boxed].clamp_(*self.bounds)
+        new["point"] = torch.where(finite[:, None], point, old["point"])
+        return new
+
+    def _step(self, new: State) -> Tensor:
+        count = new["iterations"].to(new["first"].dtype)[:, None]
+        first = new["first"] / (1 - self.betas[0] ** count)
+        second = new["second"] / (1 - self.betas[1] ** count)
+        rate = self.lr * torch.ones_like(count)
+        if self.decay:
+            for milestone in MILESTONES:
+                rate = torch.where(count > milestone * self.steps, 0.1 * rate, rate)
+        return rate * first / (second.sqrt() + self.eps)

@@ -1,0 +1,202 @@
+"""What the matching attacks minimise: a distance between gradients, plus terms on the images alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gradveil.attacks.search.matching import Distance, Matching
+from gradveil.gradients.functional import quiet
+from gradveil.tree import Params
+from gradveil.types import Observation
+
+
+class Penalty(Protocol):
+    """A term on the images alone."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the term of each problem (P,) for x (P, N, *shape), differentiable."""
+
+    def take(self, rows: Tensor) -> "Penalty":
+        """Return the term for the problems at these positions."""
+
+
+@dataclass(frozen=True)
+class Unknowns:
+    """How one problem's unknowns lie in a vector: the images, then the logits of their labels."""
+
+    images: tuple[int, ...]  # (N, *shape)
+    classes: int
+    bounds: tuple[float, float]
+    labels: bool  # whether the labels are unknown too
+
+    @classmethod
+    def of(cls, seen: Observation) -> "Unknowns":
+        """Read the layout off an observation; labels that the server knows are no unknowns."""
+        images = (seen.num_examples, *seen.input_shape)
+        return cls(images, seen.num_classes, seen.bounds, seen.labels is None)
+
+    @property
+    def pixels(self) -> int:
+        """How many of the unknowns belong to the images."""
+        return int(torch.Size(self.images).numel())
+
+    @property
+    def size(self) -> int:
+        """How many unknowns a problem has."""
+        return self.pixels + (self.images[0] * self.classes if self.labels else 0)
+
+    def split(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Return images (P, N, *shape) and label logits (P, N, K or 0) of z (P, d)."""
+        x, logits = z[:, : self.pixels], z[:, self.pixels :]
+        return x.reshape(-1, *self.images), logits.reshape(len(z), self.images[0], -1)
+
+
+@dataclass(frozen=True)
+class MatchingObjective:
+    """Distance of the trial gradient to what was seen, plus penalties; P problems."""
+
+    matching: Matching
+    unknowns: Unknowns
+    labels: Tensor | None  # (P, N, K) label probabilities, where they are no unknowns
+    distance: Distance
+    penalties: tuple[Penalty, ...] = ()
+
+    def __call__(self, point: Tensor) -> tuple[Tensor, Tensor]:
+        """Return values (P,) and gradients (P, d) at point (P, d)."""
+        z = point.detach().requires_grad_()
+        with torch.enable_grad():
+            x, found = self._trial(z)
+            extra = torch.stack([penalty(x) for penalty in self.penalties]).sum(0) if self.penalties else None
+        with torch.no_grad():
+            value, slopes = self.distance(self.matching, found)
+        outputs, cotangents = list(found.values()), [slopes[n] for n in found]
+        if extra is not None:
+            outputs, cotangents = [*outputs, extra], [*cotangents, torch.ones_like(extra)]
+            value = value + extra.detach()
+        (gradient,) = torch.autograd.grad(outputs, z, cotangents)
+        return value, gradient
+
+    def residual(self, point: Tensor) -> Tensor:
+        """Return the distance alone (P,), without the penalties."""
+        with torch.no_grad():
+            return self.distance(self.matching, self._trial(point)[1])[0]
+
+    def take(self, rows: Tensor) -> "MatchingObjective":
+        """Return the problems at these positions."""
+        labels = None if self.labels is None else self.labels.index_select(0, rows)
+        penalties = tuple(penalty.take(rows) for penalty in self.penalties)
+        return replace(self, matching=self.matching.take(rows), labels=labels, penalties=penalties)
+
+    def _trial(self, z: Tensor) -> tuple[Tensor, Params]:
+        x, logits = self.unknowns.split(z)
+        y = logits.softmax(-1) if self.labels is None else self.labels
+        return x, self.matching.trial(x, y)
+
+
+@dataclass(frozen=True)
+class TotalVariation:
+    """weight x (mean |difference of neighbouring rows| + mean |difference of neighbouring columns|)."""
+
+    weight: float | Tensor  # for all problems, or one for each (P,)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the term per problem (P,) for images x (P, N, C, H, W)."""
+        rows = (x[..., 1:, :] - x[..., :-1, :]).abs().flatten(1).mean(1)
+        columns = (x[..., 1:] - x[..., :-1]).abs().flatten(1).mean(1)
+        return self.weight * (rows + columns)
+
+    def take(self, rows: Tensor) -> "TotalVariation":
+        """Return the term for the problems that are left."""
+        return self if isinstance(self.weight, float) else TotalVariation(self.weight.index_select(0, rows))
+
+
+@dataclass(frozen=True)
+class Energy:
+    """weight x mean square of the images' distance from a point: keeps them from running away."""
+
+    weight: float
+    centre: float = 0.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the term per problem (P,) for inputs x (P, N, *shape)."""
+        return self.weight * (x - self.centre).square().flatten(1).mean(1)
+
+    def take(self, rows: Tensor) -> "Energy":
+        """Return itself: it is the same for all problems."""
+        return self
+
+
+@dataclass(frozen=True)
+class GroupConsistency:
+    """weight x mean square of the distance to the mean over the starts of the same update (Yin et al. 2021)."""
+
+    weight: float
+    owner: Tensor  # (P,) which update a start belongs to
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the term per problem (P,); the group's mean counts as fixed."""
+        flat = x.flatten(1)
+        count = int(self.owner.shape[0])
+        total = torch.zeros_like(flat).index_add(0, self.owner, flat.detach())
+        size = flat.new_zeros(count).index_add(0, self.owner, flat.new_ones(count))
+        mean = (total / size.clamp_min(1)[:, None]).index_select(0, self.owner)
+        return self.weight * (flat - mean).square().mean(1)
+
+    def take(self, rows: Tensor) -> "GroupConsistency":
+        """Return the term for the starts that are left; places in the sum are given out anew."""
+        _, owner = self.owner.index_select(0, rows).unique(return_inverse=True)
+        return GroupConsistency(self.weight, owner)
+
+
+@dataclass(frozen=True)
+class BatchNormStatistics:
+    """weight x distance of the images' statistics, at each batch norm, from the running ones (Yin et al. 2021).
+
+    Per layer the mean over channels of (μ - running mean)² / var + (σ² / var - 1)², in place of plain norms, so
+    that the weight means the same at every layer. The running statistics are part of the global model.
+    """
+
+    weight: float
+    model: nn.Module
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the term per problem (P,) for inputs x (P, N, *shape)."""
+        norms = batch_norms(self.model)
+        parts: list[Tensor] = []
+
+        def compare(norm: nn.Module, args: tuple[Tensor, ...]) -> None:
+            inputs = args[0].unflatten(0, x.shape[:2])  # (P, N, C, ...)
+            over = [d for d in range(1, inputs.ndim) if d != 2]
+            buffers = dict(norm.named_buffers())
+            var = buffers["running_var"] + norm.eps  # type: ignore[operator]
+            mean, spread = inputs.mean(over), inputs.var(over, unbiased=False)
+            distance = (mean - buffers["running_mean"]).square() / var + (spread / var - 1).square()
+            parts.append(distance.mean(1))
+
+        handles = [norm.register_forward_pre_hook(compare) for norm in norms]
+        modes = [norm.training for norm in norms]
+        state = {n: v.detach() for n, v in (*self.model.named_parameters(), *self.model.named_buffers())}
+        try:
+            for norm in norms:
+                norm.training = False
+            with quiet(self.model):
+                functional_call(self.model, state, (x.flatten(0, 1),))
+        finally:
+            for norm, handle, mode in zip(norms, handles, modes, strict=True):
+                handle.remove()
+                norm.training = mode
+        return self.weight * torch.stack(parts).mean(0)
+
+    def take(self, rows: Tensor) -> "BatchNormStatistics":
+        """Return itself: it is the same for all problems."""
+        return self
+
+
+def batch_norms(model: nn.Module) -> Sequence[nn.Module]:
+    """Return the model's batch norm layers that carry running statistics."""
+    return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]

@@ -1,0 +1,211 @@
+"""How many problems fit into memory at once."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn.functional import one_hot
+
+from gradveil.attacks.search.loop import Optimiser, Race, Solution, minimise
+from gradveil.attacks.search.matching import Distance, Matching, group
+from gradveil.attacks.search.minimisers import LBFGS
+from gradveil.attacks.search.objective import MatchingObjective, Penalty, Unknowns
+from gradveil.errors import AttackError
+from gradveil.gradients.functional import quiet
+from gradveil.types import Observation, Reconstruction
+
+ON_CPU = 2 * 2**30  # bytes that a run may take
+MOST_ON_CPU = 128  # more problems at once gain nothing there
+GRADIENTS, ACTIVATIONS = 8, 16  # copies of each that a double backward pass holds, roughly
+
+
+def problems_at_once(stack: Matching, unknowns: Unknowns, optimiser: Optimiser) -> int:
+    """Return how many problems to run together: as many as fit into half of what is free."""
+    entry = stack.floor.element_size()
+    gradients = GRADIENTS * sum(g[0].numel() for g in stack.target.values())
+    state = unknowns.size * (2 * optimiser.history + 20 if isinstance(optimiser, LBFGS) else 10)
+    each = entry * (gradients + state + ACTIVATIONS * _activations(stack.model, unknowns, stack.floor))
+    if stack.floor.is_cuda:
+        free, _ = torch.cuda.mem_get_info(stack.floor.device)
+        return max(1, int(free / 2 / each))
+    return max(1, min(MOST_ON_CPU, int(ON_CPU / each)))
+
+
+def _activations(model: nn.Module, unknowns: Unknowns, like: Tensor) -> int:
+    """Return how many numbers one problem's forward pass holds; a convolution's patches count in full."""
+    count = 0
+
+    def add(module: nn.Module, args: tuple[Tensor, ...], output: object) -> None:
+        nonlocal count
+        if isinstance(output, Tensor):
+            patches = output[0, 0].numel() * module.weight[0].numel() if isinstance(module, nn.Conv2d) else 0
+            count += output.numel() + len(output) * patches // 4
+
+    leaves = [m for m in model.modules() if next(m.children(), None) is None]
+    handles = [m.register_forward_hook(add) for m in leaves]
+    try:
+        with torch.no_grad(), quiet(model):
+            model(like.new_zeros(unknowns.images))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return count
+
+
+@contextmanager
+def full_precision(wanted: bool = True) -> Iterator[None]:
+    """Within, convolutions and matrix products on CUDA run in plain float32, or else in TF32; put back after."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = not wanted
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+Start = Literal["uniform", "central", "normal"]
+"""How the images of a start are drawn: uniformly within the bounds; around their middle, with a quarter of their
+range as standard deviation (what N(0, 1) comes to on normalised images); or from N(0, 1)."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """How to look for the inputs behind an update; an attack is a choice of these.
+
+    A reconstruction counts as converged when it is finite and its gradient was matched: the distance is at most
+    ``tol``, relative to the target's squared norm, beyond what known noise leaves. That says nothing of a
+    picture that another input with the same gradient could have; the no-defence control does.
+    """
+
+    distance: Distance
+    optimiser: Callable[[Unknowns], Optimiser]
+    ticks: int  # evaluations per start
+    restarts: int = 1  # starts per update, the best by their own objective is kept
+    start: Start = "uniform"
+    tol: float = 1e-7  # relative distance at which the gradient counts as matched
+    stop: bool = True  # end an image's run when a start has matched
+    patience: int = 500  # ticks without progress before a start is given up
+    cuts: tuple[float, ...] = ()  # shares of the run at which the slower half of the starts is dropped
+    penalties: Callable[[Sequence[Observation], Unknowns, Tensor], tuple[Penalty, ...]] = field(
+        default=lambda seen, unknowns, owner: ()
+    )
+    scaled: bool = True  # whether the distance grows with the gradient's square, so that tol is relative to it
+    stack: Callable[[Sequence[Observation]], Matching] = Matching.of  # how a group of observations is stacked
+    tf32: bool = False  # let CUDA round products: only for optimisers that need no exact descent
+
+    def run(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
+        """Return one reconstruction per observation, in order."""
+        found: dict[int, Reconstruction] = {}
+        for members in group(seen):
+            stack = self.stack([seen[i] for i in members])
+            unknowns = Unknowns.of(seen[members[0]])
+            size = max(1, problems_at_once(stack, unknowns, self.optimiser(unknowns)) // self.restarts)
+            for first in range(0, len(members), size):
+                part = members[first : first + size]
+                rows = torch.arange(first, first + len(part), device=stack.floor.device)
+                with full_precision(not self.tf32):
+                    mine = [seen[i] for i in part]
+                    solved = self._solve(mine, [rngs[i] for i in part], stack.take(rows), unknowns)
+                found |= dict(zip(part, solved, strict=True))
+        return [found[i] for i in range(len(seen))]
+
+    def _solve(
+        self, seen: Sequence[Observation], rngs: Sequence[Generator], stack: Matching, unknowns: Unknowns
+    ) -> list[Reconstruction]:
+        device, dtype = stack.floor.device, stack.floor.dtype
+        children = [child for rng in rngs for child in _children(rng, self.restarts)]
+        owner = torch.arange(len(seen)).repeat_interleave(self.restarts)
+
+        def start(i: int) -> Tensor:
+            return self._start(unknowns, children[i]).to(device, dtype)
+
+        problems = stack.take(owner.to(device))
+        objective = MatchingObjective(
+            problems, unknowns, _labels(seen, owner, device, dtype), self.distance,
+            self.penalties(seen, unknowns, owner),
+        )  # fmt: skip
+        limit = self._limit(problems)
+        goal = limit if self.stop else torch.full_like(limit, -torch.inf)
+        cuts = tuple(int(share * self.ticks) for share in self.cuts)
+        race = Race(owner, goal.cpu(), self.patience, cuts=cuts)
+        z = torch.stack([start(i) for i in range(len(owner))])
+        solution = minimise(objective, self.optimiser(unknowns), z, self.ticks, race, start)
+        residuals = objective.residual(solution.best)
+        return [
+            _choose(seen[i], unknowns, solution, residuals, limit, problems.energy if self.scaled else None, race, i)
+            for i in range(len(seen))
+        ]
+
+    def _start(self, unknowns: Unknowns, rng: Generator) -> Tensor:
+        low, high = unknowns.bounds
+        draw = torch.rand if self.start == "uniform" else torch.randn
+        x = draw(unknowns.pixels, generator=rng, device=rng.device)
+        if self.start == "uniform":
+            x = low + (high - low) * x
+        elif self.start == "central":
+            x = (low + high) / 2 + (high - low) / 4 * x
+        return torch.cat([x, torch.randn(unknowns.size - unknowns.pixels, generator=rng, device=rng.device)])
+
+    def _limit(self, problems: Matching) -> Tensor:
+        """Return the distance (P,) at which a gradient counts as matched; known noise cannot be matched away."""
+        if not self.scaled:
+            return torch.full_like(problems.energy, self.tol)
+        return self.tol * problems.energy + 1.5 * problems.floor
+
+
+def _children(rng: Generator, count: int) -> list[Generator]:
+    """Return generators of their own for the starts of one update, so that none depends on another's draws."""
+    seeds = torch.randint(2**62, (count,), generator=rng, device=rng.device).tolist()
+    return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+
+def _labels(seen: Sequence[Observation], owner: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+    """Return the known labels as probabilities (P, N, K), or None where they are to be found."""
+    known = [s.labels.cpu() for s in seen if s.labels is not None]
+    if not known:
+        return None
+    for s, y in zip(seen, known, strict=True):
+        if y.shape != (s.num_examples,) or bool(((y < 0) | (y >= s.num_classes)).any()):
+            raise AttackError(
+                f"The labels {y.tolist()} do not fit an update of {s.num_examples} examples and {s.num_classes} "
+                "classes. Give one class number per example, or None."
+            )
+    return torch.stack([one_hot(y, seen[0].num_classes) for y in known])[owner].to(device, dtype)
+
+
+def _choose(
+    seen: Observation,
+    unknowns: Unknowns,
+    solution: Solution,
+    residuals: Tensor,
+    limit: Tensor,
+    energy: Tensor | None,
+    race: Race,
+    image: int,
+) -> Reconstruction:
+    """Return the start of this image with the lowest objective, clamped to the data range."""
+    mine = (race.owner == image).nonzero()[:, 0].to(solution.best.device)
+    values = solution.values[mine]
+    usable = values.isfinite() & residuals[mine].isfinite()
+    at = mine[values.masked_fill(~usable, torch.inf).argmin()]
+    low, high = seen.bounds
+    x, logits = unknowns.split(solution.best[at : at + 1])
+    finite = bool(usable.any())
+    inputs = x[0].clamp(low, high) if finite else torch.full_like(x[0], (low + high) / 2)
+    labels = logits[0].argmax(-1) if seen.labels is None else seen.labels
+    relative = residuals[at] if energy is None else residuals[at] / energy[at].clamp_min(torch.finfo(energy.dtype).tiny)
+    details = {
+        "iterations": float(solution.iterations[at]),
+        "evaluations": float(solution.evaluations[at]),
+        "starts": float(len(mine) + solution.redraws[mine].sum()),
+        "finite_starts": float(usable.sum()),
+        "relative_residual": float(relative),
+        "stalled": float(race.stalled[at.cpu()]),
+    }
+    converged = finite and bool(residuals[at] <= limit[at])
+    return Reconstruction(
+        inputs, labels, float(solution.values[at]), converged, details, x[0].clone() if finite else None
+    )

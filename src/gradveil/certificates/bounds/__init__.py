@@ -1,0 +1,1 @@
+"""Machinery: what a chain of steps can do at most, and at least."""

@@ -1,0 +1,174 @@
+"""What a defence did, counted: not only what it was asked to do."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from gradveil.defenses.base import Defense
+from gradveil.errors import DefenseError
+
+
+@dataclass
+class Report:
+    """Counts over defended training steps. Sums stay on the device until they are read."""
+
+    steps: int = 0  # training passes (or, for defences of the gradient, optimizer steps) that were defended
+    skipped: int = 0  # training steps that went out undefended; only where strict=False
+    examples: int = 0  # examples in the defended passes
+    optimizer_steps: int = 0  # steps taken by optimizers that hold the model's weights
+    updates: int = 0  # updates that passed through the defence
+    asked: int = 0  # entries that were to be zeroed
+    _representations: int = field(default=0, repr=False)  # one for each example and defended layer
+    _sums: Tensor | None = field(default=None, repr=False)  # (3,) entries removed, entries live, sum of ||r - r'||_2
+
+    def add(self, r: Tensor, r_perturbed: Tensor, asked: int) -> None:
+        """Count one representation r (N, ...) and what became of it."""
+        r, r_perturbed = r.detach(), r_perturbed.detach()
+        live = r != 0
+        distance = (r - r_perturbed).flatten(1).to(torch.float32).norm(dim=1).sum()
+        sums = torch.stack([(live & (r_perturbed == 0)).sum(), live.sum(), distance.double()])
+        self.asked += asked
+        self._representations += len(r)
+        self._sums = sums if self._sums is None else self._sums.to(sums.device) + sums
+
+    @property
+    def removed(self) -> int:
+        """Live entries that were set to zero."""
+        return 0 if self._sums is None else int(self._sums[0])
+
+    @property
+    def live(self) -> int:
+        """Live entries (r_i ≠ 0) there were."""
+        return 0 if self._sums is None else int(self._sums[1])
+
+    @property
+    def distance(self) -> float:
+        """||r - r'||_2, the mean over examples and defended layers."""
+        return 0.0 if self._sums is None else float(self._sums[2]) / self._representations
+
+    def summary(self) -> dict[str, float]:
+        """Return every figure by name, for tables and logs."""
+        return {
+            "steps": self.steps,
+            "skipped": self.skipped,
+            "examples": self.examples,
+            "optimizer_steps": self.optimizer_steps,
+            "updates": self.updates,
+            "asked": self.asked,
+            "removed": self.removed,
+            "live": self.live,
+            "distance": self.distance,
+        }
+
+    def __str__(self) -> str:
+        text = f"{self.steps} steps defended, {self.skipped} not"
+        if self._sums is not None:
+            asked = f" of {self.asked} asked" if self.asked else ""
+            text += f"; {self.removed} live entries removed{asked} ({self.live} live)"
+            text += f"; mean ||r - r'|| {self.distance:.3g}"
+        return text
+
+
+class Rewired(nn.Module):
+    """A model's own parts under their own names, entered in another way; copies keep their parts together."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
+        self._non_persistent_buffers_set = model._non_persistent_buffers_set
+        self.training = model.training
+        self.inner = (model,)  # in a tuple, so that it is no part by itself
+
+
+class OneInput(Rewired):
+    """A model as a function of one of its arguments, the others held."""
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], at: int | str) -> None:
+        super().__init__(model)
+        self.held = (args, dict(kwargs), at)
+
+    def forward(self, x: Tensor) -> Any:
+        """Run the model with x in its place."""
+        args, kwargs = with_input(*self.held, x)
+        return self.inner[0](*args, **kwargs)
+
+
+def find_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str:
+    """Return where the examples are among a model's arguments: the first floating point tensor."""
+    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for at, value in places:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return at
+    raise DefenseError(
+        "The model was called without a floating point tensor, so nothing says how its representation depends on "
+        "the input. Token ids cannot be differentiated: call the model with embeddings instead."
+    )
+
+
+def with_input(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], at: int | str, x: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with x in the place ``at``."""
+    if isinstance(at, int):
+        return (*args[:at], x, *args[at + 1 :]), dict(kwargs)
+    return args, {**kwargs, at: x}
+
+
+def random_state(device: torch.device) -> Callable[[], None]:
+    """Remember the random state of the CPU and of ``device``; call what is returned to set it again."""
+    cpu = torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore() -> None:
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)
+
+    return restore
+
+
+@contextmanager
+def lifted(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Within, these hooks are off: the model runs, and looks, as if it had none of them."""
+    tables = {id(table): table for handle in handles if (table := handle.hooks_dict_ref()) is not None}
+    before = [(table, dict(table)) for table in tables.values()]
+    for handle in handles:
+        for table in tables.values():
+            table.pop(handle.id, None)
+    try:
+        yield
+    finally:
+        for table, hooks in before:
+            table.clear()
+            table.update(hooks)  # in the order they were
+
+
+def perturbed(
+    defense: Defense, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator, report: Report
+) -> Tensor:
+    """Return r' for the inputs x (N, ...) and the layer's inputs r (N, ...), and count what it changed.
+
+    Scores are computed in full precision, also under autocast. Call it with the guard's own hooks lifted.
+    """
+    if len(r) != len(x):
+        raise DefenseError(
+            f"Layer {layer!r} got {len(r)} rows for {len(x)} examples, so its rows cannot be told apart by example. "
+            f"Defend a layer that keeps the examples in its first dimension."
+        )
+    dtype = x.dtype
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), x.dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        changed = defense.perturb(model, layer, x.detach().to(dtype), r.detach(), rng)
+    if changed.shape != r.shape:
+        raise DefenseError(
+            f"{defense.spec_name!r} returned {tuple(changed.shape)} for the representation {tuple(r.shape)} of "
+            f"{layer!r}. perturb() must keep the shape."
+        )
+    report.add(r, changed, defense.asked(model, layer, r))
+    return changed.detach().to(r.dtype)

@@ -1,0 +1,119 @@
+"""Build a layer's weight gradient from r' in place of r; all else stays as it is."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from gradveil.defenses.base import Defense
+from gradveil.defenses.guard.passes import Report, lifted, perturbed, random_state
+from gradveil.errors import DefenseError, LayerError
+from gradveil.layers.modules import LINEAR, find_layer
+from gradveil.tree import Params
+from gradveil.types import Batch
+
+_PLAIN_FORWARDS = {kind.forward for kind in LINEAR}
+
+
+def weight_name(layer: str) -> str:
+    """Return the name of a layer's weight among the model's parameters."""
+    return f"{layer}.weight" if layer else "weight"
+
+
+def check_layer(model: nn.Module, layer: str) -> None:
+    """Raise unless the layer's weight gradient can be rebuilt from another input."""
+    module = model.get_submodule(find_layer(model, layer))
+    if type(module).forward not in _PLAIN_FORWARDS:
+        raise LayerError(
+            f"Layer {layer!r} is a {type(module).__name__} with a forward pass of its own; its weight gradient cannot "
+            f"be rebuilt from a perturbed input. Defend a plain linear or convolutional layer."
+        )
+    if not module.weight.requires_grad:
+        raise DefenseError(
+            f"The weight of layer {layer!r} is frozen, so it has no gradient to defend. Leave this layer out, or "
+            f"unfreeze it before protecting the model."
+        )
+    shared = [n for n, p in model.named_parameters(remove_duplicate=False) if p is module.weight]
+    if len(shared) > 1:
+        raise DefenseError(
+            f"The weight of layer {layer!r} is shared ({', '.join(shared)}), so part of its gradient would stay as it "
+            f"is. Untie the weights, or defend another layer."
+        )
+
+
+def apply(module: nn.Module, r: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Run a plain linear or convolutional layer on r with the given weight and bias."""
+    if isinstance(module, nn.Linear):
+        return F.linear(r, weight, bias)
+    return module._conv_forward(r, weight, bias)  # type: ignore[operator, no-any-return]
+
+
+def substitute(module: nn.Module, r: Tensor, r_perturbed: Tensor) -> Tensor:
+    """Return the layer's output on r, whose gradient w.r.t. the weight comes from r' alone.
+
+    ``layer(r; W held) + (layer(r'; W) - the same, held)``: the second term is zero and carries dW = Σ δ r'ᵀ.
+    The gradients w.r.t. r and the bias are those of the plain layer. Works for every layer linear in W.
+    """
+    weight, bias = module.weight, module.bias
+    out = apply(module, r, weight.detach(), bias)  # type: ignore[arg-type, operator]
+    carrier = apply(module, r_perturbed.detach(), weight, None)  # type: ignore[arg-type]
+    return out + (carrier - carrier.detach())
+
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def step_gradient(
+    model: nn.Module,
+    batch: Batch,
+    defense: Defense,
+    rng: Generator,
+    *,
+    loss: Loss = F.cross_entropy,
+    report: Report | None = None,
+) -> Params:
+    """Return the gradient of the mean loss on a batch, defended: on_batch, perturb, then on_gradient.
+
+    The same numbers as a training loop under ``protect``, in train and in eval mode. Parameters that the loss
+    does not depend on have a zero gradient.
+    """
+    report = Report() if report is None else report
+    batch = defense.on_batch(batch, rng)
+    weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    with torch.enable_grad(), _substituting(model, defense, batch.inputs, rng, report):
+        value = loss(model(batch.inputs), batch.labels)
+    grads = torch.autograd.grad(value, list(weights.values()), materialize_grads=True)
+    report.steps += 1
+    report.examples += len(batch)
+    return defense.on_gradient(dict(zip(weights, grads, strict=True)), rng)
+
+
+@contextmanager
+def _substituting(model: nn.Module, defense: Defense, x: Tensor, rng: Generator, report: Report) -> Iterator[None]:
+    """Within, each defended layer's weight gradient is built from its perturbed input."""
+    layers = defense.layers(model)
+    if not layers:
+        yield
+        return
+    restore = random_state(x.device)
+    handles: list[RemovableHandle] = []
+
+    def hook(layer: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        with lifted(handles), torch.random.fork_rng([x.device] if x.is_cuda else []):
+            restore()
+            changed = perturbed(defense, model, layer, x, args[0], rng, report)
+        return substitute(module, args[0], changed)
+
+    try:
+        for layer in layers:
+            check_layer(model, layer)
+            handles.append(model.get_submodule(layer).register_forward_hook(partial(hook, layer)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

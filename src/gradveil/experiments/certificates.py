@@ -1,0 +1,167 @@
+"""All that can be promised about one model, some images and one defence, gathered for a table or a report."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor, nn
+
+from gradveil.certificates.base import SCOPE, Certificate, Kind
+from gradveil.certificates.certify import certify
+from gradveil.certificates.meter import ASSUMPTIONS, Leak, leak_meter
+from gradveil.defenses.base import Defense
+from gradveil.defenses.guard.step import step_gradient
+from gradveil.errors import CertificateError, GradveilError
+from gradveil.experiments.run_folder import Row
+from gradveil.experiments.scene import Scene
+from gradveil.experiments.trial import victim_truth
+from gradveil.layers.modules import representation
+from gradveil.types import Batch, GaussianPrior, Observation, Update
+
+KINDS: tuple[Kind, ...] = ("local", "global", "box", "reach", "empirical")
+
+
+@dataclass(frozen=True)
+class Promise:
+    """One certificate of one defended layer, or why there is none."""
+
+    layer: str
+    kind: Kind
+    certificate: Certificate | None
+    reason: str = ""  # where there is none
+
+    def words(self) -> str:
+        """Return what the figure says, in one sentence."""
+        c = self.certificate
+        if c is None:
+            return self.reason
+        low = float(c.to_mse().min())
+        if c.kind == "local":
+            return "The paper's figure: a first-order estimate, not a certificate."
+        if c.kind == "empirical":
+            residual = float(c.details["residual"].mean())
+            return f"What an inversion of r′ reaches; it leaves a residual of {residual:.3g}."
+        if c.kind == "reach" and bool(c.details["unreachable"].all()):
+            least, away = (float(c.details[k].min()) for k in ("least_residual", "distance"))
+            return f"No image has r′: the best still misses it by {least:.3g} (the true image by {away:.3g})."
+        return f"Every image that has r′ is at an MSE of at least {low:.3g}."
+
+
+def promises(
+    model: nn.Module,
+    batch: Batch,
+    defense: Defense,
+    rng: Generator,
+    kinds: Sequence[Kind] = KINDS,
+    p: float = 2,
+    bounds: tuple[float, float] = (0.0, 1.0),
+) -> list[Promise]:
+    """Return a certificate of every kind for each layer that the defence perturbs; none where it perturbs none."""
+    found = []
+    for layer in defense.layers(model):
+        r = representation(model, layer, batch.inputs)
+        perturbed = defense.perturb(model, layer, batch.inputs, r, rng).flatten(1)
+        for kind in kinds:
+            try:
+                certificate = certify(model, layer, batch.inputs, perturbed, p, kind, bounds=bounds, rng=rng)
+                found.append(Promise(layer, kind, certificate))
+            except CertificateError as error:
+                found.append(Promise(layer, kind, None, str(error)))
+    return found
+
+
+@dataclass(frozen=True)
+class Metered:
+    """The leak of one image's update to one server."""
+
+    server: str  # the countermeasure's name
+    why: str
+    leak: Leak
+
+
+def metered(
+    model: nn.Module,
+    truth: Batch,
+    defense: Defense,
+    num_classes: int,
+    rng: Generator,
+    prior: GaussianPrior | None = None,
+    bounds: tuple[float, float] = (0.0, 1.0),
+) -> list[Metered]:
+    """Return what the update of these examples leaks to every server that knows the defence.
+
+    Only servers whose knowledge shows in what they see (dropped tensors, masks, noise levels, a simulated defence)
+    can be metered: one that merely switches to another attack sees the same numbers.
+    """
+    update = Update(step_gradient(model, truth, defense, rng), len(truth))
+    update = defense.on_update(update, rng)
+    shape = tuple(truth.inputs.shape[1:])
+    seen = Observation(model, update, shape, num_classes, truth.labels, bounds, prior)
+    found = []
+    for known in defense.adaptive(model):
+        view = known.view(seen)
+        if view is seen and known.name != "plain":
+            continue
+        found.append(Metered(known.name, known.why, leak_meter(view, truth, prior, rng=rng)))
+    return found
+
+
+def lowest(found: Sequence[Metered]) -> Metered | None:
+    """Return the server that gets most: the one whose figure counts."""
+    return min(found, key=lambda m: m.leak.mse, default=None)
+
+
+def finite(values: Tensor) -> list[float | None]:
+    """Return numbers for JSON: None where there is no finite one."""
+    return [float(v) if torch.isfinite(v) else None for v in values]
+
+
+AUDITED: tuple[Kind, ...] = ("local", "global")
+MOST = 8  # clients that the leak meter reads
+
+
+def promise_rows(scene: Scene, defense: str) -> list[Row]:
+    """Return the certificates of the layers that a defence perturbs, and what the leak meter reads, as rows."""
+    rows: list[Row] = []
+    try:
+        found = promises(scene.model, scene.truth, scene.defenses[defense], scene.seeds("promise", defense), AUDITED)
+        rows += [_certificate_row(defense, promise) for promise in found]
+        rows += _meter_rows(scene, defense)
+    except (GradveilError, RuntimeError, ValueError) as error:  # what cannot be read does not stop the audit
+        rows.append(_meter_row(defense, "", None, f"Not read: {' '.join(str(error).split())[:200]}"))
+    return rows
+
+
+def _certificate_row(defense: str, promise: Promise) -> Row:
+    row = {"kind": "certificate", "defense": defense, "layer": promise.layer, "certificate": promise.kind}
+    certificate = promise.certificate
+    if certificate is None:
+        return row | {"mse": None, "sound": False, "says": promise.words(), "assumptions": []}
+    return row | {
+        "mse": _mean_mse(certificate),
+        "sound": certificate.sound,
+        "says": promise.words(),
+        "assumptions": [text for text in certificate.assumptions if text != SCOPE] + [SCOPE],
+    }
+
+
+def _mean_mse(certificate: Certificate) -> float:
+    return float(certificate.to_mse().mean())
+
+
+def _meter_rows(scene: Scene, defense: str) -> list[Row]:
+    """Return the mean reading per server over the attacked clients."""
+    readings: dict[str, list[float]] = {}
+    for victim in range(min(MOST, scene.config.images // scene.config.examples)):
+        rng = scene.seeds("defense", defense, "first", victim)
+        truth, classes = victim_truth(scene, victim), scene.dataset.num_classes
+        for one in metered(scene.model, truth, scene.defenses[defense], classes, rng, scene.public.prior):
+            readings.setdefault(one.server, []).append(one.leak.mse)
+    said = "No server gets under this on average, to first order."
+    return [_meter_row(defense, server, math.fsum(values) / len(values), said) for server, values in readings.items()]
+
+
+def _meter_row(defense: str, server: str, mse: float | None, says: str) -> Row:
+    row = {"kind": "meter", "defense": defense, "server": server, "mse": mse, "says": says}
+    return row | {"assumptions": [] if mse is None else list(ASSUMPTIONS)}

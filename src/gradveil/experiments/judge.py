@@ -1,0 +1,164 @@
+"""What the lines say, in plain words: what a server gets of each defence, and by which attack."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from gradveil.experiments.rows import GRADES, NAIVE, Floor, Grade, Line, best_floor, lines
+from gradveil.experiments.run_folder import Row
+
+Outcome = Literal["recovered", "recognised", "traces", "nothing", "void"]
+
+GETS: dict[str, str] = {
+    "recovered": "gets the images back",
+    "recognised": "gets images that can be told from {others} others",
+    "traces": "gets traces of the images",
+    "nothing": "gets nothing",
+}
+
+BADGES: dict[str, str] = {
+    "recovered": "Images recovered",
+    "recognised": "Images recognised",
+    "traces": "Traces found",
+    "nothing": "Nothing found",
+    "void": "Void",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the audit found about one defence."""
+
+    defense: str
+    outcome: Outcome  # of the strongest server
+    text: str
+    points: tuple[tuple[str, str], ...]  # the same, as who and what
+    naive: Line | None  # the strongest line of a server that does not know the defence
+    adaptive: Line | None  # and of one that does
+    accuracy: float | None  # on the test split, after the last round
+    baseline: float | None  # the same without a defence
+
+
+def verdicts(rows: Sequence[Row]) -> list[Verdict]:
+    """Return one verdict per defence, in the order they were asked for."""
+    floor, found = best_floor(rows), lines(rows)
+    trained = sorted((row for row in rows if row["kind"] == "accuracy"), key=lambda row: row["round"])
+    accuracy = {row["defense"]: row["accuracy"] for row in trained}  # the last round's stays
+    names = list(dict.fromkeys([*accuracy, *(line.defense for line in found)]))
+    return [_verdict(name, found, floor, accuracy) for name in names if floor is not None]
+
+
+def headline(rows: Sequence[Row]) -> str:
+    """Return one sentence over the whole audit."""
+    judged = verdicts(rows)
+    tried = [v for v in judged if v.defense != "none"]
+    blind = [row for row in rows if row["kind"] == "attack" and row["mse"] is None]
+    if blind:
+        return _without_truth(blind, judged)
+    if not tried:
+        return f"{judged[0].text}" if judged else "Nothing was attacked."
+    broken = [v for v in tried if v.outcome in ("recovered", "recognised")]
+    said = f"{len(broken)} of {len(tried)} {_plural('defence', len(tried))} gave images away to this panel of attacks"
+    fooled = [v for v in broken if v.naive is None or v.naive.grade == "nothing"]
+    more = [v for v in broken if v not in fooled and v.naive and v.adaptive and _worse(v.adaptive, v.naive)]
+    if fooled:
+        said += f", {len(fooled)} of them only to a server that knows the defence"
+    if more:
+        said += f", {len(more)} of them more to a server that knows the defence than to one that does not"
+    void = sum(v.outcome == "void" for v in tried)
+    if void:
+        said += f"; on {void} the audit is void, since attacks fail without a defence as well"
+    return said + "."
+
+
+def _without_truth(blind: Sequence[Row], judged: Sequence[Verdict]) -> str:
+    content = sum(bool(row["converged"]) for row in blind)
+    said = f"The truth was not given, so look at the pictures: {content} of {len(blind)} reconstructions converged."
+    if not judged:
+        return said + " There is no control either: a failure here would prove nothing."
+    return f"{said} On public stand-ins at the same weights, without a defence: {judged[0].text}"
+
+
+def strongest(found: Iterable[Line]) -> Line | None:
+    """Return the line that got most; where none got anything, the best failure that counts."""
+    counted = sorted(found, key=lambda line: (line.counts, line.strength))
+    return counted[-1] if counted else None
+
+
+def _verdict(name: str, found: Sequence[Line], floor: Floor, accuracy: dict[str, float]) -> Verdict:
+    mine = [line for line in found if line.defense == name and (name != "none" or line.weights in ("none", "start"))]
+    naive = strongest(line for line in mine if line.server == NAIVE)
+    adaptive = strongest(line for line in mine if line.server != NAIVE)
+    outcome = _outcome(naive, adaptive)
+    points = [("Any server" if name == "none" else "Naive server", _gets(naive, floor))]
+    if adaptive is not None:
+        points.append(("Server that knows", _gets(adaptive, floor)))
+    if name in accuracy:
+        points.append(("Accuracy", _accuracy(name, accuracy)))
+    text = f"{'Any server' if name == 'none' else 'The naive server'} {_gets(naive, floor)}"
+    if adaptive is not None:
+        joined = "but" if naive is not None and _worse(adaptive, naive) else "and"
+        text += f", {joined} a server that knows the defence {_gets(adaptive, floor)}"
+    if outcome == "nothing":
+        text += ". No attack of this panel got anything, which is no proof that none can"
+    text += f". Accuracy {_accuracy(name, accuracy)}." if name in accuracy else "."
+    return Verdict(name, outcome, text, tuple(points), naive, adaptive, accuracy.get(name), accuracy.get("none"))
+
+
+def _worse(a: Line, b: Line) -> bool:
+    return GRADES.index(a.grade) > GRADES.index(b.grade)
+
+
+def _outcome(naive: Line | None, adaptive: Line | None) -> Outcome:
+    both = [line for line in (naive, adaptive) if line is not None and line.counts]
+    if not both:
+        return "void"
+    worst: Grade = max((line.grade for line in both), key=GRADES.index)
+    if worst == "nothing" and any(line is not None and not line.counts for line in (naive, adaptive)):
+        return "void"  # one half of the audit failed for reasons of its own: no protection may be read off it
+    return worst
+
+
+def _gets(line: Line | None, floor: Floor) -> str:
+    if line is None:
+        return "was not tried"
+    if not line.counts:
+        return f"shows nothing either way: {_by(line)} {line.void}"
+    gets = GETS[line.grade].format(others=line.gallery - 1)
+    if line.grade == "recognised" and line.mse.mean > floor.mse.mean:
+        gets = f"gets pictures that are poor pixel by pixel but can still be told from {line.gallery - 1} others"
+    return f"{gets} ({_numbers(line, floor)}; {_by(line)}, {line.round} round)"
+
+
+def _by(line: Line) -> str:
+    name = line.attack.partition(":")[0]
+    return name if line.server in (NAIVE, name) else f"{line.server} + {name}"
+
+
+def _numbers(line: Line, floor: Floor) -> str:
+    said = f"MSE {short(line.mse.mean)}"
+    if line.mse.mean > floor.mse.mean:
+        said += f", worse than a blind guess at {short(floor.mse.mean)}"
+    elif line.grade == "nothing":
+        said += f", little better than a blind guess at {short(floor.mse.mean)}"
+    if line.server != NAIVE and line.control is not None:
+        said += f", without a defence {short(line.control)}"
+    if line.identified.count:
+        said += f", identifies {round(line.identified.mean * line.identified.count)} of {line.identified.count}"
+    return said
+
+
+def _accuracy(name: str, accuracy: dict[str, float]) -> str:
+    if name == "none" or "none" not in accuracy:
+        return f"{accuracy[name]:.1%}"
+    return f"{accuracy[name]:.1%}, against {accuracy['none']:.1%} without a defence"
+
+
+def short(value: float) -> str:
+    """Return a number in two digits, without the zeros that pad an exponent (``9.6e-9``)."""
+    return re.sub(r"e([+-])0+", r"e\1", f"{value:.2g}")
+
+
+def _plural(word: str, count: int) -> str:
+    return word if count == 1 else word + "s"

@@ -1,0 +1,165 @@
+"""Updates as files: safetensors only, since a pickle can run code. Three ways to give one.
+
+* gradients by parameter name;
+* a weight difference, after - before, with the learning rate and the number of local steps;
+* the weights after training beside those before (a pair of state dicts, as Flower sends them).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import nn
+
+from gradveil.errors import UpdateError
+from gradveil.experiments.run_folder import write_atomically
+from gradveil.tree import Params, parameters
+from gradveil.types import Batch, Update, check_update
+
+Kind = Literal["gradient", "difference", "weights"]
+KINDS = ("gradient", "difference", "weights")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the tensors do not say themselves. ``None``: as the file's metadata has it, else the default."""
+
+    kind: Kind | None = None  # default: gradient
+    lr: float | None = None  # of the local steps
+    num_steps: int | None = None  # default: 1
+    num_examples: int | None = None  # default: 1
+    batch_size: int | None = None
+
+
+def write_update(path: str | Path, update: Update) -> None:
+    """Save an update as gradients, with what belongs to it in the file's metadata."""
+    facts = {
+        "kind": "gradient",
+        "lr": repr(update.lr),
+        "num_steps": str(update.num_steps),
+        "num_examples": str(update.num_examples),
+    }
+    if update.batch_size is not None:
+        facts["batch_size"] = str(update.batch_size)
+    tensors = {name: g.detach().cpu().contiguous().clone() for name, g in update.gradient.items()}
+    write_atomically(Path(path), save(tensors, metadata=facts))
+
+
+def read_update(path: str | Path, model: nn.Module, facts: Facts | None = None, before: Params | None = None) -> Update:
+    """Read an update and check it against the model: names, shapes, dtypes, finite values.
+
+    ``before`` are the weights that the server sent, where the file holds the weights after training.
+    What the caller states in ``facts`` goes before the file's metadata.
+    """
+    tensors, metadata = read_tensors(path)
+    stated = _merge(Path(path), metadata, facts or Facts())
+    kind = stated.kind or ("weights" if before is not None else "gradient")
+    lr = stated.lr
+    steps, examples = (1 if n is None else n for n in (stated.num_steps, stated.num_examples))
+    if kind != "gradient" and lr is None:
+        raise UpdateError(f"{path} holds a {kind}: the learning rate is needed to read it. Give --lr (lr=...).")
+    if min(steps, examples) < 1 or (lr is not None and not lr > 0):
+        raise UpdateError(f"{path}: lr={lr}, steps={steps}, examples={examples}; each must be above zero.")
+    gradient = _gradient(Path(path), kind, tensors, lr or 1.0, before, model)
+    update = Update(gradient, examples, steps, lr or 1.0, stated.batch_size)
+    check_update(update, model)
+    return update
+
+
+def from_state_dicts(
+    model: nn.Module, before: Params, after: Params, lr: float, num_examples: int = 1, num_steps: int = 1
+) -> Update:
+    """Return the update between two state dicts (Flower's ``ArrayRecord.to_torch_state_dict()``), checked.
+
+    Buffers, such as the running statistics of batch norm, are left out: they are not trained.
+    """
+    names = [name for name in parameters(model) if name in after]
+    missing = [name for name in names if name not in before]
+    if missing or not names:
+        what = missing[0] if missing else next(iter(parameters(model)), "a parameter")
+        raise UpdateError(f"The two state dicts do not both hold {what!r}. Give both of the model that is audited.")
+    old, new = ({name: state[name] for name in names} for state in (before, after))
+    for state in (old, new):
+        check_update(Update(state), model)  # the same names, shapes, dtypes and finite values are asked of weights
+    old, new = ({name: value.float() for name, value in state.items()} for state in (old, new))
+    update = Update.from_weights(old, new, lr, num_examples, num_steps)
+    check_update(update, model)
+    return update
+
+
+def load_weights(model: nn.Module, path: str | Path) -> Params:
+    """Put the weights of a safetensors file into the model, and return them."""
+    tensors, _ = read_tensors(path)
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise UpdateError(f"{path} does not fit the model. {reason[:300]}") from error
+    return tensors
+
+
+def write_examples(path: str | Path, batch: Batch) -> None:
+    """Save examples and labels, e.g. the truth behind an update."""
+    write_atomically(Path(path), save({"inputs": batch.inputs.contiguous(), "labels": batch.labels.contiguous()}))
+
+
+def read_examples(path: str | Path, num_classes: int | None = None) -> Batch:
+    """Read examples: a file with the tensors ``inputs`` (N, ...) in [0, 1] and ``labels`` (N,)."""
+    tensors, _ = read_tensors(path)
+    if not {"inputs", "labels"} <= tensors.keys():
+        raise UpdateError(f"{path} holds {', '.join(tensors)}; give the tensors 'inputs' and 'labels'.")
+    inputs, labels = tensors["inputs"].float(), tensors["labels"].long()
+    if len(inputs) == 0 or labels.shape != (len(inputs),):
+        raise UpdateError(f"{path}: inputs are {tuple(inputs.shape)} and labels {tuple(labels.shape)}; give N of each.")
+    if not bool(torch.isfinite(inputs).all()) or float(inputs.min()) < 0 or float(inputs.max()) > 1:
+        raise UpdateError(f"{path}: inputs must lie in [0, 1]; normalise inside the model.")
+    if num_classes is not None and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
+        raise UpdateError(
+            f"{path}: labels go from {labels.min()} to {labels.max()}; they must lie in 0..{num_classes - 1}."
+        )
+    return Batch(inputs, labels)
+
+
+def read_tensors(path: str | Path) -> tuple[Params, dict[str, str]]:
+    """Return the tensors and the metadata of a safetensors file."""
+    path = Path(path)
+    if not path.is_file():
+        raise UpdateError(f"There is no file {path}.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+    except SafetensorError as error:
+        raise UpdateError(
+            f"{path} is not a safetensors file ({error}). Pickles (.pt, .pth) are refused, since they can run code: "
+            "save with safetensors.torch.save_file(state_dict, path)."
+        ) from error
+
+
+def _gradient(path: Path, kind: str, tensors: Params, lr: float, before: Params | None, model: nn.Module) -> Params:
+    if not tensors:
+        raise UpdateError(f"{path} holds no tensor.")
+    if kind == "weights":
+        if before is None:
+            raise UpdateError(f"{path} holds the weights after training; give those before it as well (--before FILE).")
+        return from_state_dicts(model, before, tensors, lr).gradient
+    check_update(Update(tensors), model)  # before any arithmetic hides a wrong dtype
+    factor = 1.0 if kind == "gradient" else -1.0 / lr
+    return {name: factor * value.float() for name, value in tensors.items()}
+
+
+def _merge(path: Path, metadata: dict[str, str], facts: Facts) -> Facts:
+    kind = facts.kind or metadata.get("kind")
+    if kind is not None and kind not in KINDS:
+        raise UpdateError(f"{path}: no kind of update is called {kind!r}. Known: {', '.join(KINDS)}.")
+    read = {"lr": float, "num_steps": int, "num_examples": int, "batch_size": int}
+    stated: dict[str, Any] = {key: getattr(facts, key) for key in read}
+    for key, to in read.items():
+        if stated[key] is None and key in metadata:
+            try:
+                stated[key] = to(metadata[key])
+            except ValueError:
+                raise UpdateError(f"{path}: its metadata has {key}={metadata[key]!r}, which is no number.") from None
+    return Facts(kind=kind, **stated)  # type: ignore[arg-type]

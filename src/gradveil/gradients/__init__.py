@@ -1,0 +1,1 @@
+"""The gradients that a client would send, of many problems at once."""

@@ -1,0 +1,117 @@
+"""Trial gradients of a chain with the first backward pass written out, so that one autograd pass is left.
+
+With δ the loss's gradient at a layer's output b = W r: ∇W = δ rᵀ per problem, and Wᵀ δ goes on to the layer
+before (for a convolution, the same on patches). Every step can be differentiated once more.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import vjp
+
+from gradveil.gradients.convolution import Geometry, convolve, pull_back, weight_gradient
+from gradveil.layers.chain import Link, Passed, pull
+from gradveil.tree import Params
+
+WIDE = 32  # channels from which, on a CPU, torch's own convolutions win over copies into columns
+
+
+def pays(links: Sequence[Link], device: torch.device) -> bool:
+    """Whether the written-out form is the faster one here: narrow networks on a CPU, wide ones on a GPU."""
+    widths = [link.module.out_channels for link in links if isinstance(link.module, nn.Conv2d)]
+    wide = max(widths, default=0) >= WIDE
+    return wide if device.type == "cuda" else not wide
+
+
+def manual_gradients(links: Sequence[Link], wanted: Sequence[str]) -> Callable[[Tensor, Tensor], Params]:
+    """Return (x, y) -> gradient by the wanted parameters, per problem; x (P, N, *shape), y (P, N, K)."""
+
+    def gradients(x: Tensor, y: Tensor) -> Params:
+        problems, images = x.shape[:2]
+        h = x.flatten(0, 1)  # (P N, ...)
+        steps = []
+        for link in links:
+            steps.append(run(link, h))
+            h = steps[-1].output
+        return pull(links, steps, (h.softmax(-1) - y.flatten(0, 1)) / images, wanted, problems)
+
+    return gradients
+
+
+def run(link: Link, h: Tensor) -> Passed[Tensor]:
+    """Run one layer on h (P N, ...)."""
+    module = link.module
+    if isinstance(module, nn.Linear):
+        return _linear(link.path, module, h)
+    if isinstance(module, nn.Conv2d):
+        return _convolution(link.path, module, h)
+    if isinstance(module, nn.BatchNorm2d):
+        return _batch_norm(link.path, module, h)
+    return _free(module, h)
+
+
+def _linear(path: str, layer: nn.Linear, r: Tensor) -> Passed[Tensor]:
+    weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
+
+    def read(delta: Tensor, problems: int) -> Params:
+        d = delta.unflatten(0, (problems, -1)).flatten(1, -2)  # (P, N ..., K)
+        found = {f"{path}.weight": torch.bmm(d.mT, r.unflatten(0, (problems, -1)).flatten(1, -2))}
+        return found if bias is None else found | {f"{path}.bias": d.sum(1)}
+
+    return Passed(nn.functional.linear(r, weight, bias), lambda delta: delta @ weight, read)
+
+
+def _convolution(path: str, layer: nn.Conv2d, h: Tensor) -> Passed[Tensor]:
+    weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
+    g = Geometry.of(layer)
+
+    def read(delta: Tensor, problems: int) -> Params:
+        d = delta.unflatten(0, (problems, -1))  # (P, N, O, ...)
+        found = {f"{path}.weight": weight_gradient(h.unflatten(0, (problems, -1)), d, g)}
+        return found if bias is None else found | {f"{path}.bias": d.sum((1, 3, 4))}
+
+    size = (h.shape[2], h.shape[3])
+    return Passed(convolve(h, weight, bias, g), lambda delta: pull_back(delta, weight, size, g), read)
+
+
+def _batch_norm(path: str, layer: nn.BatchNorm2d, h: Tensor) -> Passed[Tensor]:
+    """Batch norm in eval mode: a fixed scale and shift per channel."""
+    buffers = dict(layer.named_buffers())
+    per_channel = (1, -1, 1, 1)
+    std = (buffers["running_var"] + layer.eps).sqrt().view(per_channel)
+    unit = (h - buffers["running_mean"].view(per_channel)) / std
+    if not layer.affine:
+        return Passed(unit, lambda delta: delta / std, lambda delta, problems: {})
+    weight, bias = layer.weight.detach().view(per_channel), layer.bias.detach().view(per_channel)
+
+    def read(delta: Tensor, problems: int) -> Params:
+        d, u = delta.unflatten(0, (problems, -1)), unit.unflatten(0, (problems, -1))
+        return {f"{path}.weight": (d * u).sum((1, 3, 4)), f"{path}.bias": d.sum((1, 3, 4))}
+
+    return Passed(unit * weight + bias, lambda delta: delta * (weight / std), read)
+
+
+def _free(module: nn.Module, h: Tensor) -> Passed[Tensor]:
+    """A layer without parameters: a known derivative, or torch's."""
+
+    def nothing(delta: Tensor, problems: int) -> Params:
+        return {}
+
+    if isinstance(module, (nn.Dropout, nn.Dropout2d, nn.AlphaDropout)):
+        return Passed(h, lambda delta: delta, nothing)
+    if isinstance(module, nn.Flatten):
+        return Passed(h.flatten(1), lambda delta: delta.view(h.shape), nothing)
+    if isinstance(module, nn.Sigmoid):
+        s = torch.sigmoid(h)
+        return Passed(s, lambda delta: delta * (s * (1 - s)), nothing)
+    if isinstance(module, nn.Tanh):
+        t = torch.tanh(h)
+        return Passed(t, lambda delta: delta * (1 - t * t), nothing)
+    if isinstance(module, nn.ReLU):
+        a = torch.relu(h)
+        return Passed(a, lambda delta: delta * (a > 0), nothing)
+    result: Any = vjp(module, h.clone() if getattr(module, "inplace", False) else h)
+    out, pull = result
+    return Passed(out, lambda delta: pull(delta)[0], nothing)

@@ -1,0 +1,189 @@
+"""A Flower mod that runs an update-level defence (pruning, noise) on what a client is about to send."""
+
+from dataclasses import dataclass
+
+import torch
+from flwr.app import Context, Message
+from torch import nn
+
+from gradveil import tree
+from gradveil.defenses.base import Defense
+from gradveil.defenses.guard.protect import Guard, protect
+from gradveil.errors import DefenseError, GradveilError, UpdateError
+from gradveil.integrations.flower.records import (
+    ModelWatch,
+    Next,
+    add_metrics,
+    arrays_of,
+    defense_for,
+    is_training,
+    named_as_in,
+    number,
+    params_of,
+    record_of,
+    withhold,
+)
+from gradveil.integrations.local_training import fresh_rng, is_trained
+from gradveil.registry import describe
+from gradveil.tree import Params
+from gradveil.types import Update
+
+
+def update_mod(
+    defense: str | Defense | None = None, *, lr: float | None = None, seed: int | None = None
+) -> "UpdateMod":
+    """Return a mod for ``ClientApp(mods=[...])`` that defends the update after the client's training.
+
+    Args:
+        defense: a spec or a defence; None reads ``defense`` from the site's or the run's settings.
+        lr: of the local steps, to turn the change of the weights into a gradient (W_before - W_after) / lr;
+            None reads ``lr`` from the message, and takes 1 where there is none: the change itself.
+        seed: for tests only; None draws from the operating system.
+    """
+    return UpdateMod(defense, lr, seed)
+
+
+@dataclass(frozen=True)
+class UpdateMod:
+    """See ``update_mod``. Running statistics and counters pass as they are: no gradient step makes them."""
+
+    defense: str | Defense | None = None
+    lr: float | None = None
+    seed: int | None = None
+
+    def __call__(self, message: Message, context: Context, call_next: Next) -> Message:
+        """Let the client train, then send a defended update in place of its own; fail closed."""
+        if not is_training(message):
+            return call_next(message, context)
+        try:
+            before = params_of(arrays_of(message)[1])
+            defense = defense_for(self.defense, context)
+            if defense.acts_on - {"update"}:
+                raise DefenseError(f"{describe(defense)} acts inside the local steps. Use guard_mod for it.")
+            reply = call_next(message, context)
+            return reply if reply.has_error() else self._defend(defense, message, before, reply)
+        except GradveilError as error:
+            return withhold(message, str(error))
+
+    def _defend(self, defense: Defense, message: Message, before: Params, reply: Message) -> Message:
+        key, record = arrays_of(reply)
+        after = params_of(record)
+        check_reply(before, after)
+        update = update_of(message, before, reply, after, self.lr)
+        sent = defense.on_update(update, fresh_rng(self.seed))
+        defended = {name: before[name] - update.lr * g.to(before[name].dtype) for name, g in sent.gradient.items()}
+        reply.content[key] = record_of(after | defended)
+        change = tree.norm(tree.subtract(sent.gradient, update.gradient)) / tree.norm(update.gradient).clamp_min(1e-30)
+        add_metrics(reply, {"update-change": float(change)})
+        return reply
+
+
+def check_reply(before: Params, after: Params) -> None:
+    """Raise ``UpdateError`` unless the reply's tensors fit those that the server sent and are finite."""
+    if before.keys() != after.keys():
+        odd = sorted(before.keys() ^ after.keys())
+        raise UpdateError(f"The reply's tensors are not those of the model sent; they differ in: {', '.join(odd)}.")
+    for name, value in after.items():
+        if value.shape != before[name].shape:
+            raise UpdateError(f"{name!r} is {tuple(value.shape)} in the reply and {tuple(before[name].shape)} as sent.")
+        if not bool(torch.isfinite(value).all()):
+            raise UpdateError(f"{name!r} holds NaN or infinite values. Leave this update out.")
+
+
+def update_of(message: Message, before: Params, reply: Message, after: Params, lr: float | None = None) -> Update:
+    """Return what a reply says, as an update: the gradient (W_before - W_after) / lr of the trained tensors."""
+    lr = number(message, "lr", 1.0) if lr is None else lr
+    weights = {name: value for name, value in before.items() if is_trained(name, value)}
+    examples, steps = (int(number(reply, name, 1)) for name in ("num-examples", "num-steps"))
+    size = int(number(message, "batch-size", 0)) or None
+    return Update.from_weights(weights, after, lr, max(examples, 1), max(steps, 1), size)
+
+
+STEPS = "defended-steps"
+
+
+def guard_mod(defense: str | Defense | None = None, *, lr: float | None = None, seed: int | None = None) -> "GuardMod":
+    """Return a mod for ``ClientApp(mods=[...])`` that defends every local step of the client's own training.
+
+    It finds the model by its state-dict names when the client calls it, guards it until the client replies, adds
+    ``defended-steps`` to the reply's metrics, and withholds the update when no step was defended.
+
+    Args:
+        defense: a spec or a defence; None reads ``defense`` from the site's or the run's settings.
+        lr: as in ``update_mod``, where the defence acts on the update as well (``representation+gaussian:on=update``).
+        seed: for tests only; None draws from the operating system.
+    """
+    return GuardMod(defense, lr, seed)
+
+
+@dataclass(frozen=True)
+class GuardMod:
+    """See ``guard_mod``."""
+
+    defense: str | Defense | None = None
+    lr: float | None = None
+    seed: int | None = None
+
+    def __call__(self, message: Message, context: Context, call_next: Next) -> Message:
+        """Let the client train under guard; fail closed."""
+        if not is_training(message):
+            return call_next(message, context)
+        guards: list[Guard] = []
+        try:
+            defense = defense_for(self.defense, context)
+            if defense.acts_on == {"update"}:
+                raise DefenseError(f"{describe(defense)} acts on the update only. Use update_mod for it.")
+            return self._guarded(defense, guards, message, context, call_next)
+        except GradveilError as error:
+            return withhold(message, str(error))
+        finally:
+            for guard in guards:
+                guard.remove()
+
+    def _guarded(
+        self,
+        defense: Defense,
+        guards: list[Guard],
+        message: Message,
+        context: Context,
+        call_next: Next,
+    ) -> Message:
+        before = params_of(arrays_of(message)[1])
+
+        def found(model: nn.Module) -> None:
+            guards.append(protect(model, defense, rng=fresh_rng(self.seed)))
+
+        with ModelWatch(before, found):
+            reply = call_next(message, context)
+        if reply.has_error():
+            return reply
+        steps = sum(guard.report.steps for guard in guards)
+        if defense.acts_on and not steps:
+            raise DefenseError(_not_found(before) if not guards else _not_trained(guards))
+        if "update" in defense.acts_on:
+            self._defend_update(guards, message, before, reply)
+        add_metrics(reply, {STEPS: steps})
+        return reply
+
+    def _defend_update(self, guards: list[Guard], message: Message, before: Params, reply: Message) -> None:
+        key, record = arrays_of(reply)
+        after = params_of(record)
+        check_reply(before, after)
+        lr = number(message, "lr", 1.0) if self.lr is None else self.lr
+        examples, steps = (max(1, int(number(reply, name, 1))) for name in ("num-examples", "num-steps"))
+        guard = max(guards, key=lambda g: g.report.steps)
+        named = [named_as_in(guard.model, weights) or weights for weights in (before, after)]
+        sent = guard.update(*named, lr=lr, num_examples=examples, num_steps=steps)
+        reply.content[key] = record_of(dict(zip(after, (sent[name] for name in named[1]), strict=True)))
+
+
+def _not_found(names: Params) -> str:
+    return (
+        f"no module was called whose state dict has the {len(names)} names that the server sent, so no step was "
+        f"defended. Call the model as model(x), in the thread of the train function."
+    )
+
+
+def _not_trained(guards: list[Guard]) -> str:
+    name, steps = type(guards[0].model).__name__, sum(guard.report.optimizer_steps for guard in guards)
+    return f"{name} was called, but no training step of it was defended ({steps} optimizer steps were taken)."

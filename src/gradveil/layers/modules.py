@@ -1,0 +1,198 @@
+"""Look into one layer of any model: find it, and run the part before it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gradveil.errors import LayerError, did_you_mean
+
+LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the model's linear and convolutional layers by path, in registration order."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, LINEAR)}
+
+
+def find_layer(model: nn.Module, name: str | None = None) -> str:
+    """Return the path of a linear or convolutional layer; ``None``: the last fully connected one."""
+    known = linear_layers(model)
+    if name is None:
+        dense = [path for path, m in known.items() if isinstance(m, nn.Linear)] or list(known)
+        if not dense:
+            raise LayerError(f"{type(model).__name__} has no linear or convolutional layer to defend.")
+        return dense[-1]
+    if name not in known:
+        raise LayerError(
+            f"{type(model).__name__} has no linear or convolutional layer {name!r}. {did_you_mean(name, known)}"
+            f"It has: {', '.join(known) or 'none'}. Pass one of these as layer=..., or leave it out to take the last."
+        )
+    return name
+
+
+class _Reached(Exception):
+    """Raised at the defended layer to skip the rest of the forward pass."""
+
+
+class _HeldNorm:
+    """Two hooks of one batch norm layer: within its forward pass, the batch's statistics are constants in eval mode."""
+
+    def __init__(self) -> None:
+        self._own: tuple[bool, Tensor | None, Tensor | None] | None = None
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x: Tensor = args[0] if args else kwargs["input"]
+        over = [d for d in range(x.ndim) if d != 1]
+        fixed = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+        dtype = x.dtype if module.weight is None else module.weight.dtype
+        buffers = module._buffers
+        self._own = (module.training, buffers["running_mean"], buffers["running_var"])
+        buffers["running_mean"] = fixed.mean(over).to(dtype)  # type: ignore[arg-type]
+        buffers["running_var"] = fixed.var(over, unbiased=False).to(dtype)  # type: ignore[arg-type]
+        module.training = False
+
+    def after(self, module: nn.Module, *_: Any) -> None:
+        if self._own is not None:
+            module.training, module._buffers["running_mean"], module._buffers["running_var"] = self._own
+            self._own = None
+
+
+@contextmanager
+def held_statistics(model: nn.Module) -> Iterator[None]:
+    """Within, batch norm that looks at the batch takes its mean and variance as constants, and keeps its buffers."""
+    handles = []
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+            held = _HeldNorm()
+            handles.append(module.register_forward_pre_hook(held.before, with_kwargs=True))
+            handles.append(module.register_forward_hook(held.after, prepend=True, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def input_of(model: nn.Module, layer: str, x: Tensor, state: dict[str, Tensor] | None = None) -> Tensor:
+    """Run the model on x as far as ``layer`` and return that layer's (first) input.
+
+    Batch statistics are held and the random state is left as it was. ``state`` stands in for parameters and
+    buffers of these names; without it the model runs with its own, and a module that counts its calls counts on.
+    """
+    caught: list[Tensor] = []
+
+    def catch(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        caught.append(args[0] if args else next(iter(kwargs.values())))
+        raise _Reached
+
+    handle = find_module(model, layer).register_forward_pre_hook(catch, prepend=True, with_kwargs=True)
+    devices = [x.device] if x.is_cuda else []
+    try:
+        with torch.random.fork_rng(devices), held_statistics(model):
+            if state:
+                functional_call(model, state, (x,))
+            else:
+                model(x)
+    except _Reached:
+        return caught[0]
+    finally:
+        handle.remove()
+    raise LayerError(f"The forward pass of {type(model).__name__} never reached layer {layer!r}.")
+
+
+def find_module(model: nn.Module, layer: str) -> nn.Module:
+    """Return the module of that path; any module will do, not only linear ones."""
+    try:
+        return model.get_submodule(layer)
+    except AttributeError:
+        known = [name for name, _ in model.named_modules() if name]
+        raise LayerError(
+            f"{type(model).__name__} has no module {layer!r}. {did_you_mean(layer, known)}It has: {', '.join(known)}."
+        ) from None
+
+
+def copied_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of every buffer by name, so that a forward pass may write to it."""
+    return {name: b.detach().clone() for name, b in model.named_buffers()}
+
+
+def prefix(model: nn.Module, layer: str) -> Callable[[Tensor], Tensor]:
+    """Return f: x -> r, the input of ``layer``, as a function free of side effects.
+
+    Parameters are detached, buffers are copied, batch statistics are held, and the random state is left
+    as it was, so that dropout draws the masks that the caller's own forward pass draws from the same state.
+    """
+    find_module(model, layer)
+
+    def f(x: Tensor) -> Tensor:
+        state = {n: p.detach() for n, p in model.named_parameters()} | copied_buffers(model)
+        return input_of(model, layer, x, state)
+
+    return f
+
+
+def representation(model: nn.Module, layer: str, x: Tensor) -> Tensor:
+    """Return r (N, ...), the input of ``layer``, without gradients."""
+    with torch.no_grad():
+        return prefix(model, layer)(x)
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One layer that ran, and the shapes it saw for one example."""
+
+    path: str
+    layer: nn.Module
+    input_shape: tuple[int, ...]  # of one example
+    output_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The layers in the order they ran; a layer that ran twice is named twice."""
+
+    visits: tuple[Visit, ...]
+    output: str | None  # path of the layer whose output is the model's output, untouched
+
+    def paths(self) -> tuple[str, ...]:
+        """Return the paths in running order."""
+        return tuple(visit.path for visit in self.visits)
+
+    def dense(self) -> tuple[Visit, ...]:
+        """Return the fully connected layers that ran once, in running order."""
+        return tuple(v for v in self.visits if isinstance(v.layer, nn.Linear) and self.paths().count(v.path) == 1)
+
+
+def trace(model: nn.Module, input_shape: tuple[int, ...]) -> Trace:
+    """Run the model on one blank input, leaving it and the random state as they were, and say what ran."""
+    visits: list[Visit] = []
+    outputs: list[Tensor] = []
+
+    def note(path: str, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        visits.append(Visit(path, layer, tuple(args[0].shape[1:]), tuple(output.shape[1:])))
+        outputs.append(output)
+
+    def hook(path: str) -> Any:
+        return lambda layer, args, output: note(path, layer, args, output)
+
+    layers = linear_layers(model)
+    handles = [layer.register_forward_hook(hook(path)) for path, layer in layers.items()]
+    modes = {module: module.training for module in model.modules()}
+    first = next(model.parameters())
+    try:
+        model.eval()
+        with torch.no_grad():
+            result = model(torch.zeros(1, *input_shape, dtype=first.dtype, device=first.device))
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, training in modes.items():
+            module.training = training
+    same = outputs and isinstance(result, Tensor) and result is outputs[-1]
+    return Trace(tuple(visits), visits[-1].path if same else None)

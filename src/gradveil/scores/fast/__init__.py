@@ -1,0 +1,1 @@
+"""Machinery: the same scores, faster."""
