@@ -3,9 +3,10 @@ from typing import Any
 
 import pytest
 
-from gradveil.experiments.judge import headline, short, verdicts
-from gradveil.experiments.rows import best_floor, lines
+from gradveil.experiments.judge import headline, verdicts
+from gradveil.experiments.rows import best_floor, group, lines
 from gradveil.experiments.run_folder import Row
+from gradveil.metrics import Interval
 
 FLOOR = 0.08
 
@@ -187,5 +188,8 @@ def test_without_the_truth_nothing_is_judged() -> None:
     assert headline([]) == "Nothing was attacked."
 
 
-def test_numbers_are_short() -> None:
-    assert [short(x) for x in (9.6e-9, 0.25, 1e-4, 12345.0)] == ["9.6e-9", "0.25", "0.0001", "1.2e+4"]
+def test_rows_group_by_keys_and_objects_by_fields_in_the_order_they_come() -> None:
+    rows = [{"a": 2, "b": "x"}, {"a": 1, "b": "x"}, {"a": 2, "b": "x"}, {"a": 2, "b": "y"}]
+    assert {key: len(mine) for key, mine in group(rows, "a", "b").items()} == {(2, "x"): 2, (1, "x"): 1, (2, "y"): 1}
+    assert list(group(rows, "a")) == [(2,), (1,)]
+    assert list(group([Interval(0.5, 0, 1, 4), Interval(0.5, 0, 1, 2)], "mean", "count")) == [(0.5, 4), (0.5, 2)]

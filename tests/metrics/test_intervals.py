@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from gradveil.metrics.intervals import chance_of, interval, rate
+from gradveil.metrics.intervals import Interval, chance_of, interval, rate, short
 
 
 def test_the_bootstrap_interval_covers_the_mean_about_as_often_as_it_says() -> None:
@@ -61,3 +61,15 @@ def test_rates_and_chances_are_those_of_scipy(count: int, data: st.DataObject) -
     assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=1e-9)
     by_chance = stats.binomtest(hits, count, 0.01, alternative="greater").pvalue
     assert chance_of(hits, count, 0.01) == pytest.approx(by_chance, rel=1e-6, abs=1e-12)
+
+
+def test_numbers_are_short() -> None:
+    assert [short(x) for x in (9.6e-9, 0.25, 1e-4, 12345.0)] == ["9.6e-9", "0.25", "0.0001", "1.2e+4"]
+
+
+def test_an_interval_writes_itself() -> None:
+    assert str(Interval(0.00123, 9.6e-9, 0.0014, 8)) == "0.0012 [9.6e-9, 0.0014]"
+    assert f"{Interval(0.00123, 0.0011, 0.0014, 8):.4f}" == "0.0012 [0.0011, 0.0014]"
+    assert f"{Interval(0.375, 0.14, 0.69, 8):.0%}" == "38% [14%, 69%]"
+    assert Interval(0.375, 0.14, 0.69, 8).as_count == "3/8 [14%, 69%]"
+    assert f"{interval([]):.4f}" == str(interval([])) == rate([]).as_count == "–"

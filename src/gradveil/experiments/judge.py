@@ -1,12 +1,12 @@
 """What the lines say, in plain words: what a server gets of each defence, and by which attack."""
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from gradveil.experiments.rows import GRADES, NAIVE, Floor, Grade, Line, best_floor, lines
 from gradveil.experiments.run_folder import Row
+from gradveil.metrics.intervals import short
 
 Outcome = Literal["recovered", "recognised", "traces", "nothing", "void"]
 
@@ -145,7 +145,7 @@ def _numbers(line: Line, floor: Floor) -> str:
     if line.server != NAIVE and line.control is not None:
         said += f", without a defence {short(line.control)}"
     if line.identified.count:
-        said += f", identifies {round(line.identified.mean * line.identified.count)} of {line.identified.count}"
+        said += f", identifies {line.identified.hits} of {line.identified.count}"
     return said
 
 
@@ -153,11 +153,6 @@ def _accuracy(name: str, accuracy: dict[str, float]) -> str:
     if name == "none" or "none" not in accuracy:
         return f"{accuracy[name]:.1%}"
     return f"{accuracy[name]:.1%}, against {accuracy['none']:.1%} without a defence"
-
-
-def short(value: float) -> str:
-    """Return a number in two digits, without the zeros that pad an exponent (``9.6e-9``)."""
-    return re.sub(r"e([+-])0+", r"e\1", f"{value:.2g}")
 
 
 def _plural(word: str, count: int) -> str:

@@ -1,8 +1,8 @@
 """From rows to lines: one attack by one server on one defence, over all images, judged by stated rules."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from gradveil.experiments.run_folder import Row
 from gradveil.metrics.intervals import Interval, chance_of, interval, rate
@@ -58,6 +58,18 @@ class Line:
     def strength(self) -> tuple[int, float, float]:
         """How much was got; for finding the strongest line."""
         return GRADES.index(self.grade), self.recovered.mean + self.identified.mean, -self.mse.mean
+
+
+T = TypeVar("T")
+
+
+def group(rows: Iterable[T], *keys: str) -> dict[tuple[Any, ...], list[T]]:
+    """Return rows by the values of these keys, or fields, in the order in which each combination first comes."""
+    groups: dict[tuple[Any, ...], list[T]] = {}
+    for row in rows:
+        values = tuple(row[key] if isinstance(row, Mapping) else getattr(row, key) for key in keys)
+        groups.setdefault(values, []).append(row)
+    return groups
 
 
 def best_floor(rows: Iterable[Row]) -> Floor | None:

@@ -1,6 +1,7 @@
 """How sure a mean over images is: intervals that are the same on every run."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -10,12 +11,40 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over ``count`` examples and an interval that covers it at the named level."""
+    """A mean over ``count`` examples and an interval that covers it at the named level.
+
+    It writes itself: ``f"{x}"`` is ``0.0012 [0.0011, 0.0014]`` in two digits, ``f"{x:.4f}"`` and ``f"{x:.0%}"`` use
+    that form for all three numbers. Without examples it is a dash.
+    """
 
     mean: float
     low: float
     high: float
     count: int
+
+    def __format__(self, form: str) -> str:
+        if not self.count or math.isnan(self.mean):
+            return "–"
+        mean, low, high = (f"{v:{form}}" if form else short(v) for v in (self.mean, self.low, self.high))
+        return f"{mean} [{low}, {high}]"
+
+    def __str__(self) -> str:
+        return format(self)
+
+    @property
+    def hits(self) -> int:
+        """How many examples a share stands for."""
+        return round(self.mean * self.count)
+
+    @property
+    def as_count(self) -> str:
+        """A share as a count, with its interval in percent: ``3/8 [14%, 69%]``."""
+        return f"{self.hits}/{self.count} [{self.low:.0%}, {self.high:.0%}]" if self.count else "–"
+
+
+def short(value: float) -> str:
+    """Return a number in two digits, without the zeros that pad an exponent (``9.6e-9``)."""
+    return re.sub(r"e([+-])0+", r"e\1", f"{value:.2g}")
 
 
 def interval(values: Sequence[float], level: float = 0.95, draws: int = 2000, seed: int = 0) -> Interval:

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradveil.experiments.judge import short
 from gradveil.experiments.rows import HALF, RECOVERED, SIGNIFICANT
 from gradveil.experiments.run_folder import Row
+from gradveil.metrics.intervals import short
 
 READING = (
     (

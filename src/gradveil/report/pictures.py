@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from gradveil.experiments.judge import BADGES, Verdict, short, strongest
+from gradveil.experiments.judge import BADGES, Verdict, strongest
 from gradveil.experiments.rows import NAIVE, Line
 from gradveil.experiments.run_folder import Row, Store, write_atomically
+from gradveil.metrics.intervals import short
 
 
 def picture(array: NDArray[Any]) -> str:
@@ -181,7 +182,7 @@ def _strip(group: Sequence[Row], line: Line | None, arrays: dict[str, dict[str, 
     if line is not None:
         how += f" · {'void' if not line.counts else BADGES[line.grade].lower()} · MSE {short(line.mse.mean)}"
         if line.identified.count:
-            how += f" · {round(line.identified.mean * line.identified.count)}/{line.identified.count} identified"
+            how += f" · {line.identified.hits}/{line.identified.count} identified"
     pictures = [(r, arrays[r["unit"]]["found"][r["index"]]) for r in group if "found" in arrays[r["unit"]]]
     return Strip(what, how, [_shot(r, x) for r, x in pictures[:MOST]])
 

@@ -1,15 +1,14 @@
 """All numbers as a table, for the page and for the terminal."""
 
-import math
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gradveil.experiments.judge import BADGES, Verdict, short
+from gradveil.experiments.judge import BADGES, Verdict
 from gradveil.experiments.rows import NAIVE, Floor, Line
-from gradveil.metrics.intervals import Interval
+from gradveil.metrics.intervals import short
 
 HEAD = (
     "round",
@@ -35,9 +34,9 @@ def table_rows(found: Sequence[Line], floor: Floor) -> list[tuple[str, ...]]:
         "(blind guess)",
         "",
         floor.guess,
-        spread(floor.mse),
+        str(floor.mse),
         *[""] * 3,
-        share(floor.identified),
+        floor.identified.as_count,
         "",
         "",
         "the floor",
@@ -54,13 +53,13 @@ def _row(line: Line) -> tuple[str, ...]:
         defense,
         line.server if line.defense != "none" else "–",
         line.attack,
-        spread(line.mse),
-        spread(line.psnr, ".1f"),
-        spread(line.ssim, ".2f"),
-        spread(line.fft),
-        share(line.identified),
-        share(line.recovered),
-        share(line.label),
+        str(line.mse),
+        f"{line.psnr:.1f}",
+        f"{line.ssim:.2f}",
+        str(line.fft),
+        line.identified.as_count,
+        line.recovered.as_count,
+        line.label.as_count,
         says(line),
     )
 
@@ -71,21 +70,6 @@ def says(line: Line) -> str:
         return f"Void: {line.void}."
     is_control = line.defense == "none" and line.server == NAIVE
     return f"{'Control: ' if is_control else ''}{BADGES[line.grade]}."
-
-
-def spread(value: Interval, form: str = ".2g") -> str:
-    """Return a mean with its interval."""
-    if not value.count or math.isnan(value.mean):
-        return "–"
-    mean, low, high = (short(v) if form == ".2g" else f"{v:{form}}" for v in (value.mean, value.low, value.high))
-    return f"{mean} [{low}, {high}]"
-
-
-def share(value: Interval) -> str:
-    """Return a share as a count, with its interval in percent."""
-    if not value.count:
-        return "–"
-    return f"{round(value.mean * value.count)}/{value.count} [{value.low:.0%}, {value.high:.0%}]"
 
 
 COLUMNS = ("defence", "verdict", "naive server", "server that knows", "accuracy")
@@ -120,5 +104,5 @@ def _cell(line: Line | None) -> Text:
         return Text(f"void\n{by}")
     got = f"MSE {short(line.mse.mean)}"
     if line.identified.count:
-        got += f", {round(line.identified.mean * line.identified.count)}/{line.identified.count}"
+        got += f", {line.identified.hits}/{line.identified.count}"
     return Text(f"{got}\n{by}")
