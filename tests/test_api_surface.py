@@ -1,28 +1,98 @@
 """No public name vanishes unnoticed, and the command line stays quick."""
 
+import ast
+import re
 import resource
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 import gradveil
 
+ROOT = Path(__file__).parents[1]
 PUBLIC = [
+    "ATTACKS",
+    "Attack",
+    "AuditConfig",
+    "Batch",
+    "Countermeasure",
+    "DEFENSES",
+    "Dataset",
+    "Defense",
+    "DefenseError",
+    "GaussianPrior",
+    "GradveilError",
+    "InferenceSettings",
+    "Observation",
+    "Reconstruction",
+    "Training",
+    "Update",
     "__version__",
     "attack",
     "audit",
     "certify",
     "dataset",
     "defense",
+    "evaluate",
+    "guard_of",
+    "infer",
     "leak_scores",
+    "local_update",
     "model",
     "partition",
     "protect",
+    "read_examples",
+    "read_update",
+    "save_prior",
+    "simulate",
+    "step_gradient",
+    "write_examples",
+    "write_report",
+    "write_update",
 ]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "quickstart.md"]
+PAGES += sorted((ROOT / "docs" / "how-to").glob("*.md"))
+DEEPER = {  # what these pages may import beside gradveil itself
+    "gradveil.integrations.flower",  # each needs an extra of its own
+    "gradveil.integrations.lightning",
+    "gradveil.integrations.nvflare",
+    "gradveil.integrations.transformers",
+    "gradveil.attacks.search.matching",  # the engine that an attack of the package is built on
+    "gradveil.attacks.search.minimisers",
+    "gradveil.attacks.search.restarts",
+}
 
 
 def test_the_public_names_are_these() -> None:
     assert sorted(gradveil.__all__) == PUBLIC
-    assert all(getattr(gradveil, name) is not None for name in PUBLIC)
+    assert dir(gradveil) == PUBLIC
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_can_be_imported(name: str) -> None:
+    scope: dict[str, object] = {}
+    exec(f"from gradveil import {name}", scope)
+    assert scope[name] is getattr(gradveil, name)
+
+
+def test_a_type_checker_sees_what_is_loaded_on_first_use() -> None:
+    tree = ast.parse(Path(gradveil.__file__).read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {
+        alias.asname or alias.name: f"{node.module}:{alias.name}"
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert seen == gradveil._PUBLIC
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_for_users_imports_nothing_deeper_than_gradveil(page: Path) -> None:
+    code = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+    assert set(re.findall(r"\bgradveil(?:\.\w+)+(?= import)|(?<=import )gradveil(?:\.\w+)+", code)) <= DEEPER
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

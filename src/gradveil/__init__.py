@@ -6,40 +6,117 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from gradveil.attacks.base import ATTACKS, Attack
     from gradveil.attacks.base import build as attack
+    from gradveil.attacks.inference.classes import InferenceSettings, infer
     from gradveil.certificates.certify import certify
+    from gradveil.countermeasures import Countermeasure
+    from gradveil.data import Dataset
     from gradveil.data import load as dataset
     from gradveil.data.partition import partition
+    from gradveil.defenses.base import DEFENSES, Defense
     from gradveil.defenses.base import build as defense
-    from gradveil.defenses.guard.protect import protect
+    from gradveil.defenses.decoy import save_prior
+    from gradveil.defenses.guard.protect import guard_of, protect
+    from gradveil.defenses.guard.step import step_gradient
+    from gradveil.errors import DefenseError, GradveilError
     from gradveil.experiments.audit import audit
+    from gradveil.experiments.scene import AuditConfig
+    from gradveil.experiments.update_files import read_examples, read_update, write_examples, write_update
+    from gradveil.federated.client import evaluate, local_update
+    from gradveil.federated.simulate import Training, simulate
     from gradveil.models import build as model
+    from gradveil.report.page import write_report
     from gradveil.scores import leak_scores
+    from gradveil.types import Batch, GaussianPrior, Observation, Reconstruction, Update
 
 # Loaded on first use, so that `import gradveil` and `gradveil --help` stay free of torch.
 _PUBLIC = {
-    "attack": "gradveil.attacks.base:build",
-    "audit": "gradveil.experiments.audit:audit",
-    "certify": "gradveil.certificates.certify:certify",
+    # what moves: a client's examples, what it sends, what the server sees, what an attack brings back
+    "Batch": "gradveil.types:Batch",
+    "Update": "gradveil.types:Update",
+    "Observation": "gradveil.types:Observation",
+    "Reconstruction": "gradveil.types:Reconstruction",
+    "GaussianPrior": "gradveil.types:GaussianPrior",
+    # by name: `gradveil list` has all of them
     "dataset": "gradveil.data:load",
-    "defense": "gradveil.defenses.base:build",
-    "leak_scores": "gradveil.scores:leak_scores",
-    "model": "gradveil.models:build",
     "partition": "gradveil.data.partition:partition",
+    "model": "gradveil.models:build",
+    "defense": "gradveil.defenses.base:build",
+    "attack": "gradveil.attacks.base:build",
+    # defend
     "protect": "gradveil.defenses.guard.protect:protect",
+    "guard_of": "gradveil.defenses.guard.protect:guard_of",
+    "step_gradient": "gradveil.defenses.guard.step:step_gradient",
+    "save_prior": "gradveil.defenses.decoy:save_prior",
+    "leak_scores": "gradveil.scores:leak_scores",
+    # train
+    "local_update": "gradveil.federated.client:local_update",
+    "evaluate": "gradveil.federated.client:evaluate",
+    "simulate": "gradveil.federated.simulate:simulate",
+    "Training": "gradveil.federated.simulate:Training",
+    # audit, infer, certify
+    "audit": "gradveil.experiments.audit:audit",
+    "AuditConfig": "gradveil.experiments.scene:AuditConfig",
+    "write_report": "gradveil.report.page:write_report",
+    "read_update": "gradveil.experiments.update_files:read_update",
+    "write_update": "gradveil.experiments.update_files:write_update",
+    "read_examples": "gradveil.experiments.update_files:read_examples",
+    "write_examples": "gradveil.experiments.update_files:write_examples",
+    "infer": "gradveil.attacks.inference.classes:infer",
+    "InferenceSettings": "gradveil.attacks.inference.classes:InferenceSettings",
+    "certify": "gradveil.certificates.certify:certify",
+    # add a method of your own
+    "Attack": "gradveil.attacks.base:Attack",
+    "ATTACKS": "gradveil.attacks.base:ATTACKS",
+    "Defense": "gradveil.defenses.base:Defense",
+    "DEFENSES": "gradveil.defenses.base:DEFENSES",
+    "Countermeasure": "gradveil.countermeasures:Countermeasure",
+    "Dataset": "gradveil.data:Dataset",
+    # what goes wrong
+    "GradveilError": "gradveil.errors:GradveilError",
+    "DefenseError": "gradveil.errors:DefenseError",
 }
 
 __all__ = [
+    "ATTACKS",
+    "DEFENSES",
+    "Attack",
+    "AuditConfig",
+    "Batch",
+    "Countermeasure",
+    "Dataset",
+    "Defense",
+    "DefenseError",
+    "GaussianPrior",
+    "GradveilError",
+    "InferenceSettings",
+    "Observation",
+    "Reconstruction",
+    "Training",
+    "Update",
     "__version__",
     "attack",
     "audit",
     "certify",
     "dataset",
     "defense",
+    "evaluate",
+    "guard_of",
+    "infer",
     "leak_scores",
+    "local_update",
     "model",
     "partition",
     "protect",
+    "read_examples",
+    "read_update",
+    "save_prior",
+    "simulate",
+    "step_gradient",
+    "write_examples",
+    "write_report",
+    "write_update",
 ]
 
 

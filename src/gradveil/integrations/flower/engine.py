@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,11 +144,9 @@ def submit(
 
 def write_app(folder: Path, settings: "FlowerSettings") -> None:
     """Write a Flower app folder that runs ``gradveil.flower`` with these settings: ``flwr run FOLDER``."""
-    from gradveil import __version__
-
     lines = [f"{name} = {json.dumps(value)}" for name, value in settings.to_config().items()]
     folder.mkdir(parents=True, exist_ok=True)
-    text = PYPROJECT.format(version=__version__, config="\n".join(lines))
+    text = PYPROJECT.format(version=version("gradveil"), config="\n".join(lines))
     (folder / "pyproject.toml").write_text(text, encoding="utf-8")
 
 
