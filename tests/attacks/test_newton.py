@@ -470,7 +470,7 @@ def test_the_clients_rounding_is_taken_over_from_a_bias_without_noise_only(batch
 def test_of_several_starts_the_best_by_the_objective_is_returned(batch: Batch) -> None:
     seen = observe(network(nn.ReLU), one(batch, 0))
     few, many = (Newton(steps=2, restarts=n).reconstruct(seen, seeded()).objective for n in (1, 5))
-    assert many <= few
+    assert many <= few * (1 + 1e-9)  # one of the five is the one; run beside others its last digits may differ
 
 
 def test_what_is_found_lies_within_the_data_range(batch: Batch) -> None:

@@ -32,7 +32,10 @@ def test_the_sound_bounds_lie_under_the_printed_figure_and_nothing_exceeds_the_d
     assert {r["defense"] for r in rows} == {"representation:share=0.01", DEFENSE}
     for r in rows:
         assert 0 <= r["global"] <= r["box"] * (1 + 1e-9)
-        assert r["box"] < r["local"]
+        if r["defense"] == DEFENSE:
+            assert r["box"] < r["local"]
+        else:  # a hundredth of 48 entries is none: nothing but rounding tells r′ from r
+            assert max(r["box"], r["local"]) < 1e-9
         assert r["blind"] < r["largest"] <= 1
         assert r["unreachable"] == (r["reach"] is None)
     most, least = (
