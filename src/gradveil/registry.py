@@ -6,6 +6,7 @@ several values of one setting are joined by ``/`` (``layer=fc1/fc2``), several m
 
 import dataclasses
 import importlib
+import logging
 import pkgutil
 import re
 import types
@@ -17,6 +18,7 @@ from typing import Any, Generic, TypeVar
 from gradveil.errors import SpecError, did_you_mean
 
 T = TypeVar("T")
+_LOG = logging.getLogger("gradveil")  # where nothing is set up, a line on stderr
 
 
 @dataclass(frozen=True)
@@ -55,14 +57,14 @@ def import_object(path: str) -> Any:
     """Return what ``package.module:name`` names."""
     module_name, _, attribute = path.partition(":")
     try:
-        found: Any = importlib.import_module(module_name)
+        thing: Any = importlib.import_module(module_name)
     except ImportError as error:
         raise SpecError(f"Cannot import {module_name!r} ({error}). Is it installed, or on PYTHONPATH?") from error
     for part in attribute.split("."):
-        if not hasattr(found, part):
+        if not hasattr(thing, part):
             raise SpecError(f"Module {module_name!r} has no {attribute!r}. Give module:function.")
-        found = getattr(found, part)
-    return found
+        thing = getattr(thing, part)
+    return thing
 
 
 def split_specs(text: str) -> list[str]:
@@ -80,12 +82,17 @@ class Setting:
 
 
 class Registry(Generic[T]):
-    """The methods of one kind. Scans its package on first use, so that a new file is all that is needed."""
+    """The methods of one kind. Scans its package on first use, so that a new file is all that is needed.
+
+    Files of the package are scanned, folders are not: those hold machinery.
+    """
 
     def __init__(self, kind: str, package: str) -> None:
         self.kind = kind
         self._package = package
         self._classes: dict[str, type[T]] = {}
+        self._renamed: list[tuple[Spec, Spec]] = []
+        self._told: set[str] = set()
         self._scanned = False
 
     def register(self, name: str) -> Callable[[type[T]], type[T]]:
@@ -100,12 +107,34 @@ class Registry(Generic[T]):
 
         return remember
 
+    def renamed(self, old: str, new: str) -> None:
+        """Let specs of the old form build the new one; ``*`` stands for a setting's value, whatever it is.
+
+        Settings that the old form does not name are carried over.
+        """
+        self._renamed.append((parse(old), parse(new)))
+
+    def current(self, text: str) -> str:
+        """Return a spec, or several joined by ``+``, as it is spelled now."""
+        self._scan()
+        return "+".join(str(self._current(parse(part))) for part in split_specs(text))
+
+    def _current(self, spec: Spec) -> Spec:
+        for old, new in self._renamed:
+            if old.name == spec.name and all(_fits(spec.settings.get(k), v) for k, v in old.settings.items()):
+                value = next((spec.settings[k] for k, v in old.settings.items() if v == "*"), "")
+                changed = {k: value if v == "*" else v for k, v in new.settings.items()}
+                rest = {k: v for k, v in spec.settings.items() if k not in old.settings}
+                return self._current(Spec(new.name, changed | rest))
+        return spec
+
     def _scan(self) -> None:
         if not self._scanned:
             self._scanned = True
             package = importlib.import_module(self._package)
             for module in pkgutil.iter_modules(package.__path__):
-                importlib.import_module(f"{self._package}.{module.name}")
+                if not module.ispkg:
+                    importlib.import_module(f"{self._package}.{module.name}")
 
     def names(self) -> list[str]:
         """Return every known name, sorted."""
@@ -127,7 +156,12 @@ class Registry(Generic[T]):
         """Return the method that a spec describes; an object is returned as it is."""
         if not isinstance(spec, str):
             return spec
-        parsed = parse(spec)
+        self._scan()
+        given = parse(spec)
+        parsed = self._current(given)
+        if parsed != given and spec not in self._told:
+            self._told.add(spec)
+            _LOG.warning("%s %s is now called %s.", self.kind.capitalize(), given, parsed)
         cls = self.get(parsed.name)
         known = {s.name: s for s in settings(cls)}
         values = {}
@@ -143,6 +177,16 @@ class Registry(Generic[T]):
             return cls(**values)
         except (ValueError, TypeError) as error:
             raise SpecError(f"{self.kind.capitalize()} {spec!r}: {error}") from error
+
+
+def _fits(given: str | None, wanted: str) -> bool:
+    """Return whether a setting has the wanted value: any, the same text or the same number."""
+    if given is None or wanted == "*" or given == wanted:
+        return given is not None
+    try:
+        return float(given) == float(wanted)
+    except ValueError:
+        return False
 
 
 def settings(cls: type) -> list[Setting]:

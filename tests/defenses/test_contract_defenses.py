@@ -15,8 +15,8 @@ from gradveil.tree import Params, is_finite
 from gradveil.types import Batch, Observation, Update
 
 SPECS = [
-    *DEFENSES.names(), "representation+gaussian:scale=0.1", "representation:score=greedy", "representation:q=2,p=inf",
-    "representation:mode=authors,offset=0.1", "representation:layer=2/5,scope=batch", "pruning:per=global,on=update",
+    *DEFENSES.names(), "representation+gaussian:scale=0.1", "representation_direction:p=inf",
+    "representation_authors:offset=0.1", "representation:layer=2/5,scope=batch", "pruning:per=global,on=update",
     "laplace:on=weights,relative=true,per=tensor", "gaussian:relative=true,on=update",
 ]  # fmt: skip
 

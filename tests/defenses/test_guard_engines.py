@@ -11,7 +11,7 @@ from defenses.loops import REPRESENTATION, by_step_gradient, train, weights_of
 from gradveil.defenses.base import build
 from gradveil.defenses.guard.protect import protect
 from gradveil.defenses.guard.step import step_gradient
-from gradveil.defenses.random_mask import RandomMask
+from gradveil.defenses.masking import RandomMask
 from gradveil.errors import DefenseError
 from gradveil.types import Batch
 

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Generator, nn
 
-from gradveil.defenses.random_mask import RandomMask
+from gradveil.defenses.masking import RandomMask
 from gradveil.layers.modules import representation
 
 

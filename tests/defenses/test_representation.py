@@ -15,6 +15,7 @@ from gradveil.defenses.guard.passes import Report
 from gradveil.defenses.guard.protect import protect
 from gradveil.defenses.guard.step import step_gradient
 from gradveil.defenses.representation import RepresentationPerturbation
+from gradveil.defenses.representation_objective import RepresentationDirection
 from gradveil.errors import LayerError, SpecError
 from gradveil.layers.modules import representation
 from gradveil.tree import Params
@@ -82,12 +83,12 @@ def test_counts_are_exact_and_dead_entries_are_left_alone(share: float, seed: in
     assert torch.equal(changed[changed != 0], r[changed != 0])
 
 
-@given(st.permutations(range(4)), st.sampled_from(["diagonal", "pseudoinverse", "greedy"]))
-def test_permuting_a_batch_permutes_what_becomes_of_it(order: list[int], score: str) -> None:
+@given(st.permutations(range(4)), st.sampled_from(["", "_pseudoinverse", "_subset"]))
+def test_permuting_a_batch_permutes_what_becomes_of_it(order: list[int], rule: str) -> None:
     model = relu_model()
     x = torch.rand(4, 1, 8, 8, generator=Generator().manual_seed(0))
     r = representation(model, "5", x)
-    defense = build(f"representation:share=0.3,layer=5,score={score}")
+    defense = build(f"representation{rule}:share=0.3,layer=5")
 
     straight = defense.perturb(model, "5", x, r, Generator())
     permuted = defense.perturb(model, "5", x[order], r[order], Generator())
@@ -95,9 +96,9 @@ def test_permuting_a_batch_permutes_what_becomes_of_it(order: list[int], score: 
     assert torch.equal(permuted == 0, straight[order] == 0)
 
 
-@pytest.mark.parametrize("spec", ["share=0", "count=0", "share=0,q=2", "share=0,mode=authors", "share=0,score=greedy"])
+@pytest.mark.parametrize("spec", [":share=0", ":count=0", "_direction:share=0", "_authors:share=0", "_subset:share=0"])
 def test_nothing_asked_is_no_defence(spec: str, model: nn.Module, batch: Batch, rng: Generator) -> None:
-    defended = step_gradient(model, batch, build(f"representation:{spec}"), rng)
+    defended = step_gradient(model, batch, build(f"representation{spec}"), rng)
     for name, g in slow_reading.plain_gradient(model, batch).items():
         assert torch.equal(defended[name], g)
 
@@ -134,14 +135,14 @@ def test_one_mask_for_the_batch_when_the_scope_is_the_batch(model: nn.Module, ba
 @pytest.mark.parametrize("offset", [0.0, 0.1])
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.8])
 @pytest.mark.parametrize("activation", [nn.Sigmoid, nn.ReLU, nn.Tanh])
-def test_authors_mode_is_the_authors_code_read_plainly(
+def test_the_authors_rule_is_the_authors_code_read_plainly(
     activation: type[nn.Module], share: float, offset: float, batch: Batch, rng: Generator
 ) -> None:
     model = nn.Sequential(*relu_model()[:3], activation(), nn.Flatten(), nn.Linear(12, 5))
     x, f = batch.inputs, nn.Sequential(*model[:5])
     r = f(x).detach()
 
-    found = build(f"representation:mode=authors,share={share},offset={offset}").perturb(model, "5", x, r, rng)
+    found = build(f"representation_authors:share={share},offset={offset}").perturb(model, "5", x, r, rng)
 
     sums = np.zeros(12, dtype=np.float32)
     for n in range(len(x)):
@@ -153,7 +154,7 @@ def test_authors_mode_is_the_authors_code_read_plainly(
     assert_close(found.numpy(), expected, check_dtype=False)
 
 
-def test_authors_mode_removes_dead_entries_first_and_nothing_up_to_their_share() -> None:
+def test_the_authors_rule_removes_dead_entries_first_and_nothing_up_to_their_share() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 6, bias=False), nn.ReLU(), nn.Linear(6, 2))
     with torch.no_grad():
         model[1].weight.copy_(torch.cat([-torch.ones(3, 4), torch.rand(3, 4, generator=Generator().manual_seed(0))]))
@@ -161,8 +162,8 @@ def test_authors_mode_removes_dead_entries_first_and_nothing_up_to_their_share()
     r = representation(model, "3", x)
     assert int((r == 0).sum()) == 3
 
-    kept = build("representation:mode=authors,share=0.3,offset=0.1").perturb(model, "3", x, r, Generator())
-    most = build("representation:mode=authors,share=0.8,offset=0.1").perturb(model, "3", x, r, Generator())
+    kept = build("representation_authors:share=0.3,offset=0.1").perturb(model, "3", x, r, Generator())
+    most = build("representation_authors:share=0.8,offset=0.1").perturb(model, "3", x, r, Generator())
     paper = build("representation:share=0.3").perturb(model, "3", x, r, Generator())
 
     assert torch.equal(kept, r)
@@ -172,12 +173,13 @@ def test_authors_mode_removes_dead_entries_first_and_nothing_up_to_their_share()
 
 @pytest.mark.parametrize(
     "spec",
-    ["q=3", "p=0", "share=1.5", "count=-1", "q=2,count=3", "q=2,score=greedy", "q=1,scope=batch", "mode=authors,q=2",
-     "score=greedy,scope=batch", "method=magic", "rcond=-1"],
+    [":p=0", ":share=1.5", ":count=-1", ":method=magic", "_authors:share=2", "_authors:method=magic", "_subset:p=3",
+     "_subset:count=-1", "_pseudoinverse:rcond=-1", "_direction:q=0", "_direction:q=3", "_direction:rcond=-1",
+     "_certified:p=3", "_certified:method=magic"],
 )  # fmt: skip
-def test_settings_that_make_no_sense_together_are_refused(spec: str) -> None:
+def test_settings_that_make_no_sense_are_refused(spec: str) -> None:
     with pytest.raises(SpecError):
-        build(f"representation:{spec}")
+        build(f"representation{spec}")
 
 
 @pytest.mark.parametrize("q", [1, 2, inf])
@@ -186,7 +188,7 @@ def test_a_radius_in_place_of_a_count_is_kept_and_spent(p: float, q: float, batc
     model, x = relu_model(), batch.inputs
     r = representation(model, "5", x)
 
-    changed = RepresentationPerturbation(0.2, q=q, p=p, layer="5").perturb(model, "5", x, r, rng)
+    changed = RepresentationDirection(0.2, q=q, p=p, layer="5").perturb(model, "5", x, r, rng)
 
     moved = torch.linalg.vector_norm(changed - r, q, dim=1)
     assert_close(moved, 0.2 * torch.linalg.vector_norm(r, q, dim=1))
@@ -195,20 +197,20 @@ def test_a_radius_in_place_of_a_count_is_kept_and_spent(p: float, q: float, batc
 def test_a_clipped_change_stays_in_the_range_and_within_the_radius(batch: Batch, rng: Generator) -> None:
     model, x = relu_model(), batch.inputs
     r = representation(model, "5", x)
-    free = build("representation:q=2,share=0.5,layer=5").perturb(model, "5", x, r, rng)
-    clipped = build("representation:q=2,share=0.5,layer=5,clip=true").perturb(model, "5", x, r, rng)
+    free = build("representation_direction:share=0.5,layer=5").perturb(model, "5", x, r, rng)
+    clipped = build("representation_direction:share=0.5,layer=5,clip=true").perturb(model, "5", x, r, rng)
     low, high = r.amin(1, keepdim=True), r.amax(1, keepdim=True)
     assert bool((free < low).any())
     assert bool(((clipped >= low) & (clipped <= high)).all())
     assert bool(((clipped - r).norm(dim=1) <= (free - r).norm(dim=1)).all())
 
 
-def test_a_representation_that_does_not_depend_on_the_input_is_left_alone_for_q_not_0(rng: Generator) -> None:
+def test_a_representation_that_does_not_depend_on_the_input_is_not_moved(rng: Generator) -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.Linear(3, 2))
     nn.init.zeros_(model[1].weight)
     x = torch.rand(2, 1, 2, 2)
     r = representation(model, "2", x)
-    assert torch.equal(build("representation:q=2").perturb(model, "2", x, r, rng), r)
+    assert torch.equal(build("representation_direction").perturb(model, "2", x, r, rng), r)
 
 
 def test_a_server_drops_the_weight_reads_its_mask_or_divides_by_the_bias_of_another_layer() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from gradveil.attacks.base import Attack
 from gradveil.data import load
-from gradveil.defenses.random_mask import RandomMask
+from gradveil.defenses.masking import RandomMask
 from gradveil.experiments.audit import Audit, audit
 from gradveil.experiments.certificates import promise_rows
 from gradveil.experiments.run_folder import Store, from_toml

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from gradveil.data import load
-from gradveil.defenses.random_mask import RandomMask
+from gradveil.defenses.masking import RandomMask
 from gradveil.errors import AttackError
 from gradveil.experiments.scene import AuditConfig, Scene, build_scene
 from gradveil.experiments.trial import CHUNK, Look, Target, attack_all, chunks, observe, problems, victim_truth

@@ -1,4 +1,4 @@
-"""Choose entries: exactly so many, live ones only, ties by index."""
+"""Zero part of a layer's input: exactly so many entries, live ones only, ties by index."""
 
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -8,13 +8,15 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, drop, mask, use
-from gradveil.defenses.base import Defense, check_choice, check_positive, check_share
+from gradveil.defenses.base import DEFENSES, Defense, check_choice, check_positive, check_share
 from gradveil.defenses.guard.step import weight_name
 from gradveil.layers.modules import find_layer
 from gradveil.tree import parameters
 
 LONG = 2**14  # entries of a row from which one block of a CUDA device is too few
 _DEAD = -1.0  # below every score, and scores are never negative
+
+Layers = tuple[str, ...] | str | None
 
 
 def budget(length: int, share: float, count: int | None) -> int:
@@ -78,30 +80,57 @@ def _keys(r: Tensor, scores: Tensor, dead: float) -> Tensor:
     return torch.where(r != 0, scores.nan_to_num(nan=torch.inf, posinf=torch.inf), dead)
 
 
-@dataclass(frozen=True)
-class LayerMask(Defense):
-    """Zero part of the input r of some layers, in their weight gradient only; a subclass ranks the entries."""
+class LayerDefense(Defense):
+    """Change the input r of some layers, in their weight gradient only; ``layer`` is a setting of each subclass."""
 
-    share: float = 0.4  # of the entries of r, per example: the paper's epsilon / L
-    count: int | None = None  # that many entries, in place of a share
-    layer: tuple[str, ...] | str | None = None  # the defended layers, joined by "/"; None: the last linear one
-    scope: Literal["sample", "batch"] = "sample"  # every example its own mask (the paper), or one for the batch
+    layer: Layers
 
     def __post_init__(self) -> None:
-        check_share(self.share)
-        check_positive("count", self.count or 0)
-        check_choice("scope", self.scope, ("sample", "batch"))
         if isinstance(self.layer, str):
             object.__setattr__(self, "layer", tuple(self.layer.split("/")))
-
-    @abstractmethod
-    def ranking(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator) -> Tensor:
-        """Return a key for each entry (N, L), zero or more: the largest are zeroed first."""
 
     def layers(self, model: nn.Module) -> tuple[str, ...]:
         """Return the defended layers' paths in the model."""
         names = self.layer if isinstance(self.layer, tuple) else (self.layer,)
         return tuple(dict.fromkeys(find_layer(model, name) for name in names))
+
+    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+        """Return: leave the defended weights out, read the mask off them, and read dW/db off other layers."""
+        defended = self.layers(model)
+        weights = [weight_name(layer) for layer in defended]
+        others = set(parameters(model)) - set(weights)
+        return (*([drop(*weights)] if others else []), mask(*weights), *_divide(model, defended))
+
+
+def _divide(model: nn.Module, defended: tuple[str, ...]) -> list[Countermeasure]:
+    """Return the exact reading of a dense layer's input, where some dense layer has a bias."""
+    biased = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m.bias is not None]
+    free = [name for name in biased if name not in defended]
+    if free:
+        return [use("analytic", f"Divides dW by db in the undefended {', '.join(free)}: its input, exactly.")]
+    if biased:
+        return [use("analytic", f"Divides dW by db in {', '.join(biased)}: the entries that were kept, exactly.")]
+    return []
+
+
+@dataclass(frozen=True)
+class LayerMask(LayerDefense):
+    """Zero part of r; a subclass ranks the entries."""
+
+    share: float = 0.4  # of the entries of r, per example: the paper's epsilon / L
+    count: int | None = None  # that many entries, in place of a share
+    layer: Layers = None  # the defended layers, joined by "/"; None: the last linear one
+    scope: Literal["sample", "batch"] = "sample"  # every example its own mask (the paper), or one for the batch
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_share(self.share)
+        check_positive("count", self.count or 0)
+        check_choice("scope", self.scope, ("sample", "batch"))
+
+    @abstractmethod
+    def ranking(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator) -> Tensor:
+        """Return a key for each entry (N, L), zero or more: the largest are zeroed first."""
 
     def asked(self, model: nn.Module, layer: str, r: Tensor) -> int:
         """Return how many entries of r (N, ...) were asked for; fewer are taken where fewer are live."""
@@ -117,20 +146,16 @@ class LayerMask(Defense):
         chosen = choose(flat, self.ranking(model, layer, x, r, rng), count)
         return flat.masked_fill(chosen, 0.0).view_as(r)
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
-        """Return: leave the defended weights out, read the mask off them, and read dW/db off other layers."""
-        defended = self.layers(model)
-        weights = [weight_name(layer) for layer in defended]
-        found = [drop(*weights)] if set(parameters(model)) - set(weights) else []
-        return (*found, mask(*weights), *_divide(model, defended))
 
+@DEFENSES.register("random_mask")
+@dataclass(frozen=True)
+class RandomMask(LayerMask):
+    """Zero live entries of the representation at random, as many as the paper's rule would.
 
-def _divide(model: nn.Module, defended: tuple[str, ...]) -> list[Countermeasure]:
-    """Return the exact reading of a dense layer's input, where some dense layer has a bias."""
-    biased = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m.bias is not None]
-    free = [name for name in biased if name not in defended]
-    if free:
-        return [use("analytic", f"Divides dW by db in the undefended {', '.join(free)}: its input, exactly.")]
-    if biased:
-        return [use("analytic", f"Divides dW by db in {', '.join(biased)}: the entries that were kept, exactly.")]
-    return []
+    The control for the score: if this does as well as ``representation``, the score does not matter.
+    """
+
+    def ranking(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator) -> Tensor:
+        """Return uniform random keys (N, L)."""
+        keys = torch.rand(r.flatten(1).shape, generator=rng, device=rng.device)
+        return keys.to(r.device)

@@ -1,7 +1,7 @@
 """The paper's defence for stacked clients: every client its own share, all scored and masked at once."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,8 +18,6 @@ from gradveil.layers.modules import representation
 from gradveil.scores.fast.stacked import StackedRows
 from gradveil.scores.rows import scores
 from gradveil.tree import Params
-
-PLAIN = RepresentationPerturbation()
 
 
 def why_no_masks(model: nn.Module, defense: Defense, x: Tensor) -> str | None:
@@ -46,10 +44,8 @@ def _parts(defense: Defense) -> tuple[Defense, ...]:
 
 
 def _is_plain(defense: RepresentationPerturbation) -> bool:
-    own = {"share", "count", "layer", "method"}  # these may differ from client to client; the rule may not
-    rule = [f.name for f in fields(defense) if f.name not in own]
-    same = all(getattr(defense, name) == getattr(PLAIN, name) for name in rule)
-    return same and defense.method in ("auto", "exact")
+    """Whether the defence is the paper's rule; share, count and layer may differ from client to client."""
+    return defense.scope == "sample" and defense.p == 2 and defense.method in ("auto", "exact")
 
 
 class Masks:

@@ -63,7 +63,7 @@ class AccuracyPanel:
 LENET = "lenet:activation=relu,init=kaiming"
 CONVNET = f"convnet:init=kaiming,{CIFAR10}"
 PANELS = {
-    "lenet-mnist": AccuracyPanel(LENET, "mnist", 200, (*DEFENSES, "representation:share=0.4,mode=authors")),
+    "lenet-mnist": AccuracyPanel(LENET, "mnist", 200, (*DEFENSES, "representation_authors:share=0.4")),
     "lenet-mnist-default": AccuracyPanel("lenet:activation=relu,init=default", "mnist", 200, FEW),
     "lenet-cifar10": AccuracyPanel(LENET, "cifar10", 1000),
     "convnet-cifar10": AccuracyPanel(CONVNET, "cifar10", 200, LARGE, lr=0.003),
@@ -206,7 +206,7 @@ def _split(unit: str) -> tuple[str, str]:
 def _kind(panel: str, defense: str) -> str:
     """Return which runs share a graph: those with scores, those without; "alone": what cannot be stacked."""
     acts = build_defense(defense).acts_on
-    if panel.startswith("convnet") or defense.startswith("random_mask") or "mode=authors" in defense:
+    if panel.startswith("convnet") or defense.startswith(("random_mask", "representation_authors")):
         return f"alone {defense}"
     if "representation" in acts:
         return "scores"

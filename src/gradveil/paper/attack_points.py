@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from gradveil.attacks.base import build as build_attack
 from gradveil.countermeasures import Countermeasure
 from gradveil.data import load
+from gradveil.defenses.base import DEFENSES
 from gradveil.defenses.base import build as build_defense
 from gradveil.models import build
 from gradveil.paper.base import Context, Row
@@ -141,8 +142,8 @@ def same_defense(spec: str) -> str:
 
     How the scores are computed (``method``) is left out: it decides the time they take.
     """
-    found = parse(describe(build_defense(spec)))
-    return str(Spec(found.name, {k: v for k, v in found.settings.items() if k != "method"}))
+    spelled = parse(describe(build_defense(DEFENSES.current(spec))))
+    return str(Spec(spelled.name, {k: v for k, v in spelled.settings.items() if k != "method"}))
 
 
 def _moved(prior: GaussianPrior | None, device: torch.device) -> GaussianPrior | None:

@@ -1,4 +1,4 @@
-"""``target_mse``: as few entries as a certificate needs, example by example, wherever a defence is taken."""
+"""As few entries as a certificate needs, example by example, wherever a defence is taken."""
 
 from collections.abc import Callable
 from math import inf
@@ -14,7 +14,7 @@ from gradveil.data import load
 from gradveil.data.partition import partition
 from gradveil.defenses.base import build
 from gradveil.defenses.guard.step import step_gradient
-from gradveil.defenses.representation import RepresentationPerturbation
+from gradveil.defenses.representation_certified import RepresentationCertified
 from gradveil.errors import DefenseError, SpecError
 from gradveil.federated.simulate import Training, simulate
 from gradveil.federated.stacking import why_no_masks
@@ -37,7 +37,7 @@ def test_each_example_reaches_the_target_and_with_one_entry_less_it_does_not(
 ) -> None:
     x = batch.inputs
     target = reachable(model, x, kind, p) * 0.5
-    defense = build(f"representation:target_mse={target!r},kind={kind},p={p}")
+    defense = build(f"representation_certified:target_mse={target!r},kind={kind},p={p}")
     r = representation(model, "5", x)
     changed = defense.perturb(model, "5", x, r, rng)
     assert (certify(model, "5", x, changed, p, kind).to_mse() >= target).all()  # type: ignore[arg-type]
@@ -54,7 +54,7 @@ def test_every_example_has_its_own_number(rng: Generator) -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(8, 2))
     x = torch.tensor([[1.0] * 8, [0.5] * 8, [1.0] + [0.5] * 7]).reshape(3, 1, 2, 4)
     # f is the identity: k zeroed pixels of 1 are an MSE of k/8, of 0.5 they are k/32.
-    changed = RepresentationPerturbation(target_mse=0.12).perturb(model, "1", x, x.flatten(1), rng)
+    changed = RepresentationCertified(target_mse=0.12).perturb(model, "1", x, x.flatten(1), rng)
     assert (changed == 0).sum(1).tolist() == [1, 4, 1]
 
 
@@ -62,7 +62,7 @@ def test_the_most_that_any_example_needs_is_the_smallest_share(
     model: nn.Module, batch: Batch, rng: Generator
 ) -> None:  # fmt: skip
     target = reachable(model, batch.inputs, "global", 2) * 0.3
-    defense = RepresentationPerturbation(target_mse=target)
+    defense = RepresentationCertified(target_mse=target)
     changed = defense.perturb(model, "5", batch.inputs, representation(model, "5", batch.inputs), rng)
     assert int((changed == 0).sum(1).max()) / 64 == smallest_share(model, "5", batch.inputs, target)
 
@@ -71,7 +71,7 @@ def test_the_most_that_any_example_needs_is_the_smallest_share(
 def test_searched_kinds_reach_the_target_too(kind: str, model: nn.Module, batch: Batch, rng: Generator) -> None:
     x = batch.inputs[:1]
     target = reachable(model, x, "global", 2) * 0.5
-    defense = RepresentationPerturbation(target_mse=target, kind=kind)
+    defense = RepresentationCertified(target_mse=target, kind=kind)
     changed = defense.perturb(model, "5", x, representation(model, "5", x), rng)
     assert (certify(model, "5", x, changed, 2, kind).to_mse() >= target).all()  # type: ignore[arg-type]
     assert bool((changed != 0).any())
@@ -81,18 +81,18 @@ def test_where_no_share_reaches_it_one_line_says_so_and_how_much_is_possible(
     model: nn.Module, batch: Batch, rng: Generator
 ) -> None:
     possible = reachable(model, batch.inputs, "global", 2)
-    defense = build(f"representation:target_mse={possible * 1.01!r},kind=global")
+    defense = build(f"representation_certified:target_mse={possible * 1.01!r},kind=global")
     with pytest.raises(DefenseError, match=f"No share reaches .*{possible:.3g} is certified") as raised:
         step_gradient(model, batch, defense, rng)
     assert "\n" not in str(raised.value)
-    build(f"representation:target_mse={possible * 0.999!r}").perturb(
+    build(f"representation_certified:target_mse={possible * 0.999!r}").perturb(
         model, "5", batch.inputs, representation(model, "5", batch.inputs), rng
     )
 
 
 def test_a_guarded_loop_and_a_step_by_function_send_the_same(model: nn.Module, batch: Batch, rng: Generator) -> None:
     target = reachable(model, batch.inputs, "local", 2) * 0.4
-    spec = f"representation:target_mse={target!r},kind=local"
+    spec = f"representation_certified:target_mse={target!r},kind=local"
     by_function = step_gradient(model, batch, build(spec), rng)
     with gradveil.protect(model, spec) as guard:
         torch.nn.functional.cross_entropy(guard(batch.inputs), batch.labels).backward()
@@ -110,7 +110,7 @@ def test_federated_clients_choose_for_the_weights_they_were_sent() -> None:
     model = build_model("lenet:width=3", data.input_shape, data.num_classes)
     clients = partition(data.train.labels, "classes:devices=3,classes=2,per_class=3", 0)
     training = Training(rounds=1, devices=2, epochs=1, batch_size=6, lr=0.1)
-    spec = "representation:target_mse=1e-4,kind=global"
+    spec = "representation_certified:target_mse=1e-4,kind=global"
     assert why_no_masks(model, build(spec), data.train.batch(range(6)).inputs) is not None  # no shortcut by share
     ours, plain, share = (
         next(iter(simulate(model, data, clients, training, d, 0))).model.state_dict()
@@ -130,8 +130,8 @@ def test_the_spec_works_from_the_command_line(name: str, command: Callable[..., 
     )
     where = ["--model", "lenet:width=3", "--dataset", "digits", "--defense"]
     for spec, works in (
-        ("representation:target_mse=1e-4,kind=global", True),
-        ("representation:target_mse=1,p=inf", False),
+        ("representation_certified:target_mse=1e-4,kind=global", True),
+        ("representation_certified:target_mse=1,p=inf", False),
     ):
         folder = ["--out", spec.replace(":", "-")] if name == "train" else []
         code, _, err = command(name, *size, *where, spec, *folder)
@@ -142,7 +142,7 @@ def test_the_spec_works_from_the_command_line(name: str, command: Callable[..., 
 
 def test_layers_that_differ_in_training_are_refused(batch: Batch, rng: Generator) -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Sigmoid(), nn.Flatten(), nn.Linear(72, 5))
-    defense = RepresentationPerturbation(target_mse=1e-6)
+    defense = RepresentationCertified(target_mse=1e-6)
     with pytest.raises(DefenseError, match="dropout and batch norm"):
         step_gradient(model, batch, defense, rng)
     assert step_gradient(model.eval(), batch, defense, rng)["4.weight"].isfinite().all()
@@ -151,7 +151,7 @@ def test_layers_that_differ_in_training_are_refused(batch: Batch, rng: Generator
 def test_inputs_outside_the_range_of_pixels_are_refused(model: nn.Module, batch: Batch, rng: Generator) -> None:
     shifted = Batch(batch.inputs * 3 - 1, batch.labels)
     with pytest.raises(DefenseError, match=r"pixels in \[0, 1\]"):
-        step_gradient(model, shifted, RepresentationPerturbation(target_mse=1e-6), rng)
+        step_gradient(model, shifted, RepresentationCertified(target_mse=1e-6), rng)
 
 
 @pytest.mark.parametrize(
@@ -159,12 +159,12 @@ def test_inputs_outside_the_range_of_pixels_are_refused(model: nn.Module, batch:
 )
 def test_settings_that_a_target_leaves_no_room_for_are_refused(rest: str) -> None:
     with pytest.raises(SpecError):
-        build(f"representation:target_mse=0.01,{rest}")
+        build(f"representation_certified:target_mse=0.01,{rest}")
 
 
 def test_a_spec_comes_back_from_the_defence_it_built() -> None:
-    spec = "representation:target_mse=0.05,kind=local"
+    spec = "representation_certified:target_mse=0.05,kind=local"
     assert build(describe(build(spec))) == build(spec)
     for target in (-1, 0):
         with pytest.raises(SpecError, match="mean squared error above 0"):
-            build(f"representation:target_mse={target}")
+            build(f"representation_certified:target_mse={target}")
