@@ -11,6 +11,7 @@ import torch
 from gradveil.data import load
 from gradveil.data.base import Dataset
 from gradveil.data.partition import partition
+from gradveil.defenses.base import DEFENSES as KNOWN
 from gradveil.defenses.base import build as build_defense
 from gradveil.federated.client import evaluate
 from gradveil.federated.simulate import Round, Training
@@ -60,10 +61,11 @@ class AccuracyPanel:
     bfloat16: bool = True  # the convolutions of the large network, on CUDA
 
 
+AUTHORS = "representation:share=0.4,mode=authors"  # as the kept rows spell representation_authors:share=0.4
 LENET = "lenet:activation=relu,init=kaiming"
 CONVNET = f"convnet:init=kaiming,{CIFAR10}"
 PANELS = {
-    "lenet-mnist": AccuracyPanel(LENET, "mnist", 200, (*DEFENSES, "representation_authors:share=0.4")),
+    "lenet-mnist": AccuracyPanel(LENET, "mnist", 200, (*DEFENSES, AUTHORS)),
     "lenet-mnist-default": AccuracyPanel("lenet:activation=relu,init=default", "mnist", 200, FEW),
     "lenet-cifar10": AccuracyPanel(LENET, "cifar10", 1000),
     "convnet-cifar10": AccuracyPanel(CONVNET, "cifar10", 200, LARGE, lr=0.003),
@@ -205,8 +207,8 @@ def _split(unit: str) -> tuple[str, str]:
 
 def _kind(panel: str, defense: str) -> str:
     """Return which runs share a graph: those with scores, those without; "alone": what cannot be stacked."""
-    acts = build_defense(defense).acts_on
-    if panel.startswith("convnet") or defense.startswith(("random_mask", "representation_authors")):
+    acts = build_defense(KNOWN.current(defense)).acts_on
+    if panel.startswith("convnet") or defense.startswith("random_mask") or defense == AUTHORS:
         return f"alone {defense}"
     if "representation" in acts:
         return "scores"
@@ -221,7 +223,7 @@ def _setting(unit: str, panel: AccuracyPanel, dataset: Dataset, context: Context
     model = model.to(context.device)
     if _is_large(panel, context.device):
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return Variant(model, clients, defense, seeds)
+    return Variant(model, clients, KNOWN.current(defense), seeds)
 
 
 def _row(unit: str, panel: AccuracyPanel, done: Round, rounds: int, dataset: Dataset) -> Row:
