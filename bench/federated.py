@@ -52,7 +52,7 @@ def flower_world() -> Dataset:
 def rounds(model: str, device: str, clients: int, samples: int, engine: str, data: Split, total: int) -> Iterator[Any]:
     parts = [np.arange(i * samples, (i + 1) * samples) % len(data) for i in range(max(clients, 100))]
     network = build(model, (3, 32, 32), 10).to(device)
-    training = Training(rounds=total, devices=clients, lr=0.01)
+    training = Training(rounds=total, clients=clients, lr=0.01)
     dataset = Dataset("noise", data, data, tuple("0123456789"))
     return simulate(network, dataset, parts, training, NoDefense(), 0, engine=engine)
 
@@ -128,7 +128,7 @@ def on_flower(model: str, repeats: int) -> Row:
         model=model,
         partition="iid:devices=100,per_device=200",
         rounds=repeats + 2,
-        devices=10,
+        clients=10,
     )
     times = [row["seconds"] for row in simulate_on_flower(settings).rounds][2:]
     row = {"model": model, "engine": "flower", "clients": 10, "samples": 200}

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from gradveil.experiments.run_folder import Store, dumps
+from gradveil.cli.reproduce import ItemConfig
+from gradveil.experiments.run_folder import RunFolder
 from gradveil.paper.base import ITEMS, Context
 from gradveil.paper.dlg_reference import DLGReference
 
@@ -126,10 +127,10 @@ def test_the_readme_names_what_was_not_run(tools: dict[str, ModuleType], results
 def run_folder(path: Path, rows: dict[str, list[float]], **changed: Any) -> Path:
     """Make a finished run of dlg-reference by hand: unit -> the images' MSE."""
     config = {"item": "dlg-reference", "scale": "full", "seed": 0, "device": "cuda"} | changed
-    store = Store.create(path, dumps(config))
-    for unit, values in rows.items():
-        shared = {"defense": unit, "server": "naive", "identified": 0.0}
-        store.add(unit, [shared | {"image": i, "mse": mse} for i, mse in enumerate(values)])
+    with RunFolder.start(path, ItemConfig(**config)) as folder:
+        for unit, values in rows.items():
+            shared = {"defense": unit, "server": "naive", "identified": 0.0}
+            folder.add(unit, [shared | {"image": i, "mse": mse} for i, mse in enumerate(values)])
     return path
 
 

@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 HOME = ROOT / "tests" / "goldens"
 INPUTS = HOME / "inputs"
-TRAIN = "gradveil train --rounds 5 --devices 4 --defense representation:share=0.4 --out run"
+TRAIN = "gradveil train --rounds 5 --clients 4 --defense representation:share=0.4 --out run"
 MODEL = "--model lenet:strides=2/1 --dataset digits"
 CASES = {
     "audit": ["gradveil audit --out run"],

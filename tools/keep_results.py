@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from paper_results import RESULTS, Row, all_rows, build, own_rows, runs, write_runs
 
-from gradveil.experiments.run_folder import VERSIONS, Store
+from gradveil.experiments.run_folder import VERSIONS, RunFolder
 from gradveil.paper.base import ITEMS, Context, Item
 from gradveil.seeds import Seeds
 
@@ -25,7 +25,7 @@ def keep(folder: Path, machine: str, into: Path = RESULTS, later: Sequence[Path]
 
     What the folders of ``later`` hold of the same item goes as well: they are about to be kept.
     """
-    store = Store.open(folder)
+    store = RunFolder.open(folder)
     config, versions = tomllib.loads(store.config), tomllib.loads((folder / VERSIONS).read_text())
     if config["scale"] != "full":
         raise SystemExit(f"{folder} was run at --scale {config['scale']}; only full results are kept.")
@@ -73,7 +73,7 @@ def _order(item: Item) -> dict[str, int]:
 
 def _units(folder: Path, item: Item) -> set[str]:
     """Return the units of a run folder, if it is of this item with these settings."""
-    store = Store.open(folder)
+    store = RunFolder.open(folder)
     same = ITEMS.build(tomllib.loads(store.config)["item"]) == item
     return {row["unit"] for row in store.rows} if same else set()
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from gradveil.experiments.scene import AuditConfig
     from gradveil.experiments.update_files import read_examples, read_update, write_examples, write_update
     from gradveil.federated.client import evaluate, local_update
-    from gradveil.federated.simulate import Training, simulate
+    from gradveil.federated.settings import Training
+    from gradveil.federated.simulate import simulate
     from gradveil.models import build as model
     from gradveil.report.page import write_report
     from gradveil.scores import leak_scores
@@ -54,7 +55,7 @@ _PUBLIC = {
     "local_update": "gradveil.federated.client:local_update",
     "evaluate": "gradveil.federated.client:evaluate",
     "simulate": "gradveil.federated.simulate:simulate",
-    "Training": "gradveil.federated.simulate:Training",
+    "Training": "gradveil.federated.settings:Training",
     # audit, infer, certify
     "audit": "gradveil.experiments.audit:audit",
     "AuditConfig": "gradveil.experiments.scene:AuditConfig",

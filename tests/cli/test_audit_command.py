@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gradveil.experiments.run_folder import Row, Store
+from gradveil.experiments.run_folder import Row, RunFolder
 
 OWN = """
 import numpy as np
@@ -108,15 +108,15 @@ def test_a_killed_run_goes_on_where_it_was_and_ends_like_an_unbroken_one(tmp_pat
     (tmp_path / "my_module.py").write_text(OWN)
     assert audit(tmp_path, "whole") == 0
     assert audit(tmp_path, "part", killed=when) == -signal.SIGKILL
-    left = Store.open(tmp_path / "part").rows
-    unbroken = Store.open(tmp_path / "whole").rows
+    left = RunFolder.open(tmp_path / "part").rows
+    unbroken = RunFolder.open(tmp_path / "whole").rows
     assert 0 < len(left) < len(unbroken)
     assert_same(left, unbroken[: len(left)])
     images = tmp_path / "part" / "images"
     times = {path.name: path.stat().st_mtime_ns for path in images.iterdir()}
 
     assert audit(tmp_path, "part", "--resume") == 0
-    again = Store.open(tmp_path / "part")
+    again = RunFolder.open(tmp_path / "part")
     assert_same(again.rows, unbroken)
     finished = {again._image_file(row["unit"]).name for row in left} & times.keys()
     assert len(finished) >= 2

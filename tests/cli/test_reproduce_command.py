@@ -13,6 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from gradveil.cli import reproduce
+from gradveil.cli.shared import Display
 from gradveil.paper import parallel
 from gradveil.paper.base import Context, Item, Judgement, Row
 
@@ -76,7 +77,7 @@ def test_tables_are_in_order_however_the_processes_end(tmp_path: Path, monkeypat
     last_first = lambda item, groups, context, jobs: reversed([(item.run_group(g, context), 0.0) for g in groups])  # noqa: E731
     monkeypatch.setattr(parallel, "run_groups", last_first)
     made: dict[str, list[Row]] = {}
-    result = reproduce.run_item(Toy(), Context(), tmp_path, False, "*", True, made, 3)
+    result = reproduce.run_item(Toy(), Context(), tmp_path, False, "*", made, Display(quiet=True), 3)
     assert [row["name"] for row in result["table"]] == ["a", "b", "c"]
     assert [row["unit"] for row in made["toy"]] == ["a", "b", "c"]
 

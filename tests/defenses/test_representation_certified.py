@@ -109,7 +109,7 @@ def test_federated_clients_choose_for_the_weights_they_were_sent() -> None:
     data = load("digits")
     model = build_model("lenet:width=3", data.input_shape, data.num_classes)
     clients = partition(data.train.labels, "classes:devices=3,classes=2,per_class=3", 0)
-    training = Training(rounds=1, devices=2, epochs=1, batch_size=6, lr=0.1)
+    training = Training(rounds=1, clients=2, epochs=1, batch_size=6, lr=0.1)
     spec = "representation_certified:target_mse=1e-4,kind=global"
     assert why_no_masks(model, build(spec), data.train.batch(range(6)).inputs) is not None  # no shortcut by share
     ours, plain, share = (
@@ -126,7 +126,7 @@ def test_the_spec_works_from_the_command_line(name: str, command: Callable[..., 
     size = (
         ["--images", "2"]
         if name == "certify"
-        else ["--rounds", "1", "--devices", "1", "--partition", "iid:devices=100"]
+        else ["--rounds", "1", "--clients", "1", "--partition", "iid:devices=100"]
     )
     where = ["--model", "lenet:width=3", "--dataset", "digits", "--defense"]
     for spec, works in (

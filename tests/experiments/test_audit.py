@@ -10,8 +10,9 @@ from gradveil.data import load
 from gradveil.defenses.masking import RandomMask
 from gradveil.experiments.audit import Audit, audit
 from gradveil.experiments.certificates import promise_rows
-from gradveil.experiments.run_folder import Store, from_toml
+from gradveil.experiments.run_folder import RunFolder
 from gradveil.experiments.scene import AuditConfig, build_scene
+from gradveil.experiments.settings import from_toml
 from gradveil.models import build
 from gradveil.report.page import write_report
 from gradveil.types import Observation
@@ -99,15 +100,15 @@ def test_an_audit_stopped_anywhere_ends_with_the_same_rows(
     whole = audit(config=small, attacks=[divide], out=tmp_path / "whole")
     units = list(dict.fromkeys(row["unit"] for row in whole.rows))
     assert len(units) >= 4
-    real, done, allowed = Store.add, [], [0]
+    real, done, allowed = RunFolder.add, [], [0]
 
-    def stops(self: Store, unit: str, *args: object, **more: object) -> None:
+    def stops(self: RunFolder, unit: str, *args: object, **more: object) -> None:
         if len(done) == allowed[0]:
             raise KeyboardInterrupt
         done.append(unit)
         real(self, unit, *args, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Store, "add", stops)
+    monkeypatch.setattr(RunFolder, "add", stops)
     for allowed[0] in range(len(units)):
         with pytest.raises(KeyboardInterrupt):
             audit(config=small, attacks=[divide], out=tmp_path / "part", resume=True)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from gradveil.data import load
-from gradveil.experiments.run_folder import Store
+from gradveil.experiments.run_folder import RunFolder
 from gradveil.experiments.scene import AuditConfig, build_scene
 from gradveil.experiments.training import is_small, one_thread, train_all
 from gradveil.federated.simulate import simulate
@@ -18,14 +18,15 @@ def test_the_last_round_is_looked_at_with_the_weights_its_clients_received(tmp_p
     data = load("digits")
     model = build("logistic", data.input_shape, data.num_classes)
     scene = build_scene(replace(small, rounds=3), data, model, {}, {})
-    looks = list(train_all(scene, Store.create(tmp_path / "run", ""), lambda *_: None))
+    with RunFolder.start(tmp_path / "run", small) as folder:
+        looks = list(train_all(scene, folder, lambda *_: None))
     assert [(look.round, look.round_number, look.weights) for look in looks] == [
         ("first", 1, "start"),
         ("last", 3, "none"),
     ]
     states = [
         {n: v.clone() for n, v in r.model.state_dict().items()}
-        for r in simulate(model, data, scene.clients, scene.training, "none", scene.seeds)
+        for r in simulate(model, data, scene.clients, scene.config, "none", scene.seeds)
     ]
     received = looks[1].model.state_dict()
     assert all(torch.equal(received[n], states[1][n]) for n in received)

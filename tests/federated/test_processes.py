@@ -42,7 +42,7 @@ def test_a_memory_mapped_file_travels_by_name(tmp_path: Path) -> None:
 
 def first_round(model: nn.Module) -> None:
     data: Dataset = tiny_dataset()
-    next(simulate(model, data, ragged_clients(), Training(devices=2), engine="processes:workers=2"))
+    next(simulate(model, data, ragged_clients(), Training(clients=2), engine="processes:workers=2"))
 
 
 @pytest.mark.slow

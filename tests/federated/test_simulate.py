@@ -23,7 +23,7 @@ from gradveil.models import build as build_model
 from gradveil.seeds import Seeds
 from gradveil.tree import parameters
 
-TRAINING = Training(rounds=3, devices=3, epochs=2, batch_size=4, lr=0.3)
+TRAINING = Training(rounds=3, clients=3, epochs=2, batch_size=4, lr=0.3)
 
 
 def final(training: Training = TRAINING, defense: str = "none", model: nn.Module | None = None, **options: Any) -> Any:
@@ -61,7 +61,7 @@ def test_a_round_is_the_weighted_mean_of_clients_trained_alone() -> None:
 def test_training_learns_and_leaves_the_given_model_alone() -> None:
     model, data = tiny_model(), tiny_dataset()
     before = copy.deepcopy(model.state_dict())
-    rounds = list(simulate(model, data, ragged_clients(), Training(rounds=15, devices=3, lr=0.3, batch_size=4)))
+    rounds = list(simulate(model, data, ragged_clients(), Training(rounds=15, clients=3, lr=0.3, batch_size=4)))
     assert evaluate(rounds[-1].model, data.test).accuracy > 0.95 > evaluate(model, data.test).accuracy
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert [r.number for r in rounds] == list(range(1, 16))
@@ -80,7 +80,7 @@ VECTORISED = [
     ("none", {}),
     ("none", {"weight_decay": 0.1, "proximal": 0.5}),
     ("none", {"batch_size": None}),
-    ("none", {"sampling": "with", "devices": 8, "weighting": "paper"}),
+    ("none", {"sampling": "with", "clients": 8, "weighting": "paper"}),
     ("none", {"server": "fedadam", "schedule": "inverse:mu=2,gamma=4"}),
     ("gaussian:scale=0.1", {}),
     ("gaussian:scale=0.1,on=update", {}),
@@ -96,7 +96,7 @@ VECTORISED = [
 def test_stacked_clients_equal_one_at_a_time_for_ragged_sizes(
     defense: str, changes: dict[str, Any], engine: str
 ) -> None:
-    training = Training(**{**vars(TRAINING), "devices": 5, **changes})
+    training = Training(**{**vars(TRAINING), "clients": 5, **changes})
     assert distance(final(training, defense, engine=engine), final(training, defense)) < 1e-10
 
 
@@ -142,7 +142,7 @@ def test_what_cannot_be_stacked_is_refused_with_the_reason() -> None:
 
 def test_batch_norm_statistics_are_averaged() -> None:
     model = tiny_model(batchnorm=True).double()
-    state = final(Training(rounds=1, devices=5, lr=0.1), model=model)
+    state = final(Training(rounds=1, clients=5, lr=0.1), model=model)
     assert state["1.running_mean"].abs().max() > 0
     assert state["1.running_var"].sub(1).abs().max() > 0
 
@@ -175,7 +175,7 @@ def test_a_foreign_or_broken_checkpoint_is_refused(tmp_path: Path) -> None:
 
 def test_a_watched_client_shows_its_examples_and_the_update_it_sent() -> None:
     model, data, clients = tiny_model().double(), tiny_dataset(), ragged_clients()
-    training = Training(rounds=2, devices=3, batch_size=None, lr=0.3)
+    training = Training(rounds=2, clients=3, batch_size=None, lr=0.3)
     for done in simulate(model, data, clients, training, "pruning:share=0.3", 7, watch=2):
         assert [w.client for w in done.watched] == list(done.clients[:2])
         for client, truth, update in [(w.client, w.truth, w.update) for w in done.watched]:
@@ -193,7 +193,7 @@ def test_a_watched_client_shows_its_examples_and_the_update_it_sent() -> None:
 
 def test_faulty_clients_are_counted_and_do_not_spoil_the_model() -> None:
     faults = Faults(drop=0.2, nan=0.2, shape=0.2)
-    training = Training(**{**vars(TRAINING), "rounds": 12, "devices": 5})
+    training = Training(**{**vars(TRAINING), "rounds": 12, "clients": 5})
     rounds = list(simulate(tiny_model(), tiny_dataset(), ragged_clients(), training, "none", 7, faults=faults))
     assert all(done.accepted + sum(done.rejected.values()) == 5 for done in rounds)
     assert set().union(*(done.rejected for done in rounds)) == {"dropped", "not finite", "malformed"}
@@ -207,7 +207,7 @@ def test_faulty_clients_are_counted_and_do_not_spoil_the_model() -> None:
 
 def test_sampling_with_replacement_follows_the_clients_sizes() -> None:
     sizes = [1, 1, 8]
-    training = Training(devices=5, sampling="with")
+    training = Training(clients=5, sampling="with")
     drawn = np.concatenate([sample_clients(Seeds(0), number, sizes, training) for number in range(400)])
     assert np.bincount(drawn) / len(drawn) == pytest.approx([0.1, 0.1, 0.8], abs=0.03)
     assert client_seed(Seeds(0), 1, 2) != client_seed(Seeds(0), 1, 2, repeat=1) != client_seed(Seeds(0), 2, 2)
@@ -219,15 +219,15 @@ def test_schedules_follow_their_formulas() -> None:
     assert SCHEDULES.build("exponential:factor=0.5").lr(0.8, 3, 5) == pytest.approx(0.2)
     assert SCHEDULES.build("cosine").lr(0.8, 1, 4) == pytest.approx(0.8)
     assert SCHEDULES.build("cosine").lr(0.8, 3, 4) == pytest.approx(0.4)
-    training = Training(rounds=2, devices=1, schedule="exponential:factor=0.5", lr=0.4)
+    training = Training(rounds=2, clients=1, schedule="exponential:factor=0.5", lr=0.4)
     assert [done.lr for done in simulate(tiny_model(), tiny_dataset(), ragged_clients(), training)] == [0.4, 0.2]
     with pytest.raises(SpecError):
         SCHEDULES.build("inverse:mu=0")
 
 
 def test_fedprox_stays_closer_to_the_start() -> None:
-    far = final(Training(rounds=1, devices=5, epochs=10, batch_size=4, lr=0.3))
-    near = final(Training(rounds=1, devices=5, epochs=10, batch_size=4, lr=0.3, proximal=1.0))
+    far = final(Training(rounds=1, clients=5, epochs=10, batch_size=4, lr=0.3))
+    near = final(Training(rounds=1, clients=5, epochs=10, batch_size=4, lr=0.3, proximal=1.0))
     start = dict(tiny_model().double().state_dict())
     assert distance(near, start) < distance(far, start)
 
@@ -235,11 +235,11 @@ def test_fedprox_stays_closer_to_the_start() -> None:
 @pytest.mark.parametrize(
     ("clients", "training", "message"),
     [
-        ([], TRAINING, "3 devices a round were asked for and there are 0"),
+        ([], TRAINING, "3 clients a round were asked for and there are 0"),
         ([np.arange(3)] * 2, TRAINING, "there are 2"),
         ([np.arange(3), np.arange(0), np.arange(3)], TRAINING, r"\[1\]"),
         ([np.arange(3), np.arange(99), np.arange(3)], TRAINING, "example 98"),
-        ([np.arange(3)], Training(devices=0), "at least one device"),
+        ([np.arange(3)], Training(clients=0), "at least one client"),
     ],
 )
 def test_impossible_runs_are_refused(clients: list[np.ndarray], training: Training, message: str) -> None:

@@ -1,8 +1,13 @@
 """``gradveil train`` end to end: the folder it leaves, resume, early stop, faults and refusals."""
 
+import errno
 import json
+import os
+import subprocess
 import sys
+import time
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,12 +19,13 @@ from typer.testing import CliRunner
 
 from gradveil.cli.train import command
 from gradveil.errors import GradveilError
+from gradveil.experiments.run_folder import MODEL, ROUNDS, RunFolder
 from gradveil.experiments.train import TrainConfig, train
 from gradveil.federated.checkpoint import Checkpoint
-from gradveil.federated.run import RunFolder
+from gradveil.federated.settings import Training
 from gradveil.federated.simulate import choose
 
-QUICK = {"model": "logistic", "partition": "iid:devices=4,per_device=40", "devices": 2, "rounds": 3, "lr": 0.5}
+QUICK = {"model": "logistic", "partition": "iid:devices=4,per_device=40", "clients": 2, "rounds": 3, "lr": 0.5}
 
 
 def run(folder: Path, resume: bool = False, **changes: Any) -> dict[str, Any]:
@@ -32,21 +38,21 @@ def test_a_run_leaves_settings_versions_rounds_and_weights(tmp_path: Path) -> No
     config = tomllib.loads((folder.path / "config.toml").read_text())
     assert (config["seed"], config["defense"], config["rounds"]) == (0, "gaussian:scale=0.001", 3)
     assert "torch" in tomllib.loads((folder.path / "versions.toml").read_text())
-    rows = folder.rows()
+    rows = folder.rounds
     assert [row["round"] for row in rows] == [1, 2, 3]
     assert all(0 <= row["accuracy"] <= 1 and row["loss"] > 0 and row["accepted"] == 2 for row in rows)
     assert summary["accuracy"] == rows[-1]["accuracy"] > 0.2
     assert summary["rounds"] == 3
     assert not summary["stopped_early"]
-    assert Checkpoint.read(folder.model).round == 3
+    assert Checkpoint.read(folder.path / MODEL).round == 3
 
 
-@pytest.mark.parametrize("server", ["fedavg", "fedavgm"])
+@pytest.mark.parametrize("aggregator", ["fedavg", "fedavgm"])
 def test_a_killed_run_that_is_resumed_ends_as_the_unbroken_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aggregator: str
 ) -> None:
-    whole = run(tmp_path / "whole", rounds=5, server=server)
-    stopped = {"rounds": 5, "server": server, "save_every": 2}
+    whole = run(tmp_path / "whole", rounds=5, aggregator=aggregator)
+    stopped = {"rounds": 5, "aggregator": aggregator, "save_every": 2}
 
     def kill(row: dict[str, Any]) -> None:
         if row["round"] == 3:
@@ -55,11 +61,11 @@ def test_a_killed_run_that_is_resumed_ends_as_the_unbroken_one(
     with pytest.raises(KeyboardInterrupt):
         train(TrainConfig(**QUICK | stopped), tmp_path / "cut", progress=kill)
     folder = RunFolder(tmp_path / "cut")
-    assert len(folder.rows()) == 3
-    with folder.rounds.open("a") as file:
+    assert len(folder.rounds) == 3
+    with (folder.path / ROUNDS).open("a") as file:
         file.write('{"round": 4, "accu')  # a line cut off
     again = run(tmp_path / "cut", resume=True, **stopped)
-    assert [row["round"] for row in folder.rows()] == [1, 2, 3, 4, 5]
+    assert [row["round"] for row in folder.rounds] == [1, 2, 3, 4, 5]
     assert again["accuracy"] == whole["accuracy"]
     ours, theirs = (Checkpoint.read(tmp_path / name / "model.safetensors").state for name in ("whole", "cut"))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -88,7 +94,7 @@ def test_a_run_without_progress_stops_early(tmp_path: Path) -> None:
     assert summary["rounds"] == 3  # the first measurement is the best, two more bring nothing
     assert summary["stopped_early"]
     rare = run(tmp_path / "rare", rounds=7, evaluate_every=3)
-    measured = [row["round"] for row in RunFolder(tmp_path / "rare").rows() if "accuracy" in row]
+    measured = [row["round"] for row in RunFolder(tmp_path / "rare").rounds if "accuracy" in row]
     assert measured == [3, 6, 7]
     assert rare["accuracy"] is not None
 
@@ -96,7 +102,7 @@ def test_a_run_without_progress_stops_early(tmp_path: Path) -> None:
 def test_faulty_clients_are_counted_in_the_summary(tmp_path: Path) -> None:
     summary = run(tmp_path / "run", rounds=10, faults="drop=0.3,nan=0.3")
     assert set(summary["rejected"]) == {"dropped", "not finite"}
-    rows = RunFolder(tmp_path / "run").rows()
+    rows = RunFolder(tmp_path / "run").rounds
     assert sum(row["accepted"] for row in rows) + sum(summary["rejected"].values()) == 20
 
 
@@ -107,7 +113,7 @@ def app() -> typer.Typer:
 
 
 def test_the_command_prints_json_or_a_line(tmp_path: Path) -> None:
-    options = ["--model", "logistic", "--devices", "2", "--rounds", "2", "--batch-size", "0"]
+    options = ["--model", "logistic", "--clients", "2", "--rounds", "2", "--batch-size", "0"]
     found = CliRunner().invoke(app(), [*options, "--out", str(tmp_path / "a"), "--json"])
     assert found.exit_code == 0, found.output
     assert json.loads(found.stdout)["rounds"] == 2
@@ -126,7 +132,7 @@ def test_the_command_prints_json_or_a_line(tmp_path: Path) -> None:
         (["--defense", "nonesuch"], "No defense is called"),
         (["--faults", "fire=1"], "No fault is called"),
         (["--engine", "flower", "--faults", "drop=0.1"], "not available"),
-        (["--devices", "99"], "99 devices a round"),
+        (["--clients", "99"], "99 clients a round"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line(tmp_path: Path, options: list[str], message: str) -> None:
@@ -175,3 +181,83 @@ def test_the_engine_is_chosen_by_device_and_length(monkeypatch: pytest.MonkeyPat
     assert choose(world, 2000) == "processes"
     monkeypatch.setattr("gradveil.federated.simulate.available_cores", lambda: 1)
     assert choose(world, 2000) == "sequential"
+
+
+Command = Callable[..., tuple[int, str, str]]
+SMALL = ("train", "--model", "logistic", "--partition", "iid:devices=4,per_device=40", "--clients", "2")
+
+
+def test_old_names_of_options_work_and_say_the_new_ones(command: Command, tmp_path: Path) -> None:
+    old = ("--devices", "3", "--server", "fedavgm:momentum=0.5", "--rounds", "1", "--json")
+    code, _, err = command("train", "--model", "logistic", *old, "--out", "run")
+    assert code == 0
+    assert err.splitlines() == [
+        "gradveil: --devices is called --clients now.",
+        "gradveil: --server is called --aggregator now.",
+    ]
+    config = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
+    assert (config["clients"], config["aggregator"]) == (3, "fedavgm:momentum=0.5")
+    assert not {"devices", "server"} & config.keys()
+
+
+def test_old_names_of_settings_work_in_python() -> None:
+    with pytest.warns(DeprecationWarning, match="devices= is called clients= now"):
+        assert Training(devices=3) == Training(clients=3)  # type: ignore[call-arg]
+
+
+def test_what_the_disk_refuses_is_one_line(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    code, _, err = command(*SMALL, "--out", "file/run", "--json")
+    assert code == 2
+    assert err.startswith("gradveil: Cannot write file/run: Not a directory.")
+    real, calls = os.fsync, [0]
+
+    def fills_up(handle: int) -> None:
+        calls[0] += 1
+        if calls[0] > 8:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(handle)
+
+    monkeypatch.setattr("gradveil.files.os.fsync", fills_up)
+    code, _, err = command(*SMALL, "--out", "run", "--json")
+    assert code == 2
+    assert "No space left for run/" in err
+    assert len(err.splitlines()) == 1
+    monkeypatch.setattr("gradveil.files.os.fsync", real)
+    assert command(*SMALL, "--out", "run", "--resume", "--json")[0] == 0
+    assert [row["round"] for row in RunFolder("run").rounds] == list(range(1, 21))
+
+
+def start_process(folder: Path, *more: str) -> subprocess.Popen[str]:
+    words = [sys.executable, "-m", "gradveil", *SMALL, "--rounds", "40", "--out", "run", *more]
+    return subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_rounds(folder: Path, count: int, process: subprocess.Popen[str]) -> None:
+    while process.poll() is None and len(RunFolder(folder / "run").rounds) < count:
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_two_processes_do_not_write_one_folder(tmp_path: Path) -> None:
+    both = [start_process(tmp_path, "--resume", "--engine", "sequential") for _ in range(2)]
+    said = [process.communicate(timeout=300)[1] for process in both]
+    codes = [process.returncode for process in both]
+    assert sorted(codes) in ([0, 2], [0, 0])  # the second may have come when the first was done
+    if 2 in codes:
+        winner = both[codes.index(0)]
+        assert f"Another process (pid {winner.pid} on" in said[codes.index(2)]
+    assert [row["round"] for row in RunFolder(tmp_path / "run").rounds] == list(range(1, 41))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["sequential", "processes:workers=2"])
+def test_a_run_told_to_end_says_how_to_go_on(tmp_path: Path, engine: str) -> None:
+    process = start_process(tmp_path, "--rounds", "100000", "--engine", engine)
+    wait_for_rounds(tmp_path, 2, process)
+    process.terminate()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    assert err.splitlines()[-1] == ("gradveil: stopped. What was finished is kept: continue with --resume --out run.")
+    assert "Traceback" not in err
+    assert not [p.name for p in (tmp_path / "run").iterdir() if p.name.startswith(".")]

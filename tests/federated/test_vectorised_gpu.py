@@ -28,14 +28,14 @@ def final(engine: str, training: Training, device: str = "cuda", defense: str = 
     "changes", [{}, {"batch_size": None}, {"weight_decay": 0.1, "proximal": 0.5, "schedule": "inverse:mu=2,gamma=9"}]
 )
 def test_a_graph_of_stacked_clients_equals_one_at_a_time(engine: str, changes: dict[str, object]) -> None:
-    training = Training(**{"rounds": 4, "devices": 4, "epochs": 2, "batch_size": 4, "lr": 0.3, **changes})  # type: ignore[arg-type]
+    training = Training(**{"rounds": 4, "clients": 4, "epochs": 2, "batch_size": 4, "lr": 0.3, **changes})  # type: ignore[arg-type]
     expected, found = final("sequential", training, "cpu"), final(engine, training)
     assert max(float((expected[n] - found[n]).abs().max()) for n in expected) < 1e-10
 
 
 @pytest.mark.parametrize("engine", ["vectorised", "vectorised:clients=2"])
 def test_the_papers_defence_in_a_graph_equals_one_at_a_time(engine: str) -> None:
-    training = Training(rounds=4, devices=4, epochs=2, batch_size=4, lr=0.3)
+    training = Training(rounds=4, clients=4, epochs=2, batch_size=4, lr=0.3)
     ours = "representation:share=0.4"
     expected, found = final("sequential", training, "cpu", ours), final(engine, training, defense=ours)
     assert max(float((expected[n] - found[n]).abs().max()) for n in expected) < 1e-10

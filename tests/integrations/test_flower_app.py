@@ -22,7 +22,7 @@ from gradveil.integrations.flower.settings import FlowerSettings, build_model, l
 from integrations.flower_parts import Nodes, context, message
 
 SETTINGS = FlowerSettings(
-    partition="classes:devices=6,classes=2,per_class=10", model="logistic", devices=3, epochs=2, batch_size=8, lr=0.1
+    partition="classes:devices=6,classes=2,per_class=10", model="logistic", clients=3, epochs=2, batch_size=8, lr=0.1
 )
 
 
@@ -40,7 +40,7 @@ def in_process(settings: FlowerSettings) -> dict[str, torch.Tensor]:
     dataset, shares = load_data(settings.dataset, settings.data, settings.partition, settings.seed)
     training = Training(
         rounds=settings.rounds,
-        devices=settings.devices,
+        clients=settings.clients,
         epochs=settings.epochs,
         batch_size=settings.batch_size or None,
         lr=settings.lr,
@@ -57,13 +57,13 @@ def in_process(settings: FlowerSettings) -> dict[str, torch.Tensor]:
     [
         SETTINGS,
         FlowerSettings(
-            partition="iid:devices=4,per_device=9", devices=3, model="lenet", defense="representation:share=0.4"
+            partition="iid:devices=4,per_device=9", clients=3, model="lenet", defense="representation:share=0.4"
         ),
         FlowerSettings(
-            partition="iid:devices=4,per_device=9", devices=2, model="probe", defense="gaussian:scale=0.1", seed=3
+            partition="iid:devices=4,per_device=9", clients=2, model="probe", defense="gaussian:scale=0.1", seed=3
         ),
         FlowerSettings(
-            partition="iid:devices=4,per_device=9", devices=4, model="integrations.flower_parts:with_batch_norm"
+            partition="iid:devices=4,per_device=9", clients=4, model="integrations.flower_parts:with_batch_norm"
         ),
     ],
     ids=["plain", "representation", "noise", "batch norm"],
@@ -92,7 +92,7 @@ def test_failing_and_lying_clients_are_counted_and_left_out() -> None:
     grid.answers[crashing] = only_training(grid.answers[crashing], lambda reply: None)
     grid.answers[lying] = only_training(grid.answers[lying], poisoned)
 
-    outcome = serve(grid, FlowerSettings(**SETTINGS.__dict__ | {"devices": 6}))
+    outcome = serve(grid, FlowerSettings(**SETTINGS.__dict__ | {"clients": 6}))
 
     for row in outcome.rounds:
         assert row["accepted"] == 4
@@ -172,7 +172,7 @@ def test_server_rules_of_the_simulation_have_their_strategy() -> None:
 
 @pytest.mark.parametrize("strategy", ["fedadam:eta=0.01", "fedprox:proximal_mu=0.1", "fedmedian", "krum", "fedavgm"])
 def test_other_strategies_train(strategy: str) -> None:
-    own = {"strategy": strategy, "partition": "iid:devices=6,per_device=20", "devices": 6, "rounds": 5}
+    own = {"strategy": strategy, "partition": "iid:devices=6,per_device=20", "clients": 6, "rounds": 5}
     settings = FlowerSettings(**SETTINGS.__dict__ | own)
     losses = [row["loss"] for row in serve(nodes(settings, list(range(6))), settings).rounds]
     assert losses[-1] < losses[0]
@@ -196,7 +196,7 @@ def test_the_factor_of_fedprox_reaches_the_clients() -> None:
 def test_fedavgm_gives_the_model_that_the_simulation_gives() -> None:
     settings = FlowerSettings(**SETTINGS.__dict__ | {"strategy": strategy_for("fedavgm:lr=0.5")})
     dataset, shares = load_data("digits", "", settings.partition, 0)
-    training = Training(rounds=3, devices=3, epochs=2, batch_size=8, lr=0.1, server="fedavgm:lr=0.5")
+    training = Training(rounds=3, clients=3, epochs=2, batch_size=8, lr=0.1, aggregator="fedavgm:lr=0.5")
     *_, last = simulate(build_model(settings, dataset), dataset, shares, training)
     state = serve(nodes(settings, list(range(6))), settings).state
     for name, value in last.model.state_dict().items():
@@ -214,9 +214,9 @@ def on_the_command_line(*options: str) -> BaseException | None:
     [
         (["--resume"], "--resume is not available"),
         (["--weighting", "uniform"], "--weighting is not available"),
-        (["--server", "fedavg:lr=0.5"], "fedavgm"),
-        (["--server", "no_such"], "No strategy is called 'no_such'"),
-        (["--devices", "11"], "11 devices a round"),
+        (["--aggregator", "fedavg:lr=0.5"], "fedavgm"),
+        (["--aggregator", "no_such"], "No strategy is called 'no_such'"),
+        (["--clients", "11"], "11 clients a round"),
     ],
 )
 def test_what_flower_cannot_do_is_said_before_it_starts(options: list[str], said: str, tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_telemetry_is_off_in_our_commands() -> None:
 
 
 def test_the_app_audits_what_arrives(tmp_path: Path) -> None:
-    own = {"audit": "newton", "partition": "iid:devices=3,per_device=2", "batch_size": 0, "epochs": 1, "devices": 3}
+    own = {"audit": "newton", "partition": "iid:devices=3,per_device=2", "batch_size": 0, "epochs": 1, "clients": 3}
     settings = FlowerSettings(**SETTINGS.__dict__ | own | {"rounds": 2, "model": "probe", "out": str(tmp_path)})
     outcome = serve(nodes(settings, [0, 1, 2]), settings)
     assert [row["round"] for row in outcome.leaks] == [1, 2]

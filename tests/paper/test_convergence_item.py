@@ -26,7 +26,8 @@ def test_the_fast_path_is_the_general_simulation(defense: str, sampling: str) ->
     dataset = load("digits")
     clients = partition(dataset.train.labels, "classes:devices=6,classes=2,per_class=10", 0)
     training = Training(
-        3, 4, 2, 8, 0.5, sampling=sampling, weighting="uniform", weight_decay=0.01  # type: ignore[arg-type]
+        rounds=3, clients=4, epochs=2, batch_size=8, lr=0.5, sampling=sampling,  # type: ignore[arg-type]
+        weighting="uniform", weight_decay=0.01,
     )  # fmt: skip
     model = build("logistic:init=zeros", dataset.input_shape, dataset.num_classes)
     inputs = dataset.train.batch().inputs.flatten(1)
@@ -48,7 +49,9 @@ def test_step_sizes_may_fall_and_a_constant_one_is_the_plain_run() -> None:
     asked: list[int] = []
 
     def run(lr: float, pace: Callable[[int], float] | None = None) -> torch.Tensor:
-        training = Training(2, 3, 2, 8, lr, sampling="with", weighting="uniform", weight_decay=0.01)
+        training = Training(
+            rounds=2, clients=3, epochs=2, batch_size=8, lr=lr, sampling="with", weighting="uniform", weight_decay=0.01,
+        )  # fmt: skip
         *_, last = logistic_rounds(
             inputs, inputs, dataset.train.labels, clients, training, Seeds(3), start, pace
         )  # fmt: skip

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from gradveil.cli import reproduce
 from gradveil.errors import DataError
-from gradveil.experiments.run_folder import Store
+from gradveil.experiments.run_folder import RunFolder
 from gradveil.paper.base import Context
 from gradveil.paper.parallel import run_groups
 from gradveil.paper.table2 import Table2
@@ -32,7 +32,7 @@ def test_worker_processes_give_the_same_rows_through_the_command(data_folder: Pa
         words = ["table2", "--only", "dlg-*", "--data", str(data_folder), "--jobs", jobs]
         done = CliRunner().invoke(app(), [*words, "--out", str(tmp_path / jobs), "--json"])
         assert done.exit_code == 0, done.output
-        rows = Store.open(tmp_path / jobs / "table2").rows
+        rows = RunFolder.open(tmp_path / jobs / "table2").rows
         stores[jobs] = sorted(plain(list(rows)), key=lambda row: str(row["unit"]))
     assert {row["unit"] for row in stores["1"]} == {"dlg-mnist", "dlg-cifar10"}
     assert stores["1"] == stores["2"]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradveil.experiments.run_folder import Row, Store, to_toml
+from gradveil.experiments.run_folder import Row, RunFolder
 from gradveil.experiments.scene import AuditConfig
 
 IMAGES = 8
@@ -36,10 +36,10 @@ def attack_row(defense: str, server: str, attack: str, round_: str, example: int
 
 def write_run(
     folder: Path, scene: dict[str, tuple[float, dict[tuple[str, str], float]]], images: int = IMAGES
-) -> Store:
+) -> RunFolder:
     rng = np.random.default_rng(0)
     truth = rng.random((images, 1, 8, 8)).astype(np.float32)
-    store = Store.create(folder, to_toml(AuditConfig(defenses=tuple(scene), images=images)))
+    store = RunFolder.start(folder, AuditConfig(defenses=tuple(scene), images=images))
     floors: list[Row] = [
         {"kind": "floor", "guess": guess, "example": i, "mse": mse * (1 + 0.1 * (i % 3)), "identified": 0.0}
         for guess, mse in (("grey", 0.1), ("mean image", 0.07))

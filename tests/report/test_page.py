@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gradveil.experiments.run_folder import Store
+from gradveil.experiments.run_folder import RunFolder
 from gradveil.report.page import render, write_report
 
 VOID = {"meta", "link", "img", "br", "path"}
@@ -81,7 +81,7 @@ def test_void_attacks_are_drawn_and_named_as_void(page: str) -> None:
 
 
 def test_the_page_is_a_pure_function_of_the_folder(run_folder: Path, page: str) -> None:
-    assert render(Store.open(run_folder)) == page
+    assert render(RunFolder.open(run_folder)) == page
 
 
 def test_the_page_stays_small(page: str) -> None:

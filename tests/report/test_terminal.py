@@ -5,12 +5,12 @@ from rich.console import Console
 
 from gradveil.experiments.judge import verdicts
 from gradveil.experiments.rows import best_floor
-from gradveil.experiments.run_folder import Store
+from gradveil.experiments.run_folder import RunFolder
 from gradveil.report.table import verdict_table
 
 
 def test_the_table_fits_eighty_columns_and_says_it_all(run_folder: Path) -> None:
-    rows = Store.open(run_folder).rows
+    rows = RunFolder.open(run_folder).rows
     screen = io.StringIO()
     Console(file=screen, width=80).print(verdict_table(verdicts(rows), best_floor(rows)))
     text = screen.getvalue()

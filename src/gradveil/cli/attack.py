@@ -1,15 +1,25 @@
 """``gradveil attack``: run one attack on one saved update, and keep what it brings back."""
 
 import json as json_module
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from gradveil.cli.audit import read_shape
-from gradveil.cli.options import Before, Classes, Data, InputShape, Kind, LearningRate, Model, Seed, Weights
+from gradveil.cli.shared import (
+    Before,
+    Classes,
+    Data,
+    InputShape,
+    Json,
+    Kind,
+    LearningRate,
+    Model,
+    Seed,
+    Weights,
+    find_user_modules,
+    read_shape,
+)
 from gradveil.errors import SpecError, did_you_mean
 
 
@@ -31,10 +41,10 @@ def command(
     classes: Classes = 10,
     seed: Seed = 0,
     out: Path = typer.Option(Path("found.safetensors"), help="Where the reconstruction goes; a PNG lies beside it."),
-    json: bool = typer.Option(False, "--json", help="Print JSON."),
+    json: Json = False,
 ) -> None:
     """Reconstruct the inputs behind a saved update."""
-    sys.path.insert(0, os.getcwd())
+    find_user_modules()
     from gradveil.attacks.base import build as build_attack
     from gradveil.experiments.saved_update import UpdateAuditConfig, build_case
     from gradveil.experiments.update_files import write_examples

@@ -1,19 +1,15 @@
 """``gradveil audit``: what do the updates of this model give away, and does a defence help?"""
 
 import json as json_module
-import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from gradveil.cli.options import Data
+from gradveil.cli.shared import Data, Json, find_user_modules, read_shape, resume_with, running
 from gradveil.errors import SpecError
 
 if TYPE_CHECKING:
@@ -31,7 +27,7 @@ def command(
     attack: list[str] = typer.Option(None, help="An attack spec; repeat for several."),
     seed: int = typer.Option(None, help="One seed for everything."),
     out: Path = typer.Option(None, help="The run folder (default: a new one under runs/)."),
-    json: bool = typer.Option(False, "--json", help="Print JSON in place of the table."),
+    json: Json = False,
     resume: bool = typer.Option(False, "--resume", help="Continue a run that was stopped."),
     rounds: int = typer.Option(
         None, help="Rounds of training; the first and the last are attacked.", rich_help_panel=TRAINING
@@ -40,8 +36,8 @@ def command(
     examples: int = typer.Option(
         None, help="Examples of one attacked update; with --update: of the update.", rich_help_panel=TRAINING
     ),
-    partition: str = typer.Option(None, help="How examples are dealt out to devices.", rich_help_panel=TRAINING),
-    clients: int = typer.Option(None, help="Devices that train in a round.", rich_help_panel=TRAINING),
+    partition: str = typer.Option(None, help="How examples are dealt out to clients.", rich_help_panel=TRAINING),
+    clients: int = typer.Option(None, help="Clients that train in a round.", rich_help_panel=TRAINING),
     epochs: int = typer.Option(None, help="Local epochs.", rich_help_panel=TRAINING),
     batch_size: int = typer.Option(None, help="Examples of a local step.", rich_help_panel=TRAINING),
     lr: float = typer.Option(None, help="Learning rate of the local steps.", rich_help_panel=TRAINING),
@@ -66,15 +62,12 @@ def command(
     classes: int = typer.Option(None, help="Number of classes, without --dataset.", rich_help_panel=SAVED),
 ) -> None:
     """Audit a federated run (default: digits, a small LeNet, four defences) or one saved update."""
-    sys.path.insert(0, os.getcwd())  # so that module:function finds the user's file
-    options: dict[str, Any] = {
-        "model": model,
-        "dataset": dataset,
-        "data": data,
-        "seed": seed,
-        "lr": lr,
-        "batch_size": batch_size,
-    }
+    from gradveil.experiments.audit import default_folder
+
+    find_user_modules()
+    out = out or default_folder()
+    options: dict[str, Any] = {"model": model, "dataset": dataset, "data": data, "seed": seed}
+    options |= {"lr": lr, "batch_size": batch_size}
     options["attacks"] = tuple(attack) if attack else None
     run: Callable[..., Audit]
     if update is None:
@@ -90,15 +83,22 @@ def command(
         options |= {"num_steps": steps, "num_examples": examples, "num_classes": classes}
         options |= {"defense": _one(defense), "input_shape": read_shape(input_shape)}
         run = _saved(options)
-    with _bars(quiet=json) as progress, _stoppable(out):
+    with running(json, resume_with(out)) as progress:
         found = run(out=out, resume=resume, progress=progress)
     _show(found, json)
 
 
+def report(folder: Path = typer.Argument(..., help="The folder of an earlier run (its --out).")) -> None:
+    """Draw report.html of a run folder again from its rows and images."""
+    from gradveil.report.page import write_report
+
+    typer.echo(str(write_report(folder)))
+
+
 def _federated(options: dict[str, Any], config: Path | None) -> "Callable[..., Audit]":
     from gradveil.experiments.audit import audit
-    from gradveil.experiments.run_folder import from_toml
     from gradveil.experiments.scene import AuditConfig
+    from gradveil.experiments.settings import from_toml
 
     base = AuditConfig()
     if config is not None:
@@ -127,56 +127,6 @@ def _one(defense: list[str] | None) -> str | None:
     if defense and len(defense) > 1:
         raise SpecError("A saved update was made under one defence. Give one --defense, or join several by '+'.")
     return defense[0] if defense else None
-
-
-def read_shape(text: str | None) -> tuple[int, ...] | None:
-    """Read ``1x28x28``."""
-    if text is None:
-        return None
-    try:
-        shape = tuple(int(part) for part in text.lower().split("x"))
-    except ValueError:
-        shape = ()
-    if not shape or min(shape) < 1:
-        raise SpecError(f"--input-shape {text!r} cannot be read: give sizes joined by 'x', e.g. 1x28x28.")
-    return shape
-
-
-@contextmanager
-def _bars(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """Show one bar per stage, on standard error so that results can be piped."""
-    columns = (
-        TextColumn("{task.description:9}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    bars = Progress(*columns, console=Console(stderr=True), disable=quiet)
-    tasks: dict[str, Any] = {}
-
-    def progress(stage: str, done: int, total: int) -> None:
-        if not tasks:  # not before: an error in the settings is one line and no empty bar
-            bars.start()
-        if stage not in tasks:
-            tasks[stage] = bars.add_task(stage, total=total)
-        bars.update(tasks[stage], completed=done, total=total)
-
-    try:
-        yield progress
-    finally:
-        if tasks:
-            bars.stop()
-
-
-@contextmanager
-def _stoppable(out: Path | None) -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        where = f" --out {out}" if out else " and the same --out"
-        typer.echo(f"gradveil: stopped. What was finished is kept: continue with --resume{where}.", err=True)
-        raise typer.Exit(130) from None
 
 
 def _show(found: "Audit", json: bool) -> None:

@@ -1,15 +1,13 @@
 """``gradveil certify``: what can be promised about a model, some images and a defence, and on what it rests."""
 
 import json as json_module
-import os
-import sys
 from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from gradveil.cli.options import Data, Model, Seed
+from gradveil.cli.shared import Data, Json, Model, Seed, find_user_modules
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,10 +28,10 @@ def command(
     images: int = typer.Option(4, min=1, help="Images of the training split that are certified."),
     meter: bool = typer.Option(True, help="Meter the whole update as well."),
     seed: Seed = 0,
-    json: bool = typer.Option(False, "--json", help="Print JSON in place of tables."),
+    json: Json = False,
 ) -> None:
     """Certify a defence: how far from the truth must a reconstruction be, and who is not bound by that?"""
-    sys.path.insert(0, os.getcwd())  # so that module:function finds the user's file
+    find_user_modules()
     found = figures(model, dataset, data, defense, weights, tuple(kind or ()), norm, images, meter, seed)
     typer.echo(json_module.dumps(as_json(found), indent=2, ensure_ascii=False)) if json else show(found, Console())
 

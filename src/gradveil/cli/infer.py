@@ -1,15 +1,24 @@
 """``gradveil infer``: read the classes and their representations off saved updates."""
 
 import json as json_module
-import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from gradveil.cli.audit import read_shape
-from gradveil.cli.options import Before, Classes, Data, InputShape, Kind, LearningRate, Model, Weights
+from gradveil.cli.shared import (
+    Before,
+    Classes,
+    Data,
+    InputShape,
+    Json,
+    Kind,
+    LearningRate,
+    Model,
+    Weights,
+    find_user_modules,
+    read_shape,
+)
 
 if TYPE_CHECKING:
     from gradveil.attacks.inference.classes import Inferred
@@ -34,10 +43,10 @@ def command(
         None, help="Safetensors with inputs and labels of the (first) client: adds the controls."
     ),
     out: Path = typer.Option(None, help="Safetensors file for the inferred vectors."),
-    json: bool = typer.Option(False, "--json", help="Print JSON."),
+    json: Json = False,
 ) -> None:
     """Infer which classes clients trained on, and a representation per class and layer."""
-    sys.path.insert(0, os.getcwd())
+    find_user_modules()
     from gradveil.attacks.inference.classes import InferenceSettings, infer
     from gradveil.experiments.saved_update import UpdateAuditConfig, build_case
     from gradveil.experiments.update_files import read_tensors, read_update
@@ -93,7 +102,7 @@ def _write(path: Path, found: "Inferred") -> None:
     """Save ``present``, ``confidence`` and each layer's vectors (devices, classes, length)."""
     from safetensors.torch import save
 
-    from gradveil.experiments.run_folder import write_atomically
+    from gradveil.files import write_atomically
 
     tensors = {"present": found.present.to(found.confidence), "confidence": found.confidence, **found.vectors}
     write_atomically(path, save({name: value.contiguous() for name, value in tensors.items()}))

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from gradveil.cli.shared import Json
 from gradveil.registry import settings
 
 # kind -> where its registry lives
@@ -19,7 +20,7 @@ KINDS = {
     "defense": "gradveil.defenses.base:DEFENSES",
     "attack": "gradveil.attacks.base:ATTACKS",
     "engine": "gradveil.federated.engines:ENGINES",
-    "server": "gradveil.federated.server:SERVERS",
+    "aggregator": "gradveil.federated.server:SERVERS",
     "schedule": "gradveil.federated.schedules:SCHEDULES",
 }
 
@@ -60,9 +61,10 @@ def everything() -> list[dict[str, Any]]:
 
 def command(
     kind: str = typer.Argument("", help="Only this kind: dataset, model, defense, attack, metric, ..."),
-    json: bool = typer.Option(False, "--json", help="Print JSON."),
+    json: Json = False,
 ) -> None:
     """Show every method with its settings."""
+    kind = "aggregator" if kind in ("server", "servers") else kind
     rows = [row for row in everything() if kind in ("", row["kind"], row["kind"] + "s")]
     if not rows:
         raise typer.BadParameter(f"no kind is called {kind!r}; known: {', '.join([*KINDS, 'metric'])}")

@@ -11,16 +11,16 @@ from typer.core import TyperGroup
 from gradveil import __version__
 from gradveil.errors import GradveilError
 
-# command -> (module under gradveil.cli, one line of help)
+# command -> (module under gradveil.cli and its function, one line of help)
 COMMANDS = {
-    "audit": ("audit", "Train, attack what the clients send, and say what an attacker gets."),
-    "attack": ("attack", "Reconstruct the inputs behind one saved update."),
-    "report": ("report", "Draw the report of a run folder again."),
-    "train": ("train", "Train with FedAvg, with any defence inside."),
-    "infer": ("infer", "Read the classes and their representations off an update."),
-    "certify": ("certify", "Bound what a reconstruction can reach, and say what the bound rests on."),
-    "reproduce": ("reproduce", "Run the tables and figures of the paper, its numbers beside ours."),
-    "list": ("list", "Show every data set, model, defence, attack and metric with its settings."),
+    "audit": ("audit:command", "Train, attack what the clients send, and say what an attacker gets."),
+    "attack": ("attack:command", "Reconstruct the inputs behind one saved update."),
+    "report": ("audit:report", "Draw the report of a run folder again."),
+    "train": ("train:command", "Train with FedAvg, with any defence inside."),
+    "infer": ("infer:command", "Read the classes and their representations off an update."),
+    "certify": ("certify:command", "Bound what a reconstruction can reach, and say what the bound rests on."),
+    "reproduce": ("reproduce:command", "Run the tables and figures of the paper, its numbers beside ours."),
+    "list": ("list:command", "Show every data set, model, defence, attack and metric with its settings."),
 }
 
 
@@ -35,10 +35,11 @@ class LazyGroup(TyperGroup):
         """Return the command; a stand-in with the help line where only the list is shown."""
         if cmd_name not in COMMANDS:
             return None
-        module, line = COMMANDS[cmd_name]
+        place, line = COMMANDS[cmd_name]
         if ctx.resilient_parsing or "--help" in sys.argv[1:2] or len(sys.argv) < 2:
             return click.Command(cmd_name, help=line)
-        command: Any = import_module(f"gradveil.cli.{module}").command
+        module, _, function = place.partition(":")
+        command: Any = getattr(import_module(f"gradveil.cli.{module}"), function)
         app = typer.Typer(add_completion=False)
         app.command(cmd_name, help=line)(command)
         return typer.main.get_command(app)

@@ -2,29 +2,31 @@
 
 import json as json_module
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from gradveil.cli.options import Data, Seed
+from gradveil.cli.shared import Data, Display, Json, Seed, resume_with, running
 from gradveil.errors import SpecError
 
 if TYPE_CHECKING:
-    from gradveil.experiments.run_folder import Store
+    from gradveil.experiments.run_folder import RunFolder
     from gradveil.paper.base import Context, Item
 
-PARTS = (
-    TextColumn("{task.description}"),
-    BarColumn(),
-    MofNCompleteColumn(),
-    TimeElapsedColumn(),
-    TimeRemainingColumn(),
-)
+
+@dataclass(frozen=True)
+class ItemConfig:
+    """What the rows of an item depend on."""
+
+    item: str
+    scale: str
+    seed: int
+    device: str
 
 
 def command(
@@ -42,7 +44,7 @@ def command(
         show_default="on a CPU one for each core, at most 8; on CUDA 1",
         help="Processes of one thread each.",
     ),
-    json: bool = typer.Option(False, "--json", help="Print JSON in place of tables."),
+    json: Json = False,
 ) -> None:
     """Run items of the paper and print what holds and what does not."""
     import torch
@@ -60,14 +62,24 @@ def command(
             typer.echo(f"{name:24} {cls.title}")
         return
     context = Context(data, torch.device(device), cast(Literal["quick", "full"], scale), Seeds(seed))
+    asked = ITEMS.names() if items == ["all"] else [name.partition(":")[0] for name in items]
+    ordered = in_order(ITEMS.names() if items == ["all"] else items)
+    check_pattern(only, [unit for item in ordered if item.spec_name in asked for unit in item.units(context)])
     made: dict[str, list[dict[str, Any]]] = {}  # rows by item
     rest = "*" if only == "*" else ""  # of the items that are only needed: with --only, what is there already
-    for item in in_order(ITEMS.names() if items == ["all"] else items):
-        wanted = items == ["all"] or any(item.spec_name == name.partition(":")[0] for name in items)
-        pattern = only if wanted else rest
-        result = run_item(item, context, out, resume or not wanted, pattern, json, made, jobs or usual_jobs(context))
-        if wanted:
-            typer.echo(json_module.dumps(result, indent=2, ensure_ascii=False)) if json else show(result)
+    with running(json, f"the same items and {resume_with(out)}") as display:
+        for item in ordered:
+            wanted = item.spec_name in asked
+            pattern, go_on = (only, resume) if wanted else (rest, True)
+            result = run_item(item, context, out, go_on, pattern, made, display, jobs or usual_jobs(context))
+            if wanted:
+                typer.echo(json_module.dumps(result, indent=2, ensure_ascii=False)) if json else show(result)
+
+
+def check_pattern(only: str, units: Sequence[str]) -> None:
+    """Raise where there are units and none fits."""
+    if units and not any(fnmatch(unit, only) for unit in units):
+        raise SpecError(f"--only {only!r} fits no unit of work. There are: {', '.join(units[:5])}, ...")
 
 
 def in_order(specs: Sequence[str]) -> "list[Item]":
@@ -94,47 +106,50 @@ def run_item(
     out: Path,
     resume: bool,
     only: str,
-    quiet: bool,
     made: dict[str, list[dict[str, Any]]],
+    display: Display,
     jobs: int = 1,
 ) -> dict[str, Any]:
     """Do what is not done yet of one item; return and keep its summary, and put its rows into ``made``."""
-    from gradveil.experiments.run_folder import Store, dumps, write_atomically
+    from gradveil.experiments.run_folder import RunFolder
+    from gradveil.files import write_atomically
     from gradveil.registry import describe
 
-    folder = out / item.spec_name
-    config = {"item": describe(item), "scale": context.scale, "seed": context.seeds.seed, "device": str(context.device)}
-    store = Store.create(folder, dumps(config), resume)
-    do_units(item, context, store, only, quiet, jobs)
-    command = f"gradveil reproduce {describe(item)} --scale {context.scale} --seed {context.seeds.seed}"
-    place = {unit: i for i, unit in enumerate(item.units(context))}  # several jobs are done in any order
-    made[item.spec_name] = sorted(store.rows, key=lambda row: place.get(row["unit"], len(place)))
-    rows = made[item.spec_name] + [row | {"item": name} for name in item.needs for row in made[name]]
-    result = {
-        "item": item.spec_name,
-        "title": item.title,
-        "command": command + (f" --device {context.device}" if context.device.type != "cpu" else ""),
-        "table": item.summary(rows),
-        "verdicts": [vars(v) for v in item.verdicts(rows)],
-        "figure": item.draw(rows, folder / item.spec_name),
-    }
-    write_atomically(folder / "summary.json", json_module.dumps(result, indent=2, ensure_ascii=False).encode())
+    config = ItemConfig(describe(item), context.scale, context.seeds.seed, str(context.device))
+    command = f"gradveil reproduce {config.item} --scale {context.scale} --seed {context.seeds.seed}"
+    with RunFolder.start(out / item.spec_name, config, resume) as folder:
+        do_units(item, context, folder, only, display, jobs)
+        place = {unit: i for i, unit in enumerate(item.units(context))}  # several jobs are done in any order
+        made[item.spec_name] = sorted(folder.rows, key=lambda row: place.get(row["unit"], len(place)))
+        rows = made[item.spec_name] + [row | {"item": name} for name in item.needs for row in made[name]]
+        result = {
+            "item": item.spec_name,
+            "title": item.title,
+            "command": command + (f" --device {context.device}" if context.device.type != "cpu" else ""),
+            "table": item.summary(rows),
+            "verdicts": [vars(v) for v in item.verdicts(rows)],
+            "figure": item.draw(rows, folder.path / item.spec_name),
+        }
+        text = json_module.dumps(result, indent=2, ensure_ascii=False)
+        write_atomically(folder.path / "summary.json", text.encode())
     return result
 
 
-def do_units(item: "Item", context: "Context", store: "Store", only: str, quiet: bool, jobs: int = 1) -> None:
+def do_units(item: "Item", context: "Context", folder: "RunFolder", only: str, display: Display, jobs: int = 1) -> None:
     """Do the units that fit a pattern and are not done yet; each is kept as soon as its group is done."""
     from gradveil.paper.parallel import run_groups
 
     units = [unit for unit in item.units(context) if fnmatch(unit, only)]
-    left = [unit for unit in units if not store.done(unit)]
-    with Progress(*PARTS, console=Console(stderr=True), disable=quiet) as progress:
-        bar = progress.add_task(item.spec_name, total=len(units), completed=len(units) - len(left))
-        for found, taken in run_groups(item, item.groups(left, context), context, jobs):
-            seconds = taken / max(sum(map(len, found.values())), 1)
-            for unit, rows in found.items():
-                store.add(unit, [row | {"seconds": round(seconds, 4)} for row in rows])
-                progress.update(bar, advance=1, description=f"{item.spec_name}: {unit} done")
+    left = [unit for unit in units if not folder.done(unit)]
+    done = len(units) - len(left)
+    if units:
+        display(item.spec_name, done, len(units))
+    for rows_of, taken in run_groups(item, item.groups(left, context), context, jobs):
+        seconds = taken / max(sum(map(len, rows_of.values())), 1)
+        for unit, rows in rows_of.items():
+            folder.add(unit, [row | {"seconds": round(seconds, 4)} for row in rows])
+            done += 1
+            display(item.spec_name, done, len(units), f"{unit} done")
 
 
 def show(result: dict[str, Any]) -> None:

@@ -1,25 +1,17 @@
 """``gradveil train``: federated averaging with any defence inside."""
 
 import json as json_module
-import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from gradveil.cli.options import Data, Model, Seed
+from gradveil.cli.shared import Data, Json, Model, Seed, find_user_modules, renamed, resume_with, running
 from gradveil.errors import SpecError
-from gradveil.experiments.train import TrainConfig, prepare, train
+from gradveil.experiments.run_folder import Row, RunFolder
+from gradveil.experiments.train import TrainConfig, train
 from gradveil.registry import convert
-
-if TYPE_CHECKING:
-    from gradveil.federated.run import Row
 
 FEDERATED, RUN, FLOWER = "Federated averaging", "The run", "On Flower"
 _DEFAULT = TrainConfig()
@@ -32,11 +24,11 @@ def command(
     defense: str = typer.Option("none", help="A defence spec; join several by '+'."),
     seed: Seed = 0,
     out: Path = typer.Option(Path("runs/train"), help="The run folder."),
-    json: bool = typer.Option(False, "--json", help="Print JSON in place of progress."),
+    json: Json = False,
     resume: bool = typer.Option(False, "--resume", help="Continue a run that was stopped, or add rounds to it."),
     partition: str = typer.Option(_DEFAULT.partition, help="How examples are dealt out.", rich_help_panel=FEDERATED),
     rounds: int = typer.Option(_DEFAULT.rounds, min=1, help="Rounds of training.", rich_help_panel=FEDERATED),
-    devices: int = typer.Option(_DEFAULT.devices, help="Devices that train in a round.", rich_help_panel=FEDERATED),
+    clients: int = typer.Option(_DEFAULT.clients, help="Clients that train in a round.", rich_help_panel=FEDERATED),
     epochs: int = typer.Option(_DEFAULT.epochs, help="Local epochs.", rich_help_panel=FEDERATED),
     batch_size: int = typer.Option(
         _DEFAULT.batch_size, help="Examples of a local step; 0: all of them.", rich_help_panel=FEDERATED
@@ -46,10 +38,10 @@ def command(
         "constant", help="constant, cosine, exponential:factor=, inverse:mu=,gamma=.", rich_help_panel=FEDERATED
     ),
     sampling: str = typer.Option(
-        "without", help="Draw devices with or without putting back.", rich_help_panel=FEDERATED
+        "without", help="Draw clients with or without putting back.", rich_help_panel=FEDERATED
     ),
     weighting: str = typer.Option("samples", help="samples, paper or uniform.", rich_help_panel=FEDERATED),
-    server: str = typer.Option(
+    aggregator: str = typer.Option(
         "fedavg", help="fedavg, fedavgm, fedadam; on Flower: a strategy.", rich_help_panel=FEDERATED
     ),
     weight_decay: float = typer.Option(0.0, help="Of the local steps.", rich_help_panel=FEDERATED),
@@ -69,10 +61,14 @@ def command(
     tensorboard: bool = typer.Option(False, help="Write event files for TensorBoard as well.", rich_help_panel=RUN),
     superlink: str = typer.Option(None, help="host:port of a running SuperLink.", rich_help_panel=FLOWER),
     root_certificates: Path = typer.Option(None, help="Of a SuperLink with TLS.", rich_help_panel=FLOWER),
+    devices: int = typer.Option(None, hidden=True),
+    server: str = typer.Option(None, hidden=True),
 ) -> None:
     """Train with federated averaging (default: digits, a small LeNet, no defence)."""
+    clients = renamed("--devices", devices, "--clients", clients)
+    aggregator = renamed("--server", server, "--aggregator", aggregator)
     given = locals()
-    sys.path.insert(0, os.getcwd())  # so that module:function finds the user's file
+    find_user_modules()
     types = {f.name: f.type for f in fields(TrainConfig)}
     values = {name: given[name] for name in types}
     for name in ("sampling", "weighting"):
@@ -85,7 +81,12 @@ def command(
         return
     if superlink or root_certificates:
         raise SpecError("--superlink and --root-certificates belong to --engine flower.")
-    with _bar(rounds, quiet=json) as advance, _stoppable(out):
+    with running(json, resume_with(out)) as display:
+
+        def advance(row: Row) -> None:
+            note = f"accuracy {row['accuracy']:.4f}" if "accuracy" in row else ""
+            display("training", row["round"], rounds, note)
+
         summary = train(config, out, resume=resume, tensorboard=tensorboard, progress=advance)
     _show(summary, json)
 
@@ -103,42 +104,10 @@ def _show(summary: dict[str, Any], json: bool) -> None:
     typer.echo(f"Run folder: {summary['folder']}")
 
 
-@contextmanager
-def _bar(total: int, quiet: bool) -> "Iterator[Callable[[Row], None]]":
-    """Show a bar on standard error, so that results can be piped."""
-    columns = (
-        TextColumn("training"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[note]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), disable=quiet) as bars:
-        task = bars.add_task("", total=total, note="")
-
-        def advance(row: "Row") -> None:
-            bars.update(task, completed=row["round"])
-            if "accuracy" in row:
-                bars.update(task, note=f"accuracy {row['accuracy']:.4f}")
-
-        yield advance
-
-
-@contextmanager
-def _stoppable(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        typer.echo(f"gradveil: stopped. Continue with the same options and --resume --out {out}.", err=True)
-        raise typer.Exit(130) from None
-
-
 def _train_on_flower(
     config: TrainConfig, out: Path, superlink: str | None, certificates: Path | None, json: bool
 ) -> None:
     """Hand the run to Flower: simulated here, or submitted to a SuperLink."""
-    from gradveil.federated.run import RunFolder
     from gradveil.integrations.flower.engine import check, run
     from gradveil.integrations.flower.settings import FlowerSettings, strategy_for
 
@@ -147,11 +116,11 @@ def _train_on_flower(
             raise SpecError(f"--{name.replace('_', '-')} is not available with --engine flower. Leave it out.")
     shared = {f.name for f in fields(FlowerSettings)} & {f.name for f in fields(TrainConfig)}
     values = {name: getattr(config, name) for name in shared}
-    values |= {"data": config.data or "", "batch_size": config.batch_size or 0}
-    settings = FlowerSettings(**values, strategy=strategy_for(config.server), out=str(out.resolve()))
+    values["data"] = config.data or ""
+    settings = FlowerSettings(**values, strategy=strategy_for(config.aggregator), out=str(out.resolve()))
     if superlink is None:
         check(settings)
-    prepare(RunFolder(out), config, resume=False)
+    RunFolder.start(out, config).close()  # the server of the run holds it
     outcome = run(settings, superlink=superlink, root_certificates=certificates, say=typer.echo)
     if outcome is None:
         return

@@ -16,7 +16,7 @@ from gradveil.errors import AttackError
 from gradveil.experiments.certificates import promise_rows
 from gradveil.experiments.judge import Verdict, headline, verdicts
 from gradveil.experiments.rows import Line, lines
-from gradveil.experiments.run_folder import Row, Store, to_toml
+from gradveil.experiments.run_folder import Row, RunFolder
 from gradveil.experiments.scene import AuditConfig, Scene, build_scene, load_dataset, make_model
 from gradveil.experiments.training import Progress, is_small, one_thread, train_all
 from gradveil.experiments.trial import chunks, problems, run_chunk
@@ -29,12 +29,12 @@ from gradveil.types import Batch
 class Audit:
     """A finished audit: a run folder and what it says."""
 
-    store: Store
+    store: RunFolder
 
     @property
     def folder(self) -> Path:
         """Where the run is."""
-        return self.store.folder
+        return self.store.path
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -84,8 +84,10 @@ def audit(
     data = load_dataset(source, chosen.data)
     built = make_model(network, data.input_shape, data.num_classes, chosen.seed)
     scene = build_scene(chosen, data, copy.deepcopy(built).train(), defended, attacked)
-    store = Store.create(out or default_folder(), to_toml(chosen), resume)
-    with one_thread(is_small(built, data.input_shape)):
+    with (
+        RunFolder.start(out or default_folder(), chosen, resume) as store,
+        one_thread(is_small(built, data.input_shape)),
+    ):
         run_audit(scene, store, progress or (lambda stage, done, total: None))
     return Audit(store)
 
@@ -95,7 +97,7 @@ def default_folder() -> Path:
     return Path("runs") / f"audit-{datetime.now():%Y%m%d-%H%M%S}"
 
 
-def run_audit(scene: Scene, store: Store, progress: Progress) -> None:
+def run_audit(scene: Scene, store: RunFolder, progress: Progress) -> None:
     """Do what is not done yet."""
     if not store.done("truth"):
         store.add("truth", *floors(scene.truth, scene))

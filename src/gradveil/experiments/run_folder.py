@@ -1,8 +1,8 @@
-"""A frozen dataclass of settings <-> TOML text: the reader is Python's own, the writer is these few lines."""
+"""The run folder: settings, versions, rows and images, or rounds; one process at a time, and nothing half written."""
 
 import contextlib
-import dataclasses
 import errno
+import fcntl
 import hashlib
 import io
 import json
@@ -10,140 +10,108 @@ import math
 import os
 import platform
 import re
-import tomllib
-import types
-import typing
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gradveil.errors import GradveilError, SpecError, did_you_mean
-
-T = TypeVar("T")
-
-
-def dumps(values: dict[str, Any]) -> str:
-    """Return TOML for a flat table of texts, numbers, truths and lists of these; ``None`` is left out."""
-    return "".join(f"{key} = {_value(value)}\n" for key, value in values.items() if value is not None)
-
-
-def to_toml(settings: Any) -> str:
-    """Return the settings of a dataclass as TOML, defaults included: what was run can be read off."""
-    return dumps({field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)})
-
-
-def from_toml(cls: type[T], text: str) -> T:
-    """Return the dataclass that a TOML text describes; an unknown or mistyped setting is an error."""
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise SpecError(f"The settings are not TOML: {error}.") from error
-    hints = typing.get_type_hints(cls)
-    known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    values = {}
-    for key, value in table.items():
-        if key not in known:
-            raise SpecError(f"No setting is called {key!r}. {did_you_mean(key, known)}Known: {', '.join(known)}.")
-        values[key] = _convert(key, value, hints[key])
-    return cls(**values)
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_value, value))}]"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return repr(value)
-
-
-def _convert(key: str, value: Any, to: Any) -> Any:
-    options = typing.get_args(to) if typing.get_origin(to) in (typing.Union, types.UnionType) else (to,)
-    for option in options:
-        if typing.get_origin(option) is tuple:
-            inner = typing.get_args(option)[0]
-            if isinstance(value, list) and all(_is(v, inner) for v in value):
-                return tuple(inner(v) for v in value)
-        elif _is(value, option):
-            return option(value)
-    raise SpecError(f"The setting {key} = {_value(value)} has the wrong type; it must be {_name(to)}.")
-
-
-def _is(value: Any, kind: Any) -> bool:
-    if kind is bool or isinstance(value, bool):
-        return kind is bool and isinstance(value, bool)
-    if kind is float:
-        return isinstance(value, (int, float))
-    return kind in (int, str) and isinstance(value, kind)
-
-
-def _name(to: Any) -> str:
-    return to.__name__ if isinstance(to, type) and typing.get_origin(to) is None else str(to)
-
+from gradveil.errors import GradveilError
+from gradveil.experiments.settings import changes, dumps, to_toml
+from gradveil.files import append_line, is_leftover, refusals_told, write_atomically
 
 Row = dict[str, Any]
 Arrays = Mapping[str, NDArray[Any]]
 
-CONFIG, VERSIONS, ROWS, IMAGES, REPORT = "config.toml", "versions.toml", "rows.jsonl", "images", "report.html"
+CONFIG, VERSIONS, REPORT, LOCK = "config.toml", "versions.toml", "report.html", ".lock"
+ROWS, IMAGES = "rows.jsonl", "images"  # of an audit or an item of the paper
+ROUNDS, CHECKPOINT, MODEL = "rounds.jsonl", "checkpoint.safetensors", "model.safetensors"  # of a training run
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # some network file systems
 
 
-class StoreError(GradveilError):
-    """A run folder cannot be written, read or continued."""
+class FolderError(GradveilError):
+    """A run folder cannot be read or continued, or another process is at work in it."""
 
 
-class Store:
-    """The run folder. Use ``create`` for a new run or one to continue, ``open`` to read one."""
+class RunFolder:
+    """One run on disk.
 
-    def __init__(self, folder: Path, rows: list[Row]) -> None:
-        self.folder = folder
-        self._rows = rows
-        self._units = {row["unit"] for row in rows}
+    ``start`` begins a run or continues one, and ``hold`` takes a folder as it is: both lock it until the ``with``
+    block ends. ``open`` only reads. A unit of work is a name with its rows, written all or nothing.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._rows: list[Row] = []
+        self._units: set[str] = set()
+        self._lock: int | None = None
 
     @classmethod
-    def create(cls, folder: str | Path, config: str, resume: bool = False) -> "Store":
-        """Start a run with this TOML as its settings, or continue one that has the same."""
-        folder = Path(folder)
-        if (folder / CONFIG).exists():
-            if not resume:
-                raise StoreError(f"{folder} already holds a run. Continue it with --resume, or choose another --out.")
-            _check_same(folder, (folder / CONFIG).read_text(encoding="utf-8"), config)
-            return cls.open(folder)
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise StoreError(f"{folder} exists and is not an empty folder. Choose another --out.")
-        is_new = not folder.exists()
+    def start(
+        cls, path: str | Path, settings: Any, resume: bool = False, may_change: Collection[str] = ()
+    ) -> "RunFolder":
+        """Begin a run with these settings, or continue one that has the same but for those that may change."""
+        folder = cls(path)
+        folder._check_place()
+        is_new = not folder.path.exists()
+        folder.hold()
         try:
-            with _told(folder):
-                folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(folder / VERSIONS, dumps(versions()).encode())
-            write_atomically(folder / CONFIG, config.encode())  # last: a folder with settings is a run
-        except StoreError:
-            with contextlib.suppress(OSError):
-                (folder / VERSIONS).unlink(missing_ok=True)
-                if is_new:
-                    folder.rmdir()
+            if (folder.path / CONFIG).exists():
+                folder._check_run(settings, resume, may_change)
+                folder._read()
+            if not (folder.path / VERSIONS).exists():
+                write_atomically(folder.path / VERSIONS, dumps(versions()).encode())
+            write_atomically(folder.path / CONFIG, to_toml(settings).encode())  # last: with settings it is a run
+        except BaseException:
+            if is_new:
+                (folder.path / VERSIONS).unlink(missing_ok=True)
+            folder.close()
+            if is_new:
+                with contextlib.suppress(OSError):
+                    folder.path.rmdir()
             raise
-        return cls(folder, [])
+        return folder
 
     @classmethod
-    def open(cls, folder: str | Path) -> "Store":
+    def open(cls, path: str | Path) -> "RunFolder":
         """Read a run; what a kill left unfinished is dropped."""
-        folder = Path(folder)
-        if not (folder / CONFIG).is_file():
-            raise StoreError(f"{folder} is not a run folder: it has no {CONFIG}. Give the folder of an earlier --out.")
-        path = folder / ROWS
-        return cls(folder, _whole_units(_read_rows(path)) if path.exists() else [])
+        folder = cls(path)
+        if not (folder.path / CONFIG).is_file():
+            raise FolderError(f"{path} is not a run folder: it has no {CONFIG}. Give the folder of an earlier --out.")
+        folder._read()
+        return folder
+
+    def hold(self) -> "RunFolder":
+        """Make the folder if it is not there, lock it, and remove what a killed process left."""
+        with refusals_told(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(self.path / LOCK)
+            for place in (self.path, self.path / IMAGES):
+                for path in filter(is_leftover, place.iterdir() if place.is_dir() else ()):
+                    path.unlink()
+        return self
+
+    def close(self) -> None:
+        """Give the lock back."""
+        if self._lock is not None:
+            (self.path / LOCK).unlink(missing_ok=True)  # before it is unlocked: nobody else can hold this file
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def config(self) -> str:
         """The settings, as TOML."""
-        return (self.folder / CONFIG).read_text(encoding="utf-8")
+        return (self.path / CONFIG).read_text(encoding="utf-8")
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -157,16 +125,15 @@ class Store:
     def add(self, unit: str, rows: Sequence[Row], arrays: Arrays | None = None) -> None:
         """Write the rows (and images) of a unit, all or nothing."""
         if self.done(unit):
-            raise StoreError(f"The unit {unit!r} is already in {self.folder}.")
+            raise FolderError(f"The unit {unit!r} is already in {self.path}.")
         if arrays:
             buffer = io.BytesIO()
             np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
-            with _told(self.folder):
-                (self.folder / IMAGES).mkdir(exist_ok=True)
+            with refusals_told(self.path):
+                (self.path / IMAGES).mkdir(exist_ok=True)
             write_atomically(self._image_file(unit), buffer.getvalue())
         new = [plain_json(row | {"unit": unit, "of": len(rows)}) for row in rows]
-        text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in [*self._rows, *new])
-        write_atomically(self.folder / ROWS, text.encode())
+        write_atomically(self.path / ROWS, _lines([*self._rows, *new]))
         self._rows += new
         self._units.add(unit)
 
@@ -178,51 +145,88 @@ class Store:
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
 
+    @property
+    def rounds(self) -> list[Row]:
+        """The rounds of a training run so far."""
+        return _read_rows(self.path / ROUNDS)
+
+    def add_round(self, row: Row) -> None:
+        """Write one round."""
+        append_line(self.path / ROUNDS, json.dumps(plain_json(row), allow_nan=False))
+
+    def keep_rounds(self, last: int) -> None:
+        """Drop the rounds after the last one to be kept, and a line that was cut off."""
+        write_atomically(self.path / ROUNDS, _lines(row for row in self.rounds if row["round"] <= last))
+
+    def _check_place(self) -> None:
+        """Raise where the folder holds anything but a run or the first files of one."""
+        if not self.path.exists() or (self.path / CONFIG).exists():
+            return
+        if not self.path.is_dir() or any(
+            p.name not in (LOCK, VERSIONS) for p in self.path.iterdir() if not is_leftover(p)
+        ):
+            raise FolderError(f"{self.path} exists and is not an empty folder. Choose another --out.")
+
+    def _check_run(self, settings: Any, resume: bool, may_change: Collection[str]) -> None:
+        if not resume:
+            raise FolderError(f"{self.path} already holds a run. Continue it with --resume, or choose another --out.")
+        if changed := changes(self.config, settings, may_change):
+            raise FolderError(
+                f"{self.path} holds a run with other settings: {'; '.join(changed)}. Choose another --out."
+            )
+
+    def _read(self) -> None:
+        rows = _read_rows(self.path / ROWS)
+        there = Counter(row["unit"] for row in rows)
+        self._rows = [row for row in rows if there[row["unit"]] == row["of"]]
+        self._units = {row["unit"] for row in self._rows}
+
     def _image_file(self, unit: str) -> Path:
         readable = re.sub(r"[^\w.=-]+", "_", unit)[:80]
-        return self.folder / IMAGES / f"{readable}-{hashlib.sha256(unit.encode()).hexdigest()[:8]}.npz"
+        return self.path / IMAGES / f"{readable}-{hashlib.sha256(unit.encode()).hexdigest()[:8]}.npz"
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all: beside it first, then put in its place."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with _told(path):
+def _locked(path: Path) -> int:
+    """Return an open lock file with our number in it; the system unlocks it when this process ends, however it ends."""
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            with beside.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(beside, path)
-        except BaseException:
-            beside.unlink(missing_ok=True)
-            raise
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(handle, 100).decode(errors="replace").strip() or "unknown"
+            os.close(handle)
+            raise FolderError(
+                f"Another process ({owner}) is at work in {path.parent}. Wait for its end, or choose another --out."
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                os.close(handle)
+                raise
+        with contextlib.suppress(FileNotFoundError):  # else its owner removed it before it was ours
+            if os.path.samestat(os.fstat(handle), os.stat(path)):
+                os.ftruncate(handle, 0)
+                os.write(handle, f"pid {os.getpid()} on {platform.node()}\n".encode())
+                return handle
+        os.close(handle)
 
 
 def versions() -> dict[str, str]:
     """Return the versions that a result depends on, and the day."""
-    found = {"date": datetime.now(UTC).date().isoformat(), "python": platform.python_version()}
-    found["system"] = f"{platform.system()} {platform.machine()}"
+    known = {"date": datetime.now(UTC).date().isoformat(), "python": platform.python_version()}
+    known["system"] = f"{platform.system()} {platform.machine()}"
     for package in ("gradveil", "torch", "numpy", "scipy", "torchmetrics"):
         with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            known[package] = version(package)
+    return known
 
 
-@contextlib.contextmanager
-def _told(path: Path) -> Any:
-    """Turn what the file system refuses into one line."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StoreError(
-                f"No space left for {path}. What was finished is kept: free some space, then repeat with --resume."
-            ) from error
-        raise StoreError(f"Cannot write {path}: {error.strerror}. Choose another --out.") from error
+def _lines(rows: Iterable[Row]) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows).encode()
 
 
 def _read_rows(path: Path) -> list[Row]:
-    lines = path.read_text(encoding="utf-8").split("\n")
+    """Return the rows of a file; a last line that a kill cut off is dropped."""
+    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -230,23 +234,10 @@ def _read_rows(path: Path) -> list[Row]:
         except json.JSONDecodeError as error:
             if number == len(lines):  # after the last line end: empty, or torn
                 break
-            raise StoreError(
+            raise FolderError(
                 f"Line {number} of {path} is not JSON ({error.msg}). The file was changed by hand?"
             ) from None
     return rows
-
-
-def _whole_units(rows: list[Row]) -> list[Row]:
-    there = Counter(row["unit"] for row in rows)
-    return [row for row in rows if there[row["unit"]] == row["of"]]
-
-
-def _check_same(folder: Path, old: str, new: str) -> None:
-    before, after = tomllib.loads(old), tomllib.loads(new)
-    changed = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
-    if changed:
-        found = "; ".join(f"{key} was {before.get(key)!r}, now {after.get(key)!r}" for key in changed)
-        raise StoreError(f"{folder} holds a run with other settings: {found}. Choose another --out.")
 
 
 def plain_json(value: Any) -> Any:

@@ -16,7 +16,7 @@ from gradveil.defenses.base import build as build_defense
 from gradveil.errors import SpecError, UpdateError
 from gradveil.experiments.audit import Audit, default_folder
 from gradveil.experiments.rows import NAIVE
-from gradveil.experiments.run_folder import Row, Store, to_toml
+from gradveil.experiments.run_folder import Row, RunFolder
 from gradveil.experiments.scene import ATTACKS, Public, load_dataset, make_model
 from gradveil.experiments.training import Progress, is_small, one_thread
 from gradveil.experiments.trial import attack_all, said
@@ -109,8 +109,8 @@ def audit_update(
     stand-ins, else there is none and the report says so.
     """
     case = build_case(config)
-    store = Store.create(out or default_folder(), to_toml(config), resume)
-    _run(case, store, progress or (lambda stage, done, total: None))
+    with RunFolder.start(out or default_folder(), config, resume) as store:
+        _run(case, store, progress or (lambda stage, done, total: None))
     return Audit(store)
 
 
@@ -146,7 +146,7 @@ def build_case(config: UpdateAuditConfig) -> Case:
     return Case(config, model, update, shape, truth, public, seeds)
 
 
-def _run(case: Case, store: Store, progress: Progress) -> None:
+def _run(case: Case, store: RunFolder, progress: Progress) -> None:
     if not store.done("truth"):
         store.add("truth", *_floors(case))
     defense = build_defense(case.config.defense)

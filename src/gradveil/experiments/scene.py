@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +18,7 @@ from gradveil.defenses.base import Defense
 from gradveil.defenses.base import build as build_defense
 from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import DataError, GradveilError, SpecError
-from gradveil.federated.simulate import Training
+from gradveil.federated.settings import Training
 from gradveil.models import build
 from gradveil.registry import is_import_path
 from gradveil.seeds import Seeds
@@ -34,8 +34,8 @@ DEFENSES = (
 ATTACKS = ("newton", "dlg:steps=15,restarts=3")
 
 
-@dataclass(frozen=True)
-class AuditConfig:
+@dataclass(frozen=True, kw_only=True)
+class AuditConfig(Training):
     """The settings of an audit. The defaults end within three minutes on two cores."""
 
     dataset: str = "digits"
@@ -45,9 +45,9 @@ class AuditConfig:
     attacks: tuple[str, ...] = ATTACKS
     partition: str = "iid:devices=10"
     rounds: int = 6
-    clients: int = 5  # that train in a round
-    epochs: int = 2  # of local training
-    batch_size: int = 8  # of a local step
+    clients: int = 5
+    epochs: int = 2
+    batch_size: int | None = 8
     lr: float = 0.3
     images: int = 8  # that are attacked, in each round that is looked at
     examples: int = 1  # of one attacked update
@@ -55,10 +55,11 @@ class AuditConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, (int, float)) and field.name != "seed" and not value > 0:
-                raise SpecError(f"{field.name}={value}: give a number above zero.")
+        for name in ("rounds", "clients", "epochs", "batch_size", "lr", "images", "examples", "gallery"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise SpecError(f"{name}={value}: give a number above zero.")
+        super().__post_init__()
         if not self.attacks:
             raise SpecError("An audit needs at least one attack, e.g. --attack newton.")
         if self.images % self.examples:
@@ -126,7 +127,6 @@ class Scene:
     defenses: dict[str, Defense]  # by spec; "none" first
     attacks: dict[str, Attack]  # by spec
     clients: Sequence[Indices]
-    training: Training
     truth: Batch  # the images under attack
     public: Public
     seeds: Seeds
@@ -152,7 +152,6 @@ def build_scene(
     for defense in defenses.values():
         _try_defense(model, dataset, defense, seeds)
     clients = partition(dataset.train.labels, config.partition, seeds("partition"))
-    training = Training(config.rounds, config.clients, config.epochs, config.batch_size, config.lr)
     if config.clients > len(clients):
         raise DataError(
             f"{config.clients} clients a round were asked for and {config.partition} makes {len(clients)}. "
@@ -165,7 +164,7 @@ def build_scene(
     chosen = torch.randperm(len(dataset.train), generator=seeds("images"))[: config.images]
     public = Public.draw(dataset, config.gallery, seeds)
     truth = dataset.train.batch(chosen)
-    return Scene(config, dataset, model, defenses, attacks, clients, training, truth, public, seeds)
+    return Scene(config, dataset, model, defenses, attacks, clients, truth, public, seeds)
 
 
 def check_model(model: nn.Module, dataset: Dataset) -> None:

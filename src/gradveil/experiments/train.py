@@ -1,23 +1,23 @@
 """A training run from its settings to its folder: what ``gradveil train`` does."""
 
-import tomllib
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from gradveil.errors import DataError, MissingExtraError, SpecError
+from gradveil.errors import MissingExtraError, SpecError
+from gradveil.experiments.run_folder import CHECKPOINT, MODEL, ROUNDS, Row, RunFolder
+from gradveil.federated.settings import Training
 
 if TYPE_CHECKING:
-    from gradveil.federated.run import Row, RunFolder
+    from gradveil.data.base import Split
+    from gradveil.federated.checkpoint import Checkpoint
+    from gradveil.federated.simulate import Round
 
 
-# may differ when a run is continued: they change where and how long, not what
-_FREE = {"rounds", "data", "engine", "device", "early_stop", "save_every"}
-
-
-@dataclass(frozen=True)
-class TrainConfig:
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Training):
     """All settings of a run, as config.toml holds them."""
 
     dataset: str = "digits"
@@ -26,16 +26,8 @@ class TrainConfig:
     partition: str = "iid:devices=10"
     defense: str = "none"
     rounds: int = 20
-    devices: int = 10
-    epochs: int = 1
     batch_size: int | None = 8
     lr: float = 0.2
-    schedule: str = "constant"
-    sampling: Literal["without", "with"] = "without"
-    weighting: Literal["samples", "paper", "uniform"] = "samples"
-    server: str = "fedavg"
-    weight_decay: float = 0.0
-    proximal: float = 0.0
     faults: str = ""
     engine: str = "auto"
     device: str = "auto"
@@ -44,6 +36,14 @@ class TrainConfig:
     save_every: int = 1
     seed: int = 0
 
+    # may differ when a run is continued: they change where and how long, not what
+    FREE: ClassVar[frozenset[str]] = frozenset({"rounds", "data", "engine", "device", "early_stop", "save_every"})
+
+    @property
+    def may_change(self) -> frozenset[str]:
+        """The settings that may differ when a run is continued."""
+        return self.FREE - {"rounds"} if self.schedule.startswith("cosine") else self.FREE
+
 
 def train(
     config: TrainConfig,
@@ -51,25 +51,25 @@ def train(
     *,
     resume: bool = False,
     tensorboard: bool = False,
-    progress: "Callable[[Row], None]" = lambda row: None,
+    progress: Callable[[Row], None] = lambda row: None,
 ) -> dict[str, Any]:
-    """Run the rounds and return a summary; the folder holds settings, versions, rounds and weights."""
+    """Run the rounds and return a summary; the folder holds settings, versions, rounds and weights.
+
+    ``progress`` gets ``{"round": n}`` where the run begins, and then the row of each round.
+    """
     import torch
 
     from gradveil.data import load
     from gradveil.data.partition import partition
     from gradveil.defenses.base import build as build_defense
     from gradveil.federated.engines import World
-    from gradveil.federated.run import RunFolder, run
     from gradveil.federated.server import Faults
-    from gradveil.federated.simulate import Training, choose, simulate
+    from gradveil.federated.simulate import choose, simulate
     from gradveil.models import build as build_model
     from gradveil.seeds import Seeds
 
     faults = Faults.parse(config.faults) if config.faults else None
     defense = build_defense(config.defense)
-    names = {f.name for f in fields(Training)}
-    training = Training(**{key: value for key, value in asdict(config).items() if key in names})
     dataset = load(config.dataset, config.data)
     seeds = Seeds(config.seed)
     clients = partition(dataset.train.labels, config.partition, seeds("partition"))
@@ -77,55 +77,72 @@ def train(
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise SpecError("--device cuda: no CUDA device was found. Use --device cpu.")
     model = build_model(config.model, dataset.input_shape, dataset.num_classes, config.seed).to(device)
-    folder = RunFolder(out)
-    prepare(folder, config, resume)
-    start = folder.resume() if resume else None
-    first = start.round if start else 0
-    engine = config.engine
-    if engine == "auto":
-        engine = choose(World(model, dataset.train, defense, training.local), (config.rounds - first) * config.devices)
-    rounds = simulate(model, dataset, clients, training, defense, seeds, engine=engine, faults=faults, resume=start)
-    driven = run(
-        rounds,
-        dataset.test,
-        folder,
-        last=config.rounds,
-        patience=config.early_stop,
-        evaluate_every=config.evaluate_every,
-        save_every=config.save_every,
-        watch=_board(out) if tensorboard else lambda row: None,
-    )
-    for row in driven:
-        progress(row)
-    return _summary(folder, config, engine)
+    with RunFolder.start(out, config, resume, config.may_change) as folder:
+        start = _standing(folder) if resume else None
+        first = start.round if start else 0
+        engine = config.engine
+        if engine == "auto":
+            engine = choose(World(model, dataset.train, defense, config), (config.rounds - first) * config.clients)
+        rounds = simulate(model, dataset, clients, config, defense, seeds, engine=engine, faults=faults, resume=start)
+        progress({"round": first})  # where it begins
+        watch = _board(out) if tensorboard else lambda row: None
+        for row in _drive(rounds, dataset.test, folder, config):
+            watch(row)
+            progress(row)
+        return _summary(folder, config, engine)
 
 
-def prepare(folder: "RunFolder", config: TrainConfig, resume: bool) -> None:
-    """Write settings and versions, or check that the folder holds this run."""
-    from gradveil.experiments.run_folder import dumps, to_toml, versions, write_atomically
+def _standing(folder: RunFolder) -> "Checkpoint | None":
+    """Return where the run stands, and drop the lines of rounds that are to be done again."""
+    from gradveil.federated.checkpoint import Checkpoint
 
-    path = folder.path / "config.toml"
-    if path.exists():
-        if not resume:
-            raise DataError(f"{folder.path} already holds a run. Continue it with --resume, or choose another --out.")
-        _check_same(folder.path, tomllib.loads(path.read_text(encoding="utf-8")), asdict(config))
-    elif folder.path.exists() and (not folder.path.is_dir() or any(folder.path.iterdir())):
-        raise DataError(f"{folder.path} exists and is not an empty folder. Choose another --out.")
-    folder.path.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder.path / "versions.toml", dumps(versions()).encode())
-    write_atomically(path, to_toml(config).encode())
+    path = folder.path / CHECKPOINT
+    if not path.exists():
+        (folder.path / ROUNDS).unlink(missing_ok=True)
+        return None
+    checkpoint = Checkpoint.read(path)
+    folder.keep_rounds(checkpoint.round)
+    return checkpoint
 
 
-def _check_same(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    free = _FREE if not str(now["schedule"]).startswith("cosine") else _FREE - {"rounds"}
-    changed = [key for key in now if key not in free and before.get(key) != now[key]]
-    if changed:
-        found = "; ".join(f"{key} was {before.get(key)!r}, now {now[key]!r}" for key in changed)
-        raise DataError(f"{folder} holds a run with other settings: {found}. Choose another --out.")
+def _drive(rounds: "Iterable[Round]", test: "Split", folder: RunFolder, config: TrainConfig) -> Iterator[Row]:
+    """Measure, write and yield a row for each round; end early where the accuracy has not risen for long enough."""
+    from gradveil.federated.client import evaluate
+
+    best, since = _best(folder.rounds)
+    started = time.perf_counter()
+    final: Round | None = None
+    for final in rounds:
+        is_last = final.number == config.rounds
+        row: Row = {"round": final.number, "lr": final.lr, "clients": list(final.clients)}
+        row |= {"accepted": final.accepted, "rejected": final.rejected}
+        if final.number % config.evaluate_every == 0 or is_last:
+            seen = evaluate(final.model, test)
+            row |= {"accuracy": seen.accuracy, "loss": seen.loss}
+            best, since = (seen.accuracy, 0) if seen.accuracy > best else (best, since + 1)
+        row["seconds"] = round(time.perf_counter() - started, 4)
+        started = time.perf_counter()
+        folder.add_round(row)  # before the checkpoint: a round that is not done again has its line
+        stop = config.early_stop is not None and since >= config.early_stop
+        if final.number % config.save_every == 0 or is_last or stop:
+            final.checkpoint().save(folder.path / CHECKPOINT)
+        yield row
+        if stop:
+            break
+    if final is not None:
+        final.checkpoint().save(folder.path / MODEL)
 
 
-def _summary(folder: "RunFolder", config: TrainConfig, engine: str) -> dict[str, Any]:
-    rows = folder.rows()
+def _best(rows: Iterable[Row]) -> tuple[float, int]:
+    """Return the best accuracy so far and how many measurements ago it was."""
+    best, since = -1.0, 0
+    for accuracy in (row["accuracy"] for row in rows if row.get("accuracy") is not None):
+        best, since = (accuracy, 0) if accuracy > best else (best, since + 1)
+    return best, since
+
+
+def _summary(folder: RunFolder, config: TrainConfig, engine: str) -> dict[str, Any]:
+    rows = folder.rounds
     measured = [row for row in rows if row.get("accuracy") is not None]
     best = max(measured, key=lambda row: row["accuracy"], default={})
     last = measured[-1] if measured else {}
@@ -148,14 +165,14 @@ def _summary(folder: "RunFolder", config: TrainConfig, engine: str) -> dict[str,
     }
 
 
-def _board(out: Path) -> "Callable[[Row], None]":
+def _board(out: Path) -> Callable[[Row], None]:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise MissingExtraError("TensorBoard", "tensorboard") from error
     writer = SummaryWriter(str(out / "tensorboard"))
 
-    def write(row: "Row") -> None:
+    def write(row: Row) -> None:
         for name in ("accuracy", "loss", "lr"):
             if row.get(name) is not None:
                 writer.add_scalar(name, row[name], row["round"])

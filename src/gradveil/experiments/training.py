@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradveil.experiments.run_folder import Row, Store
+from gradveil.experiments.run_folder import Row, RunFolder
 from gradveil.experiments.scene import Scene
 from gradveil.experiments.trial import Look
 from gradveil.federated.client import evaluate
@@ -41,7 +41,7 @@ def one_thread(wanted: bool = True) -> Iterator[None]:
 Progress = Callable[[str, int, int], None]  # stage, done, total
 
 
-def train_all(scene: Scene, store: Store, progress: Progress) -> Iterator[Look]:
+def train_all(scene: Scene, store: RunFolder, progress: Progress) -> Iterator[Look]:
     """Train under each defence; yield the models that clients receive in the first and in the last round."""
     yield Look("first", 1, "start", scene.model)
     rounds, done = scene.config.rounds, 0
@@ -67,7 +67,7 @@ def _train(scene: Scene, defense: str, tell: Callable[[int], None]) -> tuple[lis
     """Return the accuracy after every round, and the weights that were sent in the last one."""
     rows: list[Row] = []
     sent = _state(scene.model)
-    training, chosen = scene.training, scene.defenses[defense]
+    training, chosen = scene.config, scene.defenses[defense]
     for round_ in simulate(scene.model, scene.dataset, scene.clients, training, chosen, scene.seeds):
         score = evaluate(round_.model, scene.dataset.test)
         head = {"kind": "accuracy", "defense": defense, "round": round_.number}

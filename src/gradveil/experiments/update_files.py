@@ -15,7 +15,7 @@ from safetensors.torch import save
 from torch import nn
 
 from gradveil.errors import UpdateError
-from gradveil.experiments.run_folder import write_atomically
+from gradveil.files import write_atomically
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch, Update, check_update
 

@@ -1,7 +1,6 @@
 """Where a training run stands, in one safetensors file: weights, buffers, the server's memory, the round."""
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from torch import nn
 
 from gradveil.errors import DataError
 from gradveil.federated.server import Memory
+from gradveil.files import write_atomically
 from gradveil.tree import Params
 
 
@@ -24,14 +24,12 @@ class Checkpoint:
 
     def save(self, path: Path) -> None:
         """Write the file; an interrupted write leaves the old one whole."""
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         tensors = {f"model/{name}": value.detach().cpu().contiguous() for name, value in self.state.items()}
         for kind, tree in self.memory.items():
             tensors |= {f"server/{kind}/{name}": value.detach().cpu().contiguous() for name, value in tree.items()}
-        part = path.with_name(path.name + ".part")
-        save_file(tensors, part, {"round": str(self.round), "notes": json.dumps(self.notes)})
-        os.replace(part, path)
+        write_atomically(path, save(tensors, {"round": str(self.round), "notes": json.dumps(self.notes)}))
 
     @classmethod
     def read(cls, path: Path) -> "Checkpoint":
@@ -51,7 +49,7 @@ class Checkpoint:
                         which, _, name = name.partition("/")
                         memory.setdefault(which, {})[name] = file.get_tensor(key)
             return cls(int(about["round"]), state, memory, json.loads(about["notes"]))
-        except (OSError, KeyError, SafetensorError) as error:
+        except (OSError, KeyError, ValueError, SafetensorError) as error:
             raise DataError(
                 f"{path} is not a checkpoint of gradveil ({error}). Start again without --resume."
             ) from error

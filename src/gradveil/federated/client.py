@@ -12,24 +12,9 @@ from gradveil.data.base import Split
 from gradveil.defenses.base import Defense, build
 from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import UpdateError
+from gradveil.federated.settings import Local
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch, Update
-
-
-@dataclass(frozen=True)
-class Local:
-    """How a client trains between receiving the weights and sending its update."""
-
-    epochs: int = 1
-    batch_size: int | None = 32  # None: all examples at once
-    weight_decay: float = 0.0
-    proximal: float = 0.0  # FedProx (Li et al. 2020): mu/2 ||W - W_t||² is added to the loss
-
-    def __post_init__(self) -> None:
-        if self.epochs < 1 or (self.batch_size is not None and self.batch_size < 1):
-            raise UpdateError(f"epochs={self.epochs}, batch_size={self.batch_size}: both must be at least 1.")
-        if self.weight_decay < 0 or self.proximal < 0:
-            raise UpdateError(f"weight_decay={self.weight_decay}, proximal={self.proximal}: both must be at least 0.")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from torch import nn
 from gradveil.data.base import Split
 from gradveil.data.partition import Indices
 from gradveil.defenses.base import Defense
-from gradveil.federated.client import Local, Sent, train_client
+from gradveil.federated.client import Sent, train_client
+from gradveil.federated.settings import Local
 from gradveil.registry import Registry
 from gradveil.types import Batch
 

@@ -4,19 +4,19 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.errors import SpecError
 from gradveil.federated.client import Sent
+from gradveil.federated.settings import Weighting
 from gradveil.registry import Registry, convert, parse
 from gradveil.tree import Params, add, map_values, parameters, scale, subtract
 
-SERVERS: Registry["Server"] = Registry("server", "gradveil.federated")
+SERVERS: Registry["Server"] = Registry("aggregator", "gradveil.federated")
 
-Weighting = Literal["samples", "paper", "uniform"]
 Memory = dict[str, Params]  # what a server optimiser keeps between rounds
 
 

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,41 +13,16 @@ from gradveil.data.partition import Indices
 from gradveil.defenses.base import Defense, build
 from gradveil.errors import DataError, GradveilError
 from gradveil.federated.checkpoint import Checkpoint
-from gradveil.federated.client import Local, Sent
+from gradveil.federated.client import Sent
 from gradveil.federated.engines import ENGINES, Engine, Job, World
 from gradveil.federated.processes import available_cores
 from gradveil.federated.schedules import SCHEDULES
-from gradveil.federated.server import SERVERS, Arrival, Faults, Memory, Weighting, merge
+from gradveil.federated.server import SERVERS, Arrival, Faults, Memory, merge
+from gradveil.federated.settings import Training
 from gradveil.federated.vectorised import why_not
 from gradveil.seeds import Seeds
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch, Update
-
-
-@dataclass(frozen=True)
-class Training:
-    """The settings of federated averaging; the defaults are those of Sun et al. 2020.
-
-    ``sampling``: ``without`` draws K different devices, each as likely (the experiments); ``with`` draws K times by
-    p_k, the device's part of all examples, and puts it back (the theory).
-    """
-
-    rounds: int = 10
-    devices: int = 10  # K, per round
-    epochs: int = 1  # E
-    batch_size: int | None = 32  # B; None: all of a client's examples at once
-    lr: float = 0.01
-    schedule: str = "constant"
-    sampling: Literal["without", "with"] = "without"
-    weighting: Weighting = "samples"
-    server: str = "fedavg"
-    weight_decay: float = 0.0
-    proximal: float = 0.0  # FedProx
-
-    @property
-    def local(self) -> Local:
-        """The clients' part of the settings."""
-        return Local(self.epochs, self.batch_size, self.weight_decay, self.proximal)
 
 
 @dataclass(frozen=True)
@@ -104,7 +79,7 @@ def simulate(
     ``watch(round_number, clients)`` returns.
     """
     run = Run(model, dataset, clients, training or Training(), build(defense), seeds, faults, watch, resume)
-    world = World(run.model, dataset.train, run.defense, run.training.local)
+    world = World(run.model, dataset.train, run.defense, run.training)
     with ENGINES.build(engine).hire(world) as crew:
         upcoming = run.jobs(run.first)
         for number in range(run.first, run.training.rounds + 1):
@@ -168,7 +143,7 @@ class Run:
             arrivals = [self.faults.strike(a, self.seeds("fault", number, slot)) for slot, a in enumerate(arrivals)]
         merged = merge(self.model, arrivals, self.training.weighting, [len(part) for part in self.clients])
         if merged.accepted:
-            server = SERVERS.build(self.training.server)
+            server = SERVERS.build(self.training.aggregator)
             weights, self.memory = server.move(parameters(self.model), merged.target, self.memory)
             assign(self.model, weights | merged.buffers)
         chosen = tuple(job.client for job in jobs)
@@ -196,8 +171,8 @@ def sample_clients(seeds: Seeds, number: int, sizes: Sequence[int], training: Tr
     """Return the devices of a round, in the order in which they are served."""
     rng = seeds("sample", number)
     if training.sampling == "with":
-        return torch.multinomial(torch.tensor(sizes).double(), training.devices, True, generator=rng).tolist()
-    return torch.randperm(len(sizes), generator=rng)[: training.devices].tolist()
+        return torch.multinomial(torch.tensor(sizes).double(), training.clients, True, generator=rng).tolist()
+    return torch.randperm(len(sizes), generator=rng)[: training.clients].tolist()
 
 
 def client_seed(seeds: Seeds, number: int, client: int, repeat: int = 0) -> int:
@@ -225,11 +200,11 @@ def assign(model: nn.Module, values: Params) -> None:
 
 
 def _check(dataset: Dataset, clients: Sequence[Indices], training: Training) -> None:
-    if training.rounds < 0 or training.devices < 1:
-        raise GradveilError(f"rounds={training.rounds}, devices={training.devices}: a run needs at least one device.")
-    if training.sampling == "without" and training.devices > len(clients):
+    if training.rounds < 0 or training.clients < 1:
+        raise GradveilError(f"rounds={training.rounds}, clients={training.clients}: a run needs at least one client.")
+    if training.sampling == "without" and training.clients > len(clients):
         raise DataError(
-            f"{training.devices} devices a round were asked for and there are {len(clients)}. Ask for fewer, or draw "
+            f"{training.clients} clients a round were asked for and there are {len(clients)}. Ask for fewer, or draw "
             "with replacement (sampling='with')."
         )
     if not clients or min(len(part) for part in clients) == 0:

@@ -12,8 +12,9 @@ from gradveil.defenses.compose import Compose
 from gradveil.defenses.guard.step import substitute
 from gradveil.defenses.masking import budget, largest_live_each
 from gradveil.defenses.representation import RepresentationPerturbation
-from gradveil.federated.client import Local, shuffled
+from gradveil.federated.client import shuffled
 from gradveil.federated.engines import Job
+from gradveil.federated.settings import Local
 from gradveil.layers.modules import representation
 from gradveil.scores.fast.stacked import StackedRows
 from gradveil.scores.rows import scores

@@ -12,7 +12,8 @@ from gradveil.defenses.compose import Compose
 from gradveil.errors import GradveilError
 from gradveil.federated.engines import ENGINES, Engine, Job, World
 from gradveil.federated.processes import Processes
-from gradveil.federated.simulate import Round, Run, Training
+from gradveil.federated.settings import Training
+from gradveil.federated.simulate import Round, Run
 from gradveil.seeds import Seeds
 from gradveil.tree import parameters
 
@@ -44,7 +45,7 @@ def simulate_together(
     crew_engine = ENGINES.build(engine)
     _check(runs, crew_engine)
     together = Compose(tuple(run.defense for run in runs))  # says where any of them acts; each job brings its own
-    with crew_engine.hire(World(runs[0].model, dataset.train, together, shared.local)) as crew:
+    with crew_engine.hire(World(runs[0].model, dataset.train, together, shared)) as crew:
         for number in range(1, shared.rounds + 1):
             jobs = [_jobs(run, number) for run in runs]
             sent = iter(crew.train(runs[0].model, [job for some in jobs for job in some], runs[0].lr(number)))

@@ -14,7 +14,8 @@ from gradveil.data.partition import partition
 from gradveil.defenses.base import DEFENSES as KNOWN
 from gradveil.defenses.base import build as build_defense
 from gradveil.federated.client import evaluate
-from gradveil.federated.simulate import Round, Training
+from gradveil.federated.settings import Training
+from gradveil.federated.simulate import Round
 from gradveil.federated.together import Variant, simulate_together
 from gradveil.models import build
 from gradveil.paper.base import CIFAR10, ITEMS, MAX_DROP, Context, Item, Judgement, Row
@@ -133,7 +134,7 @@ class Accuracy(Item):
         rounds = min(panel.rounds, self.most_rounds) if context.full else 8
         dataset = load(panel.dataset, context.data)
         settings = [_setting(unit, panel, dataset, context) for unit in units]
-        training = Training(rounds=rounds, devices=10, epochs=1, batch_size=32, lr=self.lr or panel.lr)
+        training = Training(rounds=rounds, clients=10, epochs=1, batch_size=32, lr=self.lr or panel.lr)
         found: dict[str, list[Row]] = {unit: [] for unit in units}
         engine = "sequential" if context.device.type != "cuda" or "alone" in _kind(*_split(units[0])) else "vectorised"
         with half_precision_products(), _mixed(panel, context.device):

@@ -20,7 +20,7 @@ from gradveil.certificates.convergence import (
 )
 from gradveil.data import load
 from gradveil.data.partition import Indices, partition
-from gradveil.federated.simulate import Training
+from gradveil.federated.settings import Training
 from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row, published
 from gradveil.paper.logistic_rounds import logistic_rounds
 
@@ -102,7 +102,15 @@ class Convergence(Item):
         return self._curve(place, unit, training, words[2], context, 10, int(numbers["seed"]))
 
     def _training(self, rounds: int, epochs: int, devices: int, lr: float) -> Training:
-        return Training(rounds, devices, epochs, 32, lr, sampling="with", weighting="uniform", weight_decay=self.decay)
+        return Training(
+            rounds=rounds,
+            clients=devices,
+            epochs=epochs,
+            lr=lr,
+            sampling="with",
+            weighting="uniform",
+            weight_decay=self.decay,
+        )
 
     def _curve(
         self, place: Devices, unit: str, training: Training, defense: str, context: Context, every: int, seed: int = 0,
@@ -116,7 +124,7 @@ class Convergence(Item):
             type(context.seeds)(context.seeds.number("run", seed) % 2**31), problem.start(),
             None if gamma is None else (lambda t: 2 / (self.decay * (gamma + t))),
         )  # fmt: skip
-        settings = {"epochs": training.epochs, "devices": training.devices, "lr": training.lr, "defense": defense}
+        settings = {"epochs": training.epochs, "devices": training.clients, "lr": training.lr, "defense": defense}
         rows = []
         for number, w in enumerate(weights, start=1):
             if number % every and number not in (1, 2, 5):

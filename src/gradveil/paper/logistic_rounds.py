@@ -13,7 +13,8 @@ from torch import Tensor
 from gradveil.data.partition import Indices
 from gradveil.errors import DataError
 from gradveil.federated.client import shuffled
-from gradveil.federated.simulate import Training, round_jobs
+from gradveil.federated.settings import Training
+from gradveil.federated.simulate import round_jobs
 from gradveil.seeds import Seeds
 
 
@@ -38,7 +39,7 @@ def logistic_rounds(
         jobs = round_jobs(seeds, number, clients, training)
         orders = []
         for job in jobs:
-            order, sizes = shuffled(len(job.indices), training.local, torch.Generator().manual_seed(job.seed))
+            order, sizes = shuffled(len(job.indices), training, torch.Generator().manual_seed(job.seed))
             orders.append(torch.from_numpy(job.indices)[order])
         local = w.expand(len(jobs), *w.shape).clone()  # (K, C, d + 1)
         for chosen in torch.stack(orders).split(sizes, dim=1):  # (K, B)

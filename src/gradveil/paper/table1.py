@@ -15,7 +15,8 @@ from gradveil.data import load
 from gradveil.data.partition import partition
 from gradveil.defenses.base import NoDefense
 from gradveil.federated.engines import World
-from gradveil.federated.simulate import Round, Training, choose, simulate
+from gradveil.federated.settings import Training
+from gradveil.federated.simulate import Round, choose, simulate
 from gradveil.metrics.representations import (
     CONTROLS,
     class_means,
@@ -83,13 +84,11 @@ class Table1(Item):
         model = model.to(context.device)
         public = dataset.test.batch(torch.randperm(len(dataset.test), generator=seeds("public"))[:BLIND]).inputs
         rounds = self.rounds if context.full else max(self.rounds // 10, 1)
-        training = Training(rounds=rounds, devices=10, epochs=epochs, batch_size=batch_size, lr=0.01)
+        training = Training(rounds=rounds, clients=10, epochs=epochs, batch_size=batch_size, lr=0.01)
         chain = chain_of(model, dataset.input_shape, dataset.num_classes)
         watcher = _Watcher(chain, dataset.num_classes, public.to(context.device), InferenceSettings(m=self.m))
-        engine = self.engine or choose(
-            World(model, dataset.train, NoDefense(), training.local), rounds * training.devices
-        )
-        for r in simulate(model, dataset, clients, training, "none", seeds, engine=engine, watch=training.devices):
+        engine = self.engine or choose(World(model, dataset.train, NoDefense(), training), rounds * training.clients)
+        for r in simulate(model, dataset, clients, training, "none", seeds, engine=engine, watch=training.clients):
             watcher.look(r)
         shared = {"setting": setting, "seed": int(seed), "rounds": training.rounds}
         return [shared | row for row in watcher.rows()]

@@ -8,7 +8,8 @@ from typing import Any
 from gradveil.errors import MissingExtraError
 from gradveil.experiments.judge import BADGES, Verdict, headline, verdicts
 from gradveil.experiments.rows import Floor, Line, best_floor, lines
-from gradveil.experiments.run_folder import REPORT, VERSIONS, Store, write_atomically
+from gradveil.experiments.run_folder import REPORT, VERSIONS, RunFolder
+from gradveil.files import write_atomically
 from gradveil.report.figures import errors_figure, trade_figure
 from gradveil.report.glossary import CAVEAT, PICTURES, READING, promises_table
 from gradveil.report.pictures import albums, thumbs
@@ -17,13 +18,13 @@ from gradveil.report.table import HEAD, NUM_TEXTS, table_rows
 
 def write_report(folder: str | Path) -> Path:
     """Draw the page of a run folder, and return where it is. A pure function of the folder's data."""
-    store = Store.open(folder)
-    path = store.folder / REPORT
-    write_atomically(path, render(store).encode())
+    with RunFolder.open(folder).hold() as store:
+        path = store.path / REPORT
+        write_atomically(path, render(store).encode())
     return path
 
 
-def render(store: Store) -> str:
+def render(store: RunFolder) -> str:
     """Return the page of a run as text."""
     try:
         from jinja2 import Environment
@@ -34,12 +35,12 @@ def render(store: Store) -> str:
     return page.render(style=(templates / "page.css").read_text("utf-8"), **_content(store))
 
 
-def _content(store: Store) -> dict[str, Any]:
+def _content(store: RunFolder) -> dict[str, Any]:
     config = tomllib.loads(store.config)
     rows = store.rows
     floor, found, judged = best_floor(rows), lines(rows), verdicts(rows)
     about = [row for row in rows if row["kind"] == "defense"]
-    versions = tomllib.loads((store.folder / VERSIONS).read_text("utf-8"))
+    versions = tomllib.loads((store.path / VERSIONS).read_text("utf-8"))
     what = config.get("update", config.get("dataset", ""))
     return {
         "title": "What these updates give away" if "update" not in config else "What this update gives away",

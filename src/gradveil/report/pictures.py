@@ -13,7 +13,8 @@ from PIL import Image
 
 from gradveil.experiments.judge import BADGES, Verdict, strongest
 from gradveil.experiments.rows import NAIVE, Line
-from gradveil.experiments.run_folder import Row, Store, write_atomically
+from gradveil.experiments.run_folder import Row, RunFolder
+from gradveil.files import write_atomically
 from gradveil.metrics.intervals import short
 
 
@@ -89,7 +90,7 @@ class Album:
     rest: list[Strip] = field(default_factory=list)
 
 
-def albums(store: Store, found: Sequence[Line]) -> list[Album]:
+def albums(store: RunFolder, found: Sequence[Line]) -> list[Album]:
     """Return one album per round: the strongest attack of each server on each defence first, the others apart."""
     rows = [row for row in store.rows if row["kind"] == "attack"]
     arrays = {unit: store.arrays(unit) for unit in dict.fromkeys([TRUTH, *(row["unit"] for row in rows)])}
@@ -121,7 +122,7 @@ class Thumb:
     caption: str
 
 
-def thumbs(store: Store, judged: Sequence[Verdict]) -> dict[str, list[Thumb]]:
+def thumbs(store: RunFolder, judged: Sequence[Verdict]) -> dict[str, list[Thumb]]:
     """Return the first image for each defence: the original and what the strongest server of each kind got."""
     truth = store.arrays(TRUTH).get("truth")
     if truth is None:

@@ -1,5 +1,6 @@
 """The client of gradveil's own Flower app: the in-process client behind Flower's messages."""
 
+from dataclasses import replace
 from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -47,7 +48,7 @@ def train_message(message: Message, context: Context, settings: FlowerSettings) 
     before = params_of(next(iter(message.content.array_records.values())))
     model = build_model(settings, dataset)
     model.load_state_dict(before)
-    local = settings.local_with(number(message, "proximal-mu", settings.proximal))
+    local = replace(settings, proximal=number(message, "proximal-mu", settings.proximal))  # the strategy may set it
     defense = build(str(context.node_config.get("defense", settings.defense)))
     world = World(model, dataset.train, defense, local)
     seed = fresh_rng().initial_seed() if settings.secret else client_seed(settings.seeds, round_number, device)

@@ -84,8 +84,8 @@ def check(settings: "FlowerSettings") -> int:
     build_model(settings, dataset)
     build(settings.defense)
     build_strategy(settings.strategy)
-    if settings.devices > len(shares):
-        raise GradveilError(f"{settings.devices} devices a round were asked for and there are {len(shares)}.")
+    if settings.clients > len(shares):
+        raise GradveilError(f"{settings.clients} clients a round were asked for and there are {len(shares)}.")
     return len(shares)
 
 

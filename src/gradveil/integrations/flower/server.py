@@ -3,6 +3,7 @@
 import inspect
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ from torch import nn
 from gradveil.data.base import Dataset
 from gradveil.data.partition import Indices
 from gradveil.errors import GradveilError, SpecError, did_you_mean
+from gradveil.experiments.run_folder import MODEL, RunFolder
 from gradveil.federated.checkpoint import Checkpoint
 from gradveil.federated.client import evaluate
-from gradveil.federated.run import RunFolder
 from gradveil.integrations.flower.client import DEVICE
 from gradveil.integrations.flower.grids import AuditedGrid, audited, checked
 from gradveil.integrations.flower.records import LOG, GridView, is_training, params_of, record_of
@@ -86,7 +87,6 @@ def serve(grid: Grid, settings: FlowerSettings) -> Outcome:
     auditor = _auditor(chosen, settings, model, dataset, shares)
     watched = checked(auditor or chosen)
     outcome = Outcome()
-    folder = RunFolder(Path(settings.out)) if settings.out else None
     started = time.perf_counter()
 
     def after_round(number: int, arrays: ArrayRecord) -> MetricRecord | None:
@@ -100,18 +100,18 @@ def serve(grid: Grid, settings: FlowerSettings) -> Outcome:
         started = time.perf_counter()
         outcome.rounds.append(row)
         if folder is not None:
-            folder.path.mkdir(parents=True, exist_ok=True)
-            folder.add(row)
-            Checkpoint(number, dict(model.state_dict()), {}, {"engine": "flower"}).save(folder.model)
+            folder.add_round(row)
+            Checkpoint(number, dict(model.state_dict()), {}, {"engine": "flower"}).save(folder.path / MODEL)
         return MetricRecord({"accuracy": seen.accuracy, "loss": seen.loss})
 
-    result = build_strategy(settings.strategy).start(
-        grid=watched,
-        initial_arrays=record_of(dict(model.state_dict())),
-        num_rounds=settings.rounds,
-        train_config=ConfigRecord({"batch-size": settings.batch_size}),
-        evaluate_fn=after_round,
-    )
+    with RunFolder(settings.out).hold() if settings.out else nullcontext() as folder:
+        result = build_strategy(settings.strategy).start(
+            grid=watched,
+            initial_arrays=record_of(dict(model.state_dict())),
+            num_rounds=settings.rounds,
+            train_config=ConfigRecord({"batch-size": settings.batch_size or 0}),
+            evaluate_fn=after_round,
+        )
     if outcome.rounds and not any(row["accepted"] for row in outcome.rounds):
         why = " ".join(watched.last_reason.split())[-300:] or "no client answered"
         raise GradveilError(f"Not one update was accepted in {settings.rounds} rounds. The last reason: {why}")
@@ -135,11 +135,11 @@ class ChosenGrid(GridView):
 
     def get_node_ids(self) -> list[int]:
         """Return the nodes of this round, as soon as enough are connected."""
-        while len(nodes := self._known()) < self._settings.devices:
-            LOG.info("Waiting for nodes: %s connected, %s needed.", len(nodes), self._settings.devices)
+        while len(nodes := self._known()) < self._settings.clients:
+            LOG.info("Waiting for nodes: %s connected, %s needed.", len(nodes), self._settings.clients)
             time.sleep(1)
         order = self._settings.order_of(self._round, self._sizes)
-        self.drawn = [device for device in order if device in nodes][: self._settings.devices]
+        self.drawn = [device for device in order if device in nodes][: self._settings.clients]
         return [nodes[device] for device in self.drawn]
 
     def _known(self) -> dict[int, int]:

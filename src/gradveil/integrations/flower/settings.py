@@ -13,17 +13,17 @@ from gradveil import models
 from gradveil.data.base import Dataset
 from gradveil.data.partition import Indices, partition
 from gradveil.errors import SpecError, did_you_mean
-from gradveil.federated.client import Local
 from gradveil.federated.schedules import SCHEDULES
 from gradveil.federated.server import SERVERS
-from gradveil.federated.simulate import Training, sample_clients
+from gradveil.federated.settings import Averaging, Training
+from gradveil.federated.simulate import sample_clients
 from gradveil.registry import parse
 from gradveil.seeds import Seeds
 
 
-@dataclass(frozen=True)
-class FlowerSettings:
-    """One federated training run on Flower. All values are numbers or text, as Flower's run config asks."""
+@dataclass(frozen=True, kw_only=True)
+class FlowerSettings(Averaging):
+    """One federated training run on Flower; ``clients`` train in a round."""
 
     dataset: str = "digits"
     data: str = ""  # the local data folder; a site's --node-config "data='...'" stands above it
@@ -32,13 +32,6 @@ class FlowerSettings:
     defense: str = "none"
     strategy: str = "fedavg"  # any of flwr.serverapp.strategy, e.g. fedadam:eta=0.01
     rounds: int = 3
-    devices: int = 10  # per round
-    epochs: int = 1
-    batch_size: int = 32  # 0: all of a client's examples at once
-    lr: float = 0.01
-    schedule: str = "constant"
-    weight_decay: float = 0.0
-    proximal: float = 0.0
     seed: int = 0
     secret: bool = False  # clients draw their randomness from the operating system, not from the seed
     audit: str = ""  # attack a sample of the updates in each round with this; empty: no audit
@@ -46,26 +39,32 @@ class FlowerSettings:
     audit_max_examples: int = 16  # an update of more examples is not attacked
     out: str = ""  # folder on the server for rounds.jsonl and model.safetensors; empty: keep nothing
 
+    def __post_init__(self) -> None:
+        if self.batch_size == 0:  # a run config has no None
+            object.__setattr__(self, "batch_size", None)
+        super().__post_init__()
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "FlowerSettings":
         """Read a run config; what it does not name keeps its default."""
-        types: dict[str, Any] = {f.name: f.type for f in dataclasses.fields(cls)}
-        values = {}
+        defaults: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(cls)}
+        values: dict[str, Any] = {}
         for key, value in config.items():
             name = key.replace("-", "_")
-            if name not in types:
-                hint = did_you_mean(name, types)
-                raise SpecError(f"The run config has {key!r}, which the app does not know. {hint}It has: {_known()}.")
-            values[name] = types[name](value)
+            name = cls.RENAMED.get(name, name)
+            if name not in defaults:
+                known = ", ".join(cls().to_config())
+                raise SpecError(
+                    f"The run config has {key!r}, which the app does not know. {did_you_mean(name, defaults)}"
+                    f"It has: {known}."
+                )
+            values[name] = type(defaults[name])(value)
         return cls(**values)
 
     def to_config(self) -> dict[str, str | int | float | bool]:
-        """Return the run config."""
-        return {name.replace("_", "-"): value for name, value in dataclasses.asdict(self).items()}
-
-    def local_with(self, proximal: float) -> Local:
-        """Return how a client trains; the strategy may set FedProx's factor itself."""
-        return Local(self.epochs, self.batch_size or None, self.weight_decay, proximal)
+        """Return the run config: all values are numbers or text, as Flower asks."""
+        values = dataclasses.asdict(self) | {"batch_size": self.batch_size or 0}
+        return {name.replace("_", "-"): value for name, value in values.items()}
 
     @property
     def seeds(self) -> Seeds:
@@ -78,11 +77,7 @@ class FlowerSettings:
 
     def order_of(self, number: int, sizes: list[int]) -> list[int]:
         """Return all devices in the order in which a round draws them: the first ones take part."""
-        return sample_clients(self.seeds, number, sizes, Training(devices=len(sizes)))
-
-
-def _known() -> str:
-    return ", ".join(f.name.replace("_", "-") for f in dataclasses.fields(FlowerSettings))
+        return sample_clients(self.seeds, number, sizes, Training(clients=len(sizes)))
 
 
 @lru_cache(maxsize=4)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradveil.errors import SpecError
-from gradveil.experiments.run_folder import from_toml, to_toml
+from gradveil.experiments.settings import from_toml, to_toml
 
 texts = st.text(st.characters(blacklist_categories=("Cs",)), max_size=20)
 

@@ -1,0 +1,103 @@
+"""A frozen dataclass of settings <-> TOML text: the reader is Python's own, the writer is these few lines."""
+
+import dataclasses
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Collection
+from typing import Any, TypeVar
+
+from gradveil.errors import SpecError, did_you_mean
+
+T = TypeVar("T")
+
+
+def dumps(values: dict[str, Any]) -> str:
+    """Return TOML for a flat table of texts, numbers, truths and lists of these; ``None`` is left out."""
+    return "".join(f"{key} = {_value(value)}\n" for key, value in values.items() if value is not None)
+
+
+def to_toml(settings: Any) -> str:
+    """Return the settings of a dataclass as TOML, its own before those it extends, defaults included."""
+    declared = [name for cls in type(settings).__mro__ for name in vars(cls).get("__annotations__", {})]
+    known = {field.name for field in dataclasses.fields(settings)}
+    return dumps({name: getattr(settings, name) for name in dict.fromkeys(declared) if name in known})
+
+
+def from_toml(cls: type[T], text: str) -> T:
+    """Return the dataclass that a TOML text describes; an unknown or mistyped setting is an error."""
+    hints = typing.get_type_hints(cls)
+    known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    values = {}
+    for key, value in _read(cls, text).items():
+        if key not in known:
+            raise SpecError(f"No setting is called {key!r}. {did_you_mean(key, known)}Known: {', '.join(known)}.")
+        values[key] = _convert(key, value, hints[key])
+    return cls(**values)
+
+
+def changes(text: str, settings: Any, free: Collection[str] = ()) -> list[str]:
+    """Return what differs between settings and a TOML text of such settings: ``seed was 0, now 1``.
+
+    The text may come from an earlier version: what it does not name was empty, or had its default.
+    """
+    before, now = _read(type(settings), text), tomllib.loads(to_toml(settings))
+    defaults = tomllib.loads(dumps({f.name: f.default for f in dataclasses.fields(settings) if _has_default(f)}))
+    changed = []
+    for key in sorted((before.keys() | now.keys()) - set(free)):
+        was, now_is = before.get(key), now.get(key)
+        if was != now_is and not (key not in before and now_is == defaults.get(key)):
+            changed.append(f"{key} was {was!r}, now {now_is!r}")
+    return changed
+
+
+def _has_default(field: "dataclasses.Field[Any]") -> bool:
+    return field.default is not dataclasses.MISSING
+
+
+def _read(cls: type, text: str) -> dict[str, Any]:
+    """Return the table of a TOML text, with today's names for the settings of ``cls``."""
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise SpecError(f"The settings are not TOML: {error}.") from error
+    renamed: dict[str, str] = getattr(cls, "RENAMED", {})
+    return {renamed.get(key, key): value for key, value in table.items()}
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)
+
+
+def _convert(key: str, value: Any, to: Any) -> Any:
+    options = typing.get_args(to) if typing.get_origin(to) in (typing.Union, types.UnionType) else (to,)
+    for option in options:
+        if typing.get_origin(option) is tuple:
+            inner = typing.get_args(option)[0]
+            if isinstance(value, list) and all(_is(v, inner) for v in value):
+                return tuple(inner(v) for v in value)
+        elif typing.get_origin(option) is typing.Literal:
+            if value in typing.get_args(option):
+                return value
+        elif _is(value, option):
+            return option(value)
+    raise SpecError(f"The setting {key} = {_value(value)} has the wrong type; it must be {_name(to)}.")
+
+
+def _is(value: Any, kind: Any) -> bool:
+    if kind is bool or isinstance(value, bool):
+        return kind is bool and isinstance(value, bool)
+    if kind is float:
+        return isinstance(value, (int, float))
+    return kind in (int, str) and isinstance(value, kind)
+
+
+def _name(to: Any) -> str:
+    return to.__name__ if isinstance(to, type) and typing.get_origin(to) is None else str(to)

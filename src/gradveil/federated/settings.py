@@ -1,0 +1,69 @@
+"""The settings of federated averaging, declared once: training runs, audits and Flower's app extend them."""
+
+import warnings
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, ClassVar, Literal, TypeVar
+
+from gradveil.errors import UpdateError
+
+Weighting = Literal["samples", "paper", "uniform"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Local:
+    """How a client trains between receiving the weights and sending its update."""
+
+    epochs: int = 1  # E
+    batch_size: int | None = 32  # B; None: all of a client's examples at once
+    weight_decay: float = 0.0
+    proximal: float = 0.0  # FedProx (Li et al. 2020): mu/2 ||W - W_t||² is added to the loss
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1 or (self.batch_size is not None and self.batch_size < 1):
+            raise UpdateError(f"epochs={self.epochs}, batch_size={self.batch_size}: both must be at least 1.")
+        if self.weight_decay < 0 or self.proximal < 0:
+            raise UpdateError(f"weight_decay={self.weight_decay}, proximal={self.proximal}: both must be at least 0.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Averaging(Local):
+    """Rounds in which some clients train and their updates are averaged; the defaults are those of Sun et al. 2020."""
+
+    RENAMED: ClassVar[dict[str, str]] = {"devices": "clients", "server": "aggregator"}  # old name -> name
+
+    rounds: int = 10
+    clients: int = 10  # K, that train in a round
+    lr: float = 0.01
+    schedule: str = "constant"
+
+
+def takes_old_names(cls: type[T]) -> type[T]:
+    """Let ``cls(devices=5)`` work as ``cls(clients=5)``, with a warning."""
+    init: Any = cls.__init__
+    renamed: dict[str, str] = cls.RENAMED  # type: ignore[attr-defined]
+
+    @wraps(init)
+    def with_old_names(self: T, *args: Any, **given: Any) -> None:
+        for old in given.keys() & renamed.keys():
+            warnings.warn(f"{old}= is called {renamed[old]}= now.", DeprecationWarning, stacklevel=2)
+            given[renamed[old]] = given.pop(old)
+        init(self, *args, **given)
+
+    cls.__init__ = with_old_names  # type: ignore[assignment]
+    return cls
+
+
+@takes_old_names
+@dataclass(frozen=True, kw_only=True)
+class Training(Averaging):
+    """All settings of federated averaging in ``simulate``.
+
+    ``sampling``: ``without`` draws K different clients, each as likely (the experiments); ``with`` draws K times by
+    p_k, the client's part of all examples, and puts it back (the theory).
+    """
+
+    sampling: Literal["without", "with"] = "without"
+    weighting: Weighting = "samples"
+    aggregator: str = "fedavg"
