@@ -13,7 +13,7 @@ TITLES = {
     "defense": "Defences",
     "attack": "Attacks",
     "engine": "Engines of federated averaging",
-    "server": "Servers",
+    "aggregator": "Aggregators",
     "schedule": "Learning-rate schedules",
     "metric": "Metrics",
 }

@@ -82,5 +82,5 @@ def write_run(
 @pytest.fixture(scope="session")
 def run_folder(tmp_path_factory: Any) -> Path:
     folder: Path = tmp_path_factory.mktemp("runs") / "run"
-    write_run(folder, SCENE)
+    write_run(folder, SCENE).close()
     return folder
