@@ -5,7 +5,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from gradveil.experiments.run_folder import dumps
+from gradveil.experiments.settings import dumps
 from gradveil.paper.base import ITEMS, Item
 
 Row = dict[str, Any]
