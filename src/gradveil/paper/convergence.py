@@ -102,15 +102,8 @@ class Convergence(Item):
         return self._curve(place, unit, training, words[2], context, 10, int(numbers["seed"]))
 
     def _training(self, rounds: int, epochs: int, devices: int, lr: float) -> Training:
-        return Training(
-            rounds=rounds,
-            clients=devices,
-            epochs=epochs,
-            lr=lr,
-            sampling="with",
-            weighting="uniform",
-            weight_decay=self.decay,
-        )
+        theory = Training(sampling="with", weighting="uniform", weight_decay=self.decay)
+        return replace(theory, rounds=rounds, epochs=epochs, clients=devices, lr=lr)
 
     def _curve(
         self, place: Devices, unit: str, training: Training, defense: str, context: Context, every: int, seed: int = 0,
