@@ -1,7 +1,7 @@
 """The paper's figure on convergence, its bound beside it, and a run long enough to see what the bound leaves out."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
