@@ -8,7 +8,7 @@ WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check fast deploy faults lint types imports lengths bench docs format clean
+.PHONY: demo test check fast deploy faults lint types imports lengths house goldens bench docs format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -32,7 +32,7 @@ deploy: $(STAMP)
 faults: $(STAMP)
 	GRADVEIL_TRIPLES=10000 $(BIN)/pytest -q -n $(WORKERS) --dist worksteal --timeout 3600 tests/certificates/test_sound.py
 
-check: lint types imports lengths fast
+check: lint types imports lengths house fast
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check src tests bench tools examples
@@ -46,6 +46,12 @@ imports: $(STAMP)
 
 lengths: $(STAMP)
 	$(BIN)/python tools/file_lengths.py
+
+house: $(STAMP)
+	$(BIN)/python tools/house.py
+
+goldens: $(STAMP)
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python tools/goldens.py check
 
 format: $(STAMP)
 	$(BIN)/ruff format src tests bench tools examples

@@ -1,0 +1,92 @@
+"""`make house` says what the code is like: tried on a small tree whose faults are known."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+TOOLS = Path(__file__).parents[1] / "tools"
+FILES = {
+    "__init__.py": "",
+    "types.py": "class Batch:\n    pass\n",
+    "attacks/__init__.py": "",
+    "attacks/dlg.py": "from gradveil.types import Batch\n\n\n@ATTACKS.register('dlg')\nclass DLG:\n    pass\n",
+    "attacks/search/__init__.py": "",
+    "attacks/search/loop.py": "def run():\n    from gradveil.data import load\n",
+    "data/__init__.py": "def load():\n    pass\n",
+    "data/files.py": "if TYPE_CHECKING:\n    from gradveil.attacks.dlg import DLG\n",
+    "data/known.py": "from gradveil.data.files import read\n\nTABLE = 'gradveil.types:Batch'\n\nclass DLG:\n    pass\n",
+}
+
+
+@pytest.fixture
+def house(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    return importlib.import_module("house")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        path = tmp_path / "src" / "gradveil" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "tests" / "attacks").mkdir(parents=True)
+    (tmp_path / "tests" / "attacks" / "test_dlg.py").write_text("pass\n" * 14)
+    (tmp_path / "tests" / "test_base.py").write_text("pass\n" * 3)
+    return tmp_path
+
+
+def test_lazy_and_typing_imports_make_a_cycle_and_are_named(house: ModuleType, root: Path) -> None:
+    known = house.modules(root)
+    edges = house.imports(known)
+    assert house.cycles([edge for edge in edges if edge.kind == "top"], known) == []
+    (loop,) = house.cycles(edges, known)
+    assert {(edge.source, edge.target, edge.kind) for edge in loop} == {
+        ("gradveil.attacks.search.loop", "gradveil.data", "lazy"),
+        ("gradveil.data.files", "gradveil.attacks.dlg", "typing"),
+    }
+    assert house.Import("gradveil.data.known", "gradveil.types", "lazy") in edges  # by name, in a table
+
+
+def test_names_twice_small_modules_and_folders_are_counted(house: ModuleType, root: Path) -> None:
+    known = house.modules(root)
+    assert house.names_twice(known) == {"DLG": ["gradveil.attacks.dlg", "gradveil.data.known"]}
+    small = house.small_with_one_importer(house.imports(known), known)
+    assert small == {"gradveil.data.files": "gradveil.data.known"}  # a method that a registry finds is none
+    attacks, data, beside, every = house.folders(known, root)
+    assert attacks == {
+        "package": "attacks", "files": 4, "flat": 1, "below": 1, "lines": 8, "tests": 14, "tests/code": "1.75"
+    }  # fmt: skip
+    assert (data["files"], beside["files"], beside["tests"], every["files"], every["tests"]) == (3, 2, 3, 9, 17)
+
+
+def test_a_cycle_is_an_error_and_a_missed_aim_is_only_said(root: Path) -> None:
+    run = [sys.executable, str(TOOLS / "house.py"), "--no-way", "--root", str(root)]
+    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "gradveil.data.files -> gradveil.attacks.dlg (typing)" in done.stdout
+    (root / "src" / "gradveil" / "attacks" / "search" / "loop.py").write_text("pass\n" * 30_000)
+    (root / "src" / "gradveil" / "data" / "known.py").unlink()
+    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "aim at most 22000: missed" in done.stdout
+
+
+def test_the_way_counts_files_and_changes_of_package(house: ModuleType) -> None:
+    way = importlib.import_module("house_way")
+    files = ["data/base.py", "types.py", "data/base.py", "attacks/dlg.py", "attacks/search/loop.py", "attacks/dlg.py"]
+    counted = way.count([(file, "f") for file in files])
+    assert counted == {"files": 4, "folder changes": 3, "between packages": 1}
+
+
+@pytest.mark.slow
+def test_the_way_is_traced_from_a_real_run() -> None:
+    done = subprocess.run(
+        [sys.executable, str(TOOLS / "house_way.py"), "train"], capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout)["files"] > 5
