@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from gradveil.errors import AttackError
+from gradveil.gradients.by_hand import known_chain
 from gradveil.gradients.convolution import Geometry, pull_back
 from gradveil.gradients.functional import trial_gradients
-from gradveil.layers.chain import walk
 from gradveil.models import build
 from gradveil.tree import parameters
 
@@ -86,7 +86,7 @@ def test_every_form_equals_autograd_one_problem_at_a_time(network: nn.Module, fo
     rng = torch.Generator().manual_seed(0)
     x = torch.randn(3, 2, 2, 9, 10, generator=rng, dtype=torch.double)
     y = torch.randn(3, 2, 3, generator=rng, dtype=torch.double).softmax(-1)
-    if form == "manual" and walk(network) is None:
+    if form == "manual" and known_chain(network) is None:
         with pytest.raises(AttackError, match="not a chain"):
             trial_gradients(network, parameters(network), "manual")
         return
@@ -135,12 +135,12 @@ def test_pulling_back_by_phases_is_the_transposed_convolution(stride: int, size:
 
 def test_hooks_and_tied_weights_make_a_model_no_chain() -> None:
     model = strided()
-    assert walk(model) is not None
+    assert known_chain(model) is not None
     handle = model[0].register_forward_hook(lambda *_: None)
-    assert walk(model) is None
+    assert known_chain(model) is None
     handle.remove()
     layer = nn.Linear(3, 3)
-    assert walk(nn.Sequential(layer, nn.Tanh(), layer)) is None
+    assert known_chain(nn.Sequential(layer, nn.Tanh(), layer)) is None
 
 
 def test_evaluating_leaves_the_model_as_it_was() -> None:

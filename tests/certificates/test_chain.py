@@ -6,9 +6,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from certificates.random_networks import fill, pairs, random_network
-from gradveil.certificates.bounds.chain import walk
-from gradveil.certificates.bounds.stages import Conv, Reshape, Scale
+from gradveil.certificates.bounds.chain import step_chain
 from gradveil.errors import CertificateError
+from gradveil.layers.rules.arithmetic import Scale
+from gradveil.layers.rules.base import Affine
+from gradveil.layers.rules.convolution import Convolution
+from gradveil.layers.rules.shapes import Reshape
 
 
 class Functional(nn.Module):
@@ -35,7 +38,7 @@ def test_random_networks_are_walked_exactly() -> None:
     for _ in range(40):
         model, shape = random_network(rng)
         x, _ = pairs(model, shape, 3, rng)
-        chain = walk(model, None, x)
+        chain = step_chain(model, None, x)
         expected = model[:-1].double()(x.double()).flatten(1)
         torch.testing.assert_close(chain(x), expected, rtol=1e-12, atol=1e-12)
         assert chain.out_size == expected.shape[1]
@@ -45,7 +48,7 @@ def test_a_model_written_with_functions_is_walked_exactly() -> None:
     model = Functional().eval()
     fill(model, torch.Generator().manual_seed(1))
     x = torch.rand(2, 3, 11, 11)
-    chain = walk(model, "out", x)
+    chain = step_chain(model, "out", x)
     inner: list[Tensor] = []
     model.double().out.register_forward_pre_hook(lambda _, args: inner.append(args[0]))
     model(x.double())
@@ -55,9 +58,10 @@ def test_a_model_written_with_functions_is_walked_exactly() -> None:
 def test_normalisation_and_batch_norm_are_folded_into_the_convolution() -> None:
     model = Functional()
     fill(model, torch.Generator().manual_seed(1))
-    chain = walk(model, "out", torch.rand(1, 3, 11, 11))
-    assert isinstance(chain.stages[0], Conv)
-    before_pool = [type(s) for s in chain.stages[:2]]
+    chain = step_chain(model, "out", torch.rand(1, 3, 11, 11))
+    assert isinstance(chain.steps[0], Affine)
+    assert isinstance(chain.steps[0].operator, Convolution)
+    before_pool = [type(getattr(s, "operator", s)) for s in chain.steps[:2]]
     assert Scale not in before_pool
     assert chain.has_modes
 
@@ -66,16 +70,16 @@ def test_walking_leaves_model_mode_dtype_and_random_state_alone() -> None:
     model = Functional().train()
     kept = {n: b.clone() for n, b in model.state_dict().items()}
     state = torch.get_rng_state()
-    walk(model, "out", torch.rand(2, 3, 11, 11, generator=torch.Generator().manual_seed(0)))
+    step_chain(model, "out", torch.rand(2, 3, 11, 11, generator=torch.Generator().manual_seed(0)))
     assert model.training
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(v, kept[n]) and v.dtype == kept[n].dtype for n, v in model.state_dict().items())
 
 
 def test_the_identity_is_a_chain_too() -> None:
-    chain = walk(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), None, torch.rand(2, 1, 2, 2))
+    chain = step_chain(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), None, torch.rand(2, 1, 2, 2))
     assert str(chain) == "identity"
-    assert all(isinstance(s, Reshape) for s in chain.stages)
+    assert all(isinstance(s, Affine) and isinstance(s.operator, Reshape) for s in chain.steps)
     assert chain.out_size == 4
 
 
@@ -100,4 +104,4 @@ class Residual(nn.Module):
 )
 def test_what_is_no_chain_is_refused_in_words(model: nn.Module, x: Tensor, says: str) -> None:
     with pytest.raises(CertificateError, match=says):
-        walk(model, None, x)
+        step_chain(model, None, x)

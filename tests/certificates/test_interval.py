@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from certificates.random_networks import ACTIVATIONS, pairs, random_network
 from gradveil.certificates.base import Region
-from gradveil.certificates.bounds.chain import StepChain, walk
+from gradveil.certificates.bounds.chain import StepChain, step_chain
 from gradveil.certificates.bounds.intervals import (
     box_lipschitz,
     lines,
@@ -19,14 +19,14 @@ from gradveil.certificates.bounds.intervals import (
     tighten,
     unit_rows,
 )
-from gradveil.certificates.bounds.stages import Activation
 from gradveil.certificates.lipschitz import lipschitz
+from gradveil.layers.rules.activations import Pointwise
 
 
-def curve_of(module: type[nn.Module]) -> Activation:
-    stage = walk(nn.Sequential(module(), nn.Linear(2, 2)), None, torch.rand(1, 2)).stages[0]
-    assert isinstance(stage, Activation)
-    return stage
+def curve_of(module: type[nn.Module]) -> Pointwise:
+    step = step_chain(nn.Sequential(module(), nn.Linear(2, 2)), None, torch.rand(1, 2)).steps[0]
+    assert isinstance(step, Pointwise)
+    return step
 
 
 def boxes(chain: StepChain, x: Tensor, radius: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,14 +75,14 @@ def test_values_and_jacobians_inside_a_box_stay_in_their_intervals(radius: float
     for _ in range(12):
         model, shape = random_network(rng)
         x, _ = pairs(model, shape, 1, rng)
-        chain = walk(model, None, x)
+        chain = step_chain(model, None, x)
         low, high, points = boxes(chain, x, radius)
         region = Region.ball(x, inf, radius, (0.0, 1.0))
         rows = torch.randn(3, chain.out_size, generator=rng, dtype=torch.float64)
         for bounds in (propagate(chain, low, high), tighten(chain, region)):
             values = points
-            for stage, (least, most) in zip((None, *chain.stages), bounds, strict=True):
-                values = values if stage is None else stage(values)
+            for step, (least, most) in zip((None, *chain.steps), bounds, strict=True):
+                values = values if step is None else step(values)
                 assert ((values >= least - 1e-12) & (values <= most + 1e-12)).all()
             slopes, constant = plane(chain, bounds, rows)
             taken = values.flatten(1) @ rows.T
@@ -103,7 +103,7 @@ def test_planes_tighten_intervals_and_a_smaller_ball_tightens_more() -> None:
     for _ in range(10):
         model, shape = random_network(rng)
         x, _ = pairs(model, shape, 1, rng)
-        chain = walk(model, None, x)
+        chain = step_chain(model, None, x)
         low, high, _ = boxes(chain, x, 0.1)
         wide = propagate(chain, low, high)[-1]
         tight = tighten(chain, Region.ball(x, inf, 0.1, (0.0, 1.0)))[-1]
@@ -119,7 +119,7 @@ def test_the_box_constant_bounds_every_jacobian_in_the_box_and_is_exact_for_a_po
     for _ in range(8):
         model, shape = random_network(rng)
         x, _ = pairs(model, shape, 1, rng)
-        chain = walk(model, None, x)
+        chain = step_chain(model, None, x)
         low, high, points = boxes(chain, x, 0.2)
         wide, point = propagate(chain, low, high), propagate(chain, x.double(), x.double())
         for p in (1, 2, inf):
@@ -134,7 +134,7 @@ def test_the_box_constant_bounds_every_jacobian_in_the_box_and_is_exact_for_a_po
 def test_a_pooling_window_with_a_sure_winner_passes_its_gradient_only() -> None:
     model = nn.Sequential(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(1, 2))
     x = torch.tensor([[0.9, 0.1], [0.2, 0.3]]).reshape(1, 1, 2, 2)
-    chain = walk(model, None, x)
+    chain = step_chain(model, None, x)
     sure = propagate(chain, x.double() - 0.2, x.double() + 0.2)
     centre, spread = pull_rows(chain, sure, torch.ones(1, 1))
     assert centre.tolist() == [[1.0, 0.0, 0.0, 0.0]]

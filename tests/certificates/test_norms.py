@@ -10,27 +10,31 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gradveil.certificates.bounds import norms
-from gradveil.certificates.bounds.chain import walk
+from gradveil.certificates.bounds.chain import step_chain
 from gradveil.certificates.bounds.norms import gram, lanczos, largest_eigenvalue, operator_norm, spectral, torus_bound
-from gradveil.certificates.bounds.stages import Affine, Conv, Dense, MaxPool
 from gradveil.errors import CertificateError
+from gradveil.layers.rules.base import Affine
+from gradveil.layers.rules.convolution import Convolution
+from gradveil.layers.rules.dense import Dense
+from gradveil.layers.rules.pooling import MaxPool
 
 
-def matrix(stage: Affine) -> Tensor:
+def matrix(step: Affine) -> Tensor:
     """The dense matrix of a linear step, column by column."""
-    unit = torch.eye(stage.in_size, dtype=torch.float64).reshape(-1, *stage.in_shape)
-    return stage.linear(unit).flatten(1).T
+    unit = torch.eye(step.in_size, dtype=torch.float64).reshape(-1, *step.in_shape)
+    return step.linear(unit).flatten(1).T
 
 
-def conv(seed: int, channels: int, out: int, kernel: int, stride: int, pad: int, side: int, **more: int) -> Conv:
+def conv(seed: int, channels: int, out: int, kernel: int, stride: int, pad: int, side: int, **more: int) -> Affine:
     rng = torch.Generator().manual_seed(seed)
     layer = nn.Conv2d(channels, out, kernel, stride, pad, **more)
     layer.weight.data = torch.randn(layer.weight.shape, generator=rng)
     x = torch.rand(1, channels, side, side)
     model = nn.Sequential(layer, nn.Flatten(), nn.Linear(layer(x).numel(), 2))
-    found = walk(model, None, x).stages[0]
-    assert isinstance(found, Conv)
-    return found
+    first = step_chain(model, None, x).steps[0]
+    assert isinstance(first, Affine)
+    assert isinstance(first.operator, Convolution)
+    return first
 
 
 SHAPES = st.tuples(
@@ -41,74 +45,79 @@ SHAPES = st.tuples(
 
 @given(SHAPES)
 def test_a_convolutions_norms_are_those_of_its_matrix(drawn: tuple[int, ...]) -> None:
-    stage = conv(*drawn)
-    dense = matrix(stage)
+    step = conv(*drawn)
+    dense = matrix(step)
     for p in (1, 2, inf):
-        norm = operator_norm(stage, p)
+        norm = operator_norm(step, p)
         assert norm.kind == "exact"
         assert norm.value == pytest.approx(float(torch.linalg.matrix_norm(dense, p)), rel=1e-9)
 
 
 @given(SHAPES, st.integers(1, 2))
 def test_the_torus_bound_lies_above_the_norm_and_not_far(drawn: tuple[int, ...], dilation: int) -> None:
-    stage = conv(*drawn, dilation=dilation)
-    true = float(torch.linalg.matrix_norm(matrix(stage), 2))
-    assert true <= torus_bound(stage) * (1 + 1e-9)
-    if stage.stride == (1, 1):
-        assert torus_bound(stage) <= sqrt(operator_norm(stage, 1).value * operator_norm(stage, inf).value) * 3
+    step = conv(*drawn, dilation=dilation)
+    true = float(torch.linalg.matrix_norm(matrix(step), 2))
+    assert true <= torus_bound(step.operator) * (1 + 1e-9)
+    if step.operator.stride == (1, 1):
+        assert torus_bound(step.operator) <= sqrt(operator_norm(step, 1).value * operator_norm(step, inf).value) * 3
 
 
 def test_the_torus_bound_is_exact_for_a_shift_and_for_a_grouped_scaling() -> None:
     shift = conv(0, 1, 1, 3, 1, 1, 6)
-    shift.weight.zero_()[0, 0, 0, 2] = -2.5
-    assert torus_bound(shift) == pytest.approx(2.5)
+    shift.operator.weight.zero_()[0, 0, 0, 2] = -2.5
+    assert torus_bound(shift.operator) == pytest.approx(2.5)
     grouped = conv(0, 2, 2, 1, 1, 0, 5, groups=2)
-    grouped.weight.copy_(torch.tensor([3.0, -7.0]).reshape(2, 1, 1, 1))
-    assert torus_bound(grouped) == pytest.approx(7.0)
+    grouped.operator.weight.copy_(torch.tensor([3.0, -7.0]).reshape(2, 1, 1, 1))
+    assert torus_bound(grouped.operator) == pytest.approx(7.0)
 
 
 def test_the_torus_is_larger_than_the_image_because_padding_is_no_circle() -> None:
     model = nn.Sequential(nn.Conv1d(1, 1, 2, padding=1), nn.Flatten(), nn.Linear(4, 2))
     model[0].weight.data = torch.tensor([[[-1.0, 1.0]]])
-    stage = walk(model, None, torch.rand(1, 1, 3)).stages[0]
-    assert isinstance(stage, Conv)
-    assert operator_norm(stage, 2).value == pytest.approx(2 * math.cos(math.pi / 8))  # above sqrt(3), the circle's norm
-    assert torus_bound(stage) == pytest.approx(2.0)
+    step = step_chain(model, None, torch.rand(1, 1, 3)).steps[0]
+    assert isinstance(step, Affine)
+    assert operator_norm(step, 2).value == pytest.approx(2 * math.cos(math.pi / 8))  # above sqrt(3), the circle's norm
+    assert torus_bound(step.operator) == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("stride", [1, 2])
 def test_a_large_convolution_takes_the_torus_bound_and_says_so(stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = conv(3, 2, 3, 3, stride, 1, 8)
-    exact = operator_norm(stage, 2)
+    step = conv(3, 2, 3, 3, stride, 1, 8)
+    exact = operator_norm(step, 2)
     monkeypatch.setattr(norms, "DENSE", 4)
-    bound = operator_norm(stage, 2)
+    bound = operator_norm(step, 2)
     assert bound.kind == "upper bound"
     assert exact.value <= bound.value <= 1.3 * exact.value
 
 
 def test_average_pooling_and_one_dimensional_convolutions_are_convolutions() -> None:
-    pool = walk(nn.Sequential(nn.AvgPool2d(2), nn.Flatten(), nn.Linear(4, 2)), None, torch.rand(1, 1, 4, 4)).stages[0]
+    pool = step_chain(
+        nn.Sequential(nn.AvgPool2d(2), nn.Flatten(), nn.Linear(4, 2)), None, torch.rand(1, 1, 4, 4)
+    ).steps[0]
     assert operator_norm(pool, 2).value == pytest.approx(0.5)
     assert operator_norm(pool, inf).value == pytest.approx(1.0)
     assert operator_norm(pool, 1).value == pytest.approx(0.25)
-    line = walk(nn.Sequential(nn.Conv1d(2, 3, 3), nn.Flatten(), nn.Linear(12, 2)), None, torch.rand(1, 2, 6)).stages[0]
-    assert isinstance(line, Conv)
+    line = step_chain(
+        nn.Sequential(nn.Conv1d(2, 3, 3), nn.Flatten(), nn.Linear(12, 2)), None, torch.rand(1, 2, 6)
+    ).steps[0]
+    assert isinstance(line, Affine)
     assert operator_norm(line, 2).value == pytest.approx(float(torch.linalg.matrix_norm(matrix(line), 2)))
-    assert torus_bound(line) >= operator_norm(line, 2).value
+    assert torus_bound(line.operator) >= operator_norm(line, 2).value
 
 
 @given(st.integers(0, 99))
 def test_slopes_after_a_map_are_counted_entry_by_entry(seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
-    stage = conv(seed, 2, 2, 3, 1, 1, 5)
-    after = torch.rand(stage.out_shape, generator=rng, dtype=torch.float64)
-    joined = after.flatten()[:, None] * matrix(stage)
+    step = conv(seed, 2, 2, 3, 1, 1, 5)
+    after = torch.rand(step.out_shape, generator=rng, dtype=torch.float64)
+    joined = after.flatten()[:, None] * matrix(step)
     for p in (1, 2, inf):
-        assert operator_norm(stage, p, after).value == pytest.approx(float(torch.linalg.matrix_norm(joined, p)))
-    dense = Dense((4,), (3,), torch.zeros(3), torch.randn(3, 4, generator=rng, dtype=torch.float64))
+        assert operator_norm(step, p, after).value == pytest.approx(float(torch.linalg.matrix_norm(joined, p)))
+    weight = torch.randn(3, 4, generator=rng, dtype=torch.float64)
+    dense = Affine((4,), (3,), Dense(weight, (1,)), torch.zeros(3))
     slopes = torch.rand(3, generator=rng, dtype=torch.float64)
     assert operator_norm(dense, 2, slopes).value == pytest.approx(
-        float(torch.linalg.matrix_norm(slopes[:, None] * dense.weight, 2))
+        float(torch.linalg.matrix_norm(slopes[:, None] * weight, 2))
     )
 
 
@@ -120,10 +129,10 @@ def test_max_pooling_counts_overlapping_windows() -> None:
 
 
 def test_the_gram_matrix_is_formed_from_the_smaller_side() -> None:
-    for stage in (conv(1, 1, 3, 3, 1, 1, 5), conv(1, 3, 1, 3, 2, 1, 6)):
-        a = matrix(stage)
-        expected = a.T @ a if stage.in_size <= stage.out_size else a @ a.T
-        torch.testing.assert_close(gram(stage, chunk=7), expected)
+    for step in (conv(1, 1, 3, 3, 1, 1, 5), conv(1, 3, 1, 3, 2, 1, 6)):
+        a = matrix(step)
+        expected = a.T @ a if step.in_size <= step.out_size else a @ a.T
+        torch.testing.assert_close(gram(step, chunk=7), expected)
 
 
 def test_a_verified_eigenvalue_is_never_below_the_true_one(monkeypatch: pytest.MonkeyPatch) -> None:

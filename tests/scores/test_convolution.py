@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from gradveil.layers.convolution import Convolution
-from gradveil.layers.operators import Scale
+from gradveil.layers.rules.arithmetic import Scale
+from gradveil.layers.rules.convolution import Convolution
 
 paddings = st.tuples(st.integers(0, 4), st.integers(0, 4))
 dilations = st.tuples(st.integers(1, 3), st.integers(1, 3))

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from gradveil.layers.convolution import Convolution
-from gradveil.layers.graph import Tape
-from gradveil.layers.walk import chain
+from gradveil.layers.jacobian import Tape
+from gradveil.layers.rules.convolution import Convolution
+from gradveil.layers.sequential import walkable
 from gradveil.scores import METHODS, leak_scores, methods, row_norms
 from gradveil.scores.api import linearise
 from gradveil.scores.exact import exact_rows
@@ -98,7 +98,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, no_device: None) -> type[_Fake]:
 
 
 def _replayed(model: nn.Module, layer: str, x: Tensor, name: str = "exact") -> Tensor:
-    layers = chain(model, layer, x)
+    layers = walkable(model, layer, x)
     assert layers is not None
     return graph.replayed(model, layers, x, Method(name)).norms[2.0]
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.testing import assert_close
 
-from gradveil.layers.graph import Tape
-from gradveil.layers.jacobian import FunctionJacobian
+from gradveil.layers.jacobian import FunctionJacobian, Tape
 from gradveil.scores import leak_scores, row_norms
 from gradveil.scores.api import linearise
 from gradveil.scores.exact import exact_rows

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from gradveil.layers.graph import Tape
+from gradveil.layers.jacobian import Tape
 from gradveil.models import build
 from gradveil.scores import row_norms
 from gradveil.scores.api import linearise

@@ -6,10 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from gradveil.layers.graph import Tape
-from gradveil.layers.jacobian import FunctionJacobian
+from gradveil.layers.jacobian import FunctionJacobian, Tape
 from gradveil.layers.recorder import record
-from gradveil.layers.walk import chain, walk
+from gradveil.layers.sequential import walk, walkable
 from gradveil.scores import leak_scores
 from gradveil.scores.api import linearise
 from reference.leak_scores import reference_scores
@@ -100,12 +99,12 @@ def test_writes_in_place_and_aliases_do_not_lead_astray(kind: type[_Model]) -> N
 
 @pytest.mark.parametrize("kind", [StopGradient, WriteInPlace, Masked, Uses, FusedDropout])
 def test_the_recorder_follows_what_it_can(kind: type[_Model]) -> None:
-    assert isinstance(record(kind(), "fc", torch.randn(3, 4)), Tape)
+    assert isinstance(record(kind(), "fc", torch.randn(3, 4)).linearise(), Tape)
 
 
 @pytest.mark.parametrize("kind", [WriteToView, WriteToBase, CopyInto])
 def test_the_recorder_says_what_stopped_it(kind: type[_Model]) -> None:
-    assert isinstance(record(kind(), "fc", torch.randn(3, 4)), str)
+    assert isinstance(record(kind(), "fc", torch.randn(3, 4)).linearise(), str)
 
 
 @pytest.mark.parametrize("name", sorted(BUILDERS))
@@ -126,9 +125,9 @@ def test_products_with_the_jacobian_agree_with_automatic_differentiation(name: s
 @pytest.mark.parametrize("name", ["linear", "identity", "strided", "even", "pooled"])
 def test_walking_a_chain_gives_the_recorded_tape(name: str) -> None:
     model, layer, x = make(name)
-    layers = chain(model, layer, x)
+    layers = walkable(model, layer, x)
     assert layers is not None
-    walked, recorded = walk(layers, x), record(model, layer, x)
+    walked, recorded = walk(layers, x), record(model, layer, x).linearise()
     assert isinstance(walked, Tape)
     assert isinstance(recorded, Tape)
     assert_close(walked.r, recorded.r)
@@ -162,7 +161,7 @@ def test_a_replaced_forward_is_honoured() -> None:
 def test_nested_chains_are_walked_up_to_a_layer_inside() -> None:
     model, _, x = make("even")
     nested = nn.Sequential(nn.Sequential(*model[:3]), nn.Sequential(*model[3:6], nn.Sequential(*model[6:])))
-    layers = chain(nested, "1.3.1", x)
+    layers = walkable(nested, "1.3.1", x)
     assert layers is not None
     assert len(layers) == 7
     assert_close(leak_scores(nested, "1.3.1", x, "exact"), leak_scores(model, "7", x, "exact"))

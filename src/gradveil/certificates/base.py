@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor, nn
 
-from gradveil.certificates.bounds.chain import StepChain, walk
+from gradveil.certificates.bounds.chain import StepChain, step_chain
 from gradveil.certificates.bounds.norms import check_p
 from gradveil.errors import CertificateError
 from gradveil.layers.modules import find_layer
@@ -149,7 +149,7 @@ class Problem:
     @cached_property
     def chain(self) -> StepChain:
         """The part of the model before the layer, as a chain."""
-        chain = walk(self.model, self.layer, self.x)
+        chain = step_chain(self.model, self.layer, self.x)
         if chain.out_size != self.r_perturbed.shape[1]:
             raise CertificateError(
                 f"Layer {self.layer!r} takes {chain.out_size} numbers per example; "

@@ -9,10 +9,9 @@ from math import sqrt
 import torch
 
 from gradveil.certificates.base import RANGE, Certificate, Problem, Region, farthest, ratio
-from gradveil.certificates.bounds.chain import StepChain
+from gradveil.certificates.bounds.chain import StepChain, is_reshape
 from gradveil.certificates.bounds.intervals import box_lipschitz, propagate, tighten
 from gradveil.certificates.bounds.norms import Norm, operator_norm
-from gradveil.certificates.bounds.stages import Reshape
 from gradveil.errors import CertificateError
 
 MARGIN = 1 + 1e-9  # on every Lipschitz constant, for rounding
@@ -21,7 +20,7 @@ STEPS = 10  # of the search for a radius
 
 def layer_norms(chain: StepChain, p: float) -> list[Norm]:
     """Return the norm of every step of the chain, reshapes left out."""
-    return [operator_norm(stage, p) for stage in chain.stages if not isinstance(stage, Reshape)]
+    return [operator_norm(step, p) for step in chain.steps if not is_reshape(step)]
 
 
 def lipschitz(chain: StepChain, p: float) -> float:

@@ -11,8 +11,8 @@ from torch import Generator, Tensor
 
 from gradveil.certificates.base import RANGE, Certificate, Problem, Region, dual_norm, farthest, norm
 from gradveil.certificates.bounds.intervals import plane, propagate, pull_rows, tighten
-from gradveil.certificates.bounds.stages import Interval
 from gradveil.layers.modules import prefix
+from gradveil.layers.rules.activations import Interval
 
 STEPS = 10  # of the search for a radius
 

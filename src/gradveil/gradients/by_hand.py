@@ -5,17 +5,82 @@ before (for a convolution, the same on patches). Every step can be differentiate
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.func import vjp
 
 from gradveil.gradients.convolution import Geometry, convolve, pull_back, weight_gradient
-from gradveil.layers.chain import Link, Passed, pull
+from gradveil.layers.sequential import Link, sequential
+from gradveil.models.parts import Normalize
 from gradveil.tree import Params
 
 WIDE = 32  # channels from which, on a CPU, torch's own convolutions win over copies into columns
+# Free of parameters, and one example's output depends on that example alone.
+_ACTIVATIONS = (
+    nn.Sigmoid, nn.Tanh, nn.ReLU, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus,
+    nn.Softsign, nn.Hardtanh, nn.LogSigmoid, nn.Identity,
+)  # fmt: skip
+_POOLS = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
+_DROPOUTS = (nn.Dropout, nn.Dropout2d, nn.AlphaDropout)
+
+
+def known_chain(model: nn.Module) -> list[Link] | None:
+    """Return the layers in the order they run, or None where the model is no chain of known layers.
+
+    Known are plain convolutions, linear layers, batch norm in eval mode, activations, poolings and flatten. Tied
+    weights make it none.
+    """
+    links = sequential(model)
+    if links is None or not all(_known(link.module) for link in links):
+        return None
+    seen = [id(link.module) for link in links if link.has_parameters]
+    held = sum(len(list(link.module.parameters())) for link in links)
+    return None if len(seen) != len(set(seen)) or len(list(model.parameters())) != held else links
+
+
+def _known(module: nn.Module) -> bool:
+    if isinstance(module, nn.Conv2d):
+        plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
+        return type(module) is nn.Conv2d and plain and module.groups == 1 and tuple(module.dilation) == (1, 1)
+    if isinstance(module, nn.Linear):
+        return type(module) is nn.Linear
+    if isinstance(module, nn.BatchNorm2d):
+        return not module.training and module.running_mean is not None
+    if isinstance(module, nn.Flatten):
+        return module.start_dim == 1 and module.end_dim == -1
+    if isinstance(module, nn.MaxPool2d) and module.return_indices:
+        return False
+    return isinstance(module, (*_ACTIVATIONS, *_POOLS, *_DROPOUTS, Normalize))
+
+
+T = TypeVar("T")  # what goes through the layers: a tensor, or one with its tangents
+
+
+@dataclass(frozen=True)
+class Passed(Generic[T]):
+    """A layer that was run on the examples of all problems: its output, and two ways to use δ."""
+
+    output: T
+    back: Callable[[T], T]  # δ, the loss's gradient at the output -> the one at the input
+    read: Callable[[T, int], dict[str, T]]  # δ at the output, number of problems -> the layer's gradients
+
+
+def pull(
+    links: Sequence[Link], passed: Sequence[Passed[T]], delta: T, names: Sequence[str], problems: int
+) -> dict[str, T]:
+    """Return the gradients of the named parameters for δ at the logits; no layer before theirs is passed."""
+    owners = {name.rpartition(".")[0] for name in names}
+    first = min(i for i, link in enumerate(links) if link.path in owners)
+    gradients: dict[str, T] = {}
+    for i in range(len(links) - 1, first - 1, -1):
+        if links[i].path in owners:
+            gradients |= passed[i].read(delta, problems)
+        if i > first:
+            delta = passed[i].back(delta)
+    return {name: gradients[name] for name in names}
 
 
 def pays(links: Sequence[Link], device: torch.device) -> bool:
@@ -99,7 +164,7 @@ def _free(module: nn.Module, h: Tensor) -> Passed[Tensor]:
     def nothing(delta: Tensor, problems: int) -> Params:
         return {}
 
-    if isinstance(module, (nn.Dropout, nn.Dropout2d, nn.AlphaDropout)):
+    if isinstance(module, _DROPOUTS):
         return Passed(h, lambda delta: delta, nothing)
     if isinstance(module, nn.Flatten):
         return Passed(h.flatten(1), lambda delta: delta.view(h.shape), nothing)

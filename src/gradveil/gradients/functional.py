@@ -2,7 +2,7 @@
 
 Three forms of the same function, each differentiable in the trial inputs and labels:
 
-- *manual*: the first backward pass written out, for models that are a chain of known layers (``manual.py``);
+- *manual*: the first backward pass written out, for models that are a chain of known layers (``by_hand.py``);
 - *vmap*: ``vmap(grad(loss))``, for any module that ``torch.func`` can trace;
 - *loop*: one problem after the other, for the rest.
 """
@@ -20,8 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from gradveil.errors import AttackError
-from gradveil.gradients.by_hand import manual_gradients, pays
-from gradveil.layers.chain import walk
+from gradveil.gradients.by_hand import known_chain, manual_gradients, pays
 from gradveil.tree import Params, parameters
 from gradveil.types import Update
 
@@ -81,7 +80,7 @@ def trial_gradients(model: nn.Module, names: Iterable[str], form: Form = "auto")
     only; under ``torch.func`` transforms (``jvp``, ``jacrev``, ``vmap``) ask for ``vmap``.
     """
     wanted = tuple(names)
-    links = walk(model) if form in ("auto", "manual") else None
+    links = known_chain(model) if form in ("auto", "manual") else None
     if form == "manual" and links is None:
         raise AttackError(f"{type(model).__name__} is not a chain of known layers. Use form='vmap' or 'auto'.")
     if links is not None and (form == "manual" or pays(links, next(model.parameters()).device)):

@@ -1,41 +1,88 @@
 """Run a model as far as a layer and write down what happens to the input."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradveil.layers import layer_rules  # noqa: F401  (fills the table of rules)
-from gradveil.layers.graph import Edge, Node, Tape, cut
+from gradveil.layers.jacobian import Edge, Node, Tape
 from gradveil.layers.modules import copied_buffers, input_of
-from gradveil.layers.rules import RULES, Call
+from gradveil.layers.rules.base import RULES, Call, Shape, Step
+
+# What these return has the shape of their argument and nothing else of it.
+_FILLED = {
+    "zeros_like", "ones_like", "full_like", "empty_like",
+    "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided",
+}  # fmt: skip
 
 
-def record(model: nn.Module, layer: str, x: Tensor) -> Tape | str:
-    """Return the forward pass from x to the layer's input as a tape, or the name of an operation unknown to tapes.
+@dataclass(frozen=True)
+class Operation:
+    """An operation that made a tensor from others that depend on the input, and what is known of it."""
 
-    The model runs as it is: any control flow, hooks, dropout masks of the current random state.
+    name: str
+    shape: Shape  # of the tensor
+    parents: tuple[int, ...] = ()  # places of the operations that it depends on
+    edges: tuple[Edge, ...] | None = None  # its linear maps at the point; None where they are not known
+    step: Step | None = None  # what it is everywhere
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A forward pass from x, the first of the operations, to r."""
+
+    operations: tuple[Operation, ...]
+    end: int | None  # the operation that made r; None: r does not depend on x
+    x: Tensor
+    r: Tensor
+
+    def linearise(self) -> Tape | str:
+        """Return the pass at this point as linear maps, or the name of an operation on the way that has none."""
+        if self.end is None:
+            return "an operation that hides its input"
+        wanted = {self.end}
+        for at in range(self.end, -1, -1):
+            if at in wanted:
+                wanted.update(edge.source for edge in self.operations[at].edges or ())
+        place = {old: new for new, old in enumerate(sorted(wanted))}
+        nodes = []
+        for operation in map(self.operations.__getitem__, place):
+            if operation.edges is None:
+                return operation.name
+            edges = tuple(Edge(place[edge.source], edge.operator) for edge in operation.edges)
+            nodes.append(Node(operation.shape, edges))
+        return Tape(tuple(nodes), self.x, self.r)
+
+
+def record(model: nn.Module, layer: str, x: Tensor, *, everywhere: bool = False) -> Graph:
+    """Return the forward pass from x to the layer's input.
+
+    The model runs as it is: any control flow, hooks, dropout masks of the current random state. By default what
+    matters is the derivative at x; ``everywhere``, what the operations are for any input. Then nothing that was
+    computed from x counts as a constant, and every operation gets its step.
     """
     with torch.no_grad():
-        recorder = Recorder(x.detach())
+        recorder = Recorder(x.detach(), everywhere)
         with recorder:
             r = input_of(model, layer, recorder.x, copied_buffers(model))
-        return recorder.tape(r)
+        return Graph(tuple(recorder.operations), recorder.place(r), recorder.x, r)
 
 
 class Recorder(TorchDispatchMode):
     """Follow every tensor that depends on x.
 
     A tensor is known by its identity. Where another name for the same memory turns up (an alias made behind the
-    back of this mode, or a write in place), what depends on it is marked unknown: no wrong answer, only no tape.
+    back of this mode, or a write in place), what depends on it is marked unknown: no wrong answer, only none.
     """
 
-    def __init__(self, x: Tensor) -> None:
+    def __init__(self, x: Tensor, everywhere: bool) -> None:
         super().__init__()
         self.x = x
-        self.nodes = [Node(tuple(x.shape), ())]
+        self.everywhere = everywhere
+        self.operations = [Operation("input", tuple(x.shape), edges=())]
         self._known: dict[int, tuple[Tensor, int]] = {id(x): (x, 0)}  # the tensor is kept, so that its id stays its own
         self._constant: dict[int, Tensor] = {}  # shares memory with a known one, yet does not depend on x
         self._memory: dict[int, set[int]] = {_memory(x): {id(x)}}  # storage -> ids of known tensors
@@ -49,38 +96,46 @@ class Recorder(TorchDispatchMode):
         in_place = name.endswith("_") and not name.endswith("__")
         if used and in_place and used[0] is args[0]:
             args_before = (args[0].clone(), *args[1:])
-            self._known[id(args_before[0])] = (args_before[0], self._node_of(args[0]))
+            self._known[id(args_before[0])] = (args_before[0], self._known[id(args[0])][1])
         else:
             args_before = args
+        parents = tuple(self._known[id(t)][1] for t in used)
         out = func(*args, **kwargs)
-        outs = out if isinstance(out, tuple | list) else (out,)
+        outs = tuple(out) if isinstance(out, tuple | list) else (out,)
         if in_place and isinstance(args[0], Tensor):
             self._overwritten(args[0])
-        if not used or name == "detach" or name.endswith("_like") or name.startswith("new_"):
+        if not used or self._hides(name):
             self._note_constants(outs)
         else:
-            self._note(name.removesuffix("_"), args_before, kwargs, tuple(outs))
+            self._note(name.removesuffix("_"), parents, Call(func, args_before, kwargs, outs, self._depends))
         return out
 
-    def tape(self, r: Tensor) -> Tape | str:
-        """Return what leads from x to r; an operation's name where that has no linear map."""
-        if id(r) not in self._known:
-            return "an operation that hides its input"
-        return cut(self.nodes, self._known[id(r)][1], self.x, r)
+    def place(self, tensor: Tensor) -> int | None:
+        """Return which operation made a tensor; None where it does not depend on x."""
+        return self._known[id(tensor)][1] if id(tensor) in self._known else None
 
-    def add(self, out: Tensor, edges: tuple[Edge, ...], unknown: str = "") -> None:
+    def _hides(self, name: str) -> bool:
+        if self.everywhere:
+            return name in _FILLED
+        return name == "detach" or name.endswith("_like") or name.startswith("new_")
+
+    def _add(self, out: Tensor, operation: Operation) -> None:
         """Note a tensor that depends on x."""
-        self.nodes.append(Node(tuple(out.shape), edges, unknown))
-        self._known[id(out)] = (out, len(self.nodes) - 1)
+        self.operations.append(operation)
+        self._known[id(out)] = (out, len(self.operations) - 1)
         self._memory.setdefault(_memory(out), set()).add(id(out))
 
-    def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[Any, ...]) -> None:
-        found = RULES[name](Call(args, kwargs, outs, self._depends)) if name in RULES else None
-        edges = tuple(Edge(self._node_of(tensor), operator) for tensor, operator in found or ())
-        for place, out in enumerate(outs):
-            if isinstance(out, Tensor) and out.is_floating_point():
-                known = place == 0 and found is not None
-                self.add(out, edges if known else (), "" if known else name)
+    def _note(self, name: str, parents: tuple[int, ...], call: Call) -> None:
+        rule = RULES.get(name)
+        maps = rule.edges(call) if rule else None
+        edges = None if maps is None else tuple(Edge(self._known[id(t)][1], operator) for t, operator in maps)
+        step = None
+        if self.everywhere and rule and rule.step and maps and len(maps) == 1:
+            step = rule.step(call, maps)
+        for at, out in enumerate(call.outs):
+            if isinstance(out, Tensor) and (self.everywhere or out.is_floating_point()):
+                known = (edges, step) if at == 0 else (None, None)
+                self._add(out, Operation(name, tuple(out.shape), parents, *known))
 
     def _depends(self, value: Any) -> bool:
         if not isinstance(value, Tensor) or id(value) in self._constant:
@@ -89,11 +144,8 @@ class Recorder(TorchDispatchMode):
             return True
         if _memory(value) not in self._memory:
             return False
-        self.add(value, (), "a second name for the same memory")
+        self._add(value, Operation("a second name for the same memory", tuple(value.shape)))
         return True
-
-    def _node_of(self, tensor: Tensor) -> int:
-        return self._known[id(tensor)][1]
 
     def _note_constants(self, outs: Any) -> None:
         for out in outs:
@@ -103,7 +155,7 @@ class Recorder(TorchDispatchMode):
     def _overwritten(self, tensor: Tensor) -> None:
         """Mark all other names of this memory as unknown from here on."""
         for other in self._memory.get(_memory(tensor), set()) - {id(tensor)}:
-            self.add(self._known[other][0], (), "a write in place")
+            self._add(self._known[other][0], Operation("a write in place", tuple(self._known[other][0].shape)))
 
 
 def _memory(tensor: Tensor) -> int:

@@ -4,12 +4,11 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.errors import ScoreError, did_you_mean
-from gradveil.layers.graph import Tape
-from gradveil.layers.jacobian import FunctionJacobian, Jacobian
+from gradveil.layers.jacobian import FunctionJacobian, Jacobian, Tape
 from gradveil.layers.modules import find_layer, find_module, prefix
-from gradveil.layers.operators import wide
 from gradveil.layers.recorder import record
-from gradveil.layers.walk import chain, walk
+from gradveil.layers.rules.base import wide
+from gradveil.layers.sequential import walk, walkable
 from gradveil.scores.fast.cuda import replayed
 from gradveil.scores.methods import MEMORY, METHODS, Method, loop_rows
 from gradveil.scores.rows import NORMS, RowNorms, scores
@@ -75,19 +74,19 @@ def compute(
     if name == "loop":
         return loop_rows(model, path, x, ps)
     method = Method(name, ps, probes, seed, memory or MEMORY.get(x.device.type, MEMORY["cpu"]))
-    if x.is_cuda and (layers := chain(model, path, x)) is not None:
+    if x.is_cuda and (layers := walkable(model, path, x)) is not None:
         return replayed(model, layers, x, method)
     return method(linearise(model, path, x, must_be_explicit=name == "moment"))
 
 
 def linearise(model: nn.Module, layer: str, x: Tensor, *, must_be_explicit: bool = False) -> Jacobian:
     """Return the Jacobian of the layer's input: explicit where every operation is known, else by differentiation."""
-    layers = chain(model, layer, x)
-    found: Tape | str = record(model, layer, x) if layers is None else walk(layers, x)
-    if isinstance(found, Tape):
-        return found
+    layers = walkable(model, layer, x)
+    tape = record(model, layer, x).linearise() if layers is None else walk(layers, x)
+    if isinstance(tape, Tape):
+        return tape
     if must_be_explicit:
-        raise ScoreError(f"Method 'moment' cannot pass through {found}. Use exact, sketch or deflation.")
+        raise ScoreError(f"Method 'moment' cannot pass through {tape}. Use exact, sketch or deflation.")
     return FunctionJacobian(model, layer, x)
 
 

@@ -6,9 +6,8 @@ from functools import lru_cache, reduce
 import torch
 from torch import Tensor
 
-from gradveil.layers.graph import Tape
-from gradveil.layers.jacobian import Jacobian
-from gradveil.layers.operators import wide
+from gradveil.layers.jacobian import Jacobian, Tape
+from gradveil.layers.rules.base import wide
 from gradveil.scores.rows import RowNorms, stack_norms
 from gradveil.seeds import Seeds
 

@@ -7,9 +7,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from gradveil.layers.graph import Tape
-from gradveil.layers.jacobian import Jacobian
-from gradveil.layers.operators import wide
+from gradveil.layers.jacobian import Jacobian, Tape
+from gradveil.layers.rules.base import wide
 from gradveil.scores.rows import RowNorms, add_norms, reduce_norms, stack_norms
 
 

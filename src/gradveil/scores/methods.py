@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.errors import ScoreError
-from gradveil.layers.graph import Tape
-from gradveil.layers.jacobian import Jacobian
+from gradveil.layers.jacobian import Jacobian, Tape
 from gradveil.layers.modules import prefix
-from gradveil.layers.operators import wide
+from gradveil.layers.rules.base import wide
 from gradveil.scores.estimators import deflation_rows, moment_rows, random_signs, sketch_rows
 from gradveil.scores.exact import exact_rows, generic_rows
 from gradveil.scores.fast.cpu_kernel import lanes_rows

@@ -7,7 +7,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from gradveil.layers.operators import wide
+from gradveil.layers.rules.base import wide
 
 NORMS = (1.0, 2.0, inf)  # the p that exact methods know; estimators know 2 only
 TINY = 1e-17  # squares of smaller float32 numbers lose digits, or are zero

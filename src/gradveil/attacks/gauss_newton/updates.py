@@ -14,8 +14,8 @@ from torch.func import functional_call, grad, jvp, vmap
 
 from gradveil.attacks.gauss_newton.equations import Direct, Equations, Prior, Smoothing, Trial, kink_scales
 from gradveil.attacks.gauss_newton.tangents import can_write_out, run_chain
+from gradveil.gradients.by_hand import known_chain, pull
 from gradveil.gradients.functional import quiet, soft_cross_entropy, unroll
-from gradveil.layers.chain import pull, walk
 from gradveil.layers.modules import trace
 from gradveil.tree import Params
 from gradveil.types import Observation
@@ -75,7 +75,7 @@ def trial_update(seen: Observation, state: Params, prior: Prior) -> Callable[...
 
 def written_out(seen: Observation, state: Params, prior: Prior) -> Direct | None:
     """Return the rows of many trial points and, on demand, their Jacobian by parts; None where it is no known chain."""
-    links = walk(seen.model)
+    links = known_chain(seen.model)
     if links is None or not can_write_out(links) or not free_logits(seen) or seen.simulate is not None:
         return None
     names, examples = seen.visible, seen.num_examples

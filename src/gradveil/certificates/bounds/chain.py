@@ -12,16 +12,22 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from gradveil.certificates.bounds.recorder import OperationRecorder, read
-from gradveil.certificates.bounds.stages import Activation, Affine, Conv, Dense, Reshape, Scale, Shape, Stage
-from gradveil.layers.modules import find_layer, prefix
+from gradveil.errors import CertificateError
+from gradveil.layers.modules import find_layer
+from gradveil.layers.recorder import Graph, Operation, record
+from gradveil.layers.rules.activations import Pointwise
+from gradveil.layers.rules.arithmetic import Scale
+from gradveil.layers.rules.base import Affine, Operator, Shape, Step
+from gradveil.layers.rules.convolution import Convolution
+from gradveil.layers.rules.dense import Dense
+from gradveil.layers.rules.shapes import Reshape
 
 
 @dataclass(frozen=True)
 class StepChain:
     """f: x -> r as a list of steps, in float64, with the model in eval mode."""
 
-    stages: tuple[Stage, ...]
+    steps: tuple[Step, ...]
     in_shape: Shape
     layer: str
     has_modes: bool  # whether the model has layers that differ between training and eval
@@ -29,32 +35,68 @@ class StepChain:
     def __call__(self, x: Tensor) -> Tensor:
         """Return r (N, L) for x (N, *in_shape)."""
         x = x.to(torch.float64)
-        for stage in self.stages:
-            x = stage(x)
+        for step in self.steps:
+            x = step(x)
         return x.flatten(1)
 
     @property
     def out_size(self) -> int:
         """The length L of the representation."""
-        return self.stages[-1].out_size if self.stages else prod(self.in_shape)
+        return self.steps[-1].out_size if self.steps else prod(self.in_shape)
 
     def __str__(self) -> str:
-        return " -> ".join(_label(s) for s in self.stages if not isinstance(s, Reshape)) or "identity"
+        return " -> ".join(_label(s) for s in self.steps if not is_reshape(s)) or "identity"
 
 
-def _label(stage: Stage) -> str:
-    return stage.curve.name if isinstance(stage, Activation) else type(stage).__name__.lower()
+def is_reshape(step: Step) -> bool:
+    """Return whether a step only changes the shape, which no norm and no bound looks at."""
+    return isinstance(step, Affine) and isinstance(step.operator, Reshape)
 
 
-def walk(model: nn.Module, layer: str | None, x: Tensor) -> StepChain:
+def _label(step: Step) -> str:
+    if isinstance(step, Pointwise):
+        return step.curve.name
+    named = step.operator if isinstance(step, Affine) else step
+    return "conv" if isinstance(named, Convolution) else type(named).__name__.lower()
+
+
+def step_chain(model: nn.Module, layer: str | None, x: Tensor) -> StepChain:
     """Return the chain before ``layer`` for inputs like x (N, *shape)."""
     name = find_layer(model, layer)
     twin = copy.deepcopy(model).to(torch.float64).eval()
     example = x[:1].detach().to(torch.float64).repeat(2, *[1] * (x.ndim - 1))
-    with torch.no_grad(), OperationRecorder(example) as recorder:
-        r = prefix(twin, name)(example)
-    stages = [stage for node in recorder.path(r) for stage in read(node)]
-    return StepChain(tuple(_fold(stages)), tuple(x.shape[1:]), name, has_modes(model))
+    steps = _steps(record(twin, name, example, everywhere=True))
+    return StepChain(tuple(_fold(steps)), tuple(x.shape[1:]), name, has_modes(model))
+
+
+def _steps(graph: Graph) -> list[Step]:
+    """Return the steps that lead from the input to r, in order."""
+    if graph.end is None:
+        raise CertificateError("What the layer is fed does not depend on the input, so there is nothing to certify.")
+    path: list[Operation] = []
+    at = graph.end
+    while at:
+        operation = graph.operations[at]
+        if len(operation.parents) > 1:
+            raise CertificateError(
+                f"The part before the layer is not a chain: {operation.name!r} joins two paths from the input "
+                "(a residual connection or a product). Certify a layer before it, or use kind='local'."
+            )
+        path.append(operation)
+        at = operation.parents[0] if operation.parents else 0
+    steps = []
+    before = graph.operations[0].shape
+    for operation in reversed(path):
+        if operation.step is None:
+            raise CertificateError(
+                f"Cannot walk through {operation.name!r} ({before[1:]} to {operation.shape[1:]}). A certificate knows "
+                "chains of linear, convolution, pooling, batch norm (eval) and activation layers; use kind='local' for "
+                "others."
+            )
+        before = operation.shape
+        if not (is_reshape(operation.step) and operation.step.in_shape == operation.step.out_shape):
+            steps.append(operation.step)
+    return steps
 
 
 def has_modes(model: nn.Module) -> bool:
@@ -63,43 +105,44 @@ def has_modes(model: nn.Module) -> bool:
     return any(isinstance(m, kinds) for m in model.modules())
 
 
-def _fold(stages: Sequence[Stage]) -> list[Stage]:
+def _fold(steps: Sequence[Step]) -> list[Step]:
     """Join each diagonal map with the linear map beside it, so that its norm is not counted apart."""
-    found: list[Stage] = []
-    for stage in stages:
-        joined = _join(found[-1], stage) if found else None
+    folded: list[Step] = []
+    for step in steps:
+        joined = _join(folded[-1], step) if folded else None
         if joined is None:
-            found.append(stage)
+            folded.append(step)
         else:
-            found[-1] = joined
-    return found
+            folded[-1] = joined
+    return folded
 
 
-def _join(a: Stage, b: Stage) -> Stage | None:
+def _join(a: Step, b: Step) -> Step | None:
     if not isinstance(a, Affine) or not isinstance(b, Affine):
         return None
-    if isinstance(b, Scale):
-        factor = _per_channel(b.factor, b.in_shape, isinstance(a, Conv))
-        offset = a.offset * b.factor + b.offset
-        if isinstance(a, Scale):
-            return replace(a, factor=a.factor * b.factor, offset=offset)
-        if factor is not None and isinstance(a, Conv | Dense):
-            return replace(a, weight=a.weight * factor.reshape(-1, *[1] * (a.weight.ndim - 1)), offset=offset)
+    first, second = a.operator, b.operator
+    if isinstance(second, Scale) and second.source == second.target:
+        offset = a.offset * second.one + b.offset
+        if isinstance(first, Scale):
+            return replace(a, operator=replace(first, by=(first.one * second.one)[None]), offset=offset)
+        factor = _per_channel(second.one, first)
+        if factor is None or not isinstance(first, Convolution | Dense):
+            return None
+        weight = first.weight * factor.reshape(-1, *[1] * (first.weight.ndim - 1))
+        return replace(a, operator=replace(first, weight=weight), offset=offset)
+    if not isinstance(first, Scale) or first.source != first.target or not isinstance(second, Convolution | Dense):
         return None
-    if not isinstance(a, Scale) or not isinstance(b, Conv | Dense):
-        return None
-    factor = _per_channel(a.factor, a.in_shape, isinstance(b, Conv))
-    if factor is None or (isinstance(b, Conv) and b.groups > 1):
+    factor = _per_channel(first.one, second)
+    if factor is None or (isinstance(second, Convolution) and second.groups > 1):
         return None
     inner = b.linear(a.offset.expand(a.out_shape).unsqueeze(0))[0]
-    weight = b.weight * factor.reshape(1, -1, *[1] * (b.weight.ndim - 2))
-    return replace(b, weight=weight, offset=inner + b.offset)
+    weight = second.weight * factor.reshape(1, -1, *[1] * (second.weight.ndim - 2))
+    return replace(b, operator=replace(second, weight=weight), offset=inner + b.offset)
 
 
-def _per_channel(factor: Tensor, shape: Shape, conv: bool) -> Tensor | None:
+def _per_channel(factor: Tensor, beside: Operator) -> Tensor | None:
     """Return one factor per channel (first dimension) or per feature (last one); None where it varies otherwise."""
-    full = factor.expand(shape)
-    if not conv:
-        return full if len(shape) == 1 else None
-    flat = full.reshape(shape[0], -1)
+    if not isinstance(beside, Convolution):
+        return factor if factor.ndim == 1 else None
+    flat = factor.reshape(factor.shape[0], -1)
     return flat[:, 0] if bool((flat == flat[:, :1]).all()) else None

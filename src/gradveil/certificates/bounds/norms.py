@@ -18,8 +18,14 @@ import torch
 from scipy.sparse.linalg import eigsh
 from torch import Tensor
 
-from gradveil.certificates.bounds.stages import Activation, Affine, Conv, Dense, MaxPool, Reshape, Scale, Stage
 from gradveil.errors import CertificateError
+from gradveil.layers.rules.activations import Pointwise
+from gradveil.layers.rules.arithmetic import Scale
+from gradveil.layers.rules.base import Affine, Step
+from gradveil.layers.rules.convolution import Convolution
+from gradveil.layers.rules.dense import Dense
+from gradveil.layers.rules.pooling import MaxPool
+from gradveil.layers.rules.shapes import Permute, Reshape
 
 DENSE = 4096  # largest side of a Gram matrix that is formed
 DIRECT = 1024  # largest side whose eigenvalues are all computed
@@ -43,67 +49,59 @@ def check_p(p: float) -> float:
 
 
 @singledispatch
-def operator_norm(stage: Stage, p: float, after: Tensor | None = None) -> Norm:
+def operator_norm(step: Step, p: float, after: Tensor | None = None) -> Norm:
     """Return ||D A||_p→p for a step A; ``after`` is the diagonal D >= 0 (broadcasts to the step's output)."""
-    raise CertificateError(f"No norm is known for {type(stage).__name__}.")
+    raise CertificateError(f"No norm is known for {type(step).__name__}.")
 
 
 @operator_norm.register
-def _(stage: Reshape, p: float, after: Tensor | None = None) -> Norm:
-    return Norm(_largest(after), "exact", "reordering")
+def _(step: Pointwise, p: float, after: Tensor | None = None) -> Norm:
+    return Norm(step.curve.steepest() * _largest(after), "exact", f"steepest slope of {step.curve.name}")
 
 
 @operator_norm.register
-def _(stage: Activation, p: float, after: Tensor | None = None) -> Norm:
-    return Norm(stage.curve.steepest() * _largest(after), "exact", f"steepest slope of {stage.curve.name}")
-
-
-@operator_norm.register
-def _(stage: MaxPool, p: float, after: Tensor | None = None) -> Norm:
-    m = stage.overlap()
+def _(step: MaxPool, p: float, after: Tensor | None = None) -> Norm:
+    m = step.overlap()
     value = {1: float(m), 2: sqrt(m), inf: 1.0}[p]
     return Norm(value * _largest(after), "exact" if m == 1 else "upper bound", f"windows overlap {m}-fold")
 
 
 @operator_norm.register
-def _(stage: Scale, p: float, after: Tensor | None = None) -> Norm:
-    factor = stage.factor.abs().expand(stage.in_shape)
-    return Norm(float((factor if after is None else factor * after).max()), "exact", "largest factor")
-
-
-@operator_norm.register
-def _(stage: Dense, p: float, after: Tensor | None = None) -> Norm:
+def _(step: Affine, p: float, after: Tensor | None = None) -> Norm:
+    operator = step.operator
+    if isinstance(operator, Reshape | Permute):
+        return Norm(_largest(after), "exact", "reordering")
+    if isinstance(operator, Scale) and operator.source == operator.target:
+        factor = operator.one.abs()
+        return Norm(float((factor if after is None else factor * after).max()), "exact", "largest factor")
     if p != 2:
-        return _row_or_column(stage, p, after)
-    if after is not None and len(stage.out_shape) == 1:
-        return Norm(spectral(stage.weight * after.expand(stage.out_shape)[:, None]), "exact", "singular values")
-    return Norm(
-        spectral(stage.weight) * _largest(after), "exact" if after is None else "upper bound", "singular values"
-    )
-
-
-@operator_norm.register
-def _(stage: Conv, p: float, after: Tensor | None = None) -> Norm:
-    if p != 2:
-        return _row_or_column(stage, p, after)
-    if min(stage.in_size, stage.out_size) <= DENSE:
-        return Norm(sqrt(largest_eigenvalue(gram(stage, after))), "exact", "singular values of the whole map")
-    mixed = sqrt(operator_norm(stage, 1).value * operator_norm(stage, inf).value)
-    torus = torus_bound(stage)
+        return _row_or_column(step, p, after)
+    if isinstance(operator, Dense):
+        return _matrix_norm(operator.weight, after if len(step.out_shape) == 1 else None, after)
+    if min(step.in_size, step.out_size) <= DENSE:
+        return Norm(sqrt(largest_eigenvalue(gram(step, after))), "exact", "singular values of the whole map")
+    mixed = sqrt(operator_norm(step, 1).value * operator_norm(step, inf).value)
+    torus = torus_bound(operator) if isinstance(operator, Convolution) else inf
     how = "Fourier transform on a torus" if torus <= mixed else "geometric mean of the 1- and inf-norms"
     return Norm(min(torus, mixed) * _largest(after), "upper bound", how)
+
+
+def _matrix_norm(weight: Tensor, rows: Tensor | None, after: Tensor | None) -> Norm:
+    if rows is not None:
+        return Norm(spectral(weight * rows.expand(len(weight))[:, None]), "exact", "singular values")
+    return Norm(spectral(weight) * _largest(after), "exact" if after is None else "upper bound", "singular values")
 
 
 def _largest(after: Tensor | None) -> float:
     return 1.0 if after is None else float(after.max())
 
 
-def _row_or_column(stage: Affine, p: float, after: Tensor | None) -> Norm:
+def _row_or_column(step: Affine, p: float, after: Tensor | None) -> Norm:
     d = torch.ones((), dtype=torch.float64) if after is None else after
     if p == inf:
-        rows = stage.linear(torch.ones(1, *stage.in_shape, dtype=torch.float64), absolute=True) * d
+        rows = step.linear(torch.ones(1, *step.in_shape, dtype=torch.float64), absolute=True) * d
         return Norm(float(rows.max()), "exact", "largest row sum")
-    columns = stage.transposed(d.expand(1, *stage.out_shape).to(torch.float64), absolute=True)
+    columns = step.transposed(d.expand(1, *step.out_shape).to(torch.float64), absolute=True)
     return Norm(float(columns.max()), "exact", "largest column sum")
 
 
@@ -118,16 +116,16 @@ def spectral(matrix: Tensor) -> float:
     return sqrt(largest_eigenvalue(matrix @ matrix.mH if wide else matrix.mH @ matrix))
 
 
-def gram(stage: Affine, after: Tensor | None = None, chunk: int = 256) -> Tensor:
+def gram(step: Affine, after: Tensor | None = None, chunk: int = 256) -> Tensor:
     """Return AᵀD²A or D A AᵀD, whichever is smaller, without forming A."""
     d = torch.ones((), dtype=torch.float64) if after is None else after
-    inward = stage.in_size <= stage.out_size
-    side, shape = (stage.in_size, stage.in_shape) if inward else (stage.out_size, stage.out_shape)
+    inward = step.in_size <= step.out_size
+    side, shape = (step.in_size, step.in_shape) if inward else (step.out_size, step.out_shape)
     rows = []
     for start in range(0, side, chunk):
         unit = torch.eye(side, dtype=torch.float64)[start : start + chunk].reshape(-1, *shape)
-        found = stage.transposed(stage.linear(unit) * d * d) if inward else stage.linear(stage.transposed(unit * d)) * d
-        rows.append(found.flatten(1))
+        part = step.transposed(step.linear(unit) * d * d) if inward else step.linear(step.transposed(unit * d)) * d
+        rows.append(part.flatten(1))
     return torch.cat(rows)
 
 
@@ -149,25 +147,25 @@ def largest_eigenvalue(grams: Tensor) -> float:
     return float(grams.abs().sum(1).max())
 
 
-def torus_bound(stage: Conv) -> float:
+def torus_bound(conv: Convolution) -> float:
     """Return an upper bound of a zero-padded convolution's largest singular value.
 
     The map is: put the image on a torus of side n + reach of the kernel (norm 1), convolve in a circle, keep
     every s-th entry, cut out the result (norm at most 1). In the Fourier domain the middle part is block
     diagonal: for every coarse frequency the s^k frequencies that the stride folds together, divided by s^(k/2).
     """
-    groups, out = stage.groups, stage.weight.shape[0]
-    weight = stage.weight.reshape(groups, out // groups, *stage.weight.shape[1:])
-    kernel, k = stage.weight.shape[2:], len(stage.stride)
+    groups, out = conv.groups, conv.weight.shape[0]
+    weight = conv.weight.reshape(groups, out // groups, *conv.weight.shape[1:])
+    kernel, k = conv.weight.shape[2:], len(conv.stride)
     sides = [
         -(-(n + d * (w - 1)) // s) * s
-        for n, d, w, s in zip(stage.in_shape[1:], stage.dilation, kernel, stage.stride, strict=True)
+        for n, d, w, s in zip(conv.source[2:], conv.dilation, kernel, conv.stride, strict=True)
     ]
     spread = torch.zeros(*weight.shape[:3], *sides, dtype=torch.float64)
-    spots = torch.meshgrid(*(torch.arange(w) * d for w, d in zip(kernel, stage.dilation, strict=True)), indexing="ij")
+    spots = torch.meshgrid(*(torch.arange(w) * d for w, d in zip(kernel, conv.dilation, strict=True)), indexing="ij")
     spread.flatten(3)[..., sum(spot * prod(sides[i + 1 :]) for i, spot in enumerate(spots))] = weight
-    found = torch.fft.fftn(spread, dim=tuple(range(3, 3 + k)))  # (groups, out, in, *sides)
-    return max(_folded(found[g], stage.stride) for g in range(groups))
+    transform = torch.fft.fftn(spread, dim=tuple(range(3, 3 + k)))  # (groups, out, in, *sides)
+    return max(_folded(transform[g], conv.stride) for g in range(groups))
 
 
 def _folded(transform: Tensor, stride: tuple[int, ...]) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradveil.layers.graph import Tape
+from gradveil.layers.jacobian import Tape
 from gradveil.scores.exact import Start, live_first
 from gradveil.scores.fast.kernel_plan import Image, Piece, PieceShape, RowSplit, best_split, pieces_of
 from gradveil.scores.rows import TINY, RowNorms

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from gradveil.layers.walk import walk
+from gradveil.layers.sequential import walk
 from gradveil.scores.methods import Method
 from gradveil.scores.rows import RowNorms
 

@@ -14,9 +14,12 @@ from math import prod
 import torch
 from torch import Tensor
 
-from gradveil.layers.convolution import Convolution
-from gradveil.layers.graph import Tape
-from gradveil.layers.operators import Dense, Operator, Reshape, Scale, wide
+from gradveil.layers.jacobian import Tape
+from gradveil.layers.rules.arithmetic import Scale
+from gradveil.layers.rules.base import Operator, wide
+from gradveil.layers.rules.convolution import Convolution
+from gradveil.layers.rules.dense import Dense
+from gradveil.layers.rules.shapes import Reshape
 from gradveil.scores.exact import Start
 from gradveil.scores.rows import RowNorms, add_norms, reduce_norms
 

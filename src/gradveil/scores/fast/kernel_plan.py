@@ -9,10 +9,13 @@ from math import prod
 import torch
 from torch import Tensor
 
-from gradveil.layers.convolution import Convolution
-from gradveil.layers.graph import Tape
-from gradveil.layers.operators import Dense, Operator, Reshape, Scale
-from gradveil.layers.pooling import Choose
+from gradveil.layers.jacobian import Tape
+from gradveil.layers.rules.arithmetic import Scale
+from gradveil.layers.rules.base import Operator
+from gradveil.layers.rules.convolution import Convolution
+from gradveil.layers.rules.dense import Dense
+from gradveil.layers.rules.pooling import Choose
+from gradveil.layers.rules.shapes import Reshape
 
 Image = tuple[int, int, int]  # channels, height, width
 

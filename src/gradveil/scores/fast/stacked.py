@@ -5,7 +5,7 @@ reach only a small patch, so their product is one small dense matrix per positio
 layer between) times one matrix that all positions share. Only the products of such pairs are multiplied densely.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -14,17 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import vmap
 
-from gradveil.layers.layer_rules import relu_slopes, sigmoid_slopes
 from gradveil.layers.modules import find_layer
-from gradveil.layers.walk import chain
+from gradveil.layers.rules.activations import BY_OUTPUT
+from gradveil.layers.sequential import walkable
 from gradveil.scores.rows import RowNorms
 from gradveil.tree import Params
 
-_SLOPES: dict[type[nn.Module], tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    nn.Sigmoid: (torch.sigmoid, sigmoid_slopes),
-    nn.Tanh: (torch.tanh, lambda y: 1 - y.square()),
-    nn.ReLU: (torch.relu, relu_slopes),
-}
 _HEADROOM = 16.0  # keeps products of scaled half-precision factors far from overflow
 
 
@@ -40,8 +35,8 @@ class StackedRows:
     def of(cls, model: nn.Module, layer: str | None, x: Tensor) -> "StackedRows | None":
         """Return the scorer for a layer, where all before it is a chain of convolutions and activations; else None."""
         path = find_layer(model, layer)
-        found = chain(model, path, x) or []
-        known = bool(found) and isinstance(found[0], nn.Conv2d) and all(map(_is_known, found))
+        parts = walkable(model, path, x) or []
+        known = bool(parts) and isinstance(parts[0], nn.Conv2d) and all(map(_is_known, parts))
         return cls(model, path) if known else None
 
     @torch.no_grad()
@@ -76,15 +71,15 @@ class StackedRows:
         names = {module: name for name, module in self.model.named_modules()}
         found: list[_Conv] = []
         value = x
-        for part in chain(self.model, self.layer, x[0]) or ():
+        for part in walkable(self.model, self.layer, x[0]) or ():
             if isinstance(part, nn.Conv2d):
                 before = tuple(value.shape[2:])
                 weight = weights[f"{names[part]}.weight"]
                 value = _convolved(part, value, weight, weights.get(f"{names[part]}.bias"))
                 geometry = part.stride[0], int(part.padding[0]), before, tuple(value.shape[2:])
                 found.append(_Conv(weight, *geometry, slopes=torch.ones_like(value)))
-            elif type(part) in _SLOPES:
-                function, slopes = _SLOPES[type(part)]
+            elif type(part) in BY_OUTPUT:
+                function, slopes = BY_OUTPUT[type(part)]
                 value = function(value)
                 found[-1].slopes = found[-1].slopes * slopes(value)
         return found, value
@@ -102,7 +97,7 @@ def _is_known(part: nn.Module) -> bool:
     if isinstance(part, nn.Conv2d):
         square = all(len(set(pair)) == 1 for pair in (part.kernel_size, part.stride, part.padding))
         return square and part.groups == 1 and part.dilation == (1, 1)
-    return type(part) in _SLOPES or isinstance(part, nn.Flatten | nn.Identity)
+    return type(part) in BY_OUTPUT or isinstance(part, nn.Flatten | nn.Identity)
 
 
 @dataclass

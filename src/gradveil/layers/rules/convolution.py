@@ -1,14 +1,17 @@
 """A convolution as a linear map. Its transpose with a stride is written as a plain convolution of phases."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import prod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from gradveil.layers.operators import Operator, Scale, Shape
+from gradveil.layers.rules.arithmetic import Scale
+from gradveil.layers.rules.base import Call, Edges, Operator, Shape, Walked, affine, plain, rule, wide
 
 aten = torch.ops.aten
 
@@ -55,16 +58,13 @@ class Convolution(Operator):
 
     def push(self, t: Tensor) -> Tensor:
         """Return the convolved stack."""
-        return self._convolve(t, self.weight)
-
-    def spread(self, s: Tensor) -> Tensor:
-        """Return the stack convolved with the squared weights."""
-        return self._convolve(s, self.weight.square())
-
-    def _convolve(self, t: Tensor, weight: Tensor) -> Tensor:
         convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.stride) - 1]
-        out = convolve(t.flatten(0, 1), weight, None, self.stride, self.padding, self.dilation, self.groups)
-        return out.view(t.shape[0], t.shape[1], *out.shape[1:])
+        out = convolve(t.flatten(0, 1), self.weight, None, self.stride, self.padding, self.dilation, self.groups)
+        return self._stacked(out, t)
+
+    def entrywise(self, f: Callable[[Any], Any]) -> Operator:
+        """Return the convolution with f of the weights."""
+        return replace(self, weight=f(self.weight))
 
     def pull(self, g: Tensor) -> Tensor:
         """Return the stack through the transposed convolution."""
@@ -121,8 +121,8 @@ class Convolution(Operator):
         canvas = self.weight.new_zeros(len(flat) * area, c)
         canvas[place.flatten()] = self._last[flat // (oh * ow)].view(-1, c)
         whole = canvas.view(*index.shape, h + 2 * ph, across, c)
-        found = whole[:, :, ph : ph + h, pw : pw + w].permute(0, 1, 4, 2, 3)
-        return found.contiguous() if found.is_cuda else found
+        rows = whole[:, :, ph : ph + h, pw : pw + w].permute(0, 1, 4, 2, 3)
+        return rows.contiguous() if rows.is_cuda else rows
 
     @property
     def cost(self) -> int:
@@ -184,3 +184,28 @@ class Convolution(Operator):
 @cache  # by geometry; kept, since recordings of a device read it
 def _on_device(which: tuple[tuple[int, ...], ...], device: str) -> Tensor:
     return torch.tensor(which, device=device)
+
+
+@rule("convolution", step=affine)
+def _convolution(call: Call) -> Edges | None:
+    x, weight, bias, stride, padding, dilation, transposed, _, groups = call.args
+    if transposed or call.depends(weight) or call.depends(bias) or x.ndim != weight.ndim:
+        return None
+    stride, padding, dilation = (full(s, weight.ndim - 2) for s in (stride, padding, dilation))
+    shapes = tuple(x.shape), tuple(call.out.shape)
+    return [(x, Convolution(wide(weight.detach()), stride, padding, dilation, groups, *shapes))]
+
+
+def full(setting: int | Sequence[int], ndim: int) -> tuple[int, ...]:
+    """Return a setting for each dimension."""
+    given = (setting,) if isinstance(setting, int) else tuple(setting)
+    return given * ndim if len(given) == 1 else given
+
+
+@plain(nn.Conv2d, when=lambda layer: layer.padding_mode == "zeros" and not isinstance(layer.padding, str))
+def _walked(layer: nn.Conv2d, x: Tensor) -> Walked:
+    assert not isinstance(layer.padding, str)
+    weight, stride, padding, dilation = layer.weight.detach(), layer.stride, layer.padding, layer.dilation
+    out = F.conv2d(x, weight, layer.bias, stride, padding, dilation, layer.groups)
+    shapes = tuple(x.shape), tuple(out.shape)
+    return out, Convolution(wide(weight), stride, padding, dilation, layer.groups, *shapes)

@@ -1,0 +1,168 @@
+"""The same entries elsewhere: reshapes, permutations, padding, slices, concatenation."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradveil.layers.rules.base import Call, Edges, Operator, Shape, Walked, affine, plain, rule
+
+
+class Move(Operator):
+    """A map whose entries are 0 and 1."""
+
+    def entrywise(self, f: Callable[[Any], Any]) -> Operator:
+        """Return the map as it is."""
+        return self
+
+
+def _batch(t: Tensor, size: int) -> Tensor:
+    return t if t.shape[1] == size else t.expand(-1, size, *t.shape[2:])
+
+
+@dataclass(frozen=True)
+class Reshape(Move):
+    """The same entries in the same order under another shape."""
+
+    source: Shape
+    target: Shape
+
+    def push(self, t: Tensor) -> Tensor:
+        """Return the stack in the output's shape."""
+        return _reshape(t, self.source, self.target)
+
+    def pull(self, g: Tensor) -> Tensor:
+        """Return the stack in the input's shape."""
+        return _reshape(g, self.target, self.source)
+
+    def shared(self) -> Operator | None:
+        """Return the map where the first dimension stays."""
+        return self if self.source[0] == self.target[0] else None
+
+    def trace(self, index: Tensor, factor: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return both as they are: flat positions stay."""
+        return (index, factor) if self.source[0] == self.target[0] else None
+
+
+def _reshape(t: Tensor, source: Shape, target: Shape) -> Tensor:
+    if source[0] == target[0]:
+        return t.reshape(*t.shape[:2], *target[1:])
+    return _batch(t, source[0]).reshape(t.shape[0], *target)
+
+
+@dataclass(frozen=True)
+class Permute(Move):
+    """Dimensions in another order."""
+
+    dims: tuple[int, ...]
+    source: Shape
+
+    def push(self, t: Tensor) -> Tensor:
+        """Return the stack with its dimensions reordered."""
+        return self._apply(t, self.dims)
+
+    def pull(self, g: Tensor) -> Tensor:
+        """Return the stack with its dimensions put back."""
+        return self._apply(g, tuple(self.dims.index(d) for d in range(len(self.dims))))
+
+    def _apply(self, t: Tensor, dims: tuple[int, ...]) -> Tensor:
+        if dims[0] != 0:
+            t = _batch(t, self.source[0])
+        return t.permute(0, *(d + 1 for d in dims))
+
+    def shared(self) -> Operator | None:
+        """Return the map where the first dimension stays."""
+        return self if self.dims[0] == 0 else None
+
+    def trace(self, index: Tensor, factor: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return where each output entry came from."""
+        if self.dims[0] != 0:
+            return None
+        places = torch.arange(prod(self.source[1:]), device=index.device).view(1, *self.source[1:])
+        return places.permute(self.dims).flatten()[index], factor
+
+
+@dataclass(frozen=True)
+class Pad(Move):
+    """Zeros around the tensor, or (negative) a part of it cut out: padding, concatenation, slices."""
+
+    amounts: tuple[int, ...]  # before and after, from the last dimension backwards
+
+    @classmethod
+    def along(cls, dim: int, before: int, after: int, ndim: int) -> "Pad":
+        """Return the padding of one dimension."""
+        return cls((*[0, 0] * (ndim - 1 - dim), before, after))
+
+    def push(self, t: Tensor) -> Tensor:
+        """Return the padded stack."""
+        return F.pad(t, self.amounts)
+
+    def pull(self, g: Tensor) -> Tensor:
+        """Return what is within."""
+        return F.pad(g, tuple(-a for a in self.amounts))
+
+
+def _same_entries(call: Call) -> Edges | None:
+    if not (call.x.ndim and call.out.ndim):
+        return None
+    return [(call.x, Reshape(tuple(call.x.shape), tuple(call.out.shape)))]
+
+
+rule("view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "clone", "alias", "contiguous",
+     "detach", step=affine)(_same_entries)  # fmt: skip
+rule("_to_copy")(_same_entries)  # no step: another precision rounds
+
+
+@plain(nn.Flatten, nn.Identity)
+def _flatten(layer: nn.Module, x: Tensor) -> Walked:
+    out = layer(x)
+    return out, Reshape(tuple(x.shape), tuple(out.shape))
+
+
+@rule("permute", "transpose", "t", step=affine)
+def _permute(call: Call) -> Edges | None:
+    x, *rest = call.args
+    if rest and not isinstance(rest[0], int):
+        dims = [d % x.ndim for d in rest[0]]
+    else:
+        first, second = (d % x.ndim for d in (rest or (0, -1)))
+        dims = list(range(x.ndim))
+        dims[first], dims[second] = second, first
+    return [(x, Permute(tuple(dims), tuple(x.shape)))]
+
+
+@rule("cat", step=affine)
+def _cat(call: Call) -> Edges | None:
+    tensors, out = call.x, call.out
+    dim = call.arg(1, "dim", 0) % out.ndim
+    if dim == 0:
+        return None
+    edges: Edges = []
+    start = 0
+    for tensor in tensors:
+        size = tensor.shape[dim]
+        if call.depends(tensor):
+            edges.append((tensor, Pad.along(dim, start, out.shape[dim] - start - size, out.ndim)))
+        start += size
+    return edges
+
+
+@rule("slice", step=affine)
+def _slice(call: Call) -> Edges | None:
+    x, dim = call.x, call.arg(1, "dim", 0) % call.x.ndim
+    start = min(call.arg(2, "start", 0) or 0, x.shape[dim])
+    if call.arg(4, "step", 1) != 1 or dim == 0:
+        return None
+    before = max(0, start + x.shape[dim]) if start < 0 else start
+    after = x.shape[dim] - before - call.out.shape[dim]
+    return [(x, Pad.along(dim, -before, -after, x.ndim))]
+
+
+@rule("constant_pad_nd", step=affine)
+def _pad(call: Call) -> Edges | None:
+    amounts = tuple(call.args[1])
+    return None if len(amounts) >= 2 * call.x.ndim else [(call.x, Pad(amounts))]

@@ -1,0 +1,87 @@
+"""A model that is a plain chain of layers: which they are, and the short way from them to a tape."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks_of_all
+
+from gradveil.layers.jacobian import Edge, Node, Tape
+from gradveil.layers.rules.base import PLAIN
+
+
+@dataclass(frozen=True)
+class Link:
+    """One layer of a chain and its path in the model."""
+
+    path: str
+    module: nn.Module
+
+    @property
+    def has_parameters(self) -> bool:
+        """Whether the layer has parameters, so a gradient of its own."""
+        return next(self.module.parameters(), None) is not None
+
+
+def sequential(model: nn.Module, until: str | None = None) -> list[Link] | None:
+    """Return the layers in the order they run, or those before the layer ``until``; None where the model is no chain.
+
+    A chain is an ``nn.Sequential`` (nested ones are opened) in which no hook and no replaced ``forward`` could act
+    before the end is reached. What the layers themselves are is for the caller to check.
+    """
+    target = None if until is None else model.get_submodule(until)
+    if hooks_of_all._global_forward_hooks or hooks_of_all._global_forward_pre_hooks:
+        return None
+    links: list[Link] = []
+    for link in _opened(model, "", target):
+        if link is None:
+            return None
+        if link.module is target:
+            return links
+        links.append(link)
+    return links if target is None else None
+
+
+def _opened(module: nn.Module, path: str, target: nn.Module | None) -> Iterator[Link | None]:
+    if module is target:
+        yield Link(path, module)
+    elif module._forward_pre_hooks or "forward" in module.__dict__ or _hooked_on_the_way(module, target):
+        yield None
+    elif type(module).forward is not nn.Sequential.forward:
+        yield Link(path, module)
+    else:
+        for name, child in module._modules.items():  # named_children() skips a module that comes twice
+            if child is not None:
+                yield from _opened(child, f"{path}.{name}" if path else name, target)
+
+
+def _hooked_on_the_way(module: nn.Module, target: nn.Module | None) -> bool:
+    """Whether hooks run after the module, and that before the target is reached."""
+    return bool(module._forward_hooks) and not any(part is target for part in module.modules())
+
+
+def walkable(model: nn.Module, layer: str, x: Tensor) -> list[nn.Module] | None:
+    """Return the layers before ``layer``, where they are a plain chain that can be walked with x; else None.
+
+    Plain: layers whose rule says how they are run without a recorder. Such a chain does the same at every call.
+    """
+    links = None if torch.is_autocast_enabled(x.device.type) else sequential(model, layer)
+    if links is None:
+        return None
+    layers = [link.module for link in links]
+    if not all(type(part) in PLAIN and PLAIN[type(part)][1](part) for part in layers):
+        return None
+    images = any(isinstance(part, nn.Conv2d | nn.MaxPool2d) for part in layers)
+    return None if images and x.ndim != 4 else layers
+
+
+def walk(layers: list[nn.Module], x: Tensor) -> Tape:
+    """Run the layers of a chain on x and return what they did as a tape."""
+    with torch.no_grad():
+        value = x = x.detach()
+        nodes = [Node(tuple(x.shape), ())]
+        for layer in layers:
+            value, operator = PLAIN[type(layer)][0](layer, value)
+            nodes.append(Node(tuple(value.shape), (Edge(len(nodes) - 1, operator),)))
+        return Tape(tuple(nodes), x, value)
