@@ -15,26 +15,27 @@ sizes = st.tuples(st.integers(1, 9), st.integers(1, 9))
 small = st.tuples(st.integers(1, 5), st.integers(1, 5))
 
 
-def _convolution(size, kernel, stride, padding, dilation=(1, 1), groups=1):  # type: ignore[no-untyped-def]
+def _convolution(size, kernel, stride, padding, dilation=(1, 1), groups=1, dtype=torch.float64):  # type: ignore[no-untyped-def]
     padding = tuple(min(p, 4) for p in padding)
     size = tuple(max(n, d * (k - 1) + 1 - 2 * p) for n, k, p, d in zip(size, kernel, padding, dilation, strict=True))
-    weight = torch.randn(2 * groups, 3, *kernel, dtype=torch.float64)
-    x = torch.randn(4, 3 * groups, *size, dtype=torch.float64)
+    weight = torch.randn(2 * groups, 3, *kernel, dtype=dtype)
+    x = torch.randn(4, 3 * groups, *size, dtype=dtype)
     y = F.conv2d(x, weight, None, stride, padding, dilation, groups)
     return Convolution(weight, stride, padding, dilation, groups, tuple(x.shape), tuple(y.shape)), x, y
 
 
-@given(size=sizes, kernel=small, stride=small, padding=paddings)
-def test_the_transpose_by_phases_is_the_gradient(size, kernel, stride, padding) -> None:  # type: ignore[no-untyped-def]
-    operator, x, y = _convolution(size, kernel, stride, padding)
+@given(size=sizes, kernel=small, stride=small, padding=paddings, dtype=st.sampled_from([torch.float32, torch.float64]))
+def test_the_transpose_by_phases_is_the_gradient(size, kernel, stride, padding, dtype) -> None:  # type: ignore[no-untyped-def]
+    operator, x, y = _convolution(size, kernel, stride, padding, dtype=dtype)
     g = torch.randn_like(y)
     expected = torch.nn.grad.conv2d_input(x.shape, operator.weight, g, operator.stride, operator.padding)
-    assert_close(operator.pull(g[None])[0], expected)
+    near = {"rtol": 1e-5, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-12}
+    assert_close(operator.pull(g[None])[0], expected, **near)
     scale = Scale(torch.rand_like(x), tuple(x.shape), tuple(x.shape))
-    assert_close(operator.pull_scaled(g[None], scale)[0], expected * scale.by)
+    assert_close(operator.pull_scaled(g[None], scale)[0], expected * scale.by, **near)
     some_order = operator.pull_any(g[None]).flatten(2).norm(dim=2)[0]
-    assert_close(some_order, expected.flatten(1).norm(dim=1))
-    assert_close(operator.push(x[None])[0], y)
+    assert_close(some_order, expected.flatten(1).norm(dim=1), **near)
+    assert_close(operator.push(x[None])[0], y, **near)
 
 
 @given(

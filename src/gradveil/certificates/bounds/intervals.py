@@ -235,7 +235,7 @@ def tighten(chain: StepChain, region: Region, chunk: int = 512) -> list[Interval
     for depth, step in enumerate(chain.steps, start=1):
         low, high = push(step, *bounds[-1])
         needs = depth == len(chain.steps) or isinstance(chain.steps[depth], Pointwise | MaxPool)
-        if needs and isinstance(step, Affine):
+        if needs and isinstance(step, Affine) and not is_reshape(step):
             above, below = _extremes(chain, region, bounds, depth, chunk)
             low, high = torch.maximum(low, below), torch.minimum(high, above)
         bounds.append((low, high))

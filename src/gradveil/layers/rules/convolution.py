@@ -135,7 +135,9 @@ class Convolution(Operator):
 
     @property
     def _plain(self) -> bool:
-        return len(self.stride) == 2 and self.groups == 1 and set(self.dilation) == {1}
+        """Whether phases pay; in double precision a CPU has no fast convolution to take them to."""
+        fast = self.weight.is_cuda or self.weight.dtype != torch.float64
+        return fast and len(self.stride) == 2 and self.groups == 1 and set(self.dilation) == {1}
 
     @property
     def _order(self) -> torch.memory_format:
@@ -168,17 +170,11 @@ class Convolution(Operator):
         return F.conv2d(F.pad(flat, (columns.before, columns.after, rows.before, rows.after)), self._phase_weight)
 
     def _transposed(self, g: Tensor) -> Tensor:
-        extra = [
-            n - ((o - 1) * s - 2 * p + d * (k - 1) + 1)
-            for n, o, s, p, d, k in zip(
-                self.source[2:], self.target[2:], self.stride, self.padding, self.dilation, self.weight.shape[2:],
-                strict=True,
-            )
-        ]  # fmt: skip
-        flat = aten.convolution(
-            g.flatten(0, 1), self.weight, None, self.stride, self.padding, self.dilation, True, extra, self.groups
-        )
-        return self._stacked(flat, g)
+        flat = g.flatten(0, 1)
+        like = flat.new_empty(1).expand(flat.shape[0], *self.source[1:])
+        settings = (self.stride, self.padding, self.dilation, False, [0], self.groups)
+        by_input, *_ = aten.convolution_backward(flat, like, self.weight, None, *settings, [True, False, False])
+        return self._stacked(by_input, g)
 
 
 @cache  # by geometry; kept, since recordings of a device read it

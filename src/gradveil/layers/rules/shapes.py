@@ -63,15 +63,16 @@ class Permute(Move):
 
     def push(self, t: Tensor) -> Tensor:
         """Return the stack with its dimensions reordered."""
-        return self._apply(t, self.dims)
+        return self._apply(t, self.dims, self.source[0])
 
     def pull(self, g: Tensor) -> Tensor:
         """Return the stack with its dimensions put back."""
-        return self._apply(g, tuple(self.dims.index(d) for d in range(len(self.dims))))
+        back = tuple(self.dims.index(d) for d in range(len(self.dims)))
+        return self._apply(g, back, self.source[self.dims[0]])
 
-    def _apply(self, t: Tensor, dims: tuple[int, ...]) -> Tensor:
+    def _apply(self, t: Tensor, dims: tuple[int, ...], first: int) -> Tensor:
         if dims[0] != 0:
-            t = _batch(t, self.source[0])
+            t = _batch(t, first)
         return t.permute(0, *(d + 1 for d in dims))
 
     def shared(self) -> Operator | None:
