@@ -40,11 +40,11 @@ def test_padded_steps_hold_every_clients_own_steps_and_nothing_else(
 def test_jobs_that_were_announced_give_what_they_give_unannounced_and_again() -> None:
     data, model = tiny_dataset().train, tiny_model().double()
     jobs = [Job(k, part, seed=k) for k, part in enumerate(ragged_clients())]
-    with ENGINES.build("vectorised").hire(World(model, data, build("gaussian:scale=0.1"), Local())) as crew:
-        plain = crew.train(model, jobs, 0.1)
-        crew.expect(jobs)
-        announced = crew.train(model, jobs, 0.1)
-        again = crew.train(model, jobs, 0.1)
+    with ENGINES.build("vectorised").start(World(model, data, build("gaussian:scale=0.1"), Local())) as pool:
+        plain = pool.train(model, jobs, 0.1)
+        pool.expect(jobs)
+        announced = pool.train(model, jobs, 0.1)
+        again = pool.train(model, jobs, 0.1)
     for a, b, c in zip(plain, announced, again, strict=True):
         for name, value in a.update.gradient.items():
             assert torch.equal(value, b.update.gradient[name])
@@ -58,8 +58,8 @@ def test_data_kept_as_integers_gives_the_same_numbers(monkeypatch: pytest.Monkey
     found = []
     for limit in (2**31, 0):
         monkeypatch.setattr(vectorised, "_AS_FLOATS", limit)
-        with ENGINES.build("vectorised").hire(World(model, bytes_, build("none"), Local())) as crew:
-            found.append(crew.train(model, jobs, 0.1))
+        with ENGINES.build("vectorised").start(World(model, bytes_, build("none"), Local())) as pool:
+            found.append(pool.train(model, jobs, 0.1))
     for a, b in zip(*found, strict=True):
         assert all(torch.equal(value, b.update.gradient[name]) for name, value in a.update.gradient.items())
 
@@ -69,4 +69,4 @@ def test_data_too_large_for_the_device_is_refused(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(vectorised, "_RESIDENT", 10)
     with pytest.raises(GradveilError, match="GiB"):
-        ENGINES.build("vectorised").hire(World(tiny_model(), tiny_dataset().train, build("none"), Local()))
+        ENGINES.build("vectorised").start(World(tiny_model(), tiny_dataset().train, build("none"), Local()))

@@ -73,9 +73,13 @@ def train_client(
         steps += 1
         examples += len(batch)
     count = len(data) if isinstance(data, Batch) else examples // local.epochs
-    size = None if local.batch_size is None or local.batch_size >= count else local.batch_size
-    update = Update(dict(zip(names, total, strict=True)), count, steps, lr, size)
+    update = Update(dict(zip(names, total, strict=True)), count, steps, lr, update_batch_size(local, count))
     return Sent(defense.on_update(update, rng), float_buffers(model))
+
+
+def update_batch_size(local: Local, num_examples: int) -> int | None:
+    """Return the batch size that an update carries: ``None`` where every step took all examples."""
+    return None if local.batch_size is None or local.batch_size >= num_examples else local.batch_size
 
 
 def float_buffers(model: nn.Module) -> Params:

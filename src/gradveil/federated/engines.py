@@ -42,20 +42,20 @@ class Job:
     defense: Defense | None = None  # None: the one of the world
 
 
-class Crew(ABC):
-    """Engines at work: holds processes or device memory until it is closed."""
+class Pool(ABC):
+    """An engine at work: holds processes or device memory until it is closed."""
 
     @abstractmethod
     def train(self, model: nn.Module, jobs: Sequence[Job], lr: float) -> list[Sent]:
         """Return what each client sends when all start from the weights of ``model``, which stays as it is."""
 
-    def expect(self, jobs: Sequence[Job]) -> None:  # noqa: B027 - most crews have nothing to prepare
+    def expect(self, jobs: Sequence[Job]) -> None:  # noqa: B027 - most pools have nothing to prepare
         """Hear which jobs come next, while a device may still be at work on the last ones."""
 
-    def close(self) -> None:  # noqa: B027 - most crews hold nothing
-        """Give back what the crew holds."""
+    def close(self) -> None:  # noqa: B027 - most pools hold nothing
+        """Give back what the pool holds."""
 
-    def __enter__(self) -> "Crew":
+    def __enter__(self) -> "Pool":
         return self
 
     def __exit__(
@@ -70,8 +70,8 @@ class Engine(ABC):
     spec_name: ClassVar[str]
 
     @abstractmethod
-    def hire(self, world: World) -> Crew:
-        """Return a crew that trains clients of this world."""
+    def start(self, world: World) -> Pool:
+        """Return a pool that trains clients of this world."""
 
 
 @ENGINES.register("sequential")
@@ -81,12 +81,12 @@ class Sequential(Engine):
 
     channels_last: bool = False  # memory layout; pays for convolutions with pooling on a CPU
 
-    def hire(self, world: World) -> Crew:
-        """Return a crew of one."""
-        return _One(world, self.channels_last)
+    def start(self, world: World) -> Pool:
+        """Return a pool of one."""
+        return _SequentialPool(world, self.channels_last)
 
 
-class _One(Crew):
+class _SequentialPool(Pool):
     def __init__(self, world: World, channels_last: bool) -> None:
         self.world = world
         self.format = torch.channels_last if channels_last else torch.contiguous_format

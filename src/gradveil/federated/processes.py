@@ -19,7 +19,7 @@ from torch import nn
 from gradveil.data.base import Array, Split
 from gradveil.errors import GradveilError
 from gradveil.federated.client import Sent
-from gradveil.federated.engines import ENGINES, Crew, Engine, Job, World, work
+from gradveil.federated.engines import ENGINES, Pool, Engine, Job, World, work
 from gradveil.tree import Params
 
 Numbers = dict[str, Array]
@@ -45,11 +45,11 @@ class Processes(Engine):
         if self.workers is not None and self.workers < 1:
             raise ValueError("workers must be at least 1.")
 
-    def hire(self, world: World) -> Crew:
+    def start(self, world: World) -> Pool:
         """Start the workers."""
         if any(p.device.type != "cpu" for p in world.model.parameters()):
             raise GradveilError("The engine 'processes' works on the CPU. Move the model there, or use 'vectorised'.")
-        return _Pool(world, self.workers or available_cores(), self.channels_last)
+        return _ProcessPool(world, self.workers or available_cores(), self.channels_last)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class _Failure:
     known: bool  # an error that a user can mend
 
 
-class _Pool(Crew):
+class _ProcessPool(Pool):
     def __init__(self, world: World, workers: int, channels_last: bool) -> None:
         method = "forkserver" if "forkserver" in get_all_start_methods() else "spawn"
         context = get_context(method)

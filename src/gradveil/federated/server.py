@@ -83,9 +83,9 @@ def _fault(arrival: Arrival, own: Params, buffers: Params) -> str | None:
 
 def _finite(arrivals: Sequence[Arrival]) -> Tensor:
     """Return whether each arrival holds finite numbers only: (K,), not waited for."""
-    found = [[*a.sent.update.gradient.values(), *a.sent.buffers.values()] for a in arrivals if a.sent]
-    largest = torch.stack(torch._foreach_norm([v for values in found for v in values], float("inf")))
-    return largest.isfinite().reshape(len(found), -1).all(1)
+    tensors = [[*a.sent.update.gradient.values(), *a.sent.buffers.values()] for a in arrivals if a.sent]
+    largest = torch.stack(torch._foreach_norm([v for values in tensors for v in values], float("inf")))
+    return largest.isfinite().reshape(len(tensors), -1).all(1)
 
 
 def shares(arrivals: Sequence[Arrival], weighting: Weighting, sizes: Sequence[int]) -> list[float]:

@@ -80,14 +80,14 @@ def simulate(
     """
     run = Run(model, dataset, clients, training or Training(), build(defense), seeds, faults, watch, resume)
     world = World(run.model, dataset.train, run.defense, run.training)
-    with ENGINES.build(engine).hire(world) as crew:
+    with ENGINES.build(engine).start(world) as pool:
         upcoming = run.jobs(run.first)
         for number in range(run.first, run.training.rounds + 1):
             jobs, lr = upcoming, run.lr(number)
             run.begin(number, jobs)
-            sent = crew.train(run.model, jobs, lr)
+            sent = pool.train(run.model, jobs, lr)
             upcoming = run.jobs(number + 1)
-            crew.expect(upcoming if number < run.training.rounds else [])
+            pool.expect(upcoming if number < run.training.rounds else [])
             yield run.finish(number, jobs, sent)
 
 

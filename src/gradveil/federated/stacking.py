@@ -55,9 +55,9 @@ class Masks:
     def __init__(self, model: nn.Module, defense: Defense, x: Tensor, clients: int) -> None:
         self.model = model
         (self.layer,) = {layer for part in _parts(defense) for layer in part.layers(model)}
-        found = StackedRows.of(model, self.layer, x)
-        assert found is not None
-        self.rows = found
+        rows = StackedRows.of(model, self.layer, x)
+        assert rows is not None
+        self.rows = rows
         self.length = representation(model, self.layer, x)[0].numel()
         self.counts = torch.zeros(clients, 1, 1, dtype=torch.int64, device=x.device)
 

@@ -42,13 +42,13 @@ def simulate_together(
     """
     shared = training or Training()
     runs = [Run(s.model, dataset, s.clients, shared, build(s.defense), s.seeds) for s in settings]
-    crew_engine = ENGINES.build(engine)
-    _check(runs, crew_engine)
+    chosen = ENGINES.build(engine)
+    _check(runs, chosen)
     together = Compose(tuple(run.defense for run in runs))  # says where any of them acts; each job brings its own
-    with crew_engine.hire(World(runs[0].model, dataset.train, together, shared)) as crew:
+    with chosen.start(World(runs[0].model, dataset.train, together, shared)) as pool:
         for number in range(1, shared.rounds + 1):
             jobs = [_jobs(run, number) for run in runs]
-            sent = iter(crew.train(runs[0].model, [job for some in jobs for job in some], runs[0].lr(number)))
+            sent = iter(pool.train(runs[0].model, [job for some in jobs for job in some], runs[0].lr(number)))
             yield [run.finish(number, some, [next(sent) for _ in some]) for run, some in zip(runs, jobs, strict=True)]
 
 

@@ -18,8 +18,8 @@ from torch.func import functional_call, grad, vmap
 from gradveil.data.base import Split
 from gradveil.defenses.base import Defense
 from gradveil.errors import GradveilError
-from gradveil.federated.client import Sent
-from gradveil.federated.engines import ENGINES, Crew, Engine, Job, World
+from gradveil.federated.client import Sent, update_batch_size
+from gradveil.federated.engines import ENGINES, Pool, Engine, Job, World
 from gradveil.federated.stacking import Masks, Steps, pad_steps, why_no_masks
 from gradveil.tree import Params, parameters
 from gradveil.types import Update
@@ -45,12 +45,12 @@ class Vectorised(Engine):
         if self.clients < 1:
             raise ValueError("clients must be at least 1.")
 
-    def hire(self, world: World) -> Crew:
+    def start(self, world: World) -> Pool:
         """Move the data to the model's device."""
         reason = why_not(world)
         if reason:
             raise GradveilError(f"The engine 'vectorised' cannot be used here: {reason}. Use the engine sequential.")
-        return _StackedCrew(world, self.clients, self.graph)
+        return _StackedPool(world, self.clients, self.graph)
 
 
 def why_not(world: World) -> str | None:
@@ -76,7 +76,7 @@ class _Chunk:
     steps: Steps
 
 
-class _StackedCrew(Crew):
+class _StackedPool(Pool):
     def __init__(self, world: World, limit: int, graph: bool | None) -> None:
         self.world, self.limit = world, limit
         self.device = next(world.model.parameters()).device
@@ -117,8 +117,7 @@ class _StackedCrew(Crew):
         rows = zip(*(value.unbind() for value in total.values()), strict=True)
         for k, (job, row) in enumerate(zip(chunk.jobs, rows, strict=True)):
             n = len(job.indices)
-            size = None if local.batch_size is None or local.batch_size >= n else local.batch_size
-            update = Update(dict(zip(total, row, strict=True)), n, chunk.steps.counts[k], lr, size)
+            update = Update(dict(zip(total, row, strict=True)), n, chunk.steps.counts[k], lr, update_batch_size(local, n))
             sent.append(Sent(defenses[k].on_update(update, chunk.rngs[k])))
         return sent
 
@@ -135,8 +134,8 @@ def _stacked(models: Sequence[nn.Module]) -> list[Tensor]:
     """Return each weight of the models one above the other: (K, *shape), as a view where all are one model."""
     if all(model is models[0] for model in models):
         return [value.expand(len(models), *value.shape) for value in parameters(models[0]).values()]
-    found = [parameters(model).values() for model in models]
-    return [torch.stack(values) for values in zip(*found, strict=True)]
+    each = [parameters(model).values() for model in models]
+    return [torch.stack(values) for values in zip(*each, strict=True)]
 
 
 class _Resident:
@@ -225,8 +224,8 @@ class _Trainer:
         weights = dict(zip(self.names, self.weights, strict=True))
         changed = () if self.masks is None else (self.masks.perturbed(weights, inputs),)
         with torch.enable_grad():
-            found = self.gradients(weights, inputs, labels, parts, *changed)
-        direction = self._regularised(defended([found[name] for name in self.names]), parts)
+            gradients = self.gradients(weights, inputs, labels, parts, *changed)
+        direction = self._regularised(defended([gradients[name] for name in self.names]), parts)
         torch._foreach_sub_(self.weights, torch._foreach_mul(direction, self.lr))
         torch._foreach_add_(self.total, direction)
         self.now.add_(1)
