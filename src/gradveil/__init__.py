@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from gradveil.attacks.base import ATTACKS, Attack
     from gradveil.attacks.base import build as attack
-    from gradveil.attacks.inference.classes import InferenceSettings, infer
+    from gradveil.attacks.inference import InferenceSettings, infer
     from gradveil.certificates.certify import certify
     from gradveil.countermeasures import Countermeasure
     from gradveil.data import Dataset
@@ -64,8 +64,8 @@ _PUBLIC = {
     "write_update": "gradveil.experiments.update_files:write_update",
     "read_examples": "gradveil.experiments.update_files:read_examples",
     "write_examples": "gradveil.experiments.update_files:write_examples",
-    "infer": "gradveil.attacks.inference.classes:infer",
-    "InferenceSettings": "gradveil.attacks.inference.classes:InferenceSettings",
+    "infer": "gradveil.attacks.inference:infer",
+    "InferenceSettings": "gradveil.attacks.inference:InferenceSettings",
     "certify": "gradveil.certificates.certify:certify",
     # add a method of your own
     "Attack": "gradveil.attacks.base:Attack",

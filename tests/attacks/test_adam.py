@@ -20,7 +20,7 @@ def test_it_is_torchs_adam(signed: bool) -> None:
     theirs = z.clone().requires_grad_()
     reference = torch.optim.Adam([theirs], lr=0.05)
     for _ in range(40):
-        state = optimiser.tick(state, *bowl(state["point"]))
+        state = optimiser.step(state, *bowl(state["point"]))
         theirs.grad = bowl(theirs.detach())[1]
         theirs.grad = theirs.grad.sign() if signed else theirs.grad
         reference.step()
@@ -33,7 +33,7 @@ def test_the_step_shrinks_tenfold_at_three_five_and_seven_eighths() -> None:
     lengths = []
     for _ in range(80):
         before = state["point"]
-        state = optimiser.tick(state, torch.ones(1), torch.ones(1, 1, dtype=torch.double))
+        state = optimiser.step(state, torch.ones(1), torch.ones(1, 1, dtype=torch.double))
         lengths.append(float((state["point"] - before).abs()))
     assert [round(n, 6) for n in (lengths[0], lengths[29], lengths[30], lengths[50], lengths[79])] == [
         0.1, 0.1, 0.01, 0.001, 0.0001,
@@ -44,7 +44,7 @@ def test_only_the_boxed_coordinates_are_kept_within_the_bounds() -> None:
     optimiser = Adam(30, lr=0.5, boxed=2, bounds=(-0.1, 0.2), decay=False)
     state = optimiser.start(torch.zeros(1, 3))
     for _ in range(5):
-        state = optimiser.tick(state, torch.ones(1), -torch.ones(1, 3))
+        state = optimiser.step(state, torch.ones(1), -torch.ones(1, 3))
     assert state["point"][0, :2].tolist() == pytest.approx([0.2, 0.2])
     assert float(state["point"][0, 2]) > 2
 
@@ -56,7 +56,7 @@ def test_the_best_point_is_kept_and_a_dead_problem_is_frozen() -> None:
         value, gradient = bowl(state["point"])
         value[1] = torch.nan if k == 3 else value[1]
         points.append(state["point"])
-        state = optimiser.tick(state, value, gradient)
+        state = optimiser.step(state, value, gradient)
     assert state["dead"].tolist() == [False, True]
     assert torch.equal(state["point"][1], points[3][1])
     torch.testing.assert_close(bowl(state["best"])[0], state["best_value"])

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradveil.attacks.search.loop import Race, Stepper, Stop, View, minimise
+from gradveil.attacks.search.loop import Decision, Stepper, Stopping, View, minimise
 from gradveil.attacks.search.minimisers import LBFGS
 
 
@@ -25,17 +25,17 @@ class Bowls:
         return Bowls(self.centre[rows], self.floor)
 
 
-def never(view: View) -> Stop:
+def never(view: View) -> Decision:
     nobody = torch.zeros(len(view.rows), dtype=torch.bool)
-    return Stop(nobody, nobody)
+    return Decision(nobody, nobody)
 
 
 def test_every_problem_ends_at_its_own_minimum_whoever_leaves_when() -> None:
     centres = torch.arange(6, dtype=torch.double)
 
-    def look(view: View) -> Stop:
-        leave = (view.rows % 3 == 1) if view.ticks == 2 else view.rows == 0 if view.ticks == 4 else view.rows < 0
-        return Stop(leave, torch.zeros_like(leave))
+    def look(view: View) -> Decision:
+        leave = (view.rows % 3 == 1) if view.steps == 2 else view.rows == 0 if view.steps == 4 else view.rows < 0
+        return Decision(leave, torch.zeros_like(leave))
 
     out = minimise(Bowls(centres), LBFGS(10), torch.zeros(6, 4).double(), 60, look, lambda i: torch.zeros(4), every=2)
     stayed = [2, 3, 5]
@@ -52,8 +52,8 @@ def test_a_dead_problem_starts_anew_from_its_own_draw_and_the_others_do_not_noti
         drawn.append(i)
         return torch.full((2,), float(i))
 
-    race = Race(torch.arange(3), torch.full((3,), -torch.inf), patience=1000)
-    out = minimise(Bowls(torch.arange(3).double(), -5.0), LBFGS(10), start, 60, race, redraw, every=10)
+    stopping = Stopping(torch.arange(3), torch.full((3,), -torch.inf), patience=1000)
+    out = minimise(Bowls(torch.arange(3).double(), -5.0), LBFGS(10), start, 60, stopping, redraw, every=10)
     assert drawn == [0, 2]
     assert out.redraws.tolist() == [1, 0, 1]
     torch.testing.assert_close(out.best, torch.arange(3).double()[:, None].expand(3, 2), rtol=0, atol=1e-6)
@@ -64,37 +64,37 @@ def test_the_number_of_ticks_is_a_limit() -> None:
     assert out.evaluations.tolist() == [7, 7]
 
 
-def view(ticks: int, values: list[float], **flags: list[bool]) -> View:
+def view(steps: int, values: list[float], **flags: list[bool]) -> View:
     no = [False] * len(values)
     return View(
-        ticks, torch.arange(len(values)), torch.tensor(values),
+        steps, torch.arange(len(values)), torch.tensor(values),
         torch.tensor(flags.get("dead", no)), torch.tensor(flags.get("stuck", no)),
     )  # fmt: skip
 
 
 def test_an_image_is_done_when_one_of_its_starts_has_matched() -> None:
-    race = Race(torch.tensor([0, 0, 1, 1]), torch.full((4,), 0.1), patience=100)
-    assert race(view(50, [0.5, 0.05, 0.5, 0.5])).leave.tolist() == [True, True, False, False]
+    stopping = Stopping(torch.tensor([0, 0, 1, 1]), torch.full((4,), 0.1), patience=100)
+    assert stopping(view(50, [0.5, 0.05, 0.5, 0.5])).leave.tolist() == [True, True, False, False]
 
 
 def test_a_start_that_makes_no_progress_leaves_and_is_noted() -> None:
-    race = Race(torch.tensor([0, 1]), torch.zeros(2), patience=100, progress=0.01)
-    assert not race(view(50, [1.0, 1.0])).leave.any()
-    assert not race(view(100, [0.999, 0.7])).leave.any()
-    assert race(view(150, [0.998, 0.5])).leave.tolist() == [True, False]
-    assert race.stalled.tolist() == [True, False]
+    stopping = Stopping(torch.tensor([0, 1]), torch.zeros(2), patience=100, progress=0.01)
+    assert not stopping(view(50, [1.0, 1.0])).leave.any()
+    assert not stopping(view(100, [0.999, 0.7])).leave.any()
+    assert stopping(view(150, [0.998, 0.5])).leave.tolist() == [True, False]
+    assert stopping.stalled.tolist() == [True, False]
 
 
 def test_the_slower_half_of_an_images_starts_leaves_at_a_cut() -> None:
-    race = Race(torch.tensor([0, 0, 0, 1, 1]), torch.zeros(5), patience=1000, cuts=(100,))
-    assert not race(view(50, [3.0, 1.0, 2.0, 9.0, 8.0])).leave.any()
-    assert race(view(100, [3.0, 1.0, 2.0, 9.0, 8.0])).leave.tolist() == [True, False, False, True, False]
-    assert not race(view(150, [3.0, 1.0, 2.0, 9.0, 8.0])).leave.any()
+    stopping = Stopping(torch.tensor([0, 0, 0, 1, 1]), torch.zeros(5), patience=1000, cuts=(100,))
+    assert not stopping(view(50, [3.0, 1.0, 2.0, 9.0, 8.0])).leave.any()
+    assert stopping(view(100, [3.0, 1.0, 2.0, 9.0, 8.0])).leave.tolist() == [True, False, False, True, False]
+    assert not stopping(view(150, [3.0, 1.0, 2.0, 9.0, 8.0])).leave.any()
 
 
 def test_the_dead_start_anew_and_the_stuck_leave() -> None:
-    race = Race(torch.tensor([0, 1, 2]), torch.zeros(3), patience=1000)
-    verdict = race(view(50, [torch.inf, 1.0, 1.0], dead=[True, False, False], stuck=[False, True, False]))
+    stopping = Stopping(torch.tensor([0, 1, 2]), torch.zeros(3), patience=1000)
+    verdict = stopping(view(50, [torch.inf, 1.0, 1.0], dead=[True, False, False], stuck=[False, True, False]))
     assert verdict.redraw.tolist() == [True, False, False]
     assert verdict.leave.tolist() == [False, True, False]
 

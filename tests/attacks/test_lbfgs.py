@@ -40,10 +40,10 @@ def rosenbrock(z: Tensor) -> Tensor:
     return ((1 - z[:, :-1]) ** 2 + 100 * (z[:, 1:] - z[:, :-1] ** 2) ** 2).sum(1)
 
 
-def run(optimiser: LBFGS, evaluate: Evaluate, z: Tensor, ticks: int) -> list[State]:
+def run(optimiser: LBFGS, evaluate: Evaluate, z: Tensor, steps: int) -> list[State]:
     states = [optimiser.start(z)]
-    for k in range(ticks):
-        states.append(optimiser.tick(states[-1], *evaluate(states[-1]["point"]), ticks=k))
+    for k in range(steps):
+        states.append(optimiser.step(states[-1], *evaluate(states[-1]["point"]), done=k))
     return states
 
 

@@ -1,4 +1,4 @@
-"""On CUDA: a tick is captured, and goes the way it goes on the CPU."""
+"""On CUDA: a step is captured, and goes the way it goes on the CPU."""
 
 import pytest
 import torch

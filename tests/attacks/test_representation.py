@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gradveil.attacks.inference.chain import chain_of
-from gradveil.attacks.inference.classes import RULES, InferenceSettings, Inferred, infer, infer_stacked
+from gradveil.attacks.inference import RULES, InferenceSettings, Inferred, chain_of, infer, infer_stacked
 from gradveil.errors import AttackError, LayerError
 from gradveil.layers.modules import trace
 from gradveil.metrics.representations import class_means, class_set_accuracy, correlation, representation_scores

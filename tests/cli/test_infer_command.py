@@ -74,7 +74,7 @@ def test_several_updates_are_read_in_one_go_and_shown_as_a_table(
     ("args", "said"),
     [
         (["--update", "nowhere.safetensors", *ARGS], "There is no file"),
-        (["--update", "FILE", *ARGS, "--rule", "peak"], "No peak rule is called 'peak'"),
+        (["--update", "FILE", *ARGS, "--rule", "peak"], "No class rule is called 'peak'"),
         (["--update", "FILE", *ARGS, "--m", "0"], "m=0"),
     ],
 )

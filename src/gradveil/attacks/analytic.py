@@ -137,13 +137,13 @@ class Analytic(Attack):
             undone = _undo_scaling(prefix(model, visit.path), r, shape)
         details = {"known": float(r.known.mean()), "iterations": 0.0}
         if undone is not None:
-            found, objective = undone, 0.0
+            x, objective = undone, 0.0
             converged = seen.num_examples == 1 and seen.update.num_steps == 1
         else:
-            found, objective, steps = self._search(replace(seen, model=model), visit.path, r, rng)
+            x, objective, steps = self._search(replace(seen, model=model), visit.path, r, rng)
             converged = steps < self.steps and math.isfinite(objective)
             details["iterations"] = float(steps)
-        inputs = found.reshape(shape).to(torch.float32).clamp(*seen.bounds)
+        inputs = x.reshape(shape).to(torch.float32).clamp(*seen.bounds)
         return Reconstruction(inputs, seen.labels, objective, converged, details)
 
     def _search(self, seen: Observation, layer: str, r: LayerInputs, rng: Generator) -> tuple[Tensor, float, int]:
@@ -156,14 +156,8 @@ class Analytic(Attack):
         solver = Solver(prior, Descent(self.steps, 5, 3.0, 1e-5), direction, r.values.shape[1])
         away = prior.draw(len(r.values) * self.restarts, rng).reshape(-1, self.restarts, prior.pixels)
         away[:, 0] = 0.0
-        which = torch.arange(len(r.values), device=r.values.device).repeat_interleave(self.restarts)
-        state = solver.solve(rows.take(which), prior.center() + away.flatten(0, 1))
-        objective = state.objective.reshape(-1, self.restarts)
-        best = state.best.reshape(-1, self.restarts, prior.pixels)
-        value, at = objective.min(1)
-        found = best[torch.arange(len(best)), at]
-        steps = state.steps.reshape(-1, self.restarts).gather(1, at[:, None])
-        return found, float(value.mean()), int(steps.max())
+        best = solver.best(rows, prior.center() + away)
+        return best.point, float(best.objective.mean()), int(best.steps.max())
 
 
 def _inversion_rows(seen: Observation, layer: str, r: LayerInputs, center: Tensor) -> Equations:

@@ -1,14 +1,15 @@
-"""Unroll the client's local steps and match the whole weight difference: what a FedAvgInversion update needs."""
+"""Unroll the client's local steps and match the whole weight difference: what an update of FedAvg needs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Literal
 
 import torch
 from torch import Generator, Tensor
 from torch.func import functional_call, grad, vmap
 
-from gradveil.attacks.base import ATTACKS, Attack
+from gradveil.attacks.base import ATTACKS, Attack, in_groups
 from gradveil.attacks.labels import with_labels
 from gradveil.attacks.search.loop import Optimiser
 from gradveil.attacks.search.matching import Matching, cosine_distance, squared_distance
@@ -42,20 +43,15 @@ class FedAvgInversion(Attack):
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Rebuild the inputs behind several updates; those with the same local training go together."""
-        groups: dict[tuple[object, ...], list[int]] = {}
-        for i, s in enumerate(seen):
+        for s in seen:
             check_update(s.update, s.model)
             local_plan(s.update)
-            groups.setdefault((s.update.num_steps, s.update.lr, s.update.batch_size), []).append(i)
         known = [
             s if given.labels is not None or s.labels is None else replace(s, labels=_dealt(s))
             for given, s in zip(seen, with_labels(seen, rngs, required=True), strict=True)
         ]
-        found: dict[int, Reconstruction] = {}
-        for members in groups.values():
-            solved = self._search().run([known[i] for i in members], [rngs[i] for i in members])
-            found |= dict(zip(members, solved, strict=True))
-        return [found[i] for i in range(len(seen))]
+        local = attrgetter("update.num_steps", "update.lr", "update.batch_size")
+        return in_groups(known, rngs, local, self._search().run)
 
     def _search(self) -> Search:
         if self.optimiser == "lbfgs":
@@ -107,7 +103,7 @@ def _unrolled(seen: Observation, names: tuple[str, ...]) -> Callable[[Tensor, Te
 
     def trial(x: Tensor, y: Tensor) -> Params:
         with quiet(model):
-            found: Params = vmap(one)(x, y)
-        return found
+            gradient: Params = vmap(one)(x, y)
+        return gradient
 
     return trial

@@ -70,8 +70,8 @@ class GradInversion(Attack):
         return tuple(terms)
 
 
-def relative_distance(matching: Matching, found: Params) -> tuple[Tensor, Params]:
+def relative_distance(matching: Matching, trial: Params) -> tuple[Tensor, Params]:
     """Return the squared distance over the target's squared norm per problem (P,), and its derivative."""
-    values, slopes = squared_distance(matching, found)
+    values, slopes = squared_distance(matching, trial)
     one = 1 / matching.energy.clamp_min(torch.finfo(values.dtype).tiny)
     return values * one, {n: s * one.view(-1, *([1] * (s.ndim - 1))) for n, s in slopes.items()}

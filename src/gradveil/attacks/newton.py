@@ -6,13 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from gradveil.attacks.base import ATTACKS, Attack
+from gradveil.attacks.base import ATTACKS, Attack, check_seen, in_groups
 from gradveil.attacks.gauss_newton.equations import Prior
-from gradveil.attacks.gauss_newton.solver import DenseStep, Descent, MatrixFree, Solver, State
+from gradveil.attacks.gauss_newton.solver import BestStarts, DenseStep, Descent, MatrixFree, Solver
 from gradveil.attacks.gauss_newton.updates import free_logits, known_bias, update_rows
 from gradveil.attacks.labels import with_labels
-from gradveil.errors import AttackError
-from gradveil.types import Observation, Reconstruction, check_update
+from gradveil.types import Observation, Reconstruction
 
 
 @ATTACKS.register("newton")
@@ -43,19 +42,8 @@ class Newton(Attack):
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Rebuild the inputs behind several updates; those that share a model, a prior and sizes go together."""
-        for s in seen:
-            check_update(s.update, s.model)
-            if not s.visible:
-                raise AttackError("Every tensor of the update has weight 0: there is nothing to match.")
-        seen = with_labels(seen, rngs, required=True)
-        groups: dict[tuple[object, ...], list[int]] = {}
-        for i, s in enumerate(seen):
-            groups.setdefault(_group(s), []).append(i)
-        found: dict[int, Reconstruction] = {}
-        for members in groups.values():
-            solved = self._solve([seen[i] for i in members], [rngs[i] for i in members])
-            found |= dict(zip(members, solved, strict=True))
-        return [found[i] for i in range(len(seen))]
+        check_seen(seen)
+        return in_groups(with_labels(seen, rngs, required=True), rngs, _group, self._solve)
 
     def _solve(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         first = seen[0]
@@ -68,13 +56,8 @@ class Newton(Attack):
         direction = DenseStep(prior) if dense else MatrixFree(prior, self.cg_steps)
         schedule = Descent(self.steps, self.stage_steps, self.floor, self.last_floor)
         solver = Solver(prior, schedule, direction, rows.seen.shape[1] - prior.extra)
-        which = torch.arange(len(seen), device=device).repeat_interleave(self.restarts)
-        together = max(1, int(self.memory / (8 * 40 * rows.seen.shape[1])))
-        parts = [
-            solver.solve(rows.take(part), start)
-            for part, start in zip(which.split(together), starts.flatten(0, 1).split(together), strict=True)
-        ]
-        return self._chosen(seen, labels, parts)
+        best = solver.best(rows, starts, together=max(1, int(self.memory / (8 * 40 * rows.seen.shape[1]))))
+        return [self._rebuilt(s, labels[b], best, b) for b, s in enumerate(seen)]
 
     def _starts(self, prior: Prior, rng: Generator) -> Tensor:
         """Return the starts of one problem (restarts, n): the mean, then draws.
@@ -85,22 +68,15 @@ class Newton(Attack):
         away[0] *= 0.0 if prior.examples == 1 else 0.1
         return prior.center() + away
 
-    def _chosen(self, seen: Sequence[Observation], labels: Tensor, parts: Sequence[State]) -> list[Reconstruction]:
-        """Return each problem's best restart by its own objective."""
-        objective = torch.cat([p.objective for p in parts]).reshape(-1, self.restarts)
-        best = torch.cat([p.best for p in parts]).reshape(len(seen), self.restarts, -1)
-        steps = torch.cat([p.steps for p in parts]).reshape(-1, self.restarts)
-        floor = torch.cat([p.floor for p in parts]).reshape(-1, self.restarts)
-        found = []
-        for b, s in enumerate(seen):
-            r = int(objective[b].argmin())
-            pixels = s.num_examples * int(torch.Size(s.input_shape).numel())
-            inputs = best[b, r, :pixels].reshape(s.num_examples, *s.input_shape).to(torch.float32)
-            value = float(objective[b, r])
-            finished = bool(steps[b, r] < self.steps) and value < float("inf")
-            details = {"steps": float(steps[b].sum()), "restarts": float(self.restarts), "floor": float(floor[b, r])}
-            found.append(Reconstruction(inputs.clamp(*s.bounds), labels[b], value, finished, details))
-        return found
+    def _rebuilt(self, s: Observation, labels: Tensor, best: BestStarts, b: int) -> Reconstruction:
+        """Return what the best start of problem b gives."""
+        pixels = s.num_examples * int(torch.Size(s.input_shape).numel())
+        inputs = best.point[b, :pixels].reshape(s.num_examples, *s.input_shape).to(torch.float32)
+        value = float(best.objective[b])
+        finished = bool(best.steps[b] < self.steps) and value < float("inf")
+        starts = float(self.restarts)
+        details = {"steps": float(best.all_steps[b]), "restarts": starts, "floor": float(best.floor[b])}
+        return Reconstruction(inputs.clamp(*s.bounds), labels, value, finished, details)
 
 
 def _group(s: Observation) -> tuple[object, ...]:

@@ -7,8 +7,7 @@ import torch
 from torch import Generator, Tensor
 
 from gradveil.attacks.base import ATTACKS, Attack
-from gradveil.attacks.inference.chain import chain_of
-from gradveil.attacks.inference.classes import InferenceSettings, infer
+from gradveil.attacks.inference import InferenceSettings, chain_of, infer
 from gradveil.attacks.labels import with_labels
 from gradveil.attacks.search.matching import Matching, squared_distance
 from gradveil.attacks.search.minimisers import LBFGS
@@ -77,10 +76,10 @@ class Rep(Attack):
                 f"does not show both. It shows: {', '.join(seen.visible)}."
             )
         assert seen.labels is not None
-        found = infer(
+        inferred = infer(
             seen.model, seen.update, seen.input_shape, seen.num_classes, InferenceSettings(m=self.m, convolutions=False)
         )
-        top, bottom = found.vectors[layer][0], found.scales[layer][0]  # (K, L), (K,)
+        top, bottom = inferred.vectors[layer][0], inferred.scales[layer][0]  # (K, L), (K,)
         sure = bottom.abs() > FAINT * seen.update.gradient[bias].abs().max()
         present = torch.bincount(seen.labels.to(top.device), minlength=seen.num_classes) > 0
         r = top / bottom.where(sure, torch.ones_like(bottom))[:, None]

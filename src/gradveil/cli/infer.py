@@ -21,7 +21,7 @@ from gradveil.cli.shared import (
 )
 
 if TYPE_CHECKING:
-    from gradveil.attacks.inference.classes import Inferred
+    from gradveil.attacks.inference import Inferred
     from gradveil.experiments.saved_update import Case
 
 
@@ -47,7 +47,7 @@ def command(
 ) -> None:
     """Infer which classes clients trained on, and a representation per class and layer."""
     find_user_modules()
-    from gradveil.attacks.inference.classes import InferenceSettings, infer
+    from gradveil.attacks.inference import InferenceSettings, infer
     from gradveil.experiments.saved_update import UpdateAuditConfig, build_case
     from gradveil.experiments.update_files import read_tensors, read_update
 

@@ -19,7 +19,7 @@ from torch import nn
 from gradveil.data.base import Array, Split
 from gradveil.errors import GradveilError
 from gradveil.federated.client import Sent
-from gradveil.federated.engines import ENGINES, Pool, Engine, Job, World, work
+from gradveil.federated.engines import ENGINES, Engine, Job, Pool, World, work
 from gradveil.tree import Params
 
 Numbers = dict[str, Array]

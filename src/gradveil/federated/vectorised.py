@@ -19,7 +19,7 @@ from gradveil.data.base import Split
 from gradveil.defenses.base import Defense
 from gradveil.errors import GradveilError
 from gradveil.federated.client import Sent, update_batch_size
-from gradveil.federated.engines import ENGINES, Pool, Engine, Job, World
+from gradveil.federated.engines import ENGINES, Engine, Job, Pool, World
 from gradveil.federated.stacking import Masks, Steps, pad_steps, why_no_masks
 from gradveil.tree import Params, parameters
 from gradveil.types import Update
@@ -117,7 +117,9 @@ class _StackedPool(Pool):
         rows = zip(*(value.unbind() for value in total.values()), strict=True)
         for k, (job, row) in enumerate(zip(chunk.jobs, rows, strict=True)):
             n = len(job.indices)
-            update = Update(dict(zip(total, row, strict=True)), n, chunk.steps.counts[k], lr, update_batch_size(local, n))
+            update = Update(
+                dict(zip(total, row, strict=True)), n, chunk.steps.counts[k], lr, update_batch_size(local, n)
+            )
             sent.append(Sent(defenses[k].on_update(update, chunk.rngs[k])))
         return sent
 

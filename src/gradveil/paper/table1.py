@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradveil.attacks.inference.chain import LayerChain, chain_of
-from gradveil.attacks.inference.classes import RULES, InferenceSettings, Inferred, infer_stacked
+from gradveil.attacks.inference import RULES, InferenceSettings, Inferred, LayerChain, chain_of, infer_stacked
 from gradveil.data import load
 from gradveil.data.partition import partition
 from gradveil.defenses.base import NoDefense

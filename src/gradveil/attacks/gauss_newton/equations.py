@@ -1,4 +1,4 @@
-"""The prior over all unknowns of a problem: its examples, and a few numbers beside them, with its inverse at hand."""
+"""The equations of a Gauss-Newton attack: the prior over the unknowns, the rows to fulfil, ReLU kinks rounded."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""The Gauss-Newton step, with the Jacobian written out or by products with it alone."""
+"""The descent: Gauss-Newton steps under a falling floor, with the Jacobian written out or by products with it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -130,6 +130,17 @@ class State:
     done: Tensor  # (B,)
 
 
+@dataclass(frozen=True)
+class BestStarts:
+    """Of each of B problems, the start that ended with the lowest objective."""
+
+    point: Tensor  # (B, n)
+    objective: Tensor  # (B,)
+    steps: Tensor  # (B,)
+    floor: Tensor  # (B,)
+    all_steps: Tensor  # (B,) of all starts together
+
+
 Direction = Callable[[Equations, Tensor, Tensor, Tensor, Tensor], Callable[[Tensor], Tensor]]
 
 
@@ -153,6 +164,23 @@ class Solver:
         while bool((live := (~state.done).nonzero().flatten()).numel()):
             self._step(rows.take(live), state, live)
         return state
+
+    def best(self, rows: Equations, starts: Tensor, together: int | None = None) -> BestStarts:
+        """Return the best of each problem's ``starts`` (B, r, n), so many solved together at most."""
+        problems, count = torch.arange(len(starts), device=starts.device), starts.shape[1]
+        which, all_starts = problems.repeat_interleave(count), starts.flatten(0, 1)
+        together = together or len(which)
+        parts = [
+            self.solve(rows.take(part), start)
+            for part, start in zip(which.split(together), all_starts.split(together), strict=True)
+        ]
+        objective, steps, floor = (
+            torch.cat([getattr(state, name) for state in parts]).reshape(-1, count)
+            for name in ("objective", "steps", "floor")
+        )
+        pick = (problems, objective.argmin(1))
+        point = torch.cat([state.best for state in parts]).reshape(starts.shape)[pick]
+        return BestStarts(point, objective[pick], steps[pick], floor[pick], steps.sum(1))
 
     def objective(self, rows: Equations, x: Tensor) -> Tensor:
         """Return half the MAP objective per row (B,), at the last floor, with the kinks as they are."""

@@ -121,10 +121,10 @@ def _products(path: str, delta: Dual, h: Dual, bias: bool) -> Gradients:
     if dd is not None and dc is not None:
         slope = (dd @ c.mT).flatten(0, 1)  # (T B, O, I)
         slope = slope.baddbmm_(d.expand_as(dd).flatten(0, 1), dc.flatten(0, 1).mT).reshape(*dd.shape[:2], -1)
-    found: Gradients = {f"{path}.weight": ((d @ c.mT).flatten(1), slope)}
+    gradients: Gradients = {f"{path}.weight": ((d @ c.mT).flatten(1), slope)}
     if bias:
-        found[f"{path}.bias"] = (d.sum(2), None if dd is None else dd.sum(3))
-    return found
+        gradients[f"{path}.bias"] = (d.sum(2), None if dd is None else dd.sum(3))
+    return gradients
 
 
 def _reshaping(module: nn.Module, h: Dual) -> Passed[Dual]:

@@ -100,15 +100,15 @@ def written_out(seen: Observation, state: Params, prior: Prior) -> Direct | None
         log_p = logits.log_softmax(-1)
         gap = (log_p.reshape(guess.shape) - u).flatten(1)
         if dlogits is None:
-            found = pull(links, passed, (delta, None), names, b)
-            return torch.cat([*(found[name][0] for name in names), gap], 1), []
+            update = pull(links, passed, (delta, None), names, b)
+            return torch.cat([*(update[name][0] for name in names), gap], 1), []
         steps = eye[:, None, prior.pixels :].expand(n, *free.shape)
         du, ddelta = vmap(lambda v: jvp(behind, (free,), (v,))[1])(steps)
-        found = pull(links, passed, (delta, ddelta), names, b)
+        update = pull(links, passed, (delta, ddelta), names, b)
         dlog_p = dlogits - (log_p.exp() * dlogits).sum(-1, keepdim=True)
         dgap = (dlog_p.reshape(n, *guess.shape) - du).flatten(2)
-        values = torch.cat([*(found[name][0] for name in names), gap], 1)
-        slopes = [slope for name in names if (slope := found[name][1]) is not None]
+        values = torch.cat([*(update[name][0] for name in names), gap], 1)
+        slopes = [slope for name in names if (slope := update[name][1]) is not None]
         return values, [*slopes, dgap]
 
     return rows
@@ -204,9 +204,9 @@ def _read(seen: Observation, bias: str, y: Tensor) -> Tensor:
 
 def _excess(rows: Equations, center: Tensor, entries: int) -> Tensor:
     """Return by how much the update of the prior's mean outsizes the one seen, (B,)."""
-    found = rows.residual(center.expand(len(rows.seen), -1), None) + rows.seen
+    of_mean = rows.residual(center.expand(len(rows.seen), -1), None) + rows.seen
     noise = (rows.weights * rows.noise.square())[:, :entries].sum(1)
-    sizes = [(rows.weights * value.square())[:, :entries].sum(1) for value in (found, rows.seen)]
+    sizes = [(rows.weights * value.square())[:, :entries].sum(1) for value in (of_mean, rows.seen)]
     return (sizes[0] / torch.maximum(sizes[1] - noise, 0.01 * sizes[1])).sqrt()
 
 

@@ -1,7 +1,7 @@
-"""The loop that all optimising attacks share: many problems, one evaluation and one tick at a time.
+"""The loop that all optimising attacks share: many problems, one evaluation and one step at a time.
 
-Between blocks of ticks the host looks once at the values: finished problems leave, dead ones get a fresh start.
-On a GPU a tick (evaluation and update together) is captured in a CUDA graph and replayed.
+Between blocks of steps the host looks once at the values: finished problems leave, dead ones get a fresh start.
+On a GPU a step (evaluation and update together) is captured in a CUDA graph and replayed.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ from torch import Tensor
 from gradveil.attacks.search.minimisers import State
 
 WORTH_A_CAPTURE = 0.25  # share of problems that must have left before the rest is captured anew
-WARM_UP = 3  # eager ticks before a capture, which settle what torch sets up on first use
+WARM_UP = 3  # eager steps before a capture, which settle what torch sets up on first use
 
 
 class Objective(Protocol):
@@ -34,7 +34,7 @@ class Optimiser(Protocol):
     def start(self, z: Tensor) -> State:
         """Return the state of problems that start at z (P, d)."""
 
-    def tick(self, state: State, value: Tensor, gradient: Tensor, ticks: int | None = None) -> State:
+    def step(self, state: State, value: Tensor, gradient: Tensor, done: int | None = None) -> State:
         """Return the state after an evaluation at ``point``."""
 
 
@@ -42,7 +42,7 @@ class Optimiser(Protocol):
 class View:
     """What the host sees between blocks; all on the CPU."""
 
-    ticks: int  # done so far
+    steps: int  # done so far
     rows: Tensor  # (A,) which of the P problems are still here
     values: Tensor  # (A,) best so far
     dead: Tensor  # (A,) bool: no finite value to go on from
@@ -50,7 +50,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class Stop:
+class Decision:
     """What is to happen with the problems of a view."""
 
     leave: Tensor  # (A,) bool
@@ -72,14 +72,14 @@ def minimise(
     objective: Objective,
     optimiser: Optimiser,
     start: Tensor,
-    ticks: int,
-    look: Callable[[View], Stop],
+    steps: int,
+    look: Callable[[View], Decision],
     redraw: Callable[[int], Tensor],
     every: int = 50,
 ) -> Solution:
-    """Run all problems from start (P, d) for at most ``ticks`` evaluations each.
+    """Run all problems from start (P, d) for at most ``steps`` evaluations each.
 
-    ``look`` decides every so many ticks who leaves and who starts anew; ``redraw`` gives problem i's next
+    ``look`` decides every so many steps who leaves and who starts anew; ``redraw`` gives problem i's next
     start (d,) from its own generator. A problem's way depends on nothing but itself and what ``look`` says.
     """
     device, p = start.device, len(start)
@@ -88,22 +88,22 @@ def minimise(
     rows, gone = torch.arange(p), torch.zeros(p, dtype=torch.bool)  # of the problems in the state
     run = Stepper(objective, optimiser, optimiser.start(start))
     done = 0
-    while done < ticks and len(rows):
-        block = min(every, ticks - done)
+    while done < steps and len(rows):
+        block = min(every, steps - done)
         for k in range(done, done + block):
             run.step(k)
         done += block
         here = (~gone).nonzero()[:, 0]
-        verdict = look(View(done, rows[here], *(run.state[n].cpu()[here] for n in ("best_value", "dead", "stuck"))))
-        if done >= ticks:
+        decision = look(View(done, rows[here], *(run.state[n].cpu()[here] for n in ("best_value", "dead", "stuck"))))
+        if done >= steps:
             _record(out, run.state, rows[here], here)
             break
-        again = here[verdict.redraw]
+        again = here[decision.redraw]
         if len(again):
             fresh = torch.stack([redraw(i) for i in rows[again].tolist()]).to(start)
             run.reset(again.to(device), optimiser.start(fresh))
             out.redraws[rows[again].to(device)] += 1
-        left = here[verdict.leave]
+        left = here[decision.leave]
         if len(left):
             _record(out, run.state, rows[left], left)
             gone[left] = True
@@ -122,7 +122,7 @@ def _record(out: Solution, state: State, rows: Tensor, places: Tensor) -> None:
 
 
 class Stepper:
-    """Holds the state; on a GPU, also the captured graph of one tick."""
+    """Holds the state; on a GPU, also the captured graph of one step."""
 
     def __init__(self, objective: Objective, optimiser: Optimiser, state: State) -> None:
         self.objective, self.optimiser = objective, optimiser
@@ -131,8 +131,8 @@ class Stepper:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.eager = 0
 
-    def step(self, ticks: int) -> None:
-        """Evaluate and tick once."""
+    def step(self, done: int) -> None:
+        """Evaluate and step once; ``done`` steps were taken before."""
         if self.graphs and self.graph is None and self.eager >= WARM_UP:
             self._capture()
         if self.graph is not None:
@@ -140,7 +140,7 @@ class Stepper:
             return
         self.eager += 1
         value, gradient = self.objective(self.state["point"])
-        self._keep(self.optimiser.tick(self.state, value, gradient, None if self.graphs else ticks))
+        self._keep(self.optimiser.step(self.state, value, gradient, None if self.graphs else done))
 
     def reset(self, rows: Tensor, fresh: State) -> None:
         """Put fresh problems in the place of others, without moving any tensor."""
@@ -166,19 +166,19 @@ class Stepper:
         try:
             with torch.cuda.graph(graph):
                 value, gradient = self.objective(self.state["point"])
-                self._keep(self.optimiser.tick(self.state, value, gradient))
-        except RuntimeError:  # something in the model cannot be captured: go on tick by tick
+                self._keep(self.optimiser.step(self.state, value, gradient))
+        except RuntimeError:  # something in the model cannot be captured: go on step by step
             self.graphs = False
             return
         self.graph = graph
 
 
 @dataclass
-class Race:
+class Stopping:
     """The starts of each image run side by side and are judged by their own objective alone.
 
     An image is done once one of its starts reaches its goal. A start leaves when its value fell by less than
-    ``progress`` (as a share) over the last ``patience`` ticks, when no step improves it any more, or when, at
+    ``progress`` (as a share) over the last ``patience`` steps, when no step improves it any more, or when, at
     one of the ``cuts``, it is not among the better half of its image's starts. A dead one (no finite value)
     starts anew.
     """
@@ -187,7 +187,7 @@ class Race:
     goal: Tensor  # (P,) value at which a start has matched
     patience: int
     progress: float = 0.01
-    cuts: tuple[int, ...] = ()  # ticks at which the slower half of an image's starts is dropped
+    cuts: tuple[int, ...] = ()  # steps at which the slower half of an image's starts is dropped
     stalled: Tensor = field(init=False)  # (P,) bool: left for lack of progress
     _past: deque[tuple[int, Tensor]] = field(init=False, default_factory=deque)
     _cut: int = field(init=False, default=0)
@@ -195,7 +195,7 @@ class Race:
     def __post_init__(self) -> None:
         self.stalled = torch.zeros(len(self.owner), dtype=torch.bool)
 
-    def __call__(self, view: View) -> Stop:
+    def __call__(self, view: View) -> Decision:
         """Judge the problems that are still running."""
         owner = self.owner[view.rows]
         matched = view.values <= self.goal[view.rows]
@@ -203,23 +203,23 @@ class Race:
         still = self._stalled(view) | view.stuck
         self.stalled[view.rows[still & ~matched]] = True
         leave = done | still | self._slower(view, owner)
-        return Stop(leave, view.dead & ~leave)
+        return Decision(leave, view.dead & ~leave)
 
     def _stalled(self, view: View) -> Tensor:
         values = torch.full((len(self.owner),), torch.inf, dtype=view.values.dtype)
         values[view.rows] = view.values
-        self._past.append((view.ticks, values))
-        while len(self._past) > 1 and self._past[1][0] <= view.ticks - self.patience:
+        self._past.append((view.steps, values))
+        while len(self._past) > 1 and self._past[1][0] <= view.steps - self.patience:
             self._past.popleft()
-        ticks, before = self._past[0]
-        if ticks > view.ticks - self.patience:
+        steps, before = self._past[0]
+        if steps > view.steps - self.patience:
             return torch.zeros(len(view.rows), dtype=torch.bool)
         then = before[view.rows]
         return then.isfinite() & (view.values > (1 - self.progress) * then)
 
     def _slower(self, view: View, owner: Tensor) -> Tensor:
         slower = torch.zeros(len(owner), dtype=torch.bool)
-        while self._cut < len(self.cuts) and view.ticks >= self.cuts[self._cut]:
+        while self._cut < len(self.cuts) and view.steps >= self.cuts[self._cut]:
             self._cut += 1
             for image in owner.unique().tolist():
                 mine = ((owner == image) & ~slower).nonzero()[:, 0]

@@ -13,21 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from gradveil.errors import AttackError
+from gradveil.attacks.base import check_seen
 from gradveil.gradients.functional import Form, trial_gradients
 from gradveil.tree import Params, parameters
-from gradveil.types import Observation, check_update
+from gradveil.types import Observation
 
 SMALLEST_NOISE = 1e-2  # a tensor counts as known to this part of its rms, however little noise it carries
 
 
-def group(seen: Sequence[Observation]) -> list[list[int]]:
-    """Return the positions of the observations that can be stacked, in order of first appearance."""
-    groups: dict[tuple[object, ...], list[int]] = {}
-    for i, s in enumerate(seen):
-        key = (id(s.model), s.input_shape, s.num_classes, s.num_examples, id(s.simulate), s.labels is None, s.bounds)
-        groups.setdefault(key, []).append(i)
-    return list(groups.values())
+def stack_key(s: Observation) -> tuple[object, ...]:
+    """Return what observations that can be stacked have in common."""
+    return (id(s.model), s.input_shape, s.num_classes, s.num_examples, id(s.simulate), s.labels is None, s.bounds)
 
 
 @dataclass(frozen=True)
@@ -45,10 +41,7 @@ class Matching:
     def of(cls, seen: Sequence[Observation], form: Form = "auto") -> "Matching":
         """Stack observations of one group."""
         first = seen[0]
-        for s in seen:
-            check_update(s.update, s.model)
-            if not s.visible:
-                raise AttackError("Every tensor of the update has weight 0: there is nothing to match.")
+        check_seen(seen)
         names = tuple(n for n in parameters(first.model) if any(n in s.visible for s in seen))
         like = parameters(first.model)
         target = {n: torch.stack([_target(s, n, like[n]) for s in seen]) for n in names}
@@ -79,11 +72,11 @@ class Matching:
         """Return the weighted value (P, *shape) of one tensor."""
         return value * self.weights[name] if name in self.weights else value
 
-    def residual(self, found: Params) -> Tensor:
-        """Return the weighted residuals √w (found - target) of all tensors as vectors (P, D)."""
+    def residual(self, trial: Params) -> Tensor:
+        """Return the weighted residuals √w (trial - target) of all tensors as vectors (P, D)."""
         parts = []
         for n in self.names:
-            r = found[n] - self.target[n]
+            r = trial[n] - self.target[n]
             parts.append((r * self.weights[n].sqrt() if n in self.weights else r).flatten(1))
         return torch.cat(parts, 1)
 
@@ -97,31 +90,31 @@ def sum_per_problem(values: Iterable[Tensor]) -> Tensor:
     return torch.stack(parts).sum(0)
 
 
-def squared_distance(matching: Matching, found: Params) -> tuple[Tensor, Params]:
-    """Return Σ w (found - target)² per problem (P,), and its derivative by each found tensor."""
+def squared_distance(matching: Matching, trial: Params) -> tuple[Tensor, Params]:
+    """Return Σ w (trial - target)² per problem (P,), and its derivative by each tensor of the trial gradient."""
     values, slopes = [], {}
     for n in matching.names:
-        r = found[n] - matching.target[n]
+        r = trial[n] - matching.target[n]
         weighed = matching.weigh(n, r)
         values.append(torch.linalg.vecdot(r.flatten(1), weighed.flatten(1)))
         slopes[n] = 2 * weighed
     return torch.stack(values).sum(0), slopes
 
 
-def cosine_distance(matching: Matching, found: Params) -> tuple[Tensor, Params]:
-    """Return 1 - cos(found, target) per problem (P,) over all tensors together, and its derivative.
+def cosine_distance(matching: Matching, trial: Params) -> tuple[Tensor, Params]:
+    """Return 1 - cos(trial, target) per problem (P,) over all tensors together, and its derivative.
 
-    The inner product is the weighted one. Where the found gradient vanishes the distance is 1 and flat.
+    The inner product is the weighted one. Where the trial gradient vanishes the distance is 1 and flat.
     """
-    weighed = {n: matching.weigh(n, found[n]) for n in matching.names}
+    weighed = {n: matching.weigh(n, trial[n]) for n in matching.names}
     inner = sum_per_problem(weighed[n] * matching.target[n] for n in matching.names)
-    squared = sum_per_problem(weighed[n] * found[n] for n in matching.names)
+    squared = sum_per_problem(weighed[n] * trial[n] for n in matching.names)
     tiny = torch.finfo(inner.dtype).tiny
     scale = (squared * matching.energy).clamp_min(tiny).rsqrt()
     along = inner / squared.clamp_min(tiny)
 
     def slope(n: str) -> Tensor:
-        like = (-1, *([1] * (found[n].ndim - 1)))
+        like = (-1, *([1] * (trial[n].ndim - 1)))
         toward = matching.weigh(n, matching.target[n])
         return scale.view(like) * (along.view(like) * weighed[n] - toward)
 
@@ -131,9 +124,9 @@ def cosine_distance(matching: Matching, found: Params) -> tuple[Tensor, Params]:
 def differentiated(values: Callable[[Matching, Params], Tensor]) -> Distance:
     """Return a distance from its values (P,) alone: torch works its derivative out."""
 
-    def distance(matching: Matching, found: Params) -> tuple[Tensor, Params]:
+    def distance(matching: Matching, trial: Params) -> tuple[Tensor, Params]:
         with torch.enable_grad():
-            free = {n: g.detach().requires_grad_() for n, g in found.items()}
+            free = {n: g.detach().requires_grad_() for n, g in trial.items()}
             value = values(matching, free)
             slopes = torch.autograd.grad(value.sum(), list(free.values()))
         return value.detach(), dict(zip(free, slopes, strict=True))
@@ -185,10 +178,10 @@ def _simulated(s: Observation, names: tuple[str, ...], form: Form) -> Callable[[
     def trial(x: Tensor, y: Tensor) -> Params:
         gradient = plain(x, y)
         try:
-            found: Params = vmap(simulate)(gradient)
+            sent: Params = vmap(simulate)(gradient)
         except RuntimeError:  # the transform looks at values, so it cannot be batched
             alone = [simulate({n: g[i] for n, g in gradient.items()}) for i in range(len(x))]
-            found = {n: torch.stack([a[n] for a in alone]) for n in names}
-        return {n: found[n] for n in names}
+            sent = {n: torch.stack([a[n] for a in alone]) for n in names}
+        return {n: sent[n] for n in names}
 
     return trial

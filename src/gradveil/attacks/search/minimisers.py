@@ -1,6 +1,6 @@
-"""Batched L-BFGS: every problem has its own history, step and line search, and no problem waits for another.
+"""How a search goes downhill: L-BFGS and Adam, many problems at once, none waiting for another.
 
-The direction -H g comes from the compact form of Byrd, Nocedal and Schnabel (1994, theorem 2.2),
+Of L-BFGS, the direction -H g comes from the compact form of Byrd, Nocedal and Schnabel (1994, theorem 2.2),
 
     H = γ I + [S  γY] [ R⁻ᵀ (D + γ YᵀY) R⁻¹   -R⁻ᵀ ] [ Sᵀ  ]
                       [        -R⁻¹              0  ] [ γYᵀ ],
@@ -9,8 +9,8 @@ with S, Y the steps and gradient changes, D the diagonal and R the upper triangl
 Two passes over S and Y are left. Pairs sit in a ring of slots. R⁻¹ is kept instead of R: a new pair adds one
 column to it and the oldest drops a row and a column, so no order and no triangular solve is needed.
 
-A tick is one evaluation. Each problem either accepts its trial point (Armijo, relaxed by the rounding) and takes
-a new direction, or shortens its step along the old one; all by ``torch.where``, so that a tick never waits for the
+A step is one evaluation. In L-BFGS each problem accepts its trial point (Armijo, relaxed by the rounding) and takes
+a new direction, or it goes less far along the old one; all by ``torch.where``, so that a step never waits for the
 host and can sit in a CUDA graph (constants go in by ``masked_fill``: a scalar in ``where`` is copied from the host).
 """
 
@@ -45,10 +45,10 @@ class LBFGS:
             "iterations": number, "evaluations": number, "dead": number > 0, "stuck": number > 0,
         }  # fmt: skip
 
-    def tick(self, state: State, value: Tensor, gradient: Tensor, ticks: int | None = None) -> State:
+    def step(self, state: State, value: Tensor, gradient: Tensor, done: int | None = None) -> State:
         """Return the state after an evaluation at ``point``: value (P,), gradient (P, d).
 
-        ``ticks`` bounds the number of pairs that any problem can have, so that empty slots cost nothing.
+        ``done`` steps bound the number of pairs that any problem can have, so that empty slots cost nothing.
         """
         new, old = dict(state), state
         fresh = old["evaluations"] == 0
@@ -67,7 +67,7 @@ class LBFGS:
         new["best"] = torch.where(better[:, None], new["z"], old["best"])
 
         s = (old["step"][:, None] * old["direction"]).masked_fill(~row, 0.0)
-        direction = self._direction(new, s, new["gradient"] - old["gradient"], ticks)
+        direction = self._direction(new, s, new["gradient"] - old["gradient"], done)
         self._turn(new, old, taken, fresh, direction)
         if self.search:
             self._shorten(new, old, ~taken & ~new["dead"], value)
@@ -86,10 +86,10 @@ class LBFGS:
         by_slope: Tensor = same & (slope <= (2 * self.decrease - 1) * old["slope"])
         return armijo | by_slope
 
-    def _direction(self, new: State, s: Tensor, y: Tensor, ticks: int | None) -> Tensor:
+    def _direction(self, new: State, s: Tensor, y: Tensor, done: int | None) -> Tensor:
         """Store the pair (s, y) where its curvature is positive, and return -H g (P, d)."""
         p = len(s)
-        used = self.history if ticks is None else min(self.history, max(ticks, 1))
+        used = self.history if done is None else min(self.history, max(done, 1))
         ys = torch.linalg.vecdot(y, s)
         tiny = 10 * torch.finfo(ys.dtype).eps
         push = ys.isfinite() & (ys > tiny * torch.linalg.vecdot(y, y).sqrt() * torch.linalg.vecdot(s, s).sqrt())
@@ -174,7 +174,7 @@ class Adam:
             "dead": number > 0, "stuck": number > 0,
         }  # fmt: skip
 
-    def tick(self, state: State, value: Tensor, gradient: Tensor, ticks: int | None = None) -> State:
+    def step(self, state: State, value: Tensor, gradient: Tensor, done: int | None = None) -> State:
         """Return the state after an evaluation at ``point``: value (P,), gradient (P, d)."""
         new, old = dict(state), state
         finite = value.isfinite() & gradient.isfinite().all(1) & ~old["dead"]

@@ -70,11 +70,11 @@ class MatchingObjective:
         """Return values (P,) and gradients (P, d) at point (P, d)."""
         z = point.detach().requires_grad_()
         with torch.enable_grad():
-            x, found = self._trial(z)
+            x, trial = self._trial(z)
             extra = torch.stack([penalty(x) for penalty in self.penalties]).sum(0) if self.penalties else None
         with torch.no_grad():
-            value, slopes = self.distance(self.matching, found)
-        outputs, cotangents = list(found.values()), [slopes[n] for n in found]
+            value, slopes = self.distance(self.matching, trial)
+        outputs, cotangents = list(trial.values()), [slopes[n] for n in trial]
         if extra is not None:
             outputs, cotangents = [*outputs, extra], [*cotangents, torch.ones_like(extra)]
             value = value + extra.detach()

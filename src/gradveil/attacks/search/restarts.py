@@ -1,4 +1,4 @@
-"""How many problems fit into memory at once."""
+"""A search from several starts: as many problems together as fit into memory, the best start of each kept."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,8 +9,9 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn.functional import one_hot
 
-from gradveil.attacks.search.loop import Optimiser, Race, Solution, minimise
-from gradveil.attacks.search.matching import Distance, Matching, group
+from gradveil.attacks.base import in_groups
+from gradveil.attacks.search.loop import Optimiser, Solution, Stopping, minimise
+from gradveil.attacks.search.matching import Distance, Matching, stack_key
 from gradveil.attacks.search.minimisers import LBFGS
 from gradveil.attacks.search.objective import MatchingObjective, Penalty, Unknowns
 from gradveil.errors import AttackError
@@ -82,12 +83,12 @@ class Search:
 
     distance: Distance
     optimiser: Callable[[Unknowns], Optimiser]
-    ticks: int  # evaluations per start
+    steps: int  # evaluations per start
     restarts: int = 1  # starts per update, the best by their own objective is kept
     start: Start = "uniform"
     tol: float = 1e-7  # relative distance at which the gradient counts as matched
     stop: bool = True  # end an image's run when a start has matched
-    patience: int = 500  # ticks without progress before a start is given up
+    patience: int = 500  # steps without progress before a start is given up
     cuts: tuple[float, ...] = ()  # shares of the run at which the slower half of the starts is dropped
     penalties: Callable[[Sequence[Observation], Unknowns, Tensor], tuple[Penalty, ...]] = field(
         default=lambda seen, unknowns, owner: ()
@@ -98,19 +99,19 @@ class Search:
 
     def run(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Return one reconstruction per observation, in order."""
-        found: dict[int, Reconstruction] = {}
-        for members in group(seen):
-            stack = self.stack([seen[i] for i in members])
-            unknowns = Unknowns.of(seen[members[0]])
-            size = max(1, problems_at_once(stack, unknowns, self.optimiser(unknowns)) // self.restarts)
-            for first in range(0, len(members), size):
-                part = members[first : first + size]
-                rows = torch.arange(first, first + len(part), device=stack.floor.device)
-                with full_precision(not self.tf32):
-                    mine = [seen[i] for i in part]
-                    solved = self._solve(mine, [rngs[i] for i in part], stack.take(rows), unknowns)
-                found |= dict(zip(part, solved, strict=True))
-        return [found[i] for i in range(len(seen))]
+        return in_groups(seen, rngs, stack_key, self._run_stack)
+
+    def _run_stack(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
+        """Return the reconstructions of observations that can be stacked, as many at once as fit into memory."""
+        stack, unknowns = self.stack(seen), Unknowns.of(seen[0])
+        size = max(1, problems_at_once(stack, unknowns, self.optimiser(unknowns)) // self.restarts)
+        solved = []
+        for first in range(0, len(seen), size):
+            part = slice(first, first + size)
+            rows = torch.arange(len(seen), device=stack.floor.device)[part]
+            with full_precision(not self.tf32):
+                solved += self._solve(seen[part], rngs[part], stack.take(rows), unknowns)
+        return solved
 
     def _solve(
         self, seen: Sequence[Observation], rngs: Sequence[Generator], stack: Matching, unknowns: Unknowns
@@ -129,15 +130,13 @@ class Search:
         )  # fmt: skip
         limit = self._limit(problems)
         goal = limit if self.stop else torch.full_like(limit, -torch.inf)
-        cuts = tuple(int(share * self.ticks) for share in self.cuts)
-        race = Race(owner, goal.cpu(), self.patience, cuts=cuts)
+        cuts = tuple(int(share * self.steps) for share in self.cuts)
+        stopping = Stopping(owner, goal.cpu(), self.patience, cuts=cuts)
         z = torch.stack([start(i) for i in range(len(owner))])
-        solution = minimise(objective, self.optimiser(unknowns), z, self.ticks, race, start)
+        solution = minimise(objective, self.optimiser(unknowns), z, self.steps, stopping, start)
         residuals = objective.residual(solution.best)
-        return [
-            _choose(seen[i], unknowns, solution, residuals, limit, problems.energy if self.scaled else None, race, i)
-            for i in range(len(seen))
-        ]
+        energy = problems.energy if self.scaled else None
+        return [_choose(s, unknowns, solution, residuals, limit, energy, stopping, i) for i, s in enumerate(seen)]
 
     def _start(self, unknowns: Unknowns, rng: Generator) -> Tensor:
         low, high = unknowns.bounds
@@ -183,11 +182,11 @@ def _choose(
     residuals: Tensor,
     limit: Tensor,
     energy: Tensor | None,
-    race: Race,
+    stopping: Stopping,
     image: int,
 ) -> Reconstruction:
     """Return the start of this image with the lowest objective, clamped to the data range."""
-    mine = (race.owner == image).nonzero()[:, 0].to(solution.best.device)
+    mine = (stopping.owner == image).nonzero()[:, 0].to(solution.best.device)
     values = solution.values[mine]
     usable = values.isfinite() & residuals[mine].isfinite()
     at = mine[values.masked_fill(~usable, torch.inf).argmin()]
@@ -203,7 +202,7 @@ def _choose(
         "starts": float(len(mine) + solution.redraws[mine].sum()),
         "finite_starts": float(usable.sum()),
         "relative_residual": float(relative),
-        "stalled": float(race.stalled[at.cpu()]),
+        "stalled": float(stopping.stalled[at.cpu()]),
     }
     converged = finite and bool(residuals[at] <= limit[at])
     return Reconstruction(

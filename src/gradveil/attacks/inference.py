@@ -1,4 +1,8 @@
-"""Which rows of the last layer's gradient belong to classes on the device: four rules, none told how many there are."""
+"""What an update gives away without a search: the classes on a device, and each class's mean representation.
+
+Sun et al. 2020, algorithms 3 and 4. Which rows of the last layer's gradient belong to classes on the device is said by
+one of four rules, none of which knows how many there are; the layers are found by watching the model run, not by index.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,17 +11,16 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks.inference.chain import LayerChain, chain_of, seen_part
-from gradveil.errors import AttackError
-from gradveil.layers.modules import Visit
+from gradveil.errors import AttackError, LayerError
+from gradveil.layers.modules import Visit, trace
 from gradveil.tree import Params
 from gradveil.types import Update, check_update
 
 Rule = Literal["gap", "mean", "bias_sign", "row_sum"]
-Peaks = tuple[Tensor, Tensor]  # present (D, K) bool, confidence (D, K) in [0, 1]
+Presence = tuple[Tensor, Tensor]  # present (D, K) bool, confidence (D, K) in [0, 1]
 
 
-def gap(rows: Tensor, bias: Tensor | None) -> Peaks:
+def gap(rows: Tensor, bias: Tensor | None) -> Presence:
     """Sort the row norms and cut at the largest gap (Sun et al. 2020, algorithm 3, read literally)."""
     norms = rows.norm(dim=2)  # (D, K)
     ordered = norms.sort(dim=1, descending=True).values
@@ -26,23 +29,23 @@ def gap(rows: Tensor, bias: Tensor | None) -> Peaks:
     return _above(norms, threshold)
 
 
-def mean(rows: Tensor, bias: Tensor | None) -> Peaks:
+def mean(rows: Tensor, bias: Tensor | None) -> Presence:
     """Take the rows whose norm is above the mean norm."""
     norms = rows.norm(dim=2)
     return _above(norms, norms.mean(1, keepdim=True))
 
 
-def row_sum(rows: Tensor, bias: Tensor | None) -> Peaks:
+def row_sum(rows: Tensor, bias: Tensor | None) -> Presence:
     """Take the rows with a negative sum: only a class on the device has p - 1 in it. For representations above zero."""
     return _above(-rows.sum(2), rows.new_zeros(len(rows), 1))
 
 
-def bias_sign(rows: Tensor, bias: Tensor | None) -> Peaks:
+def bias_sign(rows: Tensor, bias: Tensor | None) -> Presence:
     """Take the classes with a negative bias gradient, mean (p - y); without a bias, by the rows' sums."""
     return row_sum(rows, None) if bias is None else _above(-bias, bias.new_zeros(len(bias), 1))
 
 
-RULES: dict[Rule, Callable[[Tensor, Tensor | None], Peaks]] = {
+RULES: dict[Rule, Callable[[Tensor, Tensor | None], Presence]] = {
     "gap": gap,
     "mean": mean,
     "bias_sign": bias_sign,
@@ -50,13 +53,73 @@ RULES: dict[Rule, Callable[[Tensor, Tensor | None], Peaks]] = {
 }
 
 
-def _above(score: Tensor, threshold: Tensor) -> Peaks:
+def _above(score: Tensor, threshold: Tensor) -> Presence:
     """Return what is above the threshold, and each distance from it as a share of the largest on its side."""
     distance = score - threshold
     tiny = torch.finfo(score.dtype).tiny
     up = distance.clamp_min(0) / distance.amax(1, keepdim=True).clamp_min(tiny)
     down = (-distance).clamp_min(0) / (-distance).amax(1, keepdim=True).clamp_min(tiny)
     return distance > 0, up + down
+
+
+@dataclass(frozen=True)
+class LayerChain:
+    """Convolutions, then fully connected layers up to the logits, each one's input shaped by the one before."""
+
+    convolutions: tuple[Visit, ...]  # in running order; the last one feeds the first fully connected layer
+    dense: tuple[Visit, ...]  # in running order; the last one gives the logits
+
+    @property
+    def layers(self) -> tuple[Visit, ...]:
+        """All layers in running order."""
+        return (*self.convolutions, *self.dense)
+
+
+def chain_of(model: nn.Module, input_shape: tuple[int, ...], num_classes: int) -> LayerChain:
+    """Return the chain of layers that ends in the logits.
+
+    A fully connected layer belongs to it when as many numbers leave it as enter the next one, so that only an
+    activation can lie between; convolutions belong to it as long as channels fit, poolings or not.
+    """
+    visits = trace(model, input_shape).visits
+    single = [v for v in visits if [w.path for w in visits].count(v.path) == 1]
+    if not single or not isinstance(single[-1].layer, nn.Linear) or single[-1].output_shape != (num_classes,):
+        ran = ", ".join(f"{v.path} {v.output_shape}" for v in visits) or "none"
+        raise LayerError(
+            f"{type(model).__name__} does not end in a fully connected layer with {num_classes} outputs, so its rows "
+            f"are not classes. Layers that ran: {ran}."
+        )
+    dense, convolutions = [single.pop()], list[Visit]()
+    while single and isinstance(single[-1].layer, nn.Linear) and single[-1].output_shape == dense[0].input_shape:
+        dense.insert(0, single.pop())
+    after = dense[0].input_shape
+    while single and isinstance(single[-1].layer, nn.Conv2d) and _feeds(single[-1], after):
+        convolutions.insert(0, single.pop())
+        after = convolutions[0].input_shape
+    return LayerChain(tuple(convolutions), tuple(dense))
+
+
+def seen_part(chain: LayerChain, gradient: Params) -> LayerChain:
+    """Return the end of the chain whose weight gradients are all there."""
+    last = chain.dense[-1].path
+    if f"{last}.weight" not in gradient:
+        raise LayerError(
+            f"The update has no gradient of {last}.weight, the last layer, which names the classes. "
+            f"It has: {', '.join(gradient)}."
+        )
+    missing = [i for i, v in enumerate(chain.layers) if f"{v.path}.weight" not in gradient]
+    kept = chain.layers[missing[-1] + 1 :] if missing else chain.layers
+    return LayerChain(
+        tuple(v for v in kept if isinstance(v.layer, nn.Conv2d)),
+        tuple(v for v in kept if isinstance(v.layer, nn.Linear)),
+    )
+
+
+def _feeds(convolution: Visit, after: tuple[int, ...]) -> bool:
+    """Return whether the layer's channels are those of what comes after it, or were flattened into it."""
+    channels = convolution.output_shape[0]
+    plain = isinstance(convolution.layer, nn.Conv2d) and convolution.layer.groups == 1
+    return plain and (after[0] == channels if len(after) > 1 else torch.Size(after).numel() % channels == 0)
 
 
 @dataclass(frozen=True)
@@ -87,7 +150,7 @@ class InferenceSettings:
         if not self.m > 0:
             raise AttackError(f"m={self.m}: give a share of the rows (up to 1) or a count (above 1).")
         if self.rule not in RULES:
-            raise AttackError(f"No peak rule is called {self.rule!r}. Known: {', '.join(RULES)}.")
+            raise AttackError(f"No class rule is called {self.rule!r}. Known: {', '.join(RULES)}.")
 
 
 def infer(
@@ -113,26 +176,26 @@ def infer_stacked(chain: LayerChain, gradients: Params, settings: InferenceSetti
     last = chain.dense[-1]
     rows = gradients[f"{last.path}.weight"]  # (D, K, L)
     present, confidence = RULES[chosen.rule](rows, gradients.get(f"{last.path}.bias"))
-    found = Inferred(present, confidence, {last.path: -rows}, {})
+    inferred = Inferred(present, confidence, {last.path: -rows}, {})
     if f"{last.path}.bias" in gradients:
-        found.scales[last.path] = -gradients[f"{last.path}.bias"]
+        inferred.scales[last.path] = -gradients[f"{last.path}.bias"]
     for layer in reversed(chain.layers if chosen.convolutions else chain.dense):
         if layer is not last:
-            size = next(reversed(found.vectors.values())).abs()  # (D, K, what leaves this layer)
+            size = next(reversed(inferred.vectors.values())).abs()  # (D, K, what leaves this layer)
             channels = gradients[f"{layer.path}.weight"].shape[1]
-            _sum_rows(found, layer, gradients, size.unflatten(2, (channels, -1)).sum(3), chosen)
-    return found
+            _sum_rows(inferred, layer, gradients, size.unflatten(2, (channels, -1)).sum(3), chosen)
+    return inferred
 
 
-def _sum_rows(found: Inferred, layer: Visit, gradients: Params, size: Tensor, settings: InferenceSettings) -> None:
+def _sum_rows(inferred: Inferred, layer: Visit, gradients: Params, size: Tensor, settings: InferenceSettings) -> None:
     """Add, per device and class, the aligned sum of the M rows that ``size`` (D, K, rows) is largest at."""
     rows, bias = gradients[f"{layer.path}.weight"].flatten(2), gradients.get(f"{layer.path}.bias")  # (D, rows, L)
     count = settings.m * rows.shape[1] if settings.m <= 1 else settings.m
     chosen = size.topk(min(max(round(count), 1), rows.shape[1]), dim=2).indices
     picked = torch.zeros_like(size).scatter_(2, chosen, 1.0) * _signs(rows, bias, settings.align)[:, None]
-    found.vectors[layer.path] = picked @ rows
+    inferred.vectors[layer.path] = picked @ rows
     if bias is not None:
-        found.scales[layer.path] = (picked @ bias[..., None])[..., 0]
+        inferred.scales[layer.path] = (picked @ bias[..., None])[..., 0]
 
 
 def _signs(rows: Tensor, bias: Tensor | None, align: str) -> Tensor:

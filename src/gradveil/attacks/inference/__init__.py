@@ -1,1 +1,0 @@
-"""Machinery: classes and representations read off the update of fully connected layers."""
