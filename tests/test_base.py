@@ -22,7 +22,6 @@ def test_tree_arithmetic_by_hand() -> None:
     b = {"w": torch.tensor([3.0, 0.0]), "b": torch.tensor([-2.0])}
     assert tree.flatten(tree.add(a, b, 2.0)).tolist() == [7.0, 2.0, -2.0]
     assert tree.flatten(tree.subtract(a, b)).tolist() == [-2.0, 2.0, 4.0]
-    assert tree.flatten(tree.mean([a, b], [3, 1])).tolist() == [1.5, 1.5, 1.0]
     assert float(tree.dot(a, b)) == -1.0
     assert float(tree.norm(a)) == 3.0
     assert tree.size(a) == 3

@@ -1,6 +1,6 @@
 """Arithmetic on parameters by name. A gradient, an update and a model's weights are all ``Params``."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -31,13 +31,6 @@ def subtract(a: Params, b: Params) -> Params:
 def scale(tree: Params, factor: float) -> Params:
     """Return ``factor * tree``."""
     return {name: value * factor for name, value in tree.items()}
-
-
-def mean(trees: Sequence[Params], weights: Iterable[float] | None = None) -> Params:
-    """Return the weighted mean; without weights every tree counts the same."""
-    w = [1.0] * len(trees) if weights is None else list(weights)
-    total = sum(w)
-    return {name: sum(wi * t[name] for wi, t in zip(w, trees, strict=True)) / total for name in trees[0]}  # type: ignore[misc]
 
 
 def dot(a: Params, b: Params) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a server can know of the data before it sees an update: a Gaussian fitted to public images."""
+"""The nouns that pass between the parts: batch, update, observation, reconstruction; and a server's prior."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

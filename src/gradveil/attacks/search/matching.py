@@ -72,14 +72,6 @@ class Matching:
         """Return the weighted value (P, *shape) of one tensor."""
         return value * self.weights[name] if name in self.weights else value
 
-    def residual(self, trial: Params) -> Tensor:
-        """Return the weighted residuals √w (trial - target) of all tensors as vectors (P, D)."""
-        parts = []
-        for n in self.names:
-            r = trial[n] - self.target[n]
-            parts.append((r * self.weights[n].sqrt() if n in self.weights else r).flatten(1))
-        return torch.cat(parts, 1)
-
 
 Distance = Callable[[Matching, Params], tuple[Tensor, Params]]  # values (P,), and derivatives by the gradients
 
