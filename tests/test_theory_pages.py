@@ -56,7 +56,9 @@ def test_the_turn_of_the_long_run_is_read_off_its_rows(tables: ModuleType, tmp_p
 def test_every_constant_is_labelled_by_how_it_is_known(tables: ModuleType, tmp_path: Path) -> None:
     known = {"mu": {"value": 1e-4, "how": "exact", "note": "the weight decay"}}
     numbers = {"output": 1.5, "displacement": 2.0, "smoothness": 30.0, "convexity": 1e-4, "lowest": 0.2, "start": 2.3}
+    numbers |= {"gradient": 48.0, "spread": 0.2, "distance": 25.0}
     row = {"kind": "constants", "known": known, "uncertain": 1e-6, "bias at the optimum": 0.157} | numbers
+    row |= {"parts": [0.5, 0.5], "sigmas": [2.0, 2.0]}
     keep(tmp_path, "convergence", [row])
     text = block(tables, "convergence.md", "constants", tmp_path)
     assert "| mu | 0.0001 | exact | the weight decay |" in text

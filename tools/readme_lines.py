@@ -5,9 +5,10 @@ from pathlib import Path
 
 from paper_results import RESULTS, all_rows, build, own_rows
 
-from gradveil.paper.accuracy import last_round, paired_loss
+from gradveil.experiments.rows import group
 from gradveil.paper.base import MAX_DROP, Judgement
-from gradveil.paper.settings import GUESS, Case, settings
+from gradveil.paper.cases import GUESS, Case, cases
+from gradveil.paper.rows import Measured, Trained, last_round, paired_loss
 
 OURS, RANDOM = "representation:share=0.4", "random_mask:share=0.4"
 PANELS = {"dlg-mnist": "DLG, MNIST", "dlg-cifar10": "DLG, CIFAR-10", "gs-cifar10": "GS, CIFAR-10"}
@@ -26,7 +27,7 @@ def mark(holds: Sequence[bool]) -> str:
 
 
 def _found(folder: Path) -> list[Case]:
-    return settings(own_rows("tradeoff", folder), own_rows("accuracy", folder))
+    return cases(Measured.read(own_rows("tradeoff", folder)), Trained.read(own_rows("accuracy", folder)))
 
 
 def _at(found: Sequence[Case], defense: str, knowing: bool = False) -> dict[str, Case]:
@@ -82,14 +83,14 @@ def random_mask(folder: Path) -> str:
 
 def accuracy(folder: Path) -> str:
     """No drop in accuracy."""
-    rows = own_rows("accuracy", folder)
+    runs = group(Trained.read(own_rows("accuracy", folder)), "panel", "defense")
+    final = {key: last_round(mine) for key, mine in runs.items()}
     lost: dict[str, dict[str, float]] = {}
     for panel, name in TRAINED.items():
-        plain = last_round(rows, panel, "none")
         for share in ("0.01", "0.05", "0.1", "0.2", "0.4", "0.8"):
             ours = f"representation:share={share}"
-            mine = last_round(rows, panel, ours) or last_round(rows, panel, f"{ours},method=moment")
-            loss = paired_loss(plain, mine)
+            mine = final.get((panel, ours)) or final.get((panel, f"{ours},method=moment"), {})
+            loss = paired_loss(final.get((panel, "none"), {}), mine)
             if loss is not None:
                 lost.setdefault(name, {})[share] = loss
     text = "; ".join(

@@ -8,7 +8,7 @@ from pathlib import Path
 from marked_blocks import ROOT, write_or_check
 from paper_results import build, markdown, own_rows
 
-from gradveil.paper.attack_points import same_defense
+from gradveil.paper.rows import same_defense
 
 README = ROOT / "README.md"
 

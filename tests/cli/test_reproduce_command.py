@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from gradveil.cli import reproduce
 from gradveil.cli.shared import Display
-from gradveil.paper import parallel
+from gradveil.paper import base
 from gradveil.paper.base import Context, Item, Judgement, Row
 
 
@@ -56,9 +56,9 @@ class Toy(Item):
     spec_name: ClassVar[str] = "toy"
     title: ClassVar[str] = "Toy"
 
-    def units(self, context: Context) -> list[str]:
+    def work(self, context: Context) -> dict[str, None]:
         """Return three."""
-        return ["a", "b", "c"]
+        return dict.fromkeys("abc")
 
     def run(self, unit: str, context: Context) -> list[Row]:
         """Say the name."""
@@ -75,7 +75,7 @@ class Toy(Item):
 
 def test_tables_are_in_order_however_the_processes_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     last_first = lambda item, groups, context, jobs: reversed([(item.run_group(g, context), 0.0) for g in groups])  # noqa: E731
-    monkeypatch.setattr(parallel, "run_groups", last_first)
+    monkeypatch.setattr(base, "run_groups", last_first)
     made: dict[str, list[Row]] = {}
     result = reproduce.run_item(Toy(), Context(), tmp_path, False, "*", made, Display(quiet=True), 3)
     assert [row["name"] for row in result["table"]] == ["a", "b", "c"]
@@ -85,5 +85,5 @@ def test_tables_are_in_order_however_the_processes_end(tmp_path: Path, monkeypat
 def test_jobs_are_the_cores_unless_there_are_many_or_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for cores, jobs in ((1, 1), (2, 2), (64, 8)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=cores: set(range(n)), raising=False)
-        assert parallel.usual_jobs(Context()) == jobs
-    assert parallel.usual_jobs(Context(device=torch.device("cuda"))) == 1
+        assert base.usual_jobs(Context()) == jobs
+    assert base.usual_jobs(Context(device=torch.device("cuda"))) == 1

@@ -7,11 +7,13 @@ import torch
 
 from gradveil.paper import accuracy
 from gradveil.paper.accuracy import Accuracy, AccuracyPanel
-from gradveil.paper.attack_points import same_defense
 from gradveil.paper.base import Context
-from gradveil.paper.tradeoff import FULL
+from gradveil.paper.panels import FULL
+from gradveil.paper.rows import paired_loss, same_defense
 
-SMALL = AccuracyPanel("lenet:strides=2/1,activation=tanh,init=kaiming", "digits", 3, ("none",), "iid:devices=20")
+SMALL = AccuracyPanel(
+    "lenet:strides=2/1,activation=tanh,init=kaiming", "digits", 3, ("none", "pruning:share=0.8"), "iid:devices=20"
+)
 
 
 def test_settings_that_train_together_give_what_each_gives_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,4 +90,4 @@ def test_what_was_lost_is_against_the_same_seeds() -> None:
     line = Accuracy().summary(rows)[1]
     assert (line["lost"], line["lost there"]) == ("+0.020", "+0.060")
     assert line["last quarter"] == "0.370"  # the means of (0.88, 0.4) and of 0.1
-    assert accuracy.paired_loss({0: 1.0}, {1: 1.0}) is None
+    assert paired_loss({0: 1.0}, {1: 1.0}) is None

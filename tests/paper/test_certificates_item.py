@@ -14,7 +14,7 @@ def row(kind: str, mse: float | None, image: int = 0, **more: float) -> Row:
 @pytest.mark.parametrize("net", NETWORKS)
 def test_every_kind_is_there_and_the_sound_ones_lie_below_the_estimate(net: str) -> None:
     item = Certificates(datasets=("digits",), images=1)
-    rows = [r for p in KINDS for r in item.run(f"digits {net} p={p} draw=1", Context())]
+    rows = [r for p in KINDS for r in item.run(f"digits {net} p={p} draw=1", Context(scale="full"))]
     found = {(r["p"], r["kind"]): r for r in rows}
     assert list(found) == [(p, kind) for p, kinds in KINDS.items() for kind in kinds]
     for p in KINDS:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gradveil.paper.base import Context, Row
-from gradveil.paper.meter import NAIVE, SETTINGS, MeterCheck, correlations
+from gradveil.paper.meter import NAIVE, SETTINGS, MeterCheck, Metered, by_setting, correlations
 
 
 def row(setting: str, meter: float, mse: float, image: int = 0) -> Row:
@@ -26,7 +26,7 @@ def test_there_are_at_least_twelve_settings_of_every_kind() -> None:
 )
 def test_a_setting_runs_and_noise_leaks_less(setting: str) -> None:
     item = MeterCheck(model="lenet:width=3", dataset="digits")
-    (found,) = item.run(f"0 {setting}", Context())
+    (found,) = item.run(f"0 {setting}", Context(scale="full"))
     assert found["setting"] == setting
     assert 0 < found["meter"] <= found["prior"]
     assert 0 <= found["mse"] <= 1
@@ -47,7 +47,7 @@ def test_the_verdict_follows_from_the_ranks() -> None:
     good = [row(s, 10.0**-i, 3 * 10.0**-i, image) for i, s in enumerate(settings) for image in (0, 1)]
     (verdict,) = MeterCheck().verdicts(good)
     assert verdict.status == "reproduced"
-    assert correlations(good) == pytest.approx((1.0, 1.0))
+    assert correlations(by_setting(Metered.read(good))) == pytest.approx((1.0, 1.0))
     bad = [row(s, 10.0**-i, 10.0**i / 1e4) for i, s in enumerate(settings)]
     assert MeterCheck().verdicts(bad)[0].status == "not reproduced"
     assert MeterCheck().verdicts(good[:2]) == []

@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 from gradveil.cli import reproduce
 from gradveil.errors import DataError
 from gradveil.experiments.run_folder import RunFolder
-from gradveil.paper.base import Context
-from gradveil.paper.parallel import run_groups
+from gradveil.paper.base import Context, run_groups
 from gradveil.paper.table2 import Table2
 
 

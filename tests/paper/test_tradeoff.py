@@ -10,14 +10,17 @@ import torch
 
 from gradveil.attacks.base import build as build_attack
 from gradveil.countermeasures import drop
+from gradveil.metrics import Interval
 from gradveil.models import build
 from gradveil.paper.attack_points import AttackPoints, Point, servers
 from gradveil.paper.base import Context, Row
+from gradveil.paper.cases import accuracies, cases, control_works, network_family, strongest
 from gradveil.paper.figures import Dot, dots
 from gradveil.paper.gs_images import GSImages
+from gradveil.paper.panels import CONTRAST, FULL, QUICK, _points
 from gradveil.paper.points import Shared, attack_rows, naive
-from gradveil.paper.settings import accuracies, control_works, network_family, papers_unit, settings, strongest
-from gradveil.paper.tradeoff import CONTRAST, FULL, QUICK, Tradeoff, _points
+from gradveil.paper.rows import Measured, Trained
+from gradveil.paper.tradeoff import Tradeoff
 
 TINY = Tradeoff(
     quick_images=2, quick_steps=1, datasets=("digits", "digits"), networks=("lenet:width=3", "lenet:width=3"),
@@ -132,34 +135,36 @@ def test_the_unclamped_error_is_of_what_the_search_left() -> None:
     assert rows[0]["normalised_mse"] == pytest.approx(rows[0]["mse"] / float(std) ** 2, rel=1e-3)
 
 
+def final(rows: list[Row], dataset: str, model: str, defense: str) -> dict[int, float]:
+    return accuracies(Trained.read(rows, "accuracy"), dataset, model, defense)
+
+
 def test_accuracies_are_joined_by_data_family_and_defence() -> None:
     rows = [trained("none", 0.9), trained("gaussian:scale=1e-3", 0.8), trained("none", 0.5, model="convnet_authors")]
-    assert list(accuracies(rows, "mnist", "lenet", "gaussian:scale=0.001").values()) == [0.8]
-    assert list(accuracies(rows, "mnist", "convnet", "none").values()) == [0.5]
+    assert list(final(rows, "mnist", "lenet", "gaussian:scale=0.001").values()) == [0.8]
+    assert list(final(rows, "mnist", "convnet", "none").values()) == [0.5]
     other = [trained("none", 0.3) | {"panel": "lenet-mnist-default"}]
-    assert not accuracies(other, "mnist", "lenet", "none")
-    assert accuracies([*other, trained("none", 0.9) | {"panel": "lenet-mnist"}], "mnist", "lenet", "none") == {0: 0.9}
-    assert list(accuracies(rows, "cifar10", "lenet", "none").values()) == []
+    assert not final(other, "mnist", "lenet", "none")
+    assert final([*other, trained("none", 0.9) | {"panel": "lenet-mnist"}], "mnist", "lenet", "none") == {0: 0.9}
+    assert list(final(rows, "cifar10", "lenet", "none").values()) == []
     early = trained("none", 0.2) | {"round": 100}
-    assert accuracies([*rows, early], "mnist", "lenet", "none") == {0: 0.9}
+    assert final([*rows, early], "mnist", "lenet", "none") == {0: 0.9}
     moment = [trained("representation:share=0.8,method=moment", 0.7)]
-    assert list(accuracies(moment, "mnist", "lenet", "representation:share=0.8").values()) == [0.7]
-    assert list(accuracies(moment, "mnist", "lenet", "representation:share=0.4").values()) == []
+    assert list(final(moment, "mnist", "lenet", "representation:share=0.8").values()) == [0.7]
+    assert list(final(moment, "mnist", "lenet", "representation:share=0.4").values()) == []
     assert (
-        list(
-            accuracies([trained("gaussian:scale=0.1,on=weights", 0.2)], "mnist", "lenet", "gaussian:scale=0.1").values()
-        )
+        list(final([trained("gaussian:scale=0.1,on=weights", 0.2)], "mnist", "lenet", "gaussian:scale=0.1").values())
         == []
     )
     unfinished = [trained("none", 0.1) | {"round": 10}, {k: v for k, v in rows[0].items() if k != "model"}]
-    assert list(accuracies(unfinished, "mnist", "lenet", "none").values()) == [0.9]
+    assert list(final(unfinished, "mnist", "lenet", "none").values()) == [0.9]
 
 
 def test_the_papers_unit_is_unclamped_for_dlg_and_normalised_for_gs() -> None:
-    assert papers_unit(row("dlg-mnist", "none", "naive", 0.1)) == pytest.approx(0.2)
-    assert papers_unit(row("gs-mnist", "none", "naive", 0.1)) == pytest.approx(1.6)
+    assert Measured.of(row("dlg-mnist", "none", "naive", 0.1)).papers_mse == pytest.approx(0.2)
+    assert Measured.of(row("gs-mnist", "none", "naive", 0.1)).papers_mse == pytest.approx(1.6)
     kept = {k: v for k, v in row("dlg-mnist", "none", "whiten", 0.1).items() if k != "unclamped_mse"}
-    assert papers_unit(kept) == pytest.approx(0.1)
+    assert Measured.of(kept).papers_mse == pytest.approx(0.1)
 
 
 def test_a_setting_without_accuracy_is_listed_and_not_dropped() -> None:
@@ -195,7 +200,7 @@ def test_a_hidden_image_has_neither_the_look_nor_the_traces(ssim: float, identif
 
 def test_a_failing_control_voids_its_panel() -> None:
     rows = world(control=0.05)
-    assert control_works(settings(rows, []), "dlg-mnist") is False
+    assert control_works(cases(Measured.read(rows)), "dlg-mnist") is False
     verdicts = Tradeoff().verdicts(rows)
     assert verdicts[0].status == "not reproduced"
     assert {v.status for v in verdicts[1:]} == {"not measured"}
@@ -203,7 +208,7 @@ def test_a_failing_control_voids_its_panel() -> None:
 
 
 def test_the_knowing_server_takes_the_better_of_its_ways() -> None:
-    found = strongest(settings(world(), []), "knowing")
+    found = strongest(cases(Measured.read(world())), "knowing")
     assert {s.defense: s.server for s in found} == {"none": "naive", "representation:share=0.4": "drop"}
 
 
@@ -235,7 +240,7 @@ def test_both_gs_items_attack_one_network_on_normalised_inputs() -> None:
 
 def test_a_dot_has_its_range_beside_it() -> None:
     axis = pytest.importorskip("matplotlib.figure").Figure().subplots()
-    dots(axis, [Dot("a", 1.0, 0.5, 3.0), Dot.of("b", [2.0, 4.0])], "x")
+    dots(axis, [Dot("a", Interval(1.0, 0.5, 3.0, 1)), Dot.of("b", [2.0, 4.0])], "x")
     reach = [container[2][0].get_segments()[0][:, 0].tolist() for container in axis.containers]
     assert reach == [[0.5, 3.0], [2.0, 4.0]]
     assert [container[0].get_xdata()[0] for container in axis.containers] == [1.0, 3.0]
@@ -245,7 +250,7 @@ def test_a_dot_has_its_range_beside_it() -> None:
 def test_labels_of_a_logarithmic_axis_keep_apart(high: float, labels: list[str] | None) -> None:
     figure = pytest.importorskip("matplotlib.figure").Figure()
     axis = figure.subplots()
-    dots(axis, [Dot("a", 0.003, 0.003, 0.003), Dot("b", high, high, high)], "x", log=True)
+    dots(axis, [Dot.of("a", [0.003]), Dot.of("b", [high])], "x", log=True)
     figure.canvas.draw()
     low, top = axis.get_xlim()
     shown = [t.get_text() for t in axis.get_xticklabels() if low <= t.get_position()[0] <= top]

@@ -49,8 +49,7 @@ def command(
     """Run items of the paper and print what holds and what does not."""
     import torch
 
-    from gradveil.paper.base import ITEMS, Context
-    from gradveil.paper.parallel import usual_jobs
+    from gradveil.paper.base import ITEMS, Context, usual_jobs
     from gradveil.seeds import Seeds
 
     if scale not in ("quick", "full"):
@@ -137,7 +136,7 @@ def run_item(
 
 def do_units(item: "Item", context: "Context", folder: "RunFolder", only: str, display: Display, jobs: int = 1) -> None:
     """Do the units that fit a pattern and are not done yet; each is kept as soon as its group is done."""
-    from gradveil.paper.parallel import run_groups
+    from gradveil.paper.base import run_groups
 
     units = [unit for unit in item.units(context) if fnmatch(unit, only)]
     left = [unit for unit in units if not folder.done(unit)]

@@ -1,30 +1,33 @@
 """What each defence costs in accuracy: federated averaging on the paper's split, several seeds."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from statistics import fmean
 
-import numpy as np
 import torch
 
 from gradveil.data import load
 from gradveil.data.base import Dataset
 from gradveil.data.partition import partition
-from gradveil.defenses.base import DEFENSES as KNOWN
+from gradveil.defenses.base import DEFENSES
 from gradveil.defenses.base import build as build_defense
+from gradveil.experiments.rows import group
 from gradveil.federated.client import evaluate
 from gradveil.federated.settings import Training
 from gradveil.federated.simulate import Round
 from gradveil.federated.together import Variant, simulate_together
 from gradveil.models import build
-from gradveil.paper.base import CIFAR10, ITEMS, MAX_DROP, Context, Item, Judgement, Row
+from gradveil.paper.base import CIFAR10, ITEMS, MAX_DROP, Context, Item, Judgement, Row, judge
 from gradveil.paper.figures import Dot, dot_panels
+from gradveil.paper.rows import Trained, family, last_round, paired_loss, spread
 from gradveil.seeds import Seeds
 
 SHARES, LEVELS = (0.01, 0.05, 0.1, 0.2, 0.4, 0.8), ("0.0001", "0.001", "0.01", "0.1")
 OURS = tuple(f"representation:share={share}" for share in SHARES)
-DEFENSES = (
+GRID = (
     "none",
     *OURS,
     "random_mask:share=0.4",
@@ -56,7 +59,7 @@ class AccuracyPanel:
     model: str
     dataset: str
     rounds: int
-    defenses: tuple[str, ...] = DEFENSES
+    defenses: tuple[str, ...] = GRID
     split: str = "classes:devices=100,classes=2,per_class=100"
     lr: float = 0.01
     bfloat16: bool = True  # the convolutions of the large network, on CUDA
@@ -66,12 +69,34 @@ AUTHORS = "representation:share=0.4,mode=authors"  # as the kept rows spell repr
 LENET = "lenet:activation=relu,init=kaiming"
 CONVNET = f"convnet:init=kaiming,{CIFAR10}"
 PANELS = {
-    "lenet-mnist": AccuracyPanel(LENET, "mnist", 200, (*DEFENSES, AUTHORS)),
+    "lenet-mnist": AccuracyPanel(LENET, "mnist", 200, (*GRID, AUTHORS)),
     "lenet-mnist-default": AccuracyPanel("lenet:activation=relu,init=default", "mnist", 200, FEW),
     "lenet-cifar10": AccuracyPanel(LENET, "cifar10", 1000),
     "convnet-cifar10": AccuracyPanel(CONVNET, "cifar10", 200, LARGE, lr=0.003),
     "convnet-cifar10-tf32": AccuracyPanel(CONVNET, "cifar10", 200, ("none",), lr=0.003, bfloat16=False),
 }
+
+
+@dataclass(frozen=True)
+class AccuracyRun:
+    """One training: a defence on a panel, with one of the seeds."""
+
+    panel: str
+    seed: int
+    defense: str
+
+    @property
+    def alone(self) -> bool:
+        """Whether its clients cannot be stacked."""
+        return self.panel.startswith("convnet") or family(self.defense) == "random_mask" or self.defense == AUTHORS
+
+    @property
+    def graph(self) -> str:
+        """Which runs share a graph: those with scores, those without."""
+        acts = build_defense(DEFENSES.current(self.defense)).acts_on
+        if self.alone or ("gradient" in acts and "representation" not in acts):
+            return self.defense
+        return "scores" if "representation" in acts else "updates"
 
 
 @ITEMS.register("accuracy")
@@ -108,21 +133,23 @@ class Accuracy(Item):
     most_rounds: int = 1000  # stop there, where the paper goes on longer
     lr: float | None = None  # in place of each panel's own
 
-    def units(self, context: Context) -> list[str]:
+    def work(self, context: Context) -> dict[str, AccuracyRun]:
         """Return panel/seed/defence; quick: LeNet on MNIST, one seed, four defences."""
-        if not context.full:
-            return [f"lenet-mnist/0/{defense}" for defense in QUICK]
-        return [f"{p}/{s}/{d}" for p, panel in PANELS.items() for s in range(self.seeds) for d in panel.defenses]
+        panels = {name: panel.defenses for name, panel in PANELS.items()} if context.full else {"lenet-mnist": QUICK}
+        seeds = range(self.seeds if context.full else 1)
+        runs = [AccuracyRun(panel, s, d) for panel, defenses in panels.items() for s in seeds for d in defenses]
+        return {f"{run.panel}/{run.seed}/{run.defense}": run for run in runs}
 
     def groups(self, units: Sequence[str], context: Context) -> list[list[str]]:
         """Return, on CUDA, the runs of one panel and seed that train in one graph; all others alone."""
         if context.device.type != "cuda":
             return super().groups(units, context)
-        found: dict[str, list[str]] = {}
+        work = self.work(context)
+        together: dict[tuple[str, int, str], list[str]] = {}
         for unit in units:
-            panel, seed, defense = unit.split("/", 2)
-            found.setdefault(f"{panel}/{seed}/{_kind(panel, defense)}", []).append(unit)
-        return list(found.values())
+            run = work[unit]
+            together.setdefault((run.panel, run.seed, run.graph), []).append(unit)
+        return list(together.values())
 
     def run(self, unit: str, context: Context) -> list[Row]:
         """Train once; a row for about every twentieth part of the run, and the last round."""
@@ -130,19 +157,21 @@ class Accuracy(Item):
 
     def run_group(self, units: Sequence[str], context: Context) -> dict[str, list[Row]]:
         """Train the settings of one panel together."""
-        panel = PANELS[units[0].split("/", 1)[0]]
+        work = self.work(context)
+        runs = [work[unit] for unit in units]
+        panel = PANELS[runs[0].panel]
         rounds = min(panel.rounds, self.most_rounds) if context.full else 8
         dataset = load(panel.dataset, context.data)
-        settings = [_setting(unit, panel, dataset, context) for unit in units]
+        variants = [_variant(run, dataset, context) for run in runs]
         training = Training(rounds=rounds, clients=10, epochs=1, batch_size=32, lr=self.lr or panel.lr)
-        found: dict[str, list[Row]] = {unit: [] for unit in units}
-        engine = "sequential" if context.device.type != "cuda" or "alone" in _kind(*_split(units[0])) else "vectorised"
+        rows: dict[str, list[Row]] = {unit: [] for unit in units}
+        engine = "sequential" if context.device.type != "cuda" or runs[0].alone else "vectorised"
         with half_precision_products(), _mixed(panel, context.device):
-            for done in simulate_together(settings, dataset, training, engine=engine):
+            for done in simulate_together(variants, dataset, training, engine=engine):
                 if done[0].number % max(rounds // 20, 1) == 0 or done[0].number == rounds:
-                    for unit, one in zip(units, done, strict=True):
-                        found[unit].append(_row(unit, panel, one, rounds, dataset))
-        return found
+                    for unit, run, one in zip(units, runs, done, strict=True):
+                        rows[unit].append(_row(run, one, rounds, dataset))
+        return rows
 
     def summary(self, rows: Sequence[Row]) -> list[Row]:
         """Return mean and range over seeds after the last round, and the mean over the last quarter of the rounds.
@@ -150,88 +179,70 @@ class Accuracy(Item):
         What was lost is against the undefended runs of the same seeds.
         """
         table = []
-        for panel, defense in dict.fromkeys((r["panel"], r["defense"]) for r in rows):
-            mine, control = last_round(rows, panel, defense), last_round(rows, panel, "none")
-            late, late_control = _late(rows, panel, defense), _late(rows, panel, "none")
-            values = list(mine.values())
+        runs = group(Trained.read(rows), "panel", "defense")
+        for (panel, defense), mine in runs.items():
+            control = runs.get((panel, "none"), [])
+            last, late = last_round(mine), _late(mine)
             table.append(
                 {
                     "panel": panel,
-                    "rounds": max(r["rounds"] for r in rows if (r["panel"], r["defense"]) == (panel, defense)),
+                    "rounds": max(r.rounds for r in mine),
                     "defense": defense,
-                    "seeds": len(mine),
-                    "accuracy": f"{np.mean(values):.3f} [{min(values):.3f}, {max(values):.3f}]",
-                    "lost": _signed(paired_loss(control, mine)),
-                    "last quarter": f"{np.mean(list(late.values())):.3f}",
-                    "lost there": _signed(paired_loss(late_control, late)),
+                    "seeds": len(last),
+                    "accuracy": f"{spread(last.values()):.3f}",
+                    "lost": _signed(paired_loss(last_round(control), last)),
+                    "last quarter": f"{fmean(late.values()):.3f}",
+                    "lost there": _signed(paired_loss(_late(control), late)),
                 }
             )
         return table
 
     def verdicts(self, rows: Sequence[Row]) -> list[Judgement]:
         """Judge "no accuracy drop" for the rule as printed, per panel and share."""
-        found = []
-        for panel in dict.fromkeys(r["panel"] for r in rows):
-            control = last_round(rows, panel, "none")
-            ours = dict.fromkeys(r["defense"] for r in rows if r["defense"].startswith("representation"))
-            for defense in ours:
-                mine = last_round(rows, panel, defense)
-                drop = paired_loss(control, mine)
-                if drop is None:
-                    continue
-                found.append(
-                    Judgement(
-                        f"{defense} on {panel}: no drop in accuracy",
-                        "reproduced" if drop <= MAX_DROP else "not reproduced",
-                        f"mean accuracy over seeds after the last round at most {MAX_DROP} below the undefended",
-                        "no drop",
-                        f"{drop:+.3f} over {len(mine.keys() & control.keys())} seeds",
-                    )
+        verdicts = []
+        runs = group(Trained.read(rows), "panel", "defense")
+        ours = dict.fromkeys(defense for _, defense in runs if defense.startswith("representation"))
+        for panel, defense in product(dict.fromkeys(panel for panel, _ in runs), ours):
+            mine, control = (last_round(runs.get((panel, d), [])) for d in (defense, "none"))
+            drop = paired_loss(control, mine)
+            if drop is None:
+                continue
+            verdicts.append(
+                judge(
+                    f"{defense} on {panel}: no drop in accuracy",
+                    drop <= MAX_DROP,
+                    f"mean accuracy over seeds after the last round at most {MAX_DROP} below the undefended",
+                    "no drop",
+                    f"{drop:+.3f} over {len(mine.keys() & control.keys())} seeds",
                 )
-        return found
+            )
+        return verdicts
 
     def draw(self, rows: Sequence[Row], path: Path) -> bool:
         """Draw the accuracy after the last round, mean and range over seeds."""
         panels: dict[str, list[Dot]] = {}
-        for panel, defense in dict.fromkeys((r["panel"], r["defense"]) for r in rows):
-            if values := list(last_round(rows, panel, defense).values()):
-                panels.setdefault(panel, []).append(Dot.of(defense, values, defense.partition(":")[0]))
-        lines = {panel: {"undefended": found[0].mean} for panel, found in panels.items() if found[0].label == "none"}
+        for (panel, defense), mine in group(Trained.read(rows), "panel", "defense").items():
+            if values := last_round(mine).values():
+                panels.setdefault(panel, []).append(Dot.of(defense, values, family(defense)))
+        lines = {panel: {"undefended": dots[0].value.mean} for panel, dots in panels.items() if dots[0].label == "none"}
         dot_panels(path, panels, "accuracy after the last round", lines=lines)
         return True
 
 
-def _split(unit: str) -> tuple[str, str]:
-    panel, _, defense = unit.split("/", 2)
-    return panel, defense
-
-
-def _kind(panel: str, defense: str) -> str:
-    """Return which runs share a graph: those with scores, those without; "alone": what cannot be stacked."""
-    acts = build_defense(KNOWN.current(defense)).acts_on
-    if panel.startswith("convnet") or defense.startswith("random_mask") or defense == AUTHORS:
-        return f"alone {defense}"
-    if "representation" in acts:
-        return "scores"
-    return f"steps {defense}" if "gradient" in acts else "updates"
-
-
-def _setting(unit: str, panel: AccuracyPanel, dataset: Dataset, context: Context) -> Variant:
-    _, seed, defense = unit.split("/", 2)
-    seeds = Seeds(context.seeds.number("accuracy", seed))
+def _variant(run: AccuracyRun, dataset: Dataset, context: Context) -> Variant:
+    panel, seeds = PANELS[run.panel], Seeds(context.seeds.number("accuracy", run.seed))
     clients = partition(dataset.train.labels, panel.split, seeds.numpy("split"))
     model = build(panel.model, dataset.input_shape, dataset.num_classes, seed=seeds.number("weights"))
     model = model.to(context.device)
     if _is_large(panel, context.device):
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return Variant(model, clients, KNOWN.current(defense), seeds)
+    return Variant(model, clients, DEFENSES.current(run.defense), seeds)
 
 
-def _row(unit: str, panel: AccuracyPanel, done: Round, rounds: int, dataset: Dataset) -> Row:
-    name, seed, defense = unit.split("/", 2)
-    found = evaluate(done.model, dataset.test)
-    row: Row = {"panel": name, "model": panel.model, "dataset": panel.dataset, "defense": defense, "seed": int(seed)}
-    row |= {"round": done.number, "rounds": rounds, "accuracy": found.accuracy, "loss": found.loss}
+def _row(run: AccuracyRun, done: Round, rounds: int, dataset: Dataset) -> Row:
+    panel, score = PANELS[run.panel], evaluate(done.model, dataset.test)
+    row: Row = {"panel": run.panel, "model": panel.model, "dataset": panel.dataset, "defense": run.defense}
+    row |= {"seed": run.seed, "round": done.number, "rounds": rounds, "accuracy": score.accuracy, "loss": score.loss}
     return row | {"rejected": sum(done.rejected.values())}
 
 
@@ -259,26 +270,11 @@ def _is_large(panel: AccuracyPanel, device: torch.device) -> bool:
     return device.type == "cuda" and panel.model.startswith("convnet")
 
 
-def paired_loss(control: Mapping[int, float], mine: Mapping[int, float]) -> float | None:
-    """Return how much lower the mean accuracy is than the control's, over the seeds that both have; else None."""
-    seeds = control.keys() & mine.keys()
-    return float(np.mean([control[s] - mine[s] for s in seeds])) if seeds else None
-
-
 def _signed(value: float | None) -> str:
     return "-" if value is None else f"{value:+.3f}"
 
 
-def last_round(rows: Sequence[Row], panel: str, defense: str) -> dict[int, float]:
-    """Return each seed's accuracy after the last round."""
-    mine = [r for r in rows if (r["panel"], r["defense"]) == (panel, defense)]
-    return {r["seed"]: float(r["accuracy"]) for r in mine if r["round"] == r["rounds"]}
-
-
-def _late(rows: Sequence[Row], panel: str, defense: str) -> dict[int, float]:
+def _late(rows: Sequence[Trained]) -> dict[int, float]:
     """Return each seed's mean accuracy over the last quarter of the rounds: single rounds swing by some points."""
-    found: dict[int, list[float]] = {}
-    for r in rows:
-        if (r["panel"], r["defense"]) == (panel, defense) and r["round"] > 0.75 * r["rounds"]:
-            found.setdefault(r["seed"], []).append(float(r["accuracy"]))
-    return {seed: float(np.mean(values)) for seed, values in found.items()}
+    late = [r for r in rows if r.round > 0.75 * r.rounds]
+    return {seed: fmean(r.accuracy for r in mine) for (seed,), mine in group(late, "seed").items()}

@@ -16,12 +16,10 @@ from torch import Tensor, nn
 from gradveil.attacks.base import build as build_attack
 from gradveil.countermeasures import Countermeasure
 from gradveil.data import load
-from gradveil.defenses.base import DEFENSES
 from gradveil.defenses.base import build as build_defense
 from gradveil.models import build
 from gradveil.paper.base import Context, Row
 from gradveil.paper.points import Shared, floor_rows, measured, naive
-from gradveil.registry import Spec, describe, parse
 from gradveil.types import GaussianPrior, Observation, Reconstruction
 
 FLOORS = "floors"  # the unit that measures the blind guesses
@@ -135,15 +133,6 @@ def encoded(image: Tensor) -> str:
     from gradveil.report.pictures import picture
 
     return picture(image.detach().cpu().numpy())
-
-
-def same_defense(spec: str) -> str:
-    """Return a defence's spec in one spelling, so that rows of several items can be joined.
-
-    How the scores are computed (``method``) is left out: it decides the time they take.
-    """
-    spelled = parse(describe(build_defense(DEFENSES.current(spec))))
-    return str(Spec(spelled.name, {k: v for k, v in spelled.settings.items() if k != "method"}))
 
 
 def _moved(prior: GaussianPrior | None, device: torch.device) -> GaussianPrior | None:

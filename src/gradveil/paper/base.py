@@ -1,17 +1,21 @@
 """What one table or figure of the paper is: units of work in, rows out, a verdict by a stated rule."""
 
+import time
 import tomllib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 
-from gradveil.registry import Registry
+from gradveil.federated.processes import available_cores
+from gradveil.registry import Registry, describe
 from gradveil.seeds import Seeds
 
 Row = dict[str, Any]
@@ -44,6 +48,31 @@ class Judgement:
     ours: str  # what was measured
 
 
+def judge(
+    claim: str, holds: bool | str | None, rule: str, paper: str, ours: str, *, control: bool | None = True
+) -> Judgement:
+    """Return the verdict on a claim.
+
+    ``holds``: whether the rule is met; a text says where alone it is, ``None``: nothing was measured. Where the
+    control does not work, or was not run, nothing follows from the rows.
+    """
+    if holds is None or not control:
+        status = "not measured"
+    elif isinstance(holds, str):
+        status = f"reproduced only {holds}"
+    else:
+        status = "reproduced" if holds else "not reproduced"
+    return Judgement(claim, status, rule, paper, ours)
+
+
+def in_all(holds: Mapping[str, bool], word: str) -> bool | str | None:
+    """Return whether a rule is met in every place; where in some, their names after ``word``; ``None``: no place."""
+    names = [name for name, held in holds.items() if held]
+    if not holds:
+        return None
+    return f"{word} {', '.join(names)}" if 0 < len(names) < len(holds) else bool(names)
+
+
 SUCCESS = 0.01  # clamped MSE under which an image counts as recovered
 BLIND = "(blind guess)"  # in place of a defence, in the rows of the floors
 MAX_DROP = 0.01  # a smaller loss of accuracy counts as none
@@ -65,8 +94,12 @@ class Item(ABC):
     notes: ClassVar[tuple[str, ...]] = ()  # choices where the paper is silent, and departures from it
 
     @abstractmethod
+    def work(self, context: Context) -> Mapping[str, Any]:
+        """Return the work to do, in order: the name of each unit, which its rows keep, and what it says to do."""
+
     def units(self, context: Context) -> list[str]:
-        """Return the keys of the work to do, in order."""
+        """Return the names of the units of work, in order."""
+        return list(self.work(context))
 
     @abstractmethod
     def run(self, unit: str, context: Context) -> list[Row]:
@@ -97,3 +130,42 @@ class Item(ABC):
 def published() -> dict[str, Any]:
     """Return the paper's own numbers, from ``published.toml``."""
     return tomllib.loads(files("gradveil.paper").joinpath("published.toml").read_text())
+
+
+Done = tuple[dict[str, list[Row]], float]  # rows by unit, and seconds
+MOST_JOBS = 8  # by default: each process loads the data set and PyTorch
+
+
+def usual_jobs(context: Context) -> int:
+    """Return how many processes to use where nobody says: one for each core; on CUDA one, which fills the device."""
+    if context.device.type != "cpu":
+        return 1
+    return min(available_cores(), MOST_JOBS)
+
+
+def run_groups(item: Item, groups: Sequence[list[str]], context: Context, jobs: int = 1) -> Iterator[Done]:
+    """Yield what every group gives, as soon as it is done; with several jobs, not in order.
+
+    Each job is a process of one thread. An error in one ends the run; what was yielded before is kept.
+    """
+    if jobs == 1 or len(groups) < 2:
+        for group in groups:
+            yield _timed(item, group, context)
+        return
+    spawn = get_context("spawn")
+    with ProcessPoolExecutor(min(jobs, len(groups)), spawn, torch.set_num_threads, (1,)) as pool:
+        waiting = [pool.submit(_elsewhere, describe(item), group, context) for group in groups]
+        try:
+            for done in as_completed(waiting):
+                yield done.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _timed(item: Item, group: Sequence[str], context: Context) -> Done:
+    start = time.perf_counter()
+    return item.run_group(group, context), time.perf_counter() - start
+
+
+def _elsewhere(spec: str, group: Sequence[str], context: Context) -> Done:
+    return _timed(ITEMS.build(spec), group, context)

@@ -1,9 +1,10 @@
 """Both theorems on the runs of the figures: what they promise beside what was attained."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from statistics import fmean
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -12,18 +13,39 @@ from gradveil.certificates.base import SCOPE, Kind, blind_mse, largest_mse
 from gradveil.certificates.certify import certify
 from gradveil.data import load
 from gradveil.defenses.base import build as build_defense
+from gradveil.experiments.rows import group
 from gradveil.layers.modules import find_layer, representation
-from gradveil.metrics import interval
 from gradveil.models import build
-from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row, finite
-from gradveil.paper.convergence import Convergence
-from gradveil.paper.figures import PAPER, PROMISED, REACHED, Dot, dot_panels
-from gradveil.paper.figures import SOUND as SOUND_LOOK
-from gradveil.paper.settings import NAIVE, of_item, own, papers_unit
-from gradveil.paper.tradeoff import AttackPanel, Tradeoff
+from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row, finite, judge
+from gradveil.paper.convergence import BoundedGap, Convergence, by_setting, read
+from gradveil.paper.figures import PAPER, PROMISED, REACHED, SOUND, Dot, dot_panels
+from gradveil.paper.panels import AttackPanel
+from gradveil.paper.rows import NAIVE, Measured, Record, level
+from gradveil.paper.tradeoff import Tradeoff
 
 KINDS: tuple[Kind, ...] = ("local", "global", "box", "reach")
-SOUND = ("global", "box")
+
+
+@dataclass(frozen=True)
+class Promise(Record):
+    """What theorem 1 promises for one image under one defence, and what the servers attained; all as MSE."""
+
+    panel: str
+    defense: str
+    image: int
+    local: float  # as printed
+    sound: float  # the better of the global and the box version
+    unreachable: bool  # no image has r′
+    blind: float
+    largest: float
+    naive: float | None = None  # None: not measured
+    unclamped: float | None = None  # the naive server's, in the paper's unit
+    knowing: float | None = None  # the best of the servers that know
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Self:
+        """Read one row."""
+        return super().of({**row, "sound": max(row["global"], row["box"])})
 
 
 @ITEMS.register("bounds")
@@ -44,18 +66,14 @@ class Bounds(Item):
     datasets: tuple[str, ...] = ("mnist", "cifar10")
     networks: tuple[str, ...] = ("lenet", "convnet")
 
-    def panels(self, context: Context) -> dict[str, AttackPanel]:
+    def work(self, context: Context) -> dict[str, AttackPanel]:
         """Return the DLG panels of the trade-off figure."""
-        found = Tradeoff(datasets=self.datasets, networks=self.networks).panels(context)
-        return {name: panel for name, panel in found.items() if not panel.is_gs}
-
-    def units(self, context: Context) -> list[str]:
-        """Return the panels."""
-        return list(self.panels(context))
+        panels = Tradeoff(datasets=self.datasets, networks=self.networks).panels(context)
+        return {name: panel for name, panel in panels.items() if not panel.is_gs}
 
     def run(self, unit: str, context: Context) -> list[Row]:
         """Certify the first images of a panel at every share of ours: one call a kind, so that f is bounded once."""
-        panel = self.panels(context)[unit]
+        panel = self.work(context)[unit]
         dataset = load(panel.dataset, context.data)
         model = build(panel.model, dataset.input_shape, dataset.num_classes, seed=context.seeds.number("weights"))
         order = torch.randperm(len(dataset.train), generator=context.seeds("images"))
@@ -66,7 +84,7 @@ class Bounds(Item):
         layer = find_layer(model)
         r = representation(model, layer, x).detach()
         perturbed = [_perturbed(model, layer, x, r, d, context) for d in shares]
-        found = {
+        certified = {
             kind: certify(model, layer, x.repeat(len(shares), 1, 1, 1), torch.cat(perturbed), kind=kind)
             for kind in KINDS
         }
@@ -75,69 +93,63 @@ class Bounds(Item):
             for i in range(len(x)):
                 at = s * len(x) + i
                 row: Row = {"panel": unit, "defense": defense, "image": i}
-                row |= {k: finite(c.to_mse()[at]) for k, c in found.items()}
-                row["unreachable"] = bool(found["reach"].details["unreachable"][at])
+                row |= {kind: finite(certificate.to_mse()[at]) for kind, certificate in certified.items()}
+                row["unreachable"] = bool(certified["reach"].details["unreachable"][at])
                 rows.append(row | {"blind": float(floors[0][i]), "largest": float(floors[1][i])})
         return rows
 
     def summary(self, rows: Sequence[Row]) -> list[Row]:
         """Return bounds and attained MSE per panel and share, then theorem 2's line for every defended run."""
-        table = []
-        every = _attained(rows)
-        for panel, defense in dict.fromkeys((r["panel"], r["defense"]) for r in own(rows)):
-            mine = [r for r in own(rows) if (r["panel"], r["defense"]) == (panel, defense)]
-            attained = [every.get(_problem(r), {}) for r in mine]
+        table: list[Row] = []
+        for (panel, defense), mine in group(_promises(rows), "panel", "defense").items():
             table.append(
                 {
                     "theorem": "1",
                     "setting": f"{panel}, {defense}",
                     "images": len(mine),
-                    "as printed": _mean([r["local"] for r in mine]),
-                    "sound": _mean([max(r[k] for k in SOUND) for r in mine]),
-                    "r′ unreachable": f"{interval([float(r['unreachable']) for r in mine]).mean:.0%}",
-                    "attained, naive": _mean([a["naive"] for a in attained if "naive" in a]),
-                    "attained, naive, unclamped": _mean([a["unclamped"] for a in attained if "unclamped" in a]),
-                    "attained, knowing": _mean([a["knowing"] for a in attained if "knowing" in a]),
-                    "blind guess": _mean([r["blind"] for r in mine]),
-                    "largest possible": _mean([r["largest"] for r in mine]),
+                    "as printed": _mean(p.local for p in mine),
+                    "sound": _mean(p.sound for p in mine),
+                    "r′ unreachable": f"{fmean(p.unreachable for p in mine):.0%}",
+                    "attained, naive": _mean(p.naive for p in mine),
+                    "attained, naive, unclamped": _mean(p.unclamped for p in mine),
+                    "attained, knowing": _mean(p.knowing for p in mine),
+                    "blind guess": _mean(p.blind for p in mine),
+                    "largest possible": _mean(p.largest for p in mine),
                 }
             )
-        for line in _theorem2(rows):
-            said = {"theorem": "2", "setting": line["setting"], "as printed": line["printed bound"]}
-            table.append(said | {"sound": line["theorem A"], "attained, naive": line["F - F*"]})
+        for setting, end in _theorem2(rows).items():
+            line = {"theorem": "2", "setting": setting, "as printed": f"{end.printed:.3g}"}
+            table.append(line | {"sound": end.theorem_a, "attained, naive": f"{end.gap:.4f}"})
         return table
 
     def verdicts(self, rows: Sequence[Row]) -> list[Judgement]:
         """Judge theorem 1's figure against both servers, its sound versions, what they are worth, and theorem 2's."""
-        attained = _attained(rows)
-        pairs = [(r, attained.get(_problem(r), {})) for r in own(rows)]
+        promised = _promises(rows)
+        without = "the server that does not know the defence"
+        local = "as printed (local)"
         return [
-            _holds(pairs, "as printed", ("local",), "naive", "the server that does not know the defence"),
-            _holds(pairs, "as printed", ("local",), "unclamped", "the same, unclamped as in the paper"),
-            _holds(pairs, "as printed", ("local",), "knowing", "the server that knows the defence"),
-            _holds(pairs, "sound version", SOUND, "naive", "the server that does not know the defence"),
-            _says_more(own(rows)),
-            _second(_theorem2(rows)),
+            _holds(local, [(p.local, p.naive) for p in promised], without),
+            _holds(local, [(p.local, p.unclamped) for p in promised], "the same, unclamped as in the paper"),
+            _holds(local, [(p.local, p.knowing) for p in promised], "the server that knows the defence"),
+            _holds("sound version (global/box)", [(p.sound, p.naive) for p in promised], without),
+            _says_more(promised),
+            _second(list(_theorem2(rows).values())),
         ]
 
     def draw(self, rows: Sequence[Row], path: Path) -> bool:
         """Draw theorem 1's figures and what the servers attained, per panel and share, means over images."""
-        every = _attained(rows)
         panels: dict[str, list[Dot]] = {}
         lines: dict[str, dict[str, float]] = {}
-        for panel, defense in dict.fromkeys((r["panel"], r["defense"]) for r in own(rows)):
-            mine = [r for r in own(rows) if (r["panel"], r["defense"]) == (panel, defense)]
-            attained = [every.get(_problem(r), {}) for r in mine]
+        for (panel, defense), mine in group(_promises(rows), "panel", "defense").items():
             shown = {
-                "as printed": (PROMISED, [r["local"] for r in mine]),
-                "sound": (SOUND_LOOK, [max(r[k] for k in SOUND) for r in mine]),
-                "naive server": (REACHED, [a[NAIVE] for a in attained if NAIVE in a]),
-                "knowing server": (PAPER, [a["knowing"] for a in attained if "knowing" in a]),
+                "as printed": (PROMISED, [p.local for p in mine]),
+                "sound": (SOUND, [p.sound for p in mine]),
+                "naive server": (REACHED, [p.naive for p in mine if p.naive is not None]),
+                "knowing server": (PAPER, [p.knowing for p in mine if p.knowing is not None]),
             }
-            share = f"{float(defense.partition('=')[2]):.0%}"
-            found = [Dot.of(f"{share}, {name}", values, look) for name, (look, values) in shown.items() if values]
-            panels.setdefault(panel, []).extend(found)
-            lines[panel] = {"blind guess (mean image)": sum(r["blind"] for r in mine) / len(mine)}
+            dots = [Dot.of(f"{level(defense):.0%}, {n}", values, look) for n, (look, values) in shown.items() if values]
+            panels.setdefault(panel, []).extend(dots)
+            lines[panel] = {"blind guess (mean image)": fmean(p.blind for p in mine)}
         dot_panels(path, panels, "MSE, mean and range over images", log=True, lines=lines, columns=2)
         return True
 
@@ -153,67 +165,61 @@ def _perturbed(
     return torch.cat(each).detach().flatten(1)
 
 
-def _problem(row: Row) -> tuple[str, str, int]:
-    return row["panel"], row["defense"], row["image"]
+def _promises(rows: Sequence[Row]) -> list[Promise]:
+    """Return the item's own rows, each with what the servers of the trade-off figure attained on its image."""
+    problems = group(Measured.read(rows, "tradeoff"), "panel", "defense", "image")
+    promises = []
+    for p in Promise.read(rows):
+        mine = problems.get((p.panel, p.defense, p.image), [])
+        knowing = min((r.mse for r in mine if r.server != NAIVE), default=None)
+        p = replace(p, knowing=knowing)
+        for r in mine:
+            if r.server == NAIVE:
+                p = replace(p, naive=r.mse, unclamped=r.papers_mse)
+        promises.append(p)
+    return promises
 
 
-def _attained(rows: Sequence[Row]) -> dict[tuple[str, str, int], dict[str, float]]:
-    """Return what the servers of the trade-off figure attained on each image under each defence."""
-    every: dict[tuple[str, str, int], dict[str, float]] = {}
-    for r in of_item(rows, "tradeoff"):
-        found = every.setdefault(_problem(r), {})
-        if r["server"] == NAIVE:
-            found |= {"naive": r["mse"], "unclamped": papers_unit(r)}
-        else:
-            found["knowing"] = min(r["mse"], found.get("knowing", float("inf")))
-    return every
+def _mean(values: Iterable[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{fmean(known):.3g}" if known else "not measured"
 
 
-def _mean(values: Sequence[float]) -> str:
-    return f"{interval(values).mean:.3g}" if values else "not measured"
-
-
-Pairs = Sequence[tuple[Row, dict[str, float]]]
-
-
-def _holds(pairs: Pairs, name: str, kinds: Sequence[str], server: str, who: str) -> Judgement:
-    checks = [(max(r[k] for k in kinds), a[server]) for r, a in pairs if server in a]
-    kept = sum(attained >= bound for bound, attained in checks)
-    status = "not measured" if not checks else "reproduced" if kept == len(checks) else "not reproduced"
-    return Judgement(
-        f"Theorem 1, {name} ({'/'.join(kinds)}), bounds the error of {who}",
-        status,
+def _holds(name: str, pairs: Sequence[tuple[float, float | None]], who: str) -> Judgement:
+    kept = [attained >= promised for promised, attained in pairs if attained is not None]
+    return judge(
+        f"Theorem 1, {name}, bounds the error of {who}",
+        all(kept) if kept else None,
         "attained MSE at least the figure, on every image and share",
         "||X - X′|| ≥ ||r - r′|| / ||∇f||",
-        f"{kept} of {len(checks)}" if checks else "-",
+        f"{sum(kept)} of {len(kept)}" if kept else "-",
     )
 
 
-def _says_more(rows: Sequence[Row]) -> Judgement:
-    ratios = [max(r[k] for k in SOUND) / r["blind"] for r in rows]
-    status = "not measured" if not ratios else "reproduced" if min(ratios) >= 1 else "not reproduced"
-    return Judgement(
+def _says_more(promised: Sequence[Promise]) -> Judgement:
+    ratios = [p.sound / p.blind for p in promised]
+    return judge(
         "Theorem 1's sound version promises more than a blind guess gets",
-        status,
+        min(ratios) >= 1 if ratios else None,
         "certified MSE at least that of the mean image, on every image and share",
         "not compared",
         f"at most {max(ratios):.2g} of it" if ratios else "-",
     )
 
 
-def _theorem2(rows: Sequence[Row]) -> list[Row]:
-    """Return the convergence item's summary lines of defended runs that have bounds."""
-    lines = Convergence().summary(of_item(rows, "convergence"))
-    return [line for line in lines if line["setting"].endswith("ours") and "printed bound" in line]
+def _theorem2(rows: Sequence[Row]) -> dict[str, BoundedGap]:
+    """Return where the defended runs of the convergence item ended, by setting."""
+    stored, known = read(rows, "convergence")
+    settings = by_setting(r for r in stored if r.defense == "ours")
+    return {name: Convergence().bounded(mine, known) for name, mine in settings.items()} if known else {}
 
 
-def _second(lines: Sequence[Row]) -> Judgement:
-    kept = [float(line["F - F*"]) <= float(line["printed bound"]) for line in lines]
-    status = "not measured" if not kept else "reproduced" if all(kept) else "not reproduced"
-    loose = [float(line["printed bound"]) / max(float(line["F - F*"]), 1e-12) for line in lines]
-    return Judgement(
+def _second(ends: Sequence[BoundedGap]) -> Judgement:
+    kept = [end.gap <= end.printed for end in ends]
+    loose = [end.printed / max(end.gap, 1e-12) for end in ends]
+    return judge(
         "Theorem 2's figure lies above the gap on these runs (it is no bound in general)",
-        status,
+        all(kept) if kept else None,
         "F(W_T) - F* at most the printed figure, in every defended run",
         "E F(W_T) - F* ≤ (2κ/(γ+T)) ((Q + C)/μ + ...)",
         f"{sum(kept)} of {len(kept)}; {min(loose):.2g} to {max(loose):.2g} times the gap" if kept else "-",

@@ -1,9 +1,10 @@
 """Every certificate on the paper's untrained networks: what is estimated, what is proved, what an inversion reaches."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import inf
+from dataclasses import asdict, dataclass
+from math import inf, nan
 from pathlib import Path
+from statistics import fmean
 from typing import ClassVar
 
 import torch
@@ -12,10 +13,12 @@ from gradveil.certificates.base import SCOPE, Certificate, Kind, blind_mse, larg
 from gradveil.certificates.certify import certify, readable_p
 from gradveil.data import load
 from gradveil.defenses.base import build as build_defense
+from gradveil.experiments.rows import group
 from gradveil.layers.modules import find_layer, representation
 from gradveil.models import build
-from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row, finite
+from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row, finite, judge
 from gradveil.paper.figures import PROMISED, REACHED, SOUND, Dot, dot_panels
+from gradveil.paper.rows import Record
 
 NETWORKS = {"sigmoid": "lenet", "relu": "lenet:activation=relu,init=default"}
 KINDS: dict[str, tuple[Kind, ...]] = {
@@ -24,6 +27,46 @@ KINDS: dict[str, tuple[Kind, ...]] = {
     "inf": ("local", "global", "box", "reach"),
 }
 PUBLIC = 2000  # images whose mean is the blind guess
+LOOKS = {"local": PROMISED, "global": SOUND, "box": SOUND, "radius": SOUND, "reach": SOUND, "empirical": REACHED}
+
+
+@dataclass(frozen=True)
+class CertifyJob:
+    """One network with one draw of its weights, in one norm."""
+
+    dataset: str
+    network: str
+    p: str
+    draw: int
+
+
+@dataclass(frozen=True)
+class Certified(Record):
+    """One kind of certificate for one image."""
+
+    dataset: str
+    network: str
+    p: str
+    draw: int
+    kind: str
+    image: int
+    mse: float | None  # None: infinite, no image has this r′
+    blind: float
+    largest: float  # that an image can have
+    distance: float = nan  # ‖r - r′‖
+    residual: float = nan  # ‖f(X′) - r′‖ that an inversion leaves
+    unreachable: float = 0.0  # 1: no image has r′
+    proved: float | None = None  # infinite as well; for what an inversion leaves
+
+    @property
+    def number(self) -> float:
+        """The MSE as a number."""
+        return inf if self.mse is None else self.mse
+
+    @property
+    def case(self) -> tuple[int, int]:
+        """The network and the image."""
+        return self.draw, self.image
 
 
 @ITEMS.register("certificates")
@@ -43,19 +86,25 @@ class Certificates(Item):
     images: int = 2  # of each draw of the weights
     draws: int = 3  # of the weights: the figures differ more between networks than between images; quick: 1
 
-    def units(self, context: Context) -> list[str]:
+    def work(self, context: Context) -> dict[str, CertifyJob]:
         """Return data set, network, norm and draw of the weights; quick: one draw, and the first data set only."""
         draws = range(self.draws if context.full else 1)
         datasets = self.datasets if context.full else self.datasets[:1]
-        return [f"{d} {net} p={p} draw={i}" for d in datasets for net in NETWORKS for p in KINDS for i in draws]
+        return {
+            f"{d} {net} p={p} draw={i}": CertifyJob(d, net, p, i)
+            for d in datasets for net in NETWORKS for p in KINDS for i in draws
+        }  # fmt: skip
 
     def run(self, unit: str, context: Context) -> list[Row]:
         """Certify the images in every kind that the norm has."""
-        dataset, net, norm, draw = unit.split()
-        p, number = norm.removeprefix("p="), int(draw.removeprefix("draw="))
-        source = load(dataset, context.data)
+        job = self.work(context)[unit]
+        p = readable_p(job.p)
+        source = load(job.dataset, context.data)
         model = build(
-            NETWORKS[net], source.input_shape, source.num_classes, seed=context.seeds.number("weights", number)
+            NETWORKS[job.network],
+            source.input_shape,
+            source.num_classes,
+            seed=context.seeds.number("weights", job.draw),
         )
         order = torch.randperm(len(source.train), generator=context.seeds("images"))
         x = source.train.batch(order[: self.images]).inputs
@@ -67,16 +116,13 @@ class Certificates(Item):
         r = representation(model, layer, x)
         perturbed = defense.perturb(model, layer, x, r, rng).detach().flatten(1)
         rows = []
-        for kind in KINDS[p]:
-            rng = context.seeds("inversion")
-            found = certify(model, layer, x, perturbed, readable_p(p), kind, rng=rng)
-            figures = {"mse": found.to_mse(), **floors, **_details(found)}
+        for kind in KINDS[job.p]:
+            certificate = certify(model, layer, x, perturbed, p, kind, rng=context.seeds("inversion"))
+            figures = {"mse": certificate.to_mse(), **floors, **_details(certificate)}
             if kind == "empirical":  # what is proved of an answer that leaves this residual
-                proved = certify(
-                    model, layer, x, perturbed, readable_p(p), "residual", residual=found.details["residual"]
-                )
-                figures["proved"] = proved.to_mse()
-            name = {"dataset": dataset, "network": net, "p": p, "draw": number, "kind": kind}
+                left = certificate.details["residual"]
+                figures["proved"] = certify(model, layer, x, perturbed, p, "residual", residual=left).to_mse()
+            name: Row = asdict(job) | {"kind": kind}
             rows += [
                 name | {"image": i} | {key: finite(values[i]) for key, values in figures.items()} for i in range(len(x))
             ]
@@ -85,96 +131,84 @@ class Certificates(Item):
     def summary(self, rows: Sequence[Row]) -> list[Row]:
         """Return one line per network and norm: every kind's MSE, mean (lowest to highest) over draws and images."""
         table = []
-        for key in dict.fromkeys((r["dataset"], r["network"], r["p"]) for r in rows):
-            mine = [r for r in rows if (r["dataset"], r["network"], r["p"]) == key]
-            line: Row = {"network": f"{key[0]}, {key[1]}", "p": key[2], "cases": len({_case(r) for r in mine})}
-            line["local (estimate)"] = _mean(mine, "local")
-            line |= {kind: _mean(mine, kind) for kind in ("global", "box", "radius")}
-            line["reach"] = _reach([r for r in mine if r["kind"] == "reach"])
+        for (dataset, network, p), mine in group(Certified.read(rows), "dataset", "network", "p").items():
+            kinds = {kind: found for (kind,), found in group(mine, "kind").items()}
+            line: Row = {"network": f"{dataset}, {network}", "p": p, "cases": len({c.case for c in mine})}
+            line["local (estimate)"] = _mean(kinds.get("local", []))
+            line |= {kind: _mean(kinds.get(kind, [])) for kind in ("global", "box", "radius")}
+            line["reach"] = _reach(kinds.get("reach", []))
             line["inversion of r′ (‖f(X′)−r′‖ / ‖r−r′‖)"] = _inversion(
-                [r for r in mine if r["kind"] == "empirical"], mine
+                kinds.get("empirical", []), kinds.get("global", [])
             )
-            line["mean image"] = f"{sum(r['blind'] for r in mine) / len(mine):.3g}"
-            line["largest possible"] = f"{sum(r['largest'] for r in mine) / len(mine):.3g}"
+            line["mean image"] = f"{fmean(c.blind for c in mine):.3g}"
+            line["largest possible"] = f"{fmean(c.largest for c in mine):.3g}"
             table.append(line)
         return table
 
     def verdicts(self, rows: Sequence[Row]) -> list[Judgement]:
         """Judge the printed figure against what images can have, and the sound ones against what was reached."""
-        local = [r for r in rows if r["kind"] == "local" and r["p"] == "2"]
-        reached = [r for r in rows if r["kind"] == "empirical"]
-        found = []
-        if local:
-            above = sum(_number(r["mse"]) > r["largest"] for r in local)
-            status = "not reproduced" if above else "reproduced"
-            text = f"above it on {above} of {len(local)} cases"
+        certified = Certified.read(rows)
+        above = [c.number > c.largest for c in certified if c.kind == "local" and c.p == "2"]
+        held = [c.number >= (inf if c.proved is None else c.proved) for c in certified if c.kind == "empirical"]
+        verdicts = []
+        if above:
+            claim = "Theorem 1's figure is an MSE that images can have"
             rule = "the figure (p = 2) at most the largest MSE that any image in [0, 1] can have, in every case"
-            found.append(Judgement("Theorem 1's figure is an MSE that images can have", status, rule, "a bound", text))
-        if reached:
-            held = sum(r["mse"] >= _number(r["proved"]) for r in reached)
-            status = "reproduced" if held == len(reached) else "not reproduced"
-            rule = "MSE of the inversion at least the sound bound for its residual, in every case"
-            text = f"held on {held} of {len(reached)} cases"
+            ours = f"above it on {sum(above)} of {len(above)} cases"
+            verdicts.append(judge(claim, not any(above), rule, "a bound", ours))
+        if held:
             claim = "The sound bounds hold for what an inversion of r′ finds"
-            found.append(Judgement(claim, status, rule, "not in the paper", text))
-        return found
+            rule = "MSE of the inversion at least the sound bound for its residual, in every case"
+            ours = f"held on {sum(held)} of {len(held)} cases"
+            verdicts.append(judge(claim, all(held), rule, "not in the paper", ours))
+        return verdicts
 
     def draw(self, rows: Sequence[Row], path: Path) -> bool:
         """Draw what every kind promises for p = 2, mean and range over draws and images, and what images can have."""
         panels: dict[str, list[Dot]] = {}
         lines = {}
-        for dataset, network in dict.fromkeys((r["dataset"], r["network"]) for r in rows):
-            mine = [r for r in rows if (r["dataset"], r["network"], r["p"]) == (dataset, network, "2")]
+        euclidean = [c for c in Certified.read(rows) if c.p == "2"]
+        for (dataset, network), mine in group(euclidean, "dataset", "network").items():
+            name = f"{dataset}, {network}"
             for kind, look in LOOKS.items():
-                values = [r["mse"] for r in mine if r["kind"] == kind and r["mse"] is not None]
+                values = [c.mse for c in mine if c.kind == kind and c.mse is not None]
                 if values and max(values) > 0:
-                    panels.setdefault(f"{dataset}, {network}", []).append(Dot.of(kind, values, look))
-            if mine:
-                means = {name: sum(r[key] for r in mine) / len(mine) for key, name in LINES.items()}
-                lines[f"{dataset}, {network}"] = means
+                    panels.setdefault(name, []).append(Dot.of(kind, values, look))
+            lines[name] = {
+                "blind guess (mean image)": fmean(c.blind for c in mine),
+                "largest that an image can have": fmean(c.largest for c in mine),
+            }
         dot_panels(path, panels, "MSE (p = 2)", log=True, lines=lines, columns=2)
         return True
 
 
-LOOKS = {"local": PROMISED, "global": SOUND, "box": SOUND, "radius": SOUND, "reach": SOUND, "empirical": REACHED}
-LINES = {"blind": "blind guess (mean image)", "largest": "largest that an image can have"}
-
-
-def _details(found: Certificate) -> dict[str, torch.Tensor]:
+def _details(certificate: Certificate) -> dict[str, torch.Tensor]:
     wanted = ("distance", "residual", "lipschitz", "norm", "unreachable", "least_residual")
-    return {"bound": found.bound} | {k: v for k, v in found.details.items() if k in wanted}
+    return {"bound": certificate.bound} | {k: v for k, v in certificate.details.items() if k in wanted}
 
 
-def _number(value: float | None) -> float:
-    return inf if value is None else value
-
-
-def _case(row: Row) -> tuple[int, int]:
-    return row["draw"], row["image"]
-
-
-def _mean(rows: Sequence[Row], kind: str) -> str:
-    values = [_number(r["mse"]) for r in rows if r["kind"] == kind]
+def _mean(certified: Sequence[Certified]) -> str:
+    values = [c.number for c in certified]
     if not values:
         return ""
-    spread = f" ({min(values):.2g} to {max(values):.2g})" if len(values) > 1 else ""
-    return f"{sum(values) / len(values):.2g}{spread}"
+    between = f" ({min(values):.2g} to {max(values):.2g})" if len(values) > 1 else ""
+    return f"{fmean(values):.2g}{between}"
 
 
-def _reach(rows: Sequence[Row]) -> str:
-    if not rows:
+def _reach(certified: Sequence[Certified]) -> str:
+    if not certified:
         return ""
-    none = sum(bool(r["unreachable"]) for r in rows)
-    if none == len(rows):
+    rest = [c.number for c in certified if not c.unreachable]
+    if not rest:
         return "no image has r′"
-    rest = [_number(r["mse"]) for r in rows if not r["unreachable"]]
-    return f"{sum(rest) / len(rest):.3g}" + (f"; no image has r′ for {none}" if none else "")
+    none = len(certified) - len(rest)
+    return f"{fmean(rest):.3g}" + (f"; no image has r′ for {none}" if none else "")
 
 
-def _inversion(rows: Sequence[Row], others: Sequence[Row]) -> str:
-    if not rows:
+def _inversion(inverted: Sequence[Certified], others: Sequence[Certified]) -> str:
+    """Return the mean MSE of the inversions, and how much of ‖r−r′‖ they leave."""
+    if not inverted:
         return ""
-    sizes = {_case(r): r["distance"] for r in others if r["kind"] == "global"}
-    mse = sum(r["mse"] for r in rows) / len(rows)
-    left = sum(r["residual"] / sizes[_case(r)] for r in rows) / len(rows)
-    return f"{mse:.3g} ({left:.2f})"
+    sizes = {c.case: c.distance for c in others}
+    left = fmean(c.residual / sizes[c.case] for c in inverted)
+    return f"{fmean(c.number for c in inverted):.3g} ({left:.2f})"

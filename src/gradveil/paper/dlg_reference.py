@@ -3,14 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from gradveil.countermeasures import drop, mask
 from gradveil.data import load
+from gradveil.experiments.rows import group
 from gradveil.metrics import interval, rate
 from gradveil.models import build
-from gradveil.paper.base import BLIND, ITEMS, SUCCESS, Context, Item, Judgement, Row
+from gradveil.paper.base import BLIND, ITEMS, SUCCESS, Context, Item, Judgement, Row, judge
 from gradveil.paper.figures import Dot, dot_panels
 from gradveil.paper.points import Shared, attack_rows, floor_rows, naive
+from gradveil.paper.rows import Measured, family
 
 
 @ITEMS.register("dlg-reference")
@@ -35,55 +38,47 @@ class DLGReference(Item):
     dataset: str = "cifar10"
     share: float = 0.4
 
-    def settings(self) -> dict[str, tuple[str, tuple[str, ...]]]:
-        """Return unit -> (defence, servers)."""
+    def work(self, context: Context) -> dict[str, tuple[str, str]]:
+        """Return the blind guesses, and the settings: a defence and a server."""
         ours = f"representation:share={self.share}"
         return {
-            "none": ("none", ("naive",)),
-            "ours naive": (ours, ("naive",)),
-            "ours mask": (ours, ("mask",)),
-            "ours drop": (ours, ("drop",)),
-            "random mask naive": (f"random_mask:share={self.share}", ("naive",)),
+            "floors": (BLIND, ""),
+            "none": ("none", "naive"),
+            "ours naive": (ours, "naive"),
+            "ours mask": (ours, "mask"),
+            "ours drop": (ours, "drop"),
+            "random mask naive": (f"random_mask:share={self.share}", "naive"),
         }
-
-    def units(self, context: Context) -> list[str]:
-        """Return the settings, and the blind guesses."""
-        return ["floors", *self.settings()]
 
     def run(self, unit: str, context: Context) -> list[Row]:
         """Attack 32 images (quick: 4) in one setting."""
         dataset = load(self.dataset, context.data)
         model = build(self.model, dataset.input_shape, dataset.num_classes, seed=context.seeds.number("weights"))
         scene = Shared.draw(model, dataset, 32 if context.full else 4, context)
-        if unit == "floors":
+        defense, server = self.work(context)[unit]
+        if defense == BLIND:
             return floor_rows(scene)
-        defense, names = self.settings()[unit]
         known = {"naive": naive(), "mask": mask("fc.weight"), "drop": drop("fc.weight")}
-        return attack_rows(scene, defense, self.attack, context.device, [known[n] for n in names])
+        return attack_rows(scene, defense, self.attack, context.device, [known[server]])
 
     def summary(self, rows: Sequence[Row]) -> list[Row]:
         """Return clamped MSE and success rate per setting, with intervals."""
-        table = []
-        for key in dict.fromkeys((r["defense"], r["server"]) for r in rows):
-            mine = [r for r in rows if (r["defense"], r["server"]) == key]
-            mse = interval([r["mse"] for r in mine])
-            hit = rate([float(r["mse"] < SUCCESS) for r in mine])
-            seen = rate([r["identified"] for r in mine])
-            table.append(
-                {
-                    "defense": key[0],
-                    "server": key[1],
-                    "images": len(mine),
-                    "mse": f"{mse.mean:.4f} [{mse.low:.4f}, {mse.high:.4f}]",
-                    "success": f"{hit.mean:.0%} [{hit.low:.0%}, {hit.high:.0%}]",
-                    "identified": f"{seen.mean:.0%}",
-                }
-            )
-        return table
+        return [
+            {
+                "defense": defense,
+                "server": server,
+                "images": len(mine),
+                "mse": f"{interval([r.mse for r in mine]):.4f}",
+                "success": f"{rate([r.recovered for r in mine]):.0%}",
+                "identified": f"{fmean(r.identified for r in mine):.0%}",
+            }
+            for (defense, server), mine in group(Measured.read(rows), "defense", "server").items()
+        ]
 
     def verdicts(self, rows: Sequence[Row]) -> list[Judgement]:
         """Judge the control, the paper's naive picture, and the server that knows the defence."""
-        share = {key: self._success(rows, *key) for key in {(r["defense"], r["server"]) for r in rows}}
+        settings = group(Measured.read(rows), "defense", "server")
+        share = {key: fmean(r.recovered for r in mine) for key, mine in settings.items()}
         ours = f"representation:share={self.share}"
         wanted = [
             ("The attack recovers undefended images (control)", ("none", "naive"), True),
@@ -92,9 +87,9 @@ class DLGReference(Item):
             ("A server that drops the defended tensor recovers the images", (ours, "drop"), True),
         ]
         return [
-            Judgement(
+            judge(
                 claim,
-                ("reproduced" if (share[key] >= 0.9 if wins else share[key] == 0) else "not reproduced"),
+                share[key] >= 0.9 if wins else share[key] == 0,
                 f"share of images with clamped MSE < {SUCCESS} {'≥ 0.9' if wins else '= 0'}",
                 "the paper shows the first two; it has no server that knows the defence",
                 f"{share[key]:.2f}",
@@ -105,18 +100,13 @@ class DLGReference(Item):
 
     def draw(self, rows: Sequence[Row], path: Path) -> bool:
         """Draw the mean clamped MSE of every server with its interval, over the blind guesses."""
-        found, lines = [], {}
-        for defense, server in dict.fromkeys((r["defense"], r["server"]) for r in rows):
-            mse = interval([r["mse"] for r in rows if (r["defense"], r["server"]) == (defense, server)])
+        dots, lines = [], {}
+        for (defense, server), mine in group(Measured.read(rows), "defense", "server").items():
+            mse = interval([r.mse for r in mine])
             if defense == BLIND:
                 lines[f"blind guess ({server})"] = mse.mean
             else:
-                found.append(Dot(f"{defense}, {server}", mse.mean, mse.low, mse.high, defense.partition(":")[0]))
+                dots.append(Dot(f"{defense}, {server}", mse, family(defense)))
         name = "DLG, CIFAR-10"
-        dot_panels(path, {name: found}, "clamped MSE, mean over images", log=True, lines={name: lines})
+        dot_panels(path, {name: dots}, "clamped MSE, mean over images", log=True, lines={name: lines})
         return True
-
-    @staticmethod
-    def _success(rows: Sequence[Row], defense: str, server: str) -> float:
-        mine = [bool(r["mse"] < SUCCESS) for r in rows if (r["defense"], r["server"]) == (defense, server)]
-        return sum(mine) / len(mine)

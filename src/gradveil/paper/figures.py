@@ -1,12 +1,14 @@
 """What the paper's figures share: one way to make and to write them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gradveil.errors import MissingExtraError
+from gradveil.metrics import Interval
+from gradveil.paper.rows import spread
 
 # Okabe and Ito's colours, told apart by colour-blind readers; markers differ as well.
 LOOKS: dict[str, dict[str, Any]] = {
@@ -43,15 +45,13 @@ class Dot:
     """One line of a dot chart: a value and its range, looking as a family of defences does or as is said."""
 
     label: str
-    mean: float
-    low: float
-    high: float
+    value: Interval
     look: str | Mapping[str, str] = "none"
 
     @classmethod
-    def of(cls, label: str, values: Sequence[float], look: str | Mapping[str, str] = "none") -> "Dot":
+    def of(cls, label: str, values: Iterable[float], look: str | Mapping[str, str] = "none") -> "Dot":
         """Return the dot of some values: their mean, the lowest and the highest."""
-        return cls(label, sum(values) / len(values), min(values), max(values), look)
+        return cls(label, spread(values), look)
 
 
 def dots(
@@ -59,13 +59,14 @@ def dots(
 ) -> None:
     """Draw dots from top to bottom, their ranges as bars, and upright lines by their labels; ``name``: of the axis."""
     styles = ((":", "grey"), ("-.", "black"))
-    for (label, x), (style, colour) in zip((lines or {}).items(), styles, strict=False):
-        axis.axvline(x, color=colour, linestyle=style, linewidth=1, label=label)
+    for (label, at), (style, colour) in zip((lines or {}).items(), styles, strict=False):
+        axis.axvline(at, color=colour, linestyle=style, linewidth=1, label=label)
     for place, dot in enumerate(found):
         look = LOOKS.get(dot.look, LOOKS["none"]) if isinstance(dot.look, str) else dot.look
         mark = {"color": look["color"], "marker": look["marker"], "markersize": 5, "elinewidth": 0.8, "capsize": 2}
-        reach = [[max(dot.mean - dot.low, 0.0)], [max(dot.high - dot.mean, 0.0)]]
-        axis.errorbar([dot.mean], [place], xerr=reach, linestyle="none", **mark)
+        x = dot.value
+        reach = [[max(x.mean - x.low, 0.0)], [max(x.high - x.mean, 0.0)]]
+        axis.errorbar([x.mean], [place], xerr=reach, linestyle="none", **mark)
     axis.set_yticks(range(len(found)), [dot.label for dot in found], fontsize=8)
     axis.invert_yaxis()
     axis.set_xlabel(name)

@@ -6,11 +6,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import ClassVar
 
-from gradveil.paper.attack_points import Point, servers
-from gradveil.paper.base import CIFAR10, ITEMS, SUCCESS, Context, Item, Judgement, Row
+from gradveil.experiments.rows import group
+from gradveil.paper.attack_points import FLOORS
+from gradveil.paper.base import CIFAR10, ITEMS, SUCCESS, Context, Item, Judgement, Row, in_all, judge
+from gradveil.paper.cases import HIDDEN, Case, cases, control_works, strongest
 from gradveil.paper.figures import PROMISED, REACHED, Dot, dot_panels
-from gradveil.paper.settings import HIDDEN, KNOWING, NAIVE, Case, control_works, select, settings, strongest
-from gradveil.paper.tradeoff import GS_STEPS, NORMALISED, AttackPanel, gs_attack
+from gradveil.paper.panels import GS_STEPS, NORMALISED, AttackPanel, gs_attack
+from gradveil.paper.rows import KNOWING, NAIVE, Measured
 
 OURS, GC = "representation:share=0.1", "pruning:share=0.8"
 QUICK_NETWORK = "lenet:activation=relu,init=default,strides=2/1/1/1,width=24"
@@ -85,84 +87,75 @@ class GSChoices(Item):
         model = networks[not choice.normalised]
         return AttackPanel(name, self.dataset, model, attack, images, tuple(SHOWN), is_gs=True, weights=choice.weights)
 
-    def units(self, context: Context) -> list[str]:
+    def work(self, context: Context) -> dict[str, AttackPanel]:
         """Return the choices."""
-        return list(CHOICES)
+        return {name: self.panel(name, context) for name in CHOICES}
 
     def run(self, unit: str, context: Context) -> list[Row]:
-        """Attack the images under one choice: every defence, every server, all at once; and the blind guesses."""
-        panel = self.panel(unit, context)
-        points = panel.points(context)
-        asked = [Point(d, s) for d in SHOWN for s in servers(d, points.scene.model, panel.against_noise)]
-        wanted = [p for p in asked if p.server.name != "drop"]  # behind or level with the mask in the figures
-        place = {"panel": panel.name, "dataset": panel.dataset, "model": panel.model}
-        return [place | row for row in (*points.floors(), *points.rows(wanted))]
+        """Attack the images under one choice: every defence, every server, all at once; and the blind guesses.
+
+        Without the server that drops the tensor: in the figures it is behind or level with the mask.
+        """
+        rows = self.work(context)[unit].rows((FLOORS, *SHOWN), context, without=("drop",))
+        return [row for mine in rows.values() for row in mine]
 
     def summary(self, rows: Sequence[Row]) -> list[Row]:
         """Return per choice, defence and server the MSE, its normalised unit, the objective reached and the success."""
-        return [_line(rows, s) for s in settings(rows, ())]
+        return [
+            {
+                "choice": case.panel,
+                "defense": case.defense,
+                "server": case.server,
+                "images": case.mse.count,
+                "mse": f"{case.mse:.4f}",
+                "normalised, mean": f"{fmean(r.normalised_mse for r in case.rows):.3f}",
+                "objective": f"{fmean(r.objective for r in case.rows):.4f}",
+                "ssim": f"{case.ssim:.2f}",
+                "success": f"{case.success.mean:.0%}",
+                "mean image": f"{case.blind:.4f}",
+            }
+            for case in cases(Measured.read(rows))
+        ]
 
     def verdicts(self, rows: Sequence[Row]) -> list[Judgement]:
         """Judge whether the figures' picture hangs on a choice."""
-        found = settings(rows, ())
-        names = [n for n in CHOICES if control_works(found, n)]
-        naive = {s.panel: s for s in strongest(found, NAIVE) if s.defense == OURS and s.panel in names}
-        knowing = {s.panel: s for s in strongest(found, KNOWING) if s.defense == OURS and s.panel in names}
+        found = cases(Measured.read(rows))
+        control = {case.panel: case for case in found if case.defense == "none"}
+        works = {name: control_works(found, name) is True for name in control}
+        naive, knowing = (
+            {case.panel: case for case in strongest(found, kind) if case.defense == OURS and works.get(case.panel)}
+            for kind in (NAIVE, KNOWING)
+        )
+        half = f"at least half of the images with clamped MSE < {SUCCESS}"
         return [
-            _control(found),
+            _under("the attack recovers undefended images (control)",
+                   f"{half}; else what is below is not judged under it", works, control),
             _under("ours (10 %) makes images unrecognisable to a server that does not know it", HIDDEN,
-                   {n: s.hidden for n, s in naive.items()}, naive),
+                   {name: case.hidden for name, case in naive.items()}, naive),
             _under("a server that knows ours (10 %) recovers the images", f"at least half with clamped MSE < {SUCCESS}",
-                   {n: s.success.mean >= 0.5 for n, s in knowing.items()}, knowing),
+                   {name: case.success.mean >= 0.5 for name, case in knowing.items()}, knowing),
         ]  # fmt: skip
 
     def draw(self, rows: Sequence[Row], path: Path) -> bool:
         """Draw the mean clamped MSE under every choice, a panel for each defence."""
-        found = settings(rows, ())
-        panels: dict[str, list[Dot]] = {}
+        defenses = group(cases(Measured.read(rows)), "defense")
+        panels, lines = {}, {}
         for defense, title in SHOWN.items():
-            for s in (s for s in found if s.defense == defense):
-                look = PROMISED if s.kind == NAIVE else REACHED
-                who = "" if defense == "none" else f", {s.kind}"
-                panels.setdefault(title, []).append(Dot(s.panel + who, s.mse.mean, s.mse.low, s.mse.high, look))
-        lines = {title: {"blind guess (mean image)": found[0].blind} for title in panels}
+            if mine := defenses.get((defense,)):
+                panels[title] = [
+                    Dot(
+                        case.panel + ("" if defense == "none" else f", {case.kind}"),
+                        case.mse,
+                        PROMISED if case.kind == NAIVE else REACHED,
+                    )
+                    for case in mine
+                ]
+                lines[title] = {"blind guess (mean image)": mine[0].blind}
         dot_panels(path, panels, "clamped MSE, mean over images", log=True, lines=lines)
         return True
 
 
-def _line(rows: Sequence[Row], s: Case) -> Row:
-    mine = select(rows, s.panel, s.defense, s.server)
-    return {
-        "choice": s.panel,
-        "defense": s.defense,
-        "server": s.server,
-        "images": s.mse.count,
-        "mse": f"{s.mse.mean:.4f} [{s.mse.low:.4f}, {s.mse.high:.4f}]",
-        "normalised, mean": f"{fmean(r['normalised_mse'] for r in mine):.3f}",
-        "objective": f"{fmean(r['objective'] for r in mine):.4f}",
-        "ssim": f"{s.ssim:.2f}",
-        "success": f"{s.success.mean:.0%}",
-        "mean image": f"{s.blind:.4f}",
-    }
-
-
-def _control(found: Sequence[Case]) -> Judgement:
-    works = {s.panel: control_works(found, s.panel) is True for s in found if s.defense == "none"}
-    control = {s.panel: s for s in found if s.defense == "none"}
-    rule = f"at least half of the images with clamped MSE < {SUCCESS}; else what is below is not judged under it"
-    return _under("the attack recovers undefended images (control)", rule, works, control)
-
-
 def _under(claim: str, rule: str, holds: dict[str, bool], of: dict[str, Case]) -> Judgement:
     """Return the verdict on a claim that was looked at under several choices."""
-    yes = [name for name, held in holds.items() if held]
-    if not holds:
-        status = "not measured"
-    elif not yes:
-        status = "not reproduced"
-    elif len(yes) == len(holds):
-        status = "reproduced"
-    else:
-        status = f"reproduced only under: {', '.join(yes)}"
-    text = ", ".join(f"{name}: MSE {of[name].mse.mean:.4f}" for name in holds)
-    return Judgement(f"GS: {claim}, whatever the choice", status, rule, "one way to run GS", text)
+    ours = ", ".join(f"{name}: MSE {of[name].mse.mean:.4f}" for name in holds)
+    return judge(f"GS: {claim}, whatever the choice", in_all(holds, "under:"), rule, "one way to run GS", ours)

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import isfinite
+from math import isfinite, log
 from pathlib import Path
+from statistics import fmean, geometric_mean
 from typing import Any, ClassVar
 
 import torch
@@ -17,9 +18,11 @@ from gradveil.data import load
 from gradveil.data.base import Split
 from gradveil.defenses.base import build as build_defense
 from gradveil.defenses.guard.step import step_gradient
+from gradveil.experiments.rows import group
 from gradveil.models import build
-from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row
+from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row, judge
 from gradveil.paper.figures import figure
+from gradveil.paper.rows import Record
 from gradveil.types import Batch, GaussianPrior, Observation, Update
 
 View = Callable[[Observation], Observation]
@@ -100,6 +103,35 @@ def _place(model: str, dataset: str, context: Context) -> Place:
     return Place(net, source.train, order, prior, source.input_shape, source.num_classes, device)
 
 
+@dataclass(frozen=True)
+class Metered(Record):
+    """One update: what the meter says of it, and what the attack made of it."""
+
+    setting: str
+    naive: bool  # the server takes what arrives for an undefended gradient
+    image: int
+    meter: float
+    mse: float
+    rank: int
+    prior: float  # what the meter says without an update
+    blind: float  # MSE of the mean image
+
+
+@dataclass(frozen=True)
+class MeteredSetting:
+    """All images of one setting, and their geometric means."""
+
+    name: str
+    images: Sequence[Metered]
+    meter: float
+    mse: float
+
+    @property
+    def naive(self) -> bool:
+        """Whether the server is."""
+        return self.images[0].naive
+
+
 def _finite(value: float | None) -> float | None:
     return value if value is not None and isfinite(value) else None
 
@@ -122,98 +154,90 @@ class MeterCheck(Item):
     attack: str = "newton"
     floor: float = 1e-5  # noise that stands for rounding, relative; the attack's own last one
 
-    def units(self, context: Context) -> list[str]:
+    def work(self, context: Context) -> dict[str, tuple[int, str]]:
         """Return image and setting of every problem."""
-        if not context.full:
-            return [f"0 {name}" for name in SETTINGS | NAIVE if name not in FULL_ONLY]
-        return [f"{i} {name}" for i in range(8) for name in SETTINGS | NAIVE]
+        names = [name for name in SETTINGS | NAIVE if context.full or name not in FULL_ONLY]
+        return {f"{i} {name}": (i, name) for i in range(8 if context.full else 1) for name in names}
 
     def run(self, unit: str, context: Context) -> list[Row]:
         """Meter and attack one update."""
-        number, _, name = unit.partition(" ")
+        number, name = self.work(context)[unit]
         place = _place(self.model, self.dataset, context)
         model, prior, shape, classes = place.model, place.prior, place.shape, place.num_classes
-        truth = place.truth(int(number))
+        truth = place.truth(number)
         spec, view = (SETTINGS | NAIVE)[name]
-        defense, rng = build_defense(spec), context.seeds("defense", int(number), name)
+        defense, rng = build_defense(spec), context.seeds("defense", number, name)
         update = defense.on_update(Update(step_gradient(model, truth, defense, rng)), rng)
         seen = Observation(model, update, shape, classes, truth.labels, prior=prior)
         seen = view(seen) if view is not None else defense.adaptive(model)[0].view(seen)
         leak = leak_meter(seen, truth, floor=self.floor)
-        found = build_attack(self.attack).reconstruct(seen, context.seeds("attack", int(number), name))
+        found = build_attack(self.attack).reconstruct(seen, context.seeds("attack", number, name))
         mse = float((found.inputs - truth.inputs).square().mean())
         blind = float((prior.mean - truth.inputs.reshape(-1)).square().mean())
         return [
-            {"setting": name, "naive": name in NAIVE, "image": int(number), "meter": leak.mse, "mse": mse}
+            {"setting": name, "naive": name in NAIVE, "image": number, "meter": leak.mse, "mse": mse}
             | {"rank": leak.rank, "influence": _finite(leak.influence), "prior": leak.prior_mse, "blind": blind}
             | {"objective": found.objective, "converged": found.converged}
         ]
 
     def summary(self, rows: Sequence[Row]) -> list[Row]:
         """Return one line per setting: geometric means over images."""
-        lines = [
-            {"setting": name, "images": len(mine), "meter": f"{meter:.2g}", "attack MSE": f"{mse:.2g}",
-             "attack / meter": f"{mse / meter:.2g}", "rank": min(r["rank"] for r in mine)}
-            for name, mine, meter, mse in _means(rows)
+        metered = Metered.read(rows)
+        lines: list[Row] = [
+            {"setting": s.name, "images": len(s.images), "meter": f"{s.meter:.2g}", "attack MSE": f"{s.mse:.2g}",
+             "attack / meter": f"{s.mse / s.meter:.2g}", "rank": min(m.rank for m in s.images)}
+            for s in by_setting(metered)
         ]  # fmt: skip
-        blind = sum(r["blind"] for r in rows) / max(len(rows), 1)
-        return [
-            *lines,
-            {"setting": "(mean image)", "images": len({r["image"] for r in rows}), "attack MSE": f"{blind:.2g}"},
-        ]
+        blind = f"{sum(m.blind for m in metered) / max(len(metered), 1):.2g}"
+        return [*lines, {"setting": "(mean image)", "images": len({m.image for m in metered}), "attack MSE": blind}]
 
     def verdicts(self, rows: Sequence[Row]) -> list[Judgement]:
         """Judge whether the meter ranks the settings as the attack does, naive servers aside."""
-        strongest = [r for r in rows if not r["naive"]]
-        means = _means(strongest)
-        if len(means) < 3:
+        every = by_setting(Metered.read(rows))
+        strongest = [s for s in every if not s.naive]
+        if len(strongest) < 3:
             return []
         rho, r = correlations(strongest)
-        status = "reproduced" if rho >= 0.9 else "not reproduced"
-        text = f"Spearman {rho:.2f}, correlation of logarithms {r:.2f}, {len(means)} settings"
-        noisy = [name for name, _, meter, _ in means if meter > NOISY]
+        ours = f"Spearman {rho:.2f}, correlation of logarithms {r:.2f}, {len(strongest)} settings"
+        noisy = [s for s in strongest if s.meter > NOISY]
         if len(noisy) > 2:
-            inside = correlations([r for r in strongest if r["setting"] in noisy])[0]
-            text += f"; Spearman {inside:.2f} over the {len(noisy)} with a meter above {NOISY:g}"
-        if len(strongest) < len(rows):
-            text += f" ({correlations(rows)[0]:.2f} with the naive servers among them)"
+            ours += f"; Spearman {correlations(noisy)[0]:.2f} over the {len(noisy)} with a meter above {NOISY:g}"
+        if len(strongest) < len(every):
+            ours += f" ({correlations(every)[0]:.2f} with the naive servers among them)"
+        claim = "The leak meter predicts what the strongest attack reaches"
         rule = "Spearman's rank correlation of the settings' geometric means at least 0.9, naive servers left out"
-        return [
-            Judgement(
-                "The leak meter predicts what the strongest attack reaches", status, rule, "not in the paper", text
-            )
-        ]
+        return [judge(claim, rho >= 0.9, rule, "not in the paper", ours)]
 
     def draw(self, rows: Sequence[Row], path: Path) -> bool:
         """Draw attack MSE against the meter: all of it, and the part where noise decides, with names."""
+        every = by_setting(Metered.read(rows))
         with figure(path, 12, 5) as empty:
             whole, part = empty.subplots(1, 2)
-            _scatter(whole, rows)
+            _scatter(whole, every)
             whole.set_title("all settings")
             whole.legend(frameon=False, fontsize=7, loc="center")
-            noisy = [r for name, mine, meter, _ in _means(rows) if meter > NOISY for r in mine]
-            if noisy:
+            if noisy := [s for s in every if s.meter > NOISY]:
                 _scatter(part, noisy)
                 _names(part, noisy)
             part.set_title(f"settings with a meter above {NOISY:g}")
         return True
 
 
-def _means(rows: Sequence[Row]) -> list[tuple[str, list[Row], float, float]]:
-    """Return setting, its rows, and the geometric means of meter and attained MSE."""
-    found = []
-    for name in dict.fromkeys(r["setting"] for r in rows):
-        mine = [r for r in rows if r["setting"] == name]
-        logs = torch.tensor([[r["meter"], max(r["mse"], 1e-15)] for r in mine], dtype=torch.float64).log().mean(0).exp()
-        found.append((name, mine, float(logs[0]), float(logs[1])))
-    return found
+def by_setting(metered: Sequence[Metered]) -> list[MeteredSetting]:
+    """Return the settings, each with its images and their means."""
+    return [
+        MeteredSetting(
+            name, mine, geometric_mean(m.meter for m in mine), geometric_mean(max(m.mse, 1e-15) for m in mine)
+        )
+        for (name,), mine in group(metered, "setting").items()
+    ]
 
 
-def correlations(rows: Sequence[Row]) -> tuple[float, float]:
+def correlations(settings: Sequence[MeteredSetting]) -> tuple[float, float]:
     """Return Spearman's rank correlation of the settings' means, and Pearson's of their logarithms."""
-    pairs = torch.tensor([[meter, mse] for _, _, meter, mse in _means(rows)], dtype=torch.float64)
-    rho: Any = spearmanr(pairs[:, 0].numpy(), pairs[:, 1].numpy())
-    r: Any = pearsonr(pairs[:, 0].log().numpy(), pairs[:, 1].log().numpy())
+    meters, errors = [s.meter for s in settings], [s.mse for s in settings]
+    rho: Any = spearmanr(meters, errors)
+    r: Any = pearsonr([log(m) for m in meters], [log(e) for e in errors])
     return float(rho.statistic), float(r.statistic)
 
 
@@ -229,18 +253,19 @@ KINDS = {  # by the first word of a setting: mark, colour, name in the legend
 }
 
 
-def _scatter(axis: Any, rows: Sequence[Row]) -> None:
+def _scatter(axis: Any, settings: Sequence[MeteredSetting]) -> None:
     named: set[str] = set()
-    for name, mine, _, _ in _means(rows):
-        mark, colour, label = KINDS[name.split()[0]]
-        if mine[0]["naive"]:
+    for s in settings:
+        mark, colour, label = KINDS[s.name.split()[0]]
+        if s.naive:
             label = "ours, naive server"
-        look = {"marker": mark, "edgecolors": colour, "facecolors": "none" if mine[0]["naive"] else colour}
+        look = {"marker": mark, "edgecolors": colour, "facecolors": "none" if s.naive else colour}
         label, named = ("_" if label in named else label), named | {label}
-        axis.scatter([r["meter"] for r in mine], [r["mse"] for r in mine], s=14, alpha=0.6, label=label, **look)
-    ends = [min(r["meter"] for r in rows) / 3, max(r["prior"] for r in rows) * 3]
+        axis.scatter([m.meter for m in s.images], [m.mse for m in s.images], s=14, alpha=0.6, label=label, **look)
+    every = [m for s in settings for m in s.images]
+    ends = [min(m.meter for m in every) / 3, max(m.prior for m in every) * 3]
     axis.plot(ends, ends, color="grey", linewidth=0.8, linestyle="--")
-    blind = sum(r["blind"] for r in rows) / len(rows)
+    blind = fmean(m.blind for m in every)
     axis.axhline(blind, color="grey", linewidth=0.8, linestyle=":")
     axis.annotate("mean image", (ends[0], blind), xytext=(2, 3), textcoords="offset points", fontsize=7, color="grey")
     axis.set_xscale("log")
@@ -249,12 +274,10 @@ def _scatter(axis: Any, rows: Sequence[Row]) -> None:
     axis.set_ylabel("MSE that the attack reached")
 
 
-def _names(axis: Any, rows: Sequence[Row]) -> None:
+def _names(axis: Any, settings: Sequence[MeteredSetting]) -> None:
     """Write each setting's name in one of two columns, in the order of the marks, with a line to its mean."""
-    ranked = sorted(_means(rows), key=lambda m: m[2])
-    half = (len(ranked) + 1) // 2
-    for i, (name, _, meter, mse) in enumerate(ranked):
-        left = i < half
-        place = (0.02, 0.55 + 0.28 * i / half) if left else (0.72, 0.05 + 0.35 * (i - half) / half)
+    half = (len(settings) + 1) // 2
+    for i, s in enumerate(sorted(settings, key=lambda s: s.meter)):
+        place = (0.02, 0.55 + 0.28 * i / half) if i < half else (0.72, 0.05 + 0.35 * (i - half) / half)
         line = {"arrowstyle": "-", "linewidth": 0.4, "color": "grey"}
-        axis.annotate(name, (meter, mse), xytext=place, textcoords="axes fraction", fontsize=7, arrowprops=line)
+        axis.annotate(s.name, (s.meter, s.mse), xytext=place, textcoords="axes fraction", fontsize=7, arrowprops=line)

@@ -3,9 +3,10 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
+from statistics import fmean
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from gradveil.attacks.inference import RULES, InferenceSettings, Inferred, Layer
 from gradveil.data import load
 from gradveil.data.partition import partition
 from gradveil.defenses.base import NoDefense
+from gradveil.experiments.rows import group
 from gradveil.federated.engines import World
 from gradveil.federated.settings import Training
 from gradveil.federated.simulate import Round, choose, simulate
@@ -24,14 +26,54 @@ from gradveil.metrics.representations import (
     representation_scores,
 )
 from gradveil.models import build
-from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row, published
+from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row, judge, published
 from gradveil.paper.figures import PAPER, PROMISED, REACHED, SOUND, Dot, dot_panels
+from gradveil.paper.rows import Record, spread
 from gradveil.seeds import Seeds
 
 LOOKS = {"own": PROMISED, "wrong": SOUND, "blind": REACHED}
 BLIND = 500  # public images whose mean representation is the blind guess
 DENSE = ("fc1", "fc2", "fc3")
+CLASSES = "classes"  # in place of a layer, in the row of the class sets
 NEAR = 0.05  # of the paper's cor
+FIRST = "E=1, B=32"  # the table's first row, judged layer by layer
+
+
+@dataclass(frozen=True)
+class InferenceRun:
+    """One line of the table with one of the seeds."""
+
+    setting: str
+    seed: int
+
+    @property
+    def split(self) -> str:
+        """How the examples are dealt out."""
+        return (
+            "iid:devices=100,per_device=40" if "IID" in self.setting else "classes:devices=100,classes=2,per_class=20"
+        )
+
+    def training(self, rounds: int) -> Training:
+        """Return its federated averaging."""
+        epochs, batch_size = (int(n) for n in re.findall(r"=(\d+)", self.setting))
+        return Training(rounds=rounds, clients=10, epochs=epochs, batch_size=batch_size, lr=0.01)
+
+
+@dataclass(frozen=True)
+class InferredRow(Record):
+    """What was inferred at one layer, means over the rounds; or, in place of a layer, the class sets."""
+
+    setting: str
+    layer: str
+    own: float = nan  # cor with the own class, and the controls
+    wrong: float = nan
+    nearest: float = nan
+    centred: float = nan
+    blind: float = nan
+    gap: float = nan  # share of the updates whose exact classes each rule reads off
+    mean: float = nan
+    bias_sign: float = nan
+    row_sum: float = nan
 
 
 @ITEMS.register("table1")
@@ -65,98 +107,76 @@ class Table1(Item):
     rounds: int = 200  # quick: a tenth
     engine: str | None = None  # None: stacked clients on CUDA; on a CPU worker processes where the run is long enough
 
-    def units(self, context: Context) -> list[str]:
+    def work(self, context: Context) -> dict[str, InferenceRun]:
         """Return setting/seed for the paper's six rows; quick: one seed and fewer rounds."""
-        return [
-            f"{s}/{seed}" for seed in range(self.seeds if context.full else 1) for s in published()["table1"]["rows"]
-        ]
+        seeds = range(self.seeds if context.full else 1)
+        return {f"{s}/{seed}": InferenceRun(s, seed) for seed in seeds for s in published()["table1"]["rows"]}
 
     def run(self, unit: str, context: Context) -> list[Row]:
         """Train in one setting and infer in every round; one row per layer, and one for the class sets."""
-        setting, seed = unit.rsplit("/", 1)
-        epochs, batch_size = (int(n) for n in re.findall(r"=(\d+)", setting))
-        spec = "iid:devices=100,per_device=40" if "IID" in setting else "classes:devices=100,classes=2,per_class=20"
+        run = self.work(context)[unit]
         dataset = load(self.dataset, context.data)
-        seeds = Seeds(context.seeds.number("table1", seed))
-        clients = partition(dataset.train.labels, spec, seeds.numpy("split"))
+        seeds = Seeds(context.seeds.number("table1", run.seed))
+        clients = partition(dataset.train.labels, run.split, seeds.numpy("split"))
         model = build(self.model, dataset.input_shape, dataset.num_classes, seed=seeds.number("weights"))
         model = model.to(context.device)
         public = dataset.test.batch(torch.randperm(len(dataset.test), generator=seeds("public"))[:BLIND]).inputs
         rounds = self.rounds if context.full else max(self.rounds // 10, 1)
-        training = Training(rounds=rounds, clients=10, epochs=epochs, batch_size=batch_size, lr=0.01)
+        training = run.training(rounds)
         chain = chain_of(model, dataset.input_shape, dataset.num_classes)
         watcher = _Watcher(chain, dataset.num_classes, public.to(context.device), InferenceSettings(m=self.m))
         engine = self.engine or choose(World(model, dataset.train, NoDefense(), training), rounds * training.clients)
         for r in simulate(model, dataset, clients, training, "none", seeds, engine=engine, watch=training.clients):
             watcher.look(r)
-        shared = {"setting": setting, "seed": int(seed), "rounds": training.rounds}
+        shared = {"setting": run.setting, "seed": run.seed, "rounds": rounds}
         return [shared | row for row in watcher.rows()]
 
     def summary(self, rows: Sequence[Row]) -> list[Row]:
         """Return the paper's numbers beside ours, per setting and layer, then the class sets."""
-        table = []
-        for setting in dict.fromkeys(r["setting"] for r in rows):
-            mine = [r for r in rows if r["setting"] == setting]
-            for layer in dict.fromkeys(r["layer"] for r in mine):
-                if layer != "classes":
-                    table.append(_line(setting, layer, [r for r in mine if r["layer"] == layer]))
-        for setting in dict.fromkeys(r["setting"] for r in rows):
-            sets = [r for r in rows if r["setting"] == setting and r["layer"] == "classes"]
-            if sets:
-                said = ", ".join(f"{rule} {_mean(sets, rule):.2f}" for rule in RULES)
-                table.append({"setting": setting, "layer": "class set exact", "paper": "-", "own": said})
+        table: list[Row] = []
+        settings = {
+            setting: group(mine, "layer") for (setting,), mine in group(InferredRow.read(rows), "setting").items()
+        }
+        for setting, layers in settings.items():
+            for (layer,), mine in layers.items():
+                if layer != CLASSES:
+                    paper = published()["table1"]["rows"][setting][DENSE.index(layer)] if layer in DENSE else "-"
+                    scores = {name: _range([getattr(r, name) for r in mine]) for name in (*CONTROLS, "blind")}
+                    table.append({"setting": setting, "layer": layer, "paper": paper, **scores, "seeds": len(mine)})
+        for setting, layers in settings.items():
+            if sets := layers.get((CLASSES,)):
+                exact = ", ".join(f"{rule} {fmean(getattr(r, rule) for r in sets):.2f}" for rule in RULES)
+                table.append({"setting": setting, "layer": "class set exact", "paper": "-", "own": exact})
         return table
 
     def draw(self, rows: Sequence[Row], path: Path) -> bool:
         """Draw cor with the own class, the controls and the paper's number, per setting and dense layer."""
         panels: dict[str, list[Dot]] = {}
-        for setting in dict.fromkeys(r["setting"] for r in rows):
+        layers = group(InferredRow.read(rows), "setting", "layer")
+        for setting in dict.fromkeys(setting for setting, _ in layers):
             for layer, paper in zip(DENSE, published()["table1"]["rows"][setting], strict=True):
-                mine = [r for r in rows if (r["setting"], r["layer"]) == (setting, layer)]
-                if not mine:
-                    continue
-                found = [Dot.of(f"{layer}, {key}", [r[key] for r in mine], look) for key, look in LOOKS.items()]
-                panels.setdefault(setting, []).extend([*found, Dot.of(f"{layer}, paper", [paper], PAPER)])
+                if mine := layers.get((setting, layer)):
+                    dots = [Dot.of(f"{layer}, {n}", [getattr(r, n) for r in mine], look) for n, look in LOOKS.items()]
+                    panels.setdefault(setting, []).extend([*dots, Dot.of(f"{layer}, paper", [paper], PAPER)])
         dot_panels(path, panels, "cor, mean and range over seeds")
         return True
 
     def verdicts(self, rows: Sequence[Row]) -> list[Judgement]:
         """Judge the high correlation, what it means, and the class sets."""
-        found = []
-        first = [r for r in rows if r["setting"] == "E=1, B=32"]
-        for layer in (name for name in DENSE if any(r["layer"] == name for r in first)):
-            mine = [r for r in first if r["layer"] == layer]
-            paper = published()["table1"]["rows"]["E=1, B=32"][DENSE.index(layer)]
-            own, wrong, nearest, blind = (_mean(mine, name) for name in ("own", "wrong", "nearest", "blind"))
-            found.append(
-                Judgement(
-                    f"cor at {layer} is near {paper} (E=1, B=32)",
-                    "reproduced" if abs(own - paper) <= NEAR else "not reproduced",
-                    f"mean cor within {NEAR} of the paper's",
-                    str(paper),
-                    f"{own:.3f}",
-                )
-            )
-            found.append(
-                Judgement(
-                    f"at {layer} the inferred representation tells its class from the other one on the device",
-                    "reproduced" if nearest >= 0.9 else "not reproduced",
-                    "its own class is the nearest in at least 0.9 of the cases (chance 0.5)",
-                    "implied; no control was run",
-                    f"nearest {nearest:.2f}; cor with the wrong class {wrong:.3f}, of a blind guess {blind:.3f}",
-                )
-            )
-        found += [_whole_row(s, rows) for s in dict.fromkeys(r["setting"] for r in rows if r["setting"] != "E=1, B=32")]
-        for setting in ("E=1, B=32", "E=5, B=32"):
-            sets = [r for r in rows if r["setting"] == setting and r["layer"] == "classes"]
-            if sets:
-                best = max(_mean(sets, rule) for rule in ("bias_sign", "row_sum"))
-                status = "reproduced" if best >= 0.97 else "not reproduced"
+        verdicts = []
+        layers = group(InferredRow.read(rows), "setting", "layer")
+        for layer, paper in zip(DENSE, published()["table1"]["rows"][FIRST], strict=True):
+            if mine := layers.get((FIRST, layer)):
+                verdicts += _one_layer(layer, paper, mine)
+        settings = dict.fromkeys(setting for setting, _ in layers if setting != FIRST)
+        verdicts += [_whole_row(s, [layers.get((s, layer), []) for layer in DENSE]) for s in settings]
+        for setting in (FIRST, "E=5, B=32"):
+            if sets := layers.get((setting, CLASSES)):
+                best = max(fmean(r.bias_sign for r in sets), fmean(r.row_sum for r in sets))
+                claim = f"The class set is read off the update ({setting})"
                 rule = "exact class sets in at least 0.97 of the updates, by bias sign or row sum"
-                found.append(
-                    Judgement(f"The class set is read off the update ({setting})", status, rule, "-", f"{best:.3f}")
-                )
-        return found
+                verdicts.append(judge(claim, best >= 0.97, rule, "-", f"{best:.3f}"))
+        return verdicts
 
 
 class _Watcher:
@@ -200,35 +220,45 @@ class _Watcher:
         for layer in self.layers:
             named = {name: self.values[layer, name] for name in (*CONTROLS, "blind")}
             table.append({"layer": layer} | {name: float(torch.stack(v).nanmean()) for name, v in named.items()})
-        return [*table, {"layer": "classes"} | {rule: float(torch.stack(v).mean()) for rule, v in self.sets.items()}]
+        return [*table, {"layer": CLASSES} | {rule: float(torch.stack(v).mean()) for rule, v in self.sets.items()}]
 
 
-def _whole_row(setting: str, rows: Sequence[Row]) -> Judgement:
+def _one_layer(layer: str, paper: float, mine: Sequence[InferredRow]) -> list[Judgement]:
+    """Judge the correlation at a layer, and whether it is that of the class."""
+    own, wrong, blind = fmean(r.own for r in mine), fmean(r.wrong for r in mine), fmean(r.blind for r in mine)
+    nearest = fmean(r.nearest for r in mine)
+    return [
+        judge(
+            f"cor at {layer} is near {paper} ({FIRST})",
+            abs(own - paper) <= NEAR,
+            f"mean cor within {NEAR} of the paper's",
+            str(paper),
+            f"{own:.3f}",
+        ),
+        judge(
+            f"at {layer} the inferred representation tells its class from the other one on the device",
+            nearest >= 0.9,
+            "its own class is the nearest in at least 0.9 of the cases (chance 0.5)",
+            "implied; no control was run",
+            f"nearest {nearest:.2f}; cor with the wrong class {wrong:.3f}, of a blind guess {blind:.3f}",
+        ),
+    ]
+
+
+def _whole_row(setting: str, layers: Sequence[Sequence[InferredRow]]) -> Judgement:
     """Judge the correlations of one setting at all layers together."""
     paper = published()["table1"]["rows"][setting]
-    mine = [[r for r in rows if (r["setting"], r["layer"]) == (setting, layer)] for layer in DENSE]
-    ours = [_mean(r, "own") for r in mine if r]
+    ours = [fmean(r.own for r in mine) for mine in layers if mine]
     near = all(abs(a - b) <= NEAR for a, b in zip(ours, paper, strict=False))
-    return Judgement(
+    return judge(
         f"cor at {', '.join(DENSE)} is near {' / '.join(map(str, paper))} ({setting})",
-        "reproduced" if near and len(ours) == len(paper) else "not reproduced",
+        near and len(ours) == len(paper),
         f"mean cor within {NEAR} of the paper's at every layer",
         " / ".join(map(str, paper)),
         " / ".join(f"{value:.3f}" for value in ours),
     )
 
 
-def _mean(rows: Sequence[Row], name: str) -> float:
-    return float(np.mean([r[name] for r in rows]))
-
-
-def _line(setting: str, layer: str, rows: Sequence[Row]) -> Row:
-    paper = published()["table1"]["rows"][setting][DENSE.index(layer)] if layer in DENSE else "-"
-    line: Row = {"setting": setting, "layer": layer, "paper": paper}
-    return line | {name: _range(rows, name) for name in (*CONTROLS, "blind")} | {"seeds": len(rows)}
-
-
-def _range(rows: Sequence[Row], name: str) -> str:
+def _range(values: Sequence[float]) -> str:
     """Return the mean over seeds, and the lowest and highest where there are several."""
-    values = [r[name] for r in rows]
-    return f"{np.mean(values):.3f}" + (f" [{min(values):.3f}, {max(values):.3f}]" if len(values) > 1 else "")
+    return f"{spread(values):.3f}" if len(values) > 1 else f"{values[0]:.3f}"

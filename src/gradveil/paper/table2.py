@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import ClassVar
 
 import torch
@@ -11,13 +12,15 @@ from gradveil.data import load
 from gradveil.defenses.base import build as build_defense
 from gradveil.defenses.guard.passes import Report
 from gradveil.defenses.guard.step import step_gradient
+from gradveil.experiments.rows import group
 from gradveil.layers.modules import find_layer
 from gradveil.metrics import interval
 from gradveil.models import build
-from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row, published
+from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row, judge, published
 from gradveil.paper.figures import Dot, dot_panels
-from gradveil.paper.settings import own
-from gradveil.paper.tradeoff import FULL, NORMALISED, AttackPanel, Tradeoff
+from gradveil.paper.panels import FULL, NORMALISED, AttackPanel
+from gradveil.paper.rows import Record, family, level
+from gradveil.paper.tradeoff import Tradeoff
 from gradveil.tree import Params, flatten, norm
 from gradveil.types import Batch
 
@@ -27,6 +30,19 @@ NAMES = {  # of the table's lines: defence, factor from its setting to the table
     "DP-Laplace: sigma": ("laplace", 1.0),
     "Ours: p_fc (%)": ("representation", 100.0),
 }
+
+
+@dataclass(frozen=True)
+class Effect(Record):
+    """What a defence does to the update of one image."""
+
+    panel: str
+    defense: str
+    zeroed_layer: float  # share of the last layer's entries that were sent as zero
+    zeroed: float  # of all entries
+    change: float  # ||defended - plain|| / ||plain||
+    live: int  # entries of r that are not zero
+    taken: int  # of those
 
 
 @ITEMS.register("table2")
@@ -44,17 +60,13 @@ class Table2(Item):
     datasets: tuple[str, ...] = ("mnist", "cifar10")
     networks: tuple[str, ...] = ("lenet", NORMALISED)
 
-    def panels(self) -> dict[str, AttackPanel]:
-        """Return the panels of the full trade-off figure."""
+    def work(self, context: Context) -> dict[str, AttackPanel]:
+        """Return the panels of the full trade-off figure, at every scale."""
         return Tradeoff(datasets=self.datasets, networks=self.networks).panels(Context(scale="full"))
-
-    def units(self, context: Context) -> list[str]:
-        """Return the panels."""
-        return list(self.panels())
 
     def run(self, unit: str, context: Context) -> list[Row]:
         """Measure what every level does to the updates of a few images."""
-        panel = self.panels()[unit]
+        panel = self.work(context)[unit]
         dataset = load(panel.dataset, context.data)
         model = build(panel.model, dataset.input_shape, dataset.num_classes, seed=context.seeds.number("weights"))
         model.to(context.device)
@@ -76,19 +88,17 @@ class Table2(Item):
     def summary(self, rows: Sequence[Row]) -> list[Row]:
         """Return a line per panel and level, the paper's range beside it."""
         table = []
-        for panel, defense in dict.fromkeys((r["panel"], r["defense"]) for r in own(rows)):
-            mine = [r for r in own(rows) if (r["panel"], r["defense"]) == (panel, defense)]
-            change = interval([r["change"] for r in mine])
-            live = sum(r["live"] for r in mine)
+        for (panel, defense), mine in group(Effect.read(rows), "panel", "defense").items():
+            live = sum(e.live for e in mine)
             table.append(
                 {
                     "panel": panel,
                     "defense": defense,
                     "paper's range": paper_range(panel, defense),
-                    "zeroed, last layer": _share(mine, "zeroed_layer"),
-                    "zeroed, all": _share(mine, "zeroed"),
-                    "live entries of r taken": f"{sum(r['taken'] for r in mine) / live:.0%}" if live else "-",
-                    "change": f"{change.mean:.3g} [{change.low:.3g}, {change.high:.3g}]",
+                    "zeroed, last layer": f"{fmean(e.zeroed_layer for e in mine):.1%}",
+                    "zeroed, all": f"{fmean(e.zeroed for e in mine):.1%}",
+                    "live entries of r taken": f"{sum(e.taken for e in mine) / live:.0%}" if live else "-",
+                    "change": f"{interval([e.change for e in mine]):.3g}",
                 }
             )
         return table
@@ -96,10 +106,9 @@ class Table2(Item):
     def draw(self, rows: Sequence[Row], path: Path) -> bool:
         """Draw how much of an update every level changes, mean and range over images."""
         panels: dict[str, list[Dot]] = {}
-        for panel, defense in dict.fromkeys((r["panel"], r["defense"]) for r in own(rows)):
-            values = [r["change"] for r in own(rows) if (r["panel"], r["defense"]) == (panel, defense)]
-            if max(values) > 0:
-                panels.setdefault(panel, []).append(Dot.of(defense, values, defense.partition(":")[0]))
+        for (panel, defense), mine in group(Effect.read(rows), "panel", "defense").items():
+            if any(e.change for e in mine):
+                panels.setdefault(panel, []).append(Dot.of(defense, [e.change for e in mine], family(defense)))
         dot_panels(path, panels, "||defended - plain|| / ||plain||", log=True)
         return True
 
@@ -108,12 +117,12 @@ class Table2(Item):
         verdicts = []
         for line, (name, factor) in NAMES.items():
             for attack, (low, high) in published()["table2"]["rows"][line].items():
-                run = sorted(factor * _level(d) for d in FULL[attack] if d.startswith(name))
+                run = sorted(factor * level(d) for d in FULL[attack] if family(d) == name)
                 inside = run[0] >= low * (1 - 1e-9) and abs(run[-1] - high) <= 1e-9 * high
                 verdicts.append(
-                    Judgement(
+                    judge(
                         f"{line}, {attack.upper()}: the levels run are the paper's",
-                        "reproduced" if inside else "not reproduced",
+                        inside,
                         "all levels within the paper's range, the highest at its upper end",
                         f"{low:g} to {high:g}",
                         ", ".join(f"{v:g}" for v in run),
@@ -125,14 +134,10 @@ class Table2(Item):
 def paper_range(panel: str, defense: str) -> str:
     """Return the paper's range for a defence on a panel, as text."""
     for line, (name, _) in NAMES.items():
-        if defense.partition(":")[0] == name:
+        if family(defense) == name:
             low, high = published()["table2"]["rows"][line][panel.partition("-")[0]]
             return f"{low:g} to {high:g}{' %' if '%' in line else ''}"
     return "-"
-
-
-def _level(defense: str) -> float:
-    return float(defense.partition("=")[2])
 
 
 def _effect(plain: Params, sent: Params, layer: str) -> Row:
@@ -145,7 +150,3 @@ def _effect(plain: Params, sent: Params, layer: str) -> Row:
         "zero_before": float((plain[layer] == 0).float().mean()),
         "change": float(change),
     }
-
-
-def _share(rows: Sequence[Row], key: str) -> str:
-    return f"{interval([r[key] for r in rows]).mean:.1%}"

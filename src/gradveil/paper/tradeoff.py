@@ -2,73 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from gradveil.experiments.rows import group
 from gradveil.metrics import interval
-from gradveil.paper.attack_points import FLOORS, AttackPoints, Point, servers
-from gradveil.paper.base import BLIND, CIFAR10, ITEMS, SUCCESS, Context, Item, Judgement, Row
-from gradveil.paper.settings import (
-    HIDDEN,
-    KNOWING,
-    NAIVE,
-    Case,
-    control_works,
-    of_item,
-    own,
-    select,
-    settings,
-    strongest,
-)
-
-SCALES = (0.0001, 0.001, 0.01, 0.1)
-NORMALISED = f"convnet:{CIFAR10}"
-GS_STEPS = 500
-CONTRAST = 0.05  # of neighbouring pixels: what sets the smoothness of the GS server that knows of noise
-
-
-@dataclass(frozen=True)
-class AttackPanel:
-    """One panel: what is attacked, how, and under which defences."""
-
-    name: str
-    dataset: str
-    model: str
-    attack: str
-    images: int
-    defenses: tuple[str, ...]
-    against_noise: str = "newton"  # the attack of a server that knows of noise
-    is_gs: bool = False  # GS: the server knows the label
-    weights: int = 0  # which draw of the initial weights
-
-    def points(self, context: Context) -> AttackPoints:
-        """Return the scene; kept, so that the units of a run share it and what was solved in it."""
-        return _points(self.dataset, self.model, self.attack, self.images, context, self.is_gs, self.weights)
-
-
-def gs_attack(steps: int, context: Context) -> str:
-    """Return the GS attack of the figures: products are rounded where that is faster."""
-    return f"gs:steps={steps}" + (",tf32=true" if context.device.type == "cuda" else "")
-
-
-_points = lru_cache(maxsize=4)(AttackPoints.of)  # by what is attacked and how: items that agree on it share the work
-
-
-def grid(ours: Sequence[float], pruning: Sequence[float], scales: Sequence[float] = SCALES) -> tuple[str, ...]:
-    """Return the defences: none, ours over its shares, the random control, pruning, and both kinds of noise."""
-    return (
-        "none",
-        *(f"representation:share={s}" for s in ours),
-        "random_mask:share=0.4",
-        *(f"pruning:share={s}" for s in pruning),
-        *(f"{noise}:scale={s}" for noise in ("gaussian", "laplace") for s in scales),
-    )
-
-
-FULL = {"dlg": grid((0.01, 0.05, 0.1, 0.2, 0.4), (0.1, 0.4, 0.8)),
-        "gs": grid((0.01, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8), (0.1, 0.4, 0.8, 0.9))}  # fmt: skip
-QUICK = {"dlg": grid((0.01, 0.4), (0.8,), (0.01,)), "gs": grid((0.4, 0.8), (0.8,), (0.01,))}
+from gradveil.paper.attack_points import FLOORS
+from gradveil.paper.base import BLIND, ITEMS, SUCCESS, Context, Item, Judgement, Row, judge
+from gradveil.paper.cases import HIDDEN, Case, cases, control_works, strongest
+from gradveil.paper.figures import LOOKS, figure
+from gradveil.paper.panels import CONTRAST, FULL, GS_STEPS, NORMALISED, QUICK, AttackPanel, gs_attack
+from gradveil.paper.rows import KNOWING, NAIVE, Measured, Trained, level
 
 
 @ITEMS.register("tradeoff")
@@ -132,9 +76,10 @@ class Tradeoff(Item):
         )
         return {panel.name: panel for panel in found}
 
-    def units(self, context: Context) -> list[str]:
+    def work(self, context: Context) -> dict[str, tuple[AttackPanel, str]]:
         """Return panel/floors and panel/defence."""
-        return [f"{p.name}/{what}" for p in self.panels(context).values() for what in (FLOORS, *p.defenses)]
+        panels = self.panels(context).values()
+        return {f"{panel.name}/{what}": (panel, what) for panel in panels for what in (FLOORS, *panel.defenses)}
 
     def run(self, unit: str, context: Context) -> list[Row]:
         """Attack the images of one panel under one defence, by every server."""
@@ -144,124 +89,165 @@ class Tradeoff(Item):
         """Return, on CUDA, the units of a DLG panel together, those with noise apart; GS fills a device by itself."""
         if context.device.type == "cpu":
             return super().groups(units, context)
+        work = self.work(context)
         groups: dict[tuple[str, ...], list[str]] = {}
         for unit in units:
-            panel, _, defense = unit.partition("/")
+            panel, defense = work[unit]
             noisy = defense.startswith(("gaussian", "laplace"))
-            groups.setdefault((unit,) if panel.startswith("gs") else (panel, str(noisy)), []).append(unit)
+            groups.setdefault((unit,) if panel.is_gs else (panel.name, str(noisy)), []).append(unit)
         return list(groups.values())
 
     def run_group(self, units: Sequence[str], context: Context) -> dict[str, list[Row]]:
         """Run units at once; those of one panel are solved together, which is what a CUDA device is fast at."""
-        found: dict[str, list[Row]] = {}
-        for panel in self.panels(context).values():
-            mine = [u for u in units if u.partition("/")[0] == panel.name]
-            found |= _run_panel(panel, mine, context) if mine else {}
-        return {unit: found[unit] for unit in units}
+        work = self.work(context)
+        rows: dict[tuple[AttackPanel, str], list[Row]] = {}
+        for panel in dict.fromkeys(work[unit][0] for unit in units):
+            mine = [what for other, what in map(work.__getitem__, units) if other == panel]
+            rows |= {(panel, what): found for what, found in panel.rows(mine, context).items()}
+        return {unit: rows[work[unit]] for unit in units}
 
     def summary(self, rows: Sequence[Row]) -> list[Row]:
         """Return MSE, success, accuracy and what it costs, for every defence and server; the blind guesses last."""
-        found = settings(own(rows), of_item(rows, "accuracy"))
-        table = [_line(s, control_works(found, s.panel)) for s in found]
-        for panel, guess in dict.fromkeys((r["panel"], r["server"]) for r in own(rows) if r["defense"] == BLIND):
-            mse = interval([r["mse"] for r in select(own(rows), panel, BLIND, guess)])
-            said = {"panel": panel, "defense": BLIND, "server": guess, "images": mse.count}
-            table.append(said | {"mse": f"{mse.mean:.4f} [{mse.low:.4f}, {mse.high:.4f}]"})
+        measured = Measured.read(rows)
+        found = cases(measured, Trained.read(rows, "accuracy"))
+        table = [_line(case, control_works(found, case.panel)) for case in found]
+        for (panel, guess), mine in group((r for r in measured if r.defense == BLIND), "panel", "server").items():
+            line: Row = {"panel": panel, "defense": BLIND, "server": guess, "images": len(mine)}
+            table.append(line | {"mse": f"{interval([r.mse for r in mine]):.4f}"})
         return table
 
     def verdicts(self, rows: Sequence[Row]) -> list[Judgement]:
         """Judge per panel: the control, whether ours hides images from either server, and whether the score matters."""
-        found = settings(own(rows), of_item(rows, "accuracy"))
-        return [v for panel in dict.fromkeys(s.panel for s in found) for v in _judge(found, panel)]
+        panels = group(cases(Measured.read(rows), Trained.read(rows, "accuracy")), "panel")
+        return [verdict for (panel,), mine in panels.items() for verdict in _judged(panel, mine)]
 
     def draw(self, rows: Sequence[Row], path: Path) -> bool:
-        """Draw accuracy against MSE, a panel each."""
-        from gradveil.paper.tradeoff_figure import draw
-
-        draw(settings(own(rows), of_item(rows, "accuracy")), path)
+        """Draw accuracy against MSE, a panel each: solid for the server that does not know, dashed for the other."""
+        panels = group(cases(Measured.read(rows), Trained.read(rows, "accuracy")), "panel")
+        count = max(1, len(panels))
+        with figure(path, 4.2 * count, 4.4) as empty:
+            axes = empty.subplots(1, count, squeeze=False)[0]
+            handles: dict[str, Any] = {}
+            for axis, ((panel,), mine) in zip(axes, panels.items(), strict=False):
+                _draw_panel(axis, mine, panel)
+                handles |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+            place: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "fontsize": 8}
+            empty.legend(handles.values(), handles.keys(), ncols=2 * count - count // 2, **place)
         return True
 
 
-def _run_panel(panel: AttackPanel, units: Sequence[str], context: Context) -> dict[str, list[Row]]:
-    points = panel.points(context)
-    wanted = {unit: unit.partition("/")[2] for unit in units}
-    asked = [
-        Point(d, s) for d in wanted.values() if d != FLOORS for s in servers(d, points.scene.model, panel.against_noise)
-    ]
-    rows = (points.floors() if FLOORS in wanted.values() else []) + (points.rows(asked) if asked else [])
-    place = {"panel": panel.name, "dataset": panel.dataset, "model": panel.model}
+def _line(case: Case, works: bool | None) -> Row:
     return {
-        unit: [place | r for r in rows if r["defense"] == (BLIND if what == FLOORS else what)]
-        for unit, what in wanted.items()
-    }
-
-
-def _line(s: Case, works: bool | None) -> Row:
-    measured = s.accuracy
-    return {
-        "panel": s.panel,
-        "defense": s.defense,
-        "server": s.server,
-        "images": s.mse.count,
-        "mse": f"{s.mse.mean:.4f} [{s.mse.low:.4f}, {s.mse.high:.4f}]",
-        "paper's unit, median": f"{s.papers_mse:.3g}",
-        "ssim": f"{s.ssim:.2f}",
-        "success": f"{s.success.mean:.0%} [{s.success.low:.0%}, {s.success.high:.0%}]",
-        "identified": f"{s.identified.mean:.0%}",
-        "accuracy": f"{measured.mean:.3f} [{measured.low:.3f}, {measured.high:.3f}]" if measured else "not measured",
-        "lost": "not measured" if s.lost is None else f"{s.lost:+.3f}",
+        "panel": case.panel,
+        "defense": case.defense,
+        "server": case.server,
+        "images": case.mse.count,
+        "mse": f"{case.mse:.4f}",
+        "paper's unit, median": f"{case.papers_mse:.3g}",
+        "ssim": f"{case.ssim:.2f}",
+        "success": f"{case.success:.0%}",
+        "identified": f"{case.identified.mean:.0%}",
+        "accuracy": "not measured" if case.accuracy is None else f"{case.accuracy:.3f}",
+        "lost": "not measured" if case.lost is None else f"{case.lost:+.3f}",
         "control": "void" if works is False else "holds" if works else "not measured",
     }
 
 
-def _judge(found: Sequence[Case], panel: str) -> list[Judgement]:
-    works = control_works(found, panel)
-    control = next((s for s in found if s.panel == panel and s.defense == "none"), None)
+def _judged(panel: str, mine: Sequence[Case]) -> list[Judgement]:
+    works = control_works(mine, panel)
     verdicts = []
-    if control is not None:
-        status = "reproduced" if works else "not reproduced"
-        text = f"{control.success.mean:.0%}, mean MSE {control.mse.mean:.4f} (mean image {control.blind:.4f})"
+    if control := next((case for case in mine if case.defense == "none"), None):
+        ours = f"{control.success.mean:.0%}, mean MSE {control.mse.mean:.4f} (mean image {control.blind:.4f})"
         rule = f"at least half of the images with clamped MSE < {SUCCESS}; else the panel is void"
-        verdicts.append(Judgement(f"{panel}: the attack recovers undefended images (control)", status, rule,
-                                "shown in the figure", text))  # fmt: skip
+        claim = f"{panel}: the attack recovers undefended images (control)"
+        verdicts.append(judge(claim, works, rule, "shown in the figure", ours))
     for kind in (NAIVE, KNOWING):
-        mine = [s for s in strongest(found, kind) if s.panel == panel and s.family == "representation"]
-        if mine:
-            verdicts.append(_hides(panel, kind, mine, works))
-    return verdicts + _score_matters(found, panel, works)
+        if shares := [case for case in strongest(mine, kind) if case.family == "representation"]:
+            verdicts.append(_hides(panel, kind, shares, works))
+    return verdicts + _score_matters(panel, mine, works)
 
 
-def _hides(panel: str, kind: str, mine: Sequence[Case], works: bool | None) -> Judgement:
-    hidden = [s for s in mine if s.hidden]
-    status = "not measured" if not works else "reproduced" if hidden else "not reproduced"
-    if status == "reproduced" and all(s.identified.mean >= 0.5 for s in hidden):
-        status = "reproduced only to the eye (most images are still told from 99 others by comparison)"
-    ours = ", ".join(
-        f"{s.defense.partition('=')[2]}: MSE {s.mse.mean:.4f}, told apart {s.identified.mean:.0%}" for s in mine
-    )
+def _hides(panel: str, kind: str, shares: Sequence[Case], works: bool | None) -> Judgement:
+    hidden = [case for case in shares if case.hidden]
+    told = bool(hidden) and all(case.identified.mean >= 0.5 for case in hidden)
     who = "a server that does not know it" if kind == NAIVE else "a server that knows it"
-    return Judgement(f"{panel}: some share of ours makes images unrecognisable to {who}", status, HIDDEN,
-                   "unrecognisable beyond the pink line; only the naive server is considered", ours)  # fmt: skip
-
-
-def _score_matters(found: Sequence[Case], panel: str, works: bool | None) -> list[Judgement]:
-    """Judge ours against a random mask of the same share, both seen by the naive server."""
-    naive = {s.defense: s for s in found if s.panel == panel and s.server == NAIVE}
-    control = naive.get("random_mask:share=0.4")
-    ours = naive.get("representation:share=0.4")
-    if control is None or ours is None:
-        return []
-    status = "not measured" if not works else "reproduced" if ours.mse.low > control.mse.high else "not reproduced"
-    text = (
-        f"ours {ours.mse.mean:.4f} [{ours.mse.low:.4f}, {ours.mse.high:.4f}], "
-        f"random {control.mse.mean:.4f} [{control.mse.low:.4f}, {control.mse.high:.4f}]"
+    return judge(
+        f"{panel}: some share of ours makes images unrecognisable to {who}",
+        "to the eye (most images are still told from 99 others by comparison)" if told else bool(hidden),
+        HIDDEN,
+        "unrecognisable beyond the pink line; only the naive server is considered",
+        ", ".join(
+            f"{level(case.defense)}: MSE {case.mse.mean:.4f}, told apart {case.identified.mean:.0%}" for case in shares
+        ),
+        control=works,
     )
+
+
+def _score_matters(panel: str, mine: Sequence[Case], works: bool | None) -> list[Judgement]:
+    """Judge ours against a random mask of the same share, both seen by the naive server."""
+    naive = {case.defense: case.mse for case in mine if case.server == NAIVE}
+    random, ours = naive.get("random_mask:share=0.4"), naive.get("representation:share=0.4")
+    if random is None or ours is None:
+        return []
     return [
-        Judgement(
+        judge(
             f"{panel}: the score matters (ours against a random mask, 40 %, naive server)",
-            status,
+            ours.low > random.high,
             "the 95 % intervals of the mean clamped MSE are apart, ours above",
             "no such control in the paper",
-            text,
+            f"ours {ours:.4f}, random {random:.4f}",
+            control=works,
         )
     ]
+
+
+LINES = {NAIVE: "-", KNOWING: "--"}
+SMALLEST = 1e-9  # MSE under which a mark is drawn here
+FAINT = 0.35  # of the bars, 1 for the marks
+STRIP = 0.12  # of the axis' height, for settings whose accuracy was not measured
+
+
+def _draw_panel(axis: Any, found: Sequence[Case], panel: str) -> None:
+    known = [s.accuracy for s in found if s.accuracy is not None]
+    low, high = (min(a.low for a in known), max(a.high for a in known)) if known else (0.0, 1.0)
+    room = max(high - low, 0.02)
+    strip = low - 2.5 * STRIP * room  # where settings without an accuracy are drawn
+    for kind, line in LINES.items():
+        mine = strongest(found, kind)
+        for family in dict.fromkeys(s.family for s in mine):
+            if family != "none" or kind == NAIVE:
+                _curve(axis, [s for s in mine if s.family == family], family, kind, line, strip)
+    axis.axvline(found[0].blind, color="grey", linestyle=":", linewidth=1, label="blind guess (mean image)")
+    if any(s.accuracy is None for s in found):
+        axis.axhspan(strip - STRIP * room, strip + STRIP * room, color="0.93", zorder=0)
+        axis.text(0.5, strip - 0.9 * STRIP * room, "accuracy not measured", fontsize=7, color="0.4", ha="center",
+                  transform=axis.get_yaxis_transform())  # fmt: skip
+        axis.set_ylim(strip - STRIP * room, high + STRIP * room)
+    void = control_works(found, panel) is False
+    axis.set_title(f"{panel}{' (void: the control fails)' if void else ''}")
+    axis.set_xscale("log")
+    axis.set_xlabel("clamped MSE, mean over images")
+    axis.set_ylabel("accuracy after the last round")
+
+
+def _curve(axis: Any, mine: Sequence[Case], family: str, kind: str, line: str, strip: float) -> None:
+    look = dict(LOOKS.get(family, {"color": "0.3", "marker": "d", "label": family}))
+    if kind == KNOWING:
+        look |= {"markerfacecolor": "white", "label": f"{look['label']}, server knows"}
+    look |= {"linewidth": 1, "elinewidth": 0.7, "capsize": 1.5}
+    look |= {"markersize": 9, "zorder": 4} if family == "none" else {"markersize": 5}
+    measured = [s for s in mine if s.accuracy is not None]
+    others = [s for s in mine if s.accuracy is None]
+    for part, height in ((measured, None), (others, strip)):
+        if not part:
+            continue
+        at = [max(s.mse.mean, SMALLEST) for s in part]
+        across = [[max(x - s.mse.low, 0.0) for x, s in zip(at, part, strict=True)],
+                  [max(s.mse.high - x, 0.0) for x, s in zip(at, part, strict=True)]]  # fmt: skip
+        marks = [s.accuracy for s in part if s.accuracy is not None]
+        heights = [a.mean for a in marks] if height is None else [height] * len(part)
+        up = [[a.mean - a.low for a in marks], [a.high - a.mean for a in marks]] if height is None else None
+        style = line if height is None else "none"
+        _, caps, bars = axis.errorbar(at, heights, xerr=across, yerr=up, linestyle=style, **look)
+        for piece in (*caps, *bars):
+            piece.set_alpha(FAINT)  # so that the marks are seen where many ranges cross

@@ -1,8 +1,9 @@
 """The paper's figure on parts of the gradient: whole (WG), convolutions only (CLG), inferred representation (Rep)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -11,11 +12,13 @@ from torch import nn
 from gradveil.attacks.base import build as build_attack
 from gradveil.data import load
 from gradveil.data.base import Dataset
+from gradveil.experiments.rows import group
 from gradveil.metrics import interval, measure, rate
 from gradveil.models import build
-from gradveil.paper.base import BLIND, ITEMS, SUCCESS, Context, Item, Judgement, Row, published
+from gradveil.paper.base import BLIND, ITEMS, SUCCESS, Context, Item, Judgement, Row, judge, published
 from gradveil.paper.figures import figure
 from gradveil.paper.points import GALLERY, Shared, floor_rows
+from gradveil.paper.rows import Measured
 from gradveil.types import Batch, Observation
 
 FEW, CONTROL = 0.05, 0.1  # shares of images: recovered by chance at most; recovered by a working attack at least
@@ -27,6 +30,15 @@ NETWORKS = {
 }
 MARKS = {"WG": ("o", "#0072B2"), "CLG": ("s", "#D55E00"), "Rep": ("^", "#009E73")}  # part -> mark and colour
 PARTS = tuple(MARKS)
+
+
+@dataclass(frozen=True)
+class PartMeasured(Measured):
+    """One image, attacked by one part of the update."""
+
+    network: str = ""
+    part: str = ""
+    known: int | str = "-"  # how many numbers the server saw
 
 
 @ITEMS.register("figure-wg-clg-rep")
@@ -56,19 +68,20 @@ class WgClgRep(Item):
     dataset: str = "cifar10"
     images: int = 32  # quick: half
 
-    def units(self, context: Context) -> list[str]:
-        """Return network/part, and the blind guesses once."""
+    def work(self, context: Context) -> dict[str, tuple[str, str]]:
+        """Return network and part, and the blind guesses once."""
         networks = [n for n in NETWORKS if context.full or n != "convnet"]
-        return ["blind", *(f"{network}/{part}" for network in networks for part in PARTS)]
+        attacked = {f"{network}/{part}": (network, part) for network in networks for part in PARTS}
+        return {"blind": (BLIND, ""), **attacked}
 
     def run(self, unit: str, context: Context) -> list[Row]:
         """Attack the images of one network by one part of the update."""
-        network, _, part = unit.partition("/")
+        network, part = self.work(context)[unit]
         dataset = load(self.dataset, context.data)
         spec = NETWORKS.get(network, "probe")
         model = build(spec, dataset.input_shape, dataset.num_classes, seed=context.seeds.number("weights"))
         scene = self._scene(model, dataset, context)
-        if unit == "blind":
+        if network == BLIND:
             return [row | {"network": BLIND, "part": row["server"]} for row in floor_rows(scene)]
         views = [_VIEWS[part](s) for s in scene.observe("none", context.device)]
         name = "rep" if part == "Rep" else "dlg"
@@ -93,38 +106,35 @@ class WgClgRep(Item):
 
     def summary(self, rows: Sequence[Row]) -> list[Row]:
         """Return MSE, PSNR and success per network and part, the blind guesses last."""
-        table = []
-        for network, part in dict.fromkeys((r["network"], r["part"]) for r in rows):
-            mine = _of(rows, network, part)
-            mse, psnr = interval([r["mse"] for r in mine]), interval([r["psnr"] for r in mine])
-            hit = rate([float(r["mse"] < SUCCESS) for r in mine])
-            table.append(
-                {
-                    "network": network,
-                    "part": part,
-                    "images": len(mine),
-                    "numbers seen": mine[0].get("known", "-"),
-                    "mse": f"{mse.mean:.4f} [{mse.low:.4f}, {mse.high:.4f}]",
-                    "psnr": f"{psnr.mean:.1f}",
-                    "success": f"{hit.mean:.0%} [{hit.low:.0%}, {hit.high:.0%}]",
-                }
-            )
-        return table
+        return [
+            {
+                "network": network,
+                "part": part,
+                "images": len(mine),
+                "numbers seen": mine[0].known,
+                "mse": f"{interval([r.mse for r in mine]):.4f}",
+                "psnr": f"{fmean(r.psnr for r in mine):.1f}",
+                "success": f"{rate([r.recovered for r in mine]):.0%}",
+            }
+            for (network, part), mine in group(PartMeasured.read(rows), "network", "part").items()
+        ]
 
     def verdicts(self, rows: Sequence[Row]) -> list[Judgement]:
         """Judge both halves of the claim on every network: convolutions fail, and the representation is enough."""
-        blind = [_average(_of(rows, BLIND, r["part"])) for r in rows if r["network"] == BLIND]
-        found = []
-        for network in dict.fromkeys(r["network"] for r in rows if r["part"] in PARTS):
-            mine = {part: _of(rows, network, part) for part in PARTS}
-            if all(mine.values()):
-                found += [_convolutions(network, mine), _representation(network, mine, min(blind, default=None))]
-        return found
+        parts = group(PartMeasured.read(rows), "network", "part")
+        blind = min((_average(mine) for (network, _), mine in parts.items() if network == BLIND), default=None)
+        verdicts = []
+        for network in dict.fromkeys(network for network, part in parts if part in PARTS):
+            if all((network, part) in parts for part in PARTS):
+                whole, convolutions, representation = (parts[network, part] for part in PARTS)
+                verdicts.append(_convolutions(network, whole, convolutions))
+                verdicts.append(_representation(network, whole, representation, blind))
+        return verdicts
 
     def draw(self, rows: Sequence[Row], path: Path) -> bool:
         """Draw the MSE of every image, by network and part, over the blind guesses."""
         with figure(path, 8.5, 4.0) as empty:
-            _strips(empty.subplots(), rows)
+            _strips(empty.subplots(), group(PartMeasured.read(rows), "network", "part"))
         return True
 
 
@@ -139,68 +149,67 @@ def _count(seen: Observation) -> int:
     return sum(g.numel() for g in seen.update.gradient.values())
 
 
-def _convolutions(network: str, rows: dict[str, list[Row]]) -> Judgement:
+Images = Sequence[PartMeasured]
+
+
+def _convolutions(network: str, whole: Images, alone: Images) -> Judgement:
     """Judge whether the convolutions' gradients alone give nothing, where the whole gradient gives something."""
-    whole, alone = _recovered(rows["WG"]), _recovered(rows["CLG"])
-    return Judgement(
+    return judge(
         f"{network}: convolution gradients alone do not reconstruct",
-        _status(alone <= FEW, whole, alone),
+        _recovered(alone) <= FEW,
         f"CLG recovers at most {FEW:.0%} of the images (clamped MSE < {SUCCESS}); void where neither WG nor CLG "
         f"recovers {CONTROL:.0%}",
         published()["wg_clg_rep"]["claim"],
-        f"CLG {alone:.0%} (mean MSE {_average(rows['CLG']):.4f}), WG {whole:.0%} ({_average(rows['WG']):.4f})",
+        f"CLG {_recovered(alone):.0%} (mean MSE {_average(alone):.4f}), {_whole(whole)}",
+        control=_works(whole, alone),
     )
 
 
-def _representation(network: str, rows: dict[str, list[Row]], blind: float | None) -> Judgement:
+def _representation(network: str, whole: Images, rep: Images, blind: float | None) -> Judgement:
     """Judge whether the inferred representation does as well as the whole gradient, and better than a guess."""
-    rep, whole, mean = _recovered(rows["Rep"]), _recovered(rows["WG"]), _average(rows["Rep"])
-    holds = rep >= whole and (blind is None or mean < blind)
     floor = "not run" if blind is None else f"{blind:.4f}"
-    return Judgement(
+    return judge(
         f"{network}: the representation alone reconstructs as well as the whole gradient",
-        _status(holds, whole, rep),
+        _recovered(rep) >= _recovered(whole) and (blind is None or _average(rep) < blind),
         f"Rep recovers at least the share of images that WG does (clamped MSE < {SUCCESS}), and its mean clamped MSE "
         f"is below that of the best blind guess; void where neither recovers {CONTROL:.0%}",
         published()["wg_clg_rep"]["claim"],
-        f"Rep {rep:.0%} (mean MSE {mean:.4f}), WG {whole:.0%} ({_average(rows['WG']):.4f}), best blind guess {floor}",
+        f"Rep {_recovered(rep):.0%} (mean MSE {_average(rep):.4f}), {_whole(whole)}, best blind guess {floor}",
+        control=_works(whole, rep),
     )
 
 
-def _status(holds: bool, *recovered: float) -> str:
-    """Return the verdict, where at least one of the attacks that it compares works."""
-    if max(recovered) < CONTROL:
-        return "not measured"
-    return "reproduced" if holds else "not reproduced"
+def _whole(whole: Images) -> str:
+    return f"WG {_recovered(whole):.0%} ({_average(whole):.4f})"
 
 
-def _recovered(rows: Sequence[Row]) -> float:
-    return float(sum(r["mse"] < SUCCESS for r in rows) / len(rows))
+def _works(*compared: Images) -> bool:
+    """Return whether at least one of the attacks that are compared works."""
+    return max(map(_recovered, compared)) >= CONTROL
 
 
-def _average(rows: Sequence[Row]) -> float:
-    return float(sum(r["mse"] for r in rows) / len(rows))
+def _recovered(rows: Images) -> float:
+    return fmean(r.recovered for r in rows)
 
 
-def _of(rows: Sequence[Row], network: str, part: str) -> list[Row]:
-    return [r for r in rows if (r["network"], r["part"]) == (network, part)]
+def _average(rows: Images) -> float:
+    return fmean(r.mse for r in rows)
 
 
-def _strips(axis: Any, rows: Sequence[Row]) -> None:
-    networks = list(dict.fromkeys(r["network"] for r in rows if r["part"] in PARTS))
+def _strips(axis: Any, parts: Mapping[tuple[str, str], Images]) -> None:
+    networks = list(dict.fromkeys(network for network, part in parts if part in PARTS))
     for g, network in enumerate(networks):
         for p, (part, (mark, colour)) in enumerate(MARKS.items()):
-            values = [max(r["mse"], 1e-9) for r in _of(rows, network, part)]
+            values = [max(r.mse, 1e-9) for r in parts.get((network, part), ())]
             place = g + (p - 1) * 0.25
             label = part if g == 0 else None
             axis.scatter([place] * len(values), values, s=12, marker=mark, color=colour, alpha=0.6, label=label)
             if values:
-                axis.hlines(sum(values) / len(values), place - 0.09, place + 0.09, color=colour)
-    guesses = list(dict.fromkeys(r["part"] for r in rows if r["network"] == BLIND))
+                axis.hlines(fmean(values), place - 0.09, place + 0.09, color=colour)
+    guesses = [part for network, part in parts if network == BLIND]
     for n, guess in enumerate(guesses):
         label = f"blind guess: {', '.join(guesses)}" if n == 0 else None
-        level = _average(_of(rows, BLIND, guess))
-        axis.axhline(level, color="grey", linestyle=":", linewidth=1, label=label)
+        axis.axhline(_average(parts[BLIND, guess]), color="grey", linestyle=":", linewidth=1, label=label)
     axis.set_yscale("log")
     axis.set_xticks(range(len(networks)), networks)
     axis.set_ylabel("clamped MSE, one mark an image, bar: mean")
