@@ -9,7 +9,7 @@ import pytest
 
 from gradveil.defenses.base import DEFENSES, build
 from gradveil.errors import SpecError
-from gradveil.paper.attack_points import same_defense
+from gradveil.paper.rows import same_defense
 from gradveil.registry import describe
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
