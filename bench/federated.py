@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradveil.data.base import Dataset, Split
-from gradveil.data.own import from_arrays
+from gradveil.data.base import Dataset, Split, from_arrays
 from gradveil.defenses.base import NoDefense
 from gradveil.federated.simulate import Training, simulate
 from gradveil.models import build

@@ -10,7 +10,7 @@ from PIL import Image
 
 from data.helpers_data import pixels, write_parquet
 from gradveil.data import Dataset, load
-from gradveil.data.own import from_arrays, hold_out
+from gradveil.data.base import from_arrays, hold_out
 from gradveil.errors import DataError
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.data import Dataset
-from gradveil.data.own import from_arrays
+from gradveil.data.base import from_arrays
 
 
 def tiny_dataset(n: int = 60, side: int = 6, classes: int = 3) -> Dataset:

@@ -1,4 +1,4 @@
-"""Encoded images (PNG, JPEG, ...) to uint8 arrays, on several threads: the decoders release the lock."""
+"""Encoded images (PNG, JPEG, ...) are decoded once, on several threads, and kept as arrays for the next time."""
 
 import hashlib
 import io

@@ -1,4 +1,4 @@
-"""Parquet in the Hugging Face layout: a column of encoded images and a column of labels."""
+"""Your own images: a folder for each class, or parquet in the Hugging Face layout."""
 
 import json
 import re
@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from gradveil.data.base import DATASETS, Array, Dataset, Source
+from gradveil.data.base import DATASETS, Array, Dataset, Source, hold_out
 from gradveil.data.cache import Decoded, cached, decode_images, key_of
-from gradveil.data.own import hold_out
 from gradveil.errors import DataError
 
 _IMAGE_NAMES = ("image", "img")

@@ -1,4 +1,4 @@
-"""Download from the Hugging Face hub, through the optional library ``datasets``."""
+"""The well-known data sets by name: from a local folder, else from the Hugging Face hub; and digits."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,11 +7,10 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from gradveil.data.base import DATASETS, Dataset, Source, Split
+from gradveil.data.base import DATASETS, Dataset, Source, Split, hold_out
 from gradveil.data.cache import Decoded, cached, key_of
 from gradveil.data.folder import class_names, decode_table, parquet_files, read_parquet
 from gradveil.data.originals import CIFAR, IDX, SVHN, Format
-from gradveil.data.own import hold_out
 from gradveil.errors import DataError, GradveilError, MissingExtraError
 
 
@@ -155,4 +154,4 @@ class Digits(Source):
             Split(images[chosen], torch.from_numpy(labels[chosen]), scale=16.0)
             for chosen in hold_out(labels, self.test_share)
         )
-        return Dataset("digits", train, test, tuple("0123456789"))
+        return Dataset("digits", train, test, _DIGITS)

@@ -1,35 +1,39 @@
-"""The networks of the gradient-similarity experiments: the paper's text and the authors' code differ."""
+"""The networks under attack: lenet of the DLG experiments, convnet of the gradient-similarity experiments.
 
+Of the latter, the paper's text and the authors' code differ.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Generator, nn
+from torch import nn
 
-from gradveil.models.base import MODELS, Builder, Shape
-from gradveil.models.parts import ACTIVATIONS, Activation, Init, Layers, chain, initialise
+from gradveil.models.base import MODELS
+from gradveil.models.parts import ACTIVATIONS, Activation, Chain, Init, Layers
 
 POOL = 0  # marks a pooling layer in a list of widths
 
 
-@dataclass(frozen=True)
-class _Convolutions:
-    """How to make the convolutions: what both networks' settings come to."""
+class _Convolutions(Chain):
+    """Convolutions of one size, each with an activation, and pooling between them."""
 
-    kernel: int
+    activation: Activation
     padding: int
-    pool: int
-    activation: str
     batchnorm: bool
 
-    def features(self, channels: int, widths: tuple[int, ...]) -> Layers:
+    def stack(
+        self, channels: int, kernel: int, widths: Sequence[int], pool: int = 1, strides: Sequence[int] = ()
+    ) -> Layers:
         layers: Layers = {}
         convs = pools = 0
         for width in widths:
             if width == POOL:
                 pools += 1
-                layers[f"pool{pools}"] = nn.MaxPool2d(self.pool)
+                layers[f"pool{pools}"] = nn.MaxPool2d(pool)
                 continue
+            stride = strides[convs] if strides else 1
             convs += 1
-            layers[f"conv{convs}"] = nn.Conv2d(channels, width, self.kernel, padding=self.padding)
+            layers[f"conv{convs}"] = nn.Conv2d(channels, width, kernel, stride, self.padding)
             if self.batchnorm:
                 layers[f"norm{convs}"] = nn.BatchNorm2d(width)
             layers[f"act{convs}"] = ACTIVATIONS[self.activation]()
@@ -37,9 +41,33 @@ class _Convolutions:
         return layers
 
 
+@MODELS.register("lenet")
+@dataclass(frozen=True)
+class LeNet(_Convolutions):
+    """Four 5x5 convolutions of width 12 and one linear layer (Sun et al. 2020, appendix; Zhu et al. 2019).
+
+    The defaults are those of the attacks: sigmoid, weights and biases uniform in ±0.5, strides 2, 2, 1, 1 and
+    padding 2, so that r has 768 entries for 32x32 and 588 for 28x28. They hardly train.
+    ``lenet:activation=relu,init=kaiming`` trains: learning rate 0.01 with batches of 32 on MNIST and CIFAR-10,
+    0.2 with batches of 8 on digits.
+    """
+
+    activation: Activation = "sigmoid"
+    init: Init = "uniform"
+    strides: tuple[int, ...] = (2, 2, 1, 1)  # one convolution each
+    padding: int = 2
+    width: int = 12
+    batchnorm: bool = False
+    normalize: str = "none"  # none, half, or mean/std
+
+    def features(self, channels: int) -> Layers:
+        """Return conv1, act1, ..."""
+        return self.stack(channels, 5, [self.width] * len(self.strides), strides=self.strides)
+
+
 @MODELS.register("convnet")
 @dataclass(frozen=True)
-class ConvNet(Builder):
+class ConvNet(_Convolutions):
     """Nine 5x5 convolutions, two max poolings of 3, one linear layer (Sun et al. 2020, appendix).
 
     The paper gives neither activation nor padding nor the pooling stride; with padding 2 and stride 3, r has
@@ -54,18 +82,14 @@ class ConvNet(Builder):
     batchnorm: bool = False
     normalize: str = "none"  # none, half, or mean/std
 
-    def build(self, input_shape: Shape, num_classes: int, rng: Generator) -> nn.Module:
-        """Return the network: conv1, act1, ..., pool1, ..., flatten, fc."""
-        stack = _Convolutions(5, self.padding, self.pool, self.activation, self.batchnorm)
-        features = stack.features(input_shape[0], (32, 64, 64, 128, 128, 128, POOL, 128, 128, 128, POOL))
-        model = chain("convnet", input_shape, self.normalize, features, lambda n: {"fc": nn.Linear(n, num_classes)})
-        initialise(model, self.init, rng)
-        return model
+    def features(self, channels: int) -> Layers:
+        """Return conv1, act1, ..., pool1, ..."""
+        return self.stack(channels, 5, (32, 64, 64, 128, 128, 128, POOL, 128, 128, 128, POOL), self.pool)
 
 
 @MODELS.register("convnet_authors")
 @dataclass(frozen=True)
-class ConvNetAuthors(Builder):
+class ConvNetAuthors(_Convolutions):
     """The network that the authors' gradient-similarity script runs: eight 3x3 convolutions with batch norm.
 
     Widths are 1, 2, 2, 4, 4, 4 | 4, 4 times ``width`` (Geiping et al. 2020); r has 36 x width entries for
@@ -80,13 +104,7 @@ class ConvNetAuthors(Builder):
     batchnorm: bool = True
     normalize: str = "none"  # none, half, or mean/std
 
-    def build(self, input_shape: Shape, num_classes: int, rng: Generator) -> nn.Module:
-        """Return the network: conv1, norm1, act1, ..., pool1, ..., flatten, fc."""
-        widths = tuple(self.width * n for n in (1, 2, 2, 4, 4, 4, POOL, 4, 4, POOL))  # 0 stays POOL
-        stack = _Convolutions(3, self.padding, self.pool, self.activation, self.batchnorm)
-        features = stack.features(input_shape[0], widths)
-        model = chain(
-            "convnet_authors", input_shape, self.normalize, features, lambda n: {"fc": nn.Linear(n, num_classes)}
-        )
-        initialise(model, self.init, rng)
-        return model
+    def features(self, channels: int) -> Layers:
+        """Return conv1, norm1, act1, ..., pool1, ..."""
+        widths = [self.width * n for n in (1, 2, 2, 4, 4, 4, POOL, 4, 4, POOL)]  # 0 stays POOL
+        return self.stack(channels, 3, widths, self.pool)

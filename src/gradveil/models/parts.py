@@ -1,6 +1,7 @@
 """What the networks share: activations, normalisation as a layer, initialisation, and the chain itself."""
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Literal
 
@@ -8,6 +9,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.errors import SpecError
+from gradveil.models.base import Builder, Shape
 
 Activation = Literal["sigmoid", "relu", "tanh", "softplus", "leaky_relu", "elu", "gelu", "silu"]
 Init = Literal["uniform", "default", "kaiming"]
@@ -67,22 +69,34 @@ def normalizer(text: str, channels: int) -> Normalize | None:
 Layers = dict[str, nn.Module]
 
 
-def chain(
-    name: str, input_shape: tuple[int, ...], normalize: str, features: Layers, head: Callable[[int], Layers]
-) -> nn.Sequential:
-    """Join features, flatten and head; the length of the representation comes from a dry run."""
-    layers: Layers = {}
-    norm = normalizer(normalize, input_shape[0])
-    if norm is not None:
-        layers["normalize"] = norm
-    layers |= {**features, "flatten": nn.Flatten()}
-    before = nn.Sequential()
-    for key, layer in layers.items():
-        before.add_module(key, layer)
-    length = _output_length(name, before, input_shape)
-    for key, layer in head(length).items():
-        before.add_module(key, layer)
-    return before
+class Chain(Builder):
+    """A network of named layers one after the other: normalisation, features, flatten, head."""
+
+    init: str
+    normalize: str  # none, half, or mean/std
+
+    @abstractmethod
+    def features(self, channels: int) -> Layers:
+        """Return the layers before ``flatten``."""
+
+    def head(self, length: int, num_classes: int) -> Layers:
+        """Return the layers after it, for a representation of that length."""
+        return {"fc": nn.Linear(length, num_classes)}
+
+    def build(self, input_shape: Shape, num_classes: int, rng: Generator) -> nn.Module:
+        """Return the network; the length of the representation comes from a dry run."""
+        model = nn.Sequential()
+        norm = normalizer(self.normalize, input_shape[0])
+        if norm is not None:
+            model.add_module("normalize", norm)
+        for name, layer in self.features(input_shape[0]).items():
+            model.add_module(name, layer)
+        model.add_module("flatten", nn.Flatten())
+        length = _output_length(self.spec_name, model, input_shape)
+        for name, layer in self.head(length, num_classes).items():
+            model.add_module(name, layer)
+        initialise(model, self.init, rng)
+        return model
 
 
 def _output_length(name: str, model: nn.Module, input_shape: tuple[int, ...]) -> int:
