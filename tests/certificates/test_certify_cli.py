@@ -75,7 +75,7 @@ def test_bad_input_is_one_line_and_exit_code_two(run: Run, tmp_path: Path) -> No
         (("--defense", "representatio"), "Did you mean 'representation'"),
         (("--weights", "none.safetensors"), "There is no file"),
         (("--weights", "bad.safetensors"), "does not fit the model"),
-        (("--weights", "text.safetensors"), "does not fit the model"),
+        (("--weights", "text.safetensors"), "is not a safetensors file"),
     ]:
         code, _, err = run(*SMALL, *arguments)
         assert code == 2

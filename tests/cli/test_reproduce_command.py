@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from gradveil.cli import reproduce
 from gradveil.cli.shared import Display
+from gradveil.errors import SpecError
 from gradveil.paper import base
 from gradveil.paper.base import Context, Item, Judgement, Row
 
@@ -41,6 +42,13 @@ def test_with_only_what_is_needed_is_read_and_not_run(tmp_path: Path) -> None:
     assert result["item"] == "claims"
     assert {v["status"] for v in result["verdicts"]} == {"not measured"}
     assert (tmp_path / "accuracy" / "summary.json").exists()
+
+
+def test_a_pattern_that_fits_nothing_is_said_before_anything_is_written(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app(), ["meter", "--only", "nomatch*", "--out", str(tmp_path / "out")])
+    assert isinstance(done.exception, SpecError)
+    assert "--only 'nomatch*' fits no unit of work. There are:" in str(done.exception)
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_unknown_scale_is_said_in_one_line(tmp_path: Path) -> None:

@@ -1,50 +1,35 @@
 """``gradveil attack``: run one attack on one saved update, and keep what it brings back."""
 
-import json as json_module
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from gradveil.cli.shared import (
-    Before,
-    Classes,
-    Data,
-    InputShape,
-    Json,
-    Kind,
-    LearningRate,
-    Model,
-    Seed,
-    Weights,
-    find_user_modules,
-    read_shape,
-)
+from gradveil.cli import shared
 from gradveil.errors import SpecError, did_you_mean
 
 
 def command(
     update: str = typer.Option(..., help="A safetensors file: gradients, a difference, or weights."),
-    model: Model = "lenet",
+    model: shared.Model = "lenet",
     attack: str = typer.Option("newton", help="An attack spec, e.g. dlg:restarts=8."),
     defense: str = typer.Option("none", help="What the client is said to have used."),
     server: str = typer.Option("naive", help="naive, or one of the defence's countermeasures, e.g. drop."),
-    weights: Weights = None,
-    before: Before = None,
-    kind: Kind = None,
-    lr: LearningRate = None,
+    weights: shared.Weights = None,
+    before: shared.Before = None,
+    kind: shared.Kind = None,
+    lr: shared.LearningRate = None,
     steps: int = typer.Option(None, help="Local steps behind the update."),
     examples: int = typer.Option(None, help="Examples behind the update."),
     dataset: str = typer.Option(None, help="Public data of the same kind: gives the shape and a prior."),
-    data: Data = None,
-    input_shape: InputShape = None,
-    classes: Classes = 10,
-    seed: Seed = 0,
+    data: shared.Data = None,
+    input_shape: shared.InputShape = None,
+    classes: shared.Classes = 10,
+    seed: shared.Seed = 0,
     out: Path = typer.Option(Path("found.safetensors"), help="Where the reconstruction goes; a PNG lies beside it."),
-    json: Json = False,
+    json: shared.Json = False,
 ) -> None:
     """Reconstruct the inputs behind a saved update."""
-    find_user_modules()
     from gradveil.attacks.base import build as build_attack
     from gradveil.experiments.saved_update import UpdateAuditConfig, build_case
     from gradveil.experiments.update_files import write_examples
@@ -55,7 +40,7 @@ def command(
         UpdateAuditConfig(
             update=update, model=model, weights=weights, before=before, kind=kind, lr=lr, num_steps=steps,
             num_examples=examples, defense=defense, attacks=(attack,), dataset=dataset, data=data,
-            input_shape=read_shape(input_shape), num_classes=classes, seed=seed,
+            input_shape=shared.read_shape(input_shape), num_classes=classes, seed=seed,
         )
     )  # fmt: skip
     view, spec = _view(case, server)
@@ -73,7 +58,7 @@ def command(
         "out": str(out),
         "picture": str(out.with_suffix(".png")),
     }
-    typer.echo(json_module.dumps(said) if json else "\n".join(f"{key:10} {value}" for key, value in said.items()))
+    shared.print_json(said) if json else typer.echo("\n".join(f"{key:10} {value}" for key, value in said.items()))
 
 
 def _view(case: Any, server: str) -> tuple[Any, str | None]:

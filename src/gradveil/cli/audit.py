@@ -1,6 +1,5 @@
 """``gradveil audit``: what do the updates of this model give away, and does a defence help?"""
 
-import json as json_module
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
-from gradveil.cli.shared import Data, Json, find_user_modules, read_shape, resume_with, running
+from gradveil.cli import shared
 from gradveil.errors import SpecError
 
 if TYPE_CHECKING:
@@ -22,12 +21,12 @@ SAVED = "A saved update"
 def command(
     model: str = typer.Option(None, help="A model spec, or module:function that makes your own."),
     dataset: str = typer.Option(None, help="A data set by name, or module:function that makes your own."),
-    data: Data = None,
+    data: shared.Data = None,
     defense: list[str] = typer.Option(None, help="A defence spec; repeat for several. Default: a panel of four."),
     attack: list[str] = typer.Option(None, help="An attack spec; repeat for several."),
     seed: int = typer.Option(None, help="One seed for everything."),
     out: Path = typer.Option(None, help="The run folder (default: a new one under runs/)."),
-    json: Json = False,
+    json: shared.Json = False,
     resume: bool = typer.Option(False, "--resume", help="Continue a run that was stopped."),
     rounds: int = typer.Option(
         None, help="Rounds of training; the first and the last are attacked.", rich_help_panel=TRAINING
@@ -64,7 +63,6 @@ def command(
     """Audit a federated run (default: digits, a small LeNet, four defences) or one saved update."""
     from gradveil.experiments.audit import default_folder
 
-    find_user_modules()
     out = out or default_folder()
     options: dict[str, Any] = {"model": model, "dataset": dataset, "data": data, "seed": seed}
     options |= {"lr": lr, "batch_size": batch_size}
@@ -81,9 +79,9 @@ def command(
         _refuse("a federated run", rounds=rounds, images=images, partition=partition, clients=clients, epochs=epochs)
         options |= {"update": update, "kind": kind, "weights": weights, "before": before, "truth": truth}
         options |= {"num_steps": steps, "num_examples": examples, "num_classes": classes}
-        options |= {"defense": _one(defense), "input_shape": read_shape(input_shape)}
+        options |= {"defense": _one(defense), "input_shape": shared.read_shape(input_shape)}
         run = _saved(options)
-    with running(json, resume_with(out)) as progress:
+    with shared.running(json, shared.resume_with(out)) as progress:
         found = run(out=out, resume=resume, progress=progress)
     _show(found, json)
 
@@ -136,22 +134,11 @@ def _show(found: "Audit", json: bool) -> None:
 
     page = write_report(found.folder)
     if json:
-        typer.echo(json_module.dumps(_as_json(found, page), indent=2, ensure_ascii=False, default=str))
+        said = {"headline": found.headline, "folder": str(found.folder), "report": str(page)}
+        tables = {"verdicts": [asdict(v) for v in found.verdicts], "lines": [asdict(line) for line in found.lines]}
+        shared.print_json(said | tables)
         return
     console = Console()
     console.print(verdict_table(found.verdicts, best_floor(found.rows)))
     console.print(f"\n{found.headline}")
     typer.echo(f"Report: {page}")
-
-
-def _as_json(found: "Audit", page: Path) -> dict[str, Any]:
-    from gradveil.experiments.run_folder import plain_json
-
-    said = {
-        "headline": found.headline,
-        "folder": str(found.folder),
-        "report": str(page),
-        "verdicts": [asdict(v) for v in found.verdicts],
-        "lines": [asdict(line) for line in found.lines],
-    }
-    return plain_json(said)  # type: ignore[no-any-return]

@@ -1,13 +1,12 @@
 """``gradveil certify``: what can be promised about a model, some images and a defence, and on what it rests."""
 
-import json as json_module
 from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from gradveil.cli.shared import Data, Json, Model, Seed, find_user_modules
+from gradveil.cli import shared
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,22 +17,21 @@ PUBLIC = 2000  # images of the test split that the prior is fitted to
 
 
 def command(
-    model: Model = "lenet",
+    model: shared.Model = "lenet",
     dataset: str = typer.Option("digits", help="A data set by name, or module:function that makes your own."),
-    data: Data = None,
+    data: shared.Data = None,
     defense: str = typer.Option("representation:share=0.4", help="A defence spec."),
     weights: str = typer.Option(None, help="Safetensors: trained weights of the model."),
     kind: list[str] = typer.Option(None, help="local, global, box, radius, reach or empirical; repeat for several."),
     norm: str = typer.Option("2", help="The norm of the distance: 1, 2 or inf."),
     images: int = typer.Option(4, min=1, help="Images of the training split that are certified."),
     meter: bool = typer.Option(True, help="Meter the whole update as well."),
-    seed: Seed = 0,
-    json: Json = False,
+    seed: shared.Seed = 0,
+    json: shared.Json = False,
 ) -> None:
     """Certify a defence: how far from the truth must a reconstruction be, and who is not bound by that?"""
-    find_user_modules()
     found = figures(model, dataset, data, defense, weights, tuple(kind or ()), norm, images, meter, seed)
-    typer.echo(json_module.dumps(as_json(found), indent=2, ensure_ascii=False)) if json else show(found, Console())
+    shared.print_json(as_json(found)) if json else show(found, Console())
 
 
 def figures(
@@ -48,6 +46,7 @@ def figures(
     from gradveil.data import load
     from gradveil.defenses.base import build as build_defense
     from gradveil.experiments.certificates import KINDS, metered, promises
+    from gradveil.experiments.update_files import load_weights
     from gradveil.models import build
     from gradveil.seeds import Seeds
     from gradveil.types import Batch, GaussianPrior
@@ -90,23 +89,6 @@ def check_kinds(kinds: tuple[str, ...]) -> tuple[str, ...]:
             hint = did_you_mean(kind, known)
             raise CertificateError(f"--kind {kind!r} cannot be shown here. {hint}Give: {', '.join(known)}.")
     return kinds
-
-
-def load_weights(model: Any, path: str) -> None:
-    """Read weights from a safetensors file into the model."""
-    from pathlib import Path
-
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    from gradveil.errors import SpecError
-
-    if not Path(path).is_file():
-        raise SpecError(f"There is no file {path}.")
-    try:
-        model.load_state_dict(load_file(path))
-    except (RuntimeError, SafetensorError) as error:
-        raise SpecError(f"{path} does not fit the model: {str(error).splitlines()[-1].strip()}") from error
 
 
 def show(found: dict[str, Any], console: Console) -> None:

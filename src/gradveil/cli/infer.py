@@ -1,24 +1,11 @@
 """``gradveil infer``: read the classes and their representations off saved updates."""
 
-import json as json_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from gradveil.cli.shared import (
-    Before,
-    Classes,
-    Data,
-    InputShape,
-    Json,
-    Kind,
-    LearningRate,
-    Model,
-    Weights,
-    find_user_modules,
-    read_shape,
-)
+from gradveil.cli import shared
 
 if TYPE_CHECKING:
     from gradveil.attacks.inference import Inferred
@@ -27,26 +14,25 @@ if TYPE_CHECKING:
 
 def command(
     update: list[str] = typer.Option(..., help="A safetensors file; repeat it for several clients of one model."),
-    model: Model = "lenet",
+    model: shared.Model = "lenet",
     rule: str = typer.Option("bias_sign", help="Which rows are classes: gap, mean, bias_sign or row_sum."),
     m: float = typer.Option(0.5, help="Rows summed per class: a share of them up to 1, a count above."),
     convolutions: bool = typer.Option(True, help="Go on through the convolutions, to mean input patches."),
-    weights: Weights = None,
-    before: Before = None,
-    kind: Kind = None,
-    lr: LearningRate = None,
+    weights: shared.Weights = None,
+    before: shared.Before = None,
+    kind: shared.Kind = None,
+    lr: shared.LearningRate = None,
     dataset: str = typer.Option(None, help="Data of the same kind: gives the shape and the number of classes."),
-    data: Data = None,
-    input_shape: InputShape = None,
-    classes: Classes = 10,
+    data: shared.Data = None,
+    input_shape: shared.InputShape = None,
+    classes: shared.Classes = 10,
     truth: str = typer.Option(
         None, help="Safetensors with inputs and labels of the (first) client: adds the controls."
     ),
     out: Path = typer.Option(None, help="Safetensors file for the inferred vectors."),
-    json: Json = False,
+    json: shared.Json = False,
 ) -> None:
     """Infer which classes clients trained on, and a representation per class and layer."""
-    find_user_modules()
     from gradveil.attacks.inference import InferenceSettings, infer
     from gradveil.experiments.saved_update import UpdateAuditConfig, build_case
     from gradveil.experiments.update_files import read_tensors, read_update
@@ -55,7 +41,7 @@ def command(
     case = build_case(
         UpdateAuditConfig(
             update=update[0], model=model, weights=weights, before=before, kind=kind, lr=lr, dataset=dataset,
-            data=data, truth=truth, input_shape=read_shape(input_shape), num_classes=classes,
+            data=data, truth=truth, input_shape=shared.read_shape(input_shape), num_classes=classes,
         )
     )  # fmt: skip
     sent_before = None if before is None else read_tensors(before)[0]
@@ -68,7 +54,7 @@ def command(
     if out is not None:
         _write(out, found)
     if json:
-        typer.echo(json_module.dumps({"rule": rule, "m": m, "updates": said}))
+        shared.print_json({"rule": rule, "m": m, "updates": said})
     else:
         _show(said)
 

@@ -1,7 +1,6 @@
 """``gradveil list``: every registered method with its settings, from the registry."""
 
 import inspect
-import json as json_module
 from importlib import import_module
 from typing import Any
 
@@ -9,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from gradveil.cli.shared import Json
+from gradveil.cli import shared
 from gradveil.registry import settings
 
 # kind -> where its registry lives
@@ -61,7 +60,7 @@ def everything() -> list[dict[str, Any]]:
 
 def command(
     kind: str = typer.Argument("", help="Only this kind: dataset, model, defense, attack, metric, ..."),
-    json: Json = False,
+    json: shared.Json = False,
 ) -> None:
     """Show every method with its settings."""
     kind = "aggregator" if kind in ("server", "servers") else kind
@@ -69,7 +68,7 @@ def command(
     if not rows:
         raise typer.BadParameter(f"no kind is called {kind!r}; known: {', '.join([*KINDS, 'metric'])}")
     if json:
-        typer.echo(json_module.dumps(rows, indent=2, default=str))
+        shared.print_json(rows)
         return
     table = Table("kind", "name", "settings (default)", "what it is", box=None, pad_edge=False)
     for row in rows:

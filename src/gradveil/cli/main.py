@@ -1,5 +1,6 @@
 """``gradveil``: one file per command; torch is imported by the command that needs it, not before."""
 
+import os
 import sys
 from importlib import import_module
 from typing import Any
@@ -59,6 +60,7 @@ def main(
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
 ) -> None:
     """What does a federated learning update leak, how do I stop it, and what can be promised?"""
+    sys.path.insert(0, os.getcwd())  # so that module:function finds the user's file
 
 
 def entry() -> None:

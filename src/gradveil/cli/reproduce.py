@@ -1,6 +1,6 @@
 """``gradveil reproduce``: the paper's tables and figures, its numbers beside ours, resumable."""
 
-import json as json_module
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from gradveil.cli.shared import Data, Display, Json, Seed, resume_with, running
+from gradveil.cli import shared
 from gradveil.errors import SpecError
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ class ItemConfig:
 def command(
     items: list[str] = typer.Argument(None, help="Items by name, or `all`; without any, the items are listed."),
     scale: str = typer.Option("quick", help="quick: fewer images, rounds and settings; full: the paper's sizes."),
-    data: Data = None,
+    data: shared.Data = None,
     device: str = typer.Option("cpu", help="cpu or cuda."),
-    seed: Seed = 0,
+    seed: shared.Seed = 0,
     out: Path = typer.Option(Path("runs/reproduce"), help="Folder for the results; one folder an item below it."),
     resume: bool = typer.Option(False, "--resume", help="Continue an earlier run."),
     only: str = typer.Option("*", help="Only the units of work whose name fits this pattern."),
@@ -44,7 +44,7 @@ def command(
         show_default="on a CPU one for each core, at most 8; on CUDA 1",
         help="Processes of one thread each.",
     ),
-    json: Json = False,
+    json: shared.Json = False,
 ) -> None:
     """Run items of the paper and print what holds and what does not."""
     import torch
@@ -66,13 +66,13 @@ def command(
     check_pattern(only, [unit for item in ordered if item.spec_name in asked for unit in item.units(context)])
     made: dict[str, list[dict[str, Any]]] = {}  # rows by item
     rest = "*" if only == "*" else ""  # of the items that are only needed: with --only, what is there already
-    with running(json, f"the same items and {resume_with(out)}") as display:
+    with shared.running(json, f"the same items and {shared.resume_with(out)}") as display:
         for item in ordered:
             wanted = item.spec_name in asked
             pattern, go_on = (only, resume) if wanted else (rest, True)
             result = run_item(item, context, out, go_on, pattern, made, display, jobs or usual_jobs(context))
             if wanted:
-                typer.echo(json_module.dumps(result, indent=2, ensure_ascii=False)) if json else show(result)
+                shared.print_json(result) if json else show(result)
 
 
 def check_pattern(only: str, units: Sequence[str]) -> None:
@@ -106,7 +106,7 @@ def run_item(
     resume: bool,
     only: str,
     made: dict[str, list[dict[str, Any]]],
-    display: Display,
+    display: shared.Display,
     jobs: int = 1,
 ) -> dict[str, Any]:
     """Do what is not done yet of one item; return and keep its summary, and put its rows into ``made``."""
@@ -129,12 +129,14 @@ def run_item(
             "verdicts": [vars(v) for v in item.verdicts(rows)],
             "figure": item.draw(rows, folder.path / item.spec_name),
         }
-        text = json_module.dumps(result, indent=2, ensure_ascii=False)
+        text = json.dumps(result, indent=2, ensure_ascii=False)
         write_atomically(folder.path / "summary.json", text.encode())
     return result
 
 
-def do_units(item: "Item", context: "Context", folder: "RunFolder", only: str, display: Display, jobs: int = 1) -> None:
+def do_units(
+    item: "Item", context: "Context", folder: "RunFolder", only: str, display: shared.Display, jobs: int = 1
+) -> None:
     """Do the units that fit a pattern and are not done yet; each is kept as soon as its group is done."""
     from gradveil.paper.base import run_groups
 

@@ -1,10 +1,9 @@
 """What the commands share: options in the same words, a display of progress, and how a run is stopped."""
 
+import json
 import math
 import multiprocessing
-import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from gradveil.errors import SpecError
+from gradveil.experiments.run_folder import plain_json
 
 OWN = "or module:function that makes your own."
 T = TypeVar("T")
@@ -35,9 +35,9 @@ InputShape = Annotated[str | None, typer.Option(help="E.g. 1x28x28, without --da
 Classes = Annotated[int, typer.Option(help="Number of classes, without --dataset.")]
 
 
-def find_user_modules() -> None:
-    """Let ``module:function`` find a file in the folder where the command was given."""
-    sys.path.insert(0, os.getcwd())
+def print_json(value: Any) -> None:
+    """Print a value for programs: what is not a finite number becomes null."""
+    typer.echo(json.dumps(plain_json(value), indent=2, ensure_ascii=False, allow_nan=False, default=str))
 
 
 def renamed(old: str, value: T | None, new: str, otherwise: T) -> T:

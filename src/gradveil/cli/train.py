@@ -1,13 +1,12 @@
 """``gradveil train``: federated averaging with any defence inside."""
 
-import json as json_module
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from gradveil.cli.shared import Data, Json, Model, Seed, find_user_modules, renamed, resume_with, running
+from gradveil.cli import shared
 from gradveil.errors import SpecError
 from gradveil.experiments.run_folder import Row, RunFolder
 from gradveil.experiments.train import TrainConfig, train
@@ -18,13 +17,13 @@ _DEFAULT = TrainConfig()
 
 
 def command(
-    model: Model = _DEFAULT.model,
+    model: shared.Model = _DEFAULT.model,
     dataset: str = typer.Option(_DEFAULT.dataset, help="A data set by name, or module:function that makes your own."),
-    data: Data = None,
+    data: shared.Data = None,
     defense: str = typer.Option("none", help="A defence spec; join several by '+'."),
-    seed: Seed = 0,
+    seed: shared.Seed = 0,
     out: Path = typer.Option(Path("runs/train"), help="The run folder."),
-    json: Json = False,
+    json: shared.Json = False,
     resume: bool = typer.Option(False, "--resume", help="Continue a run that was stopped, or add rounds to it."),
     partition: str = typer.Option(_DEFAULT.partition, help="How examples are dealt out.", rich_help_panel=FEDERATED),
     rounds: int = typer.Option(_DEFAULT.rounds, min=1, help="Rounds of training.", rich_help_panel=FEDERATED),
@@ -65,10 +64,9 @@ def command(
     server: str = typer.Option(None, hidden=True),
 ) -> None:
     """Train with federated averaging (default: digits, a small LeNet, no defence)."""
-    clients = renamed("--devices", devices, "--clients", clients)
-    aggregator = renamed("--server", server, "--aggregator", aggregator)
+    clients = shared.renamed("--devices", devices, "--clients", clients)
+    aggregator = shared.renamed("--server", server, "--aggregator", aggregator)
     given = locals()
-    find_user_modules()
     types = {f.name: f.type for f in fields(TrainConfig)}
     values = {name: given[name] for name in types}
     for name in ("sampling", "weighting"):
@@ -81,7 +79,7 @@ def command(
         return
     if superlink or root_certificates:
         raise SpecError("--superlink and --root-certificates belong to --engine flower.")
-    with running(json, resume_with(out)) as display:
+    with shared.running(json, shared.resume_with(out)) as display:
 
         def advance(row: Row) -> None:
             note = f"accuracy {row['accuracy']:.4f}" if "accuracy" in row else ""
@@ -93,7 +91,7 @@ def command(
 
 def _show(summary: dict[str, Any], json: bool) -> None:
     if json:
-        typer.echo(json_module.dumps(summary, indent=2))
+        shared.print_json(summary)
         return
     turned_away = ", ".join(f"{count} {reason}" for reason, count in summary["rejected"].items())
     early = ", stopped early" if summary["stopped_early"] else ""
@@ -114,8 +112,8 @@ def _train_on_flower(
     for name in ("faults", "sampling", "weighting", "early_stop"):
         if getattr(config, name) != getattr(_DEFAULT, name):
             raise SpecError(f"--{name.replace('_', '-')} is not available with --engine flower. Leave it out.")
-    shared = {f.name for f in fields(FlowerSettings)} & {f.name for f in fields(TrainConfig)}
-    values = {name: getattr(config, name) for name in shared}
+    both = {f.name for f in fields(FlowerSettings)} & {f.name for f in fields(TrainConfig)}
+    values = {name: getattr(config, name) for name in both}
     values["data"] = config.data or ""
     settings = FlowerSettings(**values, strategy=strategy_for(config.aggregator), out=str(out.resolve()))
     if superlink is None:
@@ -126,4 +124,4 @@ def _train_on_flower(
         return
     last = outcome.rounds[-1]
     summary = {"folder": str(out), "rounds": last["round"], "accuracy": last["accuracy"], "loss": last["loss"]}
-    typer.echo(json_module.dumps(summary, indent=2) if json else f"Accuracy {last['accuracy']:.4f}. Run folder: {out}")
+    shared.print_json(summary) if json else typer.echo(f"Accuracy {last['accuracy']:.4f}. Run folder: {out}")
