@@ -4,20 +4,18 @@ python tools/readme_picture.py --data FOLDER [--dataset cifar10] [--out docs/img
 """
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 
 import matplotlib as mpl
 import torch
 
-from gradveil.attacks.base import build as attack
 from gradveil.data import load
 from gradveil.defenses.base import build as defense
+from gradveil.experiments.trial import Trial, naive, solved
 from gradveil.metrics import measure
 from gradveil.models import build
 from gradveil.paper.base import Context
 from gradveil.paper.points import Shared
-from gradveil.types import Batch
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
@@ -37,15 +35,11 @@ COLUMNS: dict[str, tuple[str, str | None, str]] = {
 
 def column(scene: Shared, spec: str, counter: str | None, by: str) -> torch.Tensor:
     """Return the reconstructions (N, C, H, W) that one server gets."""
-    seen = scene.observe(spec, torch.device("cpu"))
-    chosen = attack(by)
-    if counter is not None:
-        known = {c.name: c for c in defense(spec).adaptive(scene.model)}[counter]
-        seen = [known.view(s) for s in seen]
-        chosen = attack(known.attack or by)
-    seen = [replace(s, prior=scene.prior) for s in seen]
-    found = chosen.reconstruct_many(seen, [scene.seeds("picture", i) for i in range(len(seen))])
-    return torch.cat([f.inputs for f in found])
+    known = {c.name: c for c in defense(spec).adaptive(scene.model)}
+    server = naive() if counter is None else known[counter]
+    seen = enumerate(scene.observe(spec))
+    trials = [Trial(s, server, server.attack or by, scene.seeds("picture", i)) for i, s in seen]
+    return torch.cat([found.inputs for found in solved(trials)])
 
 
 def main() -> None:
@@ -62,14 +56,13 @@ def main() -> None:
     scene = Shared.draw(model, dataset, args.images, context)
     shown = [("original", scene.truth.inputs)]
     shown += [(title, column(scene, *how)) for title, how in COLUMNS.items()]
-    shown.append(("blind guess\nmean image", scene.public.inputs.mean(0).expand_as(scene.truth.inputs)))
+    shown.append(("blind guess\nmean image", scene.public.batch.inputs.mean(0).expand_as(scene.truth.inputs)))
     figure, axes = plt.subplots(args.images, len(shown), figsize=(1.45 * len(shown), 1.55 * args.images + 0.5))
     for j, (title, images) in enumerate(shown):
         for i, axis in enumerate(axes[:, j]):
             axis.imshow(images[i].permute(1, 2, 0).squeeze().clamp(0, 1), cmap="gray", vmin=0, vmax=1)
             axis.set(xticks=[], yticks=[])
-            truth = Batch(scene.truth.inputs[i : i + 1], scene.truth.labels[i : i + 1])
-            values, _ = measure(images[i : i + 1], None, truth)
+            values, _ = measure(images[i : i + 1], None, scene.truth[i : i + 1])
             axis.set_xlabel("" if j == 0 else f"MSE {float(values['mse']):.2g}", fontsize=8)
         axes[0, j].set_title(title, fontsize=9)
     figure.tight_layout(pad=0.4)

@@ -3,8 +3,7 @@
 ``flwr run examples/flower`` starts it in simulation or on a SuperLink; the run config holds the settings.
 """
 
-from gradveil.integrations.flower.client import make_client_app
-from gradveil.integrations.flower.server import make_server_app
+from gradveil.integrations.flower.app import make_client_app, make_server_app
 
 __all__ = ["client_app", "server_app"]
 

@@ -62,6 +62,13 @@ class Batch:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def __getitem__(self, part: slice) -> "Batch":
+        return Batch(self.inputs[part], self.labels[part])
+
+    def to(self, device: torch.device) -> "Batch":
+        """Return the examples on a device."""
+        return Batch(self.inputs.to(device), self.labels.to(device))
+
 
 @dataclass(frozen=True)
 class Update:

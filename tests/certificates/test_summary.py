@@ -4,14 +4,14 @@ import torch
 from torch import Generator, nn
 
 from gradveil.defenses.base import build
-from gradveil.experiments.certificates import finite, lowest, metered, promises
+from gradveil.experiments.certificates import finite, layer_certificates, lowest, metered
 from gradveil.types import Batch, GaussianPrior
 
 
 def test_each_defended_layer_has_each_kind_and_each_says_a_sentence(
     model: nn.Module, batch: Batch, rng: Generator
 ) -> None:
-    found = promises(model, batch, build("representation:share=0.3"), rng)
+    found = layer_certificates(model, batch, build("representation:share=0.3"), rng)
     assert [p.kind for p in found] == ["local", "global", "box", "reach", "empirical"]
     assert {p.layer for p in found} == {"5"}
     assert all(p.words().endswith(".") for p in found)
@@ -20,12 +20,12 @@ def test_each_defended_layer_has_each_kind_and_each_says_a_sentence(
 
 
 def test_a_defence_without_a_representation_promises_nothing(model: nn.Module, batch: Batch, rng: Generator) -> None:
-    assert promises(model, batch, build("gaussian:scale=0.1"), rng) == []
+    assert layer_certificates(model, batch, build("gaussian:scale=0.1"), rng) == []
 
 
 def test_a_model_that_is_no_chain_keeps_the_kinds_that_need_none(batch: Batch, rng: Generator) -> None:
     model = nn.Sequential(nn.Flatten(), nn.Softmax(1), nn.Linear(64, 3))
-    found = {p.kind: p for p in promises(model, batch, build("representation:share=0.3"), rng)}
+    found = {p.kind: p for p in layer_certificates(model, batch, build("representation:share=0.3"), rng)}
     assert found["local"].certificate is not None
     assert found["global"].certificate is None
     assert "Cannot walk through '_softmax'" in found["global"].words()

@@ -9,7 +9,7 @@ from gradveil.attacks.base import Attack
 from gradveil.data import load
 from gradveil.defenses.masking import RandomMask
 from gradveil.experiments.audit import Audit, audit
-from gradveil.experiments.certificates import promise_rows
+from gradveil.experiments.certificates import certificate_rows
 from gradveil.experiments.run_folder import RunFolder
 from gradveil.experiments.scene import AuditConfig, build_scene
 from gradveil.experiments.settings import from_toml
@@ -121,7 +121,7 @@ def test_a_finished_audit_is_only_read(
     tmp_path: Path, small: AuditConfig, divide: Attack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = audit(config=small, attacks=[divide], out=tmp_path / "run")
-    for name in ("audit.run_chunk", "audit.promise_rows", "audit.floors", "training.simulate"):
+    for name in ("audit.attempt", "audit.certificate_rows", "audit.floors", "audit.simulate"):
         monkeypatch.setattr(f"gradveil.experiments.{name}", lambda *_, **__: pytest.fail("done twice"))
     assert audit(config=small, attacks=[divide], out=tmp_path / "run", resume=True).rows == first.rows
 
@@ -175,7 +175,7 @@ def test_what_can_be_promised_stands_beside_what_was_tried(finished: Audit) -> N
 def test_certificates_of_a_perturbed_layer_say_what_they_rest_on(tmp_path: Path, small: AuditConfig) -> None:
     data = load("digits")
     scene = build_scene(small, data, build("probe", data.input_shape, 10), {"r": RandomMask()}, {})
-    rows = [row for row in promise_rows(scene, "r") if row["kind"] == "certificate"]
+    rows = [row for row in certificate_rows(scene, "r") if row["kind"] == "certificate"]
     assert {row["certificate"]: row["sound"] for row in rows} == {"local": False, "global": True}
     assert all(row["mse"] > 0 for row in rows)
     assert all("does not need" in row["assumptions"][-1] for row in rows)
@@ -190,7 +190,7 @@ def test_a_model_that_no_certificate_can_read_does_not_stop_the_audit(
     monkeypatch.setattr("gradveil.experiments.certificates.metered", unreadable)
     data = load("digits")
     scene = build_scene(small, data, build("logistic", data.input_shape, 10), {}, {})
-    (row,) = promise_rows(scene, "none")
+    (row,) = certificate_rows(scene, "none")
     assert row["mse"] is None
     assert row["says"] == "Not read: no rule for this layer"
 

@@ -4,12 +4,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from gradveil.attacks.base import Attack
 from gradveil.data import load
 from gradveil.defenses.masking import RandomMask
-from gradveil.errors import AttackError
+from gradveil.errors import AttackError, UpdateError
+from gradveil.experiments import audit
+from gradveil.experiments.audit import CHUNK, Look, Observed, Target, chunks, panel
 from gradveil.experiments.scene import AuditConfig, Scene, build_scene
-from gradveil.experiments.trial import CHUNK, Look, Target, attack_all, chunks, observe, problems, victim_truth
+from gradveil.experiments.trial import Trial, attack_rows, attempt, naive
 from gradveil.models import build
+from gradveil.types import Observation
 
 MASK = "random_mask"
 
@@ -26,7 +30,7 @@ def scene() -> Scene:
 def found(scene: Scene) -> list[Target]:
     looks = [Look("first", 1, "start", scene.model), Look("last", 6, "none", scene.model)]
     looks.append(Look("last", 6, MASK, build("lenet:strides=2/1", scene.dataset.input_shape, 10, seed=1)))
-    return [p for part in problems(scene, looks).values() for p in part]
+    return [p for part in panel(scene, looks).values() for p in part]
 
 
 def test_every_update_meets_its_control_the_naive_server_and_those_that_know(found: list[Target]) -> None:
@@ -39,6 +43,10 @@ def test_every_update_meets_its_control_the_naive_server_and_those_that_know(fou
     assert {(r, w, d) for (r, w, d, _, _) in count if r == "last"} == {
         ("last", "none", "none"), ("last", MASK, "none"), ("last", MASK, MASK),
     }  # fmt: skip
+
+
+def observe(scene: Scene, target: Target) -> Observation:
+    return Observed(scene).trial(target).view
 
 
 def same_update(scene: Scene, a: Target, b: Target) -> bool:
@@ -73,7 +81,7 @@ def test_the_control_is_undefended_and_the_rest_is_not(scene: Scene, found: list
 
 
 def test_attacked_images_are_the_clients_and_the_gallery_is_public(scene: Scene) -> None:
-    held = torch.cat([victim_truth(scene, v).inputs for v in range(3)])
+    held = torch.cat([scene.held_by(v).inputs for v in range(3)])
     assert torch.equal(held, scene.truth.inputs)
     assert len(scene.public.gallery) == 9
     distance = (held[:, None] - scene.public.gallery[None]).flatten(2).norm(dim=2)
@@ -97,9 +105,40 @@ def test_where_an_attack_refuses_one_view_the_others_still_run(
                 raise AttackError("not this one")
             return super().reconstruct_many(seen, rngs)
 
-    views = dict(enumerate(observe(scene, p) for p in found[:3]))
-    bad = views[1]
-    failed: dict[int, str] = {}
-    rngs = {i: torch.Generator().manual_seed(i) for i in views}
-    assert attack_all(Picky(), views, rngs, failed).keys() == {0, 2}
-    assert failed == {1: "not this one"}
+    picky = Picky()
+    observed = Observed(scene)
+    trials = [replace(observed.trial(p), attack=picky) for p in found[:3]]
+    bad = trials[1].view
+    results = attempt(trials)
+    assert [isinstance(result, AttackError) for result in results] == [False, True, False]
+    assert str(results[1]) == "not this one"
+    rows, images = attack_rows(trials, results, scene.public)
+    assert [row["kind"] for row in rows] == ["attack", "skip", "attack"]
+    assert (rows[1]["why"], rows[2]["index"], len(images)) == ("not this one", 1, 2)
+
+
+def test_an_update_that_cannot_be_made_is_skipped_and_says_why(scene: Scene, guess: Attack) -> None:
+    trial = Trial(UpdateError("no examples"), naive(), guess, torch.Generator(), about={"defense": "none"})
+    assert attack_rows([trial], attempt([trial]), None)[0] == [
+        {"kind": "skip", "defense": "none", "why": "no examples"}
+    ]
+
+
+def test_an_update_is_made_once_whoever_looks_at_it(
+    scene: Scene, found: list[Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[object] = []
+
+    def counted(*args: object) -> object:
+        made.append(args)
+        return real(*args)
+
+    real = audit.observe
+    monkeypatch.setattr(audit, "observe", counted)
+    observed = Observed(scene)
+    trials = [observed.trial(target) for target in found]
+    different = {(p.look.round, p.look.weights, p.defense, p.victim) for p in found}
+    assert len(made) == len(different) < len(trials)
+    monkeypatch.setattr(audit, "KEPT", 0)  # nothing may be kept: the same numbers again
+    again = Observed(scene).trial(found[-1])
+    assert all(torch.equal(g, trials[-1].view.update.gradient[n]) for n, g in again.view.update.gradient.items())

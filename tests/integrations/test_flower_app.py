@@ -15,9 +15,8 @@ from typer.testing import CliRunner
 from gradveil.cli.train import command as train_command
 from gradveil.errors import GradveilError, SpecError
 from gradveil.federated.simulate import Training, simulate
-from gradveil.integrations.flower.client import make_client_app
+from gradveil.integrations.flower.app import STRATEGIES, build_strategy, make_client_app, serve
 from gradveil.integrations.flower.engine import submit
-from gradveil.integrations.flower.server import STRATEGIES, build_strategy, serve
 from gradveil.integrations.flower.settings import FlowerSettings, build_model, load_data, strategy_for
 from integrations.flower_parts import Nodes, context, message
 

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Generator
 
-from gradveil.metrics.base import identification, label_accuracy
+from gradveil.metrics.recovery import identification, label_accuracy
 
 
 def test_a_close_reconstruction_picks_its_original_out_of_a_hundred() -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradveil.paper.attack_points import encoded
 from gradveil.paper.base import Context, Row
 from gradveil.paper.gs_images import RATES, GSImages, decoded
+from gradveil.paper.points import encoded
 
 
 def row(defense: str, server: str, mse: float, identified: float) -> Row:

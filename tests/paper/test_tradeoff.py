@@ -10,15 +10,15 @@ import torch
 
 from gradveil.attacks.base import build as build_attack
 from gradveil.countermeasures import drop
+from gradveil.experiments.trial import Trial, naive, solved
 from gradveil.metrics import Interval
 from gradveil.models import build
-from gradveil.paper.attack_points import AttackPoints, Point, servers
 from gradveil.paper.base import Context, Row
 from gradveil.paper.cases import accuracies, cases, control_works, network_family, strongest
 from gradveil.paper.figures import Dot, dots
 from gradveil.paper.gs_images import GSImages
 from gradveil.paper.panels import CONTRAST, FULL, QUICK, _points
-from gradveil.paper.points import Shared, attack_rows, naive
+from gradveil.paper.points import AttackPoints, Point, Shared, servers
 from gradveil.paper.rows import Measured, Trained
 from gradveil.paper.tradeoff import Tradeoff
 
@@ -103,10 +103,16 @@ def test_points_together_are_the_rows_of_the_plain_way() -> None:
     spec = "representation:share=0.4"
     known = servers(spec, points.scene.model, "newton")
     fast = points.rows([Point(spec, s) for s in known])
-    slow = attack_rows(points.scene, spec, "dlg:steps=1,restarts=1", context.device, known)
-    for a, b in zip(fast, slow, strict=True):
-        assert (a["server"], a["image"]) == (b["server"], b["image"])
-        assert a["mse"] == pytest.approx(b["mse"], rel=1e-2)  # weights of 1 are multiplied in where problems stack
+    seen = list(enumerate(points.scene.observe(spec)))
+    slow = [
+        (server, i, Trial(s, server, server.attack or points.attack, points.scene.seeds("attack", server.name, i)))
+        for server in known
+        for i, s in seen
+    ]
+    for a, (server, i, trial) in zip(fast, slow, strict=True):
+        assert (a["server"], a["image"]) == (server.name, i)
+        alone = points.scene.row(i, *solved([trial]))
+        assert a["mse"] == pytest.approx(alone["mse"], rel=1e-2)  # weights of 1 are multiplied in where problems stack
 
 
 def test_what_a_server_sees_twice_is_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +137,7 @@ def test_the_unclamped_error_is_of_what_the_search_left() -> None:
     assert all(r["unclamped_mse"] > r["mse"] for r in rows)
     assert [("picture" in r) for r in rows] == [True, False]
     assert isinstance(points.scene, Shared)
-    std = points.scene.public.inputs.std()
+    std = points.scene.public.batch.inputs.std()
     assert rows[0]["normalised_mse"] == pytest.approx(rows[0]["mse"] / float(std) ** 2, rel=1e-3)
 
 

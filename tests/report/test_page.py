@@ -88,8 +88,8 @@ def test_the_page_stays_small(page: str) -> None:
     assert len(page) < 400_000
 
 
-def test_promises_stand_with_what_they_rest_on(page: str) -> None:
-    part = page[page.index('id="promises"') : page.index('id="reading"')]
+def test_certificates_stand_with_what_they_rest_on(page: str) -> None:
+    part = page[page.index('id="certificates"') : page.index('id="reading"')]
     for said in (
         "the paper&#39;s theorem 1 (fc)",
         "first order",

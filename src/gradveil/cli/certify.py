@@ -11,9 +11,7 @@ from gradveil.cli import shared
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradveil.experiments.certificates import Metered, Promise
-
-PUBLIC = 2000  # images of the test split that the prior is fitted to
+    from gradveil.experiments.certificates import LayerCertificate, ServerLeak
 
 
 def command(
@@ -39,17 +37,15 @@ def figures(
     kinds: tuple[str, ...], norm: str, images: int, meter: bool, seed: int,
 ) -> dict[str, Any]:  # fmt: skip
     """Compute everything that the command shows."""
-    import torch
-
     from gradveil.certificates.base import blind_mse, largest_mse
     from gradveil.certificates.certify import readable_p
     from gradveil.data import load
     from gradveil.defenses.base import build as build_defense
-    from gradveil.experiments.certificates import KINDS, metered, promises
+    from gradveil.experiments.certificates import KINDS, layer_certificates, metered
+    from gradveil.experiments.trial import RANK, Public
     from gradveil.experiments.update_files import load_weights
     from gradveil.models import build
     from gradveil.seeds import Seeds
-    from gradveil.types import Batch, GaussianPrior
 
     seeds, p, defense = Seeds(seed), readable_p(norm), build_defense(defense_spec)
     source = load(dataset_spec, data)
@@ -57,24 +53,23 @@ def figures(
     if weights is not None:
         load_weights(model, weights)
     model.eval()
-    truth = source.train.batch(torch.randperm(len(source.train), generator=seeds("images"))[:images])
-    public = source.test.batch(torch.randperm(len(source.test), generator=seeds("public"))[:PUBLIC]).inputs
+    truth = source.train.sample(images, seeds("images"))
+    public = Public.draw(source, seeds("public"), RANK if meter else None)
     chosen: Any = check_kinds(kinds) or KINDS
     leaks = []
     if meter:
-        prior = GaussianPrior.fit(public, rank=256)
         for i in range(len(truth)):
-            one = Batch(truth.inputs[i : i + 1], truth.labels[i : i + 1])
-            leaks.append(metered(model, one, defense, source.num_classes, seeds("meter", i), prior))
+            rng = seeds("meter", i)
+            leaks.append(metered(model, truth[i : i + 1], defense, source.num_classes, rng, public.prior))
     return {
         "model": model_spec,
         "dataset": dataset_spec,
         "defense": defense_spec,
         "p": norm,
-        "promises": promises(model, truth, defense, seeds("defense"), chosen, p),
+        "promises": layer_certificates(model, truth, defense, seeds("defense"), chosen, p),
         "leaks": leaks,
         "largest": largest_mse(truth.inputs),
-        "blind": blind_mse(truth.inputs, public.mean(0)),
+        "blind": blind_mse(truth.inputs, public.batch.inputs.mean(0)),
     }
 
 
@@ -94,7 +89,7 @@ def check_kinds(kinds: tuple[str, ...]) -> tuple[str, ...]:
 def show(found: dict[str, Any], console: Console) -> None:
     """Print the tables, the context and the assumptions in words."""
     console.print(f"[bold]{found['defense']}[/bold] on {found['model']}, {found['dataset']}, p = {found['p']}\n")
-    promised: list[Promise] = found["promises"]
+    promised: list[LayerCertificate] = found["promises"]
     if promised:
         console.print(_promise_table(promised, found["largest"]))
         _state(console, promised)
@@ -113,7 +108,7 @@ def show(found: dict[str, Any], console: Console) -> None:
     )
 
 
-def _promise_table(promised: "list[Promise]", largest: "Tensor") -> Table:
+def _promise_table(promised: "list[LayerCertificate]", largest: "Tensor") -> Table:
     table = Table("layer", "kind", "proved", "MSE at least", "what it says", box=None, pad_edge=False)
     for promise in promised:
         c = promise.certificate
@@ -127,7 +122,7 @@ def _promise_table(promised: "list[Promise]", largest: "Tensor") -> Table:
     return table
 
 
-def _state(console: Console, promised: "list[Promise]") -> None:
+def _state(console: Console, promised: "list[LayerCertificate]") -> None:
     console.print("\nWhat the figures rest on:")
     stated: dict[str, list[str]] = {}
     for promise in promised:
@@ -140,7 +135,7 @@ def _state(console: Console, promised: "list[Promise]") -> None:
     console.print("")
 
 
-def _leak_table(leaks: "list[list[Metered]]") -> Table:
+def _leak_table(leaks: "list[list[ServerLeak]]") -> Table:
     import torch
 
     table = Table("whole update, server", "MSE at best", "before", "rank", "why", box=None, pad_edge=False)
@@ -164,7 +159,7 @@ def as_json(found: dict[str, Any]) -> dict[str, Any]:
     """Return plain data: lists, numbers, words; null where a number is not finite."""
     from gradveil.experiments.certificates import finite
 
-    promised: list[Promise] = found["promises"]
+    promised: list[LayerCertificate] = found["promises"]
     rows = []
     for promise in promised:
         row: dict[str, Any] = {"layer": promise.layer, "kind": promise.kind, "says": promise.words()}

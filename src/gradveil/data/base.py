@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Generator, Tensor
 
 from gradveil.errors import DataError
 from gradveil.registry import Registry, import_object, is_import_path
@@ -44,6 +44,10 @@ class Split:
         chosen = torch.from_numpy(np.array(self.images[indices]))  # a copy: the file stays as it is
         labels = self.labels[torch.from_numpy(np.asarray(indices)) if not isinstance(indices, slice) else indices]
         return Batch(chosen.float() / self.scale, labels)
+
+    def sample(self, count: int, rng: Generator) -> Batch:
+        """Return so many examples at random, none twice; all of them where there are not that many."""
+        return self.batch(torch.randperm(len(self), generator=rng)[:count])
 
 
 @dataclass(frozen=True)

@@ -11,19 +11,18 @@ from gradveil.certificates.base import SCOPE, Certificate, Kind
 from gradveil.certificates.certify import certify
 from gradveil.certificates.meter import ASSUMPTIONS, Leak, leak_meter
 from gradveil.defenses.base import Defense
-from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import CertificateError, GradveilError
 from gradveil.experiments.run_folder import Row
 from gradveil.experiments.scene import Scene
-from gradveil.experiments.trial import victim_truth
+from gradveil.experiments.trial import observe
 from gradveil.layers.modules import representation
-from gradveil.types import Batch, GaussianPrior, Observation, Update
+from gradveil.types import Batch, GaussianPrior
 
 KINDS: tuple[Kind, ...] = ("local", "global", "box", "reach", "empirical")
 
 
 @dataclass(frozen=True)
-class Promise:
+class LayerCertificate:
     """One certificate of one defended layer, or why there is none."""
 
     layer: str
@@ -48,7 +47,7 @@ class Promise:
         return f"Every image that has r′ is at an MSE of at least {low:.3g}."
 
 
-def promises(
+def layer_certificates(
     model: nn.Module,
     batch: Batch,
     defense: Defense,
@@ -56,7 +55,7 @@ def promises(
     kinds: Sequence[Kind] = KINDS,
     p: float = 2,
     bounds: tuple[float, float] = (0.0, 1.0),
-) -> list[Promise]:
+) -> list[LayerCertificate]:
     """Return a certificate of every kind for each layer that the defence perturbs; none where it perturbs none."""
     found = []
     for layer in defense.layers(model):
@@ -65,14 +64,14 @@ def promises(
         for kind in kinds:
             try:
                 certificate = certify(model, layer, batch.inputs, perturbed, p, kind, bounds=bounds, rng=rng)
-                found.append(Promise(layer, kind, certificate))
+                found.append(LayerCertificate(layer, kind, certificate))
             except CertificateError as error:
-                found.append(Promise(layer, kind, None, str(error)))
+                found.append(LayerCertificate(layer, kind, None, str(error)))
     return found
 
 
 @dataclass(frozen=True)
-class Metered:
+class ServerLeak:
     """The leak of one image's update to one server."""
 
     server: str  # the countermeasure's name
@@ -88,26 +87,23 @@ def metered(
     rng: Generator,
     prior: GaussianPrior | None = None,
     bounds: tuple[float, float] = (0.0, 1.0),
-) -> list[Metered]:
+) -> list[ServerLeak]:
     """Return what the update of these examples leaks to every server that knows the defence.
 
     Only servers whose knowledge shows in what they see (dropped tensors, masks, noise levels, a simulated defence)
     can be metered: one that merely switches to another attack sees the same numbers.
     """
-    update = Update(step_gradient(model, truth, defense, rng), len(truth))
-    update = defense.on_update(update, rng)
-    shape = tuple(truth.inputs.shape[1:])
-    seen = Observation(model, update, shape, num_classes, truth.labels, bounds, prior)
+    seen = observe(model, truth, defense, rng, num_classes, prior, with_labels=True, bounds=bounds)
     found = []
     for known in defense.adaptive(model):
         view = known.view(seen)
         if view is seen and known.name != "plain":
             continue
-        found.append(Metered(known.name, known.why, leak_meter(view, truth, prior, rng=rng)))
+        found.append(ServerLeak(known.name, known.why, leak_meter(view, truth, prior, rng=rng)))
     return found
 
 
-def lowest(found: Sequence[Metered]) -> Metered | None:
+def lowest(found: Sequence[ServerLeak]) -> ServerLeak | None:
     """Return the server that gets most: the one whose figure counts."""
     return min(found, key=lambda m: m.leak.mse, default=None)
 
@@ -121,41 +117,34 @@ AUDITED: tuple[Kind, ...] = ("local", "global")
 MOST = 8  # clients that the leak meter reads
 
 
-def promise_rows(scene: Scene, defense: str) -> list[Row]:
+def certificate_rows(scene: Scene, defense: str) -> list[Row]:
     """Return the certificates of the layers that a defence perturbs, and what the leak meter reads, as rows."""
     rows: list[Row] = []
     try:
-        found = promises(scene.model, scene.truth, scene.defenses[defense], scene.seeds("promise", defense), AUDITED)
-        rows += [_certificate_row(defense, promise) for promise in found]
+        built, rng = scene.defenses[defense], scene.seeds("promise", defense)
+        found = layer_certificates(scene.model, scene.truth, built, rng, AUDITED)
+        rows += [_certificate_row(defense, one) for one in found]
         rows += _meter_rows(scene, defense)
     except (GradveilError, RuntimeError, ValueError) as error:  # what cannot be read does not stop the audit
         rows.append(_meter_row(defense, "", None, f"Not read: {' '.join(str(error).split())[:200]}"))
     return rows
 
 
-def _certificate_row(defense: str, promise: Promise) -> Row:
-    row = {"kind": "certificate", "defense": defense, "layer": promise.layer, "certificate": promise.kind}
-    certificate = promise.certificate
-    if certificate is None:
-        return row | {"mse": None, "sound": False, "says": promise.words(), "assumptions": []}
-    return row | {
-        "mse": _mean_mse(certificate),
-        "sound": certificate.sound,
-        "says": promise.words(),
-        "assumptions": [text for text in certificate.assumptions if text != SCOPE] + [SCOPE],
-    }
-
-
-def _mean_mse(certificate: Certificate) -> float:
-    return float(certificate.to_mse().mean())
+def _certificate_row(defense: str, one: LayerCertificate) -> Row:
+    row = {"kind": "certificate", "defense": defense, "layer": one.layer, "certificate": one.kind, "says": one.words()}
+    if one.certificate is None:
+        return row | {"mse": None, "sound": False, "assumptions": []}
+    assumptions = [text for text in one.certificate.assumptions if text != SCOPE] + [SCOPE]
+    mse = float(one.certificate.to_mse().mean())
+    return row | {"mse": mse, "sound": one.certificate.sound, "assumptions": assumptions}
 
 
 def _meter_rows(scene: Scene, defense: str) -> list[Row]:
     """Return the mean reading per server over the attacked clients."""
     readings: dict[str, list[float]] = {}
-    for victim in range(min(MOST, scene.config.images // scene.config.examples)):
+    for victim in scene.victims[:MOST]:
         rng = scene.seeds("defense", defense, "first", victim)
-        truth, classes = victim_truth(scene, victim), scene.dataset.num_classes
+        truth, classes = scene.held_by(victim), scene.dataset.num_classes
         for one in metered(scene.model, truth, scene.defenses[defense], classes, rng, scene.public.prior):
             readings.setdefault(one.server, []).append(one.leak.mse)
     said = "No server gets under this on average, to first order."

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from gradveil.experiments.rows import GRADES, NAIVE, Floor, Grade, Line, best_floor, lines
+from gradveil.experiments.rows import GRADES, NAIVE, Floor, Grade, Line, MeasuredExample, best_floor, lines, read
 from gradveil.experiments.run_folder import Row
 from gradveil.metrics.intervals import short
 
@@ -53,7 +53,7 @@ def headline(rows: Sequence[Row]) -> str:
     """Return one sentence over the whole audit."""
     judged = verdicts(rows)
     tried = [v for v in judged if v.defense != "none"]
-    blind = [row for row in rows if row["kind"] == "attack" and row["mse"] is None]
+    blind = [m for m in read(rows, "attack") if not m.known]
     if blind:
         return _without_truth(blind, judged)
     if not tried:
@@ -72,8 +72,8 @@ def headline(rows: Sequence[Row]) -> str:
     return said + "."
 
 
-def _without_truth(blind: Sequence[Row], judged: Sequence[Verdict]) -> str:
-    content = sum(bool(row["converged"]) for row in blind)
+def _without_truth(blind: Sequence[MeasuredExample], judged: Sequence[Verdict]) -> str:
+    content = sum(m.converged for m in blind)
     said = f"The truth was not given, so look at the pictures: {content} of {len(blind)} reconstructions converged."
     if not judged:
         return said + " There is no control either: a failure here would prove nothing."
@@ -86,10 +86,14 @@ def strongest(found: Iterable[Line]) -> Line | None:
     return counted[-1] if counted else None
 
 
+def naive_and_adaptive(found: Iterable[Line], defense: str) -> tuple[Line | None, Line | None]:
+    """Return the strongest line of a server that does not know a defence, and of one that does."""
+    mine = [line for line in found if line.defense == defense and line.at_own_weights]
+    return strongest(x for x in mine if x.server == NAIVE), strongest(x for x in mine if x.server != NAIVE)
+
+
 def _verdict(name: str, found: Sequence[Line], floor: Floor, accuracy: dict[str, float]) -> Verdict:
-    mine = [line for line in found if line.defense == name and (name != "none" or line.weights in ("none", "start"))]
-    naive = strongest(line for line in mine if line.server == NAIVE)
-    adaptive = strongest(line for line in mine if line.server != NAIVE)
+    naive, adaptive = naive_and_adaptive(found, name)
     outcome = _outcome(naive, adaptive)
     points = [("Any server" if name == "none" else "Naive server", _gets(naive, floor))]
     if adaptive is not None:

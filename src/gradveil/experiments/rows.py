@@ -1,7 +1,8 @@
 """From rows to lines: one attack by one server on one defence, over all images, judged by stated rules."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
 from gradveil.experiments.run_folder import Row
@@ -14,6 +15,46 @@ NAIVE = "naive"  # the server that does not know the defence
 RECOVERED = 0.1  # of the blind guess's error: under it an image counts as recovered
 HALF = 0.5  # of the images
 SIGNIFICANT = 0.01  # more identifications than chance explains at this level
+
+
+@dataclass(frozen=True)
+class MeasuredExample:
+    """One example that came back, measured: by an attack, or by a blind guess. NaN: not known."""
+
+    example: int
+    mse: float
+    psnr: float = math.nan
+    ssim: float = math.nan
+    fft: float = math.nan
+    label: float = math.nan
+    identified: float = math.nan
+    guess: str = ""  # which blind guess; all that follows is an attack's
+    round: str = ""  # "first" or "last"; "update" where one saved update was audited
+    round_number: int = 0
+    weights: str = ""  # the federation whose model was attacked
+    defense: str = ""
+    server: str = ""
+    attack: str = ""
+    converged: bool = False
+    gallery: int = 1  # images that the original stands among
+    unit: str = ""  # of the run folder, whose images hold the reconstruction at ``index``
+    index: int = 0
+
+    @property
+    def known(self) -> bool:
+        """Whether there was a truth to measure against."""
+        return not math.isnan(self.mse)
+
+
+def read(rows: Iterable[Row], kind: Literal["attack", "floor"]) -> list[MeasuredExample]:
+    """Return the measured examples of a run: of its attacks, or of the blind guesses."""
+    names = [field.name for field in fields(MeasuredExample)]
+    found = []
+    for row in rows:
+        if row["kind"] == kind:
+            values: Row = {name: math.nan if row[name] is None else row[name] for name in names if name in row}
+            found.append(MeasuredExample(**values))
+    return found
 
 
 @dataclass(frozen=True)
@@ -47,7 +88,16 @@ class Line:
     control: float | None  # mean MSE of the same attack, images and weights without a defence
     void: str | None  # why a failure here proves nothing; None where its control succeeded
     gallery: int
-    unit: str
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What tells it from the other lines of its round."""
+        return self.weights, self.defense, self.server, self.attack
+
+    @property
+    def at_own_weights(self) -> bool:
+        """Whether the model is not one trained under another defence, as a control's may be."""
+        return self.defense != "none" or self.weights in ("none", "start")
 
     @property
     def counts(self) -> bool:
@@ -74,38 +124,24 @@ def group(rows: Iterable[T], *keys: str) -> dict[tuple[Any, ...], list[T]]:
 
 def best_floor(rows: Iterable[Row]) -> Floor | None:
     """Return the best of the blind guesses, or nothing where the truth is not known."""
-    by_guess: dict[str, list[Row]] = {}
-    for row in rows:
-        if row["kind"] == "floor":
-            by_guess.setdefault(row["guess"], []).append(row)
-    found = [
-        Floor(
-            guess,
-            interval([row["mse"] for row in group]),
-            rate(_numbers(group, "identified")),
-            {row["example"]: row["mse"] for row in group},
-        )
-        for guess, group in by_guess.items()
+    floors = [
+        Floor(guess, _mean(mine, "mse"), _share(mine, "identified"), {m.example: m.mse for m in mine})
+        for (guess,), mine in group(read(rows, "floor"), "guess").items()
     ]
-    return min(found, key=lambda floor: floor.mse.mean, default=None)
+    return min(floors, key=lambda floor: floor.mse.mean, default=None)
 
 
 def lines(rows: Sequence[Row]) -> list[Line]:
     """Return every line with its control's verdict: by round, by defence (none first), the naive server first."""
     floor = best_floor(rows)
-    groups: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        if row["kind"] == "attack" and row["mse"] is not None:
-            key = tuple(row[name] for name in ("round", "weights", "defense", "server", "attack"))
-            groups.setdefault(key, []).append(row)
     if floor is None:
         return []
-    controls = {
-        (round_, weights, attack): group
-        for (round_, weights, defense, server, attack), group in groups.items()
-        if (defense, server) == ("none", NAIVE)
-    }
-    found = [_line(key, group, controls.get((key[0], key[1], key[4])), floor) for key, group in groups.items()]
+    known = [m for m in read(rows, "attack") if m.known]
+    controls = group([m for m in known if (m.defense, m.server) == ("none", NAIVE)], "round", "weights", "attack")
+    found = [
+        _line(mine, controls.get((mine[0].round, mine[0].weights, mine[0].attack)), floor)
+        for mine in group(known, "round", "weights", "defense", "server", "attack").values()
+    ]
     rounds = list(dict.fromkeys(line.round for line in found))
     names = list(dict.fromkeys(["none", *(row["defense"] for row in rows if "defense" in row)]))
     return sorted(found, key=lambda x: (rounds.index(x.round), names.index(x.defense), x.server != NAIVE))
@@ -129,46 +165,39 @@ def grade(mse: Interval, recovered: Interval, identified: Interval, floor: Floor
 
 
 def _beyond_chance(identified: Interval, gallery: int) -> bool:
-    if not identified.count:
-        return False
-    hits = round(identified.mean * identified.count)
-    return chance_of(hits, identified.count, 1 / gallery) < SIGNIFICANT
+    return bool(identified.count) and chance_of(identified.hits, identified.count, 1 / gallery) < SIGNIFICANT
 
 
-def _line(key: tuple[str, ...], group: Sequence[Row], control: Sequence[Row] | None, floor: Floor) -> Line:
-    round_, weights, defense, server, attack = key
-    mse, recovered, identified = _basics(group, floor)
-    gallery = group[0]["gallery"]
-    is_control = (defense, server) == ("none", NAIVE)
+def _line(mine: Sequence[MeasuredExample], control: Sequence[MeasuredExample] | None, floor: Floor) -> Line:
+    one = mine[0]
+    mse, recovered, identified = _basics(mine, floor)
     return Line(
-        round=round_,
-        defense=defense,
-        weights=weights,
-        server=server,
-        attack=attack,
+        round=one.round,
+        defense=one.defense,
+        weights=one.weights,
+        server=one.server,
+        attack=one.attack,
         mse=mse,
-        psnr=interval(_numbers(group, "psnr")),
-        ssim=interval(_numbers(group, "ssim")),
-        fft=interval(_numbers(group, "fft")),
-        label=rate(_numbers(group, "label")),
+        psnr=_mean(mine, "psnr"),
+        ssim=_mean(mine, "ssim"),
+        fft=_mean(mine, "fft"),
+        label=_share(mine, "label"),
         identified=identified,
         recovered=recovered,
-        converged=sum(bool(row["converged"]) for row in group),
-        grade=grade(mse, recovered, identified, floor, gallery),
-        control=None if control is None else interval([row["mse"] for row in control]).mean,
-        void=_void(group if is_control else control, floor),
-        gallery=gallery,
-        unit=group[0]["unit"],
+        converged=sum(m.converged for m in mine),
+        grade=grade(mse, recovered, identified, floor, one.gallery),
+        control=None if control is None else _mean(control, "mse").mean,
+        void=_void(control, floor),
+        gallery=one.gallery,
     )
 
 
-def _basics(group: Sequence[Row], floor: Floor) -> tuple[Interval, Interval, Interval]:
-    mse = interval([row["mse"] for row in group])
-    recovered = rate([float(row["mse"] < RECOVERED * floor.by_example[row["example"]]) for row in group])
-    return mse, recovered, rate(_numbers(group, "identified"))
+def _basics(mine: Sequence[MeasuredExample], floor: Floor) -> tuple[Interval, Interval, Interval]:
+    recovered = rate([float(m.mse < RECOVERED * floor.by_example[m.example]) for m in mine])
+    return _mean(mine, "mse"), recovered, _share(mine, "identified")
 
 
-def _void(control: Sequence[Row] | None, floor: Floor) -> str | None:
+def _void(control: Sequence[MeasuredExample] | None, floor: Floor) -> str | None:
     """Return why the attack's failures prove nothing, or None where its control succeeded.
 
     The control succeeds when the attack recovers, or picks out of the gallery, at least half of the images
@@ -179,13 +208,17 @@ def _void(control: Sequence[Row] | None, floor: Floor) -> str | None:
     mse, recovered, identified = _basics(control, floor)
     if recovered.mean >= HALF or (identified.count and identified.mean >= HALF):
         return None
-    stuck = sum(not row["converged"] for row in control)
+    stuck = sum(not m.converged for m in control)
     why = f"did not converge on {stuck} of {len(control)}" if stuck else "found another answer"
     return (
         f"fails without any defence too: {why}, MSE {mse.mean:.2g} against {floor.mse.mean:.2g} for a blind guess, "
-        f"{round(recovered.mean * recovered.count)} of {recovered.count} recovered"
+        f"{recovered.hits} of {recovered.count} recovered"
     )
 
 
-def _numbers(group: Iterable[Row], name: str) -> list[float]:
-    return [float("nan") if row[name] is None else float(row[name]) for row in group]
+def _mean(mine: Iterable[MeasuredExample], name: str) -> Interval:
+    return interval([getattr(m, name) for m in mine])
+
+
+def _share(mine: Iterable[MeasuredExample], name: str) -> Interval:
+    return rate([getattr(m, name) for m in mine])

@@ -2,28 +2,25 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gradveil.attacks.base import build as build_attack
-from gradveil.countermeasures import Countermeasure, plain
+from gradveil.countermeasures import Countermeasure
 from gradveil.defenses.base import build as build_defense
 from gradveil.errors import SpecError, UpdateError
-from gradveil.experiments.audit import Audit, default_folder
-from gradveil.experiments.rows import NAIVE
+from gradveil.experiments.audit import Audit, Progress, default_folder, server_rows
 from gradveil.experiments.run_folder import Row, RunFolder
-from gradveil.experiments.scene import ATTACKS, Public, load_dataset, make_model
-from gradveil.experiments.training import Progress, is_small, one_thread
-from gradveil.experiments.trial import attack_all, said
+from gradveil.experiments.scene import ATTACKS, is_small, load_dataset, make_model, one_thread
+from gradveil.experiments.trial import Public, Trial, attack_rows, attempt, floors, naive
 from gradveil.experiments.update_files import Facts, load_weights, read_examples, read_update
 from gradveil.federated.client import local_update
-from gradveil.metrics import blind_guesses, measure
-from gradveil.metrics.floors import grey
 from gradveil.seeds import Seeds
 from gradveil.types import Batch, Observation, Update
 
@@ -74,30 +71,37 @@ class Case:
     def observation(self, update: Update) -> Observation:
         """Return what the server sees."""
         prior = None if self.public is None else self.public.prior
-        return Observation(self.model, update, self.input_shape, self._num_classes(), prior=prior)
+        return Observation(self.model, update, self.input_shape, self._num_classes, prior=prior)
 
+    @cached_property
     def _num_classes(self) -> int:
         with torch.no_grad():
             return int(copy.deepcopy(self.model).eval()(torch.zeros(1, *self.input_shape)).shape[1])
 
+    @cached_property
+    def knowing(self) -> tuple[Countermeasure, ...]:
+        """The servers that know the stated defence."""
+        return () if self.config.defense == "none" else build_defense(self.config.defense).adaptive(self.model)
+
+    @cached_property
     def controls(self) -> list[Batch]:
-        """Return what the control is made from: the truth, else public stand-ins, else nothing."""
+        """What the control is made from: the truth, else public stand-ins, else nothing."""
         if self.truth is not None:
             return [self.truth]
         if self.public is None:
             return []
-        n, known = self.update.num_examples, self.public.batch
-        count = min(STAND_INS, len(known) // n)
-        parts = [slice(i * n, (i + 1) * n) for i in range(count)]
-        return [Batch(known.inputs[part], known.labels[part]) for part in parts]
+        n, public = self.update.num_examples, self.public.batch
+        return [public[i * n : (i + 1) * n] for i in range(min(STAND_INS, len(public) // n))]
 
-    def gallery(self) -> Tensor | None:
-        """Return the images beside which an original has to be told; stand-ins are left out of it."""
-        if self.public is None:
-            return None
-        used = 0 if self.truth is not None else STAND_INS * self.update.num_examples
-        rest = self.public.batch.inputs[used : used + self.config.gallery - 1]
-        return rest if len(rest) else None
+    @cached_property
+    def control_updates(self) -> list[Update]:
+        """The undefended update of each control, with as many local steps as the update has."""
+        lr, size = self.update.lr, self.update.batch_size
+        made = []
+        for i, batch in enumerate(self.controls):
+            epochs = max(1, round(self.update.num_steps * (size or len(batch)) / len(batch)))
+            made.append(local_update(self.model, batch, "none", lr, self.seeds("control", i), epochs, size))
+        return made
 
 
 def audit_update(
@@ -139,7 +143,10 @@ def build_case(config: UpdateAuditConfig) -> Case:
         raise UpdateError(
             f"The truth has {len(truth)} examples and the update was made from {update.num_examples}. Give --examples."
         )
-    public = Public.draw(dataset, config.gallery, seeds) if dataset is not None else None
+    stand_ins = 0 if truth is not None else STAND_INS * update.num_examples
+    public = None
+    if dataset is not None:
+        public = Public.draw(dataset, seeds("public"), gallery=config.gallery, skip=stand_ins)
     build_defense(config.defense).adaptive(model)
     for attack in config.attacks:
         build_attack(attack)
@@ -149,95 +156,44 @@ def build_case(config: UpdateAuditConfig) -> Case:
 def _run(case: Case, store: RunFolder, progress: Progress) -> None:
     if not store.done("truth"):
         store.add("truth", *_floors(case))
-    defense = build_defense(case.config.defense)
-    servers = [replace(plain(), name=NAIVE)]
-    if case.config.defense != "none":
-        servers += defense.adaptive(case.model)
     wanted: dict[str, list[Countermeasure]] = {attack: [] for attack in case.config.attacks}
-    for server in servers:
+    for server in (naive(), *case.knowing):
         for attack in [server.attack] if server.attack else case.config.attacks:
             wanted.setdefault(attack, []).append(server)
-    for done, (attack, by) in enumerate(wanted.items()):
+    for done, (attack, servers) in enumerate(wanted.items()):
         progress("attacks", done, len(wanted))
         if not store.done(f"attack/{attack}"):
             with one_thread(is_small(case.model, case.input_shape)):
-                rows, arrays = _attack(case, attack, by)
-            store.add(f"attack/{attack}", rows, arrays)
+                trials = _trials(case, attack, servers)
+                rows, images = attack_rows(trials, attempt(trials), case.public)
+            store.add(f"attack/{attack}", rows, {"found": np.stack(images)} if images else {})
     progress("attacks", len(wanted), len(wanted))
 
 
 def _floors(case: Case) -> tuple[list[Row], dict[str, Any]]:
-    rows: list[Row] = [
-        {"kind": "defense", "defense": case.config.defense, "server": s.name, "why": s.why}
-        for s in (build_defense(case.config.defense).adaptive(case.model) if case.config.defense != "none" else ())
-    ]
-    batches = case.controls()
+    rows, batches = server_rows(case.config.defense, case.knowing), case.controls
     if not batches:
         return rows, {}
     known = Batch(torch.cat([b.inputs for b in batches]), torch.cat([b.labels for b in batches]))
-    guesses = {"grey": grey(known)} if case.public is None else blind_guesses(known, case.public.batch)
-    arrays: dict[str, Any] = {"truth" if case.truth is not None else "stand-in": known.inputs.numpy()}
-    for guess, answer in guesses.items():
-        arrays[guess] = answer.numpy()
-        for i in range(len(known)):
-            one = Batch(known.inputs[i : i + 1], known.labels[i : i + 1])
-            values, _ = measure(answer[i : i + 1], None, one, case.gallery())
-            rows.append({"kind": "floor", "guess": guess, "example": i} | {k: float(v[0]) for k, v in values.items()})
-    return rows, arrays
+    blind, answers = floors(known, case.public)
+    pictures = {"truth" if case.truth is not None else "stand-in": known.inputs, **answers}
+    return rows + blind, {name: x.numpy() for name, x in pictures.items()}
 
 
-def _control_update(case: Case, batch: Batch, i: int) -> Update:
-    """Return the undefended update of a batch, with as many local steps as the update has."""
-    update = case.update
-    size = update.batch_size or len(batch)
-    epochs = max(1, round(update.num_steps * size / len(batch)))
-    return local_update(case.model, batch, "none", update.lr, case.seeds("control", i), epochs, update.batch_size)
+def _trials(case: Case, attack: str, servers: Sequence[Countermeasure]) -> list[Trial]:
+    """Return the controls, then the update as each server looks at it."""
+    common = {"round": "update", "round_number": 0, "weights": "start"}
 
+    def trial(update: Update, server: Countermeasure, defense: str, truth: Batch | None, i: int, first: int) -> Trial:
+        about = {**common, "attack": attack, "defense": defense, "server": server.name}
+        return Trial(case.observation(update), server, attack, case.seeds("attack", attack, i), truth, about, first)
 
-def _attack(case: Case, attack: str, servers: Sequence[Countermeasure]) -> tuple[list[Row], dict[str, Any]]:
-    views: dict[int, Observation] = {}
-    heads: list[tuple[Row, Batch | None, int]] = []
-    for i, batch in enumerate(case.controls()):
-        views[len(heads)] = case.observation(_control_update(case, batch, i))
-        heads.append(({"defense": "none", "server": NAIVE}, batch, i * len(batch)))
-    for server in servers:
-        if case.truth is None or (case.config.defense, server.name) != ("none", NAIVE):
-            views[len(heads)] = server.view(case.observation(case.update))
-            heads.append(({"defense": _stated(case), "server": server.name}, case.truth, 0))
-        else:  # the update is itself undefended: it is the control
-            views[0] = case.observation(case.update)
-    failed: dict[int, str] = {}
-    rngs = {i: case.seeds("attack", attack, 0 if i >= len(case.controls()) else i) for i in views}
-    results = attack_all(build_attack(attack), views, rngs, failed)
-    common = {"round": "update", "round_number": 0, "weights": "start", "attack": attack}
-    rows: list[Row] = []
-    images: list[Any] = []
-    for i, (head, truth, first) in enumerate(heads):
-        if i in failed:
-            rows.append({"kind": "skip", **common, **head, "why": failed[i]})
-            continue
-        values, shown = _measured(case, results[i].inputs, results[i].labels, truth)
-        for n in range(len(shown)):
-            numbers = {name: float(value[n]) for name, value in values.items()}
-            place = {"example": first + n, "index": len(images), "gallery": _size(case)}
-            rows.append({"kind": "attack", **common, **head, **place, **numbers, **said(results[i])})
-            images.append(shown[n].numpy())
-    return rows, {"found": np.stack(images)} if images else {}
-
-
-def _stated(case: Case) -> str:
-    return case.config.defense if case.config.defense != "none" else "the update"
-
-
-def _measured(
-    case: Case, found: Tensor, labels: Tensor | None, truth: Batch | None
-) -> tuple[dict[str, Tensor], Tensor]:
-    if truth is not None:
-        return measure(found, labels, truth, case.gallery())
-    unknown = torch.full((len(found),), torch.nan)
-    return dict.fromkeys(("mse", "psnr", "ssim", "fft", "label", "identified"), unknown), found.detach()
-
-
-def _size(case: Case) -> int:
-    gallery = case.gallery()
-    return 1 if gallery is None else len(gallery) + 1
+    stated = case.config.defense if case.config.defense != "none" else "the update"
+    itself = case.truth is not None and case.config.defense == "none"  # the update is undefended: it is the control
+    trials = []
+    for i, batch in enumerate(case.controls):
+        update = case.update if itself else case.control_updates[i]
+        trials.append(trial(update, naive(), "none", batch, i, i * len(batch)))
+    if not itself:
+        trials += [trial(case.update, server, stated, case.truth, 0, 0) for server in servers]
+    return trials

@@ -1,8 +1,10 @@
 """What an audit is run with: one frozen table of settings, the same in Python, on the command line and in TOML."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -18,11 +20,13 @@ from gradveil.defenses.base import Defense
 from gradveil.defenses.base import build as build_defense
 from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import DataError, GradveilError, SpecError
+from gradveil.experiments.trial import Public
 from gradveil.federated.settings import Training
 from gradveil.models import build
 from gradveil.registry import is_import_path
 from gradveil.seeds import Seeds
-from gradveil.types import Batch, GaussianPrior
+from gradveil.tree import parameters, size
+from gradveil.types import Batch
 
 DEFENSES = (
     "none",
@@ -97,26 +101,6 @@ def _told(what: str, source: Any, make: Callable[[], T]) -> T:
         raise SpecError(f"The {what} {name} failed with {type(error).__name__}: {error}") from error
 
 
-PUBLIC = 2000  # images of the test split that the server may know
-RANK = 256  # principal directions of its prior
-
-
-@dataclass(frozen=True)
-class Public:
-    """What the server knows of the kind of data: images of the test split, none of them a client's."""
-
-    batch: Batch
-    prior: GaussianPrior
-    gallery: Tensor  # (M, *shape), beside which an original has to be told
-
-    @classmethod
-    def draw(cls, dataset: Dataset, gallery: int, seeds: Seeds) -> "Public":
-        """Take public images at random."""
-        order = torch.randperm(len(dataset.test), generator=seeds("public"))
-        batch = dataset.test.batch(order[:PUBLIC])
-        return cls(batch, GaussianPrior.fit(batch.inputs, rank=RANK), batch.inputs[: gallery - 1])
-
-
 @dataclass(frozen=True)
 class Scene:
     """One audit's parts."""
@@ -130,6 +114,15 @@ class Scene:
     truth: Batch  # the images under attack
     public: Public
     seeds: Seeds
+
+    @property
+    def victims(self) -> range:
+        """The attacked clients."""
+        return range(self.config.images // self.config.examples)
+
+    def held_by(self, victim: int) -> Batch:
+        """Return the examples that one attacked client holds."""
+        return self.truth[victim * self.config.examples : (victim + 1) * self.config.examples]
 
     def countermeasures(self, defense: str, model: nn.Module) -> tuple[Countermeasure, ...]:
         """Return what a server that knows this defence does; nothing where there is nothing to undo."""
@@ -161,9 +154,8 @@ def build_scene(
         raise DataError(
             f"{config.images} images were asked for and {dataset.name} has {len(dataset.train)} to train on."
         )
-    chosen = torch.randperm(len(dataset.train), generator=seeds("images"))[: config.images]
-    public = Public.draw(dataset, config.gallery, seeds)
-    truth = dataset.train.batch(chosen)
+    public = Public.draw(dataset, seeds("public"), gallery=config.gallery)
+    truth = dataset.train.sample(config.images, seeds("images"))
     return Scene(config, dataset, model, defenses, attacks, clients, truth, public, seeds)
 
 
@@ -193,3 +185,27 @@ def _try_defense(model: nn.Module, dataset: Dataset, defense: Defense, seeds: Se
         if server.attack is not None:
             build_attack(server.attack)
     step_gradient(copy.deepcopy(model), dataset.train.batch(slice(0, 2)), defense, seeds("trial"))
+
+
+WEIGHTS = 100_000
+NUMBERS = 256  # of one input
+
+
+def is_small(model: nn.Module, input_shape: tuple[int, ...] = ()) -> bool:
+    """Return whether one thread is enough for this model, and for inputs of this shape.
+
+    On a shared machine a second thread costs a small problem many times what it brings.
+    """
+    return size(parameters(model)) <= WEIGHTS and prod(input_shape) <= NUMBERS
+
+
+@contextmanager
+def one_thread(wanted: bool = True) -> Iterator[None]:
+    """Within, torch runs on one thread, where wanted; the setting is put back afterwards."""
+    before = torch.get_num_threads()
+    try:
+        if wanted:
+            torch.set_num_threads(1)
+        yield
+    finally:
+        torch.set_num_threads(before)

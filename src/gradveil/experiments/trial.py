@@ -1,175 +1,206 @@
-"""The attack panel: who attacks what, the updates, the reconstructions, and their rows."""
+"""One trial: a client's update is observed once, viewed as each server would, attacked, and measured.
+
+The audit, the audit of a saved update, the paper's items, the leak check of an integration and the leak meter all go
+this way.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Generator, Tensor, nn
 
 from gradveil.attacks.base import Attack
 from gradveil.attacks.base import build as build_attack
 from gradveil.countermeasures import Countermeasure, plain
-from gradveil.errors import AttackError, UpdateError
+from gradveil.data.base import Dataset
+from gradveil.defenses.base import Defense
+from gradveil.defenses.guard.step import step_gradient
+from gradveil.errors import GradveilError
 from gradveil.experiments.rows import NAIVE
 from gradveil.experiments.run_folder import Row
-from gradveil.experiments.scene import Scene
 from gradveil.federated.client import local_update
-from gradveil.metrics import measure
-from gradveil.types import Batch, Observation, Reconstruction, check_update
+from gradveil.metrics import METRICS, blind_guesses, measure
+from gradveil.types import Batch, GaussianPrior, Observation, Reconstruction, Update, check_update
 
-CHUNK = 96  # reconstruction problems that run together
-
-
-@dataclass(frozen=True)
-class Look:
-    """One federation's model in one round: what the attacked clients received."""
-
-    round: str  # "first" or "last"
-    round_number: int
-    weights: str  # "start", or the defence it was trained under
-    model: nn.Module
+PUBLIC = 2000  # images of the test split that the server may know
+RANK = 256  # principal directions of its prior
+GALLERY = 100  # images that an original must be told from, itself included
 
 
 @dataclass(frozen=True)
-class Target:
-    """One update to reconstruct, by one server with one attack."""
+class Public:
+    """What the server knows of the kind of data: images that are no client's."""
 
-    look: Look
-    defense: str
-    server: Countermeasure
-    attack: str
-    victim: int  # which attacked client
+    batch: Batch
+    prior: GaussianPrior | None = None
+    gallery: Tensor | None = None  # (M, *shape), beside which an original has to be told
+
+    @classmethod
+    def draw(
+        cls, dataset: Dataset, rng: Generator, rank: int | None = RANK, gallery: int = GALLERY, skip: int = 0
+    ) -> "Public":
+        """Take images of the test split at random; ``rank`` None: no prior; ``skip``: images not in the gallery."""
+        batch = dataset.test.sample(PUBLIC, rng)
+        prior = None if rank is None else GaussianPrior.fit(batch.inputs, rank=rank)
+        others = batch.inputs[skip : skip + gallery - 1]
+        return cls(batch, prior, others if len(others) else None)
+
+    def to(self, device: torch.device) -> "Public":
+        """Return it with the prior on a device: one object, so that problems that share it stack."""
+        p = self.prior
+        moved = None if p is None else GaussianPrior(p.mean.to(device), p.factor.to(device), p.ridge)
+        return replace(self, prior=moved)
+
+    @property
+    def choices(self) -> int:
+        """How many images an original stands among."""
+        return 1 if self.gallery is None else len(self.gallery) + 1
 
 
-def problems(scene: Scene, looks: Sequence[Look]) -> dict[str, list[Target]]:
-    """Return the problems by attack: for each look the control, then each defence, naive and adaptive.
+def naive() -> Countermeasure:
+    """The server that does not know of the defence, or does not care."""
+    return replace(plain(), name=NAIVE, why="Matches everything that arrives.")
 
-    In the first round all defences start from the same weights and share one control; later each federation
-    has weights of its own, and its own control at those weights.
+
+def observe(
+    model: nn.Module,
+    batch: Batch,
+    defense: Defense,
+    rng: Generator,
+    num_classes: int,
+    prior: GaussianPrior | None = None,
+    lr: float | None = None,
+    with_labels: bool = False,
+    bounds: tuple[float, float] = (0.0, 1.0),
+) -> Observation:
+    """Return all that the server sees of a client's update of one step on these examples, and what is public.
+
+    With ``lr`` the client trains as in a round, which shuffles the examples first (and so draws from ``rng``); without
+    it the update is the gradient at the examples as they are.
     """
-    naive = replace(plain(), name=NAIVE)
-    found: dict[str, list[Target]] = {}
-    for look in looks:
-        tried = [d for d in scene.defenses if d != "none" and look.weights in ("start", d)]
-        wanted: dict[tuple[str, str, str], Countermeasure] = {("none", NAIVE, a): naive for a in scene.attacks}
-        for defense in tried:
-            wanted |= {(defense, NAIVE, a): naive for a in scene.attacks}
-            for server in scene.countermeasures(defense, look.model):
-                used = [_own_name(scene, server.attack)] if server.attack else list(scene.attacks)
-                wanted |= {("none", NAIVE, a): naive for a in used}  # an attack is nothing without its control
-                wanted |= {(defense, server.name, a): server for a in used}
-        for (defense, _, attack), server in wanted.items():
-            victims = range(scene.config.images // scene.config.examples)
-            found.setdefault(attack, []).extend(Target(look, defense, server, attack, v) for v in victims)
-    return found
+    if lr is None:
+        update = defense.on_update(Update(step_gradient(model, batch, defense, rng), len(batch)), rng)
+    else:
+        update = local_update(model, batch, defense, lr, rng, batch_size=None)
+    check_update(update, model)
+    labels = batch.labels if with_labels else None
+    return Observation(model, update, tuple(batch.inputs.shape[1:]), num_classes, labels, bounds, prior)
 
 
-def _own_name(scene: Scene, attack: str) -> str:
-    """Return the panel's own settings of an attack that a countermeasure names without any."""
-    return next((spec for spec in scene.attacks if spec.partition(":")[0] == attack), attack)
+@dataclass(frozen=True)
+class Trial:
+    """One attack by one server on one update."""
+
+    seen: Observation | GradveilError  # what arrived, or why nothing did
+    server: Countermeasure
+    attack: str | Attack
+    rng: Generator
+    truth: Batch | None = None  # for measuring only
+    about: Row = field(default_factory=dict)  # what its rows say of it
+    first: int = 0  # number of its first example
+
+    @cached_property
+    def view(self) -> Observation:
+        """What the attack is given."""
+        if isinstance(self.seen, GradveilError):
+            raise self.seen
+        return self.server.view(self.seen)
 
 
-def chunks(found: Sequence[Target]) -> list[Sequence[Target]]:
-    """Cut problems into parts of nearly equal size that run together; a part is the unit of work."""
-    count = -(-len(found) // CHUNK)
-    edges = [round(i * len(found) / count) for i in range(count + 1)]
-    return [found[a:b] for a, b in pairwise(edges)]
+Result = Reconstruction | GradveilError
 
 
-def victim_truth(scene: Scene, victim: int) -> Batch:
-    """Return the examples that one attacked client holds."""
-    part = slice(victim * scene.config.examples, (victim + 1) * scene.config.examples)
-    return Batch(scene.truth.inputs[part], scene.truth.labels[part])
-
-
-def observe(scene: Scene, problem: Target) -> Observation:
-    """Return all that the server sees: the client's update after one local step, and what is public."""
-    rng = scene.seeds("defense", problem.defense, problem.look.round, problem.victim)
-    batch = victim_truth(scene, problem.victim)
-    update = local_update(
-        problem.look.model, batch, scene.defenses[problem.defense], scene.config.lr, rng, batch_size=None
-    )
-    check_update(update, problem.look.model)
-    seen = Observation(
-        problem.look.model, update, scene.dataset.input_shape, scene.dataset.num_classes, prior=scene.public.prior
-    )
-    return problem.server.view(seen)
-
-
-def run_chunk(scene: Scene, found: Sequence[Target]) -> tuple[list[Row], NDArray[Any]]:
-    """Attack the problems of one chunk; return their rows, and the reconstructions by ``row["index"]``."""
-    attack = scene.attacks.get(found[0].attack) or build_attack(found[0].attack)
-    views: dict[int, Observation] = {}
-    failed: dict[int, str] = {}
-    for i, problem in enumerate(found):
+def attempt(trials: Sequence[Trial]) -> list[Result]:
+    """Run the trials of each attack together; where it refuses one, each alone. What failed is its error."""
+    results: dict[int, Result] = {}
+    ready: dict[str | int, list[int]] = {}  # by attack
+    for i, trial in enumerate(trials):
         try:
-            views[i] = observe(scene, problem)
-        except UpdateError as error:
-            failed[i] = str(error)
-    rngs = {i: scene.seeds("attack", found[i].attack, found[i].look.round, found[i].victim) for i in views}
-    results = attack_all(attack, views, rngs, failed)
+            _ = trial.view
+            ready.setdefault(trial.attack if isinstance(trial.attack, str) else id(trial.attack), []).append(i)
+        except GradveilError as error:
+            results[i] = error
+    for members in ready.values():
+        attack = build_attack(trials[members[0]].attack)
+        try:
+            views, rngs = [trials[i].view for i in members], [trials[i].rng for i in members]
+            results |= dict(zip(members, attack.reconstruct_many(views, rngs), strict=True))
+        except GradveilError as refused:
+            results |= {i: refused if len(members) == 1 else _alone(attack, trials[i]) for i in members}
+    return [results[i] for i in range(len(trials))]
+
+
+def _alone(attack: Attack, trial: Trial) -> Result:
+    try:
+        return attack.reconstruct(trial.view, trial.rng)
+    except GradveilError as error:
+        return error
+
+
+def solved(trials: Sequence[Trial]) -> list[Reconstruction]:
+    """Run the trials where none may fail: the first error is raised."""
+    results = attempt(trials)
+    for result in results:
+        if isinstance(result, GradveilError):
+            raise result
+    return [result for result in results if isinstance(result, Reconstruction)]
+
+
+def measured(
+    result: Reconstruction,
+    truth: Batch | None,
+    gallery: Tensor | None = None,
+    bounds: tuple[float, float] = (0.0, 1.0),
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return every metric by name, each (N,), and the reconstruction as it was measured; NaN where it is not known.
+
+    A truth may lack its labels (they are below zero then).
+    """
+    if truth is None:
+        unknown = torch.full((len(result.inputs),), torch.nan)
+        return dict.fromkeys(METRICS, unknown), result.inputs.detach()
+    labels = None if bool((truth.labels < 0).any()) else result.labels
+    return measure(result.inputs, labels, truth, gallery, bounds)
+
+
+def numbers(values: dict[str, Tensor], n: int = 0) -> dict[str, float]:
+    """Return the metrics of one example."""
+    return {name: float(value[n]) for name, value in values.items()}
+
+
+def attack_rows(
+    trials: Sequence[Trial], results: Sequence[Result], public: Public | None
+) -> tuple[list[Row], list[NDArray[Any]]]:
+    """Return a row per example, or why there is none, and the reconstructions by ``row["index"]``."""
     rows: list[Row] = []
     images: list[NDArray[Any]] = []
-    for i, problem in enumerate(found):
-        head = _head(problem)
-        if i in failed:
-            rows.append({"kind": "skip", **head, "why": failed[i]})
+    choices, gallery = (1, None) if public is None else (public.choices, public.gallery)
+    for trial, result in zip(trials, results, strict=True):
+        if isinstance(result, GradveilError):
+            rows.append({"kind": "skip", **trial.about, "why": str(result)})
             continue
-        values, paired = measure(
-            results[i].inputs, results[i].labels, victim_truth(scene, problem.victim), scene.public.gallery
-        )
-        for n in range(scene.config.examples):
-            numbers = {name: float(value[n]) for name, value in values.items()}
-            rows.append(
-                {"kind": "attack", **head, **_example(scene, problem, n, len(images)), **numbers, **said(results[i])}
-            )
-            images.append(paired[n].numpy())
-    return rows, np.stack(images) if images else np.zeros((0, *scene.dataset.input_shape), np.float32)
+        values, shown = measured(result, trial.truth, gallery)
+        said = {"objective": result.objective, "converged": result.converged, "details": result.details}
+        for n, image in enumerate(shown):
+            place = {"example": trial.first + n, "index": len(images), "gallery": choices}
+            rows.append({"kind": "attack", **trial.about, **place, **numbers(values, n), **said})
+            images.append(image.numpy())
+    return rows, images
 
 
-def attack_all(
-    attack: Attack,
-    views: dict[int, Observation],
-    rngs: dict[int, torch.Generator],
-    failed: dict[int, str],
-) -> dict[int, Reconstruction]:
-    """Run all views together; where the attack refuses one, each alone, and note why it was refused."""
-    try:
-        found = attack.reconstruct_many(list(views.values()), list(rngs.values()))
-        return dict(zip(views, found, strict=True))
-    except AttackError:
-        alone: dict[int, Reconstruction] = {}
-        for i, seen in views.items():
-            try:
-                alone[i] = attack.reconstruct(seen, rngs[i])
-            except AttackError as error:
-                failed[i] = str(error)
-        return alone
-
-
-def said(found: Reconstruction) -> Row:
-    """Return what the attack says of itself."""
-    return {"objective": found.objective, "converged": found.converged, "details": found.details}
-
-
-def _head(problem: Target) -> Row:
-    return {
-        "round": problem.look.round,
-        "round_number": problem.look.round_number,
-        "weights": problem.look.weights,
-        "defense": problem.defense,
-        "server": problem.server.name,
-        "attack": problem.attack,
-    }
-
-
-def _example(scene: Scene, problem: Target, n: int, index: int) -> Row:
-    return {
-        "example": problem.victim * scene.config.examples + n,
-        "index": index,
-        "gallery": len(scene.public.gallery) + 1,
-    }
+def floors(
+    truth: Batch, public: Public | None, bounds: tuple[float, float] = (0.0, 1.0)
+) -> tuple[list[Row], dict[str, Tensor]]:
+    """Measure the blind guesses, each example by itself; return the rows, and every guess's answers by name."""
+    rows: list[Row] = []
+    answers = blind_guesses(truth, None if public is None else public.batch, bounds)
+    for guess, answer in answers.items():
+        for i in range(len(truth)):
+            gallery = None if public is None else public.gallery
+            values, _ = measure(answer[i : i + 1], None, truth[i : i + 1], gallery, bounds)
+            rows.append({"kind": "floor", "guess": guess, "example": i, **numbers(values)})
+    return rows, answers

@@ -1,4 +1,4 @@
-"""Any defence around a training function that knows nothing of it: one line."""
+"""Any defence around training that knows nothing of it: a function, by one line, or a framework's, by a callback."""
 
 import functools
 import secrets
@@ -9,9 +9,11 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Generator, Tensor, nn
 
-from gradveil.defenses.base import Defense
-from gradveil.defenses.guard.protect import protect
+from gradveil.defenses.base import Defense, build
+from gradveil.defenses.guard.passes import Report
+from gradveil.defenses.guard.protect import Guard, protect
 from gradveil.errors import DefenseError
+from gradveil.registry import describe
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -69,3 +71,36 @@ def _model(function: str, values: list[object]) -> nn.Module:
         if isinstance(value, nn.Module):
             return value
     raise DefenseError(f"{function}() was called without an nn.Module, so there is no model to defend. Pass it in.")
+
+
+class CallbackGuard:
+    """Guards a model, or a part of it, from ``start`` to ``stop``."""
+
+    def __init__(self, defence_or_spec: Defense | str, module: str | None, rng: Generator | None, strict: bool) -> None:
+        self.defense = build(defence_or_spec)
+        if "update" in self.defense.acts_on:
+            raise DefenseError(
+                f"{describe(self.defense)} acts on the update, and a callback does not see what is sent. Use "
+                f"gradveil.protect and guard.update(before, after) where the weights are sent."
+            )
+        self._module, self._rng, self._strict = module, rng, strict
+        self._guard: Guard | None = None
+        self.report = Report()
+
+    def start(self, model: nn.Module) -> None:
+        """Attach the defence."""
+        part = model.get_submodule(self._module) if self._module else model
+        self._guard = protect(part, self.defense, rng=self._rng, strict=self._strict)
+        self.report = self._guard.report
+
+    def stop(self) -> None:
+        """Training is over: detach, and raise where nothing was defended."""
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            guard.close()
+
+    def abandon(self) -> None:
+        """Training failed: detach only."""
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            guard.remove()

@@ -7,7 +7,7 @@ from torch import Generator
 from gradveil.defenses.base import Defense
 from gradveil.defenses.guard.passes import Report
 from gradveil.errors import MissingExtraError
-from gradveil.integrations.guard_callback import CallbackGuard
+from gradveil.integrations.local_training import CallbackGuard
 
 try:
     from transformers import TrainerCallback

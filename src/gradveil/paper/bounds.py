@@ -14,6 +14,7 @@ from gradveil.certificates.certify import certify
 from gradveil.data import load
 from gradveil.defenses.base import build as build_defense
 from gradveil.experiments.rows import group
+from gradveil.experiments.trial import PUBLIC
 from gradveil.layers.modules import find_layer, representation
 from gradveil.models import build
 from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row, finite, judge
@@ -76,10 +77,10 @@ class Bounds(Item):
         panel = self.work(context)[unit]
         dataset = load(panel.dataset, context.data)
         model = build(panel.model, dataset.input_shape, dataset.num_classes, seed=context.seeds.number("weights"))
-        order = torch.randperm(len(dataset.train), generator=context.seeds("images"))
-        x = dataset.train.batch(order[: self.images if context.full else min(self.images, 2)]).inputs
-        public = torch.randperm(len(dataset.test), generator=context.seeds("public"))[:2000]
-        floors = blind_mse(x, dataset.test.batch(public).inputs.mean(0)), largest_mse(x)
+        count = self.images if context.full else min(self.images, 2)
+        x = dataset.train.sample(count, context.seeds("images")).inputs
+        public = dataset.test.sample(PUBLIC, context.seeds("public")).inputs
+        floors = blind_mse(x, public.mean(0)), largest_mse(x)
         shares = [d for d in panel.defenses if d.startswith("representation")]
         layer = find_layer(model)
         r = representation(model, layer, x).detach()

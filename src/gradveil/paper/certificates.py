@@ -14,6 +14,7 @@ from gradveil.certificates.certify import certify, readable_p
 from gradveil.data import load
 from gradveil.defenses.base import build as build_defense
 from gradveil.experiments.rows import group
+from gradveil.experiments.trial import PUBLIC
 from gradveil.layers.modules import find_layer, representation
 from gradveil.models import build
 from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row, finite, judge
@@ -26,7 +27,6 @@ KINDS: dict[str, tuple[Kind, ...]] = {
     "1": ("local", "global", "box", "reach"),
     "inf": ("local", "global", "box", "reach"),
 }
-PUBLIC = 2000  # images whose mean is the blind guess
 LOOKS = {"local": PROMISED, "global": SOUND, "box": SOUND, "radius": SOUND, "reach": SOUND, "empirical": REACHED}
 
 
@@ -106,10 +106,9 @@ class Certificates(Item):
             source.num_classes,
             seed=context.seeds.number("weights", job.draw),
         )
-        order = torch.randperm(len(source.train), generator=context.seeds("images"))
-        x = source.train.batch(order[: self.images]).inputs
-        public = torch.randperm(len(source.test), generator=context.seeds("public"))[:PUBLIC]
-        floors = {"blind": blind_mse(x, source.test.batch(public).inputs.mean(0)), "largest": largest_mse(x)}
+        x = source.train.sample(self.images, context.seeds("images")).inputs
+        public = source.test.sample(PUBLIC, context.seeds("public")).inputs
+        floors = {"blind": blind_mse(x, public.mean(0)), "largest": largest_mse(x)}
         layer = find_layer(model)
         rng = context.seeds("defense")
         defense = build_defense(f"representation:share={self.share}")

@@ -6,13 +6,12 @@ from pathlib import Path
 from statistics import fmean
 
 from gradveil.countermeasures import drop, mask
-from gradveil.data import load
 from gradveil.experiments.rows import group
+from gradveil.experiments.trial import naive
 from gradveil.metrics import interval, rate
-from gradveil.models import build
 from gradveil.paper.base import BLIND, ITEMS, SUCCESS, Context, Item, Judgement, Row, judge
 from gradveil.paper.figures import Dot, dot_panels
-from gradveil.paper.points import Shared, attack_rows, floor_rows, naive
+from gradveil.paper.points import AttackPoints, Point
 from gradveil.paper.rows import Measured, family
 
 
@@ -52,14 +51,12 @@ class DLGReference(Item):
 
     def run(self, unit: str, context: Context) -> list[Row]:
         """Attack 32 images (quick: 4) in one setting."""
-        dataset = load(self.dataset, context.data)
-        model = build(self.model, dataset.input_shape, dataset.num_classes, seed=context.seeds.number("weights"))
-        scene = Shared.draw(model, dataset, 32 if context.full else 4, context)
+        points = AttackPoints.of(self.dataset, self.model, self.attack, 32 if context.full else 4, context)
         defense, server = self.work(context)[unit]
         if defense == BLIND:
-            return floor_rows(scene)
+            return points.floors()
         known = {"naive": naive(), "mask": mask("fc.weight"), "drop": drop("fc.weight")}
-        return attack_rows(scene, defense, self.attack, context.device, [known[server]])
+        return points.rows([Point(defense, known[server])], normalised=False)
 
     def summary(self, rows: Sequence[Row]) -> list[Row]:
         """Return clamped MSE and success rate per setting, with intervals."""

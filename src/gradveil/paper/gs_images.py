@@ -15,11 +15,11 @@ from PIL import Image
 
 from gradveil.experiments.rows import group
 from gradveil.metrics import interval
-from gradveil.paper.attack_points import FLOORS, encoded
 from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row, judge, published
 from gradveil.paper.cases import HIDDEN, Case, cases, control_works, strongest
 from gradveil.paper.figures import figure
 from gradveil.paper.panels import GS_STEPS, NORMALISED, AttackPanel, gs_attack
+from gradveil.paper.points import FLOORS, encoded
 from gradveil.paper.rows import KNOWING, NAIVE, Measured, family, level
 from gradveil.paper.tradeoff import Tradeoff
 

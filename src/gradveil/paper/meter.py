@@ -2,31 +2,25 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import isfinite, log
 from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any, ClassVar
 
-import torch
 from scipy.stats import pearsonr, spearmanr
-from torch import Tensor, nn
 
-from gradveil.attacks.base import build as build_attack
 from gradveil.certificates.meter import leak_meter
-from gradveil.data import load
-from gradveil.data.base import Split
+from gradveil.countermeasures import Countermeasure
 from gradveil.defenses.base import build as build_defense
-from gradveil.defenses.guard.step import step_gradient
 from gradveil.experiments.rows import group
-from gradveil.models import build
+from gradveil.experiments.trial import Trial, solved
 from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row, judge
 from gradveil.paper.figures import figure
+from gradveil.paper.points import shared
 from gradveil.paper.rows import Record
-from gradveil.types import Batch, GaussianPrior, Observation, Update
+from gradveil.types import Observation
 
 View = Callable[[Observation], Observation]
-PUBLIC, RANK = 2000, 256  # images and principal directions of the prior
 NOISY = 1e-4  # below it the meter is set by its floor and the attack by its tolerance
 EVERY_LAYER = "random_mask:share=0.4,layer=conv1/conv2/conv3/conv4/fc"
 
@@ -73,34 +67,6 @@ FULL_ONLY = {  # left out of a quick run: their kind stays in it
     "ours 80 %, mask read", "ours 80 %, tensor dropped", "ours 80 %, naive-looking", "noise 0.3",
     "every layer masked 40 %", "pruning 97 %, mask read", "pruning 99 %, mask read",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Place:
-    """What every problem shares: the weights, the images, what the server knows of images in general."""
-
-    model: nn.Module
-    images: Split
-    order: Tensor  # of the images
-    prior: GaussianPrior
-    shape: tuple[int, ...]
-    num_classes: int
-    device: torch.device
-
-    def truth(self, number: int) -> Batch:
-        """Return one image with its label."""
-        one = self.images.batch(self.order[number].reshape(1))
-        return Batch(one.inputs.to(self.device), one.labels.to(self.device))
-
-
-@lru_cache(maxsize=1)
-def _place(model: str, dataset: str, context: Context) -> Place:
-    source, device = load(dataset, context.data), context.device
-    net = build(model, source.input_shape, source.num_classes, seed=context.seeds.number("weights")).to(device)
-    order = torch.randperm(len(source.train), generator=context.seeds("images"))
-    public = torch.randperm(len(source.test), generator=context.seeds("public"))[:PUBLIC]
-    prior = GaussianPrior.fit(source.test.batch(public).inputs.to(device), rank=RANK)
-    return Place(net, source.train, order, prior, source.input_shape, source.num_classes, device)
 
 
 @dataclass(frozen=True)
@@ -161,21 +127,21 @@ class MeterCheck(Item):
 
     def run(self, unit: str, context: Context) -> list[Row]:
         """Meter and attack one update."""
-        number, name = self.work(context)[unit]
-        place = _place(self.model, self.dataset, context)
-        model, prior, shape, classes = place.model, place.prior, place.shape, place.num_classes
-        truth = place.truth(number)
+        i, name = self.work(context)[unit]
+        scene = shared(self.dataset, self.model, 8 if context.full else 1, context)
         spec, view = (SETTINGS | NAIVE)[name]
-        defense, rng = build_defense(spec), context.seeds("defense", number, name)
-        update = defense.on_update(Update(step_gradient(model, truth, defense, rng)), rng)
-        seen = Observation(model, update, shape, classes, truth.labels, prior=prior)
-        seen = view(seen) if view is not None else defense.adaptive(model)[0].view(seen)
-        leak = leak_meter(seen, truth, floor=self.floor)
-        found = build_attack(self.attack).reconstruct(seen, context.seeds("attack", number, name))
+        seen = scene.observe_one(i, spec, context.seeds("defense", i, name), with_labels=True)
+        known = build_defense(spec).adaptive(scene.model)
+        server = known[0] if view is None else Countermeasure(name, "Looks at a part of the update.", view)
+        trial = Trial(seen, server, self.attack, context.seeds("attack", i, name))
+        truth, prior = scene.truth[i : i + 1].to(context.device), scene.public.prior
+        assert prior is not None  # every scene has one unless told otherwise
+        leak = leak_meter(trial.view, truth, floor=self.floor)
+        (found,) = solved([trial])
         mse = float((found.inputs - truth.inputs).square().mean())
         blind = float((prior.mean - truth.inputs.reshape(-1)).square().mean())
         return [
-            {"setting": name, "naive": name in NAIVE, "image": number, "meter": leak.mse, "mse": mse}
+            {"setting": name, "naive": name in NAIVE, "image": i, "meter": leak.mse, "mse": mse}
             | {"rank": leak.rank, "influence": _finite(leak.influence), "prior": leak.prior_mse, "blind": blind}
             | {"objective": found.objective, "converged": found.converged}
         ]

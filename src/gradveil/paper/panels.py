@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from gradveil.paper.attack_points import FLOORS, AttackPoints, Point, servers
 from gradveil.paper.base import BLIND, CIFAR10, Context, Row
+from gradveil.paper.points import FLOORS, AttackPoints, Point, servers
 
 SCALES = (0.0001, 0.001, 0.01, 0.1)
 NORMALISED = f"convnet:{CIFAR10}"

@@ -120,7 +120,7 @@ class Table1(Item):
         clients = partition(dataset.train.labels, run.split, seeds.numpy("split"))
         model = build(self.model, dataset.input_shape, dataset.num_classes, seed=seeds.number("weights"))
         model = model.to(context.device)
-        public = dataset.test.batch(torch.randperm(len(dataset.test), generator=seeds("public"))[:BLIND]).inputs
+        public = dataset.test.sample(BLIND, seeds("public")).inputs
         rounds = self.rounds if context.full else max(self.rounds // 10, 1)
         training = run.training(rounds)
         chain = chain_of(model, dataset.input_shape, dataset.num_classes)

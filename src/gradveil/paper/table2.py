@@ -6,8 +6,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import ClassVar
 
-import torch
-
 from gradveil.data import load
 from gradveil.defenses.base import build as build_defense
 from gradveil.defenses.guard.passes import Report
@@ -22,7 +20,6 @@ from gradveil.paper.panels import FULL, NORMALISED, AttackPanel
 from gradveil.paper.rows import Record, family, level
 from gradveil.paper.tradeoff import Tradeoff
 from gradveil.tree import Params, flatten, norm
-from gradveil.types import Batch
 
 NAMES = {  # of the table's lines: defence, factor from its setting to the table's unit
     "GC: p_model (%)": ("pruning", 100.0),
@@ -71,11 +68,10 @@ class Table2(Item):
         model = build(panel.model, dataset.input_shape, dataset.num_classes, seed=context.seeds.number("weights"))
         model.to(context.device)
         count = self.images if context.full else min(self.images, 2)
-        order = torch.randperm(len(dataset.train), generator=context.seeds("images"))[:count]
-        batch = dataset.train.batch(order)
+        batch = dataset.train.sample(count, context.seeds("images"))
         rows = []
         for i in range(len(batch)):
-            one = Batch(batch.inputs[i : i + 1].to(context.device), batch.labels[i : i + 1].to(context.device))
+            one = batch[i : i + 1].to(context.device)
             plain = step_gradient(model, one, build_defense("none"), context.seeds("plain", i))
             for spec in panel.defenses:
                 report, rng = Report(), context.seeds("defense", spec, i)

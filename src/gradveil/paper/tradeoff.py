@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 from gradveil.experiments.rows import group
 from gradveil.metrics import interval
-from gradveil.paper.attack_points import FLOORS
 from gradveil.paper.base import BLIND, ITEMS, SUCCESS, Context, Item, Judgement, Row, judge
 from gradveil.paper.cases import HIDDEN, Case, cases, control_works, strongest
 from gradveil.paper.figures import LOOKS, figure
 from gradveil.paper.panels import CONTRAST, FULL, GS_STEPS, NORMALISED, QUICK, AttackPanel, gs_attack
+from gradveil.paper.points import FLOORS
 from gradveil.paper.rows import KNOWING, NAIVE, Measured, Trained, level
 
 

@@ -6,20 +6,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
-from torch import nn
-
-from gradveil.attacks.base import build as build_attack
-from gradveil.data import load
-from gradveil.data.base import Dataset
+from gradveil.countermeasures import Countermeasure
 from gradveil.experiments.rows import group
-from gradveil.metrics import interval, measure, rate
-from gradveil.models import build
+from gradveil.experiments.trial import Trial, measured, numbers, solved
+from gradveil.metrics import interval, rate
 from gradveil.paper.base import BLIND, ITEMS, SUCCESS, Context, Item, Judgement, Row, judge, published
 from gradveil.paper.figures import figure
-from gradveil.paper.points import GALLERY, Shared, floor_rows
+from gradveil.paper.points import shared
 from gradveil.paper.rows import Measured
-from gradveil.types import Batch, Observation
+from gradveil.types import Observation
 
 FEW, CONTROL = 0.05, 0.1  # shares of images: recovered by chance at most; recovered by a working attack at least
 NETWORKS = {
@@ -77,32 +72,21 @@ class WgClgRep(Item):
     def run(self, unit: str, context: Context) -> list[Row]:
         """Attack the images of one network by one part of the update."""
         network, part = self.work(context)[unit]
-        dataset = load(self.dataset, context.data)
-        spec = NETWORKS.get(network, "probe")
-        model = build(spec, dataset.input_shape, dataset.num_classes, seed=context.seeds.number("weights"))
-        scene = self._scene(model, dataset, context)
-        if network == BLIND:
-            return [row | {"network": BLIND, "part": row["server"]} for row in floor_rows(scene)]
-        views = [_VIEWS[part](s) for s in scene.observe("none", context.device)]
-        name = "rep" if part == "Rep" else "dlg"
-        steps = self.steps if context.full else max(self.steps // 4, 1)
-        attack = build_attack(f"{name}:steps={steps},restarts={self.restarts}")
-        rngs = [scene.seeds("attack", network, part, i) for i in range(len(views))]
-        rows = []
-        for i, found in enumerate(attack.reconstruct_many(views, rngs)):
-            truth = Batch(scene.truth.inputs[i : i + 1], scene.truth.labels[i : i + 1])
-            values, _ = measure(found.inputs, found.labels, truth, scene.public.inputs[:GALLERY])
-            row = {"network": network, "part": part, "image": i, "objective": found.objective}
-            row |= {key: float(v[0]) for key, v in values.items()}
-            rows.append(row | {"converged": found.converged, "known": _count(views[i])})
-        return rows
-
-    def _scene(self, model: nn.Module, dataset: Dataset, context: Context) -> Shared:
-        """Return the images to attack and the public ones; no prior, since neither attack has one."""
         count = self.images if context.full else self.images // 2
-        truth = dataset.train.batch(torch.randperm(len(dataset.train), generator=context.seeds("images"))[:count])
-        public = dataset.test.batch(torch.randperm(len(dataset.test), generator=context.seeds("public"))[:2000])
-        return Shared(model, truth, public, dataset.num_classes, context.seeds)
+        scene = shared(self.dataset, NETWORKS.get(network, "probe"), count, context, with_prior=False)  # none has one
+        if network == BLIND:
+            return [row | {"network": BLIND, "part": row["server"]} for row in scene.floors()]
+        steps = self.steps if context.full else max(self.steps // 4, 1)
+        attack = f"{'rep' if part == 'Rep' else 'dlg'}:steps={steps},restarts={self.restarts}"
+        server = Countermeasure(part, "Looks at a part of the update.", _VIEWS[part])
+        rngs = [scene.seeds("attack", network, part, i) for i in range(count)]
+        trials = [Trial(s, server, attack, rng) for s, rng in zip(scene.observe("none"), rngs, strict=True)]
+        rows = []
+        for i, (trial, found) in enumerate(zip(trials, solved(trials), strict=True)):
+            row = {"network": network, "part": part, "image": i, "objective": found.objective}
+            row |= numbers(measured(found, scene.truth[i : i + 1], scene.public.gallery)[0])
+            rows.append(row | {"converged": found.converged, "known": _count(trial.view)})
+        return rows
 
     def summary(self, rows: Sequence[Row]) -> list[Row]:
         """Return MSE, PSNR and success per network and part, the blind guesses last."""

@@ -1,11 +1,11 @@
-"""Scales and ticks for the page's own drawings."""
+"""The page's figures, drawn as SVG: the error per defence, and privacy against accuracy."""
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from gradveil.experiments.judge import Verdict, strongest
+from gradveil.experiments.judge import Verdict, naive_and_adaptive
 from gradveil.experiments.rows import NAIVE, Floor, Line
 
 
@@ -71,7 +71,7 @@ NUM_STYLES = 8  # colours in the style sheet
 def errors_figure(found: Sequence[Line], names: Sequence[str], floor: Floor, round_: str) -> str:
     """Draw the error of the strongest naive and adaptive attack per defence, with intervals."""
     here = [line for line in found if line.round == round_]
-    pairs = [(name, *_naive_and_adaptive(here, name)) for name in names]
+    pairs = [(name, *naive_and_adaptive(here, name)) for name in names]
     shown = [line for _, naive, adaptive in pairs for line in (naive, adaptive) if line is not None]
     if not shown:
         return ""
@@ -94,7 +94,7 @@ def errors_figure(found: Sequence[Line], names: Sequence[str], floor: Floor, rou
 def trade_figure(found: Sequence[Line], judged: Sequence[Verdict], floor: Floor, round_: str) -> str:
     """Draw privacy against accuracy: a defence's naive and adaptive marks are joined by a line."""
     here = [line for line in found if line.round == round_]
-    marks = [(i, v, *_naive_and_adaptive(here, v.defense)) for i, v in enumerate(judged) if v.accuracy is not None]
+    marks = [(i, v, *naive_and_adaptive(here, v.defense)) for i, v in enumerate(judged) if v.accuracy is not None]
     shown = [line.mse.mean for *_, naive, adaptive in marks for line in (naive, adaptive) if line is not None]
     if not shown:
         return ""
@@ -127,16 +127,8 @@ def trade_figure(found: Sequence[Line], judged: Sequence[Verdict], floor: Floor,
     return _svg(legend + 17 * len(marks), f"Privacy against accuracy, {round_} round", parts)
 
 
-def _naive_and_adaptive(here: Sequence[Line], name: str) -> tuple[Line | None, Line | None]:
-    mine = [line for line in here if line.defense == name and (name != "none" or line.weights in ("none", "start"))]
-    return (
-        strongest(line for line in mine if line.server == NAIVE),
-        strongest(line for line in mine if line.server != NAIVE),
-    )
-
-
 def _control(here: Sequence[Line]) -> Line | None:
-    return _naive_and_adaptive(here, "none")[0]
+    return naive_and_adaptive(here, "none")[0]
 
 
 def _mean(line: Line | None) -> float | None:
@@ -146,8 +138,7 @@ def _mean(line: Line | None) -> float | None:
 def _told(line: Line) -> str:
     server = "naive server" if line.server == NAIVE else f"server that knows ({line.server})"
     void = "; void" if not line.counts else ""
-    error = f"MSE {line.mse.mean:.2g} [{line.mse.low:.2g}, {line.mse.high:.2g}]"
-    return f"{line.defense}: {server}, {line.attack}, {error}{void}"
+    return f"{line.defense}: {server}, {line.attack}, MSE {line.mse:.2g}{void}"
 
 
 def _whisker(scale: Axis, line: Line | None, y: float, i: int, kind: str) -> str:

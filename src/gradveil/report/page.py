@@ -7,13 +7,73 @@ from typing import Any
 
 from gradveil.errors import MissingExtraError
 from gradveil.experiments.judge import BADGES, Verdict, headline, verdicts
-from gradveil.experiments.rows import Floor, Line, best_floor, lines
+from gradveil.experiments.rows import HALF, RECOVERED, SIGNIFICANT, Floor, Line, best_floor, lines
 from gradveil.experiments.run_folder import REPORT, VERSIONS, RunFolder
 from gradveil.files import write_atomically
 from gradveil.report.figures import errors_figure, trade_figure
-from gradveil.report.glossary import CAVEAT, PICTURES, READING, promises_table
-from gradveil.report.pictures import albums, thumbs
-from gradveil.report.table import HEAD, NUM_TEXTS, table_rows
+from gradveil.report.pictures import pictures, thumbs
+from gradveil.report.table import HEAD, NUM_TEXTS, certificate_table, table_rows
+
+READING = (
+    (
+        "Naive server",
+        "Matches everything that arrives, as if there were no defence. It is what most published tables show.",
+    ),
+    (
+        "Server that knows",
+        "Has read the defence's code, as any server may (Kerckhoffs), and works around it. Only the client's data "
+        "and its random draws are secret. This is the figure that counts.",
+    ),
+    (
+        "Control",
+        "The same attack on the same images and weights with no defence: the ceiling. If it fails, the attack's "
+        "failure against a defence proves nothing.",
+    ),
+    (
+        "Void",
+        f"An attack whose control recovers fewer than {HALF:.0%} of the images and identifies fewer than {HALF:.0%}. "
+        "A void line is never counted as protection; what it does recover still counts as a leak.",
+    ),
+    (
+        "Blind guess",
+        "What somebody who never saw the update would answer: plain grey, the mean of public images, or that of the "
+        "right class. The best of them is the floor: an attack above it has learned nothing.",
+    ),
+    (
+        "Recovered",
+        f"At least {HALF:.0%} of the images come back with an error under {RECOVERED:.0%} of the blind guess's.",
+    ),
+    (
+        "Identified",
+        "The reconstruction is nearer to its original than to every other image of the gallery (ties count against "
+        "the attack): what privacy means to a person. Recognised: at least "
+        f"{HALF:.0%} of the images are identified.",
+    ),
+    (
+        "Traces",
+        "Some image was recovered, or more were identified than chance explains (binomial test at "
+        f"{SIGNIFICANT:.0%}), or the mean error is under {HALF:.0%} of the blind guess's.",
+    ),
+    (
+        "Nothing found",
+        "None of the attacks of this panel got anything, and their controls succeeded. That is evidence, not proof.",
+    ),
+    (
+        "Error",
+        "Mean squared error per pixel, pixels in [0, 1], after clamping to the data range: a diverged attack cannot "
+        "look like protection. Reconstructions are chosen by the attack's own objective, never by the truth.",
+    ),
+)
+
+PICTURES = (
+    "Under each picture: its mean squared error; ✓ and red where it picks its original out of the gallery. "
+    "Shown first: the strongest attack of the naive server and of the server that knows each defence."
+)
+
+CAVEAT = (
+    "Each attacked client took one local step from the weights that the server sent; pictures on the cards show the "
+    "first image, not the best one. What no attack of this panel got, another may still get."
+)
 
 
 def write_report(folder: str | Path) -> Path:
@@ -51,10 +111,10 @@ def _content(store: RunFolder) -> dict[str, Any]:
         "caveat": CAVEAT,
         "thumbs": thumbs(store, judged),
         "picture_note": PICTURES if judged else "What the attacks brought back; there is no truth to compare with.",
-        "albums": albums(store, found),
+        "pictures": pictures(store, found),
         "figures": _figures(found, judged, floor) if floor is not None else [],
         "table": {"head": HEAD, "texts": NUM_TEXTS, "rows": table_rows(found, floor)} if floor is not None else None,
-        "promises": promises_table(rows),
+        "certificates": certificate_table(rows),
         "images": floor.mse.count if floor is not None else 0,
         "reading": READING,
         "servers": [(f"{row['defense']} · {row['server']}", row["why"]) for row in about],

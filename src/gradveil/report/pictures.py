@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from gradveil.experiments.judge import BADGES, Verdict, strongest
-from gradveil.experiments.rows import NAIVE, Line
-from gradveil.experiments.run_folder import Row, RunFolder
+from gradveil.experiments.judge import BADGES, Verdict, naive_and_adaptive
+from gradveil.experiments.rows import NAIVE, Line, MeasuredExample, group, read
+from gradveil.experiments.run_folder import RunFolder
 from gradveil.files import write_atomically
 from gradveil.metrics.intervals import short
 
@@ -60,6 +60,7 @@ def _image(array: NDArray[Any]) -> Image.Image:
 
 MOST = 12  # pictures in a strip; the rest is in the run folder
 TRUTH = "truth"  # the unit that holds the originals
+KEY = ("weights", "defense", "server", "attack")  # what tells the lines of a round apart
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Strip:
 
 
 @dataclass(frozen=True)
-class Album:
+class RoundPictures:
     """The strips of one round."""
 
     title: str
@@ -90,26 +91,22 @@ class Album:
     rest: list[Strip] = field(default_factory=list)
 
 
-def albums(store: RunFolder, found: Sequence[Line]) -> list[Album]:
-    """Return one album per round: the strongest attack of each server on each defence first, the others apart."""
-    rows = [row for row in store.rows if row["kind"] == "attack"]
-    arrays = {unit: store.arrays(unit) for unit in dict.fromkeys([TRUTH, *(row["unit"] for row in rows)])}
-    head = _originals(arrays[TRUTH], [row for row in store.rows if row["kind"] == "floor"])
+def pictures(store: RunFolder, found: Sequence[Line]) -> list[RoundPictures]:
+    """Return the pictures by round: the strongest attack of each server on each defence first, the others apart."""
+    attacked = read(store.rows, "attack")
+    arrays = {unit: store.arrays(unit) for unit in dict.fromkeys([TRUTH, *(m.unit for m in attacked)])}
+    head = _originals(arrays[TRUTH], read(store.rows, "floor"))
     result = []
-    for round_ in dict.fromkeys(row["round"] for row in rows):
-        here = [row for row in rows if row["round"] == round_]
-        by_line: dict[tuple[str, ...], list[Row]] = {}
-        for row in here:
-            by_line.setdefault(_key(row), []).append(row)
-        lines = {_line_key(x): x for x in found if x.round == round_}
+    for (round_, number), here in group(attacked, "round", "round_number").items():
+        by_line = group(here, *KEY)
+        lines = {x.key: x for x in found if x.round == round_}
         first = _first_choice(list(lines.values())) if lines else set(by_line)
         ordered = [*lines, *(key for key in by_line if key not in lines)]
         strips = {key: _strip(by_line[key], lines.get(key), arrays) for key in ordered}
         shown = [strip for key, strip in strips.items() if key in first]
         rest = [strip for key, strip in strips.items() if key not in first]
-        number = here[0]["round_number"]
         title = f"The {round_} round" + (f" (round {number})" if number else "") if round_ != "update" else "The update"
-        result.append(Album(title, [*head, *shown], rest))
+        result.append(RoundPictures(title, [*head, *shown], rest))
     return result
 
 
@@ -127,70 +124,57 @@ def thumbs(store: RunFolder, judged: Sequence[Verdict]) -> dict[str, list[Thumb]
     truth = store.arrays(TRUTH).get("truth")
     if truth is None:
         return {}
-    first = {(row["round"], *_key(row)): row for row in store.rows if row["kind"] == "attack" and row["example"] == 0}
+    first = group([m for m in read(store.rows, "attack") if m.example == 0], "round", *KEY)
     result = {}
     for verdict in judged:
         shown = [Thumb(picture(truth[0]), "original", "original")]
         naive = "any server" if verdict.defense == "none" else "naive server"
         for line, caption in ((verdict.naive, naive), (verdict.adaptive, "server that knows")):
-            row = first.get((line.round, *_line_key(line))) if line is not None else None
-            if row is not None:
-                found = store.arrays(row["unit"])["found"][row["index"]]
-                shown.append(Thumb(picture(found), f"{caption}: MSE {short(row['mse'])}", caption))
+            mine = first.get((line.round, *line.key)) if line is not None else None
+            if mine:
+                got = store.arrays(mine[-1].unit)["found"][mine[-1].index]
+                shown.append(Thumb(picture(got), f"{caption}: MSE {short(mine[-1].mse)}", caption))
         result[verdict.defense] = shown
     return result
 
 
-def _key(row: Row) -> tuple[str, ...]:
-    return (row["weights"], row["defense"], row["server"], row["attack"])
-
-
-def _line_key(line: Line) -> tuple[str, ...]:
-    return (line.weights, line.defense, line.server, line.attack)
-
-
 def _first_choice(found: Sequence[Line]) -> set[tuple[str, ...]]:
     """Return the strongest line of the naive server and of the knowing one, per defence (and for the control)."""
-    groups: dict[tuple[str, bool], list[Line]] = {}
-    for line in found:
-        if line.defense != "none" or line.weights in ("none", "start"):
-            groups.setdefault((line.defense, line.server == NAIVE), []).append(line)
-    best = [strongest(group) for group in groups.values()]
-    return {_line_key(line) for line in best if line is not None}
+    best = [line for name in {x.defense for x in found} for line in naive_and_adaptive(found, name)]
+    return {line.key for line in best if line is not None}
 
 
-def _originals(arrays: dict[str, NDArray[Any]], floors: Sequence[Row]) -> list[Strip]:
+def _originals(arrays: dict[str, NDArray[Any]], floors: Sequence[MeasuredExample]) -> list[Strip]:
     strips = []
     known = (("truth", "Original", "what the client holds"), ("stand-in", "Stand-ins", "public, for the control"))
     for name, what, how in known:
         if name in arrays:
             shots = [Shot(picture(x), f"{what} {i}") for i, x in enumerate(arrays[name][:MOST])]
             strips.append(Strip(what, how, shots))
-    for guess in dict.fromkeys(row["guess"] for row in floors):
-        mine = [row for row in floors if row["guess"] == guess]
-        pictures = [(row, arrays[guess][row["example"]]) for row in mine if guess in arrays]
-        strips.append(Strip(f"Blind guess: {guess}", "without any update", [_shot(r, x) for r, x in pictures[:MOST]]))
+    for (guess,), mine in group(floors, "guess").items():
+        shots = [_shot(m, arrays[guess][m.example]) for m in mine[:MOST] if guess in arrays]
+        strips.append(Strip(f"Blind guess: {guess}", "without any update", shots))
     return strips
 
 
-def _strip(group: Sequence[Row], line: Line | None, arrays: dict[str, dict[str, NDArray[Any]]]) -> Strip:
-    row = group[0]
-    what = "Control: no defence" if row["defense"] == "none" else str(row["defense"])
-    if row["defense"] == "none" and row["weights"] not in ("none", "start"):
-        what += f", model trained under {row['weights']}"
-    server = "" if row["defense"] == "none" else "naive server, " if row["server"] == NAIVE else f"{row['server']}, "
-    how = f"{server}{row['attack']}"
+def _strip(mine: Sequence[MeasuredExample], line: Line | None, arrays: dict[str, dict[str, NDArray[Any]]]) -> Strip:
+    one = mine[0]
+    what = "Control: no defence" if one.defense == "none" else one.defense
+    if one.defense == "none" and one.weights not in ("none", "start"):
+        what += f", model trained under {one.weights}"
+    server = "" if one.defense == "none" else "naive server, " if one.server == NAIVE else f"{one.server}, "
+    how = f"{server}{one.attack}"
     if line is not None:
         how += f" · {'void' if not line.counts else BADGES[line.grade].lower()} · MSE {short(line.mse.mean)}"
         if line.identified.count:
             how += f" · {line.identified.hits}/{line.identified.count} identified"
-    pictures = [(r, arrays[r["unit"]]["found"][r["index"]]) for r in group if "found" in arrays[r["unit"]]]
-    return Strip(what, how, [_shot(r, x) for r, x in pictures[:MOST]])
+    there = [m for m in mine if "found" in arrays[m.unit]]
+    return Strip(what, how, [_shot(m, arrays[m.unit]["found"][m.index]) for m in there[:MOST]])
 
 
-def _shot(row: Row, x: NDArray[Any]) -> Shot:
-    if row["mse"] is None:
-        return Shot(picture(x), f"reconstruction {row['example']}")
-    hit = bool(row["identified"])
-    alt = f"image {row['example']}: MSE {short(row['mse'])}{', picks its original out of the gallery' if hit else ''}"
-    return Shot(picture(x), alt, f"{row['mse']:.1g}", hit)
+def _shot(m: MeasuredExample, x: NDArray[Any]) -> Shot:
+    if not m.known:
+        return Shot(picture(x), f"reconstruction {m.example}")
+    hit = m.identified == 1.0
+    alt = f"image {m.example}: MSE {short(m.mse)}{', picks its original out of the gallery' if hit else ''}"
+    return Shot(picture(x), alt, f"{m.mse:.1g}", hit)

@@ -1,6 +1,7 @@
 """All numbers as a table, for the page and for the terminal."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -8,6 +9,7 @@ from rich.text import Text
 
 from gradveil.experiments.judge import BADGES, Verdict
 from gradveil.experiments.rows import NAIVE, Floor, Line
+from gradveil.experiments.run_folder import Row
 from gradveil.metrics.intervals import short
 
 HEAD = (
@@ -46,7 +48,7 @@ def table_rows(found: Sequence[Line], floor: Floor) -> list[tuple[str, ...]]:
 
 def _row(line: Line) -> tuple[str, ...]:
     defense = line.defense
-    if defense == "none" and line.weights not in ("none", "start"):
+    if not line.at_own_weights:
         defense = f"none (model of {line.weights})"
     return (
         line.round,
@@ -70,6 +72,56 @@ def says(line: Line) -> str:
         return f"Void: {line.void}."
     is_control = line.defense == "none" and line.server == NAIVE
     return f"{'Control: ' if is_control else ''}{BADGES[line.grade]}."
+
+
+CERTIFICATE_HEAD = ("defence", "figure", "MSE at least", "proved", "says")
+NAMES = {
+    "local": "the paper's theorem 1",
+    "global": "the Lipschitz bound",
+}
+
+
+@dataclass(frozen=True)
+class CertificateTable:
+    """The table and the sentences under it."""
+
+    head: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    assumptions: list[tuple[str, list[str]]]  # figure -> sentences
+
+
+def certificate_table(rows: Sequence[Row]) -> CertificateTable | None:
+    """Return the table, or nothing where the run has no such rows."""
+    chosen = [row for row in rows if row["kind"] in ("certificate", "meter")]
+    if not chosen:
+        return None
+    assumptions: dict[str, list[str]] = {}
+    for row in chosen:
+        known = assumptions.setdefault(_figure(row), [])
+        known += [text for text in row["assumptions"] if text not in known]
+    cells = [(row["defense"], _name(row), _mse(row), _proved(row), row["says"]) for row in chosen]
+    return CertificateTable(
+        CERTIFICATE_HEAD, cells, [(figure, texts) for figure, texts in assumptions.items() if texts]
+    )
+
+
+def _figure(row: Row) -> str:
+    return "the leak meter" if row["kind"] == "meter" else NAMES[row["certificate"]]
+
+
+def _name(row: Row) -> str:
+    where = row["server"] if row["kind"] == "meter" else row["layer"]
+    return f"{_figure(row)} ({where})" if where else _figure(row)
+
+
+def _mse(row: Row) -> str:
+    return "–" if row["mse"] is None else short(row["mse"])
+
+
+def _proved(row: Row) -> str:
+    if row["kind"] == "meter":
+        return "first order"
+    return "yes" if row["sound"] else "first order"
 
 
 COLUMNS = ("defence", "verdict", "naive server", "server that knows", "accuracy")

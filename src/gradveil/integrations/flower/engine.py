@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from gradveil.errors import GradveilError, MissingExtraError
 
 if TYPE_CHECKING:
-    from gradveil.integrations.flower.server import Outcome
+    from gradveil.integrations.flower.app import Outcome
     from gradveil.integrations.flower.settings import FlowerSettings
 
 QUIET = {
@@ -77,7 +77,7 @@ def check(settings: "FlowerSettings") -> int:
         raise MissingExtraError("The Flower engine", "flower")
     os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
     from gradveil.defenses.base import build
-    from gradveil.integrations.flower.server import build_strategy
+    from gradveil.integrations.flower.app import build_strategy
     from gradveil.integrations.flower.settings import build_model, load_data
 
     dataset, shares = load_data(settings.dataset, settings.data, settings.partition, settings.seed)
@@ -92,8 +92,7 @@ def check(settings: "FlowerSettings") -> int:
 def simulate(settings: "FlowerSettings", workers: int | None = None) -> "Outcome":
     """Run every device as a simulated node on this machine and return what came of it."""
     devices = check(settings)  # whatever does not fit is said now, not from another process
-    from gradveil.integrations.flower.client import make_client_app
-    from gradveil.integrations.flower.server import make_server_app
+    from gradveil.integrations.flower.app import make_client_app, make_server_app
 
     try:
         from flwr.simulation import run_simulation

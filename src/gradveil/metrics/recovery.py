@@ -1,4 +1,4 @@
-"""Which reconstruction belongs to which original: an update does not keep the order of its examples."""
+"""What was recovered: reconstructions paired with their originals and measured, and the blind guesses beside them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -99,3 +99,27 @@ def _unit(x: Tensor, bounds: tuple[float, float]) -> Tensor:
     low, high = bounds
     scaled = (x.detach().cpu().float() - low) / (high - low)
     return scaled.nan_to_num(nan=0.5, posinf=1.0, neginf=0.0).clamp(0.0, 1.0)
+
+
+# Blind guesses: what somebody who never saw the update would answer. The floor under every attack.
+
+
+def blind_guesses(truth: Batch, public: Batch | None, bounds: tuple[float, float] = (0.0, 1.0)) -> dict[str, Tensor]:
+    """Return every blind guess (N, *shape) by name; ``public`` is data of the same kind that is not the client's.
+
+    *grey*: half-way between black and white everywhere. *mean image*: of the public images. *class mean*: of those of
+    the right class, the mean image where there are none; for a server that knows the label, and no more.
+    """
+    guesses = {"grey": torch.full_like(truth.inputs, sum(bounds) / 2)}
+    if public is not None:
+        guesses["mean image"] = public.inputs.mean(dim=0).expand_as(truth.inputs)
+        guesses["class mean"] = _class_means(truth, public)
+    return guesses
+
+
+def _class_means(truth: Batch, public: Batch) -> Tensor:
+    means = {}
+    for label in set(truth.labels.tolist()):
+        of_class = public.inputs[public.labels == label]
+        means[label] = (of_class if len(of_class) else public.inputs).mean(dim=0)
+    return torch.stack([means[label] for label in truth.labels.tolist()])
