@@ -1,6 +1,7 @@
 """What a server that knows a defence does about it: another view of the same update, maybe another attack.
 
-A defence declares its countermeasures; an attack is handed the changed view. Neither imports the other.
+Such a server knows which defence runs and with which settings, but none of the client's random draws. A defence
+declares its countermeasures; an attack is handed the changed view. Neither imports the other.
 """
 
 from collections.abc import Callable

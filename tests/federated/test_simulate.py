@@ -17,8 +17,7 @@ from gradveil.federated.client import evaluate, local_update
 from gradveil.federated.engines import ENGINES
 from gradveil.federated.schedules import SCHEDULES
 from gradveil.federated.server import Faults
-from gradveil.federated.simulate import Training, client_seed, sample_clients, simulate
-from gradveil.federated.together import Variant, simulate_together
+from gradveil.federated.simulate import Training, Variant, client_seed, sample_clients, simulate, simulate_together
 from gradveil.models import build as build_model
 from gradveil.seeds import Seeds
 from gradveil.tree import parameters

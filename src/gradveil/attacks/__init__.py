@@ -1,1 +1,1 @@
-"""Attacks, one file each. Nothing here may import a defence, a client or data."""
+"""Attacks, one file each; folders hold their machinery. Nothing here may import a defence, a client or data."""

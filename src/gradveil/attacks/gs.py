@@ -1,7 +1,8 @@
-"""How much smoothness counts against a noisy update: the weight that makes the search a MAP estimate.
+"""Inverting gradients (Geiping et al. 2020): match the direction of the gradient by smooth images, with Adam.
 
-Let s = g + n be what is seen, n of standard deviation σ in each entry, and let neighbouring pixels of images differ by
-b on average, as if drawn from a Laplace distribution. The negative logarithm of the posterior is, up to a constant,
+Against a noisy update smoothness counts as much as makes the search a MAP estimate. Let s = g + n be what is seen, n of
+standard deviation σ in each entry, and let neighbouring pixels of images differ by b on average, as if drawn from a
+Laplace distribution. The negative logarithm of the posterior is, up to a constant,
 ‖g(x) - s‖²/(2σ²) + Σ|differences|/b. Where ‖g(x)‖ ≈ ‖g‖, the first term is ‖s‖‖g‖/σ² times 1 - cos(g(x), s). Divided
 by that factor, the second is the mean absolute difference times
 

@@ -1,4 +1,4 @@
-"""Settings that make no sense are refused when a defence is built, not in the middle of training."""
+"""What a defence is, and where it may act. Settings that make no sense are refused when it is built."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""The paper's defence for stacked clients: every client its own share, all scored and masked at once."""
+"""What stacked clients need: steps padded to one shape, and the paper's defence with every client's own share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

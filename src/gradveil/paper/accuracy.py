@@ -17,8 +17,7 @@ from gradveil.defenses.base import build as build_defense
 from gradveil.experiments.rows import group
 from gradveil.federated.client import evaluate
 from gradveil.federated.settings import Training
-from gradveil.federated.simulate import Round
-from gradveil.federated.together import Variant, simulate_together
+from gradveil.federated.simulate import Round, Variant, simulate_together
 from gradveil.models import build
 from gradveil.paper.base import CIFAR10, ITEMS, MAX_DROP, Context, Item, Judgement, Row, judge
 from gradveil.paper.figures import Dot, dot_panels

@@ -1,4 +1,4 @@
-"""Tell guards when an optimizer is about to step on their model's weights."""
+"""Where a defence gets its turn: in the forward passes of a model, and before an optimizer steps on its weights."""
 
 import weakref
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a defence did, counted: not only what it was asked to do."""
+"""One defended pass: the model as a function of its examples, r in and r' out, and what was done, counted."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""A defence attached to a model: its hooks, and what it does when an optimizer is about to step."""
+"""``protect``: a defence attached to a model's training, which refuses a step that would go out undefended."""
 
 from functools import partial
 from types import TracebackType
