@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradveil.defenses.masking import (
-    budget,
+    RandomMask,
     largest,
     largest_live,
     largest_live_together,
@@ -70,4 +70,4 @@ def test_one_mask_for_the_batch_takes_the_largest_sums_of_live_scores() -> None:
 def test_the_budget_is_a_share_or_a_count_and_never_more_than_there_is(
     share: float, count: int | None, expected: int
 ) -> None:
-    assert budget(10, share, count) == expected
+    assert RandomMask(share, count).budget(torch.zeros(3, 2, 5)) == expected

@@ -19,11 +19,6 @@ _DEAD = -1.0  # below every score, and scores are never negative
 Layers = tuple[str, ...] | str | None
 
 
-def budget(length: int, share: float, count: int | None) -> int:
-    """Return how many of ``length`` entries to take: ``count`` where it is given, else a share of them."""
-    return min(length, round(share * length) if count is None else count)
-
-
 def largest(keys: Tensor, count: int) -> Tensor:
     """Return the mask of the ``count`` largest keys of each row; of equal ones the first come first."""
     length = keys.shape[1]
@@ -114,32 +109,45 @@ def _divide(model: nn.Module, defended: tuple[str, ...]) -> list[Countermeasure]
 
 
 @dataclass(frozen=True)
-class LayerMask(LayerDefense):
-    """Zero part of r; a subclass ranks the entries."""
+class EntryDefense(LayerDefense):
+    """Zero so many entries of r; a subclass chooses which."""
 
     share: float = 0.4  # of the entries of r, per example: the paper's epsilon / L
     count: int | None = None  # that many entries, in place of a share
     layer: Layers = None  # the defended layers, joined by "/"; None: the last linear one
-    scope: Literal["sample", "batch"] = "sample"  # every example its own mask (the paper), or one for the batch
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_share(self.share)
         check_positive("count", self.count or 0)
+
+    def budget(self, r: Tensor) -> int:
+        """Return how many entries of each example of r (N, ...) to zero."""
+        length = r[0].numel()
+        return min(length, round(self.share * length) if self.count is None else self.count)
+
+    def asked(self, model: nn.Module, layer: str, r: Tensor) -> int:
+        """Return how many entries of r (N, ...) were asked for; fewer are taken where fewer are live."""
+        return len(r) * self.budget(r)
+
+
+@dataclass(frozen=True)
+class LayerMask(EntryDefense):
+    """Zero the entries of r that rank highest; a subclass ranks them."""
+
+    scope: Literal["sample", "batch"] = "sample"  # every example its own mask (the paper), or one for the batch
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice("scope", self.scope, ("sample", "batch"))
 
     @abstractmethod
     def ranking(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator) -> Tensor:
         """Return a key for each entry (N, L), zero or more: the largest are zeroed first."""
 
-    def asked(self, model: nn.Module, layer: str, r: Tensor) -> int:
-        """Return how many entries of r (N, ...) were asked for; fewer are taken where fewer are live."""
-        return len(r) * budget(r[0].numel(), self.share, self.count)
-
     def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator) -> Tensor:
         """Return r with its highest-ranked live entries set to zero."""
-        flat = r.flatten(1)  # (N, L)
-        count = budget(flat.shape[1], self.share, self.count)
+        flat, count = r.flatten(1), self.budget(r)  # (N, L)
         if count == 0:
             return r
         choose = largest_live if self.scope == "sample" else largest_live_together

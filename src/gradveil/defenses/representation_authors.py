@@ -6,7 +6,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.defenses.base import DEFENSES, check_choice, check_share
-from gradveil.defenses.masking import LayerDefense, Layers, budget
+from gradveil.defenses.masking import LayerDefense, Layers
 from gradveil.scores import METHODS, row_norms
 
 
@@ -33,7 +33,7 @@ class RepresentationAuthors(LayerDefense):
 
     def asked(self, model: nn.Module, layer: str, r: Tensor) -> int:
         """Return how many entries of r (N, ...) lie below the percentile."""
-        return len(r) * budget(r[0].numel(), self.share, None)
+        return len(r) * round(self.share * r[0].numel())
 
     def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator) -> Tensor:
         """Return r with the same entries of every example set to zero."""

@@ -14,7 +14,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.defenses.base import DEFENSES, check_choice, check_positive, check_share
-from gradveil.defenses.masking import LayerDefense, LayerMask, Layers, budget, largest, largest_live
+from gradveil.defenses.masking import EntryDefense, LayerDefense, LayerMask, Layers, largest, largest_live
 from gradveil.layers.jacobian import FunctionJacobian
 
 _ROUNDS = 50  # of an ascent; each round raises the objective, or it is over
@@ -192,29 +192,20 @@ class RepresentationPseudoinverse(LayerMask):
 
 @DEFENSES.register("representation_subset")
 @dataclass(frozen=True)
-class RepresentationSubset(LayerDefense):
+class RepresentationSubset(EntryDefense):
     """Zero the entries of the representation that together move the input most, example by example."""
 
-    share: float = 0.4  # of the entries of r, per example
-    count: int | None = None  # that many entries, in place of a share
-    layer: Layers = None  # the defended layers, joined by "/"; None: the last linear one
     p: float = 2  # the norm of the input's displacement: 1, 2 or inf
     rcond: float = 0.01  # singular values of J below this share of the largest are left out of J⁺
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_share(self.share)
-        check_positive("count", self.count or 0)
         check_choice("p", self.p, (1, 2, inf))
         check_positive("rcond", self.rcond)
 
-    def asked(self, model: nn.Module, layer: str, r: Tensor) -> int:
-        """Return how many entries of r (N, ...) were asked for; fewer are taken where fewer are live."""
-        return len(r) * budget(r[0].numel(), self.share, self.count)
-
     def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator) -> Tensor:
         """Return r with the best set of each example zeroed."""
-        count = budget(r[0].numel(), self.share, self.count)
+        count = self.budget(r)
 
         def zero_best(inverse: PseudoInverse, row: Tensor) -> Tensor:
             return row.masked_fill(best_subset(inverse, row.to(inverse.left.dtype), count, self.p), 0.0)

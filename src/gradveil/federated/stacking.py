@@ -10,7 +10,7 @@ from torch import Generator, Tensor, nn
 from gradveil.defenses.base import Defense
 from gradveil.defenses.compose import Compose
 from gradveil.defenses.guard.step import substitute
-from gradveil.defenses.masking import budget, largest_live_each
+from gradveil.defenses.masking import largest_live_each
 from gradveil.defenses.representation import RepresentationPerturbation
 from gradveil.federated.client import shuffled
 from gradveil.federated.engines import Job
@@ -58,12 +58,13 @@ class Masks:
         rows = StackedRows.of(model, self.layer, x)
         assert rows is not None
         self.rows = rows
-        self.length = representation(model, self.layer, x)[0].numel()
+        self.like = representation(model, self.layer, x)  # of which only the size matters
         self.counts = torch.zeros(clients, 1, 1, dtype=torch.int64, device=x.device)
 
     def use(self, defenses: list[Defense]) -> None:
         """Take each client's number of entries from its own defence."""
-        counts = [sum(_count(part, self.length) for part in _parts(d)) for d in defenses]
+        parts = [[p for p in _parts(d) if isinstance(p, RepresentationPerturbation)] for d in defenses]
+        counts = [sum(part.budget(self.like) for part in some) for some in parts]
         self.counts.copy_(torch.tensor(counts).view(-1, 1, 1), non_blocking=True)
 
     def perturbed(self, weights: Params, x: Tensor) -> Tensor:
@@ -84,12 +85,6 @@ class Masks:
         finally:
             handle.remove()
         return logits
-
-
-def _count(defense: Defense, length: int) -> int:
-    if not isinstance(defense, RepresentationPerturbation):
-        return 0
-    return budget(length, defense.share, defense.count)
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from gradveil.defenses.base import Defense
-from gradveil.defenses.guard.passes import OneInput, Report, find_input, lifted, perturbed, random_state, with_input
+from gradveil.defenses.guard.passes import OneInput, Pass, Report, find_input, with_input
 from gradveil.defenses.guard.step import substitute
 from gradveil.errors import DefenseError
 from gradveil.types import Batch
@@ -72,16 +72,6 @@ def _tell(optimizer: Optimizer) -> None:
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-@dataclass
-class Pass:
-    """One training pass under way."""
-
-    model: nn.Module  # as a function of the examples alone
-    x: Tensor  # (N, ...), as the model sees them
-    restore: Callable[[], None]  # sets the random state that the pass began with
-    reached: set[str] = field(default_factory=set)  # the defended layers so far
-
-
 class Interceptor:
     """Puts r' in place of r in the weight gradients of a model's defended layers, pass by pass."""
 
@@ -124,7 +114,7 @@ class Interceptor:
             x = self._changed_inputs(x)
             args, kwargs = changed = with_input(args, kwargs, at, x)
         model = self.model if len(args) == 1 and not kwargs else OneInput(self.model, args, kwargs, at)
-        self.current = Pass(model, x, random_state(x.device))
+        self.current = Pass(model, x)
         return changed
 
     def _changed_inputs(self, x: Tensor) -> Tensor:
@@ -151,11 +141,9 @@ class Interceptor:
         if layer in self.current.reached:
             raise DefenseError(f"Layer {layer!r} runs twice in one pass; its two inputs cannot be told apart.")
         self.current.reached.add(layer)
-        with lifted(self.handles), torch.random.fork_rng([r.device] if r.is_cuda else []):
-            self.current.restore()  # so that dropout draws the masks of this very pass
-            view, x = self.current.model, self.current.x
-            changed = perturbed(self.defense, view, layer, x, r, self.rng, self.report)
-        return substitute(module, r, changed)
+        return substitute(
+            module, r, self.current.perturbed(self.defense, layer, r, self.rng, self.report, self.handles)
+        )
 
     def leave(self, output: Any) -> None:
         """A pass is over: count it. Without an output it was broken off by an error."""

@@ -148,27 +148,50 @@ def lifted(handles: Iterable[RemovableHandle]) -> Iterator[None]:
             table.update(hooks)  # in the order they were
 
 
-def perturbed(
-    defense: Defense, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator, report: Report
-) -> Tensor:
-    """Return r' for the inputs x (N, ...) and the layer's inputs r (N, ...), and count what it changed.
+@dataclass
+class Pass:
+    """One training pass under way."""
 
-    Scores are computed in full precision, also under autocast. Call it with the guard's own hooks lifted.
-    """
-    if len(r) != len(x):
-        raise DefenseError(
-            f"Layer {layer!r} got {len(r)} rows for {len(x)} examples, so its rows cannot be told apart by example. "
-            f"Defend a layer that keeps the examples in its first dimension."
-        )
-    dtype = x.dtype
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), x.dtype)
-    with torch.autocast(x.device.type, enabled=False):
-        changed = defense.perturb(model, layer, x.detach().to(dtype), r.detach(), rng)
-    if changed.shape != r.shape:
-        raise DefenseError(
-            f"{defense.spec_name!r} returned {tuple(changed.shape)} for the representation {tuple(r.shape)} of "
-            f"{layer!r}. perturb() must keep the shape."
-        )
-    report.add(r, changed, defense.asked(model, layer, r))
-    return changed.detach().to(r.dtype)
+    model: nn.Module  # as a function of the examples alone
+    x: Tensor  # (N, ...), as the model sees them
+    reached: set[str] = field(default_factory=set)  # the defended layers so far
+
+    def __post_init__(self) -> None:
+        self.restore = random_state(self.x.device)  # sets the random state that the pass began with
+
+    def perturbed(
+        self,
+        defense: Defense,
+        layer: str,
+        r: Tensor,
+        rng: Generator,
+        report: Report,
+        hooks: Iterable[RemovableHandle],
+    ) -> Tensor:
+        """Return r' for the layer's inputs r (N, ...), and count what it changed; ``hooks`` are off meanwhile.
+
+        Dropout draws the masks of this very pass. Scores are computed in full precision, also under autocast.
+        """
+        x, model = self.x, self.model
+        if len(r) != len(x):
+            raise DefenseError(
+                f"Layer {layer!r} got {len(r)} rows for {len(x)} examples, so its rows cannot be told apart by "
+                f"example. Defend a layer that keeps the examples in its first dimension."
+            )
+        dtype = x.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), x.dtype)
+        with (
+            lifted(hooks),
+            torch.random.fork_rng([x.device] if x.is_cuda else []),
+            torch.autocast(x.device.type, enabled=False),
+        ):
+            self.restore()
+            changed = defense.perturb(model, layer, x.detach().to(dtype), r.detach(), rng)
+        if changed.shape != r.shape:
+            raise DefenseError(
+                f"{defense.spec_name!r} returned {tuple(changed.shape)} for the representation {tuple(r.shape)} of "
+                f"{layer!r}. perturb() must keep the shape."
+            )
+        report.add(r, changed, defense.asked(model, layer, r))
+        return changed.detach().to(r.dtype)

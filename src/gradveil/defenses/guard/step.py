@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradveil.defenses.base import Defense
-from gradveil.defenses.guard.passes import Report, lifted, perturbed, random_state
+from gradveil.defenses.guard.passes import Pass, Report
 from gradveil.errors import DefenseError, LayerError
 from gradveil.layers.modules import LINEAR, find_layer
 from gradveil.tree import Params
@@ -100,14 +100,11 @@ def _substituting(model: nn.Module, defense: Defense, x: Tensor, rng: Generator,
     if not layers:
         yield
         return
-    restore = random_state(x.device)
+    under_way = Pass(model, x)
     handles: list[RemovableHandle] = []
 
     def hook(layer: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        with lifted(handles), torch.random.fork_rng([x.device] if x.is_cuda else []):
-            restore()
-            changed = perturbed(defense, model, layer, x, args[0], rng, report)
-        return substitute(module, args[0], changed)
+        return substitute(module, args[0], under_way.perturbed(defense, layer, args[0], rng, report, handles))
 
     try:
         for layer in layers:
