@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gradveil.errors import GradveilError
 
-# what a kill can leave: our own temporary names, and those of versions before 0.2
+# what a kill can leave: our own temporary names, and those of earlier versions
 _LEFTOVER = re.compile(r"\..+\.\d+(-[0-9a-f]{8})?\.tmp|(checkpoint|model)\.safetensors\.part|rounds\.jsonl\.part")
 
 

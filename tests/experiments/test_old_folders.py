@@ -1,6 +1,7 @@
 """Run folders that an earlier version wrote (tests/goldens/folders) are reported and continued."""
 
 import json
+import os
 import shutil
 import tomllib
 from collections.abc import Callable
@@ -37,6 +38,14 @@ def test_an_old_audit_is_reported(command: Command, old: Path, name: str) -> Non
     code, _, err = command("report", name)
     assert code == 0, err
     assert "What these updates give away" in (old / name / "report.html").read_text()
+
+
+def test_a_folder_that_is_being_written_is_not_reported(command: Command, old: Path) -> None:
+    with RunFolder(old / "audit-done").hold():
+        code, _, err = command("report", "audit-done")
+    assert code == 2
+    assert f"Another process (pid {os.getpid()} on" in err
+    assert not (old / "audit-done" / "report.html").exists()
 
 
 def test_an_old_audit_that_was_killed_goes_on(command: Command, old: Path) -> None:

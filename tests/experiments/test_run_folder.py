@@ -158,7 +158,7 @@ def test_a_run_records_the_versions_it_was_made_with(tmp_path: Path) -> None:
 
 
 def test_settings_of_an_earlier_version_are_those_of_today(tmp_path: Path) -> None:
-    """A setting that is new had its default, and one that was renamed its old name."""
+    """A setting that is new had its default, one that was renamed its old name, and None was left out."""
 
     @dataclass(frozen=True)
     class Today:
@@ -169,7 +169,11 @@ def test_settings_of_an_earlier_version_are_those_of_today(tmp_path: Path) -> No
 
     start(tmp_path / "run").close()
     (tmp_path / "run" / "config.toml").write_text("devices = 3\n")  # size was None
-    for settings, said in ((Today(3, 8, 2.0), "pace was None, now 2.0"), (Today(4, 8), "clients was 3, now 4")):
+    for settings, said in (
+        (Today(3, None, 2.0), r"pace was 1\.0, now 2\.0"),
+        (Today(4, None), "clients was 3, now 4"),
+        (Today(3), "size was None, now 8"),
+    ):
         with pytest.raises(FolderError, match=said):
             RunFolder.start(tmp_path / "run", settings, resume=True)
     RunFolder.start(tmp_path / "run", Today(3, None), resume=True).close()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,8 @@ from gradveil.errors import SpecError
 if TYPE_CHECKING:
     from gradveil.experiments.audit import Audit
 
-TRAINING = "A federated run"
-SAVED = "A saved update"
+of_run = partial(typer.Option, rich_help_panel="A federated run")
+of_update = partial(typer.Option, rich_help_panel="A saved update")
 
 
 def command(
@@ -28,37 +29,23 @@ def command(
     out: Path = typer.Option(None, help="The run folder (default: a new one under runs/)."),
     json: shared.Json = False,
     resume: bool = typer.Option(False, "--resume", help="Continue a run that was stopped."),
-    rounds: int = typer.Option(
-        None, help="Rounds of training; the first and the last are attacked.", rich_help_panel=TRAINING
-    ),
-    images: int = typer.Option(None, help="Images under attack.", rich_help_panel=TRAINING),
-    examples: int = typer.Option(
-        None, help="Examples of one attacked update; with --update: of the update.", rich_help_panel=TRAINING
-    ),
-    partition: str = typer.Option(None, help="How examples are dealt out to clients.", rich_help_panel=TRAINING),
-    clients: int = typer.Option(None, help="Clients that train in a round.", rich_help_panel=TRAINING),
-    epochs: int = typer.Option(None, help="Local epochs.", rich_help_panel=TRAINING),
-    batch_size: int = typer.Option(None, help="Examples of a local step.", rich_help_panel=TRAINING),
-    lr: float = typer.Option(None, help="Learning rate of the local steps.", rich_help_panel=TRAINING),
-    config: Path = typer.Option(
-        None, help="Settings from a TOML file; options go before it.", rich_help_panel=TRAINING
-    ),
-    update: str = typer.Option(
-        None, help="A safetensors file: gradients, a difference, or weights.", rich_help_panel=SAVED
-    ),
-    kind: str = typer.Option(
-        None, help="gradient, difference or weights; default: as the file says.", rich_help_panel=SAVED
-    ),
-    weights: str = typer.Option(None, help="Safetensors: the weights that the server sent.", rich_help_panel=SAVED),
-    before: str = typer.Option(
-        None, help="Safetensors: the weights before, if --update has those after.", rich_help_panel=SAVED
-    ),
-    truth: str = typer.Option(
-        None, help="Safetensors with inputs and labels: what was trained on.", rich_help_panel=SAVED
-    ),
-    steps: int = typer.Option(None, help="Local steps behind the update.", rich_help_panel=SAVED),
-    input_shape: str = typer.Option(None, help="E.g. 1x28x28, without --dataset and --truth.", rich_help_panel=SAVED),
-    classes: int = typer.Option(None, help="Number of classes, without --dataset.", rich_help_panel=SAVED),
+    rounds: int = of_run(None, help="Rounds of training; the first and the last are attacked."),
+    images: int = of_run(None, help="Images under attack."),
+    examples: int = of_run(None, help="Examples of one attacked update; with --update: of the update."),
+    partition: str = of_run(None, help="How examples are dealt out to clients."),
+    clients: int = of_run(None, help="Clients that train in a round."),
+    epochs: int = of_run(None, help="Local epochs."),
+    batch_size: int = of_run(None, help="Examples of a local step."),
+    lr: float = of_run(None, help="Learning rate of the local steps."),
+    config: Path = of_run(None, help="Settings from a TOML file; options go before it."),
+    update: str = of_update(None, help="A safetensors file: gradients, a difference, or weights."),
+    kind: str = of_update(None, help="gradient, difference or weights; default: as the file says."),
+    weights: str = of_update(None, help="Safetensors: the weights that the server sent."),
+    before: str = of_update(None, help="Safetensors: the weights before, if --update has those after."),
+    truth: str = of_update(None, help="Safetensors with inputs and labels: what was trained on."),
+    steps: int = of_update(None, help="Local steps behind the update."),
+    input_shape: str = of_update(None, help="E.g. 1x28x28, without --dataset and --truth."),
+    classes: int = of_update(None, help="Number of classes, without --dataset."),
 ) -> None:
     """Audit a federated run (default: digits, a small LeNet, four defences) or one saved update."""
     from gradveil.experiments.audit import default_folder

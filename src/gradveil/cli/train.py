@@ -1,6 +1,7 @@
 """``gradveil train``: federated averaging with any defence inside."""
 
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from gradveil.experiments.run_folder import Row, RunFolder
 from gradveil.experiments.train import TrainConfig, train
 from gradveil.registry import convert
 
-FEDERATED, RUN, FLOWER = "Federated averaging", "The run", "On Flower"
+averaging = partial(typer.Option, rich_help_panel="Federated averaging")
+of_run = partial(typer.Option, rich_help_panel="The run")
+flower = partial(typer.Option, rich_help_panel="On Flower")
 _DEFAULT = TrainConfig()
 
 
@@ -25,41 +28,27 @@ def command(
     out: Path = typer.Option(Path("runs/train"), help="The run folder."),
     json: shared.Json = False,
     resume: bool = typer.Option(False, "--resume", help="Continue a run that was stopped, or add rounds to it."),
-    partition: str = typer.Option(_DEFAULT.partition, help="How examples are dealt out.", rich_help_panel=FEDERATED),
-    rounds: int = typer.Option(_DEFAULT.rounds, min=1, help="Rounds of training.", rich_help_panel=FEDERATED),
-    clients: int = typer.Option(_DEFAULT.clients, help="Clients that train in a round.", rich_help_panel=FEDERATED),
-    epochs: int = typer.Option(_DEFAULT.epochs, help="Local epochs.", rich_help_panel=FEDERATED),
-    batch_size: int = typer.Option(
-        _DEFAULT.batch_size, help="Examples of a local step; 0: all of them.", rich_help_panel=FEDERATED
-    ),
-    lr: float = typer.Option(_DEFAULT.lr, help="Learning rate of the local steps.", rich_help_panel=FEDERATED),
-    schedule: str = typer.Option(
-        "constant", help="constant, cosine, exponential:factor=, inverse:mu=,gamma=.", rich_help_panel=FEDERATED
-    ),
-    sampling: str = typer.Option(
-        "without", help="Draw clients with or without putting back.", rich_help_panel=FEDERATED
-    ),
-    weighting: str = typer.Option("samples", help="samples, paper or uniform.", rich_help_panel=FEDERATED),
-    aggregator: str = typer.Option(
-        "fedavg", help="fedavg, fedavgm, fedadam; on Flower: a strategy.", rich_help_panel=FEDERATED
-    ),
-    weight_decay: float = typer.Option(0.0, help="Of the local steps.", rich_help_panel=FEDERATED),
-    proximal: float = typer.Option(0.0, help="FedProx's factor mu.", rich_help_panel=FEDERATED),
-    faults: str = typer.Option(
-        "", help="Fault drill: chances of drop=, late=, nan=, inf=, shape=.", rich_help_panel=FEDERATED
-    ),
-    engine: str = typer.Option(
-        "auto", help="auto, sequential, processes:workers=N, vectorised, flower.", rich_help_panel=RUN
-    ),
-    device: str = typer.Option("auto", help="auto, cpu or cuda.", rich_help_panel=RUN),
-    early_stop: int = typer.Option(
-        None, min=1, help="End after so many measurements without a higher accuracy.", rich_help_panel=RUN
-    ),
-    evaluate_every: int = typer.Option(1, min=1, help="Rounds between measurements.", rich_help_panel=RUN),
-    save_every: int = typer.Option(1, min=1, help="Rounds between checkpoints.", rich_help_panel=RUN),
-    tensorboard: bool = typer.Option(False, help="Write event files for TensorBoard as well.", rich_help_panel=RUN),
-    superlink: str = typer.Option(None, help="host:port of a running SuperLink.", rich_help_panel=FLOWER),
-    root_certificates: Path = typer.Option(None, help="Of a SuperLink with TLS.", rich_help_panel=FLOWER),
+    partition: str = averaging(_DEFAULT.partition, help="How examples are dealt out."),
+    rounds: int = averaging(_DEFAULT.rounds, min=1, help="Rounds of training."),
+    clients: int = averaging(_DEFAULT.clients, help="Clients that train in a round."),
+    epochs: int = averaging(_DEFAULT.epochs, help="Local epochs."),
+    batch_size: int = averaging(_DEFAULT.batch_size, help="Examples of a local step; 0: all of them."),
+    lr: float = averaging(_DEFAULT.lr, help="Learning rate of the local steps."),
+    schedule: str = averaging("constant", help="constant, cosine, exponential:factor=, inverse:mu=,gamma=."),
+    sampling: str = averaging("without", help="Draw clients with or without putting back."),
+    weighting: str = averaging("samples", help="samples, paper or uniform."),
+    aggregator: str = averaging("fedavg", help="fedavg, fedavgm, fedadam; on Flower: a strategy."),
+    weight_decay: float = averaging(0.0, help="Of the local steps."),
+    proximal: float = averaging(0.0, help="FedProx's factor mu."),
+    faults: str = averaging("", help="Fault drill: chances of drop=, late=, nan=, inf=, shape=."),
+    engine: str = of_run("auto", help="auto, sequential, processes:workers=N, vectorised, flower."),
+    device: str = of_run("auto", help="auto, cpu or cuda."),
+    early_stop: int = of_run(None, min=1, help="End after so many measurements without a higher accuracy."),
+    evaluate_every: int = of_run(1, min=1, help="Rounds between measurements."),
+    save_every: int = of_run(1, min=1, help="Rounds between checkpoints."),
+    tensorboard: bool = of_run(False, help="Write event files for TensorBoard as well."),
+    superlink: str = flower(None, help="host:port of a running SuperLink."),
+    root_certificates: Path = flower(None, help="Of a SuperLink with TLS."),
     devices: int = typer.Option(None, hidden=True),
     server: str = typer.Option(None, hidden=True),
 ) -> None:

@@ -40,20 +40,15 @@ def from_toml(cls: type[T], text: str) -> T:
 def changes(text: str, settings: Any, free: Collection[str] = ()) -> list[str]:
     """Return what differs between settings and a TOML text of such settings: ``seed was 0, now 1``.
 
-    The text may come from an earlier version: what it does not name was empty, or had its default.
+    The text may come from an earlier version: what it does not name was None where it can be, else the default.
     """
     before, now = _read(type(settings), text), tomllib.loads(to_toml(settings))
-    defaults = tomllib.loads(dumps({f.name: f.default for f in dataclasses.fields(settings) if _has_default(f)}))
-    changed = []
-    for key in sorted((before.keys() | now.keys()) - set(free)):
-        was, now_is = before.get(key), now.get(key)
-        if was != now_is and not (key not in before and now_is == defaults.get(key)):
-            changed.append(f"{key} was {was!r}, now {now_is!r}")
-    return changed
-
-
-def _has_default(field: "dataclasses.Field[Any]") -> bool:
-    return field.default is not dataclasses.MISSING
+    hints = typing.get_type_hints(type(settings))
+    for field in dataclasses.fields(settings):
+        if field.default is not dataclasses.MISSING and type(None) not in typing.get_args(hints[field.name]):
+            before.setdefault(field.name, list(field.default) if isinstance(field.default, tuple) else field.default)
+    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    return [f"{key} was {before.get(key)!r}, now {now.get(key)!r}" for key in changed if key not in free]
 
 
 def _read(cls: type, text: str) -> dict[str, Any]:

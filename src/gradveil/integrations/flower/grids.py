@@ -15,6 +15,7 @@ from gradveil.attacks.base import Attack
 from gradveil.defenses.base import Defense
 from gradveil.errors import GradveilError, UpdateError
 from gradveil.experiments.run_folder import Row
+from gradveil.files import append_line
 from gradveil.integrations.flower.leaks import Probe
 from gradveil.integrations.flower.mods import check_reply, update_of
 from gradveil.integrations.flower.records import LOG, arrays_of, is_training, number, params_of, withhold
@@ -174,8 +175,7 @@ class AuditedGrid(GridView):
         LOG.info("Audit: %s", row)
         if self._out is not None:
             self._out.parent.mkdir(parents=True, exist_ok=True)
-            with self._out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            append_line(self._out, json.dumps(row))
 
 
 def checked(grid: Grid) -> "CheckedGrid":
