@@ -7,8 +7,7 @@ from paper_results import RESULTS, all_rows, build, own_rows
 
 from gradveil.experiments.rows import group
 from gradveil.paper.base import MAX_DROP, Judgement
-from gradveil.paper.cases import GUESS, Case, cases
-from gradveil.paper.rows import Measured, Trained, last_round, paired_loss
+from gradveil.paper.rows import GUESS, Case, Measured, Trained, cases, last_round, paired_loss
 
 OURS, RANDOM = "representation:share=0.4", "random_mask:share=0.4"
 PANELS = {"dlg-mnist": "DLG, MNIST", "dlg-cifar10": "DLG, CIFAR-10", "gs-cifar10": "GS, CIFAR-10"}

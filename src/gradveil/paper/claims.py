@@ -6,8 +6,20 @@ from typing import ClassVar
 
 from gradveil.experiments.rows import group
 from gradveil.paper.base import ITEMS, MAX_DROP, Context, Item, Judgement, Row, in_all, judge, published
-from gradveil.paper.cases import HIDDEN, Case, accuracies, cases, control_works, network_family, strongest
-from gradveil.paper.rows import KNOWING, NAIVE, Measured, Trained, paired_loss
+from gradveil.paper.rows import (
+    HIDDEN,
+    KNOWING,
+    NAIVE,
+    Case,
+    Measured,
+    Trained,
+    accuracies,
+    cases,
+    control_works,
+    network_family,
+    paired_loss,
+    strongest,
+)
 
 OURS = "representation"
 BASELINES = ("pruning", "gaussian", "laplace")

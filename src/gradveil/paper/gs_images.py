@@ -16,11 +16,10 @@ from PIL import Image
 from gradveil.experiments.rows import group
 from gradveil.metrics import interval
 from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row, judge, published
-from gradveil.paper.cases import HIDDEN, Case, cases, control_works, strongest
 from gradveil.paper.figures import figure
 from gradveil.paper.panels import GS_STEPS, NORMALISED, AttackPanel, gs_attack
 from gradveil.paper.points import FLOORS, encoded
-from gradveil.paper.rows import KNOWING, NAIVE, Measured, family, level
+from gradveil.paper.rows import HIDDEN, KNOWING, NAIVE, Case, Measured, cases, control_works, family, level, strongest
 from gradveil.paper.tradeoff import Tradeoff
 
 LINES = (
@@ -112,21 +111,19 @@ class GSImages(Item):
         """Judge both sentences of the paper, for a server that does not know the defence and for one that does."""
         found = cases(_attacked(rows))
         works = control_works(found, self.spec_name)
-        from_, until = (
-            max(published()["gs_images"]["ours_unrecognisable_from"]),
-            published()["gs_images"]["gc_recognisable_until"],
-        )
+        paper = published()["gs_images"]
+        least, most = max(paper["ours_unrecognisable_from"]), paper["gc_recognisable_until"]
         verdicts = []
         for kind, who in ((NAIVE, "naive server"), (KNOWING, "server that knows")):
             best = {case.defense: case for case in strongest(found, kind)}
             ours, gc = ([best[d] for d in self.defenses() if d in best and family(d) == name] for name in (OURS, GC))
-            hidden = [case.hidden for case in ours if level(case.defense) >= from_]
-            shown = [not case.hidden for case in gc if level(case.defense) <= until]
+            hidden = [case.hidden for case in ours if level(case.defense) >= least]
+            shown = [not case.hidden for case in gc if level(case.defense) <= most]
             verdicts += [
                 judge(
                     f"Ours makes the image unrecognisable from 50-60 % on ({who})",
                     all(hidden) if hidden else None,
-                    f"at every rate from {from_:.0%} on: {RULE}",
+                    f"at every rate from {least:.0%} on: {RULE}",
                     "unrecognisable when only 50-60 % of the parameters of the layer are pruned",
                     _said(ours),
                     control=works,
@@ -134,7 +131,7 @@ class GSImages(Item):
                 judge(
                     f"Under GC the image is recognisable until 80 % ({who})",
                     all(shown) if shown else None,
-                    f"at no rate up to {until:.0%}: {RULE}",
+                    f"at no rate up to {most:.0%}: {RULE}",
                     "still recognisable when 80 % of the whole model are pruned",
                     _said(gc),
                     control=works,
@@ -167,13 +164,7 @@ def _attacked(rows: Sequence[Row]) -> list[Measured]:
 
 
 def _said(found: Sequence[Case]) -> str:
-    return (
-        "; ".join(
-            f"{level(case.defense):.0%}: MSE {case.mse.mean:.4f}, told apart {case.identified.mean:.0%}"
-            for case in found
-        )
-        or "-"
-    )
+    return "; ".join(f"{level(case.defense):.0%}: {case.got}" for case in found) or "-"
 
 
 def _show(axis: Any, row: Measured | None, words: str) -> None:

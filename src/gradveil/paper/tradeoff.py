@@ -8,11 +8,10 @@ from typing import Any, ClassVar
 from gradveil.experiments.rows import group
 from gradveil.metrics import interval
 from gradveil.paper.base import BLIND, ITEMS, SUCCESS, Context, Item, Judgement, Row, judge
-from gradveil.paper.cases import HIDDEN, Case, cases, control_works, strongest
 from gradveil.paper.figures import LOOKS, figure
 from gradveil.paper.panels import CONTRAST, FULL, GS_STEPS, NORMALISED, QUICK, AttackPanel, gs_attack
 from gradveil.paper.points import FLOORS
-from gradveil.paper.rows import KNOWING, NAIVE, Measured, Trained, level
+from gradveil.paper.rows import HIDDEN, KNOWING, NAIVE, Case, Measured, Trained, cases, control_works, level, strongest
 
 
 @ITEMS.register("tradeoff")
@@ -176,9 +175,7 @@ def _hides(panel: str, kind: str, shares: Sequence[Case], works: bool | None) ->
         "to the eye (most images are still told from 99 others by comparison)" if told else bool(hidden),
         HIDDEN,
         "unrecognisable beyond the pink line; only the naive server is considered",
-        ", ".join(
-            f"{level(case.defense)}: MSE {case.mse.mean:.4f}, told apart {case.identified.mean:.0%}" for case in shares
-        ),
+        ", ".join(f"{level(case.defense)}: {case.got}" for case in shares),
         control=works,
     )
 
