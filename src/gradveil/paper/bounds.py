@@ -13,7 +13,7 @@ from gradveil.certificates.base import SCOPE, Kind, blind_mse, largest_mse
 from gradveil.certificates.certify import certify
 from gradveil.data import load
 from gradveil.defenses.base import build as build_defense
-from gradveil.experiments.rows import group
+from gradveil.experiments.rows import NAIVE, group
 from gradveil.experiments.trial import PUBLIC
 from gradveil.layers.modules import find_layer, representation
 from gradveil.models import build
@@ -21,7 +21,7 @@ from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row, finite, ju
 from gradveil.paper.convergence import BoundedGap, Convergence, by_setting, read
 from gradveil.paper.figures import PAPER, PROMISED, REACHED, SOUND, Dot, dot_panels
 from gradveil.paper.panels import AttackPanel
-from gradveil.paper.rows import NAIVE, Measured, Record, level
+from gradveil.paper.rows import Measured, Record, level
 from gradveil.paper.tradeoff import Tradeoff
 
 KINDS: tuple[Kind, ...] = ("local", "global", "box", "reach")

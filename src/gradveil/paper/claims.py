@@ -4,12 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gradveil.experiments.rows import group
+from gradveil.experiments.rows import NAIVE, group
 from gradveil.paper.base import ITEMS, MAX_DROP, Context, Item, Judgement, Row, in_all, judge, published
 from gradveil.paper.rows import (
     HIDDEN,
     KNOWING,
-    NAIVE,
     Case,
     Measured,
     Trained,

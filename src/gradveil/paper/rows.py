@@ -9,12 +9,12 @@ from typing import Any, Self
 
 from gradveil.defenses.base import DEFENSES
 from gradveil.defenses.base import build as build_defense
-from gradveil.experiments.rows import group
+from gradveil.experiments.rows import NAIVE, group
 from gradveil.metrics import Interval, interval, rate
 from gradveil.paper.base import BLIND, MAX_DROP, SUCCESS, Row
 from gradveil.registry import Spec, describe, parse
 
-NAIVE, KNOWING = "naive", "knowing"  # servers: what arrives is taken as it is; the defence is known
+KNOWING = "knowing"  # of the servers, those that know the defence
 GUESS = "mean image"  # the blind guess that everything is held against
 HIDDEN = "neither MSE (clamped) nor SSIM better than answering with the mean image, means over the images"
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from gradveil.experiments.rows import group
+from gradveil.experiments.rows import NAIVE, group
 from gradveil.metrics import interval
 from gradveil.paper.base import BLIND, ITEMS, SUCCESS, Context, Item, Judgement, Row, judge
 from gradveil.paper.figures import LOOKS, figure
 from gradveil.paper.panels import CONTRAST, FULL, GS_STEPS, NORMALISED, QUICK, AttackPanel, gs_attack
 from gradveil.paper.points import FLOORS
-from gradveil.paper.rows import HIDDEN, KNOWING, NAIVE, Case, Measured, Trained, cases, control_works, level, strongest
+from gradveil.paper.rows import HIDDEN, KNOWING, Case, Measured, Trained, cases, control_works, level, strongest
 
 
 @ITEMS.register("tradeoff")
