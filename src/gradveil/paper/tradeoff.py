@@ -99,11 +99,10 @@ class Tradeoff(Item):
     def run_group(self, units: Sequence[str], context: Context) -> dict[str, list[Row]]:
         """Run units at once; those of one panel are solved together, which is what a CUDA device is fast at."""
         work = self.work(context)
-        rows: dict[tuple[AttackPanel, str], list[Row]] = {}
-        for panel in dict.fromkeys(work[unit][0] for unit in units):
-            mine = [what for other, what in map(work.__getitem__, units) if other == panel]
-            rows |= {(panel, what): found for what, found in panel.rows(mine, context).items()}
-        return {unit: rows[work[unit]] for unit in units}
+        wanted = [work[unit] for unit in units]
+        panels = dict.fromkeys(panel for panel, _ in wanted)
+        rows = {panel: panel.rows([what for p, what in wanted if p == panel], context) for panel in panels}
+        return {unit: rows[panel][what] for unit, (panel, what) in zip(units, wanted, strict=True)}
 
     def summary(self, rows: Sequence[Row]) -> list[Row]:
         """Return MSE, success, accuracy and what it costs, for every defence and server; the blind guesses last."""
