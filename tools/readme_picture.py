@@ -15,7 +15,7 @@ from gradveil.experiments.trial import Trial, naive, solved
 from gradveil.metrics import measure
 from gradveil.models import build
 from gradveil.paper.base import Context
-from gradveil.paper.points import Shared
+from gradveil.paper.panels import Shared
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt

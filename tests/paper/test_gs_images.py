@@ -8,7 +8,7 @@ import torch
 
 from gradveil.paper.base import Context, Row
 from gradveil.paper.gs_images import RATES, GSImages, decoded
-from gradveil.paper.points import encoded
+from gradveil.paper.panels import encoded
 
 
 def row(defense: str, server: str, mse: float, identified: float) -> Row:

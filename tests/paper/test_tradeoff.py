@@ -16,8 +16,7 @@ from gradveil.models import build
 from gradveil.paper.base import Context, Row
 from gradveil.paper.figures import Dot, dots
 from gradveil.paper.gs_images import GSImages
-from gradveil.paper.panels import CONTRAST, FULL, QUICK, _points
-from gradveil.paper.points import AttackPoints, Point, Shared, servers
+from gradveil.paper.panels import CONTRAST, FULL, QUICK, AttackPoints, Point, Shared, _points, servers
 from gradveil.paper.rows import Measured, Trained, accuracies, cases, control_works, network_family, strongest
 from gradveil.paper.tradeoff import Tradeoff
 

@@ -11,7 +11,7 @@ from gradveil.experiments.trial import naive
 from gradveil.metrics import interval, rate
 from gradveil.paper.base import BLIND, ITEMS, SUCCESS, Context, Item, Judgement, Row, judge
 from gradveil.paper.figures import Dot, dot_panels
-from gradveil.paper.points import AttackPoints, Point
+from gradveil.paper.panels import AttackPoints, Point
 from gradveil.paper.rows import Measured, family
 
 

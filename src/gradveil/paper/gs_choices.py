@@ -9,8 +9,7 @@ from typing import ClassVar
 from gradveil.experiments.rows import NAIVE, group
 from gradveil.paper.base import CIFAR10, ITEMS, SUCCESS, Context, Item, Judgement, Row, in_all, judge
 from gradveil.paper.figures import PROMISED, REACHED, Dot, dot_panels
-from gradveil.paper.panels import GS_STEPS, NORMALISED, AttackPanel, gs_attack
-from gradveil.paper.points import FLOORS
+from gradveil.paper.panels import FLOORS, GS_STEPS, NORMALISED, AttackPanel, gs_attack
 from gradveil.paper.rows import HIDDEN, KNOWING, Case, Measured, cases, control_works, strongest
 
 OURS, GC = "representation:share=0.1", "pruning:share=0.8"

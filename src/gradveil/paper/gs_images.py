@@ -17,8 +17,7 @@ from gradveil.experiments.rows import NAIVE, group
 from gradveil.metrics import interval
 from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row, judge, published
 from gradveil.paper.figures import figure
-from gradveil.paper.panels import GS_STEPS, NORMALISED, AttackPanel, gs_attack
-from gradveil.paper.points import FLOORS, encoded
+from gradveil.paper.panels import FLOORS, GS_STEPS, NORMALISED, AttackPanel, encoded, gs_attack
 from gradveil.paper.rows import HIDDEN, KNOWING, Case, Measured, cases, control_works, family, level, strongest
 from gradveil.paper.tradeoff import Tradeoff
 

@@ -16,7 +16,7 @@ from gradveil.experiments.rows import group
 from gradveil.experiments.trial import Trial, solved
 from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row, judge
 from gradveil.paper.figures import figure
-from gradveil.paper.points import shared
+from gradveil.paper.panels import shared
 from gradveil.paper.rows import Record
 from gradveil.types import Observation
 

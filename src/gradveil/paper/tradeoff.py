@@ -9,8 +9,7 @@ from gradveil.experiments.rows import NAIVE, group
 from gradveil.metrics import interval
 from gradveil.paper.base import BLIND, ITEMS, SUCCESS, Context, Item, Judgement, Row, judge
 from gradveil.paper.figures import LOOKS, figure
-from gradveil.paper.panels import CONTRAST, FULL, GS_STEPS, NORMALISED, QUICK, AttackPanel, gs_attack
-from gradveil.paper.points import FLOORS
+from gradveil.paper.panels import CONTRAST, FLOORS, FULL, GS_STEPS, NORMALISED, QUICK, AttackPanel, gs_attack
 from gradveil.paper.rows import HIDDEN, KNOWING, Case, Measured, Trained, cases, control_works, level, strongest
 
 

@@ -12,7 +12,7 @@ from gradveil.experiments.trial import Trial, measured, numbers, solved
 from gradveil.metrics import interval, rate
 from gradveil.paper.base import BLIND, ITEMS, SUCCESS, Context, Item, Judgement, Row, judge, published
 from gradveil.paper.figures import figure
-from gradveil.paper.points import shared
+from gradveil.paper.panels import shared
 from gradveil.paper.rows import Measured
 from gradveil.types import Observation
 
