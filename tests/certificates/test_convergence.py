@@ -17,7 +17,6 @@ from gradveil.certificates.convergence import (
     brightest_removed,
     extend,
     printed_bound,
-    sampled_variance,
     theorem_a,
     theorem_b,
 )
@@ -215,5 +214,4 @@ def test_without_strong_convexity_there_is_no_bound() -> None:
 
 
 def test_more_devices_lower_the_variance() -> None:
-    assert sampled_variance(3.0, 9) == 1.0
     assert theorem_a(ONE, 3, 10, 100).value < theorem_a(ONE, 3, 1, 100).value

@@ -13,14 +13,12 @@ from torch.testing import assert_close
 from gradveil.layers.jacobian import Tape
 from gradveil.layers.rules.convolution import Convolution
 from gradveil.layers.sequential import walkable
-from gradveil.scores import METHODS, leak_scores, methods, row_norms
-from gradveil.scores.api import linearise
-from gradveil.scores.exact import exact_rows
+from gradveil.scores import METHODS, api, leak_scores, row_norms
+from gradveil.scores.api import Method, linearise
+from gradveil.scores.exact import RowNorms, exact_rows
 from gradveil.scores.fast import cuda as graph
 from gradveil.scores.fast.cuda import _RECORDINGS, Recording
 from gradveil.scores.fast.dense import dense_rows, matrix_of
-from gradveil.scores.methods import Method
-from gradveil.scores.rows import RowNorms
 from reference.score_models import BUILDERS, make
 
 SMALL_CHAINS = ["linear", "strided", "even", "batch norm", "dropout", "branching", "wide", "convolution defended"]
@@ -139,7 +137,7 @@ def test_what_waits_for_the_device_or_takes_long_is_never_recorded(
     model, layer, x = make("even")
     for _ in range(3):
         _replayed(model, layer, x, "deflation")
-    monkeypatch.setattr(methods, "_LIGHT", 1)
+    monkeypatch.setattr(api, "_LIGHT", 1)
     for _ in range(3):
         _replayed(model, layer, x)
     assert fake.made == 0

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from gradveil.errors import ScoreError
 from gradveil.layers.jacobian import Jacobian
 from gradveil.scores import leak_scores, row_norms
-from gradveil.scores.methods import BUDGET, choose
+from gradveil.scores.api import BUDGET, choose
 from reference.leak_scores import reference_jacobian
 from reference.score_models import BUILDERS, make
 

@@ -130,11 +130,6 @@ def a_posteriori(gradient_norm: float, convexity: float) -> float:
     return gradient_norm**2 / (2 * convexity)
 
 
-def sampled_variance(gradient: float, devices: int) -> float:
-    """Return G′²/K: the variance of the mean of K devices drawn with replacement, at most."""
-    return gradient**2 / devices
-
-
 @dataclass(frozen=True)
 class LogisticProblem:
     """F(W) = mean cross-entropy + (decay / 2) ||W||² over devices of possibly different sizes; p_k = n_k / n."""

@@ -17,7 +17,7 @@ PROBES = 32  # of products with the information at once
 
 
 @dataclass(frozen=True)
-class Equations:
+class SeenNumbers:
     """The numbers a server sees, as a smooth function of the unknown input, with their noise."""
 
     model: nn.Module
@@ -45,7 +45,7 @@ class Equations:
             return vmap(one, chunk_size=PROBES)(v).detach()
 
 
-def equations(seen: Observation, truth: Batch, floor: float = 1e-3) -> Equations:
+def equations(seen: Observation, truth: Batch, floor: float = 1e-3) -> SeenNumbers:
     """Return what the server sees as equations in the client's inputs, linearised where the truth is.
 
     Tensors that were dropped give none, entries of weight 0 give none, and each number carries its known noise and
@@ -82,7 +82,7 @@ def equations(seen: Observation, truth: Batch, floor: float = 1e-3) -> Equations
     rms = torch.cat([g.detach().reshape(-1) for g in whole.values()]).square().mean().sqrt()
     known = torch.cat([state[n].new_full((state[n].numel(),), seen.noise.get(n, 0.0)) for n in names])
     noise = (known[live].square() + (floor * rms).square()).sqrt()
-    return Equations(seen.model, function, x, noise.clamp_min(1e-30))
+    return SeenNumbers(seen.model, function, x, noise.clamp_min(1e-30))
 
 
 def _live(seen: Observation, name: str, like: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ def averaged(
     return bayes_mse(torch.stack(parts).mean(0), prior)
 
 
-def information(system: Equations) -> Tensor:
+def information(system: SeenNumbers) -> Tensor:
     """Return the Fisher information KᵀN⁻¹K (n, n) of the inputs."""
     scaled = system.jacobian() / system.noise[:, None]
     return scaled.T @ scaled
@@ -225,7 +225,7 @@ def flat_prior(seen: Observation) -> GaussianPrior:
     return GaussianPrior.white(mean, (high - low) / 12**0.5)
 
 
-def _exact(system: Equations, jacobian: Tensor, prior: GaussianPrior, before: float) -> Leak:
+def _exact(system: SeenNumbers, jacobian: Tensor, prior: GaussianPrior, before: float) -> Leak:
     n = len(system.x)
     scaled = jacobian / system.noise[:, None]
     mse = bayes_mse(scaled.T @ scaled, prior)

@@ -6,9 +6,8 @@ It holds for the worst case and for any number of rounds, and needs clipping and
 nothing has none.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from math import exp, inf, log, sqrt
+from math import exp, log, sqrt
 from typing import Any, Literal
 
 from scipy.stats import norm as normal
@@ -101,16 +100,6 @@ def rero(guess: float, epsilon: float, delta: float = 0.0) -> float:
     """
     _check(guess)
     return min(1.0, exp(min(epsilon, 700.0)) * guess + delta)
-
-
-def rero_renyi(guess: float, curve: Iterable[tuple[float, float]]) -> float:
-    """Return the chance of a reconstruction from a Rényi curve of (order α, ε): the least (κ e^ε)^((α - 1)/α)."""
-    _check(guess)
-    best = 1.0
-    for order, epsilon in curve:
-        if order > 1 and epsilon < inf:
-            best = min(best, (guess * exp(min(epsilon, 700.0))) ** ((order - 1) / order))
-    return best
 
 
 def rero_gaussian(guess: float, ratio: float, steps: int = 1) -> float:

@@ -16,8 +16,8 @@ from gradveil.federated.client import shuffled
 from gradveil.federated.engines import Job
 from gradveil.federated.settings import Local
 from gradveil.layers.modules import representation
+from gradveil.scores.exact import scores
 from gradveil.scores.fast.stacked import StackedRows
-from gradveil.scores.rows import scores
 from gradveil.tree import Params
 
 

@@ -15,12 +15,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from gradveil.errors import AttackError
 from gradveil.gradients.by_hand import known_chain, manual_gradients, pays
+from gradveil.layers.modules import plain_attention
 from gradveil.tree import Params, parameters
 from gradveil.types import Update
 
@@ -45,17 +45,14 @@ def quiet(model: nn.Module) -> Iterator[None]:
     random = [
         m for m in model.modules() if isinstance(m, (_DropoutNd, nn.MultiheadAttention, nn.RNNBase)) and m.training
     ]
-    fast = torch.backends.mha.get_fastpath_enabled()
     try:
         for norm in norms:
             norm.forward = partial(_by_own_statistics, norm)  # type: ignore[method-assign]
         for layer in random:
             layer.training = False
-        torch.backends.mha.set_fastpath_enabled(False)
-        with sdpa_kernel(SDPBackend.MATH):
+        with plain_attention():
             yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
         for norm in norms:
             del norm.forward
         for layer in random:

@@ -6,8 +6,7 @@ Explicit as a tape, where tensors are nodes and operations are linear maps betwe
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -15,10 +14,9 @@ from math import prod
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradveil.errors import ScoreError
-from gradveil.layers.modules import prefix
+from gradveil.layers.modules import plain_attention, prefix
 from gradveil.layers.rules.arithmetic import Scale
 from gradveil.layers.rules.base import Operator, Shape, wide
 
@@ -132,6 +130,17 @@ class Tape(Jacobian):
                     values[edge.source] = None
         return _present(values[-1])
 
+    def chain(self, start: int) -> list[Operator] | None:
+        """Return the maps from a node back to the input, where they are one chain; else None."""
+        operators: list[Operator] = []
+        while start:
+            if len(self.nodes[start].edges) != 1:
+                return None
+            (edge,) = self.nodes[start].edges
+            operators.append(edge.operator)
+            start = edge.source
+        return operators
+
     @property
     def widest(self) -> int:
         """Entries of the largest tensor on the way, of all examples together."""
@@ -155,7 +164,7 @@ class FunctionJacobian(Jacobian):
     """
 
     def __init__(self, model: nn.Module, layer: str, x: Tensor) -> None:
-        with torch.enable_grad(), _plain_attention():
+        with torch.enable_grad(), plain_attention():
             self.x = x.detach().requires_grad_()
             self.r = prefix(model, layer)(self.x)
 
@@ -177,7 +186,7 @@ class FunctionJacobian(Jacobian):
 
     @cached_property
     def _pulled(self) -> tuple[Tensor, Tensor]:
-        with torch.enable_grad(), _plain_attention():
+        with torch.enable_grad(), plain_attention():
             g = torch.zeros_like(self.r, requires_grad=True)
             if not self.r.requires_grad:
                 return g, torch.zeros_like(self.x)
@@ -193,20 +202,9 @@ def _gradient(output: Tensor, of: Tensor, weights: Tensor) -> Tensor:
 
 def _each(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     """Apply a function to every row at once, or one by one where some operation cannot be vectorised."""
-    with _plain_attention(), warnings.catch_warnings():
+    with plain_attention(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
         try:
             return vmap(function)(rows)
         except RuntimeError:
             return torch.stack([function(row) for row in rows])
-
-
-@contextmanager
-def _plain_attention() -> Iterator[None]:
-    """Within, attention is made of matrix products, which can be differentiated twice and vectorised."""
-    with ExitStack() as stack:
-        fast = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
-        stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        yield

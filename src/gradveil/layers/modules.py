@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradveil.errors import LayerError, did_you_mean
@@ -77,6 +78,18 @@ def held_statistics(model: nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def plain_attention() -> Iterator[None]:
+    """Within, attention is made of matrix products, which can be differentiated twice and vectorised."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 def input_of(model: nn.Module, layer: str, x: Tensor, state: dict[str, Tensor] | None = None) -> Tensor:

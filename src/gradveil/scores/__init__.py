@@ -1,6 +1,5 @@
 """How much each entry of a representation gives away."""
 
-from gradveil.scores.api import leak_scores, row_norms
-from gradveil.scores.methods import METHODS
+from gradveil.scores.api import METHODS, leak_scores, row_norms
 
 __all__ = ["METHODS", "leak_scores", "row_norms"]

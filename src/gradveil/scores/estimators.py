@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradveil.layers.jacobian import Jacobian, Tape
 from gradveil.layers.rules.base import wide
-from gradveil.scores.rows import RowNorms, stack_norms
+from gradveil.scores.exact import RowNorms, stack_norms
 from gradveil.seeds import Seeds
 
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from gradveil.layers.jacobian import Tape
-from gradveil.scores.exact import Start, live_first
+from gradveil.scores.exact import TINY, RowNorms, Start, live_first
 from gradveil.scores.fast.kernel_plan import Image, Piece, PieceShape, RowSplit, best_split, pieces_of
-from gradveil.scores.rows import TINY, RowNorms
 
 ABI = 4
 CONVOLUTION, MAX_POOL = 0, 1

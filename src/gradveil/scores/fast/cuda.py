@@ -4,14 +4,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from gradveil.layers.sequential import walk
-from gradveil.scores.methods import Method
-from gradveil.scores.rows import RowNorms
+from gradveil.scores.exact import RowNorms
+
+if TYPE_CHECKING:
+    from gradveil.scores.api import Method
 
 _KEPT = 4  # recordings of one model; each holds the memory it works in
 _SETTINGS = ("stride", "padding", "dilation", "groups", "kernel_size", "ceil_mode", "start_dim", "end_dim")
@@ -52,7 +55,7 @@ class Recording:
 _RECORDINGS: WeakKeyDictionary[nn.Module, "OrderedDict[Hashable, Recording | str]"] = WeakKeyDictionary()
 
 
-def replayed(model: nn.Module, layers: list[nn.Module], x: Tensor, method: Method) -> RowNorms:
+def replayed(model: nn.Module, layers: list[nn.Module], x: Tensor, method: "Method") -> RowNorms:
     """Return what the method finds for a walked chain, from the second call of its kind on by replay.
 
     Of one kind are calls with the same method, shapes, precision, layers and places of weights in memory; the values
@@ -80,7 +83,7 @@ def replayed(model: nn.Module, layers: list[nn.Module], x: Tensor, method: Metho
     return recording(x) if isinstance(recording, Recording) else method(walk(layers, x))
 
 
-def _static_call(method: Method, layers: list[nn.Module], inputs: Tensor) -> RowNorms:
+def _static_call(method: "Method", layers: list[nn.Module], inputs: Tensor) -> RowNorms:
     return method(walk(layers, inputs), static=True)
 
 

@@ -20,8 +20,7 @@ from gradveil.layers.rules.base import Operator, wide
 from gradveil.layers.rules.convolution import Convolution
 from gradveil.layers.rules.dense import Dense
 from gradveil.layers.rules.shapes import Reshape
-from gradveil.scores.exact import Start
-from gradveil.scores.rows import RowNorms, add_norms, reduce_norms
+from gradveil.scores.exact import RowNorms, Start, add_norms, reduce_norms
 
 _LARGEST = 2**24  # entries of a matrix that is worth writing out
 _BANDS = 4
@@ -30,8 +29,10 @@ _BANDS = 4
 def dense_rows(tape: Tape, ps: Sequence[float], memory: int) -> RowNorms | None:
     """Return r and the norms of all rows; None where the tape is no chain of small layers. Never waits for a device."""
     start = Start.of(tape)
-    path = _path(tape, start.node)
-    if path is None or not path or not isinstance(path[0], Convolution | Dense) or start.index.shape[0] != 1:
+    path = tape.chain(start.node)
+    if not path or not isinstance(path[0], Convolution | Dense) or start.index.shape[0] != 1:
+        return None
+    if not all(map(_is_small, path)):
         return None
     steps = [_step(operator) for operator in path]
     n, first = tape.r.shape[0], steps[0].matrix
@@ -43,21 +44,6 @@ def dense_rows(tape: Tape, ps: Sequence[float], memory: int) -> RowNorms | None:
         natural = _channels_first(entries, tape.nodes[start.node].shape)
         norms[p] = (natural[:, start.index[0]] * start.factor.abs()).expand(n, -1)
     return RowNorms(tape.r.flatten(1), norms)
-
-
-def _path(tape: Tape, start: int) -> list[Operator] | None:
-    """Return the maps from a node back to the input, if they are a chain of known small ones; else None."""
-    found: list[Operator] = []
-    at = start
-    while at:
-        if len(tape.nodes[at].edges) != 1:
-            return None
-        (edge,) = tape.nodes[at].edges
-        if not _is_small(edge.operator):
-            return None
-        found.append(edge.operator)
-        at = edge.source
-    return found
 
 
 def _is_small(operator: Operator) -> bool:

@@ -34,26 +34,26 @@ class Piece:
 
 def pieces_of(tape: Tape, start: int) -> list[Piece] | None:
     """Return the maps from a node back to the input, or None where they are no chain that the kernel knows."""
-    found: list[Piece] = []
-    at, image = start, _image(tape.nodes[start].shape)
-    while at:
-        if len(tape.nodes[at].edges) != 1 or image is None:
+    operators, image = tape.chain(start), _image(tape.nodes[start].shape)
+    if operators is None:
+        return None
+    pieces: list[Piece] = []
+    for operator in operators:
+        if image is None:
             return None
-        (edge,) = tape.nodes[at].edges
-        at, operator = edge.source, edge.operator
         if isinstance(operator, Scale):
-            if not found or operator.source != operator.target:
+            if not pieces or operator.source != operator.target:
                 return None
-            found[-1] = _scaled(found[-1], operator)
+            pieces[-1] = _scaled(pieces[-1], operator)
         elif isinstance(operator, Reshape):
-            image = _reshaped(found, operator, image)
+            image = _reshaped(pieces, operator, image)
         else:
             piece = _piece(operator, image)
             if piece is None:
                 return None
-            found.append(piece)
+            pieces.append(piece)
             image = piece.below
-    return found
+    return pieces
 
 
 def _image(shape: tuple[int, ...]) -> Image | None:
@@ -62,19 +62,19 @@ def _image(shape: tuple[int, ...]) -> Image | None:
     return (shape[1], 1, 1) if len(shape) == 2 else None
 
 
-def _reshaped(found: list[Piece], operator: Reshape, image: Image) -> Image | None:
+def _reshaped(pieces: list[Piece], operator: Reshape, image: Image) -> Image | None:
     """Take a flattened image up again: the last matrix writes to it with channels last."""
     target = _image(operator.source)
     if target is None or operator.source[0] != operator.target[0]:
         return None
     if target == image:
         return target
-    if not found or image[1:] != (1, 1) or found[-1].weight is None:
+    if not pieces or image[1:] != (1, 1) or pieces[-1].weight is None:
         return None
-    last, weight = found[-1], found[-1].weight
+    last, weight = pieces[-1], pieces[-1].weight
     order = torch.arange(prod(target)).view(target).permute(1, 2, 0).flatten()
     scale = None if last.scale is None else last.scale[..., order].contiguous()
-    found[-1] = replace(last, weight=weight[:, order], scale=scale)
+    pieces[-1] = replace(last, weight=weight[:, order], scale=scale)
     return target
 
 

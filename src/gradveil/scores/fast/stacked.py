@@ -17,7 +17,7 @@ from torch.func import vmap
 from gradveil.layers.modules import find_layer
 from gradveil.layers.rules.activations import BY_OUTPUT
 from gradveil.layers.sequential import walkable
-from gradveil.scores.rows import RowNorms
+from gradveil.scores.exact import RowNorms
 from gradveil.tree import Params
 
 _HEADROOM = 16.0  # keeps products of scaled half-precision factors far from overflow
