@@ -10,6 +10,7 @@ import pytest
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = [
     "quickstart.md",
+    "how-to/add-a-layer.md",
     "how-to/bring-my-data.md",
     "how-to/train.md",
     "theory/certificates.md",
