@@ -164,7 +164,8 @@ def pull_plane(step: Step, rows: Tensor, lower: Tensor, upper: Tensor) -> tuple[
 
 @pull_plane.register
 def _(step: Affine, rows: Tensor, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
-    return step.transposed(rows), (rows * step.offset).flatten(1).sum(1)
+    constant = rows.new_zeros(len(rows)) if is_reshape(step) else (rows * step.offset).flatten(1).sum(1)
+    return step.transposed(rows), constant
 
 
 @pull_plane.register
