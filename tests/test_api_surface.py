@@ -62,6 +62,9 @@ DEEPER = {  # what these pages may import beside gradveil itself
     "gradveil.attacks.search.matching",  # the engine that an attack of the package is built on
     "gradveil.attacks.search.minimisers",
     "gradveil.attacks.search.restarts",
+    "gradveil.layers.rules.activations",  # the table that a new layer type goes into
+    "gradveil.layers.rules.base",
+    "gradveil.layers.rules.shapes",
 }
 
 
