@@ -9,7 +9,7 @@ from gradveil.cli import shared
 
 if TYPE_CHECKING:
     from gradveil.attacks.inference import Inferred
-    from gradveil.experiments.saved_update import Case
+    from gradveil.experiments.saved_update import SavedUpdate
 
 
 def command(
@@ -68,7 +68,7 @@ def _said(found: "Inferred", device: int, path: str) -> dict[str, Any]:
     }
 
 
-def _controls(found: "Inferred", case: "Case", num_classes: int) -> dict[str, Any]:
+def _controls(found: "Inferred", case: "SavedUpdate", num_classes: int) -> dict[str, Any]:
     """Return what the truth says of the first update: the class set, and per layer the correlations."""
     from gradveil.metrics.representations import class_means, representation_scores
 

@@ -127,7 +127,7 @@ def run_audit(scene: Scene, store: RunFolder, progress: Progress) -> None:
         if not store.done(unit):
             trials = [observed.trial(target) for target in part]
             rows, images = attack_rows(trials, attempt(trials), scene.public)
-            none = np.zeros((0, *scene.dataset.input_shape), np.float32)
+            none = np.zeros((0, *scene.truth.inputs.shape[1:]), np.float32)
             store.add(unit, rows, {"found": np.stack(images) if images else none})
         done += len(part)
     progress("attacks", done, total)
@@ -247,6 +247,9 @@ class Observed:
     _kept: dict[tuple[str, str, str, int], Observation | UpdateError] = field(default_factory=dict)
     _bytes: int = 0
 
+    def __post_init__(self) -> None:
+        self._num_classes = self.scene.dataset.num_classes
+
     def trial(self, target: Target) -> Trial:
         """Return the trial of a target."""
         scene, look, victim = self.scene, target.look, target.victim
@@ -277,9 +280,9 @@ class Observed:
     def _observe(self, target: Target) -> Observation | UpdateError:
         scene, look, defense = self.scene, target.look, self.scene.defenses[target.defense]
         rng = scene.seeds("defense", target.defense, look.round, target.victim)
-        batch, classes = scene.held_by(target.victim), scene.dataset.num_classes
+        batch, prior = scene.held_by(target.victim), scene.public.prior
         try:
-            return observe(look.model, batch, defense, rng, classes, scene.public.prior, scene.config.lr)
+            return observe(look.model, batch, defense, rng, self._num_classes, prior, scene.config.lr)
         except UpdateError as error:
             return error
 

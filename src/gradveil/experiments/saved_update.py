@@ -57,7 +57,7 @@ class UpdateAuditConfig:
 
 
 @dataclass(frozen=True)
-class Case:
+class SavedUpdate:
     """One update, read and checked, with what is known around it."""
 
     config: UpdateAuditConfig
@@ -118,7 +118,7 @@ def audit_update(
     return Audit(store)
 
 
-def build_case(config: UpdateAuditConfig) -> Case:
+def build_case(config: UpdateAuditConfig) -> SavedUpdate:
     """Read and check everything, before anything is written."""
     seeds = Seeds(config.seed)
     dataset = load_dataset(config.dataset, config.data) if config.dataset else None
@@ -150,10 +150,10 @@ def build_case(config: UpdateAuditConfig) -> Case:
     build_defense(config.defense).adaptive(model)
     for attack in config.attacks:
         build_attack(attack)
-    return Case(config, model, update, shape, truth, public, seeds)
+    return SavedUpdate(config, model, update, shape, truth, public, seeds)
 
 
-def _run(case: Case, store: RunFolder, progress: Progress) -> None:
+def _run(case: SavedUpdate, store: RunFolder, progress: Progress) -> None:
     if not store.done("truth"):
         store.add("truth", *_floors(case))
     wanted: dict[str, list[Countermeasure]] = {attack: [] for attack in case.config.attacks}
@@ -170,7 +170,7 @@ def _run(case: Case, store: RunFolder, progress: Progress) -> None:
     progress("attacks", len(wanted), len(wanted))
 
 
-def _floors(case: Case) -> tuple[list[Row], dict[str, Any]]:
+def _floors(case: SavedUpdate) -> tuple[list[Row], dict[str, Any]]:
     rows, batches = server_rows(case.config.defense, case.knowing), case.controls
     if not batches:
         return rows, {}
@@ -180,7 +180,7 @@ def _floors(case: Case) -> tuple[list[Row], dict[str, Any]]:
     return rows + blind, {name: x.numpy() for name, x in pictures.items()}
 
 
-def _trials(case: Case, attack: str, servers: Sequence[Countermeasure]) -> list[Trial]:
+def _trials(case: SavedUpdate, attack: str, servers: Sequence[Countermeasure]) -> list[Trial]:
     """Return the controls, then the update as each server looks at it."""
     common = {"round": "update", "round_number": 0, "weights": "start"}
 

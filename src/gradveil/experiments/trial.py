@@ -4,6 +4,7 @@ The audit, the audit of a saved update, the paper's items, the leak check of an 
 this way.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,7 +23,8 @@ from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import GradveilError
 from gradveil.experiments.rows import NAIVE
 from gradveil.experiments.run_folder import Row
-from gradveil.federated.client import local_update
+from gradveil.federated.client import train_client
+from gradveil.federated.settings import Local
 from gradveil.metrics import METRICS, blind_guesses, measure
 from gradveil.types import Batch, GaussianPrior, Observation, Reconstruction, Update, check_update
 
@@ -85,7 +87,7 @@ def observe(
     if lr is None:
         update = defense.on_update(Update(step_gradient(model, batch, defense, rng), len(batch)), rng)
     else:
-        update = local_update(model, batch, defense, lr, rng, batch_size=None)
+        update = train_client(copy.deepcopy(model), batch, defense, lr, rng, Local(batch_size=None)).update
     check_update(update, model)
     labels = batch.labels if with_labels else None
     return Observation(model, update, tuple(batch.inputs.shape[1:]), num_classes, labels, bounds, prior)
@@ -125,9 +127,9 @@ def attempt(trials: Sequence[Trial]) -> list[Result]:
         except GradveilError as error:
             results[i] = error
     for members in ready.values():
+        views, rngs = [trials[i].view for i in members], [trials[i].rng for i in members]
         attack = build_attack(trials[members[0]].attack)
         try:
-            views, rngs = [trials[i].view for i in members], [trials[i].rng for i in members]
             results |= dict(zip(members, attack.reconstruct_many(views, rngs), strict=True))
         except GradveilError as refused:
             results |= {i: refused if len(members) == 1 else _alone(attack, trials[i]) for i in members}

@@ -74,9 +74,21 @@ def _model(function: str, values: list[object]) -> nn.Module:
 
 
 class CallbackGuard:
-    """Guards a model, or a part of it, from ``start`` to ``stop``."""
+    """Guards a model, or a part of it, from ``start`` to ``stop``; ``report`` says what was defended.
 
-    def __init__(self, defence_or_spec: Defense | str, module: str | None, rng: Generator | None, strict: bool) -> None:
+    The base of a framework's callback, which says when that is. ``module`` names the part that is called, where it is
+    not the model itself.
+    """
+
+    def __init__(
+        self,
+        defence_or_spec: Defense | str,
+        *,
+        module: str | None = None,
+        rng: Generator | None = None,
+        strict: bool = True,
+    ) -> None:
+        super().__init__()
         self.defense = build(defence_or_spec)
         if "update" in self.defense.acts_on:
             raise DefenseError(
