@@ -86,23 +86,8 @@ class GridView(Grid):  # type: ignore[misc]
         return reply if sent is None or not is_training(reply) else self.received(sent, reply)
 
 
-def audited(
-    grid: Grid,
-    model: nn.Module,
-    attack: str | Attack,
-    *,
-    input_shape: tuple[int, ...],
-    num_classes: int,
-    defense: str | Defense = "none",
-    public: Tensor | None = None,
-    sample: int = 1,
-    max_examples: int = 16,
-    lr: float | None = None,
-    seed: int = 0,
-    out: Path | None = None,
-    truth: Callable[[Message], Batch | None] = lambda reply: None,
-) -> "AuditedGrid":
-    """Return the grid with an audit in it: ``strategy.start(grid=audited(grid, model, "gs", ...), ...)``.
+class AuditedGrid(GridView):
+    """The grid with an audit in it: ``strategy.start(grid=audited(grid, model, "gs", ...), ...)``.
 
     The strategy sees every reply as it came. ``rows`` holds what was found, and ``out`` gets it as JSON lines.
 
@@ -121,28 +106,28 @@ def audited(
         out: a file to append to.
         truth: the originals behind a reply, where the audit may know them (tests, public data).
     """
-    probe = Probe(attack, input_shape, num_classes, defense, public=public)
-    return AuditedGrid(grid, model, probe, sample, max_examples, lr, Seeds(seed), out, truth)
-
-
-class AuditedGrid(GridView):
-    """See ``audited``."""
 
     def __init__(
         self,
         grid: Grid,
         model: nn.Module,
-        probe: Probe,
-        sample: int,
-        max_examples: int,
-        lr: float | None,
-        seeds: Seeds,
-        out: Path | None,
-        truth: Callable[[Message], Batch | None],
+        attack: str | Attack,
+        *,
+        input_shape: tuple[int, ...],
+        num_classes: int,
+        defense: str | Defense = "none",
+        public: Tensor | None = None,
+        sample: int = 1,
+        max_examples: int = 16,
+        lr: float | None = None,
+        seed: int = 0,
+        out: Path | None = None,
+        truth: Callable[[Message], Batch | None] = lambda reply: None,
     ) -> None:
         super().__init__(grid)
-        self._model, self._probe, self._sample, self._max_examples = model, probe, sample, max_examples
-        self._lr, self._seeds, self._out, self._truth = lr, seeds, out, truth
+        self._probe = Probe(attack, input_shape, num_classes, defense, public=public)
+        self._model, self._sample, self._max_examples, self._lr = model, sample, max_examples, lr
+        self._seeds, self._out, self._truth = Seeds(seed), out, truth
         self.rows: list[Row] = []
         self._round = 0
 
@@ -178,13 +163,14 @@ class AuditedGrid(GridView):
             append_line(self._out, json.dumps(row))
 
 
-def checked(grid: Grid) -> "CheckedGrid":
-    """Return the grid with malformed replies turned into errors: ``strategy.start(grid=checked(grid), ...)``."""
-    return CheckedGrid(grid)
+audited = AuditedGrid
 
 
 class CheckedGrid(GridView):
-    """See ``checked``. ``counts`` has one row per round: sent, kept, failed, rejected, silent."""
+    """The grid with malformed replies turned into errors: ``strategy.start(grid=checked(grid), ...)``.
+
+    ``counts`` has one row per round: sent, kept, failed, rejected, silent.
+    """
 
     def __init__(self, grid: Grid) -> None:
         super().__init__(grid)
@@ -221,3 +207,6 @@ class CheckedGrid(GridView):
                 "silent": len(sent) - len(replies),
             }
         )
+
+
+checked = CheckedGrid

@@ -2,7 +2,7 @@
 
 import copy
 import time
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -119,19 +119,9 @@ def worst(rows: list[Row]) -> Row:
 UNKNOWN = -1.0  # dB; no image was measured
 
 
-def leak_guard(
-    attack: str | Attack = "newton",
-    *,
-    max_psnr: float = 20.0,
-    defense: str | Defense | None = None,
-    public: Tensor | None = None,
-    max_examples: int = 16,
-    send_unchecked: bool = False,
-    bounds: tuple[float, float] = (0.0, 1.0),
-    lr: float | None = None,
-    seed: int | None = None,
-) -> "LeakGuard":
-    """Return a mod for ``ClientApp(mods=[...])``; put it first, so that it sees what really leaves.
+@dataclass(frozen=True)
+class LeakGuard:
+    """A mod for ``ClientApp(mods=[leak_guard(...)])``; put it first, so that it sees what really leaves.
 
     It keeps the inputs that the client trains on, attacks the outgoing update without them, and compares. The
     reply's metrics get ``leak-psnr``, the image that came out best, in dB, and ``leak-floor``, what a blind guess
@@ -148,14 +138,9 @@ def leak_guard(
         lr: of the local steps; None reads ``lr`` from the message, and takes 1 where there is none.
         seed: for tests only; None draws from the operating system.
     """
-    return LeakGuard(attack, max_psnr, defense, public, max_examples, send_unchecked, bounds, lr, seed)
-
-
-@dataclass(frozen=True)
-class LeakGuard:
-    """See ``leak_guard``."""
 
     attack: str | Attack = "newton"
+    _: KW_ONLY
     max_psnr: float = 20.0
     defense: str | Defense | None = None
     public: Tensor | None = None
@@ -207,6 +192,9 @@ class LeakGuard:
             )
         add_metrics(reply, {"leak-psnr": row["worst-psnr"], "leak-floor": probe.floor(truth)})
         return reply
+
+
+leak_guard = LeakGuard
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """A Flower mod that runs an update-level defence (pruning, noise) on what a client is about to send."""
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from flwr.app import Context, Message
@@ -29,10 +29,11 @@ from gradveil.tree import Params
 from gradveil.types import Update
 
 
-def update_mod(
-    defense: str | Defense | None = None, *, lr: float | None = None, seed: int | None = None
-) -> "UpdateMod":
-    """Return a mod for ``ClientApp(mods=[...])`` that defends the update after the client's training.
+@dataclass(frozen=True)
+class UpdateMod:
+    """A mod for ``ClientApp(mods=[update_mod(...)])`` that defends the update after the client's training.
+
+    Running statistics and counters pass as they are: no gradient step makes them.
 
     Args:
         defense: a spec or a defence; None reads ``defense`` from the site's or the run's settings.
@@ -40,14 +41,9 @@ def update_mod(
             None reads ``lr`` from the message, and takes 1 where there is none: the change itself.
         seed: for tests only; None draws from the operating system.
     """
-    return UpdateMod(defense, lr, seed)
-
-
-@dataclass(frozen=True)
-class UpdateMod:
-    """See ``update_mod``. Running statistics and counters pass as they are: no gradient step makes them."""
 
     defense: str | Defense | None = None
+    _: KW_ONLY
     lr: float | None = None
     seed: int | None = None
 
@@ -78,6 +74,9 @@ class UpdateMod:
         return reply
 
 
+update_mod = UpdateMod
+
+
 def check_reply(before: Params, after: Params) -> None:
     """Raise ``UpdateError`` unless the reply's tensors fit those that the server sent and are finite."""
     if before.keys() != after.keys():
@@ -102,8 +101,9 @@ def update_of(message: Message, before: Params, reply: Message, after: Params, l
 STEPS = "defended-steps"
 
 
-def guard_mod(defense: str | Defense | None = None, *, lr: float | None = None, seed: int | None = None) -> "GuardMod":
-    """Return a mod for ``ClientApp(mods=[...])`` that defends every local step of the client's own training.
+@dataclass(frozen=True)
+class GuardMod:
+    """A mod for ``ClientApp(mods=[guard_mod(...)])`` that defends every local step of the client's own training.
 
     It finds the model by its state-dict names when the client calls it, guards it until the client replies, adds
     ``defended-steps`` to the reply's metrics, and withholds the update when no step was defended.
@@ -113,14 +113,9 @@ def guard_mod(defense: str | Defense | None = None, *, lr: float | None = None, 
         lr: as in ``update_mod``, where the defence acts on the update as well (``representation+gaussian:on=update``).
         seed: for tests only; None draws from the operating system.
     """
-    return GuardMod(defense, lr, seed)
-
-
-@dataclass(frozen=True)
-class GuardMod:
-    """See ``guard_mod``."""
 
     defense: str | Defense | None = None
+    _: KW_ONLY
     lr: float | None = None
     seed: int | None = None
 
@@ -175,6 +170,9 @@ class GuardMod:
         named = [named_as_in(guard.model, weights) or weights for weights in (before, after)]
         sent = guard.update(*named, lr=lr, num_examples=examples, num_steps=steps)
         reply.content[key] = record_of(dict(zip(after, (sent[name] for name in named[1]), strict=True)))
+
+
+guard_mod = GuardMod
 
 
 def _not_found(names: Params) -> str:
