@@ -1,4 +1,4 @@
-"""The compiled kernel (``lanes.c``, ``gram.c``), where it was built: structures and calls, by ctypes."""
+"""The compiled kernel (``cpu_kernel.c``, ``gram.c``), where it was built: structures and calls, by ctypes."""
 
 import ctypes
 import threading
