@@ -26,6 +26,19 @@ def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.
     exec(compile("\n".join(blocks), page, "exec"), {"__name__": "docs"})
 
 
+def test_the_readme_is_short() -> None:
+    assert len((DOCS.parent / "README.md").read_text().split()) <= 700
+
+
+def test_each_snippet_of_the_readme_runs_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    defend, attack = re.findall(r"```python\n(.*?)```", (DOCS.parent / "README.md").read_text(), re.DOTALL)
+    exec(compile(defend, "README.md", "exec"), {"__name__": "docs"})
+    assert "4 steps" in capsys.readouterr().out
+    exec(compile(attack, "README.md", "exec"), {"__name__": "docs"})
+    naive, knowing = (float(line.split()[-1]) for line in capsys.readouterr().out.splitlines())
+    assert knowing < 0.01 < naive
+
+
 def test_every_link_between_pages_leads_somewhere() -> None:
     broken = []
     for page in [*DOCS.rglob("*.md"), DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md"]:
@@ -35,7 +48,7 @@ def test_every_link_between_pages_leads_somewhere() -> None:
     assert not broken
 
 
-@pytest.mark.parametrize("tool", ["make_docs.py", "readme_tables.py", "theory_tables.py"])
+@pytest.mark.parametrize("tool", ["make_docs.py", "speed_page.py", "theory_tables.py"])
 def test_generated_tables_agree_with_the_registry_and_the_results(tool: str) -> None:
     path = DOCS.parent / "tools" / tool
     done = subprocess.run([sys.executable, str(path), "--check"], capture_output=True, text=True, check=False)

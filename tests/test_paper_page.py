@@ -1,4 +1,4 @@
-"""The page of results says what the committed rows say, and finished runs get there by a tool."""
+"""The pages of results say what the committed rows say, and finished runs get there by a tool."""
 
 import importlib
 import json
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 def tools(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     return {
-        name: importlib.import_module(name) for name in ("paper_results", "paper_page", "keep_results", "readme_lines")
+        name: importlib.import_module(name) for name in ("paper_results", "paper_page", "keep_results", "verdict_lines")
     }
 
 
@@ -36,37 +36,48 @@ def results(tmp_path: Path) -> Path:
     return tmp_path / "results"
 
 
-def test_the_page_is_what_the_committed_rows_give() -> None:
+def test_the_pages_are_what_the_committed_rows_give() -> None:
     tool = ROOT / "tools" / "paper_page.py"
     done = subprocess.run([sys.executable, str(tool), "--check"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_item_has_a_section_and_a_line_in_the_first_table(tools: dict[str, ModuleType]) -> None:
-    page = tools["paper_page"].page()
+def test_every_item_has_a_page_a_line_in_the_index_and_one_in_the_table_of_verdicts(
+    tools: dict[str, ModuleType],
+) -> None:
+    pages = tools["paper_page"].pages()
+    assert pages.keys() == {"paper.md", "verdicts.md", *(f"{name}.md" for name in ITEMS.names())}
     for name in ITEMS.names():
-        assert f"\n## {name}\n" in page
-        assert f"| [{name}](#{name}): " in page
+        assert pages[f"{name}.md"].startswith(f"# {name}\n")
+        assert f"| [{name}]({name}.md) | " in pages["paper.md"]
+        assert f"| [{name}]({name}.md): " in pages["verdicts.md"]
 
 
-def test_another_row_gives_another_page(tools: dict[str, ModuleType], results: Path) -> None:
-    before = tools["paper_page"].page(results)
+def test_no_page_of_results_is_left_from_an_item_that_is_gone(tools: dict[str, ModuleType]) -> None:
+    written = {path.name for path in (ROOT / "docs" / "results").glob("*.md")}
+    assert written == tools["paper_page"].pages().keys()
+
+
+def test_another_row_gives_another_verdict_on_every_page(tools: dict[str, ModuleType], results: Path) -> None:
+    before = tools["paper_page"].pages(results)
     path = results / "dlg-reference" / "rows.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for row in rows:
         if (row["defense"], row["server"]) == ("representation:share=0.4", "naive"):
             row["mse"] = 0.0
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    after = tools["paper_page"].page(results)
+    after = tools["paper_page"].pages(results)
     claim = r"\*\*(.*)\*\*: The defence stops a server that does not know it"
-    assert re.findall(claim, before) == ["reproduced"]
-    assert re.findall(claim, after) == ["not reproduced"]
+    assert re.findall(claim, before["dlg-reference.md"]) == ["reproduced"]
+    assert re.findall(claim, after["dlg-reference.md"]) == ["not reproduced"]
+    changed = {name for name, text in before.items() if after[name] != text}
+    assert changed == {"dlg-reference.md", "paper.md", "verdicts.md"}
 
 
 def test_an_item_that_was_not_run_shows_no_number_of_ours(tools: dict[str, ModuleType], results: Path) -> None:
     shutil.rmtree(results / "dlg-reference")
     page = tools["paper_page"]
-    text = page.section(DLGReference(), results)
+    text = page.item_page(DLGReference(), results)
     assert "not run at full size yet" in text
     assert "mse" not in text
     assert "--only" not in text
@@ -77,7 +88,7 @@ def test_a_number_can_be_rerun_by_the_command_under_it(tools: dict[str, ModuleTy
     for item in page.in_order():
         if not (page.has_rows(item) and page.units(item)):
             continue
-        text = page.section(item)
+        text = page.item_page(item)
         command = re.search(
             r"A single number: `gradveil reproduce (\S+) --scale full --seed \d+.* --only '(.*)' --out", text
         )
@@ -100,10 +111,11 @@ def test_the_readme_is_filled_between_the_markers_only(tools: dict[str, ModuleTy
         page.filled("no markers")
 
 
-def test_the_readmes_lines_follow_the_rows(tools: dict[str, ModuleType], results: Path) -> None:
-    lines = tools["readme_lines"].lines
+def test_what_holds_follows_the_rows(tools: dict[str, ModuleType], results: Path) -> None:
+    lines, short = tools["verdict_lines"].lines, tools["verdict_lines"].readme_lines
     before = lines(results)
     assert len(before) == 10
+    assert len(short(results)) == 5
     path = results / "tradeoff" / "rows.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for row in rows:
@@ -114,14 +126,16 @@ def test_the_readmes_lines_follow_the_rows(tools: dict[str, ModuleType], results
     changed = [new for old, new in zip(before, after, strict=True) if new != old]
     assert any(old.startswith("- **Fails**: it hides them from a server that knows it") for old in before)
     assert any(new.startswith("- **Holds**: it hides them from a server that knows it: MSE 0.9") for new in changed)
+    assert "- **Holds**: it hides them from a server that knows it: 0% recovered (DLG, CIFAR-10)." in short(results)
 
 
-def test_the_readme_names_what_was_not_run(tools: dict[str, ModuleType], results: Path) -> None:
+@pytest.mark.parametrize("kind", ["lines", "readme_lines"])
+def test_what_was_not_run_is_named(kind: str, tools: dict[str, ModuleType], results: Path) -> None:
     shutil.rmtree(results / "meter")
     shutil.rmtree(results / "accuracy")
-    found = tools["readme_lines"].lines(results)
-    assert "- Not run at full size yet: meter." in found
-    assert found.count("- Not run at full size yet: accuracy.") == 1
+    written = getattr(tools["verdict_lines"], kind)(results)
+    assert "- Not run at full size yet: meter." in written
+    assert written.count("- Not run at full size yet: accuracy.") == 1
 
 
 def run_folder(path: Path, rows: dict[str, list[float]], **changed: Any) -> Path:
@@ -216,4 +230,4 @@ def test_every_item_has_a_figure_of_its_committed_rows(name: str, tools: dict[st
     for ending in (".svg", ".png"):
         assert (tmp_path / name).with_suffix(ending).stat().st_size > 1000
         assert (kept.RESULTS / name / name).with_suffix(ending).exists()
-    assert f"]({name}/{name}.svg)" in (kept.RESULTS / "paper.md").read_text()
+    assert f"]({name}/{name}.svg)" in (kept.RESULTS / f"{name}.md").read_text()

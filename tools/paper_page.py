@@ -1,4 +1,4 @@
-"""Write docs/results/paper.md and the README's verdicts from the committed rows; with --check, only compare."""
+"""Write the pages of docs/results and the README's verdicts from the committed rows; with --check, only compare."""
 
 import sys
 from pathlib import Path
@@ -7,22 +7,22 @@ from typing import Any
 import torch
 from marked_blocks import fill, write_or_check
 from paper_results import RESULTS, ROOT, Row, all_rows, build, markdown, own_rows, runs
-from readme_lines import lines
+from verdict_lines import lines, readme_lines
 
 from gradveil.paper.base import ITEMS, Context, Item, Judgement, published
 from gradveil.seeds import Seeds
 
-PAGE = RESULTS / "paper.md"
 README = ROOT / "README.md"
 
+BACK = "Part of [the paper, beside ours](paper.md)."
 HEAD = """# The paper, beside ours
 
 Sun et al. 2020, *Provable Defense against Privacy Leakage in Federated Learning from Representation Perspective*: every
-table and figure, the claims in its text, and our controls. This page is written by `make docs` from the rows in
-`docs/results/<item>/rows.jsonl`; no number and no verdict on it is typed in.
+table and figure, the claims in its text, and our controls, each on a page of its own. These pages are written by
+`make docs` from the rows in `docs/results/<item>/rows.jsonl`; no number and no verdict on them is typed in.
 
 - A verdict follows from the rows by the rule beside it: reproduced, not reproduced, reproduced only under a
-  condition, or not measured (the control failed, or nothing was run).
+  condition, or not measured (the control failed, or nothing was run). [All verdicts](verdicts.md) in one table.
 - Brackets are 95 % intervals over images (bootstrap for means, Wilson for shares); where a row is a training, the
   lowest and highest value over seeds.
 - **CIFAR-10 here is a JPEG re-encoding** of the data set: its pixels differ a little from the original's.
@@ -31,11 +31,16 @@ table and figure, the claims in its text, and our controls. This page is written
 """
 
 
-def page(folder: Path = RESULTS) -> str:
-    """Return the whole page."""
+def pages(folder: Path = RESULTS) -> dict[str, str]:
+    """Return the text of every page by its name: the index, all verdicts, and one page an item."""
     items = in_order(folder)
-    lines = [HEAD, "## All verdicts", "", overview(items, folder), ""]
-    return "\n".join(lines + [section(item, folder) for item in items])
+    index = [HEAD, "## Items", "", contents(items, folder), "", "## What holds and what does not", "", *lines(folder)]
+    verdicts = ["# All verdicts", "", f"{BACK} The rule behind each stands on its page.", "", overview(items, folder)]
+    return {
+        "paper.md": "\n".join([*index, ""]),
+        "verdicts.md": "\n".join([*verdicts, ""]),
+        **{f"{item.spec_name}.md": item_page(item, folder) for item in items},
+    }
 
 
 def in_order(folder: Path = RESULTS) -> list[Item]:
@@ -55,24 +60,49 @@ def units(item: Item) -> list[str]:
     return item.units(Context(None, torch.device("cpu"), "full", Seeds(0)))
 
 
+def contents(items: list[Item], folder: Path = RESULTS) -> str:
+    """Return one line per item: its page, its title, and how its verdicts went."""
+    table = []
+    for item in items:
+        statuses = [_in_short(v.status) for v in _judged(item, folder)]
+        said = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
+        table.append({"item": _link(item), "what": item.title, "verdicts": said or _unjudged(item, folder)})
+    return markdown(table)
+
+
 def overview(items: list[Item], folder: Path = RESULTS) -> str:
     """Return one line per claim: item, paper, ours, verdict."""
     table = []
     for item in items:
-        link = f"[{item.spec_name}](#{item.spec_name})"
-        verdicts = item.verdicts(all_rows(item, folder)) if has_rows(item, folder) else []
+        verdicts = _judged(item, folder)
         if not verdicts:
-            status = "see below" if has_rows(item, folder) else "not run at full size yet"
-            table.append({"item": f"{link}: {item.title}", "paper": "", "ours": "", "verdict": status})
+            empty = {"paper": "", "ours": "", "verdict": _unjudged(item, folder)}
+            table.append({"item": f"{_link(item)}: {item.title}", **empty})
         for v in verdicts:
-            table.append({"item": f"{link}: {v.claim}", "paper": v.paper, "ours": v.ours, "verdict": v.status})
+            table.append({"item": f"{_link(item)}: {v.claim}", "paper": v.paper, "ours": v.ours, "verdict": v.status})
     return markdown(table)
 
 
-def section(item: Item, folder: Path = RESULTS) -> str:
+def _in_short(status: str) -> str:
+    return "reproduced under a condition" if status.startswith("reproduced only") else status
+
+
+def _link(item: Item) -> str:
+    return f"[{item.spec_name}]({item.spec_name}.md)"
+
+
+def _judged(item: Item, folder: Path) -> list[Judgement]:
+    return item.verdicts(all_rows(item, folder)) if has_rows(item, folder) else []
+
+
+def _unjudged(item: Item, folder: Path) -> str:
+    return "no verdict: a table" if has_rows(item, folder) else "not run at full size yet"
+
+
+def item_page(item: Item, folder: Path = RESULTS) -> str:
     """Return all there is on one item."""
     name = item.spec_name
-    lines = [f"## {name}", "", f"**{item.title}**", "", *_paper(item)]
+    lines = [f"# {name}", "", f"**{item.title}**", "", f"{BACK}", "", *_paper(item)]
     if not has_rows(item, folder):
         return "\n".join([*lines, "Ours: not run at full size yet.", "", *_choices(item), *_rerun(item, [], folder)])
     rows = all_rows(item, folder)
@@ -157,8 +187,9 @@ def _rerun(item: Item, made: list[Row], folder: Path) -> list[str]:
 
 def filled(text: str, folder: Path = RESULTS) -> str:
     """Return the README with its list of verdicts made anew."""
-    return fill(text, {"verdicts": "\n".join(lines(folder))})
+    return fill(text, {"verdicts": "\n".join(readme_lines(folder))})
 
 
 if __name__ == "__main__":
-    sys.exit(write_or_check({PAGE: page(), README: filled(README.read_text())}, __doc__))
+    written = {RESULTS / name: text for name, text in pages().items()}
+    sys.exit(write_or_check(written | {README: filled(README.read_text())}, __doc__))

@@ -33,15 +33,15 @@ STEPS = "defended-steps"
 class UpdateFilter(Filter):  # type: ignore[misc]
     """Defends the weight difference that leaves a site; what it cannot read it blocks.
 
-    ``recipe.add_client_output_filter(UpdateFilter("gaussian:std=0.01", lr=0.01), tasks=["train"])``. NVFlare's
-    own ``DXOFilter`` lets through what it does not know; this one does not.
+    ``recipe.add_client_output_filter(UpdateFilter("gaussian:scale=0.01,on=update", lr=0.01), tasks=["train"])``.
+    NVFlare's own ``DXOFilter`` lets through what it does not know; this one does not.
     """
 
     def __init__(self, defense: str, lr: float = 1.0, require_steps: bool = False) -> None:
         """Set up the filter.
 
         Args:
-            defense: a spec, e.g. ``pruning:share=0.9`` or ``gaussian:std=0.01``.
+            defense: a spec that acts on what is sent, e.g. ``pruning:share=0.9,on=update``.
             lr: of the local steps, to turn the difference into a gradient, (W_before - W_after) / lr.
             require_steps: block an update whose meta does not say that a local step was defended.
         """
@@ -78,7 +78,10 @@ class UpdateFilter(Filter):  # type: ignore[misc]
             raise GradveilError(f"No local step was defended: the result's meta has no {STEPS!r}.")
         defense = build(self.defense)
         if defense.acts_on - {"update"}:
-            raise GradveilError(f"{describe(defense)} acts inside the local steps: use protect() in the client script.")
+            raise GradveilError(
+                f"{describe(defense)} acts inside the local steps: use protect() in the client script, or give it "
+                f"on=update where it has that setting."
+            )
         steps = int(dxo.get_meta_prop(MetaKey.NUM_STEPS_CURRENT_ROUND, 1) or 1)
         change = {name: torch.as_tensor(np.asarray(value)) for name, value in dxo.data.items()}
         trained = {name: value for name, value in change.items() if is_trained(name, value)}

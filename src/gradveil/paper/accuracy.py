@@ -126,6 +126,8 @@ class Accuracy(Item):
         "after training, which costs no accuracy by construction.",
         "Noise is added where its spec says: to every step's gradient unless on=weights (what is uploaded). The paper "
         "does not say which, and it decides the result.",
+        "One round's accuracy swings by some points on this split, so the mean over the last quarter of the rounds "
+        "stands beside it; *lost* is against the undefended runs of the same seeds.",
     )
 
     seeds: int = 3

@@ -31,14 +31,14 @@ class Tradeoff(Item):
         "start is chosen by its own objective.",
         "GS: 500 iterations (the text has 120, the authors' script 24,000) on the appendix ConvNet with normalised "
         "inputs, as in the authors' script: that decides the control. Chosen on other images than those of the rows. "
-        "What this and the other open choices do is measured by [gs-choices](#gs-choices).",
+        "What this and the other open choices do is measured by [gs-choices](gs-choices.md).",
         "The curve of the server that knows takes, per defence, the better of leaving the defended tensor out and "
         "reading the mask off it; for noise Gauss-Newton with a prior from public images (DLG), or the attack "
         "itself with the smoothness that the noise asks for (GS: the weight of a MAP estimate where neighbouring "
         f"pixels differ by {CONTRAST}; Gauss-Newton on the network would cost too much).",
         "Against pruning that server runs the panel's own attack on the entries that were sent, which stalls at high "
         "shares. Gauss-Newton goes on where DLG stops (the picture in the README; *pruning, mask read* in "
-        "[meter](#meter)), so what GC hides from DLG is not hidden from every server that knows.",
+        "[meter](meter.md)), so what GC hides from DLG is not hidden from every server that knows.",
     )
 
     images: int = 32

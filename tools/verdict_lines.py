@@ -1,6 +1,7 @@
-"""The README's ten lines on what holds: words with numbers from the committed rows, and each mark from a verdict."""
+"""What holds and what does not, in ten lines: numbers from the committed rows, and each mark from a verdict."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from paper_results import RESULTS, all_rows, build, own_rows
@@ -17,7 +18,16 @@ TRAINED = {  # panels of the accuracy item
     "lenet-cifar10": "LeNet, CIFAR-10",
     "convnet-cifar10": "ConvNet, CIFAR-10",
 }
-Line = Callable[[Path], str]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One claim and what became of it."""
+
+    mark: str
+    claim: str
+    numbers: str  # all of them
+    number: str = ""  # the one for the README
 
 
 def mark(holds: Sequence[bool]) -> str:
@@ -39,48 +49,52 @@ def _each(values: dict[str, str]) -> str:
     return ", ".join(f"{values[panel]} ({name})" for panel, name in PANELS.items() if panel in values)
 
 
+def _at_dlg(found: dict[str, Case], say: Callable[[Case], str]) -> str:
+    """Return one number: that of DLG on CIFAR-10."""
+    return say(found["dlg-cifar10"]) + " (DLG, CIFAR-10)" if "dlg-cifar10" in found else ""
+
+
 def _status(name: str, words: str, folder: Path) -> list[Judgement]:
     item = build(name, folder)
     return [v for v in item.verdicts(all_rows(item, folder)) if words in v.claim]
 
 
-def control(folder: Path) -> str:
+def control(folder: Path) -> Line:
     """The attack works where nothing defends."""
     none = _at(_found(folder), "none")
     text = _each({p: f"{s.success.mean:.0%} of {s.mse.count} images, MSE {s.mse.mean:.1g}" for p, s in none.items()})
-    return (
-        f"{mark([s.success.mean >= 0.5 for s in none.values()])}: undefended, the attacks recover {text}: the control."
-    )
+    return Line(mark([s.success.mean >= 0.5 for s in none.values()]), "undefended, the attacks recover images", text)
 
 
-def naive_server(folder: Path) -> str:
+def naive_server(folder: Path) -> Line:
     """The paper's own picture."""
     ours = _at(_found(folder), OURS)
     text = _each({p: f"MSE {s.mse.mean:.2f} against {s.blind:.2f} for the {GUESS}" for p, s in ours.items()})
     told = _each({p: f"{s.identified.mean:.0%}" for p, s in ours.items()})
     word = mark([s.hidden and s.identified.mean < 0.5 for s in ours.values()])
-    return (
-        f"{word}: 40 % of ours hides images from a server that does not know it: {text}; told from 99 others: {told}."
-    )
+    claim = "40 % of the paper's defence hides images from a server that does not know it"
+    one = _at_dlg(ours, lambda s: f"MSE {s.mse.mean:.2f}, the {GUESS} {s.blind:.2f}")
+    return Line(word, claim, f"{text}; picked out of 100 images: {told}", one)
 
 
-def knowing_server(folder: Path) -> str:
+def knowing_server(folder: Path) -> Line:
     """The same with a server that knows the code."""
     ours = _at(_found(folder), OURS, knowing=True)
     text = _each({p: f"MSE {s.mse.mean:.1g}, {s.success.mean:.0%} recovered" for p, s in ours.items()})
-    return f"{mark([s.hidden for s in ours.values()])}: it hides them from a server that knows it: {text}."
+    one = _at_dlg(ours, lambda s: f"{s.success.mean:.0%} recovered")
+    return Line(mark([s.hidden for s in ours.values()]), "it hides them from a server that knows it", text, one)
 
 
-def random_mask(folder: Path) -> str:
+def random_mask(folder: Path) -> Line:
     """Whether the score is worth anything."""
     found = _found(folder)
     ours, random = _at(found, OURS), _at(found, RANDOM)
     text = _each({p: f"ours {ours[p].mse.mean:.2f}, random {random[p].mse.mean:.2f}" for p in random})
     hidden = not all(s.hidden for s in random.values())
-    return f"{mark([hidden])}: the score is needed for that; a mask drawn at random hides too: MSE {text}."
+    return Line(mark([hidden]), "the score is needed for that; a mask drawn at random hides too", f"MSE {text}")
 
 
-def accuracy(folder: Path) -> str:
+def accuracy(folder: Path) -> Line:
     """No drop in accuracy."""
     runs = group(Trained.read(own_rows("accuracy", folder)), "panel", "defense")
     final = {key: last_round(mine) for key, mine in runs.items()}
@@ -97,20 +111,20 @@ def accuracy(folder: Path) -> str:
         for name, found in lost.items()
     )
     every = [loss <= MAX_DROP for found in lost.values() for loss in found.values()]
-    return f"{mark(every)}: ours costs no accuracy. Lost, {text}."
+    worst = max(loss for found in lost.values() for loss in found.values())
+    return Line(mark(every), "it costs no accuracy", f"lost, {text}", f"up to {worst:.2f} lost")
 
 
-def times(folder: Path) -> str:
+def times(folder: Path) -> Line:
     """The claim of 160 times the MSE."""
     found = _status("claims", "160 x", folder)
     naive = [v for v in found if "does not know" in v.claim]
     text = "; ".join(f"{v.claim.partition(': ')[2].partition(' (')[0]}: {v.ours}" for v in naive)
-    return (
-        f"{mark([v.status == 'reproduced' for v in naive])}: 160 x the baselines' MSE at no loss of accuracy: {text}."
-    )
+    word = mark([v.status == "reproduced" for v in naive])
+    return Line(word, "160 x the baselines' MSE at no loss of accuracy", text)
 
 
-def table1(folder: Path) -> str:
+def table1(folder: Path) -> Line:
     """Representation inference and its control."""
     rows = [r for r in own_rows("table1", folder) if r["setting"] == "E=1, B=32"]
 
@@ -121,13 +135,14 @@ def table1(folder: Path) -> str:
 
     told = _status("table1", "tells its class", folder)
     word = mark([v.status == "reproduced" for v in told])
-    return (
-        f"{word}: updates give class-wise representations away. Correlation at FC1 / FC2 / FC3 {means('own')}, with "
-        f"the wrong class {means('wrong')}; own class nearest {means('nearest')}."
+    text = (
+        f"correlation at FC1 / FC2 / FC3 {means('own')}, with the wrong class {means('wrong')}; own class nearest "
+        f"{means('nearest')}"
     )
+    return Line(word, "updates give class-wise representations away", text)
 
 
-def cause(folder: Path) -> str:
+def cause(folder: Path) -> Line:
     """WG, CLG, Rep."""
     rows = [r for r in own_rows("figure-wg-clg-rep", folder) if r["part"] in ("CLG", "Rep")]
 
@@ -140,50 +155,64 @@ def cause(folder: Path) -> str:
         f"{name}: convolutions alone recover {share(n, 'CLG')}, the representation alone {share(n, 'Rep')}"
         for n, name in (("probe", "the paper's small network"), ("lenet", "its LeNet"))
     )
-    return f"{mark([v.status == 'reproduced' for v in found])}: the representation is the essential cause. On {text}."
+    word = mark([v.status == "reproduced" for v in found])
+    return Line(word, "the representation is the essential cause", f"on {text}")
 
 
-def theorems(folder: Path) -> str:
+def theorems(folder: Path) -> Line:
     """Both theorems, as printed and sound."""
     one = _status("bounds", "as printed (local), bounds the error of the server", folder)
     (sound,) = _status("bounds", "(global/box), bounds the error", folder)
     says = ", ".join(f"{v.ours} ({'knowing' if 'that knows' in v.claim else 'naive'} server)" for v in one)
     word = mark([v.status == "reproduced" for v in one])
-    return (
-        f"{word}: theorem 1 as printed bounds the error: kept by {says}. A [sound version]"
-        f"(docs/theory/certificates.md) is kept by {sound.ours}, for a server that inverts r', and is far smaller. "
-        "Theorem 2 has a [counterexample](docs/theory/convergence.md)."
+    text = (
+        f"kept by {says}. A [sound version](../theory/certificates.md) is kept by {sound.ours}, for a server that "
+        "inverts r', and is far smaller. Theorem 2 has a [counterexample](../theory/convergence.md)"
     )
+    knowing = next(v.ours for v in one if "that knows" in v.claim)
+    return Line(word, "theorem 1 as printed bounds the error", text, f"kept by {knowing} images where the server knows")
 
 
-def meter(folder: Path) -> str:
+def meter(folder: Path) -> Line:
     """Our own figure."""
     (v,) = _status("meter", "leak meter", folder)
-    return f"{mark([v.status == 'reproduced'])}: the leak meter predicts what the strongest attack reaches: {v.ours}."
+    claim = "the leak meter predicts what the strongest attack reaches"
+    return Line(mark([v.status == "reproduced"]), claim, v.ours, v.ours.partition(",")[0])
 
 
-LINES: tuple[tuple[Line, tuple[str, ...]], ...] = (  # with the items whose rows a line is made of
-    (control, ("tradeoff", "accuracy")),
-    (naive_server, ("tradeoff", "accuracy")),
-    (knowing_server, ("tradeoff", "accuracy")),
-    (random_mask, ("tradeoff", "accuracy")),
-    (accuracy, ("accuracy",)),
-    (times, ("tradeoff", "accuracy")),
-    (table1, ("table1",)),
-    (cause, ("figure-wg-clg-rep",)),
-    (theorems, ("bounds", "tradeoff", "convergence")),
-    (meter, ("meter",)),
-)
+Maker = Callable[[Path], Line]
+LINES: dict[Maker, tuple[str, ...]] = {  # with the items whose rows a line is made of
+    control: ("tradeoff", "accuracy"),
+    naive_server: ("tradeoff", "accuracy"),
+    knowing_server: ("tradeoff", "accuracy"),
+    random_mask: ("tradeoff", "accuracy"),
+    accuracy: ("accuracy",),
+    times: ("tradeoff", "accuracy"),
+    table1: ("table1",),
+    cause: ("figure-wg-clg-rep",),
+    theorems: ("bounds", "tradeoff", "convergence"),
+    meter: ("meter",),
+}
+README = (naive_server, knowing_server, accuracy, theorems, meter)
 
 
 def lines(folder: Path = RESULTS) -> list[str]:
-    """Return the list; an item that has not been run is only named."""
+    """Return all lines with all their numbers; an item that has not been run is only named."""
+    return _written(list(LINES), folder, lambda line: line.numbers)
+
+
+def readme_lines(folder: Path = RESULTS) -> list[str]:
+    """Return five lines with one number each."""
+    return _written(README, folder, lambda line: line.number)
+
+
+def _written(makers: Sequence[Maker], folder: Path, numbers: Callable[[Line], str]) -> list[str]:
     found = []
-    for line, names in LINES:
-        missing = [name for name in names if not own_rows(name, folder)]
+    for maker in makers:
+        missing = [name for name in LINES[maker] if not own_rows(name, folder)]
         if missing:
             found.append(f"- Not run at full size yet: {', '.join(missing)}.")
         else:
-            word, _, rest = line(folder).partition(": ")
-            found.append(f"- **{word}**: {rest}")
+            line = maker(folder)
+            found.append(f"- **{line.mark}**: {line.claim}: {numbers(line)}.")
     return list(dict.fromkeys(found))

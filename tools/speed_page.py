@@ -1,33 +1,13 @@
-"""Fill the tables of README.md from the results on disk; with --check, only say whether they are up to date."""
+"""Fill the table of docs/speed.md from bench/results; with --check, only say whether it is up to date."""
 
 import json
-import re
 import sys
 from pathlib import Path
 
-from marked_blocks import ROOT, write_or_check
-from paper_results import build, markdown, own_rows
+from marked_blocks import ROOT, fill, write_or_check
+from paper_results import markdown
 
-from gradveil.paper.rows import same_defense
-
-README = ROOT / "README.md"
-
-
-SHOWN = {  # of a long table, what the README has room for
-    "accuracy": (
-        "none", "representation:share=0.1", "representation:share=0.4", "representation:share=0.8",
-        "random_mask:share=0.4", "pruning:share=0.8", "pruning:share=0.9", "gaussian:scale=0.1",
-        "gaussian:scale=0.01,on=weights", "gaussian:scale=0.1,on=weights",
-    ),
-}  # fmt: skip
-
-
-def summary(item: str) -> str:
-    """Return the summary of an item's committed rows."""
-    table = build(item).summary(own_rows(item))
-    shown = set(map(same_defense, SHOWN.get(item, ())))
-    return markdown([row for row in table if not shown or same_defense(row["defense"]) in shown])
-
+PAGE = ROOT / "docs" / "speed.md"
 
 # federated: (suffix of the result file, model, engine) -> at least so many times the sequential loop
 SPEEDUPS = {
@@ -70,16 +50,5 @@ def speed() -> str:
     return markdown(rows)
 
 
-def filled(text: str) -> str:
-    """Return the README with each marked table replaced by a fresh one."""
-    tables = {item: summary(item) for item in ("dlg-reference", "accuracy")} | {"speed": speed()}
-    for name, table in tables.items():
-        mark = f"<!-- table: {name} -->"
-        old = re.compile(re.escape(mark) + r"(\n\n?\|[^\n]*(\n\|[^\n]*)*)?")
-        new = f"{mark}\n\n{table}"
-        text = old.sub(lambda _, new=new: new, text)
-    return text
-
-
 if __name__ == "__main__":
-    sys.exit(write_or_check({README: filled(README.read_text())}, __doc__))
+    sys.exit(write_or_check({PAGE: fill(PAGE.read_text(), {"speed": speed()})}, __doc__))
