@@ -48,6 +48,20 @@ def test_every_link_between_pages_leads_somewhere() -> None:
     assert not broken
 
 
+def test_every_file_of_code_that_a_page_names_exists() -> None:
+    missing = []
+    for page in [*DOCS.rglob("*.md"), DOCS.parent / "README.md"]:
+        for name in re.findall(r"`([\w/]+/\w+\.(?:py|c))`", page.read_text()):
+            if not any((root / name).exists() for root in (DOCS.parent, DOCS.parent / "src" / "gradveil")):
+                missing.append(f"{page.name}: {name}")
+    assert not missing
+
+
+def test_no_placeholder_is_left_on_a_page() -> None:
+    named = re.compile(r"^TABLE$|\b[A-Z]+_IMAGES\b|@@|TODO", re.MULTILINE)
+    assert not [page.name for page in DOCS.rglob("*.md") if named.search(page.read_text())]
+
+
 @pytest.mark.parametrize("tool", ["make_docs.py", "speed_page.py", "theory_tables.py"])
 def test_generated_tables_agree_with_the_registry_and_the_results(tool: str) -> None:
     path = DOCS.parent / "tools" / tool
