@@ -17,6 +17,8 @@ PAGES = [
     "theory/convergence.md",
 ]
 
+NEW = {"src/gradveil/layers/rules/shuffle.py"}  # files that a reader writes
+
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +44,8 @@ def test_each_snippet_of_the_readme_runs_by_itself(capsys: pytest.CaptureFixture
 def test_every_link_between_pages_leads_somewhere() -> None:
     broken = []
     for page in [*DOCS.rglob("*.md"), DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md"]:
-        for target in re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", page.read_text()):
+        prose = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
+        for target in re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", prose):
             if not (page.parent / target).exists():
                 broken.append(f"{page.name} -> {target}")
     assert not broken
@@ -52,7 +55,9 @@ def test_every_file_of_code_that_a_page_names_exists() -> None:
     missing = []
     for page in [*DOCS.rglob("*.md"), DOCS.parent / "README.md"]:
         for name in re.findall(r"`([\w/]+/\w+\.(?:py|c))`", page.read_text()):
-            if not any((root / name).exists() for root in (DOCS.parent, DOCS.parent / "src" / "gradveil")):
+            if name not in NEW and not any(
+                (root / name).exists() for root in (DOCS.parent, DOCS.parent / "src" / "gradveil")
+            ):
                 missing.append(f"{page.name}: {name}")
     assert not missing
 
