@@ -18,6 +18,11 @@ settings.load_profile("gradveil")
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the slow ones: a long test at the end would leave the other cores with nothing to do."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture
 def rng() -> Generator:
     return torch.Generator().manual_seed(0)

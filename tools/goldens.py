@@ -11,6 +11,7 @@ import gzip
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 HOME = ROOT / "tests" / "goldens"
-INPUTS = HOME / "inputs"
+INPUTS = "inputs"  # a copy of tests/goldens/inputs, in the folder that a case runs in
 TRAIN = "gradveil train --rounds 5 --clients 4 --defense representation:share=0.4 --out run"
 MODEL = "--model lenet:strides=2/1 --dataset digits"
 CASES = {
@@ -54,6 +55,7 @@ def run(case: str) -> list[dict[str, Any]]:
     """Return the rows that a case writes and prints."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as place:
+        shutil.copytree(HOME / INPUTS, Path(place, INPUTS))
         env = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
         for command in CASES[case]:
             done = subprocess.run(command.split(), cwd=place, env=env, capture_output=True, text=True)

@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,12 @@ RESULTS = ROOT / "docs" / "results"
 def own_rows(name: str, folder: Path = RESULTS) -> list[Row]:
     """Return the committed rows of an item; none where it has not been run."""
     path = folder / name / "rows.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return list(_read(path, path.stat().st_mtime_ns)) if path.exists() else []
+
+
+@lru_cache(maxsize=32)
+def _read(path: Path, _changed: int) -> tuple[Row, ...]:
+    return tuple(json.loads(line) for line in path.read_text().splitlines())
 
 
 def all_rows(item: Item, folder: Path = RESULTS) -> list[Row]:

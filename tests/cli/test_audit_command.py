@@ -102,14 +102,22 @@ def audit(folder: Path, out: str, *more: str, killed: str | None = None) -> int:
     return done.returncode
 
 
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Row, ...]:
+    folder = tmp_path_factory.mktemp("unbroken")
+    (folder / "my_module.py").write_text(OWN)
+    assert audit(folder, "whole") == 0
+    return RunFolder.open(folder / "whole").rows
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["rows", "images"])
-def test_a_killed_run_goes_on_where_it_was_and_ends_like_an_unbroken_one(tmp_path: Path, when: str) -> None:
+def test_a_killed_run_goes_on_where_it_was_and_ends_like_an_unbroken_one(
+    tmp_path: Path, unbroken: tuple[Row, ...], when: str
+) -> None:
     (tmp_path / "my_module.py").write_text(OWN)
-    assert audit(tmp_path, "whole") == 0
     assert audit(tmp_path, "part", killed=when) == -signal.SIGKILL
     left = RunFolder.open(tmp_path / "part").rows
-    unbroken = RunFolder.open(tmp_path / "whole").rows
     assert 0 < len(left) < len(unbroken)
     assert_same(left, unbroken[: len(left)])
     images = tmp_path / "part" / "images"
@@ -137,7 +145,7 @@ def test_a_run_that_is_interrupted_says_how_to_go_on(run: Run, monkeypatch: pyte
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gradveil.experiments.audit.run_chunk", interrupt)
+    monkeypatch.setattr("gradveil.experiments.audit.attempt", interrupt)
     code, _, err = run("audit", *SMALL, "--out", "run", "--json")
     assert code == 130
     assert "continue with --resume --out run" in err

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 
 import numpy as np
@@ -52,6 +53,11 @@ def interval(values: Sequence[float], level: float = 0.95, draws: int = 2000, se
 
     With one example the interval is that value: there is nothing to resample, and ``count`` says so.
     """
+    return _resampled(tuple(values), level, draws, seed)
+
+
+@lru_cache(maxsize=4096)  # tables, verdicts and figures ask for the same ones
+def _resampled(values: tuple[float, ...], level: float, draws: int, seed: int) -> Interval:
     x = np.asarray(values, dtype=float)
     x = x[~np.isnan(x)]
     if len(x) == 0:
