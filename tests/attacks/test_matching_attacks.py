@@ -9,7 +9,7 @@ from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from gradveil.attacks.base import build
-from gradveil.attacks.search import restarts as search
+from gradveil.attacks.search import restarts
 from gradveil.attacks.search.objective import Unknowns
 from gradveil.errors import AttackError
 from gradveil.tree import Params
@@ -195,14 +195,14 @@ def test_bounds_other_than_the_unit_range_are_kept(network: nn.Module) -> None:
 
 def test_the_start_with_the_lowest_objective_is_chosen(network: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Tensor] = []
-    plain = search.minimise
+    plain = restarts.minimise
 
     def spy(*args: object, **kwargs: object) -> object:
         solution = plain(*args, **kwargs)  # type: ignore[arg-type]
         kept.append(solution.values)
         return solution
 
-    monkeypatch.setattr(search, "minimise", spy)
+    monkeypatch.setattr(restarts, "minimise", spy)
     seen = [observe(network, x, y) for x, y in images(2, seed=4)]
     found = attack("dlg:steps=1,restarts=3", seen)
     for i, f in enumerate(found):
@@ -282,7 +282,7 @@ def test_gradinversion_reads_a_network_with_batch_norm(rng: Generator) -> None:
     ("start", "mean", "std"), [("uniform", 1.0, 4 / 12**0.5), ("central", 1.0, 1.0), ("normal", 0.0, 1.0)]
 )
 def test_starts_are_drawn_as_they_are_called(start: str, mean: float, std: float, rng: Generator) -> None:
-    how = search.Search(lambda *_: None, lambda _: None, 1, start=start)  # type: ignore[arg-type, return-value]
+    how = restarts.Search(lambda *_: None, lambda _: None, 1, start=start)  # type: ignore[arg-type, return-value]
     z = how._start(Unknowns((2, 3, 40, 40), 5, (-1.0, 3.0), True), rng)
     pixels, logits = z[:9600], z[9600:]
     assert float(pixels.mean()) == pytest.approx(mean, abs=0.05)

@@ -16,7 +16,7 @@ from gradveil.layers.sequential import walkable
 from gradveil.scores import METHODS, api, leak_scores, row_norms
 from gradveil.scores.api import Method, linearise
 from gradveil.scores.exact import RowNorms, exact_rows
-from gradveil.scores.fast import cuda as graph
+from gradveil.scores.fast import cuda
 from gradveil.scores.fast.cuda import _RECORDINGS, Recording
 from gradveil.scores.fast.dense import dense_rows, matrix_of
 from reference.score_models import BUILDERS, make
@@ -90,7 +90,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch, no_device: None) -> type[_Fake]:
-    monkeypatch.setattr(graph.Recording, "of", _Fake.of)
+    monkeypatch.setattr(cuda.Recording, "of", _Fake.of)
     _Fake.made = _Fake.replays = 0
     return _Fake
 
@@ -98,7 +98,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, no_device: None) -> type[_Fake]:
 def _replayed(model: nn.Module, layer: str, x: Tensor, name: str = "exact") -> Tensor:
     layers = walkable(model, layer, x)
     assert layers is not None
-    return graph.replayed(model, layers, x, Method(name)).norms[2.0]
+    return cuda.replayed(model, layers, x, Method(name)).norms[2.0]
 
 
 @pytest.mark.parametrize("name", ["exact", "moment", "sketch", "auto"])
@@ -151,7 +151,7 @@ def test_a_call_that_cannot_be_recorded_is_made_plainly_and_not_tried_again(monk
         tried.append(1)
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(graph.Recording, "of", fail)
+    monkeypatch.setattr(cuda.Recording, "of", fail)
     model, layer, x = make("even")
     for _ in range(4):
         assert_close(_replayed(model, layer, x), row_norms(model, layer, x, "exact")[1])

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
-from gradveil.gradients import convolution as patches
+from gradveil.gradients import convolution
 from gradveil.gradients.convolution import Geometry, weight_gradient, weight_gradient_by_patches
 
 GEOMETRIES = {
@@ -45,7 +45,7 @@ def test_weight_gradients_are_those_of_each_problem_alone(name: str, images: int
 def test_their_derivative_is_that_of_the_form_for_a_cpu(
     name: str, images: int, large: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patches, "LARGE", large)
+    monkeypatch.setattr(convolution, "LARGE", large)
     g, out = GEOMETRIES[name]
     h, delta = _inputs(out, images)
     bar = torch.randn(3, 4, 2, *g.kernel, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
