@@ -23,6 +23,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
+@pytest.fixture(autouse=True)
+def same_randomness() -> None:
+    """Whatever ran before: what is drawn without a generator of its own is drawn from the same state."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def rng() -> Generator:
     return torch.Generator().manual_seed(0)
