@@ -16,7 +16,7 @@ def row(setting: str, meter: float, mse: float, image: int = 0) -> Row:
 def test_there_are_at_least_twelve_settings_of_every_kind() -> None:
     assert len(SETTINGS) >= 12
     assert {name.split()[0] for name in SETTINGS} >= {"none", "ours", "noise", "pruning"}
-    assert len(MeterCheck().units(Context(scale="full"))) == 8 * len(SETTINGS | NAIVE)
+    assert len(MeterCheck().units(Context(scale="full"))) == 32 * len(SETTINGS | NAIVE)
     assert len(MeterCheck().units(Context())) == len(SETTINGS | NAIVE) - 7
 
 

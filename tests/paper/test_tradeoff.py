@@ -16,7 +16,7 @@ from gradveil.models import build
 from gradveil.paper.base import Context, Row
 from gradveil.paper.figures import Dot, dots
 from gradveil.paper.gs_images import GSImages
-from gradveil.paper.panels import CONTRAST, FULL, QUICK, AttackPoints, Point, Shared, _points, servers
+from gradveil.paper.panels import CONTRAST, FULL, MASK_NEWTON, QUICK, AttackPoints, Point, Shared, _points, servers
 from gradveil.paper.rows import Measured, Trained, accuracies, cases, control_works, network_family, strongest
 from gradveil.paper.tradeoff import Tradeoff
 
@@ -72,6 +72,9 @@ def test_every_unit_runs_and_the_result_is_drawn(tmp_path: Path) -> None:
     assert seen >= {("none", "naive"), ("representation", "drop"), ("representation", "mask"), ("pruning", "mask")}
     assert seen >= {("gaussian", "whiten"), ("laplace", "whiten"), ("random_mask", "naive")}
     assert ("pruning", "simulate") not in seen
+    assert ("pruning", MASK_NEWTON) not in seen
+    pruned = {(r["server"], r["attack"]) for r in rows if r["panel"] == "dlg-digits" and "pruning" in r["defense"]}
+    assert pruned == {("naive", "dlg"), ("mask", "dlg"), (MASK_NEWTON, "newton")}
     attacks = {(r["panel"], r["attack"]) for r in rows if r["server"] == "whiten"}
     assert attacks == {("dlg-digits", "newton"), ("gs-digits", "gs")}
     table = TINY.summary(rows)

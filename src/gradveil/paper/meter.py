@@ -119,16 +119,20 @@ class MeterCheck(Item):
     dataset: str = "mnist"
     attack: str = "newton"
     floor: float = 1e-5  # noise that stands for rounding, relative; the attack's own last one
+    images: int = 32  # of every setting; quick: 1
 
     def work(self, context: Context) -> dict[str, tuple[int, str]]:
         """Return image and setting of every problem."""
         names = [name for name in SETTINGS | NAIVE if context.full or name not in FULL_ONLY]
-        return {f"{i} {name}": (i, name) for i in range(8 if context.full else 1) for name in names}
+        return {f"{i} {name}": (i, name) for i in range(self._images(context)) for name in names}
+
+    def _images(self, context: Context) -> int:
+        return self.images if context.full else 1
 
     def run(self, unit: str, context: Context) -> list[Row]:
         """Meter and attack one update."""
         i, name = self.work(context)[unit]
-        scene = shared(self.dataset, self.model, 8 if context.full else 1, context)
+        scene = shared(self.dataset, self.model, self._images(context), context)
         spec, view = (SETTINGS | NAIVE)[name]
         seen = scene.observe_one(i, spec, context.seeds("defense", i, name), with_labels=True)
         known = build_defense(spec).adaptive(scene.model)

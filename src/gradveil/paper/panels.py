@@ -29,6 +29,7 @@ FLOORS = "floors"  # the unit that measures the blind guesses
 SCALES = (0.0001, 0.001, 0.01, 0.1)
 NORMALISED = f"convnet:{CIFAR10}"
 GS_STEPS = 500
+MASK_NEWTON = "mask newton"  # the server that reads the mask off and solves for the image by Gauss-Newton
 CONTRAST = 0.05  # of neighbouring pixels: what sets the smoothness of the GS server that knows of noise
 
 
@@ -159,18 +160,24 @@ def shared(
     return Shared.draw(network, data, images, context, with_prior)
 
 
-def servers(defense: str, model: nn.Module, against_noise: str) -> list[Countermeasure]:
+def servers(
+    defense: str, model: nn.Module, against_noise: str, against_pruning: str | None = None
+) -> list[Countermeasure]:
     """Return the servers that look at a defence: the naive one, then the knowing ones that are worth their cost.
 
     Left out: ``analytic`` (with one dense layer, and that one defended, it reads off only entries that were kept
     and was far behind ``drop`` and ``mask``), and ``simulate`` for pruning (behind ``mask`` at several times the
-    cost). The server that knows the noise weighs what it sees by it and runs ``against_noise``.
+    cost). The server that knows the noise weighs what it sees by it and runs ``against_noise``; of those that read
+    the mask of pruning off, one runs the attack itself and one, where it is given, ``against_pruning``.
     """
     built = build_defense(defense)
     if built.spec_name == "none":
         return [naive()]
     known = [c for c in built.adaptive(model) if c.name in ("drop", "mask", "whiten")]
-    return [naive(), *(replace(c, attack=against_noise) if c.name == "whiten" else c for c in known)]
+    found = [naive(), *(replace(c, attack=against_noise) if c.name == "whiten" else c for c in known)]
+    if built.spec_name == "pruning" and against_pruning is not None:
+        found += [replace(c, name=MASK_NEWTON, attack=against_pruning) for c in known]
+    return found
 
 
 def encoded(image: Tensor) -> str:
@@ -211,6 +218,7 @@ class AttackPanel:
     against_noise: str = "newton"  # the attack of a server that knows of noise
     is_gs: bool = False  # GS: the server knows the label
     weights: int = 0  # which draw of the initial weights
+    against_pruning: str | None = None  # another attack of a server that reads the mask off; None: its own only
 
     def points(self, context: Context) -> AttackPoints:
         """Return the scene; kept, so that the units of a run share it and what was solved in it."""
@@ -224,7 +232,8 @@ class AttackPanel:
         All are solved together; the rows come by defence.
         """
         points = self.points(context)
-        known = [(d, s) for d in wanted if d != FLOORS for s in servers(d, points.scene.model, self.against_noise)]
+        others = (self.against_noise, self.against_pruning)
+        known = [(d, s) for d in wanted if d != FLOORS for s in servers(d, points.scene.model, *others)]
         asked = [Point(d, s) for d, s in known if s.name not in without]
         rows = (points.floors() if FLOORS in wanted else []) + (points.rows(asked, pictures) if asked else [])
         place: Row = {"panel": self.name, "dataset": self.dataset, "model": self.model}

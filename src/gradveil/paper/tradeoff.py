@@ -33,12 +33,11 @@ class Tradeoff(Item):
         "inputs, as in the authors' script: that decides the control. Chosen on other images than those of the rows. "
         "What this and the other open choices do is measured by [gs-choices](gs-choices.md).",
         "The curve of the server that knows takes, per defence, the better of leaving the defended tensor out and "
-        "reading the mask off it; for noise Gauss-Newton with a prior from public images (DLG), or the attack "
-        "itself with the smoothness that the noise asks for (GS: the weight of a MAP estimate where neighbouring "
-        f"pixels differ by {CONTRAST}; Gauss-Newton on the network would cost too much).",
-        "Against pruning that server runs the panel's own attack on the entries that were sent, which stalls at high "
-        "shares. Gauss-Newton goes on where DLG stops (the picture in the README; *pruning, mask read* in "
-        "[meter](meter.md)), so what GC hides from DLG is not hidden from every server that knows.",
+        "reading the mask off it. Against pruning on DLG's panels it has beside them Gauss-Newton with the mask and a "
+        "prior from public images (*mask newton*), which goes on where DLG stalls; against noise there that alone "
+        "(*whiten*). On the GS panel Gauss-Newton would cost too much: against noise that server runs the attack "
+        "itself with the smoothness that the noise asks for (the weight of a MAP estimate where neighbouring pixels "
+        f"differ by {CONTRAST}).",
     )
 
     images: int = 32
@@ -64,7 +63,8 @@ class Tradeoff(Item):
             (self.networks[1], self.gs_steps) if context.full else (self.quick_gs_network, self.quick_gs_steps)
         )
         found = [
-            AttackPanel(f"dlg-{d}", d, self.networks[0], dlg, images, levels["dlg"], newton) for d in self.datasets
+            AttackPanel(f"dlg-{d}", d, self.networks[0], dlg, images, levels["dlg"], newton, against_pruning=newton)
+            for d in self.datasets
         ]
         last = self.datasets[-1]
         gs_images = images if context.full else max(1, images // 2)
