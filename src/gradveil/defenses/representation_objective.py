@@ -48,6 +48,7 @@ def jacobian(model: nn.Module, layer: str, x: Tensor) -> Tensor:
     With batch norm in train mode the batch statistics are held, so that examples do not mix.
     """
     products = FunctionJacobian(model, layer, x)
+    products.check_examples()
     n, length = len(products.r), products.r[0].numel()
     units = torch.eye(length, dtype=x.dtype, device=x.device).split(_ROWS)
     rows = [products.pull(some[:, None].expand(-1, n, -1).reshape(-1, *products.r.shape)) for some in units]

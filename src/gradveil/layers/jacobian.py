@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
+from itertools import combinations, count, islice
+from math import comb, prod
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,34 @@ class Jacobian(ABC):
     @abstractmethod
     def push(self, t: Tensor) -> Tensor:
         """Return Jt (K, N, *r) for tangents t (K, N or 1, *x)."""
+
+    @property
+    def separate(self) -> bool:
+        """Whether no operation on the way could mix examples, whatever the numbers."""
+        return False
+
+    def check_examples(self) -> None:
+        """Raise where r_n depends on the input of another example, so that ∂r_n/∂x_n is not all there is.
+
+        Each cotangent lies on some examples and must stay there. Of any two examples, some cotangent holds the one
+        and not the other: sets of equal size, none of which contains another.
+        """
+        n = len(self.r)
+        if n == 1:
+            return
+        size = next(k for k in count(1) if comb(k, k // 2) >= n)
+        held = torch.zeros(size, n, dtype=torch.bool)  # (K, N)
+        for example, places in enumerate(islice(combinations(range(size), size // 2), n)):
+            held[list(places), example] = True
+        noise = torch.randn(self.r.shape, generator=torch.Generator().manual_seed(0)).to(self.r)
+        for some in held.to(self.r.device).split(self.at_once(2**29)):
+            pulled = self.pull(some.view(*some.shape, *[1] * (self.r.ndim - 1)) * noise)
+            if bool((pulled.flatten(2).abs().amax(2) > 0)[~some].any()):  # not so for NaN
+                raise ScoreError(
+                    "The forward pass mixes the examples of a batch before this layer (a mean, a softmax or attention "
+                    "over the first dimension?), so no entry belongs to one example. Normalise with nn.BatchNorm, "
+                    "detach what is taken over the batch, or give one example at a time."
+                )
 
 
 @dataclass(frozen=True)
@@ -147,6 +176,11 @@ class Tape(Jacobian):
         return max(prod(node.shape) for node in self.nodes)
 
     @property
+    def separate(self) -> bool:
+        """Whether no operation on the way could mix examples, whatever the numbers."""
+        return all(edge.operator.separate for node in self.nodes for edge in node.edges)
+
+    @property
     def cost(self) -> int:
         """Multiplications that one product with J takes for one example."""
         return sum(edge.operator.cost for node in self.nodes for edge in node.edges)
@@ -167,6 +201,12 @@ class FunctionJacobian(Jacobian):
         with torch.enable_grad(), plain_attention():
             self.x = x.detach().requires_grad_()
             self.r = prefix(model, layer)(self.x)
+        if not self.r.requires_grad:
+            raise ScoreError(
+                f"The input of layer {layer!r} does not depend on x in a way that torch differentiates, so it has no "
+                f"scores: it is made under no_grad, detached, or from whole numbers. Freeze weights with "
+                f"requires_grad_(False) in place of no_grad, and give embeddings in place of token ids."
+            )
 
     def pull(self, g: Tensor) -> Tensor:
         """Return Jᵀg (K, N, *x) for cotangents g (K, N, *r)."""
@@ -188,15 +228,13 @@ class FunctionJacobian(Jacobian):
     def _pulled(self) -> tuple[Tensor, Tensor]:
         with torch.enable_grad(), plain_attention():
             g = torch.zeros_like(self.r, requires_grad=True)
-            if not self.r.requires_grad:
-                return g, torch.zeros_like(self.x)
             (pulled,) = torch.autograd.grad(self.r, self.x, g, create_graph=True, materialize_grads=True)
             return g, pulled
 
 
 def _gradient(output: Tensor, of: Tensor, weights: Tensor) -> Tensor:
     if not output.requires_grad:
-        return torch.zeros_like(of)
+        return torch.zeros_like(of)  # J is constant
     return torch.autograd.grad(output, of, weights, retain_graph=True, materialize_grads=True)[0]
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import checkpoint
 
 from gradveil.errors import LayerError, did_you_mean
 
@@ -80,6 +81,11 @@ def held_statistics(model: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
+def under_transform() -> bool:
+    """Whether this runs inside a transform of torch.func (vmap, grad, ...), where tensors stand for others."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 @contextmanager
 def plain_attention() -> Iterator[None]:
     """Within, attention is made of matrix products, which can be differentiated twice and vectorised."""
@@ -92,11 +98,45 @@ def plain_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
-def input_of(model: nn.Module, layer: str, x: Tensor, state: dict[str, Tensor] | None = None) -> Tensor:
+_CHECKPOINTS = {
+    name: getattr(checkpoint, name, None) for name in ("CheckpointFunction", "_checkpoint_without_reentrant_generator")
+}
+
+
+class _PlainCheckpoint:
+    """Stands in for the checkpoint that runs its function without gradients, and again in the backward pass."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        """Run the function."""
+        return function(*args)
+
+
+def _no_checkpoint(*_: Any, **__: Any) -> Iterator[None]:
+    """Stand in for what wraps a checkpointed function with hooks on the tensors that it saves."""
+    yield
+
+
+@contextmanager
+def plain_checkpoints() -> Iterator[None]:
+    """Within, activation checkpointing is off: what it would run again would run with the model's state of then."""
+    plain = dict(zip(_CHECKPOINTS, (_PlainCheckpoint, _no_checkpoint), strict=True))
+    try:
+        for name, original in _CHECKPOINTS.items():
+            if original is not None:
+                setattr(checkpoint, name, plain[name])
+        yield
+    finally:
+        for name, original in _CHECKPOINTS.items():
+            if original is not None:
+                setattr(checkpoint, name, original)
+
+
+def input_of(model: nn.Module, layer: str, x: Tensor, state: dict[str, Tensor]) -> Tensor:
     """Run the model on x as far as ``layer`` and return that layer's (first) input.
 
     Batch statistics are held and the random state is left as it was. ``state`` stands in for parameters and
-    buffers of these names; without it the model runs with its own, and a module that counts its calls counts on.
+    buffers of these names. A model that writes to its input writes to x.
     """
     caught: list[Tensor] = []
 
@@ -107,11 +147,8 @@ def input_of(model: nn.Module, layer: str, x: Tensor, state: dict[str, Tensor] |
     handle = find_module(model, layer).register_forward_pre_hook(catch, prepend=True, with_kwargs=True)
     devices = [x.device] if x.is_cuda else []
     try:
-        with torch.random.fork_rng(devices), held_statistics(model):
-            if state:
-                functional_call(model, state, (x,))
-            else:
-                model(x)
+        with torch.random.fork_rng(devices), held_statistics(model), plain_checkpoints():
+            functional_call(model, state, (x,))
     except _Reached:
         return caught[0]
     finally:
@@ -130,9 +167,10 @@ def find_module(model: nn.Module, layer: str) -> nn.Module:
         ) from None
 
 
-def copied_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return a copy of every buffer by name, so that a forward pass may write to it."""
-    return {name: b.detach().clone() for name, b in model.named_buffers()}
+def copied_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters without gradients, and a copy of every buffer, so that a forward pass may write to it."""
+    copies = {name: b.detach().clone() for name, b in model.named_buffers()}
+    return {name: p.detach() for name, p in model.named_parameters()} | copies
 
 
 def prefix(model: nn.Module, layer: str) -> Callable[[Tensor], Tensor]:
@@ -144,8 +182,7 @@ def prefix(model: nn.Module, layer: str) -> Callable[[Tensor], Tensor]:
     find_module(model, layer)
 
     def f(x: Tensor) -> Tensor:
-        state = {n: p.detach() for n, p in model.named_parameters()} | copied_buffers(model)
-        return input_of(model, layer, x, state)
+        return input_of(model, layer, x.clone(), copied_state(model))
 
     return f
 

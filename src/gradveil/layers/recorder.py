@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradveil.layers.jacobian import Edge, Node, Tape
-from gradveil.layers.modules import copied_buffers, input_of
+from gradveil.layers.modules import copied_state, input_of
 from gradveil.layers.rules.base import RULES, Call, Shape, Step
 
 # What these return has the shape of their argument and nothing else of it.
@@ -38,6 +38,7 @@ class Graph:
     end: int | None  # the operation that made r; None: r does not depend on x
     x: Tensor
     r: Tensor
+    structure: int  # the same for passes of the same operations on tensors of the same shapes
 
     def linearise(self) -> Tape | str:
         """Return the pass at this point as linear maps, or the name of an operation on the way that has none."""
@@ -61,21 +62,23 @@ def record(model: nn.Module, layer: str, x: Tensor, *, everywhere: bool = False)
     """Return the forward pass from x to the layer's input.
 
     The model runs as it is: any control flow, hooks, dropout masks of the current random state. By default what
-    matters is the derivative at x; ``everywhere``, what the operations are for any input. Then nothing that was
-    computed from x counts as a constant, and every operation gets its step.
+    matters is the derivative at x, as torch takes it; ``everywhere``, what the operations are for any input. Then
+    nothing that was computed from x counts as a constant, and every operation gets its step.
     """
-    with torch.no_grad():
-        recorder = Recorder(x.detach(), everywhere)
+    with torch.set_grad_enabled(not everywhere):  # nothing here asks for gradients: only the model's own blocks show
+        recorder = Recorder(x.detach().clone(), everywhere)
         with recorder:
-            r = input_of(model, layer, recorder.x, copied_buffers(model))
-        return Graph(tuple(recorder.operations), recorder.place(r), recorder.x, r)
+            r = input_of(model, layer, recorder.x, copied_state(model))
+        structure = hash((*recorder.structure, recorder.place(r)))
+        return Graph(tuple(recorder.operations), recorder.place(r), recorder.x, r.detach(), structure)
 
 
 class Recorder(TorchDispatchMode):
     """Follow every tensor that depends on x.
 
     A tensor is known by its identity. Where another name for the same memory turns up (an alias made behind the
-    back of this mode, or a write in place), what depends on it is marked unknown: no wrong answer, only none.
+    back of this mode, or a write in place), what depends on it is marked unknown: no wrong answer, only none. So is
+    what is done without gradients: by ``torch.no_grad``, or by a function that brings its own derivative.
     """
 
     def __init__(self, x: Tensor, everywhere: bool) -> None:
@@ -83,6 +86,7 @@ class Recorder(TorchDispatchMode):
         self.x = x
         self.everywhere = everywhere
         self.operations = [Operation("input", tuple(x.shape), edges=())]
+        self.structure: list[Any] = [tuple(x.shape)]
         self._known: dict[int, tuple[Tensor, int]] = {id(x): (x, 0)}  # the tensor is kept, so that its id stays its own
         self._constant: dict[int, Tensor] = {}  # shares memory with a known one, yet does not depend on x
         self._memory: dict[int, set[int]] = {_memory(x): {id(x)}}  # storage -> ids of known tensors
@@ -104,20 +108,23 @@ class Recorder(TorchDispatchMode):
         outs = tuple(out) if isinstance(out, tuple | list) else (out,)
         if in_place and isinstance(args[0], Tensor):
             self._overwritten(args[0])
-        if not used or self._hides(name):
+        own = self.everywhere or torch.is_grad_enabled()
+        if not used or self._hides(name, own):
             self._note_constants(outs)
-        else:
-            self._note(name.removesuffix("_"), parents, Call(func, args_before, kwargs, outs, self._depends))
+            return out
+        settings = str([a for a in (*args, *kwargs.items()) if _is_plain(a)])
+        self.structure.append((name, own, parents, settings, *(t.shape for t in _tensors(outs))))
+        self._note(name.removesuffix("_"), parents, Call(func, args_before, kwargs, outs, self._depends), own)
         return out
 
     def place(self, tensor: Tensor) -> int | None:
         """Return which operation made a tensor; None where it does not depend on x."""
         return self._known[id(tensor)][1] if id(tensor) in self._known else None
 
-    def _hides(self, name: str) -> bool:
+    def _hides(self, name: str, own: bool) -> bool:
         if self.everywhere:
             return name in _FILLED
-        return name == "detach" or name.endswith("_like") or name.startswith("new_")
+        return (name == "detach" and own) or name.endswith("_like") or name.startswith("new_")
 
     def _add(self, out: Tensor, operation: Operation) -> None:
         """Note a tensor that depends on x."""
@@ -125,8 +132,9 @@ class Recorder(TorchDispatchMode):
         self._known[id(out)] = (out, len(self.operations) - 1)
         self._memory.setdefault(_memory(out), set()).add(id(out))
 
-    def _note(self, name: str, parents: tuple[int, ...], call: Call) -> None:
-        rule = RULES.get(name)
+    def _note(self, name: str, parents: tuple[int, ...], call: Call, own: bool) -> None:
+        rule = RULES.get(name) if own else None
+        name = name if own else f"{name} without gradients"
         maps = rule.edges(call) if rule else None
         edges = None if maps is None else tuple(Edge(self._known[id(t)][1], operator) for t, operator in maps)
         step = None
@@ -161,6 +169,11 @@ class Recorder(TorchDispatchMode):
 def _memory(tensor: Tensor) -> int:
     key: int = tensor.untyped_storage()._cdata
     return key
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is made of numbers and words alone."""
+    return all(map(_is_plain, value)) if isinstance(value, list | tuple) else not isinstance(value, Tensor)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from gradveil.errors import ScoreError, did_you_mean
 from gradveil.layers.jacobian import FunctionJacobian, Jacobian, Tape
-from gradveil.layers.modules import find_layer, find_module, prefix
+from gradveil.layers.modules import find_layer, find_module, prefix, under_transform
 from gradveil.layers.recorder import record
 from gradveil.layers.rules.base import wide
 from gradveil.layers.sequential import walk, walkable
@@ -76,6 +77,9 @@ def compute(
 ) -> RowNorms:
     """Return r and the norms for 2 and p, by the method of that name."""
     _check(x, name, p, probes, memory)
+    if torch.is_inference_mode_enabled() or x.is_inference():  # tensors of that mode cannot be differentiated
+        with torch.inference_mode(False):
+            return compute(model, layer, x.clone(), name, p, probes, seed, memory)
     model = getattr(model, "_orig_mod", model)  # a compiled model: run what was compiled, plainly
     path = find_layer(model) if layer is None else layer.removeprefix("_orig_mod.")
     find_module(model, path)
@@ -84,7 +88,10 @@ def compute(
         r = prefix(model, path)(x).flatten(1)
         return RowNorms(r, dict.fromkeys(ps, wide(r)))
     if name == "loop":
-        return loop_rows(model, path, x, ps)
+        jacobian = FunctionJacobian(model, path, x)
+        check_shapes(jacobian)
+        jacobian.check_examples()
+        return loop_rows(jacobian, ps)
     method = Method(name, ps, probes, seed, memory or MEMORY.get(x.device.type, MEMORY["cpu"]))
     if x.is_cuda and (layers := walkable(model, path, x)) is not None:
         return replayed(model, layers, x, method)
@@ -92,14 +99,39 @@ def compute(
 
 
 def linearise(model: nn.Module, layer: str, x: Tensor, *, must_be_explicit: bool = False) -> Jacobian:
-    """Return the Jacobian of the layer's input: explicit where every operation is known, else by differentiation."""
-    layers = walkable(model, layer, x)
-    tape = record(model, layer, x).linearise() if layers is None else walk(layers, x)
-    if isinstance(tape, Tape):
-        return tape
-    if must_be_explicit:
-        raise ScoreError(f"Method 'moment' cannot pass through {tape}. Use exact, sketch or deflation.")
-    return FunctionJacobian(model, layer, x)
+    """Return the Jacobian of the layer's input: explicit where every operation is known, else by differentiation.
+
+    Raise where examples are mixed; forward passes of one structure are looked at once.
+    """
+    found: Jacobian | str
+    if (layers := walkable(model, layer, x)) is not None:
+        found = walk(layers, x)
+        structure = hash(tuple(node.shape for node in found.nodes))
+    else:
+        graph = record(model, layer, x)
+        found, structure = graph.linearise(), graph.structure
+    if isinstance(found, str):
+        if must_be_explicit:
+            raise ScoreError(f"Method 'moment' cannot pass through {found}. Use exact, sketch or deflation.")
+        found = FunctionJacobian(model, layer, x)
+    if not found.separate and structure not in (known := _UNMIXED.setdefault(find_module(model, layer), set())):
+        check_shapes(found)
+        found.check_examples()
+        known.add(structure)
+    return found
+
+
+_UNMIXED: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()  # layer: passes to it that mix no examples
+
+
+def check_shapes(jacobian: Jacobian) -> None:
+    """Raise unless the first dimension of r counts the examples."""
+    r, n = jacobian.r, jacobian.x.shape[0]
+    if r.ndim < 2 or r.shape[0] != n:
+        raise ScoreError(
+            f"The layer's input has shape {tuple(r.shape)} for {n} examples; its first dimension must count them. "
+            "Choose a layer before examples are merged."
+        )
 
 
 def _check(x: Tensor, name: str, p: float, probes: int, memory: int | None) -> None:
@@ -110,6 +142,10 @@ def _check(x: Tensor, name: str, p: float, probes: int, memory: int | None) -> N
         raise ScoreError(f"p={p} is no norm that rows are measured in. Give 1, 2 or inf.")
     if p != 2 and name in ("sketch", "moment", "deflation"):
         raise ScoreError(f"Method {name!r} estimates p=2 only, and p={p} was asked for. Use exact.")
+    if not isinstance(x, Tensor):
+        raise ScoreError(f"x is a {type(x).__name__}; give one tensor (N, ...), and wrap a model that takes several.")
+    if under_transform():
+        raise ScoreError("Scores cannot be computed inside torch.func transforms (vmap, grad, ...). Call outside them.")
     if x.ndim == 0 or not x.is_floating_point():
         raise ScoreError(f"x is {x.ndim}-dimensional {x.dtype}; give a batch of floating point numbers, (N, ...).")
     if probes < 1 or (memory is not None and memory < 1):
@@ -128,12 +164,7 @@ class Method:
 
     def __call__(self, jacobian: Jacobian, *, static: bool = False) -> RowNorms:
         """Return r and the norms of its rows. ``static``: never look at values, so never wait for a device."""
-        r, x = jacobian.r, jacobian.x
-        if r.ndim < 2 or r.shape[0] != x.shape[0]:
-            raise ScoreError(
-                f"The layer's input has shape {tuple(r.shape)} for {x.shape[0]} examples; its first dimension must "
-                "count them. Choose a layer before examples are merged."
-            )
+        check_shapes(jacobian)
         name = choose(jacobian, self.probes, self.ps[-1]) if self.name == "auto" else self.name
         with _precision(jacobian.x):
             if name == "exact":

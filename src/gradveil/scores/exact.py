@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from math import inf, prod
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gradveil.layers.jacobian import Jacobian, Tape
-from gradveil.layers.modules import prefix
+from gradveil.layers.jacobian import FunctionJacobian, Jacobian, Tape
 from gradveil.layers.rules.base import wide
 
 NORMS = (1.0, 2.0, inf)  # the p that exact methods know; estimators know 2 only
@@ -60,24 +59,17 @@ def add_norms(a: Tensor, b: Tensor, p: float) -> Tensor:
     return torch.hypot(a, b) if p == 2 else a + b
 
 
-def loop_rows(model: nn.Module, layer: str, x: Tensor, ps: Sequence[float]) -> RowNorms:
+def loop_rows(jacobian: FunctionJacobian, ps: Sequence[float]) -> RowNorms:
     """Return r and the norms of ∂r_i/∂x, one i at a time (Sun et al. 2020, algorithm 1, line 3).
 
     One backward pass serves all examples: with batch statistics held, r of one example depends on its own input only.
     """
     with torch.enable_grad():
-        inputs = x.detach().requires_grad_()
-        r = prefix(model, layer)(inputs).flatten(1)  # (N, L)
-        found = [reduce_norms(_row(r, i, inputs)[None], ps) for i in range(r.shape[1])]
+        r = jacobian.r.flatten(1)  # (N, L)
+        rows = (torch.autograd.grad(r[:, i].sum(), jacobian.x, retain_graph=True) for i in range(r.shape[1]))
+        found = [reduce_norms(row[None], ps) for (row,) in rows]
     stacked = [torch.cat([norms[k] for norms in found]).t() if found else r.new_zeros(r.shape) for k in range(len(ps))]
     return RowNorms(r.detach(), dict(zip(ps, stacked, strict=True)))
-
-
-def _row(r: Tensor, i: int, inputs: Tensor) -> Tensor:
-    if not r.requires_grad:  # r does not depend on the input at all
-        return torch.zeros_like(inputs)
-    (gradient,) = torch.autograd.grad(r[:, i].sum(), inputs, retain_graph=True, allow_unused=True)
-    return torch.zeros_like(inputs) if gradient is None else gradient  # (N, ...)
 
 
 def generic_rows(jacobian: Jacobian, ps: Sequence[float], memory: int) -> RowNorms:

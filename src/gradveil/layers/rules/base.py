@@ -48,6 +48,11 @@ class Operator(ABC):
         """Return the map for any number of examples; None where it mixes examples or differs between them."""
         return self
 
+    @property
+    def separate(self) -> bool:
+        """Whether the first dimension counts the examples before and after."""
+        return True
+
     def pull_any(self, g: Tensor) -> Tensor:
         """Return the entries of Aᵀ g in any order and with any zeros between them: enough for a norm."""
         return self.pull(g)

@@ -35,6 +35,11 @@ class Dense(Operator):
         return self.weight[index] if len(self.batch_shape) == 1 else None
 
     @property
+    def separate(self) -> bool:
+        """Whether the last dimension, which the matrix mixes, is not the first."""
+        return bool(self.batch_shape)
+
+    @property
     def cost(self) -> int:
         """One multiplication per weight, for every place the matrix is applied at."""
         return self.weight.numel() * prod(self.batch_shape[1:])

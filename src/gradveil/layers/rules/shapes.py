@@ -41,11 +41,16 @@ class Reshape(Move):
 
     def shared(self) -> Operator | None:
         """Return the map where the first dimension stays."""
-        return self if self.source[0] == self.target[0] else None
+        return self if self.separate else None
+
+    @property
+    def separate(self) -> bool:
+        """Whether the first dimension stays."""
+        return self.source[0] == self.target[0]
 
     def trace(self, index: Tensor, factor: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return both as they are: flat positions stay."""
-        return (index, factor) if self.source[0] == self.target[0] else None
+        return (index, factor) if self.separate else None
 
 
 def _reshape(t: Tensor, source: Shape, target: Shape) -> Tensor:
@@ -77,11 +82,16 @@ class Permute(Move):
 
     def shared(self) -> Operator | None:
         """Return the map where the first dimension stays."""
-        return self if self.dims[0] == 0 else None
+        return self if self.separate else None
+
+    @property
+    def separate(self) -> bool:
+        """Whether the first dimension stays."""
+        return self.dims[0] == 0
 
     def trace(self, index: Tensor, factor: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return where each output entry came from."""
-        if self.dims[0] != 0:
+        if not self.separate:
             return None
         places = torch.arange(prod(self.source[1:]), device=index.device).view(1, *self.source[1:])
         return places.permute(self.dims).flatten()[index], factor
