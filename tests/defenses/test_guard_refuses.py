@@ -114,6 +114,55 @@ def test_an_error_in_the_forward_pass_leaves_the_guard_usable(batch: Batch) -> N
     assert guard.report.steps == 1
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "representation:share=0", "random_mask:count=0", "representation_subset:share=0",
+        "representation_authors:share=0", "representation_direction:share=0", "pruning:share=0",
+        "pruning:share=0,on=update", "gaussian:scale=0",
+        "laplace:scale=0,on=weights", "decoy:floor=0", "representation:share=0+gaussian:scale=0",
+        "representation:share=0.4+gaussian:scale=0,on=update",
+    ],
+)  # fmt: skip
+def test_a_defence_that_changes_nothing_is_refused_and_counts_for_nothing(
+    spec: str, model: nn.Module, batch: Batch
+) -> None:
+    with pytest.raises(DefenseError, match="changes nothing"):
+        protect(model, spec)
+    assert hooks_of(model) == 0
+    with protect(model, spec, strict=False) as guard:  # as a control, say
+        train(model, model, batch, steps=1)
+    assert guard.report.steps == (spec.startswith("representation:share=0.4"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("representation:share=0.001", "leaves all 64 entries that layer '5' gets as they are"),
+        ("pruning:share=0.001", "pruning:share=0.001 left the gradient as it was"),
+        ("gaussian:scale=1e-30", "gaussian:scale=1e-30 left the gradient as it was"),
+        ("gaussian:scale=1e-30,on=update", "left the update as it was"),
+    ],
+)
+def test_settings_too_small_to_change_anything_are_refused(
+    spec: str, message: str, model: nn.Module, batch: Batch
+) -> None:
+    def train_and_send() -> None:
+        before = weights_of(model)
+        with protect(model, spec) as guard:
+            train(model, model, batch)
+            guard.update(before, weights_of(model))
+
+    with pytest.raises(DefenseError, match=message):
+        train_and_send()
+
+
+def test_a_rule_that_chose_nothing_in_a_pass_is_refused_on_leaving(batch: Batch) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 20), nn.ReLU(), nn.Linear(20, 5))  # dead entries: 0 / 0
+    with pytest.raises(DefenseError, match="nothing in 3 training"), protect(model, "representation_authors"):
+        train(model, model, batch)
+
+
 def test_two_guards_on_one_model_are_refused(model: nn.Module) -> None:
     with protect(model, REPRESENTATION), pytest.raises(DefenseError, match="guarded by representation already"):
         protect(model, "gaussian")

@@ -68,6 +68,12 @@ def half_bypassing(model: nn.Module, batch: Batch) -> None:
     bypassing(model, batch)
 
 
+def then_by_hand(model: nn.Module, batch: Batch) -> None:
+    train_plainly(model, batch)
+    for name, g in gradient(model.eval(), batch).items():
+        model.get_parameter(name).data -= LR * g
+
+
 def only_looking(model: nn.Module, batch: Batch) -> None:
     model.eval()(batch.inputs)
 
@@ -77,10 +83,10 @@ NOISE = "gaussian:scale=0.1"
 
 @pytest.mark.parametrize(
     ("spec", "train"),
-    [(SPEC, bypassing), (SPEC, half_bypassing)]
-    + [(spec, train) for spec in (SPEC, NOISE) for train in (another_thread, only_looking)],
+    [(SPEC, bypassing), (SPEC, half_bypassing), (SPEC.replace("0.5", "0"), train_plainly)]
+    + [(spec, train) for spec in (SPEC, NOISE) for train in (another_thread, only_looking, then_by_hand)],
 )
-def test_an_update_with_no_defended_step_is_withheld(  # type: ignore[no-untyped-def]
+def test_an_update_that_went_past_the_defence_is_withheld(  # type: ignore[no-untyped-def]
     model: nn.Module, batch: Batch, spec: str, train
 ) -> None:
     out = client_app(lambda: model, batch, [guard_mod(spec)], train)(message(model), context())
@@ -160,7 +166,7 @@ def test_clients_of_the_older_interface_number_their_arrays_and_are_found(model:
         train_plainly(model, batch)
         return reply(msg, numbered(model.state_dict()))
 
-    out = guard_mod(f"{SPEC}+gaussian:scale=0,on=update")(start, context(), train)
+    out = guard_mod(f"{SPEC}+gaussian:scale=1e-7,on=update")(start, context(), train)
 
     assert out.content["metrics"]["defended-steps"] == 1
     for name, value in numbered(inside.state_dict()).items():

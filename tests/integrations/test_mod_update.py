@@ -50,11 +50,16 @@ def test_the_defense_is_read_when_the_message_comes_and_the_site_stands_above_th
     assert withheld.has_error()
     assert "No defense is set" in withheld.error.reason
 
-    site, run = {"defense": "gaussian:scale=0.5,on=update"}, {"defense": "gaussian:scale=0,on=update"}
+    site, run = {"defense": "gaussian:scale=0.5,on=update"}, {"defense": "gaussian:scale=0.001,on=update"}
     quiet = app(message(model), context(run_config=run)).content["metrics"]["update-change"]
     loud = app(message(model), context(node_config=site, run_config=run)).content["metrics"]["update-change"]
-    assert quiet == 0
+    assert 0 < quiet < 0.1
     assert loud > 0.5
+
+
+def test_a_defence_that_changes_nothing_is_no_defence(model: nn.Module, batch: Batch) -> None:
+    out = client_app(lambda: model, batch, [update_mod("gaussian:scale=0,on=update")])(message(model), context())
+    assert "changes nothing" in out.error.reason
 
 
 @pytest.mark.parametrize(

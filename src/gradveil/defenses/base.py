@@ -60,6 +60,11 @@ class Defense(ABC):
             place for place, name in _METHOD_OF.items() if getattr(type(self), name) is not getattr(Defense, name)
         )
 
+    @property
+    def idle(self) -> bool:
+        """Whether these settings, or those of a part, change nothing: a share, a scale or a floor of zero."""
+        return any(getattr(self, name, None) == 0 for name in ("share", "scale", "floor"))
+
     def on_batch(self, batch: Batch, rng: Generator) -> Batch:
         """Change the examples before a local step."""
         return batch

@@ -31,6 +31,11 @@ class Compose(Defense):
         return frozenset().union(*(part.acts_on for part in self.parts))
 
     @property
+    def idle(self) -> bool:
+        """Whether one of the parts changes nothing."""
+        return any(part.idle for part in self.parts)
+
+    @property
     def spec(self) -> str:
         """The spec that builds this: the parts' specs joined by ``+``."""
         return "+".join(describe(part) for part in self.parts) or "compose"

@@ -121,6 +121,11 @@ class EntryDefense(LayerDefense):
         check_share(self.share)
         check_positive("count", self.count or 0)
 
+    @property
+    def idle(self) -> bool:
+        """Whether no entry is to be zeroed."""
+        return (self.share if self.count is None else self.count) == 0
+
     def budget(self, r: Tensor) -> int:
         """Return how many entries of each example of r (N, ...) to zero."""
         length = r[0].numel()

@@ -12,6 +12,7 @@ import torch
 
 from gradveil import tree
 from gradveil.defenses.base import build
+from gradveil.defenses.guard.protect import refuse_idle
 from gradveil.errors import GradveilError, MissingExtraError
 from gradveil.integrations.local_training import fresh_rng, is_trained
 from gradveil.registry import describe
@@ -77,6 +78,7 @@ class UpdateFilter(Filter):  # type: ignore[misc]
         if self.require_steps and not dxo.get_meta_prop(STEPS, 0) > 0:
             raise GradveilError(f"No local step was defended: the result's meta has no {STEPS!r}.")
         defense = build(self.defense)
+        refuse_idle(defense)
         if defense.acts_on - {"update"}:
             raise GradveilError(
                 f"{describe(defense)} acts inside the local steps: use protect() in the client script, or give it "

@@ -1,73 +1,20 @@
-"""Where a defence gets its turn: in the forward passes of a model, and before an optimizer steps on its weights."""
+"""Where a defence gets its turn in the forward passes of a model."""
 
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from gradveil.defenses.base import Defense
+from gradveil.defenses.guard.origins import Traces
 from gradveil.defenses.guard.passes import OneInput, Pass, Report, find_input, with_input
-from gradveil.defenses.guard.step import substitute
+from gradveil.defenses.guard.step import substitute, weight_name
 from gradveil.errors import DefenseError
+from gradveil.registry import describe
 from gradveil.types import Batch
-
-
-class Listener(Protocol):
-    """What is told of a step."""
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Gradients are ready, the step is not yet taken."""
-
-
-_listeners: "weakref.WeakSet[Listener]" = weakref.WeakSet()
-_handles: list[RemovableHandle] = []
-
-
-def watch_optimizers(listener: Listener) -> None:
-    """Call ``listener.before_step`` from now on; the listener is not kept alive by this."""
-    _listeners.add(listener)
-    if not _handles:
-        _handles.append(register_optimizer_step_pre_hook(_on_step))
-
-
-def unwatch_optimizers(listener: Listener) -> None:
-    """Tell this listener no more; the hook goes with the last one."""
-    _listeners.discard(listener)
-    while _handles and not _listeners:
-        _handles.pop().remove()
-
-
-def _on_step(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Tell every listener now or, where a closure makes the gradients inside the step, after the closure."""
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if closure is None:
-        _tell(optimizer)
-        return None
-
-    def then_tell() -> Any:
-        value = closure()
-        _tell(optimizer)
-        return value
-
-    return (
-        (args[:1], kwargs | {"closure": then_tell})
-        if "closure" in kwargs
-        else ((args[0], then_tell, *args[2:]), kwargs)
-    )
-
-
-def _tell(optimizer: Optimizer) -> None:
-    for listener in list(_listeners):
-        listener.before_step(optimizer)
-
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -85,17 +32,27 @@ class Interceptor:
         self.passes = 0  # training passes that were defended
         self.current: Pass | None = None
         self.handles: list[RemovableHandle] = []
+        self.stepping = False  # an optimizer is at work on the weights
+        self._traces: Traces | None = None
         stay_out_of_compiled_graphs()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the private: the pass under way. Leave out what belongs to this object alone: the counts."""
-        return self.__dict__ | {"current": None, "passes": 0, "report": Report(), "rng": self.given_rng}
+        alone = {"current": None, "passes": 0, "report": Report(), "stepping": False, "_traces": None}
+        return self.__dict__ | alone | {"rng": self.given_rng}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if self.rng is None:  # never the same noise twice: a server could subtract it
             self.rng = _fresh_rng()
         stay_out_of_compiled_graphs()
+
+    @property
+    def traces(self) -> Traces:
+        """Where the gradients and weights came from that the defence answers for."""
+        if self._traces is None:
+            self._traces = Traces(self.model, self.layers, self.defense.acts_on)
+        return self._traces
 
     @property
     def on(self) -> bool:
@@ -105,13 +62,21 @@ class Interceptor:
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """A pass begins: note its inputs; return the arguments where the defence changes the batch."""
         self.current = None
+        if self.handles and torch.is_grad_enabled():
+            self.traces.tie()
+            if self.traces.touched() and not self.stepping:
+                self.check_weights(self.traces.by_name)
+            self.traces.begin()
         if not (self.on and self.in_passes):
             return None
         at = find_input(args, kwargs)
         x = args[at] if isinstance(at, int) else kwargs[at]
         changed = None
         if "batch" in self.defense.acts_on:
-            x = self._changed_inputs(x)
+            before, x = x, self._changed_inputs(x)
+            if torch.equal(before, x):
+                self.undefended(f"{describe(self.defense)} left the examples as they are. Give it more to change.")
+                return None
             args, kwargs = changed = with_input(args, kwargs, at, x)
         model = self.model if len(args) == 1 and not kwargs else OneInput(self.model, args, kwargs, at)
         self.current = Pass(model, x)
@@ -133,25 +98,37 @@ class Interceptor:
         if not self.on:
             return None
         if self.current is None:
-            self._undefended(
+            self.undefended(
                 f"Layer {layer!r} ran outside the model's own call, so the input that belongs to it is unknown. Call "
                 f"model(x), not model.forward(x) or a part of the model; activation checkpointing does this as well."
             )
             return None
         if layer in self.current.reached:
             raise DefenseError(f"Layer {layer!r} runs twice in one pass; its two inputs cannot be told apart.")
+        changed = self.current.perturbed(self.defense, layer, r, self.rng, self.report, self.handles)
+        if changed.data_ptr() == r.data_ptr():
+            self.undefended(
+                f"{describe(self.defense)} leaves all {r[0].numel()} entries that layer {layer!r} gets as they are, so "
+                f"nothing is defended. Give it a larger share, or a count."
+            )
+            return None
         self.current.reached.add(layer)
-        return substitute(
-            module, r, self.current.perturbed(self.defense, layer, r, self.rng, self.report, self.handles)
-        )
+        return substitute(module, r, changed, self.traces.carrier(weight_name(layer), module.weight))  # type: ignore[arg-type]
+
+    def outside(self, output: Any) -> None:
+        """A part of the model has run: outside the model's own call its output is not defended."""
+        if self.current is None and self.handles and torch.is_grad_enabled():
+            self.traces.mark(output, through=self.traces.within_defended())
 
     def leave(self, output: Any) -> None:
         """A pass is over: count it. Without an output it was broken off by an error."""
         current, self.current = self.current, None
+        if output is not None and self.handles and self.traces.has_passes and torch.is_grad_enabled():
+            self.traces.mark(output, through=current is not None or self.traces.within_defended())
         if current is None or output is None:
             return
         if self.layers and not current.reached:
-            self._undefended(
+            self.undefended(
                 f"A training pass did not run {', '.join(self.layers)} as a layer, so nothing was defended. Is the "
                 f"weight used directly, as in F.linear(x, layer.weight)?"
             )
@@ -160,10 +137,37 @@ class Interceptor:
         self.report.steps += 1
         self.report.examples += len(current.x)
 
-    def _undefended(self, message: str) -> None:
+    def check_weights(self, names: Iterable[str]) -> None:
+        """Refuse weights that were changed past the defence; what else was done to them is accounted for."""
+        if (message := self.changed_past(names)) is not None:
+            self.undefended(message)
+        self.traces.account(names, by_hand=True)
+
+    def changed_past(self, names: Iterable[str]) -> str | None:
+        """Return what to say of weights that are not what steps on defended gradients made; ``None``: all are."""
+        self.traces.tie()
+        moved = self.traces.moved(names)
+        return (
+            None
+            if not moved
+            else (
+                f"{some(moved)} changed between steps, by other hands than an optimizer's step on defended gradients. "
+                f"Train with a torch optimizer, load weights by load_state_dict(), and change them, where it must be, "
+                f"in optimizer.register_step_post_hook()."
+            )
+        )
+
+    def undefended(self, message: str) -> None:
+        """Raise where the guard is strict, else count it."""
+        self.stepping = False
         if self.strict:
             raise DefenseError(message)
         self.report.skipped += 1
+
+
+def some(names: list[str]) -> str:
+    """Return the first of the names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _fresh_rng() -> Generator:
@@ -204,6 +208,41 @@ class Leave:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Count the pass."""
         _call(self.interceptor.leave, output)
+
+
+@dataclass(eq=False)
+class PartRan:
+    """After the forward pass of a part that has weights."""
+
+    interceptor: Interceptor
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Mark what ran outside the model's own call."""
+        _call(self.interceptor.outside, output)
+
+
+@dataclass(eq=False)
+class BeforeLoading:
+    """Before ``load_state_dict`` writes to a part's weights."""
+
+    interceptor: Interceptor
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        """Weights that a round ends with must be accounted for."""
+        self.interceptor.check_weights(self.interceptor.traces.of(module))
+
+
+@dataclass(eq=False)
+class AfterLoading:
+    """After ``load_state_dict`` wrote to a part's weights."""
+
+    interceptor: Interceptor
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        """A round begins with these weights."""
+        traces = self.interceptor.traces
+        traces.tie()
+        traces.account(traces.of(module), loaded=True)
 
 
 def _plainly(function: Callable[..., Any], *args: Any) -> Any:

@@ -24,14 +24,15 @@ class Report:
     updates: int = 0  # updates that passed through the defence
     asked: int = 0  # entries that were to be zeroed
     _representations: int = field(default=0, repr=False)  # one for each example and defended layer
-    _sums: Tensor | None = field(default=None, repr=False)  # (3,) entries removed, entries live, sum of ||r - r'||_2
+    _sums: Tensor | None = field(default=None, repr=False)  # (4,) entries removed, live; sum of ||r - r'||_2; unchanged
 
     def add(self, r: Tensor, r_perturbed: Tensor, asked: int) -> None:
         """Count one representation r (N, ...) and what became of it."""
         r, r_perturbed = r.detach(), r_perturbed.detach()
         live = r != 0
         distance = (r - r_perturbed).flatten(1).to(torch.float32).norm(dim=1).sum()
-        sums = torch.stack([(live & (r_perturbed == 0)).sum(), live.sum(), distance.double()])
+        unchanged = (r == r_perturbed).all() & live.any()
+        sums = torch.stack([(live & (r_perturbed == 0)).sum(), live.sum(), distance.double(), unchanged])
         self.asked += asked
         self._representations += len(r)
         self._sums = sums if self._sums is None else self._sums.to(sums.device) + sums
@@ -50,6 +51,11 @@ class Report:
     def distance(self) -> float:
         """||r - r'||_2, the mean over examples and defended layers."""
         return 0.0 if self._sums is None else float(self._sums[2]) / self._representations
+
+    @property
+    def unchanged(self) -> int:
+        """How often the input of a defended layer was left as it was, though it had live entries."""
+        return 0 if self._sums is None else int(self._sums[3])
 
     def summary(self) -> dict[str, float]:
         """Return every figure by name, for tables and logs."""

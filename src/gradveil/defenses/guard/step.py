@@ -53,15 +53,16 @@ def apply(module: nn.Module, r: Tensor, weight: Tensor, bias: Tensor | None) -> 
     return module._conv_forward(r, weight, bias)  # type: ignore[operator, no-any-return]
 
 
-def substitute(module: nn.Module, r: Tensor, r_perturbed: Tensor) -> Tensor:
+def substitute(module: nn.Module, r: Tensor, r_perturbed: Tensor, weight: Tensor | None = None) -> Tensor:
     """Return the layer's output on r, whose gradient w.r.t. the weight comes from r' alone.
 
     ``layer(r; W held) + (layer(r'; W) - the same, held)``: the second term is zero and carries dW = Σ δ r'ᵀ.
-    The gradients w.r.t. r and the bias are those of the plain layer. Works for every layer linear in W.
+    The gradients w.r.t. r and the bias are those of the plain layer. Works for every layer linear in W; ``weight``
+    may be a view of the layer's own.
     """
-    weight, bias = module.weight, module.bias
-    out = apply(module, r, weight.detach(), bias)  # type: ignore[arg-type, operator]
-    carrier = apply(module, r_perturbed.detach(), weight, None)  # type: ignore[arg-type]
+    used: Tensor = module.weight if weight is None else weight  # type: ignore[assignment]
+    out = apply(module, r, used.detach(), module.bias)  # type: ignore[arg-type]
+    carrier = apply(module, r_perturbed.detach(), used, None)
     return out + (carrier - carrier.detach())
 
 

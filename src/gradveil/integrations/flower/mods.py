@@ -8,7 +8,7 @@ from torch import nn
 
 from gradveil import tree
 from gradveil.defenses.base import Defense
-from gradveil.defenses.guard.protect import Guard, protect
+from gradveil.defenses.guard.protect import Guard, protect, refuse_idle
 from gradveil.errors import DefenseError, GradveilError, UpdateError
 from gradveil.integrations.flower.records import (
     ModelWatch,
@@ -54,6 +54,7 @@ class UpdateMod:
         try:
             before = params_of(arrays_of(message)[1])
             defense = defense_for(self.defense, context)
+            refuse_idle(defense)
             if defense.acts_on - {"update"}:
                 raise DefenseError(f"{describe(defense)} acts inside the local steps. Use guard_mod for it.")
             reply = call_next(message, context)
@@ -106,7 +107,8 @@ class GuardMod:
     """A mod for ``ClientApp(mods=[guard_mod(...)])`` that defends every local step of the client's own training.
 
     It finds the model by its state-dict names when the client calls it, guards it until the client replies, adds
-    ``defended-steps`` to the reply's metrics, and withholds the update when no step was defended.
+    ``defended-steps`` to the reply's metrics, and withholds the update when no step was defended, or weights were
+    changed past the defence.
 
     Args:
         defense: a spec or a defence; None reads ``defense`` from the site's or the run's settings.
@@ -152,6 +154,8 @@ class GuardMod:
             reply = call_next(message, context)
         if reply.has_error():
             return reply
+        for guard in guards:
+            guard.verify()
         steps = sum(guard.report.steps for guard in guards)
         if defense.acts_on and not steps:
             raise DefenseError(_not_found(before) if not guards else _not_trained(guards))
