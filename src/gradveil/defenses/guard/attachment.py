@@ -120,7 +120,7 @@ class Attachment(Interceptor):
         if any(self.traces.by_name[name].known for name in foreign):
             self.undefended(
                 f"The gradient of {some(foreign)} is not what defended passes left there: it was replaced, added to, "
-                f"or changed by more than a factor or a limit on its entries. Leave gradients to backward() on model(x); "
+                f"or changed by more than a factor or a limit on its entries. Leave gradients to backward(): "
                 f"clipping, scaling and weight decay are fine; noise goes into the defence "
                 f"({describe(self.defense)}+gaussian)."
             )
