@@ -58,7 +58,7 @@ def test_hooks_that_compiled_code_kept_do_nothing_after_removal(model: nn.Module
     (substitute,) = model[5]._forward_hooks.values()  # type: ignore[index]
     guard.remove()
     assert enter(model, (batch.inputs,), {}) is None
-    assert substitute(model[5], (torch.rand(3, 64),), torch.rand(3, 5)) is None  # type: ignore[index]
+    assert substitute(model[5], (torch.rand(3, 64),), {}, torch.rand(3, 5)) is None  # type: ignore[index]
     assert guard.report.steps == 0
 
 

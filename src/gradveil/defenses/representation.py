@@ -34,7 +34,7 @@ class RepresentationPerturbation(LayerMask):
 
     def ranking(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator) -> Tensor:
         """Return the scores (N, L) by which entries are zeroed one by one."""
-        return leak_scores(model, layer, x, method=self.method, p=float(self.p))
+        return leak_scores(model, layer, x, method=self.method, p=float(self.p), seen=r)
 
 
 # Settings that said what the method does by itself, when it was one with those of its kin.

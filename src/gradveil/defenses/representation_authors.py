@@ -40,7 +40,7 @@ class RepresentationAuthors(LayerDefense):
         if self.share == 0:
             return r
         flat = r.flatten(1)
-        _, norms = row_norms(model, layer, x, self.method)  # (N, L)
+        _, norms = row_norms(model, layer, x, self.method, seen=r)  # (N, L)
         sums = (norms / (flat + self.offset)).sum(0)  # (L,)
         threshold = torch.quantile(sums, self.share)
         return flat.masked_fill(sums.abs() < threshold, 0.0).view_as(r)

@@ -50,7 +50,7 @@ class RepresentationCertified(LayerDefense):
 
         _check(model, x)
         flat, p = r.flatten(1), float(self.p)  # (N, L)
-        order = zeroing_order(flat, leak_scores(model, layer, x, method=self.method, p=p))
+        order = zeroing_order(flat, leak_scores(model, layer, x, method=self.method, p=p, seen=r))
         with torch.no_grad():
             needed = needed_counts(model, layer, x, flat, order, self.target_mse, cast("Kind", self.kind), p)
         if not needed.reachable:

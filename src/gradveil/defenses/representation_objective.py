@@ -16,6 +16,7 @@ from torch import Generator, Tensor, nn
 from gradveil.defenses.base import DEFENSES, check_choice, check_positive, check_share
 from gradveil.defenses.masking import EntryDefense, LayerDefense, LayerMask, Layers, largest, largest_live
 from gradveil.layers.jacobian import FunctionJacobian
+from gradveil.scores.api import check_seen
 
 _ROUNDS = 50  # of an ascent; each round raises the objective, or it is over
 _ROWS = 128  # of a Jacobian in one vectorised backward pass
@@ -42,13 +43,14 @@ class PseudoInverse:
         return inverse
 
 
-def jacobian(model: nn.Module, layer: str, x: Tensor) -> Tensor:
-    """Return ∂r_n/∂x_n for each example, (N, L, d): dense, so for small inputs.
+def jacobian(model: nn.Module, layer: str, x: Tensor, r: Tensor) -> Tensor:
+    """Return ∂r_n/∂x_n for each example, (N, L, d): dense, so for small inputs. Raise where the model gives not r.
 
     With batch norm in train mode the batch statistics are held, so that examples do not mix.
     """
     products = FunctionJacobian(model, layer, x)
     products.check_examples()
+    check_seen(products.r, r)
     n, length = len(products.r), products.r[0].numel()
     units = torch.eye(length, dtype=x.dtype, device=x.device).split(_ROWS)
     rows = [products.pull(some[:, None].expand(-1, n, -1).reshape(-1, *products.r.shape)) for some in units]
@@ -59,7 +61,7 @@ def _each_example(
     change: Callable[[PseudoInverse, Tensor], Tensor], model: nn.Module, layer: str, x: Tensor, r: Tensor, rcond: float
 ) -> Tensor:
     """Return ``change`` of every example's J⁺ and row of r, stacked (N, L)."""
-    inverses = [PseudoInverse.of(j, rcond) for j in jacobian(model, layer, x)]
+    inverses = [PseudoInverse.of(j, rcond) for j in jacobian(model, layer, x, r)]
     return torch.stack([change(inverse, row) for inverse, row in zip(inverses, r.flatten(1), strict=True)])
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,6 +133,9 @@ def plain_checkpoints() -> Iterator[None]:
                 setattr(checkpoint, name, original)
 
 
+_LOOKING: ContextVar[tuple[nn.Module, ...]] = ContextVar("layers whose input is looked for", default=())
+
+
 def input_of(model: nn.Module, layer: str, x: Tensor, state: dict[str, Tensor]) -> Tensor:
     """Run the model on x as far as ``layer`` and return that layer's (first) input.
 
@@ -144,7 +148,10 @@ def input_of(model: nn.Module, layer: str, x: Tensor, state: dict[str, Tensor]) 
         caught.append(args[0] if args else next(iter(kwargs.values())))
         raise _Reached
 
-    handle = find_module(model, layer).register_forward_pre_hook(catch, prepend=True, with_kwargs=True)
+    target, within = find_module(model, layer), _LOOKING.get()
+    # Behind the layer's own hooks, which may change its input; before them where one of them asks for this.
+    handle = target.register_forward_pre_hook(catch, prepend=target in within, with_kwargs=True)
+    token = _LOOKING.set((*within, target))
     devices = [x.device] if x.is_cuda else []
     try:
         with torch.random.fork_rng(devices), held_statistics(model), plain_checkpoints():
@@ -153,6 +160,7 @@ def input_of(model: nn.Module, layer: str, x: Tensor, state: dict[str, Tensor]) 
         return caught[0]
     finally:
         handle.remove()
+        _LOOKING.reset(token)
     raise LayerError(f"The forward pass of {type(model).__name__} never reached layer {layer!r}.")
 
 

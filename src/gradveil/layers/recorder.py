@@ -172,8 +172,9 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is made of numbers and words alone."""
-    return all(map(_is_plain, value)) if isinstance(value, list | tuple) else not isinstance(value, Tensor)
+    """Whether an argument is no tensor, and no list of some."""
+    inside = value if isinstance(value, list | tuple) else (value,)
+    return not any(isinstance(v, Tensor) for v in inside)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

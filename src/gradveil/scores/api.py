@@ -22,6 +22,7 @@ from gradveil.scores.fast.dense import dense_rows
 
 METHODS = ("auto", "exact", "loop", "sketch", "moment", "deflation")
 MEMORY = {"cpu": 2**29, "cuda": 2**31}  # bytes, where none are given
+_SAME = 0.05  # of the largest entry: what half precision may do to a representation
 _LIGHT = 1e11  # multiplications of a call that launching kernels one by one would slow down
 # Multiplications a call may take before the sketch is preferred: some 50 ms of two CPU cores, or of one large GPU.
 BUDGET = {"cpu": 4e9, "cuda": 4e12}
@@ -37,6 +38,7 @@ def leak_scores(
     probes: int = 64,
     seed: int = 0,
     memory: int | None = None,
+    seen: Tensor | None = None,
 ) -> Tensor:
     """Return how much each entry of a layer's input r gives away of each example, (N, L).
 
@@ -47,11 +49,12 @@ def leak_scores(
     ``layer`` is the path of any module; its input is the representation. None: the last fully connected layer.
     ``method``: ``exact``, ``loop`` (the slow reference), the estimators ``sketch``, ``deflation`` (both with ``probes``
     random products from ``seed``) and ``moment``, or ``auto``. ``memory``: bytes that intermediate rows may take.
+    ``seen``: the layer's input as another pass on x had it; raise where the model has another one now.
 
     The model is run as it is (train or eval mode, random state, hooks) but is left untouched: no gradients, buffers or
     random numbers change. Batch norm in train mode: ∂r_n/∂x_n with the batch's statistics held.
     """
-    rows = compute(model, layer, x, method, p, probes, seed, memory)
+    rows = compute(model, layer, x, method, p, probes, seed, memory, seen)
     return scores(rows.r, rows.norms, float(p))
 
 
@@ -65,21 +68,30 @@ def row_norms(
     probes: int = 64,
     seed: int = 0,
     memory: int | None = None,
+    seen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return r and ||∂r_i/∂x||_p of each entry, both (N, L); the settings are those of ``leak_scores``."""
-    rows = compute(model, layer, x, method, p, probes, seed, memory)
+    rows = compute(model, layer, x, method, p, probes, seed, memory, seen)
     return rows.r, rows.norms[float(p)]
 
 
 @torch.no_grad()
 def compute(
-    model: nn.Module, layer: str | None, x: Tensor, name: str, p: float, probes: int, seed: int, memory: int | None
+    model: nn.Module,
+    layer: str | None,
+    x: Tensor,
+    name: str,
+    p: float,
+    probes: int,
+    seed: int,
+    memory: int | None,
+    seen: Tensor | None = None,
 ) -> RowNorms:
     """Return r and the norms for 2 and p, by the method of that name."""
     _check(x, name, p, probes, memory)
     if torch.is_inference_mode_enabled() or x.is_inference():  # tensors of that mode cannot be differentiated
         with torch.inference_mode(False):
-            return compute(model, layer, x.clone(), name, p, probes, seed, memory)
+            return compute(model, layer, x.clone(), name, p, probes, seed, memory, seen)
     model = getattr(model, "_orig_mod", model)  # a compiled model: run what was compiled, plainly
     path = find_layer(model) if layer is None else layer.removeprefix("_orig_mod.")
     find_module(model, path)
@@ -88,14 +100,17 @@ def compute(
         r = prefix(model, path)(x).flatten(1)
         return RowNorms(r, dict.fromkeys(ps, wide(r)))
     if name == "loop":
-        jacobian = FunctionJacobian(model, path, x)
-        check_shapes(jacobian)
-        jacobian.check_examples()
-        return loop_rows(jacobian, ps)
+        plain = FunctionJacobian(model, path, x)
+        check_shapes(plain)
+        plain.check_examples()
+        check_seen(plain.r, seen)
+        return loop_rows(plain, ps)
     method = Method(name, ps, probes, seed, memory or MEMORY.get(x.device.type, MEMORY["cpu"]))
     if x.is_cuda and (layers := walkable(model, path, x)) is not None:
         return replayed(model, layers, x, method)
-    return method(linearise(model, path, x, must_be_explicit=name == "moment"))
+    jacobian = linearise(model, path, x, must_be_explicit=name == "moment")
+    check_seen(jacobian.r, seen)
+    return method(jacobian)
 
 
 def linearise(model: nn.Module, layer: str, x: Tensor, *, must_be_explicit: bool = False) -> Jacobian:
@@ -122,6 +137,19 @@ def linearise(model: nn.Module, layer: str, x: Tensor, *, must_be_explicit: bool
 
 
 _UNMIXED: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()  # layer: passes to it that mix no examples
+
+
+def check_seen(r: Tensor, seen: Tensor | None) -> None:
+    """Raise where r is another representation than the one seen before, rounding aside."""
+    if seen is None:
+        return
+    off = (wide(r.detach()).flatten() - seen.detach().flatten()).abs().max()
+    if bool(off > _SAME * seen.abs().max()):
+        raise ScoreError(
+            f"The model gives another representation when it runs on the same batch again (off by {float(off):.2g}), "
+            "so its scores would be those of another pass: it counts its calls, or draws random numbers that are not "
+            "torch's own. Keep what changes in buffers, and draw from torch's default generator."
+        )
 
 
 def check_shapes(jacobian: Jacobian) -> None:

@@ -54,7 +54,7 @@ class Attachment(Interceptor):
         self.handles.append(self.model.register_forward_pre_hook(Enter(self), with_kwargs=True))
         for layer in self.layers:
             target = self.model.get_submodule(layer)
-            self.handles.append(target.register_forward_hook(Substitute(self, layer)))
+            self.handles.append(target.register_forward_hook(Substitute(self, layer), prepend=True, with_kwargs=True))
         for part in self.model.modules():
             if self.traces.of(part):
                 self.handles.append(part.register_load_state_dict_pre_hook(BeforeLoading(self)))

@@ -10,9 +10,10 @@ from torch.utils.hooks import RemovableHandle
 
 from gradveil.defenses.base import Defense
 from gradveil.defenses.guard.origins import Traces
-from gradveil.defenses.guard.passes import OneInput, Pass, Report, find_input, with_input
-from gradveil.defenses.guard.step import substitute, weight_name
+from gradveil.defenses.guard.passes import Examples, OfExamples, Pass, Report
+from gradveil.defenses.guard.step import substitute, weight_name, weight_of
 from gradveil.errors import DefenseError
+from gradveil.layers.modules import under_transform
 from gradveil.registry import describe
 from gradveil.types import Batch
 
@@ -62,6 +63,11 @@ class Interceptor:
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """A pass begins: note its inputs; return the arguments where the defence changes the batch."""
         self.current = None
+        if self.on and self.in_passes and under_transform():
+            raise DefenseError(
+                "A guarded model was called inside a torch.func transform (vmap, grad, ...), where it cannot be "
+                "defended. Call model(x) on the whole batch and loss.backward() instead."
+            )
         if self.handles and torch.is_grad_enabled():
             self.traces.tie()
             if self.traces.touched() and not self.stepping:
@@ -69,21 +75,26 @@ class Interceptor:
             self.traces.begin()
         if not (self.on and self.in_passes):
             return None
-        at = find_input(args, kwargs)
-        x = args[at] if isinstance(at, int) else kwargs[at]
-        changed = None
+        examples = Examples(args, kwargs)
+        x, changed = examples.x, None
+        alone = len(args) == 1 and args[0] is x and not kwargs
         if "batch" in self.defense.acts_on:
-            before, x = x, self._changed_inputs(x)
-            if torch.equal(before, x):
+            x, changed = self._changed_inputs(examples)
+            if torch.equal(examples.x, x):
                 self.undefended(f"{describe(self.defense)} left the examples as they are. Give it more to change.")
                 return None
-            args, kwargs = changed = with_input(args, kwargs, at, x)
-        model = self.model if len(args) == 1 and not kwargs else OneInput(self.model, args, kwargs, at)
-        self.current = Pass(model, x)
+        self.current = Pass(self.model if alone else OfExamples(self.model, examples), x)
         return changed
 
-    def _changed_inputs(self, x: Tensor) -> Tensor:
-        """Return the examples as the defence changes them. A guard does not see labels: they are given as -1."""
+    def _changed_inputs(self, examples: Examples) -> tuple[Tensor, Arguments]:
+        """Return the examples and arguments as the defence changes them. A guard sees no labels: they are -1."""
+        if len(examples.parts) > 1:
+            shapes = ", ".join(str(tuple(t.shape)) for t in examples.parts.values())
+            raise DefenseError(
+                f"{self.defense.spec_name!r} changes one input, and the model was called with several ({shapes}). Join "
+                f"them in one tensor, or defend the gradient instead."
+            )
+        x = examples.x
         labels = torch.full((len(x),), -1)
         batch = self.defense.on_batch(Batch(x, labels), self.rng)
         if batch.inputs.shape != x.shape or not torch.equal(batch.labels, labels):
@@ -91,7 +102,7 @@ class Interceptor:
                 f"{self.defense.spec_name!r} changes labels or the number of examples, and a guard sees the model's "
                 f"inputs only. Use gradveil.defenses.guard.step.step_gradient in your loop instead."
             )
-        return batch.inputs
+        return batch.inputs, examples.arguments(batch.inputs)
 
     def defended_output(self, layer: str, module: nn.Module, r: Tensor) -> Tensor | None:
         """A defended layer has run: return its output with the weight gradient built from r'."""
@@ -113,7 +124,9 @@ class Interceptor:
             )
             return None
         self.current.reached.add(layer)
-        return substitute(module, r, changed, self.traces.carrier(weight_name(layer), module.weight))  # type: ignore[arg-type]
+        output = substitute(module, r, changed, self.traces.carrier(weight_name(layer), weight_of(module)))
+        self.current.outputs.append((module, output))
+        return output
 
     def outside(self, output: Any) -> None:
         """A part of the model has run: outside the model's own call its output is not defended."""
@@ -132,6 +145,9 @@ class Interceptor:
                 f"A training pass did not run {', '.join(self.layers)} as a layer, so nothing was defended. Is the "
                 f"weight used directly, as in F.linear(x, layer.weight)?"
             )
+            return
+        if (message := current.used_elsewhere(output)) is not None:
+            self.undefended(message)
             return
         self.passes += 1
         self.report.steps += 1
@@ -194,9 +210,17 @@ class Substitute:
     interceptor: Interceptor
     layer: str
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Return the output that carries the defended weight gradient."""
-        return _call(self.interceptor.defended_output, self.layer, module, args[0])
+        return _call(self._defended, module, args[0] if args else kwargs["input"])
+
+    def _defended(self, module: nn.Module, r: Tensor) -> Tensor | None:
+        if self.interceptor.on and next(iter(module._forward_hooks.values())) is not self:
+            raise DefenseError(
+                f"A forward hook was put before the guard's on layer {self.layer!r}, and what it makes of the output "
+                f"would be lost. Register it without prepend."
+            )
+        return self.interceptor.defended_output(self.layer, module, r)
 
 
 @dataclass(eq=False)

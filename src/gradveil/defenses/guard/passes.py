@@ -1,12 +1,17 @@
 """One defended pass: the model as a function of its examples, r in and r' out, and what was done, counted."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from gradveil.defenses.base import Defense
@@ -91,38 +96,58 @@ class Rewired(nn.Module):
         self.inner = (model,)  # in a tuple, so that it is no part by itself
 
 
-class OneInput(Rewired):
-    """A model as a function of one of its arguments, the others held."""
+class Examples:
+    """The examples among a model's arguments: every floating point tensor with a row for each of them.
 
-    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], at: int | str) -> None:
+    Several such tensors count as one, their rows side by side.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.leaves, self.tree = tree_flatten((args, dict(kwargs)))
+        floats = [(i, t) for i, t in enumerate(self.leaves) if isinstance(t, Tensor) and t.is_floating_point()]
+        given = {i: t for i, t in floats if t.ndim}
+        if not given:
+            raise DefenseError(
+                "The model was called without a floating point tensor, so nothing says how its representation depends "
+                "on the input. Token ids cannot be differentiated: call the model with embeddings instead."
+            )
+        count = len(next(iter(given.values())))
+        if odd := [tuple(t.shape) for t in given.values() if t.ndim > 1 and len(t) != count]:
+            raise DefenseError(
+                f"The model was called with {count} examples and a floating point tensor {odd[0]}, which has not one "
+                f"row for each. Give inputs with the examples first; a mask as bool, and a table as a buffer."
+            )
+        self.parts = {id(t): t for t in given.values() if len(t) == count}  # one that is given twice is one
+
+    @property
+    def x(self) -> Tensor:
+        """The examples (N, ...), or (N, D) where they are several tensors."""
+        first, *others = self.parts.values()
+        return torch.cat([t.flatten(1) if t.ndim > 1 else t[:, None] for t in (first, *others)], 1) if others else first
+
+    def arguments(self, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with these examples in place of their own."""
+        pieces, mixed = {}, len({t.dtype for t in self.parts.values()}) > 1
+        sizes = [t[0].numel() for t in self.parts.values()]
+        for stop, size, (at, t) in zip(accumulate(sizes), sizes, self.parts.items(), strict=True):
+            own = x if len(sizes) == 1 else x[:, stop - size : stop].reshape(-1, *t.shape[1:])
+            pieces[at] = own.to(t.dtype) if mixed else own
+        leaves = [pieces.get(id(leaf), leaf) for leaf in self.leaves]
+        args, kwargs = tree_unflatten(leaves, self.tree)
+        return args, kwargs
+
+
+class OfExamples(Rewired):
+    """A model as a function of its examples alone, its other arguments held."""
+
+    def __init__(self, model: nn.Module, examples: Examples) -> None:
         super().__init__(model)
-        self.held = (args, dict(kwargs), at)
+        self.examples = examples
 
     def forward(self, x: Tensor) -> Any:
         """Run the model with x in its place."""
-        args, kwargs = with_input(*self.held, x)
+        args, kwargs = self.examples.arguments(x)
         return self.inner[0](*args, **kwargs)
-
-
-def find_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str:
-    """Return where the examples are among a model's arguments: the first floating point tensor."""
-    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    for at, value in places:
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return at
-    raise DefenseError(
-        "The model was called without a floating point tensor, so nothing says how its representation depends on "
-        "the input. Token ids cannot be differentiated: call the model with embeddings instead."
-    )
-
-
-def with_input(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], at: int | str, x: Tensor
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with x in the place ``at``."""
-    if isinstance(at, int):
-        return (*args[:at], x, *args[at + 1 :]), dict(kwargs)
-    return args, {**kwargs, at: x}
 
 
 def random_state(device: torch.device) -> Callable[[], None]:
@@ -161,9 +186,14 @@ class Pass:
     model: nn.Module  # as a function of the examples alone
     x: Tensor  # (N, ...), as the model sees them
     reached: set[str] = field(default_factory=set)  # the defended layers so far
+    outputs: list[tuple[nn.Module, Tensor]] = field(default_factory=list)  # defended layers, and what they gave
 
     def __post_init__(self) -> None:
+        self.x = self.x.detach().clone()  # the model may write to its own
         self.restore = random_state(self.x.device)  # sets the random state that the pass began with
+        # Batch norm works with its batch's statistics in training, and writes to none out of it.
+        kept = (m for m in self.model.modules() if m._buffers and not isinstance(m, _BatchNorm))
+        self.buffers = [(m, name, b.clone()) for m in kept for name, b in m._buffers.items() if b is not None]
 
     def perturbed(
         self,
@@ -176,7 +206,8 @@ class Pass:
     ) -> Tensor:
         """Return r' for the layer's inputs r (N, ...), and count what it changed; ``hooks`` are off meanwhile.
 
-        Dropout draws the masks of this very pass. Scores are computed in full precision, also under autocast.
+        Dropout draws the masks of this very pass, and buffers are as it found them. Scores are computed in full
+        precision, also under autocast.
         """
         x, model = self.x, self.model
         if len(r) != len(x):
@@ -189,11 +220,12 @@ class Pass:
             dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), x.dtype)
         with (
             lifted(hooks),
+            _rewound(self.buffers),
             torch.random.fork_rng([x.device] if x.is_cuda else []),
             torch.autocast(x.device.type, enabled=False),
         ):
             self.restore()
-            changed = defense.perturb(model, layer, x.detach().to(dtype), r.detach(), rng)
+            changed = defense.perturb(model, layer, x.to(dtype), r.detach(), rng)
         if changed.shape != r.shape:
             raise DefenseError(
                 f"{defense.spec_name!r} returned {tuple(changed.shape)} for the representation {tuple(r.shape)} of "
@@ -201,3 +233,49 @@ class Pass:
             )
         report.add(r, changed, defense.asked(model, layer, r))
         return changed.detach().to(r.dtype)
+
+    def used_elsewhere(self, output: Any) -> str | None:
+        """Return what to say where a defended weight has another way into the model's output; ``None``: none has."""
+        used = {m: w for m, _ in self.outputs if isinstance(w := m.weight, Tensor) and w.is_leaf and w.requires_grad}
+        weights = {get_gradient_edge(w).node: m for m, w in used.items()}
+        ways = Counter({node: -1 for node in weights})  # one is that of the layer
+        todo = [t.grad_fn for t in _tensors_in(output) if t.grad_fn is not None]
+        seen = set(todo)
+        while todo:
+            for node, _ in todo.pop().next_functions:
+                if node in weights:
+                    ways[node] += 1
+                elif node is not None and node not in seen:
+                    seen.add(node)
+                    todo.append(node)
+        unused = [m for m, out in self.outputs if out.grad_fn not in seen]
+        odd = [m for node, m in weights.items() if ways[node] + (m in unused) > 0]
+        if not odd:
+            return None
+        names = [name for name, module in self.model.named_modules() if module in odd]
+        return (
+            f"The weight of {', '.join(names)} is used beside its layer as well (tied, or as in F.linear(x, "
+            f"layer.weight)), so part of its gradient would stay as it is. Untie it, or defend another layer."
+        )
+
+
+def _tensors_in(output: Any) -> list[Tensor]:
+    """Return the tensors of a model's output: of a tree, or of an object that holds some."""
+    found = []
+    for leaf in tree_leaves(output):
+        inside = [leaf] if isinstance(leaf, Tensor) else tree_leaves(dict(getattr(leaf, "__dict__", {})))
+        found += [t for t in inside if isinstance(t, Tensor)]
+    return found
+
+
+@contextmanager
+def _rewound(buffers: list[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
+    """Within, these buffers of a model are as they were."""
+    now = [(module, name, module._buffers.get(name)) for module, name, _ in buffers]
+    try:
+        for module, name, before in buffers:
+            module._buffers[name] = before
+        yield
+    finally:
+        for module, name, after in now:
+            module._buffers[name] = after

@@ -28,17 +28,18 @@ def weight_name(layer: str) -> str:
 def check_layer(model: nn.Module, layer: str) -> None:
     """Raise unless the layer's weight gradient can be rebuilt from another input."""
     module = model.get_submodule(find_layer(model, layer))
-    if type(module).forward not in _PLAIN_FORWARDS:
+    if type(module).forward not in _PLAIN_FORWARDS or "forward" in module.__dict__:
         raise LayerError(
             f"Layer {layer!r} is a {type(module).__name__} with a forward pass of its own; its weight gradient cannot "
             f"be rebuilt from a perturbed input. Defend a plain linear or convolutional layer."
         )
-    if not module.weight.requires_grad:
+    weight = weight_of(module)
+    if not weight.requires_grad:
         raise DefenseError(
             f"The weight of layer {layer!r} is frozen, so it has no gradient to defend. Leave this layer out, or "
             f"unfreeze it before protecting the model."
         )
-    shared = [n for n, p in model.named_parameters(remove_duplicate=False) if p is module.weight]
+    shared = [n for n, p in model.named_parameters(remove_duplicate=False) if p is weight]
     if len(shared) > 1:
         raise DefenseError(
             f"The weight of layer {layer!r} is shared ({', '.join(shared)}), so part of its gradient would stay as it "
@@ -60,10 +61,22 @@ def substitute(module: nn.Module, r: Tensor, r_perturbed: Tensor, weight: Tensor
     The gradients w.r.t. r and the bias are those of the plain layer. Works for every layer linear in W; ``weight``
     may be a view of the layer's own.
     """
-    used: Tensor = module.weight if weight is None else weight  # type: ignore[assignment]
+    used = weight_of(module) if weight is None else weight
     out = apply(module, r, used.detach(), module.bias)  # type: ignore[arg-type]
     carrier = apply(module, r_perturbed.detach(), used, None)
     return out + (carrier - carrier.detach())
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """Return the weight that the layer has just run with: a parametrization in train mode may move on at each look."""
+    makers = [m for m in getattr(module, "parametrizations", nn.Module()).modules() if m.training]
+    try:
+        for maker in makers:
+            maker.training = False
+        return module.weight  # type: ignore[return-value]
+    finally:
+        for maker in makers:
+            maker.training = True
 
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -86,8 +99,11 @@ def step_gradient(
     report = Report() if report is None else report
     batch = defense.on_batch(batch, rng)
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    with torch.enable_grad(), _substituting(model, defense, batch.inputs, rng, report):
-        value = loss(model(batch.inputs), batch.labels)
+    with torch.enable_grad(), _substituting(model, defense, batch.inputs, rng, report) as under_way:
+        output = model(batch.inputs)
+        if under_way is not None and (message := under_way.used_elsewhere(output)) is not None:
+            raise DefenseError(message)
+        value = loss(output, batch.labels)
     grads = torch.autograd.grad(value, list(weights.values()), materialize_grads=True)
     report.steps += 1
     report.examples += len(batch)
@@ -95,23 +111,30 @@ def step_gradient(
 
 
 @contextmanager
-def _substituting(model: nn.Module, defense: Defense, x: Tensor, rng: Generator, report: Report) -> Iterator[None]:
+def _substituting(
+    model: nn.Module, defense: Defense, x: Tensor, rng: Generator, report: Report
+) -> Iterator[Pass | None]:
     """Within, each defended layer's weight gradient is built from its perturbed input."""
     layers = defense.layers(model)
     if not layers:
-        yield
+        yield None
         return
     under_way = Pass(model, x)
     handles: list[RemovableHandle] = []
 
-    def hook(layer: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        return substitute(module, args[0], under_way.perturbed(defense, layer, args[0], rng, report, handles))
+    def hook(layer: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+        r = args[0] if args else kwargs["input"]
+        under_way.outputs.append(
+            (module, substitute(module, r, under_way.perturbed(defense, layer, r, rng, report, handles)))
+        )
+        return under_way.outputs[-1][1]
 
     try:
         for layer in layers:
             check_layer(model, layer)
-            handles.append(model.get_submodule(layer).register_forward_hook(partial(hook, layer)))
-        yield
+            target = model.get_submodule(layer)
+            handles.append(target.register_forward_hook(partial(hook, layer), prepend=True, with_kwargs=True))
+        yield under_way
     finally:
         for handle in handles:
             handle.remove()

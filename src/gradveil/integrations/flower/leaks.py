@@ -16,7 +16,7 @@ from gradveil.attacks.base import build as build_attack
 from gradveil.countermeasures import plain
 from gradveil.defenses.base import Defense
 from gradveil.defenses.base import build as build_defense
-from gradveil.defenses.guard.passes import find_input
+from gradveil.defenses.guard.passes import Examples
 from gradveil.errors import DefenseError, GradveilError
 from gradveil.experiments.run_folder import Row
 from gradveil.experiments.trial import Public, Trial, attempt, floors, measured
@@ -223,9 +223,13 @@ class SeenInputs:
 
     def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if model.training and torch.is_grad_enabled():
-            at = find_input(args, kwargs)
-            x = args[at] if isinstance(at, int) else kwargs[at]
-            self._inputs.append(x.detach().cpu().clone())
+            examples = Examples(args, kwargs)
+            if len(examples.parts) > 1:
+                raise DefenseError(
+                    f"The leak check rebuilds one input, and the model was called with {len(examples.parts)}. Turn it "
+                    f"off, or join them in one tensor."
+                )
+            self._inputs.append(examples.x.detach().cpu().clone())
             self.model = model
 
     def _leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
