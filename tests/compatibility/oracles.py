@@ -1,0 +1,526 @@
+"""What the right answer is, worked out in plain autograd, for each method on each model of the zoo.
+
+A check returns where the answer is right, raises ``GradveilError`` where the method refuses, ``NotApplicable`` where the
+question makes no sense, and ``AssertionError`` where an answer is wrong without a word.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from compatibility.zoo import CLASSES, Model
+from reference.leak_scores import freeze_batch_norm
+from torch import Generator, Tensor, nn
+
+from gradveil import leak_scores, protect, step_gradient
+from gradveil.attacks.analytic import layer_inputs, readable_layer
+from gradveil.attacks.base import ATTACKS
+from gradveil.attacks.search.matching import Matching, squared_distance
+from gradveil.attacks.search.objective import MatchingObjective, Unknowns
+from gradveil.certificates.certify import KINDS, certify
+from gradveil.certificates.reach import empirical_certificate
+from gradveil.defenses.base import DEFENSES, Defense, build
+from gradveil.errors import GradveilError
+from gradveil.layers.modules import find_layer
+from gradveil.scores import METHODS
+from gradveil.types import Batch, GaussianPrior, Observation, Update
+
+COUNT = 3  # examples; a batch as long as the sequences of the zoo are
+SEED = 5
+Check = Callable[[Model], None]
+
+
+class NotApplicable(Exception):
+    """The method has nothing to do with such a model."""
+
+
+def rng() -> Generator:
+    return Generator().manual_seed(SEED)
+
+
+def close(found: Tensor, right: Tensor, tolerance: float) -> None:
+    torch.testing.assert_close(found.double(), right.double(), rtol=tolerance, atol=tolerance)
+
+
+def rounding(model: Model) -> float:
+    """Return how far two ways to compute the same number may be apart."""
+    return {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 0.1}[model.dtype] if not model.autocast else 0.1
+
+
+# --- the model as it is ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Truth:
+    """A model's last linear layer on its examples."""
+
+    r: Tensor  # (N, L)
+    jacobian: Tensor  # (N, L, d), ∂r_n/∂x_n
+    mixes: bool  # whether an example's representation moves with another example
+
+    @property
+    def norms(self) -> Tensor:
+        return self.jacobian.norm(dim=2)
+
+    @property
+    def scores(self) -> Tensor:
+        found = self.r.abs() / self.norms
+        return torch.where(self.r == 0, 0.0, found)
+
+
+@contextmanager
+def watching(net: nn.Module, layer: str) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Within, collect the inputs and outputs of a layer."""
+    caught: list[tuple[Tensor, Tensor]] = []
+    handle = net.get_submodule(layer).register_forward_hook(
+        lambda _, args, out: caught.append((args[0], out)), prepend=True
+    )
+    try:
+        yield caught
+    finally:
+        handle.remove()
+
+
+@cache
+def truth(model: Model) -> Truth:
+    """Return what autograd says, entry by entry. Batch statistics of batch norm are held, as the definition has it."""
+    x, _ = model.examples(COUNT)
+    net = freeze_batch_norm(bare(model.build()), x) if model.plain else bare(model.build())
+    layer = find_layer(net)
+    x = x.requires_grad_()
+    torch.manual_seed(SEED)
+    with watching(net, layer) as caught:
+        model.call(net, x)
+    r = caught[0][0].flatten(1)
+    jacobian = torch.zeros(COUNT, r.shape[1], x[0].numel(), dtype=torch.float64)
+    mixes = len(r) != COUNT
+    for n in range(COUNT if r.requires_grad and not mixes else 0):
+        for i in range(r.shape[1]):
+            rows = torch.autograd.grad(r[n, i], x, retain_graph=True, materialize_grads=True)[0].double().flatten(1)
+            jacobian[n, i] = rows[n]
+            mixes |= bool(rows[[m for m in range(COUNT) if m != n]].any())
+    return Truth(r.detach().double(), jacobian, mixes)
+
+
+def bare(net: nn.Module) -> nn.Module:
+    found: nn.Module = getattr(net, "_orig_mod", net)
+    return found
+
+
+def must_not_answer(model: Model) -> None:
+    assert not truth(model).mixes, "examples see each other, and a representation per example was worked out"
+
+
+# --- scores ----------------------------------------------------------------------------------------------------------
+
+
+def check_scores(method: str, model: Model) -> None:
+    """Compare with |r_i| / ||∂r_i/∂x||."""
+    if not model.plain:
+        raise NotApplicable
+    net, (x, _) = model.build(), model.examples(COUNT)
+    torch.manual_seed(SEED)
+    probes = 3 * x[0].numel() if method == "deflation" else 2000
+    found = leak_scores(net, None, x, method, probes=probes).double()
+    must_not_answer(model)
+    right = truth(model).scores
+    assert torch.equal(found == 0, right == 0)
+    assert torch.equal(found.isinf(), right.isinf())
+    if method != "moment":  # an estimate without a guarantee: which entries are dead is all that can be checked
+        live = right.isfinite() & (right > 0)
+        tolerance = 0.1 if method == "sketch" else 0.0  # 2,000 random signs: six standard errors of a norm
+        close(found[live].log(), right[live].log(), max(tolerance, rounding(model)))
+
+
+# --- defences --------------------------------------------------------------------------------------------------------
+
+SPECS = {"compose": "representation:share=0.4+gaussian:scale=0.01", "decoy": "decoy:floor=0.01"}
+
+
+@dataclass
+class Step:
+    """One training step under a defence."""
+
+    gradient: dict[str, Tensor]  # as the optimizer took it
+    changes: list[tuple[str, Tensor, Tensor]]  # layer, r, r'
+
+
+@contextmanager
+def recorded(defense: Defense) -> Iterator[list[tuple[str, Tensor, Tensor]]]:
+    """Within, note what the defence makes of each representation."""
+    changes: list[tuple[str, Tensor, Tensor]] = []
+    perturb = type(defense).perturb
+
+    def noted(self: Defense, net: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator) -> Tensor:
+        changed = perturb(self, net, layer, x, r, rng)
+        changes.append((layer, r.detach().clone(), changed.detach().clone()))
+        return changed
+
+    with patch.object(type(defense), "perturb", noted):
+        yield changes
+
+
+def loss(model: Model, net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    torch.manual_seed(SEED)
+    return F.cross_entropy(model.call(net, x).float() if model.autocast else model.call(net, x), y)
+
+
+def protected_step(model: Model, defense: Defense) -> Step:
+    """Take one step of SGD under ``protect`` and read the gradient off the weights."""
+    net, (x, y) = model.build(), model.examples(COUNT)
+    weights = {n: p for n, p in net.named_parameters() if p.requires_grad}
+    before = {n: p.detach().clone() for n, p in weights.items()}
+    optimizer = torch.optim.SGD(list(weights.values()), lr=1.0)
+    with recorded(defense) as changes, protect(net, defense, rng=rng()):
+        loss(model, net, x, y).backward()
+        optimizer.step()
+    return Step({n: before[n] - p.detach() for n, p in weights.items()}, changes)
+
+
+def expected_step(model: Model, defense: Defense, changes: list[tuple[str, Tensor, Tensor]]) -> dict[str, Tensor]:
+    """Return the gradient that this defence should leave, from plain autograd and r' alone."""
+    net, (x, y) = model.build(), model.examples(COUNT)
+    if "batch" in defense.acts_on:
+        x = defense.on_batch(Batch(x, y), rng()).inputs
+    weights = {n: p for n, p in net.named_parameters() if p.requires_grad}
+    layer = find_layer(bare(net))
+    with watching(bare(net), layer) as caught:
+        value = loss(model, net, x, y)
+    outs = [out for _, out in caught] if changes else []
+    found = torch.autograd.grad(value, [*weights.values(), *outs], materialize_grads=True)
+    gradient = dict(zip(weights, found, strict=False))
+    if changes:
+        assert len(caught) == len(changes) == 1, "the layer ran more than once"
+        delta, changed = found[-1], changes[0][2]
+        name = next(n for n, p in weights.items() if p is bare(net).get_submodule(layer).weight)
+        gradient[name] = delta.reshape(-1, CLASSES).T @ changed.reshape(-1, changed.shape[-1]).to(delta)
+    used = {n: p for n, p in weights.items() if torch.autograd.grad(loss(model, net, x, y), p, allow_unused=True)[0] is not None}
+    return {n: torch.zeros_like(g) for n, g in gradient.items()} | defense.on_gradient(
+        {n: gradient[n] for n in used}, rng()
+    )
+
+
+def check_defence(name: str, model: Model) -> None:
+    """Compare a protected step with the gradient worked out by hand, and r' with the defence's own rule."""
+    defense = build(SPECS.get(name, name))
+    step = protected_step(model, defense)
+    if "batch" in defense.acts_on:
+        assert model.plain, "only the first of several inputs was changed"
+    if "representation" in defense.acts_on:
+        assert step.changes, "a step went out undefended"
+        check_change(name, model, step.changes[0][2])
+    right = expected_step(model, defense, step.changes)
+    for weight, g in right.items():
+        close(step.gradient[weight], g, rounding(model))
+    if model.plain and not model.autocast:
+        net, (x, y) = model.build(), model.examples(COUNT)
+        torch.manual_seed(SEED)
+        for weight, g in step_gradient(net, Batch(x, y), defense, rng()).items():
+            close(g, right[weight], rounding(model))
+
+
+def check_change(name: str, model: Model, changed: Tensor) -> None:
+    """Check r' (N, L) against the rule of the defence of that name."""
+    exact = truth(model)
+    r, changed = exact.r, changed.flatten(1).double()
+    if name == "representation_direction":
+        must_not_answer(model)
+        moved = changed - r
+        close(moved.norm(dim=1), 0.4 * r.norm(dim=1), 1e-3)
+        best = torch.stack([_inverse(j).norm(2, (0, 1)) if j.any() else torch.zeros(()) for j in exact.jacobian])
+        reached = torch.stack([(_inverse(j) @ m).norm() for j, m in zip(exact.jacobian, moved, strict=True)])
+        slack = 1e-3 * best.clamp_min(1.0)
+        spectral = torch.stack([torch.linalg.matrix_norm(_inverse(j), 2) for j in exact.jacobian])
+        assert (reached >= spectral * moved.norm(dim=1) * (1 - 1e-3) - slack * 0).all()
+        return
+    zeroed = changed != r.to(changed)
+    zeroed &= ~torch.isclose(changed, r, rtol=rounding(model), atol=rounding(model))
+    assert not changed[zeroed].any(), "entries were changed, not removed"
+    if name == "representation_authors":
+        assert (zeroed[0] == zeroed).all()
+        return
+    if name == "representation_certified":
+        return
+    live = r != 0
+    assert torch.equal(zeroed.sum(1), live.sum(1).clamp_max(round(0.4 * r.shape[1])))
+    if name in ("representation", "compose"):
+        must_not_answer(model)
+        _check_ranking(exact.scores, zeroed, live, model)
+    if name == "representation_pseudoinverse":
+        must_not_answer(model)
+        columns = torch.stack([_inverse(j).norm(dim=0) for j in exact.jacobian])
+        _check_ranking(columns * r.abs(), zeroed, live, model)
+    if name == "representation_subset":
+        must_not_answer(model)
+
+
+def _inverse(jacobian: Tensor) -> Tensor:
+    return torch.linalg.pinv(jacobian, rtol=0.01)  # type: ignore[no-any-return]
+
+
+def _check_ranking(keys: Tensor, zeroed: Tensor, live: Tensor, model: Model) -> None:
+    """Check that no entry was kept that ranks clearly above one that was removed."""
+    lowest = keys.masked_fill(~zeroed, torch.inf).amin(1)
+    highest = keys.masked_fill(zeroed | ~live, 0.0).amax(1)
+    assert (lowest >= highest * (1 - max(rounding(model), 1e-6))).all(), "the wrong entries were removed"
+
+
+# --- attacks ---------------------------------------------------------------------------------------------------------
+
+
+def plain_gradient(model: Model, net: nn.Module, x: Tensor, y: Tensor, create: bool = False) -> dict[str, Tensor]:
+    """Return the client's gradient on x with dropout off: the server does not know the client's masks."""
+    weights = {n: p for n, p in net.named_parameters() if p.requires_grad}
+    random = [m for m in net.modules() if isinstance(m, nn.Dropout | nn.MultiheadAttention)]
+    modes = [m.training for m in random]
+    for m in random:
+        m.eval()
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        value = loss(model, net, x, y)
+    found = torch.autograd.grad(value, list(weights.values()), create_graph=create, materialize_grads=True)
+    for m, mode in zip(random, modes, strict=True):
+        m.training = mode
+    return dict(zip(weights, found, strict=True))
+
+
+def squares(tree: dict[str, Tensor]) -> Tensor:
+    return torch.stack([g.double().square().sum() for g in tree.values()]).sum()
+
+
+def less(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {n: a[n] - b[n] for n in a}
+
+
+def cosine(a: dict[str, Tensor], b: dict[str, Tensor]) -> Tensor:
+    inner = torch.stack([(a[n].double() * b[n].double()).sum() for n in a]).sum()
+    return 1 - inner / (squares(a) * squares(b)).sqrt()
+
+
+def observed(model: Model, count: int, **more: Any) -> tuple[Observation, Tensor, Tensor]:
+    """Return what a server sees of a client with so many examples, and the examples."""
+    net, (x, y) = model.build(), model.examples(count)
+    update = Update({n: g.detach() for n, g in plain_gradient(model, net, x, y).items()}, count)
+    return Observation(net, update, model.shape, CLASSES, y, **more), x, y
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "gs": {"tv": 0.0},
+    "gradinversion": {"tv": 0.0, "l2": 0.0, "bn": 0.0, "group": 0.0},
+    "fedavg": {"tv": 0.0},
+    "newton": {"steps": 6},
+}
+
+
+def check_attack(name: str, model: Model) -> None:
+    """Run the attack for a few steps and work out, in plain autograd, what it says that it reached."""
+    if not model.plain:
+        raise NotApplicable
+    cls = ATTACKS.get(name)
+    settings = {"steps": 2, "restarts": 1, **SETTINGS.get(name, {})}
+    attack = cls(**{f.name: settings[f.name] for f in fields(cls) if f.name in settings})  # type: ignore[arg-type]
+    count = 1 if name in ("idlg", "rep", "analytic", "newton") else 2
+    seen, x, y = observed(model, count)
+    if name == "newton":
+        _check_newton(model, attack, x, y)
+        return
+    if name == "fedavg":
+        seen = _two_steps(model, seen, x, y)
+    answer = attack.reconstruct(seen, rng())
+    end = (answer.inputs if answer.raw is None else answer.raw).to(model.dtype)
+    assert end.isfinite().all()
+    tolerance = max(1e-5, rounding(model))
+    target = seen.update.gradient
+    if name in ("dlg", "idlg", "gs", "gradinversion"):
+        there = plain_gradient(model, seen.model, end, y)
+        far = squares(less(there, target))
+        right = {"gs": cosine(there, target), "gradinversion": far / squares(target)}.get(name, far)
+        close(torch.tensor(answer.objective), right, tolerance)
+        _check_slopes(model, seen, x, y)
+    if name == "fedavg":
+        close(torch.tensor(answer.objective), cosine(_unrolled(model, seen, end, y), target), tolerance)
+    if name == "rep":
+        _check_rep(model, seen, x, end, answer.objective, tolerance)
+    if name == "analytic":
+        visit = readable_layer(seen)
+        with watching(seen.model, visit.path) as caught:
+            model.call(seen.model, x)
+        close(layer_inputs(seen, visit).values, caught[0][0].flatten(1), max(1e-4, rounding(model)))
+
+
+def _check_slopes(model: Model, seen: Observation, x: Tensor, y: Tensor) -> None:
+    """Compare the derivative that steers a search with that of plain autograd, at another point."""
+    point = (0.5 * x + 0.2).detach()
+    objective = MatchingObjective(
+        Matching.of([seen]), Unknowns.of(seen), F.one_hot(y, CLASSES)[None].to(x), squared_distance
+    )
+    _, slope = objective(point.flatten()[None])
+    free = point.clone().requires_grad_()
+    far = squares(less(plain_gradient(model, seen.model, free, y, create=True), seen.update.gradient))
+    (right,) = torch.autograd.grad(far, free, materialize_grads=True)
+    close(slope, right.flatten()[None], max(1e-5, rounding(model)))
+
+
+def _two_steps(model: Model, seen: Observation, x: Tensor, y: Tensor) -> Observation:
+    update = Update(_unrolled(model, seen, x, y), len(x), num_steps=2, lr=0.1)
+    return Observation(seen.model, update, model.shape, CLASSES, y)
+
+
+def _unrolled(model: Model, seen: Observation, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """Return the sum of the gradients of two steps of SGD."""
+    net = model.build()
+    total: dict[str, Tensor] = {}
+    for _ in range(2):
+        gradient = plain_gradient(model, net, x, y)
+        with torch.no_grad():
+            for n, p in net.named_parameters():
+                if n in gradient:
+                    p -= 0.1 * gradient[n]
+        total = {n: g + total.get(n, 0.0) for n, g in gradient.items()}
+    return total
+
+
+def _check_rep(model: Model, seen: Observation, x: Tensor, end: Tensor, objective: float, tolerance: float) -> None:
+    """The objective is the squared distance of representations."""
+    layer = find_layer(bare(seen.model))
+    net = freeze_batch_norm(bare(seen.model), x)
+    ends = freeze_batch_norm(bare(seen.model), end)
+    for each in (net, ends):
+        for m in each.modules():
+            if isinstance(m, nn.Dropout):
+                m.eval()
+    torch.manual_seed(SEED)
+    with watching(net, layer) as caught:
+        net(x)
+    with watching(ends, layer) as caught_there:
+        ends(end)
+    far = (caught[0][0] - caught_there[0][0]).double().square().sum()
+    close(torch.tensor(objective), far, max(1e-4, tolerance))
+
+
+def _check_newton(model: Model, attack: Any, x: Tensor, y: Tensor) -> None:
+    """From a start near the truth the distance of gradients must fall."""
+    start = (x + 0.05 * (torch.rand(x.shape, generator=rng(), dtype=torch.float64).to(x) - 0.5)).clamp(0, 1)
+    seen, _, _ = observed(model, 1, prior=GaussianPrior.white(start.flatten().double(), 0.1))
+    answer = attack.reconstruct(seen, rng())
+    target = seen.update.gradient
+    ended, began = (
+        squares(less(plain_gradient(model, seen.model, at.to(x), y), target)) for at in (answer.inputs, start)
+    )
+    assert ended < 0.9 * began, f"went from {began} to {ended}"
+
+
+# --- certificates ----------------------------------------------------------------------------------------------------
+
+TRIALS = 24
+
+
+def check_certificate(kind: str, model: Model) -> None:
+    """Look for an image that has the representation r' and lies nearer than the bound allows."""
+    if not model.plain:
+        raise NotApplicable
+    net, (x, _) = model.build(), model.examples(1)
+    layer = find_layer(bare(net))
+    torch.manual_seed(SEED)
+    with torch.no_grad(), watching(bare(net), layer) as caught:
+        model.call(net, x)
+        r = caught[0][0].flatten(1)
+        others = _nearby(x)
+        targets = []
+        for other in others:  # each alone, so that a batch does not change what an image is mapped to
+            model.call(net, other)
+            targets.append(caught[-1][0].flatten(1))
+    changed = r.clone()
+    changed[:, r.abs().argmax()] = 0
+    settings: dict[str, Any] = {"residual": 0.01} if kind == "residual" else {}
+    if kind == "empirical":
+        _check_empirical(net, layer, x, changed, model)
+        return
+    sets = (x.expand(TRIALS, *x.shape[1:]), torch.cat(targets))
+    found = certify(net, None, *sets, kind=kind, **settings)  # type: ignore[arg-type]
+    if kind == "local":
+        _check_local(found.bound, model, net, layer, x, torch.cat(targets))
+        return
+    far = torch.stack([(o - x).double().norm() for o in others])
+    assert (found.bound <= far * (1 + 1e-9) + 1e-12).all(), "an image that has r' lies within the bound"
+    assert not certify(net, None, x, r, kind=kind, **settings).bound.any(), "a bound where nothing was changed"  # type: ignore[arg-type]
+
+
+def _nearby(x: Tensor) -> list[Tensor]:
+    """Return other images of the data range: anywhere, near, and on its corners."""
+    gen = Generator().manual_seed(11)
+    found = []
+    for i in range(TRIALS):
+        away = torch.rand(x.shape, generator=gen, dtype=torch.float64).to(x)
+        size = (1.0, 0.3, 0.05)[i % 3]
+        other = x + size * (away - x)
+        found.append(other.round() if i % 8 == 7 else other)
+    return found
+
+
+def _check_local(bound: Tensor, model: Model, net: nn.Module, layer: str, x: Tensor, targets: Tensor) -> None:
+    """The first-order figure is ||r - r'|| over the largest singular value of the Jacobian."""
+    net = freeze_batch_norm(bare(net), x)
+    free = x.detach().clone().requires_grad_()
+    torch.manual_seed(SEED)
+    with watching(net, layer) as caught:
+        net(free)
+    r = caught[0][0].flatten()
+    rows = [
+        torch.autograd.grad(e, free, retain_graph=True, materialize_grads=True)[0].flatten() if r.requires_grad
+        else torch.zeros(x.numel())
+        for e in r
+    ]  # fmt: skip
+    size = torch.linalg.matrix_norm(torch.stack(rows).double(), 2)
+    far = (r.detach() - targets).double().norm(dim=1)
+    close(torch.where(bound.isfinite(), bound, 0.0), torch.where(size > 0, far / size, 0.0), max(0.01, rounding(model)))
+
+
+def _check_empirical(net: nn.Module, layer: str, x: Tensor, changed: Tensor, model: Model) -> None:
+    """What an inversion reached: its residual is that of an image, and no larger than doing nothing leaves."""
+    found = certify(net, None, x, changed, kind="empirical")
+    assert found.bound.isfinite().all()
+    assert not found.sound
+
+
+# --- the whole table -------------------------------------------------------------------------------------------------
+
+
+def _each(check: Callable[[str, Model], None], names: Any) -> dict[str, Check]:
+    return {name: (lambda model, name=name: check(name, model)) for name in names}
+
+
+COLUMNS: dict[str, dict[str, Check]] = {
+    "scores": _each(check_scores, [name for name in METHODS if name != "auto"]),
+    "defences": _each(check_defence, DEFENSES.names()),
+    "attacks": _each(check_attack, ATTACKS.names()),
+    "certificates": _each(check_certificate, KINDS),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a method does with a model."""
+
+    outcome: str  # right, refused, not applicable, or wrong
+    words: str = ""  # of the refusal, or what was wrong
+
+
+def cell(check: Check, model: Model) -> Cell:
+    """Run one check."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            check(model)
+        except GradveilError as error:
+            return Cell("refused", str(error))
+        except NotApplicable:
+            return Cell("not applicable")
+        except Exception as error:  # an assertion, or an error that tells the user nothing
+            return Cell("wrong", f"{type(error).__name__}: {error}")
+    return Cell("right")
