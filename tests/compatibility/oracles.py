@@ -1,7 +1,7 @@
 """What the right answer is, worked out in plain autograd, for each method on each model of the zoo.
 
-A check returns where the answer is right, raises ``GradveilError`` where the method refuses, ``NotApplicable`` where the
-question makes no sense, and ``AssertionError`` where an answer is wrong without a word.
+A check returns where the answer is right, raises ``GradveilError`` where the method refuses, ``NotApplicable`` where
+the question makes no sense, and ``AssertionError`` where an answer is wrong without a word.
 """
 
 import warnings
@@ -14,22 +14,23 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from compatibility.zoo import CLASSES, Model
-from reference.leak_scores import freeze_batch_norm
 from torch import Generator, Tensor, nn
 
+from compatibility.zoo import CLASSES, Model
 from gradveil import leak_scores, protect, step_gradient
 from gradveil.attacks.analytic import layer_inputs, readable_layer
 from gradveil.attacks.base import ATTACKS
 from gradveil.attacks.search.matching import Matching, squared_distance
 from gradveil.attacks.search.objective import MatchingObjective, Unknowns
+from gradveil.certificates import reach
+from gradveil.certificates.base import Problem
 from gradveil.certificates.certify import KINDS, certify
-from gradveil.certificates.reach import empirical_certificate
 from gradveil.defenses.base import DEFENSES, Defense, build
 from gradveil.errors import GradveilError
 from gradveil.layers.modules import find_layer
 from gradveil.scores import METHODS
 from gradveil.types import Batch, GaussianPrior, Observation, Update
+from reference.leak_scores import freeze_batch_norm
 
 COUNT = 3  # examples; a batch as long as the sequences of the zoo are
 SEED = 5
@@ -184,26 +185,30 @@ def protected_step(model: Model, defense: Defense) -> Step:
 
 
 def expected_step(model: Model, defense: Defense, changes: list[tuple[str, Tensor, Tensor]]) -> dict[str, Tensor]:
-    """Return the gradient that this defence should leave, from plain autograd and r' alone."""
+    """Return the gradient before the defence's own turn on it, from plain autograd and r' alone; None: not used."""
     net, (x, y) = model.build(), model.examples(COUNT)
     if "batch" in defense.acts_on:
         x = defense.on_batch(Batch(x, y), rng()).inputs
     weights = {n: p for n, p in net.named_parameters() if p.requires_grad}
-    layer = find_layer(bare(net))
-    with watching(bare(net), layer) as caught:
+    layer = bare(net).get_submodule(find_layer(bare(net)))
+    with watching(bare(net), find_layer(bare(net))) as caught:
         value = loss(model, net, x, y)
     outs = [out for _, out in caught] if changes else []
-    found = torch.autograd.grad(value, [*weights.values(), *outs], materialize_grads=True)
-    gradient = dict(zip(weights, found, strict=False))
+    found = torch.autograd.grad(value, [*weights.values(), *outs], allow_unused=True)
+    gradient = {n: g for n, g in zip(weights, found, strict=False) if g is not None}
     if changes:
         assert len(caught) == len(changes) == 1, "the layer ran more than once"
         delta, changed = found[-1], changes[0][2]
-        name = next(n for n, p in weights.items() if p is bare(net).get_submodule(layer).weight)
-        gradient[name] = delta.reshape(-1, CLASSES).T @ changed.reshape(-1, changed.shape[-1]).to(delta)
-    used = {n: p for n, p in weights.items() if torch.autograd.grad(loss(model, net, x, y), p, allow_unused=True)[0] is not None}
-    return {n: torch.zeros_like(g) for n, g in gradient.items()} | defense.on_gradient(
-        {n: gradient[n] for n in used}, rng()
-    )
+        assert delta is not None
+        rows = [r.reshape(-1, r.shape[-1]).to(delta) for r in (caught[0][0], changed)]
+        plain, defended = ((delta.reshape(-1, CLASSES).T @ r).to(layer.weight.dtype) for r in rows)
+        parts = torch.autograd.grad(layer.weight, list(weights.values()), plain, allow_unused=True, retain_graph=True)
+        for n, part in zip(weights, parts, strict=True):
+            if part is not None:  # all of this gradient comes from the layer's own call, or some of it stays as it was
+                close(gradient[n], part, rounding(model))
+        parts = torch.autograd.grad(layer.weight, list(weights.values()), defended, allow_unused=True)
+        gradient |= {n: part for n, part in zip(weights, parts, strict=True) if part is not None}
+    return gradient
 
 
 def check_defence(name: str, model: Model) -> None:
@@ -211,36 +216,36 @@ def check_defence(name: str, model: Model) -> None:
     defense = build(SPECS.get(name, name))
     step = protected_step(model, defense)
     if "batch" in defense.acts_on:
-        assert model.plain, "only the first of several inputs was changed"
+        assert model.tensors == 1, "only the first of several inputs was changed"
     if "representation" in defense.acts_on:
         assert step.changes, "a step went out undefended"
-        check_change(name, model, step.changes[0][2])
-    right = expected_step(model, defense, step.changes)
-    for weight, g in right.items():
+        check_change(name, model, *step.changes[0][1:])
+    plain = expected_step(model, defense, step.changes)
+    for weight, g in defense.on_gradient(plain, rng()).items():
         close(step.gradient[weight], g, rounding(model))
     if model.plain and not model.autocast:
         net, (x, y) = model.build(), model.examples(COUNT)
         torch.manual_seed(SEED)
-        for weight, g in step_gradient(net, Batch(x, y), defense, rng()).items():
-            close(g, right[weight], rounding(model))
+        found = step_gradient(net, Batch(x, y), defense, rng())
+        whole = {n: plain.get(n, torch.zeros_like(g)) for n, g in found.items()}
+        for weight, g in defense.on_gradient(whole, rng()).items():
+            close(found[weight], g, rounding(model))
 
 
-def check_change(name: str, model: Model, changed: Tensor) -> None:
+def check_change(name: str, model: Model, r: Tensor, changed: Tensor) -> None:
     """Check r' (N, L) against the rule of the defence of that name."""
     exact = truth(model)
-    r, changed = exact.r, changed.flatten(1).double()
+    r, changed = r.flatten(1).double(), changed.flatten(1).double()
+    close(r, exact.r, rounding(model))
     if name == "representation_direction":
         must_not_answer(model)
         moved = changed - r
-        close(moved.norm(dim=1), 0.4 * r.norm(dim=1), 1e-3)
-        best = torch.stack([_inverse(j).norm(2, (0, 1)) if j.any() else torch.zeros(()) for j in exact.jacobian])
+        close(moved.norm(dim=1), 0.4 * r.norm(dim=1), max(1e-3, rounding(model)))
         reached = torch.stack([(_inverse(j) @ m).norm() for j, m in zip(exact.jacobian, moved, strict=True)])
-        slack = 1e-3 * best.clamp_min(1.0)
-        spectral = torch.stack([torch.linalg.matrix_norm(_inverse(j), 2) for j in exact.jacobian])
-        assert (reached >= spectral * moved.norm(dim=1) * (1 - 1e-3) - slack * 0).all()
+        best = torch.stack([torch.linalg.matrix_norm(_inverse(j), 2) for j in exact.jacobian]) * moved.norm(dim=1)
+        assert (reached >= best * (1 - max(1e-3, rounding(model)))).all(), "another direction moves the input more"
         return
-    zeroed = changed != r.to(changed)
-    zeroed &= ~torch.isclose(changed, r, rtol=rounding(model), atol=rounding(model))
+    zeroed = changed != r
     assert not changed[zeroed].any(), "entries were changed, not removed"
     if name == "representation_authors":
         assert (zeroed[0] == zeroed).all()
@@ -310,10 +315,13 @@ def observed(model: Model, count: int, **more: Any) -> tuple[Observation, Tensor
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
+    "dlg": {"inner": 2},
+    "idlg": {"inner": 2},
+    "rep": {"inner": 2},
     "gs": {"tv": 0.0},
     "gradinversion": {"tv": 0.0, "l2": 0.0, "bn": 0.0, "group": 0.0},
     "fedavg": {"tv": 0.0},
-    "newton": {"steps": 6},
+    "newton": {"steps": 12, "floor": 0.01},
 }
 
 
@@ -412,12 +420,12 @@ def _check_newton(model: Model, attack: Any, x: Tensor, y: Tensor) -> None:
     ended, began = (
         squares(less(plain_gradient(model, seen.model, at.to(x), y), target)) for at in (answer.inputs, start)
     )
-    assert ended < 0.9 * began, f"went from {began} to {ended}"
+    assert ended <= 0.9 * began, f"went from {began} to {ended}"
 
 
 # --- certificates ----------------------------------------------------------------------------------------------------
 
-TRIALS = 24
+TRIALS = 6
 
 
 def check_certificate(kind: str, model: Model) -> None:
@@ -459,7 +467,7 @@ def _nearby(x: Tensor) -> list[Tensor]:
         away = torch.rand(x.shape, generator=gen, dtype=torch.float64).to(x)
         size = (1.0, 0.3, 0.05)[i % 3]
         other = x + size * (away - x)
-        found.append(other.round() if i % 8 == 7 else other)
+        found.append(other.round() if i % 6 == 5 else other)
     return found
 
 
@@ -482,10 +490,24 @@ def _check_local(bound: Tensor, model: Model, net: nn.Module, layer: str, x: Ten
 
 
 def _check_empirical(net: nn.Module, layer: str, x: Tensor, changed: Tensor, model: Model) -> None:
-    """What an inversion reached: its residual is that of an image, and no larger than doing nothing leaves."""
-    found = certify(net, None, x, changed, kind="empirical")
-    assert found.bound.isfinite().all()
-    assert not found.sound
+    """What a short inversion reached: the distance and the residual are those of one image."""
+    problem = Problem.make(net, layer, x, changed, 2.0)
+    images: list[Tensor] = []
+    invert = reach.invert
+
+    def kept(*args: Any) -> tuple[Tensor, Tensor]:
+        found = invert(*args)
+        images.append(found[0])
+        return found
+
+    with patch.object(reach, "invert", kept):
+        found = reach.empirical_certificate(problem, steps=3, restarts=1)
+    torch.manual_seed(SEED)
+    with torch.no_grad(), watching(bare(net), layer) as caught:
+        net(images[0])
+    close(found.bound, (images[0] - x).double().flatten(1).norm(dim=1), rounding(model))
+    far = (caught[0][0].flatten(1) - changed).double().norm(dim=1)
+    close(found.details["residual"], far, max(1e-6, rounding(model)))
 
 
 # --- the whole table -------------------------------------------------------------------------------------------------

@@ -29,6 +29,12 @@ class Model:
     autocast: bool = False  # whether the client calls it under autocast
 
     @property
+    def tensors(self) -> int:
+        """How many tensors the model is called with."""
+        args, kwargs = ((None,), {}) if self.inputs is None else self.inputs(self.examples(1)[0])
+        return len(args) + len(kwargs)
+
+    @property
     def plain(self) -> bool:
         """Whether the model is a function of one tensor of numbers."""
         return self.inputs is None
@@ -477,9 +483,7 @@ def scaled_dot_product_attention() -> nn.Module:
 
 @kind("attention and recurrence", shape=SEQUENCE)
 def transformer_layer() -> nn.Module:
-    return block(
-        lambda self, x: self.a(x), 24, a=nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
-    )
+    return block(lambda self, x: self.a(x), 24, a=nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True))
 
 
 @kind("attention and recurrence", shape=SEQUENCE)
@@ -679,7 +683,9 @@ def a_choice_by_where() -> nn.Module:
 
 @kind("forward passes", shape=ROW)
 def division_rounded_down() -> nn.Module:
-    return block(lambda self, x: self.a(x) + torch.div(x.sum(1, True), 0.1, rounding_mode="floor"), 8, a=nn.Linear(10, 8))
+    return block(
+        lambda self, x: self.a(x) + torch.div(x.sum(1, True), 0.1, rounding_mode="floor"), 8, a=nn.Linear(10, 8)
+    )
 
 
 @kind("forward passes", shape=ROW)

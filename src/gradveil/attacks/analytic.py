@@ -17,14 +17,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator, Tensor
 
-from gradveil.attacks.base import ATTACKS, Attack
-from gradveil.attacks.gauss_newton.equations import Equations, Prior, Smoothing, kink_scales
+from gradveil.attacks.base import ATTACKS, Attack, check_seen, differentiating
+from gradveil.attacks.gauss_newton.equations import Equations, Prior, Smoothing, kink_scales, refuse_recurrent
 from gradveil.attacks.gauss_newton.solver import DenseStep, Descent, MatrixFree, Solver
 from gradveil.attacks.labels import with_labels
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import quiet
 from gradveil.layers.modules import Visit, prefix, trace
-from gradveil.types import Observation, Reconstruction, check_update
+from gradveil.types import Observation, Reconstruction
 
 SAME = 1e-3  # relative distance of two rows that show the same example
 FAINT = 1e-6  # relative to the largest bias gradient: below it a quotient is 0/0
@@ -41,15 +41,16 @@ class LayerInputs:
 
 
 def readable_layer(seen: Observation) -> Visit:
-    """Return the first fully connected layer whose weight and bias gradients are both seen."""
+    """Return the first fully connected layer that an example passes once, and whose gradients are seen."""
     watched = trace(seen.model, seen.input_shape)
     for visit in watched.dense():
         weight, bias = f"{visit.path}.weight", f"{visit.path}.bias"
-        if {weight, bias} <= set(seen.visible):
+        if len(visit.input_shape) == 1 and {weight, bias} <= set(seen.visible) and seen.update.gradient[bias].any():
             return visit
     dense = ", ".join(visit.path for visit in watched.dense()) or "none"
     raise AttackError(
-        "The quotient dW/db needs a fully connected layer whose weight and bias gradients are both seen. "
+        "The quotient dW/db needs a fully connected layer that each example passes once, with weight and bias "
+        "gradients that are both seen and not all zero. "
         f"The model's fully connected layers: {dense}; the update shows: {', '.join(seen.visible)}."
     )
 
@@ -123,8 +124,7 @@ class Analytic(Attack):
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Rebuild the inputs behind several updates, one after the other."""
-        for s in seen:
-            check_update(s.update, s.model)
+        check_seen(seen)
         labelled = with_labels(seen, rngs)
         return [self._one(s, rng) for s, rng in zip(labelled, rngs, strict=True)]
 
@@ -140,7 +140,9 @@ class Analytic(Attack):
             x, objective = undone, 0.0
             converged = seen.num_examples == 1 and seen.update.num_steps == 1
         else:
-            x, objective, steps = self._search(replace(seen, model=model), visit.path, r, rng)
+            refuse_recurrent(model)
+            with differentiating(seen.model):
+                x, objective, steps = self._search(replace(seen, model=model), visit.path, r, rng)
             converged = steps < self.steps and math.isfinite(objective)
             details["iterations"] = float(steps)
         inputs = x.reshape(shape).to(torch.float32).clamp(*seen.bounds)

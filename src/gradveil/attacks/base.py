@@ -1,12 +1,18 @@
 """What an attack is: from observations to reconstructions, many problems at once."""
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import ClassVar
 
-from torch import Generator
+import torch
+from torch import Generator, Tensor, nn
+from torch.func import functional_call
 
 from gradveil.errors import AttackError
+from gradveil.gradients.functional import quiet
+from gradveil.layers.modules import copied_state
 from gradveil.registry import Registry
 from gradveil.types import Observation, Reconstruction, check_update
 
@@ -36,11 +42,50 @@ def build(spec: str | Attack) -> Attack:
 
 
 def check_seen(seen: Sequence[Observation]) -> None:
-    """Raise unless each update fits its model and shows something to match."""
+    """Raise unless each update fits its model and shows something to match, and the model can be run again."""
     for s in seen:
         check_update(s.update, s.model)
         if not s.visible:
             raise AttackError("Every tensor of the update has weight 0: there is nothing to match.")
+    for s in {id(s.model): s for s in seen}.values():
+        _check_model(s)
+
+
+def _check_model(seen: Observation) -> None:
+    """Raise unless the model gives one row of logits per example, the same in every run."""
+    kind, like = type(seen.model).__name__, next(seen.model.parameters())
+    x = torch.full((seen.num_examples, *seen.input_shape), sum(seen.bounds) / 2).to(like)
+    devices = [like.device] if like.is_cuda else []
+    with torch.no_grad(), quiet(seen.model), torch.random.fork_rng(devices):
+        runs = [functional_call(seen.model, copied_state(seen.model), (x,)) for _ in range(2)]
+    if not isinstance(runs[0], Tensor) or runs[0].shape != (len(x), seen.num_classes):
+        what = tuple(runs[0].shape) if isinstance(runs[0], Tensor) else type(runs[0]).__name__
+        raise AttackError(
+            f"{kind} returns {what} for {len(x)} examples; an attack on {seen.num_classes} classes needs logits of "
+            f"shape {(len(x), seen.num_classes)}. Wrap the model so that it returns them."
+        )
+    if not torch.allclose(runs[0], runs[1], rtol=0.0, atol=0.0, equal_nan=True):
+        raise AttackError(
+            f"{kind} draws random numbers in its forward pass, beside dropout, and a server does not know the "
+            f"client's. Give the attack a model that does not."
+        )
+
+
+_NOT_SUPPORTED = re.compile(r"vmap|atching rule|forward AD|functorch|torch\.func|saved tensor hooks|heckpoint")
+
+
+@contextmanager
+def differentiating(model: nn.Module) -> Iterator[None]:
+    """Within, what torch cannot differentiate is refused in one line."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or not _NOT_SUPPORTED.search(str(error)):
+            raise
+        raise AttackError(
+            f"torch cannot differentiate {type(model).__name__} in the way that this attack needs: "
+            f"{str(error).splitlines()[0]} Use dlg or gs, which need the least."
+        ) from error
 
 
 def in_groups(

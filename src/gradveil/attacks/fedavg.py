@@ -7,7 +7,6 @@ from typing import Literal
 
 import torch
 from torch import Generator, Tensor
-from torch.func import functional_call, grad, vmap
 
 from gradveil.attacks.base import ATTACKS, Attack, in_groups
 from gradveil.attacks.labels import with_labels
@@ -16,7 +15,7 @@ from gradveil.attacks.search.matching import Matching, cosine_distance, squared_
 from gradveil.attacks.search.minimisers import LBFGS, Adam
 from gradveil.attacks.search.objective import Penalty, TotalVariation, Unknowns
 from gradveil.attacks.search.restarts import Search
-from gradveil.gradients.functional import local_plan, quiet, soft_cross_entropy, unroll
+from gradveil.gradients.functional import StepGradient, local_plan, loss_of, per_problem, unroll
 from gradveil.tree import Params, parameters
 from gradveil.types import Observation, Reconstruction, check_update
 
@@ -88,22 +87,11 @@ def _stack(seen: Sequence[Observation]) -> Matching:
 
 def _unrolled(seen: Observation, names: tuple[str, ...]) -> Callable[[Tensor, Tensor], Params]:
     """Return x (P, N, *shape), y (P, N, K) -> the mean gradient over the local steps, per problem."""
-    model, update = seen.model, seen.update
-    start = parameters(model)
-    fixed = {n: p.detach() for n, p in model.named_parameters() if n not in start}
-    fixed |= {n: b.detach() for n, b in model.named_buffers()}
+    start = parameters(seen.model)
 
-    def loss(weights: Params, x: Tensor, y: Tensor) -> Tensor:
-        return soft_cross_entropy(functional_call(model, fixed | weights, (x,)), y)
-
-    def one(x: Tensor, y: Tensor) -> Params:
-        total = unroll(grad(loss), start, x, y, update)
+    def one(gradient: StepGradient, x: Tensor, y: Tensor) -> Params:
+        total = unroll(gradient, start, x, y, seen.update)
         sent = total if seen.simulate is None else seen.simulate(total)
-        return {n: sent[n] / update.num_steps for n in names}
+        return {n: sent[n] / seen.update.num_steps for n in names}
 
-    def trial(x: Tensor, y: Tensor) -> Params:
-        with quiet(model):
-            gradient: Params = vmap(one)(x, y)
-        return gradient
-
-    return trial
+    return per_problem(seen.model, loss_of(seen.model, start), one)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from gradveil.attacks.base import ATTACKS, Attack, check_seen, in_groups
-from gradveil.attacks.gauss_newton.equations import Prior
+from gradveil.attacks.base import ATTACKS, Attack, check_seen, differentiating, in_groups
+from gradveil.attacks.gauss_newton.equations import Prior, refuse_recurrent
 from gradveil.attacks.gauss_newton.solver import BestStarts, DenseStep, Descent, MatrixFree, Solver
 from gradveil.attacks.gauss_newton.updates import free_logits, known_bias, update_rows
 from gradveil.attacks.labels import with_labels
@@ -51,12 +51,15 @@ class Newton(Attack):
         prior = Prior.of(first, first.num_examples * first.num_classes if free_logits(first) else 0, device)
         labels = torch.stack([s.labels.to(device) for s in seen if s.labels is not None])  # (B, N)
         starts = torch.stack([self._starts(prior, rng) for s, rng in zip(seen, rngs, strict=True)])  # (B, r, n)
-        rows = update_rows(seen, labels, prior)
+        refuse_recurrent(first.model)
+        with differentiating(first.model):
+            rows = update_rows(seen, labels, prior)
         dense = starts.shape[-1] <= self.dense_limit and rows.seen.shape[1] * starts.shape[-1] * 8 <= self.memory
         direction = DenseStep(prior) if dense else MatrixFree(prior, self.cg_steps)
         schedule = Descent(self.steps, self.stage_steps, self.floor, self.last_floor)
         solver = Solver(prior, schedule, direction, rows.seen.shape[1] - prior.extra)
-        best = solver.best(rows, starts, together=max(1, int(self.memory / (8 * 40 * rows.seen.shape[1]))))
+        with differentiating(first.model):
+            best = solver.best(rows, starts, together=max(1, int(self.memory / (8 * 40 * rows.seen.shape[1]))))
         return [self._rebuilt(s, labels[b], best, b) for b, s in enumerate(seen)]
 
     def _starts(self, prior: Prior, rng: Generator) -> Tensor:

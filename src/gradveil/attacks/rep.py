@@ -6,16 +6,17 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from gradveil.attacks.base import ATTACKS, Attack
+from gradveil.attacks.base import ATTACKS, Attack, check_seen
 from gradveil.attacks.inference import InferenceSettings, chain_of, infer
 from gradveil.attacks.labels import with_labels
 from gradveil.attacks.search.matching import Matching, squared_distance
 from gradveil.attacks.search.minimisers import LBFGS
 from gradveil.attacks.search.restarts import Search
 from gradveil.errors import AttackError, did_you_mean
+from gradveil.gradients.functional import quiet
 from gradveil.layers.modules import prefix
 from gradveil.tree import Params
-from gradveil.types import Observation, Reconstruction, check_update
+from gradveil.types import Observation, Reconstruction
 
 FAINT = 1e-6  # of the largest bias gradient: below it a quotient is 0/0
 
@@ -40,8 +41,7 @@ class Rep(Attack):
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Rebuild the inputs behind several updates at once."""
-        for s in seen:
-            check_update(s.update, s.model)
+        check_seen(seen)
         search = Search(
             squared_distance, lambda _: LBFGS(self.history, True), self.steps * self.inner, self.restarts,
             tol=self.tol, cuts=(0.05, 0.15), stack=self._stack,
@@ -94,7 +94,8 @@ def _class_means(seen: Observation, layer: str) -> Callable[[Tensor, Tensor], Pa
     f = prefix(seen.model, layer)
 
     def trial(x: Tensor, y: Tensor) -> Params:
-        r = f(x.flatten(0, 1)).reshape(*x.shape[:2], -1)  # (P, N, L)
+        with quiet(seen.model):
+            r = f(x.flatten(0, 1)).reshape(*x.shape[:2], -1)  # (P, N, L)
         share = y / y.sum(1, keepdim=True).clamp_min(1)  # (P, N, K)
         return {layer: share.mT @ r}
 

@@ -4,28 +4,32 @@ Three forms of the same function, each differentiable in the trial inputs and la
 
 - *manual*: the first backward pass written out, for models that are a chain of known layers (``by_hand.py``);
 - *vmap*: ``vmap(grad(loss))``, for any module that ``torch.func`` can trace;
-- *loop*: one problem after the other, for the rest.
+- *loop*: one problem after the other in plain autograd, for the rest.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
 
 from gradveil.errors import AttackError
 from gradveil.gradients.by_hand import known_chain, manual_gradients, pays
-from gradveil.layers.modules import plain_attention
+from gradveil.layers.modules import plain_attention, plain_checkpoints
 from gradveil.tree import Params, parameters
 from gradveil.types import Update
 
 Form = Literal["auto", "manual", "vmap", "loop"]
 TrialGradients = Callable[[Tensor, Tensor], Params]  # x (P, N, *shape), y (P, N, K) -> name: (P, *shape)
+StepGradient = Callable[[Params, Tensor, Tensor], Params]  # weights, x (b, *shape), y (b, K) -> mean gradient
+Loss = Callable[[Params, Tensor, Tensor], Tensor]  # the same -> the mean loss
 
 
 def soft_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
@@ -38,8 +42,8 @@ def quiet(model: nn.Module) -> Iterator[None]:
     """Within, the model is a pure function of its input that can be differentiated twice.
 
     Batch norm in train mode normalises by the batch's own statistics, as the client's did, and leaves the
-    running ones alone. Dropout is off: the server does not know the client's masks. Attention runs by its
-    plain formula, since the fused kernels have no second derivative.
+    running ones alone. Dropout is off: the server does not know the client's masks. Attention and some other
+    functions run by their plain formulas (see ``PlainFunctions``), and activations are never checkpointed.
     """
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training]
     random = [
@@ -50,7 +54,7 @@ def quiet(model: nn.Module) -> Iterator[None]:
             norm.forward = partial(_by_own_statistics, norm)  # type: ignore[method-assign]
         for layer in random:
             layer.training = False
-        with plain_attention():
+        with plain_attention(), plain_checkpoints(), PlainFunctions():
             yield
     finally:
         for norm in norms:
@@ -61,11 +65,68 @@ def quiet(model: nn.Module) -> Iterator[None]:
 
 def _by_own_statistics(norm: _BatchNorm, x: Tensor) -> Tensor:
     """Batch norm in plain operations: under vmap the second derivative of torch's own comes out wrong."""
-    over = [d for d in range(x.ndim) if d != 1]
+    unit = _standardised(x, [d for d in range(x.ndim) if d != 1], norm.eps)
     like = [-1 if d == 1 else 1 for d in range(x.ndim)]
-    centred = x - x.mean(over, keepdim=True)
-    unit = centred * (centred.square().mean(over, keepdim=True) + norm.eps).rsqrt()
     return unit * norm.weight.view(like) + norm.bias.view(like) if norm.affine else unit
+
+
+def _layer_norm(
+    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    unit = _standardised(x, list(range(-len(normalized_shape), 0)), eps)
+    unit = unit if weight is None else unit * weight
+    return unit if bias is None else unit + bias
+
+
+def _instance_norm(
+    x: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, weight: Tensor | None = None,
+    bias: Tensor | None = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    if not use_input_stats:
+        return F.instance_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
+    unit, like = _standardised(x, list(range(2, x.ndim)), eps), [-1] + [1] * (x.ndim - 2)
+    unit = unit if weight is None else unit * weight.view(like)
+    return unit if bias is None else unit + bias.view(like)
+
+
+def _standardised(x: Tensor, over: list[int], eps: float) -> Tensor:
+    centred = x - x.mean(over, keepdim=True)
+    return centred * (centred.square().mean(over, keepdim=True) + eps).rsqrt()
+
+
+def _as_it_is(x: Tensor, *_: Any, **__: Any) -> Tensor:
+    return x
+
+
+_DROPOUTS = (
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
+)  # fmt: skip
+
+
+class PlainFunctions(TorchFunctionMode):
+    """Within, what torch gets wrong or cannot differentiate runs by its formula, and no function draws a number.
+
+    Under vmap the second derivatives of layer norm and instance norm come out wrong, as those of batch norm do; silu
+    and mish have none in forward mode.
+    """
+
+    _plain: ClassVar[dict[Any, Callable[..., Tensor]]] = {
+        F.layer_norm: _layer_norm,
+        F.instance_norm: _instance_norm,
+        F.silu: lambda x, inplace=False: x * x.sigmoid(),
+        F.mish: lambda x, inplace=False: x * F.softplus(x).tanh(),
+        F.rrelu: lambda x, lower=1 / 8, upper=1 / 3, training=False, inplace=False: F.leaky_relu(
+            x, (lower + upper) / 2
+        ),
+        **dict.fromkeys(_DROPOUTS, _as_it_is),
+    }
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the call, or its plain formula."""
+        return self._plain.get(func, func)(*args, **(kwargs or {}))
 
 
 def trial_gradients(model: nn.Module, names: Iterable[str], form: Form = "auto") -> TrialGradients:
@@ -82,9 +143,27 @@ def trial_gradients(model: nn.Module, names: Iterable[str], form: Form = "auto")
         raise AttackError(f"{type(model).__name__} is not a chain of known layers. Use form='vmap' or 'auto'.")
     if links is not None and (form == "manual" or pays(links, next(model.parameters()).device)):
         return manual_gradients(links, wanted)
-    loss = _loss_of(model, wanted)
-    one, many = grad(loss), vmap(grad(loss), in_dims=(None, 0, 0))
     start = {name: p for name, p in parameters(model).items() if name in wanted}
+    return per_problem(model, loss_of(model, wanted), lambda gradient, x, y: gradient(start, x, y), form)
+
+
+def loss_of(model: nn.Module, free: Iterable[str]) -> Loss:
+    """Return the loss as a function of the parameters of these names, the examples and their labels."""
+    named = set(free)
+    fixed = {n: p.detach() for n, p in model.named_parameters() if n not in named}
+
+    def loss(weights: Params, x: Tensor, y: Tensor) -> Tensor:
+        buffers = {n: b.detach().clone() for n, b in model.named_buffers()}  # a forward pass may write to them
+        return soft_cross_entropy(functional_call(model, fixed | buffers | weights, (x,)), y)
+
+    return loss
+
+
+def per_problem(
+    model: nn.Module, loss: Loss, one: Callable[[StepGradient, Tensor, Tensor], Params], form: Form = "auto"
+) -> TrialGradients:
+    """Return (x, y) -> ``one`` of each problem, given how to take the loss's gradient: by vmap, else one by one."""
+    many = vmap(partial(one, grad(loss)))
     traced, proven = form != "loop", form == "vmap"
 
     def gradients(x: Tensor, y: Tensor) -> Params:
@@ -92,7 +171,7 @@ def trial_gradients(model: nn.Module, names: Iterable[str], form: Form = "auto")
         with quiet(model):
             if traced:
                 try:
-                    found: Params = many(start, x, y)
+                    found: Params = many(x, y)
                 except (RuntimeError, NotImplementedError) as error:
                     if proven or isinstance(error, torch.cuda.OutOfMemoryError):  # not for lack of a batching rule
                         raise
@@ -100,23 +179,19 @@ def trial_gradients(model: nn.Module, names: Iterable[str], form: Form = "auto")
                 else:
                     proven = True
                     return found
-            alone = [one(start, xi, yi) for xi, yi in zip(x, y, strict=True)]
-        return {name: torch.stack([g[name] for g in alone]) for name in wanted}
+            alone = [one(partial(_by_autograd, loss), xi, yi) for xi, yi in zip(x, y, strict=True)]
+        return {name: torch.stack([g[name] for g in alone]) for name in alone[0]}
 
     return gradients
 
 
-def _loss_of(model: nn.Module, wanted: tuple[str, ...]) -> Callable[[Params, Tensor, Tensor], Tensor]:
-    fixed = {n: p.detach() for n, p in model.named_parameters() if n not in wanted}
-    fixed |= {n: b.detach() for n, b in model.named_buffers()}
-
-    def loss(free: Params, x: Tensor, y: Tensor) -> Tensor:
-        return soft_cross_entropy(functional_call(model, fixed | free, (x,)), y)
-
-    return loss
-
-
-StepGradient = Callable[[Params, Tensor, Tensor], Params]  # weights, x (b, *shape), y (b, K) -> mean gradient
+def _by_autograd(loss: Loss, weights: Params, x: Tensor, y: Tensor) -> Params:
+    """Return the gradient of the loss, differentiable in x and y where these are."""
+    free = {n: w if w.requires_grad and not w.is_leaf else w.detach().requires_grad_() for n, w in weights.items()}
+    again = torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)
+    with torch.enable_grad():
+        found = torch.autograd.grad(loss(free, x, y), list(free.values()), create_graph=again, materialize_grads=True)
+    return dict(zip(free, found, strict=True))
 
 
 def local_plan(update: Update) -> tuple[tuple[Tensor, ...], int]:

@@ -91,6 +91,16 @@ def _orthogonal(factor: Tensor) -> tuple[Tensor, Tensor]:
     return factor[:, kept] / lengths[kept], lengths[kept]
 
 
+def refuse_recurrent(model: nn.Module) -> None:
+    """Raise where the model has a recurrent layer: torch has no tangents of these."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+            raise AttackError(
+                f"Layer {name!r} is a {type(module).__name__}, and torch cannot differentiate these forwards. Use dlg, "
+                "gs or fedavg."
+            )
+
+
 TANGENTS = 196  # of one problem's Jacobian at once
 TOGETHER = 1024  # unknowns of all problems whose Jacobians are written out at once
 

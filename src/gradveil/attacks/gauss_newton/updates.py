@@ -37,6 +37,7 @@ def delta_of(log_p: Tensor, y: Tensor) -> Tensor:
 def trial_update(seen: Observation, state: Params, prior: Prior) -> Callable[..., Tensor]:
     """Return the rows of one trial point as a function that torch.func can transform."""
     names, model, shape = seen.visible, seen.model, (seen.num_examples, *seen.input_shape)
+    buffers = {n for n, _ in model.named_buffers()}
     trainable = {n for n, p in model.named_parameters() if p.requires_grad}
     # Several steps move every weight, and a simulated defence sees every gradient; else the visible ones are enough.
     moved = trainable if seen.update.num_steps > 1 or seen.simulate is not None else set(names)
@@ -44,8 +45,9 @@ def trial_update(seen: Observation, state: Params, prior: Prior) -> Callable[...
     fixed = {n: value for n, value in state.items() if n not in moved}
 
     def forward(weights: Params, x: Tensor, widths: Tensor, smooth: bool) -> Tensor:
+        held = {n: value.clone() if n in buffers else value for n, value in fixed.items()}  # a pass may write to them
         with Smoothing(widths.unbind()) if smooth else nullcontext():
-            logits: Tensor = functional_call(model, fixed | weights, (x,))
+            logits: Tensor = functional_call(model, held | weights, (x,))
         return logits
 
     def finish(update: Params, *more: Tensor) -> Tensor:

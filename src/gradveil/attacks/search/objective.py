@@ -78,7 +78,11 @@ class MatchingObjective:
         if extra is not None:
             outputs, cotangents = [*outputs, extra], [*cotangents, torch.ones_like(extra)]
             value = value + extra.detach()
-        (gradient,) = torch.autograd.grad(outputs, z, cotangents)
+        # A weight that the loss does not depend on has a zero gradient for every trial: nothing to steer by.
+        moving = [(out, slope) for out, slope in zip(outputs, cotangents, strict=True) if out.requires_grad]
+        if not moving:
+            return value, torch.zeros_like(point)
+        (gradient,) = torch.autograd.grad([out for out, _ in moving], z, [slope for _, slope in moving])
         return value, gradient
 
     def residual(self, point: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn.functional import one_hot
 
-from gradveil.attacks.base import in_groups
+from gradveil.attacks.base import differentiating, in_groups
 from gradveil.attacks.search.loop import Optimiser, Solution, Stopping, minimise
 from gradveil.attacks.search.matching import Distance, Matching, stack_key
 from gradveil.attacks.search.minimisers import LBFGS
@@ -109,7 +109,7 @@ class Search:
         for first in range(0, len(seen), size):
             part = slice(first, first + size)
             rows = torch.arange(len(seen), device=stack.floor.device)[part]
-            with full_precision(not self.tf32):
+            with full_precision(not self.tf32), differentiating(seen[0].model):
                 solved += self._solve(seen[part], rngs[part], stack.take(rows), unknowns)
         return solved
 
