@@ -282,16 +282,22 @@ def _check_ranking(keys: Tensor, zeroed: Tensor, live: Tensor, model: Model) -> 
 def plain_gradient(model: Model, net: nn.Module, x: Tensor, y: Tensor, create: bool = False) -> dict[str, Tensor]:
     """Return the client's gradient on x with dropout off: the server does not know the client's masks."""
     weights = {n: p for n, p in net.named_parameters() if p.requires_grad}
-    random = [m for m in net.modules() if isinstance(m, nn.Dropout | nn.MultiheadAttention)]
-    modes = [m.training for m in random]
-    for m in random:
-        m.eval()
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+    with still(net), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         value = loss(model, net, x, y)
     found = torch.autograd.grad(value, list(weights.values()), create_graph=create, materialize_grads=True)
+    return dict(zip(weights, found, strict=True))
+
+
+@contextmanager
+def still(net: nn.Module) -> Iterator[None]:
+    """Within, no layer draws a random number."""
+    random = [m for m in net.modules() if isinstance(m, nn.Dropout | nn.MultiheadAttention | nn.RReLU)]
+    modes = [m.training for m in random]
+    for m in random:
+        m.training = False
+    yield
     for m, mode in zip(random, modes, strict=True):
         m.training = mode
-    return dict(zip(weights, found, strict=True))
 
 
 def squares(tree: dict[str, Tensor]) -> Tensor:
@@ -356,7 +362,7 @@ def check_attack(name: str, model: Model) -> None:
         _check_rep(model, seen, x, end, answer.objective, tolerance)
     if name == "analytic":
         visit = readable_layer(seen)
-        with watching(seen.model, visit.path) as caught:
+        with still(seen.model), watching(seen.model, visit.path) as caught:
             model.call(seen.model, x)
         close(layer_inputs(seen, visit).values, caught[0][0].flatten(1), max(1e-4, rounding(model)))
 
@@ -398,14 +404,9 @@ def _check_rep(model: Model, seen: Observation, x: Tensor, end: Tensor, objectiv
     layer = find_layer(bare(seen.model))
     net = freeze_batch_norm(bare(seen.model), x)
     ends = freeze_batch_norm(bare(seen.model), end)
-    for each in (net, ends):
-        for m in each.modules():
-            if isinstance(m, nn.Dropout):
-                m.eval()
-    torch.manual_seed(SEED)
-    with watching(net, layer) as caught:
+    with still(net), watching(net, layer) as caught:
         net(x)
-    with watching(ends, layer) as caught_there:
+    with still(ends), watching(ends, layer) as caught_there:
         ends(end)
     far = (caught[0][0] - caught_there[0][0]).double().square().sum()
     close(torch.tensor(objective), far, max(1e-4, tolerance))

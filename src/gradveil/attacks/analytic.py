@@ -42,17 +42,19 @@ class LayerInputs:
 
 def readable_layer(seen: Observation) -> Visit:
     """Return the first fully connected layer that an example passes once, and whose gradients are seen."""
-    watched = trace(seen.model, seen.input_shape)
-    for visit in watched.dense():
-        weight, bias = f"{visit.path}.weight", f"{visit.path}.bias"
-        if len(visit.input_shape) == 1 and {weight, bias} <= set(seen.visible) and seen.update.gradient[bias].any():
-            return visit
-    dense = ", ".join(visit.path for visit in watched.dense()) or "none"
-    raise AttackError(
-        "The quotient dW/db needs a fully connected layer that each example passes once, with weight and bias "
-        "gradients that are both seen and not all zero. "
-        f"The model's fully connected layers: {dense}; the update shows: {', '.join(seen.visible)}."
-    )
+    dense = trace(seen.model, seen.input_shape).dense()
+    seen_whole = [
+        visit for visit in dense
+        if len(visit.input_shape) == 1 and {f"{visit.path}.weight", f"{visit.path}.bias"} <= set(seen.visible)
+    ]  # fmt: skip
+    if not seen_whole:
+        raise AttackError(
+            "The quotient dW/db needs a fully connected layer that each example passes once, and whose weight and bias "
+            f"gradients are both seen. The model's fully connected layers: {', '.join(v.path for v in dense) or 'none'}"
+            f"; the update shows: {', '.join(seen.visible)}."
+        )
+    told = [visit for visit in seen_whole if seen.update.gradient[f"{visit.path}.bias"].any()]
+    return (told or seen_whole)[0]  # a layer that got no gradient tells nothing
 
 
 def layer_inputs(seen: Observation, visit: Visit) -> LayerInputs:

@@ -56,22 +56,34 @@ def _check_model(seen: Observation) -> None:
     kind, like = type(seen.model).__name__, next(seen.model.parameters())
     x = torch.full((seen.num_examples, *seen.input_shape), sum(seen.bounds) / 2).to(like)
     devices = [like.device] if like.is_cuda else []
+    states = [copied_state(seen.model) for _ in range(2)]
     with torch.no_grad(), quiet(seen.model), torch.random.fork_rng(devices):
-        runs = [functional_call(seen.model, copied_state(seen.model), (x,)) for _ in range(2)]
+        runs = [functional_call(seen.model, state, (x,)) for state in (*states, states[0])]
     if not isinstance(runs[0], Tensor) or runs[0].shape != (len(x), seen.num_classes):
         what = tuple(runs[0].shape) if isinstance(runs[0], Tensor) else type(runs[0]).__name__
         raise AttackError(
             f"{kind} returns {what} for {len(x)} examples; an attack on {seen.num_classes} classes needs logits of "
             f"shape {(len(x), seen.num_classes)}. Wrap the model so that it returns them."
         )
-    if not torch.allclose(runs[0], runs[1], rtol=0.0, atol=0.0, equal_nan=True):
+    if not _same(runs[0], runs[1]):
         raise AttackError(
             f"{kind} draws random numbers in its forward pass, beside dropout, and a server does not know the "
             f"client's. Give the attack a model that does not."
         )
+    if seen.update.num_steps > 1 and not _same(runs[0], runs[2]):
+        raise AttackError(
+            f"{kind} writes to buffers that its next forward pass reads (spectral norm does), so several local steps "
+            f"cannot be run again one by one. Attack an update of one step."
+        )
 
 
-_NOT_SUPPORTED = re.compile(r"vmap|atching rule|forward AD|functorch|torch\.func|saved tensor hooks|heckpoint")
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+_NOT_SUPPORTED = re.compile(
+    r"vmap|atching rule|forward AD|functorch|torch\.func|saved tensor hooks|heckpoint|derivative for"
+)
 
 
 @contextmanager
@@ -83,8 +95,8 @@ def differentiating(model: nn.Module) -> Iterator[None]:
         if isinstance(error, torch.OutOfMemoryError) or not _NOT_SUPPORTED.search(str(error)):
             raise
         raise AttackError(
-            f"torch cannot differentiate {type(model).__name__} in the way that this attack needs: "
-            f"{str(error).splitlines()[0]} Use dlg or gs, which need the least."
+            f"torch cannot differentiate {type(model).__name__} in the way that this attack needs "
+            f"({str(error).splitlines()[0][:120]}). Write that operation in plain ones, or try another attack."
         ) from error
 
 
