@@ -1,12 +1,13 @@
 """Write the pages of docs/results and the README's verdicts from the committed rows; with --check, only compare."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from marked_blocks import fill, write_or_check
-from paper_results import RESULTS, ROOT, Row, all_rows, build, markdown, own_rows, runs
+from paper_results import RESULTS, ROOT, Row, all_rows, build, judged, markdown, own_rows, runs
 from verdict_lines import lines, readme_lines
 
 from gradveil.paper.base import ITEMS, Context, Item, Judgement, published
@@ -23,6 +24,8 @@ table and figure, the claims in its text, and our controls, each on a page of it
 
 - A verdict follows from the rows by the rule beside it: reproduced, not reproduced, reproduced only under a
   condition, or not measured (the control failed, or nothing was run). [All verdicts](verdicts.md) in one table.
+- Before the lines that sum up, here and in the README: **Holds** where all verdicts behind a line are *reproduced*,
+  **Fails** where all are *not reproduced*, else **Partly**; verdicts on what was not measured are left out.
 - Brackets are 95 % intervals over images (bootstrap for means, Wilson for shares); where a row is a training, the
   lowest and highest value over seeds.
 - **CIFAR-10 here is a JPEG re-encoding** of the data set: its pixels differ a little from the original's.
@@ -91,8 +94,8 @@ def _link(item: Item) -> str:
     return f"[{item.spec_name}]({item.spec_name}.md)"
 
 
-def _judged(item: Item, folder: Path) -> list[Judgement]:
-    return item.verdicts(all_rows(item, folder)) if has_rows(item, folder) else []
+def _judged(item: Item, folder: Path) -> tuple[Judgement, ...]:
+    return judged(item, folder) if has_rows(item, folder) else ()
 
 
 def _unjudged(item: Item, folder: Path) -> str:
@@ -106,7 +109,7 @@ def item_page(item: Item, folder: Path = RESULTS) -> str:
     if not has_rows(item, folder):
         return "\n".join([*lines, "Ours: not run at full size yet.", "", *_choices(item), *_rerun(item, [], folder)])
     rows = all_rows(item, folder)
-    lines += [_extent(item, folder), "", markdown(item.summary(rows)), "", *_verdicts(item.verdicts(rows))]
+    lines += [_extent(item, folder), "", markdown(item.summary(rows)), "", *_verdicts(judged(item, folder))]
     if (folder / name / f"{name}.svg").exists():
         lines += [f"![{item.title}]({name}/{name}.svg)", ""]
     return "\n".join([*lines, *_choices(item), *_rerun(item, runs(name, folder), folder)])
@@ -149,7 +152,7 @@ def _extent(item: Item, folder: Path) -> str:
     return f"Ours ({len(rows)} rows, {len(done)} of {len(wanted)} units of work).{missing}"
 
 
-def _verdicts(verdicts: list[Judgement]) -> list[str]:
+def _verdicts(verdicts: Sequence[Judgement]) -> list[str]:
     return [*(f"- **{v.status}**: {v.claim}. Ours: {v.ours}. Rule: {v.rule}." for v in verdicts), ""]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gradveil.experiments.settings import dumps
-from gradveil.paper.base import ITEMS, Item
+from gradveil.paper.base import ITEMS, Item, Judgement
 
 Row = dict[str, Any]
 ROOT = Path(__file__).parent.parent
@@ -29,6 +29,17 @@ def all_rows(item: Item, folder: Path = RESULTS) -> list[Row]:
     """Return an item's rows, then those of the items it needs, marked with their names."""
     needed = [row | {"item": name} for name in item.needs for row in own_rows(name, folder)]
     return own_rows(item.spec_name, folder) + needed
+
+
+def judged(item: Item, folder: Path = RESULTS) -> tuple[Judgement, ...]:
+    """Return an item's verdicts from the rows as they are now."""
+    paths = [folder / name / "rows.jsonl" for name in (item.spec_name, *item.needs)]
+    return _judged(item, folder, tuple(path.stat().st_mtime_ns for path in paths if path.exists()))
+
+
+@lru_cache(maxsize=32)
+def _judged(item: Item, folder: Path, _changed: tuple[int, ...]) -> tuple[Judgement, ...]:
+    return tuple(item.verdicts(all_rows(item, folder)))
 
 
 def runs(name: str, folder: Path = RESULTS) -> list[Row]:

@@ -1,7 +1,7 @@
 """What the rows of the items hold, as typed values read once from the file, and the cases that attack rows make."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from math import nan
 from statistics import fmean, median
@@ -26,7 +26,7 @@ class Record:
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Self:
         """Read one row."""
-        return cls(**{field.name: row[field.name] for field in fields(cls) if field.name in row})
+        return cls(**{name: row[name] for name in cls.__dataclass_fields__ if name in row})
 
     @classmethod
     def read(cls, rows: Iterable[Row], item: str | None = None) -> list[Self]:
