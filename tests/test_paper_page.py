@@ -211,8 +211,9 @@ def run_folder(path: Path, rows: dict[str, list[float]], **changed: Any) -> Path
 def test_runs_of_one_item_are_merged_by_unit(tools: dict[str, ModuleType], tmp_path: Path) -> None:
     keep, kept = tools["keep_results"], tools["paper_results"]
     into = tmp_path / "results"
-    keep.keep(run_folder(tmp_path / "a", {"ours naive": [0.1], "none": [0.2]}), "machine A", into)
-    assert keep.keep(run_folder(tmp_path / "b", {"none": [0.3], "floors": [0.4]}), "machine B", into) == "dlg-reference"
+    keep.keep(run_folder(tmp_path / "a", {"ours naive": [0.1], "none": [0.2]}), "machine A", "abc1234", into)
+    again = run_folder(tmp_path / "b", {"none": [0.3], "floors": [0.4]})
+    assert keep.keep(again, "machine B", "abc1234", into) == "dlg-reference"
     rows = kept.own_rows("dlg-reference", into)
     assert [(r["unit"], r["mse"]) for r in rows] == [("floors", 0.4), ("none", 0.3), ("ours naive", 0.1)]
     assert [(r["machine"], r["units"]) for r in kept.runs("dlg-reference", into)] == [
@@ -222,7 +223,21 @@ def test_runs_of_one_item_are_merged_by_unit(tools: dict[str, ModuleType], tmp_p
     first = kept.runs("dlg-reference", into)[0]
     assert first["command"] == "gradveil reproduce dlg-reference --scale full --seed 0 --device cuda"
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", first["date"])
+    assert first["commit"] == "abc1234"
     assert any(v.startswith("torch ") for v in first["versions"])
+
+
+def test_a_commit_that_is_not_there_is_refused(tools: dict[str, ModuleType]) -> None:
+    with pytest.raises(SystemExit, match="no-such-commit is no commit of this repository"):
+        tools["keep_results"].commit_named("no-such-commit")
+
+
+def test_the_reference_names_the_code_and_the_versions_it_was_run_with(tools: dict[str, ModuleType]) -> None:
+    for run in tools["paper_results"].runs("dlg-reference"):
+        assert re.fullmatch("[0-9a-f]{7,40}", run["commit"])
+        assert {"python", "torch"} <= {version.split()[0] for version in run["versions"]}
+        said = f"commit {run['commit']}, {', '.join(run['versions'])})"
+        assert said in (ROOT / "docs" / "results" / "dlg-reference.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -236,35 +251,35 @@ def test_quick_runs_and_other_settings_are_not_mixed_in(
     tools: dict[str, ModuleType], tmp_path: Path, changed: dict[str, str], said: str
 ) -> None:
     into = tmp_path / "results"
-    tools["keep_results"].keep(run_folder(tmp_path / "a", {"floors": [0.1], "none": [0.2]}), "machine", into)
+    tools["keep_results"].keep(run_folder(tmp_path / "a", {"floors": [0.1], "none": [0.2]}), "machine", "abc1234", into)
     with pytest.raises(SystemExit, match=said):
-        tools["keep_results"].keep(run_folder(tmp_path / "b", {"none": [0.3]}, **changed), "machine", into)
+        tools["keep_results"].keep(run_folder(tmp_path / "b", {"none": [0.3]}, **changed), "machine", "abc1234", into)
     assert [r["mse"] for r in tools["paper_results"].own_rows("dlg-reference", into)] == [0.1, 0.2]
 
 
 def test_other_settings_may_take_the_place_of_all_that_is_there(tools: dict[str, ModuleType], tmp_path: Path) -> None:
     into = tmp_path / "results"
-    tools["keep_results"].keep(run_folder(tmp_path / "a", {"none": [0.2]}), "machine", into)
+    tools["keep_results"].keep(run_folder(tmp_path / "a", {"none": [0.2]}), "machine", "abc1234", into)
     later = run_folder(tmp_path / "b", {"none": [0.3], "floors": [0.4]}, item="dlg-reference:share=0.5")
-    tools["keep_results"].keep(later, "machine", into)
+    tools["keep_results"].keep(later, "machine", "abc1234", into)
     assert tools["paper_results"].build("dlg-reference", into).share == 0.5
     assert [r["mse"] for r in tools["paper_results"].own_rows("dlg-reference", into)] == [0.4, 0.3]
 
 
 def test_other_settings_may_take_that_place_from_several_folders(tools: dict[str, ModuleType], tmp_path: Path) -> None:
     keep, kept, into = tools["keep_results"].keep, tools["paper_results"], tmp_path / "results"
-    keep(run_folder(tmp_path / "a", {"none": [0.2], "floors": [0.1]}), "machine", into)
+    keep(run_folder(tmp_path / "a", {"none": [0.2], "floors": [0.1]}), "machine", "abc1234", into)
     new = [
         run_folder(tmp_path / unit, {unit: [mse]}, item="dlg-reference:share=0.5")
         for unit, mse in {"none": 0.3, "floors": 0.4}.items()
     ]
     with pytest.raises(SystemExit, match="was run as dlg-reference:share"):
-        keep(new[0], "machine", into)
+        keep(new[0], "machine", "abc1234", into)
     older = run_folder(tmp_path / "b", {"floors": [0.5]})
     with pytest.raises(SystemExit, match="was run as dlg-reference:share"):
-        keep(new[0], "machine", into, later=[older])  # its floors have the old settings
+        keep(new[0], "machine", "abc1234", into, later=[older])  # its floors have the old settings
     for i, folder in enumerate(new, 1):
-        keep(folder, "machine", into, later=new[i:])
+        keep(folder, "machine", "abc1234", into, later=new[i:])
         assert len(kept.own_rows("dlg-reference", into)) == i  # no row is left whose run is not named
     assert [r["mse"] for r in kept.own_rows("dlg-reference", into)] == [0.4, 0.3]
     assert kept.build("dlg-reference", into).share == 0.5
@@ -272,7 +287,7 @@ def test_other_settings_may_take_that_place_from_several_folders(tools: dict[str
 
 
 def test_the_rows_that_an_item_needs_are_marked_as_anothers(tools: dict[str, ModuleType], tmp_path: Path) -> None:
-    tools["keep_results"].keep(run_folder(tmp_path / "a", {"none": [0.2]}), "machine", tmp_path / "results")
+    tools["keep_results"].keep(run_folder(tmp_path / "a", {"none": [0.2]}), "machine", "abc1234", tmp_path / "results")
 
     class Reader(DLGReference):
         spec_name = "reader"

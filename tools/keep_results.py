@@ -1,27 +1,28 @@
 """Bring finished runs of `gradveil reproduce` into docs/results: rows, figure, and where they come from.
 
-    python tools/keep_results.py runs/reproduce/table1 --machine "one NVIDIA H200, 16 cores"
+    python tools/keep_results.py runs/reproduce/table1 --machine "one NVIDIA H200, 16 cores" --commit 745123a
 
 Several folders of one item are merged by unit of work; a unit that is there already is replaced by the new one.
 """
 
 import argparse
 import json
+import subprocess
 import sys
 import tomllib
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
-from paper_results import RESULTS, Row, all_rows, build, own_rows, runs, write_runs
+from paper_results import RESULTS, ROOT, Row, all_rows, build, own_rows, runs, write_runs
 
 from gradveil.experiments.run_folder import VERSIONS, RunFolder
 from gradveil.paper.base import ITEMS, Context, Item
 from gradveil.seeds import Seeds
 
 
-def keep(folder: Path, machine: str, into: Path = RESULTS, later: Sequence[Path] = ()) -> str:
-    """Merge one run folder into the committed results; return the item's name.
+def keep(folder: Path, machine: str, commit: str, into: Path = RESULTS, later: Sequence[Path] = ()) -> str:
+    """Merge one run folder, made by the code of a commit, into the committed results; return the item's name.
 
     What the folders of ``later`` hold of the same item goes as well: they are about to be kept.
     """
@@ -48,7 +49,7 @@ def keep(folder: Path, machine: str, into: Path = RESULTS, later: Sequence[Path]
     (into / name / "rows.jsonl").write_text(text)
     date = versions.pop("date")[:10]
     entry = {"item": config["item"], "command": command(config), "scale": config["scale"], "seed": config["seed"]}
-    entry |= {"device": config["device"], "date": date, "machine": machine}
+    entry |= {"device": config["device"], "date": date, "machine": machine, "commit": commit}
     entry |= {"versions": [f"{package} {number}" for package, number in versions.items()], "units": units}
     write_runs(name, _joined([*old, entry]), into)
     return name
@@ -96,13 +97,24 @@ def _joined(entries: list[Row]) -> list[Row]:
     return found
 
 
+def commit_named(name: str) -> str:
+    """Return a commit of this repository in its short form."""
+    asked = ["git", "-C", str(ROOT), "rev-parse", "--short", "--verify", "--quiet", f"{name}^{{commit}}"]
+    found = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    if not found:
+        raise SystemExit(f"{name} is no commit of this repository; give the one that the runs were made with.")
+    return found
+
+
 def main() -> int:
     """Keep every folder that is named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--machine", required=True, help="The kind of machine, in words.")
+    parser.add_argument("--commit", required=True, help="The commit whose code made the runs.")
     given = parser.parse_args()
-    names = [keep(folder, given.machine, later=given.folders[i:]) for i, folder in enumerate(given.folders, 1)]
+    made = given.machine, commit_named(given.commit)
+    names = [keep(folder, *made, later=given.folders[i:]) for i, folder in enumerate(given.folders, 1)]
     needing = [name for name, cls in ITEMS if own_rows(name) and set(cls.needs) & set(names)]
     for name in dict.fromkeys([*names, *needing]):
         drawn = draw(name)

@@ -171,8 +171,10 @@ def _rerun(item: Item, made: list[Row], folder: Path) -> list[str]:
     every = units(item)
     for run in made:
         what = "all of it" if set(run["units"]) >= set(every) else f"{len(run['units'])} units of work"
-        versions = ", ".join(run.get("versions", [])) or "versions not recorded"
-        lines.append(f"- `{run['command']}` ({what}; seed {run['seed']}, {run['date']}, {run['machine']}; {versions})")
+        commit = f"commit {run['commit']}" if "commit" in run else "commit not recorded"
+        versions = ", ".join(run["versions"]) or "versions not recorded"
+        where = f"seed {run['seed']}, {run['date']}, {run['machine']}"
+        lines.append(f"- `{run['command']}` ({what}; {where}; {commit}, {versions})")
     done = list(dict.fromkeys(row["unit"] for row in own_rows(name, folder)))
     return [
         *lines,

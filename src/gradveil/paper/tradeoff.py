@@ -12,6 +12,8 @@ from gradveil.paper.figures import LOOKS, figure
 from gradveil.paper.panels import CONTRAST, FLOORS, FULL, GS_STEPS, NORMALISED, QUICK, AttackPanel, gs_attack
 from gradveil.paper.rows import HIDDEN, KNOWING, Case, Measured, Trained, cases, control_works, level, strongest
 
+SMALLEST = 1e-7  # a lower MSE is drawn here
+
 
 @ITEMS.register("tradeoff")
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Tradeoff(Item):
         "ReLU LeNet and a ConvNet with Kaiming weights.",
         "MSE is of images clamped to the data range; the paper's is not (DLG) or is of normalised images (GS): that "
         "unit is given beside it, as a median, since a diverged search has no mean.",
+        f"An MSE below {SMALLEST:g} is drawn there.",
         "Noise goes on the gradient of each local step, σ is its standard deviation; the paper is silent on both.",
         "DLG: outer steps of 20 L-BFGS iterations, 300 and four starts unless the command below says otherwise; a "
         "start is chosen by its own objective.",
@@ -35,7 +38,8 @@ class Tradeoff(Item):
         "The curve of the server that knows takes, per defence, the better of leaving the defended tensor out and "
         "reading the mask off it. Against pruning on DLG's panels it has beside them Gauss-Newton with the mask and a "
         "prior from public images (*mask newton*), which goes on where DLG stalls; against noise there that alone "
-        "(*whiten*). On the GS panel Gauss-Newton would cost too much: against noise that server runs the attack "
+        "(*whiten*). Ours falls to DLG, so it has no such server: its curve and pruning's are not of one attack, and "
+        "[meter](meter.md) has Gauss-Newton with the mask against ours. On the GS panel Gauss-Newton would cost too much: against noise that server runs the attack "
         "itself with the smoothness that the noise asks for (the weight of a MAP estimate where neighbouring pixels "
         f"differ by {CONTRAST}).",
     )
@@ -197,7 +201,6 @@ def _score_matters(panel: str, mine: Sequence[Case], works: bool | None) -> list
 
 
 LINES = {NAIVE: "-", KNOWING: "--"}
-SMALLEST = 1e-9  # MSE under which a mark is drawn here
 FAINT = 0.35  # of the bars, 1 for the marks
 STRIP = 0.12  # of the axis' height, for settings whose accuracy was not measured
 
@@ -237,7 +240,7 @@ def _curve(axis: Any, mine: Sequence[Case], family: str, kind: str, line: str, s
         if not part:
             continue
         at = [max(s.mse.mean, SMALLEST) for s in part]
-        across = [[max(x - s.mse.low, 0.0) for x, s in zip(at, part, strict=True)],
+        across = [[max(x - max(s.mse.low, SMALLEST), 0.0) for x, s in zip(at, part, strict=True)],
                   [max(s.mse.high - x, 0.0) for x, s in zip(at, part, strict=True)]]  # fmt: skip
         marks = [s.accuracy for s in part if s.accuracy is not None]
         heights = [a.mean for a in marks] if height is None else [height] * len(part)
