@@ -434,7 +434,7 @@ def _(a: Arena) -> None:
     a.step(1)
 
 
-@scenario("steps by hand on what defended passes left", {"gradient": "refused"})
+@scenario("steps by hand on what defended passes left", {"batch": "refused", "gradient": "refused"})
 def _(a: Arena) -> None:
     for at in (0, 1):
         a.model.zero_grad()

@@ -5,7 +5,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, nn
 from torch.optim import Optimizer
 
 from gradveil.defenses.base import Defense
@@ -17,16 +17,17 @@ from gradveil.defenses.guard.hooks import (
     Leave,
     PartRan,
     Substitute,
-    some,
 )
 from gradveil.defenses.guard.optimizers import unwatch_optimizers, watch_optimizers
+from gradveil.defenses.guard.origins import Part
 from gradveil.defenses.guard.step import check_layer
-from gradveil.defenses.guard.trace import checksum
+from gradveil.defenses.guard.trace import Bits
 from gradveil.errors import DefenseError
 from gradveil.registry import describe
 from gradveil.tree import Params
 
-Stamp = dict[str, tuple[int, int, int]]  # name -> which gradient tensor, how often it was written, its checksum
+SMALL = 2**20  # entries of a gradient up to which it is kept whole, for comparison
+Stamp = tuple[list[tuple[str, int, int]], Params | int]  # names, which tensors, how often written; what they hold
 
 
 class Attachment(Interceptor):
@@ -34,12 +35,13 @@ class Attachment(Interceptor):
 
     def __init__(self, model: nn.Module, defense: Defense, rng: Generator | None, strict: bool) -> None:
         super().__init__(model, defense, rng, strict)
-        self.at_start: dict[str, Tensor] | None = _checksums(model)  # of a copy unknown: it is made in the middle
+        self.at_start: int | None = _checksum(model)  # of a copy unknown: it is made in the middle
         self.stamps: WeakKeyDictionary[Optimizer, Stamp] = WeakKeyDictionary()
-        self.past: str | None = None  # at the end: what to say of weights that were changed past the defence
+        self.held: list[Part] = []  # by the optimizer that is at work
+        self.past = False  # at the end: whether weights were changed past the defence
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"stamps": None, "at_start": None, "past": None}
+        return super().__getstate__() | {"stamps": None, "at_start": None, "past": False, "held": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -56,7 +58,7 @@ class Attachment(Interceptor):
             target = self.model.get_submodule(layer)
             self.handles.append(target.register_forward_hook(Substitute(self, layer), prepend=True, with_kwargs=True))
         for part in self.model.modules():
-            if self.traces.of(part):
+            if self.traces.owned_by(part):
                 self.handles.append(part.register_load_state_dict_pre_hook(BeforeLoading(self)))
                 self.handles.append(part.register_load_state_dict_post_hook(AfterLoading(self)))
                 if self.traces.has_passes and part is not self.model:
@@ -67,32 +69,39 @@ class Attachment(Interceptor):
     def detach(self) -> None:
         """Look at the weights for the last time, and remove every hook; once is enough."""
         if self.handles:
-            self.past = self.changed_past(self.traces.by_name)
-            self.report.skipped += self.past is not None and not self.strict
+            self.past = self.went_past
+            self.report.skipped += self.past and not self.strict
             self.traces.untie()
         while self.handles:
             self.handles.pop().remove()
         unwatch_optimizers(self)
 
     @property
+    def went_past(self) -> bool:
+        """Whether weights were changed past the defence since the last step, or before it was detached."""
+        if self.handles:
+            self.traces.tie()
+            return bool(self.traces.moved_past(self.traces.parts))
+        return self.past
+
+    @property
     def weights_changed(self) -> bool:
         """Whether the model's weights are others than when the defence was attached."""
-        return self.at_start is not None and any(
-            not torch.equal(now.cpu(), self.at_start[name].cpu()) for name, now in _checksums(self.model).items()
-        )
+        return self.at_start is not None and _checksum(self.model) != self.at_start
 
     def begin_step(self, optimizer: Optimizer) -> None:
         """The weights must be those that the last step left."""
         self.traces.tie()  # before asking which it holds
-        if held := self.traces.held_by(optimizer):
-            self.check_weights(held)
-            self.traces.begin()
-            self.stepping = True
+        self.traces.begin()
+        self.held = self.traces.held_by(optimizer)
+        self.check_weights(self.held)
+        self.stepping = bool(self.held)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """The weights are what the optimizer made of defended gradients."""
         self.stepping = False
-        self.traces.account(self.traces.held_by(optimizer))
+        for part in self.held:
+            part.account()
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Gradients are ready: make sure that they are defended, and defend them where that is done here."""
@@ -103,9 +112,9 @@ class Attachment(Interceptor):
         if self.in_passes:
             self._check_origin(gradient)
         if "gradient" in self.defense.acts_on and not self._is_defended_already(optimizer, gradient):
-            self._defend_gradient(optimizer, gradient)
+            changed = self._defend_gradient(optimizer, gradient)
             self.traces.take(gradient)
-            self.stamps[optimizer] = _stamp(gradient)
+            self.stamps[optimizer] = _stamp(gradient, changed)
 
     def _gradient_in(self, optimizer: Optimizer) -> Params:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -119,8 +128,8 @@ class Attachment(Interceptor):
             return
         if any(self.traces.by_name[name].known for name in foreign):
             self.undefended(
-                f"The gradient of {some(foreign)} is not what defended passes left there: it was replaced, added to, "
-                f"or changed by more than a factor or a limit on its entries. Leave gradients to backward(): "
+                f"The gradient of {', '.join(foreign[:3])} is not what defended passes left there: it was replaced, "
+                f"added to, or changed by more than a factor or a limit on its entries. Leave gradients to backward(): "
                 f"clipping, scaling and weight decay are fine; noise goes into the defence "
                 f"({describe(self.defense)}+gaussian)."
             )
@@ -134,12 +143,13 @@ class Attachment(Interceptor):
     def _is_defended_already(self, optimizer: Optimizer, gradient: Params) -> bool:
         """Whether these are the gradients of the last step, with no backward pass since."""
         last = self.stamps.get(optimizer)
-        same = last is not None and all(
-            name in last and (id(g), g._version) == last[name][:2] for name, g in gradient.items()
-        )
-        return same and _stamp(gradient) == last
+        if last is None or _tensors(gradient) != last[0]:
+            return False
+        if isinstance(last[1], int):
+            return int(Bits(gradient.values()).sum()) == last[1]
+        return all(torch.equal(g, last[1][name]) for name, g in gradient.items())
 
-    def _defend_gradient(self, optimizer: Optimizer, gradient: Params) -> None:
+    def _defend_gradient(self, optimizer: Optimizer, gradient: Params) -> Params:
         if getattr(optimizer, "grad_scale", None) is not None:
             raise DefenseError(
                 "The gradient is still multiplied by GradScaler's factor here (a fused optimizer divides later). Call "
@@ -150,11 +160,12 @@ class Attachment(Interceptor):
             raise DefenseError(f"{self.defense.spec_name!r} changed the names in the gradient. It must keep them all.")
         if is_same(changed, gradient):
             self.undefended(left_as_it_was(self.defense, "gradient"))
-            return
+            return changed
         for name, g in gradient.items():
             g.detach().copy_(changed[name])
         if not self.in_passes:
             self.report.steps += 1
+        return changed
 
 
 def attachment_of(model: nn.Module) -> Attachment | None:
@@ -184,12 +195,18 @@ def _origin(thing: Any) -> str:
     return str(getattr(thing, "__module__", None) or type(thing).__module__)
 
 
-def _checksums(model: nn.Module) -> dict[str, Tensor]:
-    return {name: checksum(p) for name, p in model.named_parameters()}
+def _checksum(model: nn.Module) -> int:
+    return int(Bits(model.parameters()).sum()) if any(True for _ in model.parameters()) else 0
 
 
-def _stamp(gradient: Params) -> Stamp:
-    return {name: (id(g), g._version, int(checksum(g))) for name, g in gradient.items()}
+def _tensors(gradient: Params) -> list[tuple[str, int, int]]:
+    return [(name, id(g), g._version) for name, g in gradient.items()]
+
+
+def _stamp(gradient: Params, changed: Params) -> Stamp:
+    """Return what tells a gradient again that holds what a defence made of it."""
+    small = sum(g.numel() for g in changed.values()) <= SMALL
+    return _tensors(gradient), changed if small else int(Bits(gradient.values()).sum())
 
 
 def is_same(changed: Params, before: Params) -> bool:

@@ -9,7 +9,7 @@ from torch import Generator, Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradveil.defenses.base import Defense
-from gradveil.defenses.guard.origins import Traces
+from gradveil.defenses.guard.origins import Part, Traces
 from gradveil.defenses.guard.passes import Examples, OfExamples, Pass, Report
 from gradveil.defenses.guard.step import substitute, weight_name, weight_of
 from gradveil.errors import DefenseError
@@ -18,6 +18,13 @@ from gradveil.registry import describe
 from gradveil.types import Batch
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+CHANGED = (
+    "Weights changed between steps, by other hands than an optimizer's step on defended gradients. Train with a torch "
+    "optimizer, load weights by load_state_dict(), and change them, where it must be, in "
+    "optimizer.register_step_post_hook()."
+)
 
 
 class Interceptor:
@@ -69,9 +76,10 @@ class Interceptor:
                 "defended. Call model(x) on the whole batch and loss.backward() instead."
             )
         if self.handles and torch.is_grad_enabled():
-            self.traces.tie()
-            if self.traces.touched() and not self.stepping:
-                self.check_weights(self.traces.by_name)
+            if not under_transform():  # where other tensors are in the place of weights
+                self.traces.tie()
+            if not self.stepping:
+                self.check_weights(self.traces.touched())
             self.traces.begin()
         if not (self.on and self.in_passes):
             return None
@@ -153,25 +161,12 @@ class Interceptor:
         self.report.steps += 1
         self.report.examples += len(current.x)
 
-    def check_weights(self, names: Iterable[str]) -> None:
+    def check_weights(self, parts: Iterable[Part]) -> None:
         """Refuse weights that were changed past the defence; what else was done to them is accounted for."""
-        if (message := self.changed_past(names)) is not None:
-            self.undefended(message)
-        self.traces.account(names, by_hand=True)
-
-    def changed_past(self, names: Iterable[str]) -> str | None:
-        """Return what to say of weights that are not what steps on defended gradients made; ``None``: all are."""
-        self.traces.tie()
-        moved = self.traces.moved(names)
-        return (
-            None
-            if not moved
-            else (
-                f"{some(moved)} changed between steps, by other hands than an optimizer's step on defended gradients. "
-                f"Train with a torch optimizer, load weights by load_state_dict(), and change them, where it must be, "
-                f"in optimizer.register_step_post_hook()."
-            )
-        )
+        if past := self.traces.moved_past(parts):
+            self.undefended(CHANGED)
+            for part in past:
+                part.account()
 
     def undefended(self, message: str) -> None:
         """Raise where the guard is strict, else count it."""
@@ -179,11 +174,6 @@ class Interceptor:
         if self.strict:
             raise DefenseError(message)
         self.report.skipped += 1
-
-
-def some(names: list[str]) -> str:
-    """Return the first of the names, and how many more there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _fresh_rng() -> Generator:
@@ -242,7 +232,8 @@ class PartRan:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Mark what ran outside the model's own call."""
-        _call(self.interceptor.outside, output)
+        if self.interceptor.current is None:
+            _call(self.interceptor.outside, output)
 
 
 @dataclass(eq=False)
@@ -253,6 +244,7 @@ class BeforeLoading:
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
         """Weights that a round ends with must be accounted for."""
+        self.interceptor.traces.tie()
         self.interceptor.check_weights(self.interceptor.traces.of(module))
 
 
@@ -264,9 +256,7 @@ class AfterLoading:
 
     def __call__(self, module: nn.Module, _: Any) -> None:
         """A round begins with these weights."""
-        traces = self.interceptor.traces
-        traces.tie()
-        traces.account(traces.of(module), loaded=True)
+        self.interceptor.traces.load(module)
 
 
 def _plainly(function: Callable[..., Any], *args: Any) -> Any:

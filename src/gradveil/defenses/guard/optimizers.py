@@ -42,9 +42,9 @@ def unwatch_optimizers(listener: Listener) -> None:
 
 def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Line up behind the hooks of the optimizer itself, which may change gradients."""
-    if optimizer in _last:
-        _last.pop(optimizer).remove()  # of a step that was broken off
-    _last[optimizer] = optimizer.register_step_pre_hook(_at_last)
+    if (handle := _last.get(optimizer)) is None:
+        handle = _last[optimizer] = optimizer.register_step_pre_hook(_at_last)
+    optimizer._optimizer_step_pre_hooks.move_to_end(handle.id)  # type: ignore[attr-defined]
 
 
 def _at_last(
@@ -76,7 +76,5 @@ def _tell(optimizer: Optimizer) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if optimizer in _last:
-        _last.pop(optimizer).remove()
     for listener in list(_listeners):
         listener.after_step(optimizer)

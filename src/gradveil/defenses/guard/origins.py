@@ -12,8 +12,64 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from gradveil.defenses.base import Place
-from gradveil.defenses.guard.trace import Kind, Trace, checksum
+from gradveil.defenses.guard.trace import Bits, Kind, Trace
 from gradveil.tree import Params
+
+
+class Part:
+    """Weights that the same optimizer steps on, as they should be: by the sum of their bits."""
+
+    def __init__(self, traces: dict[str, Trace]) -> None:
+        self.traces = traces
+        self.bits = Bits(trace.p for trace in traces.values())
+        self.account()
+
+    def account(self) -> None:
+        """Take the weights as they are now."""
+        self.sum = self.bits.sum()
+
+    def moved(self) -> bool:
+        """Whether the weights are others than they should be."""
+        return bool(self.bits.sum().item() != self.sum.item())
+
+    def explained(self) -> bool:
+        """Whether they are where steps by hand on defended gradients lead."""
+        return False
+
+    def replace(self, traces: dict[str, Trace]) -> None:
+        """Follow other tensors in the place of these."""
+        self.traces = {name: traces.get(name, trace) for name, trace in self.traces.items()}
+        self.bits = Bits(trace.p for trace in self.traces.values())
+
+
+class LayerPart(Part):
+    """The weight of a defended layer, as it should be: by its values, which may move along known gradients."""
+
+    def __init__(self, traces: dict[str, Trace]) -> None:
+        super().__init__(traces)
+        self.account()
+
+    @property
+    def trace(self) -> Trace:
+        """The only one."""
+        return next(iter(self.traces.values()))
+
+    def account(self) -> None:
+        """Take the weight as it is now."""
+        self.values = self.anchor = self.trace.keep(self.trace.p)
+        self.version = self.trace.p._version
+
+    def moved(self) -> bool:
+        """Whether the weight is another than it should be: after steps by hand it may go back as well."""
+        now = self.trace.look(self.trace.p)
+        return not torch.equal(now, self.values.to(now)) and not torch.equal(now, self.anchor.to(now))
+
+    def explained(self) -> bool:
+        """Whether it is where a step by hand on defended gradients leads; then account for it."""
+        if not self.trace.is_step_by_hand(self.values):
+            return False
+        self.values, self.version = self.trace.keep(self.trace.p), self.trace.p._version
+        return True
 
 
 class Traces:
@@ -26,21 +82,22 @@ class Traces:
     def __init__(self, model: nn.Module, layers: Iterable[str], acts_on: frozenset[Place]) -> None:
         self.model, self.layers, self.acts_on = model, tuple(layers), acts_on
         self.by_name: dict[str, Trace] = {}
+        self.parts: list[Part] = []
         self.handles: dict[str, RemovableHandle] = {}  # by name of the weight
         self.begun = False
-        self._by_hand = "gradient" not in acts_on  # else only the step of an optimizer is defended
-        self._parts: tuple[int, dict[str, list[Tensor]]] = (-1, {})  # of the backward pass under way, by name
+        self._owners: list[tuple[nn.Module, str, Tensor, bool]] = []
+        self._layer_parts: tuple[int, dict[str, list[Tensor]]] = (-1, {})  # of the backward pass under way, by name
         self._through: dict[int, bool] = {}  # backward passes: whether all they are of is defended
         self.tie()
 
-    def _kinds(self) -> Iterator[tuple[str, nn.Parameter, Kind]]:
+    def _kinds(self, old: dict[str, Trace]) -> Iterator[tuple[str, nn.Parameter, Kind]]:
         """Yield each weight with what has to be known of its gradients."""
         layers = [f"{layer}." if layer else "" for layer in self.layers]
         own = {f"{prefix}weight" for prefix in layers}
         for name, p in self.model.named_parameters():
-            known = self.by_name.get(name)
+            known = old.get(name)
             if known is not None and not isinstance(p, nn.Parameter):
-                p = known.p  # in its place for a while, as under functional_call
+                p = known.p  # another is in its place for a while, as under functional_call
             if not isinstance(p, nn.Parameter) or not (p.requires_grad or known is not None):
                 continue
             if name in own:
@@ -50,26 +107,31 @@ class Traces:
             elif "gradient" in self.acts_on:
                 yield name, p, "step"
 
-    @property
-    def has_passes(self) -> bool:
-        """Whether some weight is told by the pass that its gradient came through."""
-        return any(trace.kind == "pass" for trace in self.by_name.values())
-
     def tie(self) -> None:
-        """Follow the weights that the model has now; some may be new."""
-        now = {name: (p, kind) for name, p, kind in self._kinds()}
-        if now.keys() == self.by_name.keys() and all(self.by_name[name].p is p for name, (p, _) in now.items()):
+        """Follow the weights that the model has now; some may be others than before."""
+        if self._owners and all(m._parameters.get(n) is p and p.requires_grad == r for m, n, p, r in self._owners):
             return
+        owned = [(m, n, p) for m in self.model.modules() for n, p in m._parameters.items() if p is not None]
+        self._owners = [(m, n, p, p.requires_grad) for m, n, p in owned]
         self.untie()
         old, self.by_name = self.by_name, {}
-        for name, (p, kind) in now.items():
+        for name, p, kind in self._kinds(old):
             trace = self.by_name[name] = Trace(p, kind)
             if self.begun and name in old and old[name].p.shape == p.shape:  # another tensor in the same place
-                before = old[name]
-                trace.sum, trace.anchor, trace.known = before.sum, before.anchor, before.known
-                trace.values, trace.start = before.values, before.start
+                trace.known, trace.start = old[name].known, old[name].start
             if p.requires_grad and not (self.begun and kind == "step"):
                 self.handles[name] = p.register_hook(partial(self._arrived, name))
+        for part in self.parts:
+            part.replace(self.by_name)
+        if self.begun:
+            self.parts += self._parts_of({n: t for n, t in self.by_name.items() if n not in old})
+        self.has_passes = any(trace.kind == "pass" for trace in self.by_name.values())
+
+    def _parts_of(self, traces: dict[str, Trace]) -> list[Part]:
+        """Return weights in parts: those of layers apart, unless only the step of an optimizer is defended."""
+        alone = {n for n, t in traces.items() if t.kind == "layer" and "gradient" not in self.acts_on}
+        rest = {name: trace for name, trace in traces.items() if name not in alone}
+        return [LayerPart({name: traces[name]}) for name in traces if name in alone] + ([Part(rest)] if rest else [])
 
     def untie(self) -> None:
         """Take the hooks off the weights."""
@@ -78,48 +140,64 @@ class Traces:
 
     def begin(self) -> None:
         """A pass or a gradient: from here on steps alone change weights. What they were before came from outside."""
-        if not self.begun:
-            self.begun = True
-            self.account(self.by_name, loaded=True)
-            for name in [name for name, trace in self.by_name.items() if trace.kind == "step" and name in self.handles]:
+        if self.begun:
+            return
+        self.begun = True
+        self.parts = self._parts_of(self.by_name)
+        for name, trace in self.by_name.items():
+            trace.begin()
+            if trace.kind == "step" and name in self.handles:
                 self.handles.pop(name).remove()
 
-    def account(self, names: Iterable[str], *, loaded: bool = False, by_hand: bool = False) -> None:
-        """Take these weights as they are now; ``loaded``: a round begins with them."""
-        for name in names:
-            trace = self.by_name[name]
-            trace.account(by_hand=by_hand)
-            trace.start = trace.values if loaded else trace.start
+    def touched(self) -> list[Part]:
+        """Return the parts that torch counted a write to since the last step, which may be a step by hand."""
+        layers = (part for part in self.parts if isinstance(part, LayerPart))
+        return [part for part in layers if part.trace.p._version != part.version]
 
-    def touched(self) -> bool:
-        """Whether torch counted a write to a weight since it was accounted for, and it may be a step by hand."""
-        return (
-            self.begun and self._by_hand and any(trace.p._version != trace.version for trace in self.by_name.values())
-        )
+    def moved_past(self, parts: Iterable[Part]) -> list[Part]:
+        """Return the parts that are not what steps on defended gradients made; those may be taken by hand."""
+        return [part for part in parts if part.moved() and not part.explained()]
 
-    def moved(self, names: Iterable[str]) -> list[str]:
-        """Return those of the weights that are not what steps on defended gradients made, by hand or not."""
-        traces = {name: self.by_name[name] for name in names} if self.begun else {}
-        sums = {name: checksum(trace.p) for name, trace in traces.items()}
-        if not traces or bool((_stacked(sums.values()) == _stacked(t.sum for t in traces.values())).all()):
-            return []
-        odd = [name for name, trace in traces.items() if int(sums[name]) not in (int(trace.sum), int(trace.anchor))]
-        return [name for name in odd if not (self._by_hand and traces[name].steps_by_hand())]
-
-    def held_by(self, optimizer: Optimizer) -> list[str]:
-        """Return the names of those that an optimizer steps on."""
+    def held_by(self, optimizer: Optimizer) -> list[Part]:
+        """Return the parts that an optimizer steps on."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return [name for name, trace in self.by_name.items() if id(trace.p) in held]
+        found = []
+        for part in list(self.parts):
+            names = [name for name, trace in part.traces.items() if id(trace.p) in held]
+            if names and len(names) < len(part.traces) and not part.moved():  # else it stays whole, and is refused
+                self.parts.remove(part)
+                both = [{n: t for n, t in part.traces.items() if (n in names) == inside} for inside in (True, False)]
+                self.parts += (halves := [Part(half) for half in both])
+                part = halves[0]
+            if names:
+                found.append(part)
+        return found
 
-    def of(self, module: nn.Module) -> list[str]:
-        """Return the names of those that a module has itself."""
+    def owned_by(self, module: nn.Module) -> list[Trace]:
+        """Return those of a module itself."""
         own = {id(p) for p in module._parameters.values()}
-        return [name for name, trace in self.by_name.items() if id(trace.p) in own]
+        return [trace for trace in self.by_name.values() if id(trace.p) in own]
+
+    def of(self, module: nn.Module) -> list[Part]:
+        """Return the parts that have weights of a module itself."""
+        own = self.owned_by(module)
+        return [part for part in self.parts if any(trace in own for trace in part.traces.values())]
+
+    def load(self, module: nn.Module) -> None:
+        """A round begins with the weights that were loaded into a module."""
+        self.tie()
+        for trace in self.owned_by(module):
+            trace.begin()
+        for part in self.of(module):
+            part.account()
 
     def foreign(self, gradient: Params) -> list[str]:
         """Return the names whose gradient did not come through the defence, though it should have."""
         traces = {n: t for n, t in self.by_name.items() if n in gradient and t.kind != "step"}
-        if not traces or bool(_stacked(trace.holds_known() for trace in traces.values()).all()):
+        known = [trace.known[-1] for trace in traces.values() if trace.known]
+        if len(known) == len(traces) and (
+            not traces or _equal([trace.look(gradient[name]) for name, trace in traces.items()], known)
+        ):
             return []
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             return [
@@ -150,9 +228,9 @@ class Traces:
             self.by_name[name].known.append(self.by_name[name].keep(g))
             return
         task = _task()
-        if self._parts[0] != task:
-            self._parts = (task, {})
-        self._parts[1].setdefault(name, []).append(g.detach())
+        if self._layer_parts[0] != task:
+            self._layer_parts = (task, {})
+        self._layer_parts[1].setdefault(name, []).append(g.detach())
 
     def mark(self, output: Any, *, through: bool) -> None:
         """A backward pass that comes through this output is defended, or (``through=False``) is not."""
@@ -180,7 +258,7 @@ class Traces:
         task = _task()
         if trace.kind == "pass":
             return self._through.get(task, False) or trace.is_penalty(g)
-        parts = self._parts[1].pop(name, []) if self._parts[0] == task else []
+        parts = self._layer_parts[1].pop(name, []) if self._layer_parts[0] == task else []
         if len(parts) == 1 and parts[0].data_ptr() == g.data_ptr():
             return True
         return trace.is_penalty(g, torch.stack(parts).sum(0) if parts else None)
@@ -191,9 +269,11 @@ def _makes_weight(name: str, prefix: str) -> bool:
     return name.startswith(prefix) and name != f"{prefix}weight" and name != f"{prefix}bias"
 
 
-def _stacked(scalars: Iterable[Tensor]) -> Tensor:
-    some = list(scalars)
-    return torch.stack(some if len({s.device for s in some}) == 1 else [s.cpu() for s in some])
+def _equal(some: list[Tensor], others: list[Tensor]) -> bool:
+    """Whether two lists of vectors are the same, asked once where they lie on one device."""
+    if len(some) > 1 and len({(t.device, t.dtype) for t in (*some, *others)}) == 1:
+        return torch.equal(torch.cat(some), torch.cat(others))
+    return all(torch.equal(a, b.to(a.device)) for a, b in zip(some, others, strict=True))
 
 
 def _task() -> int:

@@ -8,6 +8,7 @@ from torch import Generator, nn
 
 from gradveil.defenses.base import Defense, build
 from gradveil.defenses.guard.attachment import Attachment, attachment_of, is_same, left_as_it_was, refuse_opacus
+from gradveil.defenses.guard.hooks import CHANGED
 from gradveil.defenses.guard.passes import Report
 from gradveil.errors import DefenseError, UpdateError
 from gradveil.registry import describe
@@ -55,9 +56,8 @@ class Guard:
 
     def verify(self) -> None:
         """Raise ``DefenseError`` where something went past the defence; ``check`` asks for training as well."""
-        at = self._attachment
-        if (past := at.past if not at.handles else at.changed_past(at.traces.by_name)) is not None:
-            raise DefenseError(f"{past} Do not send this update.")
+        if self._attachment.went_past:
+            raise DefenseError(f"{CHANGED} Do not send this update.")
         if self.report.unchanged:
             raise DefenseError(
                 f"{describe(self.defense)} changed nothing in {self.report.unchanged} training passes. Give it more to "

@@ -1,12 +1,14 @@
 """One weight under a defence: the gradients that the defence let through to it, and what became of it since."""
 
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-SAMPLE = 256  # entries of a gradient that are compared where every entry is changed by the defence
+SAMPLE = 128  # entries of a gradient that are compared where every entry is changed by the defence
 _FREE = 16  # entries beyond which a fit of a few numbers says something
+_SHORT = 2**14  # entries of a tensor up to which a call costs more than a copy
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # What has to be known of a gradient: that it came through a defended layer, through a defended pass, or nothing, since
@@ -14,12 +16,42 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Kind = Literal["layer", "pass", "step"]
 
 
-def checksum(t: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits (): what moves an entry moves it, a rearrangement does not."""
-    flat = t.detach().contiguous().reshape(-1)
-    size = flat.element_size()
-    wide = flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0
-    return flat.view(torch.int64 if wide else _INTEGERS[size]).sum()
+class Bits:
+    """The bits of some tensors, summed: what moves an entry moves the sum, a rearrangement does not."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self.tensors = list(tensors)
+        self._at: list[int] = []  # where in memory they were when the views were made
+        self._long: list[Tensor] = []  # views of whole words
+        self._short: list[list[Tensor]] = []  # views that are cheaper to copy together than to sum one by one
+
+    def sum(self) -> Tensor:
+        """Return the sum of all words ()."""
+        at = [t.data_ptr() for t in self.tensors]
+        if at != self._at:
+            self._view()
+            self._at = at if all(t.is_contiguous() for t in self.tensors) else []
+        sums = [words.sum() for words in self._long] + [torch.cat(some).view(torch.int64).sum() for some in self._short]
+        if len(sums) == 1:
+            return sums[0]
+        one = len({part.device for part in sums}) == 1
+        return torch.stack(sums if one else [part.cpu() for part in sums]).sum()
+
+    def _view(self) -> None:
+        short: dict[tuple[int, torch.device], list[Tensor]] = {}
+        self._long = []
+        for t in self.tensors:
+            flat, size = t.detach().contiguous().view(-1), t.element_size()
+            words = flat.numel() * size // 8 * 8 // size
+            if flat.numel() <= _SHORT or flat.storage_offset() * size % 8:
+                words = 0
+            if words:
+                self._long.append(flat[:words].view(torch.int64))
+            short.setdefault((size, t.device), []).append(flat[words:].view(_INTEGERS[size]))
+        for (size, device), some in short.items():
+            odd = sum(part.numel() for part in some) * size % 8
+            some += [torch.zeros((8 - odd) // size, dtype=_INTEGERS[size], device=device)] if odd else []
+        self._short = [some for some in short.values() if any(part.numel() for part in some)]
 
 
 def is_combination(value: Tensor, columns: list[Tensor], size: Tensor) -> bool:
@@ -45,43 +77,38 @@ class Trace:
     def __init__(self, p: nn.Parameter, kind: Kind) -> None:
         self.p, self.kind = p, kind
         n = p.numel()
-        self.places = None if kind == "layer" or n <= SAMPLE else torch.arange(SAMPLE) * 2654435761 % n
+        places = torch.arange(n) if n <= SAMPLE else torch.arange(SAMPLE) * 2654435761 % n
+        self.places = None if kind == "layer" else places.to(p.device)
         self.known: list[Tensor] = []  # what ``p.grad`` may hold now; the last is the likeliest
-        self.anchor = torch.zeros((), dtype=torch.int64)  # the checksum after the last step of an optimizer
-        self.account()
-        self.start = self.values
+        self.begin()
+
+    def begin(self) -> None:
+        """A round begins with the weight as it is."""
+        self.start = torch.empty(0) if self.kind == "step" else self.keep(self.p)
 
     def look(self, t: Tensor) -> Tensor:
         """Return the entries that are compared (n,), of the tensor itself where that can be."""
-        flat = (t.detach().to_dense() if t.is_sparse else t.detach()).reshape(-1)
+        if t.requires_grad or t.is_sparse:
+            t = t.detach().to_dense() if t.is_sparse else t.detach()
         if self.places is None:
-            return flat
-        self.places = self.places.to(flat.device)
-        return flat[self.places]
+            return t.reshape(-1)
+        if self.places.device != t.device:
+            self.places = self.places.to(t.device)
+        return torch.take(t, self.places)
 
     def keep(self, t: Tensor) -> Tensor:
         """Return a copy of these entries."""
         return self.look(t).clone() if self.places is None else self.look(t)
 
-    def account(self, *, by_hand: bool = False) -> None:
-        """Take the weight as it is now for what it should be; after steps by hand it may go back as well."""
-        self.sum, self.version = checksum(self.p), self.p._version
-        self.anchor = self.anchor if by_hand else self.sum
-        self.values = torch.empty(0) if self.kind == "step" else self.keep(self.p)
-
     def arrived(self, g: Tensor, through: bool) -> None:
         """Take note of a gradient that is about to be added to ``p.grad``, or to be returned."""
         held = self.p.grad
-        before = [self.keep(held)] if held is not None and bool(held.any()) and self._is(held, self.known) else []
         new = [self.keep(g)] if through else []
-        self.known = [*before, *new, *(old + last for old in before for last in new)]
-
-    def holds_known(self) -> Tensor:
-        """Return whether ``p.grad`` is what the last gradient through the defence left there (), on its device."""
-        assert self.p.grad is not None
-        if not self.known:
-            return torch.zeros((), dtype=torch.bool, device=self.p.grad.device)
-        return (self.look(self.p.grad) == self.known[-1]).all()
+        if held is None or not bool(held.any()):
+            self.known = new
+        else:
+            before = [self.keep(held)] if self._is(held, self.known) else []
+            self.known = [*before, *new, *(old + last for old in before for last in new)]
 
     def holds_scaled(self) -> bool:
         """Return whether ``p.grad`` is a known gradient but for a factor, a limit on its entries, or weight decay."""
@@ -113,10 +140,8 @@ class Trace:
         few = [columns, *([*columns, one] for one in penalties)]  # one at a time: little can be told of few entries
         return any(is_combination(value, some, size) for some in few if len(w) > len(some) + 1 or some == columns)
 
-    def steps_by_hand(self) -> bool:
-        """Return whether the weight moved along gradients that went through the defence, and nowhere else."""
-        if self.kind == "step":
-            return False
+    def is_step_by_hand(self, old: Tensor) -> bool:
+        """Return whether the weight moved from ``old`` along gradients that went through the defence alone."""
         now = self.look(self.p)
-        old = self.values.to(now)
+        old = old.to(now)
         return any(self._fits(now - old, [known.to(now)], old, old) for known in self.known)

@@ -1,0 +1,153 @@
+"""What a guard's checks of gradients and weights cost: a protected step with them against one without, in turns.
+
+Both guards sit on equal models in one process and step by turns, so that a busy machine is as busy for both; the least
+time of each counts. ``share`` is the part of a protected step, after the first, that the checks take.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from defense_scores import CLASSES, SHAPE, examples, machine
+from torch import Tensor, nn
+
+from gradveil.defenses.guard import attachment
+from gradveil.defenses.guard.optimizers import unwatch_optimizers, watch_optimizers
+from gradveil.defenses.guard.protect import Guard, protect
+from gradveil.models import build
+
+DEFENSES = (
+    "representation:share=0.4",
+    "representation:share=0.4,method=moment",
+    "random_mask:share=0.4",
+    "pruning:share=0.8",
+    "gaussian:scale=0.01",
+    "decoy",
+)
+AT_MOST = 0.05
+
+
+class Block(nn.Module):
+    """Two convolutions around which the input goes by, as in ResNet-18."""
+
+    def __init__(self, inside: int, out: int) -> None:
+        super().__init__()
+        stride = 1 if inside == out else 2
+        self.conv1, self.bn1 = nn.Conv2d(inside, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out)
+        self.conv2, self.bn2 = nn.Conv2d(out, out, 3, 1, 1, bias=False), nn.BatchNorm2d(out)
+        self.by = nn.Identity() if inside == out else nn.Conv2d(inside, out, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = F.relu(self.bn1(self.conv1(x)))
+        return F.relu(self.bn2(self.conv2(inner)) + self.by(x))
+
+
+def resnet() -> nn.Module:
+    """ResNet-18 for 32 x 32 images: 11 million weights."""
+    stem = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
+    widths = [64, 64, 64, 128, 128, 256, 256, 512, 512]
+    blocks = [Block(a, b) for a, b in pairwise(widths)]
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, CLASSES))
+
+
+def model_of(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return resnet() if name == "resnet18" else build(name, SHAPE, CLASSES)
+
+
+class NoTraces:
+    """Stands in for what a guard knows, and knows nothing."""
+
+    parts: tuple[Any, ...] = ()
+    has_passes = False
+
+    def carrier(self, name: str, weight: Tensor) -> Tensor:
+        return weight
+
+    def nothing(self, *_: Any, **__: Any) -> list[str]:
+        return []
+
+    tie = untie = begin = touched = moved_past = held_by = foreign = take = mark = within_defended = nothing
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, default=Path("bench/results/guard.json"))
+    parser.add_argument("--threads", type=int, default=int(os.environ.get("OMP_NUM_THREADS", "2")))
+    parser.add_argument("--models", default="lenet,convnet,resnet18")
+    parser.add_argument("--batches", default="1,8,32")
+    parser.add_argument("--defenses", nargs="*", default=DEFENSES)
+    parser.add_argument("--seconds", type=float, default=12.0, help="for each row")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    device = torch.device(args.device)
+    images, labels, source = examples(device)
+    rows = [
+        row(name, spec, images[:batch], labels[:batch], args.seconds)
+        for name in args.models.split(",")
+        for batch in map(int, args.batches.split(","))
+        for spec in args.defenses
+    ]
+    found = {"machine": machine(device, args.threads), "images": source, "at_most": AT_MOST, "rows": rows}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def row(name: str, spec: str, x: Tensor, y: Tensor, seconds: float) -> dict[str, Any]:
+    ways = {kind: one(name, spec, x, y) for kind in ("checked", "unchecked")}
+    plain = attachment._stamp, attachment.is_same
+    for guard, _ in ways.values():
+        unwatch_optimizers(guard._attachment)
+    bare = ways["unchecked"][0]._attachment
+    bare.traces.untie()
+    bare._traces = NoTraces()  # type: ignore[assignment]
+    times: dict[str, list[float]] = {"checked": [], "unchecked": []}
+    begun = time.perf_counter()
+    while time.perf_counter() - begun < seconds or len(times["checked"]) < 5:
+        for kind, (guard, optimizer) in ways.items():
+            if kind == "unchecked":
+                attachment._stamp, attachment.is_same = lambda *_: ([], 0), lambda *_: False
+            watch_optimizers(guard._attachment)
+            times[kind].append(step(guard, optimizer, x, y))
+            unwatch_optimizers(guard._attachment)
+            attachment._stamp, attachment.is_same = plain
+    with_, without = (times[kind][2:] for kind in ("checked", "unchecked"))
+    found = {"model": name, "batch": len(x), "defense": spec, "ms": min(with_) * 1e3, "bare_ms": min(without) * 1e3}
+    found["share"] = 1 - min(without) / min(with_)
+    found["median_share"] = statistics.median(1 - b / a for a, b in zip(with_, without, strict=True))
+    found["met"] = found["share"] <= AT_MOST
+    for guard, _ in ways.values():
+        guard.remove()
+    print(f"{name} {len(x):3d} {spec:40s} {found['ms']:9.2f} ms {100 * found['share']:6.1f} %"
+          f" (median {100 * found['median_share']:6.1f} %)", flush=True)  # fmt: skip
+    return found
+
+
+def one(name: str, spec: str, x: Tensor, y: Tensor) -> tuple[Guard, torch.optim.Optimizer]:
+    model = model_of(name).to(x.device)
+    return protect(model, spec), torch.optim.SGD(model.parameters(), lr=1e-4)
+
+
+def step(guard: Guard, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> float:
+    if x.is_cuda:
+        torch.cuda.synchronize()
+    clock = time.perf_counter if x.is_cuda else time.process_time  # others on the machine do not count
+    start = clock()
+    optimizer.zero_grad()
+    F.cross_entropy(guard(x), y).backward()
+    optimizer.step()
+    if x.is_cuda:
+        torch.cuda.synchronize()
+    return clock() - start
+
+
+if __name__ == "__main__":
+    main()
