@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from gradveil.errors import UpdateError
+from gradveil.errors import AttackError, UpdateError
 from gradveil.tree import Params, parameters
 
 
@@ -103,6 +104,32 @@ class Observation:
     weights: Params = field(default_factory=dict)  # how much an entry counts in the matching; absent: 1
     noise: dict[str, float] = field(default_factory=dict)  # known noise std per tensor; absent: 0
     simulate: Callable[[Params], Params] | None = None  # the defence, as the server would run it on its own gradients
+
+    def sent(self, gradient: Params) -> Params:
+        """Return what a client with this gradient would send: the simulated defence of it, where there is one.
+
+        Random numbers of a simulated defence are the same at every call, so that this is a function.
+        """
+        if self.simulate is None:
+            return gradient
+        devices = {g.device for g in gradient.values() if g.is_cuda}
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(0)
+            try:
+                return self.simulate(gradient)
+            except RuntimeError as error:
+                if "vmap" not in str(error).lower():
+                    raise
+                raise AttackError(
+                    f"The defence that the server simulates cannot be run on many trials at once "
+                    f"({str(error).splitlines()[0][:120]}). Let it look at no values and draw nothing that hangs on "
+                    f"them, or use dlg, gs or fedavg, which run it on one trial after the other."
+                ) from error
+
+    @property
+    def randomness(self) -> Literal["error", "same"]:
+        """What vmap is to do with random numbers: those of a simulated defence are the same for all trials."""
+        return "error" if self.simulate is None else "same"
 
     @property
     def num_examples(self) -> int:

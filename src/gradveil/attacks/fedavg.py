@@ -90,8 +90,7 @@ def _unrolled(seen: Observation, names: tuple[str, ...]) -> Callable[[Tensor, Te
     start = parameters(seen.model)
 
     def one(gradient: StepGradient, x: Tensor, y: Tensor) -> Params:
-        total = unroll(gradient, start, x, y, seen.update)
-        sent = total if seen.simulate is None else seen.simulate(total)
+        sent = seen.sent(unroll(gradient, start, x, y, seen.update))
         return {n: sent[n] / seen.update.num_steps for n in names}
 
-    return per_problem(seen.model, loss_of(seen.model, start), one)
+    return per_problem(seen.model, loss_of(seen.model, start), one, randomness=seen.randomness)

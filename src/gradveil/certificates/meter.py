@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,12 +25,16 @@ class SeenNumbers:
     function: Callable[[Tensor], Tensor]  # x (n,) -> (R,), n = N d unknowns
     x: Tensor  # (n,) float64, where the derivative is taken
     noise: Tensor  # (R,), standard deviation of each number; the floor where none is known
+    randomness: Literal["error", "same"] = "error"  # of the function, for vmap
 
     def jacobian(self) -> Tensor:
         """Return K (R, n), column by column in chunks."""
         unit = torch.eye(len(self.x), dtype=self.x.dtype, device=self.x.device)
         with quiet(self.model), torch.no_grad():
-            columns = vmap(lambda v: jvp(self.function, (self.x,), (v,))[1], chunk_size=TANGENTS)(unit)
+            push = vmap(
+                lambda v: jvp(self.function, (self.x,), (v,))[1], chunk_size=TANGENTS, randomness=self.randomness
+            )
+            columns = push(unit)
         found: Tensor = columns.T
         return found
 
@@ -42,7 +47,7 @@ class SeenNumbers:
             return pulled
 
         with quiet(self.model):
-            return vmap(one, chunk_size=PROBES)(v).detach()
+            return vmap(one, chunk_size=PROBES, randomness=self.randomness)(v).detach()
 
 
 def equations(seen: Observation, truth: Batch, floor: float = 1e-3) -> SeenNumbers:
@@ -72,8 +77,7 @@ def equations(seen: Observation, truth: Batch, floor: float = 1e-3) -> SeenNumbe
     live = torch.cat([_live(seen, n, state[n]) for n in names]).nonzero()[:, 0]
 
     def function(x: Tensor) -> Tensor:
-        sent = unroll(step, free, x.reshape(shape), labels, seen.update)
-        sent = sent if seen.simulate is None else seen.simulate(sent)
+        sent = seen.sent(unroll(step, free, x.reshape(shape), labels, seen.update))
         return torch.cat([sent[n].reshape(-1) for n in names])[live]
 
     x = truth.inputs.detach().double().reshape(-1)
@@ -82,7 +86,7 @@ def equations(seen: Observation, truth: Batch, floor: float = 1e-3) -> SeenNumbe
     rms = torch.cat([g.detach().reshape(-1) for g in whole.values()]).square().mean().sqrt()
     known = torch.cat([state[n].new_full((state[n].numel(),), seen.noise.get(n, 0.0)) for n in names])
     noise = (known[live].square() + (floor * rms).square()).sqrt()
-    return SeenNumbers(seen.model, function, x, noise.clamp_min(1e-30))
+    return SeenNumbers(seen.model, function, x, noise.clamp_min(1e-30), seen.randomness)
 
 
 def _live(seen: Observation, name: str, like: Tensor) -> Tensor:

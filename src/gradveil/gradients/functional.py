@@ -160,10 +160,14 @@ def loss_of(model: nn.Module, free: Iterable[str]) -> Loss:
 
 
 def per_problem(
-    model: nn.Module, loss: Loss, one: Callable[[StepGradient, Tensor, Tensor], Params], form: Form = "auto"
+    model: nn.Module,
+    loss: Loss,
+    one: Callable[[StepGradient, Tensor, Tensor], Params],
+    form: Form = "auto",
+    randomness: Literal["error", "same"] = "error",
 ) -> TrialGradients:
     """Return (x, y) -> ``one`` of each problem, given how to take the loss's gradient: by vmap, else one by one."""
-    many = vmap(partial(one, grad(loss)))
+    many = vmap(partial(one, grad(loss)), randomness=randomness)
     traced, proven = form != "loop", form == "vmap"
 
     def gradients(x: Tensor, y: Tensor) -> Params:
@@ -172,7 +176,7 @@ def per_problem(
             if traced:
                 try:
                     found: Params = many(x, y)
-                except (RuntimeError, NotImplementedError) as error:
+                except (RuntimeError, NotImplementedError, AttackError) as error:
                     if proven or isinstance(error, torch.cuda.OutOfMemoryError):  # not for lack of a batching rule
                         raise
                     traced = False

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -123,6 +123,7 @@ class Equations:
     # The same written out, for all problems: z (B, n), each of ``given``, widths (B, kinks), smooth?, tangents?
     # -> (B, R), and the Jacobian in parts (n, B, some of the rows).
     direct: Direct | None = None
+    randomness: Literal["error", "same"] = "error"  # of ``one``, for vmap
 
     def take(self, index: Tensor) -> "Equations":
         """Return the equations of some of the problems."""
@@ -134,7 +135,7 @@ class Equations:
         with quiet(self.model), torch.no_grad():
             if self.direct is not None:
                 return self.direct(z, *self._given(width), self._smooth(width), False)[0] - self.seen
-            return vmap(self._of(width))(z, *self._given(width)) - self.seen
+            return self._vmap(self._of(width))(z, *self._given(width)) - self.seen
 
     def jacobian(self, z: Tensor, width: Tensor) -> list[Tensor]:
         """Return dF/dz of every problem, in parts (B, n, some of the rows); for as many problems as memory allows."""
@@ -144,7 +145,9 @@ class Equations:
         chunk = None if len(z) > 1 else TANGENTS
 
         def one(z: Tensor, *given: Tensor) -> Tensor:
-            columns: Tensor = vmap(lambda v: jvp(lambda t: function(t, *given), (z,), (v,))[1], chunk_size=chunk)(eye)
+            columns: Tensor = self._vmap(lambda v: jvp(lambda t: function(t, *given), (z,), (v,))[1], chunk_size=chunk)(
+                eye
+            )
             return columns
 
         with quiet(self.model), torch.no_grad():
@@ -154,7 +157,7 @@ class Equations:
                 ]
             if len(z) == 1:
                 return [one(z[0], *(value[0] for value in self._given(width)))[None]]
-            return [vmap(one)(z, *self._given(width))]
+            return [self._vmap(one)(z, *self._given(width))]
 
     def push(self, z: Tensor, v: Tensor, width: Tensor) -> Tensor:
         """Return dF/dz v (B, R) for v (B, n)."""
@@ -165,7 +168,7 @@ class Equations:
             return pushed
 
         with quiet(self.model), torch.no_grad():
-            return vmap(one)(z, v, *self._given(width))
+            return self._vmap(one)(z, v, *self._given(width))
 
     def pull(self, z: Tensor, u: Tensor, width: Tensor) -> Tensor:
         """Return (dF/dz)ᵀ u (B, n) for u (B, R)."""
@@ -176,7 +179,11 @@ class Equations:
             return pulled
 
         with quiet(self.model):
-            return vmap(one)(z, u, *self._given(width)).detach()
+            return self._vmap(one)(z, u, *self._given(width)).detach()
+
+    def _vmap(self, function: Callable[..., Tensor], chunk_size: int | None = None) -> Callable[..., Tensor]:
+        mapped: Callable[..., Tensor] = vmap(function, chunk_size=chunk_size, randomness=self.randomness)
+        return mapped
 
     def _of(self, width: Tensor | None) -> Callable[..., Tensor]:
         return lambda z, *given: self.one(z, *given, self._smooth(width))

@@ -51,7 +51,7 @@ def trial_update(seen: Observation, state: Params, prior: Prior) -> Callable[...
         return logits
 
     def finish(update: Params, *more: Tensor) -> Tensor:
-        sent = update if seen.simulate is None else seen.simulate(update)
+        sent = seen.sent(update)
         return torch.cat([*(sent[n].reshape(-1) for n in names), *more])
 
     def several_steps(z: Tensor, y: Tensor, guess: Tensor, rest: Tensor, widths: Tensor, smooth: bool) -> Tensor:
@@ -134,10 +134,10 @@ def update_rows(seen: Sequence[Observation], labels: Tensor, prior: Prior) -> Eq
     rest = torch.zeros_like(y)  # of δ: what the client's rounding of p - 1 adds to it
     one, direct = trial_update(first, state, prior), written_out(first, state, prior)
     if not free_logits(first):
-        return _rows(first.model, one, (y, guess, rest), widths, table, None)
+        return _rows(first, one, (y, guess, rest), widths, table, None)
     bias = known_bias(seen)
     if bias is None:
-        rows = _rows(first.model, one, (y, guess, rest), widths, _with_logits(table, guess), direct)
+        rows = _rows(first, one, (y, guess, rest), widths, _with_logits(table, guess), direct)
         guess = _rescaled(guess, y, _excess(rows, center, table.shape[2]))
     else:
         guess = torch.stack([_read(s, bias, y[b]) for b, s in enumerate(seen)])
@@ -147,14 +147,14 @@ def update_rows(seen: Sequence[Observation], labels: Tensor, prior: Prior) -> Eq
         exact = torch.stack([s.update.gradient[bias].to(y) for s in seen])[:, None]  # (B, 1, K)
         quiet_bias = torch.tensor([not s.noise.get(bias) for s in seen]).to(y)
         rest = (exact - delta_of(guess, y)) * quiet_bias[:, None, None]
-    return _rows(first.model, one, (y, guess, rest), widths, _with_logits(table, guess), direct)
+    return _rows(first, one, (y, guess, rest), widths, _with_logits(table, guess), direct)
 
 
 def _rows(
-    model: nn.Module, one: Trial, given: tuple[Tensor, ...], widths: Tensor, table: Tensor, direct: Direct | None
+    s: Observation, one: Trial, given: tuple[Tensor, ...], widths: Tensor, table: Tensor, direct: Direct | None
 ) -> Equations:
     seen, weights, noise, rms = table.unbind(1)
-    return Equations(model, one, given, widths, seen, weights, noise, rms, direct)
+    return Equations(s.model, one, given, widths, seen, weights, noise, rms, direct, s.randomness)
 
 
 def known_bias(seen: Sequence[Observation]) -> str | None:

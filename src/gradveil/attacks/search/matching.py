@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from gradveil.attacks.base import check_seen
+from gradveil.errors import AttackError
 from gradveil.gradients.functional import Form, trial_gradients
 from gradveil.tree import Params, parameters
 from gradveil.types import Observation
@@ -165,14 +166,13 @@ def _simulated(s: Observation, names: tuple[str, ...], form: Form) -> Callable[[
     if s.simulate is None:
         return trial_gradients(s.model, names, form)
     plain = trial_gradients(s.model, tuple(parameters(s.model)), form)
-    simulate = s.simulate
 
     def trial(x: Tensor, y: Tensor) -> Params:
         gradient = plain(x, y)
         try:
-            sent: Params = vmap(simulate)(gradient)
-        except RuntimeError:  # the transform looks at values, so it cannot be batched
-            alone = [simulate({n: g[i] for n, g in gradient.items()}) for i in range(len(x))]
+            sent: Params = vmap(s.sent, randomness=s.randomness)(gradient)
+        except (RuntimeError, AttackError):  # the transform looks at values, so it cannot be batched
+            alone = [s.sent({n: g[i] for n, g in gradient.items()}) for i in range(len(x))]
             sent = {n: torch.stack([a[n] for a in alone]) for n in names}
         return {n: sent[n] for n in names}
 
