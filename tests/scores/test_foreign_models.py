@@ -77,6 +77,16 @@ def checkpointed(m: Foreign, x: Tensor) -> Tensor:
     return F.layer_norm(checkpoint(m.a, x, use_reentrant=False), (6,))
 
 
+def keeping_its_gradient(m: Foreign, x: Tensor) -> Tensor:
+    h = m.a(x).tanh()
+    h.retain_grad()
+    return h
+
+
+def with_distances(m: Foreign, x: Tensor) -> Tensor:  # torch vectorises the derivative of cdist wrongly
+    return torch.cdist(m.a(x)[:, None], m.b.weight[None])[:, 0]
+
+
 STOPPED = [
     without_gradients,
     in_inference_mode,
@@ -90,6 +100,27 @@ STOPPED = [
 
 def inputs(n: int = 5) -> Tensor:
     return torch.randn(n, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("represent", [keeping_its_gradient, with_distances])
+def test_what_the_recorder_or_vmap_cannot_do_is_done_by_plain_differentiation(
+    represent: Callable[[Foreign, Tensor], Tensor],
+) -> None:
+    model, x = Foreign(represent), inputs()
+    expected = reference_scores(model, "fc", x)
+    for method in ("exact", "loop"):
+        assert_close(leak_scores(model, "fc", x, method), expected)
+
+
+@pytest.mark.parametrize("chain", [True, False], ids=["a chain", "another model"])
+def test_a_backward_hook_has_its_say(chain: bool) -> None:
+    x, foreign = inputs(), Foreign(lambda m, x: m.a(x).tanh())
+    model = nn.Sequential(foreign.a, nn.Tanh(), foreign.fc) if chain else foreign
+    layer = "2" if chain else "fc"
+    plain = leak_scores(model, layer, x, "exact")
+    foreign.a.register_full_backward_hook(lambda _, inside, outside: (2 * inside[0],))
+    for method in ("exact", "loop"):
+        assert_close(leak_scores(model, layer, x, method), plain / 2)
 
 
 @pytest.mark.parametrize("represent", STOPPED)

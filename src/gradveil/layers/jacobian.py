@@ -194,10 +194,13 @@ def _present(value: Tensor | None) -> Tensor:
 class FunctionJacobian(Jacobian):
     """Of any model: one forward pass, and vectorised products by automatic differentiation.
 
-    The forward pass is a plain one, not one under a transform: dropout would draw other masks there.
+    The forward pass is a plain one, not one under a transform: dropout would draw other masks there. ``plainly``: the
+    products as well, one by one, where hooks of the model see gradients.
     """
 
-    def __init__(self, model: nn.Module, layer: str, x: Tensor) -> None:
+    def __init__(self, model: nn.Module, layer: str, x: Tensor, *, plainly: bool = False) -> None:
+        # Whether many rows may be pulled, or pushed, at once; absent: not tried yet.
+        self._at_once: dict[str, bool] = {"pull": False, "push": False} if plainly else {}
         with torch.enable_grad(), plain_attention():
             self.x = x.detach().requires_grad_()
             self.r = prefix(model, layer)(self.x)
@@ -210,7 +213,7 @@ class FunctionJacobian(Jacobian):
 
     def pull(self, g: Tensor) -> Tensor:
         """Return Jᵀg (K, N, *x) for cotangents g (K, N, *r)."""
-        return _each(lambda row: _gradient(self.r, self.x, row), g.to(self.r.dtype))
+        return self._each("pull", lambda row: _gradient(self.r, self.x, row), g.to(self.r.dtype))
 
     def push(self, t: Tensor) -> Tensor:
         """Return Jt (K, N, *r) for tangents t (K, N or 1, *x)."""
@@ -218,7 +221,7 @@ class FunctionJacobian(Jacobian):
         tangents = t.to(self.x.dtype).expand(-1, *self.x.shape)
         try:
             g, pulled = self._pulled
-            return _each(lambda row: _gradient(pulled, g, row), tangents)
+            return self._each("push", lambda row: _gradient(pulled, g, row), tangents)
         except RuntimeError as error:
             raise ScoreError(
                 f"Estimators differentiate this model twice, which torch cannot ({error}). Use method='exact'."
@@ -231,18 +234,33 @@ class FunctionJacobian(Jacobian):
             (pulled,) = torch.autograd.grad(self.r, self.x, g, create_graph=True, materialize_grads=True)
             return g, pulled
 
+    def _each(self, way: str, function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+        """Apply a linear function to every row at once, or one by one where some operation cannot be vectorised.
+
+        Some are vectorised wrongly (``cdist``): the sum of the first stack is compared.
+        """
+        with plain_attention(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
+            if self._at_once.get(way, True):
+                try:
+                    found: Tensor = vmap(function)(rows)
+                except RuntimeError:
+                    self._at_once[way] = False
+                else:
+                    if way not in self._at_once:
+                        self._at_once[way] = _adds_up(found, function(rows.sum(0)))
+                    if self._at_once[way]:
+                        return found
+            return torch.stack([function(row) for row in rows])
+
+
+def _adds_up(parts: Tensor, whole: Tensor) -> bool:
+    """Whether parts (K, ...) add up to the whole (...), rounding aside; NaN is like anything."""
+    within = max(1e-6, 1000 * torch.finfo(parts.dtype).eps) * len(parts) ** 0.5
+    return not parts.numel() or not bool((parts.sum(0) - whole).abs().amax() > within * parts.abs().amax())
+
 
 def _gradient(output: Tensor, of: Tensor, weights: Tensor) -> Tensor:
     if not output.requires_grad:
         return torch.zeros_like(of)  # J is constant
     return torch.autograd.grad(output, of, weights, retain_graph=True, materialize_grads=True)[0]
-
-
-def _each(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """Apply a function to every row at once, or one by one where some operation cannot be vectorised."""
-    with plain_attention(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
-        try:
-            return vmap(function)(rows)
-        except RuntimeError:
-            return torch.stack([function(row) for row in rows])

@@ -46,7 +46,13 @@ def sequential(model: nn.Module, until: str | None = None) -> list[Link] | None:
 def _opened(module: nn.Module, path: str, target: nn.Module | None) -> Iterator[Link | None]:
     if module is target:
         yield Link(path, module)
-    elif module._forward_pre_hooks or "forward" in module.__dict__ or _hooked_on_the_way(module, target):
+    elif (
+        module._forward_pre_hooks
+        or "forward" in module.__dict__
+        or _hooked_on_the_way(module, target)
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    ):
         yield None
     elif type(module).forward is not nn.Sequential.forward:
         yield Link(path, module)

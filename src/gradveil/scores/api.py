@@ -100,7 +100,7 @@ def compute(
         r = prefix(model, path)(x).flatten(1)
         return RowNorms(r, dict.fromkeys(ps, wide(r)))
     if name == "loop":
-        plain = FunctionJacobian(model, path, x)
+        plain = FunctionJacobian(model, path, x, plainly=True)
         check_shapes(plain)
         plain.check_examples()
         check_seen(plain.r, seen)
@@ -119,21 +119,33 @@ def linearise(model: nn.Module, layer: str, x: Tensor, *, must_be_explicit: bool
     Raise where examples are mixed; forward passes of one structure are looked at once.
     """
     found: Jacobian | str
+    structure: int | None
     if (layers := walkable(model, layer, x)) is not None:
         found = walk(layers, x)
         structure = hash(tuple(node.shape for node in found.nodes))
     else:
-        graph = record(model, layer, x)
-        found, structure = graph.linearise(), graph.structure
+        found, structure = _recorded(model, layer, x)
     if isinstance(found, str):
         if must_be_explicit:
             raise ScoreError(f"Method 'moment' cannot pass through {found}. Use exact, sketch or deflation.")
-        found = FunctionJacobian(model, layer, x)
+        found = FunctionJacobian(model, layer, x, plainly=structure is None)
     if not found.separate and structure not in (known := _UNMIXED.setdefault(find_module(model, layer), set())):
         check_shapes(found)
         found.check_examples()
-        known.add(structure)
+        known.update([] if structure is None else [structure])
     return found
+
+
+def _recorded(model: nn.Module, layer: str, x: Tensor) -> tuple[Tape | str, int | None]:
+    """Return the forward pass as a tape, or what stands in the way, and a number for its structure, where known."""
+    hooked = [name for name, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks]
+    if hooked:
+        return f"a backward hook of {hooked[0] or type(model).__name__}", None
+    try:
+        graph = record(model, layer, x)
+    except RuntimeError as error:  # a forward pass may ask its tensors for gradients
+        return f"a pass without gradients ({str(error).splitlines()[0]})", None
+    return graph.linearise(), graph.structure
 
 
 _UNMIXED: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()  # layer: passes to it that mix no examples
