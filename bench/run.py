@@ -13,6 +13,7 @@ BENCHES = {
     "attacks": "attacks.json",
     "federated": "federated.json",
     "certificates": "certificates.json",
+    "guard": "guard.json",
 }
 
 
@@ -33,6 +34,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
+    sys.path.insert(0, str(HERE))  # they share what makes examples
     for name in args.names:
         suffix = "" if args.device == "cpu" else f"-{args.device}"
         path = args.out / BENCHES[name].replace(".json", f"{suffix}.json")

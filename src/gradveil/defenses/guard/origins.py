@@ -200,9 +200,7 @@ class Traces:
         ):
             return []
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            return [
-                name for name, trace in traces.items() if not trace.known
-            ]  # the mean over processes, not ours alone
+            return [n for n, trace in traces.items() if not trace.known]  # the rest is the mean over processes
         return [name for name, trace in traces.items() if not trace.holds_scaled()]
 
     def take(self, gradient: Params) -> None:
@@ -249,7 +247,8 @@ class Traces:
         self._through[task] = through and self._through.get(task, True)
 
     def _arrived(self, name: str, g: Tensor) -> None:
-        self.begin()
+        if not self.begun:
+            self.begin()
         trace = self.by_name[name]
         if trace.kind != "step":
             trace.arrived(g, self._is_defended(name, trace, g))
@@ -271,8 +270,8 @@ def _makes_weight(name: str, prefix: str) -> bool:
 
 def _equal(some: list[Tensor], others: list[Tensor]) -> bool:
     """Whether two lists of vectors are the same, asked once where they lie on one device."""
-    if len(some) > 1 and len({(t.device, t.dtype) for t in (*some, *others)}) == 1:
-        return torch.equal(torch.cat(some), torch.cat(others))
+    if len(some) > 1 and len({(t.device, t.dtype) for t in some}) == 1:
+        return torch.equal(torch.cat(some), torch.cat(others).to(some[0]))
     return all(torch.equal(a, b.to(a.device)) for a, b in zip(some, others, strict=True))
 
 
