@@ -1,6 +1,6 @@
 """What a guard's checks of gradients and weights cost: a protected step with them against one without, in turns.
 
-Both guards sit on equal models in one process and step by turns, so that a busy machine is as busy for both. ``share``
+Both guards sit on equal models in one process and step by turns, so that a busy machine is as busy for both. ``percent``
 is the part of a protected step, after the first, that the checks take: the median over pairs of steps.
 """
 
@@ -32,7 +32,7 @@ DEFENSES = (
     "gaussian:scale=0.01",
     "decoy",
 )
-AT_MOST = 0.05
+AT_MOST = 5.0  # per cent of a protected step
 
 
 class Block(nn.Module):
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=Path("bench/results/guard.json"))
     parser.add_argument("--threads", type=int, default=int(os.environ.get("OMP_NUM_THREADS", "2")))
-    parser.add_argument("--models", default="lenet,convnet,resnet18")
+    parser.add_argument("--models", default="lenet,resnet18")
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--defenses", nargs="*", default=DEFENSES)
     parser.add_argument("--seconds", type=float, default=12.0, help="for each row")
@@ -97,9 +97,16 @@ def main(argv: list[str] | None = None) -> None:
         for batch in map(int, args.batches.split(","))
         for spec in args.defenses
     ]
-    found = {"machine": machine(device, args.threads), "images": source, "at_most": AT_MOST, "rows": rows}
+    found = {"machine": machine(device, args.threads), "images": source, "rows": rows}
+    found["targets"] = [target(spec, [r for r in rows if r["defense"] == spec]) for spec in args.defenses]
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def target(spec: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    worst = max(rows, key=lambda r: r["percent"])
+    what = f"checks of a guard, {spec}, at most (on {worst['model']}, batch {worst['batch']}): % of a protected step"
+    return {"target": what, "wanted": AT_MOST, "got": worst["percent"], "met": worst["percent"] <= AT_MOST}
 
 
 def row(name: str, spec: str, x: Tensor, y: Tensor, seconds: float) -> dict[str, Any]:
@@ -126,11 +133,10 @@ def row(name: str, spec: str, x: Tensor, y: Tensor, seconds: float) -> dict[str,
     pairs = list(zip(times["checked"], times["unchecked"], strict=True))[2:]  # the first warm up
     found: dict[str, Any] = {"model": name, "batch": len(x), "defense": spec, "pairs": len(pairs)}
     found["ms"] = statistics.median(a for a, _ in pairs) * 1e3
-    found["share"] = statistics.median((a - b) / a for a, b in pairs)
-    found["met"] = found["share"] <= AT_MOST
+    found["percent"] = statistics.median(100 * (a - b) / a for a, b in pairs)
     for guard, _ in ways.values():
         guard.remove()
-    print(f"{name} {len(x):3d} {spec:40s} {found['ms']:9.2f} ms {100 * found['share']:6.1f} %", flush=True)
+    print(f"{name} {len(x):3d} {spec:40s} {found['ms']:9.2f} ms {found['percent']:6.1f} %", flush=True)
     return found
 
 
