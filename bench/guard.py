@@ -1,7 +1,7 @@
 """What a guard's checks of gradients and weights cost: a protected step with them against one without, in turns.
 
-Both guards sit on equal models in one process and step by turns, so that a busy machine is as busy for both. ``percent``
-is the part of a protected step, after the first, that the checks take: the median over pairs of steps.
+Both guards sit on equal models in one process and step by turns, so that a busy machine is as busy for both.
+``percent`` is the part of a protected step, after the first, that the checks take: the median over pairs of steps.
 """
 
 import argparse
