@@ -23,8 +23,8 @@ class DLGReference(Item):
     title = "DLG reference (untrained LeNet, CIFAR-10, batch 1)"
     source = "tradeoff"
     notes = (
-        "No code but gradveil's is run: the attack is its own `dlg` on the authors' network, weights and number of "
-        "iterations. It departs from theirs in a line search, in starts within the data range (theirs: N(0, 1)) and "
+        "No code but gradveil's is run: the attack is its own `dlg` on the authors' network, initialisation and number "
+        "of iterations. It departs from theirs in a line search, in starts within the data range (theirs: N(0, 1)) and "
         "in ending a run that has matched or stalled.",
         "The paper does not say how LeNet is set up: padding 2, strides 2, 2, 1, 1, sigmoid, weights uniform(±0.5), "
         "as in the authors' code. With PyTorch's initialisation or with ReLU DLG fails where nothing defends.",
