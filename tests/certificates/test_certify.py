@@ -103,10 +103,10 @@ def test_the_kinds_are_ordered_as_the_theory_says(model: nn.Module, batch: Batch
 
 
 def test_the_residual_bound_falls_to_zero_at_the_residual_that_the_truth_leaves(model: nn.Module, batch: Batch) -> None:
-    r = torch.zeros(3, 64)
-    plain = certify(model, None, batch.inputs, r, 2, "global")
+    r, x, model = torch.zeros(3, 64).double(), batch.inputs.double(), model.double()
+    plain = certify(model, None, x, r, 2, "global")
     gap = plain.details["distance"]
-    at = {t: certify(model, None, batch.inputs, r, 2, "residual", residual=t * gap).bound for t in (0.0, 0.5, 1.0, 2.0)}
+    at = {t: certify(model, None, x, r, 2, "residual", residual=t * gap).bound for t in (0.0, 0.5, 1.0, 2.0)}
     torch.testing.assert_close(at[0.0], plain.bound)
     torch.testing.assert_close(at[0.5], plain.bound / 2)
     assert at[1.0].abs().max() < 1e-9

@@ -1,20 +1,21 @@
 """Where a bound is claimed: the images within a distance R of one image, inside the data range."""
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import inf
+from math import inf, isfinite
 from typing import Literal
 
 import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.certificates.bounds.chain import StepChain, step_chain
-from gradveil.certificates.bounds.norms import check_p
+from gradveil.certificates.bounds.norms import Norm, check_p, operator_norm
+from gradveil.certificates.bounds.rounding import Precision, forward_error
 from gradveil.errors import CertificateError
 from gradveil.layers.modules import find_layer
 
-ROUNDING = 1e-12  # relative widening of every interval: thousands of float64 roundings
+ROUNDING = 1e-12  # relative, of a sum computed here in float64: thousands of roundings
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,10 @@ SCOPE = (
     "does not need f(X′) = r′ and is not bounded by this figure."
 )
 RANGE = "Every image lies in the data range [{}, {}]."
-ROUNDED = "Computed in float64 with a relative margin for rounding, not with directed rounding."
+ROUNDED = (
+    "r′ is the representation as the model computes it, in {}: sums of n terms rounded to within n units of the last "
+    "place, in any order; that error is taken off. The bound itself is computed in float64 with a margin of its own."
+)
 EVAL = "Dropout is off and batch norm uses its running statistics (eval mode)."
 
 
@@ -123,6 +127,7 @@ class Problem:
     bounds: tuple[float, float] = (0.0, 1.0)
     residual: Tensor | None = None  # (N,): how far from r′ the server's answer may stay
     rng: Generator | None = None
+    precision: Precision | None = None  # of the model where it ran; None: as it is
 
     @classmethod
     def make(
@@ -130,15 +135,21 @@ class Problem:
     ) -> "Problem":
         """Check the arguments and return the problem, on the CPU: bounds are computed in float64 there."""
         name = find_layer(model, layer)
+        _check_numbers(x, r_perturbed)
+        precision = Precision.of(model, x.dtype)
         if any(p.device.type != "cpu" for p in model.parameters()):
             model = copy.deepcopy(model).cpu()
-        x, r_perturbed = x.cpu(), r_perturbed.cpu()
-        if len(x) != len(r_perturbed):
-            raise CertificateError(f"There are {len(x)} inputs and {len(r_perturbed)} representations.")
-        problem = cls(model, name, x, r_perturbed.detach().flatten(1), check_p(p), **settings)  # type: ignore[arg-type]
+        x, r_perturbed = x.cpu(), r_perturbed.cpu().detach().flatten(1)
+        problem = cls(model, name, x, r_perturbed, check_p(p), precision=precision, **settings)  # type: ignore[arg-type]
         low, high = problem.bounds
+        if not (isfinite(low) and isfinite(high)):
+            raise CertificateError(
+                f"The data range [{low}, {high}] has no end. Pass bounds=(low, high) with finite ones."
+            )
         if not bool(((x >= low) & (x <= high)).all()):
             raise CertificateError(f"Some inputs lie outside the data range [{low}, {high}]. Pass bounds=(low, high).")
+        if problem.residual is not None and not bool((problem.residual >= 0).all()):
+            raise CertificateError("residual=...: give a distance, 0 or more, for every input.")
         return problem
 
     @property
@@ -149,7 +160,9 @@ class Problem:
     @cached_property
     def chain(self) -> StepChain:
         """The part of the model before the layer, as a chain."""
-        chain = step_chain(self.model, self.layer, self.x)
+        chain = step_chain(self.model, self.layer, self.x, self.bounds)
+        if self.precision is not None:
+            chain = replace(chain, precision=self.precision)
         if chain.out_size != self.r_perturbed.shape[1]:
             raise CertificateError(
                 f"Layer {self.layer!r} takes {chain.out_size} numbers per example; "
@@ -168,15 +181,42 @@ class Problem:
         rounding = ROUNDING * norm(self.r.abs() + self.r_perturbed.abs(), self.p)
         return (norm(self.r - self.r_perturbed, self.p) - rounding).clamp_min(0)
 
+    @cached_property
+    def norms(self) -> list[Norm]:
+        """The norm of every step of the chain."""
+        return [operator_norm(step, self.p) for step in self.chain.steps]
+
+    @cached_property
+    def rounding(self) -> tuple[Tensor, float]:
+        """e (N,) and t: what the model computes at X′ is within e + t ||X - X′||_p of f(X′), in the p-norm."""
+        return forward_error(self.chain.steps, self.norms, self.x, self.p, self.chain.precision)
+
     @property
     def allowed(self) -> Tensor:
-        """The residual (N,) that the server's answer may leave; 0 where none was given."""
-        return torch.zeros(len(self.x), dtype=torch.float64) if self.residual is None else self.residual.double()
+        """The residual (N,) that the server's answer may leave: as given, and what a coarser type made of r′."""
+        given = torch.zeros(len(self.x), dtype=torch.float64) if self.residual is None else self.residual.double()
+        unit = Precision.exactly(self.r_perturbed.dtype).entry
+        return given + unit * norm(self.r_perturbed.double(), self.p) if unit > self.chain.precision.entry else given
+
+    def nearest(self, lip: float) -> Tensor:
+        """Return the bound (N,) that a Lipschitz constant gives: ||r - r′|| - tau <= lip D + e + t D at distance D."""
+        e, t = self.rounding
+        return ratio((self.distance - self.allowed - e).clamp_min(0), lip + t)
 
     def stated(self, *sentences: str) -> tuple[str, ...]:
         """Return the assumptions of a sound bound: what it is for, the given sentences, how it was rounded."""
         modes = (EVAL,) if self.chain.has_modes else ()
-        return (SCOPE, *sentences, *modes, ROUNDED)
+        return (SCOPE, *sentences, *modes, ROUNDED.format(self.chain.precision.name))
+
+
+def _check_numbers(x: Tensor, r_perturbed: Tensor) -> None:
+    if len(x) != len(r_perturbed):
+        raise CertificateError(f"There are {len(x)} inputs and {len(r_perturbed)} representations.")
+    for name, given in (("Inputs", x), ("Representations", r_perturbed)):
+        if not given.is_floating_point():
+            raise CertificateError(f"{name} are {given.dtype}; a distance needs real numbers. Pass x.float().")
+    if not bool(r_perturbed.isfinite().all()):
+        raise CertificateError("r_perturbed holds NaN or infinite values, which no image has.")
 
 
 def largest_mse(x: Tensor, bounds: tuple[float, float] = (0.0, 1.0)) -> Tensor:

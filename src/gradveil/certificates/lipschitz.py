@@ -4,37 +4,30 @@ Integrating the Jacobian along the segment from X to X′ gives ||f(X) - f(X′)
 convex set (docs/theory/certificates.md, P1-P3). The kinds differ in the set and in how Lip is bounded.
 """
 
-from math import sqrt
+from collections.abc import Sequence
+from math import prod, sqrt
 
 import torch
 
-from gradveil.certificates.base import RANGE, Certificate, Problem, Region, farthest, ratio
-from gradveil.certificates.bounds.chain import StepChain, is_reshape
+from gradveil.certificates.base import RANGE, Certificate, Problem, Region, farthest
+from gradveil.certificates.bounds.chain import is_reshape
 from gradveil.certificates.bounds.intervals import box_lipschitz, propagate, tighten
-from gradveil.certificates.bounds.norms import Norm, operator_norm
+from gradveil.certificates.bounds.norms import Norm
 from gradveil.errors import CertificateError
 
 MARGIN = 1 + 1e-9  # on every Lipschitz constant, for rounding
 STEPS = 10  # of the search for a radius
 
 
-def layer_norms(chain: StepChain, p: float) -> list[Norm]:
-    """Return the norm of every step of the chain, reshapes left out."""
-    return [operator_norm(step, p) for step in chain.steps if not is_reshape(step)]
-
-
-def lipschitz(chain: StepChain, p: float) -> float:
+def lipschitz(norms: Sequence[Norm]) -> float:
     """Return an upper bound of Lip_p(f) on the whole space: the product of the steps' norms."""
-    total = MARGIN
-    for norm in layer_norms(chain, p):
-        total *= norm.value
-    return total
+    return MARGIN * prod(norm.value for norm in norms)
 
 
 def global_certificate(problem: Problem) -> Certificate:
     """P1 on the whole space: Lip from the product of the layers' operator norms."""
-    norms = layer_norms(problem.chain, problem.p)
-    lip = lipschitz(problem.chain, problem.p)
+    norms = [n for n, step in zip(problem.norms, problem.chain.steps, strict=True) if not is_reshape(step)]
+    lip = lipschitz(norms)
     kinds = sorted({n.kind for n in norms}) or ["exact"]
     how = f"Lip_{problem.p:g} <= {lip:.4g}, product of {len(norms)} norms ({', '.join(kinds)}): {problem.chain}"
     return _from_lipschitz(problem, "global", lip, how, problem.stated())
@@ -44,7 +37,7 @@ def box_certificate(problem: Problem) -> Certificate:
     """P1 on the data range: Lip from interval bounds of slopes and Jacobian; never looser than ``global``."""
     low, high = (torch.full_like(problem.x[:1], b, dtype=torch.float64) for b in problem.bounds)
     bound = box_lipschitz(problem.chain, propagate(problem.chain, low, high), problem.p) * MARGIN
-    lip = min(bound, lipschitz(problem.chain, problem.p))
+    lip = min(bound, lipschitz(problem.norms))
     how = f"Lip_{problem.p:g} <= {lip:.4g} over the data range, by interval slopes and Jacobian: {problem.chain}"
     return _from_lipschitz(problem, "box", lip, how, problem.stated(RANGE.format(*problem.bounds)))
 
@@ -53,12 +46,13 @@ def residual_certificate(problem: Problem) -> Certificate:
     """P2: the bound for a server whose answer leaves a residual ||f(X′) - r′||_p of up to tau."""
     if problem.residual is None:
         raise CertificateError("kind='residual' needs residual=...: how far from r′ the server's answer stayed.")
-    lip = lipschitz(problem.chain, problem.p)
-    bound = ratio((problem.distance - problem.allowed).clamp_min(0), lip)
+    lip = lipschitz(problem.norms)
     sentence = "The server's answer X′ leaves a residual ||f(X′) - r′|| of at most the given tau."
     how = f"(||r - r′|| - tau)+ / Lip with Lip_{problem.p:g} <= {lip:.4g}"
-    details = {"distance": problem.distance, "tau": problem.allowed}
-    return Certificate(bound, "residual", problem.p, problem.size, True, problem.stated(sentence), how, details)
+    details = {"distance": problem.distance, "rounding": problem.rounding[0], "tau": problem.allowed}
+    return Certificate(
+        problem.nearest(lip), "residual", problem.p, problem.size, True, problem.stated(sentence), how, details
+    )
 
 
 def radius_certificate(problem: Problem) -> Certificate:
@@ -66,7 +60,7 @@ def radius_certificate(problem: Problem) -> Certificate:
     start = box_certificate(problem)
     found = torch.stack([_radius(problem, i, float(start.bound[i])) for i in range(len(problem.x))])
     how = f"search over balls around X, slopes and Jacobian bounded on each: {problem.chain}"
-    details = {"distance": problem.distance}
+    details = {"distance": problem.distance, "rounding": problem.rounding[0]}
     return Certificate(found, "radius", problem.p, problem.size, True, start.assumptions, how, details)
 
 
@@ -79,7 +73,7 @@ def _radius(problem: Problem, i: int, known: float) -> torch.Tensor:
             break
         radius = sqrt(low * high)
         lip = box_lipschitz(problem.chain, tighten(problem.chain, Region.ball(x, p, radius, bounds)), p) * MARGIN
-        inside = float(problem.distance[i]) / lip if lip > 0 else torch.inf
+        inside = float(problem.nearest(lip)[i])
         proved = min(radius, inside)  # a preimage lies outside the ball, or this far from X inside it
         low = max(low, proved)
         high = high if proved == radius else radius
@@ -87,6 +81,6 @@ def _radius(problem: Problem, i: int, known: float) -> torch.Tensor:
 
 
 def _from_lipschitz(problem: Problem, kind: str, lip: float, how: str, stated: tuple[str, ...]) -> Certificate:
-    bound = ratio(problem.distance, lip)
-    details = {"distance": problem.distance, "lipschitz": torch.full_like(bound, lip)}
+    bound = problem.nearest(lip)
+    details = {"distance": problem.distance, "rounding": problem.rounding[0], "lipschitz": torch.full_like(bound, lip)}
     return Certificate(bound, kind, problem.p, problem.size, True, stated, how, details)  # type: ignore[arg-type]

@@ -1,7 +1,8 @@
 """Can any image have the representation r′? And if one may, how far from X must it be at least? (P4)
 
 The verdict compares r′ with bounds of f over the whole data range. The radius looks along one direction c: if
-c·f stays below c·r′ - tau ||c||_dual on the ball of radius R, no image in the ball comes within tau of r′.
+c·f stays below c·r′ - tau ||c||_dual on the ball of radius R, no image in the ball comes within tau of r′. Here f is
+what the model computes, rounding included.
 """
 
 from math import cos, pi, sqrt
@@ -10,7 +11,7 @@ import torch
 from torch import Generator, Tensor
 
 from gradveil.certificates.base import RANGE, Certificate, Problem, Region, dual_norm, farthest, norm
-from gradveil.certificates.bounds.intervals import plane, propagate, pull_rows, tighten
+from gradveil.certificates.bounds.intervals import plane, propagate, pull_rounding, pull_rows, tighten
 from gradveil.layers.modules import prefix
 from gradveil.layers.rules.activations import Interval
 
@@ -83,7 +84,8 @@ def _excluded(problem: Problem, i: int, radius: float) -> bool:
     wanted = float((c * c).sum() - problem.allowed[i] * dual_norm(c, problem.p)[0])
     by_plane = float(region.highest(*plane(problem.chain, bounds, c))[0]) - float((c * r).sum())
     centre, spread = pull_rows(problem.chain, bounds, c)
-    by_slope = radius * float(dual_norm(centre.abs() + spread, problem.p)[0])
+    rounding = float(pull_rounding(problem.chain, bounds, c)[0])
+    by_slope = radius * float(dual_norm(centre.abs() + spread, problem.p)[0]) + rounding
     margin = 1e-9 * (abs(wanted) + float((c * r).abs().sum()))
     return min(by_plane, by_slope) + margin < wanted
 

@@ -82,8 +82,12 @@ def needed_counts(
     elif kind in SEARCHED:
         counts = _by_search(problem, r, order, target_mse, kind)
     else:
-        per_unit = whole.bound / whole.details["distance"].clamp_min(1e-300)  # (N,): bound per unit of ||r - r′||
-        reached = _distances(problem.r, r, order, p) * per_unit[:, None]  # (N, L): the bound after k entries
+        lost = whole.details.get("rounding", torch.zeros(len(r), dtype=torch.float64))
+        per_unit = whole.bound / (whole.details["distance"] - lost).clamp_min(
+            1e-300
+        )  # (N,): bound per unit of the rest
+        left = (_distances(problem.r, r, order, p) - lost[:, None]).clamp_min(0)
+        reached = left * per_unit[:, None]  # (N, L): the bound after k entries
         wanted = sqrt(target_mse) * (whole.size if p == 1 else sqrt(whole.size))
         counts = (reached < wanted).sum(1) + 1
     return Needed(counts, r.shape[1], whole.to_mse())

@@ -1,11 +1,13 @@
 """Run a model as far as a layer and write down what happens to the input."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradveil.layers.jacobian import Edge, Node, Tape
@@ -39,6 +41,7 @@ class Graph:
     x: Tensor
     r: Tensor
     structure: int  # the same for passes of the same operations on tensors of the same shapes
+    read: str | None  # what handed values that depend on x to Python, where anything did
 
     def linearise(self) -> Tape | str:
         """Return the pass at this point as linear maps, or the name of an operation on the way that has none."""
@@ -67,10 +70,10 @@ def record(model: nn.Module, layer: str, x: Tensor, *, everywhere: bool = False)
     """
     with torch.set_grad_enabled(not everywhere):  # nothing here asks for gradients: only the model's own blocks show
         recorder = Recorder(x.detach().clone(), everywhere)
-        with recorder:
+        with recorder, _Reads(recorder) if everywhere else nullcontext():
             r = input_of(model, layer, recorder.x, copied_state(model))
-        structure = hash((*recorder.structure, recorder.place(r)))
-        return Graph(tuple(recorder.operations), recorder.place(r), recorder.x, r.detach(), structure)
+        structure, end = hash((*recorder.structure, recorder.place(r))), recorder.place(r)
+        return Graph(tuple(recorder.operations), end, recorder.x, r.detach(), structure, recorder.read)
 
 
 class Recorder(TorchDispatchMode):
@@ -87,6 +90,7 @@ class Recorder(TorchDispatchMode):
         self.everywhere = everywhere
         self.operations = [Operation("input", tuple(x.shape), edges=())]
         self.structure: list[Any] = [tuple(x.shape)]
+        self.read: str | None = None  # what handed values to Python
         self._known: dict[int, tuple[Tensor, int]] = {id(x): (x, 0)}  # the tensor is kept, so that its id stays its own
         self._constant: dict[int, Tensor] = {}  # shares memory with a known one, yet does not depend on x
         self._memory: dict[int, set[int]] = {_memory(x): {id(x)}}  # storage -> ids of known tensors
@@ -106,6 +110,8 @@ class Recorder(TorchDispatchMode):
         parents = tuple(self._known[id(t)][1] for t in used)
         out = func(*args, **kwargs)
         outs = tuple(out) if isinstance(out, tuple | list) else (out,)
+        if used and any(isinstance(value, bool | int | float | complex) for value in outs):
+            self.read = name
         if in_place and isinstance(args[0], Tensor):
             self._overwritten(args[0])
         own = self.everywhere or torch.is_grad_enabled()
@@ -164,6 +170,24 @@ class Recorder(TorchDispatchMode):
         """Mark all other names of this memory as unknown from here on."""
         for other in self._memory.get(_memory(tensor), set()) - {id(tensor)}:
             self._add(self._known[other][0], Operation("a write in place", tuple(self._known[other][0].shape)))
+
+
+class _Reads(TorchFunctionMode):
+    """Notice the ways from a tensor's values to Python that no operation stands for."""
+
+    WAYS = ("numpy", "tolist", "__array__", "__dlpack__", "data_ptr")
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in self.WAYS and self._recorder._depends(args[0]):
+            self._recorder.read = name
+        return func(*args, **(kwargs or {}))
 
 
 def _memory(tensor: Tensor) -> int:

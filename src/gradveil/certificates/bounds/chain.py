@@ -1,19 +1,22 @@
 """Read the part of a model before a layer as a chain of known steps, whatever its modules are called.
 
 The forward pass is run once on an example and the operations it performs are written down; those that lie
-between the input and the layer must form one chain of linear maps, poolings and activations.
+between the input and the layer must form one chain of linear maps, poolings and activations. Then the chain is
+compared with the model, on the inputs and on other points of the data range.
 """
 
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import inf, prod
 
 import torch
 from torch import Tensor, nn
 
+from gradveil.certificates.bounds.norms import operator_norm
+from gradveil.certificates.bounds.rounding import Precision, forward_error
 from gradveil.errors import CertificateError
-from gradveil.layers.modules import find_layer
+from gradveil.layers.modules import find_layer, representation
 from gradveil.layers.recorder import Graph, Operation, record
 from gradveil.layers.rules.activations import Pointwise
 from gradveil.layers.rules.arithmetic import Scale
@@ -31,6 +34,7 @@ class StepChain:
     in_shape: Shape
     layer: str
     has_modes: bool  # whether the model has layers that differ between training and eval
+    precision: Precision  # in which the model computes
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return r (N, L) for x (N, *in_shape)."""
@@ -60,13 +64,71 @@ def _label(step: Step) -> str:
     return "conv" if isinstance(named, Convolution) else type(named).__name__.lower()
 
 
-def step_chain(model: nn.Module, layer: str | None, x: Tensor) -> StepChain:
-    """Return the chain before ``layer`` for inputs like x (N, *shape)."""
+def step_chain(model: nn.Module, layer: str | None, x: Tensor, bounds: tuple[float, float] = (0.0, 1.0)) -> StepChain:
+    """Return the chain before ``layer`` for inputs like x (N, *shape); refuse a model that is another function."""
     name = find_layer(model, layer)
-    twin = copy.deepcopy(model).to(torch.float64).eval()
+    twin = copy.deepcopy(model).to(torch.float64)
+    modes = {module: module.training for module in twin.modules()}
     example = x[:1].detach().to(torch.float64).repeat(2, *[1] * (x.ndim - 1))
-    steps = _steps(record(twin, name, example, everywhere=True))
-    return StepChain(tuple(_fold(steps)), tuple(x.shape[1:]), name, has_modes(model))
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        graph = record(twin.eval(), name, example, everywhere=True)
+    if graph.read is not None:
+        raise CertificateError(
+            f"The forward pass reads values that depend on the input ({graph.read!r}: an if, a float(), an array), so "
+            "it may be another function for other inputs. A certificate needs one for all; use kind='local'."
+        )
+    steps = tuple(_fold(_steps(graph)))
+    chain = StepChain(steps, tuple(x.shape[1:]), name, has_modes(model), Precision.of(model, x.dtype))
+    for module, training in modes.items():
+        module.training = training
+    _compare(chain, model, twin, _probes(x.detach(), bounds))
+    return chain
+
+
+def _probes(x: Tensor, bounds: tuple[float, float], count: int = 8) -> Tensor:
+    """Return x and further points of the data range: anywhere, at corners, near x, dark, bright, and grey."""
+    (low, high), rng = bounds, torch.Generator().manual_seed(0)
+    anywhere = torch.rand(count, *x.shape[1:], generator=rng, dtype=torch.float64) * (high - low) + low
+    corners = torch.where(anywhere < (low + high) / 2, low, high)
+    some = x[torch.arange(count) % len(x)].to(torch.float64)
+    scale = 10.0 ** -torch.arange(1, count + 1, dtype=torch.float64).reshape(-1, *[1] * (x.ndim - 1))
+    flat = torch.tensor([low, (low + high) / 2, high], dtype=torch.float64).reshape(-1, *[1] * (x.ndim - 1))
+    others = [anywhere, corners, some + scale * (corners - some), flat.expand(-1, *x.shape[1:])]
+    return torch.cat([x.to(torch.float64), *others])
+
+
+def _compare(chain: StepChain, model: nn.Module, twin: nn.Module, points: Tensor) -> None:
+    """Raise unless the model, and its twin in float64, compute what the chain says: up to their rounding."""
+    norms = [operator_norm(step, inf) for step in chain.steps]
+    own = next((p.dtype for p in model.parameters() if p.is_floating_point()), points.dtype)
+    for computed, dtype, precision in (
+        (twin, torch.float64, Precision.exactly(torch.float64)),
+        (model, own, chain.precision),
+    ):
+        at = points.to(dtype)
+        with torch.random.fork_rng([]):
+            torch.manual_seed(1)  # not as recorded: what is drawn at random must not agree by chance
+            r = representation(computed, chain.layer, at).flatten(1).to(torch.float64)
+        expected = chain(at)
+        allowed, _ = forward_error(chain.steps, norms, at, inf, precision)
+        off = torch.linalg.vector_norm(r - expected, inf, dim=1) if r.shape == expected.shape else allowed * inf
+        if not bool((off <= allowed).all()):
+            raise CertificateError(_differs(model, r, expected))
+
+
+def _differs(model: nn.Module, r: Tensor, expected: Tensor) -> str:
+    if any(module.training for module in model.modules()):
+        return (
+            "The model is in training mode, where batch norm, dropout and the like make it another function than the "
+            "one a certificate is about. Call model.eval() first."
+        )
+    far = f" by up to {float((r - expected).abs().max()):.3g}" if r.shape == expected.shape else ""
+    return (
+        f"The layers that were recorded are not the whole model: on other inputs it computes something else{far} "
+        "(a branch, a state that changes, examples that mix, or randomness). Certify a layer before it, or use "
+        "kind='local'."
+    )
 
 
 def _steps(graph: Graph) -> list[Step]:
@@ -123,21 +185,32 @@ def _join(a: Step, b: Step) -> Step | None:
     first, second = a.operator, b.operator
     if isinstance(second, Scale) and second.source == second.target:
         offset = a.offset * second.one + b.offset
+        terms = a.offset_size * second.one.abs() + b.offset_size
+        more = {"offset": offset, "terms": terms, "joined": a.joined + b.joined + 1}
         if isinstance(first, Scale):
-            return replace(a, operator=replace(first, by=(first.one * second.one)[None]), offset=offset)
+            return replace(a, operator=replace(first, by=(first.one * second.one)[None]), **more)
         factor = _per_channel(second.one, first)
         if factor is None or not isinstance(first, Convolution | Dense):
             return None
         weight = first.weight * factor.reshape(-1, *[1] * (first.weight.ndim - 1))
-        return replace(a, operator=replace(first, weight=weight), offset=offset)
+        return replace(a, operator=replace(first, weight=weight), **more)
     if not isinstance(first, Scale) or first.source != first.target or not isinstance(second, Convolution | Dense):
         return None
     factor = _per_channel(first.one, second)
     if factor is None or (isinstance(second, Convolution) and second.groups > 1):
         return None
-    inner = b.linear(a.offset.expand(a.out_shape).unsqueeze(0))[0]
+    inner, size = (
+        b.linear(t.expand(a.out_shape).unsqueeze(0), absolute)[0]
+        for t, absolute in ((a.offset, False), (a.offset_size, True))
+    )
     weight = second.weight * factor.reshape(1, -1, *[1] * (second.weight.ndim - 2))
-    return replace(b, operator=replace(second, weight=weight), offset=inner + b.offset)
+    return replace(
+        b,
+        operator=replace(second, weight=weight),
+        offset=inner + b.offset,
+        terms=size + b.offset_size,
+        joined=a.joined + b.joined + 1,
+    )
 
 
 def _per_channel(factor: Tensor, beside: Operator) -> Tensor | None:

@@ -1,7 +1,8 @@
 """Interval bounds: what a chain's values and its Jacobian can be while the input stays in a box.
 
-Values by interval arithmetic step by step; slopes of every activation from its interval; the Jacobian as
-[centre - radius, centre + radius], pulled back from the representation to the input with |A| for the radius.
+Values by interval arithmetic step by step, widened by what the model may round; slopes of every activation from
+its interval; the Jacobian as [centre - radius, centre + radius], pulled back from the representation to the input
+with |A| for the radius.
 """
 
 from collections.abc import Iterator
@@ -11,9 +12,10 @@ from math import inf
 import torch
 from torch import Tensor
 
-from gradveil.certificates.base import ROUNDING, Region
+from gradveil.certificates.base import Region
 from gradveil.certificates.bounds.chain import StepChain, is_reshape
 from gradveil.certificates.bounds.norms import operator_norm, spectral
+from gradveil.certificates.bounds.rounding import slack
 from gradveil.errors import CertificateError
 from gradveil.layers.rules.activations import Curve, Interval, Pointwise
 from gradveil.layers.rules.base import Affine, Step
@@ -21,37 +23,48 @@ from gradveil.layers.rules.pooling import MaxPool
 
 
 @singledispatch
-def push(step: Step, lower: Tensor, upper: Tensor) -> Interval:
-    """Return bounds of the step's output (N, *out_shape) while its input lies between the given ones."""
+def exact_range(step: Step, lower: Tensor, upper: Tensor) -> Interval:
+    """Return bounds of the step's exact output (N, *out_shape) while its input lies between the given ones."""
     raise CertificateError(f"No interval bound is known for {type(step).__name__}.")
 
 
-@push.register
+@exact_range.register
 def _(step: Affine, lower: Tensor, upper: Tensor) -> Interval:
     if is_reshape(step):
         return step(lower), step(upper)
     middle, half = (lower + upper) / 2, (upper - lower) / 2
-    centre = step(middle)
-    radius = step.linear(half + ROUNDING * middle.abs(), absolute=True) + ROUNDING * step.offset.abs()
+    centre, radius = step(middle), step.linear(half, absolute=True)
     return centre - radius, centre + radius
 
 
-@push.register
+@exact_range.register
 def _(step: Pointwise, lower: Tensor, upper: Tensor) -> Interval:
-    low, high = step.curve.values(lower, upper)
-    return low - ROUNDING * low.abs(), high + ROUNDING * high.abs()
+    return step.curve.values(lower, upper)
 
 
-@push.register
+@exact_range.register
 def _(step: MaxPool, lower: Tensor, upper: Tensor) -> Interval:
     return step(lower), step(upper)  # monotone in every entry
 
 
+def rounded(chain: StepChain, at: int, bounds: Interval) -> Tensor:
+    """Return how far a computed output of step ``at`` can be from the exact one, its input within the bounds."""
+    lower, upper = bounds
+    return slack(chain.steps[at], torch.maximum(lower.abs(), upper.abs()), chain.precision)
+
+
+def push(chain: StepChain, at: int, bounds: Interval) -> Interval:
+    """Return bounds of what the model computes in step ``at`` while its input lies within the given ones."""
+    low, high = exact_range(chain.steps[at], *bounds)
+    wide = rounded(chain, at, bounds)
+    return low - wide, high + wide
+
+
 def propagate(chain: StepChain, lower: Tensor, upper: Tensor) -> list[Interval]:
-    """Return the bounds before every step, and last those of r itself."""
+    """Return the bounds before every step, and last those of r itself, as the model computes them."""
     bounds = [(lower.to(torch.float64), upper.to(torch.float64))]
-    for step in chain.steps:
-        bounds.append(push(step, *bounds[-1]))
+    for at in range(len(chain.steps)):
+        bounds.append(push(chain, at, bounds[-1]))
     return bounds
 
 
@@ -95,12 +108,31 @@ def _times(centre: Tensor, radius: Tensor, low: Tensor, high: Tensor) -> Interva
 
 def pull_rows(chain: StepChain, bounds: list[Interval], rows: Tensor) -> Interval:
     """Return centre and radius of rowᵀ J (M, d) over the boxes, for rows (M, L)."""
+    *_, (centre, radius) = _pulled(chain, bounds, rows)
+    return centre.flatten(1), radius.flatten(1)
+
+
+def pull_rounding(chain: StepChain, bounds: list[Interval], rows: Tensor) -> Tensor:
+    """Return how far rowᵀ of the computed r can be from rowᵀ of the exact one (M,), over the boxes.
+
+    Step by step the computed value is put in the place of the exact one; what that changes at the end is the Jacobian
+    of the steps after it, between two points of the same box, times the step's own rounding.
+    """
+    total = torch.zeros(len(rows), dtype=torch.float64)
+    for at, (centre, radius) in zip(reversed(range(len(chain.steps))), _pulled(chain, bounds, rows), strict=False):
+        total = total + ((centre.abs() + radius) * rounded(chain, at, bounds[at])).flatten(1).sum(1)
+    return total
+
+
+def _pulled(chain: StepChain, bounds: list[Interval], rows: Tensor) -> Iterator[Interval]:
+    """Yield centre and radius of the rows at r, before the last step, and so on down to the input."""
     shape = chain.steps[-1].out_shape if chain.steps else chain.in_shape
     centre = rows.reshape(len(rows), *shape).to(torch.float64)
     radius = torch.zeros_like(centre)
+    yield centre, radius
     for step, (lower, upper) in zip(reversed(chain.steps), reversed(bounds[:-1]), strict=True):
         centre, radius = pull(step, centre, radius, lower, upper)
-    return centre.flatten(1), radius.flatten(1)
+        yield centre, radius
 
 
 def unit_rows(size: int, chunk: int = 64) -> Iterator[Tensor]:
@@ -219,14 +251,15 @@ def _choose(where: Tensor, a: Line, b: Line) -> Line:
 
 
 def plane(chain: StepChain, bounds: list[Interval], rows: Tensor, depth: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return (M, d) and (M,): a plane above rows·z, z the values after ``depth`` steps (all: r), over the boxes."""
+    """Return (M, d) and (M,): a plane above rows·z over the boxes, z what is computed in ``depth`` steps (all: r)."""
     steps = chain.steps[:depth]
     shape = steps[-1].out_shape if steps else chain.in_shape
     rows = rows.reshape(len(rows), *shape).to(torch.float64)
     constant = rows.new_zeros(len(rows))
-    for step, (lower, upper) in zip(reversed(steps), reversed(bounds[: len(steps)]), strict=True):
-        rows, added = pull_plane(step, rows, lower, upper)
-        constant = constant + added
+    for at in reversed(range(len(steps))):
+        wide = (rows.abs() * rounded(chain, at, bounds[at])).flatten(1).sum(1)
+        rows, added = pull_plane(steps[at], rows, *bounds[at])
+        constant = constant + added + wide
     return rows.flatten(1), constant
 
 
@@ -234,7 +267,7 @@ def tighten(chain: StepChain, region: Region, chunk: int = 512) -> list[Interval
     """Return the bounds before every step and of r over one region: intervals made tighter by planes."""
     bounds: list[Interval] = [(region.lower, region.upper)]
     for depth, step in enumerate(chain.steps, start=1):
-        low, high = push(step, *bounds[-1])
+        low, high = push(chain, depth - 1, bounds[-1])
         needs = depth == len(chain.steps) or isinstance(chain.steps[depth], Pointwise | MaxPool)
         if needs and isinstance(step, Affine) and not is_reshape(step):
             above, below = _extremes(chain, region, bounds, depth, chunk)

@@ -15,6 +15,7 @@ from gradveil.layers.rules.base import Call, Edges, Step, Walked, plain, rule, w
 aten = torch.ops.aten
 Map = Callable[[Tensor], Tensor]
 Interval = tuple[Tensor, Tensor]  # lower and upper ends, of one shape
+SLOPE_ROUNDING = 2e-15  # of a derivative computed in float64: where it is nearly 0, terms of size 1 cancel
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Curve:
     turns: tuple[float, ...] = ()  # where the function changes direction
     slope_turns: tuple[float, ...] = ()  # where the derivative does, jumps aside
     shape: str = "general"  # "convex", "s-shaped" (convex below 0, concave above) or "general"
+    unit: float | None = None  # size of the numbers a computed value is a sum of, beside it and x; None: no rounding
+    off: float = 0.0  # how far a model's own values may lie from the curve
 
     def values(self, lower: Tensor, upper: Tensor) -> Interval:
         """Return the least and the largest value between ``lower`` and ``upper``."""
@@ -40,7 +43,10 @@ class Curve:
     def slopes(self, lower: Tensor, upper: Tensor) -> Interval:
         """Return the least and the largest slope between ``lower`` and ``upper``."""
         left, right = (_range(lower, upper, f, self.slope_turns) for f in (self.slope_left, self.slope_right))
-        return torch.minimum(left[0], right[0]), torch.maximum(left[1], right[1])
+        low, high = torch.minimum(left[0], right[0]), torch.maximum(left[1], right[1])
+        if not self.unit:
+            return low, high  # pieces of lines: exact
+        return low - SLOPE_ROUNDING * (1 + low.abs()), high + SLOPE_ROUNDING * (1 + high.abs())
 
     def steepest(self) -> float:
         """Return the largest absolute slope anywhere: the Lipschitz constant in every p-norm."""
@@ -143,7 +149,7 @@ def _walked(layer: nn.Module, x: Tensor) -> Walked:
 
 
 def _smooth(name: str, f: Map, df: Map, turns: tuple[float, ...], slope_turns: tuple[float, ...], shape: str) -> Curve:
-    return Curve(name, f, df, df, turns, slope_turns, shape)
+    return Curve(name, f, df, df, turns, slope_turns, shape, unit=1.0)
 
 
 def _step(x: Tensor, at: float, above: float, below: float, right: bool) -> Tensor:
@@ -160,6 +166,7 @@ def _leaky(slope: float, name: str = "leaky_relu") -> Curve:
         lambda x: _step(x, 0.0, 1.0, slope, right=True),
         shape="convex" if slope <= 1 else "general",
         turns=(0.0,) if slope < 0 else (),
+        unit=0.0 if slope else None,
     )
 
 
@@ -170,27 +177,44 @@ def _hardtanh(low: float, high: float) -> Curve:
         return ((x >= low) & (x <= high)).to(x.dtype)
 
     # A point strictly inside stands for the middle part, so that an interval around all of it sees slope 1.
-    return Curve("hardtanh", lambda x: x.clamp(low, high), slope, slope, slope_turns=((low + high) / 2,))
+    # The ends of the range are rounded with the model: a rounding of that size.
+    middle = (low + high) / 2
+    return Curve("hardtanh", lambda x: x.clamp(low, high), slope, slope, slope_turns=(middle,), unit=0.0)
 
 
-def _softplus(beta: float, threshold: float) -> Curve:
-    """Return log(1 + exp(beta x)) / beta."""
-    return _smooth(
-        "softplus", lambda x: F.softplus(x, beta, threshold), lambda x: torch.sigmoid(beta * x), (), (), "convex"
+def _softplus(beta: float, threshold: float) -> Curve | None:
+    """Return log(1 + exp(beta x)) / beta. Above the threshold torch returns x itself: off by the jump there."""
+    if beta <= 0:
+        return None
+    return Curve(
+        "softplus",
+        lambda x: torch.logaddexp(torch.zeros_like(x), beta * x) / beta,
+        lambda x: torch.sigmoid(beta * x),
+        lambda x: torch.sigmoid(beta * x),
+        shape="convex",
+        unit=1 / beta,
+        off=float(F.softplus(torch.tensor(-threshold, dtype=torch.float64), threshold=1e3)) / beta,
     )
 
 
-def _elu(alpha: float, scale: float, input_scale: float) -> Curve | None:
-    """Return x above 0 and alpha (exp(x) - 1) below."""
-    if (scale, input_scale) != (1, 1):
+def _elu(alpha: float, scale: float = 1.0, input_scale: float = 1.0) -> Curve | None:
+    """Return scale x above 0 and scale alpha (exp(input_scale x) - 1) below: ELU, CELU and SELU."""
+    if scale <= 0 or input_scale <= 0:
         return None
+    steep = scale * alpha * input_scale  # the slope just below 0
+
+    def below(x: Tensor) -> Tensor:
+        return steep * torch.exp(input_scale * x.clamp(max=0))
+
     return Curve(
         "elu",
-        lambda x: F.elu(x, alpha),
-        lambda x: torch.where(x > 0, torch.ones_like(x), alpha * torch.exp(x.clamp(max=0))),
-        lambda x: torch.where(x >= 0, torch.ones_like(x), alpha * torch.exp(x.clamp(max=0))),
+        lambda x: torch.where(x > 0, scale * x, scale * alpha * torch.expm1(input_scale * x.clamp(max=0))),
+        lambda x: torch.where(x > 0, torch.full_like(x, scale), below(x)),
+        lambda x: torch.where(x >= 0, torch.full_like(x, scale), below(x)),
+        turns=(0.0,) if alpha < 0 else (),
         slope_turns=(0.0,),
-        shape="convex" if alpha <= 1 else "general",
+        shape="convex" if 0 <= steep <= scale else "general",
+        unit=scale * max(abs(alpha), 1.0),
     )
 
 
@@ -219,8 +243,14 @@ activation("softplus", _backward(aten.softplus_backward), _softplus, beta=1, thr
 activation("silu", _backward(aten.silu_backward), lambda: SILU)
 activation("gelu", _gelu_slopes, lambda kind: GELU if kind == "none" else None, approximate="none")
 activation("elu", _elu_slopes, _elu, alpha=1, scale=1, input_scale=1)
-activation("celu", lambda call, alpha: _elu_slopes(call, alpha, 1, 1 / alpha), alpha=1.0)
-activation("selu", lambda call: _elu_slopes(call, 1.6732632423543772, 1.0507009873554805))  # Klambauer et al. 2017
+activation(
+    "celu",
+    lambda call, alpha: _elu_slopes(call, alpha, 1, 1 / alpha),
+    lambda alpha: _elu(alpha, 1.0, 1 / alpha),
+    alpha=1.0,
+)
+SELU = (1.6732632423543772, 1.0507009873554805)  # Klambauer et al. 2017
+activation("selu", lambda call: _elu_slopes(call, *SELU), lambda: _elu(*SELU))
 activation("mish", _backward(aten.mish_backward))
 activation("hardswish", _backward(aten.hardswish_backward))
 activation("hardsigmoid", _backward(aten.hardsigmoid_backward))

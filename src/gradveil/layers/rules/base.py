@@ -106,6 +106,13 @@ class Affine(Step):
 
     operator: Operator  # A
     offset: Tensor  # broadcasts to out_shape
+    terms: Tensor | None = None  # sizes of the terms whose sum the offset is, added up; None: it is one term
+    joined: int = 0  # how many diagonal maps were folded into this one
+
+    @property
+    def offset_size(self) -> Tensor:
+        """What the rounding of the offset is relative to."""
+        return self.offset.abs() if self.terms is None else self.terms
 
     def linear(self, x: Tensor, absolute: bool = False) -> Tensor:
         """Return A x, or |A| x with the absolute value of every entry of A."""

@@ -1,18 +1,32 @@
 """Batch norm with fixed statistics, and dropout with a given mask: a scaling each."""
 
+from dataclasses import replace
+
 from torch import Tensor
 
-from gradveil.layers.rules.arithmetic import scaled
-from gradveil.layers.rules.base import Call, Edges, affine, rule, wide
+from gradveil.layers.rules.arithmetic import Scale, scaled
+from gradveil.layers.rules.base import Affine, Call, Edges, affine, rule, wide
 
 
-@rule("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", step=affine)
+def _batch_norm_step(call: Call, edges: Edges) -> Affine | None:
+    """Return the step with the sizes of both terms of its offset, bias - factor x mean: they may cancel."""
+    step = affine(call, edges)
+    if step is None:
+        return None
+    _, _, bias, mean = call.args[:4]
+    assert isinstance(step.operator, Scale)
+    shape = (-1, *[1] * (len(step.out_shape) - 1))
+    terms = (step.operator.one * mean.view(shape)).abs()
+    return replace(step, terms=terms if bias is None else terms + bias.view(shape).abs())
+
+
+@rule("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", step=_batch_norm_step)
 def _batch_norm(call: Call) -> Edges | None:
     _, weight, bias, mean, var, training, _, eps = call.args
     return None if training else _normalised(call, weight, bias, mean, var, eps)
 
 
-@rule("_native_batch_norm_legit_no_training", "_batch_norm_no_update", step=affine)
+@rule("_native_batch_norm_legit_no_training", "_batch_norm_no_update", step=_batch_norm_step)
 def _batch_norm_eval(call: Call) -> Edges | None:
     _, weight, bias, mean, var, _, eps = call.args
     return _normalised(call, weight, bias, mean, var, eps)
