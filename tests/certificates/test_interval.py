@@ -127,7 +127,11 @@ def test_the_box_constant_bounds_every_jacobian_in_the_box_and_is_exact_for_a_po
             constant = box_lipschitz(chain, wide, p)
             sizes = [float(torch.linalg.matrix_norm(jacobian(chain, z), p)) for z in points[:6]]
             assert max(sizes) <= constant * (1 + 1e-9)
-            assert constant <= slope_product(chain, wide, p) <= lipschitz([operator_norm(s, p) for s in chain.steps]) * (1 + 1e-9)
+            assert (
+                constant
+                <= slope_product(chain, wide, p)
+                <= lipschitz([operator_norm(s, p) for s in chain.steps]) * (1 + 1e-9)
+            )
             at_x = float(torch.linalg.matrix_norm(jacobian(chain, x[0].double()), p))
             assert box_lipschitz(chain, point, p) == pytest.approx(at_x, rel=1e-6, abs=1e-9)
 

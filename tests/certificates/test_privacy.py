@@ -74,8 +74,11 @@ def test_the_accountants_agree_and_the_profile_gives_the_closed_form() -> None:
     training = GaussianTraining(2.0, 1.0, 4)
     assert training.epsilon(1e-5, "pld") <= training.epsilon(1e-5, "rdp") * 1.001
     nearly = GaussianTraining(2.0, 1 - 1e-9, 4)  # sampled in name only: the profile against the closed form
-    for guess in (0.01, 0.1):
+    for guess in (0.01, 0.9):  # for a likely guess the best ε is below 0
         assert nearly.reconstruction(guess) == pytest.approx(training.reconstruction(guess), rel=0.02)
+    stated = " ".join(nearly.reconstruction(0.01).assumptions)
+    assert "Adjacency" in stated
+    assert "Side knowledge" in stated
     sampled = GaussianTraining(2.0, 0.05, 4)
     assert 0.01 < sampled.reconstruction(0.01) < training.reconstruction(0.01)
 

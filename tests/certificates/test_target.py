@@ -34,6 +34,26 @@ def test_it_is_the_first_share_that_reaches_the_target(kind: str, p: float, mode
         )
 
 
+@pytest.mark.parametrize("seed", [7, 28])
+def test_a_share_that_is_returned_reaches_the_target_for_every_example_at_once(seed: int) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(8, 10), nn.ReLU(), nn.Linear(10, 2)).double()
+    x = torch.rand(3, 8, generator=rng, dtype=torch.float64)
+    r = representation(net, "2", x)
+    order = zeroing_order(r, leak_scores(net, "2", x))
+    at = torch.stack([certify(net, "2", x, zeroed(r, order, k), 2, "reach").to_mse() for k in range(1, 11)])
+    undone = 0
+    for part in (0.25, 0.75, 0.9):
+        target = part * float(at[at < inf].max())
+        done = [k for k in range(1, 11) if (at[k - 1] >= target).all()]
+        assert smallest_share(net, "2", x, target, "reach") == (done[0] / 10 if done else None)
+        firsts = [next((k for k in range(10) if at[k, i] >= target), None) for i in range(3)]
+        undone += None not in firsts and not (at[max(firsts)] >= target).all()  # type: ignore[type-var]
+    assert undone  # each example has a share of its own, and the largest of these is not one for all
+
+
 def test_the_darkest_image_decides_for_all() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(8, 2))
     x = torch.tensor([[1.0] * 8, [0.5] * 8]).reshape(2, 1, 2, 4)

@@ -118,7 +118,7 @@ def test_the_verdicts_follow_from_the_rows() -> None:
     assert [line["rounds"] for line in table] == [10, 10, 600]
     assert table[1]["F - F*"] == "0.0000"
     assert table[2]["lowest loss (round)"] == "0.4600 (200)"
-    assert table[0]["theorem A"].endswith("+ 0")
+    assert table[0]["theorem A (estimate)"].endswith("+ 0")
     assert float(table[1]["printed bound"]) > 1e6
 
 

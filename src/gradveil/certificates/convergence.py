@@ -99,7 +99,8 @@ def theorem_a(
 
     κ/(γ+T) (4(Q′ + C′)/μ + (μγ/2) ||W_0 - W*||²) + (8/3) κ δ_b²/μ with
     Q′ = Σ p_k² (σ_k + δ)² + (17/16)(6LΓ + 8(I-1)² G′²) + δ_b², C′ = (4/K) I² G′².
-    ``bias`` is δ_b, at most δ = Λρ (the default); ``gradient`` is G′, by default G: zeroing makes no gradient longer
+    ``bias`` is δ_b, at every iterate, at most δ = Λρ (the default); with the largest one seen at some iterates the
+    figure is an estimate. ``gradient`` is G′, by default G: zeroing makes no gradient longer
     where G comes from ||∂l/∂b|| ||r||.
     """
     delta_b = c.error if bias is None else bias
@@ -114,10 +115,11 @@ def theorem_a(
 
 
 def theorem_b(c: Constants, steps: int, gap: float, variance: float, bias: float | None = None) -> Bound:
-    """Return theorem B: one local step (I = 1), a sharper floor.
+    """Return theorem B: one local step (I = 1), every batch drawn afresh; a sharper floor.
 
     δ_b²/(2μ) + max(2κV/μ, γ (F(W_0) - F*)) / (γ+T), γ = 8κ; ``gap`` is F(W_0) - F*, ``variance`` V bounds the
-    variance of the averaged defended gradient (G′²/K for K sampled devices).
+    variance of the averaged defended gradient (G′²/K for K sampled devices). An epoch that is shuffled and dealt out in
+    batches does not draw afresh: given the batches before, the mean of the next is not the mean over the data.
     """
     delta_b = c.error if bias is None else bias
     gamma = c.gamma(1)

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import log
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from scipy.optimize import brentq
 from torch import Generator, Tensor, nn
 from torch.func import functional_call, grad, jvp, vjp, vmap
 
@@ -95,17 +97,20 @@ def _live(seen: Observation, name: str, like: Tensor) -> Tensor:
 
 
 def bayes_mse(information: Tensor, prior: GaussianPrior) -> float:
-    """Return tr((F + Λ)⁻¹) / n for the information F (n, n) and a Gaussian prior of precision Λ = Σ⁻¹ per example.
+    """Return tr((F + Λ)⁻¹) / n for the information F (n, n) and a Gaussian prior of precision Λ = Σ⁻¹ per example."""
+    return float(posterior(information, prior).trace() / len(information))
 
-    As tr(Σ (I + Σ^½ F Σ^½)⁻¹), which stays well conditioned where F is nearly singular.
-    """
+
+def posterior(information: Tensor, prior: GaussianPrior) -> Tensor:
+    """Return (F + Λ)⁻¹ (n, n), as Σ^½ (I + Σ^½ F Σ^½)⁻¹ Σ^½: well conditioned where F is nearly singular."""
     values, vectors = torch.linalg.eigh(prior.covariance().to(information))
     root = (vectors * values.clamp_min(0).sqrt()) @ vectors.T
     n, d = len(information), len(root)
     roots = torch.block_diag(*[root] * (n // d))
     factor = torch.linalg.cholesky(torch.eye(n).to(information) + roots @ information @ roots)
     solved = torch.linalg.solve_triangular(factor, roots, upper=False)
-    return float(solved.square().sum() / n)
+    inverse: Tensor = solved.T @ solved
+    return inverse
 
 
 def probed_mse(
@@ -113,8 +118,9 @@ def probed_mse(
 ) -> float:
     """Return the same trace by Hutchinson probes and conjugate gradients, without forming any matrix.
 
-    Preconditioned by Σ and started at 0, zᵀx_k rises to zᵀ(F + Λ)⁻¹z: stopped early it errs low, so that it never
-    overstates protection. ``information`` maps rows (M, n) to F v, for the unknowns x (n,).
+    Preconditioned by Σ and started at 0, zᵀx_k rises to zᵀ(F + Λ)⁻¹z: stopped early each probe errs low. The mean of
+    few probes is an estimate all the same, too high by up to ``overstated``. ``information`` maps rows (M, n) to F v,
+    for the unknowns x (n,).
     """
     d = len(prior.mean)
     factor = prior.factor.to(x)
@@ -143,6 +149,17 @@ def probed_mse(
     return float((z * found).sum(1).mean() / len(x))
 
 
+def overstated(probes: int, chance: float = 0.05) -> float:
+    """Return the factor by which the mean of so many probes exceeds the trace with no more than the given chance.
+
+    For A >= 0 and random signs z, E exp(s zᵀAz) is at most what it is for Gaussian z, and that at most
+    (1 - 2 s tr A)^(-1/2); by Chernoff the mean of m probes is above c tr A with a chance of at most
+    exp(-(m/2) (c - 1 - log c)). No assumption on A.
+    """
+    wanted = 2 * log(1 / chance) / probes
+    return float(brentq(lambda c: c - 1 - log(c) - wanted, 1.0, 3 + 2 * wanted))
+
+
 EXACT = 1024  # unknowns up to which the Jacobian is written out
 ASSUMPTIONS = (
     "The update is replaced by its linearisation at the true input.",
@@ -158,8 +175,9 @@ class Leak:
     """What an update gives away, to first order."""
 
     mse: float  # Bayesian Cramér-Rao: below it no server gets, on average, under the assumptions
-    prior_mse: float  # the same before anything was sent
+    prior_mse: float  # the same before anything was sent: never less
     unknowns: int
+    low: float | None = None  # where ``mse`` is an estimate by probes: at 95 % the true figure is at least this
     rank: int | None = None  # of K; None where only products with K were formed
     singular_values: Tensor | None = None  # of K, falling
     influence: float | None = None  # mean squared error of the least-squares server, no prior; inf below full rank
@@ -191,8 +209,12 @@ def leak_meter(
     if n > exact_limit:
         rng = rng or torch.Generator().manual_seed(0)
         mse = probed_mse(system.information, prior, system.x, probes, steps, rng)
-        how = f"Hutchinson with {probes} probes, conjugate gradients with up to {steps} steps (errs low)"
-        return Leak(mse, before, n, how=how)
+        factor = overstated(probes)
+        how = (
+            f"estimate: Hutchinson with {probes} probes, conjugate gradients with up to {steps} steps; at 95 % between "
+            f"{mse / factor:.3g} (a factor of {factor:.2f}) and {before:.3g}, the figure before anything was sent"
+        )
+        return Leak(mse, before, n, mse / factor, how=how)
     jacobian = system.jacobian()
     return _exact(system, jacobian, prior, before)
 
@@ -202,18 +224,6 @@ def several_rounds(seen: Sequence[Observation], truth: Batch, prior: GaussianPri
     total = sum(information(equations(s, truth, floor)) for s in seen)
     assert isinstance(total, Tensor)
     return bayes_mse(total, prior)
-
-
-def averaged(
-    seen: Sequence[Observation], truths: Sequence[Batch], prior: GaussianPrior, *, floor: float = 1e-3
-) -> float:
-    """Return the van Trees bound with the information averaged over inputs before it is inverted.
-
-    With inputs drawn from the prior itself and real noise this is a lower bound for every estimator, free of the
-    linearisation; the mean of single figures is never below it (tr A⁻¹ is convex).
-    """
-    parts = [information(equations(s, t, floor)) for s, t in zip(seen, truths, strict=True)]
-    return bayes_mse(torch.stack(parts).mean(0), prior)
 
 
 def information(system: SeenNumbers) -> Tensor:
@@ -241,4 +251,4 @@ def _exact(system: SeenNumbers, jacobian: Tensor, prior: GaussianPrior, before: 
     influence = float((pushed / sizes**4).sum() / n) if rank == n else float("inf")
     floor = float(pushed.sum() / sizes[0].clamp_min(1e-300) ** 4 / n)
     how = f"exact Jacobian, {len(jacobian)} numbers seen for {n} unknowns"
-    return Leak(mse, before, n, rank, sizes, influence, floor, how)
+    return Leak(mse, before, n, None, rank, sizes, influence, floor, how)

@@ -18,6 +18,19 @@ Accountant = Literal["pld", "rdp", "opacus"]
 GRID = 100  # values of ε that are tried
 
 
+class Chance(float):
+    """A probability of reconstruction, with the sentences that it rests on."""
+
+    assumptions: tuple[str, ...] = (
+        "Adjacency: one example is put in or left out. Where the server knows how many there are, so that another one "
+        "stands in its place, an update moves by up to 2 C, not C: halve the noise multiplier.",
+        "Side knowledge: the server may know the model, every other example and every noised sum; the chance of a "
+        "blind guess is the one it has with all of that, without this example's part.",
+        "Every example is clipped to norm C on its own; a step's batch holds each with the sampling rate, "
+        "independently of the others (Poisson), or all of them; the noise is fresh in every step.",
+    )
+
+
 @dataclass(frozen=True)
 class GaussianTraining:
     """DP-SGD seen from outside: every step clips each example to norm C and adds noise of ``noise`` x C to the sum."""
@@ -55,19 +68,24 @@ class GaussianTraining:
         found: float = self._accountant(accountant).get_epsilon(delta)
         return found
 
-    def reconstruction(self, guess: float) -> float:
-        """Return the chance γ of a reconstruction that blind guessing reaches with chance ``guess``.
+    def reconstruction(self, guess: float) -> "Chance":
+        """Return the chance γ of a reconstruction that blind guessing reaches with chance ``guess``, with its grounds.
 
         Without sampling the Gaussian closed form, which is exact; with it the least of e^ε κ + δ(ε) over the whole
-        privacy profile, which is as good as any test by duality.
+        privacy profile, negative ε included, which is as good as any test by duality.
         """
         _check(guess)
         if self.sampling_rate == 1:
-            return rero_gaussian(guess, 1 / self.noise, self.steps)
+            return Chance(rero_gaussian(guess, 1 / self.noise, self.steps))
         accountant = self._accountant("pld")
-        highest = -log(guess)  # beyond it e^ε κ exceeds 1
-        profile = [highest * i / GRID for i in range(GRID)]
-        return min(rero(guess, epsilon, float(accountant.get_delta(epsilon))) for epsilon in profile)
+
+        def at(epsilon: float) -> float:
+            return rero(guess, epsilon, float(accountant.get_delta(epsilon)))
+
+        # Above -log κ, e^ε κ exceeds 1; δ(ε) >= 1 - e^ε, so that far below 0 nothing beats ε = 0.
+        lowest, highest = log(max(1 - at(0.0), 1e-9) / (1 - guess)), -log(guess)
+        profile = [lowest + (highest - lowest) * i / GRID for i in range(GRID)]
+        return Chance(min(map(at, [0.0, *profile])))
 
     def _by_opacus(self, delta: float) -> float:
         try:

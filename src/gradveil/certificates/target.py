@@ -43,17 +43,26 @@ def smallest_share(
     method: str = "auto",
     bounds: tuple[float, float] = (0.0, 1.0),
 ) -> float | None:
-    """Return the smallest share whose certificate of that kind reaches the target for every example; None: no share.
+    """Return a share at which the certificate of that kind reaches the target for every example; None: found none.
 
     Entries are zeroed in the order of the paper's score, those that are zero already left out. For ``local``,
-    ``global`` and ``box`` the answer is exact to one entry (a multiple of 1/L); ``radius`` and ``reach`` are tried
-    in steps of one hundredth.
+    ``global`` and ``box`` it is the smallest, exact to one entry (a multiple of 1/L). ``radius`` and ``reach`` need not
+    grow with the share: of the steps of one hundredth it is the first that does it for all examples at once. Whatever
+    the kind, the share that is returned was certified itself.
     """
     name = find_layer(model, layer)
     r = representation(model, name, x).flatten(1)  # (N, L)
     order = zeroing_order(r, leak_scores(model, name, x, method))
     needed = needed_counts(model, name, x, r, order, target_mse, kind, p, bounds=bounds)
-    return int(needed.counts.max()) / needed.length if needed.reachable else None
+    if target_mse <= 0 or not needed.reachable:
+        return None if target_mse > 0 else 0.0
+    r, order, least = r.detach().cpu(), order.cpu(), int(needed.counts.max())
+    tried = range(least, needed.length + 1) if kind in PROPORTIONAL else _grid(needed.length)
+    for count in (c for c in tried if c >= least):
+        found = certify(model, name, x, zeroed(r, order, count), p, kind, bounds=bounds)
+        if bool((found.to_mse() >= target_mse).all()):
+            return count / needed.length
+    return None
 
 
 def needed_counts(
@@ -118,15 +127,19 @@ def _distances(exact: Tensor, r: Tensor, order: Tensor, p: float) -> Tensor:
     return (found - 2 * ROUNDING * norm(exact, p)[:, None]).clamp_min(0)
 
 
+def _grid(length: int) -> list[int]:
+    """Return the counts of entries that are tried: in steps of one hundredth."""
+    return sorted({max(1, round(step / GRID * length)) for step in range(1, GRID + 1)})
+
+
 def _by_search(problem: Problem, r: Tensor, order: Tensor, target: float, kind: Kind) -> Tensor:
     """Return the first count (N,) of a grid of shares whose certificate reaches the target; L + 1 where none does."""
     length = r.shape[1]
     found = torch.full((len(r),), length + 1)
-    for step in range(1, GRID + 1):
+    for count in _grid(length):
         open_ = (found > length).nonzero()[:, 0]
         if not len(open_):
             break
-        count = max(1, round(step / GRID * length))
         changed = zeroed(r[open_], order[open_], count)
         bound = certify(problem.model, problem.layer, problem.x[open_], changed, problem.p, kind, bounds=problem.bounds)
         found[open_[bound.to_mse() >= target]] = count

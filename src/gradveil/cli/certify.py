@@ -144,7 +144,9 @@ def _leak_table(leaks: "list[list[ServerLeak]]") -> Table:
         values = torch.tensor([m.leak.mse for m in mine])
         first = mine[0].leak
         rank = "-" if first.rank is None else f"{min(m.leak.rank or 0 for m in mine)} of {first.unknowns}"
-        table.add_row(name, _span(values), f"{first.prior_mse:.3g}", rank, mine[0].why)
+        lows = [m.leak.low for m in mine if m.leak.low is not None]
+        value = _span(values) + (f" (estimate; at 95 % {min(lows):.3g} or more)" if lows else "")
+        table.add_row(name, value, f"{first.prior_mse:.3g}", rank, mine[0].why)
     if not any(leaks):
         table.add_row("-", "-", "-", "-", "No server that knows this defence can be metered.")
     return table
@@ -170,8 +172,9 @@ def as_json(found: dict[str, Any]) -> dict[str, Any]:
     leaks = [
         [
             {
-                "server": m.server, "why": m.why, "mse": m.leak.mse, "before": m.leak.prior_mse, "rank": m.leak.rank,
-                "unknowns": m.leak.unknowns, "how": m.leak.how, "assumptions": list(m.leak.assumptions),
+                "server": m.server, "why": m.why, "mse": m.leak.mse, "low": m.leak.low, "before": m.leak.prior_mse,
+                "rank": m.leak.rank, "unknowns": m.leak.unknowns, "how": m.leak.how,
+                "assumptions": list(m.leak.assumptions),
             }
             for m in one
         ]

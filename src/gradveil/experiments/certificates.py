@@ -141,14 +141,20 @@ def _certificate_row(defense: str, one: LayerCertificate) -> Row:
 
 def _meter_rows(scene: Scene, defense: str) -> list[Row]:
     """Return the mean reading per server over the attacked clients."""
-    readings: dict[str, list[float]] = {}
+    readings: dict[str, list[Leak]] = {}
     for victim in scene.victims[:MOST]:
         rng = scene.seeds("defense", defense, "first", victim)
         truth, classes = scene.held_by(victim), scene.dataset.num_classes
         for one in metered(scene.model, truth, scene.defenses[defense], classes, rng, scene.public.prior):
-            readings.setdefault(one.server, []).append(one.leak.mse)
-    said = "No server gets under this on average, to first order."
-    return [_meter_row(defense, server, math.fsum(values) / len(values), said) for server, values in readings.items()]
+            readings.setdefault(one.server, []).append(one.leak)
+    rows = []
+    for server, leaks in readings.items():
+        mse, low = (math.fsum(v) / len(leaks) for v in ([k.mse for k in leaks], [k.low or k.mse for k in leaks]))
+        said = "No server gets under this on average, to first order."
+        if low < mse:
+            said += f" Estimated by random probes: at 95 % the figure is at least {low:.3g}."
+        rows.append(_meter_row(defense, server, mse, said))
+    return rows
 
 
 def _meter_row(defense: str, server: str, mse: float | None, says: str) -> Row:

@@ -186,14 +186,14 @@ def _join(a: Step, b: Step) -> Step | None:
     if isinstance(second, Scale) and second.source == second.target:
         offset = a.offset * second.one + b.offset
         terms = a.offset_size * second.one.abs() + b.offset_size
-        more = {"offset": offset, "terms": terms, "joined": a.joined + b.joined + 1}
+        a = replace(a, offset=offset, terms=terms, joined=a.joined + b.joined + 1)
         if isinstance(first, Scale):
-            return replace(a, operator=replace(first, by=(first.one * second.one)[None]), **more)
+            return replace(a, operator=replace(first, by=(first.one * second.one)[None]))
         factor = _per_channel(second.one, first)
         if factor is None or not isinstance(first, Convolution | Dense):
             return None
         weight = first.weight * factor.reshape(-1, *[1] * (first.weight.ndim - 1))
-        return replace(a, operator=replace(first, weight=weight), **more)
+        return replace(a, operator=replace(first, weight=weight))
     if not isinstance(first, Scale) or first.source != first.target or not isinstance(second, Convolution | Dense):
         return None
     factor = _per_channel(first.one, second)

@@ -129,7 +129,8 @@ def _growth(step: Step, p: float, precision: Precision) -> float:
     if not isinstance(step, Affine) or isinstance(step.operator, Move):
         return 0.0
     columns, rows = (operator_norm(step, q).value for q in (1, inf))
-    return _share(step, precision) * (columns ** (1 / p) * rows ** (1 - 1 / p))  # of |A|, between its 1- and inf-norm
+    size: float = columns ** (1 / p) * rows ** (1 - 1 / p)  # of |A|, between its 1- and inf-norm
+    return _share(step, precision) * size
 
 
 def forward_error(

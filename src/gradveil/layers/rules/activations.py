@@ -33,6 +33,7 @@ class Curve:
     turns: tuple[float, ...] = ()  # where the function changes direction
     slope_turns: tuple[float, ...] = ()  # where the derivative does, jumps aside
     shape: str = "general"  # "convex", "s-shaped" (convex below 0, concave above) or "general"
+    smooth: bool = False  # whether the derivative is continuous
     unit: float | None = None  # size of the numbers a computed value is a sum of, beside it and x; None: no rounding
     off: float = 0.0  # how far a model's own values may lie from the curve
 
@@ -149,7 +150,7 @@ def _walked(layer: nn.Module, x: Tensor) -> Walked:
 
 
 def _smooth(name: str, f: Map, df: Map, turns: tuple[float, ...], slope_turns: tuple[float, ...], shape: str) -> Curve:
-    return Curve(name, f, df, df, turns, slope_turns, shape, unit=1.0)
+    return Curve(name, f, df, df, turns, slope_turns, shape, smooth=True, unit=1.0)
 
 
 def _step(x: Tensor, at: float, above: float, below: float, right: bool) -> Tensor:
@@ -192,6 +193,7 @@ def _softplus(beta: float, threshold: float) -> Curve | None:
         lambda x: torch.sigmoid(beta * x),
         lambda x: torch.sigmoid(beta * x),
         shape="convex",
+        smooth=True,
         unit=1 / beta,
         off=float(F.softplus(torch.tensor(-threshold, dtype=torch.float64), threshold=1e3)) / beta,
     )
@@ -214,6 +216,7 @@ def _elu(alpha: float, scale: float = 1.0, input_scale: float = 1.0) -> Curve | 
         turns=(0.0,) if alpha < 0 else (),
         slope_turns=(0.0,),
         shape="convex" if 0 <= steep <= scale else "general",
+        smooth=steep == scale,
         unit=scale * max(abs(alpha), 1.0),
     )
 
