@@ -30,7 +30,7 @@ deploy: $(STAMP)
 	$(BIN)/pytest -q -m deploy -p no:xdist
 
 faults: $(STAMP)
-	GRADVEIL_TRIPLES=10000 $(BIN)/pytest -q -n $(WORKERS) --dist worksteal --timeout 3600 tests/certificates/test_sound.py
+	GRADVEIL_TRIPLES=3000 $(BIN)/pytest -q -n $(WORKERS) --dist worksteal --timeout 3600 tests/certificates/test_sound.py
 
 check: lint types imports lengths house fast
 

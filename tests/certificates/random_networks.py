@@ -10,8 +10,8 @@ from torch.nn.utils.parametrizations import weight_norm
 Layer = Callable[[], nn.Module]
 ACTIVATIONS: tuple[Layer, ...] = (
     nn.ReLU, nn.Sigmoid, nn.Tanh, nn.LeakyReLU, nn.Softplus, nn.ELU, nn.GELU, nn.SiLU, nn.Hardtanh,
-    nn.ReLU6, nn.SELU, partial(nn.CELU, 0.5), partial(nn.ELU, -0.5), partial(nn.ELU, 2.0), partial(nn.Softplus, 2.0, 40),
-    partial(nn.LeakyReLU, -0.5), partial(nn.LeakyReLU, 1.5),
+    nn.ReLU6, nn.SELU, partial(nn.CELU, 0.5), partial(nn.ELU, -0.5), partial(nn.ELU, 2.0),
+    partial(nn.Softplus, 2.0, 40), partial(nn.LeakyReLU, -0.5), partial(nn.LeakyReLU, 1.5),
 )  # fmt: skip
 
 

@@ -130,6 +130,12 @@ def test_faulty_calls_are_refused_in_one_line(model: nn.Module, batch: Batch) ->
         ("3 inputs and 2 representations", CertificateError, {"r_perturbed": r[:2]}),
         ("takes 64 numbers per example; r_perturbed has 60", CertificateError, {"r_perturbed": r[:, :60]}),
         ("outside the data range", CertificateError, {"bounds": (0.0, 0.5)}),
+        ("has no end", CertificateError, {"bounds": (0.0, inf)}),
+        ("Inputs are torch.int64; a distance needs real numbers", CertificateError, {"x": batch.inputs.long()}),
+        ("Representations are torch.int64", CertificateError, {"r_perturbed": r.long()}),
+        ("NaN or infinite", CertificateError, {"r_perturbed": r + torch.nan}),
+        ("0 or more", CertificateError, {"kind": "residual", "residual": -1.0}),
+        ("0 or more", CertificateError, {"kind": "residual", "residual": torch.nan}),
     ]:
         arguments = {"model": model, "layer": "5", "x": batch.inputs, "r_perturbed": r, "p": 2} | call
         with pytest.raises(error, match=says):

@@ -12,11 +12,12 @@ from math import inf, prod
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from gradveil.certificates.bounds.norms import operator_norm
 from gradveil.certificates.bounds.rounding import Precision, forward_error
 from gradveil.errors import CertificateError
-from gradveil.layers.modules import find_layer, representation
+from gradveil.layers.modules import copied_buffers, find_layer, input_of
 from gradveil.layers.recorder import Graph, Operation, record
 from gradveil.layers.rules.activations import Pointwise
 from gradveil.layers.rules.arithmetic import Scale
@@ -67,12 +68,11 @@ def _label(step: Step) -> str:
 def step_chain(model: nn.Module, layer: str | None, x: Tensor, bounds: tuple[float, float] = (0.0, 1.0)) -> StepChain:
     """Return the chain before ``layer`` for inputs like x (N, *shape); refuse a model that is another function."""
     name = find_layer(model, layer)
-    twin = copy.deepcopy(model).to(torch.float64)
-    modes = {module: module.training for module in twin.modules()}
+    twin = _twin(model)
     example = x[:1].detach().to(torch.float64).repeat(2, *[1] * (x.ndim - 1))
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
-        graph = record(twin.eval(), name, example, everywhere=True)
+        graph = record(twin, name, example, everywhere=True)
     if graph.read is not None:
         raise CertificateError(
             f"The forward pass reads values that depend on the input ({graph.read!r}: an if, a float(), an array), so "
@@ -80,10 +80,35 @@ def step_chain(model: nn.Module, layer: str | None, x: Tensor, bounds: tuple[flo
         )
     steps = tuple(_fold(_steps(graph)))
     chain = StepChain(steps, tuple(x.shape[1:]), name, has_modes(model), Precision.of(model, x.dtype))
-    for module, training in modes.items():
-        module.training = training
+    modes = {path: module.training for path, module in model.named_modules()}
+    for path, module in twin.named_modules():
+        module.training = modes[path]
     _compare(chain, model, twin, _probes(x.detach(), bounds))
     return chain
+
+
+def _twin(model: nn.Module) -> nn.Module:
+    """Return a copy in float64 and eval mode; weights that a rule computes from others are as the model rounds them."""
+    try:
+        twin = copy.deepcopy(model).eval()
+    except RuntimeError as error:  # weights made by the hooks of an old weight or spectral norm
+        raise CertificateError(
+            f"The model cannot be copied ({error}). Use torch.nn.utils.parametrizations, or remove the hooks."
+        ) from error
+    for module in list(twin.modules()):
+        if is_parametrized(module):
+            _settle(module)
+    return twin.to(torch.float64)
+
+
+def _settle(module: nn.Module) -> None:
+    """Make plain parameters of what is parametrised. (torch's own way would reach the original: both share a class.)"""
+    names = list(module.parametrizations)  # type: ignore[arg-type]
+    values = {name: getattr(module, name).detach().clone() for name in names}
+    del module.parametrizations
+    module.__class__ = type(module).__bases__[0]
+    for name, value in values.items():
+        module.register_parameter(name, nn.Parameter(value))
 
 
 def _probes(x: Tensor, bounds: tuple[float, float], count: int = 8) -> Tensor:
@@ -99,22 +124,27 @@ def _probes(x: Tensor, bounds: tuple[float, float], count: int = 8) -> Tensor:
 
 
 def _compare(chain: StepChain, model: nn.Module, twin: nn.Module, points: Tensor) -> None:
-    """Raise unless the model, and its twin in float64, compute what the chain says: up to their rounding."""
+    """Raise unless the model, and its twin in float64, compute what the chain says, up to rounding, at every call."""
     norms = [operator_norm(step, inf) for step in chain.steps]
     own = next((p.dtype for p in model.parameters() if p.is_floating_point()), points.dtype)
-    for computed, dtype, precision in (
-        (twin, torch.float64, Precision.exactly(torch.float64)),
-        (model, own, chain.precision),
-    ):
+    buffers = copied_buffers(model)
+    state = {name: p.detach() for name, p in model.named_parameters()} | buffers
+    double = Precision.exactly(torch.float64)
+    # The twin runs as it is, twice, so that a state which changes shows; the model is left as it was.
+    for computed, given, dtype, precision in [(twin, None, torch.float64, double)] * 2 + [
+        (model, state, own, chain.precision)
+    ]:
         at = points.to(dtype)
-        with torch.random.fork_rng([]):
+        with torch.random.fork_rng([]), torch.no_grad():
             torch.manual_seed(1)  # not as recorded: what is drawn at random must not agree by chance
-            r = representation(computed, chain.layer, at).flatten(1).to(torch.float64)
+            r = input_of(computed, chain.layer, at, given).flatten(1).to(torch.float64)
         expected = chain(at)
         allowed, _ = forward_error(chain.steps, norms, at, inf, precision)
         off = torch.linalg.vector_norm(r - expected, inf, dim=1) if r.shape == expected.shape else allowed * inf
         if not bool((off <= allowed).all()):
             raise CertificateError(_differs(model, r, expected))
+    if not all(torch.equal(kept, buffers[name]) for name, kept in model.named_buffers()):
+        raise CertificateError(_differs(model, r, expected))
 
 
 def _differs(model: nn.Module, r: Tensor, expected: Tensor) -> str:
