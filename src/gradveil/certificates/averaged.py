@@ -7,7 +7,7 @@ from math import sqrt
 import torch
 from scipy.stats import t as student
 
-from gradveil.certificates.meter import bayes_mse, equations, information, posterior
+from gradveil.certificates.meter import bayes_mse, equations, information, posterior_root
 from gradveil.errors import CertificateError
 from gradveil.layers.recorder import Recorder
 from gradveil.layers.rules.activations import Pointwise
@@ -45,7 +45,8 @@ def averaged(seen: Sequence[Observation], truths: Sequence[Batch], prior: Gaussi
     parts = [information(equations(s, t, floor=0.0)) for s, t in zip(seen, truths, strict=True)]
     n, half = len(parts[0]), len(parts) // 2
     first = torch.stack(parts[:half]).mean(0)
-    inverse = posterior(first, prior)
+    root = posterior_root(first, prior)
+    inverse = root.T @ root
     known, *rest = (float((inverse @ f @ inverse).trace()) for f in (first, *parts[half:]))
     sample = torch.tensor(rest, dtype=torch.float64)
     wide = float(student.ppf(AveragedBound.confidence, len(rest) - 1) * sample.std() / sqrt(len(rest)))

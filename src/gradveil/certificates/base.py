@@ -49,7 +49,7 @@ class Region:
             at_centre = rows @ self.x.flatten()
             top = torch.minimum(top, at_centre + self.radius * dual_norm(rows, self.p))
         wide = (rows.abs() * corner.abs()).sum(1) + constant.abs()
-        return top + constant + ROUNDING * wide
+        return top + constant + (ROUNDING + rows.shape[1] * 2.0**-52) * wide
 
 
 def norm(x: Tensor, p: float) -> Tensor:
@@ -210,6 +210,8 @@ class Problem:
 
 
 def _check_numbers(x: Tensor, r_perturbed: Tensor) -> None:
+    if not len(x):
+        raise CertificateError("There are no inputs to certify.")
     if len(x) != len(r_perturbed):
         raise CertificateError(f"There are {len(x)} inputs and {len(r_perturbed)} representations.")
     for name, given in (("Inputs", x), ("Representations", r_perturbed)):

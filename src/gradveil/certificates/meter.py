@@ -98,19 +98,21 @@ def _live(seen: Observation, name: str, like: Tensor) -> Tensor:
 
 def bayes_mse(information: Tensor, prior: GaussianPrior) -> float:
     """Return tr((F + Λ)⁻¹) / n for the information F (n, n) and a Gaussian prior of precision Λ = Σ⁻¹ per example."""
-    return float(posterior(information, prior).trace() / len(information))
+    return float(posterior_root(information, prior).square().sum() / len(information))
 
 
-def posterior(information: Tensor, prior: GaussianPrior) -> Tensor:
-    """Return (F + Λ)⁻¹ (n, n), as Σ^½ (I + Σ^½ F Σ^½)⁻¹ Σ^½: well conditioned where F is nearly singular."""
+def posterior_root(information: Tensor, prior: GaussianPrior) -> Tensor:
+    """Return S (n, n) with SᵀS = (F + Λ)⁻¹.
+
+    As Σ^½ (I + Σ^½ F Σ^½)⁻¹ Σ^½, which stays well conditioned where F is nearly singular.
+    """
     values, vectors = torch.linalg.eigh(prior.covariance().to(information))
     root = (vectors * values.clamp_min(0).sqrt()) @ vectors.T
     n, d = len(information), len(root)
     roots = torch.block_diag(*[root] * (n // d))
     factor = torch.linalg.cholesky(torch.eye(n).to(information) + roots @ information @ roots)
-    solved = torch.linalg.solve_triangular(factor, roots, upper=False)
-    inverse: Tensor = solved.T @ solved
-    return inverse
+    solved: Tensor = torch.linalg.solve_triangular(factor, roots, upper=False)
+    return solved
 
 
 def probed_mse(

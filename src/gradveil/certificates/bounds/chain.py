@@ -6,7 +6,8 @@ compared with the model, on the inputs and on other points of the data range.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf, prod
 
@@ -70,7 +71,7 @@ def step_chain(model: nn.Module, layer: str | None, x: Tensor, bounds: tuple[flo
     name = find_layer(model, layer)
     twin = _twin(model)
     example = x[:1].detach().to(torch.float64).repeat(2, *[1] * (x.ndim - 1))
-    with torch.random.fork_rng([]):
+    with torch.random.fork_rng([]), _running():
         torch.manual_seed(0)
         graph = record(twin, name, example, everywhere=True)
     if graph.read is not None:
@@ -85,6 +86,18 @@ def step_chain(model: nn.Module, layer: str | None, x: Tensor, bounds: tuple[flo
         module.training = modes[path]
     _compare(chain, model, twin, _probes(x.detach(), bounds))
     return chain
+
+
+@contextmanager
+def _running() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error).splitlines()[0]
+        raise CertificateError(
+            f"The model does not run on points of the data range, in float64 and in its own type ({said}). A "
+            "certificate needs both; use kind='local'."
+        ) from error
 
 
 def _twin(model: nn.Module) -> nn.Module:
@@ -135,7 +148,7 @@ def _compare(chain: StepChain, model: nn.Module, twin: nn.Module, points: Tensor
         (model, state, own, chain.precision)
     ]:
         at = points.to(dtype)
-        with torch.random.fork_rng([]), torch.no_grad():
+        with torch.random.fork_rng([]), torch.no_grad(), _running():
             torch.manual_seed(1)  # not as recorded: what is drawn at random must not agree by chance
             r = input_of(computed, chain.layer, at, given).flatten(1).to(torch.float64)
         expected = chain(at)
