@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from gradveil.layers.rules.activations import Pointwise
 from gradveil.layers.rules.base import PLAIN, RULES, Affine, Call, Operator
 from gradveil.layers.sequential import walk
 
@@ -147,7 +148,8 @@ def test_a_step_is_the_operation_at_every_point(name: str) -> None:
     assert step is not None
     for seed in range(3):
         other = draw(*shape) * (seed + 1)
-        assert_close(step(other), f(other))
+        off = step.curve.off if isinstance(step, Pointwise) else 0.0  # what the model may lie off the curve
+        assert_close(step(other), f(other), rtol=1e-7, atol=off + 1e-7)
     assert step(draw(5, *shape[1:])).shape == (5, *step.out_shape)
     if isinstance(step, Affine):
         out = call.out
