@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from gradveil.certificates.bounds.norms import operator_norm
 from gradveil.certificates.bounds.rounding import Precision, forward_error
 from gradveil.errors import CertificateError
-from gradveil.layers.modules import copied_buffers, find_layer, input_of
+from gradveil.layers.modules import copied_state, find_layer, input_of
 from gradveil.layers.recorder import Graph, Operation, record
 from gradveil.layers.rules.activations import Pointwise
 from gradveil.layers.rules.arithmetic import Scale
@@ -140,23 +140,22 @@ def _compare(chain: StepChain, model: nn.Module, twin: nn.Module, points: Tensor
     """Raise unless the model, and its twin in float64, compute what the chain says, up to rounding, at every call."""
     norms = [operator_norm(step, inf) for step in chain.steps]
     own = next((p.dtype for p in model.parameters() if p.is_floating_point()), points.dtype)
-    buffers = copied_buffers(model)
-    state = {name: p.detach() for name, p in model.named_parameters()} | buffers
+    state = copied_state(model)
     double = Precision.exactly(torch.float64)
     # The twin runs as it is, twice, so that a state which changes shows; the model is left as it was.
-    for computed, given, dtype, precision in [(twin, None, torch.float64, double)] * 2 + [
+    for computed, given, dtype, precision in [(twin, {}, torch.float64, double)] * 2 + [
         (model, state, own, chain.precision)
     ]:
         at = points.to(dtype)
         with torch.random.fork_rng([]), torch.no_grad(), _running():
             torch.manual_seed(1)  # not as recorded: what is drawn at random must not agree by chance
-            r = input_of(computed, chain.layer, at, given).flatten(1).to(torch.float64)
+            r = input_of(computed, chain.layer, at.clone(), given).flatten(1).to(torch.float64)
         expected = chain(at)
         allowed, _ = forward_error(chain.steps, norms, at, inf, precision)
         off = torch.linalg.vector_norm(r - expected, inf, dim=1) if r.shape == expected.shape else allowed * inf
         if not bool((off <= allowed).all()):
             raise CertificateError(_differs(model, r, expected))
-    if not all(torch.equal(kept, buffers[name]) for name, kept in model.named_buffers()):
+    if not all(torch.equal(kept, state[name]) for name, kept in model.named_buffers()):
         raise CertificateError(_differs(model, r, expected))
 
 
