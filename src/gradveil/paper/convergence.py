@@ -93,8 +93,8 @@ class Convergence(Item):
         "one cannot, and a run with lr 2/(μ(γ+t)) has the theorems' step sizes.",
         "Devices are equal in size, drawn with replacement and averaged with weight 1/K. Each local epoch shuffles the "
         "examples; the theorems draw every batch afresh.",
-        "The printed bound, with ε as a count, is set beside an a-posteriori gap and theorem A, here an estimate: with the "
-        "largest bias of the stored rounds, where it needs that of every iterate (docs/theory/convergence.md).",
+        "The printed bound, with ε as a count, is set beside an a-posteriori gap and theorem A, here an estimate: with "
+        "the largest bias of the stored rounds, where it needs that of every iterate (docs/theory/convergence.md).",
     )
 
     count: int = 50  # ε: pixels removed from every image
