@@ -14,6 +14,7 @@ from gradveil.defenses.base import build
 from gradveil.defenses.guard.protect import Guard, protect
 from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import DefenseError, GradveilError, LayerError
+from gradveil.scores import leak_scores
 from gradveil.types import Batch
 from reference.leak_scores import reference_scores
 
@@ -264,3 +265,35 @@ def test_a_replaced_forward_and_a_hook_before_the_guard_are_refused() -> None:
         model.fc.register_forward_hook(lambda _, args, out: out * 2, prepend=True)
         with pytest.raises(DefenseError, match="before the guard's"):
             model(inputs())
+
+
+def test_a_wrapper_for_several_devices_is_passed() -> None:
+    wanted, _ = trained(Foreign(), inputs())
+    wrapped = nn.DataParallel(Foreign())
+    found, _ = trained(wrapped, inputs(), spec="representation:share=0.5,layer=module.fc")
+    assert_close(found["module.fc.weight"], wanted["fc.weight"])
+
+
+def test_an_empty_batch_has_nothing_to_defend() -> None:
+    model = Foreign()
+    with protect(model, SPEC):
+        model(inputs()[:0]).sum().backward()
+    assert not gradients(model)["fc.weight"].any()
+    found = step_gradient(model, Batch(inputs()[:0], LABELS[:0]), build(SPEC), Generator(), loss=lambda b, _: b.sum())
+    assert not found["fc.weight"].any()
+
+
+def test_second_derivatives_through_a_defended_layer_are_refused() -> None:
+    model = Foreign()
+    with protect(model, SPEC):
+        loss = F.cross_entropy(model(inputs()), LABELS)
+        with pytest.raises(DefenseError, match="create_graph=True"):
+            torch.autograd.grad(loss, list(model.parameters()), create_graph=True, allow_unused=True)
+
+
+def test_a_layer_that_has_no_weights_yet_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.LazyLinear(3))
+    with pytest.raises(LayerError, match="has no values yet"):
+        protect(model, "representation:layer=1")
+    with pytest.raises(LayerError, match="has no values yet"):
+        leak_scores(model, "1", inputs().float())

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 from torch.utils import checkpoint
 
 from gradveil.errors import LayerError, did_you_mean
@@ -173,6 +174,12 @@ def find_module(model: nn.Module, layer: str) -> nn.Module:
         raise LayerError(
             f"{type(model).__name__} has no module {layer!r}. {did_you_mean(layer, known)}It has: {', '.join(known)}."
         ) from None
+
+
+def check_ready(model: nn.Module) -> None:
+    """Raise where a lazy layer has no weights yet."""
+    if lazy := [name for name, p in model.named_parameters() if is_lazy(p)]:
+        raise LayerError(f"{lazy[0]!r} of {type(model).__name__} has no values yet. Run the model once on some inputs.")
 
 
 def copied_state(model: nn.Module) -> dict[str, Tensor]:

@@ -7,10 +7,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from gradveil.errors import ScoreError, did_you_mean
 from gradveil.layers.jacobian import FunctionJacobian, Jacobian, Tape
-from gradveil.layers.modules import find_layer, find_module, prefix, under_transform
+from gradveil.layers.modules import check_ready, find_layer, find_module, prefix, under_transform
 from gradveil.layers.recorder import record
 from gradveil.layers.rules.base import wide
 from gradveil.layers.sequential import walk, walkable
@@ -94,7 +95,10 @@ def compute(
             return compute(model, layer, x.clone(), name, p, probes, seed, memory, seen)
     model = getattr(model, "_orig_mod", model)  # a compiled model: run what was compiled, plainly
     path = find_layer(model) if layer is None else layer.removeprefix("_orig_mod.")
+    while isinstance(model, nn.DataParallel | DistributedDataParallel):  # run on this device alone
+        model, path = model.module, path.removeprefix("module.")
     find_module(model, path)
+    check_ready(model)
     ps = tuple(dict.fromkeys((2.0, float(p))))
     if x.shape[0] == 0:
         r = prefix(model, path)(x).flatten(1)

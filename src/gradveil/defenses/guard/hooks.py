@@ -124,6 +124,9 @@ class Interceptor:
             return None
         if layer in self.current.reached:
             raise DefenseError(f"Layer {layer!r} runs twice in one pass; its two inputs cannot be told apart.")
+        if not len(r):  # no examples, no gradient
+            self.current.reached.add(layer)
+            return None
         changed = self.current.perturbed(self.defense, layer, r, self.rng, self.report, self.handles)
         if changed.data_ptr() == r.data_ptr():
             self.undefended(

@@ -11,6 +11,7 @@ from gradveil.defenses.guard.attachment import Attachment, attachment_of, is_sam
 from gradveil.defenses.guard.hooks import CHANGED
 from gradveil.defenses.guard.passes import Report
 from gradveil.errors import DefenseError, UpdateError
+from gradveil.layers.modules import check_ready
 from gradveil.registry import describe
 from gradveil.tree import Params
 from gradveil.types import Update
@@ -131,6 +132,7 @@ def protect(
     if strict:
         refuse_idle(defense)
     bare = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    check_ready(bare)
     refuse_opacus(bare)
     if bare is not model or any(m._compiled_call_impl is not None for m in bare.modules()):
         torch.compiler.reset()  # code compiled before would run on without the hooks

@@ -64,7 +64,18 @@ def substitute(module: nn.Module, r: Tensor, r_perturbed: Tensor, weight: Tensor
     used = weight_of(module) if weight is None else weight
     out = apply(module, r, used.detach(), module.bias)  # type: ignore[arg-type]
     carrier = apply(module, r_perturbed.detach(), used, None)
+    if carrier.requires_grad:
+        carrier.register_hook(_refuse_second_derivatives)
     return out + (carrier - carrier.detach())
+
+
+def _refuse_second_derivatives(_: Tensor) -> None:
+    """Raise in a backward pass that is to be differentiated: r' is a constant there, and r is not."""
+    if torch.is_grad_enabled():
+        raise DefenseError(
+            "A backward pass with create_graph=True goes through a defended layer, and the derivative of its gradient "
+            "would not be that of the model. Take gradient penalties from a model without a guard."
+        )
 
 
 def weight_of(module: nn.Module) -> Tensor:
@@ -124,6 +135,8 @@ def _substituting(
 
     def hook(layer: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
         r = args[0] if args else kwargs["input"]
+        if not len(r):
+            return output  # no examples, no gradient
         under_way.outputs.append(
             (module, substitute(module, r, under_way.perturbed(defense, layer, r, rng, report, handles)))
         )
