@@ -118,8 +118,7 @@ class Attachment(Interceptor):
 
     def _gradient_in(self, optimizer: Optimizer) -> Params:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        named = self.model.named_parameters()
-        return {name: p.grad for name, p in named if id(p) in held and p.grad is not None}
+        return {name: p.grad for name, p in self.traces.named(held).items() if p.grad is not None}
 
     def _check_origin(self, gradient: Params) -> None:
         """Refuse a step whose gradient did not come through the defence."""

@@ -111,6 +111,17 @@ class Traces:
         """Follow the weights that the model has now; some may be others than before."""
         if self._owners and all(m._parameters.get(n) is p and p.requires_grad == r for m, n, p, r in self._owners):
             return
+        self._tie_anew()
+
+    def named(self, held: set[int]) -> dict[str, nn.Parameter]:
+        """Return those of the model's parameters whose ids are given, by name."""
+        if not held <= self._ids and {id(p) for p in self.model.parameters()} != self._ids:
+            self._tie_anew()  # a part is new
+        return {name: p for name, p in self._named.items() if id(p) in held}
+
+    def _tie_anew(self) -> None:
+        self._named = dict(self.model.named_parameters())
+        self._ids = {id(p) for p in self._named.values()}
         owned = [(m, n, p) for m in self.model.modules() for n, p in m._parameters.items() if p is not None]
         self._owners = [(m, n, p, p.requires_grad) for m, n, p in owned]
         self.untie()
