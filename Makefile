@@ -62,6 +62,7 @@ bench: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python tools/make_docs.py
+	$(BIN)/python tools/compatibility_page.py
 	$(BIN)/python tools/speed_page.py
 	$(BIN)/python tools/paper_page.py
 	$(BIN)/python tools/leakage_tables.py

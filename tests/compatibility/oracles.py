@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from compatibility.zoo import CLASSES, Model
 from gradveil import leak_scores, protect, step_gradient
@@ -94,16 +95,19 @@ def truth(model: Model) -> Truth:
     x, _ = model.examples(COUNT)
     net = freeze_batch_norm(bare(model.build()), x) if model.plain else bare(model.build())
     layer = find_layer(net)
-    x = x.requires_grad_()
+    leaves, tree = tree_flatten(model.arguments(x))
+    leaves = [t.clone().requires_grad_() if t.is_floating_point() else t for t in leaves]
+    free = [t for t in leaves if t.requires_grad]  # every one of several inputs counts
     torch.manual_seed(SEED)
     with watching(net, layer) as caught:
-        model.call(net, x)
+        model.call_with(net, *tree_unflatten(leaves, tree))
     r = caught[0][0].flatten(1)
-    jacobian = torch.zeros(COUNT, r.shape[1], x[0].numel(), dtype=torch.float64)
+    jacobian = torch.zeros(COUNT, r.shape[1], sum(t[0].numel() for t in free), dtype=torch.float64)
     mixes = len(r) != COUNT
     for n in range(COUNT if r.requires_grad and not mixes else 0):
         for i in range(r.shape[1]):
-            rows = torch.autograd.grad(r[n, i], x, retain_graph=True, materialize_grads=True)[0].double().flatten(1)
+            each = torch.autograd.grad(r[n, i], free, retain_graph=True, materialize_grads=True)
+            rows = torch.cat([g.double().flatten(1) for g in each], 1)
             jacobian[n, i] = rows[n]
             mixes |= bool(rows[[m for m in range(COUNT) if m != n]].any())
     return Truth(r.detach().double(), jacobian, mixes)
@@ -167,9 +171,15 @@ def recorded(defense: Defense) -> Iterator[list[tuple[str, Tensor, Tensor]]]:
         yield changes
 
 
-def loss(model: Model, net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def loss(model: Model, net: nn.Module, x: Tensor, y: Tensor, change: Any = None) -> Tensor:
+    """Return the loss on x, or on what ``change`` makes of the one tensor that the model is called with."""
     torch.manual_seed(SEED)
-    return F.cross_entropy(model.call(net, x).float() if model.autocast else model.call(net, x), y)
+    args, kwargs = model.arguments(x)
+    if change is not None:
+        leaves, tree = tree_flatten((args, kwargs))
+        args, kwargs = tree_unflatten([change(leaves[0])], tree)
+    logits = model.call_with(net, args, kwargs)
+    return F.cross_entropy(logits.float() if model.autocast else logits, y)
 
 
 def protected_step(model: Model, defense: Defense) -> Step:
@@ -187,12 +197,11 @@ def protected_step(model: Model, defense: Defense) -> Step:
 def expected_step(model: Model, defense: Defense, changes: list[tuple[str, Tensor, Tensor]]) -> dict[str, Tensor]:
     """Return the gradient before the defence's own turn on it, from plain autograd and r' alone; None: not used."""
     net, (x, y) = model.build(), model.examples(COUNT)
-    if "batch" in defense.acts_on:
-        x = defense.on_batch(Batch(x, y), rng()).inputs
+    change = (lambda t: defense.on_batch(Batch(t, y), rng()).inputs) if "batch" in defense.acts_on else None
     weights = {n: p for n, p in net.named_parameters() if p.requires_grad}
     layer = bare(net).get_submodule(find_layer(bare(net)))
     with watching(bare(net), find_layer(bare(net))) as caught:
-        value = loss(model, net, x, y)
+        value = loss(model, net, x, y, change)
     outs = [out for _, out in caught] if changes else []
     found = torch.autograd.grad(value, [*weights.values(), *outs], allow_unused=True)
     gradient = {n: g for n, g in zip(weights, found, strict=False) if g is not None}
@@ -216,7 +225,7 @@ def check_defence(name: str, model: Model) -> None:
     defense = build(SPECS.get(name, name))
     step = protected_step(model, defense)
     if "batch" in defense.acts_on:
-        assert model.tensors == 1, "only the first of several inputs was changed"
+        assert len(tree_flatten(model.arguments(model.examples(1)[0]))[0]) == 1, "some inputs went as they were"
     if "representation" in defense.acts_on:
         assert step.changes, "a step went out undefended"
         check_change(name, model, *step.changes[0][1:])

@@ -28,11 +28,9 @@ class Model:
     dtype: torch.dtype = torch.float64
     autocast: bool = False  # whether the client calls it under autocast
 
-    @property
-    def tensors(self) -> int:
-        """How many tensors the model is called with."""
-        args, kwargs = ((None,), {}) if self.inputs is None else self.inputs(self.examples(1)[0])
-        return len(args) + len(kwargs)
+    def arguments(self, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return what its user calls the model with."""
+        return ((x,), {}) if self.inputs is None else self.inputs(x)
 
     @property
     def plain(self) -> bool:
@@ -56,7 +54,11 @@ class Model:
 
     def call(self, model: nn.Module, x: Tensor) -> Tensor:
         """Return the logits (N, K) of x, called as its user would call it."""
-        args, kwargs = ((x,), {}) if self.inputs is None else self.inputs(x)
+        args, kwargs = self.arguments(x)
+        return self.call_with(model, args, kwargs)
+
+    def call_with(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Return the logits (N, K) for these arguments."""
         with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
             return self.logits(model(*args, **kwargs))
 

@@ -16,6 +16,7 @@ from torch import Generator, Tensor, nn
 from gradveil.defenses.base import DEFENSES, check_choice, check_positive, check_share
 from gradveil.defenses.masking import EntryDefense, LayerDefense, LayerMask, Layers, largest, largest_live
 from gradveil.layers.jacobian import FunctionJacobian
+from gradveil.layers.rules.base import wide
 from gradveil.scores.api import check_seen
 
 _ROUNDS = 50  # of an ascent; each round raises the objective, or it is over
@@ -61,8 +62,8 @@ def _each_example(
     change: Callable[[PseudoInverse, Tensor], Tensor], model: nn.Module, layer: str, x: Tensor, r: Tensor, rcond: float
 ) -> Tensor:
     """Return ``change`` of every example's J⁺ and row of r, stacked (N, L)."""
-    inverses = [PseudoInverse.of(j, rcond) for j in jacobian(model, layer, x, r)]
-    return torch.stack([change(inverse, row) for inverse, row in zip(inverses, r.flatten(1), strict=True)])
+    inverses = [PseudoInverse.of(wide(j), rcond) for j in jacobian(model, layer, x, r)]
+    return torch.stack([change(inverse, wide(row)) for inverse, row in zip(inverses, r.flatten(1), strict=True)])
 
 
 def column_scores(inverse: PseudoInverse, r: Tensor, p: float) -> Tensor:

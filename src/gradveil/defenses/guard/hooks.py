@@ -96,8 +96,9 @@ class Interceptor:
 
     def _changed_inputs(self, examples: Examples) -> tuple[Tensor, Arguments]:
         """Return the examples and arguments as the defence changes them. A guard sees no labels: they are -1."""
-        if len(examples.parts) > 1:
-            shapes = ", ".join(str(tuple(t.shape)) for t in examples.parts.values())
+        others = [t for t in examples.leaves if isinstance(t, Tensor) and not t.is_floating_point() and t.ndim > 1]
+        if len(given := [*examples.parts.values(), *others]) > 1:
+            shapes = ", ".join(str(tuple(t.shape)) for t in given)
             raise DefenseError(
                 f"{self.defense.spec_name!r} changes one input, and the model was called with several ({shapes}). Join "
                 f"them in one tensor, or defend the gradient instead."

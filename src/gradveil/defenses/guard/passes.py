@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
@@ -150,6 +150,10 @@ class OfExamples(Rewired):
         return self.inner[0](*args, **kwargs)
 
 
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 def random_state(device: torch.device) -> Callable[[], None]:
     """Remember the random state of the CPU and of ``device``; call what is returned to set it again."""
     cpu = torch.get_rng_state()
@@ -223,6 +227,7 @@ class Pass:
             _rewound(self.buffers),
             torch.random.fork_rng([x.device] if x.is_cuda else []),
             torch.autocast(x.device.type, enabled=False),
+            saved_tensors_hooks(_as_it_is, _as_it_is),  # what is saved here belongs to no checkpoint around the layer
         ):
             self.restore()
             changed = defense.perturb(model, layer, x.to(dtype), r.detach(), rng)

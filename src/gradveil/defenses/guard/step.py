@@ -111,7 +111,7 @@ def step_gradient(
     batch = defense.on_batch(batch, rng)
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with torch.enable_grad(), _substituting(model, defense, batch.inputs, rng, report) as under_way:
-        output = model(batch.inputs)
+        output = getattr(model, "_orig_mod", model)(batch.inputs)  # a compiled model: run what was compiled, plainly
         if under_way is not None and (message := under_way.used_elsewhere(output)) is not None:
             raise DefenseError(message)
         value = loss(output, batch.labels)
