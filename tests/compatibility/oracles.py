@@ -430,7 +430,7 @@ def _check_newton(model: Model, attack: Any, x: Tensor, y: Tensor) -> None:
     ended, began = (
         squares(less(plain_gradient(model, seen.model, at.to(x), y), target)) for at in (answer.inputs, start)
     )
-    assert ended <= 0.9 * began, f"went from {began} to {ended}"
+    assert ended <= 0.95 * began, f"went from {began} to {ended}"
 
 
 # --- certificates ----------------------------------------------------------------------------------------------------
@@ -445,7 +445,7 @@ def check_certificate(kind: str, model: Model) -> None:
     net, (x, _) = model.build(), model.examples(1)
     layer = find_layer(bare(net))
     torch.manual_seed(SEED)
-    with torch.no_grad(), watching(bare(net), layer) as caught:
+    with torch.no_grad(), still(net), watching(bare(net), layer) as caught:
         model.call(net, x)
         r = caught[0][0].flatten(1)
         others = _nearby(x)
@@ -486,7 +486,7 @@ def _check_local(bound: Tensor, model: Model, net: nn.Module, layer: str, x: Ten
     net = freeze_batch_norm(bare(net), x)
     free = x.detach().clone().requires_grad_()
     torch.manual_seed(SEED)
-    with watching(net, layer) as caught:
+    with still(net), watching(net, layer) as caught:
         net(free)
     r = caught[0][0].flatten()
     rows = [
@@ -513,7 +513,7 @@ def _check_empirical(net: nn.Module, layer: str, x: Tensor, changed: Tensor, mod
     with patch.object(reach, "invert", kept):
         found = reach.empirical_certificate(problem, steps=3, restarts=1)
     torch.manual_seed(SEED)
-    with torch.no_grad(), watching(bare(net), layer) as caught:
+    with torch.no_grad(), still(net), watching(bare(net), layer) as caught:
         net(images[0])
     close(found.bound, (images[0] - x).double().flatten(1).norm(dim=1), rounding(model))
     far = (caught[0][0].flatten(1) - changed).double().norm(dim=1)

@@ -18,14 +18,14 @@ cells, each checked against an answer worked out in plain autograd.
 - **no**: refused, in one line that says what to do. Nothing is computed or sent.
 - **–**: not applicable; scores, attacks and certificates are of models that take one tensor of numbers.
 
-There is no fourth kind: an answer that is wrong without a word fails the build (`tests/compatibility`, part of
-`make test`; `make docs` writes this page). What *right* means: for scores, |r_i| / ||∂r_i/∂x|| entry by entry, as autograd
-takes the derivative (for `moment`, an estimate, only which entries are dead); for defences, the step that an optimizer
-takes under `protect`, and `step_gradient`, equal the gradient worked out from r' by hand, and r' keeps to the defence's
-rule; for attacks, the objective that is reported, and the slope that steers the search, are those of the client's own
-gradient; for certificates, no image with the representation r' lies nearer than the bound. Each model's modes are as its
-name says, else train mode; certificates take dropout for switched off. The models are in `tests/compatibility/zoo.py`: a
-function adds one.
+There is no fourth kind: an answer that is wrong without a word fails the build (`tests/compatibility`, part of `make
+test`; `make docs` writes this page). What *right* means: for scores, |r_i| / ||∂r_i/∂x|| entry by entry, as autograd
+takes the derivative (for `moment`, an estimate, only which entries are dead); for defences, the step that an
+optimizer takes under `protect`, and `step_gradient`, equal the gradient worked out from r' by hand, and r' keeps to
+the defence's rule; for attacks, the objective that is reported, and the slope that steers the search, are those of
+the client's own gradient; for certificates, no image with the representation r' lies nearer than the bound. Each
+model's modes are as its name says, else train mode; certificates take dropout for switched off. The models are in
+`tests/compatibility/zoo.py`: a function adds one.
 """
 
 
@@ -61,7 +61,7 @@ def _refusals(rows: dict[str, dict[str, Cell]]) -> list[str]:
         for found in cells.values():
             if found.outcome == "refused":
                 kind = re.sub(r"'[^']*'|\d+|\([^)]*\)", "…", found.words.split(". ")[0])
-                words, models = kinds.setdefault(kind, (found.words, []))
+                _, models = kinds.setdefault(kind, (found.words, []))
                 if model not in models:
                     models.append(model)
     return [f"- *{words}* ({', '.join(models)})" for words, models in kinds.values()]

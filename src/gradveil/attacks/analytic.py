@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator, Tensor
 
-from gradveil.attacks.base import ATTACKS, Attack, check_seen, differentiating
+from gradveil.attacks.base import ATTACKS, Attack, check_alone, check_seen, differentiating
 from gradveil.attacks.gauss_newton.equations import Equations, Prior, Smoothing, kink_scales, refuse_recurrent
 from gradveil.attacks.gauss_newton.solver import DenseStep, Descent, MatrixFree, Solver
 from gradveil.attacks.labels import with_labels
@@ -132,6 +132,7 @@ class Analytic(Attack):
 
     def _one(self, seen: Observation, rng: Generator) -> Reconstruction:
         visit = readable_layer(seen)
+        check_alone(seen, visit.path)
         r = layer_inputs(seen, visit)
         model = deepcopy(seen.model).double()
         shape = (seen.num_examples, *seen.input_shape)

@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import quiet
-from gradveil.layers.modules import copied_state
+from gradveil.layers.modules import copied_buffers, copied_state, ways_into
 from gradveil.registry import Registry
 from gradveil.types import Observation, Reconstruction, check_update
 
@@ -79,6 +79,22 @@ def _check_model(seen: Observation) -> None:
 
 def _same(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def check_alone(seen: Observation, layer: str) -> None:
+    """Raise where the weight of a layer enters the model at another place too: dW is then not δ rᵀ of the layer."""
+    like = next(seen.model.parameters())
+    x = torch.zeros(seen.num_examples, *seen.input_shape).to(like)
+    weight = seen.model.get_submodule(layer).weight
+    if not isinstance(weight, Tensor) or not weight.is_leaf or not weight.requires_grad:
+        return
+    with torch.enable_grad(), quiet(seen.model):
+        ways, _ = ways_into(functional_call(seen.model, copied_buffers(seen.model), (x,)), [weight])
+    if ways[0] > 1:
+        raise AttackError(
+            f"The weight of {layer!r} is used beside its layer as well (tied, or as in F.linear(x, layer.weight)), so "
+            f"its gradient does not show the layer's input. Use dlg, gs or newton."
+        )
 
 
 _NOT_SUPPORTED = re.compile(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from gradveil.attacks.base import ATTACKS, Attack, check_seen
+from gradveil.attacks.base import ATTACKS, Attack, check_alone, check_seen
 from gradveil.attacks.inference import InferenceSettings, chain_of, infer
 from gradveil.attacks.labels import with_labels
 from gradveil.attacks.search.matching import Matching, squared_distance
@@ -51,6 +51,7 @@ class Rep(Attack):
     def _stack(self, seen: Sequence[Observation]) -> Matching:
         """Return the problems of a group: one tensor to match, the class-wise representations (P, K, L)."""
         layer = self._layer(seen[0])
+        check_alone(seen[0], layer)
         like = next(seen[0].model.parameters())
         target, weights = zip(*[self._target(s, layer) for s in seen], strict=True)
         return Matching(

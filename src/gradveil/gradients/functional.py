@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradveil.errors import AttackError
 from gradveil.gradients.by_hand import known_chain, manual_gradients, pays
-from gradveil.layers.modules import plain_attention, plain_checkpoints
+from gradveil.layers.modules import copied_buffers, plain_attention, plain_checkpoints
 from gradveil.tree import Params, parameters
 from gradveil.types import Update
 
@@ -153,8 +153,8 @@ def loss_of(model: nn.Module, free: Iterable[str]) -> Loss:
     fixed = {n: p.detach() for n, p in model.named_parameters() if n not in named}
 
     def loss(weights: Params, x: Tensor, y: Tensor) -> Tensor:
-        buffers = {n: b.detach().clone() for n, b in model.named_buffers()}  # a forward pass may write to them
-        return soft_cross_entropy(functional_call(model, fixed | buffers | weights, (x,)), y)
+        state = fixed | copied_buffers(model) | weights  # copied: a forward pass may write to them
+        return soft_cross_entropy(functional_call(model, state, (x,)), y)
 
     return loss
 

@@ -1,6 +1,6 @@
 """Look into one layer of any model: find it, and run the part before it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.utils import checkpoint
+from torch.utils._pytree import tree_leaves
 
 from gradveil.errors import LayerError, did_you_mean
 
@@ -184,8 +186,12 @@ def check_ready(model: nn.Module) -> None:
 
 def copied_state(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters without gradients, and a copy of every buffer, so that a forward pass may write to it."""
-    copies = {name: b.detach().clone() for name, b in model.named_buffers()}
-    return {name: p.detach() for name, p in model.named_parameters()} | copies
+    return {name: p.detach() for name, p in model.named_parameters()} | copied_buffers(model)
+
+
+def copied_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of every buffer by name."""
+    return {name: b.detach().clone() for name, b in model.named_buffers()}
 
 
 def prefix(model: nn.Module, layer: str) -> Callable[[Tensor], Tensor]:
@@ -206,6 +212,33 @@ def representation(model: nn.Module, layer: str, x: Tensor) -> Tensor:
     """Return r (N, ...), the input of ``layer``, without gradients."""
     with torch.no_grad():
         return prefix(model, layer)(x)
+
+
+def ways_into(output: Any, weights: Sequence[Tensor]) -> tuple[list[int], set[Node]]:
+    """Return at how many places each weight enters what a model gave, and all that was done on the way.
+
+    ``output`` is a tensor, a tree of some, or an object that holds some.
+    """
+    places = {get_gradient_edge(w).node: i for i, w in enumerate(weights)}
+    ways = [0] * len(weights)
+    todo = [t.grad_fn for t in _tensors_in(output) if t.grad_fn is not None]
+    reached = set(todo)
+    while todo:
+        for node, _ in todo.pop().next_functions:
+            if node in places:
+                ways[places[node]] += 1
+            elif node is not None and node not in reached:
+                reached.add(node)
+                todo.append(node)
+    return ways, reached
+
+
+def _tensors_in(output: Any) -> list[Tensor]:
+    found = []
+    for leaf in tree_leaves(output):
+        inside = [leaf] if isinstance(leaf, Tensor) else tree_leaves(dict(getattr(leaf, "__dict__", {})))
+        found += [t for t in inside if isinstance(t, Tensor)]
+    return found
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """One defended pass: the model as a function of its examples, r in and r' out, and what was done, counted."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from gradveil.defenses.base import Defense
 from gradveil.errors import DefenseError
+from gradveil.layers.modules import ways_into
 
 
 @dataclass
@@ -242,19 +242,9 @@ class Pass:
     def used_elsewhere(self, output: Any) -> str | None:
         """Return what to say where a defended weight has another way into the model's output; ``None``: none has."""
         used = {m: w for m, _ in self.outputs if isinstance(w := m.weight, Tensor) and w.is_leaf and w.requires_grad}
-        weights = {get_gradient_edge(w).node: m for m, w in used.items()}
-        ways = Counter({node: -1 for node in weights})  # one is that of the layer
-        todo = [t.grad_fn for t in _tensors_in(output) if t.grad_fn is not None]
-        seen = set(todo)
-        while todo:
-            for node, _ in todo.pop().next_functions:
-                if node in weights:
-                    ways[node] += 1
-                elif node is not None and node not in seen:
-                    seen.add(node)
-                    todo.append(node)
-        unused = [m for m, out in self.outputs if out.grad_fn not in seen]
-        odd = [m for node, m in weights.items() if ways[node] + (m in unused) > 0]
+        ways, reached = ways_into(output, list(used.values()))
+        unused = [m for m, out in self.outputs if out.grad_fn not in reached]
+        odd = [m for (m, _), count in zip(used.items(), ways, strict=True) if count - 1 + (m in unused) > 0]
         if not odd:
             return None
         names = [name for name, module in self.model.named_modules() if module in odd]
@@ -262,15 +252,6 @@ class Pass:
             f"The weight of {', '.join(names)} is used beside its layer as well (tied, or as in F.linear(x, "
             f"layer.weight)), so part of its gradient would stay as it is. Untie it, or defend another layer."
         )
-
-
-def _tensors_in(output: Any) -> list[Tensor]:
-    """Return the tensors of a model's output: of a tree, or of an object that holds some."""
-    found = []
-    for leaf in tree_leaves(output):
-        inside = [leaf] if isinstance(leaf, Tensor) else tree_leaves(dict(getattr(leaf, "__dict__", {})))
-        found += [t for t in inside if isinstance(t, Tensor)]
-    return found
 
 
 @contextmanager
