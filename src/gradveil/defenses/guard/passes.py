@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import CheckpointError
 from torch.utils.hooks import RemovableHandle
 
 from gradveil.defenses.base import Defense
@@ -150,10 +150,6 @@ class OfExamples(Rewired):
         return self.inner[0](*args, **kwargs)
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def random_state(device: torch.device) -> Callable[[], None]:
     """Remember the random state of the CPU and of ``device``; call what is returned to set it again."""
     cpu = torch.get_rng_state()
@@ -227,10 +223,15 @@ class Pass:
             _rewound(self.buffers),
             torch.random.fork_rng([x.device] if x.is_cuda else []),
             torch.autocast(x.device.type, enabled=False),
-            saved_tensors_hooks(_as_it_is, _as_it_is),  # what is saved here belongs to no checkpoint around the layer
         ):
             self.restore()
-            changed = defense.perturb(model, layer, x.to(dtype), r.detach(), rng)
+            try:
+                changed = defense.perturb(model, layer, x.to(dtype), r.detach(), rng)
+            except CheckpointError:
+                raise DefenseError(
+                    f"Layer {layer!r} lies inside activation checkpointing, which runs it again in the backward pass. "
+                    f"Checkpoint the part before the layer only."
+                ) from None
         if changed.shape != r.shape:
             raise DefenseError(
                 f"{defense.spec_name!r} returned {tuple(changed.shape)} for the representation {tuple(r.shape)} of "
