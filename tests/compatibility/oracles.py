@@ -454,7 +454,7 @@ def check_certificate(kind: str, model: Model) -> None:
             model.call(net, other)
             targets.append(caught[-1][0].flatten(1))
     changed = r.clone()
-    changed[:, r.abs().argmax()] = 0
+    changed.view(-1)[r.abs().argmax()] = 0
     settings: dict[str, Any] = {"residual": 0.01} if kind == "residual" else {}
     if kind == "empirical":
         _check_empirical(net, layer, x, changed, model)
@@ -483,7 +483,7 @@ def _nearby(x: Tensor) -> list[Tensor]:
 
 def _check_local(bound: Tensor, model: Model, net: nn.Module, layer: str, x: Tensor, targets: Tensor) -> None:
     """The first-order figure is ||r - r'|| over the largest singular value of the Jacobian."""
-    net = freeze_batch_norm(bare(net), x)
+    net, x = freeze_batch_norm(bare(net), x).double(), x.double()
     free = x.detach().clone().requires_grad_()
     torch.manual_seed(SEED)
     with still(net), watching(net, layer) as caught:
