@@ -8,12 +8,14 @@ from typing import Literal
 
 import torch
 from torch import Generator, Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradveil.certificates.bounds.chain import StepChain, step_chain
 from gradveil.certificates.bounds.norms import Norm, check_p, operator_norm
 from gradveil.certificates.bounds.rounding import Precision, forward_error
 from gradveil.errors import CertificateError
-from gradveil.layers.modules import find_layer
+from gradveil.layers.jacobian import FunctionJacobian
+from gradveil.layers.modules import find_layer, prefix
 
 ROUNDING = 1e-12  # relative, of a sum computed here in float64: thousands of roundings
 
@@ -134,7 +136,8 @@ class Problem:
         cls, model: nn.Module, layer: str | None, x: Tensor, r_perturbed: Tensor, p: float, **settings: object
     ) -> "Problem":
         """Check the arguments and return the problem, on the CPU: bounds are computed in float64 there."""
-        name = find_layer(model, layer)
+        model = getattr(model, "_orig_mod", model)  # a compiled model: what was compiled
+        name = find_layer(model, None if layer is None else layer.removeprefix("_orig_mod."))
         _check_numbers(x, r_perturbed)
         precision = Precision.of(model, x.dtype)
         if any(p.device.type != "cpu" for p in model.parameters()):
@@ -156,6 +159,27 @@ class Problem:
     def size(self) -> int:
         """The numbers in one input."""
         return self.x[0].numel()
+
+    def check_function(self) -> None:
+        """Raise unless the part before the layer maps each image by itself, the same at every call, and has slopes."""
+        f = prefix(self.model, self.layer)
+        norms = [m for m in self.model.modules() if isinstance(m, _BatchNorm)]
+        if any(norm.training or norm.running_mean is None for norm in norms):
+            raise CertificateError(
+                "Batch norm by the batch's own statistics makes an image's representation hang on the others. Call "
+                "model.eval() first, and keep running statistics."
+            )
+        with torch.no_grad(), torch.random.fork_rng([]):
+            first = f(self.x)
+            torch.rand(1)  # another state; f leaves it as it was
+            again = f(self.x)
+        if not torch.allclose(first, again, rtol=0.0, atol=0.0, equal_nan=True):
+            raise CertificateError(
+                "The forward pass draws random numbers, so no image has one representation. Certify a model that draws "
+                "none; dropout layers are taken for switched off."
+            )
+        two = torch.cat([self.x[:1], sum(self.bounds) - self.x[:1]])
+        FunctionJacobian(self.model, self.layer, two).check_examples()
 
     @cached_property
     def chain(self) -> StepChain:

@@ -12,6 +12,7 @@ from torch import Generator, Tensor
 
 from gradveil.certificates.base import RANGE, Certificate, Problem, Region, dual_norm, farthest, norm
 from gradveil.certificates.bounds.intervals import plane, propagate, pull_rounding, pull_rows, tighten
+from gradveil.gradients.functional import quiet
 from gradveil.layers.modules import prefix
 from gradveil.layers.rules.activations import Interval
 
@@ -101,7 +102,9 @@ def empirical_certificate(
 ) -> Certificate:
     """Invert r′ by Adam from several starts; ``mask_aware`` matches only the entries that r′ left non-zero."""
     weight = (problem.r_perturbed != 0).to(problem.x.dtype) if mask_aware else torch.ones_like(problem.r_perturbed)
-    found, residual = invert(problem, weight.to(problem.x.dtype), steps, restarts, lr)
+    with quiet(problem.model):
+        problem.check_function()
+        found, residual = invert(problem, weight.to(problem.x.dtype), steps, restarts, lr)
     distance = norm((found - problem.x).double(), problem.p)
     details = {"residual": residual, "mse": ((found - problem.x).double() ** 2).flatten(1).mean(1)}
     matched = "kept entries" if mask_aware else "r′"
