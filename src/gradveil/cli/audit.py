@@ -1,7 +1,9 @@
 """``gradveil audit``: what do the updates of this model give away, and does a defence help?"""
 
+import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,7 @@ from gradveil.errors import SpecError
 
 if TYPE_CHECKING:
     from gradveil.experiments.audit import Audit
+    from gradveil.experiments.gate import FailOn
 
 of_run = partial(typer.Option, rich_help_panel="A federated run")
 of_update = partial(typer.Option, rich_help_panel="A saved update")
@@ -28,6 +31,9 @@ def command(
     seed: int = typer.Option(None, help="One seed for everything."),
     out: Path = typer.Option(None, help="The run folder (default: a new one under runs/)."),
     json: shared.Json = False,
+    fail_on: str = typer.Option(
+        None, help="recovered or recognised: exit with 3 where a server gets that far, 4 where the audit cannot tell."
+    ),
     resume: bool = typer.Option(False, "--resume", help="Continue a run that was stopped."),
     rounds: int = of_run(None, help="Rounds of training; the first and the last are attacked."),
     images: int = of_run(None, help="Images under attack."),
@@ -49,7 +55,9 @@ def command(
 ) -> None:
     """Audit a federated run (default: digits, a small LeNet, four defences) or one saved update."""
     from gradveil.experiments.audit import default_folder
+    from gradveil.experiments.gate import read_fail_on
 
+    limit = read_fail_on(fail_on)
     out = out or default_folder()
     options: dict[str, Any] = {"model": model, "dataset": dataset, "data": data, "seed": seed}
     options |= {"lr": lr, "batch_size": batch_size}
@@ -68,9 +76,12 @@ def command(
         options |= {"num_steps": steps, "num_examples": examples, "num_classes": classes}
         options |= {"defense": _one(defense), "input_shape": shared.read_shape(input_shape)}
         run = _saved(options)
-    with shared.running(json, shared.resume_with(out)) as progress:
+    with (
+        shared.running(json, shared.resume_with(out)) as progress,
+        redirect_stdout(sys.stderr) if json else nullcontext(),  # what a user's own code prints is no JSON
+    ):
         found = run(out=out, resume=resume, progress=progress)
-    _show(found, json)
+    _show(found, json, limit)
 
 
 def report(folder: Path = typer.Argument(..., help="The folder of an earlier run (its --out).")) -> None:
@@ -114,18 +125,23 @@ def _one(defense: list[str] | None) -> str | None:
     return defense[0] if defense else None
 
 
-def _show(found: "Audit", json: bool) -> None:
+def _show(found: "Audit", json: bool, fail_on: "FailOn | None") -> None:
     from gradveil.experiments.rows import best_floor
     from gradveil.report.page import write_report
+    from gradveil.report.summary import summary
     from gradveil.report.table import verdict_table
 
     page = write_report(found.folder)
+    told = summary(found, page, fail_on)
     if json:
-        said = {"headline": found.headline, "folder": str(found.folder), "report": str(page)}
-        tables = {"verdicts": [asdict(v) for v in found.verdicts], "lines": [asdict(line) for line in found.lines]}
-        shared.print_json(said | tables)
-        return
-    console = Console()
-    console.print(verdict_table(found.verdicts, best_floor(found.rows)))
-    console.print(f"\n{found.headline}")
-    typer.echo(f"Report: {page}")
+        shared.print_json(told)
+    else:
+        console = Console()
+        console.print(verdict_table(found.verdicts, best_floor(found.rows)))
+        console.print(f"\n{found.headline}")
+        typer.echo(f"Report: {page}")
+    if gate := told["gate"]:
+        typer.echo(f"Gate (--fail-on {fail_on}): {gate['result']}. {gate['why']}.", err=True)
+        for part in told["not_run"]:
+            typer.echo("Not run: {attack} on {defense}, {server} server, {round} round: {why}".format(**part), err=True)
+        raise typer.Exit(gate["exit_code"])

@@ -1,0 +1,65 @@
+"""The gate: whether an audit passes, for a program that has to decide. What shows nothing either way never passes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from gradveil.errors import SpecError, did_you_mean
+from gradveil.experiments.rows import GRADES, NAIVE, group, lines
+from gradveil.experiments.run_folder import Row
+
+FailOn = Literal["recovered", "recognised"]
+GateResult = Literal["passed", "failed", "uninformative"]
+EXIT_CODES: dict[GateResult, int] = {"passed": 0, "failed": 3, "uninformative": 4}
+SEVERITY: tuple[GateResult, ...] = ("passed", "uninformative", "failed")
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What the gate says of the audit, or of one defence of it."""
+
+    result: GateResult
+    why: str
+
+
+def read_fail_on(text: str | None) -> FailOn | None:
+    """Read the option."""
+    known = get_args(FailOn)
+    if text is not None and text not in known:
+        raise SpecError(f"--fail-on {text!r} is not known. {did_you_mean(text, known)}Give {' or '.join(known)}.")
+    return text  # type: ignore[return-value]
+
+
+def gates(rows: Sequence[Row], fail_on: FailOn) -> dict[str, Gate]:
+    """Return the gate of each defence; the undefended update has one only where no defence was audited.
+
+    A defence *fails* when an attack of any server gets that much of the images, or more. It *passes* when the naive
+    server, and one that knows the defence, fell short with an attack whose control succeeded. Else it is
+    *uninformative*: attacks fail without a defence too, could not run, or there was no truth to measure against.
+    """
+    named = dict.fromkeys(row["defense"] for row in rows if "defense" in row)
+    names = [name for name in named if name != "none"] or ["none"]
+    return {name: _gate(name, rows, fail_on) for name in names}
+
+
+def overall(each: dict[str, Gate]) -> Gate:
+    """Return the gate of the whole audit: that of its worst defences."""
+    result = max((gate.result for gate in each.values()), key=SEVERITY.index)
+    return Gate(result, "; ".join(f"{name}: {g.why}" for name, g in each.items() if g.result == result))
+
+
+def _gate(name: str, rows: Sequence[Row], fail_on: FailOn) -> Gate:
+    mine = [line for line in lines(rows) if line.defense == name and line.at_own_weights]
+    if got := [line for line in mine if GRADES.index(line.grade) >= GRADES.index(fail_on)]:
+        worst = max(got, key=lambda line: line.strength)
+        return Gate("failed", f"{worst.grade} by {worst.attack} ({worst.server} server, {worst.round} round)")
+    has_servers = any(row["kind"] == "defense" and row["defense"] == name for row in rows)
+    for knows, server in ((False, "the naive server"), (True, "a server that knows the defence")):
+        its = [line for line in mine if (line.server != NAIVE) == knows]
+        if not its and (has_servers or not knows):
+            return Gate("uninformative", f"nothing that {server} got could be measured")
+        if its and all(line.void for line in its):
+            return Gate("uninformative", f"no attack of {server} has a control that succeeded")
+    empty = [number for (number,), its in group(mine, "round").items() if all(line.void for line in its)]
+    but = f", but the {' and '.join(empty)} round shows nothing either way" if empty else ""
+    return Gate("passed", f"not {fail_on} by any attack, with controls that succeeded{but}")

@@ -1,0 +1,70 @@
+"""The summary of an audit for programs, as ``docs/audit-summary.schema.json`` describes it."""
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from gradveil.experiments.audit import Audit
+from gradveil.experiments.gate import EXIT_CODES, FailOn, gates, overall
+from gradveil.experiments.judge import Verdict
+from gradveil.experiments.rows import Line, best_floor, group
+from gradveil.experiments.run_folder import VERSIONS, Row
+from gradveil.metrics.intervals import Interval
+
+SCHEMA = 1  # of the layout: a key that goes or changes its meaning raises it, a new key does not
+
+
+def summary(found: Audit, page: Path, fail_on: FailOn | None) -> dict[str, Any]:
+    """Return all that a program may ask of an audit."""
+    return {
+        "schema": SCHEMA,
+        "versions": tomllib.loads((found.folder / VERSIONS).read_text(encoding="utf-8")),
+        "settings": tomllib.loads(found.store.config),
+        "folder": str(found.folder),
+        "report": str(page),
+        "headline": found.headline,
+        "gate": None if fail_on is None else _gate(found.rows, fail_on),
+        "floor": _floor(found.rows),
+        "verdicts": [_verdict(v) for v in found.verdicts],
+        "lines": [_line(line) for line in found.lines],
+        "not_run": not_run(found.rows),
+    }
+
+
+def not_run(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return what was wanted and could not be run, with the number of clients and why."""
+    keys = ("round", "weights", "defense", "server", "attack", "why")
+    skipped = group([row for row in rows if row["kind"] == "skip"], *keys)
+    return [dict(zip(keys, values, strict=True)) | {"clients": len(its)} for values, its in skipped.items()]
+
+
+def _gate(rows: Sequence[Row], fail_on: FailOn) -> dict[str, Any]:
+    each = gates(rows, fail_on)
+    whole = overall(each)
+    said = {"fail_on": fail_on, **asdict(whole), "exit_code": EXIT_CODES[whole.result]}
+    return said | {"defenses": [{"defense": name} | asdict(gate) for name, gate in each.items()]}
+
+
+def _floor(rows: Sequence[Row]) -> dict[str, Any] | None:
+    floor = best_floor(rows)
+    if floor is None:
+        return None
+    return {"guess": floor.guess, "mse": asdict(floor.mse), "identified": _share(floor.identified)}
+
+
+def _verdict(v: Verdict) -> dict[str, Any]:
+    lines = {
+        name: None if line is None else _line(line) for name, line in (("naive", v.naive), ("adaptive", v.adaptive))
+    }
+    return asdict(v) | lines
+
+
+def _line(line: Line) -> dict[str, Any]:
+    shares = {name: _share(getattr(line, name)) for name in ("recovered", "identified", "label")}
+    return asdict(line) | {"verdict": line.grade if line.counts else "void"} | shares
+
+
+def _share(share: Interval) -> dict[str, Any]:
+    return asdict(share) | {"hits": share.hits if share.count else 0}
