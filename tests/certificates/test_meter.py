@@ -255,3 +255,39 @@ def test_the_meter_leaves_the_global_random_state_alone(small: nn.Module, truth:
     first = leak_meter(seen, truth, prior, exact_limit=1)
     assert first.mse == leak_meter(seen, truth, prior, exact_limit=1).mse
     assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("exact_limit", [1024, 1])
+def test_a_reading_can_be_watched_and_ended(
+    small: nn.Module, truth: Batch, prior: GaussianPrior, exact_limit: int
+) -> None:
+    class Enough(Exception):
+        pass
+
+    def stop() -> None:
+        raise Enough
+
+    calls: list[None] = []
+    leak_meter(observe(small, truth), truth, prior, exact_limit=exact_limit, each=lambda: calls.append(None))
+    assert calls
+    with pytest.raises(Enough):
+        leak_meter(observe(small, truth), truth, prior, exact_limit=exact_limit, each=stop)
+
+
+def test_probes_end_where_the_figure_is_settled(
+    small: nn.Module, truth: Batch, prior: GaussianPrior, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noisy, steps = observe(small, truth, noise=dict.fromkeys(parameters(small), 1e-3)), []
+    early = leak_meter(noisy, truth, prior, exact_limit=1, each=lambda: steps.append("early"))
+    monkeypatch.setattr("gradveil.certificates.meter.SETTLED", 0.0)
+    late = leak_meter(noisy, truth, prior, exact_limit=1, each=lambda: steps.append("late"))
+    assert steps.count("early") < steps.count("late")
+    assert early.mse == pytest.approx(late.mse, rel=0.01)
+    assert early.mse <= late.mse  # stopped early it errs low
+
+
+def test_a_jacobian_too_large_to_hold_is_not_written_out(
+    small: nn.Module, truth: Batch, prior: GaussianPrior, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradveil.certificates.meter.ENTRIES", 100)
+    assert leak_meter(observe(small, truth), truth, prior).how.startswith("estimate")

@@ -175,7 +175,7 @@ def test_what_can_be_promised_stands_beside_what_was_tried(finished: Audit) -> N
 def test_certificates_of_a_perturbed_layer_say_what_they_rest_on(tmp_path: Path, small: AuditConfig) -> None:
     data = load("digits")
     scene = build_scene(small, data, build("probe", data.input_shape, 10), {"r": RandomMask()}, {})
-    rows = [row for row in certificate_rows(scene, "r") if row["kind"] == "certificate"]
+    rows = [row for row in certificate_rows(scene, ["r"])["r"] if row["kind"] == "certificate"]
     assert {row["certificate"]: row["sound"] for row in rows} == {"local": False, "global": True}
     assert all(row["mse"] > 0 for row in rows)
     assert all("does not need" in row["assumptions"][-1] for row in rows)
@@ -190,7 +190,7 @@ def test_a_model_that_no_certificate_can_read_does_not_stop_the_audit(
     monkeypatch.setattr("gradveil.experiments.certificates.metered", unreadable)
     data = load("digits")
     scene = build_scene(small, data, build("logistic", data.input_shape, 10), {}, {})
-    (row,) = certificate_rows(scene, "none")
+    (row,) = certificate_rows(scene, ["none"])["none"]
     assert row["mse"] is None
     assert row["says"] == "Not read: no rule for this layer"
 

@@ -17,6 +17,12 @@ from gradveil.types import Batch, GaussianPrior, Observation
 
 TANGENTS = 128  # of the Jacobian at once
 PROBES = 32  # of products with the information at once
+SETTLED = 1e-3  # conjugate gradients end where the last RISES steps added less than this share of the figure
+RISES = 5
+
+
+def nothing() -> None:
+    """Do nothing before a step."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +35,16 @@ class SeenNumbers:
     noise: Tensor  # (R,), standard deviation of each number; the floor where none is known
     randomness: Literal["error", "same"] = "error"  # of the function, for vmap
 
-    def jacobian(self) -> Tensor:
-        """Return K (R, n), column by column in chunks."""
+    def jacobian(self, each: Callable[[], None] = nothing) -> Tensor:
+        """Return K (R, n), column by column in chunks, calling ``each`` before each of them."""
         unit = torch.eye(len(self.x), dtype=self.x.dtype, device=self.x.device)
-        with quiet(self.model), torch.no_grad():
-            push = vmap(
-                lambda v: jvp(self.function, (self.x,), (v,))[1], chunk_size=TANGENTS, randomness=self.randomness
-            )
-            columns = push(unit)
-        found: Tensor = columns.T
-        return found
+        push = vmap(lambda v: jvp(self.function, (self.x,), (v,))[1], randomness=self.randomness)
+        columns = []
+        for some in unit.split(TANGENTS):
+            each()
+            with quiet(self.model), torch.no_grad():
+                columns.append(push(some))
+        return torch.cat(columns).T
 
     def information(self, v: Tensor) -> Tensor:
         """Return KᵀN⁻¹K v for rows v (M, n), without K."""
@@ -116,13 +122,19 @@ def posterior_root(information: Tensor, prior: GaussianPrior) -> Tensor:
 
 
 def probed_mse(
-    information: Callable[[Tensor], Tensor], prior: GaussianPrior, x: Tensor, probes: int, steps: int, rng: Generator
+    information: Callable[[Tensor], Tensor],
+    prior: GaussianPrior,
+    x: Tensor,
+    probes: int,
+    steps: int,
+    rng: Generator,
+    each: Callable[[], None] = nothing,
 ) -> float:
     """Return the same trace by Hutchinson probes and conjugate gradients, without forming any matrix.
 
     Preconditioned by Σ and started at 0, zᵀx_k rises to zᵀ(F + Λ)⁻¹z: stopped early each probe errs low. The mean of
     few probes is an estimate all the same, too high by up to ``overstated``. ``information`` maps rows (M, n) to F v,
-    for the unknowns x (n,).
+    for the unknowns x (n,). ``each`` is called before each step.
     """
     d = len(prior.mean)
     factor = prior.factor.to(x)
@@ -138,14 +150,17 @@ def probed_mse(
     found, residual = torch.zeros_like(z), z
     ahead = per_example(covary, residual)
     direction, size2 = ahead, (residual * ahead).sum(1)
-    start = size2
+    start, rises = size2, []
     for _ in range(steps):
+        each()
         applied = information(direction) + per_example(double.whiten, direction)
         pace = size2 / (direction * applied).sum(1).clamp_min(1e-300)
         found, residual = found + pace[:, None] * direction, residual - pace[:, None] * applied
         ahead = per_example(covary, residual)
         new = (residual * ahead).sum(1)
-        if bool((new <= 1e-16 * start).all()):
+        rises.append(float((pace * size2).sum()))  # of zᵀx, summed over the probes
+        settled = len(rises) > RISES and sum(rises[-RISES:]) < SETTLED * sum(rises)
+        if settled or bool((new <= 1e-16 * start).all()):
             break
         direction, size2 = ahead + (new / size2.clamp_min(1e-300))[:, None] * direction, new
     return float((z * found).sum(1).mean() / len(x))
@@ -163,6 +178,7 @@ def overstated(probes: int, chance: float = 0.05) -> float:
 
 
 EXACT = 1024  # unknowns up to which the Jacobian is written out
+ENTRIES = 2**28  # of a Jacobian that is written out: 2 GiB
 ASSUMPTIONS = (
     "The update is replaced by its linearisation at the true input.",
     "Inputs are drawn from a Gaussian fitted to public data; an average over it, no promise for one image.",
@@ -198,26 +214,29 @@ def leak_meter(
     probes: int = 8,
     steps: int = 60,
     rng: Generator | None = None,
+    each: Callable[[], None] = nothing,
 ) -> Leak:
     """Return how much of the true inputs the observed update gives away.
 
     ``prior`` defaults to the observation's own, else to independent pixels with the variance of a uniform draw from
-    the data range. Above ``exact_limit`` unknowns the trace comes from Hutchinson probes and conjugate gradients.
+    the data range. Above ``exact_limit`` unknowns, or where the Jacobian has more than ``ENTRIES`` numbers, the trace
+    comes from Hutchinson probes and conjugate gradients. ``each`` is called before each step of the work: it may show
+    progress, or raise to end the reading.
     """
     system = equations(seen, truth, floor)
     prior = prior or seen.prior or flat_prior(seen)
     before = float(prior.factor.double().square().sum()) / len(prior.mean) + prior.ridge
     n = len(system.x)
-    if n > exact_limit:
+    if n > exact_limit or n * len(system.noise) > ENTRIES:
         rng = rng or torch.Generator().manual_seed(0)
-        mse = probed_mse(system.information, prior, system.x, probes, steps, rng)
+        mse = probed_mse(system.information, prior, system.x, probes, steps, rng, each)
         factor = overstated(probes)
         how = (
             f"estimate: Hutchinson with {probes} probes, conjugate gradients with up to {steps} steps; at 95 % between "
             f"{mse / factor:.3g} (a factor of {factor:.2f}) and {before:.3g}, the figure before anything was sent"
         )
         return Leak(mse, before, n, mse / factor, how=how)
-    jacobian = system.jacobian()
+    jacobian = system.jacobian(each)
     return _exact(system, jacobian, prior, before)
 
 

@@ -43,6 +43,8 @@ def command(
     epochs: int = of_run(None, help="Local epochs."),
     batch_size: int = of_run(None, help="Examples of a local step."),
     lr: float = of_run(None, help="Learning rate of the local steps."),
+    meter_seconds: float = of_run(None, help="Time limit of certificates and leak meter, which come last (60)."),
+    no_meter: bool = of_run(False, "--no-meter", help="Leave certificates and leak meter out."),
     config: Path = of_run(None, help="Settings from a TOML file; options go before it."),
     update: str = of_update(None, help="A safetensors file: gradients, a difference, or weights."),
     kind: str = of_update(None, help="gradient, difference or weights; default: as the file says."),
@@ -69,9 +71,11 @@ def command(
         )
         options |= {"rounds": rounds, "images": images, "examples": examples, "partition": partition}
         options |= {"clients": clients, "epochs": epochs, "defenses": tuple(defense) if defense else None}
+        options["meter_seconds"] = 0.0 if no_meter else meter_seconds
         run = _federated(options, config)
     else:
         _refuse("a federated run", rounds=rounds, images=images, partition=partition, clients=clients, epochs=epochs)
+        _refuse("a federated run", meter_seconds=meter_seconds, no_meter=no_meter or None)
         options |= {"update": update, "kind": kind, "weights": weights, "before": before, "truth": truth}
         options |= {"num_steps": steps, "num_examples": examples, "num_classes": classes}
         options |= {"defense": _one(defense), "input_shape": shared.read_shape(input_shape)}

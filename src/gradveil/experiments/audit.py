@@ -95,7 +95,7 @@ def audit(
     built = make_model(network, data.input_shape, data.num_classes, chosen.seed)
     scene = build_scene(chosen, data, copy.deepcopy(built).train(), defended, attacked)
     with (
-        RunFolder.start(out or default_folder(), chosen, resume) as store,
+        RunFolder.start(out or default_folder(), chosen, resume, AuditConfig.FREE) as store,
         one_thread(is_small(built, data.input_shape)),
     ):
         run_audit(scene, store, progress or (lambda stage, done, total: None))
@@ -112,9 +112,6 @@ def run_audit(scene: Scene, store: RunFolder, progress: Progress) -> None:
     if not store.done("truth"):
         rows, answers = floors(scene.truth, scene.public)
         store.add("truth", rows, {name: x.numpy() for name, x in {"truth": scene.truth.inputs, **answers}.items()})
-    for defense in scene.defenses:
-        if not store.done(f"promise/{defense}"):
-            store.add(f"promise/{defense}", certificate_rows(scene, defense))
     looks, observed = list(train_all(scene, store, progress)), Observed(scene)
     work = [
         (f"attack/{attack}/{i}", part)
@@ -134,6 +131,10 @@ def run_audit(scene: Scene, store: RunFolder, progress: Progress) -> None:
     skipped = [row for row in store.rows if row["kind"] == "skip"]
     if skipped and not any(row["kind"] == "attack" for row in store.rows):
         raise AttackError(f"No attack could run: {skipped[0]['why']}")
+    left = [defense for defense in scene.defenses if not store.done(f"promise/{defense}")]
+    if left and scene.config.meter_seconds > 0:
+        for defense, rows in certificate_rows(scene, left, progress).items():
+            store.add(f"promise/{defense}", rows)
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,17 @@
 """All that can be promised about one model, some images and one defence, gathered for a table or a report."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.certificates.base import SCOPE, Certificate, Kind
 from gradveil.certificates.certify import certify
-from gradveil.certificates.meter import ASSUMPTIONS, Leak, leak_meter
+from gradveil.certificates.meter import ASSUMPTIONS, Leak, leak_meter, nothing
 from gradveil.defenses.base import Defense
 from gradveil.errors import CertificateError, GradveilError
 from gradveil.experiments.run_folder import Row
@@ -55,13 +57,18 @@ def layer_certificates(
     kinds: Sequence[Kind] = KINDS,
     p: float = 2,
     bounds: tuple[float, float] = (0.0, 1.0),
+    each: Callable[[], None] = nothing,
 ) -> list[LayerCertificate]:
-    """Return a certificate of every kind for each layer that the defence perturbs; none where it perturbs none."""
+    """Return a certificate of every kind for each layer that the defence perturbs; none where it perturbs none.
+
+    ``each`` is called before each of them.
+    """
     found = []
     for layer in defense.layers(model):
         r = representation(model, layer, batch.inputs)
         perturbed = defense.perturb(model, layer, batch.inputs, r, rng).flatten(1)
         for kind in kinds:
+            each()
             try:
                 certificate = certify(model, layer, batch.inputs, perturbed, p, kind, bounds=bounds, rng=rng)
                 found.append(LayerCertificate(layer, kind, certificate))
@@ -87,11 +94,13 @@ def metered(
     rng: Generator,
     prior: GaussianPrior | None = None,
     bounds: tuple[float, float] = (0.0, 1.0),
+    each: Callable[[], None] = nothing,
 ) -> list[ServerLeak]:
     """Return what the update of these examples leaks to every server that knows the defence.
 
     Only servers whose knowledge shows in what they see (dropped tensors, masks, noise levels, a simulated defence)
-    can be metered: one that merely switches to another attack sees the same numbers.
+    can be metered: one that merely switches to another attack sees the same numbers. ``each`` is called before each
+    step of a reading.
     """
     seen = observe(model, truth, defense, rng, num_classes, prior, with_labels=True, bounds=bounds)
     found = []
@@ -99,7 +108,7 @@ def metered(
         view = known.view(seen)
         if view is seen and known.name != "plain":
             continue
-        found.append(ServerLeak(known.name, known.why, leak_meter(view, truth, prior, rng=rng)))
+        found.append(ServerLeak(known.name, known.why, leak_meter(view, truth, prior, rng=rng, each=each)))
     return found
 
 
@@ -117,16 +126,92 @@ AUDITED: tuple[Kind, ...] = ("local", "global")
 MOST = 8  # clients that the leak meter reads
 
 
-def certificate_rows(scene: Scene, defense: str) -> list[Row]:
-    """Return the certificates of the layers that a defence perturbs, and what the leak meter reads, as rows."""
-    rows: list[Row] = []
-    try:
-        built, rng = scene.defenses[defense], scene.seeds("promise", defense)
-        found = layer_certificates(scene.model, scene.truth, built, rng, AUDITED)
-        rows += [_certificate_row(defense, one) for one in found]
-        rows += _meter_rows(scene, defense)
-    except (GradveilError, RuntimeError, ValueError) as error:  # what cannot be read does not stop the audit
-        rows.append(_meter_row(defense, "", None, f"Not read: {' '.join(str(error).split())[:200]}"))
+class OutOfTime(Exception):
+    """The time for certificates and readings is over."""
+
+
+@dataclass
+class _Promises:
+    """What is known of one defence so far."""
+
+    certificates: list[LayerCertificate]
+    leaks: dict[str, list[Leak]] = field(default_factory=dict)  # by server
+    clients: int = 0  # that were read
+    error: str = ""  # why it cannot be read
+
+
+def certificate_rows(
+    scene: Scene, defenses: Sequence[str], progress: Callable[[str, int, int], None] = lambda stage, done, total: None
+) -> dict[str, list[Row]]:
+    """Return for each defence the certificates of the layers it perturbs and the leak meter's readings, as rows.
+
+    Within ``meter_seconds``, give or take a step: the certificates, then one client under every defence, then the
+    next client. What was not measured by then has a row that says so.
+    """
+    clients, done, seconds = scene.victims[:MOST], 0, scene.config.meter_seconds
+    end, over = time.monotonic() + seconds, f"the time limit of {seconds:g} s was reached"
+    found = {defense: _Promises(_unknown(scene, defense, f"Not measured: {over}.")) for defense in defenses}
+
+    def each() -> None:
+        progress("leak meter", done, len(found) * (1 + len(clients)))
+        if time.monotonic() > end:
+            raise OutOfTime
+
+    def read(defense: str, client: int | None) -> None:
+        mine = found[defense]
+        try:
+            if client is None:
+                mine.certificates = _certificates(scene, defense, each)
+            elif not mine.error:
+                for one in _readings(scene, defense, client, each):
+                    mine.leaks.setdefault(one.server, []).append(one.leak)
+                mine.clients += 1
+        except (GradveilError, RuntimeError, ValueError) as error:  # what cannot be read does not stop the audit
+            mine.error = f"Not read: {' '.join(str(error).split())[:200]}"
+            mine.certificates = [] if client is None else mine.certificates
+
+    with suppress(OutOfTime):
+        for client in (None, *clients):
+            for defense in defenses:
+                read(defense, client)
+                done += 1
+        each()
+    return {defense: _rows(defense, mine, len(clients), over) for defense, mine in found.items()}
+
+
+def _unknown(scene: Scene, defense: str, reason: str) -> list[LayerCertificate]:
+    layers = scene.defenses[defense].layers(scene.model)
+    return [LayerCertificate(layer, kind, None, reason) for layer in layers for kind in AUDITED]
+
+
+def _certificates(scene: Scene, defense: str, each: Callable[[], None]) -> list[LayerCertificate]:
+    built, rng = scene.defenses[defense], scene.seeds("promise", defense)
+    return layer_certificates(scene.model, scene.truth, built, rng, AUDITED, each=each)
+
+
+def _readings(scene: Scene, defense: str, client: int, each: Callable[[], None]) -> list[ServerLeak]:
+    rng = scene.seeds("defense", defense, "first", client)
+    truth, classes = scene.held_by(client), scene.dataset.num_classes
+    return metered(scene.model, truth, scene.defenses[defense], classes, rng, scene.public.prior, each=each)
+
+
+def _rows(defense: str, mine: _Promises, clients: int, over: str) -> list[Row]:
+    """Return a row for each certificate, and for each server the mean reading over the clients."""
+    rows = [_certificate_row(defense, one) for one in mine.certificates]
+    for server, leaks in mine.leaks.items():
+        mse, low = (math.fsum(v) / len(leaks) for v in ([k.mse for k in leaks], [k.low or k.mse for k in leaks]))
+        said = "No server gets under this on average, to first order."
+        if low < mse:
+            said += f" Estimated by random probes: at 95 % the figure is at least {low:.3g}."
+        if mine.clients < clients and not mine.error:
+            said += f" Of {mine.clients} of {clients} clients: {over}."
+        rows.append(_meter_row(defense, server, mse, said))
+    if mine.error:
+        rows.append(_meter_row(defense, "", None, mine.error))
+    elif not mine.clients:
+        rows.append(_meter_row(defense, "", None, f"Not measured: {over}."))
+    elif not mine.leaks:
+        rows.append(_meter_row(defense, "", None, "No server that knows this defence can be metered."))
     return rows
 
 
@@ -137,24 +222,6 @@ def _certificate_row(defense: str, one: LayerCertificate) -> Row:
     assumptions = [text for text in one.certificate.assumptions if text != SCOPE] + [SCOPE]
     mse = float(one.certificate.to_mse().mean())
     return row | {"mse": mse, "sound": one.certificate.sound, "assumptions": assumptions}
-
-
-def _meter_rows(scene: Scene, defense: str) -> list[Row]:
-    """Return the mean reading per server over the attacked clients."""
-    readings: dict[str, list[Leak]] = {}
-    for victim in scene.victims[:MOST]:
-        rng = scene.seeds("defense", defense, "first", victim)
-        truth, classes = scene.held_by(victim), scene.dataset.num_classes
-        for one in metered(scene.model, truth, scene.defenses[defense], classes, rng, scene.public.prior):
-            readings.setdefault(one.server, []).append(one.leak)
-    rows = []
-    for server, leaks in readings.items():
-        mse, low = (math.fsum(v) / len(leaks) for v in ([k.mse for k in leaks], [k.low or k.mse for k in leaks]))
-        said = "No server gets under this on average, to first order."
-        if low < mse:
-            said += f" Estimated by random probes: at 95 % the figure is at least {low:.3g}."
-        rows.append(_meter_row(defense, server, mse, said))
-    return rows
 
 
 def _meter_row(defense: str, server: str, mse: float | None, says: str) -> Row:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -56,13 +56,19 @@ class AuditConfig(Training):
     images: int = 8  # that are attacked, in each round that is looked at
     examples: int = 1  # of one attacked update
     gallery: int = 100  # images that an original must be told from, itself included
+    meter_seconds: float = 60.0  # at most, for certificates and the leak meter after all else; 0: they are left out
+    device: str = "cpu"  # cpu, cuda or auto
     seed: int = 0
+
+    FREE: ClassVar[frozenset[str]] = frozenset({"meter_seconds", "device"})  # may differ when a run is continued
 
     def __post_init__(self) -> None:
         for name in ("rounds", "clients", "epochs", "batch_size", "lr", "images", "examples", "gallery"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise SpecError(f"{name}={value}: give a number above zero.")
+        if not self.meter_seconds >= 0:
+            raise SpecError(f"meter_seconds={self.meter_seconds}: give a number of seconds; 0 leaves the meter out.")
         super().__post_init__()
         if not self.attacks:
             raise SpecError("An audit needs at least one attack, e.g. --attack newton.")

@@ -91,8 +91,11 @@ class CertificateTable:
 
 
 def certificate_table(rows: Sequence[Row]) -> CertificateTable | None:
-    """Return the table, or nothing where the run has no such rows."""
+    """Return the table, or nothing where the run is none of a federation and has no such rows."""
     chosen = [row for row in rows if row["kind"] in ("certificate", "meter")]
+    trained = dict.fromkeys(row["defense"] for row in rows if row["kind"] == "accuracy")
+    missing: Row = {"kind": "meter", "server": "", "mse": None, "assumptions": [], "says": "Not run."}
+    chosen += [missing | {"defense": name} for name in trained if name not in {row["defense"] for row in chosen}]
     if not chosen:
         return None
     assumptions: dict[str, list[str]] = {}
@@ -119,6 +122,8 @@ def _mse(row: Row) -> str:
 
 
 def _proved(row: Row) -> str:
+    if row["mse"] is None:
+        return "–"
     if row["kind"] == "meter":
         return "first order"
     return "yes" if row["sound"] else "first order"
