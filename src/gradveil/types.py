@@ -89,6 +89,10 @@ class Update:
         gradient = {name: (value - after[name]) / lr for name, value in before.items()}
         return cls(gradient, num_examples, num_steps, lr, batch_size)
 
+    def to(self, device: torch.device) -> "Update":
+        """Return the update on a device."""
+        return replace(self, gradient={name: value.to(device) for name, value in self.gradient.items()})
+
 
 @dataclass(frozen=True)
 class Observation:

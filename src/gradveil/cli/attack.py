@@ -26,6 +26,7 @@ def command(
     input_shape: shared.InputShape = None,
     classes: shared.Classes = 10,
     seed: shared.Seed = 0,
+    device: shared.Device = "cpu",
     out: Path = typer.Option(Path("found.safetensors"), help="Where the reconstruction goes; a PNG lies beside it."),
     json: shared.Json = False,
 ) -> None:
@@ -40,14 +41,15 @@ def command(
         UpdateAuditConfig(
             update=update, model=model, weights=weights, before=before, kind=kind, lr=lr, num_steps=steps,
             num_examples=examples, defense=defense, attacks=(attack,), dataset=dataset, data=data,
-            input_shape=shared.read_shape(input_shape), num_classes=classes, seed=seed,
+            input_shape=shared.read_shape(input_shape), num_classes=classes, seed=seed, device=device,
         )
     )  # fmt: skip
     view, spec = _view(case, server)
     found = build_attack(spec or attack).reconstruct(view, case.seeds("attack", attack, 0))
-    labels = found.labels if found.labels is not None else found.inputs.new_full((len(found.inputs),), -1).long()
-    write_examples(out, Batch(found.inputs, labels))
-    write_pictures(out.with_suffix(".png"), found.inputs.numpy())
+    inputs = found.inputs.detach().cpu()
+    labels = found.labels.cpu() if found.labels is not None else inputs.new_full((len(inputs),), -1).long()
+    write_examples(out, Batch(inputs, labels))
+    write_pictures(out.with_suffix(".png"), inputs.numpy())
     said: dict[str, Any] = {
         "attack": spec or attack,
         "server": server,

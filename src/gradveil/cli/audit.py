@@ -29,6 +29,7 @@ def command(
     defense: list[str] = typer.Option(None, help="A defence spec; repeat for several. Default: a panel of four."),
     attack: list[str] = typer.Option(None, help="An attack spec; repeat for several."),
     seed: int = typer.Option(None, help="One seed for everything."),
+    device: shared.Device = None,  # type: ignore[assignment]
     out: Path = typer.Option(None, help="The run folder (default: a new one under runs/)."),
     json: shared.Json = False,
     fail_on: str = typer.Option(
@@ -62,6 +63,7 @@ def command(
     limit = read_fail_on(fail_on)
     out = out or default_folder()
     options: dict[str, Any] = {"model": model, "dataset": dataset, "data": data, "seed": seed}
+    options["device"] = device
     options |= {"lr": lr, "batch_size": batch_size}
     options["attacks"] = tuple(attack) if attack else None
     run: Callable[..., Audit]

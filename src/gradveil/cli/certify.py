@@ -25,16 +25,17 @@ def command(
     images: int = typer.Option(4, min=1, help="Images of the training split that are certified."),
     meter: bool = typer.Option(True, help="Meter the whole update as well."),
     seed: shared.Seed = 0,
+    device: shared.Device = "cpu",
     json: shared.Json = False,
 ) -> None:
     """Certify a defence: how far from the truth must a reconstruction be, and who is not bound by that?"""
-    found = figures(model, dataset, data, defense, weights, tuple(kind or ()), norm, images, meter, seed)
+    found = figures(model, dataset, data, defense, weights, tuple(kind or ()), norm, images, meter, seed, device)
     shared.print_json(as_json(found)) if json else show(found, Console())
 
 
 def figures(
     model_spec: str, dataset_spec: str, data: str | None, defense_spec: str, weights: str | None,
-    kinds: tuple[str, ...], norm: str, images: int, meter: bool, seed: int,
+    kinds: tuple[str, ...], norm: str, images: int, meter: bool, seed: int, device: str = "cpu",
 ) -> dict[str, Any]:  # fmt: skip
     """Compute everything that the command shows."""
     from gradveil.certificates.base import blind_mse, largest_mse
@@ -42,31 +43,33 @@ def figures(
     from gradveil.data import load
     from gradveil.defenses.base import build as build_defense
     from gradveil.experiments.certificates import KINDS, layer_certificates, metered
+    from gradveil.experiments.settings import find_device
     from gradveil.experiments.trial import RANK, Public
     from gradveil.experiments.update_files import load_weights
     from gradveil.models import build
     from gradveil.seeds import Seeds
 
+    at = find_device(device)
     seeds, p, defense = Seeds(seed), readable_p(norm), build_defense(defense_spec)
     source = load(dataset_spec, data)
     model = build(model_spec, source.input_shape, source.num_classes, seed=seeds.number("weights"))
     if weights is not None:
         load_weights(model, weights)
-    model.eval()
+    model.eval().to(at)
     truth = source.train.sample(images, seeds("images"))
-    public = Public.draw(source, seeds("public"), RANK if meter else None)
+    public = Public.draw(source, seeds("public"), RANK if meter else None).to(at)
     chosen: Any = check_kinds(kinds) or KINDS
     leaks = []
     if meter:
         for i in range(len(truth)):
             rng = seeds("meter", i)
-            leaks.append(metered(model, truth[i : i + 1], defense, source.num_classes, rng, public.prior))
+            leaks.append(metered(model, truth[i : i + 1].to(at), defense, source.num_classes, rng, public.prior))
     return {
         "model": model_spec,
         "dataset": dataset_spec,
         "defense": defense_spec,
         "p": norm,
-        "promises": layer_certificates(model, truth, defense, seeds("defense"), chosen, p),
+        "promises": layer_certificates(model, truth.to(at), defense, seeds("defense"), chosen, p),
         "leaks": leaks,
         "largest": largest_mse(truth.inputs),
         "blind": blind_mse(truth.inputs, public.batch.inputs.mean(0)),

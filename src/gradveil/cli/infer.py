@@ -29,6 +29,7 @@ def command(
     truth: str = typer.Option(
         None, help="Safetensors with inputs and labels of the (first) client: adds the controls."
     ),
+    device: shared.Device = "cpu",
     out: Path = typer.Option(None, help="Safetensors file for the inferred vectors."),
     json: shared.Json = False,
 ) -> None:
@@ -42,10 +43,11 @@ def command(
         UpdateAuditConfig(
             update=update[0], model=model, weights=weights, before=before, kind=kind, lr=lr, dataset=dataset,
             data=data, truth=truth, input_shape=shared.read_shape(input_shape), num_classes=classes,
+            device=device,
         )
     )  # fmt: skip
     sent_before = None if before is None else read_tensors(before)[0]
-    others = [read_update(path, case.model, case.config.facts, sent_before) for path in update[1:]]
+    others = [read_update(path, case.model, case.config.facts, sent_before).to(case.device) for path in update[1:]]
     seen = case.observation(case.update)
     found = infer(case.model, [case.update, *others], case.input_shape, seen.num_classes, settings)
     said = [_said(found, device, path) for device, path in enumerate(update)]
@@ -73,8 +75,9 @@ def _controls(found: "Inferred", case: "SavedUpdate", num_classes: int) -> dict[
     from gradveil.metrics.representations import class_means, representation_scores
 
     assert case.truth is not None
-    labels = case.truth.labels
-    means = class_means(case.model, list(found.vectors), case.truth.inputs, labels, num_classes)
+    truth = case.truth.to(case.device)
+    labels = truth.labels
+    means = class_means(case.model, list(found.vectors), truth.inputs, labels, num_classes)
     present = (labels.bincount(minlength=num_classes) > 0)[None]
     controls: dict[str, Any] = {"true classes": present[0].nonzero().flatten().tolist()}
     for layer, vectors in found.vectors.items():
@@ -91,7 +94,7 @@ def _write(path: Path, found: "Inferred") -> None:
     from gradveil.files import write_atomically
 
     tensors = {"present": found.present.to(found.confidence), "confidence": found.confidence, **found.vectors}
-    write_atomically(path, save({name: value.contiguous() for name, value in tensors.items()}))
+    write_atomically(path, save({name: value.cpu().contiguous() for name, value in tensors.items()}))
 
 
 def _show(said: list[dict[str, Any]]) -> None:

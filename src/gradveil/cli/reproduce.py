@@ -33,7 +33,7 @@ def command(
     items: list[str] = typer.Argument(None, help="Items by name, or `all`; without any, the items are listed."),
     scale: str = typer.Option("quick", help="quick: fewer images, rounds and settings; full: the paper's sizes."),
     data: shared.Data = None,
-    device: str = typer.Option("cpu", help="cpu or cuda."),
+    device: shared.Device = "cpu",
     seed: shared.Seed = 0,
     out: Path = typer.Option(Path("runs/reproduce"), help="Folder for the results; one folder an item below it."),
     resume: bool = typer.Option(False, "--resume", help="Continue an earlier run."),
@@ -47,20 +47,18 @@ def command(
     json: shared.Json = False,
 ) -> None:
     """Run items of the paper and print what holds and what does not."""
-    import torch
-
+    from gradveil.experiments.settings import find_device
     from gradveil.paper.base import ITEMS, Context, usual_jobs
     from gradveil.seeds import Seeds
 
     if scale not in ("quick", "full"):
         raise SpecError(f"--scale {scale!r} is unknown. Give quick or full.")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise SpecError(f"--device {device}: no CUDA device is visible here. Leave it out to run on the CPU.")
+    at = find_device(device)
     if not items:
         for name, cls in ITEMS:
             typer.echo(f"{name:24} {cls.title}")
         return
-    context = Context(data, torch.device(device), cast(Literal["quick", "full"], scale), Seeds(seed))
+    context = Context(data, at, cast(Literal["quick", "full"], scale), Seeds(seed))
     asked = ITEMS.names() if items == ["all"] else [name.partition(":")[0] for name in items]
     ordered = in_order(ITEMS.names() if items == ["all"] else items)
     check_pattern(only, [unit for item in ordered if item.spec_name in asked for unit in item.units(context)])

@@ -42,7 +42,7 @@ def command(
     proximal: float = averaging(0.0, help="FedProx's factor mu."),
     faults: str = averaging("", help="Fault drill: chances of drop=, late=, nan=, inf=, shape=."),
     engine: str = of_run("auto", help="auto, sequential, processes:workers=N, vectorised, flower."),
-    device: str = of_run("auto", help="auto, cpu or cuda."),
+    device: shared.Device = "auto",
     early_stop: int = of_run(None, min=1, help="End after so many measurements without a higher accuracy."),
     evaluate_every: int = of_run(1, min=1, help="Rounds between measurements."),
     save_every: int = of_run(1, min=1, help="Rounds between checkpoints."),

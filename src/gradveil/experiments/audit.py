@@ -281,7 +281,7 @@ class Observed:
     def _observe(self, target: Target) -> Observation | UpdateError:
         scene, look, defense = self.scene, target.look, self.scene.defenses[target.defense]
         rng = scene.seeds("defense", target.defense, look.round, target.victim)
-        batch, prior = scene.held_by(target.victim), scene.public.prior
+        batch, prior = scene.held_by(target.victim).to(scene.device), scene.public.prior
         try:
             return observe(look.model, batch, defense, rng, self._num_classes, prior, scene.config.lr)
         except UpdateError as error:

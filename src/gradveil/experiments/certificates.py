@@ -186,12 +186,12 @@ def _unknown(scene: Scene, defense: str, reason: str) -> list[LayerCertificate]:
 
 def _certificates(scene: Scene, defense: str, each: Callable[[], None]) -> list[LayerCertificate]:
     built, rng = scene.defenses[defense], scene.seeds("promise", defense)
-    return layer_certificates(scene.model, scene.truth, built, rng, AUDITED, each=each)
+    return layer_certificates(scene.model, scene.truth.to(scene.device), built, rng, AUDITED, each=each)
 
 
 def _readings(scene: Scene, defense: str, client: int, each: Callable[[], None]) -> list[ServerLeak]:
     rng = scene.seeds("defense", defense, "first", client)
-    truth, classes = scene.held_by(client), scene.dataset.num_classes
+    truth, classes = scene.held_by(client).to(scene.device), scene.dataset.num_classes
     return metered(scene.model, truth, scene.defenses[defense], classes, rng, scene.public.prior, each=each)
 
 

@@ -18,6 +18,7 @@ from gradveil.errors import SpecError, UpdateError
 from gradveil.experiments.audit import Audit, Progress, default_folder, server_rows
 from gradveil.experiments.run_folder import Row, RunFolder
 from gradveil.experiments.scene import ATTACKS, is_small, load_dataset, make_model, one_thread
+from gradveil.experiments.settings import find_device
 from gradveil.experiments.trial import Public, Trial, attack_rows, attempt, floors, naive
 from gradveil.experiments.update_files import Facts, load_weights, read_examples, read_update
 from gradveil.federated.client import local_update
@@ -48,6 +49,7 @@ class UpdateAuditConfig:
     input_shape: tuple[int, ...] | None = None  # where there is neither a data set nor the truth
     num_classes: int = 10
     gallery: int = 100
+    device: str = "cpu"  # cpu, cuda or auto
     seed: int = 0
 
     @property
@@ -68,6 +70,11 @@ class SavedUpdate:
     public: Public | None
     seeds: Seeds
 
+    @property
+    def device(self) -> torch.device:
+        """Where the attacks compute."""
+        return next(self.model.parameters()).device
+
     def observation(self, update: Update) -> Observation:
         """Return what the server sees."""
         prior = None if self.public is None else self.public.prior
@@ -76,7 +83,7 @@ class SavedUpdate:
     @cached_property
     def _num_classes(self) -> int:
         with torch.no_grad():
-            return int(copy.deepcopy(self.model).eval()(torch.zeros(1, *self.input_shape)).shape[1])
+            return int(copy.deepcopy(self.model).eval()(torch.zeros(1, *self.input_shape, device=self.device)).shape[1])
 
     @cached_property
     def knowing(self) -> tuple[Countermeasure, ...]:
@@ -100,7 +107,9 @@ class SavedUpdate:
         made = []
         for i, batch in enumerate(self.controls):
             epochs = max(1, round(self.update.num_steps * (size or len(batch)) / len(batch)))
-            made.append(local_update(self.model, batch, "none", lr, self.seeds("control", i), epochs, size))
+            made.append(
+                local_update(self.model, batch.to(self.device), "none", lr, self.seeds("control", i), epochs, size)
+            )
         return made
 
 
@@ -113,14 +122,14 @@ def audit_update(
     stand-ins, else there is none and the report says so.
     """
     case = build_case(config)
-    with RunFolder.start(out or default_folder(), config, resume) as store:
+    with RunFolder.start(out or default_folder(), config, resume, {"device"}) as store:
         _run(case, store, progress or (lambda stage, done, total: None))
     return Audit(store)
 
 
 def build_case(config: UpdateAuditConfig) -> SavedUpdate:
     """Read and check everything, before anything is written."""
-    seeds = Seeds(config.seed)
+    seeds, device = Seeds(config.seed), find_device(config.device)
     dataset = load_dataset(config.dataset, config.data) if config.dataset else None
     truth = read_examples(config.truth) if config.truth else None
     shape = config.input_shape
@@ -146,11 +155,11 @@ def build_case(config: UpdateAuditConfig) -> SavedUpdate:
     stand_ins = 0 if truth is not None else STAND_INS * update.num_examples
     public = None
     if dataset is not None:
-        public = Public.draw(dataset, seeds("public"), gallery=config.gallery, skip=stand_ins)
+        public = Public.draw(dataset, seeds("public"), gallery=config.gallery, skip=stand_ins).to(device)
     build_defense(config.defense).adaptive(model)
     for attack in config.attacks:
         build_attack(attack)
-    return SavedUpdate(config, model, update, shape, truth, public, seeds)
+    return SavedUpdate(config, model.to(device), update.to(device), shape, truth, public, seeds)
 
 
 def _run(case: SavedUpdate, store: RunFolder, progress: Progress) -> None:

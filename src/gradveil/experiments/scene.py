@@ -20,6 +20,7 @@ from gradveil.defenses.base import Defense
 from gradveil.defenses.base import build as build_defense
 from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import DataError, GradveilError, SpecError
+from gradveil.experiments.settings import find_device
 from gradveil.experiments.trial import Public
 from gradveil.federated.settings import Training
 from gradveil.models import build
@@ -122,6 +123,11 @@ class Scene:
     seeds: Seeds
 
     @property
+    def device(self) -> torch.device:
+        """Where clients and servers compute; examples are kept on the CPU."""
+        return next(self.model.parameters()).device
+
+    @property
     def victims(self) -> range:
         """The attacked clients."""
         return range(self.config.images // self.config.examples)
@@ -143,7 +149,7 @@ def build_scene(
     attacked: Mapping[str, str | Attack],
 ) -> Scene:
     """Build every part of an audit; whatever does not fit is an error now and not after minutes."""
-    seeds = Seeds(config.seed)
+    seeds, device = Seeds(config.seed), find_device(config.device)
     named: dict[str, str | Defense] = {"none": "none", **defended}
     defenses = {name: build_defense(spec) for name, spec in named.items()}
     attacks = {name: build_attack(spec) for name, spec in attacked.items()}
@@ -160,9 +166,9 @@ def build_scene(
         raise DataError(
             f"{config.images} images were asked for and {dataset.name} has {len(dataset.train)} to train on."
         )
-    public = Public.draw(dataset, seeds("public"), gallery=config.gallery)
+    public = Public.draw(dataset, seeds("public"), gallery=config.gallery).to(device)
     truth = dataset.train.sample(config.images, seeds("images"))
-    return Scene(config, dataset, model, defenses, attacks, clients, truth, public, seeds)
+    return Scene(config, dataset, model.to(device), defenses, attacks, clients, truth, public, seeds)
 
 
 def check_model(model: nn.Module, dataset: Dataset) -> None:

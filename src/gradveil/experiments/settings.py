@@ -6,9 +6,12 @@ import tomllib
 import types
 import typing
 from collections.abc import Collection
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from gradveil.errors import SpecError, did_you_mean
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -49,6 +52,22 @@ def changes(text: str, settings: Any, free: Collection[str] = ()) -> list[str]:
             before.setdefault(field.name, list(field.default) if isinstance(field.default, tuple) else field.default)
     changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     return [f"{key} was {before.get(key)!r}, now {now.get(key)!r}" for key in changed if key not in free]
+
+
+def find_device(name: str) -> "torch.device":
+    """Return the device of a name: cpu, cuda (``cuda:1`` is the second), or auto, which is cuda where there is one."""
+    import torch
+
+    kind, _, number = name.partition(":")
+    if name not in ("auto", "cpu") and not (kind == "cuda" and (number.isdecimal() or name == "cuda")):
+        raise SpecError(f"--device {name}: there is no such device. Give cpu, cuda or auto.")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        return torch.device("cuda" if count else "cpu")
+    if kind == "cuda" and int(number or 0) >= count:
+        found = f"there are {count} CUDA devices" if count else "no CUDA device was found"
+        raise SpecError(f"--device {name}: {found}. Use --device cpu.")
+    return torch.device(name)
 
 
 def _read(cls: type, text: str) -> dict[str, Any]:

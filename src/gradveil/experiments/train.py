@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gradveil.errors import MissingExtraError, SpecError
+from gradveil.errors import MissingExtraError
 from gradveil.experiments.run_folder import CHECKPOINT, MODEL, ROUNDS, Row, RunFolder
+from gradveil.experiments.settings import find_device
 from gradveil.federated.settings import Training
 
 if TYPE_CHECKING:
@@ -57,8 +58,6 @@ def train(
 
     ``progress`` gets ``{"round": n}`` where the run begins, and then the row of each round.
     """
-    import torch
-
     from gradveil.data import load
     from gradveil.data.partition import partition
     from gradveil.defenses.base import build as build_defense
@@ -73,9 +72,7 @@ def train(
     dataset = load(config.dataset, config.data)
     seeds = Seeds(config.seed)
     clients = partition(dataset.train.labels, config.partition, seeds("partition"))
-    device = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise SpecError("--device cuda: no CUDA device was found. Use --device cpu.")
+    device = find_device(config.device)
     model = build_model(config.model, dataset.input_shape, dataset.num_classes, config.seed).to(device)
     with RunFolder.start(out, config, resume, config.may_change) as folder:
         start = _standing(folder) if resume else None

@@ -164,7 +164,7 @@ def measured(
     """
     if truth is None:
         unknown = torch.full((len(result.inputs),), torch.nan)
-        return dict.fromkeys(METRICS, unknown), result.inputs.detach()
+        return dict.fromkeys(METRICS, unknown), result.inputs.detach().cpu()
     labels = None if bool((truth.labels < 0).any()) else result.labels
     return measure(result.inputs, labels, truth, gallery, bounds)
 
