@@ -25,9 +25,10 @@ HOME = ROOT / "tests" / "goldens"
 INPUTS = "inputs"  # a copy of tests/goldens/inputs, in the folder that a case runs in
 TRAIN = "gradveil train --rounds 5 --clients 4 --defense representation:share=0.4 --out run"
 MODEL = "--model lenet:strides=2/1 --dataset digits"
+UNHURRIED = "--meter-seconds 3600"  # a busy machine must not cut the meter short
 CASES = {
-    "audit": ["gradveil audit --out run"],
-    "audit-examples-8": ["gradveil audit --out run --examples 8"],
+    "audit": [f"gradveil audit --out run {UNHURRIED}"],
+    "audit-examples-8": [f"gradveil audit --out run --examples 8 {UNHURRIED}"],
     "audit-update": [
         f"gradveil audit --update {INPUTS}/update.safetensors --truth {INPUTS}/truth.safetensors {MODEL} "
         "--defense representation:share=0.4 --out run"

@@ -76,7 +76,7 @@ def test_an_audit_on_a_gpu_finds_what_it_finds_on_the_cpu(
     assert here == there
     for old, new in zip(rows["cpu"], rows[device], strict=True):
         if old["kind"] in ("floor", "certificate"):
-            assert new["mse"] == pytest.approx(old["mse"], rel=1e-3), old
+            assert new["mse"] == pytest.approx(old["mse"], rel=0.01), old
         elif old["kind"] == "meter":
             assert new["mse"] == pytest.approx(old["mse"], rel=0.05), old
     controls = [row for row in rows[device] if row["kind"] == "attack" and row["defense"] == "none"]
@@ -97,4 +97,4 @@ def test_every_command_runs_on_a_gpu(command: Command, saved: Path, name: str) -
         if name == "infer":
             assert said["updates"][0]["classes"] == expected["updates"][0]["classes"]
         else:
-            assert said["certificates"][0]["mse"] == pytest.approx(expected["certificates"][0]["mse"], rel=1e-3)
+            assert said["certificates"][0]["mse"] == pytest.approx(expected["certificates"][0]["mse"], rel=0.01)
