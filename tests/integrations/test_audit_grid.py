@@ -91,6 +91,19 @@ def test_big_odd_and_failed_replies_do_not_stop_the_audit(batch: Batch) -> None:
     assert len(grid.rows) == 2
 
 
+def test_of_a_large_update_a_sample_is_attacked_where_the_originals_are_known() -> None:
+    rng = torch.Generator().manual_seed(5)
+    many = Batch(torch.rand(20, 1, 8, 8, generator=rng), torch.arange(20) % 5)
+    big = client_app(linear_model, many, [])
+    model = linear_model()
+    grid = audited(
+        Nodes({1: lambda msg: big(msg, context())}), model, ReadOff(), **SHAPE, truth=lambda answer: many
+    )  # fmt: skip
+    grid.send_and_receive(messages(model, [1]))
+    assert [row["others-known"] for row in grid.rows] == [19] * 4
+    assert all(row["psnr"] > 60 and row["match"] > 0.999 for row in grid.rows)
+
+
 def messages(model: nn.Module, to: list[int]):  # type: ignore[no-untyped-def]
     from integrations.flower_parts import message
 

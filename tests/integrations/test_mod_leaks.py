@@ -2,13 +2,30 @@ import pytest
 
 pytest.importorskip("flwr")
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.serverapp.strategy import FedAvg
 from torch import nn
 
+from gradveil.integrations.flower.grids import checked
 from gradveil.integrations.flower.leaks import leak_guard
 from gradveil.integrations.flower.mods import guard_mod, update_mod
 from gradveil.types import Batch
-from integrations.flower_parts import ReadOff, client_app, context, linear_model, message, train_plainly, weights
+from integrations.flower_parts import (
+    LR,
+    Nodes,
+    ReadOff,
+    client_app,
+    context,
+    linear_model,
+    message,
+    train_plainly,
+    weights,
+)
 
 NOISE = "gaussian:scale=1,on=update"
 
@@ -61,13 +78,118 @@ def test_several_steps_on_the_same_image_are_one_example(one: Batch) -> None:
     assert app(message(model), context()).content["metrics"]["leak-psnr"] > 20
 
 
-def test_too_many_examples_are_withheld_unless_they_may_go_unchecked(batch: Batch) -> None:
+@pytest.fixture
+def many() -> Batch:
+    """More examples than the guard attacks at once."""
+    rng = torch.Generator().manual_seed(5)
+    return Batch(torch.rand(20, 1, 8, 8, generator=rng), torch.arange(20) % 5)
+
+
+def two_epochs_of_batches(model: nn.Module, batch: Batch) -> None:
+    for first in (0, 5, 10, 15, 0, 5, 10, 15):
+        train_plainly(model, batch[first : first + 5])
+
+
+@pytest.mark.parametrize("train", [train_plainly, two_epochs_of_batches])
+def test_many_examples_are_checked_by_a_sample_with_the_others_known(
+    many: Batch, train: Callable[[nn.Module, Batch], None]
+) -> None:
     model = linear_model()
-    strict = client_app(lambda: model, batch, [leak_guard(ReadOff(), max_examples=2)])(message(model), context())
-    assert "3 examples" in strict.error.reason
-    free = leak_guard(ReadOff(), max_examples=2, send_unchecked=True)
-    sent = client_app(lambda: model, batch, [free])(message(model), context())
-    assert sent.content["metrics"]["leak-psnr"] == -1
+    out = client_app(lambda: model, many, [leak_guard(ReadOff(), seed=1)], train)(message(model), context())
+    assert "by knowing all others; the limit is 20 dB" in out.error.reason
+    assert float(out.error.reason.split(" at ")[1].split(" dB")[0]) > 35
+
+    sent = client_app(lambda: model, many, [leak_guard(ReadOff(), max_psnr=1000, seed=1)], train)(
+        message(model), context()
+    )
+    assert sent.content["metrics"]["leak-checked"] == 4
+
+
+@pytest.mark.parametrize("lr", [None, 0.01])  # the learning rate that the guard believes in
+def test_noise_and_removed_entries_count_for_a_sample_too(many: Batch, lr: float | None) -> None:
+    def score(*mods: Any) -> float:
+        model = linear_model()
+        guard = leak_guard(ReadOff(), max_psnr=1000, defense="none", lr=lr, seed=1)
+        return float(
+            client_app(lambda: model, many, [guard, *mods])(message(model), context()).content["metrics"]["leak-psnr"]
+        )
+
+    assert score() > 60
+    assert score(update_mod(NOISE, seed=2)) < 20
+    assert 5 < score(guard_mod("representation:share=0.5")) < 30
+
+
+@pytest.mark.parametrize("spec", ["representation:share=0.4", "pruning:share=0.5"])
+def test_a_server_that_knows_the_defence_and_the_others_gets_an_example(
+    model: nn.Module, many: Batch, spec: str
+) -> None:
+    guard = leak_guard("newton:steps=30", max_psnr=1000, defense=spec, sample=1, seed=1)
+    sent = client_app(lambda: model, many, [guard, guard_mod(spec, seed=2)])(message(model), context())
+    assert sent.content["metrics"]["leak-psnr"] > 30
+
+
+def test_a_sample_ends_with_its_time_and_has_one_example_at_least(many: Batch) -> None:
+    model = linear_model()
+    guard = leak_guard(ReadOff(), max_psnr=1000, sample=20, seconds=0)
+    metrics = client_app(lambda: model, many, [guard])(message(model), context()).content["metrics"]
+    assert metrics["leak-checked"] == 1
+    assert metrics["leak-psnr"] > 60
+
+
+def unseen_loss(model: nn.Module, batch: Batch) -> None:
+    """Trains by gradients that do not come from the model's outputs."""
+    model(batch.inputs)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1)
+
+
+def with_momentum(model: nn.Module, batch: Batch) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    nn.functional.cross_entropy(model(batch.inputs), batch.labels).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("train", "why"),
+    [(unseen_loss, "No backward pass"), (with_momentum, "SGD and momentum, whose update is not a sum")],
+)
+def test_what_cannot_be_checked_is_withheld_or_sent_without_a_score(
+    many: Batch, train: Callable[[nn.Module, Batch], None], why: str
+) -> None:
+    model = linear_model()
+    strict = client_app(lambda: model, many, [leak_guard(ReadOff())], train)(message(model), context())
+    assert "no example could be checked: " in strict.error.reason
+    assert why in strict.error.reason
+    free = leak_guard(ReadOff(), send_unchecked=True)
+    sent = client_app(lambda: model, many, [free], train)(message(model), context())
+    assert dict(sent.content["metrics"]) == {"num-examples": 20, "leak-checked": 0}
+
+
+def test_the_average_counts_only_clients_that_measured(one: Batch, many: Batch) -> None:
+    guard = leak_guard(ReadOff(), max_psnr=1000, send_unchecked=True, seed=1)
+    apps = [
+        client_app(linear_model, one, [guard]),
+        client_app(linear_model, many[:10], [guard]),
+        client_app(linear_model, many, [guard], unseen_loss),
+    ]
+    values: dict[int, Any] = {}
+
+    def answer(node: int, msg: Message) -> Message:
+        out = apps[node - 1](msg, context())
+        values[node] = dict(out.content["metrics"])
+        return out
+
+    grid = checked(Nodes({node: partial(answer, node) for node in (1, 2, 3)}))
+    result = FedAvg(fraction_evaluate=0.0).start(
+        grid=grid, initial_arrays=ArrayRecord(linear_model().state_dict()), num_rounds=1,
+        train_config=ConfigRecord({"lr": LR}),
+    )  # fmt: skip
+    found = result.train_metrics_clientapp[1]
+    assert "leak-psnr" not in values[3]
+    for name in ("leak-psnr", "leak-floor"):
+        assert found[name] == pytest.approx((values[1][name] + 10 * values[2][name]) / 11)
+    assert found["leak-checked"] == pytest.approx((1 * 1 + 10 * 10 + 20 * 0) / 31)
 
 
 def test_an_attack_that_cannot_run_withholds_the_update(one: Batch) -> None:

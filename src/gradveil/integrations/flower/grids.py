@@ -1,5 +1,6 @@
 """What a Flower server can do with replies on their way to its strategy: audit a sample, turn malformed ones away."""
 
+import copy
 import json
 import math
 from collections import Counter
@@ -7,20 +8,33 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from gradveil.attacks.base import Attack
 from gradveil.defenses.base import Defense
 from gradveil.errors import GradveilError, UpdateError
 from gradveil.experiments.run_folder import Row
 from gradveil.files import append_line
-from gradveil.integrations.flower.leaks import Probe
 from gradveil.integrations.flower.mods import check_reply, update_of
-from gradveil.integrations.flower.records import LOG, arrays_of, is_training, number, params_of, withhold
+from gradveil.integrations.flower.others_known import SAMPLE, SECONDS, OthersKnown, TrainingPass
+from gradveil.integrations.flower.probe import Probe
+from gradveil.integrations.flower.records import (
+    CHECKED,
+    LEAK_METRICS,
+    LOG,
+    add_metrics,
+    arrays_of,
+    is_training,
+    number,
+    params_of,
+    withhold,
+)
 from gradveil.seeds import Seeds
-from gradveil.types import Batch
+from gradveil.tree import Params
+from gradveil.types import Batch, Update
 
 
 class GridView(Grid):  # type: ignore[misc]
@@ -100,7 +114,8 @@ class AuditedGrid(GridView):
         defense: what the clients are known to use: the server that knows it is played as well.
         public: inputs (M, *shape) of the same kind that are no secret: what the attacker knows beforehand.
         sample: how many updates of a round are attacked.
-        max_examples: an update of more examples is logged and not attacked.
+        max_examples: an update of more examples is not attacked as a whole. Where ``truth`` gives the originals of a
+            single step, a sample of them is, each with all others known; else the log says that it was skipped.
         lr: of the local steps; None reads ``lr`` from the message, and takes 1 where there is none.
         seed: of the choice of updates and of the attack.
         out: a file to append to.
@@ -148,12 +163,27 @@ class AuditedGrid(GridView):
             before, after = params_of(arrays_of(message)[1]), params_of(arrays_of(reply)[1])
             check_reply(before, after)
             update = update_of(message, before, reply, after, self._lr)
+            rng, truth = self._seeds("attack", self._round, index), self._truth(reply)
             if update.num_examples > self._max_examples:
-                return [{"examples": update.num_examples, "skipped": f"more than {self._max_examples} examples"}]
-            rng = self._seeds("attack", self._round, index)
-            return self._probe.run(self._model, before, update, rng, self._truth(reply))
+                return self._sampled(before, update, truth, rng)
+            return self._probe.run(self._model, before, update, rng, truth)
         except GradveilError as error:
             return [{"error": str(error)}]
+
+    def _sampled(self, before: Params, update: Update, truth: Batch | None, rng: Generator) -> list[Row]:
+        size = update.num_examples
+        if (
+            truth is None
+            or bool((truth.labels < 0).any())
+            or update.num_steps > 1
+            or (update.batch_size or size) < size
+        ):
+            return [{"examples": size, "skipped": f"more than {self._max_examples} examples"}]
+        order = torch.randperm(len(truth), generator=rng)[:SAMPLE]
+        passes = [TrainingPass.of(copy.deepcopy(self._model).train(), before, truth)]
+        chosen = Batch(truth.inputs[order], truth.labels[order])
+        each = OthersKnown(self._model, passes, update).check(self._probe, chosen, rng, SECONDS)
+        return [row | {"others-known": size - 1} for rows in each for row in rows]
 
     def _log(self, row: Row) -> None:
         self.rows.append(row)
@@ -169,7 +199,9 @@ audited = AuditedGrid
 class CheckedGrid(GridView):
     """The grid with malformed replies turned into errors: ``strategy.start(grid=checked(grid), ...)``.
 
-    ``counts`` has one row per round: sent, kept, failed, rejected, silent.
+    ``counts`` has one row per round: sent, kept, failed, rejected, silent. Flower stops at metrics that not every reply
+    has. Where some clients measured a leak and some did not, those get the average of the others, weighted by
+    examples, so that Flower's average is that of the clients that measured; their ``leak-checked`` is 0.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -207,6 +239,20 @@ class CheckedGrid(GridView):
                 "silent": len(sent) - len(replies),
             }
         )
+        _even([reply for reply in replies if not reply.has_error()])
+
+
+def _even(replies: list[Message]) -> None:
+    """Give every reply the leak metrics that some have."""
+    for name in LEAK_METRICS:
+        values = [number(reply, name, math.nan) for reply in replies]
+        known = [(number(r, "num-examples", 1.0), v) for r, v in zip(replies, values, strict=True) if not math.isnan(v)]
+        if not known:
+            continue
+        mean = sum(w * v for w, v in known) / sum(w for w, _ in known)
+        for reply, value in zip(replies, values, strict=True):
+            if math.isnan(value):
+                add_metrics(reply, {name: 0.0 if name == CHECKED else mean})
 
 
 checked = CheckedGrid

@@ -1,28 +1,26 @@
-"""Leaks: attack an update as a server would and say what came of it; withhold one's own where too much did."""
+"""The leak guard: attack one's own update before it leaves, and withhold it where too much came of it."""
 
-import copy
-import time
 from dataclasses import KW_ONLY, dataclass, field
-from functools import cached_property
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from flwr.app import Context, Message
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradveil.attacks.base import Attack
-from gradveil.attacks.base import build as build_attack
-from gradveil.countermeasures import plain
 from gradveil.defenses.base import Defense
-from gradveil.defenses.base import build as build_defense
 from gradveil.defenses.guard.passes import Examples
 from gradveil.errors import DefenseError, GradveilError
-from gradveil.experiments.run_folder import Row
-from gradveil.experiments.trial import Public, Trial, attempt, floors, measured
-from gradveil.gradients.functional import quiet
 from gradveil.integrations.flower.mods import check_reply, update_of
+from gradveil.integrations.flower.others_known import SAMPLE, SECONDS, OthersKnown, TrainingPass
+from gradveil.integrations.flower.probe import Probe, worst
 from gradveil.integrations.flower.records import (
+    CHECKED,
+    FLOOR,
+    PSNR,
     ModelWatch,
     Next,
     add_metrics,
@@ -33,90 +31,10 @@ from gradveil.integrations.flower.records import (
     withhold,
 )
 from gradveil.integrations.local_training import fresh_rng
-from gradveil.registry import describe
 from gradveil.tree import Params
-from gradveil.types import Batch, GaussianPrior, Observation, Reconstruction, Update
+from gradveil.types import Batch
 
-
-@dataclass(frozen=True)
-class Probe:
-    """How updates are attacked. Nothing here sees the client's data; the truth only serves to measure."""
-
-    attack: str | Attack
-    input_shape: tuple[int, ...]
-    num_classes: int
-    defense: str | Defense = "none"  # what the server knows to be in force: each countermeasure is tried as well
-    bounds: tuple[float, float] = (0.0, 1.0)
-    public: Tensor | None = None  # (M, *shape): data of the same kind that anybody may have
-
-    @cached_property
-    def known(self) -> Public | None:
-        """What the public data tell; their labels are not known."""
-        if self.public is None:
-            return None
-        return Public(Batch(self.public, torch.full((len(self.public),), -1)), GaussianPrior.fit(self.public))
-
-    def run(
-        self, model: nn.Module, weights: Params, update: Update, rng: Generator, truth: Batch | None = None
-    ) -> list[Row]:
-        """Return a row for each way of attacking: what the objective says and, where the truth is known, the leak."""
-        at = copy.deepcopy(model)
-        try:
-            at.load_state_dict(weights)
-        except RuntimeError as error:
-            raise GradveilError(f"The weights sent are not those of {type(model).__name__}: {error}") from error
-        at.train()  # as the client's was; attacks see to batch norm and dropout
-        prior = None if self.known is None else self.known.prior
-        seen = Observation(at, update, self.input_shape, self.num_classes, bounds=self.bounds, prior=prior)
-        servers = [plain(), *(s for s in build_defense(self.defense).adaptive(at) if s.name != "plain")]
-        return [self._row(seen, Trial(seen, s, build_attack(s.attack or self.attack), rng, truth)) for s in servers]
-
-    def _row(self, seen: Observation, trial: Trial) -> Row:
-        started = time.perf_counter()
-        row: Row = {"attack": describe(trial.attack), "server": trial.server.name, "examples": seen.num_examples}
-        (result,) = attempt([trial])
-        if isinstance(result, GradveilError):
-            return row | {"error": str(result)}
-        row |= {"objective": result.objective, "converged": result.converged, "match": match(seen, result)}
-        row["seconds"] = time.perf_counter() - started
-        if trial.truth is not None:
-            values, _ = measured(result, trial.truth, bounds=self.bounds)
-            known = {name: values[name].mean() for name in ("mse", "psnr", "ssim", "label")}
-            row |= {name: float(mean) for name, mean in known.items() if name != "label" or not mean.isnan()}
-            row["worst-psnr"] = float(values["psnr"].max())
-        return row
-
-    def floor(self, truth: Batch) -> float:
-        """Return the PSNR that a blind guess gets on the example it fits best."""
-        return max(float(row["psnr"]) for row in floors(truth, self.known, self.bounds)[0])
-
-
-def match(seen: Observation, found: Reconstruction) -> float | None:
-    """Return the cosine between the update and the gradient that the reconstruction would give; None without labels.
-
-    Near 1 the reconstruction explains the update. It is no proof of a leak, since other inputs may explain it too,
-    but it needs no truth. Of several local steps only the first one's weights are used.
-    """
-    if found.labels is None:
-        return None
-    named = {n: p for n, p in seen.model.named_parameters() if n in seen.update.gradient}
-    with torch.enable_grad(), quiet(seen.model):
-        loss = F.cross_entropy(seen.model(found.inputs), found.labels)
-        grads = torch.autograd.grad(loss, list(named.values()), materialize_grads=True)
-    ours = torch.cat([g.flatten() for g in grads])
-    theirs = torch.cat([seen.update.gradient[n].flatten() for n in named])
-    return float(F.cosine_similarity(ours, theirs, dim=0))
-
-
-def worst(rows: list[Row]) -> Row:
-    """Return the row of the attack that got most: the one image that came out best."""
-    measured = [row for row in rows if "worst-psnr" in row]
-    if not measured:
-        raise GradveilError(f"No attack could be run: {'; '.join(str(row.get('error')) for row in rows)}")
-    return max(measured, key=lambda row: float(row["worst-psnr"]))
-
-
-UNKNOWN = -1.0  # dB; no image was measured
+KEPT = 2**32  # bytes of weights that are kept of a client's passes
 
 
 @dataclass(frozen=True)
@@ -124,16 +42,22 @@ class LeakGuard:
     """A mod for ``ClientApp(mods=[leak_guard(...)])``; put it first, so that it sees what really leaves.
 
     It keeps the inputs that the client trains on, attacks the outgoing update without them, and compares. The
-    reply's metrics get ``leak-psnr``, the image that came out best, in dB, and ``leak-floor``, what a blind guess
-    gets. A score below the threshold says that *this attack* failed, not that none would succeed.
+    reply's metrics get ``leak-psnr``, the image that came out best, in dB, ``leak-floor``, what a blind guess
+    gets, and ``leak-checked``, how many examples these two are about. A score below the threshold says that *this
+    attack* failed, not that none would succeed.
+
+    Of more than ``max_examples`` examples a sample is checked, each against a server that knows all the others.
 
     Args:
         attack: a spec or an attack.
         max_psnr: an update from which some image comes out better than this is withheld.
         defense: what is in force: the server that knows it is played too; None takes the site's or the run's.
         public: inputs (M, *shape) of the same kind that are no secret: what the attacker knows beforehand.
-        max_examples: updates of more examples are not attacked.
-        send_unchecked: send those all the same; otherwise they are withheld.
+        max_examples: an update of more examples is not attacked as a whole; a sample of them is, one by one.
+        sample: how many examples of such an update are checked.
+        seconds: after this time no further example is begun; one is always checked.
+        send_unchecked: send such an update where no example could be checked, with ``leak-checked`` 0 and no score;
+            otherwise it is withheld. On the server ``checked(grid)`` keeps Flower from stopping at the missing score.
         bounds: of the inputs.
         lr: of the local steps; None reads ``lr`` from the message, and takes 1 where there is none.
         seed: for tests only; None draws from the operating system.
@@ -145,6 +69,8 @@ class LeakGuard:
     defense: str | Defense | None = None
     public: Tensor | None = None
     max_examples: int = 16
+    sample: int = SAMPLE
+    seconds: float = SECONDS
     send_unchecked: bool = False
     bounds: tuple[float, float] = (0.0, 1.0)
     lr: float | None = None
@@ -170,27 +96,36 @@ class LeakGuard:
         if tape.model is None:
             raise DefenseError("the model was not seen in training, so the update could not be checked for leaks.")
         truth = tape.examples()
-        if len(truth) > self.max_examples:
-            if not self.send_unchecked:
-                raise DefenseError(
-                    f"the update is of {len(truth)} examples, too many to be checked. Raise max_examples "
-                    f"({self.max_examples}), or pass send_unchecked=True."
-                )
-            add_metrics(reply, {"leak-psnr": UNKNOWN, "leak-floor": UNKNOWN})
-            return reply
         after = params_of(arrays_of(reply)[1])
         check_reply(before, after)
         before, after = (named_as_in(tape.model, weights) or weights for weights in (before, after))
         update = update_of(message, before, reply, after, self.lr)
         defense = self.defense or context.node_config.get("defense", context.run_config.get("defense", "none"))
         probe = Probe(self.attack, tuple(truth.inputs.shape[1:]), tape.num_classes, defense, self.bounds, self.public)
-        row = worst(probe.run(tape.model, before, update, fresh_rng(self.seed), truth))
+        rng, knowing = fresh_rng(self.seed), ""
+        if len(truth) <= self.max_examples:
+            rows, count = probe.run(tape.model, before, update, rng, truth), len(truth)
+        else:
+            knowing = " by knowing all others"
+            order = torch.randperm(len(truth), generator=rng)[: self.sample]
+            truth = Batch(truth.inputs[order], truth.labels[order])
+            try:
+                each = OthersKnown(tape.model, tape.passes, update, tape.optimizer).check(
+                    probe, truth, rng, self.seconds
+                )
+                rows, count = [worst(rows) for rows in each], len(each)
+            except GradveilError as error:
+                if not self.send_unchecked:
+                    raise DefenseError(f"no example could be checked: {error} send_unchecked=True sends it.") from error
+                add_metrics(reply, {CHECKED: 0})
+                return reply
+        row = worst(rows)
         if row["worst-psnr"] > self.max_psnr:
             raise DefenseError(
-                f"{row['attack']} ({row['server']}) rebuilt a training example at {row['worst-psnr']:.1f} dB; the "
-                f"limit is {self.max_psnr:g} dB. Train on more examples at once, or use a stronger defense."
+                f"{row['attack']} ({row['server']}) rebuilt a training example at {row['worst-psnr']:.1f} dB{knowing}; "
+                f"the limit is {self.max_psnr:g} dB. Train on more examples at once, or use a stronger defense."
             )
-        add_metrics(reply, {"leak-psnr": row["worst-psnr"], "leak-floor": probe.floor(truth)})
+        add_metrics(reply, {PSNR: row["worst-psnr"], FLOOR: probe.floor(truth[:count]), CHECKED: count})
         return reply
 
 
@@ -203,13 +138,18 @@ class SeenInputs:
 
     model: nn.Module | None = None
     num_classes: int = 0
-    _inputs: list[Tensor] = field(default_factory=list)
+    passes: list[TrainingPass] = field(default_factory=list)
+    optimizer: str | None = None  # that took a step of the model, where it is not plain SGD
     _handles: list[Any] = field(default_factory=list)
+    _bytes: int = 0
 
     def attach(self, model: nn.Module) -> None:
         """Listen to a model."""
         self._handles.append(model.register_forward_pre_hook(self._enter, with_kwargs=True))
         self._handles.append(model.register_forward_hook(self._leave))
+        self._handles.append(
+            register_optimizer_step_post_hook(partial(self._stepped, {id(p) for p in model.parameters()}))
+        )
 
     def detach(self) -> None:
         """Listen no more."""
@@ -218,7 +158,8 @@ class SeenInputs:
 
     def examples(self) -> Batch:
         """Return every different example that was trained on; labels are not seen."""
-        inputs = torch.unique(torch.cat(self._inputs), dim=0)
+        trained = [one for one in self.passes if one.slopes is not None] or self.passes
+        inputs = torch.unique(torch.cat([one.inputs for one in trained]), dim=0)
         return Batch(inputs, torch.full((len(inputs),), -1))
 
     def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -229,9 +170,27 @@ class SeenInputs:
                     f"The leak check rebuilds one input, and the model was called with {len(examples.parts)}. Turn it "
                     f"off, or join them in one tensor."
                 )
-            self._inputs.append(examples.x.detach().cpu().clone())
+            self.passes.append(TrainingPass(examples.x.detach().cpu().clone(), self._weights(model)))
             self.model = model
 
     def _leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if isinstance(output, Tensor):
             self.num_classes = output.shape[-1]
+            if model.training and output.requires_grad:
+                output.register_hook(partial(self._slopes, self.passes[-1]))
+
+    def _stepped(self, own: set[int], optimizer: Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            if any(id(p) in own for p in group["params"]):
+                settings = [name for name in ("momentum", "weight_decay") if group.get(name)]
+                if settings or not isinstance(optimizer, SGD):
+                    self.optimizer = " and ".join([type(optimizer).__name__, *settings])
+
+    def _slopes(self, one: TrainingPass, slopes: Tensor) -> None:
+        one.slopes = slopes.detach().cpu().clone()
+
+    def _weights(self, model: nn.Module) -> Params:
+        """Return the weights as they are, or none where too much is kept already."""
+        state = {name: value.detach() for name, value in model.state_dict().items()}
+        self._bytes += sum(value.nbytes for value in state.values())
+        return {name: value.cpu().clone() for name, value in state.items()} if self._bytes <= KEPT else {}
