@@ -1,7 +1,11 @@
 """The few errors a user can act on: what is wrong, what was found, what to do."""
 
+import traceback
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
+
+_OURS = Path(__file__).parent
 
 
 class GradveilError(Exception):
@@ -10,6 +14,10 @@ class GradveilError(Exception):
 
 class SpecError(GradveilError):
     """A spec (``name:key=value,...``) names something that does not exist."""
+
+
+class ModelError(SpecError):
+    """A model cannot be made, run or trained; where its own code raised, the text says where."""
 
 
 class LayerError(GradveilError):
@@ -51,3 +59,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``"Did you mean 'x'? "`` where some known name is close, else an empty string."""
     close = get_close_matches(name, list(known), n=1)
     return f"Did you mean {close[0]!r}? " if close else ""
+
+
+def own_error(error: Exception) -> str:
+    """Return, in one line, what a user's code raised, after its last frame there: ``file:line in function: ...``."""
+    what = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+    if isinstance(error, SyntaxError):  # its frame is not on the stack, but its text has file and line
+        return what
+    stack = [(Path(frame.filename), frame) for frame in traceback.extract_tb(error.__traceback__)]
+    frames = [(path, frame) for path, frame in stack if _OURS not in path.parents and path.name[0] != "<"]
+    users = [(path, frame) for path, frame in frames if not {"torch", "importlib"} & set(path.parts)]
+    where = "".join(f"{path}:{frame.lineno} in {frame.name}: " for path, frame in (users or frames)[-1:])
+    return where + what

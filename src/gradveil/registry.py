@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from gradveil.errors import SpecError, did_you_mean
+from gradveil.errors import SpecError, did_you_mean, own_error
 
 T = TypeVar("T")
 _LOG = logging.getLogger("gradveil")  # where nothing is set up, a line on stderr
@@ -58,8 +58,10 @@ def import_object(path: str) -> Any:
     module_name, _, attribute = path.partition(":")
     try:
         thing: Any = importlib.import_module(module_name)
-    except ImportError as error:
-        raise SpecError(f"Cannot import {module_name!r} ({error}). Is it installed, or on PYTHONPATH?") from error
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+            raise SpecError(f"Cannot import {module_name!r} ({error}). Is it installed, or on PYTHONPATH?") from error
+        raise SpecError(f"Cannot import {module_name!r}. The error is its own: {own_error(error)}") from error
     for part in attribute.split("."):
         if not hasattr(thing, part):
             raise SpecError(f"Module {module_name!r} has no {attribute!r}. Give module:function.")

@@ -46,13 +46,13 @@ def figures(
     from gradveil.experiments.settings import find_device
     from gradveil.experiments.trial import RANK, Public
     from gradveil.experiments.update_files import load_weights
-    from gradveil.models import build
+    from gradveil.models import build_working
     from gradveil.seeds import Seeds
 
     at = find_device(device)
     seeds, p, defense = Seeds(seed), readable_p(norm), build_defense(defense_spec)
     source = load(dataset_spec, data)
-    model = build(model_spec, source.input_shape, source.num_classes, seed=seeds.number("weights"))
+    model = build_working(model_spec, source.input_shape, source.num_classes, seed=seeds.number("weights"))
     if weights is not None:
         load_weights(model, weights)
     model.eval().to(at)

@@ -22,10 +22,11 @@ from gradveil.experiments.certificates import certificate_rows
 from gradveil.experiments.judge import Verdict, headline, verdicts
 from gradveil.experiments.rows import NAIVE, Line, lines
 from gradveil.experiments.run_folder import Row, RunFolder
-from gradveil.experiments.scene import AuditConfig, Scene, build_scene, is_small, load_dataset, make_model, one_thread
+from gradveil.experiments.scene import AuditConfig, Scene, build_scene, is_small, load_dataset, one_thread
 from gradveil.experiments.trial import Trial, attack_rows, attempt, floors, naive, observe
 from gradveil.federated.client import evaluate
 from gradveil.federated.simulate import simulate
+from gradveil.models import build_working
 from gradveil.registry import describe
 from gradveil.tree import size
 from gradveil.types import Observation
@@ -92,7 +93,7 @@ def audit(
         base, dataset=_text(source), model=_text(network), defenses=tuple(defended), attacks=tuple(attacked)
     )
     data = load_dataset(source, chosen.data)
-    built = make_model(network, data.input_shape, data.num_classes, chosen.seed)
+    built = build_working(network, data.input_shape, data.num_classes, chosen.seed)
     scene = build_scene(chosen, data, copy.deepcopy(built).train(), defended, attacked)
     with (
         RunFolder.start(out or default_folder(), chosen, resume, AuditConfig.FREE) as store,

@@ -17,11 +17,12 @@ from gradveil.defenses.base import build as build_defense
 from gradveil.errors import SpecError, UpdateError
 from gradveil.experiments.audit import Audit, Progress, default_folder, server_rows
 from gradveil.experiments.run_folder import Row, RunFolder
-from gradveil.experiments.scene import ATTACKS, is_small, load_dataset, make_model, one_thread
+from gradveil.experiments.scene import ATTACKS, is_small, load_dataset, one_thread
 from gradveil.experiments.settings import find_device
 from gradveil.experiments.trial import Public, Trial, attack_rows, attempt, floors, naive
 from gradveil.experiments.update_files import Facts, load_weights, read_examples, read_update
 from gradveil.federated.client import local_update
+from gradveil.models import build_working
 from gradveil.seeds import Seeds
 from gradveil.types import Batch, Observation, Update
 
@@ -144,7 +145,8 @@ def build_case(config: UpdateAuditConfig) -> SavedUpdate:
     if dataset is not None and dataset.input_shape != shape:
         raise SpecError(f"The truth has inputs of shape {shape} and {dataset.name} has {dataset.input_shape}.")
     classes = dataset.num_classes if dataset is not None else config.num_classes
-    model = copy.deepcopy(make_model(config.model, shape, classes, config.seed)).train()
+    made = build_working(config.model, shape, classes, config.seed, sure_of_classes=dataset is not None)
+    model = copy.deepcopy(made).train()
     sent = config.weights or config.before
     before = load_weights(model, sent) if sent else None
     update = read_update(config.update, model, config.facts, before if config.before else None)

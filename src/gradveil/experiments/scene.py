@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gradveil.attacks.base import Attack
 from gradveil.attacks.base import build as build_attack
@@ -19,11 +19,10 @@ from gradveil.data.partition import Indices, partition
 from gradveil.defenses.base import Defense
 from gradveil.defenses.base import build as build_defense
 from gradveil.defenses.guard.step import step_gradient
-from gradveil.errors import DataError, GradveilError, SpecError
+from gradveil.errors import DataError, GradveilError, SpecError, own_error
 from gradveil.experiments.settings import find_device
 from gradveil.experiments.trial import Public
 from gradveil.federated.settings import Training
-from gradveil.models import build
 from gradveil.registry import is_import_path
 from gradveil.seeds import Seeds
 from gradveil.tree import parameters, size
@@ -81,31 +80,17 @@ class AuditConfig(Training):
                 raise SpecError(f"The {kind} {', '.join(values)} name one twice. Name each once.")
 
 
-T = TypeVar("T")
-
-
 def load_dataset(source: str | Dataset | Callable[..., Any], data: str | None) -> Dataset:
     """Return the data set that a name, an object or a user's function gives."""
-    return _told("data set", source, lambda: load(source, data))
-
-
-def make_model(
-    source: str | nn.Module | Callable[..., nn.Module], shape: tuple[int, ...], classes: int, seed: int
-) -> nn.Module:
-    """Return the model that a spec, an object or a user's function gives."""
-    return _told("model", source, lambda: build(source, shape, classes, seed=seed))
-
-
-def _told(what: str, source: Any, make: Callable[[], T]) -> T:
     try:
-        return make()
+        return load(source, data)
     except GradveilError:
         raise
     except Exception as error:
         if isinstance(source, str) and not is_import_path(source):
             raise  # ours, not the user's
         name = source if isinstance(source, str) else getattr(source, "__name__", repr(source))
-        raise SpecError(f"The {what} {name} failed with {type(error).__name__}: {error}") from error
+        raise DataError(f"The data set {name} cannot be made. The error is its own: {own_error(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -153,7 +138,6 @@ def build_scene(
     named: dict[str, str | Defense] = {"none": "none", **defended}
     defenses = {name: build_defense(spec) for name, spec in named.items()}
     attacks = {name: build_attack(spec) for name, spec in attacked.items()}
-    check_model(model, dataset)
     for defense in defenses.values():
         _try_defense(model, dataset, defense, seeds)
     clients = partition(dataset.train.labels, config.partition, seeds("partition"))
@@ -169,26 +153,6 @@ def build_scene(
     public = Public.draw(dataset, seeds("public"), gallery=config.gallery).to(device)
     truth = dataset.train.sample(config.images, seeds("images"))
     return Scene(config, dataset, model.to(device), defenses, attacks, clients, truth, public, seeds)
-
-
-def check_model(model: nn.Module, dataset: Dataset) -> None:
-    """Raise unless the model takes the data's inputs and has a logit for every class."""
-    batch = dataset.train.batch(slice(0, 2))
-    try:
-        with torch.no_grad():
-            logits = copy.deepcopy(model)(batch.inputs)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        reason = " ".join(str(error).split())
-        raise SpecError(
-            f"{type(model).__name__} does not take inputs of shape {dataset.input_shape} ({reason[:200]}). "
-            f"Build it for {dataset.name}."
-        ) from error
-    if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < dataset.num_classes:
-        shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise SpecError(
-            f"{type(model).__name__} gives {shape} for 2 inputs; it must give one logit for each of the "
-            f"{dataset.num_classes} classes of {dataset.name}."
-        )
 
 
 def _try_defense(model: nn.Module, dataset: Dataset, defense: Defense, seeds: Seeds) -> None:

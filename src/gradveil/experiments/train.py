@@ -64,7 +64,7 @@ def train(
     from gradveil.federated.engines import World
     from gradveil.federated.server import Faults
     from gradveil.federated.simulate import choose, simulate
-    from gradveil.models import build as build_model
+    from gradveil.models import build_working
     from gradveil.seeds import Seeds
 
     faults = Faults.parse(config.faults) if config.faults else None
@@ -73,7 +73,7 @@ def train(
     seeds = Seeds(config.seed)
     clients = partition(dataset.train.labels, config.partition, seeds("partition"))
     device = find_device(config.device)
-    model = build_model(config.model, dataset.input_shape, dataset.num_classes, config.seed).to(device)
+    model = build_working(config.model, dataset.input_shape, dataset.num_classes, config.seed).to(device)
     with RunFolder.start(out, config, resume, config.may_change) as folder:
         start = _standing(folder) if resume else None
         first = start.round if start else 0

@@ -1,19 +1,22 @@
 """What a model builder is, and ``build``: from a spec, a builder or a user's function to a module."""
 
+import copy
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from torch import Generator, nn
+from torch import Generator, Tensor, nn
 
-from gradveil.errors import SpecError
+from gradveil.errors import GradveilError, ModelError, SpecError, own_error
 from gradveil.registry import Registry, import_object, is_import_path
 
 MODELS: Registry["Builder"] = Registry("model", "gradveil.models")
 
 Shape = tuple[int, ...]
+BLANK = 2  # inputs that a model is tried on
+Source = str | nn.Module | Callable[..., nn.Module]
 
 
 class Builder(ABC):
@@ -47,9 +50,57 @@ def build(
         if isinstance(spec, str) and is_import_path(spec):
             return _own(import_object(spec), spec, tuple(input_shape), num_classes)
         if callable(spec):
-            return _own(spec, getattr(spec, "__name__", repr(spec)), tuple(input_shape), num_classes)
+            return _own(spec, _name(spec), tuple(input_shape), num_classes)
         rng = torch.Generator().manual_seed(seed)
         return MODELS.build(spec).build(tuple(input_shape), num_classes, rng)
+
+
+def build_working(
+    source: Source, input_shape: Shape, num_classes: int, seed: int = 0, *, sure_of_classes: bool = True
+) -> nn.Module:
+    """Return what ``build`` does, after a copy of it ran forwards and backwards on a blank batch.
+
+    Raises ``ModelError`` where it cannot, where there is not one logit for each class (of which one may not be sure),
+    or where nothing can be trained.
+    """
+    model, name = build(source, input_shape, num_classes, seed), _name(source)
+    with torch.random.fork_rng(devices=[]):
+        _try(model, name, tuple(input_shape), num_classes if sure_of_classes else 1)
+    return model
+
+
+def _try(model: nn.Module, name: str, input_shape: Shape, least: int) -> None:
+    parameters = list(model.parameters())
+    if not any(p.requires_grad for p in parameters):
+        raise ModelError(f"The model {name} has no parameter that can be trained, so there is no update to look at.")
+    blank = torch.zeros(BLANK, *input_shape, device=parameters[0].device)
+    doing = "run"
+    try:
+        copied = copy.deepcopy(model)
+        logits = copied(blank)
+        if isinstance(logits, Tensor) and logits.requires_grad:
+            doing = "differentiated"
+            trained = [p for p in copied.parameters() if p.requires_grad]
+            torch.autograd.grad(logits.sum(), trained, allow_unused=True)
+    except GradveilError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"The model {name} cannot be {doing} on inputs of shape {input_shape}. The error is its own: "
+            f"{own_error(error)}"
+        ) from error
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != BLANK or logits.shape[1] < least:
+        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        classes = f"each of the {least} classes" if least > 1 else "each class"
+        raise ModelError(f"The model {name} gives {found} for {BLANK} inputs; it must give one logit for {classes}.")
+    if not logits.requires_grad:
+        raise ModelError(f"The model {name} gives logits that depend on no parameter that can be trained.")
+
+
+def _name(source: object) -> str:
+    if isinstance(source, nn.Module):
+        return type(source).__name__
+    return source if isinstance(source, str) else str(getattr(source, "__name__", repr(source)))
 
 
 def _own(factory: Any, name: str, input_shape: Shape, num_classes: int) -> nn.Module:
@@ -57,10 +108,15 @@ def _own(factory: Any, name: str, input_shape: Shape, num_classes: int) -> nn.Mo
         return factory
     if not callable(factory):
         raise SpecError(f"{name} is a {type(factory).__name__}; give a function or class that returns an nn.Module.")
-    taken = inspect.signature(factory).parameters
-    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values())
     offered = {"input_shape": input_shape, "num_classes": num_classes}
-    model = factory(**{key: value for key, value in offered.items() if takes_all or key in taken})
+    try:
+        taken = inspect.signature(factory).parameters
+        takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values())
+        model = factory(**{key: value for key, value in offered.items() if takes_all or key in taken})
+    except GradveilError:
+        raise
+    except Exception as error:
+        raise ModelError(f"The model {name} cannot be made. The error is its own: {own_error(error)}") from error
     if not isinstance(model, nn.Module):
         raise SpecError(f"{name} returned a {type(model).__name__}; it must return an nn.Module.")
     return model

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from gradveil.models.base import MODELS
+from gradveil.models.base import MODELS, Shape
 from gradveil.models.parts import ACTIVATIONS, Activation, Chain, Init, Layers
 
 POOL = 0  # marks a pooling layer in a list of widths
@@ -60,9 +60,9 @@ class LeNet(_Convolutions):
     batchnorm: bool = False
     normalize: str = "none"  # none, half, or mean/std
 
-    def features(self, channels: int) -> Layers:
+    def features(self, input_shape: Shape) -> Layers:
         """Return conv1, act1, ..."""
-        return self.stack(channels, 5, [self.width] * len(self.strides), strides=self.strides)
+        return self.stack(input_shape[0], 5, [self.width] * len(self.strides), strides=self.strides)
 
 
 @MODELS.register("convnet")
@@ -82,9 +82,9 @@ class ConvNet(_Convolutions):
     batchnorm: bool = False
     normalize: str = "none"  # none, half, or mean/std
 
-    def features(self, channels: int) -> Layers:
+    def features(self, input_shape: Shape) -> Layers:
         """Return conv1, act1, ..., pool1, ..."""
-        return self.stack(channels, 5, (32, 64, 64, 128, 128, 128, POOL, 128, 128, 128, POOL), self.pool)
+        return self.stack(input_shape[0], 5, (32, 64, 64, 128, 128, 128, POOL, 128, 128, 128, POOL), self.pool)
 
 
 @MODELS.register("convnet_authors")
@@ -104,7 +104,7 @@ class ConvNetAuthors(_Convolutions):
     batchnorm: bool = True
     normalize: str = "none"  # none, half, or mean/std
 
-    def features(self, channels: int) -> Layers:
+    def features(self, input_shape: Shape) -> Layers:
         """Return conv1, norm1, act1, ..., pool1, ..."""
         widths = [self.width * n for n in (1, 2, 2, 4, 4, 4, POOL, 4, 4, POOL)]  # 0 stays POOL
-        return self.stack(channels, 3, widths, self.pool)
+        return self.stack(input_shape[0], 3, widths, self.pool)

@@ -76,8 +76,8 @@ class Chain(Builder):
     normalize: str  # none, half, or mean/std
 
     @abstractmethod
-    def features(self, channels: int) -> Layers:
-        """Return the layers before ``flatten``."""
+    def features(self, input_shape: Shape) -> Layers:
+        """Return the layers before ``flatten``, for inputs of that shape."""
 
     def head(self, length: int, num_classes: int) -> Layers:
         """Return the layers after it, for a representation of that length."""
@@ -89,7 +89,7 @@ class Chain(Builder):
         norm = normalizer(self.normalize, input_shape[0])
         if norm is not None:
             model.add_module("normalize", norm)
-        for name, layer in self.features(input_shape[0]).items():
+        for name, layer in self.features(input_shape).items():
             model.add_module(name, layer)
         model.add_module("flatten", nn.Flatten())
         length = _output_length(self.spec_name, model, input_shape)

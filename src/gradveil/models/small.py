@@ -5,7 +5,7 @@ from typing import Literal
 
 from torch import nn
 
-from gradveil.models.base import MODELS
+from gradveil.models.base import MODELS, Shape
 from gradveil.models.parts import ACTIVATIONS, Activation, Chain, Init, Layers
 
 
@@ -23,11 +23,11 @@ class LeakNet(Chain):
     pool: int = 2  # size and stride
     normalize: str = "none"  # none, half (as in the table's experiments), or mean/std
 
-    def features(self, channels: int) -> Layers:
+    def features(self, input_shape: Shape) -> Layers:
         """Return conv1, act1, pool1, conv2, act2, pool2."""
         act = ACTIVATIONS[self.activation]
         return {
-            "conv1": nn.Conv2d(channels, 6, 5, padding=self.padding),
+            "conv1": nn.Conv2d(input_shape[0], 6, 5, padding=self.padding),
             "act1": act(),
             "pool1": nn.MaxPool2d(self.pool),
             "conv2": nn.Conv2d(6, 16, 5, padding=self.padding),
@@ -63,10 +63,10 @@ class ProbeNet(Chain):
     width: int = 12
     normalize: str = "none"  # none, half, or mean/std
 
-    def features(self, channels: int) -> Layers:
+    def features(self, input_shape: Shape) -> Layers:
         """Return conv1, act1."""
         return {
-            "conv1": nn.Conv2d(channels, self.width, 5, self.stride, self.padding),
+            "conv1": nn.Conv2d(input_shape[0], self.width, 5, self.stride, self.padding),
             "act1": ACTIVATIONS[self.activation](),
         }
 
@@ -79,6 +79,6 @@ class Logistic(Chain):
     init: Literal["uniform", "default", "kaiming", "zeros"] = "default"
     normalize: str = "none"  # none, half, or mean/std
 
-    def features(self, channels: int) -> Layers:
+    def features(self, input_shape: Shape) -> Layers:
         """Return nothing."""
         return {}

@@ -78,10 +78,11 @@ def check(settings: "FlowerSettings") -> int:
     os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
     from gradveil.defenses.base import build
     from gradveil.integrations.flower.app import build_strategy
-    from gradveil.integrations.flower.settings import build_model, load_data
+    from gradveil.integrations.flower.settings import load_data
+    from gradveil.models import build_working
 
     dataset, shares = load_data(settings.dataset, settings.data, settings.partition, settings.seed)
-    build_model(settings, dataset)
+    build_working(settings.model, dataset.input_shape, dataset.num_classes, settings.seed)
     build(settings.defense)
     build_strategy(settings.strategy)
     if settings.clients > len(shares):
