@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from gradveil.defenses.base import Defense
 from gradveil.defenses.guard.passes import Pass, Report
 from gradveil.errors import DefenseError, LayerError
-from gradveil.layers.modules import LINEAR, find_layer
+from gradveil.layers.modules import LINEAR, find_layer, under_transform
 from gradveil.tree import Params
 from gradveil.types import Batch
 
@@ -64,7 +64,7 @@ def substitute(module: nn.Module, r: Tensor, r_perturbed: Tensor, weight: Tensor
     used = weight_of(module) if weight is None else weight
     out = apply(module, r, used.detach(), module.bias)  # type: ignore[arg-type]
     carrier = apply(module, r_perturbed.detach(), used, None)
-    if carrier.requires_grad:
+    if carrier.requires_grad and not under_transform():  # torch.func keeps the graph of every gradient
         carrier.register_hook(_refuse_second_derivatives)
     return out + (carrier - carrier.detach())
 
