@@ -10,6 +10,7 @@ from gradveil.countermeasures import Countermeasure, plain
 from gradveil.defenses.base import DEFENSES, Defense, Place
 from gradveil.errors import SpecError
 from gradveil.registry import describe
+from gradveil.scores.api import already_changed
 from gradveil.tree import Params
 from gradveil.types import Batch, Observation, Update
 
@@ -50,8 +51,11 @@ class Compose(Defense):
 
     def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator) -> Tensor:
         """Change r by each part that defends this layer."""
-        for part in self._defending(model, layer):
-            r = part.perturb(model, layer, x, r, rng)
+        first, *others = self._defending(model, layer)
+        r = first.perturb(model, layer, x, r, rng)
+        with already_changed():
+            for part in others:
+                r = part.perturb(model, layer, x, r, rng)
         return r
 
     def asked(self, model: nn.Module, layer: str, r: Tensor) -> int:
