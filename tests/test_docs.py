@@ -3,9 +3,12 @@
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from gradveil.layers.rules.base import PLAIN, RULES
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = [
@@ -20,6 +23,17 @@ PAGES = [
 NEW = {"src/gradveil/layers/rules/shuffle.py"}  # files that a reader writes
 
 
+@pytest.fixture
+def rules() -> Iterator[None]:
+    """The tables of layers are as they were after the test, whatever a page adds."""
+    before = [(table, dict(table)) for table in (RULES, PLAIN)]
+    yield
+    for table, content in before:
+        table.clear()
+        table.update(content)
+
+
+@pytest.mark.usefixtures("rules")
 @pytest.mark.parametrize("page", PAGES)
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

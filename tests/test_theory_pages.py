@@ -77,7 +77,7 @@ def test_the_meter_has_its_table_its_correlation_and_its_figure(tables: ModuleTy
     (tmp_path / "meter" / "meter.svg").write_text("<svg/>")
     text = block(tables, "certificates.md", "meter", tmp_path)
     assert text.count("\n| ") == len(rows) + 2  # the head, and the line of the mean image
-    assert text.startswith("**Not complete**: 152 of 152 units of work have not been run (`0 none`")
+    assert text.startswith("**Not complete**: 608 of 608 units of work have not been run (`0 none`")
     assert "**reproduced**" in text
     assert "Spearman 1.00" in text
     assert "](../results/meter/meter.svg)" in text
@@ -88,7 +88,7 @@ def test_a_complete_item_does_not_say_that_something_is_missing(tables: ModuleTy
     units = item.units(Context(scale="full"))
     assert tables._missing(item, [{"unit": unit} for unit in units]) == []
     (text,) = tables._missing(item, [{"unit": unit} for unit in units[1:]])
-    assert "1 of 152 units of work have not been run (`0 none`)" in text
+    assert "1 of 608 units of work have not been run (`0 none`)" in text
 
 
 def test_times_come_from_the_benchmark(tables: ModuleType, tmp_path: Path) -> None:
