@@ -174,7 +174,8 @@ def _rerun(item: Item, made: list[Row], folder: Path) -> list[str]:
         commit = f"commit {run['commit']}" if "commit" in run else "commit not recorded"
         versions = ", ".join(run["versions"]) or "versions not recorded"
         where = f"seed {run['seed']}, {run['date']}, {run['machine']}"
-        lines.append(f"- `{run['command']}` ({what}; {where}; {commit}, {versions})")
+        note = f" **{run['note']}**" if "note" in run else ""
+        lines.append(f"- `{run['command']}` ({what}; {where}; {commit}, {versions}){note}")
     done = list(dict.fromkeys(row["unit"] for row in own_rows(name, folder)))
     return [
         *lines,
