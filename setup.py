@@ -1,19 +1,33 @@
 """The compiled kernel of exact leak scores: built where there is a C compiler, left out where there is none.
 
-All else is in pyproject.toml. The file is plain C that ctypes loads, so it needs neither Python's nor torch's headers.
+All else is in pyproject.toml. The files are plain C that ctypes loads, so they need neither Python's nor torch's headers.
+They are compiled once for each set of instructions, and the best that a processor has is taken when it is loaded: what is
+built on one machine runs on another.
 """
 
+import platform
+
 from setuptools import Extension, setup
+
+# variant -> what the compiler may use; the names are those of scores/fast/cpu_kernel.py
+FLAGS = {
+    "avx512": ["-mavx512f", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma"],
+    "avx2": ["-mavx2", "-mfma"],
+    "plain": [],
+}
+HOME = "src/gradveil/scores/fast"
+variants = FLAGS if platform.machine().lower() in ("x86_64", "amd64") else ["plain"]
 
 setup(
     ext_modules=[
         Extension(
-            "gradveil.scores.fast._cpu_kernel",
-            sources=["src/gradveil/scores/fast/cpu_kernel.c", "src/gradveil/scores/fast/gram.c"],
-            depends=["src/gradveil/scores/fast/cpu_kernel.h"],
-            extra_compile_args=["-O3", "-march=native", "-std=gnu11"],
+            f"gradveil.scores.fast._cpu_kernel_{variant}",
+            sources=[f"{HOME}/cpu_kernel.c", f"{HOME}/gram.c"],
+            depends=[f"{HOME}/cpu_kernel.h"],
+            extra_compile_args=["-O3", "-std=gnu11", "-Wno-psabi", *FLAGS[variant]],
             libraries=["m"],
             optional=True,
         )
+        for variant in variants
     ]
 )

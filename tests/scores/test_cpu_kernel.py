@@ -1,7 +1,11 @@
 """The compiled kernel gives what torch gives, for any chain it takes; without it all goes on."""
 
+import platform
+import runpy
 from collections.abc import Callable
 from math import inf
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -208,3 +212,27 @@ def test_without_the_kernel_scores_are_the_same(name: str) -> None:
     expected = row_norms(model, layer, x, "exact")[1]
     found = row_norms(model.float(), layer, x.float(), "exact")[1].double()
     assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_is_compiled_for_the_building_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(pytest.importorskip("setuptools"), "setup", given.update)
+    runpy.run_path(str(Path(__file__).parents[2] / "setup.py"))
+    flags = {ext.name.rpartition("_cpu_kernel_")[2]: ext.extra_compile_args for ext in given["ext_modules"]}
+    assert list(flags) == [name for name in cpu_kernel.VARIANTS if name in flags]
+    assert not [flag for some in flags.values() for flag in some if "-march" in flag or "native" in flag]
+    assert not [flag for flag in flags["plain"] if flag.startswith("-m")]  # any processor of the family
+
+
+@needs_kernel
+def test_every_library_that_this_processor_runs_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = [n for n in cpu_kernel.VARIANTS if list(Path(cpu_kernel.__file__).parent.glob(f"_cpu_kernel_{n}.*"))]
+    assert built == list(cpu_kernel.VARIANTS if platform.machine() == "x86_64" else ("plain",))
+    run = [name for name in cpu_kernel.variants() if name]
+    assert run == [name for name in built if name in run]  # the best first
+    assert "plain" in run
+    tapes = [_tape(*make(name, examples=4)) for name in CHAINS]
+    for name in run:
+        monkeypatch.setattr(cpu_kernel, "library", lambda name=name: cpu_kernel.variants()[name])
+        for tape in tapes:
+            _check(tape)

@@ -333,11 +333,12 @@ int lanes_abi(void) { return ABI; }
 
 int lanes_width(void) { return VL; }
 
-/* Whether this processor has the instructions the file was compiled for. */
+/* Whether this processor has the instructions the file was compiled for: setup.py compiles it for several. */
 int lanes_supported(void)
 {
 #if defined(__AVX512F__)
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma");
 #elif defined(__AVX2__)
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #else

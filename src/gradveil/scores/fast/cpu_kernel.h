@@ -10,6 +10,8 @@
 
 #ifdef __AVX512F__
 #define VL 16
+#elif defined(__SSE2__) && !defined(__AVX__)
+#define VL 4
 #else
 #define VL 8
 #endif

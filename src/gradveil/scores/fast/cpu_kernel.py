@@ -18,6 +18,7 @@ from gradveil.scores.fast.kernel_plan import Image, Piece, PieceShape, RowSplit,
 
 ABI = 4
 CONVOLUTION, MAX_POOL = 0, 1
+VARIANTS = ("avx512", "avx2", "plain")  # the best first; setup.py says what each may use
 
 
 class KernelStage(Structure):
@@ -62,17 +63,32 @@ def lanes() -> int:
 
 
 @cache
-def library() -> Any:
-    """Return the compiled kernel, or None where it was not built, is out of date or was built for another processor."""
-    for path in sorted(Path(__file__).parent.glob("_cpu_kernel*")):
+def variants() -> dict[str, Any]:
+    """Return the compiled kernels that this processor can run, the best first: the same code for other instructions.
+
+    Empty where none was built, or what was built is out of date.
+    """
+    found = {}
+    for path in sorted(Path(__file__).parent.glob("_cpu_kernel*"), key=_rank):
         try:
-            found = ctypes.CDLL(str(path))
-            if found.lanes_abi() == ABI and found.lanes_supported():
-                found.lanes_run.argtypes = (POINTER(Plan),)
-                return found
+            kernel = ctypes.CDLL(str(path))
+            if kernel.lanes_abi() == ABI and kernel.lanes_supported():
+                kernel.lanes_run.argtypes = (POINTER(Plan),)
+                found[path.name.split(".")[0].removeprefix("_cpu_kernel").lstrip("_")] = kernel
         except (OSError, AttributeError):
             continue
-    return None
+    return found
+
+
+def _rank(path: Path) -> int:
+    """Return how late a file is tried; one that was built for a single machine comes last."""
+    return next((k for k, name in enumerate(VARIANTS) if path.name.startswith(f"_cpu_kernel_{name}.")), len(VARIANTS))
+
+
+@cache
+def library() -> Any:
+    """Return the best kernel, or None where there is none."""
+    return next(iter(variants().values()), None)
 
 
 def pointer(tensor: Tensor | None) -> Any:
