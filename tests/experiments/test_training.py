@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from gradveil.data import load
-from gradveil.experiments.audit import train_all
+from gradveil.experiments.looks import train_all
 from gradveil.experiments.run_folder import RunFolder
 from gradveil.experiments.scene import AuditConfig, build_scene, is_small, one_thread
 from gradveil.federated.simulate import simulate

@@ -8,8 +8,9 @@ from gradveil.attacks.base import Attack
 from gradveil.data import load
 from gradveil.defenses.masking import RandomMask
 from gradveil.errors import AttackError, UpdateError
-from gradveil.experiments import audit
-from gradveil.experiments.audit import CHUNK, Look, Observed, Target, chunks, panel
+from gradveil.experiments import panel as panel_module
+from gradveil.experiments.looks import Look
+from gradveil.experiments.panel import CHUNK, Observed, Target, chunks, panel
 from gradveil.experiments.scene import AuditConfig, Scene, build_scene
 from gradveil.experiments.trial import Trial, attack_rows, attempt, naive
 from gradveil.models import build
@@ -133,12 +134,12 @@ def test_an_update_is_made_once_whoever_looks_at_it(
         made.append(args)
         return real(*args)
 
-    real = audit.observe
-    monkeypatch.setattr(audit, "observe", counted)
+    real = panel_module.observe
+    monkeypatch.setattr(panel_module, "observe", counted)
     observed = Observed(scene)
     trials = [observed.trial(target) for target in found]
     different = {(p.look.round, p.look.weights, p.defense, p.victim) for p in found}
     assert len(made) == len(different) < len(trials)
-    monkeypatch.setattr(audit, "KEPT", 0)  # nothing may be kept: the same numbers again
+    monkeypatch.setattr(panel_module, "KEPT", 0)  # nothing may be kept: the same numbers again
     again = Observed(scene).trial(found[-1])
     assert all(torch.equal(g, trials[-1].view.update.gradient[n]) for n, g in again.view.update.gradient.items())

@@ -15,7 +15,8 @@ from gradveil.attacks.base import build as build_attack
 from gradveil.countermeasures import Countermeasure
 from gradveil.defenses.base import build as build_defense
 from gradveil.errors import SpecError, UpdateError
-from gradveil.experiments.audit import Audit, Progress, default_folder, server_rows
+from gradveil.experiments.audit import Audit, default_folder
+from gradveil.experiments.looks import Progress, server_rows
 from gradveil.experiments.run_folder import Row, RunFolder
 from gradveil.experiments.scene import ATTACKS, is_small, load_dataset, one_thread
 from gradveil.experiments.settings import find_device

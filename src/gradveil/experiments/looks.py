@@ -1,0 +1,76 @@
+"""The models that an audit looks at: what clients receive in the first round, and after training in the last."""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradveil.countermeasures import Countermeasure
+from gradveil.experiments.run_folder import Row, RunFolder
+from gradveil.experiments.scene import Scene, is_small, one_thread
+from gradveil.federated.client import evaluate
+from gradveil.federated.simulate import simulate
+
+Progress = Callable[[str, int, int], None]  # stage, done, total
+
+
+@dataclass(frozen=True)
+class Look:
+    """One federation's model in one round: what the attacked clients received."""
+
+    round: str  # "first" or "last"
+    round_number: int
+    weights: str  # "start", or the defence it was trained under
+    model: nn.Module
+
+
+def train_all(scene: Scene, store: RunFolder, progress: Progress) -> Iterator[Look]:
+    """Train under each defence; yield the models that clients receive in the first and in the last round."""
+    yield Look("first", 1, "start", scene.model)
+    rounds, done = scene.config.rounds, 0
+    total = rounds * len(scene.defenses)
+    for defense in scene.defenses:
+        unit = f"train/{defense}"
+        progress("training", done, total)
+        if not store.done(unit):
+            with one_thread(is_small(scene.model)):
+                rows, sent = _train(scene, defense, partial(_tell, progress, done, total))
+            store.add(unit, [*server_rows(defense, scene.countermeasures(defense, scene.model)), *rows], sent)
+        done += rounds
+        if rounds > 1:
+            restored = copy.deepcopy(scene.model)
+            restored.load_state_dict({name: torch.from_numpy(value) for name, value in store.arrays(unit).items()})
+            yield Look("last", rounds, defense, restored)
+    progress("training", done, total)
+
+
+def _tell(progress: Progress, before: int, total: int, done: int) -> None:
+    progress("training", before + done, total)
+
+
+def _train(scene: Scene, defense: str, tell: Callable[[int], None]) -> tuple[list[Row], dict[str, Any]]:
+    """Return the accuracy after every round, and the weights that were sent in the last one."""
+    rows: list[Row] = []
+    sent = _state(scene.model)
+    training, chosen = scene.config, scene.defenses[defense]
+    for round_ in simulate(scene.model, scene.dataset, scene.clients, training, chosen, scene.seeds):
+        score = evaluate(round_.model, scene.dataset.test)
+        head = {"kind": "accuracy", "defense": defense, "round": round_.number}
+        rows.append(head | {"accuracy": score.accuracy, "loss": score.loss, "rejected": round_.rejected})
+        if round_.number == training.rounds - 1:
+            sent = _state(round_.model)
+        tell(round_.number)
+    return rows, sent
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    return {name: value.detach().cpu().numpy().copy() for name, value in model.state_dict().items()}
+
+
+def server_rows(defense: str, servers: Sequence[Countermeasure]) -> list[Row]:
+    """Return what each server that knows a defence does about it, as rows."""
+    return [{"kind": "defense", "defense": defense, "server": server.name, "why": server.why} for server in servers]
