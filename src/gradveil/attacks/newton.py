@@ -76,9 +76,11 @@ class Newton(Attack):
         pixels = s.num_examples * int(torch.Size(s.input_shape).numel())
         inputs = best.point[b, :pixels].reshape(s.num_examples, *s.input_shape).to(torch.float32)
         value = float(best.objective[b])
-        finished = bool(best.steps[b] < self.steps) and value < float("inf")
+        late = bool(best.late[b])
+        finished = bool(best.steps[b] < self.steps) and value < float("inf") and not late
         starts = float(self.restarts)
         details = {"steps": float(best.all_steps[b]), "restarts": starts, "floor": float(best.floor[b])}
+        details |= {"out_of_time": 1.0} if late else {}
         return Reconstruction(inputs.clamp(*s.bounds), labels, value, finished, details)
 
 

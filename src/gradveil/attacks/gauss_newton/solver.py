@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradveil import pace
 from gradveil.attacks.gauss_newton.equations import TOGETHER, Equations, Prior
 
 
@@ -81,12 +82,15 @@ def conjugate_gradients(
     iterations: int,
     tolerance: float,
 ) -> Tensor:
-    """Solve A s = right (B, n) for symmetric positive A, every problem with its own step lengths."""
+    """Solve A s = right (B, n) for symmetric positive A, every problem with its own step lengths.
+
+    Where the time is over (see ``pace``), as far as it came.
+    """
     s, r = torch.zeros_like(right), right.clone()
     z = precondition(r)
     p, rz = z, (r * z).sum(1)
     enough = tolerance**2 * rz
-    for _ in range(iterations):
+    for k in range(iterations):
         live = rz > enough
         if not bool(live.any()):
             break
@@ -96,6 +100,8 @@ def conjugate_gradients(
         z = precondition(r)
         fresh = (r * z).sum(1)
         p, rz = z + torch.where(live, fresh / rz, 0.0)[:, None] * p, torch.where(live, fresh, rz)
+        if pace.part_of_step((k + 1) / iterations):
+            break
     return s
 
 
@@ -139,6 +145,7 @@ class BestStarts:
     steps: Tensor  # (B,)
     floor: Tensor  # (B,)
     all_steps: Tensor  # (B,) of all starts together
+    late: Tensor  # (B,) bool: the time was over before all starts were done
 
 
 Direction = Callable[[Equations, Tensor, Tensor, Tensor, Tensor], Callable[[Tensor], Tensor]]
@@ -161,8 +168,13 @@ class Solver:
             start.clone(), first.clamp(self.schedule.last, self.schedule.first), start.new_zeros(b), start.new_zeros(b),
             start.clone(), self.objective(rows, start), torch.zeros(b, dtype=torch.bool, device=start.device),
         )  # fmt: skip
+        pace.step(0, self.schedule.steps)
         while bool((live := (~state.done).nonzero().flatten()).numel()):
             self._step(rows.take(live), state, live)
+            if pace.step(int(state.steps.max()), self.schedule.steps):
+                live = (~state.done).nonzero().flatten()
+                self._keep_better(rows.take(live), state, live)
+                break
         return state
 
     def best(self, rows: Equations, starts: Tensor, together: int | None = None) -> BestStarts:
@@ -174,13 +186,13 @@ class Solver:
             self.solve(rows.take(part), start)
             for part, start in zip(which.split(together), all_starts.split(together), strict=True)
         ]
-        objective, steps, floor = (
+        objective, steps, floor, done = (
             torch.cat([getattr(state, name) for state in parts]).reshape(-1, count)
-            for name in ("objective", "steps", "floor")
+            for name in ("objective", "steps", "floor", "done")
         )
         pick = (problems, objective.argmin(1))
         point = torch.cat([state.best for state in parts]).reshape(starts.shape)[pick]
-        return BestStarts(point, objective[pick], steps[pick], floor[pick], steps.sum(1))
+        return BestStarts(point, objective[pick], steps[pick], floor[pick], steps.sum(1), ~done.all(1))
 
     def objective(self, rows: Equations, x: Tensor) -> Tensor:
         """Return half the MAP objective per row (B,), at the last floor, with the kinks as they are."""
@@ -221,7 +233,7 @@ class Solver:
             value = self._cost(rows, rows.residual(trial, width), trial, variance)
             better = (value < before) & (after >= before)
             moved, after = torch.where(better[:, None], trial, moved), torch.where(better, value, after)
-            if bool((after < before).all()):
+            if bool((after < before).all()) or pace.left() <= 0:
                 break
             damping = torch.where(after < before, damping, 10 * damping)
         return moved, after
@@ -231,10 +243,7 @@ class Solver:
         if not len(index):
             return
         rows, x = rows.take(ended), state.x[index]
-        objective = self.objective(rows, x)
-        better = objective < state.objective[index]
-        state.best[index] = torch.where(better[:, None], x, state.best[index])
-        state.objective[index] = torch.minimum(objective, state.objective[index])
+        self._keep_better(rows, state, index)
         floor = state.floor[index]
         drowned = (floor[:, None] * rows.rms < DROWNED * rows.noise)[:, : self.entries] | (rows.weights == 0)[
             :, : self.entries
@@ -245,6 +254,16 @@ class Solver:
         )
         state.floor[index] = lowered.clamp_min(self.schedule.last)
         state.age[index] = 0
+
+    def _keep_better(self, rows: Equations, state: State, index: Tensor) -> None:
+        """Keep the points where they are the best so far; ``rows`` are those of the problems at ``index``."""
+        if not len(index):
+            return
+        x = state.x[index]
+        objective = self.objective(rows, x)
+        better = objective < state.objective[index]
+        state.best[index] = torch.where(better[:, None], x, state.best[index])
+        state.objective[index] = torch.minimum(objective, state.objective[index])
 
     def _reached(self, rows: Equations, x: Tensor, width: Tensor) -> Tensor:
         """Return the root mean square (B,) of the residual, relative to each tensor's own and the known noise."""

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gradveil import pace
 from gradveil.attacks.search.minimisers import State
 
 WORTH_A_CAPTURE = 0.25  # share of problems that must have left before the rest is captured anew
@@ -66,6 +67,7 @@ class Solution:
     iterations: Tensor  # (P,) accepted steps of the last start
     evaluations: Tensor  # (P,) of the last start
     redraws: Tensor  # (P,) fresh starts drawn on the way
+    late: Tensor  # (P,) bool: its time was over before it was done
 
 
 def minimise(
@@ -80,23 +82,28 @@ def minimise(
     """Run all problems from start (P, d) for at most ``steps`` evaluations each.
 
     ``look`` decides every so many steps who leaves and who starts anew; ``redraw`` gives problem i's next
-    start (d,) from its own generator. A problem's way depends on nothing but itself and what ``look`` says.
+    start (d,) from its own generator. A problem's way depends on nothing but itself and what ``look`` says. Where the
+    time is over (see ``pace``), each stays at its best point.
     """
     device, p = start.device, len(start)
     number = torch.zeros(p, dtype=torch.long, device=device)
-    out = Solution(start.clone(), start.new_full((p,), torch.inf), number.clone(), number.clone(), number.clone())
+    counts = (number.clone(), number.clone(), number.clone(), number > 0)
+    out = Solution(start.clone(), start.new_full((p,), torch.inf), *counts)
     rows, gone = torch.arange(p), torch.zeros(p, dtype=torch.bool)  # of the problems in the state
     run = Stepper(objective, optimiser, optimiser.start(start))
-    done = 0
+    done, late = 0, False
+    pace.step(0, steps)
     while done < steps and len(rows):
-        block = min(every, steps - done)
-        for k in range(done, done + block):
+        for k in range(done, min(done + every, steps)):
             run.step(k)
-        done += block
+            done = k + 1
+            if late := pace.step(done, steps):
+                break
         here = (~gone).nonzero()[:, 0]
         decision = look(View(done, rows[here], *(run.state[n].cpu()[here] for n in ("best_value", "dead", "stuck"))))
-        if done >= steps:
+        if done >= steps or late:
             _record(out, run.state, rows[here], here)
+            out.late[rows[here].to(device)] = (~decision.leave & late).to(device)
             break
         again = here[decision.redraw]
         if len(again):

@@ -205,6 +205,8 @@ def _choose(
         "stalled": float(stopping.stalled[at.cpu()]),
     }
     converged = finite and bool(residuals[at] <= limit[at])
+    if not converged and bool(solution.late[mine].any()):
+        details["out_of_time"] = 1.0
     return Reconstruction(
         inputs, labels, float(solution.values[at]), converged, details, x[0].clone() if finite else None
     )
