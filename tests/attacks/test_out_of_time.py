@@ -1,7 +1,5 @@
 """A limit of time inside an attack: it stops at its best point and says so; without one nothing changes."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -14,7 +12,7 @@ from gradveil.types import Batch, Observation
 
 
 @pytest.fixture
-def ticks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+def ticks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock that goes on by a second whenever somebody looks."""
     now = [0.0]
 
@@ -23,7 +21,7 @@ def ticks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
         return now[0]
 
     monkeypatch.setattr(pace, "clock", look)
-    yield now
+    return now
 
 
 def seen() -> Observation:
