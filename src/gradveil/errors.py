@@ -20,6 +20,10 @@ class ModelError(SpecError):
     """A model cannot be made, run or trained; where its own code raised, the text says where."""
 
 
+class LossError(GradveilError):
+    """A loss does not fit the targets or the model's output, or a user's own failed."""
+
+
 class LayerError(GradveilError):
     """A model has no such layer, or the layer cannot be defended."""
 

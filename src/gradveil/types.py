@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.errors import AttackError, UpdateError
+from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.tree import Params, parameters
 
 
@@ -58,10 +59,15 @@ class Batch:
     """Examples of one client: private."""
 
     inputs: Tensor  # (N, *shape), in the data range
-    labels: Tensor  # (N,) int64
+    labels: Tensor  # classes (N,) int64, or what else the loss is of: zeros and ones (N, K), numbers (N,) or (N, D)
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def labelled(self) -> bool:
+        """Whether the labels are known: class numbers below zero stand for none."""
+        return self.labels.is_floating_point() or not bool((self.labels < 0).any())
 
     def __getitem__(self, part: slice) -> "Batch":
         return Batch(self.inputs[part], self.labels[part])
@@ -101,13 +107,14 @@ class Observation:
     model: nn.Module  # with the weights that the server sent
     update: Update
     input_shape: tuple[int, ...]  # of one example
-    num_classes: int
-    labels: Tensor | None = None  # (N,), where the server knows them
+    num_classes: int  # or how many numbers a target has, where the loss is not one of classes
+    labels: Tensor | None = None  # (N, ...), where the server knows them
     bounds: tuple[float, float] = (0.0, 1.0)  # the data range, public
     prior: GaussianPrior | None = None  # from public data
     weights: Params = field(default_factory=dict)  # how much an entry counts in the matching; absent: 1
     noise: dict[str, float] = field(default_factory=dict)  # known noise std per tensor; absent: 0
     simulate: Callable[[Params], Params] | None = None  # the defence, as the server would run it on its own gradients
+    loss: Loss = CROSS_ENTROPY  # that the clients minimise; public, the server sets it
 
     def sent(self, gradient: Params) -> Params:
         """Return what a client with this gradient would send: the simulated defence of it, where there is one.
@@ -174,7 +181,7 @@ class Reconstruction:
     """What an attack brings back, clamped to the data range, chosen by the attack's own objective."""
 
     inputs: Tensor  # (N, *shape)
-    labels: Tensor | None  # (N,)
+    labels: Tensor | None  # (N, ...), as a batch has them
     objective: float  # final value of what the attack minimised
     converged: bool  # finite, and the attack's own stopping rule is content
     details: dict[str, float] = field(default_factory=dict)  # iterations, evaluations, restarts, ...

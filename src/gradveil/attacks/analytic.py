@@ -63,10 +63,12 @@ def layer_inputs(seen: Observation, visit: Visit) -> LayerInputs:
     dw, db = seen.update.gradient[weight].double(), seen.update.gradient[bias].double()  # (O, L), (O,)
     mask = seen.weights[weight].to(dw).expand_as(dw) if weight in seen.weights else torch.ones_like(dw)
     noise = (seen.noise.get(weight, 0.0), seen.noise.get(bias, 0.0))
+    by_class = seen.labels is not None and seen.loss.targets == "classes"
     if seen.num_examples == 1:
         share = db[None]  # one combination of all rows
-    elif trace(seen.model, seen.input_shape).output == visit.path and seen.labels is not None:
+    elif by_class and trace(seen.model, seen.input_shape).output == visit.path:
         share = torch.zeros(seen.num_examples, len(db)).to(db)
+        assert seen.labels is not None
         share[torch.arange(seen.num_examples), seen.labels.to(db.device)] = 1.0
     else:
         share = _agreeing_rows(dw, db, seen.num_examples)

@@ -59,7 +59,7 @@ def _check_model(seen: Observation) -> None:
     states = [copied_state(seen.model) for _ in range(2)]
     with torch.no_grad(), quiet(seen.model), torch.random.fork_rng(devices):
         runs = [functional_call(seen.model, state, (x,)) for state in (*states, states[0])]
-    if not isinstance(runs[0], Tensor) or runs[0].shape != (len(x), seen.num_classes):
+    if not isinstance(runs[0], Tensor) or len(runs[0]) != len(x) or not seen.loss.fits(runs[0], seen.num_classes):
         what = tuple(runs[0].shape) if isinstance(runs[0], Tensor) else type(runs[0]).__name__
         raise AttackError(
             f"{kind} returns {what} for {len(x)} examples; an attack on {seen.num_classes} classes needs logits of "

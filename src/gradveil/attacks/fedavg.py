@@ -93,4 +93,4 @@ def _unrolled(seen: Observation, names: tuple[str, ...]) -> Callable[[Tensor, Te
         sent = seen.sent(unroll(gradient, start, x, y, seen.update))
         return {n: sent[n] / seen.update.num_steps for n in names}
 
-    return per_problem(seen.model, loss_of(seen.model, start), one, randomness=seen.randomness)
+    return per_problem(seen.model, loss_of(seen.model, start, seen.loss), one, randomness=seen.randomness)

@@ -1,8 +1,11 @@
 """Labels, read off the gradient of the last layer before any image is known.
 
-For mean cross-entropy the gradient by the last layer's bias is δ_c = mean over the batch of (p_c - y_c), with p
+For plain mean cross-entropy the gradient by the last layer's bias is δ_c = mean over the batch of (p_c - y_c), with p
 the predicted probabilities and y the labels: only a class that is there can make it negative, and for one
-example exactly one entry is negative (Zhao et al. 2020, iDLG).
+example exactly one entry is negative (Zhao et al. 2020, iDLG). Weights and smoothing make of it another
+function that is straight in p for each label, so a label is read by whether p comes out as probabilities. With binary
+cross-entropy δ_c has the sign of p_c - y_c for one example; of several labels in a batch only the counts show. A
+regression shows its residual, the output less the target, and neither alone.
 """
 
 from collections.abc import Sequence
@@ -14,19 +17,57 @@ from torch import Generator, Tensor, nn
 from gradveil.errors import AttackError, LayerError
 from gradveil.gradients.functional import quiet
 from gradveil.layers.modules import find_layer, representation
+from gradveil.losses import BinaryCrossEntropy, CrossEntropy
+from gradveil.registry import describe
 from gradveil.types import Observation
 
+SURE = 1e-5  # by how much all other classes must miss being probabilities
 DUMMIES = 64  # made inputs that stand for the client's when predictions are guessed
 
 
 def recover_labels(seen: Observation, rng: Generator) -> Tensor | None:
-    """Return the labels (N,) of an update in rising order, or None where the last layer's gradient is not seen."""
+    """Return the labels of an update, classes (N,) in rising order; None where it does not show them."""
+    if not isinstance(seen.loss, CrossEntropy | BinaryCrossEntropy):
+        return None
     delta = label_signal(seen, rng)
     if delta is None:
         return None
+    if isinstance(seen.loss, BinaryCrossEntropy):
+        return _bits(seen, delta, rng)
     if seen.num_examples == 1:
-        return delta.argmin()[None]
+        return delta.argmin()[None] if seen.loss.plain else _one_class(seen.loss, delta)
     return torch.arange(seen.num_classes, device=delta.device).repeat_interleave(class_counts(seen, delta, rng))
+
+
+def _one_class(loss: CrossEntropy, delta: Tensor) -> Tensor | None:
+    """Return the class (1,) for which δ comes from probabilities; None where it does for several.
+
+    For class y with weight w_y, δ = a p - b with a = 1 - s + s Σw / (K w_y), b = (1 - s) y + s w / (K w_y).
+    """
+    weights, k = loss.of_classes(delta), len(delta)
+    share = loss.smoothing / k / weights.clamp_min(torch.finfo(delta.dtype).tiny)  # (K,), by class y
+    a = 1 - loss.smoothing + share * weights.sum()
+    b = (1 - loss.smoothing) * torch.eye(k).to(delta) + share[:, None] * weights
+    p = (delta + b) / a[:, None]  # (K, K): of each class y
+    below = p.clamp_max(0).abs().sum(1)
+    best, second = below.topk(2, largest=False).values
+    sure = bool(second - best > SURE)
+    return below.argmin()[None] if sure else None
+
+
+def _bits(seen: Observation, delta: Tensor, rng: Generator) -> Tensor | None:
+    """Return the zeros and ones of one example, or of a single logit; of more, it does not show who has which."""
+    if not bool(delta.all()):  # not seen, or rounded away
+        return None
+    if seen.num_examples == 1:
+        return seen.loss.found(-delta[None])
+    if seen.num_classes > 1:
+        return None
+    with torch.no_grad(), quiet(seen.model):
+        mean_prediction = seen.model(_dummies(seen, rng)).sigmoid().mean().to(delta)
+    ones = (seen.num_examples * (mean_prediction - delta)).round().clamp(0, seen.num_examples)
+    labels: Tensor = torch.arange(seen.num_examples, device=delta.device) >= seen.num_examples - ones
+    return labels.long()
 
 
 def label_signal(seen: Observation, rng: Generator) -> Tensor | None:
@@ -55,17 +96,34 @@ def class_counts(seen: Observation, delta: Tensor, rng: Generator) -> Tensor:
 
     From δ = p̄ - counts / N with the mean prediction p̄ guessed on made inputs. Classes with a negative δ are
     there for certain and come first; the rest goes, one at a time, where most is missing (compare Wainakh et
-    al. 2022, who do the same with a fixed impact per example).
+    al. 2022, who do the same with a fixed impact per example). Smoothing and weights are taken off first.
     """
     with torch.no_grad(), quiet(seen.model):
         mean_prediction = seen.model(_dummies(seen, rng)).softmax(-1).mean(0).to(delta)
-    expected = seen.num_examples * (mean_prediction - delta)
+    expected, least = seen.num_examples * (mean_prediction - delta), torch.zeros_like(delta)
+    if isinstance(seen.loss, CrossEntropy) and not seen.loss.plain:
+        expected, least = _weighed_counts(seen.loss, seen.num_examples, mean_prediction, delta)
     counts = torch.zeros_like(delta)
-    sure = (delta < 0).nonzero()[:, 0]
+    sure = (delta < least).nonzero()[:, 0]
     counts[sure[delta[sure].argsort()][: seen.num_examples]] = 1
     while int(counts.sum()) < seen.num_examples:
         counts[(expected - counts).argmax()] += 1
     return counts.long()
+
+
+def _weighed_counts(loss: CrossEntropy, n: int, p: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the expected count of each class (K,), and the least δ that a class can have that is not there.
+
+    S δ = (1 - s) (S p̄ - w counts) + s N / K (p̄ Σw - w), with S the weights of the examples' classes together.
+    """
+    weights, k, s = loss.of_classes(delta).clamp_min(1e-12), len(delta), loss.smoothing
+    counts = torch.full_like(delta, n / k)
+    for _ in range(5):
+        total = (weights * counts).sum()
+        beside = s * n / k * (p * weights.sum() - weights)
+        counts = ((1 - s) * total * p + beside - total * delta).clamp_min(0) / ((1 - s) * weights)
+        counts = n * counts / counts.sum().clamp_min(1e-12)
+    return counts, -s / k * weights / weights.min()
 
 
 def with_labels(seen: Sequence[Observation], rngs: Sequence[Generator], required: bool = False) -> list[Observation]:
@@ -75,8 +133,9 @@ def with_labels(seen: Sequence[Observation], rngs: Sequence[Generator], required
         labels = s.labels if s.labels is not None else recover_labels(s, rng)
         if labels is None and required:
             raise AttackError(
-                "The labels cannot be read: the update shows no gradient of a last linear layer with one row per "
-                "class. Give the labels, or use an attack that looks for them, such as dlg."
+                f"The labels cannot be read off this update with the loss {describe(s.loss)}: for that it must show "
+                "the gradient of a last linear layer with one row per class. Give the labels, or use an attack that "
+                "looks for them, such as dlg."
             )
         out.append(replace(s, labels=labels))
     return out

@@ -9,7 +9,7 @@ from torch import Generator, Tensor
 from gradveil.attacks.base import ATTACKS, Attack, check_seen, differentiating, in_groups
 from gradveil.attacks.gauss_newton.equations import Prior, refuse_recurrent
 from gradveil.attacks.gauss_newton.solver import BestStarts, DenseStep, Descent, MatrixFree, Solver
-from gradveil.attacks.gauss_newton.updates import free_logits, known_bias, update_rows
+from gradveil.attacks.gauss_newton.updates import found_targets, free_of, guessed_slopes, known_bias, update_rows
 from gradveil.attacks.labels import with_labels
 from gradveil.types import Observation, Reconstruction
 
@@ -43,24 +43,30 @@ class Newton(Attack):
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Rebuild the inputs behind several updates; those that share a model, a prior and sizes go together."""
         check_seen(seen)
-        return in_groups(with_labels(seen, rngs, required=True), rngs, _group, self._solve)
+        labelled = [
+            with_labels([s], [rng], required=s.loss.targets != "numbers" or s.update.num_steps > 1)[0]
+            for s, rng in zip(seen, rngs, strict=True)
+        ]
+        return in_groups(labelled, rngs, _group, self._solve)
 
     def _solve(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         first = seen[0]
         device = next(first.model.parameters()).device
-        prior = Prior.of(first, first.num_examples * first.num_classes if free_logits(first) else 0, device)
-        labels = torch.stack([s.labels.to(device) for s in seen if s.labels is not None])  # (B, N)
+        free = first.num_examples * first.num_classes
+        prior = Prior.of(first, 0 if free_of(first) == "nothing" else free, device)
+        slopes = torch.stack([guessed_slopes(s, rng) for s, rng in zip(seen, rngs, strict=True)]).to(prior.mean)
         starts = torch.stack([self._starts(prior, rng) for s, rng in zip(seen, rngs, strict=True)])  # (B, r, n)
         refuse_recurrent(first.model)
         with differentiating(first.model):
-            rows = update_rows(seen, labels, prior)
+            rows = update_rows(seen, slopes, prior)
         dense = starts.shape[-1] <= self.dense_limit and rows.seen.shape[1] * starts.shape[-1] * 8 <= self.memory
         direction = DenseStep(prior) if dense else MatrixFree(prior, self.cg_steps)
         schedule = Descent(self.steps, self.stage_steps, self.floor, self.last_floor)
-        solver = Solver(prior, schedule, direction, rows.seen.shape[1] - prior.extra)
+        entries = rows.seen.shape[1] - (free if free_of(first) == "logits" else 0)
+        solver = Solver(prior, schedule, direction, entries)
         with differentiating(first.model):
             best = solver.best(rows, starts, together=max(1, int(self.memory / (8 * 40 * rows.seen.shape[1]))))
-        return [self._rebuilt(s, labels[b], best, b) for b, s in enumerate(seen)]
+        return [self._rebuilt(s, slopes[b], best, b) for b, s in enumerate(seen)]
 
     def _starts(self, prior: Prior, rng: Generator) -> Tensor:
         """Return the starts of one problem (restarts, n): the mean, then draws.
@@ -71,10 +77,11 @@ class Newton(Attack):
         away[0] *= 0.0 if prior.examples == 1 else 0.1
         return prior.center() + away
 
-    def _rebuilt(self, s: Observation, labels: Tensor, best: BestStarts, b: int) -> Reconstruction:
+    def _rebuilt(self, s: Observation, slopes: Tensor, best: BestStarts, b: int) -> Reconstruction:
         """Return what the best start of problem b gives."""
         pixels = s.num_examples * int(torch.Size(s.input_shape).numel())
         inputs = best.point[b, :pixels].reshape(s.num_examples, *s.input_shape).to(torch.float32)
+        labels = found_targets(s, inputs, best.point[b, pixels:], slopes)
         value = float(best.objective[b])
         late = bool(best.late[b])
         finished = bool(best.steps[b] < self.steps) and value < float("inf") and not late
@@ -86,5 +93,5 @@ class Newton(Attack):
 
 def _group(s: Observation) -> tuple[object, ...]:
     local = (s.update.num_steps, s.num_examples, s.update.lr, s.update.batch_size)
-    same = (id(s.model), id(s.prior), id(s.simulate))
+    same = (id(s.model), id(s.prior), id(s.simulate), s.loss, s.labels is None)
     return (*same, *local, s.visible, s.input_shape, s.num_classes, s.bounds, known_bias([s]))

@@ -15,6 +15,7 @@ from gradveil.attacks.search.restarts import Search
 from gradveil.errors import AttackError, did_you_mean
 from gradveil.gradients.functional import quiet
 from gradveil.layers.modules import prefix
+from gradveil.registry import describe
 from gradveil.tree import Params
 from gradveil.types import Observation, Reconstruction
 
@@ -42,6 +43,12 @@ class Rep(Attack):
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Rebuild the inputs behind several updates at once."""
         check_seen(seen)
+        for s in seen:
+            if s.loss.targets != "classes":
+                raise AttackError(
+                    f"rep matches the mean representation of each class, and the loss {describe(s.loss)} is not one of "
+                    "classes. Use dlg, gs or newton."
+                )
         search = Search(
             squared_distance, lambda _: LBFGS(self.history, True), self.steps * self.inner, self.restarts,
             tol=self.tol, cuts=(0.05, 0.15), stack=self._stack,

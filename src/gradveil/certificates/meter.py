@@ -6,12 +6,11 @@ from math import log
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from scipy.optimize import brentq
 from torch import Generator, Tensor, nn
 from torch.func import functional_call, grad, jvp, vjp, vmap
 
-from gradveil.gradients.functional import quiet, soft_cross_entropy, unroll
+from gradveil.gradients.functional import quiet, unroll
 from gradveil.tree import Params
 from gradveil.types import Batch, GaussianPrior, Observation
 
@@ -72,12 +71,12 @@ def equations(seen: Observation, truth: Batch, floor: float = 1e-3) -> SeenNumbe
     moved = trainable if seen.update.num_steps > 1 or seen.simulate is not None else set(names)
     free = {n: state[n] for n in moved}
     fixed = {n: v for n, v in state.items() if n not in moved}
-    labels = F.one_hot(truth.labels, seen.num_classes).double()
+    labels = seen.loss.rows(truth.labels, seen.num_classes).double()
     shape = truth.inputs.shape
 
     def step(weights: Params, x: Tensor, y: Tensor) -> Params:
         def loss(w: Params) -> Tensor:
-            return soft_cross_entropy(functional_call(seen.model, fixed | w, (x,)), y)
+            return seen.loss.soft(functional_call(seen.model, fixed | w, (x,)), y)
 
         found: Params = grad(loss)(weights)
         return found

@@ -30,6 +30,7 @@ def command(
     attack: list[str] = typer.Option(None, help="An attack spec; repeat for several."),
     seed: int = typer.Option(None, help="One seed for everything."),
     device: shared.Device = None,  # type: ignore[assignment]
+    loss: shared.Loss = None,  # type: ignore[assignment]
     out: Path = typer.Option(None, help="The run folder (default: a new one under runs/)."),
     json: shared.Json = False,
     fail_on: str = typer.Option(
@@ -64,7 +65,7 @@ def command(
     out = out or default_folder()
     options: dict[str, Any] = {"model": model, "dataset": dataset, "data": data, "seed": seed}
     options["device"] = device
-    options |= {"lr": lr, "batch_size": batch_size}
+    options |= {"lr": lr, "batch_size": batch_size, "loss": loss}
     options["attacks"] = tuple(attack) if attack else None
     run: Callable[..., Audit]
     if update is None:

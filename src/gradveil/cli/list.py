@@ -18,6 +18,7 @@ KINDS = {
     "model": "gradveil.models.base:MODELS",
     "defense": "gradveil.defenses.base:DEFENSES",
     "attack": "gradveil.attacks.base:ATTACKS",
+    "loss": "gradveil.losses:LOSSES",
     "engine": "gradveil.federated.engines:ENGINES",
     "aggregator": "gradveil.federated.server:SERVERS",
     "schedule": "gradveil.federated.schedules:SCHEDULES",

@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 Data = Annotated[str | None, typer.Option(help="Folder with the data sets (default: GRADVEIL_DATA).")]
 Model = Annotated[str, typer.Option(help=f"A model spec, {OWN}")]
+Loss = Annotated[str, typer.Option(help="cross_entropy, bce, mse, or module:function, your own loss(output, target).")]
 Seed = Annotated[int, typer.Option(help="One seed for everything.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON in place of tables and progress.")]

@@ -38,6 +38,7 @@ def command(
     sampling: str = averaging("without", help="Draw clients with or without putting back."),
     weighting: str = averaging("samples", help="samples, paper or uniform."),
     aggregator: str = averaging("fedavg", help="fedavg, fedavgm, fedadam; on Flower: a strategy."),
+    loss: shared.Loss = "cross_entropy",
     weight_decay: float = averaging(0.0, help="Of the local steps."),
     proximal: float = averaging(0.0, help="FedProx's factor mu."),
     faults: str = averaging("", help="Fault drill: chances of drop=, late=, nan=, inf=, shape=."),

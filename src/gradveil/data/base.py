@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Generator, Tensor
 
 from gradveil.errors import DataError
+from gradveil.losses import build as build_loss
 from gradveil.registry import Registry, import_object, is_import_path
 from gradveil.types import Batch
 
@@ -27,7 +28,7 @@ class Split:
     """Examples and labels; the examples may lie in a memory-mapped file."""
 
     images: Array  # (N, *shape), uint8 in 0..scale, or floats in [0, 1] with scale 1
-    labels: Tensor  # (N,) int64
+    labels: Tensor  # (N,) int64; or zeros and ones (N, K), or float32 numbers (N,) or (N, D)
     scale: float = 255.0
 
     def __post_init__(self) -> None:
@@ -63,6 +64,8 @@ class Dataset:
         for part, split in (("train", self.train), ("test", self.test)):
             if len(split) == 0:
                 raise DataError(f"The {part} split of {self.name!r} is empty. Check the folder it was read from.")
+            if split.labels.ndim > 1 or split.labels.is_floating_point():
+                continue
             low, high = int(split.labels.min()), int(split.labels.max())
             if low < 0 or high >= self.num_classes:
                 raise DataError(
@@ -77,8 +80,12 @@ class Dataset:
 
     @property
     def num_classes(self) -> int:
-        """How many classes there are."""
+        """How many classes there are; where targets are several numbers, how many."""
         return len(self.class_names)
+
+    def outputs(self, loss: str) -> int:
+        """Return how many outputs a model needs for this loss; raise where it is no loss of these targets."""
+        return build_loss(loss).of(self.train.labels).width(self.train.labels, self.num_classes)
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -129,7 +136,7 @@ def from_arrays(
     """Return a data set from ``(inputs, labels)``; without a test split, a fifth of each class is set aside.
 
     Inputs are uint8 or floats in [0, 1], shaped (N, C, H, W), (N, H, W), (N, H, W, C) with 1 or 3 channels,
-    or (N, D). Labels are whole numbers from 0.
+    or (N, D). Labels are class numbers from 0, (N,); zeros and ones, (N, K); or numbers, (N,) or (N, D), as floats.
     """
     images, labels = _inputs(name, train[0]), _labels(name, train[1])
     if len(images) != len(labels) or len(images) == 0:
@@ -140,8 +147,11 @@ def from_arrays(
     else:
         pairs = [(images, labels), (_inputs(name, test[0]), _labels(name, test[1]))]
     splits = [Split(x, torch.from_numpy(y), 255.0 if x.dtype == np.uint8 else 1.0) for x, y in pairs]
-    highest = max(int(split.labels.max()) for split in splits if len(split))
-    names = class_names or tuple(str(i) for i in range(highest + 1))
+    if labels.ndim == 1 and labels.dtype == np.int64:
+        count = 1 + max(int(split.labels.max()) for split in splits if len(split))
+    else:
+        count = labels[0].size
+    names = class_names or tuple(str(i) for i in range(count))
     return Dataset(name, splits[0], splits[1], names)
 
 
@@ -164,6 +174,8 @@ def hold_out(labels: Array, share: float, seed: int = 0) -> tuple[Array, Array]:
     if not 0 < share < 1:
         raise DataError(f"test_share={share} must lie between 0 and 1.")
     rng = np.random.default_rng(seed)
+    if labels.ndim > 1 or labels.dtype != np.int64:  # no classes: all alike
+        labels = np.zeros(len(labels), np.int64)
     aside = []
     for label in np.unique(labels):
         members = rng.permutation(np.flatnonzero(labels == label))
@@ -194,8 +206,19 @@ def _inputs(name: str, values: Any) -> Array:
 
 def _labels(name: str, values: Any) -> Array:
     array = np.asarray(values)
+    if array.ndim in (1, 2) and np.issubdtype(array.dtype, np.floating):
+        if not np.isfinite(array).all():
+            raise DataError(f"The labels of {name!r} hold NaN or infinite values.")
+        return np.ascontiguousarray(array, np.float32)
+    if array.ndim == 2 and np.issubdtype(array.dtype, np.integer) | (array.dtype == bool):
+        if array.size and not np.isin(array, (0, 1)).all():
+            raise DataError(f"The labels of {name!r}, {array.shape}, must be zeros and ones; give numbers as floats.")
+        return array.astype(np.int64)
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-        raise DataError(f"The labels of {name!r} are {array.dtype} of shape {array.shape}; give whole numbers, (N,).")
+        raise DataError(
+            f"The labels of {name!r} are {array.dtype} of shape {array.shape}; give whole numbers, (N,), zeros and "
+            f"ones, (N, K), or floats, (N,) or (N, D)."
+        )
     if array.size and array.min() < 0:
         raise DataError(f"The labels of {name!r} start at {array.min()}; they must start at 0.")
     return array.astype(np.int64)

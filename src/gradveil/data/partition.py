@@ -24,6 +24,7 @@ class Partition(ABC):
     """Settings are the dataclass fields; the call gets the labels and a generator."""
 
     spec_name: ClassVar[str]
+    by_class: ClassVar[bool] = True  # whether it looks at the labels, which must be class numbers then
 
     @abstractmethod
     def split(self, labels: Indices, rng: Rng) -> list[Indices]:
@@ -35,18 +36,23 @@ def partition(
 ) -> list[Indices]:
     """Deal out examples to devices, e.g. ``classes:devices=100,classes=2,per_class=100``.
 
-    ``labels`` (N,) are whole numbers; ``rng`` is a seed or a generator. A partitioner object of flwr-datasets is
-    taken as well.
+    ``labels`` (N,) are whole numbers; for ``iid`` they may be targets of any kind. ``rng`` is a seed or a generator. A
+    partitioner object of flwr-datasets is taken as well.
     """
     values = np.asarray(labels)
-    if values.ndim != 1 or len(values) == 0 or not np.issubdtype(values.dtype, np.integer):
-        raise DataError(f"A partition needs labels (N,) of whole numbers; got {values.dtype} of shape {values.shape}.")
+    built = PARTITIONS.build(spec) if isinstance(spec, (str, Partition)) else None
+    by_class = built is None or built.by_class
+    if by_class and (values.ndim != 1 or len(values) == 0 or not np.issubdtype(values.dtype, np.integer)):
+        raise DataError(
+            f"A partition by class needs labels (N,) of whole numbers; got {values.dtype} of shape {values.shape}. "
+            f"Use iid:devices=... for other targets."
+        )
     generator = _generator(rng)
-    if not isinstance(spec, (str, Partition)):
+    if built is None:
         if not hasattr(spec, "load_partition"):
             raise DataError(f"A {type(spec).__name__} is no partition. Give a spec such as iid:devices=10.")
         return _from_flower(spec, values, generator)
-    return PARTITIONS.build(spec).split(values.astype(np.int64), generator)
+    return built.split(values.astype(np.int64) if by_class else values, generator)
 
 
 def _generator(rng: int | Rng | torch.Generator) -> Rng:
@@ -66,6 +72,8 @@ def _check(devices: int, needed: int, available: int) -> None:
 @dataclass(frozen=True)
 class Iid(Partition):
     """Shuffle, then cut into parts whose sizes differ by at most one, or of ``per_device`` each."""
+
+    by_class = False
 
     devices: int = 10
     per_device: int | None = None  # None: all examples are dealt out

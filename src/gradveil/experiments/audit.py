@@ -83,7 +83,7 @@ def audit(
         base, dataset=_text(source), model=_text(network), defenses=tuple(defended), attacks=tuple(attacked)
     )
     data = load_dataset(source, chosen.data)
-    built = build_working(network, data.input_shape, data.num_classes, chosen.seed)
+    built = build_working(network, data.input_shape, data.outputs(chosen.loss), chosen.seed)
     scene = build_scene(chosen, data, copy.deepcopy(built).train(), defended, attacked)
     with (
         RunFolder.start(out or default_folder(), chosen, resume, AuditConfig.FREE) as store,

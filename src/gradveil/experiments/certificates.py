@@ -95,6 +95,7 @@ def metered(
     prior: GaussianPrior | None = None,
     bounds: tuple[float, float] = (0.0, 1.0),
     each: Callable[[], None] = nothing,
+    loss: str = "cross_entropy",
 ) -> list[ServerLeak]:
     """Return what the update of these examples leaks to every server that knows the defence.
 
@@ -102,7 +103,7 @@ def metered(
     can be metered: one that merely switches to another attack sees the same numbers. ``each`` is called before each
     step of a reading.
     """
-    seen = observe(model, truth, defense, rng, num_classes, prior, with_labels=True, bounds=bounds)
+    seen = observe(model, truth, defense, rng, num_classes, prior, with_labels=True, bounds=bounds, loss=loss)
     found = []
     for known in defense.adaptive(model):
         view = known.view(seen)
@@ -191,8 +192,10 @@ def _certificates(scene: Scene, defense: str, each: Callable[[], None]) -> list[
 
 def _readings(scene: Scene, defense: str, client: int, each: Callable[[], None]) -> list[ServerLeak]:
     rng = scene.seeds("defense", defense, "first", client)
-    truth, classes = scene.held_by(client).to(scene.device), scene.dataset.num_classes
-    return metered(scene.model, truth, scene.defenses[defense], classes, rng, scene.public.prior, each=each)
+    truth, classes = scene.held_by(client).to(scene.device), scene.num_classes
+    return metered(
+        scene.model, truth, scene.defenses[defense], classes, rng, scene.public.prior, each=each, loss=scene.config.loss
+    )
 
 
 def _rows(defense: str, mine: _Promises, clients: int, over: str) -> list[Row]:

@@ -58,7 +58,7 @@ def _train(scene: Scene, defense: str, tell: Callable[[int], None]) -> tuple[lis
     sent = _state(scene.model)
     training, chosen = scene.config, scene.defenses[defense]
     for round_ in simulate(scene.model, scene.dataset, scene.clients, training, chosen, scene.seeds):
-        score = evaluate(round_.model, scene.dataset.test)
+        score = evaluate(round_.model, scene.dataset.test, loss=training.loss)
         head = {"kind": "accuracy", "defense": defense, "round": round_.number}
         rows.append(head | {"accuracy": score.accuracy, "loss": score.loss, "rejected": round_.rejected})
         if round_.number == training.rounds - 1:

@@ -71,7 +71,7 @@ class Observed:
     _bytes: int = 0
 
     def __post_init__(self) -> None:
-        self._num_classes = self.scene.dataset.num_classes
+        self._num_classes = self.scene.num_classes
 
     def trial(self, target: Target) -> Trial:
         """Return the trial of a target."""
@@ -104,7 +104,8 @@ class Observed:
         scene, look, defense = self.scene, target.look, self.scene.defenses[target.defense]
         rng = scene.seeds("defense", target.defense, look.round, target.victim)
         batch, prior = scene.held_by(target.victim).to(scene.device), scene.public.prior
+        lr, loss = scene.config.lr, scene.config.loss
         try:
-            return observe(look.model, batch, defense, rng, self._num_classes, prior, scene.config.lr)
+            return observe(look.model, batch, defense, rng, self._num_classes, prior, lr, loss=loss)
         except UpdateError as error:
             return error

@@ -22,7 +22,9 @@ from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import DataError, GradveilError, SpecError, own_error
 from gradveil.experiments.settings import find_device
 from gradveil.experiments.trial import Public
+from gradveil.federated.client import check_loss
 from gradveil.federated.settings import Training
+from gradveil.losses import build as build_loss
 from gradveil.registry import is_import_path
 from gradveil.seeds import Seeds
 from gradveil.tree import parameters, size
@@ -121,6 +123,11 @@ class Scene:
         """Return the examples that one attacked client holds."""
         return self.truth[victim * self.config.examples : (victim + 1) * self.config.examples]
 
+    @property
+    def num_classes(self) -> int:
+        """How many classes there are, or numbers in a target."""
+        return self.dataset.outputs(self.config.loss)
+
     def countermeasures(self, defense: str, model: nn.Module) -> tuple[Countermeasure, ...]:
         """Return what a server that knows this defence does; nothing where there is nothing to undo."""
         return () if defense == "none" else self.defenses[defense].adaptive(model)
@@ -138,8 +145,9 @@ def build_scene(
     named: dict[str, str | Defense] = {"none": "none", **defended}
     defenses = {name: build_defense(spec) for name, spec in named.items()}
     attacks = {name: build_attack(spec) for name, spec in attacked.items()}
+    check_loss(model, dataset.train, config.loss)
     for defense in defenses.values():
-        _try_defense(model, dataset, defense, seeds)
+        _try_defense(model, dataset, defense, seeds, config.loss)
     clients = partition(dataset.train.labels, config.partition, seeds("partition"))
     if config.clients > len(clients):
         raise DataError(
@@ -155,12 +163,13 @@ def build_scene(
     return Scene(config, dataset, model.to(device), defenses, attacks, clients, truth, public, seeds)
 
 
-def _try_defense(model: nn.Module, dataset: Dataset, defense: Defense, seeds: Seeds) -> None:
+def _try_defense(model: nn.Module, dataset: Dataset, defense: Defense, seeds: Seeds, loss: str) -> None:
     """Run the defence once, and build the attacks it names: a missing layer is found before training."""
     for server in defense.adaptive(model):
         if server.attack is not None:
             build_attack(server.attack)
-    step_gradient(copy.deepcopy(model), dataset.train.batch(slice(0, 2)), defense, seeds("trial"))
+    few = dataset.train.batch(slice(0, 2))
+    step_gradient(copy.deepcopy(model), few, defense, seeds("trial"), loss=build_loss(loss))
 
 
 WEIGHTS = 100_000

@@ -61,6 +61,7 @@ def train(
     from gradveil.data import load
     from gradveil.data.partition import partition
     from gradveil.defenses.base import build as build_defense
+    from gradveil.federated.client import check_loss
     from gradveil.federated.engines import World
     from gradveil.federated.server import Faults
     from gradveil.federated.simulate import choose, simulate
@@ -73,7 +74,8 @@ def train(
     seeds = Seeds(config.seed)
     clients = partition(dataset.train.labels, config.partition, seeds("partition"))
     device = find_device(config.device)
-    model = build_working(config.model, dataset.input_shape, dataset.num_classes, config.seed).to(device)
+    model = build_working(config.model, dataset.input_shape, dataset.outputs(config.loss), config.seed).to(device)
+    check_loss(model, dataset.train, config.loss)
     with RunFolder.start(out, config, resume, config.may_change) as folder:
         start = _standing(folder) if resume else None
         first = start.round if start else 0
@@ -114,7 +116,7 @@ def _drive(rounds: "Iterable[Round]", test: "Split", folder: RunFolder, config: 
         row: Row = {"round": final.number, "lr": final.lr, "clients": list(final.clients)}
         row |= {"accepted": final.accepted, "rejected": final.rejected}
         if final.number % config.evaluate_every == 0 or is_last:
-            seen = evaluate(final.model, test)
+            seen = evaluate(final.model, test, loss=config.loss)
             row |= {"accuracy": seen.accuracy, "loss": seen.loss}
             best, since = (seen.accuracy, 0) if seen.accuracy > best else (best, since + 1)
         row["seconds"] = round(time.perf_counter() - started, 4)

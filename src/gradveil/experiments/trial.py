@@ -25,6 +25,7 @@ from gradveil.experiments.rows import NAIVE
 from gradveil.experiments.run_folder import Row
 from gradveil.federated.client import train_client
 from gradveil.federated.settings import Local
+from gradveil.losses import build as build_loss
 from gradveil.metrics import METRICS, blind_guesses, measure
 from gradveil.types import Batch, GaussianPrior, Observation, Reconstruction, Update, check_update
 
@@ -78,19 +79,24 @@ def observe(
     lr: float | None = None,
     with_labels: bool = False,
     bounds: tuple[float, float] = (0.0, 1.0),
+    loss: str = "cross_entropy",
 ) -> Observation:
     """Return all that the server sees of a client's update of one step on these examples, and what is public.
 
     With ``lr`` the client trains as in a round, which shuffles the examples first (and so draws from ``rng``); without
     it the update is the gradient at the examples as they are.
     """
+    minimised = build_loss(loss).of(batch.labels)
     if lr is None:
-        update = defense.on_update(Update(step_gradient(model, batch, defense, rng), len(batch)), rng)
+        gradient = step_gradient(model, batch, defense, rng, loss=minimised)
+        update = defense.on_update(Update(gradient, len(batch)), rng)
     else:
-        update = train_client(copy.deepcopy(model), batch, defense, lr, rng, Local(batch_size=None)).update
+        local = Local(batch_size=None, loss=loss)
+        update = train_client(copy.deepcopy(model), batch, defense, lr, rng, local).update
     check_update(update, model)
     labels = batch.labels if with_labels else None
-    return Observation(model, update, tuple(batch.inputs.shape[1:]), num_classes, labels, bounds, prior)
+    shape = tuple(batch.inputs.shape[1:])
+    return Observation(model, update, shape, num_classes, labels, bounds, prior, loss=minimised)
 
 
 @dataclass(frozen=True)
@@ -165,7 +171,7 @@ def measured(
     if truth is None:
         unknown = torch.full((len(result.inputs),), torch.nan)
         return dict.fromkeys(METRICS, unknown), result.inputs.detach().cpu()
-    labels = None if bool((truth.labels < 0).any()) else result.labels
+    labels = result.labels if truth.labelled else None
     return measure(result.inputs, labels, truth, gallery, bounds)
 
 

@@ -5,14 +5,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from gradveil.data.base import Split
 from gradveil.defenses.base import Defense, build
 from gradveil.defenses.guard.step import step_gradient
-from gradveil.errors import UpdateError
+from gradveil.errors import LossError, UpdateError
 from gradveil.federated.settings import Local
+from gradveil.losses import Loss
+from gradveil.losses import build as build_loss
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch, Update
 
@@ -35,13 +36,14 @@ def local_update(
     batch_size: int | None = 32,
     weight_decay: float = 0.0,
     proximal: float = 0.0,
+    loss: str = "cross_entropy",
 ) -> Update:
     """Train a copy of the model and return the update: the sum of the step gradients, (W_t - W_t^k) / lr.
 
     ``data`` is the client's examples, shuffled by ``rng`` and cut into batches in each epoch, or a list of batches
     that are taken in the given order. The model itself is left as it was.
     """
-    local = Local(epochs, batch_size, weight_decay, proximal)
+    local = Local(epochs, batch_size, weight_decay, proximal, loss)
     return train_client(copy.deepcopy(model), data, build(defense), lr, rng, local).update
 
 
@@ -55,11 +57,12 @@ def train_client(
     if not lr > 0:
         raise UpdateError(f"lr={lr}: the learning rate must be above 0.")
     names, weights = list(parameters(model)), list(parameters(model).values())
+    loss = build_loss(local.loss)
     start = [w.clone() for w in weights] if local.proximal else []
     total = [torch.zeros_like(p) for p in weights]
     examples = steps = 0
     for batch in _batches(data, local, rng):
-        gradient = step_gradient(model, batch, defense, rng)
+        gradient = step_gradient(model, batch, defense, rng, loss=loss)
         with torch.no_grad():
             direction = [gradient[name].detach() for name in names]
             if local.weight_decay:
@@ -114,27 +117,35 @@ def _batches(data: Batch | Sequence[Batch], local: Local, rng: Generator) -> Ite
         yield Batch(data.inputs[chosen], data.labels[chosen])
 
 
+def check_loss(model: nn.Module, split: Split, loss: str) -> None:
+    """Raise unless the loss of a few examples is one finite number."""
+    first, copied = next(model.parameters()), copy.deepcopy(model)
+    few = split.batch(slice(0, 2))
+    with torch.no_grad(), torch.random.fork_rng([first.device] if first.is_cuda else []):
+        value = build_loss(loss).of(split.labels)(copied(few.inputs.to(first)), few.labels.to(first.device))
+    if not bool(value.isfinite()):
+        raise LossError(f"The loss {loss} of the first examples is {float(value)}. A finite number is needed.")
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """How well a model does on held-out examples."""
 
-    accuracy: float
-    loss: float  # mean cross-entropy
+    accuracy: float  # where targets are numbers, R²
+    loss: float
 
 
-def evaluate(model: nn.Module, split: Split, batch_size: int = 1000) -> Evaluation:
+def evaluate(model: nn.Module, split: Split, batch_size: int = 1000, loss: str | Loss = "cross_entropy") -> Evaluation:
     """Return accuracy and mean loss in evaluation mode; the model's mode is put back afterwards."""
+    measured = build_loss(loss).of(split.labels)
     was_training = model.training
     first = next(model.parameters())
     model.eval()
-    hits = loss = 0.0
     try:
         with torch.no_grad():
-            for start in range(0, len(split), batch_size):
-                batch = split.batch(slice(start, start + batch_size))
-                logits, labels = model(batch.inputs.to(first)), batch.labels.to(first.device)
-                hits += float((logits.argmax(1) == labels).sum())
-                loss += float(F.cross_entropy(logits, labels, reduction="sum"))
+            starts = range(0, len(split), batch_size)
+            parts = [model(split.batch(slice(start, start + batch_size)).inputs.to(first)) for start in starts]
     finally:
         model.train(was_training)
-    return Evaluation(hits / len(split), loss / len(split))
+    output, labels = torch.cat(parts), split.labels.to(first.device)
+    return Evaluation(measured.score(output, labels), measured.total(output, labels) / len(split))

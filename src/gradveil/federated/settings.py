@@ -19,6 +19,7 @@ class Local:
     batch_size: int | None = 32  # B; None: all of a client's examples at once
     weight_decay: float = 0.0
     proximal: float = 0.0  # FedProx (Li et al. 2020): mu/2 ||W - W_t||² is added to the loss
+    loss: str = "cross_entropy"  # or bce, mse, module:function
 
     def __post_init__(self) -> None:
         if self.epochs < 1 or (self.batch_size is not None and self.batch_size < 1):

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 from torch.func import functional_call, grad, vmap
 
@@ -21,6 +20,7 @@ from gradveil.errors import GradveilError
 from gradveil.federated.client import Sent, update_batch_size
 from gradveil.federated.engines import ENGINES, Engine, Job, Pool, World
 from gradveil.federated.stacking import Masks, Steps, pad_steps, why_no_masks
+from gradveil.losses import build as build_loss
 from gradveil.tree import Params, parameters
 from gradveil.types import Update
 
@@ -59,6 +59,8 @@ def why_not(world: World) -> str | None:
         return "the model has batch norm or dropout, whose state differs from client to client"
     if "batch" in world.defense.acts_on:
         return "the defence acts on each client's batch"
+    if not build_loss(world.local.loss).separable:
+        return f"the loss {world.local.loss} is not known to be a mean of one loss per example"
     return why_no_masks(world.model, world.defense, _example(world))
 
 
@@ -156,14 +158,14 @@ class _Resident:
             self.images, self.scale = self.images.float() / self.scale, 1.0
 
     def __call__(self, indices: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return inputs (K, B, *shape) in [0, 1] and labels (K, B)."""
+        """Return inputs (K, B, *shape) in [0, 1] and labels (K, B, ...)."""
         flat = indices.reshape(-1)
         inputs = self.images.index_select(0, flat)
         if self.scale != 1.0:
             inputs = inputs.float() / self.scale
         inputs = inputs.to(dtype)
         return inputs.reshape(*indices.shape, *inputs.shape[1:]), self.labels.index_select(0, flat).reshape(
-            indices.shape
+            *indices.shape, *self.labels.shape[1:]
         )
 
 
@@ -171,7 +173,7 @@ class _Trainer:
     """Runs the steps of one padded shape; its tensors stay where they are, as a CUDA graph needs it."""
 
     def __init__(self, world: World, data: _Resident, steps: Steps, graph: bool) -> None:
-        self.world, self.data = world, data
+        self.world, self.data, self.loss = world, data, build_loss(world.local.loss)
         self.device = data.labels.device
         self.capacity, clients, self.width = steps.indices.shape
         own = parameters(world.model)
@@ -217,7 +219,7 @@ class _Trainer:
             logits = functional_call(self.world.model, weights, (inputs,))
         else:
             logits = self.masks.forward(weights, inputs, *changed)
-        return (F.cross_entropy(logits, labels, reduction="none") * parts).sum()
+        return (self.loss.each(logits, labels) * parts).sum()
 
     def _step(self, defended: Callable[[list[Tensor]], list[Tensor]] = lambda stacked: stacked) -> None:
         """Take one step of every client, in place."""

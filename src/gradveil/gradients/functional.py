@@ -23,18 +23,14 @@ from torch.overrides import TorchFunctionMode
 from gradveil.errors import AttackError
 from gradveil.gradients.by_hand import known_chain, manual_gradients, pays
 from gradveil.layers.modules import copied_buffers, plain_attention, plain_checkpoints
+from gradveil.losses import CROSS_ENTROPY, CrossEntropy, Loss
 from gradveil.tree import Params, parameters
 from gradveil.types import Update
 
 Form = Literal["auto", "manual", "vmap", "loop"]
 TrialGradients = Callable[[Tensor, Tensor], Params]  # x (P, N, *shape), y (P, N, K) -> name: (P, *shape)
 StepGradient = Callable[[Params, Tensor, Tensor], Params]  # weights, x (b, *shape), y (b, K) -> mean gradient
-Loss = Callable[[Params, Tensor, Tensor], Tensor]  # the same -> the mean loss
-
-
-def soft_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
-    """Return the mean cross-entropy of logits (N, K) for label probabilities y (N, K)."""
-    return -(y * logits.log_softmax(-1)).sum(-1).mean()
+WeightLoss = Callable[[Params, Tensor, Tensor], Tensor]  # the same -> the mean loss
 
 
 @contextmanager
@@ -129,39 +125,42 @@ class PlainFunctions(TorchFunctionMode):
         return self._plain.get(func, func)(*args, **(kwargs or {}))
 
 
-def trial_gradients(model: nn.Module, names: Iterable[str], form: Form = "auto") -> TrialGradients:
+def trial_gradients(
+    model: nn.Module, names: Iterable[str], form: Form = "auto", loss: Loss = CROSS_ENTROPY
+) -> TrialGradients:
     """Return the function (x, y) -> gradient of the loss by the named parameters, per problem.
 
-    ``x`` is (P, N, *shape), ``y`` (P, N, K) label probabilities, and each tensor of the result (P, *shape of
-    the parameter). ``auto`` takes the written-out form where the model is a chain and that form is the
-    faster one on this device, else vmap, else the loop. On a CPU the written-out form is for reverse mode
+    ``x`` is (P, N, *shape), ``y`` (P, N, K) targets as rows, and each tensor of the result (P, *shape of
+    the parameter). ``auto`` takes the written-out form where the model is a chain, the loss plain cross-entropy and
+    that form the faster one on this device, else vmap, else the loop. On a CPU the written-out form is for reverse mode
     only; under ``torch.func`` transforms (``jvp``, ``jacrev``, ``vmap``) ask for ``vmap``.
     """
     wanted = tuple(names)
-    links = known_chain(model) if form in ("auto", "manual") else None
+    plain = isinstance(loss, CrossEntropy) and loss.plain
+    links = known_chain(model) if plain and form in ("auto", "manual") else None
     if form == "manual" and links is None:
         raise AttackError(f"{type(model).__name__} is not a chain of known layers. Use form='vmap' or 'auto'.")
     if links is not None and (form == "manual" or pays(links, next(model.parameters()).device)):
         return manual_gradients(links, wanted)
     start = {name: p for name, p in parameters(model).items() if name in wanted}
-    return per_problem(model, loss_of(model, wanted), lambda gradient, x, y: gradient(start, x, y), form)
+    return per_problem(model, loss_of(model, wanted, loss), lambda gradient, x, y: gradient(start, x, y), form)
 
 
-def loss_of(model: nn.Module, free: Iterable[str]) -> Loss:
-    """Return the loss as a function of the parameters of these names, the examples and their labels."""
+def loss_of(model: nn.Module, free: Iterable[str], loss: Loss) -> WeightLoss:
+    """Return the loss as a function of the parameters of these names, the examples and their targets as rows."""
     named = set(free)
     fixed = {n: p.detach() for n, p in model.named_parameters() if n not in named}
 
-    def loss(weights: Params, x: Tensor, y: Tensor) -> Tensor:
+    def of_weights(weights: Params, x: Tensor, y: Tensor) -> Tensor:
         state = fixed | copied_buffers(model) | weights  # copied: a forward pass may write to them
-        return soft_cross_entropy(functional_call(model, state, (x,)), y)
+        return loss.soft(functional_call(model, state, (x,)), y)
 
-    return loss
+    return of_weights
 
 
 def per_problem(
     model: nn.Module,
-    loss: Loss,
+    loss: WeightLoss,
     one: Callable[[StepGradient, Tensor, Tensor], Params],
     form: Form = "auto",
     randomness: Literal["error", "same"] = "error",
@@ -189,7 +188,7 @@ def per_problem(
     return gradients
 
 
-def _by_autograd(loss: Loss, weights: Params, x: Tensor, y: Tensor) -> Params:
+def _by_autograd(loss: WeightLoss, weights: Params, x: Tensor, y: Tensor) -> Params:
     """Return the gradient of the loss, differentiable in x and y where these are."""
     free = {n: w if w.requires_grad and not w.is_leaf else w.detach().requires_grad_() for n, w in weights.items()}
     again = torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)

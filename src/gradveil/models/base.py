@@ -89,7 +89,10 @@ def _try(model: nn.Module, name: str, input_shape: Shape, least: int) -> None:
             f"The model {name} cannot be {doing} on inputs of shape {input_shape}. The error is its own: "
             f"{own_error(error)}"
         ) from error
-    if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != BLANK or logits.shape[1] < least:
+    flat = least <= 1 and isinstance(logits, Tensor) and logits.shape == (BLANK,)  # one number for each input
+    if not flat and (
+        not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != BLANK or logits.shape[1] < least
+    ):
         found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         classes = f"each of the {least} classes" if least > 1 else "each class"
         raise ModelError(f"The model {name} gives {found} for {BLANK} inputs; it must give one logit for {classes}.")

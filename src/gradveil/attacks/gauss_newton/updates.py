@@ -1,31 +1,41 @@
 """What a trial point would have sent: by torch.func for any model, written out for a chain of known layers.
 
-A trial point is the examples, and for a single local step the logits that δ, the loss's gradient by the logits, is made
-from, as departures from a first guess.
+A trial point is the examples and, for a single local step, what δ, the loss's gradient by the outputs, is made from, as
+departures from a first guess: with plain cross-entropy the logits, and where targets are numbers that nobody knows, δ
+itself.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Literal
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
 
 from gradveil.attacks.gauss_newton.equations import Direct, Equations, Prior, Smoothing, Trial, kink_scales
 from gradveil.attacks.gauss_newton.tangents import can_write_out, run_chain
+from gradveil.attacks.labels import label_signal
+from gradveil.errors import AttackError
 from gradveil.gradients.by_hand import known_chain, pull
-from gradveil.gradients.functional import quiet, soft_cross_entropy, unroll
-from gradveil.layers.modules import trace
+from gradveil.gradients.functional import quiet, unroll
+from gradveil.layers.modules import copied_state, trace
+from gradveil.losses import CrossEntropy
 from gradveil.tree import Params
 from gradveil.types import Observation
 
 SPREAD = 3.0  # standard deviation of the free logits around their first guess
 
 
-def free_logits(seen: Observation) -> bool:
-    """Return whether the logits behind δ are unknowns: for one local step; several have a δ each."""
-    return seen.update.num_steps == 1
+Free = Literal["logits", "slopes", "nothing"]
+
+
+def free_of(seen: Observation) -> Free:
+    """Return what is unknown beside the examples; with several local steps, which have a δ each, nothing."""
+    if seen.labels is None:
+        return "slopes"
+    plain = isinstance(seen.loss, CrossEntropy) and seen.loss.plain
+    return "logits" if plain and seen.update.num_steps == 1 else "nothing"
 
 
 def delta_of(log_p: Tensor, y: Tensor) -> Tensor:
@@ -56,7 +66,7 @@ def trial_update(seen: Observation, state: Params, prior: Prior) -> Callable[...
 
     def several_steps(z: Tensor, y: Tensor, guess: Tensor, rest: Tensor, widths: Tensor, smooth: bool) -> Tensor:
         def step(weights: Params, x: Tensor, y: Tensor) -> Params:
-            gradient: Params = grad(lambda w: soft_cross_entropy(forward(w, x, widths, smooth), y))(weights)
+            gradient: Params = grad(lambda w: seen.loss.soft(forward(w, x, widths, smooth), y))(weights)
             return gradient
 
         return finish(unroll(step, free, z.reshape(shape), y, seen.update))
@@ -72,13 +82,22 @@ def trial_update(seen: Observation, state: Params, prior: Prior) -> Callable[...
         update, logits = grad(pulled, has_aux=True)(free)
         return finish(update, (logits.log_softmax(-1) - u).reshape(-1))
 
-    return one_step if free_logits(seen) else several_steps
+    def any_target(z: Tensor, y: Tensor, guess: Tensor, spread: Tensor, widths: Tensor, smooth: bool) -> Tensor:
+        delta = guess + spread * z[prior.pixels :].reshape(guess.shape)  # (N, K)
+
+        def pulled(weights: Params) -> Tensor:
+            output = forward(weights, z[: prior.pixels].reshape(shape), widths, smooth)
+            return (output.reshape(delta.shape) * delta).sum()
+
+        return finish(grad(pulled)(free))
+
+    return {"logits": one_step, "slopes": any_target, "nothing": several_steps}[free_of(seen)]
 
 
 def written_out(seen: Observation, state: Params, prior: Prior) -> Direct | None:
     """Return the rows of many trial points and, on demand, their Jacobian by parts; None where it is no known chain."""
     links = known_chain(seen.model)
-    if links is None or not can_write_out(links) or not free_logits(seen) or seen.simulate is not None:
+    if links is None or not can_write_out(links) or free_of(seen) != "logits" or seen.simulate is not None:
         return None
     names, examples = seen.visible, seen.num_examples
 
@@ -116,25 +135,60 @@ def written_out(seen: Observation, state: Params, prior: Prior) -> Direct | None
     return rows
 
 
+def guessed_slopes(seen: Observation, rng: Generator) -> Tensor:
+    """Return a first guess of δ (N, K), where the targets are not known: equal parts of what the update shows."""
+    signal = label_signal(seen, rng) if seen.labels is None else None
+    if signal is None and seen.labels is None:
+        raise AttackError(
+            "The targets are not known, and the update shows no gradient of a last linear layer with one row per "
+            "output. Give the targets, or use dlg or gs."
+        )
+    shape = (seen.num_examples, seen.num_classes)
+    return torch.zeros(shape) if signal is None else (signal / seen.num_examples).expand(shape)
+
+
+def spread_of(slopes: Tensor) -> Tensor:
+    """Return the standard deviation of δ around its guess (..., N, K)."""
+    return SPREAD * slopes.square().mean((-2, -1), keepdim=True).sqrt().expand_as(slopes)
+
+
+def found_targets(seen: Observation, inputs: Tensor, free: Tensor, slopes: Tensor) -> Tensor | None:
+    """Return the targets of a solution: those given, else those that its δ speaks for, where the loss tells them."""
+    if seen.labels is not None:
+        return seen.labels.to(slopes.device)
+    delta = slopes + spread_of(slopes) * free.reshape(slopes.shape)
+    with quiet(seen.model), torch.no_grad():
+        output = functional_call(seen.model, copied_state(seen.model), (inputs,)).reshape(delta.shape)
+    y = seen.loss.at_slope(output, delta.to(output))
+    return None if y is None else seen.loss.found(y)
+
+
 SMALLEST = 1e-30  # a probability below it was rounded away on the client
 STIFF = 1e-3  # the floor of a bias gradient that the guess fits exactly, relative to that of other tensors
 
 
-def update_rows(seen: Sequence[Observation], labels: Tensor, prior: Prior) -> Equations:
-    """Return the equations of problems that share model, visible tensors and sizes; ``labels`` is (B, N)."""
+def update_rows(seen: Sequence[Observation], slopes: Tensor, prior: Prior) -> Equations:
+    """Return the equations of problems that share model, visible tensors and sizes.
+
+    ``slopes`` (B, N, K) guess δ where the targets are not known.
+    """
     first, center = seen[0], prior.center()
-    y = F.one_hot(labels, first.num_classes).to(center)  # (B, N, K)
+    known = [s.loss.rows(s.labels, s.num_classes) for s in seen if s.labels is not None]
+    y = torch.stack(known).to(center) if known else slopes  # (B, N, K)
     state = _state(first.model, center)
     x = center[: prior.pixels].reshape(-1, *first.input_shape)
     with quiet(first.model), torch.no_grad():
         scales = kink_scales(lambda: functional_call(first.model, state, (x,)))
-        guess = functional_call(first.model, state, (x,)).log_softmax(-1).expand_as(y)
     widths = torch.tensor(scales).to(center).expand(len(seen), -1)
     table = torch.stack([_table(s, center) for s in seen])  # (B, 4, R)
     rest = torch.zeros_like(y)  # of δ: what the client's rounding of p - 1 adds to it
     one, direct = trial_update(first, state, prior), written_out(first, state, prior)
-    if not free_logits(first):
-        return _rows(first, one, (y, guess, rest), widths, table, None)
+    if free_of(first) == "slopes":
+        return _rows(first, one, (y, slopes, spread_of(slopes)), widths, table, None)
+    if free_of(first) == "nothing":
+        return _rows(first, one, (y, rest, rest), widths, table, None)
+    with quiet(first.model), torch.no_grad():
+        guess = functional_call(first.model, state, (x,)).log_softmax(-1).expand_as(y)
     bias = known_bias(seen)
     if bias is None:
         rows = _rows(first, one, (y, guess, rest), widths, _with_logits(table, guess), direct)

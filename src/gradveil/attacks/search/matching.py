@@ -24,7 +24,8 @@ SMALLEST_NOISE = 1e-2  # a tensor counts as known to this part of its rms, howev
 
 def stack_key(s: Observation) -> tuple[object, ...]:
     """Return what observations that can be stacked have in common."""
-    return (id(s.model), s.input_shape, s.num_classes, s.num_examples, id(s.simulate), s.labels is None, s.bounds)
+    unknown = (s.input_shape, s.num_classes, s.num_examples, s.labels is None, s.bounds)
+    return (id(s.model), id(s.simulate), s.loss, *unknown)
 
 
 @dataclass(frozen=True)
@@ -164,8 +165,8 @@ def _floor(s: Observation, w: Params, like: Params) -> Tensor:
 
 def _simulated(s: Observation, names: tuple[str, ...], form: Form) -> Callable[[Tensor, Tensor], Params]:
     if s.simulate is None:
-        return trial_gradients(s.model, names, form)
-    plain = trial_gradients(s.model, tuple(parameters(s.model)), form)
+        return trial_gradients(s.model, names, form, s.loss)
+    plain = trial_gradients(s.model, tuple(parameters(s.model)), form, s.loss)
 
     def trial(x: Tensor, y: Tensor) -> Params:
         gradient = plain(x, y)

@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradveil.attacks.search.matching import Distance, Matching
 from gradveil.gradients.functional import quiet
+from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.tree import Params
 from gradveil.types import Observation
 
@@ -27,18 +28,19 @@ class Penalty(Protocol):
 
 @dataclass(frozen=True)
 class Unknowns:
-    """How one problem's unknowns lie in a vector: the images, then the logits of their labels."""
+    """How one problem's unknowns lie in a vector: the images, then free numbers behind their targets."""
 
     images: tuple[int, ...]  # (N, *shape)
     classes: int
     bounds: tuple[float, float]
-    labels: bool  # whether the labels are unknown too
+    labels: bool  # whether the targets are unknown too
+    loss: Loss = CROSS_ENTROPY  # which says what targets are
 
     @classmethod
     def of(cls, seen: Observation) -> "Unknowns":
         """Read the layout off an observation; labels that the server knows are no unknowns."""
         images = (seen.num_examples, *seen.input_shape)
-        return cls(images, seen.num_classes, seen.bounds, seen.labels is None)
+        return cls(images, seen.num_classes, seen.bounds, seen.labels is None, seen.loss)
 
     @property
     def pixels(self) -> int:
@@ -51,9 +53,9 @@ class Unknowns:
         return self.pixels + (self.images[0] * self.classes if self.labels else 0)
 
     def split(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """Return images (P, N, *shape) and label logits (P, N, K or 0) of z (P, d)."""
-        x, logits = z[:, : self.pixels], z[:, self.pixels :]
-        return x.reshape(-1, *self.images), logits.reshape(len(z), self.images[0], -1)
+        """Return images (P, N, *shape) and the free numbers of targets (P, N, K or 0) of z (P, d)."""
+        x, free = z[:, : self.pixels], z[:, self.pixels :]
+        return x.reshape(-1, *self.images), free.reshape(len(z), self.images[0], -1)
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class MatchingObjective:
 
     matching: Matching
     unknowns: Unknowns
-    labels: Tensor | None  # (P, N, K) label probabilities, where they are no unknowns
+    labels: Tensor | None  # (P, N, K) targets as rows, where they are no unknowns
     distance: Distance
     penalties: tuple[Penalty, ...] = ()
 
@@ -97,8 +99,8 @@ class MatchingObjective:
         return replace(self, matching=self.matching.take(rows), labels=labels, penalties=penalties)
 
     def _trial(self, z: Tensor) -> tuple[Tensor, Params]:
-        x, logits = self.unknowns.split(z)
-        y = logits.softmax(-1) if self.labels is None else self.labels
+        x, free = self.unknowns.split(z)
+        y = self.unknowns.loss.squash(free) if self.labels is None else self.labels
         return x, self.matching.trial(x, y)
 
 

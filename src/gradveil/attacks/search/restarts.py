@@ -7,7 +7,6 @@ from typing import Literal
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.nn.functional import one_hot
 
 from gradveil.attacks.base import differentiating, in_groups
 from gradveil.attacks.search.loop import Optimiser, Solution, Stopping, minimise
@@ -162,17 +161,24 @@ def _children(rng: Generator, count: int) -> list[Generator]:
 
 
 def _labels(seen: Sequence[Observation], owner: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-    """Return the known labels as probabilities (P, N, K), or None where they are to be found."""
+    """Return the known targets as rows (P, N, K), or None where they are to be found."""
     known = [s.labels.cpu() for s in seen if s.labels is not None]
     if not known:
         return None
     for s, y in zip(seen, known, strict=True):
-        if y.shape != (s.num_examples,) or bool(((y < 0) | (y >= s.num_classes)).any()):
+        if s.loss.targets != "classes":
+            if y.numel() != s.num_examples * s.num_classes:
+                raise AttackError(
+                    f"The targets have shape {tuple(y.shape)} and the update is of {s.num_examples} examples with "
+                    f"{s.num_classes} numbers each."
+                )
+        elif y.shape != (s.num_examples,) or bool(((y < 0) | (y >= s.num_classes)).any()):
             raise AttackError(
                 f"The labels {y.tolist()} do not fit an update of {s.num_examples} examples and {s.num_classes} "
                 "classes. Give one class number per example, or None."
             )
-    return torch.stack([one_hot(y, seen[0].num_classes) for y in known])[owner].to(device, dtype)
+    first = seen[0]
+    return torch.stack([first.loss.rows(y, first.num_classes) for y in known])[owner].to(device, dtype)
 
 
 def _choose(
@@ -191,10 +197,10 @@ def _choose(
     usable = values.isfinite() & residuals[mine].isfinite()
     at = mine[values.masked_fill(~usable, torch.inf).argmin()]
     low, high = seen.bounds
-    x, logits = unknowns.split(solution.best[at : at + 1])
+    x, free = unknowns.split(solution.best[at : at + 1])
     finite = bool(usable.any())
     inputs = x[0].clamp(low, high) if finite else torch.full_like(x[0], (low + high) / 2)
-    labels = logits[0].argmax(-1) if seen.labels is None else seen.labels
+    labels = seen.loss.found(free[0]) if seen.labels is None else seen.labels
     relative = residuals[at] if energy is None else residuals[at] / energy[at].clamp_min(torch.finfo(energy.dtype).tiny)
     details = {
         "iterations": float(solution.iterations[at]),

@@ -172,12 +172,7 @@ class AuditedGrid(GridView):
 
     def _sampled(self, before: Params, update: Update, truth: Batch | None, rng: Generator) -> list[Row]:
         size = update.num_examples
-        if (
-            truth is None
-            or bool((truth.labels < 0).any())
-            or update.num_steps > 1
-            or (update.batch_size or size) < size
-        ):
+        if truth is None or not truth.labelled or update.num_steps > 1 or (update.batch_size or size) < size:
             return [{"examples": size, "skipped": f"more than {self._max_examples} examples"}]
         order = torch.randperm(len(truth), generator=rng)[:SAMPLE]
         passes = [TrainingPass.of(copy.deepcopy(self._model).train(), before, truth)]

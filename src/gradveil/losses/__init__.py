@@ -1,0 +1,16 @@
+"""What clients minimise: losses by name, or a user's own function."""
+
+from gradveil.losses.base import LOSSES, Loss, OwnLoss, build
+from gradveil.losses.cross_entropy import CROSS_ENTROPY, CrossEntropy
+from gradveil.losses.entries import BinaryCrossEntropy, MeanSquaredError
+
+__all__ = [
+    "CROSS_ENTROPY",
+    "LOSSES",
+    "BinaryCrossEntropy",
+    "CrossEntropy",
+    "Loss",
+    "MeanSquaredError",
+    "OwnLoss",
+    "build",
+]

@@ -1,0 +1,197 @@
+"""What a client minimises: losses by name, or a user's own function; and the same for targets that are not known.
+
+A loss is called with a model's output (N, ...) and the targets as the data have them, and gives the mean over the
+examples. An attack holds targets as rows of numbers, y (N, K): probabilities of classes, chances of yes-or-no labels,
+or the numbers themselves. ``soft`` is the loss of such rows, the same where they are certain.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gradveil.errors import LossError, own_error
+from gradveil.registry import Registry, import_object, is_import_path
+
+LOSSES: Registry["Loss"] = Registry("loss", "gradveil.losses")
+
+Targets = Literal["classes", "bits", "numbers"]  # class numbers (N,); zeros and ones, (N,) or (N, K); real numbers
+
+
+class Loss(ABC):
+    """Settings are the dataclass fields."""
+
+    spec_name: ClassVar[str]
+    targets: Targets  # what it is a loss of
+
+    @property
+    def separable(self) -> bool:
+        """Whether it is the plain mean of one loss per example, which ``each`` gives."""
+        return True
+
+    @abstractmethod
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the mean loss of outputs for targets as the data have them."""
+
+    @abstractmethod
+    def soft(self, output: Tensor, y: Tensor) -> Tensor:
+        """Return the mean loss of outputs for rows y (N, K), differentiable in both."""
+
+    @abstractmethod
+    def each(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of each example (N,); for separable losses."""
+
+    def total(self, output: Tensor, target: Tensor) -> float:
+        """Return the mean loss times the number of examples."""
+        return float(self(output, target)) * len(output)
+
+    @abstractmethod
+    def of(self, target: Tensor) -> "Loss":
+        """Return the loss as it is for targets of this kind; raise where it is no loss of them."""
+
+    def width(self, target: Tensor, num_classes: int) -> int:
+        """Return how many numbers a row of y has, and one example's output, for targets of this kind."""
+        return num_classes if self.targets == "classes" else max(target[:1].numel(), 1)
+
+    def fits(self, output: Tensor, width: int) -> bool:
+        """Return whether outputs have the shape that it needs."""
+        flat = self.targets != "classes" and width == 1 and output.ndim == 1
+        return flat or (output.ndim == 2 and output.shape[1] == width)
+
+    # Rows of an attack.
+
+    def rows(self, target: Tensor, width: int) -> Tensor:
+        """Return targets as rows y (N, K) that are certain."""
+        return F.one_hot(target.long(), width) if self.targets == "classes" else target.reshape(-1, width)
+
+    def squash(self, free: Tensor) -> Tensor:
+        """Return rows y (..., K) from free numbers of that shape."""
+        if self.targets == "numbers":
+            return free
+        return free.softmax(-1) if self.targets == "classes" else free.sigmoid()
+
+    def found(self, free: Tensor) -> Tensor:
+        """Return the targets that free numbers (N, K) speak for, as the data would have them."""
+        if self.targets == "classes":
+            return free.argmax(-1)
+        value = free if self.targets == "numbers" else (free > 0).long()
+        return value[:, 0] if value.shape[1] == 1 else value
+
+    def at_slope(self, output: Tensor, slope: Tensor) -> Tensor | None:
+        """Return the rows y at which the loss has this slope by the outputs (N, K); None: not known."""
+        return None
+
+    # How well a model does.
+
+    @property
+    def scored_by(self) -> str:
+        """What ``score`` is called."""
+        return "R²" if self.targets == "numbers" else "accuracy"
+
+    def score(self, output: Tensor, target: Tensor) -> float:
+        """Return the share of classes, or of yes-or-no labels, that are right; for numbers R², 1 - error/variance."""
+        if self.targets == "numbers":
+            aim = target.reshape(output.shape).double()
+            return 1 - float((output - aim).square().sum() / (aim - aim.mean(0)).square().sum())
+        if self.targets == "classes" and output.ndim == 2 and output.shape[1] > 1:
+            right = output.argmax(1) == target
+        else:
+            right = (output > 0) == target.reshape(output.shape).bool()
+        return float(right.sum()) / right.numel()
+
+
+@dataclass(frozen=True)
+class OwnLoss(Loss):
+    """A user's function ``loss(output, target)`` that returns the mean, one number.
+
+    What its targets are is read off the data: classes where they are whole numbers (N,), zeros and ones where they are
+    whole numbers (N, K), else numbers.
+    """
+
+    function: Callable[[Tensor, Tensor], Tensor]
+    name: str
+    targets: Targets = "classes"
+    flat: bool = True  # targets are (N,), not (N, K)
+
+    @property
+    def spec(self) -> str:
+        """Its name."""
+        return self.name
+
+    @property
+    def separable(self) -> bool:
+        """Not known of a function."""
+        return False
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return what the function returns, where it is one number."""
+        try:
+            value: Any = self._called(output, target)
+        except Exception as error:
+            raise LossError(
+                f"The loss {self.name} cannot be computed. The error is its own: {own_error(error)}"
+            ) from error
+        if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
+            what = (
+                f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            )
+            raise LossError(f"The loss {self.name} returned {what}; it must return the mean, one number, as a tensor.")
+        return value.reshape(())
+
+    def soft(self, output: Tensor, y: Tensor) -> Tensor:
+        """Return the mean loss for rows y (N, K); of classes, its expectation.
+
+        At certain rows it is the function's own value, even of a function that is no mean over examples.
+        """
+        if self.targets != "classes":
+            return self._called(output, y[:, 0] if self.flat else y).reshape(())
+        certain = y.detach().argmax(-1)
+        classes = torch.arange(y.shape[1], device=y.device)
+        away = y - (classes == certain[:, None]).to(y)
+        each = [self._called(output[i : i + 1], c).reshape(()) for i in range(len(y)) for c in classes[:, None]]
+        return self._called(output, certain).reshape(()) + (away * torch.stack(each).view(y.shape)).sum() / len(y)
+
+    def each(self, output: Tensor, target: Tensor) -> Tensor:
+        """Not known."""
+        raise LossError(f"The loss {self.name} is not known by examples.")
+
+    def _called(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.function(output, target if self.targets == "classes" else target.to(output.dtype))
+
+    def of(self, target: Tensor) -> "OwnLoss":
+        """Return it for targets of this kind."""
+        return replace(self, targets=kind_of(target), flat=target.ndim == 1)
+
+    def fits(self, output: Tensor, width: int) -> bool:
+        """Any outputs may fit; the function says so itself."""
+        return output.ndim > 0
+
+
+def kind_of(target: Tensor) -> Targets:
+    """Return what targets are, by dtype and shape."""
+    if target.is_floating_point():
+        return "numbers"
+    return "classes" if target.ndim == 1 else "bits"
+
+
+def said(target: Tensor) -> str:
+    """Return targets in words."""
+    kind = "numbers" if target.is_floating_point() else "whole numbers"
+    low, high = (f"{float(v):g}" for v in (target.min(), target.max()))
+    return f"{kind} from {low} to {high} of shape {('N', *target.shape[1:])}".replace("'", "")
+
+
+def build(spec: str | Loss | Callable[[Tensor, Tensor], Tensor]) -> Loss:
+    """Return the loss that a spec describes: ``cross_entropy:smoothing=0.1``, or ``module:function`` for one's own."""
+    if isinstance(spec, str) and is_import_path(spec):
+        function = import_object(spec)
+        if not callable(function):
+            raise LossError(f"{spec} is a {type(function).__name__}; give a function loss(output, target).")
+        return OwnLoss(function, spec)
+    if isinstance(spec, str | Loss):
+        return LOSSES.build(spec)
+    return OwnLoss(spec, getattr(spec, "__name__", type(spec).__name__))
