@@ -152,14 +152,22 @@ def test_what_cannot_be_done_is_said_in_one_line(spec: str, message: str) -> Non
 
 
 def test_bad_labels_and_specs_are_refused() -> None:
-    with pytest.raises(DataError, match="labels"):
-        partition(np.zeros((3, 2), int), "iid:devices=2")
-    with pytest.raises(DataError, match="whole numbers"):
-        partition(np.zeros(3), "iid:devices=2")
+    for labels in (np.zeros((3, 2), int), np.zeros(3)):
+        for spec in ("classes:devices=2", "shards:devices=2", "dirichlet:devices=2", BlockPartitioner()):
+            with pytest.raises(DataError, match="by class needs labels .* whole numbers; got .* Use iid"):
+                partition(labels, spec)
+    with pytest.raises(DataError, match="asks for 2 examples"):
+        partition(np.zeros(0), "iid:devices=2")
     with pytest.raises(SpecError, match="Did you mean 'classes'"):
         partition(np.zeros(3, int), "clases")
     with pytest.raises(DataError, match="no partition"):
         partition(np.zeros(3, int), object())
+
+
+@pytest.mark.parametrize("labels", [np.linspace(-1, 1, 7), np.eye(7, 2, dtype=np.int64)])
+def test_targets_of_any_kind_are_dealt_out_alike(labels: Any) -> None:
+    parts = partition(labels, "iid:devices=3", 4)
+    assert [p.tolist() for p in parts] == [p.tolist() for p in partition(np.zeros(7, int), "iid:devices=3", 4)]
 
 
 class BlockPartitioner:
