@@ -154,7 +154,7 @@ def test_what_cannot_be_done_is_said_in_one_line(spec: str, message: str) -> Non
 def test_bad_labels_and_specs_are_refused() -> None:
     for labels in (np.zeros((3, 2), int), np.zeros(3)):
         for spec in ("classes:devices=2", "shards:devices=2", "dirichlet:devices=2", BlockPartitioner()):
-            with pytest.raises(DataError, match="by class needs labels .* whole numbers; got .* Use iid"):
+            with pytest.raises(DataError, match=r"by class needs labels .* whole numbers; got .* Use iid"):
                 partition(labels, spec)
     with pytest.raises(DataError, match="asks for 2 examples"):
         partition(np.zeros(0), "iid:devices=2")
