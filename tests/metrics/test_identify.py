@@ -1,9 +1,11 @@
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Generator
 
-from gradveil.metrics.recovery import identification, label_accuracy
+from gradveil.metrics.recovery import blind_guesses, identification, label_accuracy
+from gradveil.types import Batch
 
 
 def test_a_close_reconstruction_picks_its_original_out_of_a_hundred() -> None:
@@ -43,3 +45,17 @@ def test_labels_count_in_any_order(labels: list[int], random: object) -> None:
 def test_a_found_label_is_used_once() -> None:
     found, truth = torch.tensor([3, 1, 1]), torch.tensor([3, 3, 1])
     assert label_accuracy(found, truth).tolist() == [1.0, 0.0, 1.0]
+
+
+def test_several_labels_must_all_be_right_and_numbers_nearly() -> None:
+    truth = torch.tensor([[1, 0, 1], [0, 0, 0]])
+    assert label_accuracy(torch.tensor([[0, 0, 0], [1, 1, 1]]), truth).tolist() == [0.0, 1.0]
+    assert label_accuracy(torch.tensor([60, 61]), torch.tensor([61, 62])).tolist() == [1.0, 0.0]
+    assert label_accuracy(torch.tensor([-2.01, 5.0]), torch.tensor([5.3, -2.0])).tolist() == [0.0, 1.0]
+    assert label_accuracy(torch.tensor([[1.0], [0.0]]), torch.tensor([0.0, 1.0])).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("labels", [torch.tensor([[0, 1]]), torch.tensor([0.5])])
+def test_there_is_no_class_mean_where_there_are_no_classes(labels: torch.Tensor) -> None:
+    batch = Batch(torch.rand(1, 1, 3, 3), labels)
+    assert set(blind_guesses(batch, batch)) == {"grey", "mean image"}

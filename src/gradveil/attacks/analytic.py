@@ -20,7 +20,7 @@ from torch import Generator, Tensor
 from gradveil.attacks.base import ATTACKS, Attack, check_alone, check_seen, differentiating
 from gradveil.attacks.gauss_newton.equations import Equations, Prior, Smoothing, kink_scales, refuse_recurrent
 from gradveil.attacks.gauss_newton.solver import DenseStep, Descent, MatrixFree, Solver
-from gradveil.attacks.labels import with_labels
+from gradveil.attacks.labels import read_at, with_labels
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import quiet
 from gradveil.layers.modules import Visit, prefix, trace
@@ -151,7 +151,10 @@ class Analytic(Attack):
             converged = steps < self.steps and math.isfinite(objective)
             details["iterations"] = float(steps)
         inputs = x.reshape(shape).to(torch.float32).clamp(*seen.bounds)
-        return Reconstruction(inputs, seen.labels, objective, converged, details)
+        labels = seen.labels
+        if labels is None and seen.num_examples == 1:
+            labels = read_at(seen, inputs, rng)
+        return Reconstruction(inputs, labels, objective, converged, details)
 
     def _search(self, seen: Observation, layer: str, r: LayerInputs, rng: Generator) -> tuple[Tensor, float, int]:
         """Return the inputs (N, d) that the prior and the layer's inputs speak for, every example on its own."""

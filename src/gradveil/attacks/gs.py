@@ -13,14 +13,14 @@ take the place of plain ones where tensors carry different noise.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 
 import torch
 from torch import Generator, Tensor
 
 from gradveil.attacks.base import ATTACKS, Attack
-from gradveil.attacks.labels import with_labels
+from gradveil.attacks.labels import read_at, with_labels
 from gradveil.attacks.search.matching import Matching, cosine_distance, precisions
 from gradveil.attacks.search.minimisers import Adam
 from gradveil.attacks.search.objective import Penalty, TotalVariation, Unknowns
@@ -43,6 +43,11 @@ def map_smoothness(seen: Observation, contrast: float) -> float:
     channels, height, width = seen.input_shape
     differences = seen.num_examples * channels * ((height - 1) * width + height * (width - 1)) / 2
     return least**2 * differences / (contrast * sqrt(energy * signal))
+
+
+def _numbers(seen: Observation, inputs: Tensor, rng: Generator) -> Tensor | None:
+    """Return the numbers of one example: the size of a gradient tells them, its direction does not."""
+    return read_at(seen, inputs, rng) if seen.num_examples == 1 else None
 
 
 @ATTACKS.register("gs")
@@ -77,7 +82,11 @@ class GS(Attack):
             cosine_distance, self._optimiser, self.steps, self.restarts, tol=self.tol, stop=False,
             patience=self.steps, start=self.start, penalties=self._penalties, scaled=False, tf32=self.tf32,
         )  # fmt: skip
-        return search.run(with_labels(seen, rngs), rngs)
+        labelled = with_labels(seen, rngs)
+        return [
+            r if s.labels is not None or s.loss.targets != "numbers" else replace(r, labels=_numbers(s, r.inputs, rng))
+            for s, r, rng in zip(labelled, search.run(labelled, rngs), rngs, strict=True)
+        ]
 
     def _optimiser(self, unknowns: Unknowns) -> Adam:
         boxed = unknowns.pixels if self.boxed else 0

@@ -13,10 +13,11 @@ from dataclasses import replace
 
 import torch
 from torch import Generator, Tensor, nn
+from torch.func import functional_call
 
 from gradveil.errors import AttackError, LayerError
 from gradveil.gradients.functional import quiet
-from gradveil.layers.modules import find_layer, representation
+from gradveil.layers.modules import copied_state, find_layer, representation
 from gradveil.losses import BinaryCrossEntropy, CrossEntropy
 from gradveil.registry import describe
 from gradveil.types import Observation
@@ -126,17 +127,36 @@ def _weighed_counts(loss: CrossEntropy, n: int, p: Tensor, delta: Tensor) -> tup
     return counts, -s / k * weights / weights.min()
 
 
+def read_at(seen: Observation, inputs: Tensor, rng: Generator) -> Tensor | None:
+    """Return the targets that the last layer's gradient speaks for at these inputs (N, ...); None: it does not.
+
+    Each example is given an equal part of the gradient, so it is exact for one example and one step.
+    """
+    signal = label_signal(seen, rng)
+    if signal is None:
+        return None
+    with quiet(seen.model), torch.no_grad():
+        output = functional_call(seen.model, copied_state(seen.model), (inputs.to(next(seen.model.parameters())),))
+    slope = (signal / seen.num_examples).to(output).expand(seen.num_examples, -1).reshape(output.shape)
+    return seen.loss.read(output, slope)
+
+
+def unreadable(seen: Observation) -> AttackError:
+    """Return the refusal of an attack that needs labels which the update does not show."""
+    return AttackError(
+        f"The labels cannot be read off this update with the loss {describe(seen.loss)}: for that it must show the "
+        "gradient of a last linear layer with one row per class. Give the labels, or use an attack that looks for "
+        "them, such as dlg."
+    )
+
+
 def with_labels(seen: Sequence[Observation], rngs: Sequence[Generator], required: bool = False) -> list[Observation]:
     """Return the observations with the labels that the server knows or can read; required: or refuse."""
     out = []
     for s, rng in zip(seen, rngs, strict=True):
         labels = s.labels if s.labels is not None else recover_labels(s, rng)
         if labels is None and required:
-            raise AttackError(
-                f"The labels cannot be read off this update with the loss {describe(s.loss)}: for that it must show "
-                "the gradient of a last linear layer with one row per class. Give the labels, or use an attack that "
-                "looks for them, such as dlg."
-            )
+            raise unreadable(s)
         out.append(replace(s, labels=labels))
     return out
 

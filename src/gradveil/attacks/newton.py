@@ -10,7 +10,7 @@ from gradveil.attacks.base import ATTACKS, Attack, check_seen, differentiating, 
 from gradveil.attacks.gauss_newton.equations import Prior, refuse_recurrent
 from gradveil.attacks.gauss_newton.solver import BestStarts, DenseStep, Descent, MatrixFree, Solver
 from gradveil.attacks.gauss_newton.updates import found_targets, free_of, guessed_slopes, known_bias, update_rows
-from gradveil.attacks.labels import with_labels
+from gradveil.attacks.labels import unreadable, with_labels
 from gradveil.types import Observation, Reconstruction
 
 
@@ -21,8 +21,10 @@ class Newton(Attack):
 
     The noise floor and the rounding of ReLU kinks are annealed; the bias gradient of the last layer, p - y for a
     batch of one, is put into the backward pass where it is seen without noise. Noise levels the server knows
-    weigh the equations; tensors it dropped have none. For inputs of many numbers the Jacobian is never written
-    out: conjugate gradients on products with it. An update of several local steps is unrolled (``fedavg_unroll``).
+    weigh the equations; tensors it dropped have none. Where the targets of one step cannot be read, the slope of the
+    loss by the outputs is an unknown instead, and they are read off the solution. For inputs of many numbers the
+    Jacobian is never written out: conjugate gradients on products with it. An update of several local steps is unrolled
+    (``fedavg_unroll``).
     """
 
     steps: int = 60  # in all, at most
@@ -43,10 +45,10 @@ class Newton(Attack):
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Rebuild the inputs behind several updates; those that share a model, a prior and sizes go together."""
         check_seen(seen)
-        labelled = [
-            with_labels([s], [rng], required=s.loss.targets != "numbers" or s.update.num_steps > 1)[0]
-            for s, rng in zip(seen, rngs, strict=True)
-        ]
+        labelled = with_labels(seen, rngs)
+        for s in labelled:
+            if s.labels is None and s.update.num_steps > 1:
+                raise unreadable(s)
         return in_groups(labelled, rngs, _group, self._solve)
 
     def _solve(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:

@@ -21,6 +21,7 @@ def command(
     lr: shared.LearningRate = None,
     steps: int = typer.Option(None, help="Local steps behind the update."),
     examples: int = typer.Option(None, help="Examples behind the update."),
+    loss: shared.Loss = None,  # type: ignore[assignment]
     dataset: str = typer.Option(None, help="Public data of the same kind: gives the shape and a prior."),
     data: shared.Data = None,
     input_shape: shared.InputShape = None,
@@ -40,7 +41,7 @@ def command(
     case = build_case(
         UpdateAuditConfig(
             update=update, model=model, weights=weights, before=before, kind=kind, lr=lr, num_steps=steps,
-            num_examples=examples, defense=defense, attacks=(attack,), dataset=dataset, data=data,
+            num_examples=examples, loss=loss, defense=defense, attacks=(attack,), dataset=dataset, data=data,
             input_shape=shared.read_shape(input_shape), num_classes=classes, seed=seed, device=device,
         )
     )  # fmt: skip

@@ -55,7 +55,7 @@ def command(
     truth: str = of_update(None, help="Safetensors with inputs and labels: what was trained on."),
     steps: int = of_update(None, help="Local steps behind the update."),
     input_shape: str = of_update(None, help="E.g. 1x28x28, without --dataset and --truth."),
-    classes: int = of_update(None, help="Number of classes, without --dataset."),
+    classes: int = of_update(None, help="Number of classes, or of outputs, without --dataset."),
 ) -> None:
     """Audit a federated run (default: digits, a small LeNet, four defences) or one saved update."""
     from gradveil.experiments.audit import default_folder

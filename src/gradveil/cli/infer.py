@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from gradveil.cli import shared
+from gradveil.errors import AttackError
 
 if TYPE_CHECKING:
     from gradveil.attacks.inference import Inferred
@@ -26,6 +27,7 @@ def command(
     data: shared.Data = None,
     input_shape: shared.InputShape = None,
     classes: shared.Classes = 10,
+    loss: shared.Loss = None,  # type: ignore[assignment]
     truth: str = typer.Option(
         None, help="Safetensors with inputs and labels of the (first) client: adds the controls."
     ),
@@ -43,11 +45,13 @@ def command(
         UpdateAuditConfig(
             update=update[0], model=model, weights=weights, before=before, kind=kind, lr=lr, dataset=dataset,
             data=data, truth=truth, input_shape=shared.read_shape(input_shape), num_classes=classes,
-            device=device,
+            loss=loss, device=device,
         )
     )  # fmt: skip
     sent_before = None if before is None else read_tensors(before)[0]
     others = [read_update(path, case.model, case.config.facts, sent_before).to(case.device) for path in update[1:]]
+    if case.loss.targets != "classes":
+        raise AttackError(f"The loss {case.spec} is not one of classes, so there are none to infer.")
     seen = case.observation(case.update)
     found = infer(case.model, [case.update, *others], case.input_shape, seen.num_classes, settings)
     said = [_said(found, device, path) for device, path in enumerate(update)]

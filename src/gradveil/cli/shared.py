@@ -34,7 +34,7 @@ Before = Annotated[str | None, typer.Option(help="Safetensors: the weights befor
 Kind = Annotated[str | None, typer.Option(help="gradient, difference or weights; default: as the file says.")]
 LearningRate = Annotated[float | None, typer.Option(help="Learning rate of the local steps.")]
 InputShape = Annotated[str | None, typer.Option(help="E.g. 1x28x28, without --dataset.")]
-Classes = Annotated[int, typer.Option(help="Number of classes, without --dataset.")]
+Classes = Annotated[int, typer.Option(help="Number of classes, or of outputs, without --dataset.")]
 
 
 def print_json(value: Any) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from gradveil.attacks.base import build as build_attack
 from gradveil.countermeasures import Countermeasure
+from gradveil.data.base import Dataset
 from gradveil.defenses.base import build as build_defense
 from gradveil.errors import SpecError, UpdateError
 from gradveil.experiments.audit import Audit, default_folder
@@ -21,8 +22,10 @@ from gradveil.experiments.run_folder import Row, RunFolder
 from gradveil.experiments.scene import ATTACKS, is_small, load_dataset, one_thread
 from gradveil.experiments.settings import find_device
 from gradveil.experiments.trial import Public, Trial, attack_rows, attempt, floors, naive
-from gradveil.experiments.update_files import Facts, load_weights, read_examples, read_update
-from gradveil.federated.client import local_update
+from gradveil.experiments.update_files import Facts, load_weights, read_examples, read_loss, read_update
+from gradveil.federated.client import check_loss, local_update
+from gradveil.losses import CROSS_ENTROPY, Loss, OwnLoss
+from gradveil.losses import build as build_loss
 from gradveil.models import build_working
 from gradveil.seeds import Seeds
 from gradveil.types import Batch, Observation, Update
@@ -44,6 +47,7 @@ class UpdateAuditConfig:
     num_steps: int | None = None
     num_examples: int | None = None
     batch_size: int | None = None
+    loss: str | None = None  # that the client minimised; default: as the file says
     defense: str = "none"  # what the client is said to have used
     attacks: tuple[str, ...] = ATTACKS
     dataset: str | None = None  # of the same kind: gives shapes, a prior, a gallery and the control
@@ -71,6 +75,8 @@ class SavedUpdate:
     truth: Batch | None
     public: Public | None
     seeds: Seeds
+    spec: str = "cross_entropy"  # of the loss
+    loss: Loss = CROSS_ENTROPY  # for targets as the truth or the data set has them
 
     @property
     def device(self) -> torch.device:
@@ -80,12 +86,14 @@ class SavedUpdate:
     def observation(self, update: Update) -> Observation:
         """Return what the server sees."""
         prior = None if self.public is None else self.public.prior
-        return Observation(self.model, update, self.input_shape, self._num_classes, prior=prior)
+        return Observation(self.model, update, self.input_shape, self._num_classes, prior=prior, loss=self.loss)
 
     @cached_property
     def _num_classes(self) -> int:
         with torch.no_grad():
-            return int(copy.deepcopy(self.model).eval()(torch.zeros(1, *self.input_shape, device=self.device)).shape[1])
+            output = copy.deepcopy(self.model).eval()(torch.zeros(1, *self.input_shape, device=self.device))
+        # a user's loss of two classes may need one output only
+        return max(int(output[0].numel()), 2 if self.loss.targets == "classes" else 1)
 
     @cached_property
     def knowing(self) -> tuple[Countermeasure, ...]:
@@ -110,7 +118,16 @@ class SavedUpdate:
         for i, batch in enumerate(self.controls):
             epochs = max(1, round(self.update.num_steps * (size or len(batch)) / len(batch)))
             made.append(
-                local_update(self.model, batch.to(self.device), "none", lr, self.seeds("control", i), epochs, size)
+                local_update(
+                    self.model,
+                    batch.to(self.device),
+                    "none",
+                    lr,
+                    self.seeds("control", i),
+                    epochs,
+                    size,
+                    loss=self.spec,
+                )
             )
         return made
 
@@ -145,8 +162,10 @@ def build_case(config: UpdateAuditConfig) -> SavedUpdate:
         )
     if dataset is not None and dataset.input_shape != shape:
         raise SpecError(f"The truth has inputs of shape {shape} and {dataset.name} has {dataset.input_shape}.")
-    classes = dataset.num_classes if dataset is not None else config.num_classes
-    made = build_working(config.model, shape, classes, config.seed, sure_of_classes=dataset is not None)
+    spec = config.loss or read_loss(config.update)
+    loss, outputs = _loss(spec, config, dataset, truth)
+    sure = dataset is not None and not isinstance(loss, OwnLoss)
+    made = build_working(config.model, shape, outputs, config.seed, sure_of_classes=sure)
     model = copy.deepcopy(made).train()
     sent = config.weights or config.before
     before = load_weights(model, sent) if sent else None
@@ -162,7 +181,21 @@ def build_case(config: UpdateAuditConfig) -> SavedUpdate:
     build_defense(config.defense).adaptive(model)
     for attack in config.attacks:
         build_attack(attack)
-    return SavedUpdate(config, model.to(device), update.to(device), shape, truth, public, seeds)
+    case = SavedUpdate(config, model.to(device), update.to(device), shape, truth, public, seeds, spec, loss)
+    if case.controls:
+        check_loss(case.model, case.controls[0], spec)
+    return case
+
+
+def _loss(spec: str, config: UpdateAuditConfig, dataset: Dataset | None, truth: Batch | None) -> tuple[Loss, int]:
+    """Return the loss for targets like those that are known, and how many outputs a model needs for it."""
+    loss = build_loss(spec)
+    if dataset is not None:
+        return loss.of(dataset.train.labels), dataset.outputs(spec)
+    if truth is not None:
+        loss = loss.of(truth.labels)
+        return loss, loss.width(truth.labels, config.num_classes)
+    return loss, config.num_classes
 
 
 def _run(case: SavedUpdate, store: RunFolder, progress: Progress) -> None:

@@ -145,7 +145,7 @@ def build_scene(
     named: dict[str, str | Defense] = {"none": "none", **defended}
     defenses = {name: build_defense(spec) for name, spec in named.items()}
     attacks = {name: build_attack(spec) for name, spec in attacked.items()}
-    check_loss(model, dataset.train, config.loss)
+    check_loss(model, dataset.train.batch(slice(0, 2)), config.loss)
     for defense in defenses.values():
         _try_defense(model, dataset, defense, seeds, config.loss)
     clients = partition(dataset.train.labels, config.partition, seeds("partition"))

@@ -16,6 +16,7 @@ from torch import nn
 
 from gradveil.errors import UpdateError
 from gradveil.files import write_atomically
+from gradveil.registry import is_import_path
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch, Update, check_update
 
@@ -34,13 +35,14 @@ class Facts:
     batch_size: int | None = None
 
 
-def write_update(path: str | Path, update: Update) -> None:
-    """Save an update as gradients, with what belongs to it in the file's metadata."""
+def write_update(path: str | Path, update: Update, loss: str = "cross_entropy") -> None:
+    """Save an update as gradients, with what belongs to it and its loss in the file's metadata."""
     facts = {
         "kind": "gradient",
         "lr": repr(update.lr),
         "num_steps": str(update.num_steps),
         "num_examples": str(update.num_examples),
+        "loss": loss,
     }
     if update.batch_size is not None:
         facts["batch_size"] = str(update.batch_size)
@@ -67,6 +69,16 @@ def read_update(path: str | Path, model: nn.Module, facts: Facts | None = None, 
     update = Update(gradient, examples, steps, lr or 1.0, stated.batch_size)
     check_update(update, model)
     return update
+
+
+def read_loss(path: str | Path) -> str:
+    """Return the loss that an update's metadata name; code of a user's is never run because a file names it."""
+    loss = read_tensors(path)[1].get("loss", "cross_entropy")
+    if is_import_path(loss):
+        raise UpdateError(
+            f"{path} says that its loss is {loss}. Code that a file names is not run: give --loss {loss}."
+        )
+    return loss
 
 
 def from_state_dicts(
@@ -107,16 +119,18 @@ def write_examples(path: str | Path, batch: Batch) -> None:
 
 
 def read_examples(path: str | Path, num_classes: int | None = None) -> Batch:
-    """Read examples: a file with the tensors ``inputs`` (N, ...) in [0, 1] and ``labels`` (N,)."""
+    """Read examples: a file with the tensors ``inputs`` (N, ...) in [0, 1] and ``labels``, (N,) or (N, K)."""
     tensors, _ = read_tensors(path)
     if not {"inputs", "labels"} <= tensors.keys():
         raise UpdateError(f"{path} holds {', '.join(tensors)}; give the tensors 'inputs' and 'labels'.")
-    inputs, labels = tensors["inputs"].float(), tensors["labels"].long()
-    if len(inputs) == 0 or labels.shape != (len(inputs),):
+    inputs, labels = tensors["inputs"].float(), tensors["labels"]
+    labels = labels.float() if labels.is_floating_point() else labels.long()
+    if len(inputs) == 0 or labels.ndim not in (1, 2) or len(labels) != len(inputs):
         raise UpdateError(f"{path}: inputs are {tuple(inputs.shape)} and labels {tuple(labels.shape)}; give N of each.")
     if not bool(torch.isfinite(inputs).all()) or float(inputs.min()) < 0 or float(inputs.max()) > 1:
         raise UpdateError(f"{path}: inputs must lie in [0, 1]; normalise inside the model.")
-    if num_classes is not None and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
+    by_class = labels.ndim == 1 and not labels.is_floating_point()
+    if by_class and num_classes is not None and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
         raise UpdateError(
             f"{path}: labels go from {labels.min()} to {labels.max()}; they must lie in 0..{num_classes - 1}."
         )

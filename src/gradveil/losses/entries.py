@@ -47,6 +47,11 @@ class BinaryCrossEntropy(EntryLoss):
         """Return the loss of each logit."""
         return F.binary_cross_entropy_with_logits(output, target, reduction="none")
 
+    def read(self, output: Tensor, slope: Tensor) -> Tensor:
+        """Return the zeros and ones at which the loss has nearly this slope by the outputs."""
+        chance = output.sigmoid() - slope * slope.numel()
+        return self.found((chance - 0.5).reshape(len(output), -1))
+
     def of(self, target: Tensor) -> "BinaryCrossEntropy":
         """Return itself, for zeros and ones."""
         if not bool(((target == 0) | (target == 1)).all()):
@@ -65,9 +70,9 @@ class MeanSquaredError(EntryLoss):
         """Return the squared error of each number."""
         return (output - target).square()
 
-    def at_slope(self, output: Tensor, slope: Tensor) -> Tensor:
-        """Return the rows y at which the loss has this slope by the outputs (N, K)."""
-        return output - slope * slope.numel() / 2
+    def read(self, output: Tensor, slope: Tensor) -> Tensor:
+        """Return the numbers at which the loss has this slope by the outputs."""
+        return self.found((output - slope * slope.numel() / 2).reshape(len(output), -1))
 
     def of(self, target: Tensor) -> "MeanSquaredError":
         """Return itself."""

@@ -11,6 +11,8 @@ from torch import Tensor
 from gradveil.metrics.image import fft_error, mse, psnr, ssim
 from gradveil.types import Batch
 
+CLOSE = 0.02  # relative distance at which a number counts as recovered
+
 
 def pair(found: Tensor, truth: Tensor) -> Tensor:
     """Return ``order`` (N,) such that ``found[order]`` lies nearest to ``truth`` in total squared error.
@@ -35,15 +37,18 @@ def identification(found: Tensor, truth: Tensor, gallery: Tensor) -> Tensor:
 
 
 def label_accuracy(found: Tensor, truth: Tensor) -> Tensor:
-    """Return 1 for each true label (N,) that is among the labels found, each found label used once: -> (N,).
+    """Return 1 for each true label (N, ...) that is among the labels found, each found label used once: -> (N,).
 
-    The order is disregarded: an update does not tell in which order its examples came.
+    The order is disregarded: an update does not tell in which order its examples came. Of several labels all must be
+    right, and numbers to ``CLOSE``.
     """
-    left = found.tolist()
-    hits = truth.new_zeros(len(truth)).float()
-    for i, label in enumerate(truth.tolist()):
-        if label in left:
-            left.remove(label)
+    left, true = (y.detach().cpu().double().reshape(len(y), -1) for y in (found, truth))
+    allowed = CLOSE if truth.is_floating_point() or found.is_floating_point() else 0.0
+    hits = torch.zeros(len(truth))
+    for i, label in enumerate(true):
+        apart = (left - label).norm(dim=1)
+        if len(left) and float(apart.min()) <= allowed * (float(label.norm()) or 1.0):
+            left = left[torch.arange(len(left)) != apart.argmin()]
             hits[i] = 1.0
     return hits
 
@@ -108,12 +113,14 @@ def blind_guesses(truth: Batch, public: Batch | None, bounds: tuple[float, float
     """Return every blind guess (N, *shape) by name; ``public`` is data of the same kind that is not the client's.
 
     *grey*: half-way between black and white everywhere. *mean image*: of the public images. *class mean*: of those of
-    the right class, the mean image where there are none; for a server that knows the label, and no more.
+    the right class, the mean image where there are none; for a server that knows the label, and no more. Not where
+    labels are no classes.
     """
     guesses = {"grey": torch.full_like(truth.inputs, sum(bounds) / 2)}
     if public is not None:
         guesses["mean image"] = public.inputs.mean(dim=0).expand_as(truth.inputs)
-        guesses["class mean"] = _class_means(truth, public)
+        if truth.labels.ndim == 1 and not truth.labels.is_floating_point():
+            guesses["class mean"] = _class_means(truth, public)
     return guesses
 
 

@@ -1,8 +1,7 @@
 """What a trial point would have sent: by torch.func for any model, written out for a chain of known layers.
 
 A trial point is the examples and, for a single local step, what δ, the loss's gradient by the outputs, is made from, as
-departures from a first guess: with plain cross-entropy the logits, and where targets are numbers that nobody knows, δ
-itself.
+departures from a first guess: with plain cross-entropy the logits, and where the targets cannot be read, δ itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,8 +14,7 @@ from torch.func import functional_call, grad, jvp, vmap
 
 from gradveil.attacks.gauss_newton.equations import Direct, Equations, Prior, Smoothing, Trial, kink_scales
 from gradveil.attacks.gauss_newton.tangents import can_write_out, run_chain
-from gradveil.attacks.labels import label_signal
-from gradveil.errors import AttackError
+from gradveil.attacks.labels import label_signal, unreadable
 from gradveil.gradients.by_hand import known_chain, pull
 from gradveil.gradients.functional import quiet, unroll
 from gradveil.layers.modules import copied_state, trace
@@ -137,14 +135,13 @@ def written_out(seen: Observation, state: Params, prior: Prior) -> Direct | None
 
 def guessed_slopes(seen: Observation, rng: Generator) -> Tensor:
     """Return a first guess of δ (N, K), where the targets are not known: equal parts of what the update shows."""
-    signal = label_signal(seen, rng) if seen.labels is None else None
-    if signal is None and seen.labels is None:
-        raise AttackError(
-            "The targets are not known, and the update shows no gradient of a last linear layer with one row per "
-            "output. Give the targets, or use dlg or gs."
-        )
     shape = (seen.num_examples, seen.num_classes)
-    return torch.zeros(shape) if signal is None else (signal / seen.num_examples).expand(shape)
+    if seen.labels is not None:
+        return torch.zeros(shape)
+    signal = label_signal(seen, rng)
+    if signal is None:
+        raise unreadable(seen)
+    return (signal / seen.num_examples).expand(shape)
 
 
 def spread_of(slopes: Tensor) -> Tensor:
@@ -158,9 +155,8 @@ def found_targets(seen: Observation, inputs: Tensor, free: Tensor, slopes: Tenso
         return seen.labels.to(slopes.device)
     delta = slopes + spread_of(slopes) * free.reshape(slopes.shape)
     with quiet(seen.model), torch.no_grad():
-        output = functional_call(seen.model, copied_state(seen.model), (inputs,)).reshape(delta.shape)
-    y = seen.loss.at_slope(output, delta.to(output))
-    return None if y is None else seen.loss.found(y)
+        output = functional_call(seen.model, copied_state(seen.model), (inputs,))
+    return seen.loss.read(output, delta.to(output).reshape(output.shape))
 
 
 SMALLEST = 1e-30  # a probability below it was rounded away on the client

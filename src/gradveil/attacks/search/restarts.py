@@ -9,6 +9,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.attacks.base import differentiating, in_groups
+from gradveil.attacks.labels import read_at
 from gradveil.attacks.search.loop import Optimiser, Solution, Stopping, minimise
 from gradveil.attacks.search.matching import Distance, Matching, stack_key
 from gradveil.attacks.search.minimisers import LBFGS
@@ -120,7 +121,8 @@ class Search:
         owner = torch.arange(len(seen)).repeat_interleave(self.restarts)
 
         def start(i: int) -> Tensor:
-            return self._start(unknowns, children[i]).to(device, dtype)
+            z = self._start(unknowns, children[i])
+            return _with_numbers(seen[int(owner[i])], unknowns, z, children[i]).to(device, dtype)
 
         problems = stack.take(owner.to(device))
         objective = MatchingObjective(
@@ -158,6 +160,14 @@ def _children(rng: Generator, count: int) -> list[Generator]:
     """Return generators of their own for the starts of one update, so that none depends on another's draws."""
     seeds = torch.randint(2**62, (count,), generator=rng, device=rng.device).tolist()
     return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+
+def _with_numbers(seen: Observation, unknowns: Unknowns, z: Tensor, rng: Generator) -> Tensor:
+    """Return a start whose targets, where they are unknown numbers of any size, fit its images and the update."""
+    if not unknowns.labels or unknowns.loss.targets != "numbers":
+        return z
+    numbers = read_at(seen, z[: unknowns.pixels].reshape(unknowns.images), rng)
+    return z if numbers is None else torch.cat([z[: unknowns.pixels], numbers.flatten().to(z)])
 
 
 def _labels(seen: Sequence[Observation], owner: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor | None:
