@@ -9,13 +9,14 @@ import torch
 from torch import Generator, Tensor
 
 from gradveil.attacks.base import ATTACKS, Attack, in_groups
-from gradveil.attacks.labels import with_labels
+from gradveil.attacks.labels import unreadable, with_labels
 from gradveil.attacks.search.loop import Optimiser
 from gradveil.attacks.search.matching import Matching, cosine_distance, squared_distance
 from gradveil.attacks.search.minimisers import LBFGS, Adam
 from gradveil.attacks.search.objective import Penalty, TotalVariation, Unknowns
 from gradveil.attacks.search.restarts import Search
 from gradveil.gradients.functional import StepGradient, local_plan, loss_of, per_problem, unroll
+from gradveil.losses import CrossEntropy
 from gradveil.tree import Params, parameters
 from gradveil.types import Observation, Reconstruction, check_update
 
@@ -27,9 +28,9 @@ class FedAvgInversion(Attack):
 
     Steps, learning rate and batch size are the server's own settings. Which example was in which batch is not known:
     one fixed ordering is unrolled (see ``fedavg_unroll``). Labels the server knows are taken in their order; labels
-    read off the update are dealt out to the batches evenly, as a shuffle does on average. ``adam`` minimises the
-    cosine distance with total variation (Geiping et al. 2020, section 6), ``lbfgs`` the squared distance. A
-    simulated defence is applied to the sum of the steps.
+    read off the update are dealt out to the batches evenly, as a shuffle does on average; targets of a loss that shows
+    none are searched as well. ``adam`` minimises the cosine distance with total variation (Geiping et al. 2020, section
+    6), ``lbfgs`` the squared distance. A simulated defence is applied to the sum of the steps.
     """
 
     steps: int = 1000  # evaluations per start
@@ -45,9 +46,13 @@ class FedAvgInversion(Attack):
         for s in seen:
             check_update(s.update, s.model)
             local_plan(s.update)
+        labelled = with_labels(seen, rngs)
+        for s in labelled:
+            if s.labels is None and isinstance(s.loss, CrossEntropy):
+                raise unreadable(s)
         known = [
             s if given.labels is not None or s.labels is None else replace(s, labels=_dealt(s))
-            for given, s in zip(seen, with_labels(seen, rngs, required=True), strict=True)
+            for given, s in zip(seen, labelled, strict=True)
         ]
         local = attrgetter("update.num_steps", "update.lr", "update.batch_size")
         return in_groups(known, rngs, local, self._search().run)

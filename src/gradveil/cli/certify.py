@@ -21,6 +21,7 @@ def command(
     defense: str = typer.Option("representation:share=0.4", help="A defence spec."),
     weights: str = typer.Option(None, help="Safetensors: trained weights of the model."),
     kind: list[str] = typer.Option(None, help="local, global, box, radius, reach or empirical; repeat for several."),
+    loss: shared.Loss = "cross_entropy",
     norm: str = typer.Option("2", help="The norm of the distance: 1, 2 or inf."),
     images: int = typer.Option(4, min=1, help="Images of the training split that are certified."),
     meter: bool = typer.Option(True, help="Meter the whole update as well."),
@@ -29,13 +30,14 @@ def command(
     json: shared.Json = False,
 ) -> None:
     """Certify a defence: how far from the truth must a reconstruction be, and who is not bound by that?"""
-    found = figures(model, dataset, data, defense, weights, tuple(kind or ()), norm, images, meter, seed, device)
+    found = figures(model, dataset, data, defense, weights, tuple(kind or ()), norm, images, meter, seed, device, loss)
     shared.print_json(as_json(found)) if json else show(found, Console())
 
 
 def figures(
     model_spec: str, dataset_spec: str, data: str | None, defense_spec: str, weights: str | None,
     kinds: tuple[str, ...], norm: str, images: int, meter: bool, seed: int, device: str = "cpu",
+    loss: str = "cross_entropy",
 ) -> dict[str, Any]:  # fmt: skip
     """Compute everything that the command shows."""
     from gradveil.certificates.base import blind_mse, largest_mse
@@ -46,13 +48,19 @@ def figures(
     from gradveil.experiments.settings import find_device
     from gradveil.experiments.trial import RANK, Public
     from gradveil.experiments.update_files import load_weights
+    from gradveil.federated.client import check_loss
     from gradveil.models import build_working
+    from gradveil.registry import is_import_path
     from gradveil.seeds import Seeds
 
     at = find_device(device)
     seeds, p, defense = Seeds(seed), readable_p(norm), build_defense(defense_spec)
     source = load(dataset_spec, data)
-    model = build_working(model_spec, source.input_shape, source.num_classes, seed=seeds.number("weights"))
+    outputs, sure = source.outputs(loss), not is_import_path(loss)
+    model = build_working(
+        model_spec, source.input_shape, outputs, seed=seeds.number("weights"), sure_of_classes=sure
+    )  # fmt: skip
+    check_loss(model, source.train.batch(slice(0, 2)), loss)
     if weights is not None:
         load_weights(model, weights)
     model.eval().to(at)
@@ -63,7 +71,8 @@ def figures(
     if meter:
         for i in range(len(truth)):
             rng = seeds("meter", i)
-            leaks.append(metered(model, truth[i : i + 1].to(at), defense, source.num_classes, rng, public.prior))
+            one = truth[i : i + 1].to(at)
+            leaks.append(metered(model, one, defense, outputs, rng, public.prior, loss=loss))
     return {
         "model": model_spec,
         "dataset": dataset_spec,

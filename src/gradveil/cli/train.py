@@ -72,7 +72,8 @@ def command(
     with shared.running(json, shared.resume_with(out)) as display:
 
         def advance(row: Row) -> None:
-            note = f"accuracy {row['accuracy']:.4f}" if "accuracy" in row else ""
+            word = row.get("scored_by", "accuracy")
+            note = f"{word} {row['accuracy']:.4f}" if "accuracy" in row else ""
             display("training", row["round"], rounds, note)
 
         summary = train(config, out, resume=resume, tensorboard=tensorboard, progress=advance)
@@ -85,7 +86,8 @@ def _show(summary: dict[str, Any], json: bool) -> None:
         return
     turned_away = ", ".join(f"{count} {reason}" for reason, count in summary["rejected"].items())
     early = ", stopped early" if summary["stopped_early"] else ""
-    typer.echo(f"Accuracy {summary['accuracy']:.4f} after {summary['rounds']} rounds{early}.")
+    word = summary["scored_by"][:1].upper() + summary["scored_by"][1:]
+    typer.echo(f"{word} {summary['accuracy']:.4f} after {summary['rounds']} rounds{early}.")
     typer.echo(f"Best {summary['best_accuracy']:.4f} in round {summary['best_round']}.")
     if turned_away:
         typer.echo(f"Updates turned away: {turned_away}.")
@@ -114,4 +116,5 @@ def _train_on_flower(
         return
     last = outcome.rounds[-1]
     summary = {"folder": str(out), "rounds": last["round"], "accuracy": last["accuracy"], "loss": last["loss"]}
-    shared.print_json(summary) if json else typer.echo(f"Accuracy {last['accuracy']:.4f}. Run folder: {out}")
+    word = last.get("scored_by", "Accuracy")
+    shared.print_json(summary) if json else typer.echo(f"{word} {last['accuracy']:.4f}. Run folder: {out}")

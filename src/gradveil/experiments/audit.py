@@ -23,7 +23,7 @@ from gradveil.experiments.run_folder import Row, RunFolder
 from gradveil.experiments.scene import AuditConfig, Scene, build_scene, is_small, load_dataset, one_thread
 from gradveil.experiments.trial import attack_rows, attempt, floors
 from gradveil.models import build_working
-from gradveil.registry import describe
+from gradveil.registry import describe, is_import_path
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ def audit(
         base, dataset=_text(source), model=_text(network), defenses=tuple(defended), attacks=tuple(attacked)
     )
     data = load_dataset(source, chosen.data)
-    built = build_working(network, data.input_shape, data.outputs(chosen.loss), chosen.seed)
+    outputs, sure = data.outputs(chosen.loss), not is_import_path(chosen.loss)
+    built = build_working(network, data.input_shape, outputs, chosen.seed, sure_of_classes=sure)
     scene = build_scene(chosen, data, copy.deepcopy(built).train(), defended, attacked)
     with (
         RunFolder.start(out or default_folder(), chosen, resume, AuditConfig.FREE) as store,

@@ -38,6 +38,7 @@ class Verdict:
     adaptive: Line | None  # and of one that does
     accuracy: float | None  # on the test split, after the last round
     baseline: float | None  # the same without a defence
+    scored_by: str = "accuracy"  # what these are: R² where targets are numbers
 
 
 def verdicts(rows: Sequence[Row]) -> list[Verdict]:
@@ -46,7 +47,8 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
     trained = sorted((row for row in rows if row["kind"] == "accuracy"), key=lambda row: row["round"])
     accuracy = {row["defense"]: row["accuracy"] for row in trained}  # the last round's stays
     names = list(dict.fromkeys([*accuracy, *(line.defense for line in found)]))
-    return [_verdict(name, found, floor, accuracy) for name in names if floor is not None]
+    scored_by = next((row["scored_by"] for row in trained if "scored_by" in row), "accuracy")
+    return [_verdict(name, found, floor, accuracy, scored_by) for name in names if floor is not None]
 
 
 def headline(rows: Sequence[Row]) -> str:
@@ -92,22 +94,25 @@ def naive_and_adaptive(found: Iterable[Line], defense: str) -> tuple[Line | None
     return strongest(x for x in mine if x.server == NAIVE), strongest(x for x in mine if x.server != NAIVE)
 
 
-def _verdict(name: str, found: Sequence[Line], floor: Floor, accuracy: dict[str, float]) -> Verdict:
+def _verdict(
+    name: str, found: Sequence[Line], floor: Floor, accuracy: dict[str, float], scored_by: str
+) -> Verdict:  # fmt: skip
     naive, adaptive = naive_and_adaptive(found, name)
     outcome = _outcome(naive, adaptive)
     points = [("Any server" if name == "none" else "Naive server", _gets(naive, floor))]
     if adaptive is not None:
         points.append(("Server that knows", _gets(adaptive, floor)))
     if name in accuracy:
-        points.append(("Accuracy", _accuracy(name, accuracy)))
+        points.append((scored_by[0].upper() + scored_by[1:], _accuracy(name, accuracy, scored_by)))
     text = f"{'Any server' if name == 'none' else 'The naive server'} {_gets(naive, floor)}"
     if adaptive is not None:
         joined = "but" if naive is not None and _worse(adaptive, naive) else "and"
         text += f", {joined} a server that knows the defence {_gets(adaptive, floor)}"
     if outcome == "nothing":
         text += ". No attack of this panel got anything, which is no proof that none can"
-    text += f". Accuracy {_accuracy(name, accuracy)}." if name in accuracy else "."
-    return Verdict(name, outcome, text, tuple(points), naive, adaptive, accuracy.get(name), accuracy.get("none"))
+    text += f". {points[-1][0]} {points[-1][1]}." if name in accuracy else "."
+    both = accuracy.get(name), accuracy.get("none")
+    return Verdict(name, outcome, text, tuple(points), naive, adaptive, *both, scored_by)
 
 
 def _worse(a: Line, b: Line) -> bool:
@@ -153,10 +158,16 @@ def _numbers(line: Line, floor: Floor) -> str:
     return said
 
 
-def _accuracy(name: str, accuracy: dict[str, float]) -> str:
-    if name == "none" or "none" not in accuracy:
-        return f"{accuracy[name]:.1%}"
-    return f"{accuracy[name]:.1%}, against {accuracy['none']:.1%} without a defence"
+def _accuracy(name: str, accuracy: dict[str, float], scored_by: str) -> str:
+    shown = {key: score_text(value, scored_by) for key, value in accuracy.items()}
+    if name == "none" or "none" not in shown:
+        return shown[name]
+    return f"{shown[name]}, against {shown['none']} without a defence"
+
+
+def score_text(score: float, scored_by: str) -> str:
+    """Return a score in words: a share, or R²."""
+    return f"{score:.1%}" if scored_by == "accuracy" else f"{score:.3f}"
 
 
 def _plural(word: str, count: int) -> str:

@@ -60,6 +60,8 @@ def _train(scene: Scene, defense: str, tell: Callable[[int], None]) -> tuple[lis
     for round_ in simulate(scene.model, scene.dataset, scene.clients, training, chosen, scene.seeds):
         score = evaluate(round_.model, scene.dataset.test, loss=training.loss)
         head = {"kind": "accuracy", "defense": defense, "round": round_.number}
+        if score.scored_by != "accuracy":
+            head["scored_by"] = score.scored_by
         rows.append(head | {"accuracy": score.accuracy, "loss": score.loss, "rejected": round_.rejected})
         if round_.number == training.rounds - 1:
             sent = _state(round_.model)

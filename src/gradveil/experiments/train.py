@@ -1,5 +1,6 @@
 """A training run from its settings to its folder: what ``gradveil train`` does."""
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -66,6 +67,7 @@ def train(
     from gradveil.federated.server import Faults
     from gradveil.federated.simulate import choose, simulate
     from gradveil.models import build_working
+    from gradveil.registry import is_import_path
     from gradveil.seeds import Seeds
 
     faults = Faults.parse(config.faults) if config.faults else None
@@ -74,7 +76,8 @@ def train(
     seeds = Seeds(config.seed)
     clients = partition(dataset.train.labels, config.partition, seeds("partition"))
     device = find_device(config.device)
-    model = build_working(config.model, dataset.input_shape, dataset.outputs(config.loss), config.seed).to(device)
+    outputs, sure = dataset.outputs(config.loss), not is_import_path(config.loss)
+    model = build_working(config.model, dataset.input_shape, outputs, config.seed, sure_of_classes=sure).to(device)
     check_loss(model, dataset.train.batch(slice(0, 2)), config.loss)
     with RunFolder.start(out, config, resume, config.may_change) as folder:
         start = _standing(folder) if resume else None
@@ -118,6 +121,7 @@ def _drive(rounds: "Iterable[Round]", test: "Split", folder: RunFolder, config: 
         if final.number % config.evaluate_every == 0 or is_last:
             seen = evaluate(final.model, test, loss=config.loss)
             row |= {"accuracy": seen.accuracy, "loss": seen.loss}
+            row |= {"scored_by": seen.scored_by} if seen.scored_by != "accuracy" else {}
             best, since = (seen.accuracy, 0) if seen.accuracy > best else (best, since + 1)
         row["seconds"] = round(time.perf_counter() - started, 4)
         started = time.perf_counter()
@@ -134,7 +138,7 @@ def _drive(rounds: "Iterable[Round]", test: "Split", folder: RunFolder, config: 
 
 def _best(rows: Iterable[Row]) -> tuple[float, int]:
     """Return the best accuracy so far and how many measurements ago it was."""
-    best, since = -1.0, 0
+    best, since = -math.inf, 0
     for accuracy in (row["accuracy"] for row in rows if row.get("accuracy") is not None):
         best, since = (accuracy, 0) if accuracy > best else (best, since + 1)
     return best, since
@@ -157,6 +161,7 @@ def _summary(folder: RunFolder, config: TrainConfig, engine: str) -> dict[str, A
         "loss": last.get("loss"),
         "best_accuracy": best.get("accuracy"),
         "best_round": best.get("round"),
+        "scored_by": best.get("scored_by", "accuracy"),
         "rejected": rejected,
         "engine": engine,
         "defense": config.defense,

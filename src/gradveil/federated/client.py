@@ -130,8 +130,9 @@ def check_loss(model: nn.Module, few: Batch, loss: str) -> None:
 class Evaluation:
     """How well a model does on held-out examples."""
 
-    accuracy: float  # where targets are numbers, R²
+    accuracy: float
     loss: float
+    scored_by: str = "accuracy"  # what the accuracy is: R² where targets are numbers
 
 
 def evaluate(model: nn.Module, split: Split, batch_size: int = 1000, loss: str | Loss = "cross_entropy") -> Evaluation:
@@ -147,4 +148,5 @@ def evaluate(model: nn.Module, split: Split, batch_size: int = 1000, loss: str |
     finally:
         model.train(was_training)
     output, labels = torch.cat(parts), split.labels.to(first.device)
-    return Evaluation(measured.score(output, labels), measured.total(output, labels) / len(split))
+    mean = measured.total(output, labels) / len(split)
+    return Evaluation(measured.score(output, labels), mean, measured.scored_by)

@@ -101,8 +101,10 @@ def trade_figure(found: Sequence[Line], judged: Sequence[Verdict], floor: Floor,
     left, right, top, bottom = 44, WIDTH - 12, 16, 236
     x = linear_scale([v.accuracy for _, v, *_ in marks if v.accuracy is not None], left + 10, right - 10)
     y = log_scale([floor.mse.mean, *shown], bottom, top)
+    scored_by = judged[0].scored_by
     parts = [_horizontal(y, t, left, right, "grid", number(t)) for t in y.ticks()]
-    parts += [_vertical(x, t, top, bottom, "grid", f"{t:.0%}", bottom + 14) for t in x.ticks()]
+    as_text = "{:.0%}" if scored_by == "accuracy" else "{:.3g}"
+    parts += [_vertical(x, t, top, bottom, "grid", as_text.format(t), bottom + 14) for t in x.ticks()]
     control = _control(here)
     for kind, text, value in (("floor", "blind guess", floor.mse.mean), ("control", "control", _mean(control))):
         if value is not None:
@@ -122,9 +124,9 @@ def trade_figure(found: Sequence[Line], judged: Sequence[Verdict], floor: Floor,
         parts.append(
             f'<text x="{left + 18}" y="{legend + 17 * k + 4}" class="name">{escape(judged_one.defense)}</text>'
         )
-    parts.append(f'<text x="{right}" y="{bottom + 30}" class="axis" text-anchor="end">accuracy →</text>')
+    parts.append(f'<text x="{right}" y="{bottom + 30}" class="axis" text-anchor="end">{scored_by} →</text>')
     parts.append(f'<text x="4" y="{top - 5}" class="axis">mean squared error of the attack (log) ↑</text>')
-    return _svg(legend + 17 * len(marks), f"Privacy against accuracy, {round_} round", parts)
+    return _svg(legend + 17 * len(marks), f"Privacy against {scored_by}, {round_} round", parts)
 
 
 def _control(here: Sequence[Line]) -> Line | None:

@@ -140,7 +140,7 @@ def _figures(found: list[Line], judged: list[Verdict], floor: Floor) -> list[dic
         figures.append(
             {
                 "svg": trade_figure(found, judged, floor, round_),
-                "title": f"Privacy against accuracy, {where}.",
+                "title": f"Privacy against {judged[0].scored_by if judged else 'accuracy'}, {where}.",
                 "caption": f"{both} Up and right is better. A defence holds as far as its filled mark lies at or above "
                 "the dashed line, the blind guess; at the dotted line, the control, it does nothing.",
             }

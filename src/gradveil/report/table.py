@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gradveil.experiments.judge import BADGES, Verdict
+from gradveil.experiments.judge import BADGES, Verdict, score_text
 from gradveil.experiments.rows import NAIVE, Floor, Line
 from gradveil.experiments.run_folder import Row
 from gradveil.metrics.intervals import short
@@ -129,16 +129,16 @@ def _proved(row: Row) -> str:
     return "yes" if row["sound"] else "first order"
 
 
-COLUMNS = ("defence", "verdict", "naive server", "server that knows", "accuracy")
+COLUMNS = ("defence", "verdict", "naive server", "server that knows")
 COLOURS = {"recovered": "bold red", "recognised": "red", "traces": "yellow", "nothing": "green", "void": "dim"}
 
 
 def verdict_table(judged: Sequence[Verdict], floor: Floor | None) -> RenderableType:
     """Return the table of verdicts, with the blind guess as its last row, and the verdicts in words under it."""
-    table = Table(*COLUMNS, box=None, pad_edge=False)
+    table = Table(*COLUMNS, judged[0].scored_by if judged else "accuracy", box=None, pad_edge=False)
     for v in judged:
         badge = Text(BADGES[v.outcome], COLOURS[v.outcome])
-        accuracy = "–" if v.accuracy is None else f"{v.accuracy:.1%}"
+        accuracy = "–" if v.accuracy is None else score_text(v.accuracy, v.scored_by)
         table.add_row(_spec(v.defense), badge, _cell(v.naive), _cell(v.adaptive), accuracy)
     if floor is not None:
         guess = Text(f"blind guess\n  {floor.guess}")

@@ -27,6 +27,7 @@ from gradveil.integrations.flower.grids import AuditedGrid, GridView, audited, c
 from gradveil.integrations.flower.records import LOG, is_training, number, params_of, record_of
 from gradveil.integrations.flower.settings import FlowerSettings, build_model, load_data
 from gradveil.integrations.local_training import fresh_rng
+from gradveil.losses import build as build_loss
 from gradveil.registry import convert, parse
 from gradveil.tree import Params
 from gradveil.types import Batch
@@ -148,9 +149,10 @@ def serve(grid: Grid, settings: FlowerSettings) -> Outcome:
         if number == 0:
             return None
         model.load_state_dict(params_of(arrays))
-        seen = evaluate(model, dataset.test)
+        seen = evaluate(model, dataset.test, loss=settings.loss)
         row = {"round": number, "lr": settings.lr_of(number), "clients": chosen.drawn} | tally(watched.counts[-1])
         row |= {"accuracy": seen.accuracy, "loss": seen.loss, "seconds": round(time.perf_counter() - started, 4)}
+        row |= {"scored_by": seen.scored_by} if seen.scored_by != "accuracy" else {}
         started = time.perf_counter()
         outcome.rounds.append(row)
         if folder is not None:
@@ -241,7 +243,8 @@ def _auditor(
         model,
         settings.audit,
         input_shape=dataset.input_shape,
-        num_classes=dataset.num_classes,
+        num_classes=dataset.outputs(settings.loss),
+        loss=build_loss(settings.loss).of(dataset.train.labels),
         defense=settings.defense,
         public=dataset.test.batch(slice(0, 500)).inputs,
         sample=settings.audit_sample,

@@ -32,6 +32,8 @@ from gradveil.integrations.flower.records import (
     params_of,
     withhold,
 )
+from gradveil.losses import Loss
+from gradveil.losses import build as build_loss
 from gradveil.seeds import Seeds
 from gradveil.tree import Params
 from gradveil.types import Batch, Update
@@ -110,7 +112,8 @@ class AuditedGrid(GridView):
         model: the architecture; the weights are those that were sent in the round.
         attack: a spec or an attack.
         input_shape: of one example.
-        num_classes: of the task.
+        num_classes: of the task; or how many numbers a target has.
+        loss: that the clients minimise: a spec, a loss or a function.
         defense: what the clients are known to use: the server that knows it is played as well.
         public: inputs (M, *shape) of the same kind that are no secret: what the attacker knows beforehand.
         sample: how many updates of a round are attacked.
@@ -130,6 +133,7 @@ class AuditedGrid(GridView):
         *,
         input_shape: tuple[int, ...],
         num_classes: int,
+        loss: str | Loss = "cross_entropy",
         defense: str | Defense = "none",
         public: Tensor | None = None,
         sample: int = 1,
@@ -140,7 +144,7 @@ class AuditedGrid(GridView):
         truth: Callable[[Message], Batch | None] = lambda reply: None,
     ) -> None:
         super().__init__(grid)
-        self._probe = Probe(attack, input_shape, num_classes, defense, public=public)
+        self._probe = Probe(attack, input_shape, num_classes, defense, public=public, loss=build_loss(loss))
         self._model, self._sample, self._max_examples, self._lr = model, sample, max_examples, lr
         self._seeds, self._out, self._truth = Seeds(seed), out, truth
         self.rows: list[Row] = []
@@ -175,7 +179,7 @@ class AuditedGrid(GridView):
         if truth is None or not truth.labelled or update.num_steps > 1 or (update.batch_size or size) < size:
             return [{"examples": size, "skipped": f"more than {self._max_examples} examples"}]
         order = torch.randperm(len(truth), generator=rng)[:SAMPLE]
-        passes = [TrainingPass.of(copy.deepcopy(self._model).train(), before, truth)]
+        passes = [TrainingPass.of(copy.deepcopy(self._model).train(), before, truth, self._probe.loss)]
         chosen = Batch(truth.inputs[order], truth.labels[order])
         each = OthersKnown(self._model, passes, update).check(self._probe, chosen, rng, SECONDS)
         return [row | {"others-known": size - 1} for rows in each for row in rows]

@@ -31,6 +31,8 @@ from gradveil.integrations.flower.records import (
     withhold,
 )
 from gradveil.integrations.local_training import fresh_rng
+from gradveil.losses import Loss
+from gradveil.losses import build as build_loss
 from gradveil.tree import Params
 from gradveil.types import Batch
 
@@ -59,6 +61,7 @@ class LeakGuard:
         send_unchecked: send such an update where no example could be checked, with ``leak-checked`` 0 and no score;
             otherwise it is withheld. On the server ``checked(grid)`` keeps Flower from stopping at the missing score.
         bounds: of the inputs.
+        loss: that the client minimises: a spec, a loss or a function.
         lr: of the local steps; None reads ``lr`` from the message, and takes 1 where there is none.
         seed: for tests only; None draws from the operating system.
     """
@@ -73,6 +76,7 @@ class LeakGuard:
     seconds: float = SECONDS
     send_unchecked: bool = False
     bounds: tuple[float, float] = (0.0, 1.0)
+    loss: str | Loss = "cross_entropy"
     lr: float | None = None
     seed: int | None = None
 
@@ -101,7 +105,8 @@ class LeakGuard:
         before, after = (named_as_in(tape.model, weights) or weights for weights in (before, after))
         update = update_of(message, before, reply, after, self.lr)
         defense = self.defense or context.node_config.get("defense", context.run_config.get("defense", "none"))
-        probe = Probe(self.attack, tuple(truth.inputs.shape[1:]), tape.num_classes, defense, self.bounds, self.public)
+        shape, loss = tuple(truth.inputs.shape[1:]), build_loss(self.loss)
+        probe = Probe(self.attack, shape, tape.num_classes, defense, self.bounds, self.public, loss)
         rng, knowing = fresh_rng(self.seed), ""
         if len(truth) <= self.max_examples:
             rows, count = probe.run(tape.model, before, update, rng, truth), len(truth)
@@ -175,7 +180,7 @@ class SeenInputs:
 
     def _leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if isinstance(output, Tensor):
-            self.num_classes = output.shape[-1]
+            self.num_classes = output.shape[-1] if output.ndim > 1 else 1
             if model.training and output.requires_grad:
                 output.register_hook(partial(self._slopes, self.passes[-1]))
 

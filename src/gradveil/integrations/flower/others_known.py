@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from gradveil import tree
@@ -14,6 +13,7 @@ from gradveil.errors import AttackError
 from gradveil.experiments.run_folder import Row
 from gradveil.gradients.functional import quiet
 from gradveil.integrations.flower.probe import Probe
+from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.tree import Params
 from gradveil.types import Batch, Observation, Update
 
@@ -29,13 +29,12 @@ class TrainingPass:
     slopes: Tensor | None = None  # (B, ...): the loss by the outputs; None: there was no backward pass
 
     @classmethod
-    def of(cls, model: nn.Module, weights: Params, batch: Batch) -> "TrainingPass":
-        """Return the pass of a client that takes one step on the mean cross-entropy of all its examples."""
+    def of(cls, model: nn.Module, weights: Params, batch: Batch, loss: Loss = CROSS_ENTROPY) -> "TrainingPass":
+        """Return the pass of a client that takes one step on the mean loss of all its examples."""
         made = cls(batch.inputs, weights)
         with quiet(model), torch.no_grad():
             outputs = torch.func.functional_call(model, weights, (batch.inputs,))
-        target = F.one_hot(batch.labels, outputs.shape[1])
-        made.slopes = (outputs.softmax(1) - target) / len(batch)
+        made.slopes = torch.func.grad(loss)(outputs, batch.labels)
         return made
 
     def gradient(self, model: nn.Module, rows: Tensor) -> Params:

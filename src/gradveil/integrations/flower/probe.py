@@ -19,6 +19,7 @@ from gradveil.errors import GradveilError
 from gradveil.experiments.run_folder import Row
 from gradveil.experiments.trial import Public, Trial, attempt, floors, measured
 from gradveil.gradients.functional import quiet
+from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.registry import describe
 from gradveil.tree import Params
 from gradveil.types import Batch, GaussianPrior, Observation, Reconstruction, Update
@@ -36,6 +37,7 @@ class Probe:
     defense: str | Defense = "none"  # what the server knows to be in force: each countermeasure is tried as well
     bounds: tuple[float, float] = (0.0, 1.0)
     public: Tensor | None = None  # (M, *shape): data of the same kind that anybody may have
+    loss: Loss = CROSS_ENTROPY  # that the clients minimise
 
     @cached_property
     def known(self) -> Public | None:
@@ -64,7 +66,9 @@ class Probe:
             raise GradveilError(f"The weights sent are not those of {type(model).__name__}: {error}") from error
         at.train()  # as the client's was; attacks see to batch norm and dropout
         prior = None if self.known is None else self.known.prior
-        seen = Observation(at, update, self.input_shape, self.num_classes, bounds=self.bounds, prior=prior)
+        seen = Observation(
+            at, update, self.input_shape, self.num_classes, bounds=self.bounds, prior=prior, loss=self.loss
+        )  # fmt: skip
         servers = [plain(), *(s for s in build_defense(self.defense).adaptive(at) if s.name != "plain")]
         return [
             self._row(known(seen), Trial(seen, _knowing(s, known), build_attack(s.attack or self.attack), rng, truth))
@@ -105,7 +109,7 @@ def match(seen: Observation, found: Reconstruction) -> float | None:
         return None
     named = {n: p for n, p in seen.model.named_parameters() if n in seen.update.gradient}
     with torch.enable_grad(), quiet(seen.model):
-        loss = F.cross_entropy(seen.model(found.inputs), found.labels)
+        loss = seen.loss(seen.model(found.inputs), found.labels)
         grads = torch.autograd.grad(loss, list(named.values()), materialize_grads=True)
     ours = torch.cat([g.flatten() for g in grads])
     theirs = torch.cat([seen.update.gradient[n].flatten() for n in named])

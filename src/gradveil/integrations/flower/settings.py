@@ -89,7 +89,7 @@ def load_data(dataset: str, data: str, spec: str, seed: int) -> tuple[Dataset, l
 
 def build_model(settings: FlowerSettings, dataset: Dataset) -> nn.Module:
     """Return the model with the weights that the run starts from."""
-    return models.build(settings.model, dataset.input_shape, dataset.num_classes, settings.seed)
+    return models.build(settings.model, dataset.input_shape, dataset.outputs(settings.loss), settings.seed)
 
 
 # the settings of gradveil's own server rules -> Flower's names for them
