@@ -1,5 +1,6 @@
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -130,9 +131,9 @@ def test_an_update_is_made_once_whoever_looks_at_it(
 ) -> None:
     made: list[object] = []
 
-    def counted(*args: object) -> object:
+    def counted(*args: Any, **named: Any) -> object:
         made.append(args)
-        return real(*args)
+        return real(*args, **named)
 
     real = panel_module.observe
     monkeypatch.setattr(panel_module, "observe", counted)
