@@ -6,6 +6,7 @@ declares its countermeasures; an attack is handed the changed view. Neither impo
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from gradveil.tree import Params
 from gradveil.types import Observation
@@ -44,9 +45,11 @@ def whiten(std: Callable[[Observation], dict[str, float]], attack: str | None = 
     return Countermeasure("whiten", why, lambda seen: replace(seen, noise=seen.noise | std(seen)), attack)
 
 
-def simulate(transform: Callable[[Params], Params], why: str) -> Countermeasure:
-    """Run the defence on the server's own trial gradients, inside the objective."""
-    return Countermeasure("simulate", why, lambda seen: replace(seen, simulate=transform))
+def simulate(
+    transform: Callable[[Params], Params], why: str, on: Literal["gradient", "update"] = "gradient"
+) -> Countermeasure:
+    """Run the defence on the server's own trial gradients, or trial updates, inside the objective."""
+    return Countermeasure("simulate", why, lambda seen: replace(seen, simulate=transform, simulate_on=on))
 
 
 def use(attack: str, why: str) -> Countermeasure:

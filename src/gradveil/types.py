@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from gradveil.errors import AttackError, UpdateError
 from gradveil.losses import CROSS_ENTROPY, Loss
+from gradveil.step_rule import PLAIN, Momenta, StepRule
 from gradveil.tree import Params, parameters
 
 
@@ -79,21 +80,29 @@ class Batch:
 
 @dataclass(frozen=True)
 class Update:
-    """What one client sends, as a gradient: (W_before - W_after) / lr, the sum over its local steps."""
+    """What one client sends, as a gradient: (W_before - W_after) / lr, the sum of its local steps' directions."""
 
     gradient: Params
     num_examples: int = 1
     num_steps: int = 1
     lr: float = 1.0  # of the local steps; public, the server sets it
     batch_size: int | None = None  # of the local steps; None: all examples at once
+    rule: StepRule = PLAIN  # what the client's optimiser makes of a gradient; public
 
     @classmethod
     def from_weights(
-        cls, before: Params, after: Params, lr: float, num_examples: int, num_steps: int, batch_size: int | None = None
+        cls,
+        before: Params,
+        after: Params,
+        lr: float,
+        num_examples: int,
+        num_steps: int,
+        batch_size: int | None = None,
+        rule: StepRule = PLAIN,
     ) -> "Update":
         """Return the update of a client that started at ``before`` and ended at ``after``."""
         gradient = {name: (value - after[name]) / lr for name, value in before.items()}
-        return cls(gradient, num_examples, num_steps, lr, batch_size)
+        return cls(gradient, num_examples, num_steps, lr, batch_size, rule)
 
     def to(self, device: torch.device) -> "Update":
         """Return the update on a device."""
@@ -115,13 +124,22 @@ class Observation:
     noise: dict[str, float] = field(default_factory=dict)  # known noise std per tensor; absent: 0
     simulate: Callable[[Params], Params] | None = None  # the defence, as the server would run it on its own gradients
     loss: Loss = CROSS_ENTROPY  # that the clients minimise; public, the server sets it
+    simulate_on: Literal["gradient", "update"] = "gradient"  # of each local step, or of what is sent
 
-    def sent(self, gradient: Params) -> Params:
-        """Return what a client with this gradient would send: the simulated defence of it, where there is one.
+    def sent(self, gradient: Params, blur: float = 0.0) -> Params:
+        """Return what a client whose one step has this gradient would send: the defence, and its optimiser's rule."""
+        rule, start = self.update.rule, parameters(self.model)
+        gradient = self.simulated(gradient, "gradient")
+        if not rule.is_plain:
+            gradient, _ = rule.direction(gradient, start, start, Momenta(), blur)
+        return self.simulated(gradient, "update")
+
+    def simulated(self, gradient: Params, on: Literal["gradient", "update"]) -> Params:
+        """Return what the simulated defence makes of a step's gradient, or of an update, if it acts there.
 
         Random numbers of a simulated defence are the same at every call, so that this is a function.
         """
-        if self.simulate is None:
+        if self.simulate is None or on != self.simulate_on:
             return gradient
         devices = {g.device for g in gradient.values() if g.is_cuda}
         with torch.random.fork_rng(devices):
@@ -141,6 +159,25 @@ class Observation:
     def randomness(self) -> Literal["error", "same"]:
         """What vmap is to do with random numbers: those of a simulated defence are the same for all trials."""
         return "error" if self.simulate is None else "same"
+
+    def as_one_step(self) -> "Observation":
+        """Return the update as one step with the mean of the step gradients, less what weight decay is known to add.
+
+        Exact for one step. Of several steps the mean gradient is taken to be that at the first weights.
+        """
+        update = self.update
+        if update.num_steps == 1 and update.rule == update.rule.bare:
+            return self
+        rule, count = update.rule, update.rule.shares(update.num_steps)[0]
+        gradient = rule.without_decay(update.gradient, parameters(self.model), update.num_steps)
+        one = replace(update, gradient=gradient, num_steps=1, batch_size=None, rule=rule.bare)
+        return replace(self, update=one, noise={n: std / count for n, std in self.noise.items()})
+
+    @property
+    def needs_all_gradients(self) -> bool:
+        """Whether a trial needs the gradients of tensors that are not matched: several steps move every weight, and a
+        simulated defence and a client's optimiser look at all."""
+        return self.update.num_steps > 1 or self.simulate is not None or not self.update.rule.is_plain
 
     @property
     def num_examples(self) -> int:
@@ -162,9 +199,8 @@ class Observation:
 
     def masked(self, *patterns: str) -> "Observation":
         """Match only the non-zero entries of the tensors whose name fits: read the mask off the update."""
-        seen = {
-            n: (g != 0).to(g.dtype) for n, g in self.update.gradient.items() if any(fnmatch(n, p) for p in patterns)
-        }
+        gradient = self.as_one_step().update.gradient  # weight decay fills what a mask left empty
+        seen = {n: (g != 0).to(g.dtype) for n, g in gradient.items() if any(fnmatch(n, p) for p in patterns)}
         merged = {n: m * self.weights[n] if n in self.weights else m for n, m in seen.items()}
         return replace(self, weights=self.weights | merged)
 

@@ -1,6 +1,7 @@
 """Unrolled local steps: the server reruns what the client did, and where one step is assumed it fails."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 from gradveil.attacks.fedavg import FedAvgInversion, _dealt, _unrolled
 from gradveil.attacks.gs import GS
 from gradveil.errors import AttackError
-from gradveil.gradients.functional import local_plan
+from gradveil.federated.client import local_update
+from gradveil.gradients.functional import local_plan, trial_update
+from gradveil.tree import Params, parameters
 from gradveil.types import Batch, Observation, Update
 
 
@@ -132,10 +135,37 @@ def test_labels_that_were_read_off_are_the_ones_dealt_out_and_given_ones_keep_th
     assert read.tolist() == [0, 3, 0, 3]
 
 
-def test_a_simulated_defence_acts_on_the_sum_of_the_steps(model: nn.Module, batch: Batch) -> None:
+@pytest.mark.parametrize("on", ["gradient", "update"])
+def test_a_simulated_defence_acts_where_the_clients_does(model: nn.Module, batch: Batch, on: str) -> None:
     seen = train(model, batch, lr=0.5, size=1, epochs=1)
-    doubled = replace(seen, simulate=lambda update: {n: 2 * g for n, g in update.items()})
+    doubled = replace(seen, simulate=lambda update: {n: 2 * g for n, g in update.items()}, simulate_on=on)  # type: ignore[arg-type]
+    faster = seen if on == "update" else replace(seen, update=replace(seen.update, lr=1.0))  # 2 g at lr = g at 2 lr
     y, names = F.one_hot(batch.labels, 5).float()[None], tuple(seen.update.gradient)
-    plain, defended = (_unrolled(s, names)(batch.inputs[None], y) for s in (seen, doubled))
+    plain, defended = (_unrolled(s, names)(batch.inputs[None], y) for s in (faster, doubled))
     for name in names:
         torch.testing.assert_close(defended[name], 2 * plain[name])
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"momentum": 0.9, "weight_decay": 0.01},
+        {"proximal": 0.5, "clip": 0.5},
+        {"optimizer": "adam"},
+        {"optimizer": "adamw", "weight_decay": 0.1},
+    ],
+)
+def test_the_unrolled_steps_are_those_of_a_real_client(model: nn.Module, batch: Batch, rule: dict[str, Any]) -> None:
+    """The client's own code, with its examples in their order; Adam without the blur that gives it slopes."""
+    real = Batch(batch.inputs.double(), batch.labels)
+    pairs = [real[i : i + 2] for i in range(0, len(real), 2)]
+    update = local_update(model.double(), pairs, "none", 0.05, torch.Generator(), epochs=3, batch_size=2, **rule)
+    seen = Observation(model, update, (1, 8, 8), 5)
+    start = parameters(model)
+
+    def gradient(weights: Params, x: Tensor, y: Tensor) -> Params:
+        return torch.func.grad(lambda w: F.cross_entropy(torch.func.functional_call(model, w, (x,)), y))(weights)  # type: ignore[no-any-return]
+
+    found = trial_update(seen, gradient, start, real.inputs, real.labels)
+    for name, sent in update.gradient.items():
+        torch.testing.assert_close(found[name], sent)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator, Tensor
 
-from gradveil.attacks.base import ATTACKS, Attack, check_alone, check_seen, differentiating
+from gradveil.attacks.base import ATTACKS, Attack, check_alone, check_seen, differentiating, refuse_adaptive
 from gradveil.attacks.gauss_newton.equations import Equations, Prior, Smoothing, kink_scales, refuse_recurrent
 from gradveil.attacks.gauss_newton.solver import DenseStep, Descent, MatrixFree, Solver
 from gradveil.attacks.labels import read_at, with_labels
@@ -129,10 +129,12 @@ class Analytic(Attack):
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Rebuild the inputs behind several updates, one after the other."""
         check_seen(seen)
+        refuse_adaptive(seen, "analytic")
         labelled = with_labels(seen, rngs)
         return [self._one(s, rng) for s, rng in zip(labelled, rngs, strict=True)]
 
-    def _one(self, seen: Observation, rng: Generator) -> Reconstruction:
+    def _one(self, sent: Observation, rng: Generator) -> Reconstruction:
+        seen = sent.as_one_step()
         visit = readable_layer(seen)
         check_alone(seen, visit.path)
         r = layer_inputs(seen, visit)
@@ -143,7 +145,7 @@ class Analytic(Attack):
         details = {"known": float(r.known.mean()), "iterations": 0.0}
         if undone is not None:
             x, objective = undone, 0.0
-            converged = seen.num_examples == 1 and seen.update.num_steps == 1
+            converged = seen.num_examples == 1 and sent.update.num_steps == 1
         else:
             refuse_recurrent(model)
             with differentiating(seen.model):

@@ -81,6 +81,16 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
 
 
+def refuse_adaptive(seen: Sequence[Observation], attack: str) -> None:
+    """Raise where a client's optimiser keeps the signs of a gradient and not its sizes, which the attack needs."""
+    for s in seen:
+        if s.update.rule.adaptive:
+            raise AttackError(
+                f"{attack} needs the sizes of a gradient's entries, and {s.update.rule.optimizer} divides each by its "
+                f"own size. Use gs, fedavg or surrogate."
+            )
+
+
 def check_alone(seen: Observation, layer: str) -> None:
     """Raise where the weight of a layer enters the model at another place too: dW is then not δ rᵀ of the layer."""
     like = next(seen.model.parameters())

@@ -8,17 +8,19 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor
 
-from gradveil.attacks.base import ATTACKS, Attack, in_groups
+from gradveil import tree
+from gradveil.attacks.base import ATTACKS, Attack, check_seen, in_groups
 from gradveil.attacks.labels import unreadable, with_labels
 from gradveil.attacks.search.loop import Optimiser
-from gradveil.attacks.search.matching import Matching, cosine_distance, squared_distance
+from gradveil.attacks.search.matching import BLUR, Matching, cosine_distance, squared_distance
 from gradveil.attacks.search.minimisers import LBFGS, Adam
 from gradveil.attacks.search.objective import Penalty, TotalVariation, Unknowns
 from gradveil.attacks.search.restarts import Search
-from gradveil.gradients.functional import StepGradient, local_plan, loss_of, per_problem, unroll
+from gradveil.gradients.functional import StepGradient, local_plan, loss_of, per_problem, trial_update
 from gradveil.losses import CrossEntropy
+from gradveil.step_rule import PLAIN
 from gradveil.tree import Params, parameters
-from gradveil.types import Observation, Reconstruction, check_update
+from gradveil.types import Observation, Reconstruction, Update, check_update
 
 
 @ATTACKS.register("fedavg")
@@ -26,11 +28,11 @@ from gradveil.types import Observation, Reconstruction, check_update
 class FedAvgInversion(Attack):
     """Run the client's local steps on trial images, all N at once, and match the weight difference they end in.
 
-    Steps, learning rate and batch size are the server's own settings. Which example was in which batch is not known:
-    one fixed ordering is unrolled (see ``fedavg_unroll``). Labels the server knows are taken in their order; labels
-    read off the update are dealt out to the batches evenly, as a shuffle does on average; targets of a loss that shows
-    none are searched as well. ``adam`` minimises the cosine distance with total variation (Geiping et al. 2020, section
-    6), ``lbfgs`` the squared distance. A simulated defence is applied to the sum of the steps.
+    Steps, learning rate, batch size and optimiser are the server's own settings. Which example was in which batch is
+    not known: one fixed ordering is unrolled (see ``fedavg_unroll``). Labels the server knows are taken in their
+    order; labels read off the update are dealt out to the batches evenly, as a shuffle does on average; targets of a
+    loss that shows none are searched as well. ``adam`` minimises the cosine distance with total variation (Geiping et
+    al. 2020, section 6), ``lbfgs`` the squared distance.
     """
 
     steps: int = 1000  # evaluations per start
@@ -54,7 +56,7 @@ class FedAvgInversion(Attack):
             s if given.labels is not None or s.labels is None else replace(s, labels=_dealt(s))
             for given, s in zip(seen, labelled, strict=True)
         ]
-        local = attrgetter("update.num_steps", "update.lr", "update.batch_size")
+        local = attrgetter("update.num_steps", "update.lr", "update.batch_size", "update.rule")
         return in_groups(known, rngs, local, self._search().run)
 
     def _search(self) -> Search:
@@ -86,16 +88,21 @@ def _dealt(seen: Observation) -> Tensor:
 
 def _stack(seen: Sequence[Observation]) -> Matching:
     """Return the problems of a group with the local steps unrolled in their trial gradients."""
-    plain = Matching.of([replace(s, simulate=None) for s in seen])
+    check_seen(seen)
+    plain = Matching.of([replace(s, simulate=None, update=_mean_step(s.update)) for s in seen])
     return replace(plain, trial=_unrolled(seen[0], plain.names))
 
 
+def _mean_step(update: Update) -> Update:
+    return replace(update, gradient=tree.scale(update.gradient, 1 / update.num_steps), num_steps=1, rule=PLAIN)
+
+
 def _unrolled(seen: Observation, names: tuple[str, ...]) -> Callable[[Tensor, Tensor], Params]:
-    """Return x (P, N, *shape), y (P, N, K) -> the mean gradient over the local steps, per problem."""
+    """Return x (P, N, *shape), y (P, N, K) -> the mean direction of the local steps, per problem."""
     start = parameters(seen.model)
 
     def one(gradient: StepGradient, x: Tensor, y: Tensor) -> Params:
-        sent = seen.sent(unroll(gradient, start, x, y, seen.update))
+        sent = trial_update(seen, gradient, start, x, y, BLUR)
         return {n: sent[n] / seen.update.num_steps for n in names}
 
     return per_problem(seen.model, loss_of(seen.model, start, seen.loss), one, randomness=seen.randomness)

@@ -31,7 +31,8 @@ from gradveil.types import Observation, Reconstruction
 
 def map_smoothness(seen: Observation, contrast: float) -> float:
     """Return the weight of the total variation beside the cosine distance; 0 where no noise is known."""
-    noisy = {n: seen.noise[n] / seen.update.num_steps for n in seen.visible if seen.noise.get(n, 0.0) > 0}
+    seen = seen.as_one_step()
+    noisy = {n: seen.noise[n] for n in seen.visible if seen.noise.get(n, 0.0) > 0}
     if not noisy:
         return 0.0
     weight = precisions(seen, parameters(seen.model))

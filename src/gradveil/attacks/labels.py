@@ -81,13 +81,13 @@ def label_signal(seen: Observation, rng: Generator) -> Tensor | None:
     name = _last_layer(seen)
     if name is None:
         return None
-    gradient, steps = seen.update.gradient, seen.update.num_steps
+    gradient = seen.as_one_step().update.gradient
     bias, weight = f"{name}.bias", f"{name}.weight"
     if bias in seen.visible and bool(gradient[bias].any()):
-        return gradient[bias] / steps
+        return gradient[bias]
     if weight not in seen.visible:
         return None
-    rows = gradient[weight] / steps  # (K, L)
+    rows = gradient[weight]  # (K, L)
     r = representation(seen.model, name, _dummies(seen, rng)).to(rows).mean(0) * rows.any(0)
     return rows @ r / r.square().sum().clamp_min(torch.finfo(r.dtype).tiny)
 

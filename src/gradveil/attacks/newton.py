@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from gradveil.attacks.base import ATTACKS, Attack, check_seen, differentiating, in_groups
+from gradveil.attacks.base import ATTACKS, Attack, check_seen, differentiating, in_groups, refuse_adaptive
 from gradveil.attacks.gauss_newton.equations import Prior, refuse_recurrent
 from gradveil.attacks.gauss_newton.solver import BestStarts, DenseStep, Descent, MatrixFree, Solver
 from gradveil.attacks.gauss_newton.updates import found_targets, free_of, guessed_slopes, known_bias, update_rows
@@ -45,11 +45,13 @@ class Newton(Attack):
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Rebuild the inputs behind several updates; those that share a model, a prior and sizes go together."""
         check_seen(seen)
+        refuse_adaptive(seen, "newton")
         labelled = with_labels(seen, rngs)
         for s in labelled:
             if s.labels is None and s.update.num_steps > 1:
                 raise unreadable(s)
-        return in_groups(labelled, rngs, _group, self._solve)
+        ready = [s.as_one_step() if s.update.num_steps == 1 else s for s in labelled]
+        return in_groups(ready, rngs, _group, self._solve)
 
     def _solve(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         first = seen[0]
@@ -94,6 +96,6 @@ class Newton(Attack):
 
 
 def _group(s: Observation) -> tuple[object, ...]:
-    local = (s.update.num_steps, s.num_examples, s.update.lr, s.update.batch_size)
+    local = (s.update.num_steps, s.num_examples, s.update.lr, s.update.batch_size, s.update.rule)
     same = (id(s.model), id(s.prior), id(s.simulate), s.loss, s.labels is None)
     return (*same, *local, s.visible, s.input_shape, s.num_classes, s.bounds, known_bias([s]))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from gradveil.attacks.base import ATTACKS, Attack, check_alone, check_seen
+from gradveil.attacks.base import ATTACKS, Attack, check_alone, check_seen, refuse_adaptive
 from gradveil.attacks.inference import InferenceSettings, chain_of, infer
 from gradveil.attacks.labels import with_labels
 from gradveil.attacks.search.matching import Matching, squared_distance
@@ -49,11 +49,12 @@ class Rep(Attack):
                     f"rep matches the mean representation of each class, and the loss {describe(s.loss)} is not one of "
                     "classes. Use dlg, gs or newton."
                 )
+        refuse_adaptive(seen, "rep")
         search = Search(
             squared_distance, lambda _: LBFGS(self.history, True), self.steps * self.inner, self.restarts,
             tol=self.tol, cuts=(0.05, 0.15), stack=self._stack,
         )  # fmt: skip
-        return search.run(with_labels(seen, rngs, required=True), rngs)
+        return search.run([s.as_one_step() for s in with_labels(seen, rngs, required=True)], rngs)
 
     def _stack(self, seen: Sequence[Observation]) -> Matching:
         """Return the problems of a group: one tensor to match, the class-wise representations (P, K, L)."""

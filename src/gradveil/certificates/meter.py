@@ -10,7 +10,7 @@ from scipy.optimize import brentq
 from torch import Generator, Tensor, nn
 from torch.func import functional_call, grad, jvp, vjp, vmap
 
-from gradveil.gradients.functional import quiet, unroll
+from gradveil.gradients.functional import quiet, trial_update, unroll
 from gradveil.tree import Params
 from gradveil.types import Batch, GaussianPrior, Observation
 
@@ -68,7 +68,7 @@ def equations(seen: Observation, truth: Batch, floor: float = 1e-3) -> SeenNumbe
     held = {**dict(seen.model.named_parameters()), **dict(seen.model.named_buffers())}
     state = {n: v.detach().double() if v.is_floating_point() else v for n, v in held.items()}
     trainable = {n for n, p in seen.model.named_parameters() if p.requires_grad}
-    moved = trainable if seen.update.num_steps > 1 or seen.simulate is not None else set(names)
+    moved = trainable if seen.needs_all_gradients else set(names)
     free = {n: state[n] for n in moved}
     fixed = {n: v for n, v in state.items() if n not in moved}
     labels = seen.loss.rows(truth.labels, seen.num_classes).double()
@@ -84,7 +84,7 @@ def equations(seen: Observation, truth: Batch, floor: float = 1e-3) -> SeenNumbe
     live = torch.cat([_live(seen, n, state[n]) for n in names]).nonzero()[:, 0]
 
     def function(x: Tensor) -> Tensor:
-        sent = seen.sent(unroll(step, free, x.reshape(shape), labels, seen.update))
+        sent = trial_update(seen, step, free, x.reshape(shape), labels)
         return torch.cat([sent[n].reshape(-1) for n in names])[live]
 
     x = truth.inputs.detach().double().reshape(-1)

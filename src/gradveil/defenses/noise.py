@@ -10,7 +10,7 @@ from torch import Generator, Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, whiten
 from gradveil.defenses.base import DEFENSES, Defense, Place, check_choice, check_positive
-from gradveil.tree import Params, flatten
+from gradveil.tree import Params, flatten, size
 from gradveil.types import Observation, Update
 
 
@@ -76,15 +76,21 @@ class Noise(Defense):
         """Return the noise std of each tensor of the update, as a server that knows the settings works it out.
 
         Relative noise is a share of a norm that the server sees with the noise in it: σ² = s²/(1 + s²) of what it
-        sees for one step. Over T steps it takes the step gradients as alike: T g in sum, with noise √T s g.
+        sees for one step. Over T steps it takes the step gradients as alike: T g in sum, with noise √T s g; momentum
+        counts some of them more often. Adam divides noise and gradient alike by their size, so that no law is known
+        of what is left; clipped noise has at most the norm that was clipped to.
         """
         update = seen.update
-        steps = update.num_steps if self.on == "gradient" else 1
+        if self.on == "gradient" and update.rule.adaptive:
+            return {}
+        total, spread = update.rule.shares(update.num_steps) if self.on == "gradient" else (1.0, 1.0)
         if self.relative:
-            factor = sqrt(steps) / sqrt(steps**2 + steps * self.scale**2)
+            factor = spread / sqrt(total**2 + (spread * self.scale) ** 2)
         else:
-            factor = sqrt(steps) * self._unit(update)
-        return {name: factor * std for name, std in self.stds(update.gradient).items()}
+            factor = spread * self._unit(update)
+        known = {name: factor * std for name, std in self.stds(update.gradient).items()}
+        most = spread * update.rule.clip / sqrt(size(update.gradient))
+        return {name: min(std, most) for name, std in known.items()} if most and self.on == "gradient" else known
 
 
 def _rms(entries: Tensor) -> float:

@@ -60,4 +60,4 @@ class Pruning(Defense):
     def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         """Return: match the entries that were sent, or prune the server's trial gradients in the same way."""
         why = "Prunes its own trial gradients by the same rule inside the objective."
-        return (mask("*"), simulate(self.prune, why))
+        return (mask("*"), simulate(self.prune, why, self.on))

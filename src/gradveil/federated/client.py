@@ -1,8 +1,9 @@
-"""One client's part of a round: local steps of SGD with the defence inside, then the update it sends."""
+"""One client's part of a round: local steps with the defence inside, then the update it sends."""
 
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
@@ -14,6 +15,7 @@ from gradveil.errors import LossError, UpdateError
 from gradveil.federated.settings import Local
 from gradveil.losses import Loss
 from gradveil.losses import build as build_loss
+from gradveil.step_rule import Momenta
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch, Update
 
@@ -37,13 +39,15 @@ def local_update(
     weight_decay: float = 0.0,
     proximal: float = 0.0,
     loss: str = "cross_entropy",
+    **more: Any,
 ) -> Update:
     """Train a copy of the model and return the update: the sum of the step gradients, (W_t - W_t^k) / lr.
 
     ``data`` is the client's examples, shuffled by ``rng`` and cut into batches in each epoch, or a list of batches
-    that are taken in the given order. The model itself is left as it was.
+    that are taken in the given order. ``more``: optimizer, momentum, clip (see ``StepRule``).
+    The model itself is left as it was.
     """
-    local = Local(epochs, batch_size, weight_decay, proximal, loss)
+    local = Local(epochs, batch_size, loss, weight_decay=weight_decay, proximal=proximal, **more)
     return train_client(copy.deepcopy(model), data, build(defense), lr, rng, local).update
 
 
@@ -57,26 +61,25 @@ def train_client(
     if not lr > 0:
         raise UpdateError(f"lr={lr}: the learning rate must be above 0.")
     names, weights = list(parameters(model)), list(parameters(model).values())
-    loss = build_loss(local.loss)
-    start = [w.clone() for w in weights] if local.proximal else []
+    loss, plain, kept = build_loss(local.loss), local.is_plain, Momenta()
+    start = {name: w.clone() for name, w in zip(names, weights, strict=True)} if local.proximal else {}
     total = [torch.zeros_like(p) for p in weights]
     examples = steps = 0
     for batch in _batches(data, local, rng):
         gradient = step_gradient(model, batch, defense, rng, loss=loss)
         with torch.no_grad():
-            direction = [gradient[name].detach() for name in names]
-            if local.weight_decay:
-                direction = list(torch._foreach_add(direction, weights, alpha=local.weight_decay))
-            if local.proximal:
-                drift = [w - s for w, s in zip(weights, start, strict=True)]
-                direction = list(torch._foreach_add(direction, drift, alpha=local.proximal))
+            taken = {name: gradient[name].detach() for name in names}
+            if not plain:
+                taken, kept = local.direction(taken, dict(zip(names, weights, strict=True)), start, kept)
+            direction = list(taken.values())
             torch._foreach_add_(weights, direction, alpha=-lr)
             torch.clear_autocast_cache()  # a caller's autocast keeps rounded copies of the weights as they were
             torch._foreach_add_(total, direction)
         steps += 1
         examples += len(batch)
     count = len(data) if isinstance(data, Batch) else examples // local.epochs
-    update = Update(dict(zip(names, total, strict=True)), count, steps, lr, update_batch_size(local, count))
+    size = update_batch_size(local, count)
+    update = Update(dict(zip(names, total, strict=True)), count, steps, lr, size, local.rule)
     return Sent(defense.on_update(update, rng), float_buffers(model))
 
 

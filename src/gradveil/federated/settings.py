@@ -6,26 +6,24 @@ from functools import wraps
 from typing import Any, ClassVar, Literal, TypeVar
 
 from gradveil.errors import UpdateError
+from gradveil.step_rule import StepRule
 
 Weighting = Literal["samples", "paper", "uniform"]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Local:
+class Local(StepRule):
     """How a client trains between receiving the weights and sending its update."""
 
     epochs: int = 1  # E
     batch_size: int | None = 32  # B; None: all of a client's examples at once
-    weight_decay: float = 0.0
-    proximal: float = 0.0  # FedProx (Li et al. 2020): mu/2 ||W - W_t||² is added to the loss
     loss: str = "cross_entropy"  # or bce, mse, module:function
 
     def __post_init__(self) -> None:
         if self.epochs < 1 or (self.batch_size is not None and self.batch_size < 1):
             raise UpdateError(f"epochs={self.epochs}, batch_size={self.batch_size}: both must be at least 1.")
-        if self.weight_decay < 0 or self.proximal < 0:
-            raise UpdateError(f"weight_decay={self.weight_decay}, proximal={self.proximal}: both must be at least 0.")
+        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)

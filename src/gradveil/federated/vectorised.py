@@ -57,6 +57,8 @@ def why_not(world: World) -> str | None:
     """Return why the clients of this world cannot be stacked; ``None``: they can."""
     if any(isinstance(module, _STATEFUL) for module in world.model.modules()):
         return "the model has batch norm or dropout, whose state differs from client to client"
+    if world.local.momentum or world.local.adaptive or world.local.clip:
+        return "momentum, Adam and clipping run one client after the other"
     if "batch" in world.defense.acts_on:
         return "the defence acts on each client's batch"
     if not build_loss(world.local.loss).separable:
@@ -119,9 +121,8 @@ class _StackedPool(Pool):
         rows = zip(*(value.unbind() for value in total.values()), strict=True)
         for k, (job, row) in enumerate(zip(chunk.jobs, rows, strict=True)):
             n = len(job.indices)
-            update = Update(
-                dict(zip(total, row, strict=True)), n, chunk.steps.counts[k], lr, update_batch_size(local, n)
-            )
+            gradient, size = dict(zip(total, row, strict=True)), update_batch_size(local, n)
+            update = Update(gradient, n, chunk.steps.counts[k], lr, size, local.rule)
             sent.append(Sent(defenses[k].on_update(update, chunk.rngs[k])))
         return sent
 

@@ -24,8 +24,9 @@ from gradveil.errors import AttackError
 from gradveil.gradients.by_hand import known_chain, manual_gradients, pays
 from gradveil.layers.modules import copied_buffers, plain_attention, plain_checkpoints
 from gradveil.losses import CROSS_ENTROPY, CrossEntropy, Loss
+from gradveil.step_rule import Momenta
 from gradveil.tree import Params, parameters
-from gradveil.types import Update
+from gradveil.types import Observation, Update
 
 Form = Literal["auto", "manual", "vmap", "loop"]
 TrialGradients = Callable[[Tensor, Tensor], Params]  # x (P, N, *shape), y (P, N, K) -> name: (P, *shape)
@@ -211,14 +212,28 @@ def local_plan(update: Update) -> tuple[tuple[Tensor, ...], int]:
     return batches, epochs
 
 
-def unroll(step_gradient: StepGradient, weights: Params, x: Tensor, y: Tensor, update: Update) -> Params:
-    """Return the sum of the step gradients, (W_before - W_after) / lr, as a function of x (N, ...) and y (N, K)."""
+def trial_update(
+    seen: Observation, gradient: StepGradient, weights: Params, x: Tensor, y: Tensor, blur: float = 0.0
+) -> Params:
+    """Return what a client with these examples would send: its local steps, and the simulated defence."""
+
+    def step(w: Params, part: Tensor, labels: Tensor) -> Params:
+        return seen.simulated(gradient(w, part, labels), "gradient")
+
+    return seen.simulated(unroll(step, weights, x, y, seen.update, blur), "update")
+
+
+def unroll(
+    step_gradient: StepGradient, weights: Params, x: Tensor, y: Tensor, update: Update, blur: float = 0.0
+) -> Params:
+    """Return the sum of the steps' directions, (W_before - W_after) / lr, as a function of x (N, ...) and y (N, K)."""
     batches, epochs = local_plan(update)
-    total: Params = {}
+    start, kept, total = weights, Momenta(), dict[str, Tensor]()
     for _ in range(epochs):
         for chosen in batches:
             lo, hi = int(chosen[0]), int(chosen[-1]) + 1
             gradient = step_gradient(weights, x[lo:hi], y[lo:hi])
-            weights = {n: w - update.lr * gradient[n] if n in gradient else w for n, w in weights.items()}
-            total = {n: g + total[n] if total else g for n, g in gradient.items()}
+            moved, kept = update.rule.direction(gradient, weights, start, kept, blur)
+            weights = {n: w - update.lr * moved[n] if n in moved else w for n, w in weights.items()}
+            total = {n: d + total[n] if total else d for n, d in moved.items()}
     return total

@@ -16,7 +16,7 @@ from gradveil.attacks.gauss_newton.equations import Direct, Equations, Prior, Sm
 from gradveil.attacks.gauss_newton.tangents import can_write_out, run_chain
 from gradveil.attacks.labels import label_signal, unreadable
 from gradveil.gradients.by_hand import known_chain, pull
-from gradveil.gradients.functional import quiet, unroll
+from gradveil.gradients.functional import quiet, trial_update
 from gradveil.layers.modules import copied_state, trace
 from gradveil.losses import CrossEntropy
 from gradveil.tree import Params
@@ -42,13 +42,12 @@ def delta_of(log_p: Tensor, y: Tensor) -> Tensor:
     return others - y * others.sum(-1, keepdim=True)
 
 
-def trial_update(seen: Observation, state: Params, prior: Prior) -> Callable[..., Tensor]:
+def trial_rows(seen: Observation, state: Params, prior: Prior) -> Callable[..., Tensor]:
     """Return the rows of one trial point as a function that torch.func can transform."""
     names, model, shape = seen.visible, seen.model, (seen.num_examples, *seen.input_shape)
     buffers = {n for n, _ in model.named_buffers()}
     trainable = {n for n, p in model.named_parameters() if p.requires_grad}
-    # Several steps move every weight, and a simulated defence sees every gradient; else the visible ones are enough.
-    moved = trainable if seen.update.num_steps > 1 or seen.simulate is not None else set(names)
+    moved = trainable if seen.needs_all_gradients else set(names)
     free = {n: value for n, value in state.items() if n in moved}
     fixed = {n: value for n, value in state.items() if n not in moved}
 
@@ -58,8 +57,7 @@ def trial_update(seen: Observation, state: Params, prior: Prior) -> Callable[...
             logits: Tensor = functional_call(model, held | weights, (x,))
         return logits
 
-    def finish(update: Params, *more: Tensor) -> Tensor:
-        sent = seen.sent(update)
+    def finish(sent: Params, *more: Tensor) -> Tensor:
         return torch.cat([*(sent[n].reshape(-1) for n in names), *more])
 
     def several_steps(z: Tensor, y: Tensor, guess: Tensor, rest: Tensor, widths: Tensor, smooth: bool) -> Tensor:
@@ -67,7 +65,7 @@ def trial_update(seen: Observation, state: Params, prior: Prior) -> Callable[...
             gradient: Params = grad(lambda w: seen.loss.soft(forward(w, x, widths, smooth), y))(weights)
             return gradient
 
-        return finish(unroll(step, free, z.reshape(shape), y, seen.update))
+        return finish(trial_update(seen, step, free, z.reshape(shape), y))
 
     def one_step(z: Tensor, y: Tensor, guess: Tensor, rest: Tensor, widths: Tensor, smooth: bool) -> Tensor:
         u = (guess + SPREAD * z[prior.pixels :].reshape(guess.shape)).log_softmax(-1)  # (N, K)
@@ -78,7 +76,7 @@ def trial_update(seen: Observation, state: Params, prior: Prior) -> Callable[...
             return (logits * delta).sum() / len(delta), logits
 
         update, logits = grad(pulled, has_aux=True)(free)
-        return finish(update, (logits.log_softmax(-1) - u).reshape(-1))
+        return finish(seen.sent(update), (logits.log_softmax(-1) - u).reshape(-1))
 
     def any_target(z: Tensor, y: Tensor, guess: Tensor, spread: Tensor, widths: Tensor, smooth: bool) -> Tensor:
         delta = guess + spread * z[prior.pixels :].reshape(guess.shape)  # (N, K)
@@ -87,7 +85,7 @@ def trial_update(seen: Observation, state: Params, prior: Prior) -> Callable[...
             output = forward(weights, z[: prior.pixels].reshape(shape), widths, smooth)
             return (output.reshape(delta.shape) * delta).sum()
 
-        return finish(grad(pulled)(free))
+        return finish(seen.sent(grad(pulled)(free)))
 
     return {"logits": one_step, "slopes": any_target, "nothing": several_steps}[free_of(seen)]
 
@@ -95,7 +93,7 @@ def trial_update(seen: Observation, state: Params, prior: Prior) -> Callable[...
 def written_out(seen: Observation, state: Params, prior: Prior) -> Direct | None:
     """Return the rows of many trial points and, on demand, their Jacobian by parts; None where it is no known chain."""
     links = known_chain(seen.model)
-    if links is None or not can_write_out(links) or free_of(seen) != "logits" or seen.simulate is not None:
+    if links is None or not can_write_out(links) or free_of(seen) != "logits" or seen.needs_all_gradients:
         return None
     names, examples = seen.visible, seen.num_examples
 
@@ -178,7 +176,7 @@ def update_rows(seen: Sequence[Observation], slopes: Tensor, prior: Prior) -> Eq
     widths = torch.tensor(scales).to(center).expand(len(seen), -1)
     table = torch.stack([_table(s, center) for s in seen])  # (B, 4, R)
     rest = torch.zeros_like(y)  # of δ: what the client's rounding of p - 1 adds to it
-    one, direct = trial_update(first, state, prior), written_out(first, state, prior)
+    one, direct = trial_rows(first, state, prior), written_out(first, state, prior)
     if free_of(first) == "slopes":
         return _rows(first, one, (y, slopes, spread_of(slopes)), widths, table, None)
     if free_of(first) == "nothing":
@@ -212,7 +210,7 @@ def known_bias(seen: Sequence[Observation]) -> str | None:
     first = seen[0]
     bias = f"{trace(first.model, first.input_shape).output}.bias"
     whole = all(bias in s.visible and bias not in s.weights for s in seen)
-    return bias if whole and first.num_examples == 1 and first.simulate is None else None
+    return bias if whole and first.num_examples == 1 and not first.needs_all_gradients else None
 
 
 def _state(model: nn.Module, like: Tensor) -> Params:

@@ -7,7 +7,7 @@ of several local steps is matched as one step with their mean gradient; ``fedavg
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from gradveil.gradients.functional import Form, trial_gradients
 from gradveil.tree import Params, parameters
 from gradveil.types import Observation
 
+BLUR = 1.0  # of Adam's steps: how far from a mere sign a trial's are taken, so that they have slopes
 SMALLEST_NOISE = 1e-2  # a tensor counts as known to this part of its rms, however little noise it carries
 
 
@@ -42,8 +43,9 @@ class Matching:
     @classmethod
     def of(cls, seen: Sequence[Observation], form: Form = "auto") -> "Matching":
         """Stack observations of one group."""
-        first = seen[0]
         check_seen(seen)
+        seen = [s.as_one_step() for s in seen]
+        first = seen[0]
         names = tuple(n for n in parameters(first.model) if any(n in s.visible for s in seen))
         like = parameters(first.model)
         target = {n: torch.stack([_target(s, n, like[n]) for s in seen]) for n in names}
@@ -130,7 +132,7 @@ def differentiated(values: Callable[[Matching, Params], Tensor]) -> Distance:
 
 def _target(s: Observation, name: str, like: Tensor) -> Tensor:
     g = s.update.gradient.get(name)
-    return torch.zeros_like(like) if g is None else g.detach().to(like) / s.update.num_steps
+    return torch.zeros_like(like) if g is None else g.detach().to(like)
 
 
 def _weights(s: Observation, names: tuple[str, ...], like: Params) -> Params:
@@ -159,21 +161,21 @@ def precisions(s: Observation, like: Params) -> dict[str, float]:
 
 
 def _floor(s: Observation, w: Params, like: Params) -> Tensor:
-    parts = [w[n].expand(like[n].shape).sum() * (s.noise.get(n, 0.0) / s.update.num_steps) ** 2 for n in w]
+    parts = [w[n].expand(like[n].shape).sum() * s.noise.get(n, 0.0) ** 2 for n in w]
     return torch.stack(parts).sum()
 
 
 def _simulated(s: Observation, names: tuple[str, ...], form: Form) -> Callable[[Tensor, Tensor], Params]:
-    if s.simulate is None:
+    if s.simulate is None and s.update.rule.is_plain:
         return trial_gradients(s.model, names, form, s.loss)
     plain = trial_gradients(s.model, tuple(parameters(s.model)), form, s.loss)
 
     def trial(x: Tensor, y: Tensor) -> Params:
         gradient = plain(x, y)
         try:
-            sent: Params = vmap(s.sent, randomness=s.randomness)(gradient)
+            sent: Params = vmap(partial(s.sent, blur=BLUR), randomness=s.randomness)(gradient)
         except (RuntimeError, AttackError):  # the transform looks at values, so it cannot be batched
-            alone = [s.sent({n: g[i] for n, g in gradient.items()}) for i in range(len(x))]
+            alone = [s.sent({n: g[i] for n, g in gradient.items()}, BLUR) for i in range(len(x))]
             sent = {n: torch.stack([a[n] for a in alone]) for n in names}
         return {n: sent[n] for n in names}
 
