@@ -104,6 +104,14 @@ class Update:
         gradient = {name: (value - after[name]) / lr for name, value in before.items()}
         return cls(gradient, num_examples, num_steps, lr, batch_size, rule)
 
+    @property
+    def schedule(self) -> str:
+        """The local training behind it, in words."""
+        examples = "1 example" if self.num_examples == 1 else f"{self.num_examples} examples"
+        steps = "one local step" if self.num_steps == 1 else f"{self.num_steps} local steps"
+        size = f"batches of {self.batch_size}" if self.batch_size else "all of them at once"
+        return f"{steps} on {examples}, {size} ({self.rule}, learning rate {self.lr:g})"
+
     def to(self, device: torch.device) -> "Update":
         """Return the update on a device."""
         return replace(self, gradient={name: value.to(device) for name, value in self.gradient.items()})

@@ -49,7 +49,8 @@ def test_a_folder_that_is_being_written_is_not_reported(command: Command, old: P
 
 
 def test_an_old_audit_that_was_killed_goes_on(command: Command, old: Path) -> None:
-    rows = (old / "audit-cut" / "rows.jsonl").read_text()
+    rows, config = (old / "audit-cut" / "rows.jsonl").read_text(), old / "audit-cut" / "config.toml"
+    config.write_text(config.read_text().replace("epochs = 2", "epochs = 1"))
     code, _, err = command(*AUDIT, "--out", "audit-cut", "--resume", "--json")
     assert code == 0, err
     now = (old / "audit-cut" / "rows.jsonl").read_text()
@@ -59,13 +60,21 @@ def test_an_old_audit_that_was_killed_goes_on(command: Command, old: Path) -> No
     assert not list((old / "audit-cut").glob(".*"))
 
 
+def test_old_rows_of_one_step_are_not_mixed_with_rows_of_several(command: Command, old: Path) -> None:
+    rows = (old / "audit-cut" / "rows.jsonl").read_text()
+    code, _, err = command(*AUDIT, "--epochs", "2", "--out", "audit-cut", "--resume", "--json")
+    assert code == 2
+    assert "attacked clients took one local step; now they take 2" in err
+    assert (old / "audit-cut" / "rows.jsonl").read_text() == rows
+
+
 def test_a_finished_old_audit_is_only_read(command: Command, old: Path) -> None:
     rows = (old / "audit-done" / "rows.jsonl").read_bytes()
-    code, out, err = command(*AUDIT, "--out", "audit-done", "--resume", "--json")
+    code, out, err = command(*AUDIT, "--epochs", "2", "--out", "audit-done", "--resume", "--json")
     assert code == 0, err
     assert json.loads(out)["verdicts"]
     assert (old / "audit-done" / "rows.jsonl").read_bytes() == rows
-    code, _, err = command(*AUDIT, "--seed", "1", "--out", "audit-done", "--resume")
+    code, _, err = command(*AUDIT, "--epochs", "2", "--seed", "1", "--out", "audit-done", "--resume")
     assert code == 2
     assert "seed was 0, now 1" in err
 

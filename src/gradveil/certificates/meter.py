@@ -10,6 +10,7 @@ from scipy.optimize import brentq
 from torch import Generator, Tensor, nn
 from torch.func import functional_call, grad, jvp, vjp, vmap
 
+from gradveil.errors import CertificateError
 from gradveil.gradients.functional import quiet, trial_update, unroll
 from gradveil.tree import Params
 from gradveil.types import Batch, GaussianPrior, Observation
@@ -64,6 +65,11 @@ def equations(seen: Observation, truth: Batch, floor: float = 1e-3) -> SeenNumbe
     a floor of ``floor`` times the root mean square of the whole gradient beside it: the same for every view of one
     update, so that seeing less never looks like leaking more.
     """
+    if seen.update.rule.adaptive:
+        raise CertificateError(
+            f"{seen.update.rule.optimizer} sends little more than the signs of gradients, which have no slope, and yet "
+            f"give images away: the leak meter would read nothing where there is much. Look at the attacks."
+        )
     names = list(seen.visible)
     held = {**dict(seen.model.named_parameters()), **dict(seen.model.named_buffers())}
     state = {n: v.detach().double() if v.is_floating_point() else v for n, v in held.items()}

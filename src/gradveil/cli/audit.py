@@ -45,6 +45,11 @@ def command(
     epochs: int = of_run(None, help="Local epochs."),
     batch_size: int = of_run(None, help="Examples of a local step."),
     lr: float = of_run(None, help="Learning rate of the local steps."),
+    optimizer: shared.Optimizer = None,  # type: ignore[assignment]
+    momentum: shared.Momentum = None,  # type: ignore[assignment]
+    weight_decay: shared.WeightDecay = None,  # type: ignore[assignment]
+    proximal: shared.Proximal = None,  # type: ignore[assignment]
+    clip: shared.Clip = None,  # type: ignore[assignment]
     meter_seconds: float = of_run(None, help="Time limit of certificates and leak meter, which come last (60)."),
     no_meter: bool = of_run(False, "--no-meter", help="Leave certificates and leak meter out."),
     config: Path = of_run(None, help="Settings from a TOML file; options go before it."),
@@ -65,7 +70,8 @@ def command(
     out = out or default_folder()
     options: dict[str, Any] = {"model": model, "dataset": dataset, "data": data, "seed": seed}
     options["device"] = device
-    options |= {"lr": lr, "batch_size": batch_size, "loss": loss}
+    options |= {"lr": lr, "batch_size": batch_size, "loss": loss, "optimizer": optimizer, "momentum": momentum}
+    options |= {"weight_decay": weight_decay, "proximal": proximal, "clip": clip}
     options["attacks"] = tuple(attack) if attack else None
     run: Callable[..., Audit]
     if update is None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -27,6 +28,14 @@ Loss = Annotated[str, typer.Option(help="cross_entropy, bce, mse, or module:func
 Seed = Annotated[int, typer.Option(help="One seed for everything.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON in place of tables and progress.")]
+
+# of the local steps
+_local = partial(typer.Option, rich_help_panel="Local steps")
+Optimizer = Annotated[str, _local(help="sgd, adam or adamw.")]
+Momentum = Annotated[float, _local(help="Of sgd.")]
+WeightDecay = Annotated[float, _local(help="Of the optimizer.")]
+Proximal = Annotated[float, _local(help="FedProx's factor mu.")]
+Clip = Annotated[float, _local(help="Largest norm of a step's gradient; 0: none.")]
 
 # of a saved update
 Weights = Annotated[str | None, typer.Option(help="Safetensors: the weights that the server sent.")]

@@ -13,7 +13,7 @@ from torch import nn
 from gradveil.attacks.base import Attack
 from gradveil.data.base import Dataset
 from gradveil.defenses.base import Defense
-from gradveil.errors import AttackError
+from gradveil.errors import AttackError, SpecError
 from gradveil.experiments.certificates import certificate_rows
 from gradveil.experiments.judge import Verdict, headline, verdicts
 from gradveil.experiments.looks import Progress, train_all
@@ -21,7 +21,7 @@ from gradveil.experiments.panel import Observed, chunks, panel
 from gradveil.experiments.rows import Line, lines
 from gradveil.experiments.run_folder import Row, RunFolder
 from gradveil.experiments.scene import AuditConfig, Scene, build_scene, is_small, load_dataset, one_thread
-from gradveil.experiments.trial import attack_rows, attempt, floors
+from gradveil.experiments.trial import attack_rows, attempt, client_row, floors
 from gradveil.models import build_working
 from gradveil.registry import describe, is_import_path
 
@@ -103,7 +103,11 @@ def run_audit(scene: Scene, store: RunFolder, progress: Progress) -> None:
     """Do what is not done yet."""
     if not store.done("truth"):
         rows, answers = floors(scene.truth, scene.public)
-        store.add("truth", rows, {name: x.numpy() for name, x in {"truth": scene.truth.inputs, **answers}.items()})
+        store.add(
+            "truth",
+            [client_row(scene.config.planned), *rows],
+            {name: x.numpy() for name, x in {"truth": scene.truth.inputs, **answers}.items()},
+        )
     looks, observed = list(train_all(scene, store, progress)), Observed(scene)
     work = [
         (f"attack/{attack}/{i}", part)
@@ -114,6 +118,7 @@ def run_audit(scene: Scene, store: RunFolder, progress: Progress) -> None:
     for unit, part in work:
         progress("attacks", done, total)
         if not store.done(unit):
+            _check_client(scene, store)
             trials = [observed.trial(target) for target in part]
             rows, images = attack_rows(trials, attempt(trials), scene.public)
             none = np.zeros((0, *scene.truth.inputs.shape[1:]), np.float32)
@@ -127,6 +132,15 @@ def run_audit(scene: Scene, store: RunFolder, progress: Progress) -> None:
     if left and scene.config.meter_seconds > 0:
         for defense, rows in certificate_rows(scene, left, progress).items():
             store.add(f"promise/{defense}", rows)
+
+
+def _check_client(scene: Scene, store: RunFolder) -> None:
+    """Raise where earlier rows are of clients that took one step, whatever the settings say."""
+    if scene.config.planned.num_steps > 1 and not any(row["kind"] == "client" for row in store.rows):
+        raise SpecError(
+            f"{store.path} was begun by an earlier version, whose attacked clients took one local step; now they take "
+            f"{scene.config.planned.num_steps}. Choose another --out."
+        )
 
 
 def _text(value: Any) -> str:

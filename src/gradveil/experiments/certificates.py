@@ -17,6 +17,7 @@ from gradveil.errors import CertificateError, GradveilError
 from gradveil.experiments.run_folder import Row
 from gradveil.experiments.scene import Scene
 from gradveil.experiments.trial import observe
+from gradveil.federated.settings import Local
 from gradveil.layers.modules import representation
 from gradveil.types import Batch, GaussianPrior
 
@@ -95,15 +96,16 @@ def metered(
     prior: GaussianPrior | None = None,
     bounds: tuple[float, float] = (0.0, 1.0),
     each: Callable[[], None] = nothing,
-    loss: str = "cross_entropy",
+    lr: float | None = None,
+    local: Local | None = None,
 ) -> list[ServerLeak]:
     """Return what the update of these examples leaks to every server that knows the defence.
 
     Only servers whose knowledge shows in what they see (dropped tensors, masks, noise levels, a simulated defence)
     can be metered: one that merely switches to another attack sees the same numbers. ``each`` is called before each
-    step of a reading.
+    step of a reading. ``lr`` and ``local``: see ``observe``.
     """
-    seen = observe(model, truth, defense, rng, num_classes, prior, with_labels=True, bounds=bounds, loss=loss)
+    seen = observe(model, truth, defense, rng, num_classes, prior, lr, with_labels=True, bounds=bounds, local=local)
     found = []
     for known in defense.adaptive(model):
         view = known.view(seen)
@@ -193,9 +195,10 @@ def _certificates(scene: Scene, defense: str, each: Callable[[], None]) -> list[
 def _readings(scene: Scene, defense: str, client: int, each: Callable[[], None]) -> list[ServerLeak]:
     rng = scene.seeds("defense", defense, "first", client)
     truth, classes = scene.held_by(client).to(scene.device), scene.num_classes
+    lr, built = scene.config.lr_of(1), scene.defenses[defense]
     return metered(
-        scene.model, truth, scene.defenses[defense], classes, rng, scene.public.prior, each=each, loss=scene.config.loss
-    )
+        scene.model, truth, built, classes, rng, scene.public.prior, each=each, lr=lr, local=scene.config
+    )  # fmt: skip
 
 
 def _rows(defense: str, mine: _Promises, clients: int, over: str) -> list[Row]:

@@ -90,7 +90,7 @@ class Observed:
         return Trial(self.seen(target), target.server, attack, rng, scene.held_by(victim), about, first)
 
     def seen(self, target: Target) -> Observation | UpdateError:
-        """Return what arrived from the client after one local step, or why nothing did."""
+        """Return what arrived from the client after its local training, or why nothing did."""
         key = (target.look.round, target.look.weights, target.defense, target.victim)
         if key in self._kept:
             return self._kept[key]
@@ -104,8 +104,8 @@ class Observed:
         scene, look, defense = self.scene, target.look, self.scene.defenses[target.defense]
         rng = scene.seeds("defense", target.defense, look.round, target.victim)
         batch, prior = scene.held_by(target.victim).to(scene.device), scene.public.prior
-        lr, loss = scene.config.lr, scene.config.loss
+        lr = scene.config.lr_of(look.round_number)
         try:
-            return observe(look.model, batch, defense, rng, self._num_classes, prior, lr, loss=loss)
+            return observe(look.model, batch, defense, rng, self._num_classes, prior, lr, local=scene.config)
         except UpdateError as error:
             return error

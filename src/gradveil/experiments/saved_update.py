@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from gradveil.experiments.looks import Progress, server_rows
 from gradveil.experiments.run_folder import Row, RunFolder
 from gradveil.experiments.scene import ATTACKS, is_small, load_dataset, one_thread
 from gradveil.experiments.settings import find_device
-from gradveil.experiments.trial import Public, Trial, attack_rows, attempt, floors, naive
+from gradveil.experiments.trial import Public, Trial, attack_rows, attempt, client_row, floors, naive
 from gradveil.experiments.update_files import Facts, load_weights, read_examples, read_loss, read_update
 from gradveil.federated.client import check_loss, local_update
 from gradveil.losses import CROSS_ENTROPY, Loss, OwnLoss
@@ -48,6 +48,11 @@ class UpdateAuditConfig:
     num_examples: int | None = None
     batch_size: int | None = None
     loss: str | None = None  # that the client minimised; default: as the file says
+    optimizer: str | None = None  # this and the next four: of the local steps; None: as the file says, else plain SGD
+    momentum: float | None = None
+    weight_decay: float | None = None
+    proximal: float | None = None
+    clip: float | None = None
     defense: str = "none"  # what the client is said to have used
     attacks: tuple[str, ...] = ATTACKS
     dataset: str | None = None  # of the same kind: gives shapes, a prior, a gallery and the control
@@ -61,7 +66,7 @@ class UpdateAuditConfig:
     @property
     def facts(self) -> Facts:
         """What the tensors do not say themselves."""
-        return Facts(self.kind, self.lr, self.num_steps, self.num_examples, self.batch_size)  # type: ignore[arg-type]
+        return Facts(**{f.name: getattr(self, f.name) for f in fields(Facts)})
 
 
 @dataclass(frozen=True)
@@ -112,23 +117,13 @@ class SavedUpdate:
 
     @cached_property
     def control_updates(self) -> list[Update]:
-        """The undefended update of each control, with as many local steps as the update has."""
-        lr, size = self.update.lr, self.update.batch_size
+        """The undefended update of each control, by the same local training."""
+        lr, size, rule = self.update.lr, self.update.batch_size, asdict(self.update.rule)
         made = []
         for i, batch in enumerate(self.controls):
             epochs = max(1, round(self.update.num_steps * (size or len(batch)) / len(batch)))
-            made.append(
-                local_update(
-                    self.model,
-                    batch.to(self.device),
-                    "none",
-                    lr,
-                    self.seeds("control", i),
-                    epochs,
-                    size,
-                    loss=self.spec,
-                )
-            )
+            rng, own = self.seeds("control", i), batch.to(self.device)
+            made.append(local_update(self.model, own, "none", lr, rng, epochs, size, loss=self.spec, **rule))
         return made
 
 
@@ -216,7 +211,7 @@ def _run(case: SavedUpdate, store: RunFolder, progress: Progress) -> None:
 
 
 def _floors(case: SavedUpdate) -> tuple[list[Row], dict[str, Any]]:
-    rows, batches = server_rows(case.config.defense, case.knowing), case.controls
+    rows, batches = [client_row(case.update), *server_rows(case.config.defense, case.knowing)], case.controls
     if not batches:
         return rows, {}
     known = Batch(torch.cat([b.inputs for b in batches]), torch.cat([b.labels for b in batches]))

@@ -22,13 +22,13 @@ from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import DataError, GradveilError, SpecError, own_error
 from gradveil.experiments.settings import find_device
 from gradveil.experiments.trial import Public
-from gradveil.federated.client import check_loss
+from gradveil.federated.client import check_loss, update_batch_size
 from gradveil.federated.settings import Training
 from gradveil.losses import build as build_loss
 from gradveil.registry import is_import_path
 from gradveil.seeds import Seeds
 from gradveil.tree import parameters, size
-from gradveil.types import Batch
+from gradveil.types import Batch, Update
 
 DEFENSES = (
     "none",
@@ -46,13 +46,12 @@ class AuditConfig(Training):
 
     dataset: str = "digits"
     data: str | None = None  # the local data folder
-    model: str = "lenet:strides=2/1"  # sigmoid, as published, but two convolutions deep: it learns digits in six rounds
+    model: str = "lenet:strides=2/1"  # sigmoid, as published, but two convolutions deep: it learns digits in ten rounds
     defenses: tuple[str, ...] = DEFENSES
     attacks: tuple[str, ...] = ATTACKS
     partition: str = "iid:devices=10"
-    rounds: int = 6
+    rounds: int = 10
     clients: int = 5
-    epochs: int = 2
     batch_size: int | None = 8
     lr: float = 0.3
     images: int = 8  # that are attacked, in each round that is looked at
@@ -80,6 +79,12 @@ class AuditConfig(Training):
             values = getattr(self, kind)
             if len(set(values)) < len(values):
                 raise SpecError(f"The {kind} {', '.join(values)} name one twice. Name each once.")
+
+    @property
+    def planned(self) -> Update:
+        """The update of an attacked client, without its numbers: what its local training is."""
+        n = self.examples
+        return Update({}, n, self.steps(n), self.lr_of(1), update_batch_size(self, n), self.rule)
 
 
 def load_dataset(source: str | Dataset | Callable[..., Any], data: str | None) -> Dataset:

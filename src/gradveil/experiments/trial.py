@@ -6,7 +6,7 @@ this way.
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -79,24 +79,30 @@ def observe(
     lr: float | None = None,
     with_labels: bool = False,
     bounds: tuple[float, float] = (0.0, 1.0),
-    loss: str = "cross_entropy",
+    local: Local | None = None,
 ) -> Observation:
-    """Return all that the server sees of a client's update of one step on these examples, and what is public.
+    """Return all that the server sees of a client's update on these examples, and what is public.
 
-    With ``lr`` the client trains as in a round, which shuffles the examples first (and so draws from ``rng``); without
-    it the update is the gradient at the examples as they are.
+    With ``lr`` the client trains as in a round, by ``local`` (default: one step on all examples), which shuffles the
+    examples first (and so draws from ``rng``); without it the update is the gradient at the examples as they are.
     """
-    minimised = build_loss(loss).of(batch.labels)
+    local = local or Local(batch_size=None)
+    minimised = build_loss(local.loss).of(batch.labels)
     if lr is None:
         gradient = step_gradient(model, batch, defense, rng, loss=minimised)
         update = defense.on_update(Update(gradient, len(batch)), rng)
     else:
-        local = Local(batch_size=None, loss=loss)
         update = train_client(copy.deepcopy(model), batch, defense, lr, rng, local).update
     check_update(update, model)
     labels = batch.labels if with_labels else None
     shape = tuple(batch.inputs.shape[1:])
     return Observation(model, update, shape, num_classes, labels, bounds, prior, loss=minimised)
+
+
+def client_row(update: Update) -> Row:
+    """Return what the report says of the local training that was attacked."""
+    known = {"examples": update.num_examples, "steps": update.num_steps, "batch_size": update.batch_size}
+    return {"kind": "client", **known, "lr": update.lr, **asdict(update.rule), "schedule": update.schedule}
 
 
 @dataclass(frozen=True)

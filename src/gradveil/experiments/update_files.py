@@ -5,7 +5,7 @@
 * the weights after training beside those before (a pair of state dicts, as Flower sends them).
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from torch import nn
 from gradveil.errors import UpdateError
 from gradveil.files import write_atomically
 from gradveil.registry import is_import_path
+from gradveil.step_rule import PLAIN, StepRule
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch, Update, check_update
 
@@ -33,6 +34,17 @@ class Facts:
     num_steps: int | None = None  # default: 1
     num_examples: int | None = None  # default: 1
     batch_size: int | None = None
+    optimizer: str | None = None  # this and what follows: of the local steps; default: plain SGD
+    momentum: float | None = None
+    weight_decay: float | None = None
+    proximal: float | None = None
+    clip: float | None = None
+
+    @property
+    def rule(self) -> StepRule:
+        """What the client's optimiser made of a gradient."""
+        stated: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(StepRule)}
+        return StepRule(**{name: value for name, value in stated.items() if value is not None})
 
 
 def write_update(path: str | Path, update: Update, loss: str = "cross_entropy") -> None:
@@ -46,6 +58,7 @@ def write_update(path: str | Path, update: Update, loss: str = "cross_entropy") 
     }
     if update.batch_size is not None:
         facts["batch_size"] = str(update.batch_size)
+    facts |= {name: str(value) for name, value in asdict(update.rule).items() if value != getattr(PLAIN, name)}
     tensors = {name: g.detach().cpu().contiguous().clone() for name, g in update.gradient.items()}
     write_atomically(Path(path), save(tensors, metadata=facts))
 
@@ -66,7 +79,7 @@ def read_update(path: str | Path, model: nn.Module, facts: Facts | None = None, 
     if min(steps, examples) < 1 or (lr is not None and not lr > 0):
         raise UpdateError(f"{path}: lr={lr}, steps={steps}, examples={examples}; each must be above zero.")
     gradient = _gradient(Path(path), kind, tensors, lr or 1.0, before, model)
-    update = Update(gradient, examples, steps, lr or 1.0, stated.batch_size)
+    update = Update(gradient, examples, steps, lr or 1.0, stated.batch_size, stated.rule)
     check_update(update, model)
     return update
 
@@ -168,7 +181,8 @@ def _merge(path: Path, metadata: dict[str, str], facts: Facts) -> Facts:
     kind = facts.kind or metadata.get("kind")
     if kind is not None and kind not in KINDS:
         raise UpdateError(f"{path}: no kind of update is called {kind!r}. Known: {', '.join(KINDS)}.")
-    read = {"lr": float, "num_steps": int, "num_examples": int, "batch_size": int}
+    read: dict[str, Any] = {"lr": float, "num_steps": int, "num_examples": int, "batch_size": int, "optimizer": str}
+    read |= dict.fromkeys(("momentum", "weight_decay", "proximal", "clip"), float)
     stated: dict[str, Any] = {key: getattr(facts, key) for key in read}
     for key, to in read.items():
         if stated[key] is None and key in metadata:

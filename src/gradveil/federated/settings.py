@@ -6,6 +6,7 @@ from functools import wraps
 from typing import Any, ClassVar, Literal, TypeVar
 
 from gradveil.errors import UpdateError
+from gradveil.federated.schedules import SCHEDULES
 from gradveil.step_rule import StepRule
 
 Weighting = Literal["samples", "paper", "uniform"]
@@ -25,6 +26,10 @@ class Local(StepRule):
             raise UpdateError(f"epochs={self.epochs}, batch_size={self.batch_size}: both must be at least 1.")
         super().__post_init__()
 
+    def steps(self, num_examples: int) -> int:
+        """Return how many local steps a client with so many examples takes."""
+        return self.epochs * -(-num_examples // min(self.batch_size or num_examples, num_examples))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Averaging(Local):
@@ -36,6 +41,10 @@ class Averaging(Local):
     clients: int = 10  # K, that train in a round
     lr: float = 0.01
     schedule: str = "constant"
+
+    def lr_of(self, number: int) -> float:
+        """Return the learning rate of a round."""
+        return SCHEDULES.build(self.schedule).lr(self.lr, number, self.rounds)
 
 
 def takes_old_names(cls: type[T]) -> type[T]:

@@ -17,7 +17,6 @@ from gradveil.federated.checkpoint import Checkpoint
 from gradveil.federated.client import Sent
 from gradveil.federated.engines import ENGINES, Engine, Job, World
 from gradveil.federated.processes import Processes, available_cores
-from gradveil.federated.schedules import SCHEDULES
 from gradveil.federated.server import SERVERS, Arrival, Faults, Memory, merge
 from gradveil.federated.settings import Training
 from gradveil.federated.vectorised import why_not
@@ -84,7 +83,7 @@ def simulate(
     with ENGINES.build(engine).start(world) as pool:
         upcoming = run.jobs(run.first)
         for number in range(run.first, run.training.rounds + 1):
-            jobs, lr = upcoming, run.lr(number)
+            jobs, lr = upcoming, run.training.lr_of(number)
             run.begin(number, jobs)
             sent = pool.train(run.model, jobs, lr)
             upcoming = run.jobs(number + 1)
@@ -122,10 +121,6 @@ class Run:
             self.memory = {kind: {name: v.to(at) for name, v in tree.items()} for kind, tree in resume.memory.items()}
             self.first = resume.round + 1
 
-    def lr(self, number: int) -> float:
-        """Return the learning rate of a round."""
-        return SCHEDULES.build(self.training.schedule).lr(self.training.lr, number, self.training.rounds)
-
     def jobs(self, number: int) -> list[Job]:
         """Return the work of a round."""
         return round_jobs(self.seeds, number, self.clients, self.training)
@@ -152,7 +147,7 @@ class Run:
             number=number,
             model=self.model,
             sent=self.received,
-            lr=self.lr(number),
+            lr=self.training.lr_of(number),
             clients=chosen,
             accepted=merged.accepted,
             rejected=merged.rejected,
@@ -246,7 +241,9 @@ def simulate_together(
     with chosen.start(World(runs[0].model, dataset.train, together, shared)) as pool:
         for number in range(1, shared.rounds + 1):
             jobs = [_jobs(run, number) for run in runs]
-            sent = iter(pool.train(runs[0].model, [job for some in jobs for job in some], runs[0].lr(number)))
+            sent = iter(
+                pool.train(runs[0].model, [job for some in jobs for job in some], runs[0].training.lr_of(number))
+            )
             yield [run.finish(number, some, [next(sent) for _ in some]) for run, some in zip(runs, jobs, strict=True)]
 
 

@@ -71,8 +71,8 @@ PICTURES = (
 )
 
 CAVEAT = (
-    "Each attacked client took one local step from the weights that the server sent; pictures on the cards show the "
-    "first image, not the best one. What no attack of this panel got, another may still get."
+    "Each attacked client took {schedule}, from the weights that the server sent. Pictures on the cards show the first "
+    "image, not the best one. What no attack of this panel got, another may still get."
 )
 
 
@@ -100,6 +100,7 @@ def _content(store: RunFolder) -> dict[str, Any]:
     rows = store.rows
     floor, found, judged = best_floor(rows), lines(rows), verdicts(rows)
     about = [row for row in rows if row["kind"] == "defense"]
+    client = next((row for row in rows if row["kind"] == "client"), {})
     versions = tomllib.loads((store.path / VERSIONS).read_text("utf-8"))
     what = config.get("update", config.get("dataset", ""))
     return {
@@ -108,7 +109,7 @@ def _content(store: RunFolder) -> dict[str, Any]:
         "headline": headline(rows),
         "verdicts": judged,
         "badges": BADGES,
-        "caveat": CAVEAT,
+        "caveat": CAVEAT.format(schedule=client.get("schedule", "one local step")),
         "thumbs": thumbs(store, judged),
         "picture_note": PICTURES if judged else "What the attacks brought back; there is no truth to compare with.",
         "pictures": pictures(store, found),

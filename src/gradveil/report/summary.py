@@ -24,6 +24,7 @@ def summary(found: Audit, page: Path, fail_on: FailOn | None) -> dict[str, Any]:
         "settings": tomllib.loads(found.store.config),
         "folder": str(found.folder),
         "report": str(page),
+        "client": next((row for row in found.rows if row["kind"] == "client"), None),
         "headline": found.headline,
         "gate": None if fail_on is None else _gate(found.rows, fail_on),
         "floor": _floor(found.rows),

@@ -19,7 +19,7 @@ from gradveil.gradients.functional import Form, trial_gradients
 from gradveil.tree import Params, parameters
 from gradveil.types import Observation
 
-BLUR = 1.0  # of Adam's steps: how far from a mere sign a trial's are taken, so that they have slopes
+BLUR = 0.03  # of Adam's steps: how far from mere signs a trial's are taken, so that they have slopes
 SMALLEST_NOISE = 1e-2  # a tensor counts as known to this part of its rms, however little noise it carries
 
 

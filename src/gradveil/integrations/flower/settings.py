@@ -13,7 +13,6 @@ from gradveil import models
 from gradveil.data.base import Dataset
 from gradveil.data.partition import Indices, partition
 from gradveil.errors import SpecError, did_you_mean
-from gradveil.federated.schedules import SCHEDULES
 from gradveil.federated.server import SERVERS
 from gradveil.federated.settings import Averaging, Training
 from gradveil.federated.simulate import sample_clients
@@ -70,10 +69,6 @@ class FlowerSettings(Averaging):
     def seeds(self) -> Seeds:
         """The generators of the run."""
         return Seeds(self.seed)
-
-    def lr_of(self, number: int) -> float:
-        """Return the learning rate of a round."""
-        return SCHEDULES.build(self.schedule).lr(self.lr, number, self.rounds)
 
     def order_of(self, number: int, sizes: list[int]) -> list[int]:
         """Return all devices in the order in which a round draws them: the first ones take part."""
