@@ -49,6 +49,7 @@ def figures(
     from gradveil.experiments.trial import RANK, Public
     from gradveil.experiments.update_files import load_weights
     from gradveil.federated.client import check_loss
+    from gradveil.federated.settings import Local
     from gradveil.models import build_working
     from gradveil.registry import is_import_path
     from gradveil.seeds import Seeds
@@ -72,7 +73,7 @@ def figures(
         for i in range(len(truth)):
             rng = seeds("meter", i)
             one = truth[i : i + 1].to(at)
-            leaks.append(metered(model, one, defense, outputs, rng, public.prior, loss=loss))
+            leaks.append(metered(model, one, defense, outputs, rng, public.prior, local=Local(loss=loss)))
     return {
         "model": model_spec,
         "dataset": dataset_spec,
