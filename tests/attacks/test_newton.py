@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from gradveil.attacks.gauss_newton.equations import Prior, Smoothing, kink_scales
-from gradveil.attacks.gauss_newton.solver import DenseStep, Descent, MatrixFree, Solver, State, conjugate_gradients
-from gradveil.attacks.gauss_newton.updates import STIFF, _read, delta_of, known_bias, update_rows
+from gradveil.attacks.gauss_newton.linear import conjugate_gradients, delta_of
+from gradveil.attacks.gauss_newton.solver import DenseStep, Descent, MatrixFree, Solver, State
+from gradveil.attacks.gauss_newton.updates import STIFF, _read, known_bias, update_rows
 from gradveil.attacks.newton import Newton
 from gradveil.errors import AttackError
 from gradveil.types import Batch, GaussianPrior, Observation, Update
@@ -183,17 +184,21 @@ def test_products_alone_give_the_step_that_the_written_out_jacobian_gives(batch:
     torch.testing.assert_close(free, dense, rtol=1e-5, atol=1e-7)
 
 
-def test_products_with_the_jacobian_agree_with_differences(batch: Batch) -> None:
+@pytest.mark.parametrize("form", ["as a program", "by torch.func"])
+def test_products_with_the_jacobian_agree_with_differences(batch: Batch, form: str) -> None:
     seen = [observe(network(nn.ReLU), one(batch, 0))]
     prior = Prior.of(seen[0], 5, torch.device("cpu"))
     rows = update_rows(seen, batch.labels[:1, None], prior)
     z, v = prior.center()[None], prior.draw(1, seeded(4))
     width, h = torch.tensor([0.3], dtype=z.dtype), 1e-5
-    pushed = rows.push(z, v, width)
+    rows = rows if form == "as a program" else replace(rows, linear=None)
+    push, pull = rows.products(z, width)
+    pushed = push(v)
     differences = (rows.residual(z + h * v, width) - rows.residual(z - h * v, width)) / (2 * h)
     torch.testing.assert_close(pushed, differences, rtol=1e-4, atol=1e-7)
     u = torch.randn(pushed.shape, generator=seeded(5), dtype=z.dtype)
-    torch.testing.assert_close((rows.pull(z, u, width) * v).sum(), (u * pushed).sum())
+    torch.testing.assert_close((pull(u) * v).sum(), (u * pushed).sum())
+    torch.testing.assert_close(rows.curvature(z, u, width)(v), pull(u * pushed))
     whole = torch.cat(rows.jacobian(z, width), 2)[0]
     torch.testing.assert_close(v[0] @ whole, pushed[0])
     twice = replace(rows, direct=None).take(torch.tensor([0, 0]))

@@ -10,7 +10,8 @@ from torch.nn.functional import cross_entropy
 from gradveil.errors import AttackError
 from gradveil.gradients.by_hand import known_chain
 from gradveil.gradients.convolution import Geometry, pull_back
-from gradveil.gradients.functional import trial_gradients
+from gradveil.gradients.functional import alone_pays, trial_gradients
+from gradveil.gradients.standardise import standardise
 from gradveil.models import build
 from gradveil.tree import parameters
 
@@ -81,6 +82,26 @@ def one_at_a_time(model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
     return [torch.stack(parts) for parts in zip(*out, strict=True)]
 
 
+@pytest.mark.parametrize("over", [[0, 2, 3], [2, 3]])
+def test_standardised_numbers_have_the_derivatives_of_the_plain_formula(over: list[int]) -> None:
+    rng = torch.Generator().manual_seed(2)
+    x = torch.randn(3, 2, 4, 3, generator=rng, dtype=torch.double).requires_grad_()
+
+    def plain(x: Tensor) -> Tensor:
+        centred = x - x.mean(over, keepdim=True)
+        return centred / (centred.square().mean(over, keepdim=True) + 0.1).sqrt()
+
+    torch.testing.assert_close(standardise(x, over, 0.1), plain(x))
+    assert torch.autograd.gradcheck(lambda x: standardise(x, over, 0.1), x)
+    assert torch.autograd.gradgradcheck(lambda x: standardise(x, over, 0.1), x)
+
+
+def test_wide_convolutions_run_one_by_one_on_a_cpu_but_for_a_chain() -> None:
+    assert alone_pays(build("resnet18", (3, 8, 8), 10))
+    assert not alone_pays(build("resnet18:width=2", (3, 8, 8), 10))
+    assert not alone_pays(build("convnet", (3, 32, 32), 10))
+
+
 @pytest.mark.parametrize("form", ["auto", "manual", "vmap", "loop"])
 def test_every_form_equals_autograd_one_problem_at_a_time(network: nn.Module, form: str) -> None:
     rng = torch.Generator().manual_seed(0)
@@ -94,11 +115,13 @@ def test_every_form_equals_autograd_one_problem_at_a_time(network: nn.Module, fo
         with pytest.raises(RuntimeError):
             trial_gradients(network, parameters(network), "vmap")(x, y)
         return
-    free = x.clone().requires_grad_()
-    found = trial_gradients(network, parameters(network), form)(free, y)  # type: ignore[arg-type]
-    (second,) = torch.autograd.grad(sum((g**3).sum() for g in found.values()), free)
-    for got, expected in zip([*found.values(), second], one_at_a_time(network, x, y), strict=True):
-        torch.testing.assert_close(got.detach(), expected, rtol=1e-9, atol=1e-12)
+    for problems in (3, 1):
+        free = x[:problems].clone().requires_grad_()
+        found = trial_gradients(network, parameters(network), form)(free, y[:problems])  # type: ignore[arg-type]
+        (second,) = torch.autograd.grad(sum((g**3).sum() for g in found.values()), free)
+        expected = one_at_a_time(network, x[:problems], y[:problems])
+        for got, wanted in zip([*found.values(), second], expected, strict=True):
+            torch.testing.assert_close(got.detach(), wanted, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("spec", ["lenet", "lenet:activation=relu,normalize=half", "leaknet", "probe", "logistic"])

@@ -80,16 +80,17 @@ def _by_input(delta: Tensor, bar: Tensor, size: Pair, g: Geometry) -> Tensor:
     """Return the gradient by h (P, N, C, *size): delta spread by each problem's own kernel bar (P, O, C, *kernel)."""
     found: Tensor
     problems, images = delta.shape[:2]
-    side = delta.transpose(0, 1).flatten(1, 2)  # (N, P O, ...)
+    if g.stride != (1, 1):  # a transposed convolution of P groups would be P convolutions, one after the other
+        columns = torch.bmm(bar.flatten(2).mT, _rows(delta)).unflatten(2, (images, -1)).transpose(1, 2)
+        found = F.fold(columns.flatten(0, 1), size, g.kernel, padding=g.padding, stride=g.stride)
+        return found.view(problems, images, -1, *size)
     flipped = bar.flip(3, 4)
     back = Geometry(g.kernel, (1, 1), pair([k - 1 - p for k, p in zip(g.kernel, g.padding, strict=True)]))
-    if g.stride == (1, 1) and delta[0, 0].numel() < LARGE:
+    if delta[0, 0].numel() < LARGE:
         found = torch.bmm(patches(delta, back), flipped.permute(0, 3, 4, 1, 2).flatten(1, 3))
         return found.view(problems, images, *size, -1).permute(0, 1, 4, 2, 3)
-    if g.stride == (1, 1):
-        found = F.conv2d(side, flipped.transpose(1, 2).flatten(0, 1), None, 1, back.padding, 1, problems)
-    else:
-        found = transposed(side, bar.flatten(0, 1), size, g, problems)
+    side = delta.transpose(0, 1).flatten(1, 2)  # (N, P O, ...)
+    found = F.conv2d(side, flipped.transpose(1, 2).flatten(0, 1), None, 1, back.padding, 1, problems)
     return found.view(images, problems, -1, *size).transpose(0, 1)
 
 

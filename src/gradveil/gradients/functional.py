@@ -21,7 +21,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
 from gradveil.errors import AttackError
-from gradveil.gradients.by_hand import known_chain, manual_gradients, pays
+from gradveil.gradients.by_hand import WIDE, known_chain, manual_gradients, pays
+from gradveil.gradients.standardise import standardise
 from gradveil.layers.modules import copied_buffers, plain_attention, plain_checkpoints
 from gradveil.losses import CROSS_ENTROPY, CrossEntropy, Loss
 from gradveil.step_rule import Momenta
@@ -35,8 +36,10 @@ WeightLoss = Callable[[Params, Tensor, Tensor], Tensor]  # the same -> the mean 
 
 
 @contextmanager
-def quiet(model: nn.Module) -> Iterator[None]:
-    """Within, the model is a pure function of its input that can be differentiated twice.
+def quiet(model: nn.Module, transformed: bool = True) -> Iterator[None]:
+    """Within, the model is a pure function of its input that can be differentiated twice, also by ``torch.func``.
+
+    Where it is not ``transformed``, for autograd alone, batch norm takes a third of the operations.
 
     Batch norm in train mode normalises by the batch's own statistics, as the client's did, and leaves the
     running ones alone. Dropout is off: the server does not know the client's masks. Attention and some other
@@ -48,7 +51,7 @@ def quiet(model: nn.Module) -> Iterator[None]:
     ]
     try:
         for norm in norms:
-            norm.forward = partial(_by_own_statistics, norm)  # type: ignore[method-assign]
+            norm.forward = partial(_by_own_statistics, norm, transformed)  # type: ignore[method-assign]
         for layer in random:
             layer.training = False
         with plain_attention(), plain_checkpoints(), PlainFunctions():
@@ -60,9 +63,9 @@ def quiet(model: nn.Module) -> Iterator[None]:
             layer.training = True
 
 
-def _by_own_statistics(norm: _BatchNorm, x: Tensor) -> Tensor:
-    """Batch norm in plain operations: under vmap the second derivative of torch's own comes out wrong."""
-    unit = _standardised(x, [d for d in range(x.ndim) if d != 1], norm.eps)
+def _by_own_statistics(norm: _BatchNorm, transformed: bool, x: Tensor) -> Tensor:
+    """Batch norm by formula: under vmap the second derivative of torch's own comes out wrong."""
+    unit = (_standardised if transformed else standardise)(x, [d for d in range(x.ndim) if d != 1], norm.eps)
     like = [-1 if d == 1 else 1 for d in range(x.ndim)]
     return unit * norm.weight.view(like) + norm.bias.view(like) if norm.affine else unit
 
@@ -133,7 +136,8 @@ def trial_gradients(
 
     ``x`` is (P, N, *shape), ``y`` (P, N, K) targets as rows, and each tensor of the result (P, *shape of
     the parameter). ``auto`` takes the written-out form where the model is a chain, the loss plain cross-entropy and
-    that form the faster one on this device, else vmap, else the loop. On a CPU the written-out form is for reverse mode
+    that form the faster one on this device, else vmap, else the loop; a single problem runs as it is. On a CPU the
+    written-out form is for reverse mode
     only; under ``torch.func`` transforms (``jvp``, ``jacrev``, ``vmap``) ask for ``vmap``.
     """
     wanted = tuple(names)
@@ -144,7 +148,18 @@ def trial_gradients(
     if links is not None and (form == "manual" or pays(links, next(model.parameters()).device)):
         return manual_gradients(links, wanted)
     start = {name: p for name, p in parameters(model).items() if name in wanted}
+    form = "loop" if form == "auto" and alone_pays(model) else form
     return per_problem(model, loss_of(model, wanted, loss), lambda gradient, x, y: gradient(start, x, y), form)
+
+
+def alone_pays(model: nn.Module) -> bool:
+    """Whether one problem after the other is the faster way: for wide convolutions on a CPU, in no known chain.
+
+    Under vmap their weight gradients are convolutions of as many groups as there are problems.
+    """
+    widths = [m.out_channels for m in model.modules() if isinstance(m, nn.Conv2d)]
+    wide = max(widths, default=0) >= WIDE and next(model.parameters()).device.type == "cpu"
+    return wide and known_chain(model) is None
 
 
 def loss_of(model: nn.Module, free: Iterable[str], loss: Loss) -> WeightLoss:
@@ -172,18 +187,21 @@ def per_problem(
 
     def gradients(x: Tensor, y: Tensor) -> Params:
         nonlocal traced, proven
-        with quiet(model):
-            if traced:
-                try:
+        if traced and (len(x) > 1 or form == "vmap"):
+            try:
+                with quiet(model):
                     found: Params = many(x, y)
-                except (RuntimeError, NotImplementedError, AttackError) as error:
-                    if proven or isinstance(error, torch.cuda.OutOfMemoryError):  # not for lack of a batching rule
-                        raise
-                    traced = False
-                else:
-                    proven = True
-                    return found
+            except (RuntimeError, NotImplementedError, AttackError) as error:
+                if proven or isinstance(error, torch.cuda.OutOfMemoryError):  # not for lack of a batching rule
+                    raise
+                traced = False
+            else:
+                proven = True
+                return found
+        with quiet(model, transformed=False):
             alone = [one(partial(_by_autograd, loss), xi, yi) for xi, yi in zip(x, y, strict=True)]
+        if len(alone) == 1:  # no copy of large gradients
+            return {name: g[None] for name, g in alone[0].items()}
         return {name: torch.stack([g[name] for g in alone]) for name in alone[0]}
 
     return gradients

@@ -106,6 +106,7 @@ TOGETHER = 1024  # unknowns of all problems whose Jacobians are written out at o
 
 Trial = Callable[..., Tensor]
 Direct = Callable[..., tuple[Tensor, list[Tensor]]]
+Push = Callable[[Tensor], Tensor]  # direction (B, n) -> (B, R)
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ class Equations:
     # The same written out, for all problems: z (B, n), each of ``given``, widths (B, kinks), smooth?, tangents?
     # -> (B, R), and the Jacobian in parts (n, B, some of the rows).
     direct: Direct | None = None
+    linear: Callable[..., Push] | None = None  # z (B, n), each of ``given``, widths, smooth? -> its products with dF/dz
     randomness: Literal["error", "same"] = "error"  # of ``one``, for vmap
 
     def take(self, index: Tensor) -> "Equations":
@@ -159,27 +161,41 @@ class Equations:
                 return [one(z[0], *(value[0] for value in self._given(width)))[None]]
             return [self._vmap(one)(z, *self._given(width))]
 
-    def push(self, z: Tensor, v: Tensor, width: Tensor) -> Tensor:
-        """Return dF/dz v (B, R) for v (B, n)."""
-        function = self._of(width)
+    def products(self, z: Tensor, width: Tensor) -> tuple[Push, Callable[[Tensor], Tensor]]:
+        """Return v (B, n) -> dF/dz v (B, R) and u (B, R) -> (dF/dz)ᵀ u, at z.
 
-        def one(z: Tensor, v: Tensor, *given: Tensor) -> Tensor:
+        Where autograd records the first, its backward pass is the second.
+        """
+        function, given = self._of(width), self._given(width)
+        if self.linear is not None:
+            with quiet(self.model), torch.no_grad():
+                program = self.linear(z, *given, self._smooth(width))
+            return program, lambda u: _transposed(program, torch.zeros_like(z), u)
+
+        def push_one(z: Tensor, v: Tensor, *given: Tensor) -> Tensor:
             pushed: Tensor = jvp(lambda t: function(t, *given), (z,), (v,))[1]
             return pushed
 
-        with quiet(self.model), torch.no_grad():
-            return self._vmap(one)(z, v, *self._given(width))
-
-    def pull(self, z: Tensor, u: Tensor, width: Tensor) -> Tensor:
-        """Return (dF/dz)ᵀ u (B, n) for u (B, R)."""
-        function = self._of(width)
-
-        def one(z: Tensor, u: Tensor, *given: Tensor) -> Tensor:
+        def pull_one(z: Tensor, u: Tensor, *given: Tensor) -> Tensor:
             pulled: Tensor = vjp(lambda t: function(t, *given), z)[1](u)[0]
             return pulled
 
-        with quiet(self.model):
-            return self._vmap(one)(z, u, *self._given(width)).detach()
+        def push(v: Tensor) -> Tensor:
+            with quiet(self.model), torch.no_grad():
+                return self._vmap(push_one)(z, v, *given)
+
+        def pull(u: Tensor) -> Tensor:
+            with quiet(self.model):
+                return self._vmap(pull_one)(z, u, *given).detach()
+
+        return push, pull
+
+    def curvature(self, z: Tensor, weights: Tensor, width: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return v (B, n) -> (dF/dz)ᵀ (weights · dF/dz v) at z; ``weights`` is (B, R)."""
+        push, pull = self.products(z, width)
+        if self.linear is None:
+            return lambda v: pull(weights * push(v))
+        return lambda v: _transposed(push, v, None, weights)
 
     def _vmap(self, function: Callable[..., Tensor], chunk_size: int | None = None) -> Callable[..., Tensor]:
         mapped: Callable[..., Tensor] = vmap(function, chunk_size=chunk_size, randomness=self.randomness)
@@ -193,6 +209,17 @@ class Equations:
 
     def _given(self, width: Tensor | None) -> tuple[Tensor, ...]:
         return (*self.given, self.scales if width is None else self.scales * width[:, None])
+
+
+def _transposed(push: Push, v: Tensor, u: Tensor | None, weights: Tensor | None = None) -> Tensor:
+    """Return the transposed program's value at u, or at the weighted value of the program itself at v."""
+    with torch.enable_grad():
+        free = v.detach().requires_grad_()
+        pushed = push(free)
+        with torch.no_grad():
+            at = u if weights is None else weights * pushed
+        (pulled,) = torch.autograd.grad(pushed, free, at)
+    return pulled
 
 
 _RELU = {F.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gradveil import pace
 from gradveil.attacks.gauss_newton.equations import TOGETHER, Equations, Prior
+from gradveil.attacks.gauss_newton.linear import conjugate_gradients
 
 
 @dataclass(frozen=True)
@@ -63,46 +64,16 @@ class MatrixFree:
         self, rows: Equations, x: Tensor, residual: Tensor, weights: Tensor, width: Tensor
     ) -> Callable[[Tensor], Tensor]:
         """Return damping (B,) -> step (B, n); ``weights`` (B, R) are those of the squared residuals."""
-        fall = rows.pull(x, weights * residual, width) + self.prior.precise(x - self.prior.center())
+        fall = rows.products(x, width)[1](weights * residual) + self.prior.precise(x - self.prior.center())
+        curved = rows.curvature(x, weights, width)
 
         def step(damping: Tensor) -> Tensor:
             def product(v: Tensor) -> Tensor:
-                curved = rows.pull(x, weights * rows.push(x, v, width), width)
-                return curved + damping[:, None] * self.prior.precise(v)
+                return curved(v) + damping[:, None] * self.prior.precise(v)
 
             return conjugate_gradients(product, -fall, self.prior.covary, self.iterations, self.tolerance)
 
         return step
-
-
-def conjugate_gradients(
-    product: Callable[[Tensor], Tensor],
-    right: Tensor,
-    precondition: Callable[[Tensor], Tensor],
-    iterations: int,
-    tolerance: float,
-) -> Tensor:
-    """Solve A s = right (B, n) for symmetric positive A, every problem with its own step lengths.
-
-    Where the time is over (see ``pace``), as far as it came.
-    """
-    s, r = torch.zeros_like(right), right.clone()
-    z = precondition(r)
-    p, rz = z, (r * z).sum(1)
-    enough = tolerance**2 * rz
-    for k in range(iterations):
-        live = rz > enough
-        if not bool(live.any()):
-            break
-        ap = product(p)
-        length = torch.where(live, rz / (p * ap).sum(1), 0.0)[:, None]
-        s, r = s + length * p, r - length * ap
-        z = precondition(r)
-        fresh = (r * z).sum(1)
-        p, rz = z + torch.where(live, fresh / rz, 0.0)[:, None] * p, torch.where(live, fresh, rz)
-        if pace.part_of_step((k + 1) / iterations):
-            break
-    return s
 
 
 TRIALS = 6  # dampings tried before a step counts as failed

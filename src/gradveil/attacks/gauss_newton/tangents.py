@@ -52,12 +52,13 @@ def _run(link: Link, state: Params, h: Dual, widths: Iterator[Tensor] | None) ->
         return _convolution(link.path, module, state, h)
     if isinstance(module, _SHAPES):
         return _reshaping(module, h)
-    if isinstance(module, _LINEAR_HERE) or not _is_elementwise(module):
+    if isinstance(module, _LINEAR_HERE) or not is_elementwise(module):
         return _linear_here(module, h)
     return _elementwise(module, h, widths)
 
 
-def _is_elementwise(module: nn.Module) -> bool:
+def is_elementwise(module: nn.Module) -> bool:
+    """Return whether a layer is an activation."""
     return type(module).__module__.startswith("torch.nn.modules.activation") or isinstance(module, nn.Identity)
 
 
@@ -153,7 +154,7 @@ def _elementwise(module: nn.Module, h: Dual, widths: Iterator[Tensor] | None) ->
     value, tangents = h
     kinked = isinstance(module, (nn.ReLU, nn.LeakyReLU, nn.Hardtanh))
     width = next(widths).reshape(-1, *[1] * (value.ndim - 1)) if kinked and widths is not None else None
-    out, first, second = _derivatives(module, value, width)
+    out, first, second = derivatives(module, value, width)
 
     def back(delta: Dual) -> Dual:
         d, dd = delta
@@ -164,7 +165,7 @@ def _elementwise(module: nn.Module, h: Dual, widths: Iterator[Tensor] | None) ->
     return Passed((out, None if tangents is None else tangents * first), back, _none)
 
 
-def _derivatives(module: nn.Module, z: Tensor, width: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def derivatives(module: nn.Module, z: Tensor, width: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return an activation's value and its first two derivatives; torch's own where they are not written here."""
     if isinstance(module, nn.Sigmoid):
         s = z.sigmoid()

@@ -12,18 +12,17 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
 
-from gradveil.attacks.gauss_newton.equations import Direct, Equations, Prior, Smoothing, Trial, kink_scales
+from gradveil.attacks.gauss_newton.equations import Direct, Equations, Prior, Push, Smoothing, Trial, kink_scales
+from gradveil.attacks.gauss_newton.linear import SPREAD, behind, delta_of, products
 from gradveil.attacks.gauss_newton.tangents import can_write_out, run_chain
 from gradveil.attacks.labels import label_signal, unreadable
 from gradveil.gradients.by_hand import known_chain, pull
 from gradveil.gradients.functional import quiet, trial_update
 from gradveil.layers.modules import copied_state, trace
+from gradveil.layers.sequential import Link
 from gradveil.losses import CrossEntropy
 from gradveil.tree import Params
 from gradveil.types import Observation
-
-SPREAD = 3.0  # standard deviation of the free logits around their first guess
-
 
 Free = Literal["logits", "slopes", "nothing"]
 
@@ -34,12 +33,6 @@ def free_of(seen: Observation) -> Free:
         return "slopes"
     plain = isinstance(seen.loss, CrossEntropy) and seen.loss.plain
     return "logits" if plain and seen.update.num_steps == 1 else "nothing"
-
-
-def delta_of(log_p: Tensor, y: Tensor) -> Tensor:
-    """Return p - y (..., K) without its cancellation: the true class misses what the others have."""
-    others = log_p.exp() * (1 - y)
-    return others - y * others.sum(-1, keepdim=True)
 
 
 def trial_rows(seen: Observation, state: Params, prior: Prior) -> Callable[..., Tensor]:
@@ -90,10 +83,16 @@ def trial_rows(seen: Observation, state: Params, prior: Prior) -> Callable[..., 
     return {"logits": one_step, "slopes": any_target, "nothing": several_steps}[free_of(seen)]
 
 
+def _links(seen: Observation) -> Sequence[Link] | None:
+    """Return the layers where both passes can be written out: in a chain, for one local step, no defence simulated."""
+    links = known_chain(seen.model)
+    return links if can_write_out(links) and free_of(seen) == "logits" and not seen.needs_all_gradients else None
+
+
 def written_out(seen: Observation, state: Params, prior: Prior) -> Direct | None:
     """Return the rows of many trial points and, on demand, their Jacobian by parts; None where it is no known chain."""
-    links = known_chain(seen.model)
-    if links is None or not can_write_out(links) or free_of(seen) != "logits" or seen.needs_all_gradients:
+    links = _links(seen)
+    if links is None:
         return None
     names, examples = seen.visible, seen.num_examples
 
@@ -101,26 +100,22 @@ def written_out(seen: Observation, state: Params, prior: Prior) -> Direct | None
         z: Tensor, y: Tensor, guess: Tensor, rest: Tensor, widths: Tensor, smooth: bool, tangents: bool
     ) -> tuple[Tensor, list[Tensor]]:
         b, n = z.shape
-        eye = torch.eye(n, dtype=z.dtype, device=z.device)
+        eye = torch.eye(n if tangents else 0, n, dtype=z.dtype, device=z.device)
         shape = (examples, *seen.input_shape)
         x = z[:, : prior.pixels].reshape(b * examples, *seen.input_shape)
         dx = eye[:, : prior.pixels].reshape(n, 1, *shape).expand(n, b, *shape).flatten(1, 2) if tangents else None
         each = iter(widths.repeat_interleave(examples, 0).unbind(1)) if smooth else None
         (logits, dlogits), passed = run_chain(links, state, (x, dx), each)
 
-        def behind(v: Tensor) -> tuple[Tensor, Tensor]:
-            u = (guess + SPREAD * v.reshape(guess.shape)).log_softmax(-1)
-            return u, (delta_of(u, y) + rest).flatten(0, 1) / examples
-
         free = z[:, prior.pixels :]
-        u, delta = behind(free)
+        u, delta = behind(free, guess, y, rest)
         log_p = logits.log_softmax(-1)
         gap = (log_p.reshape(guess.shape) - u).flatten(1)
         if dlogits is None:
             update = pull(links, passed, (delta, None), names, b)
             return torch.cat([*(update[name][0] for name in names), gap], 1), []
         steps = eye[:, None, prior.pixels :].expand(n, *free.shape)
-        du, ddelta = vmap(lambda v: jvp(behind, (free,), (v,))[1])(steps)
+        du, ddelta = vmap(lambda v: jvp(lambda t: behind(t, guess, y, rest), (free,), (v,))[1])(steps)
         update = pull(links, passed, (delta, ddelta), names, b)
         dlog_p = dlogits - (log_p.exp() * dlogits).sum(-1, keepdim=True)
         dgap = (dlog_p.reshape(n, *guess.shape) - du).flatten(2)
@@ -176,11 +171,14 @@ def update_rows(seen: Sequence[Observation], slopes: Tensor, prior: Prior) -> Eq
     widths = torch.tensor(scales).to(center).expand(len(seen), -1)
     table = torch.stack([_table(s, center) for s in seen])  # (B, 4, R)
     rest = torch.zeros_like(y)  # of δ: what the client's rounding of p - 1 adds to it
-    one, direct = trial_rows(first, state, prior), written_out(first, state, prior)
+    one = trial_rows(first, state, prior)
+    links = _links(first)
+    linear = None if links is None else products(links, state, first, prior.pixels)
+    direct = written_out(first, state, prior), linear
     if free_of(first) == "slopes":
-        return _rows(first, one, (y, slopes, spread_of(slopes)), widths, table, None)
+        return _rows(first, one, (y, slopes, spread_of(slopes)), widths, table, (None, None))
     if free_of(first) == "nothing":
-        return _rows(first, one, (y, rest, rest), widths, table, None)
+        return _rows(first, one, (y, rest, rest), widths, table, (None, None))
     with quiet(first.model), torch.no_grad():
         guess = functional_call(first.model, state, (x,)).log_softmax(-1).expand_as(y)
     bias = known_bias(seen)
@@ -199,10 +197,11 @@ def update_rows(seen: Sequence[Observation], slopes: Tensor, prior: Prior) -> Eq
 
 
 def _rows(
-    s: Observation, one: Trial, given: tuple[Tensor, ...], widths: Tensor, table: Tensor, direct: Direct | None
-) -> Equations:
+    s: Observation, one: Trial, given: tuple[Tensor, ...], widths: Tensor, table: Tensor,
+    direct: tuple[Direct | None, Callable[..., Push] | None],
+) -> Equations:  # fmt: skip
     seen, weights, noise, rms = table.unbind(1)
-    return Equations(s.model, one, given, widths, seen, weights, noise, rms, direct, s.randomness)
+    return Equations(s.model, one, given, widths, seen, weights, noise, rms, *direct, s.randomness)
 
 
 def known_bias(seen: Sequence[Observation]) -> str | None:

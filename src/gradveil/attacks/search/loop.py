@@ -163,9 +163,9 @@ class Stepper:
         if not self.graphs:
             self.state = new
             return
-        for n, value in self.state.items():
-            if new[n] is not value:
-                value.copy_(new[n])
+        for dtype in {value.dtype for value in self.state.values()}:  # one launch for all of a kind
+            names = [n for n, value in self.state.items() if value.dtype == dtype and new[n] is not value]
+            torch._foreach_copy_([self.state[n] for n in names], [new[n] for n in names])
 
     def _capture(self) -> None:
         graph = torch.cuda.CUDAGraph()

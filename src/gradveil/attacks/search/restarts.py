@@ -15,7 +15,7 @@ from gradveil.attacks.search.matching import Distance, Matching, stack_key
 from gradveil.attacks.search.minimisers import LBFGS
 from gradveil.attacks.search.objective import MatchingObjective, Penalty, Unknowns
 from gradveil.errors import AttackError
-from gradveil.gradients.functional import quiet
+from gradveil.gradients.functional import alone_pays, quiet
 from gradveil.types import Observation, Reconstruction
 
 ON_CPU = 2 * 2**30  # bytes that a run may take
@@ -24,7 +24,9 @@ GRADIENTS, ACTIVATIONS = 8, 16  # copies of each that a double backward pass hol
 
 
 def problems_at_once(stack: Matching, unknowns: Unknowns, optimiser: Optimiser) -> int:
-    """Return how many problems to run together: as many as fit into half of what is free."""
+    """Return how many problems to run together: as many as fit into half of what is free, or one where that pays."""
+    if alone_pays(stack.model):
+        return 1
     entry = stack.floor.element_size()
     gradients = GRADIENTS * sum(g[0].numel() for g in stack.target.values())
     state = unknowns.size * (2 * optimiser.history + 20 if isinstance(optimiser, LBFGS) else 10)

@@ -1,0 +1,235 @@
+"""Products with the derivative of a chain's update at one point, both passes run once for all of them; linear systems.
+
+The layers leave their patches, slopes and δ behind. Along a direction a layer's gradient G = δ hᵀ then changes by
+δ dhᵀ + dδ hᵀ. Every operation is linear in the direction, so that autograd gives the transposed program as well.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import jvp, vjp
+
+from gradveil import pace
+from gradveil.attacks.gauss_newton.equations import Push
+from gradveil.attacks.gauss_newton.tangents import derivatives, is_elementwise
+from gradveil.gradients.convolution import Geometry, Pair, pair
+from gradveil.layers.sequential import Link
+from gradveil.tree import Params
+from gradveil.types import Observation
+
+SPREAD = 3.0  # standard deviation of the free logits around their first guess
+
+
+def delta_of(log_p: Tensor, y: Tensor) -> Tensor:
+    """Return p - y (..., K) without its cancellation: the true class misses what the others have."""
+    others = log_p.exp() * (1 - y)
+    return others - y * others.sum(-1, keepdim=True)
+
+
+def behind(v: Tensor, guess: Tensor, y: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logits that free numbers v (B, N K) stand for (B, N, K), and the δ that they make (B N, K)."""
+    u = (guess + SPREAD * v.reshape(guess.shape)).log_softmax(-1)
+    return u, (delta_of(u, y) + rest).flatten(0, 1) / guess.shape[1]
+
+
+def products(links: Sequence[Link], state: Params, seen: Observation, pixels: int) -> Callable[..., Push]:
+    """Return, at many points (B, n), the products of the Jacobian with directions; so many unknowns are pixels."""
+    shape = (-1, *seen.input_shape)
+
+    def at(z: Tensor, y: Tensor, guess: Tensor, rest: Tensor, widths: Tensor, smooth: bool) -> Push:
+        u, delta = behind(z[:, pixels:], guess, y, rest)
+        p, others = u.exp(), u.exp() * (1 - y)
+        each = iter(widths.repeat_interleave(guess.shape[1], 0).unbind(1)) if smooth else None
+        along, logits = _linearise(links, state, z[:, :pixels].reshape(shape), delta, len(z), each)
+        q = logits.softmax(-1).view_as(guess)
+
+        def push(v: Tensor) -> Tensor:
+            du = SPREAD * v[:, pixels:].reshape(guess.shape)
+            du = du - (p * du).sum(-1, keepdim=True)
+            changed = others * du
+            ddelta = (changed - y * changed.sum(-1, keepdim=True)).flatten(0, 1) / guess.shape[1]
+            dlogits, found = along(v[:, :pixels].reshape(shape), ddelta)
+            dlogits = dlogits.view_as(guess)
+            gap = dlogits - (q * dlogits).sum(-1, keepdim=True) - du
+            return torch.cat([*(found[name] for name in seen.visible), gap.flatten(1)], 1)
+
+        return push
+
+    return at
+
+
+@dataclass(frozen=True)
+class Step:
+    """A layer at the point. ``up`` also returns what ``back`` and ``read`` need of the direction."""
+
+    output: Tensor
+    up: Callable[[Tensor], tuple[Tensor, Tensor]]  # dh -> dh', kept
+    pull: Callable[[Tensor], Tensor]  # δ' -> δ
+    back: Callable[[Tensor, Tensor, Tensor], Tensor]  # δ', dδ', kept -> dδ
+    read: Callable[[Tensor, Tensor, Tensor], Params]  # δ', dδ', kept -> the direction of the layer's gradients
+
+
+def _linearise(
+    links: Sequence[Link], state: Params, x: Tensor, delta: Tensor, problems: int, widths: Iterator[Tensor] | None
+) -> tuple[Callable[[Tensor, Tensor], tuple[Tensor, Params]], Tensor]:
+    """Return (dx, dδ at the logits) -> direction of the logits and of the gradients (B, size); and the logits."""
+    steps, h = [], x
+    for link in links:
+        steps.append(_run(link, state, h, problems, widths))
+        h = steps[-1].output
+    deltas = [delta]
+    for step in reversed(steps[1:]):
+        deltas.insert(0, step.pull(deltas[0]))
+
+    def along(dx: Tensor, ddelta: Tensor) -> tuple[Tensor, Params]:
+        dh, kept = dx, []
+        for step in steps:
+            dh, some = step.up(dh)
+            kept.append(some)
+        found: Params = {}
+        for i in range(len(steps) - 1, -1, -1):
+            found |= steps[i].read(deltas[i], ddelta, kept[i])
+            if i:
+                ddelta = steps[i].back(deltas[i], ddelta, kept[i])
+        return dh, found
+
+    return along, h
+
+
+def _nothing(delta: Tensor, ddelta: Tensor, kept: Tensor) -> Params:
+    return {}
+
+
+def _run(link: Link, state: Params, h: Tensor, problems: int, widths: Iterator[Tensor] | None) -> Step:
+    module = link.module
+    if isinstance(module, (nn.Linear, nn.Conv2d)):
+        return _weighted(link.path, module, state, h, problems)
+    if isinstance(module, nn.Flatten):
+        return _fixed(h.flatten(1), lambda v: v.flatten(1), lambda v: v.view_as(h))
+    if isinstance(module, (nn.Dropout, nn.Dropout2d, nn.AlphaDropout)):
+        return _fixed(h, lambda v: v, lambda v: v)
+    if is_elementwise(module):
+        kinked = isinstance(module, (nn.ReLU, nn.LeakyReLU, nn.Hardtanh))
+        width = next(widths).reshape(-1, *[1] * (h.ndim - 1)) if kinked and widths is not None else None
+        out, first, second = derivatives(module, h, width)
+        return Step(
+            out, lambda v: (v * first, v), lambda d: d * first,
+            lambda d, dd, kept: torch.addcmul(dd * first, d * second, kept), _nothing,
+        )  # fmt: skip
+    result: Any = vjp(module, h)
+    out, pull = result
+    return _fixed(out, lambda v: jvp(module, (h,), (v,))[1], lambda v: pull(v)[0])
+
+
+def _fixed(out: Tensor, up: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Step:
+    """A layer that is linear around the point and has no parameters."""
+    return Step(out, lambda v: (up(v), v), back, lambda d, dd, kept: back(dd), _nothing)
+
+
+def _weighted(path: str, module: nn.Module, state: Params, h: Tensor, problems: int) -> Step:
+    """A linear layer or a convolution, as a product with its columns: the input itself, or patches of it."""
+    weight, bias = state[f"{path}.weight"].flatten(1), state.get(f"{path}.bias")
+    columns, spread, places = _columns(module, h)
+    here = columns(h)
+    fixed = _joined(here, problems)
+
+    def shaped(v: Tensor) -> Tensor:
+        return v.unflatten(2, places) if isinstance(module, nn.Conv2d) else v[..., 0]
+
+    def up(v: Tensor) -> tuple[Tensor, Tensor]:
+        c = columns(v)
+        return shaped(weight @ c), c
+
+    def flat(v: Tensor) -> Tensor:  # (M, O, ...) -> (M, O, positions)
+        return v.flatten(2) if v.ndim > 2 else v[..., None]
+
+    def pull(d: Tensor) -> Tensor:
+        return spread(weight.T @ flat(d))
+
+    def read(d: Tensor, dd: Tensor, c: Tensor) -> Params:
+        changed = _joined(flat(dd), problems)
+        found = torch.baddbmm(changed @ fixed.mT, _joined(flat(d), problems), _joined(c, problems).mT).flatten(1)
+        return {f"{path}.weight": found} | ({} if bias is None else {f"{path}.bias": changed.sum(2)})
+
+    out = shaped(weight @ here + (0.0 if bias is None else bias[:, None]))
+    return Step(out, up, pull, lambda d, dd, c: pull(dd), read)
+
+
+def _columns(module: nn.Module, h: Tensor) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], Pair]:
+    """Return how the input becomes columns (M, C kernel, positions), the transposed of that, and the output's size."""
+    if not isinstance(module, nn.Conv2d):
+        return lambda v: v[..., None], lambda v: v[..., 0], (1, 1)
+    g, size = Geometry.of(module), pair(h.shape[2:])
+    places = [(n + 2 * p - k) // s + 1 for n, p, k, s in zip(size, g.padding, g.kernel, g.stride, strict=True)]
+    return (
+        lambda v: F.unfold(v, g.kernel, padding=g.padding, stride=g.stride),
+        lambda v: F.fold(v, size, g.kernel, padding=g.padding, stride=g.stride),
+        pair(places),
+    )
+
+
+def _joined(v: Tensor, problems: int) -> Tensor:
+    """Return (M, C, positions) as (B, C, N positions)."""
+    out: Tensor = v if len(v) == problems else v.unflatten(0, (problems, -1)).transpose(1, 2).flatten(2)
+    return out
+
+
+LOOK = 10  # iterations between looks at whether all are done, on a GPU, where each makes the host wait
+
+
+def conjugate_gradients(
+    product: Callable[[Tensor], Tensor],
+    right: Tensor,
+    precondition: Callable[[Tensor], Tensor],
+    iterations: int,
+    tolerance: float,
+) -> Tensor:
+    """Solve A s = right (B, n) for symmetric positive A, every problem with its own step lengths.
+
+    Where the time is over (see ``pace``), as far as it came.
+    """
+    z = precondition(right)
+    rz = (right * z).sum(1)
+    state = [torch.zeros_like(right), right.clone(), z.clone(), rz]  # s, r, p, r z
+    enough = tolerance**2 * rz
+
+    def iterate() -> None:
+        s, r, p, rz = state
+        live = rz > enough
+        ap = product(p)
+        length = (rz / (p * ap).sum(1)).masked_fill(~live, 0.0)[:, None]
+        s.addcmul_(length, p)
+        r.addcmul_(length, ap, value=-1)
+        z = precondition(r)
+        fresh = (r * z).sum(1)
+        p.mul_((fresh / rz).masked_fill(~live, 0.0)[:, None]).add_(z)
+        rz.copy_(torch.where(live, fresh, rz))
+
+    step = captured(iterate, state) if right.is_cuda and iterations > LOOK else iterate
+    for k in range(iterations):
+        if k % (LOOK if right.is_cuda else 1) == 0 and not bool((state[3] > enough).any()):
+            break
+        step()
+        if pace.part_of_step((k + 1) / iterations):
+            break
+    return state[0]
+
+
+def captured(change: Callable[[], None], state: Sequence[Tensor]) -> Callable[[], object]:
+    """Return what changes the state in place as a CUDA graph, or as it is where it cannot be captured."""
+    before = [value.clone() for value in state]
+    change()  # settles what torch sets up on first use
+    for value, old in zip(state, before, strict=True):
+        value.copy_(old)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    try:
+        with torch.cuda.graph(graph):
+            change()
+    except RuntimeError:
+        return change
+    return graph.replay
