@@ -45,23 +45,17 @@ def figures(
     from gradveil.data import load
     from gradveil.defenses.base import build as build_defense
     from gradveil.experiments.certificates import KINDS, layer_certificates, metered
+    from gradveil.experiments.scene import fitting_model
     from gradveil.experiments.settings import find_device
     from gradveil.experiments.trial import RANK, Public
     from gradveil.experiments.update_files import load_weights
-    from gradveil.federated.client import check_loss
     from gradveil.federated.settings import Local
-    from gradveil.models import build_working
-    from gradveil.registry import is_import_path
     from gradveil.seeds import Seeds
 
     at = find_device(device)
     seeds, p, defense = Seeds(seed), readable_p(norm), build_defense(defense_spec)
     source = load(dataset_spec, data)
-    outputs, sure = source.outputs(loss), not is_import_path(loss)
-    model = build_working(
-        model_spec, source.input_shape, outputs, seed=seeds.number("weights"), sure_of_classes=sure
-    )  # fmt: skip
-    check_loss(model, source.train.batch(slice(0, 2)), loss)
+    model = fitting_model(model_spec, source, loss, seeds.number("weights"))
     if weights is not None:
         load_weights(model, weights)
     model.eval().to(at)
@@ -73,7 +67,8 @@ def figures(
         for i in range(len(truth)):
             rng = seeds("meter", i)
             one = truth[i : i + 1].to(at)
-            leaks.append(metered(model, one, defense, outputs, rng, public.prior, local=Local(loss=loss)))
+            width, local = source.outputs(loss), Local(loss=loss)
+            leaks.append(metered(model, one, defense, width, rng, public.prior, local=local))
     return {
         "model": model_spec,
         "dataset": dataset_spec,

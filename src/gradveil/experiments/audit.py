@@ -20,10 +20,17 @@ from gradveil.experiments.looks import Progress, train_all
 from gradveil.experiments.panel import Observed, chunks, panel
 from gradveil.experiments.rows import Line, lines
 from gradveil.experiments.run_folder import Row, RunFolder
-from gradveil.experiments.scene import AuditConfig, Scene, build_scene, is_small, load_dataset, one_thread
+from gradveil.experiments.scene import (
+    AuditConfig,
+    Scene,
+    build_scene,
+    fitting_model,
+    is_small,
+    load_dataset,
+    one_thread,
+)
 from gradveil.experiments.trial import attack_rows, attempt, client_row, floors
-from gradveil.models import build_working
-from gradveil.registry import describe, is_import_path
+from gradveil.registry import describe
 
 
 @dataclass(frozen=True)
@@ -83,8 +90,7 @@ def audit(
         base, dataset=_text(source), model=_text(network), defenses=tuple(defended), attacks=tuple(attacked)
     )
     data = load_dataset(source, chosen.data)
-    outputs, sure = data.outputs(chosen.loss), not is_import_path(chosen.loss)
-    built = build_working(network, data.input_shape, outputs, chosen.seed, sure_of_classes=sure)
+    built = fitting_model(network, data, chosen.loss, chosen.seed)
     scene = build_scene(chosen, data, copy.deepcopy(built).train(), defended, attacked)
     with (
         RunFolder.start(out or default_folder(), chosen, resume, AuditConfig.FREE) as store,

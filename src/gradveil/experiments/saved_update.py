@@ -24,7 +24,7 @@ from gradveil.experiments.settings import find_device
 from gradveil.experiments.trial import Public, Trial, attack_rows, attempt, client_row, floors, naive
 from gradveil.experiments.update_files import Facts, load_weights, read_examples, read_loss, read_update
 from gradveil.federated.client import check_loss, local_update
-from gradveil.losses import CROSS_ENTROPY, Loss, OwnLoss
+from gradveil.losses import CROSS_ENTROPY, CrossEntropy, Loss
 from gradveil.losses import build as build_loss
 from gradveil.models import build_working
 from gradveil.seeds import Seeds
@@ -159,7 +159,7 @@ def build_case(config: UpdateAuditConfig) -> SavedUpdate:
         raise SpecError(f"The truth has inputs of shape {shape} and {dataset.name} has {dataset.input_shape}.")
     spec = config.loss or read_loss(config.update)
     loss, outputs = _loss(spec, config, dataset, truth)
-    sure = dataset is not None and not isinstance(loss, OwnLoss)
+    sure = dataset is not None and isinstance(loss, CrossEntropy)
     made = build_working(config.model, shape, outputs, config.seed, sure_of_classes=sure)
     model = copy.deepcopy(made).train()
     sent = config.weights or config.before

@@ -24,7 +24,9 @@ from gradveil.experiments.settings import find_device
 from gradveil.experiments.trial import Public
 from gradveil.federated.client import check_loss, update_batch_size
 from gradveil.federated.settings import Training
+from gradveil.losses import CrossEntropy
 from gradveil.losses import build as build_loss
+from gradveil.models import build_working
 from gradveil.registry import is_import_path
 from gradveil.seeds import Seeds
 from gradveil.tree import parameters, size
@@ -100,6 +102,14 @@ def load_dataset(source: str | Dataset | Callable[..., Any], data: str | None) -
         raise DataError(f"The data set {name} cannot be made. The error is its own: {own_error(error)}") from error
 
 
+def fitting_model(source: Any, dataset: Dataset, loss: str, seed: int) -> nn.Module:
+    """Return a model with the outputs that the loss needs for this data, after both were tried on a few examples."""
+    outputs, sure = dataset.outputs(loss), isinstance(build_loss(loss), CrossEntropy)
+    model = build_working(source, dataset.input_shape, outputs, seed, sure_of_classes=sure)
+    check_loss(model, dataset.train.batch(slice(0, 2)), loss)
+    return model
+
+
 @dataclass(frozen=True)
 class Scene:
     """One audit's parts."""
@@ -150,7 +160,6 @@ def build_scene(
     named: dict[str, str | Defense] = {"none": "none", **defended}
     defenses = {name: build_defense(spec) for name, spec in named.items()}
     attacks = {name: build_attack(spec) for name, spec in attacked.items()}
-    check_loss(model, dataset.train.batch(slice(0, 2)), config.loss)
     for defense in defenses.values():
         _try_defense(model, dataset, defense, seeds, config.loss)
     clients = partition(dataset.train.labels, config.partition, seeds("partition"))

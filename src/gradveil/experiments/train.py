@@ -62,12 +62,10 @@ def train(
     from gradveil.data import load
     from gradveil.data.partition import partition
     from gradveil.defenses.base import build as build_defense
-    from gradveil.federated.client import check_loss
+    from gradveil.experiments.scene import fitting_model
     from gradveil.federated.engines import World
     from gradveil.federated.server import Faults
     from gradveil.federated.simulate import choose, simulate
-    from gradveil.models import build_working
-    from gradveil.registry import is_import_path
     from gradveil.seeds import Seeds
 
     faults = Faults.parse(config.faults) if config.faults else None
@@ -76,9 +74,7 @@ def train(
     seeds = Seeds(config.seed)
     clients = partition(dataset.train.labels, config.partition, seeds("partition"))
     device = find_device(config.device)
-    outputs, sure = dataset.outputs(config.loss), not is_import_path(config.loss)
-    model = build_working(config.model, dataset.input_shape, outputs, config.seed, sure_of_classes=sure).to(device)
-    check_loss(model, dataset.train.batch(slice(0, 2)), config.loss)
+    model = fitting_model(config.model, dataset, config.loss, config.seed).to(device)
     with RunFolder.start(out, config, resume, config.may_change) as folder:
         start = _standing(folder) if resume else None
         first = start.round if start else 0

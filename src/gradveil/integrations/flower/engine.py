@@ -77,16 +77,12 @@ def check(settings: "FlowerSettings") -> int:
         raise MissingExtraError("The Flower engine", "flower")
     os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
     from gradveil.defenses.base import build
-    from gradveil.federated.client import check_loss
+    from gradveil.experiments.scene import fitting_model
     from gradveil.integrations.flower.app import build_strategy
     from gradveil.integrations.flower.settings import load_data
-    from gradveil.models import build_working
-    from gradveil.registry import is_import_path
 
     dataset, shares = load_data(settings.dataset, settings.data, settings.partition, settings.seed)
-    outputs, sure = dataset.outputs(settings.loss), not is_import_path(settings.loss)
-    model = build_working(settings.model, dataset.input_shape, outputs, settings.seed, sure_of_classes=sure)
-    check_loss(model, dataset.train.batch(slice(0, 2)), settings.loss)
+    fitting_model(settings.model, dataset, settings.loss, settings.seed)
     build(settings.defense)
     build_strategy(settings.strategy)
     if settings.clients > len(shares):
