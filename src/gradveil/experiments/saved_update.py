@@ -177,7 +177,7 @@ def build_case(config: UpdateAuditConfig) -> SavedUpdate:
     for attack in config.attacks:
         build_attack(attack)
     case = SavedUpdate(config, model.to(device), update.to(device), shape, truth, public, seeds, spec, loss)
-    if case.controls:
+    if case.controls and case.controls[0].labelled:
         check_loss(case.model, case.controls[0], spec)
     return case
 
@@ -187,7 +187,7 @@ def _loss(spec: str, config: UpdateAuditConfig, dataset: Dataset | None, truth: 
     loss = build_loss(spec)
     if dataset is not None:
         return loss.of(dataset.train.labels), dataset.outputs(spec)
-    if truth is not None:
+    if truth is not None and truth.labelled:
         loss = loss.of(truth.labels)
         return loss, loss.width(truth.labels, config.num_classes)
     return loss, config.num_classes
