@@ -145,7 +145,40 @@ def test_a_run_that_is_interrupted_says_how_to_go_on(run: Run, monkeypatch: pyte
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gradveil.experiments.audit.attempt", interrupt)
+    monkeypatch.setattr("gradveil.experiments.work.attempt", interrupt)
     code, _, err = run("audit", *SMALL, "--out", "run", "--json")
     assert code == 130
     assert "continue with --resume --out run" in err
+
+
+def test_without_a_limit_the_plan_comes_first(run: Run) -> None:
+    code, _, err = run("audit", *SMALL, "--no-meter", "--out", "run")
+    assert code == 0, err
+    lines = err.splitlines()
+    assert lines[0].startswith("plan: training, 2 rounds under 2 defences: 0:00:")
+    assert lines[1].startswith("plan: newton, ")
+    assert "at most in all" in lines[3]
+    assert "first pictures: run/report.html" in lines
+
+
+def test_a_limit_that_is_over_at_once_leaves_a_verdict_and_what_was_not_tried(run: Run, tmp_path: Path) -> None:
+    code, out, err = run("audit", *SMALL, "--minutes", "0.001", "--out", "run", "--json", "--fail-on", "recovered")
+    assert code == 4, err  # cannot tell
+    told = json.loads(out)
+    assert {v["outcome"] for v in told["verdicts"]} == {"void"}
+    assert {part["why"] for part in told["not_run"]} >= {"out of time"}
+    assert {part["round"] for part in told["not_run"]} == {"first", "last"}
+    assert "What was not tried" in (tmp_path / "run" / "report.html").read_text()
+    code, out, err = run("audit", *SMALL, "--minutes", "60", "--out", "run", "--resume")
+    assert code == 0, err
+    assert "plan: all of it would take" in err
+    assert "Images recovered" in out
+    assert "Not tried" not in out
+
+
+@pytest.mark.parametrize("minutes", ["0", "-3", "nan"])
+def test_minutes_below_zero_are_refused(run: Run, tmp_path: Path, minutes: str) -> None:
+    code, _, err = run("audit", *SMALL, "--minutes", minutes, "--out", "run")
+    assert code == 2
+    assert err == f"gradveil: minutes={float(minutes)}: give a number of minutes above zero.\n"
+    assert not (tmp_path / "run").exists()

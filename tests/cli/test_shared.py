@@ -1,6 +1,7 @@
 """What commands share: the display of progress, and how a run is stopped."""
 
 import io
+import logging
 import signal
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,53 @@ def test_off_a_terminal_lines_in_between_say_how_long_it_will_take(
     now = [100.0]
     monkeypatch.setattr(shared.time, "monotonic", lambda: now[0])
     display = shared.Display(quiet=False)
-    for done in range(20, 61):  # 20 were done in an earlier run
+    for done in range(20, 141):  # 20 were done in an earlier run
         display("training", done, 6000)
         now[0] += 1.0
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "training: 20 of 6000"
-    assert lines[1] == "training: 30 of 6000, 0:00:10 so far, about 1:39:30 left"
-    assert len(lines) == 5  # one in ten seconds
+    assert lines[1] == "training: 50 of 6000, 0:00:30 so far, about 1:39:10 left"
+    assert len(lines) == 5  # one in thirty seconds
+
+
+def test_off_a_terminal_steps_that_begin_again_have_a_line_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(shared.time, "monotonic", lambda: now[0])
+    display = shared.Display(quiet=False)
+    for steps in (10, 10, 100):
+        for done in range(steps + 1):
+            display("gs steps", done, steps)
+            now[0] += 1.0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "gs steps: 8 of 100, 0:00:08 so far, about 0:01:32 left"
+    assert len(lines) == 4
+
+
+def test_off_a_terminal_a_line_comes_even_where_nothing_is_heard(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(shared.time, "monotonic", lambda: now[0])
+    display = shared.Display(quiet=False)
+    for second in range(100):
+        now[0] += 1.0
+        if second == 50:
+            display("attacks", 0, 4)
+        display.tick()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["at work for 0:00:30", "attacks: 0 of 4", "at work for 0:01:21, attacks: 0 of 4"]
+
+
+def test_what_the_library_says_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    log = logging.getLogger("gradveil")
+    with shared.running(False, "--resume"):
+        log.info("plan: %d attacks", 3)
+    log.info("not said")
+    with shared.running(True, "--resume"):
+        log.info("not said")
+    assert capsys.readouterr().err == "plan: 3 attacks\n"
 
 
 def test_on_a_terminal_there_is_a_bar_for_each_stage(monkeypatch: pytest.MonkeyPatch) -> None:

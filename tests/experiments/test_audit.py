@@ -121,7 +121,7 @@ def test_a_finished_audit_is_only_read(
     tmp_path: Path, small: AuditConfig, divide: Attack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = audit(config=small, attacks=[divide], out=tmp_path / "run")
-    for name in ("audit.attempt", "audit.certificate_rows", "audit.floors", "looks.simulate"):
+    for name in ("work.attempt", "audit.certificate_rows", "audit.floors", "looks.simulate"):
         monkeypatch.setattr(f"gradveil.experiments.{name}", lambda *_, **__: pytest.fail("done twice"))
     assert audit(config=small, attacks=[divide], out=tmp_path / "run", resume=True).rows == first.rows
 

@@ -105,3 +105,13 @@ def test_a_truth_of_another_size_or_shape_is_refused(tmp_path: Path, case: Updat
     with pytest.raises(SpecError, match="shape of the inputs is not known"):
         audit_update(replace(case, truth=None, dataset=None), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_saved_update_has_a_limit_of_time_as_well(tmp_path: Path, case: UpdateAuditConfig) -> None:
+    found = audit_update(replace(case, minutes=1e-4), tmp_path / "run")
+    assert {row["why"] for row in found.rows if row["kind"] == "skip"} == {"out of time"}
+    assert not found.lines
+    assert {v.outcome for v in found.verdicts} == {"void"}
+    found = audit_update(case, tmp_path / "run", resume=True)
+    assert not [row for row in found.rows if row["kind"] == "skip"]
+    assert found.lines

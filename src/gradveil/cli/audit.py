@@ -1,6 +1,8 @@
 """``gradveil audit``: what do the updates of this model give away, and does a defence help?"""
 
+import math
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
@@ -11,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
+from gradveil import pace
 from gradveil.cli import shared
 from gradveil.errors import SpecError
 
 if TYPE_CHECKING:
     from gradveil.experiments.audit import Audit
     from gradveil.experiments.gate import FailOn
+    from gradveil.experiments.run_folder import RunFolder
 
 of_run = partial(typer.Option, rich_help_panel="A federated run")
 of_update = partial(typer.Option, rich_help_panel="A saved update")
@@ -31,6 +35,7 @@ def command(
     seed: int = typer.Option(None, help="One seed for everything."),
     device: shared.Device = None,  # type: ignore[assignment]
     loss: shared.Loss = None,  # type: ignore[assignment]
+    minutes: float = typer.Option(None, help="Time limit for all of it: what does not fit is not tried."),
     out: Path = typer.Option(None, help="The run folder (default: a new one under runs/)."),
     json: shared.Json = False,
     fail_on: str = typer.Option(
@@ -63,13 +68,14 @@ def command(
     classes: int = of_update(None, help="Number of classes, or of outputs, without --dataset."),
 ) -> None:
     """Audit a federated run (default: digits, a small LeNet, four defences) or one saved update."""
+    limit = pace.Limit(pace.seconds_of(minutes))  # imports and setting up count, too
     from gradveil.experiments.audit import default_folder
     from gradveil.experiments.gate import read_fail_on
 
-    limit = read_fail_on(fail_on)
+    gate = read_fail_on(fail_on)
     out = out or default_folder()
     options: dict[str, Any] = {"model": model, "dataset": dataset, "data": data, "seed": seed}
-    options["device"] = device
+    options |= {"device": device, "minutes": minutes}
     options |= {"lr": lr, "batch_size": batch_size, "loss": loss, "optimizer": optimizer, "momentum": momentum}
     options |= {"weight_decay": weight_decay, "proximal": proximal, "clip": clip}
     options["attacks"] = tuple(attack) if attack else None
@@ -91,10 +97,31 @@ def command(
         run = _saved(options)
     with (
         shared.running(json, shared.resume_with(out)) as progress,
+        limit,
         redirect_stdout(sys.stderr) if json else nullcontext(),  # what a user's own code prints is no JSON
     ):
-        found = run(out=out, resume=resume, progress=progress)
-    _show(found, json, limit)
+        found = run(out=out, resume=resume, progress=progress, written=_Pages(progress))
+    _show(found, json, gate)
+
+
+class _Pages:
+    """Draws the report while the run goes on: with the first pictures, then now and then."""
+
+    EVERY = 30.0  # seconds
+
+    def __init__(self, display: shared.Display) -> None:
+        self._display, self._next = display, -math.inf
+
+    def __call__(self, store: "RunFolder") -> None:
+        """Draw it, unless that was done just now."""
+        from gradveil.report.page import draw
+
+        if time.monotonic() < self._next:
+            return
+        page = draw(store)
+        if self._next < 0:
+            self._display.say(f"first pictures: {page}")
+        self._next = time.monotonic() + self.EVERY
 
 
 def report(folder: Path = typer.Argument(..., help="The folder of an earlier run (its --out).")) -> None:
@@ -141,7 +168,7 @@ def _one(defense: list[str] | None) -> str | None:
 def _show(found: "Audit", json: bool, fail_on: "FailOn | None") -> None:
     from gradveil.experiments.rows import best_floor
     from gradveil.report.page import write_report
-    from gradveil.report.summary import summary
+    from gradveil.report.summary import left_out, summary
     from gradveil.report.table import verdict_table
 
     page = write_report(found.folder)
@@ -152,6 +179,8 @@ def _show(found: "Audit", json: bool, fail_on: "FailOn | None") -> None:
         console = Console()
         console.print(verdict_table(found.verdicts, best_floor(found.rows)))
         console.print(f"\n{found.headline}")
+        for what, why in left_out(found.rows):
+            console.print(f"Not tried: {what}: {why}.", highlight=False, markup=False, soft_wrap=True)
         typer.echo(f"Report: {page}")
     if gate := told["gate"]:
         typer.echo(f"Gate (--fail-on {fail_on}): {gate['result']}. {gate['why']}.", err=True)

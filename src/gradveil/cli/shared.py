@@ -1,6 +1,7 @@
 """What the commands share: options in the same words, a display of progress, and how a run is stopped."""
 
 import json
+import logging
 import math
 import multiprocessing
 import signal
@@ -18,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gradveil.errors import SpecError
 from gradveil.experiments.run_folder import plain_json
+from gradveil.pace import as_clock
 
 OWN = "or module:function that makes your own."
 T = TypeVar("T")
@@ -76,10 +78,11 @@ class Display:
     """How far each stage is and how long it will take, on standard error so that results can be piped.
 
     A terminal shows a bar for each stage. Elsewhere a stage has a line when it begins, one now and then, and one when
-    it ends.
+    it ends; a stage of steps, which begins again and again, only the one now and then. ``tick`` says a line where
+    nothing was said for long.
     """
 
-    EVERY = 10.0  # seconds between lines
+    EVERY = 30.0  # seconds between lines
 
     def __init__(self, quiet: bool) -> None:
         console = Console(stderr=True)
@@ -92,6 +95,8 @@ class Display:
             TimeRemainingColumn(),
         )
         self._quiet = quiet
+        self._begun = self._said = time.monotonic()
+        self._at = ""  # what was heard last
         self._bars = Progress(*columns, console=console) if console.is_terminal else None
         self._tasks: dict[str, Any] = {}
         self._lines: dict[
@@ -108,7 +113,26 @@ class Display:
         if stage not in self._tasks:
             self._bars.start()  # not before: an error in the settings is one line and no empty bar
             self._tasks[stage] = self._bars.add_task(stage, total=total, note=note)
+        if done == 0:
+            self._bars.reset(self._tasks[stage])
         self._bars.update(self._tasks[stage], completed=done, total=total, note=note)
+
+    def say(self, text: str) -> None:
+        """Say a line beside the stages."""
+        if self._bars is not None and self._tasks:
+            self._bars.console.print(text, highlight=False, markup=False)
+        elif not self._quiet:
+            self._echo(text)
+
+    def tick(self) -> None:
+        """Say that work goes on, where nothing was said for long."""
+        if not self._quiet and self._bars is None and time.monotonic() - self._said >= self.EVERY:
+            gone = as_clock(time.monotonic() - self._begun)
+            self._echo(f"at work for {gone}" + (f", {self._at}" if self._at else ""))
+
+    def _echo(self, text: str) -> None:
+        self._said = time.monotonic()
+        typer.echo(text, err=True)
 
     def stop(self) -> None:
         """Leave the terminal as it was."""
@@ -116,22 +140,62 @@ class Display:
             self._bars.stop()
 
     def _line(self, stage: str, done: int, total: int, note: str) -> None:
-        now = time.monotonic()
-        began, before, said, last = self._lines.setdefault(stage, (now, done, -math.inf, -1))
-        if last >= total or (done < total and now - said < self.EVERY):
+        now, steps = time.monotonic(), stage.endswith("steps")
+        self._at = f"{stage}: {done} of {total}"
+        fresh = (now, done, now if steps else -math.inf, -1)
+        began, before, said, last = self._lines.setdefault(stage, fresh)
+        if steps and done < last:  # it begins again
+            began, before, last = now, done, -1
+        self._lines[stage] = (began, before, said, done if steps else last)
+        if (not steps and (last >= total or (done < total and now - said < self.EVERY))) or (
+            steps and now - said < self.EVERY
+        ):
             return
         self._lines[stage] = (began, before, now, done)
-        words = [f"{stage}: {done} of {total}", note]
+        words = [self._at, note]
         if done > before:
-            words.append(f"{_clock(now - began)} so far")
+            words.append(f"{as_clock(now - began)} so far")
             if done < total:
-                words.append(f"about {_clock((now - began) / (done - before) * (total - done))} left")
-        typer.echo(", ".join(filter(None, words)), err=True)
+                words.append(f"about {as_clock((now - began) / (done - before) * (total - done))} left")
+        self._echo(", ".join(filter(None, words)))
 
 
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+class _Sayer(logging.Handler):
+    """Passes what the library says on to the display."""
+
+    def __init__(self, display: Display) -> None:
+        super().__init__()
+        self.display = display
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Say one line."""
+        self.display.say(record.getMessage())
+
+
+@contextmanager
+def _speaking(display: Display, quiet: bool) -> Iterator[None]:
+    """Within, the display says what the library has to say, and that work goes on."""
+    if quiet:
+        yield
+        return
+    log, handler, over = logging.getLogger("gradveil"), _Sayer(display), threading.Event()
+    before = log.level, log.propagate
+
+    def ticks() -> None:
+        while not over.wait(Display.EVERY / 3):
+            display.tick()
+
+    threading.Thread(target=ticks, daemon=True).start()
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        over.set()
+        log.removeHandler(handler)
+        log.setLevel(before[0])
+        log.propagate = before[1]
 
 
 class _Terminated(KeyboardInterrupt):
@@ -152,7 +216,8 @@ def running(quiet: bool, how_to_go_on: str) -> Iterator[Display]:
     before: Any = signal.signal(signal.SIGTERM, terminate) if is_main else None
     display = Display(quiet)
     try:
-        yield display
+        with _speaking(display, quiet):
+            yield display
     except KeyboardInterrupt as stop:
         display.stop()
         typer.echo(f"gradveil: stopped. What was finished is kept: continue with {how_to_go_on}.", err=True)

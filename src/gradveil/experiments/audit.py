@@ -7,29 +7,32 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import nn
 
+from gradveil import pace
 from gradveil.attacks.base import Attack
 from gradveil.data.base import Dataset
 from gradveil.defenses.base import Defense
 from gradveil.errors import AttackError, SpecError
+from gradveil.experiments.budget import Budget, say_plan
 from gradveil.experiments.certificates import certificate_rows
 from gradveil.experiments.judge import Verdict, headline, verdicts
-from gradveil.experiments.looks import Progress, train_all
-from gradveil.experiments.panel import Observed, chunks, panel
+from gradveil.experiments.looks import Progress, first_look, last_looks
+from gradveil.experiments.panel import chunks, panel
 from gradveil.experiments.rows import Line, lines
 from gradveil.experiments.run_folder import Row, RunFolder
 from gradveil.experiments.scene import (
     AuditConfig,
     Scene,
     build_scene,
+    default_attacks,
     fitting_model,
     is_small,
     load_dataset,
     one_thread,
 )
-from gradveil.experiments.trial import attack_rows, attempt, client_row, floors
+from gradveil.experiments.trial import client_row, floors
+from gradveil.experiments.work import NOT_TRIED, Work, Written, cut_short
 from gradveil.registry import describe
 
 
@@ -75,28 +78,38 @@ def audit(
     out: str | Path | None = None,
     resume: bool = False,
     progress: Progress | None = None,
+    written: Written | None = None,
 ) -> Audit:
     """Audit defences on a model and data set: ``audit(dataset="mnist", defenses=["pruning:share=0.9"])``.
 
     What is left out is as ``config`` has it, whose defaults are those of the command line. Model, data set, defences
     and attacks may be objects or functions in place of text. The run is written to ``out`` (default: a new folder
     under ``runs/``); with ``resume`` an earlier run in that folder is continued, and nothing is done twice.
+    ``progress`` hears a stage, how much of it is done and of how much; ``written`` gets the run folder whenever attacks
+    were written to it.
     """
     base = config or AuditConfig()
+    if attacks is not None and not attacks:
+        raise SpecError("An audit needs at least one attack, e.g. newton.")
     defended = {_text(d): d for d in (base.defenses if defenses is None else defenses)}
     attacked = {_text(a): a for a in (base.attacks if attacks is None else attacks)}
     source, network = dataset or base.dataset, model or base.model
     chosen = replace(
         base, dataset=_text(source), model=_text(network), defenses=tuple(defended), attacks=tuple(attacked)
     )
-    data = load_dataset(source, chosen.data)
-    built = fitting_model(network, data, chosen.loss, chosen.seed)
-    scene = build_scene(chosen, data, copy.deepcopy(built).train(), defended, attacked)
-    with (
-        RunFolder.start(out or default_folder(), chosen, resume, AuditConfig.FREE) as store,
-        one_thread(is_small(built, data.input_shape)),
-    ):
-        run_audit(scene, store, progress or (lambda stage, done, total: None))
+    with pace.Limit(pace.seconds_of(chosen.minutes)):
+        data = load_dataset(source, chosen.data)
+        built = fitting_model(network, data, chosen.loss, chosen.seed)
+        if not attacked:
+            attacked = {spec: spec for spec in default_attacks(built, data.input_shape, chosen.planned.num_steps)}
+            chosen = replace(chosen, attacks=tuple(attacked))
+        scene = build_scene(chosen, data, copy.deepcopy(built).train(), defended, attacked)
+        with (
+            RunFolder.start(out or default_folder(), chosen, resume, AuditConfig.FREE) as store,
+            one_thread(is_small(built, data.input_shape)),
+        ):
+            told, drawn = progress or (lambda stage, done, total: None), written or (lambda store: None)
+            run_audit(Work(scene, store, told, drawn))
     return Audit(store)
 
 
@@ -105,39 +118,47 @@ def default_folder() -> Path:
     return Path("runs") / f"audit-{datetime.now():%Y%m%d-%H%M%S}"
 
 
-def run_audit(scene: Scene, store: RunFolder, progress: Progress) -> None:
+def run_audit(work: Work) -> None:
     """Do what is not done yet."""
+    scene, store = work.scene, work.store
     if not store.done("truth"):
         rows, answers = floors(scene.truth, scene.public)
-        store.add(
-            "truth",
-            [client_row(scene.config.planned), *rows],
-            {name: x.numpy() for name, x in {"truth": scene.truth.inputs, **answers}.items()},
-        )
-    looks, observed = list(train_all(scene, store, progress)), Observed(scene)
-    work = [
+        pictures = {name: x.numpy() for name, x in {"truth": scene.truth.inputs, **answers}.items()}
+        store.add("truth", [client_row(scene.config.planned), *rows], pictures)
+    if scene.config.minutes is None:
+        _all_of_it(work)
+    else:
+        _check_client(scene, store)
+        Budget(work).run()
+    skipped = [row for row in store.rows if row["kind"] == "skip" and not row.get("out_of_time")]
+    if skipped and not any(row["kind"] == "attack" for row in store.rows):
+        raise AttackError(f"No attack could run: {skipped[0]['why']}")
+    left = [defense for defense in scene.defenses if not store.done(f"promise/{defense}")]
+    seconds = min(scene.config.meter_seconds, pace.left())
+    if left and seconds > 0:
+        for defense, rows in certificate_rows(scene, left, work.progress, seconds).items():
+            store.add(f"promise/{defense}", rows)
+
+
+def _all_of_it(work: Work) -> None:
+    """Train, then attack everything, in large pieces."""
+    scene, store = work.scene, work.store
+    store.drop([NOT_TRIED, *(row["unit"] for row in store.rows if cut_short(row))])
+    say_plan(work)
+    looks = [first_look(scene), *last_looks(scene, store, work.progress)]
+    pieces = [
         (f"attack/{attack}/{i}", part)
         for attack, targets in panel(scene, looks).items()
         for i, part in enumerate(chunks(targets))
     ]
-    total, done = sum(len(part) for _, part in work), 0
-    for unit, part in work:
-        progress("attacks", done, total)
-        if not store.done(unit):
+    total, done = sum(len(part) for _, part in pieces), 0
+    for unit, part in pieces:
+        work.progress("attacks", done, total)
+        if not store.done(unit) and (missing := work.left(part)):
             _check_client(scene, store)
-            trials = [observed.trial(target) for target in part]
-            rows, images = attack_rows(trials, attempt(trials), scene.public)
-            none = np.zeros((0, *scene.truth.inputs.shape[1:]), np.float32)
-            store.add(unit, rows, {"found": np.stack(images) if images else none})
+            work.attack(unit, missing)
         done += len(part)
-    progress("attacks", done, total)
-    skipped = [row for row in store.rows if row["kind"] == "skip"]
-    if skipped and not any(row["kind"] == "attack" for row in store.rows):
-        raise AttackError(f"No attack could run: {skipped[0]['why']}")
-    left = [defense for defense in scene.defenses if not store.done(f"promise/{defense}")]
-    if left and scene.config.meter_seconds > 0:
-        for defense, rows in certificate_rows(scene, left, progress).items():
-            store.add(f"promise/{defense}", rows)
+    work.progress("attacks", done, total)
 
 
 def _check_client(scene: Scene, store: RunFolder) -> None:

@@ -19,6 +19,7 @@ from gradveil.experiments.scene import Scene
 from gradveil.experiments.trial import observe
 from gradveil.federated.settings import Local
 from gradveil.layers.modules import representation
+from gradveil.pace import OutOfTime
 from gradveil.types import Batch, GaussianPrior
 
 KINDS: tuple[Kind, ...] = ("local", "global", "box", "reach", "empirical")
@@ -129,10 +130,6 @@ AUDITED: tuple[Kind, ...] = ("local", "global")
 MOST = 8  # clients that the leak meter reads
 
 
-class OutOfTime(Exception):
-    """The time for certificates and readings is over."""
-
-
 @dataclass
 class _Promises:
     """What is known of one defence so far."""
@@ -144,15 +141,19 @@ class _Promises:
 
 
 def certificate_rows(
-    scene: Scene, defenses: Sequence[str], progress: Callable[[str, int, int], None] = lambda stage, done, total: None
+    scene: Scene,
+    defenses: Sequence[str],
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+    seconds: float | None = None,
 ) -> dict[str, list[Row]]:
     """Return for each defence the certificates of the layers it perturbs and the leak meter's readings, as rows.
 
-    Within ``meter_seconds``, give or take a step: the certificates, then one client under every defence, then the
-    next client. What was not measured by then has a row that says so.
+    Within ``seconds`` (default: ``meter_seconds``), give or take a step: the certificates, then one client under every
+    defence, then the next client. What was not measured by then has a row that says so.
     """
-    clients, done, seconds = scene.victims[:MOST], 0, scene.config.meter_seconds
-    end, over = time.monotonic() + seconds, f"the time limit of {seconds:g} s was reached"
+    clients, done = scene.victims[:MOST], 0
+    seconds = scene.config.meter_seconds if seconds is None else seconds
+    end, over = time.monotonic() + seconds, f"the time limit of {round(seconds, 1):g} s was reached"
     found = {defense: _Promises(_unknown(scene, defense, f"Not measured: {over}.")) for defense in defenses}
 
     def each() -> None:

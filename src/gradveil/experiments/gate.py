@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from gradveil.errors import SpecError, did_you_mean
-from gradveil.experiments.rows import GRADES, NAIVE, group, lines
+from gradveil.experiments.rows import GRADES, NAIVE, Line, group, lines
 from gradveil.experiments.run_folder import Row
 
 FailOn = Literal["recovered", "recognised"]
@@ -35,7 +35,8 @@ def gates(rows: Sequence[Row], fail_on: FailOn) -> dict[str, Gate]:
 
     A defence *fails* when an attack of any server gets that much of the images, or more. It *passes* when the naive
     server, and one that knows the defence, fell short with an attack whose control succeeded. Else it is
-    *uninformative*: attacks fail without a defence too, could not run, or there was no truth to measure against.
+    *uninformative*: attacks fail without a defence too, could not run, had no time, or there was no truth to measure
+    against.
     """
     named = dict.fromkeys(row["defense"] for row in rows if "defense" in row)
     names = [name for name in named if name != "none"] or ["none"]
@@ -53,6 +54,8 @@ def _gate(name: str, rows: Sequence[Row], fail_on: FailOn) -> Gate:
     if got := [line for line in mine if GRADES.index(line.grade) >= GRADES.index(fail_on)]:
         worst = max(got, key=lambda line: line.strength)
         return Gate("failed", f"{worst.grade} by {worst.attack} ({worst.server} server, {worst.round} round)")
+    if late := _out_of_time(name, rows, mine):
+        return Gate("uninformative", f"the time was over before {late} of the attacks on it were done")
     has_servers = any(row["kind"] == "defense" and row["defense"] == name for row in rows)
     for knows, server in ((False, "the naive server"), (True, "a server that knows the defence")):
         its = [line for line in mine if (line.server != NAIVE) == knows]
@@ -63,3 +66,10 @@ def _gate(name: str, rows: Sequence[Row], fail_on: FailOn) -> Gate:
     empty = [number for (number,), its in group(mine, "round").items() if all(line.void for line in its)]
     but = f", but the {' and '.join(empty)} round shows nothing either way" if empty else ""
     return Gate("passed", f"not {fail_on} by any attack, with controls that succeeded{but}")
+
+
+def _out_of_time(name: str, rows: Sequence[Row], mine: Sequence[Line]) -> int:
+    """Return how many attacks on a defence were not tried for lack of time, or were stopped before they were done."""
+    late = [row for row in rows if row["kind"] == "skip" and row["defense"] == name and row.get("out_of_time")]
+    left = group(late, "round", "server", "attack").keys() - group(mine, "round", "server", "attack").keys()
+    return len(left) + sum(line.out_of_time > 0 for line in mine)

@@ -46,9 +46,11 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
     floor, found = best_floor(rows), lines(rows)
     trained = sorted((row for row in rows if row["kind"] == "accuracy"), key=lambda row: row["round"])
     accuracy = {row["defense"]: row["accuracy"] for row in trained}  # the last round's stays
-    names = list(dict.fromkeys([*accuracy, *(line.defense for line in found)]))
+    skipped = [row["defense"] for row in rows if row["kind"] == "skip"]
+    names = list(dict.fromkeys([*accuracy, *(line.defense for line in found), *skipped]))
+    knowing = {row["defense"] for row in rows if row["kind"] == "defense"}
     scored_by = next((row["scored_by"] for row in trained if "scored_by" in row), "accuracy")
-    return [_verdict(name, found, floor, accuracy, scored_by) for name in names if floor is not None]
+    return [_verdict(name, found, floor, accuracy, scored_by, name in knowing) for name in names if floor is not None]
 
 
 def headline(rows: Sequence[Row]) -> str:
@@ -69,9 +71,11 @@ def headline(rows: Sequence[Row]) -> str:
     if more:
         said += f", {len(more)} of them more to a server that knows the defence than to one that does not"
     void = sum(v.outcome == "void" for v in tried)
+    late = any(row["kind"] == "skip" and row.get("out_of_time") for row in rows)
     if void:
-        said += f"; on {void} the audit is void, since attacks fail without a defence as well"
-    return said + "."
+        why = " or the time was over" if late or any(line.out_of_time for line in lines(rows)) else ""
+        said += f"; on {void} the audit is void, since attacks fail without a defence as well{why}"
+    return said + (". The time was over before all was tried." if late else ".")
 
 
 def _without_truth(blind: Sequence[MeasuredExample], judged: Sequence[Verdict]) -> str:
@@ -95,18 +99,20 @@ def naive_and_adaptive(found: Iterable[Line], defense: str) -> tuple[Line | None
 
 
 def _verdict(
-    name: str, found: Sequence[Line], floor: Floor, accuracy: dict[str, float], scored_by: str
-) -> Verdict:  # fmt: skip
+    name: str, found: Sequence[Line], floor: Floor, accuracy: dict[str, float], scored_by: str, has_knowing: bool
+) -> Verdict:
     naive, adaptive = naive_and_adaptive(found, name)
     outcome = _outcome(naive, adaptive)
+    if outcome == "nothing" and has_knowing and adaptive is None:
+        outcome = "void"  # the server that counts was not tried
     points = [("Any server" if name == "none" else "Naive server", _gets(naive, floor))]
-    if adaptive is not None:
+    if adaptive is not None or has_knowing:
         points.append(("Server that knows", _gets(adaptive, floor)))
     if name in accuracy:
         points.append((scored_by[0].upper() + scored_by[1:], _accuracy(name, accuracy, scored_by)))
     text = f"{'Any server' if name == 'none' else 'The naive server'} {_gets(naive, floor)}"
-    if adaptive is not None:
-        joined = "but" if naive is not None and _worse(adaptive, naive) else "and"
+    if adaptive is not None or has_knowing:
+        joined = "but" if naive is not None and adaptive is not None and _worse(adaptive, naive) else "and"
         text += f", {joined} a server that knows the defence {_gets(adaptive, floor)}"
     if outcome == "nothing":
         text += ". No attack of this panel got anything, which is no proof that none can"

@@ -1,14 +1,16 @@
 """The models that an audit looks at: what clients receive in the first round, and after training in the last."""
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from gradveil import pace
 from gradveil.countermeasures import Countermeasure
 from gradveil.experiments.run_folder import Row, RunFolder
 from gradveil.experiments.scene import Scene, is_small, one_thread
@@ -28,17 +30,33 @@ class Look:
     model: nn.Module
 
 
-def train_all(scene: Scene, store: RunFolder, progress: Progress) -> Iterator[Look]:
-    """Train under each defence; yield the models that clients receive in the first and in the last round."""
-    yield Look("first", 1, "start", scene.model)
-    rounds, done = scene.config.rounds, 0
+def first_look(scene: Scene) -> Look:
+    """Return the model that clients receive in the first round."""
+    return Look("first", 1, "start", scene.model)
+
+
+def rounds_trained(store: RunFolder) -> int:
+    """Return how many rounds a run trained for, 0 where it did not yet: the same under each defence."""
+    return max((row["round"] for row in store.rows if row["kind"] == "accuracy"), default=0)
+
+
+def last_looks(
+    scene: Scene, store: RunFolder, progress: Progress, rounds: int | None = None, seconds: float = math.inf
+) -> Iterator[Look]:
+    """Train under each defence; yield the models that clients receive in the last round.
+
+    For so many rounds, default: as the settings have it; where a part of the run was trained before, for as many as
+    that was. Raise ``OutOfTime`` where one training does not end within these seconds.
+    """
+    rounds, done = rounds_trained(store) or rounds or scene.config.rounds, 0
     total = rounds * len(scene.defenses)
     for defense in scene.defenses:
         unit = f"train/{defense}"
         progress("training", done, total)
         if not store.done(unit):
-            with one_thread(is_small(scene.model)):
-                rows, sent = _train(scene, defense, partial(_tell, progress, done, total))
+            limit = pace.Limit(seconds, partial(progress, "local steps"), strict=True)
+            with one_thread(is_small(scene.model)), limit:
+                rows, sent = _train(scene, defense, rounds, partial(_tell, progress, done, total))
             store.add(unit, [*server_rows(defense, scene.countermeasures(defense, scene.model)), *rows], sent)
         done += rounds
         if rounds > 1:
@@ -52,18 +70,18 @@ def _tell(progress: Progress, before: int, total: int, done: int) -> None:
     progress("training", before + done, total)
 
 
-def _train(scene: Scene, defense: str, tell: Callable[[int], None]) -> tuple[list[Row], dict[str, Any]]:
+def _train(scene: Scene, defense: str, rounds: int, tell: Callable[[int], None]) -> tuple[list[Row], dict[str, Any]]:
     """Return the accuracy after every round, and the weights that were sent in the last one."""
     rows: list[Row] = []
     sent = _state(scene.model)
-    training, chosen = scene.config, scene.defenses[defense]
+    training, chosen = replace(scene.config, rounds=rounds), scene.defenses[defense]
     for round_ in simulate(scene.model, scene.dataset, scene.clients, training, chosen, scene.seeds):
         score = evaluate(round_.model, scene.dataset.test, loss=training.loss)
         head = {"kind": "accuracy", "defense": defense, "round": round_.number}
         if score.scored_by != "accuracy":
             head["scored_by"] = score.scored_by
         rows.append(head | {"accuracy": score.accuracy, "loss": score.loss, "rejected": round_.rejected})
-        if round_.number == training.rounds - 1:
+        if round_.number == rounds - 1:
             sent = _state(round_.model)
         tell(round_.number)
     return rows, sent

@@ -8,6 +8,7 @@ from gradveil.countermeasures import Countermeasure
 from gradveil.errors import UpdateError
 from gradveil.experiments.looks import Look
 from gradveil.experiments.rows import NAIVE
+from gradveil.experiments.run_folder import Row
 from gradveil.experiments.scene import Scene
 from gradveil.experiments.trial import Trial, naive, observe
 from gradveil.tree import size
@@ -76,18 +77,21 @@ class Observed:
     def trial(self, target: Target) -> Trial:
         """Return the trial of a target."""
         scene, look, victim = self.scene, target.look, target.victim
-        about = {
-            "round": look.round,
-            "round_number": look.round_number,
-            "weights": look.weights,
+        rng = scene.seeds("attack", target.attack, look.round, victim)
+        attack = scene.attacks.get(target.attack, target.attack)
+        first = victim * scene.config.examples
+        return Trial(self.seen(target), target.server, attack, rng, scene.held_by(victim), self.about(target), first)
+
+    def about(self, target: Target) -> Row:
+        """Return what the rows of a target say of it."""
+        return {
+            "round": target.look.round,
+            "round_number": target.look.round_number,
+            "weights": target.look.weights,
             "defense": target.defense,
             "server": target.server.name,
             "attack": target.attack,
         }
-        rng = scene.seeds("attack", target.attack, look.round, victim)
-        attack = scene.attacks.get(target.attack, target.attack)
-        first = victim * scene.config.examples
-        return Trial(self.seen(target), target.server, attack, rng, scene.held_by(victim), about, first)
 
     def seen(self, target: Target) -> Observation | UpdateError:
         """Return what arrived from the client after its local training, or why nothing did."""

@@ -36,6 +36,7 @@ class MeasuredExample:
     server: str = ""
     attack: str = ""
     converged: bool = False
+    out_of_time: bool = False  # the attack was stopped before it was done
     gallery: int = 1  # images that the original stands among
     unit: str = ""  # of the run folder, whose images hold the reconstruction at ``index``
     index: int = 0
@@ -53,7 +54,8 @@ def read(rows: Iterable[Row], kind: Literal["attack", "floor"]) -> list[Measured
     for row in rows:
         if row["kind"] == kind:
             values: Row = {name: math.nan if row[name] is None else row[name] for name in names if name in row}
-            found.append(MeasuredExample(**values))
+            late = "out_of_time" in row.get("details", {})
+            found.append(MeasuredExample(**values, out_of_time=late))
     return found
 
 
@@ -84,9 +86,10 @@ class Line:
     identified: Interval
     recovered: Interval  # share of images with an error under a tenth of the blind guess's
     converged: int
+    out_of_time: int  # attacks on it, or on its control, that were stopped before they were done
     grade: Grade
     control: float | None  # mean MSE of the same attack, images and weights without a defence
-    void: str | None  # why a failure here proves nothing; None where its control succeeded
+    void: str | None  # why a failure here proves nothing; None where its control succeeded and it was not cut short
     gallery: int
 
     @property
@@ -171,6 +174,10 @@ def _beyond_chance(identified: Interval, gallery: int) -> bool:
 def _line(mine: Sequence[MeasuredExample], control: Sequence[MeasuredExample] | None, floor: Floor) -> Line:
     one = mine[0]
     mse, recovered, identified = _basics(mine, floor)
+    got, late = grade(mse, recovered, identified, floor, one.gallery), sum(m.out_of_time for m in mine)
+    void = _void(control, floor)
+    if void is None and late and got == "nothing":
+        void = f"ran out of time on {late} of {len(mine)}"
     return Line(
         round=one.round,
         defense=one.defense,
@@ -185,9 +192,10 @@ def _line(mine: Sequence[MeasuredExample], control: Sequence[MeasuredExample] | 
         identified=identified,
         recovered=recovered,
         converged=sum(m.converged for m in mine),
-        grade=grade(mse, recovered, identified, floor, one.gallery),
+        out_of_time=late + sum(m.out_of_time for m in control or () if control is not mine),
+        grade=got,
         control=None if control is None else _mean(control, "mse").mean,
-        void=_void(control, floor),
+        void=void,
         gallery=one.gallery,
     )
 
@@ -208,8 +216,9 @@ def _void(control: Sequence[MeasuredExample] | None, floor: Floor) -> str | None
     mse, recovered, identified = _basics(control, floor)
     if recovered.mean >= HALF or (identified.count and identified.mean >= HALF):
         return None
-    stuck = sum(not m.converged for m in control)
+    stuck, late = sum(not m.converged for m in control), sum(m.out_of_time for m in control)
     why = f"did not converge on {stuck} of {len(control)}" if stuck else "found another answer"
+    why = f"out of time on {late} of {len(control)}" if late else why
     return (
         f"fails without any defence too: {why}, MSE {mse.mean:.2g} against {floor.mse.mean:.2g} for a blind guess, "
         f"{recovered.hits} of {recovered.count} recovered"

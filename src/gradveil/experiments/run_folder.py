@@ -137,6 +137,15 @@ class RunFolder:
         self._rows += new
         self._units.add(unit)
 
+    def drop(self, units: Collection[str]) -> None:
+        """Remove units of work: they are to be done again."""
+        if gone := self._units & set(units):
+            self._rows = [row for row in self._rows if row["unit"] not in gone]
+            write_atomically(self.path / ROWS, _lines(self._rows))
+            self._units -= gone
+            for unit in gone:
+                self._image_file(unit).unlink(missing_ok=True)
+
     def arrays(self, unit: str) -> dict[str, NDArray[Any]]:
         """Return the images of a unit by name; empty where it has none."""
         path = self._image_file(unit)

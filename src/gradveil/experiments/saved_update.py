@@ -1,8 +1,9 @@
 """Audit one update that somebody saved: no training, the same panel, the same judgement."""
 
 import copy
+import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from gradveil import pace
 from gradveil.attacks.base import build as build_attack
 from gradveil.countermeasures import Countermeasure
 from gradveil.data.base import Dataset
@@ -19,17 +21,20 @@ from gradveil.errors import SpecError, UpdateError
 from gradveil.experiments.audit import Audit, default_folder
 from gradveil.experiments.looks import Progress, server_rows
 from gradveil.experiments.run_folder import Row, RunFolder
-from gradveil.experiments.scene import ATTACKS, is_small, load_dataset, one_thread
+from gradveil.experiments.scene import check_minutes, default_attacks, is_small, load_dataset, one_thread
 from gradveil.experiments.settings import find_device
 from gradveil.experiments.trial import Public, Trial, attack_rows, attempt, client_row, floors, naive
 from gradveil.experiments.update_files import Facts, load_weights, read_examples, read_loss, read_update
+from gradveil.experiments.work import NOT_TRIED, Written, cost_of, cut_short, steps_told
 from gradveil.federated.client import check_loss, local_update
 from gradveil.losses import CROSS_ENTROPY, CrossEntropy, Loss
 from gradveil.losses import build as build_loss
 from gradveil.models import build_working
+from gradveil.pace import as_clock
 from gradveil.seeds import Seeds
 from gradveil.types import Batch, Observation, Update
 
+LOG = logging.getLogger("gradveil")
 STAND_INS = 4  # public clients that the control is made from, where the truth is not known
 
 
@@ -54,14 +59,18 @@ class UpdateAuditConfig:
     proximal: float | None = None
     clip: float | None = None
     defense: str = "none"  # what the client is said to have used
-    attacks: tuple[str, ...] = ATTACKS
+    attacks: tuple[str, ...] = ()  # none: those that suit the model (see ``default_attacks``)
     dataset: str | None = None  # of the same kind: gives shapes, a prior, a gallery and the control
     data: str | None = None
     input_shape: tuple[int, ...] | None = None  # where there is neither a data set nor the truth
     num_classes: int = 10
     gallery: int = 100
+    minutes: float | None = None  # at most, for all of it
     device: str = "cpu"  # cpu, cuda or auto
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_minutes(self.minutes)
 
     @property
     def facts(self) -> Facts:
@@ -128,16 +137,21 @@ class SavedUpdate:
 
 
 def audit_update(
-    config: UpdateAuditConfig, out: str | Path | None = None, resume: bool = False, progress: Progress | None = None
+    config: UpdateAuditConfig,
+    out: str | Path | None = None,
+    resume: bool = False,
+    progress: Progress | None = None,
+    written: Written | None = None,
 ) -> Audit:
     """Attack a saved update, naively and as a server that knows the stated defence, beside a control.
 
     The control is an undefended update at the same weights: of the truth where it is given, else of public
     stand-ins, else there is none and the report says so.
     """
-    case = build_case(config)
-    with RunFolder.start(out or default_folder(), config, resume, {"device"}) as store:
-        _run(case, store, progress or (lambda stage, done, total: None))
+    with pace.Limit(pace.seconds_of(config.minutes)):
+        case = build_case(config)
+        with RunFolder.start(out or default_folder(), case.config, resume, {"device", "minutes"}) as store:
+            _run(case, store, progress or (lambda stage, done, total: None), written or (lambda store: None))
     return Audit(store)
 
 
@@ -174,6 +188,8 @@ def build_case(config: UpdateAuditConfig) -> SavedUpdate:
     if dataset is not None:
         public = Public.draw(dataset, seeds("public"), gallery=config.gallery, skip=stand_ins).to(device)
     build_defense(config.defense).adaptive(model)
+    if not config.attacks:
+        config = replace(config, attacks=default_attacks(model, shape, update.num_steps))
     for attack in config.attacks:
         build_attack(attack)
     case = SavedUpdate(config, model.to(device), update.to(device), shape, truth, public, seeds, spec, loss)
@@ -193,21 +209,43 @@ def _loss(spec: str, config: UpdateAuditConfig, dataset: Dataset | None, truth: 
     return loss, config.num_classes
 
 
-def _run(case: SavedUpdate, store: RunFolder, progress: Progress) -> None:
+def _run(case: SavedUpdate, store: RunFolder, progress: Progress, written: Written) -> None:
+    store.drop([NOT_TRIED, *(row["unit"] for row in store.rows if cut_short(row))])
     if not store.done("truth"):
         store.add("truth", *_floors(case))
     wanted: dict[str, list[Countermeasure]] = {attack: [] for attack in case.config.attacks}
     for server in (naive(), *case.knowing):
         for attack in [server.attack] if server.attack else case.config.attacks:
             wanted.setdefault(attack, []).append(server)
-    for done, (attack, servers) in enumerate(wanted.items()):
-        progress("attacks", done, len(wanted))
-        if not store.done(f"attack/{attack}"):
-            with one_thread(is_small(case.model, case.input_shape)):
-                trials = _trials(case, attack, servers)
+    left = {attack: its for attack, its in wanted.items() if not store.done(f"attack/{attack}")}
+    _say_plan(case, left)
+    late: list[Row] = []
+    for done, (attack, servers) in enumerate(left.items()):
+        progress("attacks", len(wanted) - len(left) + done, len(wanted))
+        with one_thread(is_small(case.model, case.input_shape)):
+            trials = _trials(case, attack, servers)
+            if pace.left() <= 0:
+                late += [{"kind": "skip", **t.about, "why": "out of time", "out_of_time": True} for t in trials]
+                continue
+            with pace.Limit(pace.left() / (len(left) - done), steps_told(progress, attack)):
                 rows, images = attack_rows(trials, attempt(trials), case.public)
-            store.add(f"attack/{attack}", rows, {"found": np.stack(images)} if images else {})
+        store.add(f"attack/{attack}", rows, {"found": np.stack(images)} if images else {})
+        written(store)
+    if late:
+        store.add(NOT_TRIED, late)
     progress("attacks", len(wanted), len(wanted))
+
+
+def _say_plan(case: SavedUpdate, left: dict[str, list[Countermeasure]]) -> None:
+    """Say how long the attacks will take, at most; nothing where nobody listens."""
+    if not LOG.isEnabledFor(logging.INFO):
+        return
+    for attack, servers in left.items():
+        trials = _trials(case, attack, servers)
+        seconds = cost_of(trials.__getitem__, range(len(trials))).of(len(trials)) if trials else 0.0
+        LOG.info("plan: %s, %d attacks: %s at most", attack, len(trials), as_clock(seconds))
+    if (minutes := case.config.minutes) is not None:
+        LOG.info("plan: no more than %s in all, in equal parts", as_clock(60 * minutes))
 
 
 def _floors(case: SavedUpdate) -> tuple[list[Row], dict[str, Any]]:

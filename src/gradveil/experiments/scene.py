@@ -1,6 +1,7 @@
 """What an audit is run with: one frozen table of settings, the same in Python, on the command line and in TOML."""
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ DEFENSES = (
     "gaussian:scale=0.1",
 )
 ATTACKS = ("newton", "dlg:steps=15,restarts=3")
+ATTACKS_ON_LARGE = ("gs",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,7 @@ class AuditConfig(Training):
     data: str | None = None  # the local data folder
     model: str = "lenet:strides=2/1"  # sigmoid, as published, but two convolutions deep: it learns digits in ten rounds
     defenses: tuple[str, ...] = DEFENSES
-    attacks: tuple[str, ...] = ATTACKS
+    attacks: tuple[str, ...] = ()  # none: those that suit the model (see ``default_attacks``)
     partition: str = "iid:devices=10"
     rounds: int = 10
     clients: int = 5
@@ -60,10 +62,11 @@ class AuditConfig(Training):
     examples: int = 1  # of one attacked update
     gallery: int = 100  # images that an original must be told from, itself included
     meter_seconds: float = 60.0  # at most, for certificates and the leak meter after all else; 0: they are left out
+    minutes: float | None = None  # at most, for all of it; what does not fit is not tried, and the report says so
     device: str = "cpu"  # cpu, cuda or auto
     seed: int = 0
 
-    FREE: ClassVar[frozenset[str]] = frozenset({"meter_seconds", "device"})  # may differ when a run is continued
+    FREE: ClassVar[frozenset[str]] = frozenset({"meter_seconds", "minutes", "device"})  # may differ on --resume
 
     def __post_init__(self) -> None:
         for name in ("rounds", "clients", "epochs", "batch_size", "lr", "images", "examples", "gallery"):
@@ -72,9 +75,8 @@ class AuditConfig(Training):
                 raise SpecError(f"{name}={value}: give a number above zero.")
         if not self.meter_seconds >= 0:
             raise SpecError(f"meter_seconds={self.meter_seconds}: give a number of seconds; 0 leaves the meter out.")
+        check_minutes(self.minutes)
         super().__post_init__()
-        if not self.attacks:
-            raise SpecError("An audit needs at least one attack, e.g. --attack newton.")
         if self.images % self.examples:
             raise SpecError(f"images={self.images} cannot be dealt out to updates of {self.examples} examples each.")
         for kind in ("defenses", "attacks"):
@@ -87,6 +89,20 @@ class AuditConfig(Training):
         """The update of an attacked client, without its numbers: what its local training is."""
         n = self.examples
         return Update({}, n, self.steps(n), self.lr_of(1), update_batch_size(self, n), self.rule)
+
+
+def check_minutes(minutes: float | None) -> None:
+    """Raise unless it is a length of time, or None."""
+    if minutes is not None and not 0 < minutes < math.inf:
+        raise SpecError(f"minutes={minutes}: give a number of minutes above zero.")
+
+
+LARGE = 500_000  # weights beyond which second-order attacks take hours on a CPU
+
+
+def default_attacks(model: nn.Module, input_shape: tuple[int, ...], local_steps: int = 1) -> tuple[str, ...]:
+    """Return the attacks that suit a model and the local training of its clients."""
+    return ATTACKS if size(parameters(model)) <= LARGE else ATTACKS_ON_LARGE
 
 
 def load_dataset(source: str | Dataset | Callable[..., Any], data: str | None) -> Dataset:

@@ -195,7 +195,7 @@ def attack_rows(
     choices, gallery = (1, None) if public is None else (public.choices, public.gallery)
     for trial, result in zip(trials, results, strict=True):
         if isinstance(result, GradveilError):
-            rows.append({"kind": "skip", **trial.about, "why": str(result)})
+            rows.append({"kind": "skip", **trial.about, "example": trial.first, "why": str(result)})
             continue
         values, shown = measured(result, trial.truth, gallery)
         said = {"objective": result.objective, "converged": result.converged, "details": result.details}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
+from gradveil import pace
 from gradveil.data.base import Split
 from gradveil.defenses.base import Defense, build
 from gradveil.defenses.guard.step import step_gradient
@@ -65,7 +66,11 @@ def train_client(
     start = {name: w.clone() for name, w in zip(names, weights, strict=True)} if local.proximal else {}
     total = [torch.zeros_like(p) for p in weights]
     examples = steps = 0
+    per_epoch = len(data) if not isinstance(data, Batch) else -(-len(data) // (local.batch_size or len(data) or 1))
+    most = local.epochs * per_epoch
     for batch in _batches(data, local, rng):
+        pace.step(steps, most)
+        pace.check()
         gradient = step_gradient(model, batch, defense, rng, loss=loss)
         with torch.no_grad():
             taken = {name: gradient[name].detach() for name in names}
@@ -146,8 +151,10 @@ def evaluate(model: nn.Module, split: Split, batch_size: int = 1000, loss: str |
     model.eval()
     try:
         with torch.no_grad():
-            starts = range(0, len(split), batch_size)
-            parts = [model(split.batch(slice(start, start + batch_size)).inputs.to(first)) for start in starts]
+            parts = []
+            for start in range(0, len(split), batch_size):
+                pace.check()
+                parts.append(model(split.batch(slice(start, start + batch_size)).inputs.to(first)))
     finally:
         model.train(was_training)
     output, labels = torch.cat(parts), split.labels.to(first.device)

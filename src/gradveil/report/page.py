@@ -12,6 +12,7 @@ from gradveil.experiments.run_folder import REPORT, VERSIONS, RunFolder
 from gradveil.files import write_atomically
 from gradveil.report.figures import errors_figure, trade_figure
 from gradveil.report.pictures import pictures, thumbs
+from gradveil.report.summary import left_out
 from gradveil.report.table import HEAD, NUM_TEXTS, certificate_table, table_rows
 
 READING = (
@@ -79,8 +80,13 @@ CAVEAT = (
 def write_report(folder: str | Path) -> Path:
     """Draw the page of a run folder, and return where it is. A pure function of the folder's data."""
     with RunFolder.open(folder).hold() as store:
-        path = store.path / REPORT
-        write_atomically(path, render(store).encode())
+        return draw(store)
+
+
+def draw(store: RunFolder) -> Path:
+    """Draw the page of a run that is held, as far as it is."""
+    path = store.path / REPORT
+    write_atomically(path, render(store).encode())
     return path
 
 
@@ -116,6 +122,7 @@ def _content(store: RunFolder) -> dict[str, Any]:
         "figures": _figures(found, judged, floor) if floor is not None else [],
         "table": {"head": HEAD, "texts": NUM_TEXTS, "rows": table_rows(found, floor)} if floor is not None else None,
         "certificates": certificate_table(rows),
+        "left_out": left_out(rows),
         "images": floor.mse.count if floor is not None else 0,
         "reading": READING,
         "servers": [(f"{row['defense']} · {row['server']}", row["why"]) for row in about],

@@ -41,6 +41,19 @@ def not_run(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return [dict(zip(keys, values, strict=True)) | {"clients": len(its)} for values, its in skipped.items()]
 
 
+def left_out(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Return what was wanted and not run, each with why: a line for each attack, round and reason."""
+    found = [("training", row["says"].rstrip(".")) for row in rows if row["kind"] == "note"]
+    for (attack, round_, why), its in group(not_run(rows), "attack", "round", "why").items():
+        where = ", ".join(dict.fromkeys(part["defense"] for part in its))
+        count = sum(part["clients"] for part in its)
+        when = f"{round_} round" if round_ != "update" else "the update"
+        found.append(
+            (f"{attack} on {where} ({when}, {count} {'attack' if count == 1 else 'attacks'})", why.rstrip("."))
+        )
+    return found
+
+
 def _gate(rows: Sequence[Row], fail_on: FailOn) -> dict[str, Any]:
     each = gates(rows, fail_on)
     whole = overall(each)

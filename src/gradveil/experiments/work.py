@@ -1,0 +1,162 @@
+"""The work of an audit, piece by piece: what is done is written down; what a piece takes is measured beforehand."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+
+from gradveil import pace
+from gradveil.experiments.looks import Look, Progress
+from gradveil.experiments.panel import CHUNK, Observed, Target
+from gradveil.experiments.run_folder import Row, RunFolder
+from gradveil.experiments.scene import Scene, is_small, one_thread
+from gradveil.experiments.trial import Trial, attack_rows, attempt, naive
+from gradveil.federated.client import evaluate
+from gradveil.federated.simulate import simulate
+
+TRY = 0.3  # seconds in which the speed of an attack, or of training, is found out
+TRY_STEPS = 2  # of an attack, at least: the first sets things up
+QUICK = 0.5  # seconds: updates whose steps take less gain by going together
+MANY = 32  # updates that are attacked together to see what each adds
+TEST = 100  # examples that the speed of a test is found out with
+NOT_TRIED = "not tried"  # the unit of what was left out
+
+Written = Callable[[RunFolder], None]  # called when a piece of work was written
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an attack takes, at most: so many seconds, and so many more for each client's update."""
+
+    once: float
+    each: float
+    steps: int  # 0: it does not say
+
+    def of(self, count: int) -> float:
+        """Return the seconds for so many updates, in as many batches as they need."""
+        return self.once * -(-count // CHUNK) + self.each * count
+
+    def fits(self, seconds: float) -> int:
+        """Return how many updates fit into these seconds in one batch; at least one."""
+        return max(1, min(CHUNK, int(max(0.0, seconds - self.once) / self.each) if self.each else CHUNK))
+
+
+@dataclass(frozen=True)
+class Work:
+    """The attacks of an audit, and how long they and the training take."""
+
+    scene: Scene
+    store: RunFolder
+    progress: Progress
+    written: Written
+    observed: Observed = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "observed", Observed(self.scene))
+
+    def attack(self, unit: str, part: Sequence[Target], seconds: float = math.inf) -> None:
+        """Attack these targets, all with one attack, and write down what came of it."""
+        trials = [self.observed.trial(target) for target in part]
+        with pace.Limit(seconds, steps_told(self.progress, part[0].attack)):
+            rows, images = attack_rows(trials, attempt(trials), self.scene.public)
+        none = np.zeros((0, *self.scene.truth.inputs.shape[1:]), np.float32)
+        self.store.add(unit, rows, {"found": np.stack(images) if images else none})
+        self.written(self.store)
+
+    def tried(self) -> set[tuple[object, ...]]:
+        """Return the keys of the targets that were attacked, to the attack's own end."""
+        return {self._key(row) for row in self.store.rows if row["kind"] in ("attack", "skip") and not cut_short(row)}
+
+    def was_cut(self, target: Target) -> bool:
+        """Return whether an attack was stopped before it was done."""
+        return any(cut_short(row) and self._key(row) == (*_cell(target), target.victim) for row in self.store.rows)
+
+    def drop_cut(self, targets: Sequence[Target]) -> None:
+        """Remove what attacks on these had no time for: they are to be done again."""
+        keys = {(*_cell(t), t.victim) for t in targets}
+        self.store.drop({row["unit"] for row in self.store.rows if cut_short(row) and self._key(row) in keys})
+
+    def left(self, targets: Iterable[Target]) -> list[Target]:
+        """Return the targets that were not attacked yet."""
+        done = self.tried()
+        return [t for t in targets if not {(*_cell(t), t.victim), (*_cell(t), None)} & done]
+
+    def not_tried(self, target: Target, why: str, out_of_time: bool = True) -> Row:
+        """Return the row that says so."""
+        about = self.observed.about(target)
+        return {"kind": "skip", **about, "example": self._first(target), "why": why, "out_of_time": out_of_time}
+
+    def _first(self, target: Target) -> int:
+        return target.victim * self.scene.config.examples
+
+    def _key(self, row: Row) -> tuple[object, ...]:
+        cell = tuple(row[name] for name in ("round", "weights", "defense", "server", "attack"))
+        return (*cell, row["example"] // self.scene.config.examples if "example" in row else None)
+
+    def attack_cost(self, attack: str, look: Look) -> Cost:
+        """Return what an attack takes, tried on undefended updates."""
+
+        def control(victim: int) -> Trial:
+            return self.observed.trial(Target(look, "none", naive(), attack, victim))
+
+        return cost_of(control, self.scene.victims)
+
+    def round_cost(self, defense: str) -> float:
+        """Return how many seconds a round of training under a defence takes, the test after it included."""
+        scene, config = self.scene, self.scene.config
+        size = min(config.batch_size or math.inf, *(len(part) for part in scene.clients))
+        steps = config.epochs * sum(-(-len(part) // size) for part in scene.clients) / len(scene.clients)
+        with one_thread(is_small(scene.model)):
+            one = self._seconds_of_training(defense, 1, int(size))
+            few = max(1, min(10, int(TRY / one), int(min(map(len, scene.clients)) // size)))
+            each = self._seconds_of_training(defense, few, int(size)) / few
+            began = pace.clock()
+            test = scene.dataset.test
+            evaluate(scene.model, replace(test, images=test.images[:TEST], labels=test.labels[:TEST]), loss=config.loss)
+            tested = (pace.clock() - began) * len(test) / min(TEST, len(test))
+        return config.clients * steps * each + tested
+
+    def _seconds_of_training(self, defense: str, steps: int, size: int) -> float:
+        scene = self.scene
+        brief = replace(scene.config, rounds=1, clients=1, epochs=1)
+        began = pace.clock()
+        clients = [scene.clients[0][: steps * size]]
+        list(simulate(scene.model, scene.dataset, clients, brief, scene.defenses[defense], scene.seeds))
+        return pace.clock() - began
+
+
+def cost_of(trial: Callable[[int], Trial], clients: Sequence[int]) -> Cost:
+    """Run an attack on one client's update for a moment: its rate says how long it would take.
+
+    Where a step is quick, on many as well: together they cost less than one by one.
+    """
+    alone, steps = _seconds_of([trial(clients[0])])
+    if steps and alone / steps > QUICK:
+        return Cost(0.0, alone, steps)
+    many, _ = _seconds_of([trial(clients[i % len(clients)]) for i in range(MANY)])
+    each = min(alone, max(0.0, many - alone) / (MANY - 1))
+    return Cost(alone - each, each, steps)
+
+
+def _seconds_of(trials: Sequence[Trial]) -> tuple[float, int]:
+    began = pace.clock()
+    with pace.Limit(TRY, least=TRY_STEPS) as limit:
+        attempt(trials)
+    return max(pace.clock() - began, limit.whole), limit.steps
+
+
+def steps_told(progress: Progress, attack: str) -> pace.Tell:
+    """Return who hears how many steps of an attack are done."""
+    return partial(progress, f"{attack.partition(':')[0]} steps")
+
+
+def cut_short(row: Row) -> bool:
+    """Return whether a row is of an attack that was stopped before it was done, or not tried: it may be tried again."""
+    return row["unit"] == NOT_TRIED or "out_of_time" in (row.get("details") or {})
+
+
+def _cell(target: Target) -> tuple[object, ...]:
+    look = target.look
+    return look.round, look.weights, target.defense, target.server.name, target.attack

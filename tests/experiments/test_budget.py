@@ -1,0 +1,179 @@
+"""An audit in limited time, on a clock that only work moves on: what fits is done, the rest is said."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Generator
+
+from gradveil import pace
+from gradveil.attacks.base import Attack
+from gradveil.errors import SpecError
+from gradveil.experiments.audit import Audit, audit
+from gradveil.experiments.gate import gates
+from gradveil.experiments.scene import AuditConfig, default_attacks
+from gradveil.experiments.work import Work
+from gradveil.models import build
+from gradveil.report.page import render
+from gradveil.report.summary import left_out, not_run
+from gradveil.types import Observation, Reconstruction
+
+NOW = [0.0]
+STEP = 1.0  # second of an attack on one update
+STEPS = 10
+A_ROUND = 30.0  # seconds of training under one defence
+
+
+@dataclass(frozen=True)
+class Slow(Attack):
+    """Read the input of the last layer off its gradient, after ten steps that each take a second; noise before."""
+
+    works: bool = True
+
+    def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
+        late, k = pace.step(0, STEPS) and False, 0
+        while k < STEPS and not late:
+            NOW[0] += STEP * len(seen)
+            k += 1
+            late = pace.step(k, STEPS) and k < STEPS
+        return [self._one(s, r, late) for s, r in zip(seen, rngs, strict=True)]
+
+    def _one(self, s: Observation, rng: Generator, late: bool) -> Reconstruction:
+        if late or not self.works:
+            noise = torch.rand(s.num_examples, *s.input_shape, generator=rng)
+            return Reconstruction(noise, None, 1.0, False, {"out_of_time": 1.0} if late else {})
+        weight = next(g for n, g in s.update.gradient.items() if n.endswith("weight"))
+        bias = next(g for n, g in s.update.gradient.items() if n.endswith("bias"))
+        c = int(bias.abs().argmax())
+        return Reconstruction((weight[c] / bias[c]).reshape(1, *s.input_shape).clamp(0, 1), None, 0.0, True)
+
+
+@pytest.fixture(autouse=True)
+def still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock stands still but for what attacks and training add to it."""
+    NOW[0] = 0.0
+    monkeypatch.setattr(pace, "clock", lambda: NOW[0])
+
+    def trained(*args: Any) -> Any:
+        NOW[0] += A_ROUND * args[2]  # rounds
+        return _train(*args)
+
+    from gradveil.experiments import looks
+
+    _train = looks._train
+    monkeypatch.setattr(looks, "_train", trained)
+    monkeypatch.setattr(Work, "round_cost", lambda *_: A_ROUND)
+
+
+def run(small: AuditConfig, folder: Path, minutes: float | None, attack: Attack | None = None, **more: Any) -> Audit:
+    began = NOW[0]
+    config = replace(small, minutes=minutes, meter_seconds=0.0, images=2, gallery=20)
+    found = audit(config=config, attacks=[attack or Slow()], out=folder, **more)
+    assert minutes is None or NOW[0] - began <= 60 * minutes
+    return found
+
+
+def measured(found: Audit) -> dict[tuple[Any, ...], Any]:
+    keys = ("round", "weights", "defense", "server", "attack", "example")
+    return {tuple(r[k] for k in keys): (r["mse"], r["identified"]) for r in found.rows if r["kind"] == "attack"}
+
+
+def test_with_enough_time_all_is_tried_as_without_a_limit(small: AuditConfig, tmp_path: Path) -> None:
+    free, limited = run(small, tmp_path / "a", None), run(small, tmp_path / "b", 1000)
+    assert measured(free) == measured(limited)
+    assert not not_run(limited.rows)
+    assert [v.text for v in free.verdicts] == [v.text for v in limited.verdicts]
+    assert limited.rows[len([r for r in limited.rows if r["kind"] == "floor"])]["defense"] == "none"  # controls first
+
+
+def test_what_does_not_fit_is_not_tried_and_said(small: AuditConfig, tmp_path: Path) -> None:
+    pictures: list[float] = []
+    found = run(small, tmp_path / "run", 2.4, written=lambda store: pictures.append(NOW[0]))
+    rounds = {row["round"] for row in found.rows if row["kind"] == "attack"}
+    assert rounds == {"first"}
+    assert pictures[0] <= 60
+    assert not any(row["kind"] == "accuracy" for row in found.rows)
+    late = [row for row in found.rows if row["kind"] == "skip"]
+    assert {row["round"] for row in late if row["out_of_time"]} >= {"last"}
+    assert any("a round of training takes about 0:01:00" in part["why"] for part in not_run(found.rows))
+    assert found.headline.endswith("The time was over before all was tried.")
+    assert {v.defense for v in found.verdicts} == {"none", *small.defenses}
+    assert "What was not tried" in render(found.store)
+    assert left_out(found.rows)
+
+
+def test_more_time_on_resume_tries_the_rest(small: AuditConfig, tmp_path: Path) -> None:
+    free = run(small, tmp_path / "free", None)
+    for minutes in (0.5, 1.0, 2.0, 1000):
+        found = run(small, tmp_path / "run", minutes, resume=(tmp_path / "run").exists())
+    assert not not_run(found.rows)
+    assert measured(found) == measured(free)
+    before = NOW[0]
+    run(small, tmp_path / "run", None, resume=True)  # nothing is left to do
+    assert NOW[0] == before
+
+
+def test_without_a_limit_a_limited_run_goes_on(small: AuditConfig, tmp_path: Path) -> None:
+    run(small, tmp_path / "run", 1.0)
+    found = run(small, tmp_path / "run", None, resume=True)
+    assert measured(found) == measured(run(small, tmp_path / "free", None))
+    assert not not_run(found.rows)
+
+
+def test_a_control_without_time_is_void_and_never_safe(small: AuditConfig, tmp_path: Path) -> None:
+    found = run(small, tmp_path / "run", 0.2)  # 12 s, of which 8 are for work: an attack takes 10
+    (line,) = found.lines
+    assert "out of time on 1 of 1" in str(line.void)
+    assert {v.outcome for v in found.verdicts} == {"void"}
+    assert {gate.result for gate in gates(found.rows, "recovered").values()} == {"uninformative"}
+    assert "stopped before it was done" in str(not_run(found.rows))
+
+
+def test_defences_wait_where_the_control_fails(small: AuditConfig, tmp_path: Path) -> None:
+    found = run(small, tmp_path / "run", 0.35, Slow(works=False))
+    tried = {row["defense"] for row in found.rows if row["kind"] == "attack"}
+    assert tried == {"none"}  # and no time is left for what waited
+    assert {v.outcome for v in found.verdicts} == {"void"}
+
+
+def test_fewer_rounds_are_trained_where_all_do_not_fit(small: AuditConfig, tmp_path: Path) -> None:
+    found = run(replace(small, rounds=9), tmp_path / "run", 8)
+    rounds = [row["round"] for row in found.rows if row["kind"] == "accuracy" and row["defense"] == "none"]
+    assert 2 <= max(rounds) < 9
+    assert (f"Trained for {max(rounds)} of 9 rounds: more do not fit in the time") in dict(
+        left_out(found.rows)
+    ).values()
+
+
+def test_an_attack_with_steps_to_spare_is_shortened(
+    small: AuditConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = pace.step
+
+    def slow(done: int, total: int) -> bool:
+        NOW[0] += 0.6
+        return step(done, total)
+
+    monkeypatch.setattr(pace, "step", slow)
+    config = replace(small, minutes=8.0, meter_seconds=0.0, images=1, rounds=1, attacks=("gs:steps=400",))
+    found = audit(config=config, out=tmp_path / "run")
+    assert NOW[0] <= 8 * 60
+    used = {row["attack"] for row in found.rows if row["kind"] == "attack"}
+    (short,) = {name for name in used if name != "gs:steps=400"}
+    assert 100 <= int(short.removeprefix("gs:steps=")) < 400
+    assert any(part["why"].startswith(f"shortened to {short}") for part in not_run(found.rows))
+
+
+@pytest.mark.parametrize("minutes", [0, -1, float("nan"), float("inf")])
+def test_minutes_are_a_length_of_time(minutes: float) -> None:
+    with pytest.raises(SpecError, match="minutes above zero"):
+        AuditConfig(minutes=minutes)
+
+
+def test_attacks_by_default_suit_the_model() -> None:
+    small, large = build("lenet", (3, 32, 32), 10, 0), build("resnet18", (3, 32, 32), 10, 0)
+    assert default_attacks(small, (3, 32, 32)) == ("newton", "dlg:steps=15,restarts=3")
+    assert default_attacks(large, (3, 32, 32)) == ("gs",)
