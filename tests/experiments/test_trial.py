@@ -122,7 +122,7 @@ def test_where_an_attack_refuses_one_view_the_others_still_run(
 def test_an_update_that_cannot_be_made_is_skipped_and_says_why(scene: Scene, guess: Attack) -> None:
     trial = Trial(UpdateError("no examples"), naive(), guess, torch.Generator(), about={"defense": "none"})
     assert attack_rows([trial], attempt([trial]), None)[0] == [
-        {"kind": "skip", "defense": "none", "why": "no examples"}
+        {"kind": "skip", "defense": "none", "example": 0, "why": "no examples"}
     ]
 
 
