@@ -31,6 +31,7 @@ def summary(found: Audit, page: Path, fail_on: FailOn | None) -> dict[str, Any]:
         "verdicts": [_verdict(v) for v in found.verdicts],
         "lines": [_line(line) for line in found.lines],
         "not_run": not_run(found.rows),
+        "notes": [row["says"] for row in found.rows if row["kind"] == "note"],
     }
 
 
