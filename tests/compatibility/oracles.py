@@ -336,6 +336,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gs": {"tv": 0.0},
     "gradinversion": {"tv": 0.0, "l2": 0.0, "bn": 0.0, "group": 0.0},
     "fedavg": {"tv": 0.0},
+    "surrogate": {"tv": 0.0},
     "newton": {"steps": 12, "floor": 0.01},
 }
 
@@ -352,7 +353,7 @@ def check_attack(name: str, model: Model) -> None:
     if name == "newton":
         _check_newton(model, attack, x, y)
         return
-    if name == "fedavg":
+    if name in ("fedavg", "surrogate"):
         seen = _two_steps(model, seen, x, y)
     answer = attack.reconstruct(seen, rng())
     end = (answer.inputs if answer.raw is None else answer.raw).to(model.dtype)
@@ -365,8 +366,10 @@ def check_attack(name: str, model: Model) -> None:
         right = {"gs": cosine(there, target), "gradinversion": far / squares(target)}.get(name, far)
         close(torch.tensor(answer.objective), right, tolerance)
         _check_slopes(model, seen, x, y)
-    if name == "fedavg":
-        close(torch.tensor(answer.objective), cosine(_unrolled(model, seen, end, y), target), tolerance)
+    if name in ("fedavg", "surrogate"):
+        place = answer.details.get("place")
+        there = _unrolled(model, seen, end, y) if place is None else _between(model, seen, end, y, place)
+        close(torch.tensor(answer.objective), cosine(there, target), tolerance)
     if name == "rep":
         _check_rep(model, seen, x, end, answer.objective, tolerance)
     if name == "analytic":
@@ -406,6 +409,16 @@ def _unrolled(model: Model, seen: Observation, x: Tensor, y: Tensor) -> dict[str
                     p -= 0.1 * gradient[n]
         total = {n: g + total.get(n, 0.0) for n, g in gradient.items()}
     return total
+
+
+def _between(model: Model, seen: Observation, x: Tensor, y: Tensor, place: float) -> dict[str, Tensor]:
+    """Return the gradient at weights on the way from those sent to those received."""
+    net = model.build()
+    with torch.no_grad():
+        for n, p in net.named_parameters():
+            if n in seen.update.gradient:
+                p -= place * seen.update.lr * seen.update.gradient[n]
+    return plain_gradient(model, net, x, y)
 
 
 def _check_rep(model: Model, seen: Observation, x: Tensor, end: Tensor, objective: float, tolerance: float) -> None:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from gradveil.errors import AttackError
 from gradveil.gradients.by_hand import WIDE, known_chain, manual_gradients, pays
@@ -177,16 +178,20 @@ def loss_of(model: nn.Module, free: Iterable[str], loss: Loss) -> WeightLoss:
 def per_problem(
     model: nn.Module,
     loss: WeightLoss,
-    one: Callable[[StepGradient, Tensor, Tensor], Params],
+    one: Callable[..., Params],
     form: Form = "auto",
     randomness: Literal["error", "same"] = "error",
-) -> TrialGradients:
-    """Return (x, y) -> ``one`` of each problem, given how to take the loss's gradient: by vmap, else one by one."""
+) -> Callable[..., Params]:
+    """Return ``one`` of each problem of stacked arguments (x, y, ...): by vmap, else one by one.
+
+    Its first argument is how to take the loss's gradient, a ``StepGradient``.
+    """
     many = vmap(partial(one, grad(loss)), randomness=randomness)
     traced, proven = form != "loop", form == "vmap"
 
-    def gradients(x: Tensor, y: Tensor) -> Params:
+    def gradients(*stacked: Any) -> Params:
         nonlocal traced, proven
+<<<<<<< HEAD
         if traced and (len(x) > 1 or form == "vmap"):
             try:
                 with quiet(model):
@@ -202,6 +207,21 @@ def per_problem(
             alone = [one(partial(_by_autograd, loss), xi, yi) for xi, yi in zip(x, y, strict=True)]
         if len(alone) == 1:  # no copy of large gradients
             return {name: g[None] for name, g in alone[0].items()}
+=======
+        with quiet(model):
+            if traced:
+                try:
+                    found: Params = many(*stacked)
+                except (RuntimeError, NotImplementedError, AttackError) as error:
+                    if proven or isinstance(error, torch.cuda.OutOfMemoryError):  # not for lack of a batching rule
+                        raise
+                    traced = False
+                else:
+                    proven = True
+                    return found
+            each = [tree_map(lambda value, i=i: value[i], stacked) for i in range(len(stacked[0]))]
+            alone = [one(partial(_by_autograd, loss), *given) for given in each]
+>>>>>>> dde017e (surrogate: an update of many steps matched between the first and the last weights)
         return {name: torch.stack([g[name] for g in alone]) for name in alone[0]}
 
     return gradients
@@ -210,7 +230,8 @@ def per_problem(
 def _by_autograd(loss: WeightLoss, weights: Params, x: Tensor, y: Tensor) -> Params:
     """Return the gradient of the loss, differentiable in x and y where these are."""
     free = {n: w if w.requires_grad and not w.is_leaf else w.detach().requires_grad_() for n, w in weights.items()}
-    again = torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)
+    moving = (x, y, *weights.values())
+    again = torch.is_grad_enabled() and any(value.requires_grad for value in moving)
     with torch.enable_grad():
         found = torch.autograd.grad(loss(free, x, y), list(free.values()), create_graph=again, materialize_grads=True)
     return dict(zip(free, found, strict=True))

@@ -6,7 +6,7 @@ of several local steps is matched as one step with their mean gradient; ``fedavg
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
@@ -61,11 +61,12 @@ class Matching:
     def take(self, rows: Tensor) -> "Matching":
         """Return the problems at these positions; a position may come more than once."""
 
-        def pick(tree: Params) -> Params:
-            return {n: value.index_select(0, rows) for n, value in tree.items()}
+        target, weights = pick(self.target, rows), pick(self.weights, rows)
+        return replace(self, target=target, weights=weights, floor=self.floor.index_select(0, rows))
 
-        floor = self.floor.index_select(0, rows)
-        return Matching(self.model, self.names, pick(self.target), pick(self.weights), floor, self.trial)
+    def gradients(self, x: Tensor, y: Tensor, own: Tensor) -> Params:
+        """Return the trial gradients of x (P, N, *shape) with targets y; ``own``: an attack's further unknowns."""
+        return self.trial(x, y)
 
     @cached_property
     def energy(self) -> Tensor:
@@ -75,6 +76,11 @@ class Matching:
     def weigh(self, name: str, value: Tensor) -> Tensor:
         """Return the weighted value (P, *shape) of one tensor."""
         return value * self.weights[name] if name in self.weights else value
+
+
+def pick(tree: Params, rows: Tensor) -> Params:
+    """Return the problems at these positions of stacked tensors."""
+    return {n: value.index_select(0, rows) for n, value in tree.items()}
 
 
 Distance = Callable[[Matching, Params], tuple[Tensor, Params]]  # values (P,), and derivatives by the gradients

@@ -28,19 +28,20 @@ class Penalty(Protocol):
 
 @dataclass(frozen=True)
 class Unknowns:
-    """How one problem's unknowns lie in a vector: the images, then free numbers behind their targets."""
+    """How one problem's unknowns lie in a vector: the images, free numbers behind their targets, an attack's own."""
 
     images: tuple[int, ...]  # (N, *shape)
     classes: int
     bounds: tuple[float, float]
     labels: bool  # whether the targets are unknown too
     loss: Loss = CROSS_ENTROPY  # which says what targets are
+    own: int = 0  # further numbers that an attack looks for
 
     @classmethod
-    def of(cls, seen: Observation) -> "Unknowns":
+    def of(cls, seen: Observation, own: int = 0) -> "Unknowns":
         """Read the layout off an observation; labels that the server knows are no unknowns."""
         images = (seen.num_examples, *seen.input_shape)
-        return cls(images, seen.num_classes, seen.bounds, seen.labels is None, seen.loss)
+        return cls(images, seen.num_classes, seen.bounds, seen.labels is None, seen.loss, own)
 
     @property
     def pixels(self) -> int:
@@ -50,11 +51,11 @@ class Unknowns:
     @property
     def size(self) -> int:
         """How many unknowns a problem has."""
-        return self.pixels + (self.images[0] * self.classes if self.labels else 0)
+        return self.pixels + (self.images[0] * self.classes if self.labels else 0) + self.own
 
     def split(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """Return images (P, N, *shape) and the free numbers of targets (P, N, K or 0) of z (P, d)."""
-        x, free = z[:, : self.pixels], z[:, self.pixels :]
+        x, free = z[:, : self.pixels], z[:, self.pixels : self.size - self.own]
         return x.reshape(-1, *self.images), free.reshape(len(z), self.images[0], -1)
 
 
@@ -101,7 +102,8 @@ class MatchingObjective:
     def _trial(self, z: Tensor) -> tuple[Tensor, Params]:
         x, free = self.unknowns.split(z)
         y = self.unknowns.loss.squash(free) if self.labels is None else self.labels
-        return x, self.matching.trial(x, y)
+        own = z[:, self.unknowns.size - self.unknowns.own :]  # (P, own)
+        return x, self.matching.gradients(x, y, own)
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,7 @@ class Search:
     )
     scaled: bool = True  # whether the distance grows with the gradient's square, so that tol is relative to it
     stack: Callable[[Sequence[Observation]], Matching] = Matching.of  # how a group of observations is stacked
+    own: int = 0  # further numbers to look for, from 0; the stack knows what they are
     tf32: bool = False  # let CUDA round products: only for optimisers that need no exact descent
 
     def run(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
@@ -105,7 +106,7 @@ class Search:
 
     def _run_stack(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Return the reconstructions of observations that can be stacked, as many at once as fit into memory."""
-        stack, unknowns = self.stack(seen), Unknowns.of(seen[0])
+        stack, unknowns = self.stack(seen), Unknowns.of(seen[0], self.own)
         size = max(1, problems_at_once(stack, unknowns, self.optimiser(unknowns)) // self.restarts)
         solved = []
         for first in range(0, len(seen), size):
@@ -149,7 +150,8 @@ class Search:
             x = low + (high - low) * x
         elif self.start == "central":
             x = (low + high) / 2 + (high - low) / 4 * x
-        return torch.cat([x, torch.randn(unknowns.size - unknowns.pixels, generator=rng, device=rng.device)])
+        targets = torch.randn(unknowns.size - unknowns.pixels - unknowns.own, generator=rng, device=rng.device)
+        return torch.cat([x, targets, torch.zeros(unknowns.own, device=rng.device)])
 
     def _limit(self, problems: Matching) -> Tensor:
         """Return the distance (P,) at which a gradient counts as matched; known noise cannot be matched away."""
@@ -169,7 +171,9 @@ def _with_numbers(seen: Observation, unknowns: Unknowns, z: Tensor, rng: Generat
     if not unknowns.labels or unknowns.loss.targets != "numbers":
         return z
     numbers = read_at(seen, z[: unknowns.pixels].reshape(unknowns.images), rng)
-    return z if numbers is None else torch.cat([z[: unknowns.pixels], numbers.flatten().to(z)])
+    if numbers is None:
+        return z
+    return torch.cat([z[: unknowns.pixels], numbers.flatten().to(z), z[unknowns.size - unknowns.own :]])
 
 
 def _labels(seen: Sequence[Observation], owner: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor | None:
@@ -222,6 +226,7 @@ def _choose(
         "relative_residual": float(relative),
         "stalled": float(stopping.stalled[at.cpu()]),
     }
+    details |= {f"own_{i}": float(v) for i, v in enumerate(solution.best[at, unknowns.size - unknowns.own :])}
     converged = finite and bool(residuals[at] <= limit[at])
     if not converged and bool(solution.late[mine].any()):
         details["out_of_time"] = 1.0
