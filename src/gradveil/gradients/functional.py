@@ -191,11 +191,10 @@ def per_problem(
 
     def gradients(*stacked: Any) -> Params:
         nonlocal traced, proven
-<<<<<<< HEAD
-        if traced and (len(x) > 1 or form == "vmap"):
+        if traced and (len(stacked[0]) > 1 or form == "vmap"):
             try:
                 with quiet(model):
-                    found: Params = many(x, y)
+                    found: Params = many(*stacked)
             except (RuntimeError, NotImplementedError, AttackError) as error:
                 if proven or isinstance(error, torch.cuda.OutOfMemoryError):  # not for lack of a batching rule
                     raise
@@ -204,24 +203,10 @@ def per_problem(
                 proven = True
                 return found
         with quiet(model, transformed=False):
-            alone = [one(partial(_by_autograd, loss), xi, yi) for xi, yi in zip(x, y, strict=True)]
-        if len(alone) == 1:  # no copy of large gradients
-            return {name: g[None] for name, g in alone[0].items()}
-=======
-        with quiet(model):
-            if traced:
-                try:
-                    found: Params = many(*stacked)
-                except (RuntimeError, NotImplementedError, AttackError) as error:
-                    if proven or isinstance(error, torch.cuda.OutOfMemoryError):  # not for lack of a batching rule
-                        raise
-                    traced = False
-                else:
-                    proven = True
-                    return found
             each = [tree_map(lambda value, i=i: value[i], stacked) for i in range(len(stacked[0]))]
             alone = [one(partial(_by_autograd, loss), *given) for given in each]
->>>>>>> dde017e (surrogate: an update of many steps matched between the first and the last weights)
+        if len(alone) == 1:  # no copy of large gradients
+            return {name: g[None] for name, g in alone[0].items()}
         return {name: torch.stack([g[name] for g in alone]) for name in alone[0]}
 
     return gradients
