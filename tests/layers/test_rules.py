@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from gradveil.layers.rules.activations import Pointwise
+from gradveil.layers.rules.attention import ByValue
 from gradveil.layers.rules.base import PLAIN, RULES, Affine, Call, Operator
 from gradveil.layers.sequential import walk
 
@@ -52,6 +53,11 @@ CASES: dict[str, Case] = {
     "t": Case(shape=(3, 4)),
     "cat": Case(lambda x: ([draw(1, 1, 4, 6).repeat(2, 1, 1, 1), x], 1)),
     "slice": Case(lambda x: (x, 3, -9, 4)),
+    "select": Case(lambda x: (x, 2, -1)),
+    "unbind": Case(lambda x: (x, 1)),
+    "split": Case(lambda x: (x, 4, -1)),
+    "split_with_sizes": Case(lambda x: (x, [1, 3], 2)),
+    "expand": Case(lambda x: (x, [2, 5, 4]), (2, 1, 4)),
     "constant_pad_nd": Case(lambda x: (x, [1, 0, 2, -1], 0.5)),
     "add": Case(lambda x: (x, draw(4, 1)), kwargs={"alpha": 3}),
     "sub": Case(lambda x: (draw(1, 2, 4, 6), x), kwargs={"alpha": 0.5}),
@@ -64,6 +70,11 @@ CASES: dict[str, Case] = {
     "addmm": Case(lambda x: (draw(5), x, draw(3, 5)), (2, 3)),
     "mm": Case(lambda x: (x, draw(3, 5)), (2, 3)),
     "linear": Case(lambda x: (x, draw(5, 3), draw(5)), (2, 4, 3)),
+    "bmm": Case(lambda x: (x, draw(2, 4, 3)), (2, 5, 4)),
+    "_softmax": Case(lambda x: (x, -1, False)),
+    "_safe_softmax": Case(lambda x: (x, -1)),
+    "native_layer_norm": Case(lambda x: (x, [4, 6], draw(4, 6), draw(4, 6), 1e-5)),
+    "native_group_norm": Case(lambda x: (x, draw(4), draw(4), 2, 4, 6, 2, 1e-5), (2, 4, 2, 3)),
     "convolution": Case(lambda x: (x, draw(3, 2, 3, 2), draw(3), [2, 3], [1, 1], [1, 1], False, [0, 0], 1)),
     "max_pool2d_with_indices": Case(lambda x: (x, [2, 3], [1, 2], [1, 0], [1, 1], True)),
     "max_pool3d_with_indices": Case(lambda x: (x, [2, 2, 2]), (2, 1, 3, 4, 4)),
@@ -114,7 +125,8 @@ def check_products(operator: Operator, dense: Tensor, x: Tensor, out: Tensor) ->
     assert_close(operator.push(t).flatten(1), t.flatten(1) @ dense.T)
     assert_close(operator.pull(g).flatten(1), g.flatten(1) @ dense)
     assert_close(operator.spread(s).flatten(1), s.flatten(1) @ dense.square().T)
-    assert_close(operator.entrywise(abs).pull(g).flatten(1), g.flatten(1) @ dense.abs())
+    if not isinstance(operator, ByValue):
+        assert_close(operator.entrywise(abs).pull(g).flatten(1), g.flatten(1) @ dense.abs())
 
 
 def test_every_rule_has_a_case() -> None:

@@ -9,12 +9,14 @@ from torch.testing import assert_close
 
 from gradveil.errors import ScoreError
 from gradveil.layers.jacobian import Jacobian
+from gradveil.layers.modules import find_layer
+from gradveil.models import build
 from gradveil.scores import leak_scores, row_norms
-from gradveil.scores.api import BUDGET, choose
+from gradveil.scores.api import BUDGET, PROBES, choose, linearise
 from reference.leak_scores import reference_jacobian
 from reference.score_models import BUILDERS, make
 
-UNKNOWN_TO_MOMENT = ["attention", "attention with dropout", "normalised", "instance norm"]
+UNKNOWN_TO_MOMENT = ["instance norm"]
 
 
 @pytest.mark.parametrize("method", ["sketch", "deflation"])
@@ -160,18 +162,54 @@ class _Shapes(Jacobian):
     push = pull
 
 
-def test_auto_is_exact_within_its_budget_and_a_sketch_beyond() -> None:
-    length = 1000
-    most = int(BUDGET["cpu"] / length / length / 2000)
-    assert choose(_Shapes(most, length, 2000), probes=64, p=2) == "exact"
-    assert choose(_Shapes(most + 1, length, 2000), probes=64, p=2) == "sketch"
-    assert choose(_Shapes(most + 1, length, 2000), probes=64, p=1) == "exact"
+def test_auto_is_exact_within_its_budget_and_a_sketch_beyond_where_operations_are_unknown() -> None:
+    length, size = 100, 200
+    most = int(BUDGET["cpu"] / length / length / size)
+    assert choose(_Shapes(most, length, size), p=2) == "exact"
+    assert choose(_Shapes(most + 1, length, size), p=2) == "sketch"
+    assert choose(_Shapes(most + 1, length, size), p=1) == "exact"
 
 
-def test_auto_is_exact_where_rows_are_few() -> None:
-    assert choose(_Shapes(10**6, 128, 10**6), probes=64, p=2) == "exact"
-    assert choose(_Shapes(10**6, 129, 10**6), probes=64, p=2) == "sketch"
-    assert choose(_Shapes(10**6, 10**6, 128), probes=64, p=2) == "exact"
+@pytest.mark.parametrize(
+    ("name", "examples", "method"),
+    [
+        ("lenet:strides=2/1", 8, "exact"), ("lenet", 1, "moment"), ("lenet", 32, "moment"), ("convnet", 1, "moment"),
+        ("resnet18:width=16", 1, "moment"), ("vit_tiny", 1, "moment"), ("mobilenet", 1, "moment"),
+    ],
+)  # fmt: skip
+def test_what_auto_stands_for_follows_from_shapes(name: str, examples: int, method: str) -> None:
+    shape = (1, 8, 8) if name == "lenet:strides=2/1" else (3, 32, 32)
+    model, x = build(name, shape, 10), torch.rand(examples, *shape)
+    layer = find_layer(model)
+    jacobian = linearise(model, layer, x)
+    assert [choose(jacobian, p=2.0), choose(linearise(model, layer, 1 - x), p=2.0)] == [method] * 2
+    assert choose(jacobian, p=1.0) == "exact"
+
+
+def test_the_sketch_of_auto_is_a_short_one() -> None:
+    class Sorted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.fc = nn.Linear(300, 200), nn.Linear(200, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.fc(self.a(x).sort().values)
+            return out
+
+    model, x = Sorted(), torch.rand(9, 300)
+    assert torch.equal(leak_scores(model, "fc", x), leak_scores(model, "fc", x, "sketch", probes=PROBES))
+
+
+@pytest.mark.parametrize(("name", "at_least"), [("lenet", 0.95), ("resnet18:width=8", 0.75), ("vit_tiny:depth=2", 0.8)])
+def test_how_much_of_the_exact_choice_auto_finds(name: str, at_least: float) -> None:
+    """40 % of the entries of an untrained network: measured 0.99, 0.83 and 0.89."""
+    model = build(name, (3, 32, 32), 10)
+    x = torch.rand(8, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    exact, found = leak_scores(model, None, x, "exact"), leak_scores(model, None, x)
+    assert torch.equal(found, leak_scores(model, None, x, "moment"))
+    count = round(0.4 * exact.shape[1])
+    tops = [torch.zeros_like(s, dtype=torch.bool).scatter_(1, s.topk(count).indices, True) for s in (exact, found)]
+    assert (tops[0] & tops[1]).sum() / tops[0].sum() > at_least
 
 
 def test_auto_does_what_the_method_it_chooses_does() -> None:

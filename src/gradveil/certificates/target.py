@@ -40,7 +40,7 @@ def smallest_share(
     kind: Kind = "global",
     p: float = 2,
     *,
-    method: str = "auto",
+    method: str = "exact",
     bounds: tuple[float, float] = (0.0, 1.0),
 ) -> float | None:
     """Return a share at which the certificate of that kind reaches the target for every example; None: found none.

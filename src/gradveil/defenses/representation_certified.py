@@ -32,7 +32,7 @@ class RepresentationCertified(LayerDefense):
     kind: str = "global"  # the certificate that has to reach it: local, global, box, radius or reach
     layer: Layers = None  # the defended layers, joined by "/"; None: the last linear one
     p: float = 2  # the norm of the input's displacement: 1, 2 or inf
-    method: str = "auto"  # how leak scores are computed: auto, exact, sketch, ...
+    method: str = "exact"  # how leak scores are computed: exact, auto, sketch, ...
 
     def __post_init__(self) -> None:
         from gradveil.certificates.target import TARGET_KINDS

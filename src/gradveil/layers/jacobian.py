@@ -183,7 +183,9 @@ class Tape(Jacobian):
     @property
     def cost(self) -> int:
         """Multiplications that one product with J takes for one example."""
-        return sum(edge.operator.cost for node in self.nodes for edge in node.edges)
+        edges = (edge for node in self.nodes for edge in node.edges)
+        # the first dimension may count more than the examples: all tokens of all of them
+        return sum(edge.operator.cost * self.nodes[edge.source].shape[0] for edge in edges) // max(1, len(self.x))
 
 
 def _present(value: Tensor | None) -> Tensor:

@@ -1,8 +1,6 @@
 """Run a model as far as a layer and write down what happens to the input."""
 
-from collections.abc import Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,8 +9,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradveil.layers.jacobian import Edge, Node, Tape
-from gradveil.layers.modules import copied_state, input_of
-from gradveil.layers.rules.base import RULES, Call, Shape, Step
+from gradveil.layers.modules import copied_state, input_of, plain_attention
+from gradveil.layers.rules.base import RULES, Call, Rule, Shape, Step
 
 # What these return has the shape of their argument and nothing else of it.
 _FILLED = {
@@ -40,8 +38,14 @@ class Graph:
     end: int | None  # the operation that made r; None: r does not depend on x
     x: Tensor
     r: Tensor
-    structure: int  # the same for passes of the same operations on tensors of the same shapes
+    steps: list[tuple[Any, ...]]  # name, whether torch differentiates it, parents, arguments, shapes
     read: str | None  # what handed values that depend on x to Python, where anything did
+
+    @property
+    def structure(self) -> int:
+        """A number that is the same for passes of the same operations on tensors of the same shapes."""
+        steps = [(*step[:3], [a for a in step[3] if _is_plain(a)], step[4]) for step in self.steps]
+        return hash((tuple(self.x.shape), str(steps), self.end))
 
     def linearise(self) -> Tape | str:
         """Return the pass at this point as linear maps, or the name of an operation on the way that has none."""
@@ -69,11 +73,11 @@ def record(model: nn.Module, layer: str, x: Tensor, *, everywhere: bool = False)
     nothing that was computed from x counts as a constant, and every operation gets its step.
     """
     with torch.set_grad_enabled(not everywhere):  # nothing here asks for gradients: only the model's own blocks show
-        recorder = Recorder(x.detach().clone(), everywhere)
-        with recorder, _Reads(recorder) if everywhere else nullcontext():
-            r = input_of(model, layer, recorder.x, copied_state(model))
-        structure, end = hash((*recorder.structure, recorder.place(r))), recorder.place(r)
-        return Graph(tuple(recorder.operations), end, recorder.x, r.detach(), structure, recorder.read)
+        recorder, state = Recorder(x.detach().clone(), everywhere), copied_state(model)
+        with recorder, _Reads(recorder) if everywhere else plain_attention():
+            r = input_of(model, layer, recorder.x, state)
+        end = recorder.place(r)
+        return Graph(tuple(recorder.operations), end, recorder.x, r.detach(), recorder.steps, recorder.read)
 
 
 class Recorder(TorchDispatchMode):
@@ -89,7 +93,7 @@ class Recorder(TorchDispatchMode):
         self.x = x
         self.everywhere = everywhere
         self.operations = [Operation("input", tuple(x.shape), edges=())]
-        self.structure: list[Any] = [tuple(x.shape)]
+        self.steps: list[tuple[Any, ...]] = []
         self.read: str | None = None  # what handed values to Python
         self._known: dict[int, tuple[Tensor, int]] = {id(x): (x, 0)}  # the tensor is kept, so that its id stays its own
         self._constant: dict[int, Tensor] = {}  # shares memory with a known one, yet does not depend on x
@@ -118,8 +122,8 @@ class Recorder(TorchDispatchMode):
         if not used or self._hides(name, own):
             self._note_constants(outs)
             return out
-        settings = str([a for a in (*args, *kwargs.items()) if _is_plain(a)])
-        self.structure.append((name, own, parents, settings, *(t.shape for t in _tensors(outs))))
+        settings = [a for a in (*args, *kwargs.items()) if not isinstance(a, Tensor)]
+        self.steps.append((name, own, parents, settings, [tuple(t.shape) for t in _tensors(outs)]))
         self._note(name.removesuffix("_"), parents, Call(func, args_before, kwargs, outs, self._depends), own)
         return out
 
@@ -141,15 +145,19 @@ class Recorder(TorchDispatchMode):
     def _note(self, name: str, parents: tuple[int, ...], call: Call, own: bool) -> None:
         rule = RULES.get(name) if own else None
         name = name if own else f"{name} without gradients"
-        maps = rule.edges(call) if rule else None
-        edges = None if maps is None else tuple(Edge(self._known[id(t)][1], operator) for t, operator in maps)
-        step = None
-        if self.everywhere and rule and rule.step and maps and len(maps) == 1:
-            step = rule.step(call, maps)
         for at, out in enumerate(call.outs):
             if isinstance(out, Tensor) and (self.everywhere or out.is_floating_point()):
-                known = (edges, step) if at == 0 else (None, None)
-                self._add(out, Operation(name, tuple(out.shape), parents, *known))
+                known = rule if rule and (at == 0 or rule.several) else None
+                edges, step = self._maps(known, replace(call, at=at) if at else call) if known else (None, None)
+                self._add(out, Operation(name, tuple(out.shape), parents, edges, step))
+
+    def _maps(self, rule: Rule, call: Call) -> tuple[tuple[Edge, ...] | None, Step | None]:
+        maps = rule.edges(call)
+        edges = None if maps is None else tuple(Edge(self._known[id(t)][1], operator) for t, operator in maps)
+        step = None
+        if self.everywhere and rule.step and maps and len(maps) == 1:
+            step = rule.step(call, maps)
+        return edges, step
 
     def _depends(self, value: Any) -> bool:
         if not isinstance(value, Tensor) or id(value) in self._constant:
@@ -201,9 +209,11 @@ def _is_plain(value: Any) -> bool:
     return not any(isinstance(v, Tensor) for v in inside)
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def _tensors(values: Any) -> list[Tensor]:
+    found = []
     for value in values:
         if isinstance(value, Tensor):
-            yield value
+            found.append(value)
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            found += _tensors(value)
+    return found

@@ -12,14 +12,12 @@ import torch
 from gradveil.data import load
 from gradveil.data.base import Dataset
 from gradveil.data.partition import partition
-from gradveil.defenses.base import DEFENSES
-from gradveil.defenses.base import build as build_defense
 from gradveil.experiments.rows import group
 from gradveil.federated.client import evaluate
 from gradveil.federated.settings import Training
 from gradveil.federated.simulate import Round, Variant, simulate_together
 from gradveil.models import build
-from gradveil.paper.base import CIFAR10, ITEMS, MAX_DROP, Context, Item, Judgement, Row, judge
+from gradveil.paper.base import CIFAR10, ITEMS, MAX_DROP, Context, Item, Judgement, Row, judge, papers_defense
 from gradveil.paper.figures import Dot, dot_panels
 from gradveil.paper.rows import Trained, family, last_round, paired_loss, spread
 from gradveil.seeds import Seeds
@@ -92,7 +90,7 @@ class AccuracyRun:
     @property
     def graph(self) -> str:
         """Which runs share a graph: those with scores, those without."""
-        acts = build_defense(DEFENSES.current(self.defense)).acts_on
+        acts = papers_defense(self.defense).acts_on
         if self.alone or ("gradient" in acts and "representation" not in acts):
             return self.defense
         return "scores" if "representation" in acts else "updates"
@@ -237,7 +235,9 @@ def _variant(run: AccuracyRun, dataset: Dataset, context: Context) -> Variant:
     model = model.to(context.device)
     if _is_large(panel, context.device):
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return Variant(model, clients, DEFENSES.current(run.defense), seeds)
+    # on CUDA clients are stacked, and exact scores of 32 examples at once are cheap
+    method = "exact" if context.device.type == "cuda" else "sketch"
+    return Variant(model, clients, papers_defense(run.defense, method), seeds)
 
 
 def _row(run: AccuracyRun, done: Round, rounds: int, dataset: Dataset) -> Row:

@@ -5,7 +5,7 @@ import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from multiprocessing import get_context
@@ -14,6 +14,8 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from gradveil.defenses.base import DEFENSES, Defense
+from gradveil.defenses.base import build as build_defense
 from gradveil.federated.processes import available_cores
 from gradveil.registry import Registry, describe
 from gradveil.seeds import Seeds
@@ -35,6 +37,13 @@ class Context:
     def full(self) -> bool:
         """Whether the paper's sizes are asked for."""
         return self.scale == "full"
+
+
+def papers_defense(spec: str, method: str = "exact") -> Defense:
+    """Return the defence of a spec; where it leaves open how scores are computed, they are exact, as the paper's are."""
+    built: Any = build_defense(DEFENSES.current(spec))
+    defense: Defense = replace(built, method=method) if getattr(built, "method", None) == "auto" else built
+    return defense
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,11 @@ from torch import Tensor
 from gradveil.certificates.base import SCOPE, Kind, blind_mse, largest_mse
 from gradveil.certificates.certify import certify
 from gradveil.data import load
-from gradveil.defenses.base import build as build_defense
 from gradveil.experiments.rows import NAIVE, group
 from gradveil.experiments.trial import PUBLIC
 from gradveil.layers.modules import find_layer, representation
 from gradveil.models import build
-from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row, finite, judge
+from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row, finite, judge, papers_defense
 from gradveil.paper.convergence import BoundedGap, Convergence, by_setting, read
 from gradveil.paper.figures import PAPER, PROMISED, REACHED, SOUND, Dot, dot_panels
 from gradveil.paper.panels import AttackPanel
@@ -159,7 +158,7 @@ class Bounds(Item):
 def _perturbed(
     model: torch.nn.Module, layer: str, x: Tensor, r: Tensor, defense: str, context: Context
 ) -> Tensor:  # (N, L)
-    built = build_defense(defense)
+    built = papers_defense(defense)
     each = [
         built.perturb(model, layer, x[i : i + 1], r[i : i + 1], context.seeds("defense", defense, i))
         for i in range(len(x))

@@ -12,12 +12,11 @@ import torch
 from gradveil.certificates.base import SCOPE, Certificate, Kind, blind_mse, largest_mse
 from gradveil.certificates.certify import certify, readable_p
 from gradveil.data import load
-from gradveil.defenses.base import build as build_defense
 from gradveil.experiments.rows import group
 from gradveil.experiments.trial import PUBLIC
 from gradveil.layers.modules import find_layer, representation
 from gradveil.models import build
-from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row, finite, judge
+from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row, finite, judge, papers_defense
 from gradveil.paper.figures import PROMISED, REACHED, SOUND, Dot, dot_panels
 from gradveil.paper.rows import Record
 
@@ -111,7 +110,7 @@ class Certificates(Item):
         floors = {"blind": blind_mse(x, public.mean(0)), "largest": largest_mse(x)}
         layer = find_layer(model)
         rng = context.seeds("defense")
-        defense = build_defense(f"representation:share={self.share}")
+        defense = papers_defense(f"representation:share={self.share}")
         r = representation(model, layer, x)
         perturbed = defense.perturb(model, layer, x, r, rng).detach().flatten(1)
         rows = []

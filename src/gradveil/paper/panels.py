@@ -21,7 +21,7 @@ from gradveil.defenses.base import build as build_defense
 from gradveil.experiments.trial import Public, Trial, floors, measured, naive, numbers, observe, solved
 from gradveil.metrics.image import mse
 from gradveil.models import build
-from gradveil.paper.base import BLIND, CIFAR10, Context, Row
+from gradveil.paper.base import BLIND, CIFAR10, Context, Row, papers_defense
 from gradveil.seeds import Seeds
 from gradveil.types import Batch, Observation, Reconstruction
 
@@ -61,7 +61,7 @@ class Shared:
 
     def observe_one(self, i: int, defense: str, rng: Generator, with_labels: bool = False) -> Observation:
         """Return what the server sees of image i."""
-        built, one = build_defense(defense), self.truth[i : i + 1].to(next(self.model.parameters()).device)
+        built, one = papers_defense(defense), self.truth[i : i + 1].to(next(self.model.parameters()).device)
         return observe(self.model, one, built, rng, self.num_classes, self.public.prior, with_labels=with_labels)
 
     def row(self, i: int, found: Reconstruction) -> Row:

@@ -7,14 +7,14 @@ from statistics import fmean
 from typing import ClassVar
 
 from gradveil.data import load
-from gradveil.defenses.base import build as build_defense
+from gradveil.defenses.base import NoDefense
 from gradveil.defenses.guard.passes import Report
 from gradveil.defenses.guard.step import step_gradient
 from gradveil.experiments.rows import group
 from gradveil.layers.modules import find_layer
 from gradveil.metrics import interval
 from gradveil.models import build
-from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row, judge, published
+from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row, judge, papers_defense, published
 from gradveil.paper.figures import Dot, dot_panels
 from gradveil.paper.panels import FULL, NORMALISED, AttackPanel
 from gradveil.paper.rows import Record, family, level
@@ -72,10 +72,10 @@ class Table2(Item):
         rows = []
         for i in range(len(batch)):
             one = batch[i : i + 1].to(context.device)
-            plain = step_gradient(model, one, build_defense("none"), context.seeds("plain", i))
+            plain = step_gradient(model, one, NoDefense(), context.seeds("plain", i))
             for spec in panel.defenses:
                 report, rng = Report(), context.seeds("defense", spec, i)
-                sent = step_gradient(model, one, build_defense(spec), rng, report=report)
+                sent = step_gradient(model, one, papers_defense(spec), rng, report=report)
                 effect = _effect(plain, sent, f"{find_layer(model)}.weight")
                 live = {"live": report.live, "taken": report.removed}
                 rows.append({"panel": unit, "model": panel.model, "defense": spec, "image": i} | effect | live)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradveil.errors import ScoreError, did_you_mean
 from gradveil.layers.jacobian import FunctionJacobian, Jacobian, Tape
 from gradveil.layers.modules import check_ready, find_layer, find_module, prefix, under_transform
-from gradveil.layers.recorder import record
+from gradveil.layers.recorder import Graph, record
 from gradveil.layers.rules.base import wide
 from gradveil.layers.sequential import walk, walkable
 from gradveil.scores.estimators import deflation_rows, moment_rows, random_signs, sketch_rows
@@ -26,8 +26,10 @@ METHODS = ("auto", "exact", "loop", "sketch", "moment", "deflation")
 MEMORY = {"cpu": 2**29, "cuda": 2**31}  # bytes, where none are given
 _SAME = 0.05  # of the largest entry: what half precision may do to a representation
 _LIGHT = 1e11  # multiplications of a call that launching kernels one by one would slow down
-# Multiplications a call may take before the sketch is preferred: some 50 ms of two CPU cores, or of one large GPU.
-BUDGET = {"cpu": 4e9, "cuda": 4e12}
+# Multiplications of all rows up to which `auto` is exact: what takes half a training step of the smallest networks
+# (measured by bench/guard.py; a millisecond of one CPU core, half a millisecond of one large GPU).
+BUDGET = {"cpu": 1e8, "cuda": 1e9}
+PROBES = 8  # of the sketch that `auto` falls back to: each costs about as much as a forward pass
 
 
 def leak_scores(
@@ -124,25 +126,27 @@ def linearise(model: nn.Module, layer: str, x: Tensor, *, must_be_explicit: bool
     Raise where examples are mixed; forward passes of one structure are looked at once.
     """
     found: Jacobian | str
-    structure: int | None
+    graph: Graph | None = None
     if (layers := walkable(model, layer, x)) is not None:
         found = walk(layers, x)
-        structure = hash(tuple(node.shape for node in found.nodes))
     else:
-        found, structure = _recorded(model, layer, x)
+        found, graph = _recorded(model, layer, x)
     if isinstance(found, str):
         if must_be_explicit:
             raise ScoreError(f"Method 'moment' cannot pass through {found}. Use exact, sketch or deflation.")
-        found = FunctionJacobian(model, layer, x, plainly=structure is None)
-    if not found.separate and structure not in (known := _UNMIXED.setdefault(find_module(model, layer), set())):
-        check_shapes(found)
-        found.check_examples()
-        known.update([] if structure is None else [structure])
+        found = FunctionJacobian(model, layer, x, plainly=graph is None)
+    if not found.separate:
+        known = _UNMIXED.setdefault(find_module(model, layer), set())
+        structure = None if graph is None else graph.structure
+        if structure is None or structure not in known:
+            check_shapes(found)
+            found.check_examples()
+            known.update([] if structure is None else [structure])
     return found
 
 
-def _recorded(model: nn.Module, layer: str, x: Tensor) -> tuple[Tape | str, int | None]:
-    """Return the forward pass as a tape, or what stands in the way, and a number for its structure, where known."""
+def _recorded(model: nn.Module, layer: str, x: Tensor) -> tuple[Tape | str, Graph | None]:
+    """Return the forward pass as a tape, or what stands in the way, and the recording, where there is one."""
     hooked = [name for name, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks]
     if hooked:
         return f"a backward hook of {hooked[0] or type(model).__name__}", None
@@ -150,7 +154,7 @@ def _recorded(model: nn.Module, layer: str, x: Tensor) -> tuple[Tape | str, int 
         graph = record(model, layer, x)
     except RuntimeError as error:  # a forward pass may ask its tensors for gradients
         return f"a pass without gradients ({str(error).splitlines()[0]})", None
-    return graph.linearise(), graph.structure
+    return graph.linearise(), graph
 
 
 _UNMIXED: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()  # layer: passes to it that mix no examples
@@ -223,17 +227,18 @@ class Method:
     def __call__(self, jacobian: Jacobian, *, static: bool = False) -> RowNorms:
         """Return r and the norms of its rows. ``static``: never look at values, so never wait for a device."""
         check_shapes(jacobian)
-        name = choose(jacobian, self.probes, self.ps[-1]) if self.name == "auto" else self.name
+        auto = self.name == "auto"
+        name = choose(jacobian, self.ps[-1]) if auto else self.name
+        if name == "moment" and isinstance(jacobian, Tape):  # an estimate: no more exact than the model's own pass
+            return moment_rows(jacobian)
         with _precision(jacobian.x):
             if name == "exact":
                 return self._exact(jacobian, static)
             if name == "sketch":
-                return sketch_rows(jacobian, self.probes, self.seed, self.memory)
+                return sketch_rows(jacobian, PROBES if auto else self.probes, self.seed, self.memory)
             if name == "deflation":
                 return deflation_rows(jacobian, self.probes, self.seed, self.memory)
-            if not isinstance(jacobian, Tape):
-                raise ScoreError(f"Method {name!r} needs a model of known operations. Use exact or sketch.")
-            return moment_rows(jacobian)
+        raise ScoreError(f"Method {name!r} needs a model of known operations. Use exact or sketch.")
 
     def _exact(self, jacobian: Jacobian, static: bool) -> RowNorms:
         if not isinstance(jacobian, Tape):
@@ -244,14 +249,15 @@ class Method:
 
     def constants(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return what calls share beside the model: a recording must keep it alive."""
-        if self.name not in ("auto", "sketch"):
+        if self.name != "sketch":  # a chain of known layers has no need of the sketch under `auto`
             return ()
         return (random_signs(self.probes, tuple(x.shape[1:]), self.seed, wide(x).dtype, str(x.device)),)
 
     def is_static(self, tape: Tape) -> bool:
         """Return whether a call is worth recording for replay: short, and without steps that wait for the device."""
-        rows = min(tape.r[0].numel(), tape.x[0].numel())
-        return self.name != "deflation" and rows * tape.cost * tape.r.shape[0] <= _LIGHT
+        name = choose(tape, self.ps[-1]) if self.name == "auto" else self.name
+        passes = {"moment": 1, "sketch": self.probes}.get(name, min(_size(tape.r), _size(tape.x)))
+        return name != "deflation" and passes * tape.cost * tape.r.shape[0] <= _LIGHT
 
 
 def _takes_tf32(x: Tensor) -> bool:
@@ -273,22 +279,20 @@ def _precision(x: Tensor) -> Iterator[None]:
         torch.backends.cudnn.allow_tf32 = before
 
 
-def choose(jacobian: Jacobian, probes: int, p: float) -> str:
-    """Return ``exact`` or ``sketch``, from shapes alone: the same call always gets the same method.
+def choose(jacobian: Jacobian, p: float) -> str:
+    """Return the method that ``auto`` stands for, from shapes alone: the same call always gets the same one.
 
-    ``exact`` where p is not 2 (a sketch knows no other), where there are at most twice as many rows (or inputs) as
-    probes, and where rows × multiplications of one backward pass × examples stay within the budget; else ``sketch``.
+    ``exact`` where p is not 2 (an estimate knows no other) and where rows × multiplications of one backward pass ×
+    examples stay within the budget of the device; else ``moment``, or ``sketch`` where an operation has no map.
     """
+    if not isinstance(jacobian, Tape):
+        # What an unknown operation costs cannot be read off; a dense matrix from input to output is taken for it.
+        cost, quick = _size(jacobian.r) * _size(jacobian.x), "sketch"
+    else:
+        cost, quick = jacobian.cost, "moment"
     rows = min(_size(jacobian.r), _size(jacobian.x))
-    if p != 2 or rows <= 2 * probes:
-        return "exact"
-    each = jacobian.cost if isinstance(jacobian, Tape) else _guess(jacobian)
-    return "exact" if rows * each * jacobian.r.shape[0] <= BUDGET.get(jacobian.x.device.type, 4e9) else "sketch"
-
-
-def _guess(jacobian: Jacobian) -> int:
-    # What an unknown operation costs cannot be read off; a dense matrix from input to output is taken for it.
-    return _size(jacobian.r) * _size(jacobian.x)
+    within = rows * cost * jacobian.r.shape[0] <= BUDGET.get(jacobian.x.device.type, BUDGET["cpu"])
+    return "exact" if p != 2 or within else quick
 
 
 def _size(t: Tensor) -> int:

@@ -130,8 +130,8 @@ def tanh_slopes(y: Tensor) -> Tensor:
 
 
 def relu_slopes(y: Tensor) -> Tensor:
-    """Return 1 where the unit is on, else 0."""
-    return (y > 0).to(wide(y).dtype)
+    """Return 1 where the unit is on, else 0: the sign of an output that is never negative."""
+    return wide(y).sign()
 
 
 # Activations whose slopes follow from their output: the plain ones, walked without a recorder.

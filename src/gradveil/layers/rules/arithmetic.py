@@ -120,6 +120,11 @@ def _sum(call: Call, *factors: float) -> Edges | None:
     return _joined([scaled(a, factor, call.out) for a, factor in pairs if call.depends(a)])
 
 
+@rule("expand")
+def _expand(call: Call) -> Edges | None:
+    return scaled(call.x, 1.0, call.out)
+
+
 @rule("neg", step=affine)
 def _neg(call: Call) -> Edges | None:
     return scaled(call.x, -1.0, call.out)

@@ -140,6 +140,7 @@ class Call:
     kwargs: dict[str, Any]
     outs: tuple[Any, ...]
     depends: Callable[[Any], bool]  # on the model's input
+    at: int = 0  # which output is meant
 
     @property
     def x(self) -> Any:
@@ -148,9 +149,9 @@ class Call:
 
     @property
     def out(self) -> Tensor:
-        """The (first) output."""
-        first: Tensor = self.outs[0]
-        return first
+        """The output that is meant, which is the first but for rules of several."""
+        meant: Tensor = self.outs[self.at]
+        return meant
 
     @property
     def shapes(self) -> tuple[Shape, Shape]:
@@ -172,6 +173,7 @@ class Rule:
 
     edges: Callable[[Call], Edges | None]  # its linear maps at the point; None: not known for this call
     step: StepOf | None  # what it is everywhere, where that is known
+    several: bool = False  # whether every output has its maps, not the first alone
 
 
 RULES: dict[str, Rule] = {}
@@ -180,15 +182,15 @@ RULES: dict[str, Rule] = {}
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def rule(*names: str, step: StepOf | None = None) -> Callable[[F], F]:
+def rule(*names: str, step: StepOf | None = None, several: bool = False) -> Callable[[F], F]:
     """Make a rule known for operations of these names; the same rule serves an operation that works in place.
 
     ``step`` says what the operation is everywhere, for certificates: ``affine`` where the maps do not depend on the
-    point. Without it the rule serves scores alone.
+    point. Without it the rule serves scores alone. ``several``: the rule is asked for each output of the operation.
     """
 
     def remember(edges: F) -> F:
-        RULES.update(dict.fromkeys(names, Rule(edges, step)))
+        RULES.update(dict.fromkeys(names, Rule(edges, step, several)))
         return edges
 
     return remember

@@ -117,6 +117,40 @@ class Pad(Move):
         return F.pad(g, tuple(-a for a in self.amounts))
 
 
+@dataclass(frozen=True)
+class Select(Move):
+    """One slice of a dimension, which goes."""
+
+    dim: int
+    at: int
+    source: Shape
+
+    def push(self, t: Tensor) -> Tensor:
+        """Return the slice of the stack."""
+        return (t if self.dim else _batch(t, self.source[0])).select(self.dim + 1, self.at)
+
+    def pull(self, g: Tensor) -> Tensor:
+        """Return zeros around the slice."""
+        around = Pad.along(self.dim, self.at, self.source[self.dim] - self.at - 1, len(self.source))
+        return around.push(g.unsqueeze(self.dim + 1))
+
+    def shared(self) -> Operator | None:
+        """Return the map where the first dimension stays."""
+        return self if self.separate else None
+
+    @property
+    def separate(self) -> bool:
+        """Whether the first dimension stays."""
+        return self.dim != 0
+
+    def trace(self, index: Tensor, factor: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return where each output entry came from."""
+        if not self.separate:
+            return None
+        places = torch.arange(prod(self.source[1:]), device=index.device).view(1, *self.source[1:])
+        return places.select(self.dim, self.at).flatten()[index], factor
+
+
 def _same_entries(call: Call) -> Edges | None:
     if not (call.x.ndim and call.out.ndim):
         return None
@@ -171,6 +205,26 @@ def _slice(call: Call) -> Edges | None:
     before = max(0, start + x.shape[dim]) if start < 0 else start
     after = x.shape[dim] - before - call.out.shape[dim]
     return [(x, Pad.along(dim, -before, -after, x.ndim))]
+
+
+@rule("select")
+def _select(call: Call) -> Edges | None:
+    x, dim, at = call.args
+    return [(x, Select(dim % x.ndim, at % x.shape[dim], tuple(x.shape)))] if x.ndim > 1 else None
+
+
+@rule("unbind", several=True)
+def _unbind(call: Call) -> Edges | None:
+    dim = call.arg(1, "dim", 0) % call.x.ndim
+    return [(call.x, Select(dim, call.at, tuple(call.x.shape)))] if call.x.ndim > 1 else None
+
+
+@rule("split", "split_with_sizes", several=True)
+def _split(call: Call) -> Edges | None:
+    x, dim = call.x, call.arg(2, "dim", 0) % call.x.ndim
+    before = sum(out.shape[dim] for out in call.outs[: call.at])
+    cut = Pad.along(dim, -before, before + call.out.shape[dim] - x.shape[dim], x.ndim)
+    return [(x, cut)] if dim else None
 
 
 @rule("constant_pad_nd", step=affine)
