@@ -52,6 +52,7 @@ class Defense(ABC):
     """
 
     spec_name: ClassVar[str]
+    draws_on_device: ClassVar[bool] = False  # whether random numbers are drawn where the generator lies, CUDA as well
 
     @property
     def acts_on(self) -> frozenset[Place]:

@@ -2,15 +2,16 @@
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, drop, mask, use
 from gradveil.defenses.base import DEFENSES, Defense, check_choice, check_positive, check_share
 from gradveil.defenses.guard.step import weight_name
-from gradveil.layers.modules import find_layer
+from gradveil.layers.modules import find_layer, under_transform
 from gradveil.tree import parameters
 
 LONG = 2**14  # entries of a row from which one block of a CUDA device is too few
@@ -34,7 +35,11 @@ def largest(keys: Tensor, count: int) -> Tensor:
 
 def last_by_rank(keys: Tensor, count: int) -> Tensor:
     """Return the smallest of the ``count`` largest keys of each row (N, 1)."""
-    return keys.kthvalue(keys.shape[1] - count + 1, dim=1, keepdim=True).values
+    place = keys.shape[1] - count
+    if keys.is_cuda or keys.dtype not in (torch.float32, torch.float64) or under_transform():
+        return keys.kthvalue(place + 1, dim=1, keepdim=True).values
+    # numpy's partition takes a tenth of the time of torch's on a CPU
+    return torch.from_numpy(np.partition(keys.detach().numpy(), place, axis=1)[:, place : place + 1].copy())
 
 
 def last_by_top(keys: Tensor, count: int) -> Tensor:
@@ -167,6 +172,8 @@ class RandomMask(LayerMask):
 
     The control for the score: if this does as well as ``representation``, the score does not matter.
     """
+
+    draws_on_device: ClassVar[bool] = True
 
     def ranking(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator) -> Tensor:
         """Return uniform random keys (N, L)."""

@@ -1,9 +1,10 @@
 """Noise on what is sent. It clips nothing and gives no differential privacy: it is named for what it is."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Generator, Tensor, nn
@@ -22,6 +23,8 @@ class Noise(Defense):
     goes decides what it does: on the gradient of each local step, on the update in units of the gradient,
     (W_before - W_after) / lr, or on the weights that are sent, which is 1/lr times as much of the update.
     """
+
+    draws_on_device: ClassVar[bool] = True
 
     scale: float = 0.01  # standard deviation; with relative=true in units of the RMS entry
     relative: bool = False  # scale × the RMS of the entries, in place of an absolute value
@@ -52,7 +55,22 @@ class Noise(Defense):
 
     def _add(self, gradient: Params, rng: Generator, factor: float = 1.0) -> Params:
         stds = self.stds(gradient)
-        return {name: g + factor * stds[name] * self.draw(g.shape, rng).to(g) for name, g in gradient.items()}
+        grads = list(gradient.values())
+        noise = [part.to(g) for part, g in zip(self._draw_all(grads, rng), grads, strict=True)]
+        torch._foreach_mul_(noise, [factor * stds[name] for name in gradient])
+        torch._foreach_add_(noise, grads)
+        return dict(zip(gradient, noise, strict=True))
+
+    def _draw_all(self, grads: list[Tensor], rng: Generator) -> Sequence[Tensor]:
+        """Return noise for each tensor: drawn one by one on the CPU, at once on a device, and moved at once."""
+        if rng.device.type == "cpu":
+            each = [self.draw(g.shape, rng) for g in grads]
+            if not grads or not all(g.is_cuda for g in grads):
+                return each
+            flat = torch.cat([part.flatten() for part in each]).to(grads[0].device)
+        else:
+            flat = self.draw(torch.Size([sum(g.numel() for g in grads)]), rng)
+        return [part.view(g.shape) for part, g in zip(flat.split([g.numel() for g in grads]), grads, strict=True)]
 
     def on_gradient(self, gradient: Params, rng: Generator) -> Params:
         """Add noise to the gradient of one local step."""
@@ -114,6 +132,5 @@ class Laplace(Noise):
 
     def draw(self, shape: torch.Size, rng: Generator) -> Tensor:
         """Return Laplace noise of standard deviation 1, as a difference of two exponentials."""
-        u = torch.rand((2, *shape), generator=rng, device=rng.device)  # in [0, 1)
-        exponentials = -torch.log1p(-u)
-        return (exponentials[0] - exponentials[1]) / sqrt(2)
+        logs = torch.rand((2, *shape), generator=rng, device=rng.device).neg_().log1p_()  # of numbers in (0, 1]
+        return (logs[1] - logs[0]).div_(sqrt(2))

@@ -1,14 +1,20 @@
 """Gradient compression: send the largest entries only."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
 from typing import Literal
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, mask, simulate
 from gradveil.defenses.base import DEFENSES, Defense, Place, check_choice, check_share
-from gradveil.defenses.masking import largest
+from gradveil.defenses.masking import LONG, largest, last_by_rank, last_by_top
+from gradveil.layers.modules import under_transform
 from gradveil.tree import Params, flatten
 from gradveil.types import Update
 
@@ -37,17 +43,18 @@ class Pruning(Defense):
 
     def prune(self, gradient: Params) -> Params:
         """Return the gradient without its smallest entries; differentiable in the entries kept."""
-        if self.per == "tensor":
-            return {name: g * self._kept(g.flatten()).view_as(g) for name, g in gradient.items()}
-        kept = self._kept(flatten(gradient))
-        sizes = [g.numel() for g in gradient.values()]
-        parts = zip(gradient.items(), kept.split(sizes), strict=True)
-        return {name: g * part.view_as(g) for (name, g), part in parts}
-
-    def _kept(self, entries: Tensor) -> Tensor:
-        """Return 1 for each entry kept and 0 for the others, in the entries' own dtype (n,)."""
-        zeroed = largest(-entries.detach().abs()[None], round(self.share * entries.numel()))[0]
-        return torch.logical_not(zeroed).to(entries.dtype)
+        grads = list(gradient.values())
+        whole = [flatten(gradient)] if self.per == "global" else [g.flatten() for g in grads]
+        counts = [round(self.share * entries.numel()) for entries in whole]
+        if under_transform() or any(g.requires_grad for g in grads):
+            parts = [entries * _kept(entries, count) for entries, count in zip(whole, counts, strict=True)]
+        elif all(g.is_cuda for g in grads):
+            parts = [_pruned_together(whole, counts)]
+        else:
+            parts = [_pruned(entries, count) for entries, count in zip(whole, counts, strict=True)]
+        if len(parts) < len(grads):
+            parts = list(parts[0].split([g.numel() for g in grads]))
+        return {name: part.view_as(g) for (name, g), part in zip(gradient.items(), parts, strict=True)}
 
     def on_gradient(self, gradient: Params, rng: Generator) -> Params:
         """Prune the gradient of one local step."""
@@ -61,3 +68,62 @@ class Pruning(Defense):
         """Return: match the entries that were sent, or prune the server's trial gradients in the same way."""
         why = "Prunes its own trial gradients by the same rule inside the objective."
         return (mask("*"), simulate(self.prune, why, self.on))
+
+
+def _kept(entries: Tensor, count: int) -> Tensor:
+    """Return 0 for the ``count`` smallest entries, of equal ones the first, and 1 for the others (n,)."""
+    zeroed = largest(-entries.detach().abs()[None], count)[0]
+    return torch.logical_not(zeroed).to(entries.dtype)
+
+
+def _pruned(entries: Tensor, count: int) -> Tensor:
+    """Return the entries (n,) without the ``count`` smallest.
+
+    By numpy, whose partition takes a tenth of the time of torch's on a CPU, unless one that goes is as large as one
+    that stays.
+    """
+    if 0 < count and entries.dtype in (torch.float32, torch.float64) and not entries.is_cuda:
+        ordered = np.partition(entries.abs().numpy(), count - 1)
+        cut = float(ordered[count - 1])
+        if cut == 0 or (cut > 0 and not (ordered[count:] == cut).any()):
+            return F.hardshrink(entries, cut)  # zero up to the cut
+    return entries * _kept(entries, count)
+
+
+def _pruned_together(tensors: list[Tensor], counts: list[int]) -> Tensor:
+    """Return the tensors end to end, pruned, by few calls on all of them together; never waits for the device."""
+    flat = torch.cat([t.detach() for t in tensors])
+    size = flat.abs()
+    sizes = tuple(t.numel() for t in tensors)
+    lengths, wanted, ends = _on_device(sizes, tuple(counts), str(flat.device))
+    last = _lasts(size.split(sizes), counts).repeat_interleave(lengths, output_size=len(flat))
+    below, equal = size < last, size == last
+    number = F.pad(torch.stack([below, equal]).cumsum(1, dtype=torch.int32), (1, 0))  # running, over all tensors
+    until = number[:, ends]  # (2, tensors + 1)
+    left = wanted - until[0].diff() + until[1, :-1]  # the number of the last equal one that goes
+    stays = number[1, 1:] > left.repeat_interleave(lengths, output_size=len(flat))
+    return flat.masked_fill_(below | equal & ~stays, 0.0)
+
+
+def _lasts(sizes: Sequence[Tensor], counts: list[int]) -> Tensor:
+    """Return the largest of the ``count`` smallest entries of each tensor (T,); those of one length are found at once."""
+    alike: dict[tuple[int, int], list[int]] = {}
+    for i, (t, count) in enumerate(zip(sizes, counts, strict=True)):
+        alike.setdefault((len(t), count), []).append(i)
+    found: dict[int, Tensor] = {}
+    for (length, count), places in alike.items():
+        rows = torch.stack([sizes[i] for i in places])
+        least = length - count + 1  # the same as the smallest of so many of the largest
+        if not count:
+            values = rows.new_full((len(places), 1), -1.0)
+        else:
+            values = last_by_top(rows, least) if length > LONG else last_by_rank(rows, least)
+        found.update(zip(places, values, strict=True))
+    return torch.cat([found[i] for i in range(len(sizes))])
+
+
+@lru_cache(maxsize=16)
+def _on_device(sizes: tuple[int, ...], counts: tuple[int, ...], device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return lengths, counts, and where the running numbers up to each tensor stand: kept, so that nothing waits."""
+    ends = list(accumulate(sizes, initial=0))
+    return torch.tensor(sizes, device=device), torch.tensor(counts, device=device), torch.tensor(ends, device=device)

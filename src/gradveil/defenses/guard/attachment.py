@@ -5,7 +5,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Generator, nn
+from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 
 from gradveil.defenses.base import Defense
@@ -27,7 +27,7 @@ from gradveil.registry import describe
 from gradveil.tree import Params
 
 SMALL = 2**20  # entries of a gradient up to which it is kept whole, for comparison
-Stamp = tuple[list[tuple[str, int, int]], Params | int]  # names, which tensors, how often written; what they hold
+Stamp = tuple[list[tuple[str, int, int]], Params | Tensor]  # names, which tensors, how often written; what they hold
 
 
 class Attachment(Interceptor):
@@ -144,8 +144,8 @@ class Attachment(Interceptor):
         last = self.stamps.get(optimizer)
         if last is None or _tensors(gradient) != last[0]:
             return False
-        if isinstance(last[1], int):
-            return int(Bits(gradient.values()).sum()) == last[1]
+        if isinstance(last[1], Tensor):
+            return bool((Bits(gradient.values()).sum() == last[1].to(next(iter(gradient.values())).device)).all())
         return all(torch.equal(g, last[1][name]) for name, g in gradient.items())
 
     def _defend_gradient(self, optimizer: Optimizer, gradient: Params) -> Params:
@@ -154,17 +154,36 @@ class Attachment(Interceptor):
                 "The gradient is still multiplied by GradScaler's factor here (a fused optimizer divides later). Call "
                 "scaler.unscale_(optimizer) before scaler.step(optimizer)."
             )
-        changed = self.defense.on_gradient({name: g.detach().clone() for name, g in gradient.items()}, self.rng)
+        changed = self.defense.on_gradient(_copied(gradient), self.rng)
         if changed.keys() != gradient.keys():
             raise DefenseError(f"{self.defense.spec_name!r} changed the names in the gradient. It must keep them all.")
         if is_same(changed, gradient):
             self.undefended(left_as_it_was(self.defense, "gradient"))
             return changed
-        for name, g in gradient.items():
-            g.detach().copy_(changed[name])
+        if _alike(gradient):
+            torch._foreach_copy_([g.detach() for g in gradient.values()], [changed[name] for name in gradient])
+        else:
+            for name, g in gradient.items():
+                g.detach().copy_(changed[name])
         if not self.in_passes:
             self.report.steps += 1
         return changed
+
+
+def _alike(gradient: Params) -> bool:
+    """Whether all tensors lie plainly on one device in one precision, so that one call does for all."""
+    return len({(g.device, g.dtype, g.layout) for g in gradient.values()}) == 1 and not any(
+        g.is_sparse for g in gradient.values()
+    )
+
+
+def _copied(gradient: Params) -> Params:
+    """Return a copy, made at once where that can be."""
+    if not _alike(gradient):
+        return {name: g.detach().clone() for name, g in gradient.items()}
+    flat = torch.cat([g.detach().reshape(-1) for g in gradient.values()])
+    parts = flat.split([g.numel() for g in gradient.values()])
+    return {name: part.view(g.shape) for (name, g), part in zip(gradient.items(), parts, strict=True)}
 
 
 def attachment_of(model: nn.Module) -> Attachment | None:
@@ -205,7 +224,7 @@ def _tensors(gradient: Params) -> list[tuple[str, int, int]]:
 def _stamp(gradient: Params, changed: Params) -> Stamp:
     """Return what tells a gradient again that holds what a defence made of it."""
     small = sum(g.numel() for g in changed.values()) <= SMALL
-    return _tensors(gradient), changed if small else int(Bits(gradient.values()).sum())
+    return _tensors(gradient), changed if small else Bits(gradient.values()).sum()
 
 
 def is_same(changed: Params, before: Params) -> bool:

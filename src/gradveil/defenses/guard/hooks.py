@@ -35,7 +35,7 @@ class Interceptor:
         self.layers = defense.layers(model)
         self.in_passes = bool(defense.acts_on & {"batch", "representation"})
         self.given_rng = rng
-        self.rng = _fresh_rng() if rng is None else rng
+        self._rng = rng
         self.report = Report()
         self.passes = 0  # training passes that were defended
         self.current: Pass | None = None
@@ -47,13 +47,20 @@ class Interceptor:
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the private: the pass under way. Leave out what belongs to this object alone: the counts."""
         alone = {"current": None, "passes": 0, "report": Report(), "stepping": False, "_traces": None}
-        return self.__dict__ | alone | {"rng": self.given_rng}
+        return self.__dict__ | alone | {"_rng": self.given_rng}  # never the same noise twice: a server could subtract it
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if self.rng is None:  # never the same noise twice: a server could subtract it
-            self.rng = _fresh_rng()
         stay_out_of_compiled_graphs()
+
+    @property
+    def rng(self) -> Generator:
+        """Where noise comes from: what was given, else the system's entropy, on the weights' device where that can be."""
+        if self._rng is None:
+            devices = {p.device for p in self.model.parameters() if p.is_cuda and self.defense.draws_on_device}
+            self._rng = Generator(devices.pop() if len(devices) == 1 else "cpu")
+            self._rng.seed()
+        return self._rng
 
     @property
     def traces(self) -> Traces:
@@ -178,12 +185,6 @@ class Interceptor:
         if self.strict:
             raise DefenseError(message)
         self.report.skipped += 1
-
-
-def _fresh_rng() -> Generator:
-    rng = Generator()
-    rng.seed()
-    return rng
 
 
 @dataclass(eq=False)

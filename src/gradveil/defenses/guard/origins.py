@@ -30,7 +30,8 @@ class Part:
 
     def moved(self) -> bool:
         """Whether the weights are others than they should be."""
-        return bool(self.bits.sum().item() != self.sum.item())
+        now = self.bits.sum()
+        return bool(now != self.sum.to(now.device))
 
     def explained(self) -> bool:
         """Whether they are where steps by hand on defended gradients lead."""

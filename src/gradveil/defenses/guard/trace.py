@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 SAMPLE = 128  # entries of a gradient that are compared where every entry is changed by the defence
 _FREE = 16  # entries beyond which a fit of a few numbers says something
-_SHORT = 2**14  # entries of a tensor up to which a call costs more than a copy
+_SHORT = {"cpu": 2**14, "cuda": 2**22}  # entries of a tensor up to which a call costs more than a copy
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # What has to be known of a gradient: that it came through a defended layer, through a defended pass, or nothing, since
@@ -43,7 +43,7 @@ class Bits:
         for t in self.tensors:
             flat, size = t.detach().contiguous().view(-1), t.element_size()
             words = flat.numel() * size // 8 * 8 // size
-            if flat.numel() <= _SHORT or flat.storage_offset() * size % 8:
+            if flat.numel() <= _SHORT.get(t.device.type, 0) or flat.storage_offset() * size % 8:
                 words = 0
             if words:
                 self._long.append(flat[:words].view(torch.int64))
