@@ -66,10 +66,8 @@ class _HeldNorm:
         dtype = x.dtype if module.weight is None else module.weight.dtype
         buffers = module._buffers
         self._own = (module.training, buffers["running_mean"], buffers["running_var"])
-        with torch._C._DisableTorchDispatch():  # constants: nothing that a recorder has to see
-            fixed = x.detach().to(torch.promote_types(x.dtype, torch.float32))
-            mean, var = _statistics(fixed, over)
-            buffers["running_mean"], buffers["running_var"] = mean.to(dtype), var.to(dtype)
+        mean, var = _statistics(x.detach().to(torch.promote_types(x.dtype, torch.float32)), over)
+        buffers["running_mean"], buffers["running_var"] = mean.to(dtype), var.to(dtype)  # type: ignore[arg-type]
         module.training = False
 
     def after(self, module: nn.Module, *_: Any) -> None:

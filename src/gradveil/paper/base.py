@@ -40,7 +40,7 @@ class Context:
 
 
 def papers_defense(spec: str, method: str = "exact") -> Defense:
-    """Return the defence of a spec; where it leaves open how scores are computed, they are exact, as the paper's are."""
+    """Return the defence of a spec; scores are exact, as the paper's are, where the spec leaves the method open."""
     built: Any = build_defense(DEFENSES.current(spec))
     defense: Defense = replace(built, method=method) if getattr(built, "method", None) == "auto" else built
     return defense

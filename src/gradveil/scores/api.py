@@ -18,8 +18,9 @@ from gradveil.layers.rules.base import wide
 from gradveil.layers.sequential import walk, walkable
 from gradveil.scores.estimators import deflation_rows, moment_rows, random_signs, sketch_rows
 from gradveil.scores.exact import NORMS, RowNorms, exact_rows, generic_rows, loop_rows, scores
+from gradveil.scores.fast.again import remember, rows_again
 from gradveil.scores.fast.cpu_kernel import lanes_rows
-from gradveil.scores.fast.cuda import replayed
+from gradveil.scores.fast.cuda import replayed_chain
 from gradveil.scores.fast.dense import dense_rows
 
 METHODS = ("auto", "exact", "loop", "sketch", "moment", "deflation")
@@ -114,23 +115,29 @@ def compute(
         return loop_rows(plain, ps)
     method = Method(name, ps, probes, seed, memory or MEMORY.get(x.device.type, MEMORY["cpu"]))
     if x.is_cuda and (layers := walkable(model, path, x)) is not None:
-        return replayed(model, layers, x, method)
-    jacobian = linearise(model, path, x, must_be_explicit=name == "moment")
+        return replayed_chain(model, layers, x, method)
+    comparable = seen is not None and not _changed.get()
+    if comparable and seen is not None and (rows := rows_again(model, path, x, method, seen)) is not None:
+        return rows
+    jacobian = linearise(model, path, x, must_be_explicit=name == "moment", keep=comparable)
     check_seen(jacobian.r, seen)
     return method(jacobian)
 
 
-def linearise(model: nn.Module, layer: str, x: Tensor, *, must_be_explicit: bool = False) -> Jacobian:
+def linearise(
+    model: nn.Module, layer: str, x: Tensor, *, must_be_explicit: bool = False, keep: bool = False
+) -> Jacobian:
     """Return the Jacobian of the layer's input: explicit where every operation is known, else by differentiation.
 
-    Raise where examples are mixed; forward passes of one structure are looked at once.
+    Raise where examples are mixed; forward passes of one structure are looked at once. ``keep`` an explicit pass, for
+    ``rows_again``.
     """
     found: Jacobian | str
     graph: Graph | None = None
     if (layers := walkable(model, layer, x)) is not None:
         found = walk(layers, x)
     else:
-        found, graph = _recorded(model, layer, x)
+        found, graph = _recorded(model, layer, x, keep)
     if isinstance(found, str):
         if must_be_explicit:
             raise ScoreError(f"Method 'moment' cannot pass through {found}. Use exact, sketch or deflation.")
@@ -142,16 +149,18 @@ def linearise(model: nn.Module, layer: str, x: Tensor, *, must_be_explicit: bool
             check_shapes(found)
             found.check_examples()
             known.update([] if structure is None else [structure])
+    if keep and graph is not None and isinstance(found, Tape):
+        remember(model, layer, graph)
     return found
 
 
-def _recorded(model: nn.Module, layer: str, x: Tensor) -> tuple[Tape | str, Graph | None]:
+def _recorded(model: nn.Module, layer: str, x: Tensor, keep: bool) -> tuple[Tape | str, Graph | None]:
     """Return the forward pass as a tape, or what stands in the way, and the recording, where there is one."""
     hooked = [name for name, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks]
     if hooked:
         return f"a backward hook of {hooked[0] or type(model).__name__}", None
     try:
-        graph = record(model, layer, x)
+        graph = record(model, layer, x, calls=keep)
     except RuntimeError as error:  # a forward pass may ask its tensors for gradients
         return f"a pass without gradients ({str(error).splitlines()[0]})", None
     return graph.linearise(), graph

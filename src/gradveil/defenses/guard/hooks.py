@@ -47,7 +47,8 @@ class Interceptor:
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the private: the pass under way. Leave out what belongs to this object alone: the counts."""
         alone = {"current": None, "passes": 0, "report": Report(), "stepping": False, "_traces": None}
-        return self.__dict__ | alone | {"_rng": self.given_rng}  # never the same noise twice: a server could subtract it
+        # never the same noise twice: a server could subtract it
+        return self.__dict__ | alone | {"_rng": self.given_rng}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -55,7 +56,7 @@ class Interceptor:
 
     @property
     def rng(self) -> Generator:
-        """Where noise comes from: what was given, else the system's entropy, on the weights' device where that can be."""
+        """Where noise comes from: as given, else from the system's entropy, on the weights' device where it can be."""
         if self._rng is None:
             devices = {p.device for p in self.model.parameters() if p.is_cuda and self.defense.draws_on_device}
             self._rng = Generator(devices.pop() if len(devices) == 1 else "cpu")

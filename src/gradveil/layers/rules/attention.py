@@ -51,7 +51,7 @@ def _softmax(call: Call) -> Edges | None:
 
 @dataclass(frozen=True)
 class Standardise(ByValue):
-    """diag(d) (I - (1 1ᵀ + h hᵀ) / n) on the last dimension of a view: groups with mean 0 and variance 1, then scaled."""
+    """diag(d) (I - (1 1ᵀ + h hᵀ) / n) on groups of n entries: they get mean 0 and variance 1, and are scaled."""
 
     d: Tensor  # (B, *groups, n or 1)
     h: Tensor  # (B, *groups, n), the entries with mean 0 and variance 1

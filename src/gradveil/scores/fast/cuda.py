@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from gradveil.layers.jacobian import Tape
 from gradveil.layers.sequential import walk
 from gradveil.scores.exact import RowNorms
 
@@ -55,18 +56,30 @@ class Recording:
 _RECORDINGS: WeakKeyDictionary[nn.Module, "OrderedDict[Hashable, Recording | str]"] = WeakKeyDictionary()
 
 
-def replayed(model: nn.Module, layers: list[nn.Module], x: Tensor, method: "Method") -> RowNorms:
-    """Return what the method finds for a walked chain, from the second call of its kind on by replay.
+def replayed_chain(model: nn.Module, layers: list[nn.Module], x: Tensor, method: "Method") -> RowNorms:
+    """Return what the method finds for a walked chain."""
+    found = replayed(model, partial(walk, layers), tuple(map(_signature, layers)), x, method)
+    assert found is not None  # a walk always gives a tape
+    return found
+
+
+def replayed(
+    model: nn.Module, run: Callable[[Tensor], Tape | None], places: Hashable, x: Tensor, method: "Method"
+) -> RowNorms | None:
+    """Return what the method finds on the tape that ``run`` makes of x, from the second call of its kind on by replay.
 
     Of one kind are calls with the same method, shapes, precision, layers and places of weights in memory; the values
-    of x and of the weights may change. Long calls, and those that cannot be recorded, are made plainly.
+    of x and of the weights may change. Long calls, and those that cannot be recorded, are made plainly. None where
+    there is no tape.
     """
     if torch.cuda.is_current_stream_capturing():
-        return method(walk(layers, x), static=True)
-    kind = (method, x.shape, x.dtype, x.device, torch.get_float32_matmul_precision(), *map(_signature, layers))
+        return _rows(method, run, x, static=True)
+    kind = (method, x.shape, x.dtype, x.device, torch.get_float32_matmul_precision(), places)
     known = _RECORDINGS.setdefault(model, OrderedDict())
     if kind not in known:
-        tape = walk(layers, x)
+        tape = run(x)
+        if tape is None:
+            return None
         known[kind] = _NEW if method.is_static(tape) else _PLAIN
         while len(known) > _KEPT:
             known.popitem(last=False)
@@ -75,16 +88,23 @@ def replayed(model: nn.Module, layers: list[nn.Module], x: Tensor, method: "Meth
     if known[kind] == _NEW:
         try:
             with torch.cuda.device(x.device):
-                run = partial(_static_call, method, layers)
-                known[kind] = Recording.of(run, x, method.constants(x))
+                known[kind] = Recording.of(partial(_static_call, method, run), x, method.constants(x))
         except RuntimeError:
             known[kind] = _PLAIN
     recording = known[kind]
-    return recording(x) if isinstance(recording, Recording) else method(walk(layers, x))
+    return recording(x) if isinstance(recording, Recording) else _rows(method, run, x)
 
 
-def _static_call(method: "Method", layers: list[nn.Module], inputs: Tensor) -> RowNorms:
-    return method(walk(layers, inputs), static=True)
+def _rows(method: "Method", run: Callable[[Tensor], Tape | None], x: Tensor, static: bool = False) -> RowNorms | None:
+    tape = run(x)
+    return None if tape is None else method(tape, static=static)
+
+
+def _static_call(method: "Method", run: Callable[[Tensor], Tape | None], inputs: Tensor) -> RowNorms:
+    rows = _rows(method, run, inputs, static=True)
+    if rows is None:
+        raise RuntimeError("no tape")
+    return rows
 
 
 def _signature(layer: nn.Module) -> Hashable:
