@@ -10,7 +10,7 @@ from gradveil.countermeasures import Countermeasure, plain
 from gradveil.defenses.base import DEFENSES, Defense, Place
 from gradveil.errors import SpecError
 from gradveil.registry import describe
-from gradveil.scores.api import already_changed
+from gradveil.scores.fast.again import already_changed
 from gradveil.tree import Params
 from gradveil.types import Batch, Observation, Update
 

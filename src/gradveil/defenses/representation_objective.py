@@ -17,7 +17,7 @@ from gradveil.defenses.base import DEFENSES, check_choice, check_positive, check
 from gradveil.defenses.masking import EntryDefense, LayerDefense, LayerMask, Layers, largest, largest_live
 from gradveil.layers.jacobian import FunctionJacobian
 from gradveil.layers.rules.base import wide
-from gradveil.scores.api import check_seen
+from gradveil.scores.fast.again import check_seen
 
 _ROUNDS = 50  # of an ascent; each round raises the objective, or it is over
 _ROWS = 128  # of a Jacobian in one vectorised backward pass

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -18,14 +17,13 @@ from gradveil.layers.rules.base import wide
 from gradveil.layers.sequential import walk, walkable
 from gradveil.scores.estimators import deflation_rows, moment_rows, random_signs, sketch_rows
 from gradveil.scores.exact import NORMS, RowNorms, exact_rows, generic_rows, loop_rows, scores
-from gradveil.scores.fast.again import remember, rows_again
+from gradveil.scores.fast.again import check_seen, remember, rows_again
 from gradveil.scores.fast.cpu_kernel import lanes_rows
 from gradveil.scores.fast.cuda import replayed_chain
 from gradveil.scores.fast.dense import dense_rows
 
 METHODS = ("auto", "exact", "loop", "sketch", "moment", "deflation")
 MEMORY = {"cpu": 2**29, "cuda": 2**31}  # bytes, where none are given
-_SAME = 0.05  # of the largest entry: what half precision may do to a representation
 _LIGHT = 1e11  # multiplications of a call that launching kernels one by one would slow down
 # Multiplications of all rows up to which `auto` is exact: what takes half a training step of the smallest networks
 # (measured by bench/guard.py; a millisecond of one CPU core, half a millisecond of one large GPU).
@@ -116,10 +114,9 @@ def compute(
     method = Method(name, ps, probes, seed, memory or MEMORY.get(x.device.type, MEMORY["cpu"]))
     if x.is_cuda and (layers := walkable(model, path, x)) is not None:
         return replayed_chain(model, layers, x, method)
-    comparable = seen is not None and not _changed.get()
-    if comparable and seen is not None and (rows := rows_again(model, path, x, method, seen)) is not None:
+    if (rows := rows_again(model, path, x, method, seen)) is not None:
         return rows
-    jacobian = linearise(model, path, x, must_be_explicit=name == "moment", keep=comparable)
+    jacobian = linearise(model, path, x, must_be_explicit=name == "moment", keep=seen is not None)
     check_seen(jacobian.r, seen)
     return method(jacobian)
 
@@ -167,32 +164,6 @@ def _recorded(model: nn.Module, layer: str, x: Tensor, keep: bool) -> tuple[Tape
 
 
 _UNMIXED: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()  # layer: passes to it that mix no examples
-
-
-_changed = ContextVar("changed", default=False)
-
-
-@contextmanager
-def already_changed() -> Iterator[None]:
-    """Within, the representation that was seen is what another defence left of the model's own."""
-    token = _changed.set(True)
-    try:
-        yield
-    finally:
-        _changed.reset(token)
-
-
-def check_seen(r: Tensor, seen: Tensor | None) -> None:
-    """Raise where r is another representation than the one seen before, rounding aside."""
-    if seen is None or _changed.get():
-        return
-    off = (wide(r.detach()).flatten() - seen.detach().flatten()).abs().max()
-    if bool(off > _SAME * seen.abs().max()):
-        raise ScoreError(
-            f"The model gives another representation when it runs on the same batch again (off by {float(off):.2g}), "
-            "so its scores would be those of another pass: it counts its calls, or draws random numbers that are not "
-            "torch's own. Keep what changes in buffers, and draw from torch's default generator."
-        )
 
 
 def check_shapes(jacobian: Jacobian) -> None:

@@ -1,7 +1,8 @@
 """A pass that was recorded once is run again by its calls, and compared with what the model itself gave."""
 
-from collections.abc import Hashable
-from contextlib import nullcontext
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -9,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from gradveil.errors import ScoreError
 from gradveil.layers.recorder import Graph
 from gradveil.layers.replay import Program
 from gradveil.layers.rules.base import wide
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 _KEPT = 4  # programs of one model
 _RENEWED = 100  # uses after which a pass is recorded anew: a model may stop gradients without another outcome
 _CLOSE = 0.01  # of the largest entry: how far r may lie from what the model gave
+_SAME = 0.05  # of the largest entry: what half precision may do to a representation
 
 
 @dataclass
@@ -42,10 +45,12 @@ def remember(model: nn.Module, layer: str, graph: Graph) -> None:
         known.pop(next(iter(known)))
 
 
-def rows_again(model: nn.Module, layer: str, x: Tensor, method: "Method", seen: Tensor) -> RowNorms | None:
+def rows_again(model: nn.Module, layer: str, x: Tensor, method: "Method", seen: Tensor | None) -> RowNorms | None:
     """Return what the method finds by a program, where r is what was seen; else None, and the program is forgotten."""
+    if seen is None or _changed.get() or model not in _PROGRAMS:
+        return None
     kind = _kind(model, layer, x)
-    known = _PROGRAMS.get(model, {}).get(kind)
+    known = _PROGRAMS[model].get(kind)
     if known is None:
         return None
     known.uses += 1
@@ -75,3 +80,29 @@ def _kind(model: nn.Module, layer: str, x: Tensor) -> Hashable:
         for m in model.modules()
     )  # fmt: skip
     return layer, x.shape, x.dtype, x.device, torch.is_autocast_enabled(x.device.type), parts
+
+
+_changed = ContextVar("changed", default=False)
+
+
+@contextmanager
+def already_changed() -> Iterator[None]:
+    """Within, the representation that was seen is what another defence left of the model's own."""
+    token = _changed.set(True)
+    try:
+        yield
+    finally:
+        _changed.reset(token)
+
+
+def check_seen(r: Tensor, seen: Tensor | None) -> None:
+    """Raise where r is another representation than the one seen before, rounding aside."""
+    if seen is None or _changed.get():
+        return
+    off = (wide(r.detach()).flatten() - seen.detach().flatten()).abs().max()
+    if bool(off > _SAME * seen.abs().max()):
+        raise ScoreError(
+            f"The model gives another representation when it runs on the same batch again (off by {float(off):.2g}), "
+            "so its scores would be those of another pass: it counts its calls, or draws random numbers that are not "
+            "torch's own. Keep what changes in buffers, and draw from torch's default generator."
+        )
