@@ -67,7 +67,7 @@ class Step:
     """A layer at the point. ``up`` also returns what ``back`` and ``read`` need of the direction."""
 
     output: Tensor
-    up: Callable[[Tensor], tuple[Tensor, Tensor]]  # dh -> dh', kept
+    up: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # dh, δ' -> dh', kept
     pull: Callable[[Tensor], Tensor]  # δ' -> δ
     back: Callable[[Tensor, Tensor, Tensor], Tensor]  # δ', dδ', kept -> dδ
     read: Callable[[Tensor, Tensor, Tensor], Params]  # δ', dδ', kept -> the direction of the layer's gradients
@@ -87,8 +87,8 @@ def _linearise(
 
     def along(dx: Tensor, ddelta: Tensor) -> tuple[Tensor, Params]:
         dh, kept = dx, []
-        for step in steps:
-            dh, some = step.up(dh)
+        for step, delta in zip(steps, deltas, strict=True):
+            dh, some = step.up(dh, delta)
             kept.append(some)
         found: Params = {}
         for i in range(len(steps) - 1, -1, -1):
@@ -117,7 +117,7 @@ def _run(link: Link, state: Params, h: Tensor, problems: int, widths: Iterator[T
         width = next(widths).reshape(-1, *[1] * (h.ndim - 1)) if kinked and widths is not None else None
         out, first, second = derivatives(module, h, width)
         return Step(
-            out, lambda v: (v * first, v), lambda d: d * first,
+            out, lambda v, _: (v * first, v), lambda d: d * first,
             lambda d, dd, kept: torch.addcmul(dd * first, d * second, kept), _nothing,
         )  # fmt: skip
     result: Any = vjp(module, h)
@@ -127,7 +127,7 @@ def _run(link: Link, state: Params, h: Tensor, problems: int, widths: Iterator[T
 
 def _fixed(out: Tensor, up: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Step:
     """A layer that is linear around the point and has no parameters."""
-    return Step(out, lambda v: (up(v), v), back, lambda d, dd, kept: back(dd), _nothing)
+    return Step(out, lambda v, _: (up(v), v), back, lambda d, dd, kept: back(dd), _nothing)
 
 
 def _weighted(path: str, module: nn.Module, state: Params, h: Tensor, problems: int) -> Step:
@@ -135,28 +135,42 @@ def _weighted(path: str, module: nn.Module, state: Params, h: Tensor, problems: 
     weight, bias = state[f"{path}.weight"].flatten(1), state.get(f"{path}.bias")
     columns, spread, places = _columns(module, h)
     here = columns(h)
-    fixed = _joined(here, problems)
 
     def shaped(v: Tensor) -> Tensor:
         return v.unflatten(2, places) if isinstance(module, nn.Conv2d) else v[..., 0]
 
-    def up(v: Tensor) -> tuple[Tensor, Tensor]:
-        c = columns(v)
-        return shaped(weight @ c), c
-
     def flat(v: Tensor) -> Tensor:  # (M, O, ...) -> (M, O, positions)
         return v.flatten(2) if v.ndim > 2 else v[..., None]
+
+    def up(v: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+        product, change = _Products.apply(columns(v), weight, flat(d))
+        return shaped(product), change
 
     def pull(d: Tensor) -> Tensor:
         return spread(weight.T @ flat(d))
 
-    def read(d: Tensor, dd: Tensor, c: Tensor) -> Params:
-        changed = _joined(flat(dd), problems)
-        found = torch.baddbmm(changed @ fixed.mT, _joined(flat(d), problems), _joined(c, problems).mT).flatten(1)
-        return {f"{path}.weight": found} | ({} if bias is None else {f"{path}.bias": changed.sum(2)})
+    def read(d: Tensor, dd: Tensor, change: Tensor) -> Params:
+        found = {f"{path}.weight": (flat(dd) @ here.mT + change.mT).flatten(1)}
+        if bias is not None:
+            found[f"{path}.bias"] = flat(dd).sum(2)
+        return {name: v.unflatten(0, (problems, -1)).sum(1) for name, v in found.items()}
 
     out = shaped(weight @ here + (0.0 if bias is None else bias[:, None]))
-    return Step(out, up, pull, lambda d, dd, c: pull(dd), read)
+    return Step(out, up, pull, lambda d, dd, change: pull(dd), read)
+
+
+class _Products(torch.autograd.Function):
+    """W c and c δᵀ for columns c (M, C, positions); the way back is one sum of two products, in the layout of c."""
+
+    @staticmethod
+    def forward(ctx: Any, c: Tensor, weight: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(weight, delta)
+        return weight @ c, c @ delta.mT
+
+    @staticmethod
+    def backward(ctx: Any, by_product: Tensor, by_change: Tensor) -> tuple[Tensor, None, None]:
+        weight, delta = ctx.saved_tensors
+        return (weight.T @ by_product).baddbmm_(by_change, delta), None, None
 
 
 def _columns(module: nn.Module, h: Tensor) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], Pair]:
@@ -170,12 +184,6 @@ def _columns(module: nn.Module, h: Tensor) -> tuple[Callable[[Tensor], Tensor], 
         lambda v: F.fold(v, size, g.kernel, padding=g.padding, stride=g.stride),
         pair(places),
     )
-
-
-def _joined(v: Tensor, problems: int) -> Tensor:
-    """Return (M, C, positions) as (B, C, N positions)."""
-    out: Tensor = v if len(v) == problems else v.unflatten(0, (problems, -1)).transpose(1, 2).flatten(2)
-    return out
 
 
 LOOK = 10  # iterations between looks at whether all are done, on a GPU, where each makes the host wait
