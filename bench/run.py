@@ -11,6 +11,7 @@ HERE = Path(__file__).parent
 BENCHES = {
     "defense_scores": "defense.json",
     "attacks": "attacks.json",
+    "whole_attacks": "whole-attacks.json",
     "federated": "federated.json",
     "certificates": "certificates.json",
     "guard": "guard.json",

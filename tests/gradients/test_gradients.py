@@ -5,13 +5,14 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.functional import cross_entropy
 
 from gradveil.errors import AttackError
+from gradveil.gradients.batch_norm import batch_norm
 from gradveil.gradients.by_hand import known_chain
 from gradveil.gradients.convolution import Geometry, pull_back
 from gradveil.gradients.functional import alone_pays, trial_gradients
-from gradveil.gradients.standardise import standardise
 from gradveil.models import build
 from gradveil.tree import parameters
 
@@ -82,18 +83,14 @@ def one_at_a_time(model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
     return [torch.stack(parts) for parts in zip(*out, strict=True)]
 
 
-@pytest.mark.parametrize("over", [[0, 2, 3], [2, 3]])
-def test_standardised_numbers_have_the_derivatives_of_the_plain_formula(over: list[int]) -> None:
+@pytest.mark.parametrize("shape", [(3, 2, 4, 3), (5, 2)])
+def test_batch_norm_has_the_first_and_second_derivatives_of_the_formula(shape: tuple[int, ...]) -> None:
     rng = torch.Generator().manual_seed(2)
-    x = torch.randn(3, 2, 4, 3, generator=rng, dtype=torch.double).requires_grad_()
-
-    def plain(x: Tensor) -> Tensor:
-        centred = x - x.mean(over, keepdim=True)
-        return centred / (centred.square().mean(over, keepdim=True) + 0.1).sqrt()
-
-    torch.testing.assert_close(standardise(x, over, 0.1), plain(x))
-    assert torch.autograd.gradcheck(lambda x: standardise(x, over, 0.1), x)
-    assert torch.autograd.gradgradcheck(lambda x: standardise(x, over, 0.1), x)
+    x, w, b = (torch.randn(size, generator=rng, dtype=torch.double).requires_grad_() for size in (shape, 2, 2))
+    torch.testing.assert_close(batch_norm(x, w, b, 0.1), F.batch_norm(x, None, None, w, b, True, 0.0, 0.1))
+    torch.testing.assert_close(batch_norm(x, None, None, 0.1), F.batch_norm(x, None, None, None, None, True, 0.0, 0.1))
+    assert torch.autograd.gradcheck(lambda *v: batch_norm(*v, 0.1), (x, w, b))
+    assert torch.autograd.gradgradcheck(lambda *v: batch_norm(*v, 0.1), (x, w, b))
 
 
 def test_wide_convolutions_run_one_by_one_on_a_cpu_but_for_a_chain() -> None:

@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from gradveil.errors import AttackError
+from gradveil.gradients.batch_norm import batch_norm
 from gradveil.gradients.by_hand import WIDE, known_chain, manual_gradients, pays
-from gradveil.gradients.standardise import standardise
 from gradveil.layers.modules import copied_buffers, plain_attention, plain_checkpoints
 from gradveil.losses import CROSS_ENTROPY, CrossEntropy, Loss
 from gradveil.step_rule import Momenta
@@ -40,7 +40,7 @@ WeightLoss = Callable[[Params, Tensor, Tensor], Tensor]  # the same -> the mean 
 def quiet(model: nn.Module, transformed: bool = True) -> Iterator[None]:
     """Within, the model is a pure function of its input that can be differentiated twice, also by ``torch.func``.
 
-    Where it is not ``transformed``, for autograd alone, batch norm takes a third of the operations.
+    Where it is not ``transformed``, for autograd alone, batch norm takes a quarter of the operations.
 
     Batch norm in train mode normalises by the batch's own statistics, as the client's did, and leaves the
     running ones alone. Dropout is off: the server does not know the client's masks. Attention and some other
@@ -66,7 +66,9 @@ def quiet(model: nn.Module, transformed: bool = True) -> Iterator[None]:
 
 def _by_own_statistics(norm: _BatchNorm, transformed: bool, x: Tensor) -> Tensor:
     """Batch norm by formula: under vmap the second derivative of torch's own comes out wrong."""
-    unit = (_standardised if transformed else standardise)(x, [d for d in range(x.ndim) if d != 1], norm.eps)
+    if not transformed:
+        return batch_norm(x, norm.weight, norm.bias, norm.eps)
+    unit = _standardised(x, [d for d in range(x.ndim) if d != 1], norm.eps)
     like = [-1 if d == 1 else 1 for d in range(x.ndim)]
     return unit * norm.weight.view(like) + norm.bias.view(like) if norm.affine else unit
 

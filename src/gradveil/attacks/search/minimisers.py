@@ -52,7 +52,7 @@ class LBFGS:
         """
         new, old = dict(state), state
         fresh = old["evaluations"] == 0
-        finite = value.isfinite() & gradient.isfinite().all(1)
+        finite = (value + torch.linalg.vector_norm(gradient, 1, 1)).isfinite()
         new["evaluations"] = old["evaluations"] + 1
         new["dead"] = old["dead"] | (~finite & (fresh if self.search else True))
         taken = finite & ~new["dead"] & ~old["stuck"]
@@ -127,7 +127,7 @@ class LBFGS:
         new["r_inverse"].mul_(~steep[:, None, None])  # forget the history
         new["gamma"] = new["gamma"].masked_fill(steep, 1.0)
         new["direction"] = torch.where(steep[:, None], -g, torch.where(onward[:, None], direction, old["direction"]))
-        squared, length = torch.linalg.vecdot(g, g), g.abs().sum(1)
+        squared, length = torch.linalg.vecdot(g, g), torch.linalg.vector_norm(g, 1, 1)
         new["slope"] = torch.where(steep, -squared, torch.where(onward, slope, old["slope"]))
         first = self.lr * (1 / length).clamp(max=1.0)
         new["step"] = torch.where(steep, first, old["step"].masked_fill(onward, self.lr))
@@ -177,7 +177,7 @@ class Adam:
     def step(self, state: State, value: Tensor, gradient: Tensor, done: int | None = None) -> State:
         """Return the state after an evaluation at ``point``: value (P,), gradient (P, d)."""
         new, old = dict(state), state
-        finite = value.isfinite() & gradient.isfinite().all(1) & ~old["dead"]
+        finite = (value + torch.linalg.vector_norm(gradient, 1, 1)).isfinite() & ~old["dead"]
         new["dead"] = ~finite
         new["evaluations"] = old["evaluations"] + 1
         better = finite & (value < old["best_value"])
