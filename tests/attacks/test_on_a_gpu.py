@@ -1,10 +1,15 @@
 """On CUDA: a step is captured, and goes the way it goes on the CPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from gradveil.attacks.base import build as build_attack
+from gradveil.attacks.gauss_newton.equations import Prior
+from gradveil.attacks.gauss_newton.solver import MatrixFree
+from gradveil.attacks.gauss_newton.updates import update_rows
 from gradveil.attacks.search.loop import Optimiser, Stepper
 from gradveil.attacks.search.matching import Matching, cosine_distance, squared_distance
 from gradveil.attacks.search.minimisers import LBFGS, Adam
@@ -60,3 +65,35 @@ def test_a_whole_attack_runs_there_and_brings_tensors_back_on_the_device() -> No
     )
     assert all(f.inputs.is_cuda for f in found)
     assert sum(f.details["relative_residual"] < 1e-4 for f in found) >= 2
+
+
+@pytest.mark.parametrize("form", ["as a program", "by torch.func"])
+def test_the_captured_conjugate_gradients_go_the_way_of_the_cpu(form: str) -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        seen = observe(build("lenet", (3, 32, 32), 10).to(device), 2)
+        prior = Prior.of(seen[0], 10, torch.device(device))
+        rows = update_rows(seen, torch.tensor([[1], [2]], device=device), prior)
+        rows = rows if form == "as a program" else replace(rows, linear=None)
+        z = prior.center().expand(2, -1) + 0.1 * prior.draw(2, torch.Generator().manual_seed(3))
+        width, weights = z.new_full((2,), 0.3), (0.3 * rows.rms).square().reciprocal()
+        step = MatrixFree(prior, iterations=15)(rows, z, rows.residual(z, width), weights, width)
+        found.append(step(z.new_ones(2)).cpu())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5 * float(found[0].abs().max()))
+
+
+def test_a_captured_single_problem_of_several_examples_goes_the_way_of_the_cpu() -> None:
+    values = []
+    for device in ("cpu", "cuda"):
+        model = build("resnet18:width=4", (3, 32, 32), 10).double().to(device).train()
+        seen = [replace(s, update=replace(s.update, num_examples=2)) for s in observe(model, 1)]
+        unknowns = Unknowns.of(seen[0])
+        adam = Adam(12, boxed=unknowns.pixels)
+        objective = MatchingObjective(Matching.of(seen), unknowns, None, cosine_distance)
+        start = torch.rand(1, unknowns.size, generator=torch.Generator().manual_seed(1)).double().to(device)
+        stepper = Stepper(objective, adam, adam.start(start))
+        for k in range(8):
+            stepper.step(k)
+        assert (stepper.graph is not None) == (device == "cuda")
+        values.append(stepper.state["best_value"].cpu())
+    torch.testing.assert_close(values[1], values[0], rtol=1e-6, atol=0)
