@@ -106,8 +106,7 @@ def newton(device: str, data: Images, count: int, repeats: int) -> list[Row]:
     model = build("lenet", SHAPE, CLASSES).to(device)
     seen = [observe(model, data, i) for i in range(count)]
     prior = Prior.of(seen[0], CLASSES, torch.device(device))
-    labels = data[1][:count, None]
-    rows = update_rows(seen, labels, prior)
+    rows = update_rows(seen, prior.mean.new_zeros(count, 1, CLASSES), prior)
     z = prior.center().expand(count, -1).clone()
     width, weights = z.new_full((count,), 0.1), 1 / (0.1 * rows.rms).square()
     forms = {"by torch.func": replace(rows, linear=None), "as a program": rows}
