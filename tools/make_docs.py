@@ -12,6 +12,7 @@ TITLES = {
     "model": "Models",
     "defense": "Defences",
     "attack": "Attacks",
+    "loss": "Losses",
     "engine": "Engines of federated averaging",
     "aggregator": "Aggregators",
     "schedule": "Learning-rate schedules",

@@ -154,7 +154,7 @@ class Analytic(Attack):
             details["iterations"] = float(steps)
         inputs = x.reshape(shape).to(torch.float32).clamp(*seen.bounds)
         labels = seen.labels
-        if labels is None and seen.num_examples == 1:
+        if labels is None and seen.num_examples == seen.update.num_steps == 1:
             labels = read_at(seen, inputs, rng)
         return Reconstruction(inputs, labels, objective, converged, details)
 

@@ -48,7 +48,7 @@ def map_smoothness(seen: Observation, contrast: float) -> float:
 
 def _numbers(seen: Observation, inputs: Tensor, rng: Generator) -> Tensor | None:
     """Return the numbers of one example: the size of a gradient tells them, its direction does not."""
-    return read_at(seen, inputs, rng) if seen.num_examples == 1 else None
+    return read_at(seen, inputs, rng) if seen.num_examples == seen.update.num_steps == 1 else None
 
 
 @ATTACKS.register("gs")

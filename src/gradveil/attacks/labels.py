@@ -133,7 +133,7 @@ def read_at(seen: Observation, inputs: Tensor, rng: Generator) -> Tensor | None:
     Each example is given an equal part of the gradient, so it is exact for one example and one step.
     """
     signal = label_signal(seen, rng)
-    if signal is None:
+    if signal is None or not seen.update.rule.is_plain:
         return None
     with quiet(seen.model), torch.no_grad():
         output = functional_call(seen.model, copied_state(seen.model), (inputs.to(next(seen.model.parameters())),))
@@ -144,9 +144,9 @@ def read_at(seen: Observation, inputs: Tensor, rng: Generator) -> Tensor | None:
 def unreadable(seen: Observation) -> AttackError:
     """Return the refusal of an attack that needs labels which the update does not show."""
     return AttackError(
-        f"The labels cannot be read off this update with the loss {describe(seen.loss)}: for that it must show the "
-        "gradient of a last linear layer with one row per class. Give the labels, or use an attack that looks for "
-        "them, such as dlg."
+        f"The labels cannot be read off this update with the loss {describe(seen.loss)}: they do not show in it, or it "
+        "has no gradient of a last linear layer with one row per class. Give the labels, or use an attack that looks "
+        "for them, such as dlg or fedavg."
     )
 
 

@@ -9,8 +9,8 @@ from torch import Generator, Tensor
 from gradveil.attacks.base import ATTACKS, Attack, check_seen, differentiating, in_groups, refuse_adaptive
 from gradveil.attacks.gauss_newton.equations import Prior, refuse_recurrent
 from gradveil.attacks.gauss_newton.solver import BestStarts, DenseStep, Descent, MatrixFree, Solver
-from gradveil.attacks.gauss_newton.updates import found_targets, free_of, guessed_slopes, known_bias, update_rows
-from gradveil.attacks.labels import unreadable, with_labels
+from gradveil.attacks.gauss_newton.updates import Guess, free_of, known_bias, update_rows
+from gradveil.attacks.labels import with_labels
 from gradveil.types import Observation, Reconstruction
 
 
@@ -47,9 +47,6 @@ class Newton(Attack):
         check_seen(seen)
         refuse_adaptive(seen, "newton")
         labelled = with_labels(seen, rngs)
-        for s in labelled:
-            if s.labels is None and s.update.num_steps > 1:
-                raise unreadable(s)
         ready = [s.as_one_step() if s.update.num_steps == 1 else s for s in labelled]
         return in_groups(ready, rngs, _group, self._solve)
 
@@ -58,11 +55,11 @@ class Newton(Attack):
         device = next(first.model.parameters()).device
         free = first.num_examples * first.num_classes
         prior = Prior.of(first, 0 if free_of(first) == "nothing" else free, device)
-        slopes = torch.stack([guessed_slopes(s, rng) for s, rng in zip(seen, rngs, strict=True)]).to(prior.mean)
+        guesses = [Guess.of(s, prior, rng) for s, rng in zip(seen, rngs, strict=True)]
         starts = torch.stack([self._starts(prior, rng) for s, rng in zip(seen, rngs, strict=True)])  # (B, r, n)
         refuse_recurrent(first.model)
         with differentiating(first.model):
-            rows = update_rows(seen, slopes, prior)
+            rows = update_rows(seen, guesses, prior)
         dense = starts.shape[-1] <= self.dense_limit and rows.seen.shape[1] * starts.shape[-1] * 8 <= self.memory
         direction = DenseStep(prior) if dense else MatrixFree(prior, self.cg_steps)
         schedule = Descent(self.steps, self.stage_steps, self.floor, self.last_floor)
@@ -70,7 +67,7 @@ class Newton(Attack):
         solver = Solver(prior, schedule, direction, entries)
         with differentiating(first.model):
             best = solver.best(rows, starts, together=max(1, int(self.memory / (8 * 40 * rows.seen.shape[1]))))
-        return [self._rebuilt(s, slopes[b], best, b) for b, s in enumerate(seen)]
+        return [self._rebuilt(s, guesses[b], best, b) for b, s in enumerate(seen)]
 
     def _starts(self, prior: Prior, rng: Generator) -> Tensor:
         """Return the starts of one problem (restarts, n): the mean, then draws.
@@ -81,11 +78,11 @@ class Newton(Attack):
         away[0] *= 0.0 if prior.examples == 1 else 0.1
         return prior.center() + away
 
-    def _rebuilt(self, s: Observation, slopes: Tensor, best: BestStarts, b: int) -> Reconstruction:
+    def _rebuilt(self, s: Observation, guess: Guess, best: BestStarts, b: int) -> Reconstruction:
         """Return what the best start of problem b gives."""
         pixels = s.num_examples * int(torch.Size(s.input_shape).numel())
         inputs = best.point[b, :pixels].reshape(s.num_examples, *s.input_shape).to(torch.float32)
-        labels = found_targets(s, inputs, best.point[b, pixels:], slopes)
+        labels = guess.targets(s, inputs, best.point[b, pixels:])
         value = float(best.objective[b])
         late = bool(best.late[b])
         finished = bool(best.steps[b] < self.steps) and value < float("inf") and not late

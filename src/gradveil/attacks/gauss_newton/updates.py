@@ -6,6 +6,7 @@ departures from a first guess: with plain cross-entropy the logits, and where th
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -24,13 +25,13 @@ from gradveil.losses import CrossEntropy
 from gradveil.tree import Params
 from gradveil.types import Observation
 
-Free = Literal["logits", "slopes", "nothing"]
+Free = Literal["logits", "slopes", "targets", "nothing"]
 
 
 def free_of(seen: Observation) -> Free:
-    """Return what is unknown beside the examples; with several local steps, which have a δ each, nothing."""
+    """Return what is unknown beside the examples; several local steps have a δ each, so there it is the targets."""
     if seen.labels is None:
-        return "slopes"
+        return "slopes" if seen.update.num_steps == 1 else "targets"
     plain = isinstance(seen.loss, CrossEntropy) and seen.loss.plain
     return "logits" if plain and seen.update.num_steps == 1 else "nothing"
 
@@ -80,7 +81,12 @@ def trial_rows(seen: Observation, state: Params, prior: Prior) -> Callable[..., 
 
         return finish(seen.sent(grad(pulled)(free)))
 
-    return {"logits": one_step, "slopes": any_target, "nothing": several_steps}[free_of(seen)]
+    def any_numbers(z: Tensor, y: Tensor, guess: Tensor, spread: Tensor, widths: Tensor, smooth: bool) -> Tensor:
+        numbers = guess + spread * z[prior.pixels :].reshape(guess.shape)
+        return several_steps(z[: prior.pixels], numbers, guess, spread, widths, smooth)
+
+    kinds = {"logits": one_step, "slopes": any_target, "targets": any_numbers, "nothing": several_steps}
+    return kinds[free_of(seen)]
 
 
 def _links(seen: Observation) -> Sequence[Link] | None:
@@ -126,44 +132,64 @@ def written_out(seen: Observation, state: Params, prior: Prior) -> Direct | None
     return rows
 
 
-def guessed_slopes(seen: Observation, rng: Generator) -> Tensor:
-    """Return a first guess of δ (N, K), where the targets are not known: equal parts of what the update shows."""
-    shape = (seen.num_examples, seen.num_classes)
-    if seen.labels is not None:
-        return torch.zeros(shape)
-    signal = label_signal(seen, rng)
-    if signal is None:
-        raise unreadable(seen)
-    return (signal / seen.num_examples).expand(shape)
+@dataclass(frozen=True)
+class Guess:
+    """Where targets are not known: a first guess of what stands for them, and how far from it that may be."""
+
+    value: Tensor  # (N, K): δ for one local step, else the targets themselves
+    spread: Tensor  # (N, K), standard deviation
+
+    @classmethod
+    def of(cls, seen: Observation, prior: Prior, rng: Generator) -> "Guess":
+        """Return equal parts of the δ that the update shows, or the numbers that fit it at the prior's mean."""
+        nothing = prior.mean.new_zeros(seen.num_examples, seen.num_classes)
+        if seen.labels is not None:
+            return cls(nothing, nothing)
+        signal = label_signal(seen, rng)
+        if signal is None:
+            raise unreadable(seen)
+        slopes = nothing + signal.to(nothing) / seen.num_examples
+        if free_of(seen) == "slopes":
+            return cls(slopes, _spread(slopes))
+        output = _output(seen, prior.mean.repeat(seen.num_examples).reshape(-1, *seen.input_shape)).to(nothing)
+        numbers = seen.loss.read(output, slopes.reshape(output.shape)) if seen.loss.targets == "numbers" else None
+        if numbers is None:
+            raise unreadable(seen)
+        value = seen.loss.rows(numbers, seen.num_classes)
+        return cls(value, _spread(value - output.reshape(value.shape)))
+
+    def targets(self, seen: Observation, inputs: Tensor, free: Tensor) -> Tensor | None:
+        """Return the targets of a solution: those given, else those that it speaks for, where the loss tells them."""
+        if seen.labels is not None:
+            return seen.labels.to(self.value.device)
+        found = self.value + self.spread * free.reshape(self.value.shape)
+        if free_of(seen) == "targets":
+            return seen.loss.found(found.float())
+        output = _output(seen, inputs)
+        return seen.loss.read(output, found.to(output).reshape(output.shape))
 
 
-def spread_of(slopes: Tensor) -> Tensor:
-    """Return the standard deviation of δ around its guess (..., N, K)."""
-    return SPREAD * slopes.square().mean((-2, -1), keepdim=True).sqrt().expand_as(slopes)
+def _spread(sizes: Tensor) -> Tensor:
+    return SPREAD * sizes.square().mean().sqrt().expand_as(sizes)
 
 
-def found_targets(seen: Observation, inputs: Tensor, free: Tensor, slopes: Tensor) -> Tensor | None:
-    """Return the targets of a solution: those given, else those that its δ speaks for, where the loss tells them."""
-    if seen.labels is not None:
-        return seen.labels.to(slopes.device)
-    delta = slopes + spread_of(slopes) * free.reshape(slopes.shape)
+def _output(seen: Observation, inputs: Tensor) -> Tensor:
     with quiet(seen.model), torch.no_grad():
-        output = functional_call(seen.model, copied_state(seen.model), (inputs,))
-    return seen.loss.read(output, delta.to(output).reshape(output.shape))
+        output: Tensor = functional_call(
+            seen.model, copied_state(seen.model), (inputs.to(next(seen.model.parameters())),)
+        )
+    return output
 
 
 SMALLEST = 1e-30  # a probability below it was rounded away on the client
 STIFF = 1e-3  # the floor of a bias gradient that the guess fits exactly, relative to that of other tensors
 
 
-def update_rows(seen: Sequence[Observation], slopes: Tensor, prior: Prior) -> Equations:
-    """Return the equations of problems that share model, visible tensors and sizes.
-
-    ``slopes`` (B, N, K) guess δ where the targets are not known.
-    """
+def update_rows(seen: Sequence[Observation], guesses: Sequence[Guess], prior: Prior) -> Equations:
+    """Return the equations of problems that share model, visible tensors and sizes; guesses for unknown targets."""
     first, center = seen[0], prior.center()
     known = [s.loss.rows(s.labels, s.num_classes) for s in seen if s.labels is not None]
-    y = torch.stack(known).to(center) if known else slopes  # (B, N, K)
+    y = torch.stack(known if known else [g.value for g in guesses]).to(center)  # (B, N, K)
     state = _state(first.model, center)
     x = center[: prior.pixels].reshape(-1, *first.input_shape)
     with quiet(first.model), torch.no_grad():
@@ -175,8 +201,9 @@ def update_rows(seen: Sequence[Observation], slopes: Tensor, prior: Prior) -> Eq
     links = _links(first)
     linear = None if links is None else products(links, state, first, prior.pixels)
     direct = written_out(first, state, prior), linear
-    if free_of(first) == "slopes":
-        return _rows(first, one, (y, slopes, spread_of(slopes)), widths, table, (None, None))
+    if not known:
+        spread = torch.stack([g.spread for g in guesses])
+        return _rows(first, one, (y, y, spread), widths, table, (None, None))
     if free_of(first) == "nothing":
         return _rows(first, one, (y, rest, rest), widths, table, (None, None))
     with quiet(first.model), torch.no_grad():
