@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gradveil.federated.client import evaluate, local_update
     from gradveil.federated.settings import Training
     from gradveil.federated.simulate import simulate
+    from gradveil.losses import build as loss
     from gradveil.models import build as model
     from gradveil.report.page import write_report
     from gradveil.scores import leak_scores
@@ -45,6 +46,7 @@ _PUBLIC = {
     "model": "gradveil.models:build",
     "defense": "gradveil.defenses.base:build",
     "attack": "gradveil.attacks.base:build",
+    "loss": "gradveil.losses:build",
     # defend
     "protect": "gradveil.defenses.guard.protect:protect",
     "guard_of": "gradveil.defenses.guard.protect:guard_of",
@@ -107,6 +109,7 @@ __all__ = [
     "infer",
     "leak_scores",
     "local_update",
+    "loss",
     "model",
     "partition",
     "protect",
