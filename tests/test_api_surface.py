@@ -40,6 +40,7 @@ PUBLIC = [
     "infer",
     "leak_scores",
     "local_update",
+    "loss",
     "model",
     "partition",
     "protect",
