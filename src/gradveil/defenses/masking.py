@@ -28,6 +28,10 @@ def largest(keys: Tensor, count: int) -> Tensor:
     if count >= length:
         return torch.ones_like(keys, dtype=torch.bool)  # (N, L)
     last = last_by_top(keys, count) if keys.is_cuda and length > LONG else last_by_rank(keys, count)
+    if not keys.is_cuda and not under_transform():
+        chosen = keys >= last
+        if int(chosen.sum()) == count * len(keys):  # no row has more that are equal to its last
+            return chosen
     above, equal = keys > last, keys == last  # (N, L)
     left = count - above.sum(1, keepdim=True)  # (N, 1), places for those equal to it
     return above | (equal & (equal.cumsum(1) <= left))

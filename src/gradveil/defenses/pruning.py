@@ -100,10 +100,10 @@ def _pruned_together(tensors: list[Tensor], counts: list[int]) -> Tensor:
     lengths, wanted, ends = _on_device(sizes, tuple(counts), str(flat.device))
     last = _lasts(size.split(sizes), counts).repeat_interleave(lengths, output_size=len(flat))
     below, equal = size < last, size == last
-    number = F.pad(torch.stack([below, equal]).cumsum(1, dtype=torch.int32), (1, 0))  # running, over all tensors
-    until = number[:, ends]  # (2, tensors + 1)
-    left = wanted - until[0].diff() + until[1, :-1]  # the number of the last equal one that goes
-    stays = number[1, 1:] > left.repeat_interleave(lengths, output_size=len(flat))
+    # Running numbers over all tensors, one vector at a time: rows of a matrix get one block of a CUDA device each.
+    under, number = (F.pad(mask.cumsum(0, dtype=torch.int32), (1, 0)) for mask in (below, equal))
+    left = wanted - under[ends].diff() + number[ends[:-1]]  # the number of the last equal one that goes
+    stays = number[1:] > left.repeat_interleave(lengths, output_size=len(flat))
     return flat.masked_fill_(below | equal & ~stays, 0.0)
 
 

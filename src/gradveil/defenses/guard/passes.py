@@ -33,11 +33,12 @@ class Report:
 
     def add(self, r: Tensor, r_perturbed: Tensor, asked: int) -> None:
         """Count one representation r (N, ...) and what became of it."""
-        r, r_perturbed = r.detach(), r_perturbed.detach()
-        live = r != 0
-        distance = (r - r_perturbed).flatten(1).to(torch.float32).norm(dim=1).sum()
-        unchanged = (r == r_perturbed).all() & live.any()
-        sums = torch.stack([(live & (r_perturbed == 0)).sum(), live.sum(), distance.double(), unchanged])
+        both = torch.stack([r.detach(), r_perturbed.detach().to(r.dtype)]).flatten(2)  # (2, N, L)
+        (live, kept), moved = both != 0, both[0] - both[1]
+        distance = torch.linalg.vector_norm(moved, dim=1, dtype=torch.float32).sum()
+        counts = torch.stack([live > kept, live]).sum((1, 2), dtype=torch.float64)
+        unchanged = moved.any().logical_not() & (counts[1] > 0)
+        sums = torch.cat([counts, torch.stack([distance, unchanged])])
         self.asked += asked
         self._representations += len(r)
         self._sums = sums if self._sums is None else self._sums.to(sums.device) + sums
@@ -96,6 +97,9 @@ class Rewired(nn.Module):
         self.inner = (model,)  # in a tuple, so that it is no part by itself
 
 
+_ALONE = tree_flatten(((0,), {}))[1]  # one argument
+
+
 class Examples:
     """The examples among a model's arguments: every floating point tensor with a row for each of them.
 
@@ -103,7 +107,8 @@ class Examples:
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self.leaves, self.tree = tree_flatten((args, dict(kwargs)))
+        alone = len(args) == 1 and isinstance(args[0], Tensor) and not kwargs  # as most models are called
+        self.leaves, self.tree = ([args[0]], _ALONE) if alone else tree_flatten((args, dict(kwargs)))
         floats = [(i, t) for i, t in enumerate(self.leaves) if isinstance(t, Tensor) and t.is_floating_point()]
         given = {i: t for i, t in floats if t.ndim}
         if not given:

@@ -80,7 +80,9 @@ def _refuse_second_derivatives(_: Tensor) -> None:
 
 def weight_of(module: nn.Module) -> Tensor:
     """Return the weight that the layer has just run with: a parametrization in train mode may move on at each look."""
-    makers = [m for m in getattr(module, "parametrizations", nn.Module()).modules() if m.training]
+    if "parametrizations" not in module._modules:
+        return module.weight  # type: ignore[return-value]
+    makers = [m for m in module.parametrizations.modules() if m.training]  # type: ignore[union-attr]
     try:
         for maker in makers:
             maker.training = False
