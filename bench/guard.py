@@ -49,7 +49,7 @@ PLAIN_STEPS = {"representation": 2.0, "pruning": 1.2, "gaussian": 1.2, "laplace"
 NETWORKS = {
     "lenet": (600, 0.01, 32),
     "lenet:activation=relu,init=kaiming": (600, 0.001, 32),
-    "convnet:init=kaiming": (100, 0.0005, 4),
+    "convnet:init=kaiming": (30, 0.001, 4),
     "resnet18:width=16": (300, 0.002, 32),
     "vit_tiny": (600, 0.001, 32),
     "mlp": (600, 0.001, 32),
@@ -99,7 +99,9 @@ def main(argv: list[str] | None = None) -> None:
     if args.only in (None, "steps"):
         found["steps"] = [r for m in args.models.split(",") for x, y in batches for r in steps(m, x, y, args.seconds)]
     if args.only in (None, "overlap"):
-        found["overlap"] = [row for name in NETWORKS for row in overlaps(name, images, labels)]
+        families = {model.partition(":")[0] for model in args.models.split(",")}
+        asked = [name for name in NETWORKS if name.partition(":")[0] in families]
+        found["overlap"] = [row for name in asked for row in overlaps(name, images, labels)]
     if args.only in (None, "checks"):
         found["rows"] = [
             checks(name, spec, x, y, 3 * args.seconds)

@@ -35,7 +35,7 @@ class Report:
         """Count one representation r (N, ...) and what became of it."""
         both = torch.stack([r.detach(), r_perturbed.detach().to(r.dtype)]).flatten(2)  # (2, N, L)
         (live, kept), moved = both != 0, both[0] - both[1]
-        distance = torch.linalg.vector_norm(moved, dim=1, dtype=torch.float32).sum()
+        distance = torch.linalg.vector_norm(moved.float(), dim=1).sum()
         counts = torch.stack([live > kept, live]).sum((1, 2), dtype=torch.float64)
         unchanged = moved.any().logical_not() & (counts[1] > 0)
         sums = torch.cat([counts, torch.stack([distance, unchanged])])
