@@ -133,6 +133,7 @@ class Observation:
     simulate: Callable[[Params], Params] | None = None  # the defence, as the server would run it on its own gradients
     loss: Loss = CROSS_ENTROPY  # that the clients minimise; public, the server sets it
     simulate_on: Literal["gradient", "update"] = "gradient"  # of each local step, or of what is sent
+    buffers: Params = field(default_factory=dict)  # batch norm's running statistics as the client sent them back
 
     def sent(self, gradient: Params, blur: float = 0.0) -> Params:
         """Return what a client whose one step has this gradient would send: the defence, and its optimiser's rule."""

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Generator, nn
 
-from gradveil.attacks.search.objective import BatchNormStatistics, Energy, GroupConsistency, TotalVariation, batch_norms
+from gradveil.attacks.search.objective import Energy, GroupConsistency, TotalVariation
+from gradveil.attacks.search.statistics import BatchNormStatistics, batch_norms
 
 
 def test_total_variation_of_a_hand_made_image() -> None:
@@ -33,17 +34,17 @@ def test_a_group_is_pulled_to_its_own_mean_and_to_no_others() -> None:
 def test_images_with_the_running_statistics_cost_nothing(rng: Generator) -> None:
     model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 2, 3), nn.BatchNorm2d(2))
     x = torch.rand(2, 4, 1, 8, 8, generator=rng)
-    for norm in batch_norms(model):
+    for norm in batch_norms(model).values():
         norm.momentum = None  # running statistics become those of the one batch seen
     model(x[0])  # the first batch norm has now seen problem 0's batch
     model.train()
     term = BatchNormStatistics(1.0, model)
     values = term(x)
     torch.testing.assert_close(values[1:], term(x[1:]))  # no problem's statistics leak into another's
-    first = batch_norms(model)[0]
+    first = next(iter(batch_norms(model).values()))
     assert float(values[0]) < 0.1
     assert float(values[1]) > float(values[0])
-    assert all(norm.training for norm in batch_norms(model))
+    assert all(norm.training for norm in batch_norms(model).values())
     assert int(first.num_batches_tracked) == 1
     with torch.no_grad():
         inputs = model[0](x[1])

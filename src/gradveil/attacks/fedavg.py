@@ -16,6 +16,7 @@ from gradveil.attacks.search.matching import BLUR, Matching, cosine_distance, sq
 from gradveil.attacks.search.minimisers import LBFGS, Adam
 from gradveil.attacks.search.objective import Penalty, TotalVariation, Unknowns
 from gradveil.attacks.search.restarts import Search
+from gradveil.attacks.search.statistics import SENT, statistics_term
 from gradveil.gradients.functional import StepGradient, local_plan, loss_of, per_problem, trial_update
 from gradveil.losses import CrossEntropy
 from gradveil.step_rule import PLAIN
@@ -40,6 +41,7 @@ class FedAvgInversion(Attack):
     optimiser: Literal["adam", "lbfgs"] = "adam"
     lr: float = 0.1  # of Adam
     tv: float = 1e-4  # with Adam; images (C, H, W) only
+    bn: float = SENT  # with Adam; of batch norm statistics that the client sent
     history: int = 50  # of L-BFGS
     tol: float = 1e-6  # of the squared norm with L-BFGS; the cosine distance with Adam
 
@@ -75,7 +77,8 @@ class FedAvgInversion(Attack):
         return Adam(self.steps, self.lr, True, True, unknowns.pixels, unknowns.bounds)
 
     def _penalties(self, seen: Sequence[Observation], unknowns: Unknowns, owner: Tensor) -> tuple[Penalty, ...]:
-        return (TotalVariation(self.tv),) if self.tv > 0 and len(unknowns.images) == 4 else ()
+        smooth = (TotalVariation(self.tv),) if self.tv > 0 and len(unknowns.images) == 4 else ()
+        return (*smooth, *statistics_term(seen, owner, self.bn))
 
 
 def _dealt(seen: Observation) -> Tensor:

@@ -11,15 +11,14 @@ from gradveil.attacks.labels import with_labels
 from gradveil.attacks.search.matching import Matching, squared_distance
 from gradveil.attacks.search.minimisers import Adam
 from gradveil.attacks.search.objective import (
-    BatchNormStatistics,
     Energy,
     GroupConsistency,
     Penalty,
     TotalVariation,
     Unknowns,
-    batch_norms,
 )
 from gradveil.attacks.search.restarts import Search
+from gradveil.attacks.search.statistics import BatchNormStatistics, batch_norms, statistics_term
 from gradveil.tree import Params
 from gradveil.types import Observation, Reconstruction
 
@@ -29,10 +28,10 @@ from gradveil.types import Observation, Reconstruction
 class GradInversion(Attack):
     """Minimise the relative squared distance of gradients plus what is known of images (Yin et al. 2021).
 
-    The terms: total variation, size, batch norm statistics close to the model's running ones (which the server
-    has, since it made the model), and starts of one update close to their mean. Departures: distances are
-    relative to the target's norm and to each layer's variance, so that the weights mean the same on every
-    model; the group's mean is taken pixel by pixel, without registration; no noise is added to the steps.
+    The terms: total variation, size, batch norm statistics close to those that the client sent, else to the model's
+    running ones (which the server has, since it made the model), and starts of one update close to their mean.
+    Departures: distances are relative to the target's norm and to each layer's variance, so that the weights mean the
+    same on every model; the group's mean is taken pixel by pixel, without registration; no noise is added to the steps.
     """
 
     steps: int = 1000
@@ -66,7 +65,7 @@ class GradInversion(Attack):
         if self.restarts > 1:
             terms.append(GroupConsistency(self.group, owner.to(next(model.parameters()).device)))
         if batch_norms(model):
-            terms.append(BatchNormStatistics(self.bn, model))
+            terms += statistics_term(seen, owner, self.bn) or (BatchNormStatistics(self.bn, model),)
         return tuple(terms)
 
 

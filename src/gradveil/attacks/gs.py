@@ -25,6 +25,7 @@ from gradveil.attacks.search.matching import Matching, cosine_distance, precisio
 from gradveil.attacks.search.minimisers import Adam
 from gradveil.attacks.search.objective import Penalty, TotalVariation, Unknowns
 from gradveil.attacks.search.restarts import Search, Start
+from gradveil.attacks.search.statistics import SENT, statistics_term
 from gradveil.tree import parameters
 from gradveil.types import Observation, Reconstruction
 
@@ -70,6 +71,7 @@ class GS(Attack):
     lr: float = 0.1
     tv: float = 1e-4  # images (C, H, W) only
     contrast: float = 0.0  # of neighbouring pixels; above 0, known noise sets how much smoothness counts, tv the least
+    bn: float = SENT  # of batch norm statistics that the client sent
     signed: bool = True
     boxed: bool = True
     decay: bool = True
@@ -94,9 +96,10 @@ class GS(Attack):
         return Adam(self.steps, self.lr, self.signed, self.decay, boxed, unknowns.bounds)
 
     def _penalties(self, seen: Sequence[Observation], unknowns: Unknowns, owner: Tensor) -> tuple[Penalty, ...]:
+        sent = statistics_term(seen, owner, self.bn)
         if len(unknowns.images) != 4 or max(self.tv, self.contrast) <= 0:
-            return ()
+            return sent
         if self.contrast <= 0:
-            return (TotalVariation(self.tv),)
+            return (TotalVariation(self.tv), *sent)
         weights = torch.tensor([max(self.tv, map_smoothness(s, self.contrast)) for s in seen])
-        return (TotalVariation(weights[owner].to(next(seen[0].model.parameters()))),)
+        return (TotalVariation(weights[owner].to(next(seen[0].model.parameters()))), *sent)

@@ -14,6 +14,7 @@ from gradveil.attacks.search.matching import BLUR, Matching, cosine_distance, pi
 from gradveil.attacks.search.minimisers import Adam
 from gradveil.attacks.search.objective import Penalty, TotalVariation, Unknowns
 from gradveil.attacks.search.restarts import Search
+from gradveil.attacks.search.statistics import SENT, statistics_term
 from gradveil.gradients.functional import StepGradient, loss_of, per_problem
 from gradveil.tree import Params, parameters
 from gradveil.types import Observation, Reconstruction
@@ -35,6 +36,7 @@ class Surrogate(Attack):
     restarts: int = 1
     lr: float = 0.1
     tv: float = 1e-4  # images (C, H, W) only
+    bn: float = SENT  # of batch norm statistics that the client sent
     tol: float = 1e-4  # cosine distance at which the update counts as matched
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
@@ -49,7 +51,8 @@ class Surrogate(Attack):
         return Adam(self.steps, self.lr, True, True, unknowns.pixels, unknowns.bounds)
 
     def _penalties(self, seen: Sequence[Observation], unknowns: Unknowns, owner: Tensor) -> tuple[Penalty, ...]:
-        return (TotalVariation(self.tv),) if self.tv > 0 and len(unknowns.images) == 4 else ()
+        smooth = (TotalVariation(self.tv),) if self.tv > 0 and len(unknowns.images) == 4 else ()
+        return (*smooth, *statistics_term(seen, owner, self.bn))
 
 
 def _placed(found: Reconstruction) -> Reconstruction:

@@ -11,6 +11,7 @@ from torch import nn
 
 from gradveil import pace
 from gradveil.attacks.base import Attack
+from gradveil.attacks.search.statistics import sending_norms
 from gradveil.data.base import Dataset
 from gradveil.defenses.base import Defense
 from gradveil.errors import AttackError, SpecError
@@ -124,7 +125,7 @@ def run_audit(work: Work) -> None:
     if not store.done("truth"):
         rows, answers = floors(scene.truth, scene.public)
         pictures = {name: x.numpy() for name, x in {"truth": scene.truth.inputs, **answers}.items()}
-        store.add("truth", [client_row(scene.config.planned), *rows], pictures)
+        store.add("truth", [client_row(scene.config.planned, sending_norms(scene.model)), *rows], pictures)
     if scene.config.minutes is None:
         _all_of_it(work)
     else:

@@ -90,19 +90,24 @@ def observe(
     minimised = build_loss(local.loss).of(batch.labels)
     if lr is None:
         gradient = step_gradient(model, batch, defense, rng, loss=minimised)
-        update = defense.on_update(Update(gradient, len(batch)), rng)
+        update, buffers = defense.on_update(Update(gradient, len(batch)), rng), {}
     else:
-        update = train_client(copy.deepcopy(model), batch, defense, lr, rng, local).update
+        sent = train_client(copy.deepcopy(model), batch, defense, lr, rng, local)
+        update, buffers = sent.update, sent.buffers
     check_update(update, model)
     labels = batch.labels if with_labels else None
     shape = tuple(batch.inputs.shape[1:])
-    return Observation(model, update, shape, num_classes, labels, bounds, prior, loss=minimised)
+    return Observation(model, update, shape, num_classes, labels, bounds, prior, loss=minimised, buffers=buffers)
 
 
-def client_row(update: Update) -> Row:
-    """Return what the report says of the local training that was attacked."""
+def client_row(update: Update, norms: int = 0) -> Row:
+    """Return what the report says of the local training that was attacked; ``norms``: that send their statistics."""
     known = {"examples": update.num_examples, "steps": update.num_steps, "batch_size": update.batch_size}
-    return {"kind": "client", **known, "lr": update.lr, **asdict(update.rule), "schedule": update.schedule}
+    said = update.schedule
+    if norms:
+        layers = "a batch norm layer" if norms == 1 else f"{norms} batch norm layers"
+        said += f", and sent the running statistics of {layers}: they show the means and variances of its own batch"
+    return {"kind": "client", **known, "lr": update.lr, **asdict(update.rule), "batch_norms": norms, "schedule": said}
 
 
 @dataclass(frozen=True)

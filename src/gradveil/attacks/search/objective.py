@@ -1,16 +1,12 @@
 """What the matching attacks minimise: a distance between gradients, plus terms on the images alone."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor
 
 from gradveil.attacks.search.matching import Distance, Matching
-from gradveil.gradients.functional import quiet
 from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.tree import Params
 from gradveil.types import Observation
@@ -159,52 +155,3 @@ class GroupConsistency:
         """Return the term for the starts that are left; places in the sum are given out anew."""
         _, owner = self.owner.index_select(0, rows).unique(return_inverse=True)
         return GroupConsistency(self.weight, owner)
-
-
-@dataclass(frozen=True)
-class BatchNormStatistics:
-    """weight x distance of the images' statistics, at each batch norm, from the running ones (Yin et al. 2021).
-
-    Per layer the mean over channels of (μ - running mean)² / var + (σ² / var - 1)², in place of plain norms, so
-    that the weight means the same at every layer. The running statistics are part of the global model.
-    """
-
-    weight: float
-    model: nn.Module
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the term per problem (P,) for inputs x (P, N, *shape)."""
-        norms = batch_norms(self.model)
-        parts: list[Tensor] = []
-
-        def compare(norm: nn.Module, args: tuple[Tensor, ...]) -> None:
-            inputs = args[0].unflatten(0, x.shape[:2])  # (P, N, C, ...)
-            over = [d for d in range(1, inputs.ndim) if d != 2]
-            buffers = dict(norm.named_buffers())
-            var = buffers["running_var"] + norm.eps  # type: ignore[operator]
-            mean, spread = inputs.mean(over), inputs.var(over, unbiased=False)
-            distance = (mean - buffers["running_mean"]).square() / var + (spread / var - 1).square()
-            parts.append(distance.mean(1))
-
-        handles = [norm.register_forward_pre_hook(compare) for norm in norms]
-        modes = [norm.training for norm in norms]
-        state = {n: v.detach() for n, v in (*self.model.named_parameters(), *self.model.named_buffers())}
-        try:
-            for norm in norms:
-                norm.training = False
-            with quiet(self.model):
-                functional_call(self.model, state, (x.flatten(0, 1),))
-        finally:
-            for norm, handle, mode in zip(norms, handles, modes, strict=True):
-                handle.remove()
-                norm.training = mode
-        return self.weight * torch.stack(parts).mean(0)
-
-    def take(self, rows: Tensor) -> "BatchNormStatistics":
-        """Return itself: it is the same for all problems."""
-        return self
-
-
-def batch_norms(model: nn.Module) -> Sequence[nn.Module]:
-    """Return the model's batch norm layers that carry running statistics."""
-    return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
