@@ -88,6 +88,7 @@ class Update:
     lr: float = 1.0  # of the local steps; public, the server sets it
     batch_size: int | None = None  # of the local steps; None: all examples at once
     rule: StepRule = PLAIN  # what the client's optimiser makes of a gradient; public
+    buffers: Params = field(default_factory=dict)  # sent beside it: batch norm's running statistics after the steps
 
     @classmethod
     def from_weights(
@@ -114,7 +115,8 @@ class Update:
 
     def to(self, device: torch.device) -> "Update":
         """Return the update on a device."""
-        return replace(self, gradient={name: value.to(device) for name, value in self.gradient.items()})
+        gradient, buffers = ({name: v.to(device) for name, v in tree.items()} for tree in (self.gradient, self.buffers))
+        return replace(self, gradient=gradient, buffers=buffers)
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,6 @@ class Observation:
     simulate: Callable[[Params], Params] | None = None  # the defence, as the server would run it on its own gradients
     loss: Loss = CROSS_ENTROPY  # that the clients minimise; public, the server sets it
     simulate_on: Literal["gradient", "update"] = "gradient"  # of each local step, or of what is sent
-    buffers: Params = field(default_factory=dict)  # batch norm's running statistics as the client sent them back
 
     def sent(self, gradient: Params, blur: float = 0.0) -> Params:
         """Return what a client whose one step has this gradient would send: the defence, and its optimiser's rule."""

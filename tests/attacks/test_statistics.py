@@ -73,7 +73,7 @@ def test_the_term_vanishes_at_the_clients_own_images(images: Batch) -> None:
 def test_no_term_where_nothing_was_sent(images: Batch) -> None:
     seen = seen_by(network(), images, Local(batch_size=None))
     owner = torch.tensor([0])
-    assert statistics_term([replace(seen, buffers={})], owner, 1.0) == ()
+    assert statistics_term([replace(seen, update=replace(seen.update, buffers={}))], owner, 1.0) == ()
     assert statistics_term([seen], owner, 0.0) == ()
     assert statistics_term([seen_by(network().eval(), images, Local(batch_size=None))], owner, 1.0) == ()
     assert sending_norms(network()) == 2

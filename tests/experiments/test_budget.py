@@ -19,7 +19,8 @@ from gradveil.experiments.work import Work
 from gradveil.models import build
 from gradveil.report.page import render
 from gradveil.report.summary import left_out, not_run
-from gradveil.types import Observation, Reconstruction
+from gradveil.step_rule import StepRule
+from gradveil.types import Observation, Reconstruction, Update
 
 NOW = [0.0]
 STEP = 1.0  # second of an attack on one update
@@ -177,5 +178,10 @@ def test_minutes_are_a_length_of_time(minutes: float) -> None:
 
 def test_attacks_by_default_suit_the_model() -> None:
     small, large = build("lenet", (3, 32, 32), 10, 0), build("resnet18", (3, 32, 32), 10, 0)
-    assert default_attacks(small, (3, 32, 32)) == ("newton", "dlg:steps=15,restarts=3")
-    assert default_attacks(large, (3, 32, 32)) == ("gs",)
+    one, two, many = (Update({}, num_steps=steps) for steps in (1, 2, 200))
+    adam = replace(one, rule=StepRule(optimizer="adam"))
+    assert default_attacks(small, one) == ("newton", "dlg:steps=15,restarts=3")
+    assert default_attacks(large, one) == default_attacks(small, adam) == ("gs",)
+    assert default_attacks(small, two) == ("newton", "surrogate", "fedavg")
+    assert default_attacks(large, two) == ("surrogate", "fedavg")
+    assert default_attacks(large, many) == ("surrogate",)

@@ -16,6 +16,7 @@ from gradveil.experiments.update_files import (
     write_examples,
     write_update,
 )
+from gradveil.federated.client import local_update
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch, Update
 
@@ -184,3 +185,26 @@ def test_examples_survive_and_bad_ones_are_refused(tmp_path: Path) -> None:
     save_file({"x": torch.zeros(1)}, path)
     with pytest.raises(UpdateError, match="'inputs' and 'labels'"):
         read_examples(path)
+
+
+@pytest.mark.parametrize("kind", ["gradient", "difference", "weights"])
+def test_running_statistics_and_the_rule_of_the_steps_are_read_back(tmp_path: Path, kind: str) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(72, 3)).train()
+    before = {n: v.clone() for n, v in model.state_dict().items()}
+    batch = Batch(torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 0]))
+    sent = local_update(model, batch, "none", 0.1, torch.Generator(), 2, 2, momentum=0.5, clip=2.0)
+    assert set(sent.buffers) == {"1.running_mean", "1.running_var"}
+    path, stated = tmp_path / "update.safetensors", None
+    if kind == "gradient":
+        write_update(path, sent)
+    else:
+        after = before | {n: before[n] - 0.1 * g for n, g in sent.gradient.items()} | sent.buffers
+        less = before if kind == "difference" else dict.fromkeys(before, torch.tensor(0))
+        save_file({n: value - less[n] for n, value in after.items() if value.is_floating_point()}, path)
+        stated = Facts(kind, 0.1, 4, 4, 2, momentum=0.5, clip=2.0)  # type: ignore[arg-type]
+    found = read_update(path, model, stated, before if kind == "weights" else None)
+    assert (found.rule, found.num_steps, found.batch_size) == (sent.rule, 4, 2)
+    for name, value in sent.buffers.items():
+        torch.testing.assert_close(found.buffers[name], value)
+    for name, g in sent.gradient.items():
+        torch.testing.assert_close(found.gradient[name], g, rtol=1e-3, atol=1e-4)

@@ -150,9 +150,32 @@ def with_momentum(model: nn.Module, batch: Batch) -> None:
     optimizer.step()
 
 
+def test_a_small_client_is_attacked_by_the_rule_of_its_own_steps(one: Batch) -> None:
+    def decaying(model: nn.Module, batch: Batch) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9, weight_decay=0.5)
+        nn.functional.cross_entropy(model(batch.inputs), batch.labels).backward()
+        optimizer.step()
+
+    guard = leak_guard("analytic", max_psnr=1000, lr=LR)
+    model = linear_model()
+    sent = client_app(lambda: model, one, [guard], decaying)(message(model), context())
+    assert dict(sent.content["metrics"])["leak-psnr"] > 40
+
+
+def test_a_client_whose_steps_follow_no_known_rule_is_withheld(one: Batch) -> None:
+    def train(model: nn.Module, batch: Batch) -> None:
+        optimizer = torch.optim.RMSprop(model.parameters(), lr=LR)
+        nn.functional.cross_entropy(model(batch.inputs), batch.labels).backward()
+        optimizer.step()
+
+    model = linear_model()
+    reply = client_app(lambda: model, one, [leak_guard("analytic")], train)(message(model), context())
+    assert "trains with RMSprop" in reply.error.reason
+
+
 @pytest.mark.parametrize(
     ("train", "why"),
-    [(unseen_loss, "No backward pass"), (with_momentum, "SGD and momentum, whose update is not a sum")],
+    [(unseen_loss, "No backward pass"), (with_momentum, "sgd, momentum 0.9, whose update is not a sum")],
 )
 def test_what_cannot_be_checked_is_withheld_or_sent_without_a_score(
     many: Batch, train: Callable[[nn.Module, Batch], None], why: str

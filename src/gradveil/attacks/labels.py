@@ -23,6 +23,7 @@ from gradveil.registry import describe
 from gradveil.types import Observation
 
 SURE = 1e-5  # by how much all other classes must miss being probabilities
+RIDGE = 1.0  # how much the guess that all classes are predicted alike counts beside the equations
 DUMMIES = 64  # made inputs that stand for the client's when predictions are guessed
 
 
@@ -95,13 +96,15 @@ def label_signal(seen: Observation, rng: Generator) -> Tensor | None:
 def class_counts(seen: Observation, delta: Tensor, rng: Generator) -> Tensor:
     """Return how often each class is among the update's N examples (K,), summing to N.
 
-    From δ = p̄ - counts / N with the mean prediction p̄ guessed on made inputs. Classes with a negative δ are
-    there for certain and come first; the rest goes, one at a time, where most is missing (compare Wainakh et
-    al. 2022, who do the same with a fixed impact per example). Smoothing and weights are taken off first.
+    From N δ = Σ_c counts_c p_c - counts, with p_c the mean prediction for examples of class c. Their representation is
+    the quotient of row c of the weight's gradient and δ_c, where class c is there (Ma et al. 2023, iLRG); for other
+    classes, and where the rows are not seen, p_c is guessed on made inputs. Classes with a negative δ are there for
+    certain and come first; the rest goes, one at a time, where most is missing. Smoothing and weights are taken off
+    first.
     """
     with torch.no_grad(), quiet(seen.model):
         mean_prediction = seen.model(_dummies(seen, rng)).softmax(-1).mean(0).to(delta)
-    expected, least = seen.num_examples * (mean_prediction - delta), torch.zeros_like(delta)
+    expected, least = _solved_counts(seen, delta, mean_prediction), torch.zeros_like(delta)
     if isinstance(seen.loss, CrossEntropy) and not seen.loss.plain:
         expected, least = _weighed_counts(seen.loss, seen.num_examples, mean_prediction, delta)
     counts = torch.zeros_like(delta)
@@ -110,6 +113,24 @@ def class_counts(seen: Observation, delta: Tensor, rng: Generator) -> Tensor:
     while int(counts.sum()) < seen.num_examples:
         counts[(expected - counts).argmax()] += 1
     return counts.long()
+
+
+def _solved_counts(seen: Observation, delta: Tensor, mean_prediction: Tensor) -> Tensor:
+    """Return the counts (K,), not rounded, that explain δ best: least squares, with their sum given."""
+    name, gradient, k = _last_layer(seen), seen.as_one_step().update.gradient, len(delta)
+    each = mean_prediction.expand(k, -1)  # (K, K): row c is p_c
+    if name is not None and {f"{name}.weight", f"{name}.bias"} <= set(seen.visible) and not seen.update.rule.adaptive:
+        layer = seen.model.get_submodule(name)
+        there = (delta < 0)[:, None]
+        r = gradient[f"{name}.weight"] / delta.where(delta < 0, -torch.ones_like(delta))[:, None]
+        with torch.no_grad():
+            each = torch.where(there, layer(r.to(layer.weight)).softmax(-1).to(delta), each)  # type: ignore[arg-type]
+    guess = seen.num_examples * (mean_prediction - delta)  # as if all classes were predicted alike
+    eye = torch.eye(k).to(delta)
+    equations = torch.cat([each.T - eye, torch.ones(1, k).to(delta), RIDGE * eye])
+    sums = torch.cat([seen.num_examples * delta, delta.new_full((1,), seen.num_examples), RIDGE * guess])
+    solved: Tensor = torch.linalg.lstsq(equations.double().cpu(), sums.double().cpu()).solution
+    return solved.to(delta)
 
 
 def _weighed_counts(loss: CrossEntropy, n: int, p: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:

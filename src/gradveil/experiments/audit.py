@@ -102,7 +102,7 @@ def audit(
         data = load_dataset(source, chosen.data)
         built = fitting_model(network, data, chosen.loss, chosen.seed)
         if not attacked:
-            attacked = {spec: spec for spec in default_attacks(built, data.input_shape, chosen.planned.num_steps)}
+            attacked = {spec: spec for spec in default_attacks(built, chosen.planned)}
             chosen = replace(chosen, attacks=tuple(attacked))
         scene = build_scene(chosen, data, copy.deepcopy(built).train(), defended, attacked)
         with (

@@ -14,6 +14,7 @@ from torch import nn
 
 from gradveil import pace
 from gradveil.attacks.base import build as build_attack
+from gradveil.attacks.search.statistics import sending_norms
 from gradveil.countermeasures import Countermeasure
 from gradveil.data.base import Dataset
 from gradveil.defenses.base import build as build_defense
@@ -189,7 +190,7 @@ def build_case(config: UpdateAuditConfig) -> SavedUpdate:
         public = Public.draw(dataset, seeds("public"), gallery=config.gallery, skip=stand_ins).to(device)
     build_defense(config.defense).adaptive(model)
     if not config.attacks:
-        config = replace(config, attacks=default_attacks(model, shape, update.num_steps))
+        config = replace(config, attacks=default_attacks(model, update))
     for attack in config.attacks:
         build_attack(attack)
     case = SavedUpdate(config, model.to(device), update.to(device), shape, truth, public, seeds, spec, loss)
@@ -249,7 +250,13 @@ def _say_plan(case: SavedUpdate, left: dict[str, list[Countermeasure]]) -> None:
 
 
 def _floors(case: SavedUpdate) -> tuple[list[Row], dict[str, Any]]:
-    rows, batches = [client_row(case.update), *server_rows(case.config.defense, case.knowing)], case.controls
+    rows, batches = (
+        [
+            client_row(case.update, sending_norms(case.model) if case.update.buffers else 0),
+            *server_rows(case.config.defense, case.knowing),
+        ],
+        case.controls,
+    )
     if not batches:
         return rows, {}
     known = Batch(torch.cat([b.inputs for b in batches]), torch.cat([b.labels for b in batches]))

@@ -98,11 +98,20 @@ def check_minutes(minutes: float | None) -> None:
 
 
 LARGE = 500_000  # weights beyond which second-order attacks take hours on a CPU
+UNROLLED = 16  # local steps up to which they are unrolled
 
 
-def default_attacks(model: nn.Module, input_shape: tuple[int, ...], local_steps: int = 1) -> tuple[str, ...]:
-    """Return the attacks that suit a model and the local training of its clients."""
-    return ATTACKS if size(parameters(model)) <= LARGE else ATTACKS_ON_LARGE
+def default_attacks(model: nn.Module, client: Update) -> tuple[str, ...]:
+    """Return the attacks that suit a model and the local training of its clients.
+
+    Several steps are unrolled, and matched between the first and the last weights, which costs the same for any number;
+    of Adam's signs a search makes more than equations do.
+    """
+    large = size(parameters(model)) > LARGE
+    if client.num_steps > 1:
+        exact = () if large or client.rule.adaptive else ("newton",)
+        return (*exact, "surrogate") if client.num_steps > UNROLLED else (*exact, "surrogate", "fedavg")
+    return ATTACKS_ON_LARGE if large or client.rule.adaptive else ATTACKS
 
 
 def load_dataset(source: str | Dataset | Callable[..., Any], data: str | None) -> Dataset:

@@ -90,14 +90,13 @@ def observe(
     minimised = build_loss(local.loss).of(batch.labels)
     if lr is None:
         gradient = step_gradient(model, batch, defense, rng, loss=minimised)
-        update, buffers = defense.on_update(Update(gradient, len(batch)), rng), {}
+        update = defense.on_update(Update(gradient, len(batch)), rng)
     else:
-        sent = train_client(copy.deepcopy(model), batch, defense, lr, rng, local)
-        update, buffers = sent.update, sent.buffers
+        update = train_client(copy.deepcopy(model), batch, defense, lr, rng, local).whole
     check_update(update, model)
     labels = batch.labels if with_labels else None
     shape = tuple(batch.inputs.shape[1:])
-    return Observation(model, update, shape, num_classes, labels, bounds, prior, loss=minimised, buffers=buffers)
+    return Observation(model, update, shape, num_classes, labels, bounds, prior, loss=minimised)
 
 
 def client_row(update: Update, norms: int = 0) -> Row:

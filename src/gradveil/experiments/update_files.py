@@ -59,7 +59,8 @@ def write_update(path: str | Path, update: Update, loss: str = "cross_entropy") 
     if update.batch_size is not None:
         facts["batch_size"] = str(update.batch_size)
     facts |= {name: str(value) for name, value in asdict(update.rule).items() if value != getattr(PLAIN, name)}
-    tensors = {name: g.detach().cpu().contiguous().clone() for name, g in update.gradient.items()}
+    both = update.gradient | update.buffers
+    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in both.items()}
     write_atomically(Path(path), save(tensors, metadata=facts))
 
 
@@ -78,10 +79,26 @@ def read_update(path: str | Path, model: nn.Module, facts: Facts | None = None, 
         raise UpdateError(f"{path} holds a {kind}: the learning rate is needed to read it. Give --lr (lr=...).")
     if min(steps, examples) < 1 or (lr is not None and not lr > 0):
         raise UpdateError(f"{path}: lr={lr}, steps={steps}, examples={examples}; each must be above zero.")
-    gradient = _gradient(Path(path), kind, tensors, lr or 1.0, before, model)
-    update = Update(gradient, examples, steps, lr or 1.0, stated.batch_size, stated.rule)
+    own = {n: b for n, b in model.state_dict().items() if n in dict(model.named_buffers())}
+    trained = {name: value for name, value in tensors.items() if name not in own}
+    gradient = _gradient(Path(path), kind, trained, lr or 1.0, before, model)
+    buffers = _buffers(Path(path), kind, {n: value for n, value in tensors.items() if n in own}, own)
+    update = Update(gradient, examples, steps, lr or 1.0, stated.batch_size, stated.rule, buffers)
     check_update(update, model)
     return update
+
+
+def _buffers(path: Path, kind: str, sent: Params, own: Params) -> Params:
+    """Return the running statistics that a client sent: as values, or what they changed by in a difference."""
+    kept = {n: value.float() for n, value in sent.items() if own[n].is_floating_point()}
+    for name, value in kept.items():
+        if value.shape != own[name].shape:
+            raise UpdateError(f"{path}: {name!r} is {tuple(value.shape)} and {tuple(own[name].shape)} in the model.")
+        if not bool(torch.isfinite(value).all()):
+            raise UpdateError(
+                f"{path}: {name!r} holds NaN or infinite values. Leave it out, or find the client's fault."
+            )
+    return {n: own[n].cpu() + value for n, value in kept.items()} if kind == "difference" else kept
 
 
 def read_loss(path: str | Path) -> str:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,11 @@ class Sent:
     update: Update
     buffers: Params = field(default_factory=dict)
 
+    @property
+    def whole(self) -> Update:
+        """The update with the buffers in it: all that the server sees."""
+        return replace(self.update, buffers=self.buffers)
+
 
 def local_update(
     model: nn.Module,
@@ -49,7 +54,7 @@ def local_update(
     The model itself is left as it was.
     """
     local = Local(epochs, batch_size, loss, weight_decay=weight_decay, proximal=proximal, **more)
-    return train_client(copy.deepcopy(model), data, build(defense), lr, rng, local).update
+    return train_client(copy.deepcopy(model), data, build(defense), lr, rng, local).whole
 
 
 def train_client(

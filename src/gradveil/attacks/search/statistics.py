@@ -44,7 +44,7 @@ def sent_statistics(seen: Observation) -> Params:
         before = int(norm.num_batches_tracked or 0) if norm.momentum is None else 0
         kept = before / (before + steps) if norm.momentum is None else (1 - norm.momentum) ** steps
         for name in ("running_mean", "running_var"):
-            after = seen.buffers.get(f"{layer}.{name}")
+            after = seen.update.buffers.get(f"{layer}.{name}")
             if after is not None and kept < 1:
                 old = norm.get_buffer(name)
                 found[f"{layer}.{name}"] = (after.to(old) - kept * old) / (1 - kept)

@@ -24,6 +24,7 @@ from gradveil.federated.client import Sent, evaluate
 from gradveil.federated.engines import Job, World, work
 from gradveil.federated.simulate import client_seed
 from gradveil.integrations.flower.grids import AuditedGrid, GridView, audited, checked
+from gradveil.integrations.flower.mods import RULE
 from gradveil.integrations.flower.records import LOG, is_training, number, params_of, record_of
 from gradveil.integrations.flower.settings import FlowerSettings, build_model, load_data
 from gradveil.integrations.local_training import fresh_rng
@@ -165,7 +166,9 @@ def serve(grid: Grid, settings: FlowerSettings) -> Outcome:
             grid=watched,
             initial_arrays=record_of(dict(model.state_dict())),
             num_rounds=settings.rounds,
-            train_config=ConfigRecord({"batch-size": settings.batch_size or 0}),
+            train_config=ConfigRecord(
+                {"batch-size": settings.batch_size or 0} | {key: getattr(settings, name) for name, key in RULE.items()}
+            ),
             evaluate_fn=after_round,
         )
     if outcome.rounds and not any(row["accepted"] for row in outcome.rounds):

@@ -1,13 +1,13 @@
 """The leak guard: attack one's own update before it leaves, and withhold it where too much came of it."""
 
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from flwr.app import Context, Message
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradveil.attacks.base import Attack
@@ -33,6 +33,7 @@ from gradveil.integrations.flower.records import (
 from gradveil.integrations.local_training import fresh_rng
 from gradveil.losses import Loss
 from gradveil.losses import build as build_loss
+from gradveil.step_rule import BETA1, BETA2, EPS, StepRule
 from gradveil.tree import Params
 from gradveil.types import Batch
 
@@ -104,20 +105,22 @@ class LeakGuard:
         check_reply(before, after)
         before, after = (named_as_in(tape.model, weights) or weights for weights in (before, after))
         update = update_of(message, before, reply, after, self.lr)
+        if tape.rule is not None:
+            update = replace(update, rule=tape.rule, num_steps=max(update.num_steps, tape.steps))
         defense = self.defense or context.node_config.get("defense", context.run_config.get("defense", "none"))
         shape, loss = tuple(truth.inputs.shape[1:]), build_loss(self.loss)
         probe = Probe(self.attack, shape, tape.num_classes, defense, self.bounds, self.public, loss)
         rng, knowing = fresh_rng(self.seed), ""
-        if len(truth) <= self.max_examples:
+        if len(truth) <= self.max_examples and tape.optimizer is None:
             rows, count = probe.run(tape.model, before, update, rng, truth), len(truth)
         else:
             knowing = " by knowing all others"
             order = torch.randperm(len(truth), generator=rng)[: self.sample]
             truth = Batch(truth.inputs[order], truth.labels[order])
             try:
-                each = OthersKnown(tape.model, tape.passes, update, tape.optimizer).check(
-                    probe, truth, rng, self.seconds
-                )
+                plain = update.rule.is_plain and tape.optimizer is None
+                unlike = None if plain else tape.optimizer or str(update.rule)
+                each = OthersKnown(tape.model, tape.passes, update, unlike).check(probe, truth, rng, self.seconds)
                 rows, count = [worst(rows) for rows in each], len(each)
             except GradveilError as error:
                 if not self.send_unchecked:
@@ -137,6 +140,23 @@ class LeakGuard:
 leak_guard = LeakGuard
 
 
+def rule_in(optimizer: Optimizer, group: dict[str, Any]) -> StepRule | None:
+    """Return the rule that a torch optimizer's steps follow; None where it is none of those known."""
+    usual = {
+        "dampening": 0,
+        "nesterov": False,
+        "maximize": False,
+        "amsgrad": False,
+        "betas": (BETA1, BETA2),
+        "eps": EPS,
+    }
+    names: dict[type, str] = {SGD: "sgd", Adam: "adam", AdamW: "adamw"}
+    if type(optimizer) not in names or any(group.get(name, value) != value for name, value in usual.items()):
+        return None
+    decay, momentum = float(group.get("weight_decay", 0)), float(group.get("momentum", 0))
+    return StepRule(optimizer=names[type(optimizer)], weight_decay=decay, momentum=momentum)  # type: ignore[arg-type]
+
+
 @dataclass
 class SeenInputs:
     """Keeps the inputs of a model's training passes, on the client, until the reply has been judged."""
@@ -144,7 +164,9 @@ class SeenInputs:
     model: nn.Module | None = None
     num_classes: int = 0
     passes: list[TrainingPass] = field(default_factory=list)
-    optimizer: str | None = None  # that took a step of the model, where it is not plain SGD
+    rule: StepRule | None = None  # of the optimizer that took the steps; None: no step was seen
+    steps: int = 0
+    optimizer: str | None = None  # its name, where its steps follow no rule that is known
     _handles: list[Any] = field(default_factory=list)
     _bytes: int = 0
 
@@ -187,9 +209,11 @@ class SeenInputs:
     def _stepped(self, own: set[int], optimizer: Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
             if any(id(p) in own for p in group["params"]):
-                settings = [name for name in ("momentum", "weight_decay") if group.get(name)]
-                if settings or not isinstance(optimizer, SGD):
-                    self.optimizer = " and ".join([type(optimizer).__name__, *settings])
+                rule = rule_in(optimizer, group)
+                if rule is None or self.rule not in (None, rule):
+                    self.optimizer = type(optimizer).__name__
+                self.rule = rule
+        self.steps += 1
 
     def _slopes(self, one: TrainingPass, slopes: Tensor) -> None:
         one.slopes = slopes.detach().cpu().clone()

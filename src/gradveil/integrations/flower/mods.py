@@ -1,9 +1,9 @@
 """A Flower mod that runs an update-level defence (pruning, noise) on what a client is about to send."""
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
-from flwr.app import Context, Message
+from flwr.app import ConfigRecord, Context, Message
 from torch import nn
 
 from gradveil import tree
@@ -25,6 +25,7 @@ from gradveil.integrations.flower.records import (
 )
 from gradveil.integrations.local_training import fresh_rng, is_trained
 from gradveil.registry import describe
+from gradveil.step_rule import StepRule
 from gradveil.tree import Params
 from gradveil.types import Update
 
@@ -96,7 +97,20 @@ def update_of(message: Message, before: Params, reply: Message, after: Params, l
     weights = {name: value for name, value in before.items() if is_trained(name, value)}
     examples, steps = (int(number(reply, name, 1)) for name in ("num-examples", "num-steps"))
     size = int(number(message, "batch-size", 0)) or None
-    return Update.from_weights(weights, after, lr, max(examples, 1), max(steps, 1), size)
+    update = Update.from_weights(weights, after, lr, max(examples, 1), max(steps, 1), size, rule_of(message))
+    return replace(update, buffers={n: v for n, v in after.items() if v.is_floating_point() and n not in weights})
+
+
+RULE = {
+    "optimizer": "optimizer", "momentum": "momentum", "weight_decay": "weight-decay", "proximal": "proximal-mu",
+    "clip": "clip",
+}  # fmt: skip
+
+
+def rule_of(message: Message) -> StepRule:
+    """Return the rule of the local steps that the server asked for; plain SGD where it says nothing."""
+    said = next(iter(message.content.config_records.values()), ConfigRecord())
+    return StepRule(**{name: said[key] for name, key in RULE.items() if key in said})
 
 
 STEPS = "defended-steps"
