@@ -11,7 +11,6 @@ from gradveil.attacks.gradinversion import GradInversion, relative_distance
 from gradveil.attacks.search.matching import Matching, differentiated, squared_distance
 from gradveil.attacks.search.minimisers import LBFGS
 from gradveil.attacks.search.objective import (
-    BatchNormStatistics,
     Energy,
     GroupConsistency,
     MatchingObjective,
@@ -19,6 +18,7 @@ from gradveil.attacks.search.objective import (
     Unknowns,
 )
 from gradveil.attacks.search.restarts import MOST_ON_CPU, ON_CPU, problems_at_once
+from gradveil.attacks.search.statistics import BatchNormStatistics
 from gradveil.tree import parameters
 from gradveil.types import Observation, Update
 
