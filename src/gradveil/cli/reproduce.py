@@ -58,7 +58,7 @@ def command(
         for name, cls in ITEMS:
             typer.echo(f"{name:24} {cls.title}")
         return
-    context = Context(data, at, cast(Literal["quick", "full"], scale), Seeds(seed))
+    context = Context(data, at, cast(Literal["quick", "full"], scale), Seeds(seed), out)
     asked = ITEMS.names() if items == ["all"] else [name.partition(":")[0] for name in items]
     ordered = in_order(ITEMS.names() if items == ["all"] else items)
     check_pattern(only, [unit for item in ordered if item.spec_name in asked for unit in item.units(context)])

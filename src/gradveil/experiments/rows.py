@@ -216,13 +216,18 @@ def _void(control: Sequence[MeasuredExample] | None, floor: Floor) -> str | None
     mse, recovered, identified = _basics(control, floor)
     if recovered.mean >= HALF or (identified.count and identified.mean >= HALF):
         return None
-    stuck, late = sum(not m.converged for m in control), sum(m.out_of_time for m in control)
-    why = f"did not converge on {stuck} of {len(control)}" if stuck else "found another answer"
-    why = f"out of time on {late} of {len(control)}" if late else why
     return (
-        f"fails without any defence too: {why}, MSE {mse.mean:.2g} against {floor.mse.mean:.2g} for a blind guess, "
-        f"{recovered.hits} of {recovered.count} recovered"
+        f"fails without any defence too: {why_it_failed(control)}, MSE {mse.mean:.2g} against {floor.mse.mean:.2g} for "
+        f"a blind guess, {recovered.hits} of {recovered.count} recovered"
     )
+
+
+def why_it_failed(mine: Sequence[MeasuredExample]) -> str:
+    """Return why an attack got nothing from an undefended update, as far as it can be told."""
+    stuck, late = sum(not m.converged for m in mine), sum(m.out_of_time for m in mine)
+    if late:
+        return f"out of time on {late} of {len(mine)}"
+    return f"did not converge on {stuck} of {len(mine)}" if stuck else "found another answer"
 
 
 def _mean(mine: Iterable[MeasuredExample], name: str) -> Interval:

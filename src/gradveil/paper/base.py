@@ -32,6 +32,7 @@ class Context:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     scale: Literal["quick", "full"] = "quick"
     seeds: Seeds = field(default_factory=Seeds)
+    out: Path | None = None  # folder of the run, for what the units of an item share
 
     @property
     def full(self) -> bool:
