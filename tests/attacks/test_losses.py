@@ -106,6 +106,18 @@ def test_searches_over_images_search_targets_too(spec: str, below: float, name: 
     assert bool(label_accuracy(found.labels, case.labels).all())
 
 
+@pytest.mark.parametrize("name", ["one label", "numbers"])
+@pytest.mark.parametrize("spec", ["surrogate:steps=150", "fedavg:steps=150"])
+def test_directions_of_several_steps(spec: str, name: str) -> None:
+    case = CASES[name]
+    one = seen(case)
+    batch = Batch(inputs(), case.labels)
+    sent = local_update(one.model, [batch], "none", 0.01, Generator(), epochs=2, batch_size=None, loss=case.loss)
+    found = attacked(spec, replace(one, update=sent))
+    assert right(found, case, 0.05)
+    assert (found.labels is None) == (name == "numbers")  # which a direction does not tell
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("spec", ["idlg:steps=30", "rep:steps=30"])
 def test_those_that_need_labels_read_them_or_refuse(spec: str, name: str) -> None:

@@ -11,10 +11,15 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp.strategy import FedAvg
 from torch import nn
 
+from gradveil.defenses.base import build
+from gradveil.defenses.guard.step import step_gradient
 from gradveil.integrations.flower.grids import checked
 from gradveil.integrations.flower.leaks import leak_guard
 from gradveil.integrations.flower.mods import guard_mod, update_mod
-from gradveil.types import Batch
+from gradveil.integrations.flower.others_known import TrainingPass
+from gradveil.integrations.flower.probe import match
+from gradveil.losses import build as build_loss
+from gradveil.types import Batch, Observation, Reconstruction, Update
 from integrations.flower_parts import (
     LR,
     Nodes,
@@ -286,3 +291,34 @@ def test_a_defence_that_only_holds_against_a_server_that_does_not_know_it_is_no_
     )
     assert out.has_error()
     assert "(plain)" not in out.error.reason
+
+
+def regressor() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.Sigmoid(), nn.Linear(12, 1))
+
+
+def train_regression(model: nn.Module, batch: Batch) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    nn.functional.mse_loss(model(batch.inputs)[:, 0], batch.labels).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_client_with_another_loss_is_checked_by_it(batch: Batch, count: int) -> None:
+    model, mine = regressor(), Batch(batch.inputs[:count], torch.tensor([3.0, -1.0, 2.0])[:count])
+    guard = leak_guard("newton", loss="mse", max_examples=1, sample=1)
+    out = client_app(lambda: model, mine, [guard], train_regression)(message(model), context())
+    assert "newton (plain) rebuilt a training example at" in out.error.reason
+
+
+def test_the_probe_and_the_others_known_follow_the_loss(batch: Batch) -> None:
+    model, loss = regressor(), build_loss("mse")
+    mine = Batch(batch.inputs, torch.tensor([3.0, -1.0, 2.0]))
+    gradient = step_gradient(model, mine, build("none"), torch.Generator(), loss=loss)
+    one = TrainingPass.of(model, model.state_dict(), mine, loss)
+    for name, value in one.gradient(model, torch.ones(3)).items():
+        torch.testing.assert_close(value, gradient[name])
+    seen = Observation(model, Update(gradient, 3), (1, 8, 8), 1, loss=loss)
+    assert match(seen, Reconstruction(mine.inputs, mine.labels, 0.0, True)) == pytest.approx(1.0)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 from gradveil.attacks.base import differentiating, in_groups
 from gradveil.attacks.labels import read_at
 from gradveil.attacks.search.loop import Optimiser, Solution, Stopping, minimise
-from gradveil.attacks.search.matching import Distance, Matching, stack_key
+from gradveil.attacks.search.matching import Distance, Matching, cosine_distance, stack_key
 from gradveil.attacks.search.minimisers import LBFGS
 from gradveil.attacks.search.objective import MatchingObjective, Penalty, Unknowns
 from gradveil.errors import AttackError
@@ -140,7 +140,10 @@ class Search:
         solution = minimise(objective, self.optimiser(unknowns), z, self.steps, stopping, start)
         residuals = objective.residual(solution.best)
         energy = problems.energy if self.scaled else None
-        return [_choose(s, unknowns, solution, residuals, limit, energy, stopping, i) for i, s in enumerate(seen)]
+        found = [_choose(s, unknowns, solution, residuals, limit, energy, stopping, i) for i, s in enumerate(seen)]
+        if unknowns.labels and unknowns.loss.targets == "numbers" and self.distance is cosine_distance:
+            return [replace(one, labels=None) for one in found]  # a direction does not tell them
+        return found
 
     def _start(self, unknowns: Unknowns, rng: Generator) -> Tensor:
         low, high = unknowns.bounds
