@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil import tree
+from gradveil import tree, types
 from gradveil.countermeasures import drop, mask, whiten
 from gradveil.errors import LayerError, UpdateError
 from gradveil.layers.modules import find_layer, prefix, representation
@@ -122,3 +122,17 @@ def test_batch_statistics_are_held_so_samples_do_not_mix(batch: Batch) -> None:
     (grad,) = torch.autograd.grad(r[0].sum(), x)
     assert grad[0].abs().sum() > 0
     assert grad[1:].abs().sum() == 0
+
+
+@pytest.mark.parametrize("shape", [(30, 50), (50, 30)])
+def test_a_prior_of_many_directions_is_the_same_without_a_whole_decomposition(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = torch.rand(*shape, generator=torch.Generator().manual_seed(0)) * 0.7 ** torch.arange(shape[1])
+    whole = GaussianPrior.fit(inputs, rank=7)
+    monkeypatch.setattr(types, "MANY_DIRECTIONS", 10)
+    monkeypatch.setattr(torch.linalg, "svd", None)
+    part = GaussianPrior.fit(inputs, rank=7)
+    assert part.factor.shape == whole.factor.shape
+    torch.testing.assert_close(part.factor.abs(), whole.factor.abs(), rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(part.covariance(), whole.covariance(), rtol=1e-4, atol=1e-6)

@@ -127,5 +127,5 @@ def left() -> float:
 
 def as_clock(seconds: float) -> str:
     """Return ``1:02:03``."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, rest = divmod(round(max(seconds, 0.0)), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

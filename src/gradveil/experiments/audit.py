@@ -15,7 +15,7 @@ from gradveil.attacks.search.statistics import sending_norms
 from gradveil.data.base import Dataset
 from gradveil.defenses.base import Defense
 from gradveil.errors import AttackError, SpecError
-from gradveil.experiments.budget import Budget, say_plan
+from gradveil.experiments.budget import Budget
 from gradveil.experiments.certificates import certificate_rows
 from gradveil.experiments.judge import Verdict, headline, verdicts
 from gradveil.experiments.looks import Progress, first_look, last_looks
@@ -33,7 +33,7 @@ from gradveil.experiments.scene import (
     one_thread,
 )
 from gradveil.experiments.trial import client_row, floors
-from gradveil.experiments.work import NOT_TRIED, Work, Written, cut_short
+from gradveil.experiments.work import NOT_TRIED, Work, Written, cut_short, say_plan
 from gradveil.registry import describe
 
 

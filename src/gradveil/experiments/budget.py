@@ -20,45 +20,17 @@ from gradveil.experiments.panel import Target, panel
 from gradveil.experiments.rows import NAIVE, group, lines
 from gradveil.experiments.run_folder import Row
 from gradveil.experiments.scene import Scene
-from gradveil.experiments.work import NOT_TRIED, Cost, Work, cut_short
+from gradveil.experiments.work import NOT_TRIED, Cost, Work, cut_short, stand_ins
 from gradveil.pace import as_clock
 from gradveil.registry import describe
 
 LOG = logging.getLogger("gradveil")
 METER = 0.1  # of the time, at most, for certificates and leak meter
 SHARE = 0.35  # of the time, at most: for training, and as much for the attacks before it
-PICTURE = 30.0  # seconds, at most, until the first picture
+PICTURE = 50.0  # seconds until the first picture
+SLOW = 20.0  # seconds of one attack, beyond which another's speed is found out only when it is its turn
 PIECE = 30.0  # seconds of attacks between two writes, about
 FEWEST = 100  # steps that an attack is shortened to
-
-
-def say_plan(work: Work) -> None:
-    """Say how long all of it will take, at most; nothing where nobody listens."""
-    if not LOG.isEnabledFor(logging.INFO):
-        return
-    scene, config = work.scene, work.scene.config
-    first = first_look(scene)
-    wanted = {a: work.left(its) for a, its in panel(scene, [first, *stand_ins(scene)]).items()}
-    total = 0.0
-    names = [d for d in scene.defenses if not work.store.done(f"train/{d}")]
-    if names:
-        total += (seconds := config.rounds * sum(work.round_cost(d) for d in names))
-        LOG.info("plan: training, %d rounds under %d defences: %s", config.rounds, len(names), as_clock(seconds))
-    for attack, its in wanted.items():
-        if its:
-            total += (seconds := work.attack_cost(attack, first).of(len(its)))
-            LOG.info("plan: %s, %d attacks: %s at most", attack, len(its), as_clock(seconds))
-    total += config.meter_seconds
-    LOG.info("plan: certificates and leak meter: %s at most", as_clock(config.meter_seconds))
-    LOG.info("plan: %s at most in all; --minutes sets a limit", as_clock(total))
-
-
-def stand_ins(scene: Scene) -> list[Look]:
-    """Return the last round's looks, to count with: their weights are not there yet."""
-    first, config = first_look(scene), scene.config
-    if config.rounds < 2:
-        return []
-    return [replace(first, round="last", round_number=config.rounds, weights=d) for d in scene.defenses]
 
 
 @dataclass
@@ -70,6 +42,7 @@ class Budget:
     short: dict[str, str] = field(default_factory=dict)  # attack -> what it was shortened to
     rounds: int = 0  # of training
     why_not_trained: str = ""
+    unmeasured: set[str] = field(default_factory=set)  # attacks whose cost is another's so far
     waiting: list[Target] = field(default_factory=list)  # defended updates whose control failed
     units: int = 0
 
@@ -111,11 +84,14 @@ class Budget:
     def _plan(self) -> float:
         """Measure one step of each kind of work, decide and say what fits; return the seconds for the first round."""
         scene, config = self.scene, self.scene.config
-        wanted = {a: self.work.left(its) for a, its in panel(scene, [self.first]).items()}
+        wanted = {a: its for a, all_ in panel(scene, [self.first]).items() if (its := self.work.left(all_))}
         later = panel(scene, stand_ins(scene))
-        self.costs = {attack: self.work.attack_cost(attack, self.first) for attack in {**wanted, **later}}
-        first, last = (sum(self.costs[a].of(len(its)) for a, its in some.items()) for some in (wanted, later))
+        self._measure(list({**wanted, **later}))
         total, known = self.left(), rounds_trained(self.work.store)
+        self._shorten_all(wanted, total)
+        if self.unmeasured:
+            self._first_picture(self._shortened(next(iter(wanted.values()), [])))
+        first, last = (sum(self.costs[a].of(len(its)) for a, its in some.items()) for some in (wanted, later))
         names = [d for d in scene.defenses if not self.work.store.done(f"train/{d}")]
         a_round = self._round_seconds(names, SHARE * total)
         rounds = known or config.rounds
@@ -126,10 +102,23 @@ class Budget:
                 self.why_not_trained = f"out of time: a round of training takes about {as_clock(a_round)}"
         self.rounds = rounds
         share = min(max(first, SHARE * total), total) if rounds else total
-        for attack, its in wanted.items():
-            self._shorten(attack, its, share / max(len(wanted), 1))
+        self._shorten_all(wanted, share)
         self._say(wanted, later, a_round, first, last)
         return share
+
+    def _measure(self, attacks: Sequence[str]) -> None:
+        """Find out what the attacks take; where the first is slow, the others are put off until it is their turn."""
+        for attack in attacks:
+            self.costs[attack] = self.work.attack_cost(attack, self.first)
+            if self.costs[attack].of(1) > SLOW:
+                self.unmeasured = {a for a in attacks if a not in self.costs}
+                self.costs |= dict.fromkeys(self.unmeasured, self.costs[attack])  # as long as they are not known
+                return
+
+    def _shorten_all(self, wanted: dict[str, list[Target]], seconds: float) -> None:
+        count = sum(map(len, wanted.values()))
+        for attack, its in wanted.items():
+            self._shorten(attack, its, seconds * len(its) / count)
 
     def _round_seconds(self, names: Sequence[str], enough: float) -> float:
         """Return what a round takes under all of these defences; a lower bound once it is too much in any case."""
@@ -160,6 +149,9 @@ class Budget:
         LOG.info("plan: %s in all, %s left", as_clock(60 * (config.minutes or 0)), as_clock(self.left()))
         for attack, its in first.items():
             cost, short = self.costs[attack], self.short.get(attack)
+            if attack in self.unmeasured:
+                LOG.info("plan: %s, %d attacks in the first round, if there is time", attack, len(its))
+                continue
             said = f"{attack}, {len(its)} attacks in the first round: {as_clock(cost.of(len(its)))} at most"
             if cost.steps:
                 said += f" ({cost.steps} steps of {cost.of(1) / cost.steps:.2g} s for one)"
@@ -171,17 +163,26 @@ class Budget:
             )  # fmt: skip
         else:
             LOG.info("plan: no training and no last round, %s", self.why_not_trained)
-        whole = early + config.rounds * a_round + late
-        LOG.info("plan: all of it would take %s at most; what does not fit is not tried", as_clock(whole))
+        whole, more = as_clock(early + config.rounds * a_round + late), "or more" if self.unmeasured else "at most"
+        LOG.info("plan: all of it would take %s %s; what does not fit is not tried", whole, more)
 
     def _attack(self, looks: Sequence[Look], seconds: float) -> None:
         """Attack the updates at these models for at most so many seconds, the quickest attack first."""
         end = pace.clock() + min(seconds, self.left())
         mine = {attack: self.work.left(self._shortened(its)) for attack, its in panel(self.scene, looks).items()}
-        order = sorted((its for its in mine.values() if its), key=self._seconds)
+        order = sorted((its for its in mine.values() if its), key=lambda its: self._known_seconds(its[0].attack))
         for number, its in enumerate(order):
-            share = (end - pace.clock()) / (len(order) - number)
-            self._waves(its, pace.clock() + share)
+            attack, time = its[0].attack, end - pace.clock()
+            if attack in self.unmeasured:
+                if time < SLOW:
+                    return
+                self.unmeasured.remove(attack)
+                self.costs[attack] = self.work.attack_cost(attack, self.first, least=1)
+            share = len(its) / sum(map(len, order[number:]))
+            self._waves(its, pace.clock() + share * (end - pace.clock()))
+
+    def _known_seconds(self, attack: str) -> float:
+        return math.inf if attack in self.unmeasured else self.costs[attack].of(1)
 
     def _shortened(self, its: Sequence[Target]) -> list[Target]:
         return [replace(t, attack=self.short.get(t.attack, t.attack)) for t in its]
@@ -215,11 +216,14 @@ class Budget:
         found = [x for x in lines(self.work.store.rows) if (x.defense, x.server) == ("none", NAIVE)]
         return {(x.round, x.weights, x.attack) for x in found if x.void is not None}
 
-    def _first_picture(self, controls: Sequence[Target]) -> None:
+    def _first_picture(self, its: Sequence[Target]) -> None:
         """Attack one client for a moment if there is no picture yet and the whole would keep one waiting."""
-        pictures = any(row["kind"] == "attack" for row in self.work.store.rows)
-        if not pictures and controls and self._seconds(controls) > PICTURE:
-            self._piece(controls[:1], PICTURE)
+        controls = [t for t in its if t.defense == "none"]
+        gone = pace.seconds_of(self.scene.config.minutes) - pace.left()
+        if controls and not any(row["kind"] == "attack" for row in self.work.store.rows):
+            seconds = max(PICTURE / 4, PICTURE - gone)
+            if self._seconds(controls) > seconds:
+                self._piece(controls[:1], min(seconds, self.left()))
 
     def _pieces(self, its: Sequence[Target], end: float = math.inf, at_least_one: bool = False) -> None:
         """Attack in pieces, each written down when it is done, as long as the next one fits."""

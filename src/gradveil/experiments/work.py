@@ -1,5 +1,6 @@
 """The work of an audit, piece by piece: what is done is written down; what a piece takes is measured beforehand."""
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,14 +9,16 @@ from functools import partial
 import numpy as np
 
 from gradveil import pace
-from gradveil.experiments.looks import Look, Progress
-from gradveil.experiments.panel import CHUNK, Observed, Target
+from gradveil.experiments.looks import Look, Progress, first_look
+from gradveil.experiments.panel import CHUNK, Observed, Target, panel
 from gradveil.experiments.run_folder import Row, RunFolder
 from gradveil.experiments.scene import Scene, is_small, one_thread
 from gradveil.experiments.trial import Trial, attack_rows, attempt, naive
 from gradveil.federated.client import evaluate
 from gradveil.federated.simulate import simulate
+from gradveil.pace import as_clock
 
+LOG = logging.getLogger("gradveil")
 TRY = 0.3  # seconds in which the speed of an attack, or of training, is found out
 TRY_STEPS = 2  # of an attack, at least: the first sets things up
 QUICK = 0.5  # seconds: updates whose steps take less gain by going together
@@ -95,13 +98,13 @@ class Work:
         cell = tuple(row[name] for name in ("round", "weights", "defense", "server", "attack"))
         return (*cell, row["example"] // self.scene.config.examples if "example" in row else None)
 
-    def attack_cost(self, attack: str, look: Look) -> Cost:
+    def attack_cost(self, attack: str, look: Look, least: int = TRY_STEPS) -> Cost:
         """Return what an attack takes, tried on undefended updates."""
 
         def control(victim: int) -> Trial:
             return self.observed.trial(Target(look, "none", naive(), attack, victim))
 
-        return cost_of(control, self.scene.victims)
+        return cost_of(control, self.scene.victims, least)
 
     def round_cost(self, defense: str) -> float:
         """Return how many seconds a round of training under a defence takes, the test after it included."""
@@ -127,22 +130,22 @@ class Work:
         return pace.clock() - began
 
 
-def cost_of(trial: Callable[[int], Trial], clients: Sequence[int]) -> Cost:
+def cost_of(trial: Callable[[int], Trial], clients: Sequence[int], least: int = TRY_STEPS) -> Cost:
     """Run an attack on one client's update for a moment: its rate says how long it would take.
 
     Where a step is quick, on many as well: together they cost less than one by one.
     """
-    alone, steps = _seconds_of([trial(clients[0])])
+    alone, steps = _seconds_of([trial(clients[0])], least)
     if steps and alone / steps > QUICK:
         return Cost(0.0, alone, steps)
-    many, _ = _seconds_of([trial(clients[i % len(clients)]) for i in range(MANY)])
+    many, _ = _seconds_of([trial(clients[i % len(clients)]) for i in range(MANY)], least)
     each = min(alone, max(0.0, many - alone) / (MANY - 1))
     return Cost(alone - each, each, steps)
 
 
-def _seconds_of(trials: Sequence[Trial]) -> tuple[float, int]:
+def _seconds_of(trials: Sequence[Trial], least: int) -> tuple[float, int]:
     began = pace.clock()
-    with pace.Limit(TRY, least=TRY_STEPS) as limit:
+    with pace.Limit(TRY, least=least) as limit:
         attempt(trials)
     return max(pace.clock() - began, limit.whole), limit.steps
 
@@ -160,3 +163,32 @@ def cut_short(row: Row) -> bool:
 def _cell(target: Target) -> tuple[object, ...]:
     look = target.look
     return look.round, look.weights, target.defense, target.server.name, target.attack
+
+
+def say_plan(work: Work) -> None:
+    """Say how long all of it will take, at most; nothing where nobody listens."""
+    if not LOG.isEnabledFor(logging.INFO):
+        return
+    scene, config = work.scene, work.scene.config
+    first = first_look(scene)
+    wanted = {a: work.left(its) for a, its in panel(scene, [first, *stand_ins(scene)]).items()}
+    total = 0.0
+    names = [d for d in scene.defenses if not work.store.done(f"train/{d}")]
+    if names:
+        total += (seconds := config.rounds * sum(work.round_cost(d) for d in names))
+        LOG.info("plan: training, %d rounds under %d defences: %s", config.rounds, len(names), as_clock(seconds))
+    for attack, its in wanted.items():
+        if its:
+            total += (seconds := work.attack_cost(attack, first).of(len(its)))
+            LOG.info("plan: %s, %d attacks: %s at most", attack, len(its), as_clock(seconds))
+    total += config.meter_seconds
+    LOG.info("plan: certificates and leak meter: %s at most", as_clock(config.meter_seconds))
+    LOG.info("plan: %s at most in all; --minutes sets a limit", as_clock(total))
+
+
+def stand_ins(scene: Scene) -> list[Look]:
+    """Return the last round's looks, to count with: their weights are not there yet."""
+    first, config = first_look(scene), scene.config
+    if config.rounds < 2:
+        return []
+    return [replace(first, round="last", round_number=config.rounds, weights=d) for d in scene.defenses]
