@@ -65,6 +65,16 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"Did you mean {close[0]!r}? " if close else ""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error, torch's or Python's, says that memory does not suffice."""
+    told = ("DefaultCPUAllocator", "not enough memory", "out of memory")
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and any(words in str(error) for words in told))
+    )
+
+
 def own_error(error: Exception) -> str:
     """Return, in one line, what a user's code raised, after its last frame there: ``file:line in function: ...``."""
     what = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"

@@ -64,10 +64,13 @@ MANY_DIRECTIONS = 1000  # beyond which a whole singular value decomposition take
 
 def _principal(rows: Tensor, count: int) -> Tensor:
     """Return the ``count`` largest principal directions of rows (N, d), scaled by their lengths, as columns."""
+    from scipy.linalg import eigh  # of torch's, all eigenvectors come or none
+
     wide = len(rows) < rows.shape[1]
-    values, vectors = torch.linalg.eigh(rows @ rows.T if wide else rows.T @ rows)
-    largest: Tensor = vectors[:, -count:].flip(1)
-    return rows.T @ largest if wide else largest * values[-count:].flip(0).clamp_min(0).sqrt()
+    gram = (rows @ rows.T if wide else rows.T @ rows).cpu().numpy()
+    values, vectors = map(torch.from_numpy, eigh(gram, subset_by_index=[len(gram) - count, len(gram) - 1]))
+    largest: Tensor = vectors.flip(1).to(rows)
+    return rows.T @ largest if wide else largest * values.flip(0).clamp_min(0).sqrt().to(rows)
 
 
 @dataclass(frozen=True)

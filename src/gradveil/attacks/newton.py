@@ -2,16 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Generator, Tensor
 
 from gradveil.attacks.base import ATTACKS, Attack, check_seen, differentiating, in_groups, refuse_adaptive
-from gradveil.attacks.gauss_newton.equations import Prior, refuse_recurrent
-from gradveil.attacks.gauss_newton.solver import BestStarts, DenseStep, Descent, MatrixFree, Solver
+from gradveil.attacks.gauss_newton.equations import Equations, Prior, refuse_recurrent
+from gradveil.attacks.gauss_newton.solver import WIDEST, BestStarts, DenseStep, Descent, MatrixFree, Solver
 from gradveil.attacks.gauss_newton.updates import Guess, free_of, known_bias, update_rows
 from gradveil.attacks.labels import with_labels
+from gradveil.attacks.memory import in_parts, peak_bytes
 from gradveil.types import Observation, Reconstruction
+
+LITTLE = 2**18  # equations of an update, up to which what a problem takes need not be measured
 
 
 @ATTACKS.register("newton")
@@ -48,7 +52,10 @@ class Newton(Attack):
         refuse_adaptive(seen, "newton")
         labelled = with_labels(seen, rngs)
         ready = [s.as_one_step() if s.update.num_steps == 1 else s for s in labelled]
-        return in_groups(ready, rngs, _group, self._solve)
+        return in_groups(ready, rngs, _group, self._in_parts)
+
+    def _in_parts(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
+        return in_parts(seen, rngs, len(seen), lambda part: self._solve(seen[part], rngs[part]))
 
     def _solve(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         first = seen[0]
@@ -66,8 +73,17 @@ class Newton(Attack):
         entries = rows.seen.shape[1] - (free if free_of(first) == "logits" else 0)
         solver = Solver(prior, schedule, direction, entries)
         with differentiating(first.model):
-            best = solver.best(rows, starts, together=max(1, int(self.memory / (8 * 40 * rows.seen.shape[1]))))
+            each = 8.0 * 40 * rows.seen.shape[1] if dense else self._bytes_each(rows, starts)
+            best = solver.best(rows, starts, together=max(1, int(self.memory / each)))
         return [self._rebuilt(s, guesses[b], best, b) for b, s in enumerate(seen)]
+
+    def _bytes_each(self, rows: Equations, starts: Tensor) -> float:
+        """Return what one problem takes at a step that does not write the Jacobian out, measured on one."""
+        if starts.shape[0] * starts.shape[1] == 1 or rows.seen.shape[1] <= LITTLE:
+            return 8.0 * 40 * rows.seen.shape[1]
+        one, x = rows.take(torch.zeros(1, dtype=torch.long, device=starts.device)), starts[:1, 0]
+        run = partial(one.curvature, x, one.weights, x.new_full((1,), WIDEST))
+        return max(1.0, peak_bytes(lambda: run()(x), x.device))
 
     def _starts(self, prior: Prior, rng: Generator) -> Tensor:
         """Return the starts of one problem (restarts, n): the mean, then draws.

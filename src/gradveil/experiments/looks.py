@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 
 from gradveil import pace
 from gradveil.countermeasures import Countermeasure
+from gradveil.errors import GradveilError, is_out_of_memory
 from gradveil.experiments.run_folder import Row, RunFolder
 from gradveil.experiments.scene import Scene, is_small, one_thread
 from gradveil.federated.client import evaluate
@@ -55,7 +57,7 @@ def last_looks(
         progress("training", done, total)
         if not store.done(unit):
             limit = pace.Limit(seconds, partial(progress, "local steps"), strict=True)
-            with one_thread(is_small(scene.model)), limit:
+            with one_thread(is_small(scene.model)), limit, _memory_told(defense):
                 rows, sent = _train(scene, defense, rounds, partial(_tell, progress, done, total))
             store.add(unit, [*server_rows(defense, scene.countermeasures(defense, scene.model)), *rows], sent)
         done += rounds
@@ -64,6 +66,19 @@ def last_looks(
             restored.load_state_dict({name: torch.from_numpy(value) for name, value in store.arrays(unit).items()})
             yield Look("last", rounds, defense, restored)
     progress("training", done, total)
+
+
+@contextmanager
+def _memory_told(defense: str) -> Iterator[None]:
+    """Within, memory that does not suffice is one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise GradveilError(
+            f"A local step under {defense} does not fit into memory. Choose a smaller --batch-size, or --device cpu."
+        ) from error
 
 
 def _tell(progress: Progress, before: int, total: int, done: int) -> None:

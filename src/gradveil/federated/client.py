@@ -12,7 +12,7 @@ from gradveil import pace
 from gradveil.data.base import Split
 from gradveil.defenses.base import Defense, build
 from gradveil.defenses.guard.step import step_gradient
-from gradveil.errors import LossError, UpdateError
+from gradveil.errors import LossError, UpdateError, is_out_of_memory
 from gradveil.federated.settings import Local
 from gradveil.losses import Loss
 from gradveil.losses import build as build_loss
@@ -156,10 +156,17 @@ def evaluate(model: nn.Module, split: Split, batch_size: int = 1000, loss: str |
     model.eval()
     try:
         with torch.no_grad():
-            parts = []
-            for start in range(0, len(split), batch_size):
+            parts: list[Tensor] = []
+            done = 0
+            while done < len(split):
                 pace.check()
-                parts.append(model(split.batch(slice(start, start + batch_size)).inputs.to(first)))
+                try:
+                    parts.append(model(split.batch(slice(done, done + batch_size)).inputs.to(first)))
+                    done += batch_size
+                except RuntimeError as error:
+                    if batch_size == 1 or not is_out_of_memory(error):
+                        raise
+                    batch_size //= 2
     finally:
         model.train(was_training)
     output, labels = torch.cat(parts), split.labels.to(first.device)

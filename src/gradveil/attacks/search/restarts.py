@@ -6,56 +6,41 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 
 from gradveil.attacks.base import differentiating, in_groups
 from gradveil.attacks.labels import read_at
+from gradveil.attacks.memory import in_parts, peak_bytes
 from gradveil.attacks.search.loop import Optimiser, Solution, Stopping, minimise
 from gradveil.attacks.search.matching import Distance, Matching, cosine_distance, stack_key
 from gradveil.attacks.search.minimisers import LBFGS
 from gradveil.attacks.search.objective import MatchingObjective, Penalty, Unknowns
 from gradveil.errors import AttackError
-from gradveil.gradients.functional import alone_pays, quiet
+from gradveil.gradients.functional import alone_pays
 from gradveil.types import Observation, Reconstruction
 
 ON_CPU = 2 * 2**30  # bytes that a run may take
 MOST_ON_CPU = 128  # more problems at once gain nothing there
-GRADIENTS, ACTIVATIONS = 8, 16  # copies of each that a double backward pass holds, roughly
+LITTLE = 2**18  # numbers of an update and an image, up to which that many fit in any case
 
 
-def problems_at_once(stack: Matching, unknowns: Unknowns, optimiser: Optimiser) -> int:
-    """Return how many problems to run together: as many as fit into half of what is free, or one where that pays."""
-    if alone_pays(stack.model):
-        return 1
-    entry = stack.floor.element_size()
-    gradients = GRADIENTS * sum(g[0].numel() for g in stack.target.values())
-    state = unknowns.size * (2 * optimiser.history + 20 if isinstance(optimiser, LBFGS) else 10)
-    each = entry * (gradients + state + ACTIVATIONS * _activations(stack.model, unknowns, stack.floor))
-    if stack.floor.is_cuda:
-        free, _ = torch.cuda.mem_get_info(stack.floor.device)
+def problems_at_once(objective: MatchingObjective, optimiser: Optimiser) -> int:
+    """Return how many problems like these to run together: as many as fit into half of what is free.
+
+    What one of them takes is measured on an evaluation, unless it is little; what the optimiser keeps is added.
+    """
+    stack, unknowns = objective.matching, objective.unknowns
+    kept = unknowns.size * (2 * optimiser.history + 20 if isinstance(optimiser, LBFGS) else 10)
+    update = sum(g[0].numel() for g in stack.target.values())
+    point = stack.floor.new_full((len(stack), unknowns.size), sum(unknowns.bounds) / 2)
+    taken = 0.0
+    if point.is_cuda or update + unknowns.size > LITTLE:
+        taken = peak_bytes(lambda: objective(point), point.device) / len(stack)
+    each = taken + point.element_size() * (kept + update)
+    if point.is_cuda:
+        free, _ = torch.cuda.mem_get_info(point.device)
         return max(1, int(free / 2 / each))
     return max(1, min(MOST_ON_CPU, int(ON_CPU / each)))
-
-
-def _activations(model: nn.Module, unknowns: Unknowns, like: Tensor) -> int:
-    """Return how many numbers one problem's forward pass holds; a convolution's patches count in full."""
-    count = 0
-
-    def add(module: nn.Module, args: tuple[Tensor, ...], output: object) -> None:
-        nonlocal count
-        if isinstance(output, Tensor):
-            patches = output[0, 0].numel() * module.weight[0].numel() if isinstance(module, nn.Conv2d) else 0
-            count += output.numel() + len(output) * patches // 4
-
-    leaves = [m for m in model.modules() if next(m.children(), None) is None]
-    handles = [m.register_forward_hook(add) for m in leaves]
-    try:
-        with torch.no_grad(), quiet(model):
-            model(like.new_zeros(unknowns.images))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return count
 
 
 @contextmanager
@@ -107,14 +92,29 @@ class Search:
     def _run_stack(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Return the reconstructions of observations that can be stacked, as many at once as fit into memory."""
         stack, unknowns = self.stack(seen), Unknowns.of(seen[0], self.own)
-        size = max(1, problems_at_once(stack, unknowns, self.optimiser(unknowns)) // self.restarts)
-        solved = []
-        for first in range(0, len(seen), size):
-            part = slice(first, first + size)
+        size = self._together(seen, stack, unknowns)
+
+        def solve(part: slice) -> list[Reconstruction]:
             rows = torch.arange(len(seen), device=stack.floor.device)[part]
             with full_precision(not self.tf32), differentiating(seen[0].model):
-                solved += self._solve(seen[part], rngs[part], stack.take(rows), unknowns)
-        return solved
+                return self._solve(seen[part], rngs[part], stack.take(rows), unknowns)
+
+        return in_parts(seen, rngs, size, solve)
+
+    def _together(self, seen: Sequence[Observation], stack: Matching, unknowns: Unknowns) -> int:
+        """Return how many updates to attack at once."""
+        if len(seen) == 1 or alone_pays(stack.model):
+            return 1
+        owner = torch.zeros(2, dtype=torch.long)  # two problems: they go the way that many go
+        objective = self._objective(seen[:1], stack.take(owner.to(stack.floor.device)), unknowns, owner)
+        with full_precision(not self.tf32), differentiating(seen[0].model):
+            return max(1, problems_at_once(objective, self.optimiser(unknowns)) // self.restarts)
+
+    def _objective(
+        self, seen: Sequence[Observation], problems: Matching, unknowns: Unknowns, owner: Tensor
+    ) -> MatchingObjective:
+        labels = _labels(seen, owner, problems.floor.device, problems.floor.dtype)
+        return MatchingObjective(problems, unknowns, labels, self.distance, self.penalties(seen, unknowns, owner))
 
     def _solve(
         self, seen: Sequence[Observation], rngs: Sequence[Generator], stack: Matching, unknowns: Unknowns
@@ -128,10 +128,7 @@ class Search:
             return _with_numbers(seen[int(owner[i])], unknowns, z, children[i]).to(device, dtype)
 
         problems = stack.take(owner.to(device))
-        objective = MatchingObjective(
-            problems, unknowns, _labels(seen, owner, device, dtype), self.distance,
-            self.penalties(seen, unknowns, owner),
-        )  # fmt: skip
+        objective = self._objective(seen, problems, unknowns, owner)
         limit = self._limit(problems)
         goal = limit if self.stop else torch.full_like(limit, -torch.inf)
         cuts = tuple(int(share * self.steps) for share in self.cuts)
