@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Generator, nn
 
+from gradveil.defenses import pruning
 from gradveil.defenses.base import build
 from gradveil.defenses.pruning import Pruning
 from gradveil.types import Observation, Update
@@ -60,3 +61,18 @@ def test_a_server_can_prune_its_trial_gradients_and_differentiate_through_it(per
     batched = torch.func.vmap(view.simulate)(many)
     assert torch.equal(batched["a"][1], 2 * pruned["a"].detach())
     assert torch.equal(masked.view(seen).weights["a"], (seen.update.gradient["a"] != 0).float())
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.8, 1.0])
+def test_all_ways_of_pruning_take_the_same_entries(share: float, rng: Generator) -> None:
+    """By numpy on a CPU, by few calls for all tensors on CUDA, and differentiably; with ties and zeros."""
+    sizes = (7, 30, 30, 1, 200, 9)
+    tied = [torch.randint(-3, 4, (n,), generator=rng) / 2 for n in sizes]
+    for tensors in (tied, [torch.randn(n, generator=rng) for n in sizes]):
+        gradient = {str(i): t for i, t in enumerate(tensors)}
+        counts = [round(share * n) for n in sizes]
+        found = build(f"pruning:share={share}").on_gradient(gradient, rng)
+        trial = {name: t.clone().requires_grad_() for name, t in gradient.items()}
+        slow = Pruning(share=share).prune(trial)
+        assert all(torch.equal(found[name], slow[name]) for name in gradient)
+        assert torch.equal(torch.cat([*found.values()]), pruning._pruned_together(tensors, counts))
