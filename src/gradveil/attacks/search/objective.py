@@ -81,7 +81,10 @@ class MatchingObjective:
         moving = [(out, slope) for out, slope in zip(outputs, cotangents, strict=True) if out.requires_grad]
         if not moving:
             return value, torch.zeros_like(point)
-        (gradient,) = torch.autograd.grad([out for out, _ in moving], z, [slope for _, slope in moving])
+        outs, slopes_of = zip(*moving, strict=True)
+        (gradient,) = torch.autograd.grad(
+            outs, z, slopes_of, materialize_grads=True
+        )  # the images may have no say either
         return value, gradient
 
     def residual(self, point: Tensor) -> Tensor:
