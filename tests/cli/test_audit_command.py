@@ -157,7 +157,7 @@ def test_without_a_limit_the_plan_comes_first(run: Run) -> None:
     lines = err.splitlines()
     assert lines[0].startswith("plan: training, 2 rounds under 2 defences: 0:00:")
     assert lines[1].startswith("plan: newton, ")
-    assert "at most in all" in lines[3]
+    assert "at most in all" in lines[2]
     assert "first pictures: run/report.html" in lines
 
 

@@ -37,7 +37,9 @@ def test_the_meter_comes_after_training_and_attacks_and_shows_how_far_it_is(
     run = audit(config=small, attacks=[divide], out=tmp_path / "run", progress=lambda *step: seen.append(step))
     units = list(dict.fromkeys(row["unit"].partition("/")[0] for row in run.rows))
     assert units == ["truth", "train", "attack", "promise"]
-    assert list(dict.fromkeys(stage for stage, _, _ in seen)) == ["training", "attacks", "leak meter"]
+    assert list(dict.fromkeys(stage for stage, _, _ in seen)) == [
+        "training", "local steps", "attacks", "leak meter"
+    ]  # fmt: skip
     assert seen[-1] == ("leak meter", 10, 10)  # two defences: certificates and four clients each
 
 

@@ -182,7 +182,8 @@ def say_plan(work: Work) -> None:
             total += (seconds := work.attack_cost(attack, first).of(len(its)))
             LOG.info("plan: %s, %d attacks: %s at most", attack, len(its), as_clock(seconds))
     total += config.meter_seconds
-    LOG.info("plan: certificates and leak meter: %s at most", as_clock(config.meter_seconds))
+    if config.meter_seconds > 0:
+        LOG.info("plan: certificates and leak meter: %s at most", as_clock(config.meter_seconds))
     LOG.info("plan: %s at most in all; --minutes sets a limit", as_clock(total))
 
 
