@@ -182,3 +182,37 @@ def test_minutes_below_zero_are_refused(run: Run, tmp_path: Path, minutes: str) 
     assert code == 2
     assert err == f"gradveil: minutes={float(minutes)}: give a number of minutes above zero.\n"
     assert not (tmp_path / "run").exists()
+
+
+SCHEDULE = (
+    "--examples", "2", "--epochs", "2", "--batch-size", "1", "--momentum", "0.5", "--weight-decay", "0.1",
+    "--clip", "5",
+)  # fmt: skip
+
+
+def test_the_attacked_client_trains_as_the_settings_say(run: Run, tmp_path: Path) -> None:
+    code, out, err = run("audit", *SMALL, *SCHEDULE, "--attack", "surrogate:steps=5", "--out", "run", "--json")
+    assert code == 0, err
+    client = json.loads(out)["client"]
+    assert (client["examples"], client["steps"], client["batch_size"], client["momentum"]) == (2, 4, 1, 0.5)
+    said = "4 local steps on 2 examples, batches of 1 (sgd, momentum 0.5, weight decay 0.1, clip 5, learning rate 0.3)"
+    assert client["schedule"] == said
+    assert said in (tmp_path / "run" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--optimizer", "adma"), "No optimizer is called 'adma'. Did you mean 'adam'?"),
+        (("--optimizer", "adam", "--momentum", "0.9"), "momentum=0.9 belongs to sgd"),
+        (("--momentum", "-1"), "momentum=-1.0"),
+        (("--clip", "-1"), "clip=-1.0"),
+        (("--proximal", "nan"), "proximal=nan"),
+    ],
+)
+def test_local_steps_that_make_no_sense_are_one_line(run: Run, options: tuple[str, ...], said: str) -> None:
+    for command in ("audit", "train"):
+        code, _, err = run(command, *options, "--out", "run")
+        assert code == 2
+        assert said in err
+        assert err.count("\n") == 1

@@ -110,7 +110,8 @@ def default_attacks(model: nn.Module, client: Update) -> tuple[str, ...]:
     large = size(parameters(model)) > LARGE
     if client.num_steps > 1:
         exact = () if large or client.rule.adaptive else ("newton",)
-        return (*exact, "surrogate") if client.num_steps > UNROLLED else (*exact, "surrogate", "fedavg")
+        unrolled = ("fedavg:steps=400",) if client.num_steps <= UNROLLED else ()
+        return (*exact, "surrogate:steps=400", *unrolled)
     return ATTACKS_ON_LARGE if large or client.rule.adaptive else ATTACKS
 
 
