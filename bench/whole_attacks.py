@@ -141,7 +141,7 @@ def gs(device: str, data: Images, count: int, repeats: int, checkout: Path | Non
     model = build(f"resnet18:width={width}", SHAPE, CLASSES).to(device).train()
     rows = []
     for tf32 in (False, True) if device == "cuda" else (False,):
-        with full_precision(not tf32):
+        with full_precision(not tf32, tuned=True):
             rows += _gs(device, model, data, count, repeats, checkout, "TF32" if tf32 else "fp32")
     return rows
 

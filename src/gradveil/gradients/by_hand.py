@@ -4,7 +4,7 @@ With δ the loss's gradient at a layer's output b = W r: ∇W = δ rᵀ per prob
 before (for a convolution, the same on patches). Every step can be differentiated once more.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -84,10 +84,13 @@ def pull(
 
 
 def pays(links: Sequence[Link], device: torch.device) -> bool:
-    """Whether the written-out form is the faster one here: narrow networks on a CPU, wide ones on a GPU."""
-    widths = [link.module.out_channels for link in links if isinstance(link.module, nn.Conv2d)]
-    wide = max(widths, default=0) >= WIDE
-    return wide if device.type == "cuda" else not wide
+    """Whether the written-out form is the faster one here: on a GPU, and for narrow networks on a CPU."""
+    return device.type == "cuda" or not wide(link.module for link in links)
+
+
+def wide(modules: Iterable[nn.Module]) -> bool:
+    """Whether there are convolutions so wide that what they compute takes longer than copies and launches."""
+    return any(m.out_channels >= WIDE for m in modules if isinstance(m, nn.Conv2d))
 
 
 def manual_gradients(links: Sequence[Link], wanted: Sequence[str]) -> Callable[[Tensor, Tensor], Params]:

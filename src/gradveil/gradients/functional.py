@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 
 from gradveil.errors import AttackError
 from gradveil.gradients.batch_norm import batch_norm
-from gradveil.gradients.by_hand import WIDE, known_chain, manual_gradients, pays
+from gradveil.gradients.by_hand import known_chain, manual_gradients, pays, wide
 from gradveil.layers.modules import copied_buffers, plain_attention, plain_checkpoints
 from gradveil.losses import CROSS_ENTROPY, CrossEntropy, Loss
 from gradveil.step_rule import Momenta
@@ -160,9 +160,8 @@ def alone_pays(model: nn.Module) -> bool:
 
     Under vmap their weight gradients are convolutions of as many groups as there are problems.
     """
-    widths = [m.out_channels for m in model.modules() if isinstance(m, nn.Conv2d)]
-    wide = max(widths, default=0) >= WIDE and next(model.parameters()).device.type == "cpu"
-    return wide and known_chain(model) is None
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    return on_cpu and wide(model.modules()) and known_chain(model) is None
 
 
 def loss_of(model: nn.Module, free: Iterable[str], loss: Loss) -> WeightLoss:

@@ -5,7 +5,7 @@ together. A tensor that one of them does not match has weight 0 there and costs 
 of several local steps is matched as one step with their mean gradient; ``fedavg`` unrolls the steps instead.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -71,11 +71,35 @@ class Matching:
     @cached_property
     def energy(self) -> Tensor:
         """The weighted squared norm of each target (P,): what a trial gradient of zero would score."""
-        return sum_per_problem(self.weigh(n, g) * g for n, g in self.target.items())
+        return inner_product(self.weigh(self.rows), self.rows)
 
-    def weigh(self, name: str, value: Tensor) -> Tensor:
-        """Return the weighted value (P, *shape) of one tensor."""
-        return value * self.weights[name] if name in self.weights else value
+    @cached_property
+    def rows(self) -> list[Tensor]:
+        """The target as rows; see ``as_rows``."""
+        return self.as_rows(self.target)
+
+    @cached_property
+    def _row_weights(self) -> list[Tensor] | None:
+        """What rows are weighed with; None for 1 everywhere."""
+        if not self.weights:
+            return None
+        one = self.floor.new_ones(1)
+        return self.as_rows({n: self.weights.get(n, one).expand_as(g) for n, g in self.target.items()})
+
+    def as_rows(self, tree: Params) -> list[Tensor]:
+        """Return the matched tensors (P, *shape) as rows (P, ·): on a GPU all in one, as launches count there."""
+        rows = [tree[n].flatten(1) for n in self.names]
+        return [torch.cat(rows, 1)] if rows[0].is_cuda else rows
+
+    def as_tensors(self, rows: list[Tensor]) -> Params:
+        """Return rows as the tensors that they stand for."""
+        parts = rows[0].split([self.target[n][0].numel() for n in self.names], 1) if rows[0].is_cuda else rows
+        return {n: part.view_as(self.target[n]) for n, part in zip(self.names, parts, strict=True)}
+
+    def weigh(self, rows: list[Tensor]) -> list[Tensor]:
+        """Return weighted rows."""
+        weights = self._row_weights
+        return rows if weights is None else [r * w for r, w in zip(rows, weights, strict=True)]
 
 
 def pick(tree: Params, rows: Tensor) -> Params:
@@ -86,21 +110,16 @@ def pick(tree: Params, rows: Tensor) -> Params:
 Distance = Callable[[Matching, Params], tuple[Tensor, Params]]  # values (P,), and derivatives by the gradients
 
 
-def sum_per_problem(values: Iterable[Tensor]) -> Tensor:
-    """Return the sum of all entries of (P, ...) tensors, per problem (P,)."""
-    parts = [value.flatten(1).sum(1) for value in values]
-    return torch.stack(parts).sum(0)
+def inner_product(a: list[Tensor], b: list[Tensor]) -> Tensor:
+    """Return the inner product of rows, per problem (P,)."""
+    return torch.stack([torch.linalg.vecdot(x, y) for x, y in zip(a, b, strict=True)]).sum(0)
 
 
 def squared_distance(matching: Matching, trial: Params) -> tuple[Tensor, Params]:
     """Return Σ w (trial - target)² per problem (P,), and its derivative by each tensor of the trial gradient."""
-    values, slopes = [], {}
-    for n in matching.names:
-        r = trial[n] - matching.target[n]
-        weighed = matching.weigh(n, r)
-        values.append(torch.linalg.vecdot(r.flatten(1), weighed.flatten(1)))
-        slopes[n] = 2 * weighed
-    return torch.stack(values).sum(0), slopes
+    away = [g - target for g, target in zip(matching.as_rows(trial), matching.rows, strict=True)]
+    weighed = matching.weigh(away)
+    return inner_product(away, weighed), matching.as_tensors([2 * r for r in weighed])
 
 
 def cosine_distance(matching: Matching, trial: Params) -> tuple[Tensor, Params]:
@@ -108,19 +127,16 @@ def cosine_distance(matching: Matching, trial: Params) -> tuple[Tensor, Params]:
 
     The inner product is the weighted one. Where the trial gradient vanishes the distance is 1 and flat.
     """
-    weighed = {n: matching.weigh(n, trial[n]) for n in matching.names}
-    inner = sum_per_problem(weighed[n] * matching.target[n] for n in matching.names)
-    squared = sum_per_problem(weighed[n] * trial[n] for n in matching.names)
+    rows, target = matching.as_rows(trial), matching.rows
+    weighed, toward = matching.weigh(rows), matching.weigh(target)
+    inner, squared = inner_product(weighed, target), inner_product(weighed, rows)
     tiny = torch.finfo(inner.dtype).tiny
     scale = (squared * matching.energy).clamp_min(tiny).rsqrt()
-    along = inner / squared.clamp_min(tiny)
-
-    def slope(n: str) -> Tensor:
-        like = (-1, *([1] * (trial[n].ndim - 1)))
-        toward = matching.weigh(n, matching.target[n])
-        return scale.view(like) * (along.view(like) * weighed[n] - toward)
-
-    return 1 - inner * scale, {n: slope(n) for n in matching.names}
+    along = scale * inner / squared.clamp_min(tiny)
+    slopes = [
+        torch.addcmul(along[:, None] * w, scale[:, None], t, value=-1) for w, t in zip(weighed, toward, strict=True)
+    ]
+    return 1 - inner * scale, matching.as_tensors(slopes)
 
 
 def differentiated(values: Callable[[Matching, Params], Tensor]) -> Distance:

@@ -16,6 +16,7 @@ from gradveil.attacks.search.matching import Distance, Matching, cosine_distance
 from gradveil.attacks.search.minimisers import LBFGS
 from gradveil.attacks.search.objective import MatchingObjective, Penalty, Unknowns
 from gradveil.errors import AttackError
+from gradveil.gradients.by_hand import wide
 from gradveil.gradients.functional import alone_pays
 from gradveil.types import Observation, Reconstruction
 
@@ -44,14 +45,19 @@ def problems_at_once(objective: MatchingObjective, optimiser: Optimiser) -> int:
 
 
 @contextmanager
-def full_precision(wanted: bool = True) -> Iterator[None]:
-    """Within, convolutions and matrix products on CUDA run in plain float32, or else in TF32; put back after."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+def full_precision(wanted: bool = True, tuned: bool = False) -> Iterator[None]:
+    """Within, convolutions and matrix products on CUDA run in plain float32, or else in TF32; put back after.
+
+    Where it is ``tuned``, cuDNN tries its algorithms for each convolution that it has not met and keeps the fastest.
+    """
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = not wanted
+    torch.backends.cudnn.benchmark = tuned
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before[:2]
+        torch.backends.cudnn.benchmark = before[2]
 
 
 Start = Literal["uniform", "central", "normal"]
@@ -96,7 +102,7 @@ class Search:
 
         def solve(part: slice) -> list[Reconstruction]:
             rows = torch.arange(len(seen), device=stack.floor.device)[part]
-            with full_precision(not self.tf32), differentiating(seen[0].model):
+            with full_precision(not self.tf32, wide(seen[0].model.modules())), differentiating(seen[0].model):
                 return self._solve(seen[part], rngs[part], stack.take(rows), unknowns)
 
         return in_parts(seen, rngs, size, solve)
