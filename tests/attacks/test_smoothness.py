@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from gradveil.attacks.base import build
 from gradveil.attacks.gs import map_smoothness
-from gradveil.attacks.search.matching import Matching, cosine_distance, inner_product
+from gradveil.attacks.search.matching import Matching, cosine_distance
 from gradveil.tree import parameters
 from gradveil.types import Observation, Update
 
@@ -55,8 +55,7 @@ def test_cosine_and_posterior_rank_images_alike(different: bool, network: nn.Mod
     trial = {n: g[None].expand(2, *g.shape).clone() for n, g in plain.items()}
     for g in trial.values():
         g[1] += 0.3 * g[1].std() * torch.randn(g[1].shape, generator=rng)
-    rows = matching.take(torch.tensor([0, 0])).as_rows(trial)
-    norms = inner_product(matching.weigh(rows), rows)
+    norms = sum(matching.take(torch.tensor([0, 0])).weigh(n, g * g).flatten(1).sum(1) for n, g in trial.items())
     weight = map_smoothness(seen, 0.05)
     signal = float(matching.energy) - float(matching.floor)
     trial = {n: g * (signal / norms).sqrt().view(-1, *([1] * (g.ndim - 1))) for n, g in trial.items()}

@@ -5,7 +5,7 @@ together. A tensor that one of them does not match has weight 0 there and costs 
 of several local steps is matched as one step with their mean gradient; ``fedavg`` unrolls the steps instead.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -71,7 +71,11 @@ class Matching:
     @cached_property
     def energy(self) -> Tensor:
         """The weighted squared norm of each target (P,): what a trial gradient of zero would score."""
-        return inner_product(self.weigh(self.rows), self.rows)
+        return inner_product(self.weigh_rows(self.rows), self.rows)
+
+    def weigh(self, name: str, value: Tensor) -> Tensor:
+        """Return the weighted value (P, *shape) of one tensor."""
+        return value * self.weights[name] if name in self.weights else value
 
     @cached_property
     def rows(self) -> list[Tensor]:
@@ -96,7 +100,7 @@ class Matching:
         parts = rows[0].split([self.target[n][0].numel() for n in self.names], 1) if rows[0].is_cuda else rows
         return {n: part.view_as(self.target[n]) for n, part in zip(self.names, parts, strict=True)}
 
-    def weigh(self, rows: list[Tensor]) -> list[Tensor]:
+    def weigh_rows(self, rows: list[Tensor]) -> list[Tensor]:
         """Return weighted rows."""
         weights = self._row_weights
         return rows if weights is None else [r * w for r, w in zip(rows, weights, strict=True)]
@@ -110,6 +114,11 @@ def pick(tree: Params, rows: Tensor) -> Params:
 Distance = Callable[[Matching, Params], tuple[Tensor, Params]]  # values (P,), and derivatives by the gradients
 
 
+def sum_per_problem(values: Iterable[Tensor]) -> Tensor:
+    """Return the sum of all entries of (P, ...) tensors, per problem (P,)."""
+    return torch.stack([value.flatten(1).sum(1) for value in values]).sum(0)
+
+
 def inner_product(a: list[Tensor], b: list[Tensor]) -> Tensor:
     """Return the inner product of rows, per problem (P,)."""
     return torch.stack([torch.linalg.vecdot(x, y) for x, y in zip(a, b, strict=True)]).sum(0)
@@ -118,7 +127,7 @@ def inner_product(a: list[Tensor], b: list[Tensor]) -> Tensor:
 def squared_distance(matching: Matching, trial: Params) -> tuple[Tensor, Params]:
     """Return Σ w (trial - target)² per problem (P,), and its derivative by each tensor of the trial gradient."""
     away = [g - target for g, target in zip(matching.as_rows(trial), matching.rows, strict=True)]
-    weighed = matching.weigh(away)
+    weighed = matching.weigh_rows(away)
     return inner_product(away, weighed), matching.as_tensors([2 * r for r in weighed])
 
 
@@ -128,7 +137,7 @@ def cosine_distance(matching: Matching, trial: Params) -> tuple[Tensor, Params]:
     The inner product is the weighted one. Where the trial gradient vanishes the distance is 1 and flat.
     """
     rows, target = matching.as_rows(trial), matching.rows
-    weighed, toward = matching.weigh(rows), matching.weigh(target)
+    weighed, toward = matching.weigh_rows(rows), matching.weigh_rows(target)
     inner, squared = inner_product(weighed, target), inner_product(weighed, rows)
     tiny = torch.finfo(inner.dtype).tiny
     scale = (squared * matching.energy).clamp_min(tiny).rsqrt()
