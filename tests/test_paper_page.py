@@ -79,6 +79,14 @@ def test_an_item_that_was_not_run_shows_no_number_of_ours(tools: dict[str, Modul
     assert "--only" not in text
 
 
+def test_the_few_units_that_were_not_run_are_named(tools: dict[str, ModuleType], results: Path) -> None:
+    path = results / "dlg-reference" / "rows.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows if row["unit"] != rows[-1]["unit"]))
+    text = tools["paper_page"].item_page(DLGReference(), results)
+    assert f"What is missing (`{rows[-1]['unit']}`) has not been run at full size yet." in text
+
+
 def test_a_number_can_be_rerun_by_the_command_under_it(tools: dict[str, ModuleType]) -> None:
     page = tools["paper_page"]
     for item in page.in_order():

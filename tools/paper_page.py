@@ -15,6 +15,7 @@ from gradveil.seeds import Seeds
 
 README = ROOT / "README.md"
 
+FEW = 8  # units of work that are named where they are missing
 BACK = "Part of [the paper, beside ours](paper.md)."
 HEAD = """# The paper, beside ours
 
@@ -148,7 +149,9 @@ def _extent(item: Item, folder: Path) -> str:
     if not wanted:
         return f"Ours, from the rows of {', '.join(item.needs)}:"
     done = {row["unit"] for row in rows} & set(wanted)
-    missing = "" if len(done) == len(wanted) else " What is missing has not been run at full size yet."
+    left = [f"`{unit}`" for unit in wanted if unit not in done]
+    named = f" ({', '.join(left)})" if len(left) <= FEW else ""
+    missing = f" What is missing{named} has not been run at full size yet." if left else ""
     return f"Ours ({len(rows)} rows, {len(done)} of {len(wanted)} units of work).{missing}"
 
 

@@ -50,6 +50,7 @@ LOOK = {
     TRAINED: {"color": "#D55E00", "marker": "s"},
 }
 GOT = ("recovered", "recognised")
+LEAST = 1e-3  # a smaller share of the blind guess's error is drawn here
 
 
 @ITEMS.register("clients")
@@ -71,13 +72,14 @@ class Clients(Item):
         "units. *trained*: Adam (0.001), batches of 128 of the whole training split, whose accuracy stands beside it; "
         "the attacked images are among it.",
         "Labels are read off the update, not given. Images are the same for all networks and schedules; clients with "
-        "1 example are two, with 8 and 32 one each, so a share of images says how sure a line is.",
+        "1 example are two, with 8 and 32 one each: of two images one is half, which is what *recognised* asks for, so "
+        "look at the counts.",
         "One step: DLG (two starts) and GS; several: `fedavg`, which unrolls them, `surrogate`, which does not, and GS "
         "on the mean gradient; beside them `newton` for 1 example on up to 500,000 weights and `analytic` on the MLP. "
         "`–`: the attack refuses this update.",
         "Every attack has the same seconds for a client (twice that on ResNet-18), and where its own steps would take "
-        "longer as many as fit: then it is *out of time* unless it converges. *seconds*: of all attacks on a client, "
-        "as measured beside other work on the same device.",
+        "longer as many as fit: then it is *out of time* unless it converges, and more time may get more. *seconds*: of "
+        "all attacks on a client; ten processes shared the device, so they are more than an attack by itself takes.",
         "*server picks*: the attack whose images, put through the client's training, come nearest to its update: "
         "objectives of different attacks cannot be compared, this can, and needs no truth.",
     )
@@ -142,10 +144,10 @@ class Clients(Item):
             label = f"{found.cell.examples} · {SAID[found.cell.schedule]} · {found.cell.weights}"
             dots = panels.setdefault(found.cell.network, [])
             if ratios := found.ratios:
-                dots.append(Dot.of(label, ratios, LOOK[found.cell.weights]))
+                dots.append(Dot.of(label, [max(r, LEAST) for r in ratios], LOOK[found.cell.weights]))
         edges = {"as good as the best blind guess": 1.0, "recovered": 0.1}
         dot_panels(
-            path, panels, "error / error of the best blind guess (mean, least, most over images)", log=True,
+            path, panels, "error / blind guess (mean, range)", log=True,
             lines=dict.fromkeys(panels, edges), columns=2,
         )  # fmt: skip
         return True
@@ -202,7 +204,7 @@ class FoundCell:
         """The strongest attack's error on each image over that of the blind guess."""
         if self.best is None:
             return []
-        return [max(m.mse, 1e-9) / self.floor.by_example[m.example] for m in self.images(self.best.attack)]
+        return [m.mse / self.floor.by_example[m.example] for m in self.images(self.best.attack)]
 
     @property
     def outcome(self) -> str:
