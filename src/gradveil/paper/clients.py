@@ -79,7 +79,7 @@ class Clients(Item):
         "`–`: the attack refuses this update.",
         "Every attack has 10 seconds for a client (20 on ResNet-18), and where its own steps would take longer, as "
         "many as fit: then it is *out of time* unless it converges, and more time may get more. *seconds*: of all "
-        "attacks on a client. Other work ran beside them, ten processes on the H200: by itself an attack takes less, or "
+        "attacks on a client. Other work ran beside them, ten processes on the H200: by itself an attack takes less or "
         "gets more.",
         "*server picks*: the attack whose images, put through the client's training, come nearest to its update: "
         "objectives of different attacks cannot be compared, this can, and needs no truth.",
