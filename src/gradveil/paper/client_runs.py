@@ -15,7 +15,7 @@ from gradveil import pace, tree
 from gradveil.attacks.base import build as build_attack
 from gradveil.data.base import Dataset
 from gradveil.defenses.base import build as build_defense
-from gradveil.errors import AttackError, UpdateError
+from gradveil.errors import UpdateError
 from gradveil.experiments.scene import LARGE, fitting_model, is_small, load_dataset, one_thread
 from gradveil.experiments.trial import Public, Result, Trial, attempt, client_row, floors, measured, naive, observe
 from gradveil.federated.checkpoint import Checkpoint
@@ -261,22 +261,14 @@ def in_time(trial: Callable[[str], Trial], attack: str, seconds: float) -> tuple
     own, fitted = getattr(build_attack(attack), "steps", 0), attack
     if seconds < math.inf and own and family(attack) != "newton":  # whose stages are not a number of steps
         with pace.Limit(min(TRY, seconds), least=TRY_STEPS) as limit:
-            _one(trial(attack))
+            attempt([trial(attack)])
         if limit.whole > seconds:
             fitted = with_steps(attack, max(1, int(own * seconds / limit.whole)))
     with pace.Limit(seconds):
-        result = _one(trial(fitted))
+        (result,) = attempt([trial(fitted)])
     if isinstance(result, Reconstruction) and fitted != attack and not result.converged:
         result = replace(result, details=result.details | {"out_of_time": 1.0})
     return result, fitted
-
-
-def _one(trial: Trial) -> Result:
-    try:
-        return attempt([trial])[0]
-    except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
-        return AttackError("There is not enough memory for it.")
 
 
 def _short(values: Any) -> list[float | None]:
