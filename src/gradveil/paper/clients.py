@@ -76,8 +76,8 @@ class Clients(Item):
         "look at the counts.",
         "One step: DLG (two starts) and GS; several: `fedavg`, which unrolls them, `surrogate`, which does not, and GS "
         "on the mean gradient; beside them `newton` for 1 example on up to 500,000 weights and `analytic` on the MLP. "
-        "`–`: the attack refuses this update. ResNet-18's clients send the running statistics of batch norm as well, which "
-        "GS, `fedavg` and `surrogate` use.",
+        "`–`: the attack refuses this update. ResNet-18's clients send the running statistics of batch norm as well, "
+        "which GS, `fedavg` and `surrogate` use.",
         "Every attack has 10 seconds for a client (20 on ResNet-18), and where its own steps would take longer, as "
         "many as fit: then it is *out of time* unless it converges, and more time may get more. *seconds*: of all "
         "attacks on a client. Other work ran beside them, ten processes on the H200: by itself an attack takes less or "
