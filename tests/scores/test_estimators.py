@@ -164,7 +164,7 @@ class _Shapes(Jacobian):
 
 def test_auto_is_exact_within_its_budget_and_a_sketch_beyond_where_operations_are_unknown() -> None:
     length, size = 100, 200
-    most = int(BUDGET["cpu"] / length / length / size)
+    most = int(BUDGET / length / length / size)
     assert choose(_Shapes(most, length, size), p=2) == "exact"
     assert choose(_Shapes(most + 1, length, size), p=2) == "sketch"
     assert choose(_Shapes(most + 1, length, size), p=1) == "exact"

@@ -26,8 +26,8 @@ METHODS = ("auto", "exact", "loop", "sketch", "moment", "deflation")
 MEMORY = {"cpu": 2**29, "cuda": 2**31}  # bytes, where none are given
 _LIGHT = 1e11  # multiplications of a call that launching kernels one by one would slow down
 # Multiplications of all rows up to which `auto` is exact: what takes half a training step of the smallest networks
-# (measured by bench/guard.py; a millisecond of one CPU core, half a millisecond of one large GPU).
-BUDGET = {"cpu": 1e8, "cuda": 1e9}
+# (measured by bench/guard.py; a millisecond of one CPU core). The same on every device, so that masks are as well.
+BUDGET = 1e8
 PROBES = 8  # of the sketch that `auto` falls back to: each costs about as much as a forward pass
 
 
@@ -263,7 +263,7 @@ def choose(jacobian: Jacobian, p: float) -> str:
     """Return the method that ``auto`` stands for, from shapes alone: the same call always gets the same one.
 
     ``exact`` where p is not 2 (an estimate knows no other) and where rows × multiplications of one backward pass ×
-    examples stay within the budget of the device; else ``moment``, or ``sketch`` where an operation has no map.
+    examples stay within a budget; else ``moment``, or ``sketch`` where an operation has no map.
     """
     if not isinstance(jacobian, Tape):
         # What an unknown operation costs cannot be read off; a dense matrix from input to output is taken for it.
@@ -271,7 +271,7 @@ def choose(jacobian: Jacobian, p: float) -> str:
     else:
         cost, quick = jacobian.cost, "moment"
     rows = min(_size(jacobian.r), _size(jacobian.x))
-    within = rows * cost * jacobian.r.shape[0] <= BUDGET.get(jacobian.x.device.type, BUDGET["cpu"])
+    within = rows * cost * jacobian.r.shape[0] <= BUDGET
     return "exact" if p != 2 or within else quick
 
 
