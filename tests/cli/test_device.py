@@ -75,8 +75,10 @@ def test_an_audit_on_a_gpu_finds_what_it_finds_on_the_cpu(
     here, there = ([tuple(row.get(key) for key in keys) for row in rows[place]] for place in ("cpu", device))
     assert here == there
     for old, new in zip(rows["cpu"], rows[device], strict=True):
-        if old["kind"] in ("floor", "certificate"):
+        if old["kind"] == "floor" or (old["kind"] == "certificate" and not old["sound"]):
             assert new["mse"] == pytest.approx(old["mse"], rel=0.01), old
+        elif old["kind"] == "certificate":  # convolutions in TF32, torch's default there, round more: less is sure
+            assert 0.8 * old["mse"] < new["mse"] < 1.01 * old["mse"], old
         elif old["kind"] == "meter":
             assert new["mse"] == pytest.approx(old["mse"], rel=0.05), old
     controls = [row for row in rows[device] if row["kind"] == "attack" and row["defense"] == "none"]
