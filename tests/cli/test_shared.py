@@ -98,8 +98,12 @@ def test_a_signal_ends_the_run_with_one_line(
     capsys: pytest.CaptureFixture[str], number: signal.Signals, code: int
 ) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(click.exceptions.Exit) as stopped, shared.running(False, shared.resume_with(Path("run"))):
-        signal.raise_signal(number)
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        with pytest.raises(click.exceptions.Exit) as stopped, shared.running(False, shared.resume_with(Path("run"))):
+            signal.raise_signal(number)
+    finally:
+        signal.signal(signal.SIGINT, interrupt)
     assert stopped.value.exit_code == code
     said = "gradveil: stopped. What was finished is kept: continue with --resume --out run.\n"
     assert capsys.readouterr().err == said
