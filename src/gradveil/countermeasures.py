@@ -1,15 +1,20 @@
 """What a server that knows a defence does about it: another view of the same update, maybe another attack.
 
 Such a server knows which defence runs and with which settings, but none of the client's random draws. A defence
-declares its countermeasures; an attack is handed the changed view. Neither imports the other.
+declares its countermeasures; an attack is handed the changed view. Neither imports the other. Servers come in tiers: who
+knows more than another stands in a tier of its own.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from gradveil.tree import Params
 from gradveil.types import Observation
+
+
+Tier = Literal["naive", "knows", "informed", "patient", "malicious"]
+TIERS: tuple[Tier, ...] = get_args(Tier)
 
 
 @dataclass(frozen=True)
@@ -20,11 +25,17 @@ class Countermeasure:
     why: str  # one sentence for the report
     view: Callable[[Observation], Observation]  # what the attack is then given
     attack: str | None = None  # the spec of an attack that only this server would choose; None: the audit's own
+    tier: Tier = "knows"  # of the servers that can do it
 
 
 def plain() -> Countermeasure:
     """The server has nothing to undo."""
     return Countermeasure("plain", "Nothing is hidden, so nothing has to be undone.", lambda seen: seen)
+
+
+def undeclared() -> Countermeasure:
+    """Nobody says what a server could do: what attacks then fail to get is not assessed."""
+    return Countermeasure("undeclared", "The author of the defence does not say what a server could do.", lambda s: s)
 
 
 def drop(*patterns: str) -> Countermeasure:

@@ -6,7 +6,7 @@ from fnmatch import fnmatch
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from gradveil.errors import AttackError, UpdateError
 from gradveil.losses import CROSS_ENTROPY, Loss
@@ -153,6 +153,11 @@ class Observation:
     simulate: Callable[[Params], Params] | None = None  # the defence, as the server would run it on its own gradients
     loss: Loss = CROSS_ENTROPY  # that the clients minimise; public, the server sets it
     simulate_on: Literal["gradient", "update"] = "gradient"  # of each local step, or of what is sent
+    client: Callable[[Batch, Generator], Params] | None = None  # what a client with other examples would send
+    public: Batch | None = None  # examples of the same kind that are no client's
+    candidates: Batch | None = None  # examples, one of which the client has
+    others: Batch | None = None  # all examples of the client but one
+    rounds: tuple["Observation", ...] = ()  # its updates of other rounds, from the same examples
 
     def sent(self, gradient: Params, blur: float = 0.0) -> Params:
         """Return what a client whose one step has this gradient would send: the defence, and its optimiser's rule."""

@@ -14,7 +14,7 @@ from gradveil.errors import AttackError
 from gradveil.gradients.functional import quiet
 from gradveil.layers.modules import copied_buffers, copied_state, ways_into
 from gradveil.registry import Registry
-from gradveil.types import Observation, Reconstruction, check_update
+from gradveil.types import Batch, Observation, Reconstruction, check_update
 
 ATTACKS: Registry["Attack"] = Registry("attack", "gradveil.attacks")
 
@@ -34,6 +34,21 @@ class Attack(ABC):
 
         Each problem draws from its own generator, so that it gives the same answer alone and among others.
         """
+
+
+class Malicious(Attack):
+    """An attack that begins before the client trains: the server sends another model in place of the honest one."""
+
+    @abstractmethod
+    def plant(
+        self,
+        model: nn.Module,
+        input_shape: tuple[int, ...],
+        num_classes: int,
+        public: Batch | None,
+        rng: Generator,
+    ) -> nn.Module:
+        """Return the model that the server sends: a changed copy. ``reconstruct_many`` sees updates made at it."""
 
 
 def build(spec: str | Attack) -> Attack:
