@@ -1,8 +1,8 @@
 """What a server that knows a defence does about it: another view of the same update, maybe another attack.
 
 Such a server knows which defence runs and with which settings, but none of the client's random draws. A defence
-declares its countermeasures; an attack is handed the changed view. Neither imports the other. Servers come in tiers: who
-knows more than another stands in a tier of its own.
+declares its countermeasures; an attack is handed the changed view. Neither imports the other. Servers come in tiers, by
+what they know beside the update and what they may do.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,6 @@ from typing import Literal, get_args
 
 from gradveil.tree import Params
 from gradveil.types import Observation
-
 
 Tier = Literal["naive", "knows", "informed", "patient", "malicious"]
 TIERS: tuple[Tier, ...] = get_args(Tier)

@@ -130,7 +130,7 @@ def test_a_control_without_time_is_void_and_never_safe(small: AuditConfig, tmp_p
     found = run(small, tmp_path / "run", 0.2)  # 12 s, of which 8 are for work: an attack takes 10
     (line,) = found.lines
     assert "out of time on 1 of 1" in str(line.void)
-    assert {v.outcome for v in found.verdicts} == {"void"}
+    assert {v.outcome for v in found.verdicts} <= {"void", "not_run"}
     assert {gate.result for gate in gates(found.rows, "recovered").values()} == {"uninformative"}
     assert "stopped before it was done" in str(not_run(found.rows))
 
@@ -139,7 +139,7 @@ def test_defences_wait_where_the_control_fails(small: AuditConfig, tmp_path: Pat
     found = run(small, tmp_path / "run", 0.35, Slow(works=False))
     tried = {row["defense"] for row in found.rows if row["kind"] == "attack"}
     assert tried == {"none"}  # and no time is left for what waited
-    assert {v.outcome for v in found.verdicts} == {"void"}
+    assert {v.outcome for v in found.verdicts} <= {"void", "not_run"}
 
 
 def test_fewer_rounds_are_trained_where_all_do_not_fit(small: AuditConfig, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from functools import partial
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from gradveil import pace
 from gradveil.cli import shared
@@ -32,6 +33,9 @@ def command(
     data: shared.Data = None,
     defense: list[str] = typer.Option(None, help="A defence spec; repeat for several. Default: a panel of four."),
     attack: list[str] = typer.Option(None, help="An attack spec; repeat for several."),
+    tier: list[str] = typer.Option(
+        None, help="Servers: naive, knows, informed, patient, malicious. Default: all; the first two with --attack."
+    ),
     seed: int = typer.Option(None, help="One seed for everything."),
     device: shared.Device = None,  # type: ignore[assignment]
     loss: shared.Loss = None,  # type: ignore[assignment]
@@ -70,7 +74,7 @@ def command(
     """Audit a federated run (default: digits, a small LeNet, four defences) or one saved update."""
     limit = pace.Limit(pace.seconds_of(minutes))  # imports and setting up count, too
     from gradveil.experiments.audit import default_folder
-    from gradveil.experiments.gate import read_fail_on
+    from gradveil.experiments.gate import GATED, read_fail_on
 
     gate = read_fail_on(fail_on)
     out = out or default_folder()
@@ -86,6 +90,7 @@ def command(
         )
         options |= {"rounds": rounds, "images": images, "examples": examples, "partition": partition}
         options |= {"clients": clients, "epochs": epochs, "defenses": tuple(defense) if defense else None}
+        options["tiers"] = tuple(tier) if tier else None
         options["meter_seconds"] = 0.0 if no_meter else meter_seconds
         run = _federated(options, config)
     else:
@@ -101,7 +106,7 @@ def command(
         redirect_stdout(sys.stderr) if json else nullcontext(),  # what a user's own code prints is no JSON
     ):
         found = run(out=out, resume=resume, progress=progress, written=_Pages(progress))
-    _show(found, json, gate)
+    _show(found, json, gate, tier or GATED)
 
 
 class _Pages:
@@ -165,18 +170,21 @@ def _one(defense: list[str] | None) -> str | None:
     return defense[0] if defense else None
 
 
-def _show(found: "Audit", json: bool, fail_on: "FailOn | None") -> None:
+def _show(found: "Audit", json: bool, fail_on: "FailOn | None", tiers: Sequence[str]) -> None:
+    from gradveil.experiments.judge import declaration_errors
     from gradveil.experiments.rows import best_floor
     from gradveil.report.page import write_report
     from gradveil.report.summary import left_out, summary
     from gradveil.report.table import verdict_table
 
     page = write_report(found.folder)
-    told = summary(found, page, fail_on)
+    told = summary(found, page, fail_on, tiers)
     if json:
         shared.print_json(told)
     else:
         console = Console()
+        for error in declaration_errors(found.rows):
+            console.print(f"[bold red]Error.[/] {escape(error)}\n", highlight=False)
         console.print(verdict_table(found.verdicts, best_floor(found.rows)))
         console.print(f"\n{found.headline}")
         for what, why in left_out(found.rows):

@@ -1,6 +1,7 @@
 """The audit: train under each defence, attack what clients send, measure, judge."""
 
 import copy
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -12,16 +13,19 @@ from torch import nn
 from gradveil import pace
 from gradveil.attacks.base import Attack
 from gradveil.attacks.search.statistics import sending_norms
+from gradveil.countermeasures import TIERS
 from gradveil.data.base import Dataset
 from gradveil.defenses.base import Defense
 from gradveil.errors import AttackError, SpecError
 from gradveil.experiments.budget import Budget
 from gradveil.experiments.certificates import certificate_rows
+from gradveil.experiments.gate import GATED
 from gradveil.experiments.judge import Verdict, headline, verdicts
-from gradveil.experiments.looks import Progress, first_look, last_looks
-from gradveil.experiments.panel import chunks, panel
+from gradveil.experiments.looks import Progress, first_look, last_looks, probe_rows
+from gradveil.experiments.panel import Target, chunks, last_resort, panel, plant
+from gradveil.experiments.probes import Probed
 from gradveil.experiments.rows import Line, lines
-from gradveil.experiments.run_folder import Row, RunFolder
+from gradveil.experiments.run_folder import CONFIG, Row, RunFolder
 from gradveil.experiments.scene import (
     AuditConfig,
     Scene,
@@ -75,6 +79,7 @@ def audit(
     dataset: str | Dataset | Callable[..., Any] | None = None,
     defenses: Sequence[str | Defense] | None = None,
     attacks: Sequence[str | Attack] | None = None,
+    tiers: Sequence[str] | None = None,
     config: AuditConfig | None = None,
     out: str | Path | None = None,
     resume: bool = False,
@@ -84,8 +89,9 @@ def audit(
     """Audit defences on a model and data set: ``audit(dataset="mnist", defenses=["pruning:share=0.9"])``.
 
     What is left out is as ``config`` has it, whose defaults are those of the command line. Model, data set, defences
-    and attacks may be objects or functions in place of text. The run is written to ``out`` (default: a new folder
-    under ``runs/``); with ``resume`` an earlier run in that folder is continued, and nothing is done twice.
+    and attacks may be objects or functions in place of text. ``tiers`` are those of the servers: all by default,
+    naive and knows alone where attacks are named. The run is written to ``out`` (default: a new folder under
+    ``runs/``); with ``resume`` an earlier run in that folder is continued, and nothing is done twice.
     ``progress`` hears a stage, how much of it is done and of how much; ``written`` gets the run folder whenever attacks
     were written to it.
     """
@@ -96,8 +102,9 @@ def audit(
     attacked = {_text(a): a for a in (base.attacks if attacks is None else attacks)}
     source, network = dataset or base.dataset, model or base.model
     chosen = replace(
-        base, dataset=_text(source), model=_text(network), defenses=tuple(defended), attacks=tuple(attacked)
-    )
+        base, dataset=_text(source), model=_text(network), defenses=tuple(defended), attacks=tuple(attacked),
+        tiers=tuple(tiers or base.tiers or _default_tiers(out if resume else None, bool(attacked))),
+    )  # fmt: skip
     with pace.Limit(pace.seconds_of(chosen.minutes)):
         data = load_dataset(source, chosen.data)
         built = fitting_model(network, data, chosen.loss, chosen.seed)
@@ -114,6 +121,14 @@ def audit(
     return Audit(store)
 
 
+def _default_tiers(begun: str | Path | None, attacks_named: bool) -> Sequence[str]:
+    """Return the tiers of a run: of one that was begun before, its own; an earlier version had two."""
+    if begun is not None and (settings := Path(begun) / CONFIG).is_file():
+        own: Sequence[str] = tomllib.loads(settings.read_text("utf-8")).get("tiers", GATED)
+        return own
+    return GATED if attacks_named else TIERS
+
+
 def default_folder() -> Path:
     """Return a new place under ``runs/``."""
     return Path("runs") / f"audit-{datetime.now():%Y%m%d-%H%M%S}"
@@ -126,6 +141,7 @@ def run_audit(work: Work) -> None:
         rows, answers = floors(scene.truth, scene.public)
         pictures = {name: x.numpy() for name, x in {"truth": scene.truth.inputs, **answers}.items()}
         store.add("truth", [client_row(scene.config.planned, sending_norms(scene.model)), *rows], pictures)
+    _probe(scene, store)
     if scene.config.minutes is None:
         _all_of_it(work)
     else:
@@ -141,23 +157,40 @@ def run_audit(work: Work) -> None:
             store.add(f"promise/{defense}", rows)
 
 
+def _probe(scene: Scene, store: RunFolder) -> None:
+    """Run each defence by itself; a run that an earlier version began goes on as that would."""
+    kinds = {row["kind"] for row in store.rows}
+    if "probe" not in kinds and kinds & {"attack", "accuracy"}:
+        scene.probes.update(dict.fromkeys(scene.defenses, Probed()))
+        return
+    for defense in scene.defenses:
+        if defense != "none" and not store.done(f"probe/{defense}"):
+            store.add(f"probe/{defense}", probe_rows(scene, defense))
+
+
 def _all_of_it(work: Work) -> None:
     """Train, then attack everything, in large pieces."""
     scene, store = work.scene, work.store
     store.drop([NOT_TRIED, *(row["unit"] for row in store.rows if cut_short(row))])
     say_plan(work)
     looks = [first_look(scene), *last_looks(scene, store, work.progress)]
-    pieces = [
-        (f"attack/{attack}/{i}", part)
-        for attack, targets in panel(scene, looks).items()
-        for i, part in enumerate(chunks(targets))
-    ]
+    planted, refused = plant(scene, looks[0])
+    if refused and not store.done("planted"):
+        store.add("planted", refused)
+    _attack(work, panel(scene, [*looks, *planted]))
+    _attack(work, last_resort(scene, looks, work.holding()))
+
+
+def _attack(work: Work, wanted: dict[str, list[Target]]) -> None:
+    """Attack all targets that were not attacked yet."""
+    scene, store = work.scene, work.store
+    pieces = [(f"attack/{a}/{i}", part) for a, targets in wanted.items() for i, part in enumerate(chunks(targets))]
     total, done = sum(len(part) for _, part in pieces), 0
     for unit, part in pieces:
         work.progress("attacks", done, total)
-        if not store.done(unit) and (missing := work.left(part)):
+        if missing := work.left(part):
             _check_client(scene, store)
-            work.attack(unit, missing)
+            work.attack(store.new(unit), missing)
         done += len(part)
     work.progress("attacks", done, total)
 

@@ -15,9 +15,9 @@ from functools import cached_property
 from typing import Any
 
 from gradveil import pace
-from gradveil.experiments.looks import Look, first_look, last_looks, rounds_trained, server_rows
-from gradveil.experiments.panel import Target, panel
-from gradveil.experiments.rows import NAIVE, group, lines
+from gradveil.experiments.looks import Look, first_look, last_looks, rounds_trained
+from gradveil.experiments.panel import Target, last_resort, panel, plant
+from gradveil.experiments.rows import group, lines
 from gradveil.experiments.run_folder import Row
 from gradveil.experiments.scene import Scene
 from gradveil.experiments.work import NOT_TRIED, Cost, Work, cut_short, stand_ins
@@ -44,6 +44,7 @@ class Budget:
     why_not_trained: str = ""
     unmeasured: set[str] = field(default_factory=set)  # attacks whose cost is another's so far
     waiting: list[Target] = field(default_factory=list)  # defended updates whose control failed
+    planted: list[Look] = field(default_factory=list)  # what malicious servers would send
     units: int = 0
 
     @property
@@ -71,22 +72,30 @@ class Budget:
         store.drop([NOT_TRIED, *(row["unit"] for row in store.rows if cut_short(row))])
         self.units = len({row["unit"] for row in store.rows})
         looks: list[Look] = []
+        self.planted, refused = plant(self.scene, self.first)
+        if refused and not store.done("planted"):
+            store.add("planted", refused)
         if self.left() > 0:
-            self._attack([self.first], self._plan())
+            self._attack(panel(self.scene, [self.first, *self.planted]), self._plan())
         if self.rounds:
             with suppress(pace.OutOfTime):
                 looks += last_looks(self.scene, store, self.work.progress, self.rounds, self.left())
         if looks:
-            self._attack(looks, self.left())
+            self._attack(panel(self.scene, looks), self.left())
+        if self.left() > SLOW:
+            resort = last_resort(self.scene, [self.first, *looks], self.work.holding())
+            self._measure(resort)
+            self._attack(resort, self.left())
         self._pieces(self.waiting)
         self._write_rest(looks)
 
     def _plan(self) -> float:
         """Measure one step of each kind of work, decide and say what fits; return the seconds for the first round."""
         scene, config = self.scene, self.scene.config
-        wanted = {a: its for a, all_ in panel(scene, [self.first]).items() if (its := self.work.left(all_))}
+        all_now = panel(scene, [self.first, *self.planted])
+        wanted = {a: its for a, all_ in all_now.items() if (its := self.work.left(all_))}
         later = panel(scene, stand_ins(scene))
-        self._measure(list({**wanted, **later}))
+        self._measure(later | wanted)
         total, known = self.left(), rounds_trained(self.work.store)
         self._shorten_all(wanted, total)
         if self.unmeasured:
@@ -106,10 +115,10 @@ class Budget:
         self._say(wanted, later, a_round, first, last)
         return share
 
-    def _measure(self, attacks: Sequence[str]) -> None:
+    def _measure(self, attacks: dict[str, list[Target]]) -> None:
         """Find out what the attacks take; where the first is slow, the others are put off until it is their turn."""
-        for attack in attacks:
-            self.costs[attack] = self.work.attack_cost(attack, self.first)
+        for attack, its in attacks.items():
+            self.costs[attack] = self.work.attack_cost(its)
             if self.costs[attack].of(1) > SLOW:
                 self.unmeasured = {a for a in attacks if a not in self.costs}
                 self.costs |= dict.fromkeys(self.unmeasured, self.costs[attack])  # as long as they are not known
@@ -166,10 +175,10 @@ class Budget:
         whole, more = as_clock(early + config.rounds * a_round + late), "or more" if self.unmeasured else "at most"
         LOG.info("plan: all of it would take %s %s; what does not fit is not tried", whole, more)
 
-    def _attack(self, looks: Sequence[Look], seconds: float) -> None:
-        """Attack the updates at these models for at most so many seconds, the quickest attack first."""
+    def _attack(self, wanted: dict[str, list[Target]], seconds: float) -> None:
+        """Attack these for at most so many seconds, the quickest attack first."""
         end = pace.clock() + min(seconds, self.left())
-        mine = {attack: self.work.left(self._shortened(its)) for attack, its in panel(self.scene, looks).items()}
+        mine = {attack: self.work.left(self._shortened(its)) for attack, its in wanted.items()}
         order = sorted((its for its in mine.values() if its), key=lambda its: self._known_seconds(its[0].attack))
         for number, its in enumerate(order):
             attack, time = its[0].attack, end - pace.clock()
@@ -177,7 +186,7 @@ class Budget:
                 if time < SLOW:
                     return
                 self.unmeasured.remove(attack)
-                self.costs[attack] = self.work.attack_cost(attack, self.first, least=1)
+                self.costs[attack] = self.work.attack_cost(its, least=1)
             share = len(its) / sum(map(len, order[number:]))
             self._waves(its, pace.clock() + share * (end - pace.clock()))
 
@@ -213,7 +222,7 @@ class Budget:
 
     def _failed(self) -> set[tuple[str, ...]]:
         """Return the controls that failed, as round, weights and attack."""
-        found = [x for x in lines(self.work.store.rows) if (x.defense, x.server) == ("none", NAIVE)]
+        found = [x for x in lines(self.work.store.rows) if x.defense == "none"]
         return {(x.round, x.weights, x.attack) for x in found if x.void is not None}
 
     def _first_picture(self, its: Sequence[Target]) -> None:
@@ -252,7 +261,7 @@ class Budget:
         scene, reached = self.scene, {look.weights: look for look in looks}
         late = [reached.get(look.weights, look) for look in stand_ins(scene)]
         failed = self._failed()
-        for target in (t for some in panel(scene, [self.first, *late]).values() for t in some):
+        for target in (t for some in panel(scene, [self.first, *self.planted, *late]).values() for t in some):
             short = replace(target, attack=self.short.get(target.attack, target.attack))
             if not self.work.left([target]):
                 continue
@@ -265,9 +274,6 @@ class Budget:
                 why, out = "out of time" if trained else self.why_not_trained or "out of time in training", True
                 why = f"{why}, stopped before it was done" if self.work.was_cut(short) else why
             rows.append(self.work.not_tried(target, why, out))
-        for defense in scene.defenses:
-            if not self.work.store.done(f"train/{defense}"):
-                rows += server_rows(defense, scene.countermeasures(defense, scene.model))
         if self.rounds and self.rounds < scene.config.rounds:
             says = f"Trained for {self.rounds} of {scene.config.rounds} rounds: more do not fit in the time."
             rows.append({"kind": "note", "says": says})

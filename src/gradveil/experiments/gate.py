@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from gradveil.countermeasures import Tier
 from gradveil.errors import SpecError, did_you_mean
-from gradveil.experiments.rows import GRADES, NAIVE, Line, group, lines
+from gradveil.experiments.judge import WHO, Verdict, verdicts
+from gradveil.experiments.rows import GRADES, Line, group, lines
 from gradveil.experiments.run_folder import Row
 
 FailOn = Literal["recovered", "recognised"]
@@ -30,17 +32,21 @@ def read_fail_on(text: str | None) -> FailOn | None:
     return text  # type: ignore[return-value]
 
 
-def gates(rows: Sequence[Row], fail_on: FailOn) -> dict[str, Gate]:
+GATED: tuple[Tier, ...] = ("naive", "knows")  # tiers that the gate looks at, where none are named
+
+
+def gates(rows: Sequence[Row], fail_on: FailOn, tiers: Sequence[str] = GATED) -> dict[str, Gate]:
     """Return the gate of each defence; the undefended update has one only where no defence was audited.
 
-    A defence *fails* when an attack of any server gets that much of the images, or more. It *passes* when the naive
-    server, and one that knows the defence, fell short with an attack whose control succeeded. Else it is
-    *uninformative*: attacks fail without a defence too, could not run, had no time, or there was no truth to measure
+    A defence *fails* when an attack of a server of these tiers gets that much of the images, or more. It *passes* when
+    the servers of each fell short with an attack whose control succeeded. Else it is *uninformative*: attacks fail
+    without a defence too, could not run, had no time, its declaration is wrong, or there was no truth to measure
     against.
     """
     named = dict.fromkeys(row["defense"] for row in rows if "defense" in row)
     names = [name for name in named if name != "none"] or ["none"]
-    return {name: _gate(name, rows, fail_on) for name in names}
+    judged = {v.defense: v for v in verdicts(rows)}
+    return {name: _gate(name, rows, fail_on, tiers, judged.get(name)) for name in names}
 
 
 def overall(each: dict[str, Gate]) -> Gate:
@@ -49,20 +55,24 @@ def overall(each: dict[str, Gate]) -> Gate:
     return Gate(result, "; ".join(f"{name}: {g.why}" for name, g in each.items() if g.result == result))
 
 
-def _gate(name: str, rows: Sequence[Row], fail_on: FailOn) -> Gate:
-    mine = [line for line in lines(rows) if line.defense == name and line.at_own_weights]
+def _gate(name: str, rows: Sequence[Row], fail_on: FailOn, tiers: Sequence[str], judged: Verdict | None) -> Gate:
+    mine = [x for x in lines(rows) if x.defense == name and x.at_own_weights and x.tier in tiers]
     if got := [line for line in mine if GRADES.index(line.grade) >= GRADES.index(fail_on)]:
         worst = max(got, key=lambda line: line.strength)
         return Gate("failed", f"{worst.grade} by {worst.attack} ({worst.server} server, {worst.round} round)")
+    if judged is not None and judged.errors:
+        return Gate("uninformative", f"its declaration is wrong: {judged.errors[0].rstrip('.')}")
     if late := _out_of_time(name, rows, mine):
         return Gate("uninformative", f"the time was over before {late} of the attacks on it were done")
     has_servers = any(row["kind"] == "defense" and row["defense"] == name for row in rows)
-    for knows, server in ((False, "the naive server"), (True, "a server that knows the defence")):
-        its = [line for line in mine if (line.server != NAIVE) == knows]
-        if not its and (has_servers or not knows):
+    for tier in tiers:
+        its, server = [line for line in mine if line.tier == tier], f"the {WHO[tier].lower()}"  # type: ignore[index]
+        if not its and (has_servers or tier == "naive"):
             return Gate("uninformative", f"nothing that {server} got could be measured")
         if its and all(line.void for line in its):
             return Gate("uninformative", f"no attack of {server} has a control that succeeded")
+    if judged is not None and judged.outcome == "not_assessed":
+        return Gate("uninformative", "what is secret in it is neither declared nor found")
     empty = [number for (number,), its in group(mine, "round").items() if all(line.void for line in its)]
     but = f", but the {' and '.join(empty)} round shows nothing either way" if empty else ""
     return Gate("passed", f"not {fail_on} by any attack, with controls that succeeded{but}")

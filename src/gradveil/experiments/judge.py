@@ -1,14 +1,20 @@
-"""What the lines say, in plain words: what a server gets of each defence, and by which attack."""
+"""What the lines say, in plain words: what servers of each tier get of each defence, and by which attack.
 
-from collections.abc import Iterable, Sequence
+A server can do what those of the tiers that it includes can: one that knows the defence may act as if it did not. So a
+tier's verdict is that of the strongest line of its own and of the tiers it includes, and one tier's "nothing" never
+stands for another's.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from gradveil.experiments.rows import GRADES, NAIVE, Floor, Grade, Line, MeasuredExample, best_floor, lines, read
+from gradveil.countermeasures import TIERS, Tier
+from gradveil.experiments.rows import GRADES, NAIVE, Floor, Line, MeasuredExample, best_floor, lines, read
 from gradveil.experiments.run_folder import Row
 from gradveil.metrics.intervals import short
 
-Outcome = Literal["recovered", "recognised", "traces", "nothing", "void"]
+Outcome = Literal["recovered", "recognised", "traces", "nothing", "void", "not_assessed", "not_run"]
 
 GETS: dict[str, str] = {
     "recovered": "gets the images back",
@@ -23,7 +29,37 @@ BADGES: dict[str, str] = {
     "traces": "Traces found",
     "nothing": "Nothing found",
     "void": "Void",
+    "not_assessed": "Not assessed",
+    "not_run": "Not run",
 }
+
+INCLUDES: dict[Tier, tuple[Tier, ...]] = {  # what a server of a tier can do
+    "naive": ("naive",),
+    "knows": ("naive", "knows"),
+    "informed": ("naive", "knows", "informed"),
+    "patient": ("naive", "knows", "patient"),
+    "malicious": ("naive", "knows", "malicious"),
+}
+
+WHO: dict[Tier, str] = {
+    "naive": "Naive server",
+    "knows": "Server that knows",
+    "informed": "Informed server",
+    "patient": "Patient server",
+    "malicious": "Malicious server",
+}
+
+BEYOND: tuple[Tier, ...] = ("informed", "patient", "malicious")  # they know more than the defence, or do more
+
+
+@dataclass(frozen=True)
+class TierVerdict:
+    """What servers of one tier get of a defence."""
+
+    tier: Tier
+    outcome: Outcome
+    text: str  # what such a server gets
+    line: Line | None  # the strongest of the tier and of those it includes
 
 
 @dataclass(frozen=True)
@@ -31,14 +67,16 @@ class Verdict:
     """What the audit found about one defence."""
 
     defense: str
-    outcome: Outcome  # of the strongest server
+    outcome: Outcome  # of the server that knows the defence; of any server where there is none
     text: str
     points: tuple[tuple[str, str], ...]  # the same, as who and what
     naive: Line | None  # the strongest line of a server that does not know the defence
-    adaptive: Line | None  # and of one that does
+    adaptive: Line | None  # and of one that does; it may act as if it did not
     accuracy: float | None  # on the test split, after the last round
     baseline: float | None  # the same without a defence
     scored_by: str = "accuracy"  # what these are: R² where targets are numbers
+    tiers: tuple[TierVerdict, ...] = ()  # every tier, in order
+    errors: tuple[str, ...] = ()  # what its author declared and probing it contradicts
 
 
 def verdicts(rows: Sequence[Row]) -> list[Verdict]:
@@ -48,9 +86,16 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
     accuracy = {row["defense"]: row["accuracy"] for row in trained}  # the last round's stays
     skipped = [row["defense"] for row in rows if row["kind"] == "skip"]
     names = list(dict.fromkeys([*accuracy, *(line.defense for line in found), *skipped]))
-    knowing = {row["defense"] for row in rows if row["kind"] == "defense"}
     scored_by = next((row["scored_by"] for row in trained if "scored_by" in row), "accuracy")
-    return [_verdict(name, found, floor, accuracy, scored_by, name in knowing) for name in names if floor is not None]
+    if floor is None:
+        return []
+    return [_verdict(_Case(name, found, floor, rows), accuracy, scored_by) for name in names]
+
+
+def declaration_errors(rows: Sequence[Row]) -> list[str]:
+    """Return what is declared of a defence and is not so, as sentences: the first lines of a report."""
+    said = (f"The declaration of {row['defense']} is wrong: {text}" for row in _probes(rows) for text in row["errors"])
+    return list(dict.fromkeys(said))
 
 
 def headline(rows: Sequence[Row]) -> str:
@@ -70,11 +115,16 @@ def headline(rows: Sequence[Row]) -> str:
         said += f", {len(fooled)} of them only to a server that knows the defence"
     if more:
         said += f", {len(more)} of them more to a server that knows the defence than to one that does not"
-    void = sum(v.outcome == "void" for v in tried)
+    for tier in BEYOND:
+        also = [v for v in tried if v not in broken and _of(v, tier) in ("recovered", "recognised")]
+        if also:
+            said += f"; {len(also)} more to {_article(tier)} {tier} server"
     late = any(row["kind"] == "skip" and row.get("out_of_time") for row in rows)
-    if void:
+    if void := sum(v.outcome == "void" for v in tried):
         why = " or the time was over" if late or any(line.out_of_time for line in lines(rows)) else ""
         said += f"; on {void} the audit is void, since attacks fail without a defence as well{why}"
+    if open_ := sum(v.outcome in ("not_assessed", "not_run") for v in tried):
+        said += f"; {open_} could not be assessed"
     return said + (". The time was over before all was tried." if late else ".")
 
 
@@ -92,58 +142,127 @@ def strongest(found: Iterable[Line]) -> Line | None:
     return counted[-1] if counted else None
 
 
+def by_tier(found: Iterable[Line], defense: str) -> dict[Tier, Line | None]:
+    """Return the strongest line of each tier, the tiers that it includes counted in; none where it has no own line."""
+    mine = [line for line in found if line.defense == defense and line.at_own_weights]
+    ran = {line.tier for line in mine}
+    return {
+        tier: strongest(line for line in mine if line.tier in INCLUDES[tier]) if tier in ran else None for tier in TIERS
+    }
+
+
 def naive_and_adaptive(found: Iterable[Line], defense: str) -> tuple[Line | None, Line | None]:
     """Return the strongest line of a server that does not know a defence, and of one that does."""
-    mine = [line for line in found if line.defense == defense and line.at_own_weights]
-    return strongest(x for x in mine if x.server == NAIVE), strongest(x for x in mine if x.server != NAIVE)
+    best = by_tier(found, defense)
+    return best["naive"], best["knows"]
 
 
-def _verdict(
-    name: str, found: Sequence[Line], floor: Floor, accuracy: dict[str, float], scored_by: str, has_knowing: bool
-) -> Verdict:
-    naive, adaptive = naive_and_adaptive(found, name)
-    outcome = _outcome(naive, adaptive)
-    if outcome == "nothing" and has_knowing and adaptive is None:
-        outcome = "void"  # the server that counts was not tried
-    points = [("Any server" if name == "none" else "Naive server", _gets(naive, floor))]
-    if adaptive is not None or has_knowing:
-        points.append(("Server that knows", _gets(adaptive, floor)))
+def _of(verdict: Verdict, tier: Tier) -> Outcome:
+    return next((t.outcome for t in verdict.tiers if t.tier == tier), "not_run")
+
+
+def _probes(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row["kind"] == "probe"]
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One defence and all that was found."""
+
+    name: str
+    found: Sequence[Line]
+    floor: Floor
+    rows: Sequence[Row]
+
+    @property
+    def errors(self) -> tuple[str, ...]:
+        """What is wrong with its declaration."""
+        mine = (text for row in _probes(self.rows) if row["defense"] == self.name for text in row["errors"])
+        return tuple(dict.fromkeys(mine))
+
+    @property
+    def assessed(self) -> bool:
+        """Whether a server that knows the defence was tried in full: all that is secret is declared, or was found."""
+        mine = [row for row in _probes(self.rows) if row["defense"] == self.name]
+        return not self.errors and all(row["assessed"] for row in mine)
+
+    def verdict(self, tier: Tier) -> TierVerdict:
+        """Return what servers of a tier get."""
+        mine = [line for line in self.found if line.defense == self.name and line.at_own_weights]
+        own, able = [line for line in mine if line.tier == tier], [x for x in mine if x.tier in INCLUDES[tier]]
+        best = strongest(able)
+        if not own and not (tier == "knows" and best is not None and best.grade != "nothing"):
+            return TierVerdict(tier, "not_run", self._not_run(tier), None)
+        assert best is not None
+        return TierVerdict(tier, self._outcome(tier, best, able), self._text(tier, best), best)
+
+    def _outcome(self, tier: Tier, best: Line, able: Sequence[Line]) -> Outcome:
+        if best.grade != "nothing":
+            return best.grade
+        halves = [strongest(x for x in able if x.tier == t) for t in INCLUDES[tier]]
+        if any(line is not None and not line.counts for line in halves):
+            return "void"  # a part of the audit failed for reasons of its own: no protection may be read off it
+        return "nothing" if tier == "naive" or self.assessed else "not_assessed"
+
+    def _text(self, tier: Tier, best: Line) -> str:
+        said = _gets(best, self.floor, tier)
+        if best.counts and best.grade == "nothing" and tier != "naive" and not self.assessed:
+            why = "its declaration is wrong" if self.errors else "what is secret in it is not known"
+            said += f"; that is no assessment, since {why}"
+        return said
+
+    def _not_run(self, tier: Tier) -> str:
+        skipped = [row for row in self.rows if row["kind"] == "skip" and row["defense"] == self.name]
+        why = [row["why"] for row in skipped if row.get("tier", "") == tier and not row.get("out_of_time")]
+        return f"was not run: {why[0].rstrip('.')}" if why else "was not run"
+
+
+def _verdict(case: _Case, accuracy: Mapping[str, float], scored_by: str) -> Verdict:
+    name = case.name
+    naive, adaptive = naive_and_adaptive(case.found, name)
+    tiers = tuple(case.verdict(tier) for tier in TIERS)
+    judged = {t.tier: t for t in tiers}
+    main = judged["naive" if name == "none" else "knows"]
+    outcome = main.outcome
+    if name != "none" and outcome == "not_run":  # the server that counts was not tried
+        got = judged["naive"].outcome
+        outcome = got if got in ("recovered", "recognised", "traces", "void") else "not_run"
+    points = [("Any server" if name == "none" else WHO["naive"], judged["naive"].text)]
+    points += [(WHO[t.tier], t.text) for t in tiers[1:] if name != "none" or t.line is not None]
     if name in accuracy:
         points.append((scored_by[0].upper() + scored_by[1:], _accuracy(name, accuracy, scored_by)))
-    text = f"{'Any server' if name == 'none' else 'The naive server'} {_gets(naive, floor)}"
-    if adaptive is not None or has_knowing:
+    text = f"{'Any server' if name == 'none' else 'The naive server'} {judged['naive'].text}"
+    if name != "none":
         joined = "but" if naive is not None and adaptive is not None and _worse(adaptive, naive) else "and"
-        text += f", {joined} a server that knows the defence {_gets(adaptive, floor)}"
+        text += f", {joined} a server that knows the defence {judged['knows'].text}"
+    for tier in BEYOND:
+        if judged[tier].line is not None:
+            text += f". {_article(tier).capitalize()} {tier} server {judged[tier].text}"
     if outcome == "nothing":
         text += ". No attack of this panel got anything, which is no proof that none can"
+    if missing := [t.tier for t in tiers if t.outcome == "not_run"]:
+        text += f". Not run: {', '.join(missing)}" if name != "none" else ""
     text += f". {points[-1][0]} {points[-1][1]}." if name in accuracy else "."
     both = accuracy.get(name), accuracy.get("none")
-    return Verdict(name, outcome, text, tuple(points), naive, adaptive, *both, scored_by)
+    return Verdict(name, outcome, text, tuple(points), naive, adaptive, *both, scored_by, tiers, case.errors)
+
+
+def _article(tier: Tier) -> str:
+    return "an" if tier == "informed" else "a"
 
 
 def _worse(a: Line, b: Line) -> bool:
     return GRADES.index(a.grade) > GRADES.index(b.grade)
 
 
-def _outcome(naive: Line | None, adaptive: Line | None) -> Outcome:
-    both = [line for line in (naive, adaptive) if line is not None and line.counts]
-    if not both:
-        return "void"
-    worst: Grade = max((line.grade for line in both), key=GRADES.index)
-    if worst == "nothing" and any(line is not None and not line.counts for line in (naive, adaptive)):
-        return "void"  # one half of the audit failed for reasons of its own: no protection may be read off it
-    return worst
-
-
-def _gets(line: Line | None, floor: Floor) -> str:
-    if line is None:
-        return "was not tried"
+def _gets(line: Line, floor: Floor, tier: Tier) -> str:
     if not line.counts:
         return f"shows nothing either way: {_by(line)} {line.void}"
     gets = GETS[line.grade].format(others=line.gallery - 1)
     if line.grade == "recognised" and line.mse.mean > floor.mse.mean:
         gets = f"gets pictures that are poor pixel by pixel but can still be told from {line.gallery - 1} others"
-    return f"{gets} ({_numbers(line, floor)}; {_by(line)}, {line.round} round)"
+    as_another = ", as a naive one does" if line.tier == "naive" != tier else ""
+    return f"{gets}{as_another} ({_numbers(line, floor)}; {_by(line)}, {line.round} round)"
 
 
 def _by(line: Line) -> str:
@@ -164,7 +283,7 @@ def _numbers(line: Line, floor: Floor) -> str:
     return said
 
 
-def _accuracy(name: str, accuracy: dict[str, float], scored_by: str) -> str:
+def _accuracy(name: str, accuracy: Mapping[str, float], scored_by: str) -> str:
     shown = {key: score_text(value, scored_by) for key, value in accuracy.items()}
     if name == "none" or "none" not in shown:
         return shown[name]

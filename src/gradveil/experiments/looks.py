@@ -30,6 +30,7 @@ class Look:
     round_number: int
     weights: str  # "start", or the defence it was trained under
     model: nn.Module
+    planted: str = ""  # the attack of a malicious server that made this model
 
 
 def first_look(scene: Scene) -> Look:
@@ -59,7 +60,9 @@ def last_looks(
             limit = pace.Limit(seconds, partial(progress, "local steps"), strict=True)
             with one_thread(is_small(scene.model)), limit, _memory_told(defense):
                 rows, sent = _train(scene, defense, rounds, partial(_tell, progress, done, total))
-            store.add(unit, [*server_rows(defense, scene.countermeasures(defense, scene.model)), *rows], sent)
+            if not store.done(f"probe/{defense}"):
+                rows = [*server_rows(defense, scene.countermeasures(defense, scene.model)), *rows]
+            store.add(unit, rows, sent)
         done += rounds
         if rounds > 1:
             restored = copy.deepcopy(scene.model)
@@ -104,6 +107,19 @@ def _train(scene: Scene, defense: str, rounds: int, tell: Callable[[int], None])
 
 def _state(model: nn.Module) -> dict[str, Any]:
     return {name: value.detach().cpu().numpy().copy() for name, value in model.state_dict().items()}
+
+
+def probe_rows(scene: Scene, defense: str) -> list[Row]:
+    """Return what running a defence says about it, and what servers that know it do, as rows."""
+    found = scene.probed(defense)
+    said = {"errors": list(found.errors), "notes": list(found.notes), "assessed": found.assessed}
+    servers = scene.countermeasures(defense, scene.model)
+    rows = [{"kind": "probe", "defense": defense, **said}, *server_rows(defense, servers)]
+    if "patient" in scene.tiers and not found.drawn:
+        why = "it sends the same in every round, so there is nothing to add up"
+        rows.append({"kind": "skip", "defense": defense, "tier": "patient", "server": "patient", "attack": "newton",
+                     "round": "first", "round_number": 1, "weights": "start", "why": why})  # fmt: skip
+    return rows
 
 
 def server_rows(defense: str, servers: Sequence[Countermeasure]) -> list[Row]:

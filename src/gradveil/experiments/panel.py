@@ -1,21 +1,25 @@
-"""Who attacks what: each update of an attacked client, by each server, with each attack."""
+"""Who attacks what: each update of an attacked client, by the servers of every tier, with each attack."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from gradveil.countermeasures import Countermeasure
-from gradveil.errors import UpdateError
+import torch
+from torch import Generator
+
+from gradveil.attacks.base import ATTACKS, Malicious
+from gradveil.countermeasures import Countermeasure, plain
+from gradveil.errors import GradveilError
 from gradveil.experiments.looks import Look
-from gradveil.experiments.rows import NAIVE
 from gradveil.experiments.run_folder import Row
 from gradveil.experiments.scene import Scene
 from gradveil.experiments.trial import Trial, naive, observe
-from gradveil.tree import size
-from gradveil.types import Observation
+from gradveil.tree import Params, parameters, size
+from gradveil.types import Batch, Observation
 
 CHUNK = 96  # trials that run together
 KEPT = 2**30  # bytes of updates that are kept for the next server; beyond that they are made again
+ROUNDS = 16  # updates of one client that a patient server has, at most
 
 
 @dataclass(frozen=True)
@@ -30,30 +34,126 @@ class Target:
 
 
 def panel(scene: Scene, looks: Sequence[Look]) -> dict[str, list[Target]]:
-    """Return who attacks what, by attack: for each look the control, then each defence, naive and adaptive.
+    """Return who attacks what, by attack: for each look the controls, then each defence, by tier.
 
     In the first round all defences start from the same weights and share one control; later each federation
     has weights of its own, and its own control at those weights.
     """
     targets: dict[str, list[Target]] = {}
     for look in looks:
-        tried = [d for d in scene.defenses if d != "none" and look.weights in ("start", d)]
-        wanted: dict[tuple[str, str, str], Countermeasure] = {("none", NAIVE, a): naive() for a in scene.attacks}
-        for defense in tried:
-            wanted |= {(defense, NAIVE, a): naive() for a in scene.attacks}
-            for server in scene.countermeasures(defense, look.model):
-                used = [_own_name(scene, server.attack)] if server.attack else list(scene.attacks)
-                wanted |= {("none", NAIVE, a): naive() for a in used}  # an attack is nothing without its control
-                wanted |= {(defense, server.name, a): server for a in used}
-        for (defense, _, attack), server in wanted.items():
+        wanted = _planted(scene, look) if look.planted else _wanted(scene, look)
+        for defense, server, attack in wanted:
             mine = [Target(look, defense, server, attack, victim) for victim in scene.victims]
             targets.setdefault(attack, []).extend(mine)
     return targets
 
 
+def last_resort(scene: Scene, looks: Sequence[Look], holding: Sequence[str]) -> dict[str, list[Target]]:
+    """Return the attack that learns to undo any defence, on the defences that hold so far: it takes long."""
+    server = inverting()
+    if "knows" not in scene.tiers or server.attack not in ATTACKS.names() or not holding:
+        return {}
+    mine = [
+        Target(look, defense, server, server.attack, victim)
+        for look in looks
+        for defense in ("none", *holding)
+        if defense == "none" or look.weights in ("start", defense)
+        for victim in scene.victims
+    ]
+    return {server.attack: mine} if mine else {}
+
+
+Wanted = list[tuple[str, Countermeasure, str]]  # defence, server, attack
+
+
+def _wanted(scene: Scene, look: Look) -> Wanted:
+    tried = [d for d in scene.defenses if d != "none" and look.weights in ("start", d)]
+    found: dict[tuple[str, str, str, str], tuple[str, Countermeasure, str]] = {}
+
+    def add(defense: str, server: Countermeasure, attack: str) -> None:
+        found.setdefault((defense, server.tier, server.name, attack), (defense, server, attack))
+
+    for attack in scene.attacks:
+        add("none", naive(), attack)
+    if "informed" in scene.tiers:
+        add("none", informed(()), informed(()).attack or "")
+    for defense in tried:
+        for attack in scene.attacks:
+            if "naive" in scene.tiers:
+                add(defense, naive(), attack)
+        knowing = scene.countermeasures(defense, look.model)
+        servers = list(knowing) if "knows" in scene.tiers else []
+        servers += [informed(knowing)] if "informed" in scene.tiers else []
+        servers += patient(knowing) if "patient" in scene.tiers and scene.probed(defense).drawn else []
+        for server in servers:
+            for attack in _used(scene, server):
+                if server.tier in ("knows", "patient"):
+                    add("none", naive(), attack)  # an attack is nothing without its control
+                add(defense, server, attack)
+    return sorted(found.values(), key=lambda one: one[0] != "none")
+
+
+def _planted(scene: Scene, look: Look) -> Wanted:
+    server = Countermeasure(
+        look.planted, "Sends weights that make clients give more away.", _as_it_is, tier="malicious"
+    )
+    return [(defense, server, look.planted) for defense in scene.defenses]
+
+
+def _used(scene: Scene, server: Countermeasure) -> list[str]:
+    """Return the attacks that a server uses; a patient one the first of the audit's own."""
+    if server.attack:
+        return [_own_name(scene, server.attack)]
+    return list(scene.attacks)[: 1 if server.tier == "patient" else None]
+
+
 def _own_name(scene: Scene, attack: str) -> str:
     """Return the panel's own settings of an attack that a countermeasure names without any."""
     return next((spec for spec in scene.attacks if spec.partition(":")[0] == attack), attack)
+
+
+def _as_it_is(seen: Observation) -> Observation:
+    return seen
+
+
+def informed(knowing: Sequence[Countermeasure]) -> Countermeasure:
+    """The server that has all other records of the client, and a list of candidates for this one."""
+    view = next((c.view for c in knowing if "whiten" in c.name), _as_it_is)
+    why = "Has every other record of the client and a list of candidates; picks the likeliest."
+    return Countermeasure("candidates", why, view, "candidates", "informed")
+
+
+def patient(knowing: Sequence[Countermeasure]) -> list[Countermeasure]:
+    """The servers that know the defence and have updates of many rounds: a view each, of all rounds."""
+    mine = [c for c in knowing if c.attack in (None, "newton") and c.name != "undeclared"]
+    return [replace(c, why=f"{c.why} Adds up the client's updates of many rounds.", tier="patient") for c in mine]
+
+
+def inverting() -> Countermeasure:
+    """The server that trains a network to undo the defence, on public examples that it sends through it itself."""
+    why = "Runs the defence on public images and trains a network to undo it."
+    return replace(plain(), name="inverter", why=why, attack="inverter")
+
+
+def plant(scene: Scene, look: Look) -> tuple[list[Look], list[Row]]:
+    """Return what malicious servers would send in place of a model, and why others cannot."""
+    looks: list[Look] = []
+    rows: list[Row] = []
+    if "malicious" not in scene.tiers:
+        return looks, rows
+    for name, cls in ATTACKS:
+        attack = cls() if issubclass(cls, Malicious) else None
+        if not isinstance(attack, Malicious):
+            continue
+        rng, shape = scene.seeds("plant", name), scene.dataset.input_shape
+        try:
+            made = attack.plant(look.model, shape, scene.num_classes, scene.public.batch.to(scene.device), rng)
+            looks.append(replace(look, model=made, planted=name))
+        except GradveilError as error:
+            about = {"round": look.round, "round_number": look.round_number, "weights": look.weights, "attack": name}
+            about |= {"server": name, "tier": "malicious", "why": str(error), "out_of_time": False}
+            rows += [{"kind": "skip", **about, "defense": defense} for defense in scene.defenses]
+    return looks, rows
 
 
 def chunks(targets: Sequence[Target]) -> list[Sequence[Target]]:
@@ -68,19 +168,22 @@ class Observed:
     """What the attacked clients sent: each update is made once, however many servers and attacks look at it."""
 
     scene: Scene
-    _kept: dict[tuple[str, str, str, int], Observation | UpdateError] = field(default_factory=dict)
+    _kept: dict[tuple[str | int, ...], Observation | GradveilError] = field(default_factory=dict)
+    _clients: dict[tuple[int, str], "_Client"] = field(default_factory=dict)
     _bytes: int = 0
 
     def __post_init__(self) -> None:
         self._num_classes = self.scene.num_classes
+        self._public = self.scene.public.batch.to(self.scene.device)
 
     def trial(self, target: Target) -> Trial:
         """Return the trial of a target."""
         scene, look, victim = self.scene, target.look, target.victim
         rng = scene.seeds("attack", target.attack, look.round, victim)
         attack = scene.attacks.get(target.attack, target.attack)
-        first = victim * scene.config.examples
-        return Trial(self.seen(target), target.server, attack, rng, scene.held_by(victim), self.about(target), first)
+        first, held = victim * scene.config.examples, scene.held_by(victim)
+        truth = held[:1] if target.server.tier == "informed" else held
+        return Trial(self._given(target), target.server, attack, rng, truth, self.about(target), first)
 
     def about(self, target: Target) -> Row:
         """Return what the rows of a target say of it."""
@@ -90,26 +193,72 @@ class Observed:
             "weights": target.look.weights,
             "defense": target.defense,
             "server": target.server.name,
+            "tier": target.server.tier,
             "attack": target.attack,
         }
 
-    def seen(self, target: Target) -> Observation | UpdateError:
-        """Return what arrived from the client after its local training, or why nothing did."""
-        key = (target.look.round, target.look.weights, target.defense, target.victim)
+    def _given(self, target: Target) -> Observation | GradveilError:
+        """Return the update, and what a server of this tier has beside it."""
+        seen, tier = self.seen(target), target.server.tier
+        if isinstance(seen, GradveilError) or tier == "naive":
+            return seen
+        key = (id(target.look.model), target.defense)
+        client = self._clients.setdefault(key, _Client(self, target))
+        seen = replace(seen, client=client, public=self._public)
+        if tier == "informed":
+            return replace(seen, candidates=self._candidates(target.victim), others=self._others(target.victim))
+        if tier == "patient":
+            update = 4 * size(parameters(target.look.model)) * len(self.scene.victims)
+            more = [self.seen(target, again) for again in range(1, max(2, min(ROUNDS, KEPT // update)))]
+            return replace(seen, rounds=tuple(one for one in more if isinstance(one, Observation)))
+        return seen
+
+    def _candidates(self, victim: int) -> Batch:
+        """Return the client's example among public ones, in an order that says nothing."""
+        held, public = self.scene.held_by(victim)[:1], self.scene.public
+        others = public.batch[: public.choices - 1]
+        order = torch.randperm(public.choices, generator=self.scene.seeds("candidates", victim))
+        inputs, labels = torch.cat([held.inputs, others.inputs]), torch.cat([held.labels, others.labels])
+        return Batch(inputs[order], labels[order]).to(self.scene.device)
+
+    def _others(self, victim: int) -> Batch | None:
+        held = self.scene.held_by(victim)
+        return held[1:].to(self.scene.device) if len(held) > 1 else None
+
+    def seen(self, target: Target, again: int = 0) -> Observation | GradveilError:
+        """Return what arrived from the client after its local training, or why nothing did; ``again``: once more."""
+        look = target.look
+        key = (look.round, look.weights, look.planted, target.defense, target.victim, again)
         if key in self._kept:
             return self._kept[key]
-        seen = self._observe(target)
-        self._bytes += 0 if isinstance(seen, UpdateError) else 4 * size(seen.update.gradient)
+        seen = self._observe(target, again)
+        self._bytes += 0 if isinstance(seen, GradveilError) else 4 * size(seen.update.gradient)
         if self._bytes <= KEPT:
             self._kept[key] = seen
         return seen
 
-    def _observe(self, target: Target) -> Observation | UpdateError:
-        scene, look, defense = self.scene, target.look, self.scene.defenses[target.defense]
-        rng = scene.seeds("defense", target.defense, look.round, target.victim)
-        batch, prior = scene.held_by(target.victim).to(scene.device), scene.public.prior
-        lr = scene.config.lr_of(look.round_number)
+    def _observe(self, target: Target, again: int) -> Observation | GradveilError:
+        repeat = ("again", again) if again else ()
+        rng = self.scene.seeds("defense", target.defense, target.look.round, target.victim, *repeat)
+        batch = self.scene.held_by(target.victim).to(self.scene.device)
         try:
-            return observe(look.model, batch, defense, rng, self._num_classes, prior, lr, local=scene.config)
-        except UpdateError as error:
+            return self.send(target, batch, rng)
+        except GradveilError as error:
             return error
+
+    def send(self, target: Target, batch: Batch, rng: Generator) -> Observation:
+        """Return what the server sees of a client with these examples."""
+        scene, look, defense = self.scene, target.look, self.scene.defenses[target.defense]
+        lr, prior = scene.config.lr_of(look.round_number), scene.public.prior
+        return observe(look.model, batch, defense, rng, self._num_classes, prior, lr, local=scene.config)
+
+
+@dataclass(frozen=True, eq=False)
+class _Client:
+    """What a client with other examples would send: the server runs the defence by itself."""
+
+    observed: Observed
+    target: Target
+
+    def __call__(self, batch: Batch, rng: Generator) -> Params:
+        return self.observed.send(self.target, batch, rng).update.gradient

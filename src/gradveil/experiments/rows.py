@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
+from gradveil.countermeasures import TIERS, Tier
 from gradveil.experiments.run_folder import Row
 from gradveil.metrics.intervals import Interval, chance_of, interval, rate
 
@@ -34,6 +35,7 @@ class MeasuredExample:
     weights: str = ""  # the federation whose model was attacked
     defense: str = ""
     server: str = ""
+    tier: Tier = "naive"  # of the server
     attack: str = ""
     converged: bool = False
     out_of_time: bool = False  # the attack was stopped before it was done
@@ -55,8 +57,14 @@ def read(rows: Iterable[Row], kind: Literal["attack", "floor"]) -> list[Measured
         if row["kind"] == kind:
             values: Row = {name: math.nan if row[name] is None else row[name] for name in names if name in row}
             late = "out_of_time" in row.get("details", {})
+            values.setdefault("tier", tier_of(row.get("server", "")))
             found.append(MeasuredExample(**values, out_of_time=late))
     return found
+
+
+def tier_of(server: str) -> Tier:
+    """Return the tier of a server where a row does not name it: earlier versions had two."""
+    return "naive" if server in (NAIVE, "") else "knows"
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,7 @@ class Line:
     defense: str
     weights: str  # the federation whose model was attacked
     server: str
+    tier: Tier
     attack: str
     mse: Interval
     psnr: Interval
@@ -95,7 +104,7 @@ class Line:
     @property
     def key(self) -> tuple[str, ...]:
         """What tells it from the other lines of its round."""
-        return self.weights, self.defense, self.server, self.attack
+        return self.weights, self.defense, self.tier, self.server, self.attack
 
     @property
     def at_own_weights(self) -> bool:
@@ -111,6 +120,11 @@ class Line:
     def strength(self) -> tuple[int, float, float]:
         """How much was got; for finding the strongest line."""
         return GRADES.index(self.grade), self.recovered.mean + self.identified.mean, -self.mse.mean
+
+
+def server_name(one: Line | MeasuredExample) -> str:
+    """Return what a server does, and its tier where that is not clear from it."""
+    return one.server if one.tier in ("naive", "knows") else f"{one.tier}: {one.server}"
 
 
 T = TypeVar("T")
@@ -140,14 +154,22 @@ def lines(rows: Sequence[Row]) -> list[Line]:
     if floor is None:
         return []
     known = [m for m in read(rows, "attack") if m.known]
-    controls = group([m for m in known if (m.defense, m.server) == ("none", NAIVE)], "round", "weights", "attack")
+    controls = group([m for m in known if m.defense == "none"], "round", "weights", "attack", "tier")
     found = [
-        _line(mine, controls.get((mine[0].round, mine[0].weights, mine[0].attack)), floor)
-        for mine in group(known, "round", "weights", "defense", "server", "attack").values()
+        _line(mine, _control_of(mine[0], controls), floor)
+        for mine in group(known, "round", "weights", "defense", "tier", "server", "attack").values()
     ]
     rounds = list(dict.fromkeys(line.round for line in found))
     names = list(dict.fromkeys(["none", *(row["defense"] for row in rows if "defense" in row)]))
-    return sorted(found, key=lambda x: (rounds.index(x.round), names.index(x.defense), x.server != NAIVE))
+    return sorted(found, key=lambda x: (rounds.index(x.round), names.index(x.defense), TIERS.index(x.tier)))
+
+
+def _control_of(
+    one: MeasuredExample, controls: Mapping[tuple[Any, ...], list[MeasuredExample]]
+) -> list[MeasuredExample] | None:
+    """Return the same attack without a defence: by a server of the same tier where there is one, else the naive one."""
+    place = (one.round, one.weights, one.attack)
+    return controls.get((*place, one.tier)) or controls.get((*place, "naive"))
 
 
 def grade(mse: Interval, recovered: Interval, identified: Interval, floor: Floor, gallery: int) -> Grade:
@@ -183,6 +205,7 @@ def _line(mine: Sequence[MeasuredExample], control: Sequence[MeasuredExample] | 
         defense=one.defense,
         weights=one.weights,
         server=one.server,
+        tier=one.tier,
         attack=one.attack,
         mse=mse,
         psnr=_mean(mine, "psnr"),

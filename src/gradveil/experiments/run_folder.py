@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,11 @@ class RunFolder:
     def done(self, unit: str) -> bool:
         """Return whether a unit of work is finished."""
         return unit in self._units
+
+    def new(self, unit: str) -> str:
+        """Return the name of a unit, with a number where that name is taken."""
+        names = (unit if not number else f"{unit}/{number}" for number in count())
+        return next(name for name in names if not self.done(name))
 
     def add(self, unit: str, rows: Sequence[Row], arrays: Arrays | None = None) -> None:
         """Write the rows (and images) of a unit, all or nothing."""

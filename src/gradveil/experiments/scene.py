@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, ClassVar
 
@@ -13,14 +13,15 @@ from torch import nn
 
 from gradveil.attacks.base import Attack
 from gradveil.attacks.base import build as build_attack
-from gradveil.countermeasures import Countermeasure
+from gradveil.countermeasures import TIERS, Countermeasure, Tier
 from gradveil.data import load
 from gradveil.data.base import Dataset
 from gradveil.data.partition import Indices, partition
 from gradveil.defenses.base import Defense
 from gradveil.defenses.base import build as build_defense
 from gradveil.defenses.guard.step import step_gradient
-from gradveil.errors import DataError, GradveilError, SpecError, own_error
+from gradveil.errors import DataError, GradveilError, SpecError, did_you_mean, own_error
+from gradveil.experiments.probes import Probed, probe
 from gradveil.experiments.settings import find_device
 from gradveil.experiments.trial import Public
 from gradveil.federated.client import check_loss, update_batch_size
@@ -53,6 +54,7 @@ class AuditConfig(Training):
     model: str = "lenet:strides=2/1"  # sigmoid, as published, but two convolutions deep: it learns digits in ten rounds
     defenses: tuple[str, ...] = DEFENSES
     attacks: tuple[str, ...] = ()  # none: those that suit the model (see ``default_attacks``)
+    tiers: tuple[str, ...] = ()  # of servers; none: all, but naive and knows alone where attacks are named
     partition: str = "iid:devices=10"
     rounds: int = 10
     clients: int = 5
@@ -66,7 +68,7 @@ class AuditConfig(Training):
     device: str = "cpu"  # cpu, cuda or auto
     seed: int = 0
 
-    FREE: ClassVar[frozenset[str]] = frozenset({"meter_seconds", "minutes", "device"})  # may differ on --resume
+    FREE: ClassVar[frozenset[str]] = frozenset({"meter_seconds", "minutes", "device", "tiers"})  # free on --resume
 
     def __post_init__(self) -> None:
         for name in ("rounds", "clients", "epochs", "batch_size", "lr", "images", "examples", "gallery"):
@@ -83,6 +85,10 @@ class AuditConfig(Training):
             values = getattr(self, kind)
             if len(set(values)) < len(values):
                 raise SpecError(f"The {kind} {', '.join(values)} name one twice. Name each once.")
+        for tier in self.tiers:
+            if tier not in TIERS:
+                hint = did_you_mean(tier, TIERS)
+                raise SpecError(f"No tier of servers is called {tier!r}. {hint}Known: {', '.join(TIERS)}.")
 
     @property
     def planned(self) -> Update:
@@ -97,6 +103,7 @@ def check_minutes(minutes: float | None) -> None:
         raise SpecError(f"minutes={minutes}: give a number of minutes above zero.")
 
 
+PROBED = 4  # public examples that a defence is probed with
 LARGE = 500_000  # weights beyond which second-order attacks take hours on a CPU
 UNROLLED = 16  # local steps up to which they are unrolled
 
@@ -149,6 +156,7 @@ class Scene:
     truth: Batch  # the images under attack
     public: Public
     seeds: Seeds
+    probes: dict[str, Probed] = field(default_factory=dict)  # by defence, as far as they were made
 
     @property
     def device(self) -> torch.device:
@@ -171,7 +179,24 @@ class Scene:
 
     def countermeasures(self, defense: str, model: nn.Module) -> tuple[Countermeasure, ...]:
         """Return what a server that knows this defence does; nothing where there is nothing to undo."""
-        return () if defense == "none" else self.defenses[defense].adaptive(model)
+        if defense == "none":
+            return ()
+        declared, found = self.defenses[defense].adaptive(model), self.probed(defense).servers
+        return (*declared, *(c for c in found if c.name not in {d.name for d in declared}))
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The tiers of servers that attack."""
+        return tuple(tier for tier in TIERS if tier in (self.config.tiers or ("naive", "knows")))
+
+    def probed(self, defense: str) -> Probed:
+        """Return what running the defence says about it; done once."""
+        if defense not in self.probes:
+            few = self.public.batch[:PROBED].to(self.device)
+            self.probes[defense] = probe(
+                self.defenses[defense], self.model, few, self.config, self.config.lr_of(1), self.seeds, self.num_classes
+            )
+        return self.probes[defense]
 
 
 def build_scene(

@@ -66,7 +66,7 @@ class Public:
 
 def naive() -> Countermeasure:
     """The server that does not know of the defence, or does not care."""
-    return replace(plain(), name=NAIVE, why="Matches everything that arrives.")
+    return replace(plain(), name=NAIVE, why="Matches everything that arrives.", tier="naive")
 
 
 def observe(
@@ -126,7 +126,7 @@ class Trial:
         """What the attack is given."""
         if isinstance(self.seen, GradveilError):
             raise self.seen
-        return self.server.view(self.seen)
+        return replace(self.server.view(self.seen), rounds=tuple(map(self.server.view, self.seen.rounds)))
 
 
 Result = Reconstruction | GradveilError

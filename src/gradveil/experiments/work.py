@@ -9,11 +9,13 @@ from functools import partial
 import numpy as np
 
 from gradveil import pace
+from gradveil.experiments.judge import verdicts
 from gradveil.experiments.looks import Look, Progress, first_look
-from gradveil.experiments.panel import CHUNK, Observed, Target, panel
+from gradveil.experiments.panel import CHUNK, Observed, Target, panel, plant
+from gradveil.experiments.rows import tier_of
 from gradveil.experiments.run_folder import Row, RunFolder
 from gradveil.experiments.scene import Scene, is_small, one_thread
-from gradveil.experiments.trial import Trial, attack_rows, attempt, naive
+from gradveil.experiments.trial import Trial, attack_rows, attempt
 from gradveil.federated.client import evaluate
 from gradveil.federated.simulate import simulate
 from gradveil.pace import as_clock
@@ -96,15 +98,17 @@ class Work:
 
     def _key(self, row: Row) -> tuple[object, ...]:
         cell = tuple(row[name] for name in ("round", "weights", "defense", "server", "attack"))
+        cell = (*cell, row.get("tier") or tier_of(row["server"]))
         return (*cell, row["example"] // self.scene.config.examples if "example" in row else None)
 
-    def attack_cost(self, attack: str, look: Look, least: int = TRY_STEPS) -> Cost:
-        """Return what an attack takes, tried on undefended updates."""
+    def attack_cost(self, its: Sequence[Target], least: int = TRY_STEPS) -> Cost:
+        """Return what an attack takes, tried on the first of its targets: undefended updates."""
+        return cost_of(lambda victim: self.observed.trial(replace(its[0], victim=victim)), self.scene.victims, least)
 
-        def control(victim: int) -> Trial:
-            return self.observed.trial(Target(look, "none", naive(), attack, victim))
-
-        return cost_of(control, self.scene.victims, least)
+    def holding(self) -> list[str]:
+        """Return the defences of which no server that knows them got images so far."""
+        got = {v.defense for v in verdicts(self.store.rows) if v.outcome in ("recovered", "recognised")}
+        return [defense for defense in self.scene.defenses if defense not in got and defense != "none"]
 
     def round_cost(self, defense: str) -> float:
         """Return how many seconds a round of training under a defence takes, the test after it included."""
@@ -162,7 +166,7 @@ def cut_short(row: Row) -> bool:
 
 def _cell(target: Target) -> tuple[object, ...]:
     look = target.look
-    return look.round, look.weights, target.defense, target.server.name, target.attack
+    return look.round, look.weights, target.defense, target.server.name, target.attack, target.server.tier
 
 
 def say_plan(work: Work) -> None:
@@ -171,7 +175,8 @@ def say_plan(work: Work) -> None:
         return
     scene, config = work.scene, work.scene.config
     first = first_look(scene)
-    wanted = {a: work.left(its) for a, its in panel(scene, [first, *stand_ins(scene)]).items()}
+    planted, _ = plant(scene, first)
+    wanted = {a: work.left(its) for a, its in panel(scene, [first, *planted, *stand_ins(scene)]).items()}
     total = 0.0
     names = [d for d in scene.defenses if not work.store.done(f"train/{d}")]
     if names:
@@ -179,7 +184,7 @@ def say_plan(work: Work) -> None:
         LOG.info("plan: training, %d rounds under %d defences: %s", config.rounds, len(names), as_clock(seconds))
     for attack, its in wanted.items():
         if its:
-            total += (seconds := work.attack_cost(attack, first).of(len(its)))
+            total += (seconds := work.attack_cost(its).of(len(its)))
             LOG.info("plan: %s, %d attacks: %s at most", attack, len(its), as_clock(seconds))
     total += config.meter_seconds
     if config.meter_seconds > 0:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from html import escape
 
 from gradveil.experiments.judge import Verdict, naive_and_adaptive
-from gradveil.experiments.rows import NAIVE, Floor, Line
+from gradveil.experiments.rows import NAIVE, Floor, Line, server_name
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def _mean(line: Line | None) -> float | None:
 
 
 def _told(line: Line) -> str:
-    server = "naive server" if line.server == NAIVE else f"server that knows ({line.server})"
+    server = "naive server" if line.server == NAIVE else f"server that knows ({server_name(line)})"
     void = "; void" if not line.counts else ""
     return f"{line.defense}: {server}, {line.attack}, MSE {line.mse:.2g}{void}"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gradveil.errors import MissingExtraError
-from gradveil.experiments.judge import BADGES, Verdict, headline, verdicts
+from gradveil.experiments.judge import BADGES, WHO, Verdict, declaration_errors, headline, verdicts
 from gradveil.experiments.rows import HALF, RECOVERED, SIGNIFICANT, Floor, Line, best_floor, lines
 from gradveil.experiments.run_folder import REPORT, VERSIONS, RunFolder
 from gradveil.files import write_atomically
@@ -24,6 +24,23 @@ READING = (
         "Server that knows",
         "Has read the defence's code, as any server may (Kerckhoffs), and works around it. Only the client's data "
         "and its random draws are secret. This is the figure that counts.",
+    ),
+    (
+        "Informed server",
+        "Has every other record of the client, and a list of candidates for the one it does not have.",
+    ),
+    (
+        "Patient server",
+        "Knows the defence and has the client's updates of many rounds: what is drawn anew in each averages out.",
+    ),
+    (
+        "Malicious server",
+        "Chose the weights that it sent so that clients give more away. A client can check them: gradveil check-model.",
+    ),
+    (
+        "Not assessed",
+        "A server that knows the defence got nothing, but what is secret in the defence is neither declared nor found, "
+        "or its declaration is wrong: there may be a simple way that nobody tried.",
     ),
     (
         "Control",
@@ -112,9 +129,11 @@ def _content(store: RunFolder) -> dict[str, Any]:
     return {
         "title": "What these updates give away" if "update" not in config else "What this update gives away",
         "subtitle": f"gradveil audit of {config['model']} on {what}, seed {config['seed']}, {versions.get('date', '')}",
+        "errors": declaration_errors(rows),
         "headline": headline(rows),
         "verdicts": judged,
         "badges": BADGES,
+        "who": WHO,
         "caveat": CAVEAT.format(schedule=client.get("schedule", "one local step")),
         "thumbs": thumbs(store, judged),
         "picture_note": PICTURES if judged else "What the attacks brought back; there is no truth to compare with.",
@@ -125,7 +144,7 @@ def _content(store: RunFolder) -> dict[str, Any]:
         "left_out": left_out(rows),
         "images": floor.mse.count if floor is not None else 0,
         "reading": READING,
-        "servers": [(f"{row['defense']} · {row['server']}", row["why"]) for row in about],
+        "servers": list(dict.fromkeys((f"{row['defense']} · {row['server']}", row["why"]) for row in about)),
         "settings": [*_flat(config), *_flat(versions)],
     }
 

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from gradveil.experiments.judge import BADGES, Verdict, naive_and_adaptive
-from gradveil.experiments.rows import NAIVE, Line, MeasuredExample, group, read
+from gradveil.experiments.judge import BADGES, Verdict, by_tier
+from gradveil.experiments.rows import NAIVE, Line, MeasuredExample, group, read, server_name
 from gradveil.experiments.run_folder import RunFolder
 from gradveil.files import write_atomically
 from gradveil.metrics.intervals import short
@@ -60,7 +60,7 @@ def _image(array: NDArray[Any]) -> Image.Image:
 
 MOST = 12  # pictures in a strip; the rest is in the run folder
 TRUTH = "truth"  # the unit that holds the originals
-KEY = ("weights", "defense", "server", "attack")  # what tells the lines of a round apart
+KEY = ("weights", "defense", "tier", "server", "attack")  # what tells the lines of a round apart
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,10 @@ def thumbs(store: RunFolder, judged: Sequence[Verdict]) -> dict[str, list[Thumb]
     for verdict in judged:
         shown = [Thumb(picture(truth[0]), "original", "original")]
         naive = "any server" if verdict.defense == "none" else "naive server"
-        for line, caption in ((verdict.naive, naive), (verdict.adaptive, "server that knows")):
+        beyond = [
+            (t.line, f"{t.tier} server") for t in verdict.tiers[2:] if t.line is not None and t.line.tier == t.tier
+        ]
+        for line, caption in ((verdict.naive, naive), (verdict.adaptive, "server that knows"), *beyond):
             mine = first.get((line.round, *line.key)) if line is not None else None
             if mine:
                 got = store.arrays(mine[-1].unit)["found"][mine[-1].index]
@@ -139,8 +142,8 @@ def thumbs(store: RunFolder, judged: Sequence[Verdict]) -> dict[str, list[Thumb]
 
 
 def _first_choice(found: Sequence[Line]) -> set[tuple[str, ...]]:
-    """Return the strongest line of the naive server and of the knowing one, per defence (and for the control)."""
-    best = [line for name in {x.defense for x in found} for line in naive_and_adaptive(found, name)]
+    """Return the strongest line of each tier, per defence (and for the control)."""
+    best = [line for name in {x.defense for x in found} for line in by_tier(found, name).values()]
     return {line.key for line in best if line is not None}
 
 
@@ -162,7 +165,7 @@ def _strip(mine: Sequence[MeasuredExample], line: Line | None, arrays: dict[str,
     what = "Control: no defence" if one.defense == "none" else one.defense
     if one.defense == "none" and one.weights not in ("none", "start"):
         what += f", model trained under {one.weights}"
-    server = "" if one.defense == "none" else "naive server, " if one.server == NAIVE else f"{one.server}, "
+    server = "" if one.defense == "none" else "naive server, " if one.server == NAIVE else f"{server_name(one)}, "
     how = f"{server}{one.attack}"
     if line is not None:
         how += f" · {'void' if not line.counts else BADGES[line.grade].lower()} · MSE {short(line.mse.mean)}"

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from gradveil.experiments.audit import Audit
-from gradveil.experiments.gate import EXIT_CODES, FailOn, gates, overall
-from gradveil.experiments.judge import Verdict
+from gradveil.experiments.gate import EXIT_CODES, GATED, FailOn, gates, overall
+from gradveil.experiments.judge import Verdict, declaration_errors
 from gradveil.experiments.rows import Line, best_floor, group
 from gradveil.experiments.run_folder import VERSIONS, Row
 from gradveil.metrics.intervals import Interval
@@ -16,7 +16,7 @@ from gradveil.metrics.intervals import Interval
 SCHEMA = 1  # of the layout: a key that goes or changes its meaning raises it, a new key does not
 
 
-def summary(found: Audit, page: Path, fail_on: FailOn | None) -> dict[str, Any]:
+def summary(found: Audit, page: Path, fail_on: FailOn | None, tiers: Sequence[str] = GATED) -> dict[str, Any]:
     """Return all that a program may ask of an audit."""
     return {
         "schema": SCHEMA,
@@ -25,8 +25,9 @@ def summary(found: Audit, page: Path, fail_on: FailOn | None) -> dict[str, Any]:
         "folder": str(found.folder),
         "report": str(page),
         "client": next((row for row in found.rows if row["kind"] == "client"), None),
+        "errors": declaration_errors(found.rows),
         "headline": found.headline,
-        "gate": None if fail_on is None else _gate(found.rows, fail_on),
+        "gate": None if fail_on is None else _gate(found.rows, fail_on, tiers),
         "floor": _floor(found.rows),
         "verdicts": [_verdict(v) for v in found.verdicts],
         "lines": [_line(line) for line in found.lines],
@@ -55,8 +56,8 @@ def left_out(rows: Sequence[Row]) -> list[tuple[str, str]]:
     return found
 
 
-def _gate(rows: Sequence[Row], fail_on: FailOn) -> dict[str, Any]:
-    each = gates(rows, fail_on)
+def _gate(rows: Sequence[Row], fail_on: FailOn, tiers: Sequence[str]) -> dict[str, Any]:
+    each = gates(rows, fail_on, tiers)
     whole = overall(each)
     said = {"fail_on": fail_on, **asdict(whole), "exit_code": EXIT_CODES[whole.result]}
     return said | {"defenses": [{"defense": name} | asdict(gate) for name, gate in each.items()]}
@@ -73,7 +74,8 @@ def _verdict(v: Verdict) -> dict[str, Any]:
     lines = {
         name: None if line is None else _line(line) for name, line in (("naive", v.naive), ("adaptive", v.adaptive))
     }
-    return asdict(v) | lines
+    tiers = [asdict(t) | {"line": None if t.line is None else _line(t.line)} for t in v.tiers]
+    return asdict(v) | lines | {"tiers": tiers}
 
 
 def _line(line: Line) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gradveil.experiments.judge import BADGES, Verdict, score_text
-from gradveil.experiments.rows import NAIVE, Floor, Line
+from gradveil.experiments.rows import NAIVE, Floor, Line, server_name
 from gradveil.experiments.run_folder import Row
 from gradveil.metrics.intervals import short
 
@@ -53,7 +53,7 @@ def _row(line: Line) -> tuple[str, ...]:
     return (
         line.round,
         defense,
-        line.server if line.defense != "none" else "–",
+        server_name(line) if line.defense != "none" or line.tier != "naive" else "–",
         line.attack,
         str(line.mse),
         f"{line.psnr:.1f}",
@@ -70,7 +70,7 @@ def says(line: Line) -> str:
     """Return what a line amounts to."""
     if not line.counts:
         return f"Void: {line.void}."
-    is_control = line.defense == "none" and line.server == NAIVE
+    is_control = line.defense == "none"
     return f"{'Control: ' if is_control else ''}{BADGES[line.grade]}."
 
 
@@ -131,6 +131,7 @@ def _proved(row: Row) -> str:
 
 COLUMNS = ("defence", "verdict", "naive server", "server that knows")
 COLOURS = {"recovered": "bold red", "recognised": "red", "traces": "yellow", "nothing": "green", "void": "dim"}
+COLOURS |= {"not_assessed": "magenta", "not_run": "dim"}
 
 
 def verdict_table(judged: Sequence[Verdict], floor: Floor | None) -> RenderableType:
@@ -142,7 +143,7 @@ def verdict_table(judged: Sequence[Verdict], floor: Floor | None) -> RenderableT
         table.add_row(_spec(v.defense), badge, _cell(v.naive), _cell(v.adaptive), accuracy)
     if floor is not None:
         guess = Text(f"blind guess\n  {floor.guess}")
-        table.add_row(guess, "the floor", f"MSE {short(floor.mse.mean)}", "", "", style="dim")
+        table.add_row(guess, "the floor", f"MSE {short(floor.mse.mean)}", style="dim")
     words = [Text.assemble((f"{v.defense}: ", "bold"), v.text) for v in judged]
     return Group(table, Text(), *words)
 
