@@ -291,3 +291,12 @@ def test_a_jacobian_too_large_to_hold_is_not_written_out(
 ) -> None:
     monkeypatch.setattr("gradveil.certificates.meter.ENTRIES", 100)
     assert leak_meter(observe(small, truth), truth, prior).how.startswith("estimate")
+
+
+@pytest.mark.parametrize("limit", [1024, 0])  # exact, by probes
+def test_at_its_floor_the_figure_is_said_to_say_nothing(
+    small: nn.Module, truth: Batch, prior: GaussianPrior, limit: int
+) -> None:
+    noisy = dict.fromkeys(dict(small.named_parameters()), 0.1)
+    assert leak_meter(observe(small, truth), truth, prior, exact_limit=limit).at_floor
+    assert not leak_meter(observe(small, truth, noise=noisy), truth, prior, exact_limit=limit).at_floor

@@ -1,11 +1,13 @@
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gradveil.experiments.run_folder import RunFolder
+from gradveil.experiments.run_folder import Row, RunFolder
 from gradveil.report.page import render, write_report
+from gradveil.report.table import certificate_table, figure_errors
 
 VOID = {"meta", "link", "img", "br", "path"}
 
@@ -98,3 +100,29 @@ def test_certificates_stand_with_what_they_rest_on(page: str) -> None:
         "6e-9",
     ):
         assert said in part
+
+
+def test_a_figure_that_an_attack_beats_is_an_error_and_not_shown_beside_it() -> None:
+    def row(kind: str, mse: float, **more: Any) -> Row:
+        return {"kind": kind, "mse": mse, "assumptions": [], "says": "No server gets under this.", **more}
+
+    floor = [row("floor", 0.08, guess="mean", example=i, identified=0.0) for i in range(8)]
+    about = {"defense": "d", "round": "first", "weights": "start", "attack": "newton", "details": {}}
+    got = [row("attack", 2e-4, example=i, server="naive", identified=1.0, **about) for i in range(8)]
+    promised = [
+        row("meter", 0.063, defense="d", server="whiten"),
+        row("meter", 1e-5, defense="d", server="drop"),
+        row("certificate", 0.01, defense="d", layer="fc", certificate="global", sound=True),
+    ]
+    rows = [*floor, *got, *promised]
+    table = certificate_table(rows)
+    assert table is not None
+    beaten, holding, elsewhere = table.rows
+    assert beaten[2:4] == ("–", "beaten")
+    assert "newton got 2e-4" in beaten[4]
+    assert holding[2] == "1e-5"
+    assert elsewhere[2] == "–"
+    assert "Limits only servers that need the perturbed representation" in elsewhere[4]
+    assert figure_errors(rows) == [
+        "The leak meter's figure for d (whiten) does not hold: it says 0.063, and newton got 2e-4."
+    ]

@@ -1,7 +1,7 @@
 """What an update says about its input to first order: the Jacobian K of all that is seen, and its information."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log
 from typing import Literal
 
@@ -32,8 +32,14 @@ class SeenNumbers:
     model: nn.Module
     function: Callable[[Tensor], Tensor]  # x (n,) -> (R,), n = N d unknowns
     x: Tensor  # (n,) float64, where the derivative is taken
-    noise: Tensor  # (R,), standard deviation of each number; the floor where none is known
+    noise: Tensor  # (R,), standard deviation of each number; no less than the floor
+    floor: float  # that stands for noise where none is known
     randomness: Literal["error", "same"] = "error"  # of the function, for vmap
+
+    def floored(self, share: float) -> "SeenNumbers":
+        """Return the same with so much of the floor."""
+        rest = (self.noise.square() - self.floor**2).clamp_min(0) + (share * self.floor) ** 2
+        return replace(self, noise=rest.sqrt().clamp_min(1e-30), floor=share * self.floor)
 
     def jacobian(self, each: Callable[[], None] = nothing) -> Tensor:
         """Return K (R, n), column by column in chunks, calling ``each`` before each of them."""
@@ -99,7 +105,7 @@ def equations(seen: Observation, truth: Batch, floor: float = 1e-3) -> SeenNumbe
     rms = torch.cat([g.detach().reshape(-1) for g in whole.values()]).square().mean().sqrt()
     known = torch.cat([state[n].new_full((state[n].numel(),), seen.noise.get(n, 0.0)) for n in names])
     noise = (known[live].square() + (floor * rms).square()).sqrt()
-    return SeenNumbers(seen.model, function, x, noise.clamp_min(1e-30), seen.randomness)
+    return SeenNumbers(seen.model, function, x, noise.clamp_min(1e-30), float(floor * rms), seen.randomness)
 
 
 def _live(seen: Observation, name: str, like: Tensor) -> Tensor:
@@ -190,6 +196,9 @@ ASSUMPTIONS = (
     "Noise is Gaussian and independent; where the update has none, a floor relative to its size stands for it.",
     "The server knows the model, the labels and the defence; it sees only the tensors and entries of this observation.",
 )
+LESS = 0.1  # of the floor: where the figure then falls to less than HALF of it, it hangs on the floor
+HALF = 0.5
+FEW = 2  # probes to find that out
 RANK = 1e-7  # singular values below this share of the largest count as zero
 
 
@@ -206,6 +215,7 @@ class Leak:
     influence: float | None = None  # mean squared error of the least-squares server, no prior; inf below full rank
     influence_floor: float | None = None  # a lower bound of it that needs no inverse
     how: str = ""
+    at_floor: bool = False  # it hangs on the floor that stands for noise: there is no such limit, and it says nothing
     assumptions: tuple[str, ...] = ASSUMPTIONS
 
 
@@ -240,7 +250,9 @@ def leak_meter(
             f"estimate: Hutchinson with {probes} probes, conjugate gradients with up to {steps} steps; at 95 % between "
             f"{mse / factor:.3g} (a factor of {factor:.2f}) and {before:.3g}, the figure before anything was sent"
         )
-        return Leak(mse, before, n, mse / factor, how=how)
+        lower = system.floored(LESS)
+        at_floor = mse > probed_mse(lower.information, prior, system.x, FEW, steps, rng, each) / HALF
+        return Leak(mse, before, n, mse / factor, how=how, at_floor=at_floor)
     jacobian = system.jacobian(each)
     return _exact(system, jacobian, prior, before)
 
@@ -277,4 +289,6 @@ def _exact(system: SeenNumbers, jacobian: Tensor, prior: GaussianPrior, before: 
     influence = float((pushed / sizes**4).sum() / n) if rank == n else float("inf")
     floor = float(pushed.sum() / sizes[0].clamp_min(1e-300) ** 4 / n)
     how = f"exact Jacobian, {len(jacobian)} numbers seen for {n} unknowns"
-    return Leak(mse, before, n, None, rank, sizes, influence, floor, how)
+    lower = jacobian / system.floored(LESS).noise[:, None]
+    at_floor = bayes_mse(lower.T @ lower, prior) < HALF * mse
+    return Leak(mse, before, n, None, rank, sizes, influence, floor, how, at_floor)

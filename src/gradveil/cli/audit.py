@@ -171,7 +171,6 @@ def _one(defense: list[str] | None) -> str | None:
 
 
 def _show(found: "Audit", json: bool, fail_on: "FailOn | None", tiers: Sequence[str]) -> None:
-    from gradveil.experiments.judge import declaration_errors
     from gradveil.experiments.rows import best_floor
     from gradveil.report.page import write_report
     from gradveil.report.summary import left_out, summary
@@ -183,7 +182,7 @@ def _show(found: "Audit", json: bool, fail_on: "FailOn | None", tiers: Sequence[
         shared.print_json(told)
     else:
         console = Console()
-        for error in declaration_errors(found.rows):
+        for error in told["errors"]:
             console.print(f"[bold red]Error.[/] {escape(error)}\n", highlight=False)
         console.print(verdict_table(found.verdicts, best_floor(found.rows)))
         console.print(f"\n{found.headline}")

@@ -154,6 +154,7 @@ def _leak_table(leaks: "list[list[ServerLeak]]") -> Table:
         rank = "-" if first.rank is None else f"{min(m.leak.rank or 0 for m in mine)} of {first.unknowns}"
         lows = [m.leak.low for m in mine if m.leak.low is not None]
         value = _span(values) + (f" (estimate; at 95 % {min(lows):.3g} or more)" if lows else "")
+        value = "says nothing (no noise)" if any(m.leak.at_floor for m in mine) else value
         table.add_row(name, value, f"{first.prior_mse:.3g}", rank, mine[0].why)
     if not any(leaks):
         table.add_row("-", "-", "-", "-", "No server that knows this defence can be metered.")
@@ -181,7 +182,7 @@ def as_json(found: dict[str, Any]) -> dict[str, Any]:
         [
             {
                 "server": m.server, "why": m.why, "mse": m.leak.mse, "low": m.leak.low, "before": m.leak.prior_mse,
-                "rank": m.leak.rank, "unknowns": m.leak.unknowns, "how": m.leak.how,
+                "at_floor": m.leak.at_floor, "rank": m.leak.rank, "unknowns": m.leak.unknowns, "how": m.leak.how,
                 "assumptions": list(m.leak.assumptions),
             }
             for m in one

@@ -12,6 +12,7 @@ from torch import Generator, Tensor, nn
 from gradveil.certificates.base import SCOPE, Certificate, Kind
 from gradveil.certificates.certify import certify
 from gradveil.certificates.meter import ASSUMPTIONS, Leak, leak_meter, nothing
+from gradveil.countermeasures import Countermeasure
 from gradveil.defenses.base import Defense
 from gradveil.errors import CertificateError, GradveilError
 from gradveil.experiments.run_folder import Row
@@ -99,16 +100,17 @@ def metered(
     each: Callable[[], None] = nothing,
     lr: float | None = None,
     local: Local | None = None,
+    servers: Sequence[Countermeasure] | None = None,
 ) -> list[ServerLeak]:
     """Return what the update of these examples leaks to every server that knows the defence.
 
     Only servers whose knowledge shows in what they see (dropped tensors, masks, noise levels, a simulated defence)
     can be metered: one that merely switches to another attack sees the same numbers. ``each`` is called before each
-    step of a reading. ``lr`` and ``local``: see ``observe``.
+    step of a reading. ``lr`` and ``local``: see ``observe``. ``servers``: in place of those that the defence declares.
     """
     seen = observe(model, truth, defense, rng, num_classes, prior, lr, with_labels=True, bounds=bounds, local=local)
     found = []
-    for known in defense.adaptive(model):
+    for known in defense.adaptive(model) if servers is None else servers:
         view = known.view(seen)
         if view is seen and known.name != "plain":
             continue
@@ -126,6 +128,7 @@ def finite(values: Tensor) -> list[float | None]:
     return [float(v) if torch.isfinite(v) else None for v in values]
 
 
+AT_FLOOR = "Says nothing: no noise limits what this server gets."
 AUDITED: tuple[Kind, ...] = ("local", "global")
 MOST = 8  # clients that the leak meter reads
 
@@ -196,9 +199,13 @@ def _certificates(scene: Scene, defense: str, each: Callable[[], None]) -> list[
 def _readings(scene: Scene, defense: str, client: int, each: Callable[[], None]) -> list[ServerLeak]:
     rng = scene.seeds("defense", defense, "first", client)
     truth, classes = scene.held_by(client).to(scene.device), scene.num_classes
-    lr, built = scene.config.lr_of(1), scene.defenses[defense]
+    lr, built, probed = scene.config.lr_of(1), scene.defenses[defense], scene.probed(defense)
+    if probed.errors:
+        raise CertificateError(f"its declaration is wrong ({probed.errors[0].rstrip('.')}), so no figure rests on it.")
+    servers = scene.countermeasures(defense, scene.model) or built.adaptive(scene.model)
     return metered(
-        scene.model, truth, built, classes, rng, scene.public.prior, each=each, lr=lr, local=scene.config
+        scene.model, truth, built, classes, rng, scene.public.prior,
+        each=each, lr=lr, local=scene.config, servers=servers,
     )  # fmt: skip
 
 
@@ -207,12 +214,13 @@ def _rows(defense: str, mine: _Promises, clients: int, over: str) -> list[Row]:
     rows = [_certificate_row(defense, one) for one in mine.certificates]
     for server, leaks in mine.leaks.items():
         mse, low = (math.fsum(v) / len(leaks) for v in ([k.mse for k in leaks], [k.low or k.mse for k in leaks]))
-        said = "No server gets under this on average, to first order."
-        if low < mse:
+        at_floor = any(leak.at_floor for leak in leaks)
+        said = AT_FLOOR if at_floor else "No server gets under this on average, to first order."
+        if low < mse and not at_floor:
             said += f" Estimated by random probes: at 95 % the figure is at least {low:.3g}."
         if mine.clients < clients and not mine.error:
             said += f" Of {mine.clients} of {clients} clients: {over}."
-        rows.append(_meter_row(defense, server, mse, said))
+        rows.append(_meter_row(defense, server, None if at_floor else mse, said))
     if mine.error:
         rows.append(_meter_row(defense, "", None, mine.error))
     elif not mine.clients:

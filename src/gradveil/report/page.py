@@ -13,7 +13,7 @@ from gradveil.files import write_atomically
 from gradveil.report.figures import errors_figure, trade_figure
 from gradveil.report.pictures import pictures, thumbs
 from gradveil.report.summary import left_out
-from gradveil.report.table import HEAD, NUM_TEXTS, certificate_table, table_rows
+from gradveil.report.table import HEAD, NUM_TEXTS, certificate_table, figure_errors, table_rows
 
 READING = (
     (
@@ -129,7 +129,7 @@ def _content(store: RunFolder) -> dict[str, Any]:
     return {
         "title": "What these updates give away" if "update" not in config else "What this update gives away",
         "subtitle": f"gradveil audit of {config['model']} on {what}, seed {config['seed']}, {versions.get('date', '')}",
-        "errors": declaration_errors(rows),
+        "errors": declaration_errors(rows) + figure_errors(rows),
         "headline": headline(rows),
         "verdicts": judged,
         "badges": BADGES,

@@ -12,6 +12,7 @@ from gradveil.experiments.judge import Verdict, declaration_errors
 from gradveil.experiments.rows import Line, best_floor, group
 from gradveil.experiments.run_folder import VERSIONS, Row
 from gradveil.metrics.intervals import Interval
+from gradveil.report.table import figure_errors
 
 SCHEMA = 1  # of the layout: a key that goes or changes its meaning raises it, a new key does not
 
@@ -25,7 +26,7 @@ def summary(found: Audit, page: Path, fail_on: FailOn | None, tiers: Sequence[st
         "folder": str(found.folder),
         "report": str(page),
         "client": next((row for row in found.rows if row["kind"] == "client"), None),
-        "errors": declaration_errors(found.rows),
+        "errors": declaration_errors(found.rows) + figure_errors(found.rows),
         "headline": found.headline,
         "gate": None if fail_on is None else _gate(found.rows, fail_on, tiers),
         "floor": _floor(found.rows),

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gradveil.experiments.judge import BADGES, Verdict, score_text
-from gradveil.experiments.rows import NAIVE, Floor, Line, server_name
+from gradveil.experiments.rows import NAIVE, Floor, Line, lines, server_name
 from gradveil.experiments.run_folder import Row
 from gradveil.metrics.intervals import short
 
@@ -102,10 +102,48 @@ def certificate_table(rows: Sequence[Row]) -> CertificateTable | None:
     for row in chosen:
         known = assumptions.setdefault(_figure(row), [])
         known += [text for text in row["assumptions"] if text not in known]
-    cells = [(row["defense"], _name(row), _mse(row), _proved(row), row["says"]) for row in chosen]
+    beaten = {id(row): line for row, line in beaten_figures(rows)}
+    cells = [_cells(row, beaten.get(id(row))) for row in chosen]
     return CertificateTable(
         CERTIFICATE_HEAD, cells, [(figure, texts) for figure, texts in assumptions.items() if texts]
     )
+
+
+def beaten_figures(rows: Sequence[Row]) -> list[tuple[Row, Line]]:
+    """Return each figure under which an attack on one update got, at the same weights, with that attack.
+
+    Beyond chance: all of the 95 % interval lies under the figure.
+    """
+    found = [x for x in lines(rows) if x.round == "first" and x.tier in ("naive", "knows") and x.at_own_weights]
+    pairs = []
+    for row in rows:
+        if row["kind"] in ("certificate", "meter") and row["mse"] is not None:
+            under = [x for x in found if x.defense == row["defense"] and x.mse.high < row["mse"]]
+            pairs += [(row, min(under, key=lambda x: x.mse.mean))] if under else []
+    return pairs
+
+
+def figure_errors(rows: Sequence[Row]) -> list[str]:
+    """Return what is wrong with figures that speak of every server: an attack got under them."""
+    return [
+        f"The leak meter's figure for {row['defense']} ({row['server']}) does not hold: {_beaten(row, line)}."
+        for row, line in beaten_figures(rows)
+        if row["kind"] == "meter"
+    ]
+
+
+def _beaten(row: Row, line: Line) -> str:
+    return f"it says {short(row['mse'])}, and {line.attack} got {short(line.mse.mean)}"
+
+
+def _cells(row: Row, beaten: Line | None) -> tuple[str, ...]:
+    """Return a line of the table; a figure that an attack beat is not shown as one."""
+    if beaten is None:
+        return row["defense"], _name(row), _mse(row), _proved(row), row["says"]
+    says = f"Does not hold: {_beaten(row, beaten)}." if row["kind"] == "meter" else (
+        f"Limits only servers that need the perturbed representation: {_beaten(row, beaten)} without it."
+    )  # fmt: skip
+    return row["defense"], _name(row), "–", "beaten", says
 
 
 def _figure(row: Row) -> str:
