@@ -119,10 +119,10 @@ def test_a_figure_that_an_attack_beats_is_an_error_and_not_shown_beside_it() -> 
     assert table is not None
     beaten, holding, elsewhere = table.rows
     assert beaten[2:4] == ("–", "beaten")
-    assert "newton got 2e-4" in beaten[4]
+    assert "newton got 0.0002" in beaten[4]
     assert holding[2] == "1e-5"
     assert elsewhere[2] == "–"
     assert "Limits only servers that need the perturbed representation" in elsewhere[4]
     assert figure_errors(rows) == [
-        "The leak meter's figure for d (whiten) does not hold: it says 0.063, and newton got 2e-4."
+        "The leak meter's figure for d (whiten) does not hold: it says 0.063, and newton got 0.0002."
     ]

@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, ClassVar
 
@@ -182,7 +182,8 @@ class Scene:
         if defense == "none":
             return ()
         declared, found = self.defenses[defense].adaptive(model), self.probed(defense).servers
-        return (*declared, *(c for c in found if c.name not in {d.name for d in declared}))
+        taken = {c.name for c in declared}  # a declared server must not stand in the way of one that was found
+        return (*declared, *(replace(c, name=f"found {c.name}") if c.name in taken else c for c in found))
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
