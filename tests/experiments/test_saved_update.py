@@ -111,7 +111,7 @@ def test_a_saved_update_has_a_limit_of_time_as_well(tmp_path: Path, case: Update
     found = audit_update(replace(case, minutes=1e-4), tmp_path / "run")
     assert {row["why"] for row in found.rows if row["kind"] == "skip"} == {"out of time"}
     assert not found.lines
-    assert {v.outcome for v in found.verdicts} == {"void"}
+    assert {v.outcome for v in found.verdicts} == {"not_run"}
     found = audit_update(case, tmp_path / "run", resume=True)
     assert not [row for row in found.rows if row["kind"] == "skip"]
     assert found.lines

@@ -165,7 +165,9 @@ def _probe(scene: Scene, store: RunFolder) -> None:
         return
     for defense in scene.defenses:
         if defense != "none" and not store.done(f"probe/{defense}"):
-            store.add(f"probe/{defense}", probe_rows(scene, defense))
+            servers = scene.countermeasures(defense, scene.model)
+            rows = probe_rows(defense, scene.probed(defense), servers, "patient" in scene.tiers)
+            store.add(f"probe/{defense}", rows)
 
 
 def _all_of_it(work: Work) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from gradveil import pace
 from gradveil.countermeasures import Countermeasure
 from gradveil.errors import GradveilError, is_out_of_memory
+from gradveil.experiments.probes import Probed
 from gradveil.experiments.run_folder import Row, RunFolder
 from gradveil.experiments.scene import Scene, is_small, one_thread
 from gradveil.federated.client import evaluate
@@ -109,13 +110,11 @@ def _state(model: nn.Module) -> dict[str, Any]:
     return {name: value.detach().cpu().numpy().copy() for name, value in model.state_dict().items()}
 
 
-def probe_rows(scene: Scene, defense: str) -> list[Row]:
+def probe_rows(defense: str, found: Probed, servers: Sequence[Countermeasure], patient: bool = False) -> list[Row]:
     """Return what running a defence says about it, and what servers that know it do, as rows."""
-    found = scene.probed(defense)
     said = {"errors": list(found.errors), "notes": list(found.notes), "assessed": found.assessed}
-    servers = scene.countermeasures(defense, scene.model)
-    rows = [{"kind": "probe", "defense": defense, **said}, *server_rows(defense, servers)]
-    if "patient" in scene.tiers and not found.drawn:
+    rows: list[Row] = [{"kind": "probe", "defense": defense, **said}, *server_rows(defense, servers)]
+    if patient and not found.drawn:
         why = "it sends the same in every round, so there is nothing to add up"
         rows.append({"kind": "skip", "defense": defense, "tier": "patient", "server": "patient", "attack": "newton",
                      "round": "first", "round_number": 1, "weights": "start", "why": why})  # fmt: skip

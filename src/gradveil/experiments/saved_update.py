@@ -16,20 +16,29 @@ from gradveil import pace
 from gradveil.attacks.base import build as build_attack
 from gradveil.attacks.search.statistics import sending_norms
 from gradveil.countermeasures import Countermeasure
-from gradveil.data.base import Dataset
+from gradveil.defenses.base import Defense
 from gradveil.defenses.base import build as build_defense
 from gradveil.errors import SpecError, UpdateError
 from gradveil.experiments.audit import Audit, default_folder
-from gradveil.experiments.looks import Progress, server_rows
+from gradveil.experiments.looks import Progress, probe_rows
+from gradveil.experiments.probes import Probed, probe
 from gradveil.experiments.run_folder import Row, RunFolder
-from gradveil.experiments.scene import check_minutes, default_attacks, is_small, load_dataset, one_thread
+from gradveil.experiments.scene import (
+    PROBED,
+    check_minutes,
+    default_attacks,
+    is_small,
+    load_dataset,
+    one_thread,
+    with_found,
+)
 from gradveil.experiments.settings import find_device
 from gradveil.experiments.trial import Public, Trial, attack_rows, attempt, client_row, floors, naive
-from gradveil.experiments.update_files import Facts, load_weights, read_examples, read_loss, read_update
+from gradveil.experiments.update_files import Facts, fitting_loss, load_weights, read_examples, read_loss, read_update
 from gradveil.experiments.work import NOT_TRIED, Written, cost_of, cut_short, steps_told
 from gradveil.federated.client import check_loss, local_update
+from gradveil.federated.settings import Local
 from gradveil.losses import CROSS_ENTROPY, CrossEntropy, Loss
-from gradveil.losses import build as build_loss
 from gradveil.models import build_working
 from gradveil.pace import as_clock
 from gradveil.seeds import Seeds
@@ -113,7 +122,24 @@ class SavedUpdate:
     @cached_property
     def knowing(self) -> tuple[Countermeasure, ...]:
         """The servers that know the stated defence."""
-        return () if self.config.defense == "none" else build_defense(self.config.defense).adaptive(self.model)
+        return () if self.config.defense == "none" else with_found(self._defense.adaptive(self.model), self.probed)
+
+    @cached_property
+    def _defense(self) -> Defense:
+        return build_defense(self.config.defense)
+
+    @cached_property
+    def probed(self) -> Probed:
+        """What running the stated defence says about it."""
+        rng, update = self.seeds("probed"), self.update
+        few = Batch(torch.rand(PROBED, *self.input_shape, generator=rng), torch.zeros(PROBED, dtype=torch.long))
+        if self.public is not None:
+            few = self.public.batch[:PROBED]
+        elif self.controls and self.controls[0].labelled:
+            few = self.controls[0]
+        local = Local(batch_size=update.batch_size, loss=self.spec, **asdict(update.rule))
+        few = few.to(self.device)
+        return probe(self._defense, self.model, few, local, update.lr, self.seeds, self._num_classes)
 
     @cached_property
     def controls(self) -> list[Batch]:
@@ -173,7 +199,7 @@ def build_case(config: UpdateAuditConfig) -> SavedUpdate:
     if dataset is not None and dataset.input_shape != shape:
         raise SpecError(f"The truth has inputs of shape {shape} and {dataset.name} has {dataset.input_shape}.")
     spec = config.loss or read_loss(config.update)
-    loss, outputs = _loss(spec, config, dataset, truth)
+    loss, outputs = fitting_loss(spec, config.num_classes, dataset, truth)
     sure = dataset is not None and isinstance(loss, CrossEntropy)
     made = build_working(config.model, shape, outputs, config.seed, sure_of_classes=sure)
     model = copy.deepcopy(made).train()
@@ -197,17 +223,6 @@ def build_case(config: UpdateAuditConfig) -> SavedUpdate:
     if case.controls and case.controls[0].labelled:
         check_loss(case.model, case.controls[0], spec)
     return case
-
-
-def _loss(spec: str, config: UpdateAuditConfig, dataset: Dataset | None, truth: Batch | None) -> tuple[Loss, int]:
-    """Return the loss for targets like those that are known, and how many outputs a model needs for it."""
-    loss = build_loss(spec)
-    if dataset is not None:
-        return loss.of(dataset.train.labels), dataset.outputs(spec)
-    if truth is not None and truth.labelled:
-        loss = loss.of(truth.labels)
-        return loss, loss.width(truth.labels, config.num_classes)
-    return loss, config.num_classes
 
 
 def _run(case: SavedUpdate, store: RunFolder, progress: Progress, written: Written) -> None:
@@ -253,7 +268,7 @@ def _floors(case: SavedUpdate) -> tuple[list[Row], dict[str, Any]]:
     rows, batches = (
         [
             client_row(case.update, sending_norms(case.model) if case.update.buffers else 0),
-            *server_rows(case.config.defense, case.knowing),
+            *(probe_rows(case.config.defense, case.probed, case.knowing) if case.config.defense != "none" else []),
         ],
         case.controls,
     )

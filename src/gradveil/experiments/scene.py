@@ -143,6 +143,12 @@ def fitting_model(source: Any, dataset: Dataset, loss: str, seed: int) -> nn.Mod
     return model
 
 
+def with_found(declared: Sequence[Countermeasure], probed: Probed) -> tuple[Countermeasure, ...]:
+    """Return the servers that a defence declares, and those that probing it found, whatever they are called."""
+    taken = {c.name for c in declared}
+    return (*declared, *(replace(c, name=f"found {c.name}") if c.name in taken else c for c in probed.servers))
+
+
 @dataclass(frozen=True)
 class Scene:
     """One audit's parts."""
@@ -181,9 +187,7 @@ class Scene:
         """Return what a server that knows this defence does; nothing where there is nothing to undo."""
         if defense == "none":
             return ()
-        declared, found = self.defenses[defense].adaptive(model), self.probed(defense).servers
-        taken = {c.name for c in declared}  # a declared server must not stand in the way of one that was found
-        return (*declared, *(replace(c, name=f"found {c.name}") if c.name in taken else c for c in found))
+        return with_found(self.defenses[defense].adaptive(model), self.probed(defense))
 
     @property
     def tiers(self) -> tuple[Tier, ...]:

@@ -14,8 +14,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import nn
 
+from gradveil.data.base import Dataset
 from gradveil.errors import UpdateError
 from gradveil.files import write_atomically
+from gradveil.losses import Loss
+from gradveil.losses import build as build_loss
 from gradveil.registry import is_import_path
 from gradveil.step_rule import PLAIN, StepRule
 from gradveil.tree import Params, parameters
@@ -208,3 +211,14 @@ def _merge(path: Path, metadata: dict[str, str], facts: Facts) -> Facts:
             except ValueError:
                 raise UpdateError(f"{path}: its metadata has {key}={metadata[key]!r}, which is no number.") from None
     return Facts(kind=kind, **stated)  # type: ignore[arg-type]
+
+
+def fitting_loss(spec: str, num_classes: int, dataset: Dataset | None, truth: Batch | None) -> tuple[Loss, int]:
+    """Return the loss for targets like those that are known, and how many outputs a model needs for it."""
+    loss = build_loss(spec)
+    if dataset is not None:
+        return loss.of(dataset.train.labels), dataset.outputs(spec)
+    if truth is not None and truth.labelled:
+        loss = loss.of(truth.labels)
+        return loss, loss.width(truth.labels, num_classes)
+    return loss, num_classes
