@@ -1,0 +1,17 @@
+"""Gaussian noise that is strong, and declared as it is."""
+
+from dataclasses import dataclass
+
+from gradveil.defenses.base import DEFENSES
+from gradveil.defenses.noise import Gaussian
+from zoo.keeper import Truth
+
+TRUTH = Truth("The noise is a hundred times the gradient, new in each entry and round.", "strong noise", "whiten")
+
+
+@DEFENSES.register("strong_gaussian")
+@dataclass(frozen=True)
+class StrongGaussian(Gaussian):
+    """Gaussian noise of standard deviation 20."""
+
+    scale: float = 20.0
