@@ -8,13 +8,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Generator, Tensor
 
 from gradveil.countermeasures import Tier
-from gradveil.defenses.base import DEFENSES
+from gradveil.defenses.base import DEFENSES, Defense
+from gradveil.errors import SpecError, did_you_mean
 from gradveil.tree import Params
 
 FOLDER = Path(__file__).parent
@@ -48,14 +50,24 @@ def names(sound: bool | None = None) -> list[str]:
 
 def load(name: str) -> Kept:
     """Register one defence of the zoo and return what is known about it."""
-    path = next(path for path in FOLDER.glob("*/*.py") if path.stem == name)
+    kept, defense = _read(name)
+    DEFENSES.register(name)(defense)
+    return kept
+
+
+@cache
+def _read(name: str) -> tuple[Kept, type[Defense]]:
+    """Run the file of a defence, once."""
+    path = next((path for path in FOLDER.glob("*/*.py") if path.stem == name), None)
+    if path is None:
+        raise SpecError(f"The zoo has no {name!r}. {did_you_mean(name, names())}Known: {', '.join(names())}.")
     spec = importlib.util.spec_from_file_location(f"zoo_{name}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where dataclasses look up their annotations
     spec.loader.exec_module(module)
-    return Kept(name, path.parent.name == "sound", module.TRUTH)
+    return Kept(name, path.parent.name == "sound", module.TRUTH), DEFENSES.get(name)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Laplace noise that is strong, and declared as it is."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from gradveil.defenses.base import DEFENSES
 from gradveil.defenses.noise import Laplace
@@ -15,4 +16,4 @@ class StrongLaplace(Laplace):
     """Laplace noise of standard deviation 20, on the update."""
 
     scale: float = 20.0
-    on: str = "update"
+    on: Literal["gradient", "update", "weights"] = "update"

@@ -1,0 +1,75 @@
+"""Every defence of the zoo has its truth and keeps to the contract; the audit finds the truth of a few of them."""
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Generator, nn
+
+from gradveil.defenses.base import DEFENSES, Defense, build
+from gradveil.defenses.guard.step import step_gradient
+from gradveil.registry import describe
+from gradveil.tree import Params, is_finite
+from gradveil.types import Batch, Observation, Update
+from zoo.keeper import Kept, names, opened
+
+
+@pytest.fixture(params=names())
+def kept(request: pytest.FixtureRequest) -> Iterator[Kept]:
+    if request.param.startswith("dp_"):
+        pytest.importorskip("opacus")
+    with opened(request.param) as found:
+        yield found[request.param]
+
+
+def sent(defense: Defense, model: nn.Module, batch: Batch, seed: int = 0) -> Params:
+    """What a client sends after one step, through all places of the defence."""
+    rng = Generator().manual_seed(seed)
+    gradient = step_gradient(model, batch, defense, rng)
+    return defense.on_update(Update(gradient, len(batch), lr=0.1), rng).gradient
+
+
+def test_there_are_enough_of_every_kind() -> None:
+    assert len(names(sound=False)) >= 28
+    assert len(names(sound=True)) >= 6
+
+
+def test_it_has_its_truth(kept: Kept, model: nn.Module) -> None:
+    truth, declared = kept.truth, build(kept.name).adaptive(model)
+    assert truth.why.endswith(".")
+    assert truth.family
+    assert truth.declares == " ".join(c.name for c in declared)
+    assert truth.tier in ("knows", "patient")
+
+
+def test_it_keeps_to_the_contract(kept: Kept, model: nn.Module, batch: Batch) -> None:
+    defense, state = build(kept.name), torch.get_rng_state()
+    before = copy.deepcopy((batch, model.state_dict()))
+
+    update = sent(defense, model, batch)
+
+    assert {name: g.shape for name, g in update.items()} == {name: p.shape for name, p in model.named_parameters()}
+    assert is_finite(update)
+    assert all(g.dtype == torch.float32 and not g.requires_grad for g in update.values())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(before[0].inputs, batch.inputs)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in before[1].items())
+    assert build(describe(defense)) == defense
+    seen = Observation(model, Update(update, 3, lr=0.1), (1, 8, 8), 5)
+    assert all(counter.view(seen).visible for counter in defense.adaptive(model))
+
+
+def test_only_those_that_say_so_draw_from_elsewhere(kept: Kept, model: nn.Module, batch: Batch) -> None:
+    defense, again = build(kept.name), build(kept.name)
+    sent(defense, model, batch, seed=1)  # what is kept from one call to the next must not matter
+    first, other = sent(defense, model, batch), sent(again, model, batch)
+    same = all(torch.equal(first[name], other[name]) for name in first)
+    assert same == kept.truth.repeats or kept.name == "clock_seed"  # within one second the clock gives the same
+
+
+def test_nothing_of_the_zoo_stays_registered() -> None:
+    before = DEFENSES.names()
+    with opened("constant_seed"):
+        assert "constant_seed" in DEFENSES.names()
+    assert DEFENSES.names() == before
