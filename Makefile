@@ -8,7 +8,7 @@ WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check fast deploy faults lint types imports lengths house goldens bench docs format clean
+.PHONY: demo zoo test check fast deploy faults lint types imports lengths house goldens bench docs format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -49,6 +49,9 @@ lengths: $(STAMP)
 
 house: $(STAMP)
 	$(BIN)/python tools/house.py
+
+zoo: $(STAMP)
+	$(BIN)/python tools/zoo.py
 
 goldens: $(STAMP)
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python tools/goldens.py check

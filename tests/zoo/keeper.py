@@ -17,9 +17,13 @@ from torch import Generator, Tensor
 from gradveil.countermeasures import Tier
 from gradveil.defenses.base import DEFENSES, Defense
 from gradveil.errors import SpecError, did_you_mean
+from gradveil.experiments.judge import Verdict
+from gradveil.experiments.scene import AuditConfig
 from gradveil.tree import Params
 
 FOLDER = Path(__file__).parent
+SCENE = AuditConfig(rounds=1, clients=1, images=8, meter_seconds=0)  # that a verdict on the zoo is of, in short
+BROKEN = ("recovered", "recognised")  # outcomes that expose a defence
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,17 @@ def opened(*wanted: str) -> Iterator[dict[str, Kept]]:
     finally:
         DEFENSES._classes.clear()
         DEFENSES._classes.update(before)
+
+
+def exposed(kept: Kept, verdict: Verdict) -> bool:
+    """Return whether a verdict says that a defence is broken, by the tier that its truth names.
+
+    Images were recovered or recognised; or the declaration was found to be false, and "nothing found" is not said.
+    """
+    tiers = ("naive", "knows", *({kept.truth.tier} - {"knows"}))
+    if any(judged.outcome in BROKEN for judged in verdict.tiers if judged.tier in tiers):
+        return True
+    return bool(verdict.errors) and verdict.outcome != "nothing"
 
 
 def each(gradient: Params, change: Callable[[Tensor], Tensor]) -> Params:

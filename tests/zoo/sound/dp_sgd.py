@@ -33,12 +33,13 @@ class DpSgd(Defense):
         weights = [nn.Parameter(torch.zeros_like(g)) for g in gradient.values()]
         for weight, g in zip(weights, gradient.values(), strict=True):
             weight.grad_sample = g.detach()[None]
+        seed, device = int(torch.randint(2**62, (), generator=rng)), weights[0].device
         private = DPOptimizer(
             torch.optim.SGD(weights, lr=1.0),
             noise_multiplier=self.noise_multiplier,
             max_grad_norm=self.clip,
             expected_batch_size=self.batch,
-            generator=rng,
+            generator=Generator(device).manual_seed(seed),
         )
         private.pre_step()
         return {name: weight.grad.detach() for name, weight in zip(gradient, weights, strict=True)}

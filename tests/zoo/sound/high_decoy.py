@@ -1,38 +1,49 @@
 """Decoy images with a high floor, a prior of public images and a secret key."""
 
 import tempfile
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
 from pathlib import Path
 
-from torch import Generator
+from torch import Generator, nn
 
+from gradveil.countermeasures import Countermeasure
 from gradveil.data import load
-from gradveil.defenses.base import DEFENSES
+from gradveil.defenses.base import DEFENSES, Defense
 from gradveil.defenses.decoy import Decoy, save_prior
-from gradveil.types import GaussianPrior
+from gradveil.types import Batch, GaussianPrior, Observation
 from zoo.keeper import Truth
 
 TRUTH = Truth(
     "The noise on the image is twelve times what images vary by, in each direction.", "noise on the input", "denoise"
 )
-
-
-@lru_cache
-def _folder() -> Path:
-    """Return where the prior of the public digits and a key lie."""
-    folder = Path(tempfile.mkdtemp(prefix="gradveil-zoo-"))
-    public = load("digits").test.sample(300, Generator().manual_seed(0))
-    save_prior(GaussianPrior.fit(public.inputs), folder / "prior.safetensors")
-    (folder / "key").write_bytes(b"what the server does not have")
-    return folder
+KNOWN = {64: "digits", 784: "mnist", 3072: "cifar10"}  # by the numbers of one image
 
 
 @DEFENSES.register("high_decoy")
 @dataclass(frozen=True)
-class HighDecoy(Decoy):
-    """A decoy for digits; its floor is nine tenths of the variance."""
+class HighDecoy(Defense):
+    """A decoy whose floor is a large share of what images vary by."""
 
-    floor: float = 0.068
-    prior: str | None = str(_folder() / "prior.safetensors")
-    secret: str | None = str(_folder() / "key")
+    share: float = 12 / 13
+
+    def on_batch(self, batch: Batch, rng: Generator) -> Batch:
+        return _decoy(batch.inputs[0].numel(), self.share).on_batch(batch, rng)
+
+    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+        def view(seen: Observation) -> Observation:
+            return _decoy(prod(seen.input_shape), self.share).adaptive(model)[0].view(seen)
+
+        return (replace(Decoy().adaptive(model)[0], view=view),)
+
+
+@cache
+def _decoy(size: int, share: float) -> Decoy:
+    folder = Path(tempfile.mkdtemp(prefix="gradveil-zoo-"))
+    public = load(KNOWN[size]).test.sample(2000, Generator().manual_seed(0))
+    prior = GaussianPrior.fit(public.inputs, rank=256)
+    save_prior(prior, folder / "prior.safetensors")
+    (folder / "key").write_bytes(b"what the server does not have")
+    variance = float(prior.factor.square().sum()) / size + prior.ridge
+    return Decoy(share * variance, str(folder / "prior.safetensors"), str(folder / "key"))

@@ -1,0 +1,1 @@
+"""Defences whose truth is known, and what holds the audit to it."""

@@ -1,0 +1,147 @@
+"""Audit every defence of the zoo (tests/zoo), whose truth is known, and say where the audit was wrong: `make zoo`.
+
+    python tools/zoo.py [NAME ...] [--full] [--device cuda] [--workers 2] [--out FOLDER]
+
+A broken defence is exposed where images are recovered or recognised in the tier that its truth names, or where its
+declaration is found to be false and "nothing found" is not said. A sound one is accused where images are recovered or
+recognised by a server that is naive or knows, or where its declaration is called false. The exit code is 1 where a
+broken one is not exposed, or a sound one is accused.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from gradveil.countermeasures import TIERS
+from gradveil.experiments.audit import audit
+from gradveil.experiments.rows import Line
+from gradveil.experiments.scene import AuditConfig
+from zoo.keeper import SCENE, exposed, names, opened
+
+FULL = (
+    replace(SCENE, images=32),
+    replace(SCENE, images=16, examples=4),
+    replace(SCENE, dataset="mnist", model="lenet", images=16),
+    replace(SCENE, dataset="cifar10", model="lenet", images=16),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the audit says about one defence of the zoo."""
+
+    name: str
+    scene: str
+    family: str
+    declares: str
+    sound: bool
+    outcomes: dict[str, str]  # by tier
+    by: str  # the strongest server and its attack
+    errors: tuple[str, ...]  # declarations that were found to be false
+    wrong: bool  # whether this is not the truth
+    seconds: float
+
+
+def judge(name: str, config: AuditConfig, out: Path) -> Result:
+    """Audit one defence of the zoo."""
+    begun = time.monotonic()
+    scene = f"{config.dataset}, {config.examples} of {config.images} images"
+    with opened(name) as kept:
+        one = kept[name]
+        found = audit(defenses=[name], config=config, out=out / f"{scene.replace(', ', '-').replace(' ', '-')}-{name}")
+        verdict = next(v for v in found.verdicts if v.defense == name)
+    told = exposed(one, verdict) or (one.sound and bool(verdict.errors))
+    best = next((t for t in verdict.tiers if t.tier in ("knows", one.truth.tier) and t.line is not None), None)
+    return Result(
+        name,
+        scene,
+        one.truth.family,
+        one.truth.declares,
+        one.sound,
+        {t.tier: t.outcome for t in verdict.tiers},
+        _by(best.line) if best is not None else "",
+        verdict.errors,
+        told == one.sound,
+        time.monotonic() - begun,
+    )
+
+
+def _by(line: Line | None) -> str:
+    if line is None or line.grade == "nothing":
+        return "-"
+    return f"{line.server} + {line.attack.partition(':')[0]} ({line.tier}), MSE {line.mse.mean:.2g}"
+
+
+def results(wanted: Sequence[str], scenes: Iterable[AuditConfig], workers: int, out: Path) -> Iterator[Result]:
+    """Audit these defences in each scene, some at a time; yield what was found as it comes."""
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        under_way = [pool.submit(judge, name, scene, out) for scene in scenes for name in wanted]
+        for done in as_completed(under_way):
+            yield done.result()
+
+
+def table(found: Iterable[Result]) -> str:
+    """Return what was found as a table, the wrong ones marked, and below it what is said of declarations."""
+    head = ["", "defence", "family", "declares", "truth", *TIERS, "by", "errors", "s"]
+    rows, said = [head], []
+    for r in found:
+        truth = "sound" if r.sound else "broken"
+        mark = "WRONG" if r.wrong else ""
+        outcomes = [r.outcomes.get(tier, "") for tier in TIERS]
+        rows.append(
+            [mark, r.name, r.family, r.declares, truth, *outcomes, r.by, str(len(r.errors)), f"{r.seconds:.0f}"]
+        )
+        said += [f"{r.name}: {text}" for text in r.errors]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*lines, "", *said])
+
+
+def summary(found: Sequence[Result]) -> str:
+    """Return the last line: whether every broken defence was exposed, and whether a sound one was accused."""
+    broken, sound = ([r for r in found if r.sound is kind] for kind in (False, True))
+    missed, accused = ([r.name for r in part if r.wrong] for part in (broken, sound))
+    said = f"{len(broken) - len(missed)} of {len(broken)} broken defences exposed"
+    said += f" (missed: {', '.join(missed)})" if missed else ""
+    said += f"; {len(accused)} of {len(sound)} sound ones accused"
+    return said + (f" ({', '.join(accused)})." if accused else ".")
+
+
+def main() -> int:
+    """Audit the zoo and return the exit code."""
+    parser = argparse.ArgumentParser(description="Audit every defence of the zoo.")
+    parser.add_argument("names", nargs="*", help="defences of the zoo; none: all")
+    parser.add_argument("--full", action="store_true", help="more images, batches, MNIST and CIFAR-10: for a GPU")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--out", type=Path, help="where the runs are kept, and results.json")
+    options = parser.parse_args()
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch:
+        out = options.out or Path(scratch)
+        scenes = [replace(scene, device=options.device) for scene in (FULL if options.full else (SCENE,))]
+        wanted = options.names or names()
+        found = []
+        for result in results(wanted, scenes, options.workers, out):
+            found.append(result)
+            print(f"{len(found)} of {len(wanted) * len(scenes)}: {result.name}", file=sys.stderr)
+    found.sort(key=lambda r: (r.scene, r.sound, r.family, r.name))
+    if options.out:
+        (options.out / "results.json").write_text(json.dumps([asdict(r) for r in found], indent=1))
+    print(table(found))
+    print(f"{summary(found)} {time.monotonic() - begun:.0f} seconds.")
+    return int(any(r.wrong for r in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
