@@ -236,5 +236,7 @@ def test_a_badge_never_contradicts_its_text(got: dict[str, float], control: floa
                 assert not [t for t in verdict.tiers[:1] if t.outcome in ("recovered", "recognised", "traces")]
         by = {t.tier: t for t in verdict.tiers}
         order = ["nothing", "traces", "recognised", "recovered"]
+        if by["knows"].oracle is not None and by["naive"].oracle is not None:
+            assert by["knows"].oracle <= by["naive"].oracle
         if by["naive"].outcome in order[1:] and verdict.defense != "none":
             assert order.index(by["knows"].outcome) >= order.index(by["naive"].outcome)

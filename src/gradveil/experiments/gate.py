@@ -6,9 +6,10 @@ from typing import Literal, get_args
 
 from gradveil.countermeasures import Tier
 from gradveil.errors import SpecError, did_you_mean
-from gradveil.experiments.judge import WHO, Verdict, verdicts
+from gradveil.experiments.judge import Verdict, verdicts
 from gradveil.experiments.rows import GRADES, Line, group, lines
 from gradveil.experiments.run_folder import Row
+from gradveil.experiments.words import WHO
 
 FailOn = Literal["recovered", "recognised"]
 GateResult = Literal["passed", "failed", "uninformative"]

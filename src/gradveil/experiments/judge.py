@@ -7,31 +7,15 @@ stands for another's.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Literal
 
 from gradveil.countermeasures import TIERS, Tier
-from gradveil.experiments.rows import GRADES, NAIVE, Floor, Line, MeasuredExample, best_floor, lines, read
+from gradveil.experiments.rows import GRADES, Floor, Line, MeasuredExample, best_floor, group, lines, read
 from gradveil.experiments.run_folder import Row
-from gradveil.metrics.intervals import short
+from gradveil.experiments.words import WHO, accuracy_text, article, gets, plural
 
 Outcome = Literal["recovered", "recognised", "traces", "nothing", "void", "not_assessed", "not_run"]
-
-GETS: dict[str, str] = {
-    "recovered": "gets the images back",
-    "recognised": "gets images that can be told from {others} others",
-    "traces": "gets traces of the images",
-    "nothing": "gets nothing",
-}
-
-BADGES: dict[str, str] = {
-    "recovered": "Images recovered",
-    "recognised": "Images recognised",
-    "traces": "Traces found",
-    "nothing": "Nothing found",
-    "void": "Void",
-    "not_assessed": "Not assessed",
-    "not_run": "Not run",
-}
 
 INCLUDES: dict[Tier, tuple[Tier, ...]] = {  # what a server of a tier can do
     "naive": ("naive",),
@@ -39,14 +23,6 @@ INCLUDES: dict[Tier, tuple[Tier, ...]] = {  # what a server of a tier can do
     "informed": ("naive", "knows", "informed"),
     "patient": ("naive", "knows", "patient"),
     "malicious": ("naive", "knows", "malicious"),
-}
-
-WHO: dict[Tier, str] = {
-    "naive": "Naive server",
-    "knows": "Server that knows",
-    "informed": "Informed server",
-    "patient": "Patient server",
-    "malicious": "Malicious server",
 }
 
 BEYOND: tuple[Tier, ...] = ("informed", "patient", "malicious")  # they know more than the defence, or do more
@@ -60,6 +36,7 @@ class TierVerdict:
     outcome: Outcome
     text: str  # what such a server gets
     line: Line | None  # the strongest of the tier and of those it includes
+    oracle: float | None = None  # MSE where the truth picks the best of all its reconstructions for each example
 
 
 @dataclass(frozen=True)
@@ -108,7 +85,7 @@ def headline(rows: Sequence[Row]) -> str:
     if not tried:
         return f"{judged[0].text}" if judged else "Nothing was attacked."
     broken = [v for v in tried if v.outcome in ("recovered", "recognised")]
-    said = f"{len(broken)} of {len(tried)} {_plural('defence', len(tried))} gave images away to this panel of attacks"
+    said = f"{len(broken)} of {len(tried)} {plural('defence', len(tried))} gave images away to this panel of attacks"
     fooled = [v for v in broken if v.naive is None or v.naive.grade == "nothing"]
     more = [v for v in broken if v not in fooled and v.naive and v.adaptive and _worse(v.adaptive, v.naive)]
     if fooled:
@@ -118,7 +95,7 @@ def headline(rows: Sequence[Row]) -> str:
     for tier in BEYOND:
         also = [v for v in tried if v not in broken and _of(v, tier) in ("recovered", "recognised")]
         if also:
-            said += f"; {len(also)} more to {_article(tier)} {tier} server"
+            said += f"; {len(also)} more to {article(tier)} {tier} server"
     late = any(row["kind"] == "skip" and row.get("out_of_time") for row in rows)
     if void := sum(v.outcome == "void" for v in tried):
         why = " or the time was over" if late or any(line.out_of_time for line in lines(rows)) else ""
@@ -194,7 +171,12 @@ class _Case:
         if not own and not (tier == "knows" and best is not None and best.grade != "nothing"):
             return TierVerdict(tier, "not_run", self._not_run(tier), None)
         assert best is not None
-        return TierVerdict(tier, self._outcome(tier, best, able), self._text(tier, best), best)
+        return TierVerdict(tier, self._outcome(tier, best, able), self._text(tier, best), best, self._oracle(tier))
+
+    def _oracle(self, tier: Tier) -> float:
+        mine = [m for m in read(self.rows, "attack") if m.defense == self.name and m.known]
+        able = group([m for m in mine if m.tier in INCLUDES[tier]], "round", "example").values()
+        return fmean(min(m.mse for m in its) for its in able)
 
     def _outcome(self, tier: Tier, best: Line, able: Sequence[Line]) -> Outcome:
         if best.grade != "nothing":
@@ -205,7 +187,7 @@ class _Case:
         return "nothing" if tier == "naive" or self.assessed else "not_assessed"
 
     def _text(self, tier: Tier, best: Line) -> str:
-        said = _gets(best, self.floor, tier)
+        said = gets(best, self.floor, tier)
         if best.counts and best.grade == "nothing" and tier != "naive" and not self.assessed:
             why = "its declaration is wrong" if self.errors else "what is secret in it is not known"
             said += f"; that is no assessment, since {why}"
@@ -230,14 +212,14 @@ def _verdict(case: _Case, accuracy: Mapping[str, float], scored_by: str) -> Verd
     points = [("Any server" if name == "none" else WHO["naive"], judged["naive"].text)]
     points += [(WHO[t.tier], t.text) for t in tiers[1:] if name != "none" or t.line is not None]
     if name in accuracy:
-        points.append((scored_by[0].upper() + scored_by[1:], _accuracy(name, accuracy, scored_by)))
+        points.append((scored_by[0].upper() + scored_by[1:], accuracy_text(name, accuracy, scored_by)))
     text = f"{'Any server' if name == 'none' else 'The naive server'} {judged['naive'].text}"
     if name != "none":
         joined = "but" if naive is not None and adaptive is not None and _worse(adaptive, naive) else "and"
         text += f", {joined} a server that knows the defence {judged['knows'].text}"
     for tier in BEYOND:
         if judged[tier].line is not None:
-            text += f". {_article(tier).capitalize()} {tier} server {judged[tier].text}"
+            text += f". {article(tier).capitalize()} {tier} server {judged[tier].text}"
     if outcome == "nothing":
         text += ". No attack of this panel got anything, which is no proof that none can"
     if missing := [t.tier for t in tiers if t.outcome == "not_run"]:
@@ -247,53 +229,5 @@ def _verdict(case: _Case, accuracy: Mapping[str, float], scored_by: str) -> Verd
     return Verdict(name, outcome, text, tuple(points), naive, adaptive, *both, scored_by, tiers, case.errors)
 
 
-def _article(tier: Tier) -> str:
-    return "an" if tier == "informed" else "a"
-
-
 def _worse(a: Line, b: Line) -> bool:
     return GRADES.index(a.grade) > GRADES.index(b.grade)
-
-
-def _gets(line: Line, floor: Floor, tier: Tier) -> str:
-    if not line.counts:
-        return f"shows nothing either way: {_by(line)} {line.void}"
-    gets = GETS[line.grade].format(others=line.gallery - 1)
-    if line.grade == "recognised" and line.mse.mean > floor.mse.mean:
-        gets = f"gets pictures that are poor pixel by pixel but can still be told from {line.gallery - 1} others"
-    as_another = ", as a naive one does" if line.tier == "naive" != tier else ""
-    return f"{gets}{as_another} ({_numbers(line, floor)}; {_by(line)}, {line.round} round)"
-
-
-def _by(line: Line) -> str:
-    name = line.attack.partition(":")[0]
-    return name if line.server in (NAIVE, name) else f"{line.server} + {name}"
-
-
-def _numbers(line: Line, floor: Floor) -> str:
-    said = f"MSE {short(line.mse.mean)}"
-    if line.mse.mean > floor.mse.mean:
-        said += f", worse than a blind guess at {short(floor.mse.mean)}"
-    elif line.grade == "nothing":
-        said += f", little better than a blind guess at {short(floor.mse.mean)}"
-    if line.server != NAIVE and line.control is not None:
-        said += f", without a defence {short(line.control)}"
-    if line.identified.count:
-        said += f", identifies {line.identified.hits} of {line.identified.count}"
-    return said
-
-
-def _accuracy(name: str, accuracy: Mapping[str, float], scored_by: str) -> str:
-    shown = {key: score_text(value, scored_by) for key, value in accuracy.items()}
-    if name == "none" or "none" not in shown:
-        return shown[name]
-    return f"{shown[name]}, against {shown['none']} without a defence"
-
-
-def score_text(score: float, scored_by: str) -> str:
-    """Return a score in words: a share, or R²."""
-    return f"{score:.1%}" if scored_by == "accuracy" else f"{score:.3f}"
-
-
-def _plural(word: str, count: int) -> str:
-    return word if count == 1 else word + "s"

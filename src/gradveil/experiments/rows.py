@@ -88,6 +88,7 @@ class Line:
     tier: Tier
     attack: str
     mse: Interval
+    worst: float  # MSE of the example that came back best: the worst record
     psnr: Interval
     ssim: Interval
     fft: Interval
@@ -208,6 +209,7 @@ def _line(mine: Sequence[MeasuredExample], control: Sequence[MeasuredExample] | 
         tier=one.tier,
         attack=one.attack,
         mse=mse,
+        worst=min(m.mse for m in mine),
         psnr=_mean(mine, "psnr"),
         ssim=_mean(mine, "ssim"),
         fft=_mean(mine, "fft"),

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from gradveil.errors import MissingExtraError
-from gradveil.experiments.judge import BADGES, WHO, Verdict, declaration_errors, headline, verdicts
+from gradveil.experiments.judge import Verdict, declaration_errors, headline, verdicts
 from gradveil.experiments.rows import HALF, RECOVERED, SIGNIFICANT, Floor, Line, best_floor, lines
 from gradveil.experiments.run_folder import REPORT, VERSIONS, RunFolder
+from gradveil.experiments.words import BADGES, WHO
 from gradveil.files import write_atomically
 from gradveil.report.figures import errors_figure, trade_figure
 from gradveil.report.pictures import pictures, thumbs

@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from gradveil.experiments.judge import BADGES, Verdict, by_tier
+from gradveil.experiments.judge import Verdict, by_tier
 from gradveil.experiments.rows import NAIVE, Line, MeasuredExample, group, read, server_name
 from gradveil.experiments.run_folder import RunFolder
+from gradveil.experiments.words import BADGES
 from gradveil.files import write_atomically
 from gradveil.metrics.intervals import short
 

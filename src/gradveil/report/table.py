@@ -7,9 +7,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gradveil.experiments.judge import BADGES, Verdict, score_text
+from gradveil.experiments.judge import Verdict
 from gradveil.experiments.rows import NAIVE, Floor, Line, lines, server_name
 from gradveil.experiments.run_folder import Row
+from gradveil.experiments.words import BADGES, score_text
 from gradveil.metrics.intervals import short
 
 HEAD = (
@@ -18,6 +19,7 @@ HEAD = (
     "server",
     "attack",
     "MSE",
+    "worst record",
     "PSNR dB",
     "SSIM",
     "FFT",
@@ -37,6 +39,7 @@ def table_rows(found: Sequence[Line], floor: Floor) -> list[tuple[str, ...]]:
         "",
         floor.guess,
         str(floor.mse),
+        short(min(floor.by_example.values())),
         *[""] * 3,
         floor.identified.as_count,
         "",
@@ -56,6 +59,7 @@ def _row(line: Line) -> tuple[str, ...]:
         server_name(line) if line.defense != "none" or line.tier != "naive" else "–",
         line.attack,
         str(line.mse),
+        short(line.worst),
         f"{line.psnr:.1f}",
         f"{line.ssim:.2f}",
         str(line.fft),

@@ -1,0 +1,84 @@
+"""How verdicts are worded."""
+
+from collections.abc import Mapping
+
+from gradveil.countermeasures import Tier
+from gradveil.experiments.rows import NAIVE, Floor, Line
+from gradveil.metrics.intervals import short
+
+GETS: dict[str, str] = {
+    "recovered": "gets the images back",
+    "recognised": "gets images that can be told from {others} others",
+    "traces": "gets traces of the images",
+    "nothing": "gets nothing",
+}
+
+BADGES: dict[str, str] = {
+    "recovered": "Images recovered",
+    "recognised": "Images recognised",
+    "traces": "Traces found",
+    "nothing": "Nothing found",
+    "void": "Void",
+    "not_assessed": "Not assessed",
+    "not_run": "Not run",
+}
+
+WHO: dict[Tier, str] = {
+    "naive": "Naive server",
+    "knows": "Server that knows",
+    "informed": "Informed server",
+    "patient": "Patient server",
+    "malicious": "Malicious server",
+}
+
+
+def gets(line: Line, floor: Floor, tier: Tier) -> str:
+    """Return what a server of a tier gets, by its strongest line."""
+    if not line.counts:
+        return f"shows nothing either way: {_by(line)} {line.void}"
+    got = GETS[line.grade].format(others=line.gallery - 1)
+    if line.grade == "recognised" and line.mse.mean > floor.mse.mean:
+        got = f"gets pictures that are poor pixel by pixel but can still be told from {line.gallery - 1} others"
+    as_another = ", as a naive one does" if line.tier == "naive" != tier else ""
+    return f"{got}{as_another} ({_numbers(line, floor)}; {_by(line)}, {line.round} round)"
+
+
+def _by(line: Line) -> str:
+    name = line.attack.partition(":")[0]
+    return name if line.server in (NAIVE, name) else f"{line.server} + {name}"
+
+
+def _numbers(line: Line, floor: Floor) -> str:
+    said = f"MSE {short(line.mse.mean)}"
+    if line.mse.mean > floor.mse.mean:
+        said += f", worse than a blind guess at {short(floor.mse.mean)}"
+    elif line.grade == "nothing":
+        said += f", little better than a blind guess at {short(floor.mse.mean)}"
+    if line.server != NAIVE and line.control is not None:
+        said += f", without a defence {short(line.control)}"
+    if line.identified.count:
+        said += f", identifies {line.identified.hits} of {line.identified.count}"
+    return said
+
+
+def accuracy_text(name: str, accuracy: Mapping[str, float], scored_by: str) -> str:
+    """Return what a defence costs."""
+    shown = {key: score_text(value, scored_by) for key, value in accuracy.items()}
+    if name == "none" or "none" not in shown:
+        return shown[name]
+    return f"{shown[name]}, against {shown['none']} without a defence"
+
+
+def score_text(score: float, scored_by: str) -> str:
+    """Return a score in words: a share, or R²."""
+    return f"{score:.1%}" if scored_by == "accuracy" else f"{score:.3f}"
+
+
+def article(tier: Tier) -> str:
+    """Return the article of a tier's server."""
+    return "an" if tier == "informed" else "a"
+
+
+def plural(word: str, count: int) -> str:
+    """Return the word for so many."""
+    return word if count == 1 else word + "s"
