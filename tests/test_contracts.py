@@ -1,13 +1,13 @@
 """Every registered attack and reproduction item keeps its manners; a new file is tested by being there."""
 
 import copy
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from torch import nn
 
-from gradveil.attacks.base import ATTACKS, Attack
+from gradveil.attacks.base import ATTACKS, Attack, Malicious
 from gradveil.defenses.base import DEFENSES, NoDefense
 from gradveil.defenses.guard.step import step_gradient
 from gradveil.paper.base import ITEMS, Context
@@ -32,9 +32,21 @@ def fresh() -> torch.Generator:
     return torch.Generator().manual_seed(5)
 
 
+def ready(name: str, seen: Observation, one: Batch | None = None) -> Observation:
+    """What the attack is about: the update as it is, or one made at the model that a malicious server sends."""
+    attack = short(name)
+    if isinstance(attack, Malicious):
+        public = Batch(torch.rand(40, *seen.input_shape, generator=fresh()), torch.arange(40) % 5)
+        chain = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 5)).to(seen.model[0].weight)
+        model = attack.plant(chain, seen.input_shape, 5, public, fresh())
+        one = one or Batch(public.inputs[:1].to(seen.model[0].weight), public.labels[:1])
+        return replace(seen, model=model, update=Update(step_gradient(model, one, NoDefense(), fresh())))
+    return seen
+
+
 @pytest.mark.parametrize("name", ATTACKS.names())
 def test_an_attack_returns_finite_images_within_the_data_range(name: str, seen: Observation) -> None:
-    found = short(name).reconstruct(seen, fresh())
+    found = short(name).reconstruct(ready(name, seen), fresh())
     assert found.inputs.shape == (1, 1, 8, 8)
     assert found.inputs.isfinite().all()
     assert found.inputs.min() >= 0
@@ -44,6 +56,7 @@ def test_an_attack_returns_finite_images_within_the_data_range(name: str, seen: 
 
 @pytest.mark.parametrize("name", ATTACKS.names())
 def test_an_attack_repeats_from_its_generator_and_leaves_the_global_one(name: str, seen: Observation) -> None:
+    seen = ready(name, seen)
     state = torch.get_rng_state()
     first, again = (short(name).reconstruct(seen, fresh()) for _ in range(2))
     assert torch.equal(first.inputs, again.inputs)
@@ -52,6 +65,7 @@ def test_an_attack_repeats_from_its_generator_and_leaves_the_global_one(name: st
 
 @pytest.mark.parametrize("name", ATTACKS.names())
 def test_an_attack_leaves_the_model_and_the_update_as_they_were(name: str, seen: Observation) -> None:
+    seen = ready(name, seen)
     weights = copy.deepcopy(seen.model.state_dict())
     update = copy.deepcopy(seen.update.gradient)
     training = seen.model.training
@@ -69,7 +83,8 @@ def test_an_attack_gives_the_same_answer_alone_and_in_company(name: str, seen: O
     both = []
     for i in range(2):
         one = Batch(batch.inputs[i : i + 1].double(), batch.labels[i : i + 1])
-        both.append(Observation(model, Update(step_gradient(model, one, NoDefense(), fresh())), (1, 8, 8), 5))
+        sent = Observation(model, Update(step_gradient(model, one, NoDefense(), fresh())), (1, 8, 8), 5)
+        both.append(ready(name, sent, one))
     alone = short(name).reconstruct(both[1], fresh()).inputs
     together = short(name).reconstruct_many(both, [torch.Generator().manual_seed(9), fresh()])[1].inputs
     torch.testing.assert_close(alone, together, rtol=1e-5, atol=1e-5)

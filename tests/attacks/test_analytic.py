@@ -140,14 +140,14 @@ def test_hidden_entries_are_filled_in_by_the_prior() -> None:
 def test_rows_of_opposite_sign_are_combined_and_do_not_cancel() -> None:
     r = torch.tensor([0.2, 0.4, 0.8], dtype=torch.float64)
     db = torch.tensor([0.5, -0.5], dtype=torch.float64)
-    share = analytic._agreeing_rows(db[:, None] * r, db, 1)
+    share = analytic.agreeing_rows(db[:, None] * r, db, 1)
     torch.testing.assert_close((share @ (db[:, None] * r))[0] / (share @ db), r)
 
 
 def test_rows_too_faint_to_divide_have_no_vote() -> None:
     db = torch.tensor([1.0, 0.5, 1e-12, 1e-12, 1e-12, 0.0], dtype=torch.float64)
     dw = db[:, None] * torch.tensor([[0.2, 0.4]] * 2 + [[9.0, 9.0]] * 4, dtype=torch.float64)
-    share = analytic._agreeing_rows(dw, db, 2)
+    share = analytic.agreeing_rows(dw, db, 2)
     assert share.isfinite().all()
     assert [row.nonzero().flatten().tolist() for row in share] == [[0, 1], [0, 1]]  # none is left for a second example
 
@@ -155,7 +155,7 @@ def test_rows_too_faint_to_divide_have_no_vote() -> None:
 def test_where_rows_are_many_the_largest_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(analytic, "ROWS", 2)
     db = torch.tensor([0.1, 1.0, 0.2, 0.9], dtype=torch.float64)
-    share = analytic._agreeing_rows(db[:, None] * torch.ones(4, 3, dtype=torch.float64), db, 1)
+    share = analytic.agreeing_rows(db[:, None] * torch.ones(4, 3, dtype=torch.float64), db, 1)
     assert share[0].nonzero().flatten().tolist() == [1, 3]
 
 

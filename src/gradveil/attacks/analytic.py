@@ -71,7 +71,7 @@ def layer_inputs(seen: Observation, visit: Visit) -> LayerInputs:
         assert seen.labels is not None
         share[torch.arange(seen.num_examples), seen.labels.to(db.device)] = 1.0
     else:
-        share = _agreeing_rows(dw, db, seen.num_examples)
+        share = agreeing_rows(dw, db, seen.num_examples)
     return _combined(dw, db, mask, share, noise)
 
 
@@ -86,7 +86,7 @@ def _combined(dw: Tensor, db: Tensor, mask: Tensor, share: Tensor, noise: tuple[
     return LayerInputs(values, known.to(dw), std)
 
 
-def _agreeing_rows(dw: Tensor, db: Tensor, count: int) -> Tensor:
+def agreeing_rows(dw: Tensor, db: Tensor, count: int) -> Tensor:
     """Return combinations (count, O): each the rows that agree on one quotient, the largest agreements first."""
     order = db.abs().argsort(descending=True, stable=True)[:ROWS]
     order = order[db[order].abs() > FAINT * db.abs().max()]
@@ -141,7 +141,7 @@ class Analytic(Attack):
         model = deepcopy(seen.model).double()
         shape = (seen.num_examples, *seen.input_shape)
         with quiet(model):
-            undone = _undo_scaling(prefix(model, visit.path), r, shape)
+            undone = undo_scaling(prefix(model, visit.path), r.values, shape) if bool(r.known.all()) else None
         details = {"known": float(r.known.mean()), "iterations": 0.0}
         if undone is not None:
             x, objective = undone, 0.0
@@ -190,15 +190,15 @@ def _inversion_rows(seen: Observation, layer: str, r: LayerInputs, center: Tenso
     return Equations(seen.model, one, (), scales, r.values, r.known, r.std, level)
 
 
-def _undo_scaling(f: Callable[[Tensor], Tensor], r: LayerInputs, shape: tuple[int, ...]) -> Tensor | None:
-    """Return x where f only reshapes, scales and shifts each entry and all of r was seen; else None."""
-    size = r.values[0].numel()
-    if torch.Size(shape[1:]).numel() != size or not bool(r.known.all()):
+def undo_scaling(f: Callable[[Tensor], Tensor], values: Tensor, shape: tuple[int, ...]) -> Tensor | None:
+    """Return x with f(x) = values (N, L) where f only reshapes, scales and shifts each entry; else None."""
+    size = values[0].numel()
+    if torch.Size(shape[1:]).numel() != size:
         return None
-    ramp = torch.linspace(0.1, 0.9, size).to(r.values).reshape(1, *shape[1:])
+    ramp = torch.linspace(0.1, 0.9, size).to(values).reshape(1, *shape[1:])
     with torch.no_grad():
         shift, one, probe = (f(x).flatten() for x in (torch.zeros_like(ramp), torch.ones_like(ramp), ramp))
     scale = one - shift
     if not torch.allclose(probe, shift + scale * ramp.flatten()) or not bool(scale.all()):
         return None
-    return (r.values - shift) / scale
+    return (values - shift) / scale

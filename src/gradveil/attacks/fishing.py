@@ -1,0 +1,138 @@
+"""Fishing: a last layer that lets the gradient of one example through, and hides those of the rest of the batch."""
+
+import math
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Generator, Tensor, nn
+
+from gradveil.attacks.base import ATTACKS, Malicious, build, check_seen, refuse_adaptive
+from gradveil.attacks.planting.rows import nothing
+from gradveil.errors import AttackError, LayerError
+from gradveil.layers.modules import find_layer, representation, trace
+from gradveil.types import Batch, Observation, Reconstruction
+
+FAR = 20.0  # logits: a class that lies so far off has no probability in single precision
+STEEP = 20.0  # logits for each standard deviation of the feature
+NOTHING = 0.05  # of an example: what is left of fewer is no gradient of any
+RIDGE = 1e-2  # of the features' mean variance, added to their covariance
+
+
+@ATTACKS.register("fishing")
+@dataclass(frozen=True)
+class Fishing(Malicious):
+    """Change the last layer so that one example of a batch makes the whole gradient, then attack that one alone.
+
+    All rows but that of one class are zero, and that class is held for impossible: an example of it sends its row
+    back in full, any other nothing (Wen et al. 2022, class fishing). Where a batch is expected to hold several of the
+    class, the row is the direction that tells the class from the others on public data, with a threshold that all but
+    about one of them pass: those are predicted for certain and send nothing either (feature fishing). Its answer is
+    one image, given for each example of the batch.
+    """
+
+    attack: str = "newton"  # on what was fished
+    target: int | None = None  # the class; None: one at random, as public examples have them
+    examples: int = 1  # of a batch, as the server expects
+
+    def __post_init__(self) -> None:
+        if self.examples < 1 or (self.target is not None and self.target < 0):
+            raise ValueError("examples must be 1 or more, and target a class")
+
+    def plant(
+        self, model: nn.Module, input_shape: tuple[int, ...], num_classes: int, public: Batch | None, rng: Generator
+    ) -> nn.Module:
+        """Return a copy with another last layer."""
+        if public is None or public.labels.ndim != 1 or public.labels.is_floating_point():
+            raise AttackError("Fishing needs public examples with a class each; the server has none.")
+        copied = deepcopy(model)
+        path, layer = last_layer(copied, input_shape, num_classes)
+        labels = public.labels.to(layer.weight.device)
+        drawn = labels[torch.randint(len(labels), (1,), generator=rng, device=rng.device).to(labels.device)]
+        target = int(drawn) if self.target is None else self.target
+        of_class = labels == target
+        if target >= num_classes or int(of_class.sum()) < 2:
+            raise AttackError(f"There are not two public examples of class {target} among {num_classes} classes.")
+        with torch.no_grad():
+            r = representation(copied, path, public.inputs.to(layer.weight)).flatten(1)
+            expected = self.examples * float(of_class.float().mean())
+            row, bias = (layer.weight[target].clone(), 0.0) if expected <= 1 else _gate(r, of_class, expected)
+            if expected <= 1:
+                bias = -float((r @ row).max()) - FAR
+            layer.weight.zero_()
+            layer.bias.zero_()
+            layer.weight[target], layer.bias[target] = row, bias + math.log(max(num_classes - 1, 1))
+        return copied
+
+    def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
+        """Attack what was fished in each update."""
+        check_seen(seen)
+        refuse_adaptive(seen, "fishing")
+        alone = [_fished(s) for s in seen]
+        caught = [i for i, (count, _) in enumerate(alone) if count > NOTHING]
+        found = build(self.attack).reconstruct_many([alone[i][1] for i in caught], [rngs[i] for i in caught])
+        answers = dict(zip(caught, found, strict=True))
+        return [_answer(s, count, answers.get(i)) for i, (s, (count, _)) in enumerate(zip(seen, alone, strict=True))]
+
+
+def last_layer(model: nn.Module, input_shape: tuple[int, ...], num_classes: int) -> tuple[str, nn.Linear]:
+    """Return the layer that gives the logits; raise where they do not come from a fully connected one with a bias."""
+    try:
+        path = find_layer(model)
+    except LayerError:
+        path = ""
+    layer = model.get_submodule(path)
+    if not isinstance(layer, nn.Linear) or layer.bias is None or layer.out_features != num_classes:
+        path = ""
+    if not path or trace(model, input_shape).output != path:
+        raise AttackError(
+            f"The logits of {type(model).__name__} do not come straight from a fully connected layer with a bias and "
+            f"one row for each of {num_classes} classes, so nothing can be fished by changing it."
+        )
+    assert isinstance(layer, nn.Linear)
+    return path, layer
+
+
+def _gate(r: Tensor, of_class: Tensor, expected: float) -> tuple[Tensor, float]:
+    """Return a row and its bias that are above 0 for all examples of a class but one in so many, below for others."""
+    ours, others = r[of_class].double(), r[~of_class].double()
+    centred = torch.cat([ours - ours.mean(0), others - others.mean(0)])
+    spread = centred.T @ centred / len(centred)
+    ridge = RIDGE * spread.diagonal().mean() * torch.eye(len(spread)).to(spread)
+    row: Tensor = torch.linalg.solve(spread + ridge, ours.mean(0) - others.mean(0))
+    row = row * STEEP / (ours @ row).std().clamp_min(1e-12)
+    return row.to(r), -float(torch.quantile(ours @ row, 1 / expected))
+
+
+def _fished(seen: Observation) -> tuple[float, Observation]:
+    """Return how many examples' gradients came through, and the update as that of one example."""
+    path, layer = last_layer(seen.model, seen.input_shape, seen.num_classes)
+    sizes = layer.weight.detach().norm(dim=1)
+    target = int(sizes.argmax())
+    weight, bias = f"{path}.weight", f"{path}.bias"
+    if int((sizes > 0).sum()) != 1 or seen.loss.targets != "classes" or bias not in seen.visible:
+        raise AttackError(
+            "fishing attacks what its own last layer let through, and this model's is not of its making, or is not "
+            "seen. Let the clients train at what its plant() returns."
+        )
+    one = seen.as_one_step()
+    count = -float(one.update.gradient[bias][target]) * seen.num_examples
+    scale = seen.num_examples / max(count, NOTHING)
+    gradient = {name: scale * g for name, g in one.update.gradient.items() if name != bias}
+    mask = torch.zeros_like(layer.weight)
+    mask[target] = 1.0
+    shown = one.weights | ({weight: mask * one.weights.get(weight, 1.0)} if weight in gradient else {})
+    noise = {name: scale * std for name, std in one.noise.items()}
+    labels = torch.tensor([target], device=layer.weight.device)
+    update = replace(one.update, gradient=gradient, num_examples=1, buffers={})
+    return count, replace(one, update=update, labels=labels, weights=shown, noise=noise)
+
+
+def _answer(seen: Observation, count: float, found: Reconstruction | None) -> Reconstruction:
+    n = seen.num_examples
+    if found is None:  # no example of the class was there
+        return nothing(seen, {"fished": count})
+    inputs = found.inputs.expand(n, *seen.input_shape).clone()
+    labels = None if found.labels is None else found.labels.expand(n).clone()
+    return Reconstruction(inputs, labels, found.objective, found.converged, {**found.details, "fished": count})
