@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from compatibility.zoo import CLASSES, Model
 from gradveil import leak_scores, protect, step_gradient
 from gradveil.attacks.analytic import layer_inputs, readable_layer
-from gradveil.attacks.base import ATTACKS
+from gradveil.attacks.base import ATTACKS, Malicious
 from gradveil.attacks.search.matching import Matching, squared_distance
 from gradveil.attacks.search.objective import MatchingObjective, Unknowns
 from gradveil.certificates import reach
@@ -338,6 +338,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fedavg": {"tv": 0.0},
     "surrogate": {"tv": 0.0},
     "newton": {"steps": 12, "floor": 0.01},
+    "trap": {"share": 0.2},
+    "fishing": {"target": 1, "attack": "newton:steps=2"},
 }
 
 
@@ -348,6 +350,9 @@ def check_attack(name: str, model: Model) -> None:
     cls = ATTACKS.get(name)
     settings = {"steps": 2, "restarts": 1, **SETTINGS.get(name, {})}
     attack = cls(**{f.name: settings[f.name] for f in fields(cls) if f.name in settings})  # type: ignore[arg-type]
+    if isinstance(attack, Malicious):
+        _check_planted(model, attack)
+        return
     count = 1 if name in ("idlg", "rep", "analytic", "newton") else 2
     seen, x, y = observed(model, count)
     if name == "newton":
@@ -377,6 +382,19 @@ def check_attack(name: str, model: Model) -> None:
         with still(seen.model), watching(seen.model, visit.path) as caught:
             model.call(seen.model, x)
         close(layer_inputs(seen, visit).values, caught[0][0].flatten(1), max(1e-4, rounding(model)))
+
+
+def _check_planted(model: Model, attack: Malicious) -> None:
+    """Where an attack is content, it read exactly what it planted for: the examples, or that one was fished."""
+    (x, y), public = model.examples(2), Batch(*model.examples(40, seed=4))
+    net = attack.plant(model.build(), model.shape, CLASSES, public, rng())
+    update = Update({n: g.detach() for n, g in plain_gradient(model, net, x, y).items()}, 2)
+    answer = attack.reconstruct(Observation(net, update, model.shape, CLASSES, y), rng())
+    if attack.spec_name == "fishing":
+        close(torch.tensor(answer.details["fished"]), torch.tensor(1.0), max(1e-3, rounding(model)))
+    elif answer.converged:
+        apart = torch.cdist(answer.inputs.flatten(1).double(), x.flatten(1).double()).amin(1)
+        close(apart, torch.zeros(2), max(1e-3, rounding(model)))
 
 
 def _check_slopes(model: Model, seen: Observation, x: Tensor, y: Tensor) -> None:
