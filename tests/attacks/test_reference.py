@@ -13,7 +13,7 @@ from gradveil.models import build
 from gradveil.scores import leak_scores
 from gradveil.types import Observation, Update
 
-IMAGES = 6
+IMAGES = 3
 
 
 @pytest.mark.slow

@@ -94,14 +94,14 @@ def test_several_steps_count_as_their_mean(network: nn.Module, rng: Generator) -
 
 
 def test_a_server_that_knows_the_noise_gets_closer_to_a_smooth_image(network: nn.Module) -> None:
-    model, errors = network, {"tv=1e-4": 0.0, "contrast=0.1": 0.0}
-    for seed in range(3):
-        rng = Generator().manual_seed(seed)
-        x = smooth_image(rng)
-        seen = noisy(model, x, 0.02, rng)
-        for settings in errors:
-            (found,) = build(f"gs:steps=200,{settings}").reconstruct_many([seen], [Generator().manual_seed(seed)])
-            errors[settings] += float((found.inputs - x).square().mean()) / 3
+    rngs = [Generator().manual_seed(seed) for seed in range(3)]
+    truth = [smooth_image(rng) for rng in rngs]
+    seen = [noisy(network, x, 0.02, rng) for x, rng in zip(truth, rngs, strict=True)]
+    errors = {}
+    for settings in ("tv=1e-4", "contrast=0.1"):
+        starts = [Generator().manual_seed(seed) for seed in range(3)]
+        found = build(f"gs:steps=200,{settings}").reconstruct_many(seen, starts)
+        errors[settings] = sum(float((f.inputs - x).square().mean()) for f, x in zip(found, truth, strict=True))
     assert errors["contrast=0.1"] < 0.5 * errors["tv=1e-4"], errors
 
 

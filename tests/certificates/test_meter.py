@@ -186,10 +186,10 @@ def drawn(model: nn.Module, prior: GaussianPrior, count: int, rng: Generator) ->
 def test_the_averaged_bound_stays_below_what_many_inputs_come_to(
     small: nn.Module, prior: GaussianPrior, rng: Generator
 ) -> None:
-    many = averaged(*drawn(small, prior, 160, rng), prior)
-    few = [averaged(*drawn(small, prior, 8, rng), prior) for _ in range(10)]
-    assert many.low < many.plug_in < 1.05 * many.low  # many inputs leave little doubt
-    assert sum(f.low <= many.plug_in for f in few) >= 9
+    many = averaged(*drawn(small, prior, 100, rng), prior)
+    few = [averaged(*drawn(small, prior, 8, rng), prior) for _ in range(5)]
+    assert many.low < many.plug_in < 1.1 * many.low  # many inputs leave little doubt
+    assert sum(f.low <= many.plug_in for f in few) >= 4
     assert all(f.low < f.plug_in for f in few)
     assert any("drawn from the Gaussian prior" in sentence for sentence in many.assumptions)
 

@@ -6,6 +6,7 @@ import pytest
 
 from gradveil.experiments.audit import audit
 from gradveil.experiments.rows import best_floor
+from gradveil.experiments.scene import AuditConfig
 from gradveil.report.page import write_report
 
 OURS = "representation:share=0.4"
@@ -13,7 +14,7 @@ OURS = "representation:share=0.4"
 
 @pytest.mark.slow
 def test_the_default_audit_says_what_a_naive_and_a_knowing_server_get(tmp_path: Path) -> None:
-    run = audit(out=tmp_path / "run")
+    run = audit(config=AuditConfig(images=4, meter_seconds=10), out=tmp_path / "run")
     floor = best_floor(run.rows)
     judged = {v.defense: v for v in run.verdicts}
     assert floor is not None
@@ -32,6 +33,9 @@ def test_the_default_audit_says_what_a_naive_and_a_knowing_server_get(tmp_path: 
     assert "worse than a blind guess" in ours.text
     assert "but a server that knows the defence gets the images back" in ours.text
 
+    tiers = {t.tier: t.outcome for t in judged[OURS].tiers}
+    assert tiers["knows"] == "recovered"
+    assert set(tiers.values()) <= {"recovered", "recognised", "traces", "nothing", "not_run"}
     controls = {(x.round, x.weights, x.attack) for x in run.lines if x.defense == "none"}
     assert {(x.round, x.weights, x.attack) for x in run.lines} == controls
     assert {x.round for x in run.lines} == {"first", "last"}

@@ -151,7 +151,7 @@ def test_units_are_all_settings_with_and_without_the_defence() -> None:
 
 @pytest.mark.slow
 def test_a_short_run_on_mnist_falls_and_the_defence_is_biased(data_folder: Path) -> None:
-    item = Convergence(devices="classes:devices=20,classes=2,per_class=100")
+    item = Convergence(devices="classes:devices=10,classes=2,per_class=60")
     place = Context(str(data_folder))
     plain, ours = (item.run(f"E=5 K=5 {d} seed=0", place) for d in ("none", "ours"))
     assert plain[-1]["loss"] < 0.6 * plain[0]["loss"]
