@@ -39,7 +39,9 @@ def gets(line: Line, floor: Floor, tier: Tier) -> str:
     got = GETS[line.grade].format(others=line.gallery - 1)
     if line.grade == "recognised" and line.mse.mean > floor.mse.mean:
         got = f"gets pictures that are poor pixel by pixel but can still be told from {line.gallery - 1} others"
-    as_another = ", as a naive one does" if line.tier == "naive" != tier else ""
+    if line.tier != tier != "knows":
+        return f"{got}, as {'a naive one' if line.tier == 'naive' else 'one that knows the defence'} does"
+    as_another = ", as a naive one does" if line.tier != tier else ""
     return f"{got}{as_another} ({_numbers(line, floor)}; {_by(line)}, {line.round} round)"
 
 
