@@ -1,0 +1,242 @@
+"""Learning to invert (Wu et al. 2023): a regression from updates to images, learned through the defence.
+
+The server runs the client, defence and all, on public examples with random draws of its own, and learns to tell the
+examples from what was sent. The regression that errs least in the square is the posterior mean, whatever the defence
+does: noise, signs, rounding, pruning. Nothing of the defence has to be declared, and none of it is differentiated.
+
+Departures from the paper: kernel regression, linear and Gaussian, is in the place of a perceptron; with the two
+thousand examples that a server is taken to have it errs less, in a tenth of the time. Where there are fewer examples
+than pairs to learn from, the server makes others, mixtures of two, moved by a pixel. Where the client draws random
+numbers, it learns from the updates without a defence as well, each tensor scaled to what is left of it on
+average: noise in what one learns from only hides what is to be learned. All that can be set is chosen by the error on
+public examples that were held out, as they are sent.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Generator, Tensor
+
+from gradveil import pace
+from gradveil.attacks.base import ATTACKS, Attack, check_seen, in_groups
+from gradveil.attacks.labels import recover_labels, with_labels
+from gradveil.attacks.regression import HELD, MADE, PUBLIC, Lesson, regress
+from gradveil.errors import AttackError
+from gradveil.gradients.functional import loss_of, per_problem, trial_update
+from gradveil.seeds import Seeds
+from gradveil.tree import Params, parameters
+from gradveil.types import Batch, Observation, Reconstruction
+
+MOST_EXAMPLES = 8  # of one update
+HELD_OUT, MOST_HELD_OUT = 8, 250  # one in so many public examples is not learned from, and no more than so many
+TWICE = 8  # examples that are sent twice, to see what the client draws
+COLLECTING = 0.6  # share of a limited time that pairs are made in
+TOGETHER = 64  # updates without a defence that are made at once
+
+
+@ATTACKS.register("inverter")
+@dataclass(frozen=True)
+class Inverter(Attack):
+    """Regress images on the updates that a client with public examples would send (Wu et al. 2023, learning to invert).
+
+    For servers that know the defence and have public examples (``seen.client``, ``seen.public``). Updates that share a
+    model and a client share what is learned. Of several examples, at most 8, each comes at its place by label.
+    """
+
+    pairs: int = 2000  # updates made from public examples
+    features: int = 32768  # numbers that are kept of an update; beyond that it is hashed
+
+    def __post_init__(self) -> None:
+        if self.pairs < 2 or self.features < 1:
+            raise ValueError("pairs must be at least 2 and features at least 1")
+
+    def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
+        """Rebuild the inputs behind several updates; those that share a model and a client learn together."""
+        check_seen(seen)
+        for s in seen:
+            _check_public(s)
+        found = in_groups(seen, rngs, _group, lambda group, _: self._solve(group))
+        labels = [_rising(s.labels) for s in with_labels(seen, rngs)]
+        return [replace(r, labels=y) for r, y in zip(found, labels, strict=True)]
+
+    def _solve(self, seen: Sequence[Observation]) -> list[Reconstruction]:
+        first, course = seen[0], Course(seen[0], self.features)
+        late = course.collect(self.pairs)
+        choice, images, over = regress(course.lessons(seen))
+        details = {"pairs": float(len(course.batches)), "held_out": choice.error}
+        details |= {"out_of_time": 1.0} if late or over else {}
+        shape = (first.num_examples, *first.input_shape)
+        content = not (late or over)
+        return [Reconstruction(x.reshape(shape), None, choice.error, content, dict(details)) for x in images]
+
+
+def _check_public(s: Observation) -> None:
+    if s.client is None or s.public is None:
+        raise AttackError(
+            "inverter learns from what a client would send for public examples: it needs both, as a server that knows "
+            "the defence has them (seen.client, seen.public)."
+        )
+    if s.num_examples > MOST_EXAMPLES:
+        raise AttackError(f"inverter tells at most {MOST_EXAMPLES} examples apart; the update has {s.num_examples}.")
+    if not s.public.inputs.is_floating_point() or tuple(s.public.inputs.shape[1:]) != s.input_shape:
+        raise AttackError(f"inverter needs public examples of shape {s.input_shape}, in floating point numbers.")
+    least = 2 * HELD_OUT * s.num_examples
+    if len(s.public) < least:
+        raise AttackError(f"inverter needs {least} public examples or more for this update; there are {len(s.public)}.")
+
+
+def _group(s: Observation) -> tuple[object, ...]:
+    shared = (id(s.model), id(s.client), id(s.public), s.loss, s.labels is None)
+    return (*shared, s.num_examples, s.num_classes, s.input_shape, s.bounds, s.visible)
+
+
+class Sketch:
+    """An update as one row of numbers: all of them, or of large tensors as many random signed sums as there is room."""
+
+    def __init__(self, shapes: dict[str, int], room: int, rng: Generator, device: torch.device) -> None:
+        level, left = room, room
+        for i, size in enumerate(sorted(shapes.values())):  # small tensors whole, large ones alike
+            level = max(1, left // (len(shapes) - i))
+            left -= min(size, level)
+        self.sizes = [min(size, level) for size in shapes.values()]
+        self._hashes: dict[str, tuple[Tensor, Tensor] | None] = {}
+        for (name, size), kept in zip(shapes.items(), self.sizes, strict=True):
+            place = torch.randint(kept, (size,), generator=rng)
+            sign = torch.randint(2, (size,), generator=rng) * 2.0 - 1.0
+            self._hashes[name] = None if kept == size else (place.to(device), sign.to(device))
+
+    def __call__(self, stacked: Params) -> Tensor:
+        """Return the rows (P, F) of updates, name: (P, *shape)."""
+        parts = []
+        for (name, hashed), kept in zip(self._hashes.items(), self.sizes, strict=True):
+            g = stacked[name].detach().flatten(1).float()
+            if hashed is not None:
+                place, sign = hashed
+                g = g.new_zeros(len(g), kept).index_add_(1, place, g * sign)
+            parts.append(g)
+        return torch.cat(parts, 1)
+
+    def one(self, gradient: Params) -> Tensor:
+        """Return the row (F,) of one update."""
+        return self({name: gradient[name][None] for name in self._hashes})[0]
+
+
+class Course:
+    """Pairs of an update and the examples behind it, made by a client with public examples."""
+
+    def __init__(self, seen: Observation, features: int) -> None:
+        assert seen.client is not None
+        assert seen.public is not None
+        self.seen, self.client = seen, seen.client
+        self.rng = Seeds()("inverter")  # one for all updates: what is learned is the same in any company
+        self.device = next(seen.model.parameters()).device
+        public = seen.public.to(self.device)
+        order = torch.randperm(len(public), generator=self.rng).to(self.device)
+        public = Batch(public.inputs[order], public.labels[order])
+        held = max(seen.num_examples, min(MOST_HELD_OUT, len(public) // HELD_OUT))
+        self.held, self.known = public[:held], public[held:]
+        shapes = {n: seen.update.gradient[n].numel() for n in seen.visible}
+        self.sketch = Sketch(shapes, features, self.rng, self.device)
+        self.batches: list[Batch] = []
+        self.rows: list[Tensor] = []
+        self.labels: list[Tensor | None] = []  # of those held out as the server reads them
+        self.kinds: list[int] = []
+        self.noise: list[float] = []  # variance of what the client draws, by tensor
+
+    def collect(self, count: int) -> bool:
+        """Make the held-out pairs and so many others; return whether the time for it was over before."""
+        n, reserve = self.seen.num_examples, pace.left() * (1 - COLLECTING)
+        held = len(self.held) if n == 1 else min(MOST_HELD_OUT, max(len(self.held), count // HELD_OUT))
+        twice = [self.sketch.one(self._sent(self.known[i * n : i * n + n])) for i in range(TWICE) for _ in range(2)]
+        apart = torch.stack(twice[::2]) - torch.stack(twice[1::2])
+        self.noise = [float(part.square().mean() / 2) for part in apart.split(self.sketch.sizes, 1)]
+        total = held + count
+        pace.step(0, total)
+        for i in range(total):
+            kind, batch = self._examples(i, held)
+            sent = self._sent(batch)
+            self.batches.append(batch)
+            self.rows.append(self.sketch.one(sent))
+            self.labels.append(batch.labels if kind != HELD or self.seen.labels is not None else self._read(sent))
+            self.kinds.append(kind)
+            over = pace.step(i + 1, total) or pace.left() < reserve
+            if over and i > held:
+                return i + 1 < total
+        return False
+
+    def lessons(self, asked: Sequence[Observation]) -> list[Lesson]:
+        """Return what can be learned: the updates as sent and, where these are random, as they were before."""
+        shown = torch.stack([self.sketch.one(s.update.gradient) for s in asked])
+        images = torch.stack([b.inputs.flatten() for b in self.batches])
+        kinds, rows = torch.tensor(self.kinds, device=self.device), torch.stack(self.rows)
+        labels = self.labels + [s.labels if s.labels is not None else self._read(s.update.gradient) for s in asked]
+        known = None if any(y is None for y in labels) else torch.stack([self._row(y) for y in labels if y is not None])
+        sources = [rows, *([self._clean(rows, kinds)] if any(self.noise) else [])]
+        rest = (images, kinds, known, self.sketch.sizes, self.noise, self.seen.bounds)
+        return [Lesson(torch.cat([source, shown]), *rest) for source in sources]
+
+    def _sent(self, batch: Batch) -> Params:
+        with pace.Limit():  # the steps of a client are no steps of the attack
+            return self.client(batch, self.rng)
+
+    def _read(self, gradient: Params) -> Tensor | None:
+        update = replace(self.seen.update, gradient={n: gradient[n] for n in self.seen.update.gradient})
+        return recover_labels(replace(self.seen, update=update), self.rng)
+
+    def _row(self, labels: Tensor) -> Tensor:
+        rising = _rising(labels)
+        assert rising is not None
+        return self.seen.loss.rows(rising, self.seen.num_classes).flatten().to(self.device, torch.float32)
+
+    def _clean(self, rows: Tensor, kinds: Tensor) -> Tensor:
+        """Return the updates (P, F) as they are without a defence, each tensor as large as is sent on average."""
+        bare, weights = replace(self.seen, simulate=None), parameters(self.seen.model)
+        step = loss_of(self.seen.model, weights, self.seen.loss)
+        many = per_problem(self.seen.model, step, lambda g, x, y: trial_update(bare, g, weights, x, y))
+        made = []
+        for i in range(0, len(self.batches), TOGETHER):
+            part = self.batches[i : i + TOGETHER]
+            x = torch.stack([b.inputs for b in part]).to(next(iter(weights.values())))
+            y = torch.stack([self.seen.loss.rows(b.labels, self.seen.num_classes) for b in part]).to(x)
+            made.append(self.sketch(many(x, y)))
+        clean = torch.cat(made)
+        learned, sizes = kinds != HELD, self.sketch.sizes
+        for sent, part in zip(rows.split(sizes, 1), clean.split(sizes, 1), strict=True):
+            energy = float(part[learned].square().sum())
+            part.mul_(float((sent[learned] * part[learned]).sum()) / energy if energy > 0 else 0.0)
+        return torch.where(learned[:, None], clean, rows)  # those held out are told as they were sent
+
+    def _examples(self, i: int, held: int) -> tuple[int, Batch]:
+        """Return the examples of pair i: those held out, then the known ones, and then made ones."""
+        n, kind, batch = self.seen.num_examples, HELD if i < held else PUBLIC, self.held if i < held else self.known
+        if n > 1:
+            chosen = torch.randperm(len(batch), generator=self.rng)[:n].to(self.device)
+            return kind, _ordered(Batch(batch.inputs[chosen], batch.labels[chosen]))
+        at = i if kind == HELD else i - held
+        one = batch[at % len(batch) :][:1]
+        if at < len(batch):
+            return kind, one
+        other = batch.inputs[torch.randint(len(batch), (1,), generator=self.rng).to(self.device)]
+        share = 0.5 * float(torch.rand(1, generator=self.rng))
+        return MADE, Batch(self._moved(one.inputs).lerp(self._moved(other), share), one.labels)
+
+    def _moved(self, x: Tensor) -> Tensor:
+        """Return images (1, C, H, W) moved by at most a pixel; other inputs as they are."""
+        if x.ndim != 4:
+            return x
+        down, right = (torch.randint(3, (2,), generator=self.rng) - 1).tolist()
+        return x.roll((down, right), (2, 3))
+
+
+def _rising(labels: Tensor | None) -> Tensor | None:
+    """Return labels as examples are ordered: classes rising."""
+    return labels if labels is None or labels.ndim > 1 else labels.sort().values
+
+
+def _ordered(batch: Batch) -> Batch:
+    """Return the examples by class, and those of one class by brightness: an update does not tell their order."""
+    order = batch.inputs.flatten(1).mean(1).argsort(stable=True)
+    if batch.labels.ndim == 1:
+        order = order[batch.labels[order].argsort(stable=True)]
+    return Batch(batch.inputs[order], batch.labels[order])
