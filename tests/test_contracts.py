@@ -12,9 +12,10 @@ from gradveil.defenses.base import DEFENSES, NoDefense
 from gradveil.defenses.guard.step import step_gradient
 from gradveil.paper.base import ITEMS, Context
 from gradveil.registry import describe
+from gradveil.tree import Params
 from gradveil.types import Batch, Observation, Update
 
-SHORT = {"steps": 3, "restarts": 2}
+SHORT = {"steps": 3, "restarts": 2, "pairs": 40}
 
 
 def short(name: str) -> Attack:
@@ -25,7 +26,13 @@ def short(name: str) -> Attack:
 @pytest.fixture
 def seen(model: nn.Module, batch: Batch, rng: torch.Generator) -> Observation:
     one = Batch(batch.inputs[:1], batch.labels[:1])
-    return Observation(model, Update(step_gradient(model, one, NoDefense(), rng)), (1, 8, 8), 5)
+    public = Batch(torch.rand(40, 1, 8, 8, generator=rng), torch.arange(40) % 5)
+    update = Update(step_gradient(model, one, NoDefense(), rng))
+
+    def client(examples: Batch, draws: torch.Generator) -> Params:
+        return step_gradient(model, examples, NoDefense(), draws)
+
+    return Observation(model, update, (1, 8, 8), 5, client=client, public=public)
 
 
 def fresh() -> torch.Generator:
@@ -83,7 +90,7 @@ def test_an_attack_gives_the_same_answer_alone_and_in_company(name: str, seen: O
     both = []
     for i in range(2):
         one = Batch(batch.inputs[i : i + 1].double(), batch.labels[i : i + 1])
-        sent = Observation(model, Update(step_gradient(model, one, NoDefense(), fresh())), (1, 8, 8), 5)
+        sent = replace(seen, model=model, update=Update(step_gradient(model, one, NoDefense(), fresh())))
         both.append(ready(name, sent, one))
     alone = short(name).reconstruct(both[1], fresh()).inputs
     together = short(name).reconstruct_many(both, [torch.Generator().manual_seed(9), fresh()])[1].inputs

@@ -21,6 +21,7 @@ from compatibility.zoo import CLASSES, Model
 from gradveil import leak_scores, protect, step_gradient
 from gradveil.attacks.analytic import layer_inputs, readable_layer
 from gradveil.attacks.base import ATTACKS, Malicious
+from gradveil.attacks.inverter import Course
 from gradveil.attacks.search.matching import Matching, squared_distance
 from gradveil.attacks.search.objective import MatchingObjective, Unknowns
 from gradveil.certificates import reach
@@ -340,6 +341,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "newton": {"steps": 12, "floor": 0.01},
     "trap": {"share": 0.2},
     "fishing": {"target": 1, "attack": "newton:steps=2"},
+    "inverter": {"pairs": 8},
 }
 
 
@@ -357,6 +359,9 @@ def check_attack(name: str, model: Model) -> None:
     seen, x, y = observed(model, count)
     if name == "newton":
         _check_newton(model, attack, x, y)
+        return
+    if name == "inverter":
+        _check_inverter(model, attack)
         return
     if name in ("fedavg", "surrogate"):
         seen = _two_steps(model, seen, x, y)
@@ -450,6 +455,21 @@ def _check_rep(model: Model, seen: Observation, x: Tensor, end: Tensor, objectiv
         ends(end)
     far = (caught[0][0] - caught_there[0][0]).double().square().sum()
     close(torch.tensor(objective), far, max(1e-4, tolerance))
+
+
+def _check_inverter(model: Model, attack: Any) -> None:
+    """What it learns from without a defence must be the client's gradients."""
+    public = Batch(*model.examples(16, seed=4))
+
+    def client(batch: Batch, _: Generator) -> dict[str, Tensor]:
+        return plain_gradient(model, seen.model, batch.inputs, batch.labels)
+
+    seen, _, _ = observed(model, 1, client=client, public=public)
+    assert attack.reconstruct(seen, rng()).inputs.isfinite().all()
+    course = Course(seen, features=10**9)
+    course.collect(8)
+    rows = torch.stack(course.rows)
+    close(course.undefended(rows, torch.tensor(course.kinds)), rows, max(1e-5, rounding(model)))
 
 
 def _check_newton(model: Model, attack: Any, x: Tensor, y: Tensor) -> None:

@@ -130,10 +130,11 @@ class Course:
         assert seen.public is not None
         self.seen, self.client = seen, seen.client
         self.rng = Seeds()("inverter")  # one for all updates: what is learned is the same in any company
-        self.device = next(seen.model.parameters()).device
+        like = next(seen.model.parameters())
+        self.device = like.device
+        order = torch.randperm(len(seen.public), generator=self.rng).to(self.device)
         public = seen.public.to(self.device)
-        order = torch.randperm(len(public), generator=self.rng).to(self.device)
-        public = Batch(public.inputs[order], public.labels[order])
+        public = Batch(public.inputs.to(like)[order], public.labels[order])
         held = max(seen.num_examples, min(MOST_HELD_OUT, len(public) // HELD_OUT))
         self.held, self.known = public[:held], public[held:]
         shapes = {n: seen.update.gradient[n].numel() for n in seen.visible}
@@ -168,11 +169,15 @@ class Course:
     def lessons(self, asked: Sequence[Observation]) -> list[Lesson]:
         """Return what can be learned: the updates as sent and, where these are random, as they were before."""
         shown = torch.stack([self.sketch.one(s.update.gradient) for s in asked])
-        images = torch.stack([b.inputs.flatten() for b in self.batches])
+        images = torch.stack([b.inputs.flatten().float() for b in self.batches])
         kinds, rows = torch.tensor(self.kinds, device=self.device), torch.stack(self.rows)
+        if not bool(rows.isfinite().all()):
+            raise AttackError(
+                "A client with public examples would send NaN or infinite values: nothing can be learned."
+            )
         labels = self.labels + [s.labels if s.labels is not None else self._read(s.update.gradient) for s in asked]
         known = None if any(y is None for y in labels) else torch.stack([self._row(y) for y in labels if y is not None])
-        sources = [rows, *([self._clean(rows, kinds)] if any(self.noise) else [])]
+        sources = [rows, *([self.undefended(rows, kinds)] if any(self.noise) else [])]
         rest = (images, kinds, known, self.sketch.sizes, self.noise, self.seen.bounds)
         return [Lesson(torch.cat([source, shown]), *rest) for source in sources]
 
@@ -189,7 +194,7 @@ class Course:
         assert rising is not None
         return self.seen.loss.rows(rising, self.seen.num_classes).flatten().to(self.device, torch.float32)
 
-    def _clean(self, rows: Tensor, kinds: Tensor) -> Tensor:
+    def undefended(self, rows: Tensor, kinds: Tensor) -> Tensor:
         """Return the updates (P, F) as they are without a defence, each tensor as large as is sent on average."""
         bare, weights = replace(self.seen, simulate=None), parameters(self.seen.model)
         step = loss_of(self.seen.model, weights, self.seen.loss)

@@ -89,21 +89,21 @@ class Lesson:
     def told(
         self, choice: Choice, learned: Tensor, at: Tensor, ridges: Iterable[float]
     ) -> Iterator[tuple[float, Tensor]]:
-        """Yield for each ridge the images (·, d) that a regression on the learned pairs tells of other updates."""
+        """Yield what a regression on the learned pairs tells of others (·, d), for each ridge that rounding allows."""
         inner, cross = self._kernel(choice, learned, at)
         mean = self.images[learned].mean(0)
         targets = (self.images[learned] - mean).double()
-        unit = float(inner.diagonal().mean())
+        unit = float(inner.diagonal().mean()) or 1.0
         for ridge in ridges:
-            sum_ = inner.double()
-            sum_.diagonal().add_(ridge * unit)
-            factor, failed = torch.linalg.cholesky_ex(sum_)
+            summed = inner.double()
+            summed.diagonal().add_(ridge * unit)
+            factor, failed = torch.linalg.cholesky_ex(summed)
             if not bool(failed):
                 dual = torch.cholesky_solve(targets, factor)
                 yield ridge, (mean + (cross.double() @ dual).float()).clamp(*self.bounds)
 
     def _kernel(self, choice: Choice, learned: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the kernel between learned pairs, and between others and these."""
+        """Return the kernel between learned pairs, and between others and these, centred at the learned ones."""
         products = self.products[choice.scale]
         inner, cross = products[learned][:, learned], products[at][:, learned]
         norms, others = inner.diagonal(), products.diagonal()[at]
@@ -119,7 +119,9 @@ class Lesson:
             cross = (-(others[:, None] + norms - 2 * cross).clamp_min(0) / width).exp()
         if choice.by_label and self.alike is not None:
             inner, cross = inner * self.alike[learned][:, learned], cross * self.alike[at][:, learned]
-        return inner, cross
+        mean = inner.mean(0)
+        cross = cross - cross.mean(1, keepdim=True) - mean + mean.mean()
+        return inner - mean - mean[:, None] + mean.mean(), cross
 
 
 def regress(lessons: Sequence[Lesson]) -> tuple[Choice, Tensor, bool]:
@@ -148,8 +150,8 @@ def regress(lessons: Sequence[Lesson]) -> tuple[Choice, Tensor, bool]:
     lesson = lessons[best.lesson]
     learned = torch.cat([lesson.learned(best.made), lesson.held])
     asked = torch.arange(len(lesson.images), len(lesson.updates), device=learned.device)
-    told = [images for _, images in lesson.told(best, learned, asked, (best.ridge,))]
-    images = told[0] if told else lesson.images[learned].mean(0).expand(len(asked), -1)
+    larger = (best.ridge * 10**k for k in range(9))  # with more pairs, rounding may ask for more
+    _, images = next(lesson.told(best, learned, asked, larger))
     return best, images, done < total
 
 
