@@ -210,7 +210,7 @@ def _verdict(case: _Case, accuracy: Mapping[str, float], scored_by: str) -> Verd
         got = judged["naive"].outcome
         outcome = got if got in ("recovered", "recognised", "traces", "void") else "not_run"
     points = [("Any server" if name == "none" else WHO["naive"], judged["naive"].text)]
-    points += [(WHO[t.tier], t.text) for t in tiers[1:] if name != "none" or t.line is not None]
+    points += [(WHO[t.tier], t.text) for t in tiers[1:] if name != "none" or (t.line and t.tier in BEYOND)]
     if name in accuracy:
         points.append((scored_by[0].upper() + scored_by[1:], accuracy_text(name, accuracy, scored_by)))
     text = f"{'Any server' if name == 'none' else 'The naive server'} {judged['naive'].text}"

@@ -134,7 +134,7 @@ def _content(store: RunFolder) -> dict[str, Any]:
         "headline": headline(rows),
         "verdicts": judged,
         "badges": BADGES,
-        "who": WHO,
+        "badge_of": _badge_of,
         "caveat": CAVEAT.format(schedule=client.get("schedule", "one local step")),
         "thumbs": thumbs(store, judged),
         "picture_note": PICTURES if judged else "What the attacks brought back; there is no truth to compare with.",
@@ -148,6 +148,12 @@ def _content(store: RunFolder) -> dict[str, Any]:
         "servers": list(dict.fromkeys((f"{row['defense']} · {row['server']}", row["why"]) for row in about)),
         "settings": [*_flat(config), *_flat(versions)],
     }
+
+
+def _badge_of(verdict: Verdict) -> dict[str, str]:
+    """Return the outcome by the server that is named on the card."""
+    any_server: dict[str, str] = {"Any server": verdict.outcome} if verdict.defense == "none" else {}
+    return {WHO[t.tier]: t.outcome for t in verdict.tiers} | any_server
 
 
 def _figures(found: list[Line], judged: list[Verdict], floor: Floor) -> list[dict[str, str]]:
