@@ -1,7 +1,7 @@
 """What a defence is, and where it may act. Settings that make no sense are refused when it is built."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -33,7 +33,34 @@ def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
         raise SpecError(f"{name}={value!r} is not known. Give one of: {', '.join(map(str, known))}.")
 
 
-DEFENSES: Registry["Defense"] = Registry("defense", "gradveil.defenses")
+class DefenseRegistry(Registry["Defense"]):
+    """The defences; one that declares nothing a server could do is refused."""
+
+    def register(self, name: str) -> Callable[[type["Defense"]], type["Defense"]]:
+        """Class decorator: make a frozen dataclass known under a name."""
+        remember = super().register(name)
+
+        def checked(cls: type["Defense"]) -> type["Defense"]:
+            try:
+                servers = cls().adaptive(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)))
+            except Exception:  # it needs settings, or another model: an audit asks again
+                return remember(cls)
+            check_servers(name, servers)
+            return remember(cls)
+
+        return checked
+
+
+def check_servers(defense: str, servers: Sequence[Countermeasure]) -> None:
+    """Raise unless a defence says at least one thing that a server could do."""
+    if not servers:
+        raise SpecError(
+            f"adaptive() of the defence {defense!r} returns nothing. Say what a server that knows it would do: "
+            f"countermeasures.plain() where nothing is hidden, countermeasures.undeclared() where you do not know."
+        )
+
+
+DEFENSES = DefenseRegistry("defense", "gradveil.defenses")
 
 Place = Literal["batch", "representation", "gradient", "update"]
 _METHOD_OF: dict[Place, str] = {

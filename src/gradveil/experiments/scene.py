@@ -103,7 +103,6 @@ def check_minutes(minutes: float | None) -> None:
         raise SpecError(f"minutes={minutes}: give a number of minutes above zero.")
 
 
-PROBED = 4  # public examples that a defence is probed with
 LARGE = 500_000  # weights beyond which second-order attacks take hours on a CPU
 UNROLLED = 16  # local steps up to which they are unrolled
 
@@ -197,9 +196,9 @@ class Scene:
     def probed(self, defense: str) -> Probed:
         """Return what running the defence says about it; done once."""
         if defense not in self.probes:
-            few = self.public.batch[:PROBED].to(self.device)
+            examples, lr = (self.public.batch, self.config.examples), self.config.lr_of(1)
             self.probes[defense] = probe(
-                self.defenses[defense], self.model, few, self.config, self.config.lr_of(1), self.seeds, self.num_classes
+                self.defenses[defense], self.model, *examples, self.config, lr, self.seeds, self.num_classes
             )
         return self.probes[defense]
 

@@ -1,0 +1,156 @@
+"""What a defence does before there is a gradient, to examples and representations, and what undoes that."""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.func import functional_call, grad, jvp
+
+from gradveil.countermeasures import Countermeasure
+from gradveil.defenses.guard.passes import Rewired
+from gradveil.defenses.guard.step import apply, weight_name
+from gradveil.experiments.channels import Secret, close, own_numbers
+from gradveil.experiments.findings import Found
+from gradveil.losses import Loss
+from gradveil.tree import Params, flatten, parameters
+from gradveil.types import Batch, Observation
+
+WIDEST = 4096  # numbers of an example up to which a linear change is written out
+
+Change = Callable[[Tensor], Tensor]  # of examples (N, *shape)
+
+
+class Changed(Rewired):
+    """The model behind a known change of its input."""
+
+    def __init__(self, model: nn.Module, change: Change) -> None:
+        super().__init__(model)
+        self.held = (change,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the model's output on the changed examples."""
+        output: Tensor = self.inner[0](self.held[0](x))
+        return output
+
+
+def find_on_batch(batch: Batch, secrets: Sequence[Secret]) -> Found:
+    """Return what a defence does to the examples of a client, and the view that undoes it."""
+    outs = [_on_batch(batch, secret) for secret in secrets[:3]]
+    if any(out.inputs.shape != batch.inputs.shape for out in outs):
+        return Found("It trains on other examples as well, or on fewer.", explained=False)
+    if all(torch.equal(out.inputs, batch.inputs) for out in outs):
+        same = all(torch.equal(out.labels, batch.labels) for out in outs)
+        return Found("" if same else "It changes labels, which are read off the update as they were trained on.")
+    if any(not torch.equal(out.inputs, outs[0].inputs) for out in outs[1:]):
+        return Found("It changes the examples at random.", explained=False, drawn=True)
+    change = _linear(batch, secrets[0]) or _differentiable(batch, secrets[0])
+    if change is None:
+        return Found("It changes each example by a rule that has no slopes to follow.", explained=False)
+    kept: dict[int, Changed] = {}
+
+    def view(seen: Observation) -> Observation:
+        model = kept.setdefault(id(seen.model), Changed(seen.model, change))
+        return replace(seen, model=model)
+
+    return Found("It changes the examples, and draws nothing secret: a server looks for what they were before.", view)
+
+
+def _on_batch(batch: Batch, secret: Secret) -> Batch:
+    with own_numbers(secret.seed):
+        return copy.deepcopy(secret.state).on_batch(batch, secret.rng())
+
+
+def _runner(batch: Batch, secret: Secret) -> Change:
+    def run(x: Tensor) -> Tensor:
+        labels = batch.labels[:1].expand(len(x), *batch.labels.shape[1:])
+        return _on_batch(Batch(x, labels), secret).inputs
+
+    return run
+
+
+def _linear(batch: Batch, secret: Secret) -> Change | None:
+    """Return the change of an example as a matrix and a constant, where it is no more than that."""
+    shape, d = batch.inputs.shape[1:], batch.inputs[0].numel()
+    if d > WIDEST:
+        return None
+    run, draws = _runner(batch, secret), torch.rand(2, *shape, generator=Generator().manual_seed(0)).to(batch.inputs)
+    units = torch.eye(d).reshape(d, *shape).to(batch.inputs)
+    try:
+        constant = run(torch.zeros_like(units[:1]))
+        matrix = (run(units) - constant).reshape(d, -1)
+        alone = torch.cat([run(one[None]) for one in draws])
+    except Exception:  # of examples that no client has: whatever the defence's code makes of them
+        return None
+
+    def change(x: Tensor) -> Tensor:
+        moved = x.reshape(len(x), -1) @ matrix.to(x) + constant.reshape(-1).to(x)
+        return moved.reshape(len(x), *shape)
+
+    return change if matrix.shape[1] == d and close(change(draws), alone) else None
+
+
+def _differentiable(batch: Batch, secret: Secret) -> Change | None:
+    """Return the change itself, where torch can follow it."""
+    run, x = _runner(batch, secret), batch.inputs.double()
+    step = 1e-3 * (x.flip(0).flip(-1) - x + 0.1)
+    try:
+        out, slope = jvp(run, (x,), (step,))
+        moved = run(x + step) - out
+    except Exception:  # its code cannot be differentiated
+        return None
+    return run if bool(slope.any()) and close(slope, moved, 100 * moved) else None
+
+
+class Perturbed(Rewired):
+    """The model with a defence in it that draws nothing secret: weight gradients come from r', as a client's do."""
+
+    def __init__(self, model: nn.Module, secret: Secret) -> None:
+        super().__init__(model)
+        self.held = (copy.deepcopy(model), secret)  # the weights that the server sent, whatever is tried
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the model's output; a term that is zero carries what the defence adds to weight gradients."""
+        sent, secret = self.held
+        state, rng, handles = copy.deepcopy(secret.state), secret.rng(), []
+
+        def hook(layer: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            moved = state.perturb(sent, layer, x, args[0], rng) - args[0]
+            weight = sent.get_parameter(weight_name(layer)).detach().to(x)
+            now: Tensor = module.weight  # type: ignore[assignment]
+            return output + apply(module, moved, now, None) - apply(module, moved, weight, None)
+
+        try:
+            for layer in state.layers(sent):
+                run = (lambda name: lambda *given: hook(name, *given))(layer)
+                handles.append(self.get_submodule(layer).register_forward_hook(run))
+            with own_numbers(secret.seed):
+                output: Tensor = self.inner[0](x)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return output
+
+
+def simulate_perturb(model: nn.Module, batch: Batch, secret: Secret, sent: Params, loss: Loss) -> Countermeasure | None:
+    """Return the server that has the defence in its own model; None where that does not give what a client sends."""
+    try:
+        wrapped = Perturbed(copy.deepcopy(model).double(), replace(secret))
+        weights = {name: p.double() for name, p in parameters(model).items()}
+        wrapped.held = (copy.deepcopy(model), secret)
+        x = batch.inputs.double()
+        found = grad(lambda w: loss(functional_call(wrapped, w, (x,)), batch.labels))(weights)
+    except Exception:  # its code cannot be run on trials
+        return None
+    if not close(flatten(found), flatten(sent).double()):
+        return None
+    kept: dict[int, Perturbed] = {}
+
+    def view(seen: Observation) -> Observation:
+        if seen.update.num_steps > 1:
+            return seen  # the weights move, and with them what it does
+        return replace(seen, model=kept.setdefault(id(seen.model), Perturbed(seen.model, secret)))
+
+    why = "Has the defence in its own model, whose weight gradients then come from the same changed representation."
+    return Countermeasure("simulate", why, view)
