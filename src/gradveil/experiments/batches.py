@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Generator, Tensor, nn
@@ -106,51 +107,72 @@ def _differentiable(batch: Batch, secret: Secret) -> Change | None:
 class Perturbed(Rewired):
     """The model with a defence in it that draws nothing secret: weight gradients come from r', as a client's do."""
 
-    def __init__(self, model: nn.Module, secret: Secret) -> None:
+    def __init__(self, model: nn.Module, secret: Secret, added: Params) -> None:
         super().__init__(model)
-        self.held = (copy.deepcopy(model), secret)  # the weights that the server sent, whatever is tried
+        self.held = (copy.deepcopy(model), secret, added)  # the weights that the server sent, whatever is tried
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the model's output; a term that is zero carries what the defence adds to weight gradients."""
-        sent, secret = self.held
+        sent, secret, added = self.held
         state, rng, handles = copy.deepcopy(secret.state), secret.rng(), []
 
         def hook(layer: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            moved = state.perturb(sent, layer, x, args[0], rng) - args[0]
-            weight = sent.get_parameter(weight_name(layer)).detach().to(x)
+            r = args[0]
+            moved = added[layer].to(r).expand_as(r) if layer in added else state.perturb(sent, layer, x, r, rng) - r
+            before = sent.get_parameter(weight_name(layer)).detach().to(r)
             now: Tensor = module.weight  # type: ignore[assignment]
-            return output + apply(module, moved, now, None) - apply(module, moved, weight, None)
+            return output + apply(module, moved, now, None) - apply(module, moved, before, None)
 
         try:
             for layer in state.layers(sent):
-                run = (lambda name: lambda *given: hook(name, *given))(layer)
-                handles.append(self.get_submodule(layer).register_forward_hook(run))
-            with own_numbers(secret.seed):
-                output: Tensor = self.inner[0](x)
+                handles.append(self.get_submodule(layer).register_forward_hook(partial(hook, layer)))
+            output: Tensor = self.inner[0](x)
         finally:
             for handle in handles:
                 handle.remove()
         return output
 
 
-def simulate_perturb(model: nn.Module, batch: Batch, secret: Secret, sent: Params, loss: Loss) -> Countermeasure | None:
+def simulate_perturb(
+    model: nn.Module, clients: Sequence[Batch], secret: Secret, sent: Params, loss: Loss
+) -> Countermeasure | None:
     """Return the server that has the defence in its own model; None where that does not give what a client sends."""
+    added = _added(model, clients, secret)
+    x, labels = clients[0].inputs.double(), clients[0].labels
     try:
-        wrapped = Perturbed(copy.deepcopy(model).double(), replace(secret))
+        wrapped = Perturbed(model, secret, added)
         weights = {name: p.double() for name, p in parameters(model).items()}
-        wrapped.held = (copy.deepcopy(model), secret)
-        x = batch.inputs.double()
-        found = grad(lambda w: loss(functional_call(wrapped, w, (x,)), batch.labels))(weights)
+        found = grad(lambda w: loss(functional_call(wrapped, w, (x,)), labels))(weights)
     except Exception:  # its code cannot be run on trials
         return None
-    if not close(flatten(found), flatten(sent).double()):
+    if not close(flatten(found), flatten({name: sent[name] for name in found}).double()):
         return None
     kept: dict[int, Perturbed] = {}
 
     def view(seen: Observation) -> Observation:
         if seen.update.num_steps > 1:
             return seen  # the weights move, and with them what it does
-        return replace(seen, model=kept.setdefault(id(seen.model), Perturbed(seen.model, secret)))
+        if id(seen.model) not in kept:
+            kept[id(seen.model)] = Perturbed(seen.model, secret, _added(seen.model, clients, secret))
+        return replace(seen, model=kept[id(seen.model)])
 
     why = "Has the defence in its own model, whose weight gradients then come from the same changed representation."
     return Countermeasure("simulate", why, view)
+
+
+def _added(model: nn.Module, clients: Sequence[Batch], secret: Secret) -> Params:
+    """Return what a defence adds to the input of each layer, where that is the same for all examples."""
+    moved: dict[str, list[Tensor]] = {}
+    state, rng, sent = copy.deepcopy(secret.state), secret.rng(), copy.deepcopy(model)
+
+    def hook(layer: str, x: Tensor, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        r = args[0].detach()
+        moved.setdefault(layer, []).append(state.perturb(sent, layer, x, r, rng).detach() - r)
+
+    for batch in clients:
+        for layer in state.layers(sent):
+            handle = sent.get_submodule(layer).register_forward_hook(partial(hook, layer, batch.inputs))
+            with torch.no_grad(), own_numbers(secret.seed):
+                sent(batch.inputs)
+            handle.remove()
+    return {layer: each[0][:1] for layer, each in moved.items() if close(each[0][:1], each[1][:1])}

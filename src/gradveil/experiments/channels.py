@@ -39,16 +39,17 @@ class Secret:
 @contextmanager
 def own_numbers(seed: int) -> Iterator[None]:
     """Within, the process's own random numbers start from a seed; afterwards they stand where they stood."""
-    kept, kept_numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng([]):
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        try:
-            yield
-        finally:
-            random.setstate(kept)
-            np.random.set_state(kept_numpy)
+    generator = torch.default_generator  # torch.manual_seed takes a millisecond
+    kept = generator.get_state(), random.getstate(), np.random.get_state()
+    generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        generator.set_state(kept[0])
+        random.setstate(kept[1])
+        np.random.set_state(kept[2])
 
 
 @contextmanager

@@ -129,7 +129,8 @@ class Explorer:
             return Found(what, None if silent else self._undo(lambda: few), drawn=True, silent=silent, error=said)
         error = f"in {share:.0%} of all draws it is one of {len(few)}" if few and small else ""
         count = int(max(6, min(DRAWS, WORK / len(self.examples[0]))))
-        drawn = [draw(self.channel, self.secrets[:count], v) for v in (self.examples[0], 3 * self.examples[0])]
+        v = self.examples[0]
+        drawn = [draw(self.channel, self.secrets[:many], g) for many, g in ((count, v), (min(count, 16), 3 * v))]
         draws = tuple(d for d in drawn if d is not None)
         joint = self._jointly(draws[0]) if small and draws else None
         if joint is not None:

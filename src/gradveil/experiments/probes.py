@@ -110,7 +110,7 @@ class _Probe:
         vectors = tuple(flatten(g) for g in true)
         acted = Explorer(self.defense, channel, drawn, vectors, cache(self._prior)).find()
         batch = find_on_batch(clients[0], drawn)
-        inside = Found() if batch.what else self._inside(clients[0], true[0], drawn)
+        inside = Found() if batch.what else self._inside(clients, true[0], drawn)
         seen = self._seen(channel, drawn, clients[0])
         views = [view for server in self.declared if (view := _viewed(server, seen[0])) is not None] if seen else []
         errors = self._errors(acted, batch, inside, true[0], seen, channel, drawn)
@@ -160,17 +160,18 @@ class _Probe:
         still = all((out := step.run(vector, s)) is not None and torch.equal(out, vector) for s in drawn[:3])
         return Channel(like, "update" if still else "gradient")
 
-    def _inside(self, batch: Batch, true: Params, drawn: Sequence[Secret]) -> Found:
+    def _inside(self, clients: Sequence[Batch], true: Params, drawn: Sequence[Secret]) -> Found:
         """Return what is done to representations: which weight gradients it changes, and a server that does it too."""
         if not self.defense.layers(self.model):
             return Found()
+        batch = clients[0]
         runs = [self._gradient(batch, secret) for secret in drawn[:3]]
         changed = [n for n, g in true.items() if any(not torch.equal(g, run[n]) for run in runs)]
         if not changed:
             return Found()
         secret = any(not torch.equal(runs[0][n], run[n]) for run in runs[1:] for n in changed)
         loss = build_loss(self.local.loss).of(batch.labels)
-        inner = None if secret else simulate_perturb(self.model, batch, drawn[0], runs[0], loss)
+        inner = None if secret else simulate_perturb(self.model, clients, drawn[0], runs[0], loss)
         what = f"It changes the gradients of {', '.join(changed)} and no others."
         view = drop(*changed).view if len(changed) < len(true) else None
         return Found(what, view, inner, view is not None or inner is not None, secret, changed=tuple(changed))
@@ -210,8 +211,8 @@ class _Probe:
             away = [_distance(view, true) for view in claims]
             if min(away) > 1e-3:
                 errors.append(
-                    f"What is declared leaves nothing hidden in what is matched, and yet that differs from the gradient "
-                    f"by {min(away):.1%} of its length."
+                    f"By what is declared, nothing is hidden in what is matched; it differs from the gradient by "
+                    f"{min(away):.1%} of its length."
                 )
         if not acted.drawn and not batch.what and not inside.what:
             for view in views:

@@ -90,7 +90,7 @@ def left_of(name: str, runs: Runs, draws: Sequence[Draws]) -> Left:
 
 
 def _entries(runs: Runs) -> Left | None:
-    """Return the entries that are sent as they are: those that are not zero, always the same ones, or the small ones."""
+    """Return the entries that are sent as they are: those that are not zero, always the same, or the small ones."""
     if all(bool((sent != 0).any()) for _, sent in runs):
         ratios = torch.cat([(sent / true)[(sent != 0) & (true != 0)] for true, sent in runs])
         factor = float(ratios.median())
