@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import Generator, Tensor
+from torch.func import vjp
 
 from gradveil.defenses.base import Defense
 from gradveil.defenses.compose import Compose
@@ -131,6 +132,18 @@ def fresh(defense: Defense) -> Defense:
     if isinstance(defense, Compose):
         return Compose(tuple(fresh(part) for part in defense.parts))
     return replace(defense) if is_dataclass(defense) else copy.deepcopy(defense)
+
+
+def has_slopes(run: Callable[[Tensor], Tensor], point: Tensor, step: Tensor) -> bool:
+    """Return whether torch's derivative of a function says how it moves by a small step."""
+    try:
+        out, pull = vjp(run, point)[:2]
+        moved = (run(point + step) - out).detach()
+        along = pull(moved)[0]
+    except Exception:  # its code cannot be differentiated
+        return False
+    size = float(moved.square().sum())  # moved · J step, to first order
+    return size > 0 and abs(float((along * step).sum()) - size) <= 0.1 * size
 
 
 def secrets(defense: Defense, seeds: Seeds, count: int) -> tuple[Secret, ...]:

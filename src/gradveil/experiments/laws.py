@@ -1,4 +1,4 @@
-"""Whether noise is what it is declared to be: its strength, its mean, and its independence."""
+"""Whether what is declared of a defence is so: what a view takes for granted, and the law of its noise."""
 
 from collections.abc import Mapping, Sequence
 from math import sqrt
@@ -6,7 +6,12 @@ from math import sqrt
 import torch
 from torch import Tensor
 
+from gradveil.countermeasures import Countermeasure
+from gradveil.errors import GradveilError
+from gradveil.experiments.channels import close
 from gradveil.experiments.remains import Draws, directions
+from gradveil.tree import Params, flatten
+from gradveil.types import Observation
 
 SIGMAS = 8.0  # by which a figure must miss: of a sound defence, fewer than one in a million does in any of the tests
 TAILS = 6.0  # the kurtosis that noise may have: Laplace's
@@ -107,3 +112,49 @@ def _rounds(draws: Draws, rounds: Sequence[Draws], names: Sequence[str]) -> str 
     if abs(alike) <= 0.05 + 2 * SIGMAS / sqrt(len(clipped[0])):
         return None
     return f"The noise of a client's rounds is declared to be independent, and that of two has correlation {alike:.1f}."
+
+
+def viewed(server: Countermeasure, seen: Observation) -> Observation | None:
+    """Return a declared view; None where it comes with an attack of its own that sees no noise, or fails."""
+    try:
+        view = server.view(seen)
+    except GradveilError:
+        return None
+    return view if server.attack is None or view.noise else None
+
+
+def distance(view: Observation, true: Params) -> float:
+    """Return how far what is matched is from the gradient, relative to it."""
+    weigh = {n: view.weights[n].to(g) if n in view.weights else 1.0 for n, g in true.items()}
+    names = [n for n in view.visible if n in true]
+    away = sum(float((weigh[n] * (view.update.gradient[n] - true[n])).square().sum()) for n in names)
+    whole = sum(float((weigh[n] * true[n]).square().sum()) for n in names)
+    return sqrt(away / max(whole, 1e-37))
+
+
+def reproduces(view: Observation, true: Params, seen: Observation) -> bool:
+    """Return whether a declared simulation makes of the gradient what was sent."""
+    try:
+        made = view.sent(true)
+    except Exception:  # it cannot be run on this: an attack says so
+        return True
+    return close(flatten({n: made[n] for n in seen.update.gradient}), flatten(seen.update.gradient))
+
+
+def claims(view: Observation, seen: Observation) -> bool:
+    """Return whether a view takes what is matched to be the gradient itself."""
+    same = view.model is seen.model and view.simulate is None and not view.noise
+    return same and all(view.update.gradient[n] is seen.update.gradient[n] for n in view.update.gradient)
+
+
+def declared_noise(declared: Sequence[Countermeasure], seen: Sequence[Observation]) -> dict[str, float]:
+    """Return the declared standard deviations by name: root mean squares over the updates."""
+    squares: dict[str, list[float]] = {}
+    for one in seen:
+        known: dict[str, float] = {}
+        for server in declared:
+            view = viewed(server, one)
+            known |= {} if view is None else view.noise
+        for name, std in known.items():
+            squares.setdefault(name, []).append(std**2)
+    return {name: sqrt(sum(values) / len(values)) for name, values in squares.items()}

@@ -17,11 +17,10 @@ from gradveil.countermeasures import Countermeasure, drop
 from gradveil.defenses.base import Defense, NoDefense, check_servers
 from gradveil.defenses.compose import Compose
 from gradveil.defenses.guard.step import step_gradient
-from gradveil.errors import GradveilError
 from gradveil.experiments.batches import find_on_batch, simulate_perturb
-from gradveil.experiments.channels import Channel, Secret, close, own_numbers, secrets
+from gradveil.experiments.channels import Channel, Secret, own_numbers, secrets
 from gradveil.experiments.findings import DRAWS, KEPT, MOST, WORK, Explorer, Found
-from gradveil.experiments.laws import contradictions
+from gradveil.experiments.laws import claims, contradictions, declared_noise, distance, reproduces, viewed
 from gradveil.experiments.remains import draw, sampled
 from gradveil.federated.client import train_client
 from gradveil.federated.settings import Local
@@ -112,7 +111,7 @@ class _Probe:
         batch = find_on_batch(clients[0], drawn)
         inside = Found() if batch.what else self._inside(clients, true[0], drawn)
         seen = self._seen(channel, drawn, clients[0])
-        views = [view for server in self.declared if (view := _viewed(server, seen[0])) is not None] if seen else []
+        views = [view for server in self.declared if (view := viewed(server, seen[0])) is not None] if seen else []
         errors = self._errors(acted, batch, inside, true[0], seen, channel, drawn)
         trusted = not errors and any(server.name not in PLAIN for server in self.declared)
         simulated = any(view.simulate is not None for view in views)
@@ -200,15 +199,12 @@ class _Probe:
             return [error for part in parts for error in part.result().errors]
         if not seen:
             return []
-        views = [view for server in self.declared if (view := _viewed(server, seen[0])) is not None]
+        views = [view for server in self.declared if (view := viewed(server, seen[0])) is not None]
         errors = []
-        claims = [view for view in views if self._claims(view, seen[0])]
-        if (
-            len(claims) == len(self.declared)
-            and not acted.silent
-            and "undeclared" not in [s.name for s in self.declared]
-        ):
-            away = [_distance(view, true) for view in claims]
+        plain = [view for view in views if claims(view, seen[0])]
+        silent = acted.silent or any(server.name == "undeclared" for server in self.declared)
+        if len(plain) == len(self.declared) and not silent:
+            away = [distance(view, true) for view in plain]
             if min(away) > 1e-3:
                 errors.append(
                     f"By what is declared, nothing is hidden in what is matched; it differs from the gradient by "
@@ -216,9 +212,9 @@ class _Probe:
                 )
         if not acted.drawn and not batch.what and not inside.what:
             for view in views:
-                if view.simulate is not None and not view.noise and not _reproduces(view, true, seen[0]):
+                if view.simulate is not None and not view.noise and not reproduces(view, true, seen[0]):
                     errors.append("The declared simulation does not give what is sent.")
-        noise = self._declared_noise(seen)
+        noise = declared_noise(self.declared, seen)
         if noise:
             begun = flatten(self._gradient(self._client(0), drawn[0]))
             count = int(max(6, min(DRAWS, WORK / len(begun))))
@@ -229,23 +225,6 @@ class _Probe:
                 errors.append(f"Independent noise is declared, and {acted.error}.")
             errors += [] if errors else self._several_steps(drawn)
         return errors
-
-    def _claims(self, view: Observation, seen: Observation) -> bool:
-        """Return whether a view takes what is matched to be the gradient itself."""
-        same = view.model is seen.model and view.simulate is None and not view.noise
-        return same and all(view.update.gradient[n] is seen.update.gradient[n] for n in view.update.gradient)
-
-    def _declared_noise(self, seen: Sequence[Observation]) -> dict[str, float]:
-        """Return the declared standard deviations by name: root mean squares over the updates."""
-        squares: dict[str, list[float]] = {}
-        for one in seen:
-            known: dict[str, float] = {}
-            for server in self.declared:
-                view = _viewed(server, one)
-                known |= {} if view is None else view.noise
-            for name, std in known.items():
-                squares.setdefault(name, []).append(std**2)
-        return {name: (sum(values) / len(values)) ** 0.5 for name, values in squares.items()}
 
     def _several_steps(self, drawn: Sequence[Secret]) -> list[str]:
         """Return whether noise that is declared for clients of several steps is there at all."""
@@ -258,7 +237,7 @@ class _Probe:
                 run = (copy.deepcopy(self.model), batch, copy.deepcopy(secret.state), self.lr, secret.rng(), self.local)
                 sent.append(train_client(*run).whole)
         seen = [Observation(self.model, update, shape, self.num_classes) for update in sent]
-        noise = self._declared_noise(seen)
+        noise = declared_noise(self.declared, seen)
         measured = {n: float(torch.stack([u.gradient[n] for u in sent]).var(0).mean().sqrt()) for n in noise}
         if not noise or any(measured[n] > 0.1 * std for n, std in noise.items()):
             return []
@@ -267,33 +246,6 @@ class _Probe:
             f"After all local steps noise of {noise[name]:.3g} is declared for {name}, and {measured[name]:.3g} is "
             "measured."
         ]
-
-
-def _viewed(server: Countermeasure, seen: Observation) -> Observation | None:
-    """Return a declared view; None where it comes with an attack of its own that sees no noise, or fails."""
-    try:
-        view = server.view(seen)
-    except GradveilError:
-        return None
-    return view if server.attack is None or view.noise else None
-
-
-def _distance(view: Observation, true: Params) -> float:
-    """Return how far what is matched is from the gradient, relative to it."""
-    weigh = {n: view.weights[n].to(g) if n in view.weights else 1.0 for n, g in true.items()}
-    names = [n for n in view.visible if n in true]
-    away = sum(float((weigh[n] * (view.update.gradient[n] - true[n])).square().sum()) for n in names)
-    whole = sum(float((weigh[n] * true[n]).square().sum()) for n in names)
-    return (away / max(whole, 1e-37)) ** 0.5
-
-
-def _reproduces(view: Observation, true: Params, seen: Observation) -> bool:
-    """Return whether a declared simulation makes of the gradient what was sent."""
-    try:
-        made = view.sent(true)
-    except Exception:  # it cannot be run on this: an attack says so
-        return True
-    return close(flatten({n: made[n] for n in seen.update.gradient}), flatten(seen.update.gradient))
 
 
 def _servers(batch: Found, inside: Found, acted: Found) -> list[Countermeasure]:

@@ -53,7 +53,8 @@ def sampled(channel: Channel, outs: Sequence[Tensor], vector: Tensor) -> Draws:
 
 def _some(part: slice) -> Tensor:
     count = part.stop - part.start
-    return part.start + torch.arange(min(count, KEPT)) * count // min(count, KEPT)
+    some: Tensor = part.start + torch.arange(min(count, KEPT)) * count // min(count, KEPT)
+    return some
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,8 @@ def _peeled(sent: Tensor, rank: int) -> Form:
     def form(t: Tensor) -> Tensor:
         matrix = t.reshape(len(t), -1)
         matrix = matrix - rows.to(t) @ (rows.T.to(t) @ matrix)
-        return (matrix - (matrix @ columns.T.to(t)) @ columns.to(t)).reshape(t.shape)
+        rest: Tensor = matrix - (matrix @ columns.T.to(t)) @ columns.to(t)
+        return rest.reshape(t.shape)
 
     return form
 

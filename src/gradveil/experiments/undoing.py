@@ -113,10 +113,8 @@ def _any_linear(channel: Channel, secret: Secret, constant: Tensor, like: Tensor
         return None
 
     def inverse(y: Tensor) -> Tensor:
-        (x,) = transposed(y)
-        if close(forward(x), y, constant):
-            return x.detach()
-        return _solve(lambda v: transposed(forward(v))[0], x).detach()
+        x: Tensor = transposed(y)[0].detach()
+        return x if close(forward(x), y, constant) else _solve(lambda v: transposed(forward(v))[0], x).detach()
 
     return Affine(constant, forward, inverse, what="it rotates the entries, or mixes them in another linear way")
 
