@@ -84,7 +84,11 @@ def probe(
     """
     declared = defense.adaptive(model)
     check_servers(getattr(defense, "spec_name", type(defense).__name__), declared)
-    public = public[: 2 * PUBLIC * examples].to(next(model.parameters()).device)
+    while len(public) < 2 * examples:  # mirrored ones are others
+        public = Batch(
+            torch.cat([public.inputs, public.inputs.flip(-1)]), public.labels.repeat(2, *[1] * (public.labels.ndim - 1))
+        )
+    public = public[: PUBLIC * examples].to(next(model.parameters()).device)
     return _Probe(defense, declared, copy.deepcopy(model), public, local, lr, seeds, num_classes, examples).result()
 
 
@@ -148,7 +152,7 @@ class _Probe:
     def _prior(self) -> GaussianPrior:
         """Return what gradients of public examples look like."""
         size = sum(p.numel() for p in parameters(self.model).values())
-        count = max(4, min(PUBLIC, int(KEPT / size), len(self.public) // self.examples))
+        count = max(2, min(PUBLIC, int(KEPT / size), len(self.public) // self.examples))
         rows = torch.stack([flatten(self._gradient(self._client(i))) for i in range(count)])
         return GaussianPrior.fit(rows, ridge=0.1 * float(rows.var(0).mean()))
 

@@ -24,7 +24,6 @@ from gradveil.experiments.looks import Progress, probe_rows
 from gradveil.experiments.probes import Probed, probe
 from gradveil.experiments.run_folder import Row, RunFolder
 from gradveil.experiments.scene import (
-    PROBED,
     check_minutes,
     default_attacks,
     is_small,
@@ -132,14 +131,15 @@ class SavedUpdate:
     def probed(self) -> Probed:
         """What running the stated defence says about it."""
         rng, update = self.seeds("probed"), self.update
-        few = Batch(torch.rand(PROBED, *self.input_shape, generator=rng), torch.zeros(PROBED, dtype=torch.long))
+        count = 2 * update.num_examples
+        few = Batch(torch.rand(count, *self.input_shape, generator=rng), torch.zeros(count, dtype=torch.long))
         if self.public is not None:
-            few = self.public.batch[:PROBED]
+            few = self.public.batch
         elif self.controls and self.controls[0].labelled:
             few = self.controls[0]
         local = Local(batch_size=update.batch_size, loss=self.spec, **asdict(update.rule))
-        few = few.to(self.device)
-        return probe(self._defense, self.model, few, local, update.lr, self.seeds, self._num_classes)
+        examples = few, update.num_examples
+        return probe(self._defense, self.model, *examples, local, update.lr, self.seeds, self._num_classes)
 
     @cached_property
     def controls(self) -> list[Batch]:
