@@ -32,7 +32,7 @@ def seen(model: nn.Module, batch: Batch, rng: torch.Generator) -> Observation:
     def client(examples: Batch, draws: torch.Generator) -> Params:
         return step_gradient(model, examples, NoDefense(), draws)
 
-    return Observation(model, update, (1, 8, 8), 5, client=client, public=public)
+    return Observation(model, update, (1, 8, 8), 5, client=client, public=public, candidates=batch)
 
 
 def fresh() -> torch.Generator:

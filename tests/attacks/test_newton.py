@@ -339,7 +339,7 @@ def test_the_objective_is_the_map_estimates(batch: Batch) -> None:
     seen = observe(network(nn.Tanh), one(batch, 0), prior=gaussian, noise={"0.weight": 0.01})
     prior = Prior.of(seen, 5, torch.device("cpu"))
     rows = update_rows([seen], batch.labels[:1, None], prior)
-    solver = Solver(prior, Descent(10, 5, 3.0, 10.0), DenseStep(prior), 10)
+    solver = Solver(prior, Descent(10, 5, 3.0, 10.0), DenseStep(prior), slice(10))
     z = prior.center()[None] + 0.1 * torch.randn(1, 69, generator=seeded(2)).double()
     covariance = torch.block_diag(gaussian.covariance().double(), torch.eye(5).double())
     away = (z - prior.center())[0]
@@ -397,7 +397,7 @@ def test_a_stage_that_ends_worse_does_not_replace_the_best_point(batch: Batch) -
     seen = observe(network(nn.Tanh), one(batch, 0))
     prior = Prior.of(seen, 5, torch.device("cpu"))
     rows = update_rows([seen], batch.labels[:1, None], prior)
-    solver = Solver(prior, Descent(10, 5, 3.0, 1e-5), DenseStep(prior), rows.seen.shape[1] - 5)
+    solver = Solver(prior, Descent(10, 5, 3.0, 1e-5), DenseStep(prior), slice(-5))
     x, best = prior.center()[None], prior.center()[None] + 1.0
     zero, one_floor = torch.zeros(1, dtype=x.dtype), torch.ones(1, dtype=x.dtype)
     state = State(x, one_floor, zero.clone(), zero.clone(), best.clone(), zero.clone(), zero.bool())

@@ -4,10 +4,11 @@ A check returns where the answer is right, raises ``GradveilError`` where the me
 the question makes no sense, and ``AssertionError`` where an answer is wrong without a word.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -360,8 +361,9 @@ def check_attack(name: str, model: Model) -> None:
     if name == "newton":
         _check_newton(model, attack, x, y)
         return
-    if name == "inverter":
-        _check_inverter(model, attack)
+    own = {"inverter": _check_inverter, "candidates": _check_candidates}
+    if name in own:
+        own[name](model, attack)
         return
     if name in ("fedavg", "surrogate"):
         seen = _two_steps(model, seen, x, y)
@@ -470,6 +472,24 @@ def _check_inverter(model: Model, attack: Any) -> None:
     course.collect(8)
     rows = torch.stack(course.rows)
     close(course.undefended(rows, torch.tensor(course.kinds)), rows, max(1e-5, rounding(model)))
+
+
+def _check_candidates(model: Model, attack: Any) -> None:
+    """One of two examples is among four: it is found, and the likelihood is that of plain gradients."""
+    seen, _, _ = observed(model, 2)
+    x, y = model.examples(5)
+    plain = plain_gradient(model, seen.model, x[:2], y[:2])
+    noise = {n: 0.1 * float(g.float().square().mean().sqrt()) + 1e-6 for n, g in plain.items()}
+    sent = {n: g + noise[n] * torch.randn(g.shape, generator=rng()).to(g) for n, g in plain.items()}
+    update = replace(seen.update, gradient=sent)
+    known = {"candidates": Batch(x[1:], y[1:]), "others": Batch(x[:1], y[:1])}
+    answer = attack.reconstruct(replace(seen, update=update, noise=noise, **known), rng())
+    assert torch.equal(answer.inputs.to(x), x[1:2])
+    total = sum(
+        (g.double() / noise[n]).square().sum() + g.numel() * math.log(2 * math.pi * noise[n] ** 2)
+        for n, g in less(plain, sent).items()
+    )
+    close(torch.tensor(answer.objective), torch.as_tensor(total) / 2, max(1e-3, rounding(model)))
 
 
 def _check_newton(model: Model, attack: Any, x: Tensor, y: Tensor) -> None:

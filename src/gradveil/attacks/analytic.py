@@ -21,6 +21,7 @@ from gradveil.attacks.base import ATTACKS, Attack, check_alone, check_seen, diff
 from gradveil.attacks.gauss_newton.equations import Equations, Prior, Smoothing, kink_scales, refuse_recurrent
 from gradveil.attacks.gauss_newton.solver import DenseStep, Descent, MatrixFree, Solver
 from gradveil.attacks.labels import read_at, with_labels
+from gradveil.attacks.rounds import at_one_model
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import quiet
 from gradveil.layers.modules import Visit, prefix, trace
@@ -130,7 +131,7 @@ class Analytic(Attack):
         """Rebuild the inputs behind several updates, one after the other."""
         check_seen(seen)
         refuse_adaptive(seen, "analytic")
-        labelled = with_labels(seen, rngs)
+        labelled = with_labels(at_one_model(seen), rngs)
         return [self._one(s, rng) for s, rng in zip(labelled, rngs, strict=True)]
 
     def _one(self, sent: Observation, rng: Generator) -> Reconstruction:
@@ -165,7 +166,7 @@ class Analytic(Attack):
         rows = _inversion_rows(alone, layer, r, prior.center())
         dense = prior.pixels <= self.dense_limit
         direction = DenseStep(prior) if dense else MatrixFree(prior, self.cg_steps)
-        solver = Solver(prior, Descent(self.steps, 5, 3.0, 1e-5), direction, r.values.shape[1])
+        solver = Solver(prior, Descent(self.steps, 5, 3.0, 1e-5), direction, slice(None))
         away = prior.draw(len(r.values) * self.restarts, rng).reshape(-1, self.restarts, prior.pixels)
         away[:, 0] = 0.0
         best = solver.best(rows, prior.center() + away)

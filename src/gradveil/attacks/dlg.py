@@ -7,6 +7,7 @@ from torch import Generator
 
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.labels import with_labels
+from gradveil.attacks.rounds import at_one_model
 from gradveil.attacks.search.matching import squared_distance
 from gradveil.attacks.search.minimisers import LBFGS
 from gradveil.attacks.search.restarts import Search, Start
@@ -39,7 +40,7 @@ class DLG(Attack):
             squared_distance, lambda _: LBFGS(self.history, self.search), self.steps * self.inner, self.restarts,
             start=self.start, tol=self.tol, cuts=(0.05, 0.15),
         )  # fmt: skip
-        return search.run(seen, rngs)
+        return search.run(at_one_model(seen), rngs)
 
 
 @ATTACKS.register("idlg")

@@ -11,16 +11,17 @@ from torch import Generator, Tensor
 from gradveil import tree
 from gradveil.attacks.base import ATTACKS, Attack, check_seen, in_groups
 from gradveil.attacks.labels import unreadable, with_labels
+from gradveil.attacks.rounds import at_one_model
 from gradveil.attacks.search.loop import Optimiser
 from gradveil.attacks.search.matching import BLUR, Matching, cosine_distance, squared_distance
 from gradveil.attacks.search.minimisers import LBFGS, Adam
 from gradveil.attacks.search.objective import Penalty, TotalVariation, Unknowns
 from gradveil.attacks.search.restarts import Search
 from gradveil.attacks.search.statistics import SENT, statistics_term
-from gradveil.gradients.functional import StepGradient, local_plan, loss_of, per_problem, trial_update
+from gradveil.gradients.functional import local_plan, trial_updates
 from gradveil.losses import CrossEntropy
 from gradveil.step_rule import PLAIN
-from gradveil.tree import Params, parameters
+from gradveil.tree import Params
 from gradveil.types import Observation, Reconstruction, Update, check_update
 
 
@@ -47,6 +48,7 @@ class FedAvgInversion(Attack):
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Rebuild the inputs behind several updates; those with the same local training go together."""
+        seen = at_one_model(seen)
         for s in seen:
             check_update(s.update, s.model)
             local_plan(s.update)
@@ -102,10 +104,5 @@ def _mean_step(update: Update) -> Update:
 
 def _unrolled(seen: Observation, names: tuple[str, ...]) -> Callable[[Tensor, Tensor], Params]:
     """Return x (P, N, *shape), y (P, N, K) -> the mean direction of the local steps, per problem."""
-    start = parameters(seen.model)
-
-    def one(gradient: StepGradient, x: Tensor, y: Tensor) -> Params:
-        sent = trial_update(seen, gradient, start, x, y, BLUR)
-        return {n: sent[n] / seen.update.num_steps for n in names}
-
-    return per_problem(seen.model, loss_of(seen.model, start, seen.loss), one, randomness=seen.randomness)
+    whole = trial_updates(seen, names, BLUR)
+    return lambda x, y: tree.scale(whole(x, y), 1 / seen.update.num_steps)

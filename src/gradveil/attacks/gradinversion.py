@@ -8,6 +8,7 @@ from torch import Generator, Tensor
 
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.labels import with_labels
+from gradveil.attacks.rounds import at_one_model
 from gradveil.attacks.search.matching import Matching, squared_distance
 from gradveil.attacks.search.minimisers import Adam
 from gradveil.attacks.search.objective import (
@@ -51,7 +52,7 @@ class GradInversion(Attack):
             relative_distance, self._optimiser, self.steps, self.restarts, tol=self.tol, stop=False,
             patience=self.steps, penalties=self._penalties, scaled=False,
         )  # fmt: skip
-        return search.run(with_labels(seen, rngs), rngs)
+        return search.run(with_labels(at_one_model(seen), rngs), rngs)
 
     def _optimiser(self, unknowns: Unknowns) -> Adam:
         boxed = unknowns.pixels if self.boxed else 0

@@ -21,6 +21,7 @@ from torch import Generator, Tensor
 
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.labels import read_at, with_labels
+from gradveil.attacks.rounds import at_one_model
 from gradveil.attacks.search.matching import Matching, cosine_distance, precisions
 from gradveil.attacks.search.minimisers import Adam
 from gradveil.attacks.search.objective import Penalty, TotalVariation, Unknowns
@@ -85,7 +86,7 @@ class GS(Attack):
             cosine_distance, self._optimiser, self.steps, self.restarts, tol=self.tol, stop=False,
             patience=self.steps, start=self.start, penalties=self._penalties, scaled=False, tf32=self.tf32,
         )  # fmt: skip
-        labelled = with_labels(seen, rngs)
+        labelled = with_labels(at_one_model(seen), rngs)
         return [
             r if s.labels is not None or s.loss.targets != "numbers" else replace(r, labels=_numbers(s, r.inputs, rng))
             for s, r, rng in zip(labelled, search.run(labelled, rngs), rngs, strict=True)

@@ -15,6 +15,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.func import functional_call
 
+from gradveil.attacks.rounds import mean_round
 from gradveil.errors import AttackError, LayerError
 from gradveil.gradients.functional import quiet
 from gradveil.layers.modules import copied_state, find_layer, representation
@@ -172,10 +173,13 @@ def unreadable(seen: Observation) -> AttackError:
 
 
 def with_labels(seen: Sequence[Observation], rngs: Sequence[Generator], required: bool = False) -> list[Observation]:
-    """Return the observations with the labels that the server knows or can read; required: or refuse."""
+    """Return the observations with the labels that the server knows or can read; required: or refuse.
+
+    Of several rounds their mean is read: at any weights the slope of a class that is not there is above zero.
+    """
     out = []
     for s, rng in zip(seen, rngs, strict=True):
-        labels = s.labels if s.labels is not None else recover_labels(s, rng)
+        labels = s.labels if s.labels is not None else recover_labels(mean_round((s, *s.rounds)), rng)
         if labels is None and required:
             raise unreadable(s)
         out.append(replace(s, labels=labels))

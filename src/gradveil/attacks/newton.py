@@ -1,18 +1,20 @@
 """Gauss-Newton on the update itself: few steps, and the strongest known attack on noise."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Generator, Tensor
 
 from gradveil.attacks.base import ATTACKS, Attack, check_seen, differentiating, in_groups, refuse_adaptive
-from gradveil.attacks.gauss_newton.equations import Equations, Prior, refuse_recurrent
+from gradveil.attacks.gauss_newton.equations import Prior, refuse_recurrent
 from gradveil.attacks.gauss_newton.solver import WIDEST, BestStarts, DenseStep, Descent, MatrixFree, Solver
+from gradveil.attacks.gauss_newton.stacked import Rows, stack
 from gradveil.attacks.gauss_newton.updates import Guess, free_of, known_bias, update_rows
 from gradveil.attacks.labels import with_labels
 from gradveil.attacks.memory import in_parts, peak_bytes
+from gradveil.attacks.rounds import pooled
 from gradveil.types import Observation, Reconstruction
 
 LITTLE = 2**18  # equations of an update, up to which what a problem takes need not be measured
@@ -28,7 +30,8 @@ class Newton(Attack):
     weigh the equations; tensors it dropped have none. Where the targets of one step cannot be read, the slope of the
     loss by the outputs is an unknown instead, and they are read off the solution. For inputs of many numbers the
     Jacobian is never written out: conjugate gradients on products with it. An update of several local steps is unrolled
-    (``fedavg_unroll``).
+    (``fedavg_unroll``). The likelihoods of several rounds are added: rounds at the same weights are averaged, which is
+    the same, and the equations of rounds at other weights go below one another.
     """
 
     steps: int = 60  # in all, at most
@@ -48,10 +51,11 @@ class Newton(Attack):
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Rebuild the inputs behind several updates; those that share a model, a prior and sizes go together."""
-        check_seen(seen)
-        refuse_adaptive(seen, "newton")
-        labelled = with_labels(seen, rngs)
-        ready = [s.as_one_step() if s.update.num_steps == 1 else s for s in labelled]
+        every = [r for s in seen for r in (s, *s.rounds)]
+        check_seen(every)
+        refuse_adaptive(every, "newton")
+        labelled = with_labels([pooled(s) for s in seen], rngs)
+        ready = [replace(_one_step(s), rounds=tuple(_one_step(r, s.labels) for r in s.rounds)) for s in labelled]
         return in_groups(ready, rngs, _group, self._in_parts)
 
     def _in_parts(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
@@ -60,24 +64,31 @@ class Newton(Attack):
     def _solve(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         first = seen[0]
         device = next(first.model.parameters()).device
-        free = first.num_examples * first.num_classes
-        prior = Prior.of(first, 0 if free_of(first) == "nothing" else free, device)
-        guesses = [Guess.of(s, prior, rng) for s, rng in zip(seen, rngs, strict=True)]
+        rounds = [list(same) for same in zip(*((s, *s.rounds) for s in seen), strict=True)]  # by round, then problem
+        own = [0 if free_of(same[0]) == "nothing" else first.num_examples * first.num_classes for same in rounds]
+        prior = Prior.of(first, sum(own), device)
+        alone = [replace(prior, extra=count) for count in own]
+        guesses = [
+            [Guess.of(s, part, rng) for s, rng in zip(same, rngs, strict=True)]
+            for same, part in zip(rounds, alone, strict=True)
+        ]
         starts = torch.stack([self._starts(prior, rng) for s, rng in zip(seen, rngs, strict=True)])  # (B, r, n)
-        refuse_recurrent(first.model)
+        for same in rounds:
+            refuse_recurrent(same[0].model)
         with differentiating(first.model):
-            rows = update_rows(seen, guesses, prior)
-        dense = starts.shape[-1] <= self.dense_limit and rows.seen.shape[1] * starts.shape[-1] * 8 <= self.memory
+            parts = list(map(update_rows, rounds, guesses, alone))
+        rows = stack(parts, prior.pixels, own)
+        dense = starts.shape[-1] <= self.dense_limit and rows.rows_at_once * starts.shape[-1] * 8 <= self.memory
         direction = DenseStep(prior) if dense else MatrixFree(prior, self.cg_steps)
         schedule = Descent(self.steps, self.stage_steps, self.floor, self.last_floor)
-        entries = rows.seen.shape[1] - (free if free_of(first) == "logits" else 0)
+        entries = torch.cat([_entries(same[0], part.seen) for same, part in zip(rounds, parts, strict=True)])
         solver = Solver(prior, schedule, direction, entries)
         with differentiating(first.model):
             each = 8.0 * 40 * rows.seen.shape[1] if dense else self._bytes_each(rows, starts)
             best = solver.best(rows, starts, together=max(1, int(self.memory / each)))
-        return [self._rebuilt(s, guesses[b], best, b) for b, s in enumerate(seen)]
+        return [self._rebuilt(s, guesses[0][b], best, b) for b, s in enumerate(seen)]
 
-    def _bytes_each(self, rows: Equations, starts: Tensor) -> float:
+    def _bytes_each(self, rows: Rows, starts: Tensor) -> float:
         """Return what one problem takes at a step that does not write the Jacobian out, measured on one."""
         if starts.shape[0] * starts.shape[1] == 1 or rows.seen.shape[1] <= LITTLE:
             return 8.0 * 40 * rows.seen.shape[1]
@@ -98,7 +109,7 @@ class Newton(Attack):
         """Return what the best start of problem b gives."""
         pixels = s.num_examples * int(torch.Size(s.input_shape).numel())
         inputs = best.point[b, :pixels].reshape(s.num_examples, *s.input_shape).to(torch.float32)
-        labels = guess.targets(s, inputs, best.point[b, pixels:])
+        labels = guess.targets(s, inputs, best.point[b, pixels : pixels + guess.value.numel()])
         value = float(best.objective[b])
         late = bool(best.late[b])
         finished = bool(best.steps[b] < self.steps) and value < float("inf") and not late
@@ -108,7 +119,22 @@ class Newton(Attack):
         return Reconstruction(inputs.clamp(*s.bounds), labels, value, finished, details)
 
 
+def _one_step(s: Observation, labels: Tensor | None = None) -> Observation:
+    s = s if labels is None else replace(s, labels=labels)
+    return s.as_one_step() if s.update.num_steps == 1 else s
+
+
+def _entries(s: Observation, rows: Tensor) -> Tensor:
+    """Return which rows (B, R) are of the update: not the last ones, that speak of free logits."""
+    logits = s.num_examples * s.num_classes if free_of(s) == "logits" else 0
+    return torch.arange(rows.shape[1], device=rows.device) < rows.shape[1] - logits
+
+
 def _group(s: Observation) -> tuple[object, ...]:
+    return (_alike(s), *map(_alike, s.rounds))
+
+
+def _alike(s: Observation) -> tuple[object, ...]:
     local = (s.update.num_steps, s.num_examples, s.update.lr, s.update.batch_size, s.update.rule)
     same = (id(s.model), id(s.prior), id(s.simulate), s.loss, s.labels is None)
     return (*same, *local, s.visible, s.input_shape, s.num_classes, s.bounds, known_bias([s]))

@@ -9,6 +9,7 @@ from torch import Generator, Tensor
 from gradveil.attacks.base import ATTACKS, Attack, check_alone, check_seen, refuse_adaptive
 from gradveil.attacks.inference import InferenceSettings, chain_of, infer
 from gradveil.attacks.labels import with_labels
+from gradveil.attacks.rounds import at_one_model
 from gradveil.attacks.search.matching import Matching, squared_distance
 from gradveil.attacks.search.minimisers import LBFGS
 from gradveil.attacks.search.restarts import Search
@@ -54,7 +55,7 @@ class Rep(Attack):
             squared_distance, lambda _: LBFGS(self.history, True), self.steps * self.inner, self.restarts,
             tol=self.tol, cuts=(0.05, 0.15), stack=self._stack,
         )  # fmt: skip
-        return search.run([s.as_one_step() for s in with_labels(seen, rngs, required=True)], rngs)
+        return search.run([s.as_one_step() for s in with_labels(at_one_model(seen), rngs, required=True)], rngs)
 
     def _stack(self, seen: Sequence[Observation]) -> Matching:
         """Return the problems of a group: one tensor to match, the class-wise representations (P, K, L)."""

@@ -10,6 +10,7 @@ from torch import Generator, Tensor
 
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.labels import with_labels
+from gradveil.attacks.rounds import at_one_model
 from gradveil.attacks.search.matching import BLUR, Matching, cosine_distance, pick
 from gradveil.attacks.search.minimisers import Adam
 from gradveil.attacks.search.objective import Penalty, TotalVariation, Unknowns
@@ -45,7 +46,7 @@ class Surrogate(Attack):
             cosine_distance, self._optimiser, self.steps, self.restarts, tol=self.tol, stop=False,
             patience=self.steps, penalties=self._penalties, scaled=False, stack=_stack, own=1,
         )  # fmt: skip
-        return [_placed(found) for found in search.run(with_labels(seen, rngs), rngs)]
+        return [_placed(found) for found in search.run(with_labels(at_one_model(seen), rngs), rngs)]
 
     def _optimiser(self, unknowns: Unknowns) -> Adam:
         return Adam(self.steps, self.lr, True, True, unknowns.pixels, unknowns.bounds)

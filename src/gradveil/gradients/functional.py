@@ -248,6 +248,17 @@ def trial_update(
     return seen.simulated(unroll(step, weights, x, y, seen.update, blur), "update")
 
 
+def trial_updates(seen: Observation, names: Iterable[str], blur: float = 0.0) -> TrialGradients:
+    """Return x (P, N, *shape), y (P, N, K) -> what a client with each problem's examples would send, by name."""
+    start, wanted = parameters(seen.model), tuple(names)
+
+    def one(gradient: StepGradient, x: Tensor, y: Tensor) -> Params:
+        sent = trial_update(seen, gradient, start, x, y, blur)
+        return {n: sent[n] for n in wanted}
+
+    return per_problem(seen.model, loss_of(seen.model, start, seen.loss), one, randomness=seen.randomness)
+
+
 def unroll(
     step_gradient: StepGradient, weights: Params, x: Tensor, y: Tensor, update: Update, blur: float = 0.0
 ) -> Params:

@@ -127,6 +127,11 @@ class Equations:
     linear: Callable[..., Push] | None = None  # z (B, n), each of ``given``, widths, smooth? -> its products with dF/dz
     randomness: Literal["error", "same"] = "error"  # of ``one``, for vmap
 
+    @property
+    def rows_at_once(self) -> int:
+        """How many rows' Jacobian is written out at once."""
+        return self.seen.shape[1]
+
     def take(self, index: Tensor) -> "Equations":
         """Return the equations of some of the problems."""
         parts = {name: getattr(self, name)[index] for name in ("scales", "seen", "weights", "noise", "rms")}

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from gradveil import pace
-from gradveil.attacks.gauss_newton.equations import TOGETHER, Equations, Prior
+from gradveil.attacks.gauss_newton.equations import TOGETHER, Prior
 from gradveil.attacks.gauss_newton.linear import conjugate_gradients
+from gradveil.attacks.gauss_newton.stacked import Rows, normal_equations
 
 
 @dataclass(frozen=True)
@@ -18,13 +19,13 @@ class DenseStep:
     prior: Prior
 
     def __call__(
-        self, rows: Equations, x: Tensor, residual: Tensor, weights: Tensor, width: Tensor
+        self, rows: Rows, x: Tensor, residual: Tensor, weights: Tensor, width: Tensor
     ) -> Callable[[Tensor], Tensor]:
         """Return damping (B,) -> step (B, n); ``weights`` (B, R) are those of the squared residuals."""
         precision = self.prior.precision()
         normal, slope = [], []
         for part in torch.arange(len(x), device=x.device).split(max(1, TOGETHER // x.shape[1])):
-            h, g = _normal_equations(rows.take(part), x[part], residual[part], weights[part], width[part])
+            h, g = normal_equations(rows.take(part), x[part], residual[part], weights[part], width[part])
             normal.append(h)
             slope.append(g)
         fall = torch.cat(slope) + self.prior.precise(x - self.prior.center())
@@ -37,21 +38,6 @@ class DenseStep:
         return step
 
 
-def _normal_equations(
-    rows: Equations, x: Tensor, residual: Tensor, weights: Tensor, width: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return Kᵀ V⁻¹ K (b, n, n) and Kᵀ V⁻¹ residual (b, n), summed over the parts that K comes in."""
-    root, first = weights.sqrt()[:, None], 0
-    normal, slope = x.new_zeros(*x.shape, x.shape[1]), x.new_zeros(*x.shape, 1)
-    for part in rows.jacobian(x, width):  # (b, n, some of the rows)
-        here = slice(first, first + part.shape[2])
-        scaled = part * root[..., here]
-        normal.baddbmm_(scaled, scaled.mT)
-        slope.baddbmm_(scaled, (root[..., here] * residual[:, None, here]).mT)
-        first = here.stop
-    return normal, slope[..., 0]
-
-
 @dataclass(frozen=True)
 class MatrixFree:
     """The same by conjugate gradients, preconditioned by Σ, on products with K and Kᵀ."""
@@ -61,7 +47,7 @@ class MatrixFree:
     tolerance: float = 1e-3  # of the residual of the linear system
 
     def __call__(
-        self, rows: Equations, x: Tensor, residual: Tensor, weights: Tensor, width: Tensor
+        self, rows: Rows, x: Tensor, residual: Tensor, weights: Tensor, width: Tensor
     ) -> Callable[[Tensor], Tensor]:
         """Return damping (B,) -> step (B, n); ``weights`` (B, R) are those of the squared residuals."""
         fall = rows.products(x, width)[1](weights * residual) + self.prior.precise(x - self.prior.center())
@@ -119,7 +105,7 @@ class BestStarts:
     late: Tensor  # (B,) bool: the time was over before all starts were done
 
 
-Direction = Callable[[Equations, Tensor, Tensor, Tensor, Tensor], Callable[[Tensor], Tensor]]
+Direction = Callable[[Rows, Tensor, Tensor, Tensor, Tensor], Callable[[Tensor], Tensor]]
 
 
 @dataclass(frozen=True)
@@ -129,9 +115,9 @@ class Solver:
     prior: Prior
     schedule: Descent
     direction: Direction  # dense or matrix-free
-    entries: int  # of the update: the leading rows, in which known noise can drown the floor
+    entries: slice | Tensor  # which rows are of an update: in these known noise can drown the floor
 
-    def solve(self, rows: Equations, start: Tensor) -> State:
+    def solve(self, rows: Rows, start: Tensor) -> State:
         """Return the final state from ``start`` (B, n)."""
         b = len(start)
         first = self._reached(rows, start, start.new_full((b,), WIDEST)).mul(self.schedule.slowest)
@@ -148,7 +134,7 @@ class Solver:
                 break
         return state
 
-    def best(self, rows: Equations, starts: Tensor, together: int | None = None) -> BestStarts:
+    def best(self, rows: Rows, starts: Tensor, together: int | None = None) -> BestStarts:
         """Return the best of each problem's ``starts`` (B, r, n), so many solved together at most."""
         problems, count = torch.arange(len(starts), device=starts.device), starts.shape[1]
         which, all_starts = problems.repeat_interleave(count), starts.flatten(0, 1)
@@ -165,13 +151,13 @@ class Solver:
         point = torch.cat([state.best for state in parts]).reshape(starts.shape)[pick]
         return BestStarts(point, objective[pick], steps[pick], floor[pick], steps.sum(1), ~done.all(1))
 
-    def objective(self, rows: Equations, x: Tensor) -> Tensor:
+    def objective(self, rows: Rows, x: Tensor) -> Tensor:
         """Return half the MAP objective per row (B,), at the last floor, with the kinks as they are."""
         residual = rows.residual(x, None)
         value = self._cost(rows, residual, x, self._variance(rows, x.new_full((len(x),), self.schedule.last)))
         return torch.where(value.isfinite(), value / 2 / residual.shape[1], torch.inf)
 
-    def _step(self, rows: Equations, state: State, live: Tensor) -> None:
+    def _step(self, rows: Rows, state: State, live: Tensor) -> None:
         x, floor = state.x[live], state.floor[live]
         width = floor.clamp_max(WIDEST)
         residual = rows.residual(x, width)
@@ -190,7 +176,7 @@ class Solver:
 
     def _try(
         self,
-        rows: Equations,
+        rows: Rows,
         x: Tensor,
         before: Tensor,
         variance: Tensor,
@@ -209,16 +195,14 @@ class Solver:
             damping = torch.where(after < before, damping, 10 * damping)
         return moved, after
 
-    def _end_stage(self, rows: Equations, state: State, index: Tensor, ended: Tensor) -> None:
+    def _end_stage(self, rows: Rows, state: State, index: Tensor, ended: Tensor) -> None:
         """Keep the point if it is the best so far, and lower the floor to what the residual allows."""
         if not len(index):
             return
         rows, x = rows.take(ended), state.x[index]
         self._keep_better(rows, state, index)
         floor = state.floor[index]
-        drowned = (floor[:, None] * rows.rms < DROWNED * rows.noise)[:, : self.entries] | (rows.weights == 0)[
-            :, : self.entries
-        ]
+        drowned = ((floor[:, None] * rows.rms < DROWNED * rows.noise) | (rows.weights == 0))[:, self.entries]
         state.done[index] |= (floor <= self.schedule.last) | drowned.all(1)
         lowered = self._reached(rows, x, floor.clamp_max(WIDEST)).clamp(
             floor / self.schedule.fastest, floor / self.schedule.slowest
@@ -226,7 +210,7 @@ class Solver:
         state.floor[index] = lowered.clamp_min(self.schedule.last)
         state.age[index] = 0
 
-    def _keep_better(self, rows: Equations, state: State, index: Tensor) -> None:
+    def _keep_better(self, rows: Rows, state: State, index: Tensor) -> None:
         """Keep the points where they are the best so far; ``rows`` are those of the problems at ``index``."""
         if not len(index):
             return
@@ -236,15 +220,15 @@ class Solver:
         state.best[index] = torch.where(better[:, None], x, state.best[index])
         state.objective[index] = torch.minimum(objective, state.objective[index])
 
-    def _reached(self, rows: Equations, x: Tensor, width: Tensor) -> Tensor:
+    def _reached(self, rows: Rows, x: Tensor, width: Tensor) -> Tensor:
         """Return the root mean square (B,) of the residual, relative to each tensor's own and the known noise."""
         relative = rows.residual(x, width).square() / (rows.rms.square() + rows.noise.square()) * rows.weights
         return relative.sum(1).div(rows.weights.sum(1)).sqrt()
 
-    def _variance(self, rows: Equations, floor: Tensor) -> Tensor:
+    def _variance(self, rows: Rows, floor: Tensor) -> Tensor:
         return rows.noise.square() + (floor[:, None] * rows.rms).square()  # (B, R)
 
-    def _cost(self, rows: Equations, residual: Tensor, x: Tensor, variance: Tensor) -> Tensor:
+    def _cost(self, rows: Rows, residual: Tensor, x: Tensor, variance: Tensor) -> Tensor:
         away = x - self.prior.center()
         surprise = (away * self.prior.precise(away)).sum(1)
         return (rows.weights * residual.square() / variance).sum(1) + surprise

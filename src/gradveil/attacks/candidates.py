@@ -1,0 +1,299 @@
+"""Which of the candidates does the client have? The one under which what was sent is most likely.
+
+The server of Hayes et al. 2023 ("Bounding training data reconstruction in DP-SGD") knows every other record of the
+client and a list of which one entry is the missing one. With y_t what was sent in round t and m_t(x) the mean of what a
+client with record x would send, under noise of variance v it picks the x with the largest
+
+    Σ_t log p(y_t | x) = -½ Σ_t Σ_entries (y_t - m_t(x))² / v + log 2πv.
+
+Where all m_t(x) are equally long, that is the largest Σ_t ⟨y_t - known, m_t(x) - known⟩ / v.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import log, pi
+
+import torch
+from torch import Generator, Tensor
+
+from gradveil import pace
+from gradveil.attacks.base import ATTACKS, Attack, check_seen, differentiating
+from gradveil.attacks.rounds import by_weights
+from gradveil.errors import AttackError
+from gradveil.gradients.functional import trial_gradients, trial_updates
+from gradveil.tree import Params
+from gradveil.types import Batch, Observation, Reconstruction
+
+FLOOR = 1e-3  # of a tensor's root mean square: closer than this nothing is told apart
+SAME = 1e-3  # relative distance of updates that count as the same
+OFFSETS = 32  # runs of the client on one candidate, where what the defence adds is the same for all
+SHRINK = 50.0  # entries' worth of the variance of other candidates beside a candidate's own
+RUNS = 8  # candidates that the client is run on before the clock is looked at
+SWEEPS = 3  # of exchanging one chosen record for a better one
+
+
+@ATTACKS.register("candidates")
+@dataclass(frozen=True)
+class Candidates(Attack):
+    """Pick the candidate that makes all that was sent, over all rounds, most likely (Hayes et al. 2023).
+
+    With the client's other records known, or a batch of one, each candidate is put in the missing place and one record
+    comes back. Else the update is taken as the mean of what single records would send: as many distinct candidates
+    as the batch has are picked one after the other, then exchanged while that helps. Where the server can run the
+    client, the noise law is that of its runs with draws of its own: one candidate's where the defence adds the same to
+    all, else every candidate's, mean and variance by tensor. Else it is the declared one; where there is none,
+    the variance of each tensor is the one that suits a candidate best.
+    """
+
+    draws: int = 4  # of the client per candidate, where the defence is no addition
+    memory: float = 2e9  # bytes for the candidates' updates
+
+    def __post_init__(self) -> None:
+        if self.draws < 2:
+            raise ValueError("draws must be at least 2: one says nothing of the variance")
+
+    def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
+        """Pick the records behind several updates, one after the other."""
+        return [self._one(s, rng) for s, rng in zip(seen, rngs, strict=True)]
+
+    def _one(self, seen: Observation, rng: Generator) -> Reconstruction:
+        listed = _listed(seen)
+        check_seen((seen, *seen.rounds))
+        together = seen.num_examples > 1 and seen.others is None
+        device = next(seen.model.parameters()).device
+        with differentiating(seen.model), torch.no_grad():
+            trials = Trials(listed.to(device), None if together or seen.others is None else seen.others.to(device))
+            if together:
+                chosen, scores = self._several(seen, trials)
+            else:
+                scores = torch.stack([self._scores(same, trials, rng) for same in _by_client(seen)]).sum(0)
+                chosen = scores.argmax()[None]
+        best = scores.topk(min(2, len(listed))).values
+        late = bool(scores.isneginf().any())
+        details = {"candidates": float(len(listed)), "rounds": float(1 + len(seen.rounds))}
+        details |= {"margin": float(best[0] - best[-1])} | ({"out_of_time": 1.0} if late else {})
+        inputs, labels = listed.inputs[chosen.cpu()], listed.labels[chosen.cpu()]
+        finite = bool(best[0].isfinite()) and not late
+        return Reconstruction(inputs.clamp(*seen.bounds), labels, -float(best[0]), finite, details)
+
+    def _scores(self, rounds: list[Observation], trials: "Trials", rng: Generator) -> Tensor:
+        """Return the log likelihood (M,) of rounds that were made at the same weights; -inf: there was no time."""
+        sent = Sent.of(rounds)
+        scores = torch.full((len(trials),), -torch.inf, dtype=torch.float64, device=sent.seen.device)
+        law = self._law(rounds[0], sent, trials, rng)
+        pace.step(0, len(trials))
+        for part in torch.arange(len(trials)).split(law.at_once):
+            scores[part] = sent.likelihood(*law.of(part))
+            if pace.step(int(part[-1]) + 1, len(trials)):
+                break
+        return scores
+
+    def _law(self, seen: Observation, sent: "Sent", trials: "Trials", rng: Generator) -> "Law":
+        many = max(1, int(self.memory / 80 / sent.seen.shape[1]))
+        mean = trials.means(seen, sent)
+        if seen.client is None:
+            return Law(lambda part: (mean(part), sent.noise), many)
+        seeds = torch.randint(2**62, (OFFSETS,), generator=rng, device=rng.device).tolist()
+        run = trials.runs(seen, sent, seeds)
+        sizes = torch.cat([mean(part).norm(dim=1) for part in torch.arange(len(trials)).split(many)])
+        ends = torch.stack([sizes.argmin(), sizes.argmax()]).cpu()  # what is cut off by size shows between them
+        expected, first, again = mean(ends), run(ends, 0), run(ends[:1], 1)
+        fixed = _close(first[0] - again[0], first[0])  # the draws change nothing
+        none = torch.zeros_like(sent.noise[:1])
+        if _close((first[1] - first[0]) - (expected[1] - expected[0]), expected[1] - expected[0]):
+            added = (first[:1] if fixed else torch.cat([run(ends[:1], k) for k in range(OFFSETS)])) - expected[:1]
+            variance = none if fixed else sent.by_tensor(added.var(0, keepdim=True)) * (1 + 1 / OFFSETS)
+            return Law(lambda part: (mean(part) + added.mean(0), variance), many)
+        if fixed:
+            return Law(lambda part: (run(part, 0), none), RUNS)
+
+        def drawn(part: Tensor) -> Tensor:
+            return torch.stack([run(part, k) for k in range(self.draws)])  # (draws, m, R)
+
+        others, entries = sent.by_tensor(drawn(ends).var(0)).mean(0), (self.draws - 1) * sent.sizes
+
+        def of(part: Tensor) -> tuple[Tensor, Tensor]:
+            runs = drawn(part)
+            own = (entries * sent.by_tensor(runs.var(0)) + SHRINK * others) / (entries + SHRINK)
+            return runs.mean(0), own * (1 + 1 / self.draws)
+
+        return Law(of, RUNS)
+
+    def _several(self, seen: Observation, trials: "Trials") -> tuple[Tensor, Tensor]:
+        """Return the chosen records (N,), and the scores (M,) of all for the place that is least sure."""
+        count, known = seen.num_examples, []
+        for same in by_weights(seen):
+            alone = [s.as_one_step() for s in same]
+            sent, one = Sent.of(alone), replace(alone[0].update, num_examples=1)
+            if 8 * len(trials) * sent.seen.shape[1] > self.memory:
+                raise AttackError(
+                    "The updates of all candidates do not fit into memory: give others, or fewer of them."
+                )
+            known.append((sent, trials.means(replace(alone[0], update=one), sent)(torch.arange(len(trials)))))
+
+        def scores(chosen: list[int]) -> Tensor:
+            """Return the log likelihood (M,) with each candidate beside the chosen; what is missing is their mean."""
+            total = torch.zeros(len(trials), dtype=torch.float64, device=known[0][1].device)
+            for sent, each in known:
+                rest = each[chosen].sum(0) + (count - 1 - len(chosen)) * each.mean(0)
+                total += sent.likelihood((each + rest) / count, sent.noise)
+            total[chosen] = -torch.inf
+            return total
+
+        chosen: list[int] = []
+        for _ in range(count):
+            chosen.append(int(scores(chosen).argmax()))
+        for _ in range(SWEEPS):
+            before = list(chosen)
+            for n in range(count):
+                chosen[n] = int(scores(chosen[:n] + chosen[n + 1 :]).argmax())
+            if chosen == before:
+                break
+        places = [scores(chosen[:n] + chosen[n + 1 :]) for n in range(count)]
+        least = min(places, key=lambda place: float(place.max() - place.topk(min(2, len(place))).values[-1]))
+        return torch.tensor(chosen), least.where(least.isfinite(), least[least.isfinite()].min())
+
+
+@dataclass(frozen=True)
+class Law:
+    """What candidates' clients would send: positions (m,) -> mean (m, R), variance by tensor (T or 1, K) or (m, K)."""
+
+    of: Callable[[Tensor], tuple[Tensor, Tensor]]
+    at_once: int
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What was sent in T rounds at the same weights: R entries of K tensors, in float64."""
+
+    names: tuple[str, ...]
+    sizes: Tensor  # (K,) entries of each tensor
+    seen: Tensor  # (T, R)
+    weights: Tensor  # (T, R), 0 where an entry was not seen
+    noise: Tensor  # (T, 1, K), known variance; 0: not known
+
+    @classmethod
+    def of(cls, rounds: Sequence[Observation]) -> "Sent":
+        """Stack the rounds."""
+        like = {n: s.update.gradient[n] for s in rounds for n in s.visible}
+        seen = torch.stack(
+            [_flat({n: s.update.gradient.get(n, torch.zeros_like(g)) for n, g in like.items()}) for s in rounds]
+        )
+        weights = torch.stack([_flat({n: _weight(s, n, g) for n, g in like.items()}) for s in rounds])
+        noise = torch.tensor([[[s.noise.get(n, 0.0) ** 2 for n in like]] for s in rounds]).to(seen)
+        return cls(tuple(like), torch.tensor([g.numel() for g in like.values()]).to(seen), seen, weights, noise)
+
+    def by_tensor(self, entries: Tensor) -> Tensor:
+        """Return the mean over each tensor (..., K) of numbers by entry (..., R)."""
+        return torch.stack([part.mean(-1) for part in self._split(entries)], -1)
+
+    def likelihood(self, mean: Tensor, variance: Tensor) -> Tensor:
+        """Return the log likelihood (m,) of all rounds for means (m, R) and variances by tensor; 0: what suits best."""
+        apart, count = [], []  # by tensor
+        for y, w, m in zip(self._split(self.seen), self._split(self.weights), self._split(mean), strict=True):
+            apart.append(((w * y * y).sum(1, keepdim=True) - 2 * (w * y) @ m.T + w @ (m * m).T).clamp_min(0))  # (T, m)
+            count.append(w.sum(1, keepdim=True))
+        squares, n = torch.stack(apart, -1), torch.stack(count, -1)  # (T, m, K), (T, 1, K)
+        least = self._least
+        best = (squares.sum(0) / n.sum(0).clamp_min(1)).clamp_min(least)  # (m, K)
+        v = torch.where(variance > 0, variance + least, best)
+        return -(squares / v + n * (v.log() + log(2 * pi))).sum((0, 2)) / 2
+
+    @property
+    def _least(self) -> Tensor:
+        """The variance (K,) below which nothing is told apart; tensors that are nearly zero say little."""
+        size = (self.weights * self.seen.square()).mean(0)
+        level = torch.maximum(self.by_tensor(size), FLOOR**2 * size.mean())
+        return (FLOOR**2 * level).clamp_min(torch.finfo(torch.float32).tiny)
+
+    def _split(self, entries: Tensor) -> tuple[Tensor, ...]:
+        return torch.split(entries, [int(size) for size in self.sizes], -1)
+
+
+@dataclass(frozen=True)
+class Trials:
+    """The client's records with each of M candidates in the missing place."""
+
+    candidates: Batch
+    others: Batch | None
+
+    def __len__(self) -> int:
+        return len(self.candidates)
+
+    def __getitem__(self, part: Tensor) -> Batch:
+        """Return inputs (m, N, *shape) and labels (m, N, ...)."""
+        one = self.candidates
+        x, y = one.inputs[part][:, None], one.labels[part][:, None]
+        if self.others is None:
+            return Batch(x, y)
+        rest = (self.others.inputs, self.others.labels)
+        known = [value.expand(len(part), *value.shape) for value in rest]
+        return Batch(*(torch.cat(both, 1) for both in zip(known, (x, y), strict=True)))
+
+    def means(self, seen: Observation, sent: Sent) -> Callable[[Tensor], Tensor]:
+        """Return positions (m,) -> what clients with these candidates send, by the server's own gradients (m, R)."""
+        like, plain = next(seen.model.parameters()), not seen.needs_all_gradients
+        trial = trial_gradients(seen.model, sent.names, loss=seen.loss) if plain else trial_updates(seen, sent.names)
+
+        def of(part: Tensor) -> Tensor:
+            batch = self[part.to(like.device)]
+            rows = torch.stack([seen.loss.rows(y, seen.num_classes) for y in batch.labels])
+            found = trial(batch.inputs.to(like), rows.to(like))
+            return torch.cat([found[n].flatten(1) for n in sent.names], 1).double()
+
+        return of
+
+    def runs(self, seen: Observation, sent: Sent, seeds: Sequence[int]) -> Callable[[Tensor, int], Tensor]:
+        """Return positions (m,), the number of a draw -> what the defended client sends, (m, R)."""
+        client, like = seen.client, next(seen.model.parameters())
+        assert client is not None
+
+        def of(part: Tensor, draw: int) -> Tensor:
+            batch = self[part.to(self.candidates.inputs.device)]
+            each = []
+            for x, y in zip(batch.inputs, batch.labels, strict=True):
+                with torch.enable_grad():
+                    found = client(Batch(x.to(like), y), torch.Generator().manual_seed(seeds[draw]))
+                each.append(_flat({n: found[n].detach() for n in sent.names}))
+            return torch.stack(each).to(sent.seen.device)
+
+        return of
+
+
+def _listed(seen: Observation) -> Batch:
+    """Return the candidates, or say what is missing."""
+    listed, n = seen.candidates, seen.num_examples
+    if listed is None or not len(listed):
+        raise AttackError("candidates needs a list of examples, one of which the client has (candidates=).")
+    if not listed.labelled:
+        raise AttackError("candidates needs the label of every candidate.")
+    if seen.others is not None and len(seen.others) != n - 1:
+        raise AttackError(
+            f"The update is of {n} examples, and {len(seen.others)} others are given: it must be {n - 1}."
+        )
+    if seen.others is None and len(listed) < n:
+        raise AttackError(f"The update is of {n} examples, and there are {len(listed)} candidates.")
+    return listed
+
+
+def _by_client(seen: Observation) -> list[list[Observation]]:
+    """Return the rounds by weights, and by what the server can run."""
+    groups: dict[tuple[int, int], list[Observation]] = {}
+    for number, same in enumerate(by_weights(seen)):
+        for s in same:
+            groups.setdefault((number, id(s.client)), []).append(s)
+    return list(groups.values())
+
+
+def _weight(s: Observation, name: str, like: Tensor) -> Tensor:
+    if name not in s.update.gradient:
+        return torch.zeros_like(like)
+    return s.weights[name].to(like).expand_as(like) if name in s.weights else torch.ones_like(like)
+
+
+def _flat(update: Params) -> Tensor:
+    return torch.cat([value.reshape(-1) for value in update.values()]).double()
+
+
+def _close(apart: Tensor, like: Tensor) -> bool:
+    return bool(apart.norm() <= SAME * like.norm())

@@ -1,0 +1,94 @@
+"""A client's updates of several rounds, from the same examples: those that were made at the same weights are one.
+
+The sum of their log likelihoods hangs on them only by their mean, each entry weighed by how surely and how often it was
+seen, so nothing is lost: R rounds with independent noise of standard deviation σ are one with σ/√R.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from gradveil.errors import AttackError
+from gradveil.tree import Params
+from gradveil.types import Observation
+
+
+def by_weights(seen: Observation) -> list[list[Observation]]:
+    """Return all rounds, this one first, those together that were made in the same way at the same weights."""
+    groups: list[list[Observation]] = []
+    for s in (seen, *seen.rounds):
+        if s.num_examples != seen.num_examples:
+            raise AttackError(
+                f"The rounds of a client must be of the same examples: one is of {s.num_examples}, another of "
+                f"{seen.num_examples}."
+            )
+        alike = next((group for group in groups if _alike(group[0], s)), None)
+        if alike is None:
+            groups.append(alike := [])
+        alike.append(replace(s, rounds=()))
+    return groups
+
+
+def pooled(seen: Observation) -> Observation:
+    """Return the rounds with those at the same weights averaged; ``rounds`` holds those at other weights."""
+    if not seen.rounds:
+        return seen
+    first, *rest = map(mean_round, by_weights(seen))
+    return replace(first, rounds=tuple(rest))
+
+
+def at_one_model(seen: Sequence[Observation]) -> list[Observation]:
+    """Return the rounds of each client as one update; refuse where they were made at different weights."""
+    found = [pooled(s) for s in seen]
+    if any(s.rounds for s in found):
+        raise AttackError("The rounds were made at different weights, and this attack fits one model. Use newton.")
+    return found
+
+
+def mean_round(rounds: Sequence[Observation]) -> Observation:
+    """Return the first round with the mean update of all, and the noise and weights of that mean."""
+    first = rounds[0]
+    if len(rounds) == 1:
+        return first
+    gradient: Params = {}
+    weights: Params = {}
+    noise: dict[str, float] = {}
+    for name in dict.fromkeys(name for s in rounds for name in s.update.gradient):
+        have = [s for s in rounds if name in s.update.gradient]
+        sure = [s for s in have if not s.noise.get(name)]  # beside these, the noisy ones say nothing
+        told = torch.stack([s.update.gradient[name] for s in sure or have])
+        sizes = torch.stack([_precision(s, name) for s in sure or have])
+        total = sizes.sum(0)
+        most = total.max().clamp_min(torch.finfo(total.dtype).tiny)
+        gradient[name] = (sizes * told).sum(0) / total.where(total > 0, torch.ones_like(total))
+        if any(name in s.weights for s in have):
+            weights[name] = total / most
+        if not sure:
+            noise[name] = float(most) ** -0.5
+    return replace(first, update=replace(first.update, gradient=gradient), weights=weights, noise=noise, rounds=())
+
+
+def _precision(s: Observation, name: str) -> Tensor:
+    """Return how much each entry of a tensor tells, shaped like it: its weight over the variance of its noise."""
+    g = s.update.gradient[name]
+    weight = s.weights[name].to(g).expand_as(g) if name in s.weights else torch.ones_like(g)
+    return weight / (s.noise.get(name) or 1.0) ** 2
+
+
+def _alike(a: Observation, b: Observation) -> bool:
+    """Whether the client did the same in both rounds, save for random draws."""
+    trained = [(s.update.num_steps, s.update.lr, s.update.batch_size, s.update.rule, s.loss) for s in (a, b)]
+    if trained[0] != trained[1] or a.simulate is not b.simulate or a.simulate_on != b.simulate_on:
+        return False
+    return _same_weights(a.model, b.model)
+
+
+def _same_weights(a: nn.Module, b: nn.Module) -> bool:
+    if a is b:
+        return True
+    mine, other = a.state_dict(), b.state_dict()
+    if type(a) is not type(b) or a.training != b.training or mine.keys() != other.keys():
+        return False
+    return all(value.shape == other[n].shape and torch.equal(value, other[n]) for n, value in mine.items())
