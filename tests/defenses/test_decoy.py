@@ -112,3 +112,10 @@ def test_a_prior_written_again_is_read_again(tmp_path: Path) -> None:
     assert load_prior(path).ridge == 1.0
     save_prior(GaussianPrior.white(torch.zeros(4), 2.0), path)
     assert load_prior(path).ridge == 4.0
+
+
+def test_a_server_runs_it_with_a_key_of_its_own(rng: Generator) -> None:
+    batch = Batch(torch.rand(2, 1, 4, 4), torch.tensor([0, 1]))
+    mine = build("decoy+gaussian:scale=0")
+    assert torch.equal(mine.on_batch(batch, rng).inputs, mine.on_batch(batch, rng).inputs)
+    assert not torch.equal(mine.on_batch(batch, rng).inputs, mine.known().on_batch(batch, rng).inputs)

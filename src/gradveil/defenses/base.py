@@ -117,6 +117,10 @@ class Defense(ABC):
         """Change the update before it is sent."""
         return update
 
+    def known(self) -> "Defense":
+        """Return the defence as a server has it: where a setting is a secret of the client, with another secret."""
+        return self
+
     @abstractmethod
     def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         """Return what a server that knows this defence would do; never empty."""

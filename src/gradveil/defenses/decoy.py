@@ -35,6 +35,7 @@ class Decoy(Defense):
     floor: float = 0.015  # mean squared error, in [0, 1] pixels, that no linear estimator should beat
     prior: str | None = None  # a file of save_prior(); None: independent uniform pixels, which images are not
     secret: str | None = None  # a file that only this client has; None: a public key, for simulations only
+    _key: bytes | None = None  # in place of what the file holds
 
     def __post_init__(self) -> None:
         check_positive("floor", self.floor)
@@ -42,9 +43,13 @@ class Decoy(Defense):
     def on_batch(self, batch: Batch, rng: Generator) -> Batch:
         """Return x + v for every example; the same example gets the same v."""
         shape = self._shape(batch.inputs[0].numel())
-        key = _read_secret(self.secret)
+        key = _read_secret(self.secret) if self._key is None else self._key
         noise = torch.stack([_noise(x, shape.prior, key) for x in batch.inputs.detach().cpu()])
         return replace(batch, inputs=batch.inputs + shape.strength**0.5 * noise.to(batch.inputs))
+
+    def known(self) -> Defense:
+        """Return it with a key of the server's own."""
+        return replace(self, _key=b"a server's")
 
     def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         """Return: rebuild x + v, and shrink it to the best linear estimate of x."""

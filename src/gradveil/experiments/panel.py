@@ -246,9 +246,10 @@ class Observed:
         except GradveilError as error:
             return error
 
-    def send(self, target: Target, batch: Batch, rng: Generator) -> Observation:
-        """Return what the server sees of a client with these examples."""
+    def send(self, target: Target, batch: Batch, rng: Generator, by_server: bool = False) -> Observation:
+        """Return what the server sees of a client with these examples; or makes by itself, without its secrets."""
         scene, look, defense = self.scene, target.look, self.scene.defenses[target.defense]
+        defense = defense.known() if by_server else defense
         lr, prior = scene.config.lr_of(look.round_number), scene.public.prior
         return observe(look.model, batch, defense, rng, self._num_classes, prior, lr, local=scene.config)
 
@@ -261,4 +262,4 @@ class _Client:
     target: Target
 
     def __call__(self, batch: Batch, rng: Generator) -> Params:
-        return self.observed.send(self.target, batch, rng).update.gradient
+        return self.observed.send(self.target, batch, rng, by_server=True).update.gradient
