@@ -15,6 +15,7 @@ from gradveil.registry import describe
 from gradveil.tree import Params
 from gradveil.types import Batch, Observation, Update
 
+DENSE = ("spear",)  # attacks on fully connected networks
 SHORT = {"steps": 3, "restarts": 2, "pairs": 40}
 
 
@@ -40,12 +41,13 @@ def fresh() -> torch.Generator:
 
 
 def ready(name: str, seen: Observation, one: Batch | None = None) -> Observation:
-    """What the attack is about: the update as it is, or one made at the model that a malicious server sends."""
+    """What the attack is about: the update as it is, or one of a fully connected network, or of what a server sends."""
     attack = short(name)
-    if isinstance(attack, Malicious):
+    if isinstance(attack, Malicious) or name in DENSE:
         public = Batch(torch.rand(40, *seen.input_shape, generator=fresh()), torch.arange(40) % 5)
         chain = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 5)).to(seen.model[0].weight)
-        model = attack.plant(chain, seen.input_shape, 5, public, fresh())
+        planted = isinstance(attack, Malicious)
+        model = attack.plant(chain, seen.input_shape, 5, public, fresh()) if planted else chain
         one = one or Batch(public.inputs[:1].to(seen.model[0].weight), public.labels[:1])
         return replace(seen, model=model, update=Update(step_gradient(model, one, NoDefense(), fresh())))
     return seen

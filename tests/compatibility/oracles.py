@@ -361,7 +361,7 @@ def check_attack(name: str, model: Model) -> None:
     if name == "newton":
         _check_newton(model, attack, x, y)
         return
-    own = {"inverter": _check_inverter, "candidates": _check_candidates}
+    own = {"inverter": _check_inverter, "candidates": _check_candidates, "spear": _check_unmixed}
     if name in own:
         own[name](model, attack)
         return
@@ -472,6 +472,18 @@ def _check_inverter(model: Model, attack: Any) -> None:
     course.collect(8)
     rows = torch.stack(course.rows)
     close(course.undefended(rows, torch.tensor(course.kinds)), rows, max(1e-5, rounding(model)))
+
+
+def _check_unmixed(model: Model, attack: Any) -> None:
+    """Its objective is how far the gradient of what it found is; where it is content, it found the examples."""
+    seen, x, _ = observed(model, 2)
+    answer, target, tolerance = attack.reconstruct(seen, rng()), seen.update.gradient, max(1e-3, rounding(model))
+    assert answer.labels is not None
+    there = plain_gradient(model, seen.model, answer.inputs.to(x), answer.labels)
+    close(torch.tensor(answer.objective), (squares(less(there, target)) / squares(target)).sqrt(), tolerance)
+    if answer.converged:
+        apart = torch.cdist(x.flatten(1), answer.inputs.to(x).flatten(1)).amin(1)
+        close(apart, torch.zeros_like(apart), tolerance)
 
 
 def _check_candidates(model: Model, attack: Any) -> None:

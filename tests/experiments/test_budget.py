@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Generator
+from torch import Generator, nn
 
 from gradveil import pace
 from gradveil.attacks.base import Attack
@@ -185,3 +185,13 @@ def test_attacks_by_default_suit_the_model() -> None:
     assert default_attacks(small, two) == ("newton", "surrogate:steps=400", "fedavg:steps=400")
     assert default_attacks(large, two) == ("surrogate:steps=400", "fedavg:steps=400")
     assert default_attacks(large, many) == ("surrogate:steps=400",)
+
+
+def test_batches_of_fully_connected_networks_are_unmixed() -> None:
+    dense = nn.Sequential(nn.Flatten(), nn.Linear(48, 32), nn.ReLU(), nn.Linear(32, 5))
+    smooth = nn.Sequential(nn.Flatten(), nn.Linear(48, 32), nn.Sigmoid(), nn.Linear(32, 5))
+    batch, several = Update({}, 8), Update({}, 8, num_steps=2)
+    assert default_attacks(dense, batch)[0] == default_attacks(dense, several)[0] == "spear"
+    adam = replace(batch, rule=StepRule(optimizer="adam"))
+    for model, client in ((dense, Update({})), (smooth, batch), (dense, adam), (build("lenet"), batch)):
+        assert "spear" not in default_attacks(model, client)

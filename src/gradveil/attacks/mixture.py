@@ -117,8 +117,8 @@ def _check_first(seen: Observation, layer: str, size: int, attack: str) -> None:
         x = undo_scaling(prefix(seen.model, layer), r, (1, *seen.input_shape))
     if x is None:
         raise AttackError(
-            f"{attack} reads examples off a first layer that is fully connected, and other layers lie before {layer!r}. "
-            f"Use gs, newton or analytic."
+            f"{attack} reads examples off a first layer that is fully connected, and other layers lie before "
+            f"{layer!r}. Use gs, newton or analytic."
         )
 
 

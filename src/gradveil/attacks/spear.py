@@ -61,7 +61,8 @@ class _Space:
     def unwhitened(self, q: Tensor) -> Tensor:
         """Return unit directions (K, N) of the rows that do what q does with the white ones."""
         v = torch.linalg.solve_triangular(self.back, q.T, upper=True).T
-        return v / v.norm(dim=1, keepdim=True)
+        unit: Tensor = v / v.norm(dim=1, keepdim=True)
+        return unit
 
     def vanish(self, v: Tensor) -> Tensor:
         """Return (K, m): whether a direction vanishes on a row."""
@@ -170,8 +171,9 @@ def _drawn(mixture: Mixture, found: Tensor, rng: Generator, by_rows: int) -> Ten
     else:
         y = y @ within
         away, far = y - (y @ plane)[:, None] * center, 2.0
-    size, longest = away.norm(dim=1, keepdim=True).clamp_min(1e-30), far * center.norm()
-    return center + away * (longest / size).clamp_max(1 if by_rows else math.inf)
+    shrink = far * center.norm() / away.norm(dim=1, keepdim=True).clamp_min(1e-30)
+    drawn: Tensor = center + away * shrink.clamp_max(1 if by_rows else math.inf)
+    return drawn
 
 
 def _starts(
@@ -211,7 +213,7 @@ def _distinct(v: Tensor) -> Tensor:
 
 def _unscaled(mixture: Mixture, directions: Tensor) -> Tensor:
     """Return Y (N, N) of the directions (N, N) of D's columns: their dual basis, on the plane."""
-    dual = torch.linalg.pinv(directions).T
+    dual: Tensor = torch.linalg.pinv(directions).T
     over = (dual @ mixture.plane)[:, None]
     return dual / over.where(over.abs() > 1e-30, torch.ones_like(over))
 
