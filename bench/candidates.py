@@ -48,6 +48,18 @@ def network(seed: int) -> nn.Module:
     return build("lenet", SHAPE, CLASSES, seed)
 
 
+@cache
+def straight(seed: int) -> nn.Module:
+    """Return a linear model without a bias: its gradients of inputs with a single one stand at right angles."""
+    return seeded_model(lambda: nn.Sequential(nn.Linear(CHOICES, CLASSES, bias=False)), seed)
+
+
+def seeded_model(factory: Callable[[], nn.Module], seed: int) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return factory()
+
+
 MODELS: dict[str, Callable[[int, int], nn.Module]] = {
     "same weights": lambda k, t: network(k),
     "new weights each round": lambda k, t: network(1000 * k + t),
@@ -62,7 +74,8 @@ def noisy(model: nn.Module, one: Batch, std: float, clip: bool, rng: Generator) 
     gradient = clipped(gradient) if clip else gradient
     sent = {n: g + std * torch.randn(g.shape, generator=rng) for n, g in gradient.items()}
     noise = dict.fromkeys(sent, std) if std else {}
-    return Observation(model, Update(sent), SHAPE, CLASSES, noise=noise, simulate=clipped if clip else None)
+    shape = tuple(one.inputs.shape[1:])
+    return Observation(model, Update(sent), shape, CLASSES, noise=noise, simulate=clipped if clip else None)
 
 
 def patient(rounds: list[Observation], **more: object) -> Observation:
@@ -102,19 +115,27 @@ def succeeded(
 
 def candidate_rows(trials: int, public: Batch) -> list[Row]:
     rows: list[Row] = []
-    delta = 1e-5
-    private = brentq(lambda s: GaussianTraining(s, 1.0, 1).epsilon(delta) - 8.0, 0.3, 3.0)
-    cases = [(0.0, 1, False)] + [(s, t, c) for c in (False, True) for s in (0.1, 0.3, 1.0, 3.0) for t in (1, 16)]
-    for std, count, clip in [*cases, (private, 1, True), (private, 16, True)]:
-        for name, models in MODELS.items():
-            if name != "same weights" and (count == 1 or not clip):
-                continue
-            hits, products = succeeded(std, count, clip, trials, public, models)
-            bound = float(GaussianTraining(std, 1.0, count).reconstruction(1 / CHOICES)) if clip else None
-            row = {"noise": std, "rounds": count, "clip": clip, "models": name, "trials": trials, "hits": hits}
-            chance = 1.0 if bound is None else float(binomtest(hits, trials, min(bound, 1.0), "greater").pvalue)
-            rows.append(row | {"product": products, "bound": bound, "p_above_bound": chance})
-            print(json.dumps(rows[-1]), flush=True)
+    private = brentq(lambda s: GaussianTraining(s, 1.0, 1).epsilon(1e-5) - 8.0, 0.3, 3.0)
+    ones = Batch(torch.eye(CHOICES), torch.arange(CHOICES) % CLASSES)
+
+    def add(
+        what: str, std: float, count: int, clip: bool, data: Batch, models: Callable[[int, int], nn.Module]
+    ) -> None:
+        hits, products = succeeded(std, count, clip, trials, data, models)
+        bound = float(GaussianTraining(std, 1.0, count).reconstruction(1 / CHOICES)) if clip else None
+        chance = None if bound is None else float(binomtest(hits, trials, min(bound, 1.0), "greater").pvalue)
+        row = {"models": what, "noise": std, "rounds": count, "clip": clip, "trials": trials, "hits": hits}
+        rows.append(row | {"product": products, "bound": bound, "p_above_bound": chance})
+        print(json.dumps(rows[-1]), flush=True)
+
+    noises = [(std, count) for std in (0.1, 0.3, 1.0, 3.0) for count in (1, 16)] + [(private, 1), (4 * private, 16)]
+    for std, count in noises:
+        add("right angles", std, count, True, ones, lambda k, t: straight(k))
+    add("same weights", 0.0, 1, False, public, MODELS["same weights"])
+    for clip in (False, True):
+        for std, count in noises if clip else noises[:-2]:
+            for name in MODELS if clip and count > 1 else ("same weights",):
+                add(name, std, count, clip, public, MODELS[name])
     return rows
 
 

@@ -15,6 +15,7 @@ PAGES = [
     "quickstart.md",
     "how-to/add-a-layer.md",
     "how-to/bring-my-data.md",
+    "how-to/informed-and-patient.md",
     "how-to/losses.md",
     "how-to/train.md",
     "theory/certificates.md",
