@@ -14,7 +14,7 @@ OURS = "representation:share=0.4"
 
 @pytest.mark.slow
 def test_the_default_audit_says_what_a_naive_and_a_knowing_server_get(tmp_path: Path) -> None:
-    run = audit(config=AuditConfig(images=4, meter_seconds=10), out=tmp_path / "run")
+    run = audit(config=AuditConfig(images=2, meter_seconds=5), out=tmp_path / "run")
     floor = best_floor(run.rows)
     judged = {v.defense: v for v in run.verdicts}
     assert floor is not None

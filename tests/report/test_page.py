@@ -121,6 +121,9 @@ def test_a_figure_that_an_attack_beats_is_an_error_and_not_shown_beside_it() -> 
     assert beaten[2:4] == ("–", "beaten")
     assert "newton got 0.0002" in beaten[4]
     assert holding[2] == "1e-5"
+    close = [*floor, *got, row("meter", 2.5e-4, defense="d", server="whiten")]
+    assert figure_errors(close) == []
+    assert certificate_table(close).rows[0][2] == "–"  # type: ignore[union-attr]
     assert elsewhere[2] == "–"
     assert "Limits only servers that need the perturbed representation" in elsewhere[4]
     assert figure_errors(rows) == [

@@ -78,6 +78,7 @@ def says(line: Line) -> str:
     return f"{'Control: ' if is_control else ''}{BADGES[line.grade]}."
 
 
+FAR = 0.5  # of a figure: what lies under that with its whole 95 % interval contradicts it
 CERTIFICATE_HEAD = ("defence", "figure", "MSE at least", "proved", "says")
 NAMES = {
     "local": "the paper's theorem 1",
@@ -114,25 +115,26 @@ def certificate_table(rows: Sequence[Row]) -> CertificateTable | None:
 
 
 def beaten_figures(rows: Sequence[Row]) -> list[tuple[Row, Line]]:
-    """Return each figure under which an attack on one update got, at the same weights, with that attack.
-
-    Beyond chance: all of the 95 % interval lies under the figure.
-    """
+    """Return each figure under which an attack on one update got, at the same weights, with that attack."""
     found = [x for x in lines(rows) if x.round == "first" and x.tier in ("naive", "knows") and x.at_own_weights]
     pairs = []
     for row in rows:
         if row["kind"] in ("certificate", "meter") and row["mse"] is not None:
-            under = [x for x in found if x.defense == row["defense"] and x.mse.high < row["mse"]]
+            under = [x for x in found if x.defense == row["defense"] and x.mse.mean < row["mse"]]
             pairs += [(row, min(under, key=lambda x: x.mse.mean))] if under else []
     return pairs
 
 
 def figure_errors(rows: Sequence[Row]) -> list[str]:
-    """Return what is wrong with figures that speak of every server: an attack got under them."""
+    """Return what is wrong with figures that speak of every server: an attack got far under them.
+
+    The meter's figure is an average over Gaussian images, to first order: on a few images an attack may come out
+    somewhat below it, which takes the figure off the page and is no error.
+    """
     return [
         f"The leak meter's figure for {row['defense']} ({row['server']}) does not hold: {_beaten(row, line)}."
         for row, line in beaten_figures(rows)
-        if row["kind"] == "meter"
+        if row["kind"] == "meter" and line.mse.high < FAR * row["mse"]
     ]
 
 
@@ -144,7 +146,7 @@ def _cells(row: Row, beaten: Line | None) -> tuple[str, ...]:
     """Return a line of the table; a figure that an attack beat is not shown as one."""
     if beaten is None:
         return row["defense"], _name(row), _mse(row), _proved(row), row["says"]
-    says = f"Does not hold: {_beaten(row, beaten)}." if row["kind"] == "meter" else (
+    says = f"Does not hold on these images: {_beaten(row, beaten)}." if row["kind"] == "meter" else (
         f"Limits only servers that need the perturbed representation: {_beaten(row, beaten)} without it."
     )  # fmt: skip
     return row["defense"], _name(row), "–", "beaten", says
