@@ -8,12 +8,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from gradveil.countermeasures import Countermeasure, simulate
+from gradveil.countermeasures import Countermeasure
 from gradveil.defenses.base import Defense
 from gradveil.experiments.channels import Channel, Secret, close, has_slopes, repeated
 from gradveil.experiments.laws import effective
 from gradveil.experiments.remains import Draws, directions, draw, left_of, view_of
-from gradveil.experiments.undoing import FAITHFUL, Affine, affine, likeliest
+from gradveil.experiments.undoing import FAITHFUL, Affine, affine, likeliest, with_label
 from gradveil.tree import Params, flatten, map_values
 from gradveil.types import GaussianPrior, Observation, Update
 
@@ -53,10 +53,15 @@ class Explorer:
     prior: Callable[[], GaussianPrior]  # over gradients of public examples
     _maps: dict[object, list[Affine]] = field(default_factory=dict)
 
+    @property
+    def small(self) -> bool:
+        """Whether many runs take little time."""
+        return len(self.examples[0]) * DRAWS <= WORK
+
     def find(self) -> Found:
         """Return what it does."""
         channel, first = self.channel, self.secrets[0]
-        outs = [[channel.run(v, s) for s in self.secrets[:4]] for v in self.examples[:2]]
+        outs = [[channel.run(v, s) for s in self.secrets[: 4 if self.small else 2]] for v in self.examples[:2]]
         if any(out is None for row in outs for out in row):
             return Found("It fails on gradients of public examples.", explained=False)
         known = [[out for out in row if out is not None] for row in outs]
@@ -77,13 +82,13 @@ class Explorer:
         """Nothing secret is drawn: the server can do all that the client did."""
         first = self.secrets[0]
         known = affine(self.channel, first, self.examples)
-        simulated, usable = self._simulate(first)
+        simulated = self._simulate(first)
         if known is not None and known.known is not None and not bool(known.known.any()):
             return Found(f"It draws nothing secret: {known.what}.", silent=True)
         if known is not None:
             return Found(f"It draws nothing secret: {known.what}.", self._undo(lambda: [first]), simulated)
         what, view, explained, _ = self._remains(self.secrets[:1], ())
-        return Found(f"It draws nothing secret. {what}", view, simulated, explained or usable)
+        return Found(f"It draws nothing secret. {what}", view, simulated, explained or self._has_slopes(first))
 
     def _listed(self, said: str, tried: Callable[[], Iterable[Secret]], first: Secret) -> Found:
         """What changes can be listed: a server tries all of it."""
@@ -116,7 +121,7 @@ class Explorer:
         what, view, explained, faithful = self._remains(self.secrets[:3], ())
         if faithful:
             return Found(what, view, drawn=True)
-        small = len(self.examples[0]) * DRAWS <= WORK
+        small = self.small
         few, share = repeated(
             lambda s: self.channel.run(self.examples[0], s), self.secrets if small else self.secrets[:8]
         )
@@ -135,7 +140,7 @@ class Explorer:
         if joint is not None:
             return Found(*joint, drawn=True)
         what, view, explained, _ = self._remains(self.secrets[: 12 if small else 3], draws)
-        only = view is not None and "noise" in what
+        only = view is not None and " noise of " in what
         return Found(what, view, None, explained, True, only_noise=only, error=error)
 
     def _remains(self, tried: Sequence[Secret], draws: tuple[Draws, ...]) -> tuple[str, View | None, bool, bool]:
@@ -161,7 +166,7 @@ class Explorer:
         few, n = effective(noise[:pairs] - noise[pairs : 2 * pairs]), len(self.examples[0])
         if not few < min(noise.shape[1] / 4, JOINT):
             return None
-        count = min(int(2 * few) + 64, len(self.secrets), int(KEPT / n))
+        count = min(int(1.4 * few) + 64, len(self.secrets), int(KEPT / n))
         more = [out for s in self.secrets[:count] if (out := self.channel.run(self.examples[0], s)) is not None]
         basis = directions(torch.stack(more) - self.examples[0])
         other = self.channel.run(self.examples[1], self.secrets[-1])
@@ -180,7 +185,8 @@ class Explorer:
         def view(seen: Observation) -> Observation:
             seen = seen.as_one_step() if seen.update.num_steps == 1 else seen
             update = replace(seen.update, gradient=without(seen.update.gradient))
-            return replace(seen, update=update, simulate=without, simulate_on=self.channel.where)
+            seen = replace(seen, update=update, simulate=without, simulate_on=self.channel.where)
+            return with_label(seen, list(self.channel.parts))
 
         return f"What it adds lies in {len(basis)} directions of {n}, which a server takes off.", view
 
@@ -203,7 +209,9 @@ class Explorer:
             if not once:  # the steps after the first hang on what the defence made of those before
                 return replace(seen, simulate=forward(known), simulate_on=where)
             seen = replace(shown, update=replace(shown.update, gradient=self.channel.tree(known.undone(y))))
-            return seen if known.known is None else replace(seen, weights=seen.weights | self.channel.tree(known.known))
+            if known.known is None:
+                return seen
+            return with_label(replace(seen, weights=seen.weights | self.channel.tree(known.known)))
 
         return view
 
@@ -217,8 +225,8 @@ class Explorer:
                 maps.append(affine(channel, secret, self.examples, maps[0] if maps else None) or maps[0])
         return maps
 
-    def _simulate(self, secret: Secret) -> tuple[Countermeasure, bool]:
-        """Return the server that runs the defence on its own trials, and whether that has slopes to follow."""
+    def _simulate(self, secret: Secret) -> Countermeasure:
+        """Return the server that runs the defence on its own trials."""
         channel = self.channel
 
         @lru_cache(maxsize=16)
@@ -231,8 +239,7 @@ class Explorer:
             return replace(seen, simulate=run, simulate_on=channel.where)
 
         why = "Runs the defence on its own trials inside the objective: it draws nothing that the server does not know."
-        made = replace(simulate(lambda tree: channel.sent(tree, secret), why, channel.where), view=view)
-        return made, self._has_slopes(secret)
+        return Countermeasure("simulate", why, view)
 
     def _has_slopes(self, secret: Secret) -> bool:
         """Return whether torch's derivative of the defence says how it moves."""

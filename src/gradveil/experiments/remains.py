@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradveil.experiments.channels import Channel, Secret, Where, close
-from gradveil.experiments.undoing import FORMS, Form
+from gradveil.experiments.undoing import FAITHFUL, FORMS, Form, aligned, line, with_label
 from gradveil.tree import Params
 from gradveil.types import Observation
 
@@ -86,7 +86,7 @@ def left_of(name: str, runs: Runs, draws: Sequence[Draws]) -> Left:
         return Left()
     for what, form in FORMS.items():
         if all(close(form(sent), form(true)) for true, sent in runs) and runs[0][0].numel() > 1:
-            return Left(what, form)
+            return Left(what, bound=aligned) if form is line else Left(what, form)
     return _entries(runs) or (_noise(name, runs, draws) if draws else _rounded(runs)) or Left("nothing", lost=True)
 
 
@@ -103,11 +103,16 @@ def _entries(runs: Runs) -> Left | None:
     if float(always.double().mean()) > 0.05:
         weight = always.to(runs[0][0])
         return Left(f"{float(weight.mean()):.0%} of the entries", weight=lambda sent: weight.to(sent))
-    if float(same.double().mean()) > 0.1:  # others at each draw, and much larger then
-        most = 3 * max(float(true.abs().max()) for true, _ in runs)
-        what = f"{float(same.double().mean()):.0%} of the entries"
-        return Left(what, weight=lambda sent: (sent.abs() <= most).to(sent))
+    share = float(same.double().mean())
+    if share > 0.1:  # others at each draw, and much larger then
+        return Left(f"{share:.0%} of the entries", weight=lambda sent: _small(sent, share))
     return None
+
+
+def _small(sent: Tensor, share: float) -> Tensor:
+    """Return which entries are no larger than those can be that are sent as they are: the smaller part of all."""
+    middle = sent.abs().flatten().kthvalue(max(1, int(share / 2 * sent.numel()))).values
+    return (sent.abs() <= 6 * middle).to(sent)
 
 
 def _not_zero(sent: Tensor) -> Tensor:
@@ -176,7 +181,7 @@ def _lattice(noise: Tensor) -> float:
 
 def _rank(runs: Runs) -> int | None:
     """Return the rank of the noise as a matrix, where that is low at every draw."""
-    noise = [(sent - true).reshape(len(true), -1) for true, sent in runs if true.ndim > 1]
+    noise = [(sent - true).reshape(len(true), -1)[:64, :256] for true, sent in runs if true.ndim > 1]
     if not noise or min(noise[0].shape) < 4:
         return None
     sizes = torch.stack([torch.linalg.svdvals(n) for n in noise])
@@ -223,23 +228,27 @@ def view_of(left: Mapping[str, Left], where: Where) -> Callable[[Observation], O
     def fixed(tree: Params) -> Params:
         return {n: form(t) if (form := of_trials.get(n)) is not None else t for n, t in tree.items()}
 
+    unsafe = [n for n, one in left.items() if of_trials.get(n) is not None and one.what not in FAITHFUL]
+    unsafe += [n for n, one in left.items() if one.bound is not None and one.bound is not aligned]
+
     def view(seen: Observation) -> Observation:
         if where == "gradient" and seen.update.num_steps == 1:
             seen = seen.as_one_step()
         sent = seen.update.gradient
         bound = {n: one.bound(sent[n]) for n, one in left.items() if one.bound is not None and n in sent}
         forms = {n: form for n, one in left.items() if n in sent and (form := bound.get(n, one.form)) is not None}
+
+        def trial(tree: Params) -> Params:
+            return {n: bound[n](t) if n in bound else t for n, t in fixed(tree).items()}
+
         weights = {n: one.weight(sent[n]) for n, one in left.items() if one.weight is not None and n in sent}
         noise = {n: one.std(sent[n]) for n, one in left.items() if one.std is not None and n in sent}
         changed = {n: form(sent[n]) for n, form in forms.items()}
         seen = replace(seen, weights=seen.weights | weights, noise=seen.noise | noise)
         seen = replace(seen, update=replace(seen.update, gradient=sent | changed))
         seen = seen.without(*gone) if gone else seen
-        if not any(of_trials.values()) and not bound:
-            return seen
-        trial = (
-            fixed if not bound else lambda tree: {n: bound[n](t) if n in bound else t for n, t in fixed(tree).items()}
-        )
-        return replace(seen, simulate=trial, simulate_on=where)
+        if any(of_trials.values()) or bound:
+            seen = replace(seen, simulate=trial if bound else fixed, simulate_on=where)
+        return with_label(seen, unsafe)
 
     return view

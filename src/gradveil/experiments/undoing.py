@@ -1,14 +1,20 @@
 """What a defence does to numbers, as a formula found by running it, and how a server undoes it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.func import vjp
 
+from gradveil.attacks.base import build as build_attack
+from gradveil.errors import AttackError, LayerError
 from gradveil.experiments.channels import Channel, Secret, close
-from gradveil.types import GaussianPrior
+from gradveil.gradients.functional import quiet
+from gradveil.layers.modules import find_layer
+from gradveil.losses import CrossEntropy
+from gradveil.tree import dot, norm
+from gradveil.types import GaussianPrior, Observation
 
 DIGITS = 4096  # of a place in a vector: a tensor of the largest size has fewer than its square
 MOST_CG = 300  # steps of conjugate gradients
@@ -142,16 +148,25 @@ def likeliest(y: Tensor, maps: Sequence[Affine], prior: GaussianPrior) -> Affine
     return maps[int((unlikely + 2 * torch.tensor([one.log_scale for one in maps]).to(y)).argmin())]
 
 
+Form = Callable[[Tensor], Tensor]
+
+
 # What a defence with a secret leaves of one tensor: the same for what was sent and for the true gradient.
 def _direction(t: Tensor) -> Tensor:
     return t / t.square().sum().clamp_min(1e-37).sqrt()
 
 
-def _line(t: Tensor) -> Tensor:
+def line(t: Tensor) -> Tensor:
     """Return the direction, turned so that the largest entry is negative, as that of p - y is."""
-    flat = _direction(t).reshape(-1)
-    largest = flat.gather(0, flat.abs().argmax(keepdim=True))
-    return (-largest.sign() * flat).reshape(t.shape)
+    unit = _direction(t)
+    flat = unit.flatten()
+    return -flat[flat.abs().argmax()].sign() * unit
+
+
+def aligned(sent: Tensor) -> Form:
+    """Return: the direction, turned to that of what was sent."""
+    seen = line(sent)
+    return lambda t: (_direction(t) * seen.to(t)).sum().sign() * _direction(t)
 
 
 def _centred(t: Tensor) -> Tensor:
@@ -174,10 +189,9 @@ def _sorted(t: Tensor) -> Tensor:
     return t.reshape(-1).sort().values.reshape(t.shape)
 
 
-Form = Callable[[Tensor], Tensor]
 FORMS: dict[str, Form] = {
     "its direction": _direction,
-    "its direction, but for the sign": _line,
+    "its direction, but for the sign": line,
     "its differences from the mean": _centred,
     "its direction after taking off the mean": _standard,
     "its differences within a row": _rows,
@@ -187,3 +201,71 @@ FORMS: dict[str, Form] = {
     "the sizes of its entries in another order": lambda t: _sorted(t.abs()),
 }
 FAITHFUL = list(FORMS)[:6]  # of which all but a few numbers of a row are left
+
+
+CLASSES = 20  # up to which all are tried, where the label of an update cannot be read
+LARGE = 500_000  # weights beyond which they are not
+CLEAR = 0.2  # by how much a class must be more alike than the next to be taken at once
+
+
+def with_label(seen: Observation, unsafe: Collection[str] = ()) -> Observation:
+    """Return a view of one example's update with its label, where it cannot be read off the last layer any more.
+
+    ``unsafe``: tensors that are not what the client's were. Of classes that updates of public examples speak for, the
+    one is taken whose best match is closest.
+    """
+    loss = seen.loss
+    if seen.labels is not None or seen.num_examples > 1 or not isinstance(loss, CrossEntropy) or not loss.plain:
+        return seen
+    try:
+        layer = find_layer(seen.model)
+    except LayerError:
+        return seen
+    bias, weight = f"{layer}.bias", f"{layer}.weight"
+
+    def readable(name: str, part: float) -> bool:
+        if name not in seen.visible or name in unsafe:
+            return False
+        size = float(seen.update.gradient[name].square().mean().sqrt())
+        kept = 1.0 if name not in seen.weights else float((seen.weights[name] != 0).double().mean())
+        return seen.noise.get(name, 0.0) < 0.3 * size and kept >= part
+
+    if readable(bias, 1.0):
+        return seen
+    if readable(weight, 0.3):
+        return seen.without(bias) if bias in seen.update.gradient else seen
+    if seen.num_classes > CLASSES or sum(p.numel() for p in seen.model.parameters()) > LARGE:
+        return seen
+    first, *others = _alike(seen)
+    if not others:
+        return replace(seen, labels=first)
+    tried = [replace(seen, labels=label) for label in (first, *others)]
+    try:
+        rebuilt = build_attack("newton:steps=15").reconstruct_many(tried, [Generator().manual_seed(0) for _ in tried])
+    except AttackError:
+        return replace(seen, labels=first)
+    return min(zip(rebuilt, tried, strict=True), key=lambda pair: pair[0].objective)[1]
+
+
+def _alike(seen: Observation) -> list[Tensor]:
+    """Return the classes (1,) for which updates of other examples look most like this one; one where that is clear."""
+    like = next(seen.model.parameters())
+    if seen.public is not None:
+        inputs = seen.public.inputs[:8]
+    else:
+        middle = torch.full(seen.input_shape, sum(seen.bounds) / 2)
+        inputs = (middle if seen.prior is None else seen.prior.mean.reshape(seen.input_shape))[None]
+    target = {n: g * seen.weights.get(n, torch.ones(())).to(g) for n, g in seen.update.gradient.items()}
+    cosines = torch.zeros(seen.num_classes)
+    weights = {n: p for n, p in seen.model.named_parameters() if p.requires_grad}
+    for label in range(seen.num_classes):
+        for x in inputs.to(like):
+            with torch.enable_grad(), quiet(seen.model):
+                value = seen.loss(seen.model(x[None]), torch.tensor([label], device=like.device))
+                grads = torch.autograd.grad(value, list(weights.values()), materialize_grads=True)
+            sent = seen.sent(dict(zip(weights, grads, strict=True)))
+            shown = {n: sent[n] * seen.weights.get(n, torch.ones(())).to(sent[n]) for n in target}
+            cosines[label] += float(dot(shown, target) / (norm(shown) * norm(target)).clamp_min(1e-37)) / len(inputs)
+    best = cosines.topk(min(3, len(cosines)))
+    clear = float(best.values[0] - best.values[1]) > CLEAR
+    return [label[None].to(like.device) for label in best.indices[: 1 if clear else None]]
