@@ -9,6 +9,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.func import functional_call, grad
 
+from gradveil.attacks.labels import recover_labels
 from gradveil.countermeasures import Countermeasure
 from gradveil.defenses.guard.passes import Rewired
 from gradveil.defenses.guard.step import apply, weight_name
@@ -46,16 +47,35 @@ def find_on_batch(batch: Batch, secrets: Sequence[Secret]) -> Found:
         return Found("" if same else "It changes labels, which are read off the update as they were trained on.")
     if any(not torch.equal(out.inputs, outs[0].inputs) for out in outs[1:]):
         return Found("It changes the examples at random.", explained=False, drawn=True)
-    change = _linear(batch, secrets[0]) or _differentiable(batch, secrets[0])
+    change = _change(batch, secrets[0])
     if change is None:
         return Found("It changes each example by a rule that has no slopes to follow.", explained=False)
-    kept: dict[int, Changed] = {}
+    kept: dict[tuple[int, ...], Changed] = {}
+    by_label = any(not torch.equal(_on_batch(other, secrets[0]).inputs, outs[0].inputs) for other in _relabelled(batch))
 
     def view(seen: Observation) -> Observation:
-        model = kept.setdefault(id(seen.model), Changed(seen.model, change))
-        return replace(seen, model=model)
+        label, key = batch.labels[:1], (id(seen.model),)
+        if by_label:
+            read = seen.labels if seen.labels is not None else recover_labels(seen, Generator().manual_seed(0))
+            label = label if read is None else read[:1]
+            key = (*key, *label.long().flatten().tolist())
+        if key not in kept:
+            known = change if not by_label else _change(Batch(batch.inputs, label.expand(len(batch))), secrets[0])
+            kept[key] = Changed(seen.model, known or change)
+        return replace(seen, model=kept[key])
 
     return Found("It changes the examples, and draws nothing secret: a server looks for what they were before.", view)
+
+
+def _relabelled(batch: Batch) -> list[Batch]:
+    """Return the batch with labels moved on by a few classes."""
+    if batch.labels.is_floating_point():
+        return []
+    return [Batch(batch.inputs, (batch.labels - i).abs()) for i in (1, 2)]
+
+
+def _change(batch: Batch, secret: Secret) -> Change | None:
+    return _linear(batch, secret) or _differentiable(batch, secret)
 
 
 def _on_batch(batch: Batch, secret: Secret) -> Batch:

@@ -96,9 +96,10 @@ class Channel:
             out = self.sent(self.tree(vector), secret)
         except Exception:  # of a gradient that no client has: whatever the defence's code makes of it
             return None
-        like = self.tree(torch.zeros_like(vector))
-        flat = flatten({name: out.get(name, zero).to(zero) for name, zero in like.items()})
-        return flat if bool(torch.isfinite(flat).all()) else None
+        missing = [name for name in self.like.gradient if name not in out]
+        out = out | {name: torch.zeros_like(self.like.gradient[name]) for name in missing}
+        flat = torch.cat([out[name].detach().reshape(-1).to(vector) for name in self.like.gradient])
+        return flat if bool(flat.sum().isfinite()) else None
 
     def after(self, secret: Secret) -> Secret:
         """Return the secret of the next run of the same client."""
@@ -155,8 +156,7 @@ def secrets(defense: Defense, seeds: Seeds, count: int) -> tuple[Secret, ...]:
 def repeated(run: Callable[[Secret], Tensor | None], drawn: Iterable[Secret]) -> tuple[list[Secret], float]:
     """Return one secret for each output that occurs more than once, and how large a part of all runs these are.
 
-    Of 64 fresh draws two are alike, with odds of more than one half, where there are fewer than 3,000 to draw; where
-    none are, no more are drawn, nor where no new one comes up for long.
+    Where none are alike among the first, no more are drawn, nor where no new one comes up for long.
     """
     first: dict[bytes, Secret] = {}
     times: dict[bytes, int] = {}

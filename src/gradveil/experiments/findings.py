@@ -23,6 +23,7 @@ MOST = 1500  # secrets that are drawn to meet all there are, where there are few
 STATES = 1024  # runs of a defence that counts them, and seconds of one that looks at the clock, that a server tries
 KEPT = 3e7  # numbers that all tried maps may hold
 JOINT = 700  # directions of noise that are told from others
+HELD = 16  # runs that a finding is held to
 
 View = Callable[[Observation], Observation]
 
@@ -118,32 +119,37 @@ class Explorer:
         return seconds
 
     def _secret(self) -> Found:
-        what, view, explained, faithful = self._remains(self.secrets[:3], ())
+        what, view, explained, faithful = self._remains(self.secrets[:3], None)
         if faithful:
             return Found(what, view, drawn=True)
-        small = self.small
-        few, share = repeated(
-            lambda s: self.channel.run(self.examples[0], s), self.secrets if small else self.secrets[:8]
-        )
+        v, count = self.examples[0], int(max(6, min(DRAWS, WORK / len(self.examples[0]))))
+        others = self.secrets[-min(count // 2, 16) :]
+        drawn = [draw(self.channel, some, g) for some, g in ((self.secrets[:count], v), (others, 3 * v))]
+        draws = tuple(d for d in drawn if d is not None)
+        few, share = self._few(draws)
         known = affine(self.channel, few[0], self.examples) if few else None
         if known is not None and share > 0.9:
             silent = known.known is not None and not bool(known.known.any())
             said = f"only about {len(few)} different ones ever occur, and a server can try them all"
             what = f"Its secret is one of about {len(few)}: {known.what}, in another way for each."
             return Found(what, None if silent else self._undo(lambda: few), drawn=True, silent=silent, error=said)
-        error = f"in {share:.0%} of all draws it is one of {len(few)}" if few and small else ""
-        count = int(max(6, min(DRAWS, WORK / len(self.examples[0]))))
-        v = self.examples[0]
-        drawn = [draw(self.channel, self.secrets[:many], g) for many, g in ((count, v), (min(count, 16), 3 * v))]
-        draws = tuple(d for d in drawn if d is not None)
-        joint = self._jointly(draws[0]) if small and draws else None
+        joint = self._jointly(draws[0]) if self.small and draws else None
         if joint is not None:
             return Found(*joint, drawn=True)
-        what, view, explained, _ = self._remains(self.secrets[: 12 if small else 3], draws)
+        what, view, explained, _ = self._remains(self.secrets[: 12 if self.small else 3], draws)
         only = view is not None and " noise of " in what
+        error = f"in {share:.0%} of all draws it is one of {len(few)}" if few else ""
         return Found(what, view, None, explained, True, only_noise=only, error=error)
 
-    def _remains(self, tried: Sequence[Secret], draws: tuple[Draws, ...]) -> tuple[str, View | None, bool, bool]:
+    def _few(self, draws: Sequence[Draws]) -> tuple[list[Secret], float]:
+        """Return the secrets that occur more than once, and how often one of them does; nothing where none does."""
+        if not any(len(rows.unique(dim=0)) < len(rows) for one in draws[:1] for rows in list(one.sent.values())[:1]):
+            return [], 0.0
+        return repeated(
+            lambda s: self.channel.run(self.examples[0], s), self.secrets if self.small else self.secrets[:64]
+        )
+
+    def _remains(self, tried: Sequence[Secret], draws: tuple[Draws, ...] | None) -> tuple[str, View | None, bool, bool]:
         """Return in words what is left of the gradient, the view that matches it, whether that is all there is, and
         whether it is all but a few numbers."""
         pairs = [(v, out) for v in self.examples[:2] for s in tried if (out := self.channel.run(v, s)) is not None]
@@ -166,15 +172,11 @@ class Explorer:
         few, n = effective(noise[:pairs] - noise[pairs : 2 * pairs]), len(self.examples[0])
         if not few < min(noise.shape[1] / 4, JOINT):
             return None
-        count = min(int(1.4 * few) + 64, len(self.secrets), int(KEPT / n))
+        count = min(int(2 * few) + 64, len(self.secrets) - HELD, int(KEPT / n))
         more = [out for s in self.secrets[:count] if (out := self.channel.run(self.examples[0], s)) is not None]
         basis = directions(torch.stack(more) - self.examples[0])
-        other = self.channel.run(self.examples[1], self.secrets[-1])
-        if (
-            basis is None
-            or other is None
-            or not close((other - self.examples[1]) @ basis.T @ basis, other - self.examples[1])
-        ):
+        others = [self.channel.run(self.examples[1], s) for s in self.secrets[-HELD:]]
+        if basis is None or not all(o is not None and _inside(o - self.examples[1], basis) for o in others):
             return None
 
         def without(tree: Params) -> Params:
@@ -255,6 +257,10 @@ class Explorer:
 def _told(like: Update, told: tuple[float, int, int, int | None]) -> Update:
     lr, examples, steps, size = told
     return replace(like, lr=lr, num_examples=examples, num_steps=steps, batch_size=size)
+
+
+def _inside(noise: Tensor, basis: Tensor) -> bool:
+    return close(noise @ basis.T @ basis, noise)
 
 
 def _forward(channel: Channel, known: Affine) -> Callable[[Params], Params]:

@@ -183,7 +183,11 @@ class _Probe:
         """Return what a server sees of clients that take one step on the same examples, with several secrets."""
         shape, loss = tuple(batch.inputs.shape[1:]), build_loss(self.local.loss).of(batch.labels)
         begun = flatten(self._gradient(batch, drawn[0]))
-        sent = [out for s in drawn[:SEEN] if (out := channel.run(begun, s)) is not None]
+        sent = [
+            out
+            for s in drawn[: SEEN if len(begun) * DRAWS <= WORK else 3]
+            if (out := channel.run(begun, s)) is not None
+        ]
         updates = [replace(channel.like, gradient=channel.tree(out)) for out in sent]
         return [Observation(self.model, u, shape, self.num_classes, loss=loss) for u in updates]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradveil.experiments.channels import Channel, Secret, Where, close
-from gradveil.experiments.undoing import FAITHFUL, FORMS, Form, aligned, line, with_label
+from gradveil.experiments.undoing import FAITHFUL, FORMS, OF_LENGTH, Form, aligned, line, with_label
 from gradveil.tree import Params
 from gradveil.types import Observation
 
@@ -79,19 +79,32 @@ class Left:
 Runs = Sequence[tuple[Tensor, Tensor]]  # (the true tensor, what was sent), for several gradients and secrets
 
 
-def left_of(name: str, runs: Runs, draws: Sequence[Draws]) -> Left:
-    """Return what is left of a tensor; ``draws`` are of a gradient, and of it three times as large: none where the
-    defence draws nothing."""
+def left_of(name: str, runs: Runs, draws: Sequence[Draws] | None) -> Left:
+    """Return what is left of a tensor.
+
+    ``draws`` are of a gradient, and of it three times as large; empty where the defence draws nothing; None: of what
+    may be left, only the forms are looked for that are the same for all secrets.
+    """
     if all(close(sent, true) for true, sent in runs):
         return Left()
+    longer = any(not close(sent.norm(), true.norm()) for true, sent in runs)
     for what, form in FORMS.items():
+        if longer and what in OF_LENGTH:
+            continue
         if all(close(form(sent), form(true)) for true, sent in runs) and runs[0][0].numel() > 1:
             return Left(what, bound=aligned) if form is line else Left(what, form)
+    if draws is None:
+        return Left("nothing", lost=True)
+    if draws and (unit := _lattice(draws[0].noise(name))):
+        return Left(f"remainders of divisions by {unit:.4g}", lambda t: t - unit * (t / unit).round())
     return _entries(runs) or (_noise(name, runs, draws) if draws else _rounded(runs)) or Left("nothing", lost=True)
 
 
 def _entries(runs: Runs) -> Left | None:
     """Return the entries that are sent as they are: those that are not zero, always the same, or the small ones."""
+    step = max(1, runs[0][0].numel() // KEPT)
+    if step > 1 and _entries([(true.flatten()[::step], sent.flatten()[::step]) for true, sent in runs]) is None:
+        return None
     if all(bool((sent != 0).any()) for _, sent in runs):
         ratios = torch.cat([(sent / true)[(sent != 0) & (true != 0)] for true, sent in runs])
         factor = float(ratios.median())
@@ -131,8 +144,6 @@ def _noise(name: str, runs: Runs, draws: Sequence[Draws]) -> Left | None:
     if whole and basis is not None and close(other @ basis.T @ basis, other):
         held = basis
         return Left(f"all but {len(held)} of its {noise.shape[1]} directions", lambda t: _without(t, held))
-    if step := _lattice(noise):
-        return Left(f"remainders of divisions by {step:.4g}", lambda t: t - step * (t / step).round())
     if (rank := _rank(runs)) is not None:
         return Left(f"all but the {rank} largest parts of it as a matrix", bound=lambda sent: _peeled(sent, rank))
     mean, once, thrice = noise.mean(0), draws[0].std(name), draws[-1].std(name)

@@ -201,6 +201,7 @@ FORMS: dict[str, Form] = {
     "the sizes of its entries in another order": lambda t: _sorted(t.abs()),
 }
 FAITHFUL = list(FORMS)[:6]  # of which all but a few numbers of a row are left
+OF_LENGTH = list(FORMS)[6:]  # which have the length of the tensor
 
 
 CLASSES = 20  # up to which all are tried, where the label of an update cannot be read
