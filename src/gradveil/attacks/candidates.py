@@ -11,20 +11,17 @@ Where all m_t(x) are equally long, that is the largest Σ_t ⟨y_t - known, m_t(
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import log, pi
 
 import torch
 from torch import Generator, Tensor
 
 from gradveil import pace
 from gradveil.attacks.base import ATTACKS, Attack, check_seen, differentiating
-from gradveil.attacks.rounds import by_weights
+from gradveil.attacks.rounds import Sent, by_weights, flat
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import trial_gradients, trial_updates
-from gradveil.tree import Params
 from gradveil.types import Batch, Observation, Reconstruction
 
-FLOOR = 1e-3  # of a tensor's root mean square: closer than this nothing is told apart
 SAME = 1e-3  # relative distance of updates that count as the same
 OFFSETS = 32  # runs of the client on one candidate, where what the defence adds is the same for all
 SHRINK = 50.0  # entries' worth of the variance of other candidates beside a candidate's own
@@ -53,10 +50,11 @@ class Candidates(Attack):
             raise ValueError("draws must be at least 2: one says nothing of the variance")
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        """Pick the records behind several updates, one after the other."""
-        return [self._one(s, rng) for s, rng in zip(seen, rngs, strict=True)]
+        """Pick the records behind several updates, one after the other; what a client sends is worked out once."""
+        kept: Kept = {}
+        return [self._one(s, kept) for s in seen]
 
-    def _one(self, seen: Observation, rng: Generator) -> Reconstruction:
+    def _one(self, seen: Observation, kept: "Kept") -> Reconstruction:
         listed = _listed(seen)
         check_seen((seen, *seen.rounds))
         together = seen.num_examples > 1 and seen.others is None
@@ -66,7 +64,7 @@ class Candidates(Attack):
             if together:
                 chosen, scores = self._several(seen, trials)
             else:
-                scores = torch.stack([self._scores(same, trials, rng) for same in _by_client(seen)]).sum(0)
+                scores = torch.stack([self._scores(same, trials, kept) for same in _by_client(seen)]).sum(0)
                 chosen = scores.argmax()[None]
         best = scores.topk(min(2, len(listed))).values
         late = bool(scores.isneginf().any())
@@ -76,11 +74,11 @@ class Candidates(Attack):
         finite = bool(best[0].isfinite()) and not late
         return Reconstruction(inputs.clamp(*seen.bounds), labels, -float(best[0]), finite, details)
 
-    def _scores(self, rounds: list[Observation], trials: "Trials", rng: Generator) -> Tensor:
+    def _scores(self, rounds: list[Observation], trials: "Trials", kept: "Kept") -> Tensor:
         """Return the log likelihood (M,) of rounds that were made at the same weights; -inf: there was no time."""
         sent = Sent.of(rounds)
         scores = torch.full((len(trials),), -torch.inf, dtype=torch.float64, device=sent.seen.device)
-        law = self._law(rounds[0], sent, trials, rng)
+        law = self._law(rounds[0], sent, trials, kept)
         pace.step(0, len(trials))
         for part in torch.arange(len(trials)).split(law.at_once):
             scores[part] = sent.likelihood(*law.of(part))
@@ -88,13 +86,13 @@ class Candidates(Attack):
                 break
         return scores
 
-    def _law(self, seen: Observation, sent: "Sent", trials: "Trials", rng: Generator) -> "Law":
+    def _law(self, seen: Observation, sent: Sent, trials: "Trials", kept: "Kept") -> "Law":
         many = max(1, int(self.memory / 80 / sent.seen.shape[1]))
         mean = trials.means(seen, sent)
         if seen.client is None:
             return Law(lambda part: (mean(part), sent.noise), many)
-        seeds = torch.randint(2**62, (OFFSETS,), generator=rng, device=rng.device).tolist()
-        run = trials.runs(seen, sent, seeds)
+        most = self.memory / 8 / sent.seen.shape[1]
+        run = trials.runs(seen, sent, kept if len(trials) * self.draws < most else {})
         sizes = torch.cat([mean(part).norm(dim=1) for part in torch.arange(len(trials)).split(many)])
         ends = torch.stack([sizes.argmin(), sizes.argmax()]).cpu()  # what is cut off by size shows between them
         expected, first, again = mean(ends), run(ends, 0), run(ends[:1], 1)
@@ -154,60 +152,15 @@ class Candidates(Attack):
         return torch.tensor(chosen), least.where(least.isfinite(), least[least.isfinite()].min())
 
 
+Kept = dict[tuple[object, ...], Tensor]  # client, tensors, draw and records -> what was sent
+
+
 @dataclass(frozen=True)
 class Law:
     """What candidates' clients would send: positions (m,) -> mean (m, R), variance by tensor (T or 1, K) or (m, K)."""
 
     of: Callable[[Tensor], tuple[Tensor, Tensor]]
     at_once: int
-
-
-@dataclass(frozen=True)
-class Sent:
-    """What was sent in T rounds at the same weights: R entries of K tensors, in float64."""
-
-    names: tuple[str, ...]
-    sizes: Tensor  # (K,) entries of each tensor
-    seen: Tensor  # (T, R)
-    weights: Tensor  # (T, R), 0 where an entry was not seen
-    noise: Tensor  # (T, 1, K), known variance; 0: not known
-
-    @classmethod
-    def of(cls, rounds: Sequence[Observation]) -> "Sent":
-        """Stack the rounds."""
-        like = {n: s.update.gradient[n] for s in rounds for n in s.visible}
-        seen = torch.stack(
-            [_flat({n: s.update.gradient.get(n, torch.zeros_like(g)) for n, g in like.items()}) for s in rounds]
-        )
-        weights = torch.stack([_flat({n: _weight(s, n, g) for n, g in like.items()}) for s in rounds])
-        noise = torch.tensor([[[s.noise.get(n, 0.0) ** 2 for n in like]] for s in rounds]).to(seen)
-        return cls(tuple(like), torch.tensor([g.numel() for g in like.values()]).to(seen), seen, weights, noise)
-
-    def by_tensor(self, entries: Tensor) -> Tensor:
-        """Return the mean over each tensor (..., K) of numbers by entry (..., R)."""
-        return torch.stack([part.mean(-1) for part in self._split(entries)], -1)
-
-    def likelihood(self, mean: Tensor, variance: Tensor) -> Tensor:
-        """Return the log likelihood (m,) of all rounds for means (m, R) and variances by tensor; 0: what suits best."""
-        apart, count = [], []  # by tensor
-        for y, w, m in zip(self._split(self.seen), self._split(self.weights), self._split(mean), strict=True):
-            apart.append(((w * y * y).sum(1, keepdim=True) - 2 * (w * y) @ m.T + w @ (m * m).T).clamp_min(0))  # (T, m)
-            count.append(w.sum(1, keepdim=True))
-        squares, n = torch.stack(apart, -1), torch.stack(count, -1)  # (T, m, K), (T, 1, K)
-        least = self._least
-        best = (squares.sum(0) / n.sum(0).clamp_min(1)).clamp_min(least)  # (m, K)
-        v = torch.where(variance > 0, variance + least, best)
-        return -(squares / v + n * (v.log() + log(2 * pi))).sum((0, 2)) / 2
-
-    @property
-    def _least(self) -> Tensor:
-        """The variance (K,) below which nothing is told apart; tensors that are nearly zero say little."""
-        size = (self.weights * self.seen.square()).mean(0)
-        level = torch.maximum(self.by_tensor(size), FLOOR**2 * size.mean())
-        return (FLOOR**2 * level).clamp_min(torch.finfo(torch.float32).tiny)
-
-    def _split(self, entries: Tensor) -> tuple[Tensor, ...]:
-        return torch.split(entries, [int(size) for size in self.sizes], -1)
 
 
 @dataclass(frozen=True)
@@ -243,8 +196,11 @@ class Trials:
 
         return of
 
-    def runs(self, seen: Observation, sent: Sent, seeds: Sequence[int]) -> Callable[[Tensor, int], Tensor]:
-        """Return positions (m,), the number of a draw -> what the defended client sends, (m, R)."""
+    def runs(self, seen: Observation, sent: Sent, kept: "Kept") -> Callable[[Tensor, int], Tensor]:
+        """Return positions (m,), the number of a draw -> what the defended client sends, (m, R).
+
+        The draws are the server's own, the same for every update; what was run before is looked up.
+        """
         client, like = seen.client, next(seen.model.parameters())
         assert client is not None
 
@@ -252,9 +208,12 @@ class Trials:
             batch = self[part.to(self.candidates.inputs.device)]
             each = []
             for x, y in zip(batch.inputs, batch.labels, strict=True):
-                with torch.enable_grad():
-                    found = client(Batch(x.to(like), y), torch.Generator().manual_seed(seeds[draw]))
-                each.append(_flat({n: found[n].detach() for n in sent.names}))
+                key = (id(client), sent.names, draw, x.cpu().numpy().tobytes(), y.cpu().numpy().tobytes())
+                if key not in kept:
+                    with torch.enable_grad():
+                        found = client(Batch(x.to(like), y), torch.Generator().manual_seed(draw))
+                    kept[key] = flat({n: found[n].detach() for n in sent.names})
+                each.append(kept[key])
             return torch.stack(each).to(sent.seen.device)
 
         return of
@@ -283,16 +242,6 @@ def _by_client(seen: Observation) -> list[list[Observation]]:
         for s in same:
             groups.setdefault((number, id(s.client)), []).append(s)
     return list(groups.values())
-
-
-def _weight(s: Observation, name: str, like: Tensor) -> Tensor:
-    if name not in s.update.gradient:
-        return torch.zeros_like(like)
-    return s.weights[name].to(like).expand_as(like) if name in s.weights else torch.ones_like(like)
-
-
-def _flat(update: Params) -> Tensor:
-    return torch.cat([value.reshape(-1) for value in update.values()]).double()
 
 
 def _close(apart: Tensor, like: Tensor) -> bool:

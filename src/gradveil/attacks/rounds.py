@@ -5,7 +5,8 @@ seen, so nothing is lost: R rounds with independent noise of standard deviation 
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import log, pi
 
 import torch
 from torch import Tensor, nn
@@ -92,3 +93,65 @@ def _same_weights(a: nn.Module, b: nn.Module) -> bool:
     if type(a) is not type(b) or a.training != b.training or mine.keys() != other.keys():
         return False
     return all(value.shape == other[n].shape and torch.equal(value, other[n]) for n, value in mine.items())
+
+
+FLOOR = 1e-3  # of a tensor's root mean square: closer than this nothing is told apart
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What was sent in T rounds at the same weights: R entries of K tensors, in float64."""
+
+    names: tuple[str, ...]
+    sizes: Tensor  # (K,) entries of each tensor
+    seen: Tensor  # (T, R)
+    weights: Tensor  # (T, R), 0 where an entry was not seen
+    noise: Tensor  # (T, 1, K), known variance; 0: not known
+
+    @classmethod
+    def of(cls, rounds: Sequence[Observation]) -> "Sent":
+        """Stack the rounds."""
+        like = {n: s.update.gradient[n] for s in rounds for n in s.visible}
+        seen = torch.stack(
+            [flat({n: s.update.gradient.get(n, torch.zeros_like(g)) for n, g in like.items()}) for s in rounds]
+        )
+        weights = torch.stack([flat({n: _weight(s, n, g) for n, g in like.items()}) for s in rounds])
+        noise = torch.tensor([[[s.noise.get(n, 0.0) ** 2 for n in like]] for s in rounds]).to(seen)
+        return cls(tuple(like), torch.tensor([g.numel() for g in like.values()]).to(seen), seen, weights, noise)
+
+    def by_tensor(self, entries: Tensor) -> Tensor:
+        """Return the mean over each tensor (..., K) of numbers by entry (..., R)."""
+        return torch.stack([part.mean(-1) for part in self._split(entries)], -1)
+
+    def likelihood(self, mean: Tensor, variance: Tensor) -> Tensor:
+        """Return the log likelihood (m,) of all rounds for means (m, R) and variances by tensor; 0: what suits best."""
+        apart, count = [], []  # by tensor
+        for y, w, m in zip(self._split(self.seen), self._split(self.weights), self._split(mean), strict=True):
+            apart.append(((w * y * y).sum(1, keepdim=True) - 2 * (w * y) @ m.T + w @ (m * m).T).clamp_min(0))  # (T, m)
+            count.append(w.sum(1, keepdim=True))
+        squares, n = torch.stack(apart, -1), torch.stack(count, -1)  # (T, m, K), (T, 1, K)
+        least = self._least
+        best = (squares.sum(0) / n.sum(0).clamp_min(1)).clamp_min(least)  # (m, K)
+        v = torch.where(variance > 0, variance + least, best)
+        return -(squares / v + n * (v.log() + log(2 * pi))).sum((0, 2)) / 2
+
+    @property
+    def _least(self) -> Tensor:
+        """The variance (K,) below which nothing is told apart; tensors that are nearly zero say little."""
+        size = (self.weights * self.seen.square()).mean(0)
+        level = torch.maximum(self.by_tensor(size), FLOOR**2 * size.mean())
+        return (FLOOR**2 * level).clamp_min(torch.finfo(torch.float32).tiny)
+
+    def _split(self, entries: Tensor) -> tuple[Tensor, ...]:
+        return torch.split(entries, [int(size) for size in self.sizes], -1)
+
+
+def _weight(s: Observation, name: str, like: Tensor) -> Tensor:
+    if name not in s.update.gradient:
+        return torch.zeros_like(like)
+    return s.weights[name].to(like).expand_as(like) if name in s.weights else torch.ones_like(like)
+
+
+def flat(update: Params) -> Tensor:
+    """Return all entries of an update, in float64."""
+    return torch.cat([value.reshape(-1) for value in update.values()]).double()
