@@ -26,7 +26,7 @@ from gradveil.countermeasures import TIERS
 from gradveil.experiments.audit import audit
 from gradveil.experiments.rows import Line
 from gradveil.experiments.scene import AuditConfig
-from zoo.keeper import SCENE, exposed, names, opened
+from zoo.keeper import SCENE, is_right, names, opened
 
 FULL = (
     replace(SCENE, images=32),
@@ -60,7 +60,6 @@ def judge(name: str, config: AuditConfig, out: Path) -> Result:
         one = kept[name]
         found = audit(defenses=[name], config=config, out=out / f"{scene.replace(', ', '-').replace(' ', '-')}-{name}")
         verdict = next(v for v in found.verdicts if v.defense == name)
-    told = exposed(one, verdict) or (one.sound and bool(verdict.errors))
     best = next((t for t in verdict.tiers if t.tier in ("knows", one.truth.tier) and t.line is not None), None)
     return Result(
         name,
@@ -71,7 +70,7 @@ def judge(name: str, config: AuditConfig, out: Path) -> Result:
         {t.tier: t.outcome for t in verdict.tiers},
         _by(best.line) if best is not None else "",
         verdict.errors,
-        told == one.sound,
+        not is_right(one, verdict),
         time.monotonic() - begun,
     )
 

@@ -97,6 +97,11 @@ def exposed(kept: Kept, verdict: Verdict) -> bool:
     return bool(verdict.errors) and verdict.outcome != "nothing"
 
 
+def is_right(kept: Kept, verdict: Verdict) -> bool:
+    """Return whether the verdict is the truth: a broken defence is exposed, a sound one is not accused."""
+    return not (exposed(kept, verdict) or verdict.errors) if kept.sound else exposed(kept, verdict)
+
+
 def each(gradient: Params, change: Callable[[Tensor], Tensor]) -> Params:
     """Return every tensor changed by itself."""
     return {name: change(g) for name, g in gradient.items()}

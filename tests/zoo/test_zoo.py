@@ -1,7 +1,11 @@
 """Every defence of the zoo has its truth and keeps to the contract; the audit finds the truth of a few of them."""
 
 import copy
-from collections.abc import Iterator
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,10 +13,19 @@ from torch import Generator, nn
 
 from gradveil.defenses.base import DEFENSES, Defense, build
 from gradveil.defenses.guard.step import step_gradient
+from gradveil.experiments import scene
+from gradveil.experiments.audit import audit
+from gradveil.experiments.probes import Probed
 from gradveil.registry import describe
 from gradveil.tree import Params, is_finite
 from gradveil.types import Batch, Observation, Update
-from zoo.keeper import Kept, names, opened
+from zoo import keeper
+from zoo.keeper import SCENE, Kept, is_right, names, opened
+
+PAGE = Path(__file__).parents[2] / "docs/how-to/add-a-broken-defence.md"
+QUICK = replace(SCENE, images=4, tiers=("naive", "knows"), attacks=("newton",))
+UNDECLARED = ["constant_seed", "fixed_permutation", "backwards"]  # what only a probe can find
+FEW = [*UNDECLARED, "clipping_only", "strong_gaussian"]
 
 
 @pytest.fixture(params=names())
@@ -73,3 +86,34 @@ def test_nothing_of_the_zoo_stays_registered() -> None:
     with opened("constant_seed"):
         assert "constant_seed" in DEFENSES.names()
     assert DEFENSES.names() == before
+
+
+@pytest.fixture(scope="module")
+def with_the_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The zoo with the defence that the page adds."""
+    folder = tmp_path_factory.mktemp("zoo")
+    for kind in ("broken", "sound"):
+        shutil.copytree(keeper.FOLDER / kind, folder / kind)
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (folder / "broken" / "backwards.py").write_text(code)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keeper, "FOLDER", folder)
+        yield
+
+
+def wrong(wanted: Sequence[str], out: Path) -> list[str]:
+    """Audit these and return those whose truth the audit does not find."""
+    with opened(*wanted) as kept:
+        found = audit(defenses=wanted, config=QUICK, out=out).verdicts
+    return [v.defense for v in found if v.defense != "none" and not is_right(kept[v.defense], v)]
+
+
+@pytest.mark.usefixtures("with_the_page")
+def test_the_audit_finds_the_truth_about_a_few(tmp_path: Path) -> None:
+    assert wrong(FEW, tmp_path) == []
+
+
+@pytest.mark.usefixtures("with_the_page")
+def test_without_probes_the_zoo_notices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scene, "probe", lambda *args, **kwargs: Probed())
+    assert wrong(UNDECLARED, tmp_path) == UNDECLARED
