@@ -23,7 +23,7 @@ from zoo import keeper
 from zoo.keeper import SCENE, Kept, is_right, names, opened
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/add-a-broken-defence.md"
-QUICK = replace(SCENE, images=4, tiers=("naive", "knows"), attacks=("newton",))
+QUICK = replace(SCENE, images=2, tiers=("naive", "knows"), attacks=("newton",))
 UNDECLARED = ["constant_seed", "fixed_permutation", "backwards"]  # what only a probe can find
 FEW = [*UNDECLARED, "clipping_only", "strong_gaussian"]
 

@@ -16,7 +16,7 @@ from gradveil.types import Batch, GaussianPrior, Observation
 from zoo.keeper import Truth
 
 TRUTH = Truth(
-    "The noise on the image is twelve times what images vary by, in each direction.", "noise on the input", "denoise"
+    "The noise on the image is forty times what images vary by, in each direction.", "noise on the input", "denoise"
 )
 KNOWN = {64: "digits", 784: "mnist", 3072: "cifar10"}  # by the numbers of one image
 
@@ -26,7 +26,7 @@ KNOWN = {64: "digits", 784: "mnist", 3072: "cifar10"}  # by the numbers of one i
 class HighDecoy(Defense):
     """A decoy whose floor is a large share of what images vary by."""
 
-    share: float = 12 / 13
+    share: float = 40 / 41
 
     def on_batch(self, batch: Batch, rng: Generator) -> Batch:
         return _decoy(batch.inputs[0].numel(), self.share).on_batch(batch, rng)
