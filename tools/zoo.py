@@ -24,10 +24,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from gradveil.countermeasures import TIERS
 from gradveil.experiments.audit import audit
+from gradveil.experiments.judge import Verdict
 from gradveil.experiments.rows import Line
 from gradveil.experiments.scene import AuditConfig
-from zoo.keeper import SCENE, is_right, names, opened
+from zoo.keeper import BROKEN, SCENE, Kept, is_right, names, opened
 
+GROUP = 6  # defences that are audited together
 FULL = (
     replace(SCENE, images=32),
     replace(SCENE, images=16, examples=4),
@@ -49,29 +51,34 @@ class Result:
     by: str  # the strongest server and its attack
     errors: tuple[str, ...]  # declarations that were found to be false
     wrong: bool  # whether this is not the truth
-    seconds: float
+    seconds: float  # its share of the audit of its group
 
 
-def judge(name: str, config: AuditConfig, out: Path) -> Result:
-    """Audit one defence of the zoo."""
+def judge(group: Sequence[str], config: AuditConfig, out: Path) -> list[Result]:
+    """Audit some defences of the zoo together: they share the control."""
     begun = time.monotonic()
-    scene = f"{config.dataset}, {config.examples} of {config.images} images"
-    with opened(name) as kept:
-        one = kept[name]
-        found = audit(defenses=[name], config=config, out=out / f"{scene.replace(', ', '-').replace(' ', '-')}-{name}")
-        verdict = next(v for v in found.verdicts if v.defense == name)
-    best = next((t for t in verdict.tiers if t.tier in ("knows", one.truth.tier) and t.line is not None), None)
+    scene = f"{config.dataset}, {config.images} images, {config.examples} a client"
+    with opened(*group) as kept:
+        run = audit(defenses=group, config=config, out=out / f"{config.dataset}-{config.examples}-{group[0]}")
+        found = {verdict.defense: verdict for verdict in run.verdicts}
+    seconds = (time.monotonic() - begun) / len(group)
+    return [_result(kept[name], scene, found[name], seconds) for name in group]
+
+
+def _result(kept: Kept, scene: str, verdict: Verdict, seconds: float) -> Result:
+    truth, tiers = kept.truth, {judged.tier: judged for judged in verdict.tiers}
+    best = tiers["knows" if tiers["knows"].outcome in BROKEN else truth.tier]
     return Result(
-        name,
+        kept.name,
         scene,
-        one.truth.family,
-        one.truth.declares,
-        one.sound,
-        {t.tier: t.outcome for t in verdict.tiers},
-        _by(best.line) if best is not None else "",
+        truth.family,
+        truth.declares,
+        kept.sound,
+        {tier: judged.outcome for tier, judged in tiers.items()},
+        _by(best.line),
         verdict.errors,
-        not is_right(one, verdict),
-        time.monotonic() - begun,
+        not is_right(kept, verdict),
+        seconds,
     )
 
 
@@ -82,11 +89,12 @@ def _by(line: Line | None) -> str:
 
 
 def results(wanted: Sequence[str], scenes: Iterable[AuditConfig], workers: int, out: Path) -> Iterator[Result]:
-    """Audit these defences in each scene, some at a time; yield what was found as it comes."""
+    """Audit these defences in each scene, some groups at a time; yield what was found as it comes."""
+    count = -(-len(wanted) // GROUP)
+    groups = [wanted[i::count] for i in range(count)]  # of every family, so that none takes much longer
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-        under_way = [pool.submit(judge, name, scene, out) for scene in scenes for name in wanted]
-        for done in as_completed(under_way):
-            yield done.result()
+        for done in as_completed([pool.submit(judge, group, scene, out) for scene in scenes for group in groups]):
+            yield from done.result()
 
 
 def table(found: Iterable[Result]) -> str:
@@ -133,7 +141,8 @@ def main() -> int:
         found = []
         for result in results(wanted, scenes, options.workers, out):
             found.append(result)
-            print(f"{len(found)} of {len(wanted) * len(scenes)}: {result.name}", file=sys.stderr)
+            said = f"{result.outcomes['knows']}{', WRONG' if result.wrong else ''} ({result.seconds:.0f} s)"
+            print(f"{len(found)} of {len(wanted) * len(scenes)}: {result.name} {said}", file=sys.stderr, flush=True)
     found.sort(key=lambda r: (r.scene, r.sound, r.family, r.name))
     if options.out:
         (options.out / "results.json").write_text(json.dumps([asdict(r) for r in found], indent=1))
