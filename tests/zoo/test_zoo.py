@@ -98,6 +98,7 @@ def with_the_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     (folder / "broken" / "backwards.py").write_text(code)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(keeper, "FOLDER", folder)
+        patch.setattr("gradveil.experiments.audit.last_resort", lambda *args: {})  # it learns for ten seconds
         yield
 
 
