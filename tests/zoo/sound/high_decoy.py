@@ -27,23 +27,27 @@ class HighDecoy(Defense):
     """A decoy whose floor is a large share of what images vary by."""
 
     share: float = 40 / 41
+    key: str = "what the server does not have"
 
     def on_batch(self, batch: Batch, rng: Generator) -> Batch:
-        return _decoy(batch.inputs[0].numel(), self.share).on_batch(batch, rng)
+        return _decoy(batch.inputs[0].numel(), self.share, self.key).on_batch(batch, rng)
+
+    def known(self) -> Defense:
+        return replace(self, key="a server's own")
 
     def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         def view(seen: Observation) -> Observation:
-            return _decoy(prod(seen.input_shape), self.share).adaptive(model)[0].view(seen)
+            return _decoy(prod(seen.input_shape), self.share, self.key).adaptive(model)[0].view(seen)
 
         return (replace(Decoy().adaptive(model)[0], view=view),)
 
 
 @cache
-def _decoy(size: int, share: float) -> Decoy:
+def _decoy(size: int, share: float, key: str) -> Decoy:
     folder = Path(tempfile.mkdtemp(prefix="gradveil-zoo-"))
     public = load(KNOWN[size]).test.sample(2000, Generator().manual_seed(0))
     prior = GaussianPrior.fit(public.inputs, rank=256)
     save_prior(prior, folder / "prior.safetensors")
-    (folder / "key").write_bytes(b"what the server does not have")
+    (folder / "key").write_text(key)
     variance = float(prior.factor.square().sum()) / size + prior.ridge
     return Decoy(share * variance, str(folder / "prior.safetensors"), str(folder / "key"))
