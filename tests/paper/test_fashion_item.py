@@ -1,5 +1,7 @@
 """The defence on three data sets: one real panel, and verdicts that follow from rows."""
 
+from pathlib import Path
+
 from gradveil.paper.base import BLIND, Context, Row
 from gradveil.paper.fashion import SHARES, Fashion
 from gradveil.paper.rows import GUESS
@@ -33,12 +35,14 @@ def test_a_panel_runs() -> None:
     assert "digits: MSE" in naive.ours
 
 
-def test_the_verdicts_follow_from_the_rows() -> None:
+def test_the_verdicts_follow_from_the_rows(tmp_path: Path) -> None:
     both = rows("mnist", 0.3, 1e-5) + rows("fashion_mnist", 0.01, 0.2)
     hidden, recovered = Fashion().verdicts(both)
     assert hidden.status == "reproduced only on mnist"
     assert recovered.status == "reproduced only on mnist"
     failing = Fashion().verdicts(rows("mnist", 0.3, 0.3, control=0.3))
     assert {v.status for v in failing} == {"not measured"}  # without a control nothing follows
+    assert Fashion().draw(both, tmp_path / "fashion")
+    assert (tmp_path / "fashion.svg").stat().st_size > 1000
     table = Fashion().summary(both)
     assert [line["hidden"] for line in table if line["server"] == "naive"] == ["no", "yes", "no", "no"]

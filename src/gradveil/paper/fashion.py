@@ -2,16 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from gradveil.experiments.rows import NAIVE, group
 from gradveil.metrics import interval
 from gradveil.paper.base import BLIND, ITEMS, SUCCESS, Context, Item, Judgement, Row, in_all, judge
+from gradveil.paper.figures import Dot, dot_panels
 from gradveil.paper.panels import FLOORS, AttackPanel, gs_attack
 from gradveil.paper.rows import HIDDEN, KNOWING, Case, Measured, cases, control_works, strongest
 
 SHARES = (0.1, 0.2, 0.4, 0.8)
 ANALYTIC = "analytic"
+SMALLEST = 1e-7  # a lower MSE is drawn here
 
 
 @ITEMS.register("fashion")
@@ -73,6 +76,21 @@ class Fashion(Item):
             line: Row = {"panel": panel.partition("-")[2], "defense": BLIND, "server": guess, "images": len(mine)}
             table.append(line | {"mse": f"{interval([r.mse for r in mine]):.4f}"})
         return table
+
+    def draw(self, rows: Sequence[Row], path: Path) -> bool:
+        """Draw, for each data set, what the best attack gets at each share, by naive and knowing servers."""
+        found = cases(Measured.read(rows))
+        useful = [case for case in found if control_works(found, case.panel)]
+        panels: dict[str, list[Dot]] = {}
+        for dataset, mine in _by_dataset(useful).items():
+            for (defense, kind), same in group(mine, "defense", "kind").items():
+                best = min(same, key=lambda case: case.mse.mean)
+                values = [max(row.mse, SMALLEST) for row in best.rows]
+                look = "none" if kind == NAIVE else "representation"
+                panels.setdefault(dataset, []).append(Dot.of(f"{defense}, {kind}", values, look))
+        blind = {dataset: {"mean image": mine[0].blind} for dataset, mine in _by_dataset(useful).items()}
+        dot_panels(path, panels, "MSE", log=True, lines=blind)
+        return True
 
     def verdicts(self, rows: Sequence[Row]) -> list[Judgement]:
         """Judge, data set by data set, whether images are hidden from a naive server, and from one that knows."""
