@@ -25,6 +25,8 @@ KEPT = 3e7  # numbers that all tried maps may hold
 JOINT = 700  # directions of noise that are told from others
 HELD = 16  # runs that a finding is held to
 
+ROUNDS = "It rounds numbers."
+
 View = Callable[[Observation], Observation]
 
 
@@ -137,7 +139,7 @@ class Explorer:
         if joint is not None:
             return Found(*joint, drawn=True)
         what, view, explained, _ = self._remains(self.secrets[: 12 if self.small else 3], draws)
-        only = view is not None and " noise of " in what
+        only = view is not None and (" noise of " in what or what == ROUNDS)
         error = f"in {share:.0%} of all draws it is one of {len(few)}" if few else ""
         return Found(what, view, None, explained, True, only_noise=only, error=error)
 
@@ -161,7 +163,7 @@ class Explorer:
             return "What it leaves of the gradient was not found out.", None, False, False
         said = [f"of {name} it leaves {one.what}" for name, one in left.items() if one.changed]
         more = f", and so on for {len(said) - 1} more tensors" if len(said) > 1 else ""
-        what = f"{said[0][0].upper()}{said[0][1:]}{more}." if said else "It rounds numbers."
+        what = f"{said[0][0].upper()}{said[0][1:]}{more}." if said else ROUNDS
         faithful = all(not one.changed or one.what in FAITHFUL for one in left.values())
         return what, view_of(left, self.channel.where), True, faithful
 
