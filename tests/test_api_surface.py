@@ -33,6 +33,7 @@ PUBLIC = [
     "attack",
     "audit",
     "certify",
+    "check_model",
     "dataset",
     "defense",
     "evaluate",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gradveil.defenses.guard.step import step_gradient
     from gradveil.errors import DefenseError, GradveilError
     from gradveil.experiments.audit import audit
+    from gradveil.experiments.incoming import check_model
     from gradveil.experiments.scene import AuditConfig
     from gradveil.experiments.update_files import read_examples, read_update, write_examples, write_update
     from gradveil.federated.client import evaluate, local_update
@@ -53,6 +54,7 @@ _PUBLIC = {
     "step_gradient": "gradveil.defenses.guard.step:step_gradient",
     "save_prior": "gradveil.defenses.decoy:save_prior",
     "leak_scores": "gradveil.scores:leak_scores",
+    "check_model": "gradveil.experiments.incoming:check_model",
     # train
     "local_update": "gradveil.federated.client:local_update",
     "evaluate": "gradveil.federated.client:evaluate",
@@ -102,6 +104,7 @@ __all__ = [
     "attack",
     "audit",
     "certify",
+    "check_model",
     "dataset",
     "defense",
     "evaluate",

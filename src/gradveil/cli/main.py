@@ -19,6 +19,7 @@ COMMANDS = {
     "report": ("audit:report", "Draw the report of a run folder again."),
     "train": ("train:command", "Train with FedAvg, with any defence inside."),
     "infer": ("infer:command", "Read the classes and their representations off an update."),
+    "check-model": ("check_model:command", "Check weights that a server sent before training at them."),
     "certify": ("certify:command", "Bound what a reconstruction can reach, and say what the bound rests on."),
     "reproduce": ("reproduce:command", "Run the tables and figures of the paper, its numbers beside ours."),
     "list": ("list:command", "Show every data set, model, defence, attack and metric with its settings."),
