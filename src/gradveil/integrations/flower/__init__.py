@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradveil.integrations.flower.grids import audited, checked
+    from gradveil.integrations.flower.incoming import weights_guard
     from gradveil.integrations.flower.leaks import leak_guard
     from gradveil.integrations.flower.mods import guard_mod, update_mod
     from gradveil.integrations.local_training import defended
@@ -20,9 +21,10 @@ _PUBLIC = {
     "guard_mod": "gradveil.integrations.flower.mods",
     "leak_guard": "gradveil.integrations.flower.leaks",
     "update_mod": "gradveil.integrations.flower.mods",
+    "weights_guard": "gradveil.integrations.flower.incoming",
 }
 
-__all__ = ["audited", "checked", "defended", "guard_mod", "leak_guard", "update_mod"]
+__all__ = ["audited", "checked", "defended", "guard_mod", "leak_guard", "update_mod", "weights_guard"]
 
 
 def __getattr__(name: str) -> Any:
