@@ -91,11 +91,23 @@ def test_an_imprint_is_read_through_the_sum_over_clients() -> None:
     assert recovered(found, everybody) >= 0.9
 
 
-@pytest.mark.parametrize("defense", ["representation:share=0.4", "pruning:share=0.8", "gaussian:scale=0.1"])
-def test_a_defence_of_the_last_layer_does_not_stop_an_imprint_and_noise_does(defense: str) -> None:
+@pytest.mark.parametrize(("defense", "stops"), [("representation:share=0.4", False), ("pruning:share=0.8", True)])
+def test_a_defence_of_the_last_layer_does_not_stop_an_imprint(defense: str, stops: bool) -> None:
     batch = DIGITS.train.sample(8, rng(7))
     share = recovered(attacked("imprint", build_model("lenet", SHAPE, CLASSES), batch, defense), batch)
-    assert share == (1.0 if defense.startswith("representation") else 0.0)
+    assert share == (0.0 if stops else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "model"),
+    [("imprint", "resnet18:width=4"), ("trap", "perceptron"), ("fishing:target=5,attack=analytic", "perceptron")],
+)
+def test_noise_of_a_fixed_size_is_small_beside_gradients_that_were_made_large(spec: str, model: str) -> None:
+    honest = perceptron() if model == "perceptron" else build_model(model, SHAPE, CLASSES)
+    batch, join = one_of_each(), "," if ":" in spec else ":"
+    weak, strong = (attacked(f"{spec}{join}gain={gain}", honest, batch, "gaussian:scale=0.01") for gain in (1, 1e6))
+    assert recovered(weak, batch) == 0
+    assert recovered(strong, batch) >= (1 / 8 if spec.startswith("fishing") else 0.7)
 
 
 SPECS = ("imprint", "imprint:architecture=kept", "trap", "trap:architecture=changed", "fishing")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator, Tensor, nn
 
+from gradveil import tree
 from gradveil.attacks.base import ATTACKS, Malicious, build, check_seen, refuse_adaptive
 from gradveil.attacks.planting.rows import nothing
 from gradveil.errors import AttackError, LayerError
@@ -16,7 +17,8 @@ from gradveil.types import Batch, Observation, Reconstruction
 
 FAR = 20.0  # logits: a class that lies so far off has no probability in single precision
 STEEP = 20.0  # logits for each standard deviation of the feature
-NOTHING = 0.05  # of an example: what is left of fewer is no gradient of any
+NOTHING = 1e-6  # of the row's norm: a gradient below it is of no example of the class
+FEWEST = 0.25  # examples that a gradient is taken to be of: the count is read off one entry, which noise may spoil
 RIDGE = 1e-2  # of the features' mean variance, added to their covariance
 
 
@@ -35,6 +37,7 @@ class Fishing(Malicious):
     attack: str = "newton"  # on what was fished
     target: int | None = None  # the class; None: one at random, as public examples have them
     examples: int = 1  # of a batch, as the server expects
+    gain: float = 1.0  # times, that the fished gradient is made as large as it would be; large ones beat noise
 
     def __post_init__(self) -> None:
         if self.examples < 1 or (self.target is not None and self.target < 0):
@@ -57,9 +60,11 @@ class Fishing(Malicious):
         with torch.no_grad():
             r = representation(copied, path, public.inputs.to(layer.weight)).flatten(1)
             expected = self.examples * float(of_class.float().mean())
-            row, bias = (layer.weight[target].clone(), 0.0) if expected <= 1 else _gate(r, of_class, expected)
             if expected <= 1:
-                bias = -float((r @ row).max()) - FAR
+                row = self.gain * layer.weight[target]
+                bias = -float((r @ row).max()) - FAR * max(1.0, self.gain)
+            else:
+                row, bias = _gate(r, of_class, expected)
             layer.weight.zero_()
             layer.bias.zero_()
             layer.weight[target], layer.bias[target] = row, bias + math.log(max(num_classes - 1, 1))
@@ -70,8 +75,10 @@ class Fishing(Malicious):
         check_seen(seen)
         refuse_adaptive(seen, "fishing")
         alone = [_fished(s) for s in seen]
-        caught = [i for i, (count, _) in enumerate(alone) if count > NOTHING]
-        found = build(self.attack).reconstruct_many([alone[i][1] for i in caught], [rngs[i] for i in caught])
+        caught = [i for i, (_, one) in enumerate(alone) if one is not None]
+        found = build(self.attack).reconstruct_many(
+            [one for _, one in alone if one is not None], [rngs[i] for i in caught]
+        )
         answers = dict(zip(caught, found, strict=True))
         return [_answer(s, count, answers.get(i)) for i, (s, (count, _)) in enumerate(zip(seen, alone, strict=True))]
 
@@ -105,8 +112,8 @@ def _gate(r: Tensor, of_class: Tensor, expected: float) -> tuple[Tensor, float]:
     return row.to(r), -float(torch.quantile(ours @ row, 1 / expected))
 
 
-def _fished(seen: Observation) -> tuple[float, Observation]:
-    """Return how many examples' gradients came through, and the update as that of one example."""
+def _fished(seen: Observation) -> tuple[float, Observation | None]:
+    """Return how many examples' gradients came through, and the update as that of one; None: nothing did."""
     path, layer = last_layer(seen.model, seen.input_shape, seen.num_classes)
     sizes = layer.weight.detach().norm(dim=1)
     target = int(sizes.argmax())
@@ -118,7 +125,10 @@ def _fished(seen: Observation) -> tuple[float, Observation]:
         )
     one = seen.as_one_step()
     count = -float(one.update.gradient[bias][target]) * seen.num_examples
-    scale = seen.num_examples / max(count, NOTHING)
+    rest = tree.norm({n: g for n, g in one.update.gradient.items() if n not in (weight, bias)})
+    if float(rest) * seen.num_examples < NOTHING * float(sizes.max()):
+        return count, None
+    scale = seen.num_examples / max(count, FEWEST)
     gradient = {name: scale * g for name, g in one.update.gradient.items() if name != bias}
     mask = torch.zeros_like(layer.weight)
     mask[target] = 1.0

@@ -9,7 +9,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.attacks.base import ATTACKS, Malicious
-from gradveil.attacks.planting.rows import Architecture, as_images, not_planted, nothing, prepare, sums
+from gradveil.attacks.planting.rows import GAIN, Architecture, as_images, not_planted, nothing, prepare, sums
 from gradveil.errors import AttackError
 from gradveil.types import Batch, Observation, Reconstruction
 
@@ -28,16 +28,20 @@ class Imprint(Malicious):
     gradients over that of their bias gradients is an example, exactly, where it is alone there (Fowl et al. 2022).
     Thresholds are quantiles of public examples. Several measurements, each a random direction, share the rows: what two
     of them agree on is one example for certain, and is taken off the bins of the others, which may leave another alone
-    there. It reads a sum over clients as it reads one client: secure aggregation does not stop it.
+    there. It reads a sum over clients as it reads one client: secure aggregation does not stop it. Nor does noise of a
+    size that the gradient does not limit: the rows' gradients are made ``gain`` times as large, at the same output.
     """
 
     architecture: Architecture = "changed"  # a block in front of the model, or its own first layer
     rows: int = 1024  # of the block
     directions: int = 4  # that are measured
+    gain: float = GAIN  # times, that the rows' gradients are made as large as they would be
 
     def __post_init__(self) -> None:
         if not 1 <= self.directions <= self.rows // 2:
             raise ValueError(f"directions={self.directions} must be between 1 and half of rows={self.rows}")
+        if not self.gain > 0:
+            raise ValueError(f"gain={self.gain} must be above 0")
 
     def plant(
         self, model: nn.Module, input_shape: tuple[int, ...], num_classes: int, public: Batch | None, rng: Generator
@@ -57,6 +61,7 @@ class Imprint(Malicious):
                 unit = w / measured.std().clamp_min(1e-12)
                 layer.weight[part] = unit.to(layer.weight)
                 layer.bias[part] = -thresholds(inputs @ unit, len(part)).to(layer.bias)
+        planting.amplify(self.gain)
         return planting.model
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:

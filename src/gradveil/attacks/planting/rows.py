@@ -20,6 +20,7 @@ from gradveil.layers.sequential import Link, sequential
 from gradveil.types import Batch, Observation, Reconstruction
 
 Architecture = Literal["changed", "kept"]
+GAIN = 1e6  # how many times as large gradients are made: absolute noise is small beside them
 BLOCK = "planted"  # the name of what is put in front
 
 
@@ -37,6 +38,13 @@ class Planting:
         weight = self.back.weight.detach()
         pattern = torch.randn(len(weight), generator=rng, device=rng.device).to(weight)
         weight.copy_((pattern * weight.std() / weight.shape[1] ** 0.5)[:, None].expand_as(weight))
+
+    def amplify(self, gain: float) -> None:
+        """Make the rows' gradients so many times as large: the output stays the same, as a ReLU keeps to scale."""
+        with torch.no_grad():
+            self.rows.weight.div_(gain)
+            self.rows.bias.div_(gain)
+            self.back.weight.mul_(gain)
 
 
 def prepare(model: nn.Module, architecture: Architecture, count: int, public: Batch | None, rng: Generator) -> Planting:
