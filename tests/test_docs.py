@@ -17,6 +17,7 @@ PAGES = [
     "how-to/bring-my-data.md",
     "how-to/informed-and-patient.md",
     "how-to/losses.md",
+    "how-to/malicious-servers.md",
     "how-to/train.md",
     "theory/certificates.md",
     "theory/convergence.md",

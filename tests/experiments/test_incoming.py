@@ -119,7 +119,7 @@ def test_names_and_shapes_and_values_that_do_not_belong_are_found() -> None:
     sent["1.weight"][0, 0] = torch.nan
     found = check_model(sent, model=honest)
     said = {finding.where: finding.text for finding in found.findings}
-    assert said["extra.weight"] == "extra.weight is new: the model that is expected has no such tensor."
+    assert said["extra.weight"] == "extra.weight is new: there is no such tensor in the model that is expected."
     assert "is missing" in said["3.weight"]
     assert "(5,) and (128,)" in said["1.bias"]
     assert "NaN" in said["1.weight"]

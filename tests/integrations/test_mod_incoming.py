@@ -53,7 +53,7 @@ def test_honest_rounds_pass_and_the_last_accepted_weights_are_kept(model: nn.Mod
     [
         ("fishing", False, "one class alone"),
         ("imprint:rows=64", False, "measure the same with different thresholds"),
-        ("imprint:rows=64", True, "is new: the model that is expected has no such tensor"),
+        ("imprint:rows=64", True, "is new: there is no such tensor in the model that is expected"),
     ],
 )
 def test_planted_weights_are_refused_before_the_train_function_is_called(

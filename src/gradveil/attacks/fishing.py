@@ -16,10 +16,10 @@ from gradveil.layers.modules import find_layer, representation, trace
 from gradveil.types import Batch, Observation, Reconstruction
 
 FAR = 20.0  # logits: a class that lies so far off has no probability in single precision
-STEEP = 20.0  # logits for each standard deviation of the feature
+STEEP = 50.0  # logits for each standard deviation of the feature
 NOTHING = 1e-6  # of the row's norm: a gradient below it is of no example of the class
 FEWEST = 0.25  # examples that a gradient is taken to be of: the count is read off one entry, which noise may spoil
-RIDGE = 1e-2  # of the features' mean variance, added to their covariance
+RIDGE = 1.0  # of the features' mean variance, added to their covariance
 
 
 @ATTACKS.register("fishing")

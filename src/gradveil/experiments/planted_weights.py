@@ -38,9 +38,9 @@ def bad_values(weights: Params) -> Iterator[Finding]:
 def other_names(weights: Params, expected: Params, what: str) -> Iterator[Finding]:
     """Compare names and shapes."""
     for name in sorted(weights.keys() - expected.keys()):
-        yield Finding("architecture", name, f"{name} is new: {what} has no such tensor.")
+        yield Finding("architecture", name, f"{name} is new: there is no such tensor in {what}.")
     for name in sorted(expected.keys() - weights.keys()):
-        yield Finding("architecture", name, f"{name} is missing, and {what} has it.")
+        yield Finding("architecture", name, f"{name} is missing: it is there in {what}.")
     for name in weights.keys() & expected.keys():
         if weights[name].shape != expected[name].shape:
             shapes = f"{tuple(weights[name].shape)} and {tuple(expected[name].shape)} in {what}"
