@@ -1,4 +1,4 @@
-"""Fill the tables of docs/how-to/malicious-servers.md from bench/results; with --check, only say if it is up to date."""
+"""Fill the tables of docs/how-to/malicious-servers.md from bench/results; with --check, only say if it is stale."""
 
 import json
 import sys
