@@ -22,7 +22,7 @@ from gradveil.experiments.scene import AuditConfig
 from gradveil.tree import Params
 
 FOLDER = Path(__file__).parent
-SCENE = AuditConfig(rounds=1, clients=1, images=6, meter_seconds=0)  # that a verdict on the zoo is of, in short
+SCENE = AuditConfig(rounds=1, clients=1, images=5, meter_seconds=0)  # that a verdict on the zoo is of, in short
 BROKEN = ("recovered", "recognised")  # outcomes that expose a defence
 
 
