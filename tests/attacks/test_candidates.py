@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -35,6 +36,11 @@ def gradient_of(model: nn.Module, batch: Batch) -> Params:
     loss = F.cross_entropy(model(batch.inputs), batch.labels)
     names, weights = zip(*model.named_parameters(), strict=True)
     return dict(zip(names, torch.autograd.grad(loss, weights), strict=True))
+
+
+def step_gradient_of(model: nn.Module, weights: Params, x: Tensor, y: Tensor) -> Params:
+    loss = F.cross_entropy(torch.func.functional_call(model, weights, (x,)), y)
+    return dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
 
 
 def with_noise(gradient: Params, std: float, rng: Generator) -> Params:
@@ -131,13 +137,8 @@ def test_several_local_steps_are_run() -> None:
     model = network()
     y = F.one_hot(at(4, 9).labels, CLASSES).float()
     plan = Update({}, num_examples=2, num_steps=4, lr=2.0, batch_size=1)
-
-    def gradient(weights: Params, x: Tensor, y: Tensor) -> Params:
-        loss = F.cross_entropy(torch.func.functional_call(model, weights, (x,)), y)
-        return dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
-
     start = {n: p.clone().requires_grad_() for n, p in parameters(model).items()}
-    sent = unroll(gradient, start, at(4, 9).inputs, y, plan)
+    sent = unroll(partial(step_gradient_of, model), start, at(4, 9).inputs, y, plan)
     update = replace(plan, gradient={n: g.detach() for n, g in sent.items()})
     seen = replace(observed(model, {}), update=update, others=at(4))
     found = Candidates().reconstruct(seen, seeded())
@@ -202,3 +203,21 @@ def test_what_is_missing_is_said_in_one_line() -> None:
         Candidates().reconstruct(replace(seen, candidates=Batch(LISTED.inputs, LISTED.labels - 2)), seeded())
     with pytest.raises(AttackError, match="there are 10 candidates"):
         Candidates().reconstruct(replace(seen, update=replace(seen.update, num_examples=11)), seeded())
+
+
+def test_the_order_of_batches_that_nobody_knows_does_not_hide_the_record() -> None:
+    model = network()
+    plan = Update({}, num_examples=3, num_steps=3, lr=1.0, batch_size=1)
+
+    def client(batch: Batch, rng: Generator) -> Params:
+        order, y = torch.randperm(3, generator=rng), F.one_hot(batch.labels, CLASSES).float()
+        start = {n: p.clone().requires_grad_() for n, p in parameters(model).items()}
+        sent = unroll(partial(step_gradient_of, model), start, batch.inputs[order], y[order], plan)
+        return {n: g.detach() for n, g in sent.items()}
+
+    for j in (0, 4, 9):
+        sent = client(at(j, 2, 3), seeded(50 + j))
+        seen = replace(observed(model, {}), update=replace(plan, gradient=sent), others=at(2, 3), client=client)
+        found = Candidates().reconstruct(seen, seeded(j))
+        assert choice(found) == [j]
+        assert found.details["margin"] > 40

@@ -24,9 +24,9 @@ from gradveil.types import Batch, Observation, Reconstruction
 
 SAME = 1e-3  # relative distance of updates that count as the same
 OFFSETS = 32  # runs of the client on one candidate, where what the defence adds is the same for all
-SHRINK = 50.0  # entries' worth of the variance of other candidates beside a candidate's own
 RUNS = 8  # candidates that the client is run on before the clock is looked at
 SWEEPS = 3  # of exchanging one chosen record for a better one
+Score = Callable[[Tensor], Tensor]  # positions of candidates (m,) -> log likelihoods (m,)
 
 
 @ATTACKS.register("candidates")
@@ -38,8 +38,8 @@ class Candidates(Attack):
     comes back. Else the update is taken as the mean of what single records would send: as many distinct candidates
     as the batch has are picked one after the other, then exchanged while that helps. Where the server can run the
     client, the noise law is that of its runs with draws of its own: one candidate's where the defence adds the same to
-    all, else every candidate's, mean and variance by tensor. Else it is the declared one; where there is none,
-    the variance of each tensor is the one that suits a candidate best.
+    all, else the mean of every candidate's and the covariance of some. Else it is the declared one. Where no variance
+    is known, that of each tensor is the one that suits a candidate best.
     """
 
     draws: int = 4  # of the client per candidate, where the defence is no addition
@@ -78,44 +78,40 @@ class Candidates(Attack):
         """Return the log likelihood (M,) of rounds that were made at the same weights; -inf: there was no time."""
         sent = Sent.of(rounds)
         scores = torch.full((len(trials),), -torch.inf, dtype=torch.float64, device=sent.seen.device)
-        law = self._law(rounds[0], sent, trials, kept)
+        score, at_once = self._law(rounds[0], sent, trials, kept)
         pace.step(0, len(trials))
-        for part in torch.arange(len(trials)).split(law.at_once):
-            scores[part] = sent.likelihood(*law.of(part))
+        for part in torch.arange(len(trials)).split(at_once):
+            scores[part] = score(part)
             if pace.step(int(part[-1]) + 1, len(trials)):
                 break
         return scores
 
-    def _law(self, seen: Observation, sent: Sent, trials: "Trials", kept: "Kept") -> "Law":
+    def _law(self, seen: Observation, sent: Sent, trials: "Trials", kept: "Kept") -> tuple[Score, int]:
+        """Return how likely what was sent is for each candidate, and how many of them to score at once."""
         many = max(1, int(self.memory / 80 / sent.seen.shape[1]))
         mean = trials.means(seen, sent)
         if seen.client is None:
-            return Law(lambda part: (mean(part), sent.noise), many)
+            return (lambda part: sent.likelihood(mean(part), sent.noise)), many
         most = self.memory / 8 / sent.seen.shape[1]
         run = trials.runs(seen, sent, kept if len(trials) * self.draws < most else {})
         sizes = torch.cat([mean(part).norm(dim=1) for part in torch.arange(len(trials)).split(many)])
         ends = torch.stack([sizes.argmin(), sizes.argmax()]).cpu()  # what is cut off by size shows between them
-        expected, first, again = mean(ends), run(ends, 0), run(ends[:1], 1)
+        expected, first, again = mean(ends), run(ends, 0), run(ends, 1)
         fixed = _close(first[0] - again[0], first[0])  # the draws change nothing
-        none = torch.zeros_like(sent.noise[:1])
-        if _close((first[1] - first[0]) - (expected[1] - expected[0]), expected[1] - expected[0]):
+        none, step = torch.zeros_like(sent.noise[:1]), expected[1] - expected[0]
+        if all(_close(both[1] - both[0] - step, step) for both in (first, again)):
             added = (first[:1] if fixed else torch.cat([run(ends[:1], k) for k in range(OFFSETS)])) - expected[:1]
             variance = none if fixed else sent.by_tensor(added.var(0, keepdim=True)) * (1 + 1 / OFFSETS)
-            return Law(lambda part: (mean(part) + added.mean(0), variance), many)
+            return (lambda part: sent.likelihood(mean(part) + added.mean(0), variance)), many
         if fixed:
-            return Law(lambda part: (run(part, 0), none), RUNS)
+            return (lambda part: sent.likelihood(run(part, 0), none)), RUNS
+        drawn = torch.stack([run(ends, k) for k in range(OFFSETS // 2)])
+        centred = (drawn - drawn.mean(0)).flatten(0, 1)  # (OFFSETS, R)
 
-        def drawn(part: Tensor) -> Tensor:
-            return torch.stack([run(part, k) for k in range(self.draws)])  # (draws, m, R)
+        def score(part: Tensor) -> Tensor:
+            return sent.drawn_likelihood(torch.stack([run(part, k) for k in range(self.draws)]).mean(0), centred)
 
-        others, entries = sent.by_tensor(drawn(ends).var(0)).mean(0), (self.draws - 1) * sent.sizes
-
-        def of(part: Tensor) -> tuple[Tensor, Tensor]:
-            runs = drawn(part)
-            own = (entries * sent.by_tensor(runs.var(0)) + SHRINK * others) / (entries + SHRINK)
-            return runs.mean(0), own * (1 + 1 / self.draws)
-
-        return Law(of, RUNS)
+        return score, RUNS
 
     def _several(self, seen: Observation, trials: "Trials") -> tuple[Tensor, Tensor]:
         """Return the chosen records (N,), and the scores (M,) of all for the place that is least sure."""
@@ -153,14 +149,6 @@ class Candidates(Attack):
 
 
 Kept = dict[tuple[object, ...], Tensor]  # client, tensors, draw and records -> what was sent
-
-
-@dataclass(frozen=True)
-class Law:
-    """What candidates' clients would send: positions (m,) -> mean (m, R), variance by tensor (T or 1, K) or (m, K)."""
-
-    of: Callable[[Tensor], tuple[Tensor, Tensor]]
-    at_once: int
 
 
 @dataclass(frozen=True)

@@ -135,6 +135,26 @@ class Sent:
         v = torch.where(variance > 0, variance + least, best)
         return -(squares / v + n * (v.log() + log(2 * pi))).sum((0, 2)) / 2
 
+    def drawn_likelihood(self, mean: Tensor, runs: Tensor) -> Tensor:
+        """Return the log likelihood (m,) where draws change what is sent as they change these runs (r, R) of zero mean.
+
+        A Gaussian: the runs' own covariance, and a share τ of each tensor's variance in every direction, the τ that
+        suits a candidate best. What draws change alike for all (the order of batches, a scale) so counts for little.
+        """
+        level = (self.by_tensor(runs.square().mean(0)) + self._least).repeat_interleave(self.sizes.long())
+        total = torch.zeros(len(mean), dtype=torch.float64, device=mean.device)
+        shares = torch.logspace(-8, 4, 100, dtype=torch.float64, device=mean.device)[:, None]
+        for y, w in zip(self.seen, self.weights, strict=True):
+            scale = (w / level).sqrt()
+            basis, size, _ = torch.linalg.svd((scale * runs).T / len(runs) ** 0.5, full_matrices=False)
+            residual, own = scale * (y - mean), size.square()
+            along = (residual @ basis).square()  # (m, r)
+            across = (residual.square().sum(1) - along.sum(1)).clamp_min(0)
+            spread = shares[..., None] + own  # (shares, 1, r)
+            value = across / shares + (w.sum() - len(own)) * shares.log() + (along / spread + spread.log()).sum(2)
+            total -= (value.min(0).values + (w * (2 * pi * level).log()).sum()) / 2
+        return total
+
     @property
     def _least(self) -> Tensor:
         """The variance (K,) below which nothing is told apart; tensors that are nearly zero say little."""
