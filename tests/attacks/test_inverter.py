@@ -9,7 +9,7 @@ from torch import Generator, Tensor
 
 from gradveil import pace
 from gradveil.attacks.inverter import Inverter, Sketch
-from gradveil.attacks.regression import HELD, PUBLIC, Lesson, regress
+from gradveil.attacks.regression import HELD, MADE, PUBLIC, Lesson, regress
 from gradveil.data import load
 from gradveil.defenses.base import NoDefense
 from gradveil.defenses.guard.step import step_gradient
@@ -157,3 +157,15 @@ def test_a_regression_finds_a_linear_rule() -> None:
     choice, told, late = regress([Lesson(updates, images, kinds, None, [5, 7], [0.0, 0.0], (-99.0, 99.0))])
     torch.testing.assert_close(told, (updates @ rule)[50:], rtol=0, atol=0.02)
     assert (choice.width, choice.ridge, late) == (None, 1e-6, False)
+
+
+def test_made_examples_are_judged_by_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradveil.attacks.regression.CHOOSE_AT", 30)  # too few for a rule of sixty numbers
+    rng = torch.Generator().manual_seed(0)
+    updates = torch.randn(352, 60, generator=rng)
+    rule = torch.randn(60, 3, generator=rng)
+    kinds = torch.tensor([HELD] * 20 + [PUBLIC] * 30 + [MADE] * 300)
+    choice, told, _ = regress([Lesson(updates, (updates @ rule)[:350], kinds, None, [60], [0.0], (-99.0, 99.0))])
+    assert choice.made
+    assert choice.error < 1e-3
+    torch.testing.assert_close(told, (updates @ rule)[350:], rtol=0, atol=0.05)

@@ -5,7 +5,7 @@ examples from what was sent. The regression that errs least in the square is the
 does: noise, signs, rounding, pruning. Nothing of the defence has to be declared, and none of it is differentiated.
 
 Departures from the paper: kernel regression, linear and Gaussian, is in the place of a perceptron; with the two
-thousand examples that a server is taken to have it errs less, in a tenth of the time. Where there are fewer examples
+thousand examples that a server is taken to have it errs less, in a fraction of the time. Where there are fewer examples
 than pairs to learn from, the server makes others, mixtures of two, moved by a pixel. Where the client draws random
 numbers, it learns from the updates without a defence as well, each tensor scaled to what is left of it on
 average: noise in what one learns from only hides what is to be learned. All that can be set is chosen by the error on

@@ -127,7 +127,8 @@ class Lesson:
 def regress(lessons: Sequence[Lesson]) -> tuple[Choice, Tensor, bool]:
     """Return the settings that err least, the images asked for (V, d), and whether the time was over before all.
 
-    What to learn from is chosen with the linear kernel, and then the kernel.
+    What to learn from is chosen with the linear kernel, and then the kernel, with few pairs; at last, with all of them,
+    whether made examples help: they do the more, the more there are.
     """
     best, over, done = Choice(), False, 0
     first = [
@@ -139,12 +140,19 @@ def regress(lessons: Sequence[Lesson]) -> tuple[Choice, Tensor, bool]:
             (False, True) if lesson.labels is not None else (False,),
         )
     ]
-    total = len(first) + len(KERNELS)
+    last = sorted({choice.made for choice in first})
+    total = len(first) + len(KERNELS) + len(last)
     pace.step(0, total)
     while done < total and not over:
-        width, parts = (None, None) if done < len(first) else KERNELS[done - len(first)]
-        choice = first[done] if done < len(first) else replace(best, width=width, parts=parts)
-        best = min(best, _tried(lessons[choice.lesson], choice), key=lambda c: c.error)
+        if done < len(first):
+            choice = first[done]
+        elif done < len(first) + len(KERNELS):
+            width, parts = KERNELS[done - len(first)]
+            choice = replace(best, width=width, parts=parts)
+        else:
+            choice = replace(best, made=last[done - total])
+        most = None if done >= total - len(last) else CHOOSE_AT
+        best = min(best, _tried(lessons[choice.lesson], choice, most), key=lambda c: c.error)
         done += 1
         over = pace.step(done, total)
     lesson = lessons[best.lesson]
@@ -155,9 +163,9 @@ def regress(lessons: Sequence[Lesson]) -> tuple[Choice, Tensor, bool]:
     return best, images, done < total
 
 
-def _tried(lesson: Lesson, choice: Choice) -> Choice:
+def _tried(lesson: Lesson, choice: Choice, most: int | None) -> Choice:
     """Return the settings with the ridge that errs least on the pairs held out, and that error."""
-    held, learned = lesson.held, lesson.learned(choice.made, CHOOSE_AT)
+    held, learned = lesson.held, lesson.learned(choice.made, most)
     errors = {
         ridge: float((images - lesson.images[held]).square().mean())
         for ridge, images in lesson.told(choice, learned, held, RIDGES)
