@@ -15,7 +15,7 @@ from gradveil.registry import describe
 from gradveil.tree import Params
 from gradveil.types import Batch, Observation, Update
 
-DENSE = ("spear",)  # attacks on fully connected networks
+DENSE = ("spear", "cocktail")  # attacks on fully connected networks
 SHORT = {"steps": 3, "restarts": 2, "pairs": 40}
 
 

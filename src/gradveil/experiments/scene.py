@@ -111,18 +111,20 @@ def default_attacks(model: nn.Module, client: Update) -> tuple[str, ...]:
     """Return the attacks that suit a model and the local training of its clients.
 
     Several steps are unrolled, and matched between the first and the last weights, which costs the same for any number;
-    of Adam's signs a search makes more than equations do. A batch behind a fully connected layer with ReLU is unmixed.
+    of Adam's signs a search makes more than equations do. A batch behind a first fully connected layer is unmixed.
     """
     large = size(parameters(model)) > LARGE
-    exactly = ("spear",) if client.num_examples > 1 and not client.rule.adaptive and _starts_dense(model) else ()
-    return (*exactly, *_searches(large, client))
+    unmixing = () if client.num_examples == 1 or client.rule.adaptive else _unmixing(model)
+    return (*unmixing, *_searches(large, client))
 
 
-def _starts_dense(model: nn.Module) -> bool:
-    """Return whether the first layer with weights is fully connected, with ReLU behind it."""
+def _unmixing(model: nn.Module) -> tuple[str, ...]:
+    """Return the attacks on a first layer that is fully connected: exact where ReLU lies behind it."""
     leaves = [m for m in model.modules() if not any(m.children())]
-    first = next((i for i, m in enumerate(leaves) if any(True for _ in m.parameters())), len(leaves))
-    return len(leaves) > first + 1 and isinstance(leaves[first], nn.Linear) and isinstance(leaves[first + 1], nn.ReLU)
+    weighted = [i for i, m in enumerate(leaves) if any(True for _ in m.parameters())]
+    if len(weighted) < 2 or not isinstance(leaves[weighted[0]], nn.Linear):
+        return ()
+    return ("spear", "cocktail") if isinstance(leaves[weighted[0] + 1], nn.ReLU) else ("cocktail",)
 
 
 def _searches(large: bool, client: Update) -> tuple[str, ...]:
