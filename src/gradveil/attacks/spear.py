@@ -270,7 +270,7 @@ class Spear(Attack):
         for turn in range(math.ceil(self.draws / AT_ONCE) if n > 1 else 0):
             off = _starts(mixture, space, sure[: n - 1], ends, rng, turn)
             start = torch.linalg.eigh((space.white.T * off[:, None]) @ space.white).eigenvectors[..., 0]
-            new = _distinct(space.unwhitened(space.pulled(start)))
+            new = _distinct(space.unwhitened(torch.cat([space.pulled(start), start[1::2]])))
             pool, firm = space.sharpest(_distinct(space.climbed(torch.cat([pool, new]), rng)))
             found, draws = _independent(pool), draws + AT_ONCE
             sure = _independent(pool[firm])
