@@ -64,7 +64,6 @@ def decibels(truth: Tensor, found: Tensor) -> Tensor:
 
 def by_spear(task: tuple[str, str, int, int]) -> Row:
     name, weights, count, turn = task
-    torch.set_num_threads(1)
     x, y = (part[turn * 25 : turn * 25 + count] for part in IMAGES[name])
     start = time.perf_counter()
     found = build("spear").reconstruct(observe(MODELS[name, weights], x, y), torch.Generator().manual_seed(turn))
@@ -133,12 +132,17 @@ def by_public(module: Any, count: int, device: str, steps: int) -> Row:
     return row | {"steps": steps}
 
 
+def read(path: Path) -> None:
+    IMAGES.update({name: (x.float() / 255, y) for name, (x, y) in torch.load(path).items()})
+
+
 def prepare(path: Path) -> None:
-    for name, (x, y) in torch.load(path).items():
-        IMAGES[name] = (x.float() / 255, y)
-        for weights in ("untrained", "trained"):
-            model = network(x[0].numel(), 400, 6)
-            MODELS[name, weights] = train(model, *IMAGES[name]) if weights == "trained" else model
+    """Make the networks of a worker; in each, since what has run backwards must not be forked."""
+    torch.set_num_threads(1)
+    read(path)
+    for name, (x, y) in IMAGES.items():
+        MODELS[name, "untrained"] = network(x[0].numel(), 400, 6)
+        MODELS[name, "trained"] = train(network(x[0].numel(), 400, 6), x, y)
 
 
 def run(args: argparse.Namespace) -> list[Row]:
@@ -147,9 +151,9 @@ def run(args: argparse.Namespace) -> list[Row]:
     def left() -> float:
         return float(args.seconds - (time.perf_counter() - begun))
 
-    prepare(args.images)
-    tasks = [(n, w, b, t) for b in SPEAR for t in range(args.turns) for n, w in MODELS]
-    with multiprocessing.get_context("fork").Pool(args.workers) as pool:
+    read(args.images)
+    tasks = [(n, w, b, t) for b in SPEAR for t in range(args.turns) for n in IMAGES for w in ("untrained", "trained")]
+    with multiprocessing.get_context("fork").Pool(args.workers, prepare, (args.images,)) as pool:
         pending = [pool.apply_async(by_spear, (task,)) for task in tasks]
         rows += [by_cocktail(name, b, args.device) for b in COCKTAIL for name in ("mnist", "cifar10") if left() > 0]
         if args.public is not None:
