@@ -112,7 +112,7 @@ def test_a_run_is_trained_and_audited(
     control = [row for row in rows(tmp_path / "audited", "attack") if row["defense"] == "none"]
     assert all(row["label"] in (1.0, None) for row in control)
     assert any(row["label"] == 1.0 for row in control) or "cauchy" in loss
-    assert rows(tmp_path / "audited", "meter")[0]["mse"] is not None
+    assert rows(tmp_path / "audited", "meter")[0]["says"].startswith("Says nothing: no noise")
     page = (tmp_path / "audited" / "report.html").read_text()
     assert f"Privacy against {scored_by}" in page
 

@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 
 from gradveil import pace
 from gradveil.attacks.base import ATTACKS, Attack, check_seen, differentiating
-from gradveil.attacks.rounds import Sent, by_weights, flat
+from gradveil.attacks.rounds import SentRounds, by_weights, flat
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import trial_gradients, trial_updates
 from gradveil.types import Batch, Observation, Reconstruction
@@ -76,7 +76,7 @@ class Candidates(Attack):
 
     def _scores(self, rounds: list[Observation], trials: "Trials", kept: "Kept") -> Tensor:
         """Return the log likelihood (M,) of rounds that were made at the same weights; -inf: there was no time."""
-        sent = Sent.of(rounds)
+        sent = SentRounds.of(rounds)
         scores = torch.full((len(trials),), -torch.inf, dtype=torch.float64, device=sent.seen.device)
         score, at_once = self._law(rounds[0], sent, trials, kept)
         pace.step(0, len(trials))
@@ -86,7 +86,7 @@ class Candidates(Attack):
                 break
         return scores
 
-    def _law(self, seen: Observation, sent: Sent, trials: "Trials", kept: "Kept") -> tuple[Score, int]:
+    def _law(self, seen: Observation, sent: SentRounds, trials: "Trials", kept: "Kept") -> tuple[Score, int]:
         """Return how likely what was sent is for each candidate, and how many of them to score at once."""
         many = max(1, int(self.memory / 80 / sent.seen.shape[1]))
         mean = trials.means(seen, sent)
@@ -118,7 +118,7 @@ class Candidates(Attack):
         count, known = seen.num_examples, []
         for same in by_weights(seen):
             alone = [s.as_one_step() for s in same]
-            sent, one = Sent.of(alone), replace(alone[0].update, num_examples=1)
+            sent, one = SentRounds.of(alone), replace(alone[0].update, num_examples=1)
             if 8 * len(trials) * sent.seen.shape[1] > self.memory:
                 raise AttackError(
                     "The updates of all candidates do not fit into memory: give others, or fewer of them."
@@ -171,7 +171,7 @@ class Trials:
         known = [value.expand(len(part), *value.shape) for value in rest]
         return Batch(*(torch.cat(both, 1) for both in zip(known, (x, y), strict=True)))
 
-    def means(self, seen: Observation, sent: Sent) -> Callable[[Tensor], Tensor]:
+    def means(self, seen: Observation, sent: SentRounds) -> Callable[[Tensor], Tensor]:
         """Return positions (m,) -> what clients with these candidates send, by the server's own gradients (m, R)."""
         like, plain = next(seen.model.parameters()), not seen.needs_all_gradients
         trial = trial_gradients(seen.model, sent.names, loss=seen.loss) if plain else trial_updates(seen, sent.names)
@@ -184,7 +184,7 @@ class Trials:
 
         return of
 
-    def runs(self, seen: Observation, sent: Sent, kept: "Kept") -> Callable[[Tensor, int], Tensor]:
+    def runs(self, seen: Observation, sent: SentRounds, kept: "Kept") -> Callable[[Tensor, int], Tensor]:
         """Return positions (m,), the number of a draw -> what the defended client sends, (m, R).
 
         The draws are the server's own, the same for every update; what was run before is looked up.

@@ -25,7 +25,7 @@ HELD, PUBLIC, MADE = 0, 1, 2  # kinds of pairs: held out, from public examples, 
 
 
 @dataclass(frozen=True)
-class Choice:
+class Settled:
     """The settings of a regression."""
 
     lesson: int = 0  # which of several lessons
@@ -87,7 +87,7 @@ class Lesson:
         return of_kind[torch.linspace(0, len(of_kind) - 1, most).long().to(of_kind.device)]
 
     def told(
-        self, choice: Choice, learned: Tensor, at: Tensor, ridges: Iterable[float]
+        self, choice: Settled, learned: Tensor, at: Tensor, ridges: Iterable[float]
     ) -> Iterator[tuple[float, Tensor]]:
         """Yield what a regression on the learned pairs tells of others (·, d), for each ridge that rounding allows."""
         inner, cross = self._kernel(choice, learned, at)
@@ -102,7 +102,7 @@ class Lesson:
                 dual = torch.cholesky_solve(targets, factor)
                 yield ridge, (mean + (cross.double() @ dual).float()).clamp(*self.bounds)
 
-    def _kernel(self, choice: Choice, learned: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    def _kernel(self, choice: Settled, learned: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
         """Return the kernel between learned pairs, and between others and these, centred at the learned ones."""
         products = self.products[choice.scale]
         inner, cross = products[learned][:, learned], products[at][:, learned]
@@ -124,15 +124,15 @@ class Lesson:
         return inner - mean - mean[:, None] + mean.mean(), cross
 
 
-def regress(lessons: Sequence[Lesson]) -> tuple[Choice, Tensor, bool]:
+def regress(lessons: Sequence[Lesson]) -> tuple[Settled, Tensor, bool]:
     """Return the settings that err least, the images asked for (V, d), and whether the time was over before all.
 
     What to learn from is chosen with the linear kernel, and then the kernel, with few pairs; at last, with all of them,
     whether made examples help: they do the more, the more there are.
     """
-    best, over, done = Choice(), False, 0
+    best, over, done = Settled(), False, 0
     first = [
-        Choice(i, scale, made, by_label)
+        Settled(i, scale, made, by_label)
         for i, lesson in enumerate(lessons)
         for scale, made, by_label in product(
             range(len(lesson.products)),
@@ -163,7 +163,7 @@ def regress(lessons: Sequence[Lesson]) -> tuple[Choice, Tensor, bool]:
     return best, images, done < total
 
 
-def _tried(lesson: Lesson, choice: Choice, most: int | None) -> Choice:
+def _tried(lesson: Lesson, choice: Settled, most: int | None) -> Settled:
     """Return the settings with the ridge that errs least on the pairs held out, and that error."""
     held, learned = lesson.held, lesson.learned(choice.made, most)
     errors = {

@@ -99,7 +99,7 @@ FLOOR = 1e-3  # of a tensor's root mean square: closer than this nothing is told
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentRounds:
     """What was sent in T rounds at the same weights: R entries of K tensors, in float64."""
 
     names: tuple[str, ...]
@@ -109,7 +109,7 @@ class Sent:
     noise: Tensor  # (T, 1, K), known variance; 0: not known
 
     @classmethod
-    def of(cls, rounds: Sequence[Observation]) -> "Sent":
+    def of(cls, rounds: Sequence[Observation]) -> "SentRounds":
         """Stack the rounds."""
         like = {n: s.update.gradient[n] for s in rounds for n in s.visible}
         seen = torch.stack(

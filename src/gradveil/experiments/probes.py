@@ -17,11 +17,11 @@ from gradveil.countermeasures import Countermeasure, drop
 from gradveil.defenses.base import Defense, NoDefense, check_servers
 from gradveil.defenses.compose import Compose
 from gradveil.defenses.guard.step import step_gradient
-from gradveil.experiments.batches import find_on_batch, simulate_perturb
-from gradveil.experiments.channels import Channel, Secret, own_numbers, secrets
-from gradveil.experiments.findings import DRAWS, KEPT, MOST, WORK, Explorer, Found
-from gradveil.experiments.laws import claims, contradictions, declared_noise, distance, reproduces, viewed
-from gradveil.experiments.remains import draw, sampled
+from gradveil.experiments.probing.batches import find_on_batch, simulate_perturb
+from gradveil.experiments.probing.channels import Channel, Secret, own_numbers, secrets
+from gradveil.experiments.probing.findings import DRAWS, KEPT, MOST, WORK, Explorer, Found
+from gradveil.experiments.probing.laws import claims, contradictions, declared_noise, distance, reproduces, viewed
+from gradveil.experiments.probing.remains import draw, sampled
 from gradveil.federated.client import train_client
 from gradveil.federated.settings import Local
 from gradveil.losses import build as build_loss

@@ -13,8 +13,8 @@ from gradveil.attacks.labels import recover_labels
 from gradveil.countermeasures import Countermeasure
 from gradveil.defenses.guard.passes import Rewired
 from gradveil.defenses.guard.step import apply, weight_name
-from gradveil.experiments.channels import Secret, close, has_slopes, own_numbers
-from gradveil.experiments.findings import Found
+from gradveil.experiments.probing.channels import Secret, close, has_slopes, own_numbers
+from gradveil.experiments.probing.findings import Found
 from gradveil.losses import Loss
 from gradveil.tree import Params, flatten, parameters
 from gradveil.types import Batch, Observation

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from gradveil.countermeasures import Countermeasure
 from gradveil.errors import GradveilError
-from gradveil.experiments.channels import close
-from gradveil.experiments.remains import Draws, directions
+from gradveil.experiments.probing.channels import close
+from gradveil.experiments.probing.remains import Draws, directions
 from gradveil.tree import Params, flatten
 from gradveil.types import Observation
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from gradveil.countermeasures import Countermeasure
 from gradveil.defenses.base import Defense
-from gradveil.experiments.channels import Channel, Secret, close, has_slopes, repeated
-from gradveil.experiments.laws import effective
-from gradveil.experiments.remains import Draws, directions, draw, left_of, view_of
-from gradveil.experiments.undoing import FAITHFUL, Affine, affine, likeliest, with_label
+from gradveil.experiments.probing.channels import Channel, Secret, close, has_slopes, repeated
+from gradveil.experiments.probing.laws import effective
+from gradveil.experiments.probing.remains import Draws, directions, draw, left_of, view_of
+from gradveil.experiments.probing.undoing import FAITHFUL, AffineFit, affine, likeliest, with_label
 from gradveil.tree import Params, flatten, map_values
 from gradveil.types import GaussianPrior, Observation, Update
 
@@ -54,7 +54,7 @@ class Explorer:
     secrets: tuple[Secret, ...]  # of fresh clients
     examples: tuple[Tensor, ...]  # gradients of public examples, at least two
     prior: Callable[[], GaussianPrior]  # over gradients of public examples
-    _maps: dict[object, list[Affine]] = field(default_factory=dict)
+    _maps: dict[object, list[AffineFit]] = field(default_factory=dict)
 
     @property
     def small(self) -> bool:
@@ -219,7 +219,7 @@ class Explorer:
 
         return view
 
-    def _fitted(self, update: Update, tried: Iterable[Secret]) -> list[Affine]:
+    def _fitted(self, update: Update, tried: Iterable[Secret]) -> list[AffineFit]:
         """Return the map of each secret for clients of this kind; each is worked out once."""
         told = (update.lr, update.num_examples, update.num_steps, update.batch_size)
         maps = self._maps.setdefault(told, [])
@@ -265,7 +265,7 @@ def _inside(noise: Tensor, basis: Tensor) -> bool:
     return close(noise @ basis.T @ basis, noise)
 
 
-def _forward(channel: Channel, known: Affine) -> Callable[[Params], Params]:
+def _forward(channel: Channel, known: AffineFit) -> Callable[[Params], Params]:
     def forward(tree: Params) -> Params:
         flat = torch.cat([tree[name].reshape(-1) for name in channel.parts])
         return channel.tree(known.forward(flat) + known.constant.to(flat))

@@ -7,8 +7,8 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from gradveil.experiments.channels import Channel, Secret, Where, close
-from gradveil.experiments.undoing import FAITHFUL, FORMS, OF_LENGTH, Form, aligned, line, with_label
+from gradveil.experiments.probing.channels import Channel, Secret, Where, close
+from gradveil.experiments.probing.undoing import FAITHFUL, FORMS, OF_LENGTH, Form, aligned, line, with_label
 from gradveil.tree import Params
 from gradveil.types import Observation
 

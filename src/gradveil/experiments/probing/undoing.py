@@ -9,7 +9,7 @@ from torch.func import vjp
 
 from gradveil.attacks.base import build as build_attack
 from gradveil.errors import AttackError, LayerError
-from gradveil.experiments.channels import Channel, Secret, close
+from gradveil.experiments.probing.channels import Channel, Secret, close
 from gradveil.gradients.functional import quiet
 from gradveil.layers.modules import find_layer
 from gradveil.losses import CrossEntropy
@@ -21,7 +21,7 @@ MOST_CG = 300  # steps of conjugate gradients
 
 
 @dataclass(frozen=True, eq=False)
-class Affine:
+class AffineFit:
     """y = A g + c for one secret, and its inverse."""
 
     constant: Tensor  # c
@@ -37,7 +37,9 @@ class Affine:
         return self.inverse(y - self.constant)
 
 
-def affine(channel: Channel, secret: Secret, examples: Sequence[Tensor], like: Affine | None = None) -> Affine | None:
+def affine(
+    channel: Channel, secret: Secret, examples: Sequence[Tensor], like: AffineFit | None = None
+) -> AffineFit | None:
     """Return the straight function that the defence is for this secret; None where it is none, or has no inverse.
 
     ``like``: that of another secret; where nothing but a constant is added there, it is taken to be so here.
@@ -61,7 +63,7 @@ def affine(channel: Channel, secret: Secret, examples: Sequence[Tensor], like: A
         return None
     if close(of_a, a, constant) and close(of_b, b, constant):
         what = "it adds numbers that a server can work out" if bool(constant.any()) else "it rounds numbers"
-        return Affine(constant, _as_is, _as_is, adds=True, what=what)
+        return AffineFit(constant, _as_is, _as_is, adds=True, what=what)
     found = _places(linear, constant, a)
     if found is None:
         found = _any_linear(channel, secret, constant, a)
@@ -74,7 +76,7 @@ def _as_is(v: Tensor) -> Tensor:
     return v
 
 
-def _places(linear: Callable[[Tensor], Tensor | None], constant: Tensor, like: Tensor) -> Affine | None:
+def _places(linear: Callable[[Tensor], Tensor | None], constant: Tensor, like: Tensor) -> AffineFit | None:
     """Return the map where each entry is another one, times a number: y_i = s_i g_j(i) + c_i."""
     size, n = like.square().mean().sqrt(), len(like)
     unit = 4 * size / DIGITS
@@ -103,10 +105,10 @@ def _places(linear: Callable[[Tensor], Tensor | None], constant: Tensor, like: T
     what = "it puts the entries in another order" if moved else "it multiplies entries by known factors"
     if not bool(live.any()):
         what = "nothing of the gradient is sent"
-    return Affine(constant, forward, inverse, known, float(safe.abs().log().sum()), what=what)
+    return AffineFit(constant, forward, inverse, known, float(safe.abs().log().sum()), what=what)
 
 
-def _any_linear(channel: Channel, secret: Secret, constant: Tensor, like: Tensor) -> Affine | None:
+def _any_linear(channel: Channel, secret: Secret, constant: Tensor, like: Tensor) -> AffineFit | None:
     """Return a linear map whose inverse is found by its transpose, which torch has: at once for a rotation."""
 
     def forward(v: Tensor) -> Tensor:
@@ -122,7 +124,7 @@ def _any_linear(channel: Channel, secret: Secret, constant: Tensor, like: Tensor
         x: Tensor = transposed(y)[0].detach()
         return x if close(forward(x), y, constant) else _solve(lambda v: transposed(forward(v))[0], x).detach()
 
-    return Affine(constant, forward, inverse, what="it rotates the entries, or mixes them in another linear way")
+    return AffineFit(constant, forward, inverse, what="it rotates the entries, or mixes them in another linear way")
 
 
 def _solve(product: Callable[[Tensor], Tensor], right: Tensor) -> Tensor:
@@ -141,7 +143,7 @@ def _solve(product: Callable[[Tensor], Tensor], right: Tensor) -> Tensor:
     return x
 
 
-def likeliest(y: Tensor, maps: Sequence[Affine], prior: GaussianPrior) -> Affine:
+def likeliest(y: Tensor, maps: Sequence[AffineFit], prior: GaussianPrior) -> AffineFit:
     """Return the map under which an update looks most like those of public examples."""
     away = torch.stack([one.undone(y) for one in maps]) - prior.mean
     unlikely = torch.linalg.vecdot(away, prior.whiten(away))
