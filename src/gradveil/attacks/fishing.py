@@ -92,6 +92,10 @@ def last_layer(model: nn.Module, input_shape: tuple[int, ...], num_classes: int)
     layer = model.get_submodule(path)
     if not isinstance(layer, nn.Linear) or layer.bias is None or layer.out_features != num_classes:
         path = ""
+    if path and set(dict(model.named_parameters())) == {f"{path}.weight", f"{path}.bias"}:
+        raise AttackError(
+            f"{type(model).__name__} has no weights before its last layer, so nothing can be fished there."
+        )
     if not path or trace(model, input_shape).output != path:
         raise AttackError(
             f"The logits of {type(model).__name__} do not come straight from a fully connected layer with a bias and "

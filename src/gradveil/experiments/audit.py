@@ -180,7 +180,7 @@ def _all_of_it(work: Work) -> None:
     if refused and not store.done("planted"):
         store.add("planted", refused)
     _attack(work, panel(scene, [*looks, *planted]))
-    _attack(work, last_resort(scene, looks, work.holding()))
+    _attack(work, last_resort(scene, looks[0], work.holding()))
 
 
 def _attack(work: Work, wanted: dict[str, list[Target]]) -> None:

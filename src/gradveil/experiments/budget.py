@@ -83,7 +83,7 @@ class Budget:
         if looks:
             self._attack(panel(self.scene, looks), self.left())
         if self.left() > SLOW:
-            resort = last_resort(self.scene, [self.first, *looks], self.work.holding())
+            resort = last_resort(self.scene, self.first, self.work.holding())
             self._measure(resort)
             self._attack(resort, self.left())
         self._pieces(self.waiting)

@@ -48,22 +48,18 @@ def panel(scene: Scene, looks: Sequence[Look]) -> dict[str, list[Target]]:
     return targets
 
 
-def last_resort(scene: Scene, looks: Sequence[Look], holding: Sequence[str]) -> dict[str, list[Target]]:
+def last_resort(scene: Scene, look: Look, holding: Sequence[str]) -> dict[str, list[Target]]:
     """Return the attack that learns to undo any defence, on the defences that hold so far: it takes long.
 
-    Where attacks were named, and so the tiers beyond ``knows`` are left out, it is as well.
+    In the first round only. Where attacks were named, and so the tiers beyond ``knows`` are left out, it is as well.
     """
     server = inverting()
-    if "knows" not in scene.tiers or set(scene.tiers) <= {"naive", "knows"}:
+    if not holding or "knows" not in scene.tiers or set(scene.tiers) <= {"naive", "knows"}:
         return {}
     mine = [
-        Target(look, defense, server, server.name, victim)
-        for look in looks
-        for defense in ("none", *holding)
-        if defense == "none" or look.weights in ("start", defense)
-        for victim in scene.victims
+        Target(look, defense, server, server.name, victim) for defense in ("none", *holding) for victim in scene.victims
     ]
-    return {server.name: mine} if mine else {}
+    return {server.name: mine}
 
 
 Wanted = list[tuple[str, Countermeasure, str]]  # defence, server, attack
