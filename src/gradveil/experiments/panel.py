@@ -129,8 +129,8 @@ def patient(knowing: Sequence[Countermeasure]) -> list[Countermeasure]:
 
 
 def inverting() -> Countermeasure:
-    """The server that trains a network to undo the defence, on public examples that it sends through it itself."""
-    why = "Runs the defence on public images and trains a network to undo it."
+    """The server that learns to undo the defence, from public examples that it sends through it itself."""
+    why = "Runs the defence on public images and learns to undo it."
     return replace(plain(), name="inverter", why=why, attack="inverter")
 
 
