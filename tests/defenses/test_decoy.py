@@ -118,4 +118,4 @@ def test_a_server_runs_it_with_a_key_of_its_own(rng: Generator) -> None:
     batch = Batch(torch.rand(2, 1, 4, 4), torch.tensor([0, 1]))
     mine = build("decoy+gaussian:scale=0")
     assert torch.equal(mine.on_batch(batch, rng).inputs, mine.on_batch(batch, rng).inputs)
-    assert not torch.equal(mine.on_batch(batch, rng).inputs, mine.known().on_batch(batch, rng).inputs)
+    assert not torch.equal(mine.on_batch(batch, rng).inputs, mine.for_server().on_batch(batch, rng).inputs)

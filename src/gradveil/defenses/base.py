@@ -117,7 +117,7 @@ class Defense(ABC):
         """Change the update before it is sent."""
         return update
 
-    def known(self) -> "Defense":
+    def for_server(self) -> "Defense":
         """Return the defence as a server has it: where a setting is a secret of the client, with another secret."""
         return self
 

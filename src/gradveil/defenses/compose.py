@@ -73,9 +73,9 @@ class Compose(Defense):
         """Change the update by each part in turn."""
         return reduce(lambda changed, part: part.on_update(changed, rng), self.parts, update)
 
-    def known(self) -> Defense:
+    def for_server(self) -> Defense:
         """Return the parts as a server has them."""
-        return replace(self, parts=tuple(part.known() for part in self.parts))
+        return replace(self, parts=tuple(part.for_server() for part in self.parts))
 
     def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         """Return every choice of one countermeasure for each part, taken together; two attacks do not go together."""

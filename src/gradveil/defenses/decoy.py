@@ -47,7 +47,7 @@ class Decoy(Defense):
         noise = torch.stack([_noise(x, shape.prior, key) for x in batch.inputs.detach().cpu()])
         return replace(batch, inputs=batch.inputs + shape.strength**0.5 * noise.to(batch.inputs))
 
-    def known(self) -> Defense:
+    def for_server(self) -> Defense:
         """Return it with a key of the server's own."""
         return replace(self, _key=b"a server's")
 

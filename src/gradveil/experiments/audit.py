@@ -22,7 +22,7 @@ from gradveil.experiments.certificates import certificate_rows
 from gradveil.experiments.gate import GATED
 from gradveil.experiments.judge import Verdict, headline, verdicts
 from gradveil.experiments.looks import Progress, first_look, last_looks, probe_rows
-from gradveil.experiments.panel import Target, chunks, last_resort, panel, plant
+from gradveil.experiments.panel import Target, chunks, last_resort, panel
 from gradveil.experiments.probes import Probed
 from gradveil.experiments.rows import Line, lines
 from gradveil.experiments.run_folder import CONFIG, Row, RunFolder
@@ -174,11 +174,9 @@ def _all_of_it(work: Work) -> None:
     """Train, then attack everything, in large pieces."""
     scene, store = work.scene, work.store
     store.drop([NOT_TRIED, *(row["unit"] for row in store.rows if cut_short(row))])
-    say_plan(work)
+    planted = work.plant()
+    say_plan(work, planted)
     looks = [first_look(scene), *last_looks(scene, store, work.progress)]
-    planted, refused = plant(scene, looks[0])
-    if refused and not store.done("planted"):
-        store.add("planted", refused)
     _attack(work, panel(scene, [*looks, *planted]))
     _attack(work, last_resort(scene, looks[0], work.holding()))
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from gradveil import pace
 from gradveil.experiments.looks import Look, first_look, last_looks, rounds_trained
-from gradveil.experiments.panel import Target, last_resort, panel, plant
+from gradveil.experiments.panel import Target, last_resort, panel
 from gradveil.experiments.rows import group, lines
 from gradveil.experiments.run_folder import Row
 from gradveil.experiments.scene import Scene
@@ -72,9 +72,7 @@ class Budget:
         store.drop([NOT_TRIED, *(row["unit"] for row in store.rows if cut_short(row))])
         self.units = len({row["unit"] for row in store.rows})
         looks: list[Look] = []
-        self.planted, refused = plant(self.scene, self.first)
-        if refused and not store.done("planted"):
-            store.add("planted", refused)
+        self.planted = self.work.plant()
         if self.left() > 0:
             self._attack(panel(self.scene, [self.first, *self.planted]), self._plan())
         if self.rounds:

@@ -66,7 +66,8 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
     scored_by = next((row["scored_by"] for row in trained if "scored_by" in row), "accuracy")
     if floor is None:
         return []
-    return [_verdict(_Case(name, found, floor, rows), accuracy, scored_by) for name in names]
+    measured = [m for m in read(rows, "attack") if m.known]
+    return [_verdict(_Case(name, found, floor, rows, measured), accuracy, scored_by) for name in names]
 
 
 def declaration_errors(rows: Sequence[Row]) -> list[str]:
@@ -150,6 +151,7 @@ class _Case:
     found: Sequence[Line]
     floor: Floor
     rows: Sequence[Row]
+    measured: Sequence[MeasuredExample]  # by attacks
 
     @property
     def errors(self) -> tuple[str, ...]:
@@ -174,9 +176,8 @@ class _Case:
         return TierVerdict(tier, self._outcome(tier, best, able), self._text(tier, best), best, self._oracle(tier))
 
     def _oracle(self, tier: Tier) -> float:
-        mine = [m for m in read(self.rows, "attack") if m.defense == self.name and m.known]
-        able = group([m for m in mine if m.tier in INCLUDES[tier]], "round", "example").values()
-        return fmean(min(m.mse for m in its) for its in able)
+        mine = [m for m in self.measured if m.defense == self.name and m.tier in INCLUDES[tier]]
+        return fmean(min(m.mse for m in its) for its in group(mine, "round", "example").values())
 
     def _outcome(self, tier: Tier, best: Line, able: Sequence[Line]) -> Outcome:
         if best.grade != "nothing":

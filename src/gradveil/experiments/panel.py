@@ -19,6 +19,7 @@ from gradveil.types import Batch, Observation
 
 CHUNK = 96  # trials that run together
 KEPT = 2**30  # bytes of updates that are kept for the next server; beyond that they are made again
+INFORMED = "candidates"  # the attack of informed servers
 ROUNDS = 16  # updates of one client that a patient server has, at most
 
 
@@ -75,7 +76,7 @@ def _wanted(scene: Scene, look: Look) -> Wanted:
     for attack in scene.attacks:
         add("none", naive(), attack)
     if "informed" in scene.tiers:
-        add("none", informed(()), informed(()).attack or "")
+        add("none", informed(()), INFORMED)
     for defense in tried:
         for attack in scene.attacks:
             if "naive" in scene.tiers:
@@ -119,7 +120,7 @@ def informed(knowing: Sequence[Countermeasure]) -> Countermeasure:
     """The server that has all other records of the client, and a list of candidates for this one."""
     view = next((c.view for c in knowing if "whiten" in c.name), _as_it_is)
     why = "Has every other record of the client and a list of candidates; picks the likeliest."
-    return Countermeasure("candidates", why, view, "candidates", "informed")
+    return Countermeasure(INFORMED, why, view, INFORMED, "informed")
 
 
 def patient(knowing: Sequence[Countermeasure]) -> list[Countermeasure]:
@@ -140,10 +141,8 @@ def plant(scene: Scene, look: Look) -> tuple[list[Look], list[Row]]:
     rows: list[Row] = []
     if "malicious" not in scene.tiers:
         return looks, rows
-    for name, cls in ATTACKS:
-        attack = cls() if issubclass(cls, Malicious) else None
-        if not isinstance(attack, Malicious):
-            continue
+    malicious = [(name, attack) for name, cls in ATTACKS if isinstance(attack := cls(), Malicious)]
+    for name, attack in malicious:
         rng, shape = scene.seeds("plant", name), scene.dataset.input_shape
         try:
             made = attack.plant(look.model, shape, scene.num_classes, scene.public.batch.to(scene.device), rng)
@@ -248,7 +247,7 @@ class Observed:
     def send(self, target: Target, batch: Batch, rng: Generator, by_server: bool = False) -> Observation:
         """Return what the server sees of a client with these examples; or makes by itself, without its secrets."""
         scene, look, defense = self.scene, target.look, self.scene.defenses[target.defense]
-        defense = defense.known() if by_server else defense
+        defense = defense.for_server() if by_server else defense
         lr, prior = scene.config.lr_of(look.round_number), scene.public.prior
         return observe(look.model, batch, defense, rng, self._num_classes, prior, lr, local=scene.config)
 

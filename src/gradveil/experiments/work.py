@@ -105,6 +105,13 @@ class Work:
         """Return what an attack takes, tried on the first of its targets: undefended updates."""
         return cost_of(lambda victim: self.observed.trial(replace(its[0], victim=victim)), self.scene.victims, least)
 
+    def plant(self) -> list[Look]:
+        """Return what malicious servers would send in the first round; why others cannot is written down."""
+        planted, refused = plant(self.scene, first_look(self.scene))
+        if refused and not self.store.done("planted"):
+            self.store.add("planted", refused)
+        return planted
+
     def holding(self) -> list[str]:
         """Return the defences of which no server that knows them got images so far."""
         got = {v.defense for v in verdicts(self.store.rows) if v.outcome in ("recovered", "recognised")}
@@ -169,13 +176,12 @@ def _cell(target: Target) -> tuple[object, ...]:
     return look.round, look.weights, target.defense, target.server.name, target.attack, target.server.tier
 
 
-def say_plan(work: Work) -> None:
+def say_plan(work: Work, planted: Sequence[Look]) -> None:
     """Say how long all of it will take, at most; nothing where nobody listens."""
     if not LOG.isEnabledFor(logging.INFO):
         return
     scene, config = work.scene, work.scene.config
     first = first_look(scene)
-    planted, _ = plant(scene, first)
     wanted = {a: work.left(its) for a, its in panel(scene, [first, *planted, *stand_ins(scene)]).items()}
     total = 0.0
     names = [d for d in scene.defenses if not work.store.done(f"train/{d}")]

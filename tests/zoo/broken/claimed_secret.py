@@ -22,7 +22,7 @@ class ClaimedSecret(Defense):
     def on_gradient(self, gradient: Params, rng: Generator) -> Params:
         return noisy(gradient, Generator().manual_seed(self.seed), 5.0)
 
-    def known(self) -> Defense:
+    def for_server(self) -> Defense:
         return replace(self, seed=0)
 
     def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:

@@ -32,7 +32,7 @@ class HighDecoy(Defense):
     def on_batch(self, batch: Batch, rng: Generator) -> Batch:
         return _decoy(batch.inputs[0].numel(), self.share, self.key).on_batch(batch, rng)
 
-    def known(self) -> Defense:
+    def for_server(self) -> Defense:
         return replace(self, key="a server's own")
 
     def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
