@@ -208,7 +208,7 @@ def describe(method: object) -> str:
     changed = {}
     for field in dataclasses.fields(method):  # type: ignore[arg-type]
         value = getattr(method, field.name)
-        if field.init and value != field.default:
+        if field.init and not field.name.startswith("_") and value != field.default:
             changed[field.name] = "/".join(map(str, value)) if isinstance(value, tuple) else str(value)
     return str(Spec(method.spec_name, changed))  # type: ignore[attr-defined]
 

@@ -9,6 +9,7 @@ from torch import Generator, nn
 from gradveil.defenses.base import DEFENSES, Defense, build
 from gradveil.defenses.guard.protect import protect
 from gradveil.defenses.guard.step import step_gradient
+from gradveil.gradients.records import Held
 from gradveil.layers.modules import representation
 from gradveil.registry import describe
 from gradveil.tree import Params, is_finite
@@ -104,6 +105,9 @@ def test_it_acts_where_it_says(defense: Defense, model: nn.Module, batch: Batch)
         r = representation(model, layer, batch.inputs)
         if not torch.equal(defense.perturb(model, layer, batch.inputs, r, rng), r):
             acted.add("representation")
+    records = Held({name: torch.stack([g, g]) for name, g in plain.items()})
+    if differs(defense.on_records(records, 2, rng), plain):
+        acted.add("records")
     if differs(defense.on_gradient(plain, rng), plain):
         acted.add("gradient")
     if differs(defense.on_update(Update(plain), rng).gradient, plain):

@@ -5,12 +5,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import torch
 from torch import Generator, Tensor, nn
 
+from gradveil.certificates.plan import PlannedRun
 from gradveil.countermeasures import Countermeasure, plain
 from gradveil.errors import SpecError
+from gradveil.gradients.records import Records
+from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.registry import Registry, split_specs
-from gradveil.tree import Params
+from gradveil.tree import Params, map_values
 from gradveil.types import Batch, Update
 
 
@@ -62,9 +66,10 @@ def check_servers(defense: str, servers: Sequence[Countermeasure]) -> None:
 
 DEFENSES = DefenseRegistry("defense", "gradveil.defenses")
 
-Place = Literal["batch", "representation", "gradient", "update"]
+Place = Literal["batch", "records", "representation", "gradient", "update"]
 _METHOD_OF: dict[Place, str] = {
     "batch": "on_batch",
+    "records": "on_records",
     "representation": "perturb",
     "gradient": "on_gradient",
     "update": "on_update",
@@ -74,12 +79,13 @@ _METHOD_OF: dict[Place, str] = {
 class Defense(ABC):
     """Override the places where the defence acts; the others change nothing.
 
-    In order: on the batch before a local step, on the representation that the weight gradient of a
-    layer is built from (Sun et al.), on the gradient of the step, on the update that is sent.
+    In order: on the batch before a local step, on the gradients of its records, or on the representation that the
+    weight gradient of a layer is built from (Sun et al.), on the gradient of the step, on the update that is sent.
     """
 
     spec_name: ClassVar[str]
     draws_on_device: ClassVar[bool] = False  # whether random numbers are drawn where the generator lies, CUDA as well
+    keeps_apart: ClassVar[bool] = False  # whether on_batch changes each example by itself, so that none are mixed
 
     @property
     def acts_on(self) -> frozenset[Place]:
@@ -109,6 +115,13 @@ class Defense(ABC):
         """Return how many entries of r (N, ...) this defence sets out to zero; reports set it beside what it did."""
         return 0
 
+    def on_records(self, records: Records, slots: int, rng: Generator) -> Params:
+        """Return the gradient of one local step, made of the gradients of its records.
+
+        ``slots``: how many records a batch has room for, public and the same in a shorter last batch.
+        """
+        return map_values(lambda total: total / slots, records.weighted_sum(torch.ones(records.count)))
+
     def on_gradient(self, gradient: Params, rng: Generator) -> Params:
         """Change the gradient of one local step."""
         return gradient
@@ -116,6 +129,21 @@ class Defense(ABC):
     def on_update(self, update: Update, rng: Generator) -> Update:
         """Change the update before it is sent."""
         return update
+
+    def for_run(self, run: PlannedRun) -> "Defense":
+        """Return the defence for a planned run: where a promise is given, with the noise that it needs."""
+        return self
+
+    def for_round(self, model: nn.Module, public: Batch | None, loss: Loss = CROSS_ENTROPY) -> "Defense":
+        """Return the defence for one round: with what follows from public data at the weights that were sent."""
+        return self
+
+    def check_steps(self, steps: int) -> None:  # noqa: B027 - most promise nothing that hangs on it
+        """Raise where what is promised does not hold for so many local steps of a round."""
+
+    def spends(self, epochs: int) -> float | None:
+        """Return what one participation costs a record, as μ² of Gaussian DP; None: nothing is promised."""
+        return None
 
     def for_server(self) -> "Defense":
         """Return the defence as a server has it: where a setting is a secret of the client, with another secret."""
@@ -129,9 +157,11 @@ class Defense(ABC):
 def build(spec: str | Defense) -> Defense:
     """Return the defence that a spec describes, e.g. ``representation:share=0.4``; ``a+b`` composes."""
     if isinstance(spec, str) and len(parts := split_specs(spec)) > 1:
-        from gradveil.defenses.compose import Compose
+        from gradveil.defenses.compose import Compose, one_on_records
 
-        return Compose(tuple(DEFENSES.build(part) for part in parts))
+        built = Compose(tuple(DEFENSES.build(part) for part in parts))
+        one_on_records(built.parts)
+        return built
     return DEFENSES.build(spec)
 
 

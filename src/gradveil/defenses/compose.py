@@ -1,14 +1,18 @@
 """Several defences at once, each in its place, in the order given."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import product
 
 from torch import Generator, Tensor, nn
 
+from gradveil.certificates.plan import PlannedRun
 from gradveil.countermeasures import Countermeasure, plain
-from gradveil.defenses.base import DEFENSES, Defense, Place
+from gradveil.defenses.base import DEFENSES, Defense, NoDefense, Place
 from gradveil.errors import SpecError
+from gradveil.gradients.records import Records
+from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.registry import describe
 from gradveil.scores.fast.again import already_changed
 from gradveil.tree import Params
@@ -65,6 +69,10 @@ class Compose(Defense):
     def _defending(self, model: nn.Module, layer: str) -> list[Defense]:
         return [part for part in self.parts if layer in part.layers(model)]
 
+    def on_records(self, records: Records, slots: int, rng: Generator) -> Params:
+        """Let the one part that acts on records make the step's gradient; what others do to it comes after."""
+        return one_on_records(self.parts).on_records(records, slots, rng)
+
     def on_gradient(self, gradient: Params, rng: Generator) -> Params:
         """Change the gradient by each part in turn."""
         return reduce(lambda changed, part: part.on_gradient(changed, rng), self.parts, gradient)
@@ -72,6 +80,23 @@ class Compose(Defense):
     def on_update(self, update: Update, rng: Generator) -> Update:
         """Change the update by each part in turn."""
         return reduce(lambda changed, part: part.on_update(changed, rng), self.parts, update)
+
+    def for_run(self, run: PlannedRun) -> Defense:
+        """Return the parts for a planned run."""
+        return replace(self, parts=tuple(part.for_run(run) for part in self.parts))
+
+    def for_round(self, model: nn.Module, public: Batch | None, loss: Loss = CROSS_ENTROPY) -> Defense:
+        """Return the parts for one round."""
+        return replace(self, parts=tuple(part.for_round(model, public, loss) for part in self.parts))
+
+    def check_steps(self, steps: int) -> None:
+        """Raise where a part's promise does not hold for so many local steps."""
+        for part in self.parts:
+            part.check_steps(steps)
+
+    def spends(self, epochs: int) -> float | None:
+        """Return what the part with a promise costs; what is done to its releases costs nothing."""
+        return next((cost for part in self.parts if (cost := part.spends(epochs)) is not None), None)
 
     def for_server(self) -> Defense:
         """Return the parts as a server has them."""
@@ -82,6 +107,21 @@ class Compose(Defense):
         choices = list(product(*(part.adaptive(model) for part in self.parts)))
         agreed = [choice for choice in choices if len({c.attack for c in choice} - {None}) <= 1]
         return tuple(_together(choice) for choice in agreed or choices)
+
+
+def one_on_records(parts: Sequence[Defense]) -> Defense:
+    """Return the part that acts on records, if any; raise where another acts on what it needs as it is."""
+    acting = [part for part in parts if "records" in part.acts_on]
+    names = [describe(part) for part in acting]
+    if len(acting) > 1:
+        raise SpecError(f"{' and '.join(names)} both make a step's gradient out of its records. Keep one of them.")
+    for part in parts:
+        if acting and ("representation" in part.acts_on or ("batch" in part.acts_on and not part.keeps_apart)):
+            raise SpecError(
+                f"{describe(part)} acts before {names[0]} and may mix the records of a batch, so that the promise of "
+                f"{names[0]} would not hold. Leave one of them out."
+            )
+    return acting[0] if acting else NoDefense()
 
 
 def _together(choice: tuple[Countermeasure, ...]) -> Countermeasure:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from safetensors import SafetensorError
@@ -31,6 +32,8 @@ class Decoy(Defense):
     The noise is a keyed hash of the example, so that it does not average out over epochs and rounds; data
     augmentation breaks this, since every variant of an example gets noise of its own.
     """
+
+    keeps_apart: ClassVar[bool] = True
 
     floor: float = 0.015  # mean squared error, in [0, 1] pixels, that no linear estimator should beat
     prior: str | None = None  # a file of save_prior(); None: independent uniform pixels, which images are not

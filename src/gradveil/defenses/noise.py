@@ -1,7 +1,7 @@
 """Noise on what is sent. It clips nothing and gives no differential privacy: it is named for what it is."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 from typing import ClassVar, Literal
@@ -56,21 +56,10 @@ class Noise(Defense):
     def _add(self, gradient: Params, rng: Generator, factor: float = 1.0) -> Params:
         stds = self.stds(gradient)
         grads = list(gradient.values())
-        noise = [part.to(g) for part, g in zip(self._draw_all(grads, rng), grads, strict=True)]
+        noise = draw_all(self.draw, grads, rng)
         torch._foreach_mul_(noise, [factor * stds[name] for name in gradient])
         torch._foreach_add_(noise, grads)
         return dict(zip(gradient, noise, strict=True))
-
-    def _draw_all(self, grads: list[Tensor], rng: Generator) -> Sequence[Tensor]:
-        """Return noise for each tensor: drawn one by one on the CPU, at once on a device, and moved at once."""
-        if rng.device.type == "cpu":
-            each = [self.draw(g.shape, rng) for g in grads]
-            if not grads or not all(g.is_cuda for g in grads):
-                return each
-            flat = torch.cat([part.flatten() for part in each]).to(grads[0].device)
-        else:
-            flat = self.draw(torch.Size([sum(g.numel() for g in grads)]), rng)
-        return [part.view(g.shape) for part, g in zip(flat.split([g.numel() for g in grads]), grads, strict=True)]
 
     def on_gradient(self, gradient: Params, rng: Generator) -> Params:
         """Add noise to the gradient of one local step."""
@@ -111,6 +100,24 @@ class Noise(Defense):
         return {name: min(std, most) for name, std in known.items()} if most and self.on == "gradient" else known
 
 
+def draw_all(draw: Callable[[torch.Size, Generator], Tensor], like: Sequence[Tensor], rng: Generator) -> list[Tensor]:
+    """Return noise for each tensor: drawn one by one on the CPU, at once on a device, and moved at once."""
+    if rng.device.type == "cpu":
+        each = [draw(g.shape, rng) for g in like]
+        if not like or not all(g.is_cuda for g in like):
+            return [part.to(g) for part, g in zip(each, like, strict=True)]
+        flat = torch.cat([part.flatten() for part in each]).to(like[0].device)
+    else:
+        flat = draw(torch.Size([sum(g.numel() for g in like)]), rng)
+    parts = flat.split([g.numel() for g in like])
+    return [part.view(g.shape).to(g) for part, g in zip(parts, like, strict=True)]
+
+
+def normal(shape: torch.Size, rng: Generator) -> Tensor:
+    """Return standard normal noise on the generator's device."""
+    return torch.randn(shape, generator=rng, device=rng.device)
+
+
 def _rms(entries: Tensor) -> float:
     return float(entries.square().mean().sqrt()) if entries.numel() else 0.0
 
@@ -122,7 +129,7 @@ class Gaussian(Noise):
 
     def draw(self, shape: torch.Size, rng: Generator) -> Tensor:
         """Return standard normal noise."""
-        return torch.randn(shape, generator=rng, device=rng.device)
+        return normal(shape, rng)
 
 
 @DEFENSES.register("laplace")

@@ -12,7 +12,7 @@ from gradveil import pace
 from gradveil.data.base import Split
 from gradveil.defenses.base import Defense, build
 from gradveil.defenses.guard.step import step_gradient
-from gradveil.errors import LossError, UpdateError, is_out_of_memory
+from gradveil.errors import DefenseError, LossError, UpdateError, is_out_of_memory
 from gradveil.federated.settings import Local
 from gradveil.losses import Loss
 from gradveil.losses import build as build_loss
@@ -73,10 +73,12 @@ def train_client(
     examples = steps = 0
     per_epoch = len(data) if not isinstance(data, Batch) else -(-len(data) // (local.batch_size or len(data) or 1))
     most = local.epochs * per_epoch
+    defense.check_steps(most)
+    slots, before = slots_of(data, local), float_buffers(model) if "records" in defense.acts_on else {}
     for batch in _batches(data, local, rng):
         pace.step(steps, most)
         pace.check()
-        gradient = step_gradient(model, batch, defense, rng, loss=loss)
+        gradient = step_gradient(model, batch, defense, rng, loss=loss, slots=slots)
         with torch.no_grad():
             taken = {name: gradient[name].detach() for name in names}
             if not plain:
@@ -90,7 +92,20 @@ def train_client(
     count = len(data) if isinstance(data, Batch) else examples // local.epochs
     size = update_batch_size(local, count)
     update = Update(dict(zip(names, total, strict=True)), count, steps, lr, size, local.rule)
-    return Sent(defense.on_update(update, rng), float_buffers(model))
+    after = float_buffers(model)
+    if moved := [name for name, b in before.items() if not torch.equal(b, after[name])]:
+        raise DefenseError(
+            f"The buffer {moved[0]!r} changes with the data and would leave the client beside the noise: nothing is "
+            f"sent. Use layers without running statistics."
+        )
+    return Sent(defense.on_update(update, rng), after)
+
+
+def slots_of(data: Batch | Sequence[Batch], local: Local) -> int:
+    """Return how many records a batch of this client has room for: public, and the same in a shorter last batch."""
+    if not isinstance(data, Batch):
+        return max((len(batch) for batch in data), default=1)
+    return min(local.batch_size or len(data), len(data))
 
 
 def update_batch_size(local: Local, num_examples: int) -> int | None:

@@ -1,6 +1,7 @@
 """Federated averaging in one process: a generator of rounds, of one run or of several at once."""
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradveil.certificates.plan import PlannedRun
 from gradveil.data.base import Dataset
 from gradveil.data.partition import Indices
 from gradveil.defenses.base import Defense, build
@@ -107,8 +109,9 @@ class Run:
         resume: Checkpoint | None = None,
     ) -> None:
         _check(dataset, clients, training)
-        self.dataset, self.clients, self.training, self.defense = dataset, clients, training, defense
+        self.dataset, self.clients, self.training = dataset, clients, training
         self.seeds = seeds if isinstance(seeds, Seeds) else Seeds(seeds)
+        self.defense = defense.for_run(planned_run(self.seeds, clients, training))
         self.faults, self.watch = faults, watch
         self.model = copy.deepcopy(model).train()
         self.memory: Memory = {}
@@ -161,6 +164,15 @@ class Run:
             for job, one in zip(jobs, sent, strict=True)
             if job.client in self.wanted
         )
+
+
+def planned_run(seeds: Seeds, clients: Sequence[Indices], training: Training) -> PlannedRun:
+    """Return what this run will be: who takes part, and how often at most, is known from the seeds."""
+    sizes, counts = [len(part) for part in clients], Counter[int]()
+    for number in range(1, training.rounds + 1):
+        counts.update(sample_clients(seeds, number, sizes, training))
+    most = max(counts.values(), default=1)
+    return PlannedRun(max(sizes), training.batch_size, training.epochs, training.rounds, most, training.clients)
 
 
 def sample_clients(seeds: Seeds, number: int, sizes: Sequence[int], training: Training) -> list[int]:

@@ -59,6 +59,8 @@ def why_not(world: World) -> str | None:
         return "the model has batch norm or dropout, whose state differs from client to client"
     if world.local.momentum or world.local.adaptive or world.local.clip:
         return "momentum, Adam and clipping run one client after the other"
+    if "records" in world.defense.acts_on:
+        return "the defence acts on each client's records"
     if "batch" in world.defense.acts_on:
         return "the defence acts on each client's batch"
     if not build_loss(world.local.loss).separable:

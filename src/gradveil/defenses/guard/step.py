@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from gradveil.defenses.base import Defense
 from gradveil.defenses.guard.passes import Pass, Report
 from gradveil.errors import DefenseError, LayerError
+from gradveil.gradients.records import records_of
 from gradveil.layers.modules import LINEAR, find_layer, under_transform
 from gradveil.tree import Params
 from gradveil.types import Batch
@@ -103,14 +104,22 @@ def step_gradient(
     *,
     loss: Loss = F.cross_entropy,
     report: Report | None = None,
+    slots: int | None = None,
 ) -> Params:
-    """Return the gradient of the mean loss on a batch, defended: on_batch, perturb, then on_gradient.
+    """Return the gradient of the mean loss on a batch, defended: on_batch, on_records or perturb, then on_gradient.
 
     The same numbers as a training loop under ``protect``, in train and in eval mode. Parameters that the loss
-    does not depend on have a zero gradient.
+    does not depend on have a zero gradient. ``slots``: how many records a batch of this client has room for, which a
+    defence on records divides by; None: as many as there are.
     """
     report = Report() if report is None else report
     batch = defense.on_batch(batch, rng)
+    if "records" in defense.acts_on:
+        records = records_of(getattr(model, "_orig_mod", model), batch, loss)
+        gradient = defense.on_records(records, slots or len(batch), rng)
+        report.steps += 1
+        report.examples += len(batch)
+        return defense.on_gradient(gradient, rng)
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with torch.enable_grad(), _substituting(model, defense, batch.inputs, rng, report) as under_way:
         output = getattr(model, "_orig_mod", model)(batch.inputs)  # a compiled model: run what was compiled, plainly
