@@ -52,6 +52,10 @@ class CertificateError(GradveilError):
     """A bound cannot be computed for this model, or what was asked for has no meaning."""
 
 
+class BudgetError(GradveilError):
+    """A client's privacy budget does not allow a round, or an account belongs to another client."""
+
+
 class MissingExtraError(GradveilError):
     """An optional dependency is not installed."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import exp, log, sqrt
 from typing import Any, Literal
 
-from scipy.stats import norm as normal
+from scipy.special import ndtr, ndtri
 
 from gradveil.errors import CertificateError, MissingExtraError
 
@@ -126,7 +126,7 @@ def rero_gaussian(guess: float, ratio: float, steps: int = 1) -> float:
     By Neyman and Pearson no test between two Gaussians does better (Kaissis et al. 2023, for all data in every step).
     """
     _check(guess)
-    return float(normal.cdf(normal.ppf(guess) + sqrt(steps) * ratio))
+    return float(ndtr(ndtri(guess) + sqrt(steps) * ratio))
 
 
 def _check(guess: float) -> None:

@@ -171,8 +171,8 @@ def planned_run(seeds: Seeds, clients: Sequence[Indices], training: Training) ->
     sizes, counts = [len(part) for part in clients], Counter[int]()
     for number in range(1, training.rounds + 1):
         counts.update(sample_clients(seeds, number, sizes, training))
-    most = max(counts.values(), default=1)
-    return PlannedRun(max(sizes), training.batch_size, training.epochs, training.rounds, most, training.clients)
+    most, rounds = max(counts.values(), default=1), max(training.rounds, 1)
+    return PlannedRun(max(sizes), training.batch_size, training.epochs, rounds, most, training.clients)
 
 
 def sample_clients(seeds: Seeds, number: int, sizes: Sequence[int], training: Training) -> list[int]:

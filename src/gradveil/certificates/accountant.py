@@ -1,0 +1,195 @@
+"""What a client's releases cost one of its records, over a whole run, and what that leaves a server.
+
+The mechanism (clip each record's gradient in public coordinates, add Gaussian noise of multiplier z to the sum) is
+μ-Gaussian-DP for zeroing one record slot, with μ² = E / z² in a round of E local epochs. The squares add up over
+rounds, whatever weights the server sends in between, so an account holds one number: the μ² that was spent.
+"""
+
+import fcntl
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import exp, inf, isfinite, sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+from scipy.special import log_ndtr, ndtr
+from torch import Tensor
+
+from gradveil.certificates.privacy import rero_gaussian
+from gradveil.errors import BudgetError, CertificateError
+from gradveil.files import refusals_told, write_atomically
+
+SLACK = 1e-9  # of a limit: what the rounding of a sum may add
+
+
+@dataclass(frozen=True)
+class Account:
+    """What one client's records have spent of their budget."""
+
+    client: str
+    spent: float = 0.0  # μ²
+    limit: float = inf
+
+    def __post_init__(self) -> None:
+        if not (self.spent >= 0 and isfinite(self.spent) and self.limit > 0):
+            raise BudgetError(
+                f"The account of client {self.client} holds spent={self.spent} and limit={self.limit}: it cannot be "
+                "right, so nothing is sent."
+            )
+
+    def allows(self, cost: float) -> bool:
+        """Return whether a round that costs μ² = ``cost`` fits in the budget."""
+        return self.spent + cost <= self.limit * (1 + SLACK)
+
+    def spend(self, cost: float) -> "Account":
+        """Return the account after a round; one that would overspend is refused."""
+        if not (cost > 0 and isfinite(cost)):
+            raise BudgetError(f"A round cannot cost μ² = {cost} of client {self.client}'s budget: nothing is sent.")
+        if not self.allows(cost):
+            raise BudgetError(
+                f"Client {self.client} has spent μ² = {self.spent:.4g} of {self.limit:.4g}, and this round costs "
+                f"{cost:.4g}: nothing is sent. Plan a run with more noise for more rounds (gradveil plan)."
+            )
+        return replace(self, spent=self.spent + cost)
+
+    @property
+    def mu(self) -> float:
+        """The μ of Gaussian DP over all releases so far."""
+        return sqrt(self.spent)
+
+    @property
+    def z_run(self) -> float:
+        """The noise multiplier of a single release that costs as much."""
+        return 1 / self.mu if self.spent else inf
+
+    @property
+    def rho(self) -> float:
+        """The most that the releases tell of a record, in nats: μ²/2, which is also its zero-concentrated DP."""
+        return self.spent / 2
+
+    def epsilon(self, delta: float) -> float:
+        """Return the ε at this δ, exact for Gaussian DP."""
+        return epsilon_of(self.mu, delta)
+
+    def guess(self, kappa: float) -> float:
+        """Return the most that a server with a blind guess of chance κ can reach."""
+        return rero_gaussian(kappa, self.mu)
+
+    def floor(self, eigenvalues: Tensor | Sequence[float]) -> float:
+        """Return the least squared error on a Gaussian record whose covariance has these eigenvalues."""
+        return water_filling(eigenvalues, self.rho)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data; a limit of None is none."""
+        return {"client": self.client, "spent": self.spent, "limit": self.limit if isfinite(self.limit) else None}
+
+    @classmethod
+    def from_json(cls, data: Any, client: str) -> "Account":
+        """Read what ``to_json`` gave; the account of another client is refused."""
+        try:
+            found = cls(str(data["client"]), float(data["spent"]), inf if data["limit"] is None else data["limit"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise BudgetError(f"The account of client {client} cannot be read ({error!r}): nothing is sent.") from error
+        if found.client != client:
+            raise BudgetError(f"The account is of client {found.client}, not of {client}: nothing is sent.")
+        return found
+
+    def save(self, path: Path) -> None:
+        """Write the file whole or not at all."""
+        write_atomically(path, (json.dumps(self.to_json()) + "\n").encode())
+
+    @classmethod
+    def read(cls, path: Path, client: str) -> "Account":
+        """Read a client's file."""
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise BudgetError(f"{path} is no account of client {client} ({error}): nothing is sent.") from error
+        return cls.from_json(data, client)
+
+
+def spend_from(path: Path, client: str, cost: float, limit: float = inf) -> Account:
+    """Pay for a round out of a client's file, which is begun where there is none, and return the account.
+
+    Call it before anything is sent: a client that is stopped in between has paid for nothing, never sent for nothing.
+    A limit that was lowered holds from now on; one that was raised does not.
+    """
+    with _locked(path):
+        account = Account.read(path, client) if path.exists() else Account(client, limit=limit)
+        account = replace(account, limit=min(account.limit, limit)).spend(cost)
+        account.save(path)
+    return account
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a client's file, so that two rounds at once cannot pay with the same budget."""
+    with refusals_told(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = path.with_name(f".{path.name}.lock").open("w")
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    with handle:
+        yield
+
+
+def delta_of(mu: float, epsilon: float) -> float:
+    """Return the δ at this ε of μ-Gaussian DP (Dong, Roth and Su 2022, corollary 2.13)."""
+    if mu == 0:
+        return 0.0
+    first, second = float(ndtr(mu / 2 - epsilon / mu)), epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
+    return max(0.0, first - exp(min(second, 0.0)))
+
+
+def epsilon_of(mu: float, delta: float) -> float:
+    """Return the least ε >= 0 at this δ of μ-Gaussian DP."""
+    _check_delta(delta)
+    if mu == 0 or delta_of(mu, 0.0) <= delta:
+        return 0.0
+    return _crossing(lambda epsilon: delta_of(mu, epsilon) > delta)[1]
+
+
+def mu_of(epsilon: float, delta: float) -> float:
+    """Return the largest μ of Gaussian DP that is within (ε, δ)."""
+    _check_delta(delta)
+    if not (epsilon > 0 and isfinite(epsilon)):
+        raise CertificateError(f"epsilon={epsilon}: give a number above 0.")
+    return _crossing(lambda mu: delta_of(mu, epsilon) <= delta)[0]
+
+
+def _crossing(below: Callable[[float], bool]) -> tuple[float, float]:
+    """Return where a condition that holds from 0 on ends: just before and just after."""
+    low, high = 0.0, 1.0
+    while below(high):
+        low, high = high, 2 * high
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if below(middle) else (low, middle)
+    return low, high
+
+
+def _check_delta(delta: float) -> None:
+    if not 0 < delta < 1:
+        raise CertificateError(f"delta={delta}: give a chance between 0 and 1, e.g. 1e-5.")
+
+
+def water_filling(eigenvalues: Tensor | Sequence[float], rho: float) -> float:
+    """Return the least squared error on a Gaussian of these eigenvalues that ρ nats leave: Σ min(θ, λ_i).
+
+    The water level θ solves ½ Σ log⁺(λ_i/θ) = ρ (reverse water-filling).
+    """
+    values = torch.as_tensor(eigenvalues, dtype=torch.float64).flatten().cpu()
+    if rho < 0 or not bool((values.isfinite() & (values >= 0)).all()):
+        raise CertificateError(f"rho={rho}, or an eigenvalue below 0: a floor needs ρ >= 0 and a covariance.")
+    values = values[values > 0].sort(descending=True).values
+    if not len(values) or rho == inf:
+        return 0.0
+    logs = values.log()
+    counts = torch.arange(1, len(values) + 1, dtype=torch.float64)
+    levels = (logs.cumsum(0) - 2 * rho) / counts  # log θ where the first 1, 2, ... directions are flooded
+    flooded = int((levels < logs).sum())  # holds up to the right number, and for none beyond it
+    if flooded == 0:
+        return float(values.sum())
+    return float(levels[flooded - 1].exp()) * flooded + float(values[flooded:].sum())
