@@ -171,7 +171,8 @@ def planned_run(seeds: Seeds, clients: Sequence[Indices], training: Training) ->
     sizes, counts = [len(part) for part in clients], Counter[int]()
     for number in range(1, training.rounds + 1):
         counts.update(sample_clients(seeds, number, sizes, training))
-    most, rounds = max(counts.values(), default=1), max(training.rounds, 1)
+    most = max(counts.values(), default=1)
+    rounds = max(training.rounds, most)  # a client that is drawn twice in a round takes part twice
     return PlannedRun(max(sizes), training.batch_size, training.epochs, rounds, most, training.clients)
 
 
