@@ -53,6 +53,8 @@ def command(
     tensorboard: bool = of_run(False, help="Write event files for TensorBoard as well."),
     superlink: str = flower(None, help="host:port of a running SuperLink."),
     root_certificates: Path = flower(None, help="Of a SuperLink with TLS."),
+    secure_aggregation: bool = flower(False, "--secure-aggregation", help="The server sees sums of updates only."),
+    lost: float = flower(0.0, help="Share of a secure sum's clients that may drop out."),
     devices: int = typer.Option(None, hidden=True),
     server: str = typer.Option(None, hidden=True),
 ) -> None:
@@ -68,10 +70,10 @@ def command(
     if engine.partition(":")[0] == "flower":
         if resume:
             raise SpecError("--resume is not available with --engine flower. Leave it out.")
-        _train_on_flower(config, out, superlink, root_certificates, json)
+        _train_on_flower(config, out, superlink, root_certificates, json, secure_aggregation, lost)
         return
-    if superlink or root_certificates:
-        raise SpecError("--superlink and --root-certificates belong to --engine flower.")
+    if superlink or root_certificates or secure_aggregation or lost:
+        raise SpecError("--superlink, --root-certificates, --secure-aggregation, --lost belong to --engine flower.")
     with shared.running(json, shared.resume_with(out)) as display:
 
         def advance(row: Row) -> None:
@@ -98,7 +100,13 @@ def _show(summary: dict[str, Any], json: bool) -> None:
 
 
 def _train_on_flower(
-    config: TrainConfig, out: Path, superlink: str | None, certificates: Path | None, json: bool
+    config: TrainConfig,
+    out: Path,
+    superlink: str | None,
+    certificates: Path | None,
+    json: bool,
+    secure_aggregation: bool,
+    lost: float,
 ) -> None:
     """Hand the run to Flower: simulated here, or submitted to a SuperLink."""
     from gradveil.integrations.flower.engine import check, run
@@ -109,7 +117,7 @@ def _train_on_flower(
             raise SpecError(f"--{name.replace('_', '-')} is not available with --engine flower. Leave it out.")
     both = {f.name for f in fields(FlowerSettings)} & {f.name for f in fields(TrainConfig)}
     values = {name: getattr(config, name) for name in both}
-    values["data"] = config.data or ""
+    values |= {"data": config.data or "", "secure_aggregation": secure_aggregation, "lost": lost}
     settings = FlowerSettings(**values, strategy=strategy_for(config.aggregator), out=str(out.resolve()))
     if superlink is None:
         check(settings)
@@ -120,4 +128,7 @@ def _train_on_flower(
     last = outcome.rounds[-1]
     summary = {"folder": str(out), "rounds": last["round"], "accuracy": last["accuracy"], "loss": last["loss"]}
     word = last.get("scored_by", "Accuracy")
-    shared.print_json(summary) if json else typer.echo(f"{word} {last['accuracy']:.4f}. Run folder: {out}")
+    withheld = sum(not row.get("released", True) for row in outcome.rounds)
+    summary |= {"not_released": withheld} if secure_aggregation else {}
+    said = f" Rounds whose sum was not released: {withheld}." if withheld else ""
+    shared.print_json(summary) if json else typer.echo(f"{word} {last['accuracy']:.4f}.{said} Run folder: {out}")

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from gradveil.integrations.flower.incoming import weights_guard
     from gradveil.integrations.flower.leaks import leak_guard
     from gradveil.integrations.flower.mods import guard_mod, update_mod
+    from gradveil.integrations.flower.secure_client import secure_mod
+    from gradveil.integrations.flower.secure_grid import secured
     from gradveil.integrations.local_training import defended
 
 _PUBLIC = {
@@ -20,11 +22,15 @@ _PUBLIC = {
     "defended": "gradveil.integrations.local_training",
     "guard_mod": "gradveil.integrations.flower.mods",
     "leak_guard": "gradveil.integrations.flower.leaks",
+    "secure_mod": "gradveil.integrations.flower.secure_client",
+    "secured": "gradveil.integrations.flower.secure_grid",
     "update_mod": "gradveil.integrations.flower.mods",
     "weights_guard": "gradveil.integrations.flower.incoming",
 }
 
-__all__ = ["audited", "checked", "defended", "guard_mod", "leak_guard", "update_mod", "weights_guard"]
+__all__ = [
+    "audited", "checked", "defended", "guard_mod", "leak_guard", "secure_mod", "secured", "update_mod", "weights_guard",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -25,7 +25,9 @@ from gradveil.federated.engines import Job, World, work
 from gradveil.federated.simulate import client_seed
 from gradveil.integrations.flower.grids import AuditedGrid, GridView, audited, checked
 from gradveil.integrations.flower.mods import RULE
-from gradveil.integrations.flower.records import LOG, is_training, number, params_of, record_of
+from gradveil.integrations.flower.records import LOG, Next, is_training, number, params_of, record_of
+from gradveil.integrations.flower.secure_client import secure_mod
+from gradveil.integrations.flower.secure_grid import secured
 from gradveil.integrations.flower.settings import FlowerSettings, build_model, load_data
 from gradveil.integrations.local_training import fresh_rng
 from gradveil.losses import build as build_loss
@@ -46,7 +48,11 @@ def make_client_app(settings: FlowerSettings | None = None, mods: list[Any] | No
     def train(message: Message, context: Context) -> Message:
         return train_message(message, context, settings or FlowerSettings.from_config(context.run_config))
 
-    app = ClientApp(mods=mods or [])
+    def securely(message: Message, context: Context, call_next: Next) -> Message:
+        own = settings or FlowerSettings.from_config(context.run_config)
+        return secure_mod()(message, context, call_next) if own.secure_aggregation else call_next(message, context)
+
+    app = ClientApp(mods=[securely, *(mods or [])])
     app.query()(who)
     app.train()(train)
     return app
@@ -139,7 +145,9 @@ def serve(grid: Grid, settings: FlowerSettings) -> Outcome:
     """Run all rounds and return what came of them."""
     dataset, shares = load_data(settings.dataset, settings.data, settings.partition, settings.seed)
     model = build_model(settings, dataset)
-    chosen = ChosenGrid(grid, settings, [len(share) for share in shares])
+    sizes = [len(share) for share in shares]
+    secure = secured(grid, lost=settings.lost, max_examples=max(sizes)) if settings.secure_aggregation else None
+    chosen = ChosenGrid(secure or grid, settings, sizes)
     auditor = _auditor(chosen, settings, model, dataset, shares)
     watched = checked(auditor or chosen)
     outcome = Outcome()
@@ -153,6 +161,7 @@ def serve(grid: Grid, settings: FlowerSettings) -> Outcome:
         seen = evaluate(model, dataset.test, loss=settings.loss)
         row = {"round": number, "lr": settings.lr_of(number), "clients": chosen.drawn} | tally(watched.counts[-1])
         row |= {"accuracy": seen.accuracy, "loss": seen.loss, "seconds": round(time.perf_counter() - started, 4)}
+        row |= {"released": secure.released} if secure else {}
         row |= {"scored_by": seen.scored_by} if seen.scored_by != "accuracy" else {}
         started = time.perf_counter()
         outcome.rounds.append(row)

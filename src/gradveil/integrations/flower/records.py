@@ -20,6 +20,7 @@ except ImportError as error:
     raise MissingExtraError("Working with Flower", "flower") from error
 
 MOD_FAILED_PRECONDITION = 6  # flwr.common.constant.ErrorCode: what Flower's own mods answer with
+WITHHELD = "Update withheld: "  # how the reason of an error begins
 PSNR, FLOOR, CHECKED = LEAK_METRICS = "leak-psnr", "leak-floor", "leak-checked"  # what a leak guard adds to the metrics
 LOG = logging.getLogger("flwr")  # Flower shows what is said here with a run's log
 Next = Callable[[Message, Context], Message]  # the next mod, and in the end the client's own function
@@ -66,7 +67,7 @@ def add_metrics(reply: Message, values: dict[str, float]) -> None:
 
 def withhold(message: Message, reason: str) -> Message:
     """Return an error in place of the reply: nothing of the client leaves, and the server is told why."""
-    return Message(Error(code=MOD_FAILED_PRECONDITION, reason=f"Update withheld: {reason}"), reply_to=message)
+    return Message(Error(code=MOD_FAILED_PRECONDITION, reason=f"{WITHHELD}{reason}"), reply_to=message)
 
 
 def defense_for(given: str | Defense | None, context: Context) -> Defense:

@@ -1,6 +1,7 @@
 """The settings of gradveil's own Flower app; a run config is the same by other names (``batch-size``)."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,12 +13,39 @@ from gradveil import data as datasets
 from gradveil import models
 from gradveil.data.base import Dataset
 from gradveil.data.partition import Indices, partition
-from gradveil.errors import SpecError, did_you_mean
+from gradveil.errors import DefenseError, SpecError, did_you_mean
 from gradveil.federated.server import SERVERS
 from gradveil.federated.settings import Averaging, Training
 from gradveil.federated.simulate import sample_clients
 from gradveil.registry import parse
 from gradveil.seeds import Seeds
+
+SINGLE = ("fedmedian", "fedtrimmedavg", "krum", "multikrum", "bulyan")  # strategies that look at each update
+MODULUS = 2**32  # of the ring in which a secure sum is taken
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """The clients of one secure sum: K are asked, and a share of them may be lost on the way."""
+
+    size: int
+    lost: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.size < 2:
+            raise DefenseError("A sum of one client is that client's update. Ask for at least two clients.")
+        if not 0 <= self.lost < 1:
+            raise DefenseError(f"lost={self.lost:g} is no share: give a number from 0 to below 1.")
+
+    @property
+    def fewest(self) -> int:
+        """How many must arrive before anything is unmasked."""
+        return max(2, math.ceil(self.size * (1 - self.lost) - 1e-9))
+
+    @property
+    def levels(self) -> int:
+        """Into how many steps a number's range is cut: as many as K of them can be added up without overflow."""
+        return int(min(2**30, 2 ** math.floor(math.log2((MODULUS - 1) / self.size))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +64,26 @@ class FlowerSettings(Averaging):
     audit: str = ""  # attack a sample of the updates in each round with this; empty: no audit
     audit_sample: int = 1
     audit_max_examples: int = 16  # an update of more examples is not attacked
+    secure_aggregation: bool = False  # SecAgg+: the server sees the sum of a round's updates only
+    lost: float = 0.0  # share of a round's clients that may drop out of a secure sum; with fewer it is not released
     out: str = ""  # folder on the server for rounds.jsonl and model.safetensors; empty: keep nothing
 
     def __post_init__(self) -> None:
         if self.batch_size == 0:  # a run config has no None
             object.__setattr__(self, "batch_size", None)
         super().__post_init__()
+        if self.secure_aggregation:
+            self._check_secure()
+        elif self.lost:
+            raise SpecError("lost is a share of the clients of a secure sum. Set secure-aggregation = true as well.")
+
+    def _check_secure(self) -> None:
+        """Raise where a sum of all updates is not what the run asks for."""
+        Cohort(self.clients, self.lost)
+        if self.audit:
+            raise SpecError("Under secure aggregation the server sees no single update to audit. Leave audit out.")
+        if (name := parse(self.strategy).name) in SINGLE:
+            raise SpecError(f"{name} compares single updates, and under secure aggregation there is only their sum.")
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "FlowerSettings":
