@@ -15,9 +15,10 @@ from gradveil.errors import DataError, GradveilError, SpecError
 from gradveil.federated.checkpoint import Checkpoint
 from gradveil.federated.client import evaluate, local_update
 from gradveil.federated.engines import ENGINES
+from gradveil.federated.ledger import sample_clients
 from gradveil.federated.schedules import SCHEDULES
 from gradveil.federated.server import Faults
-from gradveil.federated.simulate import Training, Variant, client_seed, sample_clients, simulate, simulate_together
+from gradveil.federated.simulate import Training, Variant, client_seed, simulate, simulate_together
 from gradveil.models import build as build_model
 from gradveil.seeds import Seeds
 from gradveil.tree import parameters

@@ -82,7 +82,7 @@ class PlannedRun:
         """Raise where secure aggregation would hide nothing, or less than it seems to."""
         if tier != "aggregate":
             return
-        if self.cohort < 2 or self.honest <= 1:
+        if self.honest < 2:
             raise CertificateError(
                 f"tier=aggregate with a cohort of {self.cohort} ({self.honest:.3g} of them counted on): a sum of one "
                 "hides nothing. Take a larger cohort, or tier=local."

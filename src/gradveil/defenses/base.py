@@ -145,6 +145,16 @@ class Defense(ABC):
         """Return what one participation costs a record, as μ² of Gaussian DP; None: nothing is promised."""
         return None
 
+    @property
+    def allowance(self) -> float | None:
+        """μ² that a record may spend over a whole run; None: no limit."""
+        return None
+
+    @property
+    def fewest(self) -> int:
+        """The fewest clients of a round whose sum may be released; 0: each update is released by itself."""
+        return 0
+
     def for_server(self) -> "Defense":
         """Return the defence as a server has it: where a setting is a secret of the client, with another secret."""
         return self

@@ -98,6 +98,16 @@ class Compose(Defense):
         """Return what the part with a promise costs; what is done to its releases costs nothing."""
         return next((cost for part in self.parts if (cost := part.spends(epochs)) is not None), None)
 
+    @property
+    def allowance(self) -> float | None:
+        """What the part with a promise may spend."""
+        return min((part.allowance for part in self.parts if part.allowance is not None), default=None)
+
+    @property
+    def fewest(self) -> int:
+        """The fewest clients that every part asks for."""
+        return max((part.fewest for part in self.parts), default=0)
+
     def for_server(self) -> Defense:
         """Return the parts as a server has them."""
         return replace(self, parts=tuple(part.for_server() for part in self.parts))

@@ -10,13 +10,13 @@ Gaussian-DP, and R of them √(E R)/z, against any server that chooses the weigh
 """
 
 from dataclasses import dataclass, replace
-from math import sqrt
+from math import ceil, sqrt
 from typing import ClassVar, Literal
 
 import torch
 from torch import Generator, Tensor, nn
 
-from gradveil.certificates.plan import PlannedRun
+from gradveil.certificates.plan import PROMISES, PlannedRun, z_run_of
 from gradveil.countermeasures import Countermeasure
 from gradveil.defenses.base import DEFENSES, Defense, check_choice
 from gradveil.defenses.noise import draw_all, normal
@@ -24,8 +24,6 @@ from gradveil.errors import DefenseError, SpecError
 from gradveil.gradients.records import Records
 from gradveil.tree import Params, norm, scale
 from gradveil.types import Observation
-
-Z_RUN = {"reconstruction": 0.5, "identification": 1.0}  # multiplier of the whole run that each promise needs
 
 
 @DEFENSES.register("veil")
@@ -35,8 +33,8 @@ class Veil(Defense):
 
     ``z`` is the noise multiplier of a release. Instead of it a promise over the whole run may be given, from which z
     follows: z/√(E R) = 0.5 (reconstruction) or 1 (identification), ρ, or ε at δ. With ``tier=aggregate`` the server
-    sees nothing but the sum of a cohort, as under secure aggregation: each of K clients adds 1/√(K (1 - lost)) of the
-    noise, and takes one local step a round.
+    sees nothing but the sum of a cohort, as under secure aggregation: each of K clients adds 1/√(K (1 - lost -
+    colluding)) of the noise, and takes one local step a round.
     """
 
     draws_on_device: ClassVar[bool] = True
@@ -46,28 +44,34 @@ class Veil(Defense):
     clip: float = 1.0  # C: the longest gradient of a record
     tier: Literal["local", "aggregate"] = "local"  # what the server sees: each client's update, or their sum
     cohort: int | None = None  # clients of a round; tier=aggregate; the planned run says it
-    lost: float = 0.0  # share of a cohort that may drop out or work with the server; tier=aggregate
+    lost: float = 0.0  # share of a cohort that may drop out of a round; tier=aggregate
+    colluding: float = 0.0  # share of a cohort that may work with the server; tier=aggregate
     promise: Literal["reconstruction", "identification"] | None = None  # over the whole run
     rho: float | None = None  # over the whole run
+    epsilon: float | None = None  # over the whole run, at delta
+    delta: float = 1e-5
+    limit: float | None = None  # μ² that a record may spend over the whole run; a promise says it
 
     def __post_init__(self) -> None:
-        given = [name for name in ("z", "promise", "rho") if getattr(self, name) is not None]
+        given = [name for name in ("z", "promise", "rho", "epsilon") if getattr(self, name) is not None]
         if len(given) > 1:
             raise SpecError(f"{' and '.join(given)} both say how much noise there is. Give one of them.")
-        for name in ("z", "clip", "rho"):
+        for name in ("z", "clip", "rho", "epsilon", "limit"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise SpecError(f"{name}={value}: give a number above 0.")
         check_choice("shape", self.shape, ("iso",))
         check_choice("tier", self.tier, ("local", "aggregate"))
         if self.promise is not None:
-            check_choice("promise", self.promise, Z_RUN)
-        if not 0 <= self.lost < 1:
-            raise SpecError(f"lost={self.lost} is no share: give a number from 0 to below 1.")
-        if self.cohort is not None and self.tier == "aggregate" and self.cohort * (1 - self.lost) < 2:
+            check_choice("promise", self.promise, PROMISES)
+        if not 0 < self.delta < 1:
+            raise SpecError(f"delta={self.delta}: give a chance between 0 and 1, e.g. 1e-5.")
+        if not (self.lost >= 0 and self.colluding >= 0 and self.lost + self.colluding < 1):
+            raise SpecError(f"lost={self.lost}, colluding={self.colluding}: give shares from 0, together below 1.")
+        if self.cohort is not None and self.tier == "aggregate" and self.honest < 2:
             raise SpecError(
                 f"tier=aggregate hides a client among others, and of a cohort of {self.cohort} with lost={self.lost} "
-                f"fewer than two are left. Use tier=local, or a larger cohort."
+                f"and colluding={self.colluding} fewer than two are left. Use tier=local, or a larger cohort."
             )
 
     def for_run(self, run: PlannedRun) -> "Veil":
@@ -75,13 +79,33 @@ class Veil(Defense):
         self.check_steps(run.steps)
         known = self
         if self.tier == "aggregate":
-            known = replace(self, cohort=self.cohort or run.cohort, lost=max(self.lost, run.lost))
-        root = sqrt(run.epochs * run.participations)
-        if self.promise is not None:
-            return replace(known, z=Z_RUN[self.promise] * root, promise=None)
-        if self.rho is not None:
-            return replace(known, z=root / sqrt(2 * self.rho), rho=None)
-        return known
+            lost, colluding = max(self.lost, run.lost), max(self.colluding, run.colluding)
+            known = replace(self, cohort=self.cohort or run.cohort, lost=lost, colluding=colluding)
+        if (z_run := self._promised) is None:
+            return known
+        return replace(known, z=run.z(z_run), limit=self.allowance, promise=None, rho=None, epsilon=None)
+
+    @property
+    def _promised(self) -> float | None:
+        """The multiplier of the whole run that the promise asks for; None where z is given."""
+        if self.promise is None and self.rho is None and self.epsilon is None:
+            return None
+        return z_run_of(self.promise, self.epsilon, self.delta, self.rho)
+
+    @property
+    def allowance(self) -> float | None:
+        """μ² that a record may spend over the whole run."""
+        return self.limit if (z_run := self._promised) is None else min(1 / z_run**2, self.limit or float("inf"))
+
+    @property
+    def honest(self) -> float:
+        """The clients of a round whose noise is in the sum and secret."""
+        return (self.cohort or 1) * (1 - self.lost - self.colluding)
+
+    @property
+    def fewest(self) -> int:
+        """The fewest arrivals whose sum may be released; in the local tier each is released by itself."""
+        return ceil((self.cohort or 1) * (1 - self.lost) - 1e-9) if self.tier == "aggregate" else 0
 
     def check_steps(self, steps: int) -> None:
         """Raise where the sum of a cohort would hide nothing: clients that take several steps before it is formed."""
@@ -95,8 +119,9 @@ class Veil(Defense):
     @property
     def multiplier(self) -> float:
         """z; raises where it follows from a run that nobody has planned."""
-        if self.z is None and (self.promise or self.rho):
-            what = f"promise={self.promise}" if self.promise else f"rho={self.rho}"
+        if self._promised is not None:
+            name = next(name for name in ("promise", "rho", "epsilon") if getattr(self, name) is not None)
+            what = f"{name}={getattr(self, name)}"
             raise DefenseError(
                 f"veil:{what} is a promise over a whole run, and nothing is known of the run here. Give z, which "
                 f"gradveil plan works out."
@@ -110,7 +135,7 @@ class Veil(Defense):
             return 1.0
         if self.cohort is None:
             raise DefenseError("tier=aggregate needs the number of clients in a round. Give cohort=K.")
-        return 1 / sqrt(self.cohort * (1 - self.lost))
+        return 1 / sqrt(self.honest)
 
     def spends(self, epochs: int) -> float:
         """Return μ² of one participation: E / z²."""

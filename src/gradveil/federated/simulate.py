@@ -1,7 +1,6 @@
 """Federated averaging in one process: a generator of rounds, of one run or of several at once."""
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradveil.certificates.plan import PlannedRun
+from gradveil.certificates.accountant import Account
 from gradveil.data.base import Dataset
 from gradveil.data.partition import Indices
 from gradveil.defenses.base import Defense, build
@@ -18,8 +17,9 @@ from gradveil.errors import DataError, GradveilError
 from gradveil.federated.checkpoint import Checkpoint
 from gradveil.federated.client import Sent
 from gradveil.federated.engines import ENGINES, Engine, Job, World
+from gradveil.federated.ledger import Ledger, planned_run
 from gradveil.federated.processes import Processes, available_cores
-from gradveil.federated.server import SERVERS, Arrival, Faults, Memory, merge
+from gradveil.federated.server import SERVERS, Arrival, Faults, Memory, Merged, merge
 from gradveil.federated.settings import Training
 from gradveil.federated.vectorised import why_not
 from gradveil.seeds import Seeds
@@ -49,11 +49,16 @@ class Round:
     rejected: dict[str, int]  # how many were not, by reason
     watched: tuple[Watched, ...]
     memory: Memory = field(repr=False, default_factory=dict)
+    accounts: tuple[Account, ...] = field(repr=False, default=())  # by client, where the defence promises something
 
     def checkpoint(self, **notes: Any) -> Checkpoint:
         """Return all that is needed to go on after this round."""
+        if self.accounts:
+            notes["accounts"] = [account.to_json() for account in self.accounts]
         return Checkpoint(self.number, dict(self.model.state_dict()), self.memory, notes)
 
+
+NOT_RELEASED = "too little noise"  # the sum of a round in which too few clients arrived
 
 Watch = int | Callable[[int, tuple[int, ...]], Sequence[int]]
 
@@ -83,13 +88,13 @@ def simulate(
     run = Run(model, dataset, clients, training or Training(), build(defense), seeds, faults, watch, resume)
     world = World(run.model, dataset.train, run.defense, run.training)
     with ENGINES.build(engine).start(world) as pool:
-        upcoming = run.jobs(run.first)
+        upcoming = run.jobs(run.first) if run.first <= run.training.rounds else []
         for number in range(run.first, run.training.rounds + 1):
             jobs, lr = upcoming, run.training.lr_of(number)
             run.begin(number, jobs)
             sent = pool.train(run.model, jobs, lr)
-            upcoming = run.jobs(number + 1)
-            pool.expect(upcoming if number < run.training.rounds else [])
+            upcoming = run.jobs(number + 1) if number < run.training.rounds else []
+            pool.expect(upcoming)
             yield run.finish(number, jobs, sent)
 
 
@@ -111,7 +116,8 @@ class Run:
         _check(dataset, clients, training)
         self.dataset, self.clients, self.training = dataset, clients, training
         self.seeds = seeds if isinstance(seeds, Seeds) else Seeds(seeds)
-        self.defense = defense.for_run(planned_run(self.seeds, clients, training))
+        self.defense = defense.for_run(planned_run(self.seeds, clients, training, defense))
+        self.ledger = Ledger(clients, training, self.defense)
         self.faults, self.watch = faults, watch
         self.model = copy.deepcopy(model).train()
         self.memory: Memory = {}
@@ -123,13 +129,15 @@ class Run:
             at = next(self.model.parameters()).device
             self.memory = {kind: {name: v.to(at) for name, v in tree.items()} for kind, tree in resume.memory.items()}
             self.first = resume.round + 1
+            self.ledger.restore(resume.notes.get("accounts"))
 
     def jobs(self, number: int) -> list[Job]:
         """Return the work of a round."""
-        return round_jobs(self.seeds, number, self.clients, self.training)
+        return round_jobs(self.seeds, number, self.clients, self.ledger.draw(self.seeds, number))
 
     def begin(self, number: int, jobs: Sequence[Job]) -> None:
-        """Note who is watched, and the model that they receive."""
+        """Note who is watched, and the model that they receive; charge the clients."""
+        self.ledger.pay(number, [job.client for job in jobs])
         chosen = tuple(job.client for job in jobs)
         self.wanted = chosen[: self.watch] if isinstance(self.watch, int) else tuple(self.watch(number, chosen))
         self.received = copy.deepcopy(self.model) if self.wanted else None
@@ -141,6 +149,8 @@ class Run:
         if self.faults is not None:
             arrivals = [self.faults.strike(a, self.seeds("fault", number, slot)) for slot, a in enumerate(arrivals)]
         merged = merge(self.model, arrivals, self.training.weighting, [len(part) for part in self.clients])
+        if 0 < merged.accepted < self.ledger.fewest:  # too little noise: the sum is not opened
+            merged = Merged({}, {}, 0, merged.rejected | {NOT_RELEASED: merged.accepted})
         if merged.accepted:
             server = SERVERS.build(self.training.aggregator)
             weights, self.memory = server.move(parameters(self.model), merged.target, self.memory)
@@ -156,6 +166,7 @@ class Run:
             rejected=merged.rejected,
             watched=watched,
             memory=self.memory,
+            accounts=tuple(self.ledger.accounts),
         )
 
     def _watched(self, jobs: Sequence[Job], sent: Sequence[Sent]) -> tuple[Watched, ...]:
@@ -166,34 +177,16 @@ class Run:
         )
 
 
-def planned_run(seeds: Seeds, clients: Sequence[Indices], training: Training) -> PlannedRun:
-    """Return what this run will be: who takes part, and how often at most, is known from the seeds."""
-    sizes, counts = [len(part) for part in clients], Counter[int]()
-    for number in range(1, training.rounds + 1):
-        counts.update(sample_clients(seeds, number, sizes, training))
-    most = max(counts.values(), default=1)
-    rounds = max(training.rounds, most)  # a client that is drawn twice in a round takes part twice
-    return PlannedRun(max(sizes), training.batch_size, training.epochs, rounds, most, training.clients)
-
-
-def sample_clients(seeds: Seeds, number: int, sizes: Sequence[int], training: Training) -> list[int]:
-    """Return the devices of a round, in the order in which they are served."""
-    rng = seeds("sample", number)
-    if training.sampling == "with":
-        return torch.multinomial(torch.tensor(sizes).double(), training.clients, True, generator=rng).tolist()
-    return torch.randperm(len(sizes), generator=rng)[: training.clients].tolist()
-
-
 def client_seed(seeds: Seeds, number: int, client: int, repeat: int = 0) -> int:
     """Return the seed of a client's shuffling and defence in a round; ``repeat`` counts if drawn again in it."""
     return seeds.number("client", number, client, repeat) if repeat else seeds.number("client", number, client)
 
 
-def round_jobs(seeds: Seeds, number: int, clients: Sequence[Indices], training: Training) -> list[Job]:
+def round_jobs(seeds: Seeds, number: int, clients: Sequence[Indices], chosen: Sequence[int]) -> list[Job]:
     """Return the work of a round: who was drawn, what each holds, and its seed."""
     seen: dict[int, int] = {}
     jobs = []
-    for client in sample_clients(seeds, number, [len(part) for part in clients], training):
+    for client in chosen:
         repeat = seen.get(client, 0)
         seen[client] = repeat + 1
         jobs.append(Job(client, clients[client], client_seed(seeds, number, client, repeat)))
@@ -254,6 +247,8 @@ def simulate_together(
     with chosen.start(World(runs[0].model, dataset.train, together, shared)) as pool:
         for number in range(1, shared.rounds + 1):
             jobs = [_jobs(run, number) for run in runs]
+            for run, some in zip(runs, jobs, strict=True):
+                run.begin(number, some)
             sent = iter(
                 pool.train(runs[0].model, [job for some in jobs for job in some], runs[0].training.lr_of(number))
             )

@@ -19,6 +19,7 @@ from gradveil.data import load
 from gradveil.data.partition import Indices, partition
 from gradveil.errors import DataError
 from gradveil.federated.client import shuffled
+from gradveil.federated.ledger import sample_clients
 from gradveil.federated.settings import Training
 from gradveil.federated.simulate import round_jobs
 from gradveil.seeds import Seeds
@@ -83,7 +84,8 @@ def logistic_rounds(
     onehot = F.one_hot(labels, len(start)).float()
     w, t = start.float(), 0
     for number in range(1, training.rounds + 1):
-        jobs = round_jobs(seeds, number, clients, training)
+        chosen = sample_clients(seeds, number, [len(part) for part in clients], training)
+        jobs = round_jobs(seeds, number, clients, chosen)
         orders = []
         for job in jobs:
             order, sizes = shuffled(len(job.indices), training, torch.Generator().manual_seed(job.seed))

@@ -14,9 +14,9 @@ from gradveil import models
 from gradveil.data.base import Dataset
 from gradveil.data.partition import Indices, partition
 from gradveil.errors import DefenseError, SpecError, did_you_mean
+from gradveil.federated.ledger import sample_clients
 from gradveil.federated.server import SERVERS
 from gradveil.federated.settings import Averaging, Training
-from gradveil.federated.simulate import sample_clients
 from gradveil.registry import parse
 from gradveil.seeds import Seeds
 

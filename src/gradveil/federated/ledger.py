@@ -1,0 +1,116 @@
+"""What every client of a run has spent, who is drawn, and which rounds may not be released."""
+
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from math import inf
+from typing import Any
+
+import torch
+
+from gradveil.certificates.accountant import Account
+from gradveil.certificates.plan import PlannedRun
+from gradveil.data.partition import Indices
+from gradveil.defenses.base import Defense
+from gradveil.errors import BudgetError, DefenseError
+from gradveil.federated.settings import Training
+from gradveil.seeds import Seeds
+
+
+def sample_clients(seeds: Seeds, number: int, sizes: Sequence[int], training: Training) -> list[int]:
+    """Return the devices of a round, in the order in which they are served."""
+    rng = seeds("sample", number)
+    if training.sampling == "with":
+        return torch.multinomial(torch.tensor(sizes).double(), training.clients, True, generator=rng).tolist()
+    return torch.randperm(len(sizes), generator=rng)[: training.clients].tolist()
+
+
+def planned_run(seeds: Seeds, clients: Sequence[Indices], training: Training, defense: Defense) -> PlannedRun:
+    """Return what this run will be: how often a client takes part at most follows from the draw.
+
+    With a budget clients take turns, so that nobody takes part more than once oftener than anybody else.
+    """
+    sizes, counts = [len(part) for part in clients], Counter[int]()
+    if defense.allowance is not None:
+        most = -(-max(training.rounds, 1) * training.clients // len(clients))
+    else:
+        for number in range(1, training.rounds + 1):
+            counts.update(sample_clients(seeds, number, sizes, training))
+        most = max(counts.values(), default=1)
+    rounds = max(training.rounds, most)  # a client that is drawn twice in a round takes part twice
+    return PlannedRun(max(sizes), training.batch_size, training.epochs, rounds, most, training.clients)
+
+
+class Ledger:
+    """The accounts of a run's clients under a defence that promises something; under any other it is empty."""
+
+    def __init__(self, clients: Sequence[Indices], training: Training, defense: Defense) -> None:
+        self.cost = defense.spends(training.epochs)  # of a participation
+        self.fewest, self.limit = defense.fewest, defense.allowance
+        self.training, self.sizes = training, [len(part) for part in clients]
+        names = [f"{i}-{zlib.crc32(part.tobytes()):08x}" for i, part in enumerate(clients)]
+        self.accounts = [] if self.cost is None else [Account(name, limit=self.limit or inf) for name in names]
+        self._check()
+
+    def _check(self) -> None:
+        """Raise where the noise of a sum, or the count of participations, would not be what the promise needs."""
+        if self.training.sampling == "with" and (self.fewest or self.limit is not None):
+            raise DefenseError(
+                "A budget and tier=aggregate need clients that are drawn once a round: sampling=without."
+            )
+        if not self.fewest:
+            return
+        if self.fewest > self.training.clients:
+            raise DefenseError(
+                f"tier=aggregate counts on {self.fewest} clients a round, and {self.training.clients} take part. Give "
+                "the cohort that there is."
+            )
+        if self.training.weighting == "uniform" and len(set(self.sizes)) > 1:
+            raise DefenseError(
+                "tier=aggregate needs every record to count alike in the sum, and with clients of different sizes "
+                "weighting=uniform lets those of small clients count more. Use weighting=samples."
+            )
+
+    def restore(self, saved: Any) -> None:
+        """Go on from the accounts of a checkpoint, which must be those of these clients."""
+        if self.cost is None and saved:
+            raise BudgetError(
+                "The checkpoint has accounts, and this defence promises nothing. Go on with the one it had."
+            )
+        if self.cost is None:
+            return
+        if not isinstance(saved, list) or len(saved) != len(self.accounts):
+            raise BudgetError(
+                f"The checkpoint has no accounts of these {len(self.accounts)} clients: its rounds were not protected, "
+                "or it is of other clients. Start a new run."
+            )
+        read = [Account.from_json(data, own.client) for data, own in zip(saved, self.accounts, strict=True)]
+        self.accounts = [Account(own.client, own.spent, self.limit or inf) for own in read]
+
+    def draw(self, seeds: Seeds, number: int) -> list[int]:
+        """Return the clients of a round: with a budget those who have spent least, in a random order among equals.
+
+        Where too few can pay there are none.
+        """
+        if self.cost is None or self.limit is None:
+            return sample_clients(seeds, number, self.sizes, self.training)
+        order = torch.randperm(len(self.sizes), generator=seeds("sample", number)).tolist()
+        chosen = sorted(self._able(order), key=lambda client: self.accounts[client].spent)[: self.training.clients]
+        return chosen if len(chosen) >= self.fewest else []
+
+    def _able(self, clients: Sequence[int]) -> list[int]:
+        return [i for i in clients if self.cost is not None and self.accounts[i].allows(self.cost)]
+
+    def pay(self, number: int, clients: Sequence[int]) -> None:
+        """Charge those who were drawn, before they send: what is lost on the way may have been seen."""
+        if self.cost is None:
+            return
+        if not clients:
+            most, able = max(account.spent for account in self.accounts), len(self._able(range(len(self.sizes))))
+            raise BudgetError(
+                f"Round {number} is refused: a participation costs μ² = {self.cost:.4g}, and {able} of "
+                f"{len(self.sizes)} clients have that left (spent: {most:.4g} of {self.limit:.4g}). Plan all rounds "
+                "from the start, with the noise that they need."
+            )
+        for client in clients:
+            self.accounts[client] = self.accounts[client].spend(self.cost)
