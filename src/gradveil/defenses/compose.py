@@ -126,6 +126,11 @@ def one_on_records(parts: Sequence[Defense]) -> Defense:
     if len(acting) > 1:
         raise SpecError(f"{' and '.join(names)} both make a step's gradient out of its records. Keep one of them.")
     for part in parts:
+        if acting and acting[0].fewest and part.acts_on & {"gradient", "update"}:
+            raise SpecError(
+                f"tier=aggregate needs the sum of the noisy gradients, and {describe(part)} changes each client's by "
+                f"itself. Keep one of them."
+            )
         if acting and ("representation" in part.acts_on or ("batch" in part.acts_on and not part.keeps_apart)):
             raise SpecError(
                 f"{describe(part)} acts before {names[0]} and may mix the records of a batch, so that the promise of "

@@ -65,6 +65,11 @@ class Ledger:
                 f"tier=aggregate counts on {self.fewest} clients a round, and {self.training.clients} take part. Give "
                 "the cohort that there is."
             )
+        if self.training.adaptive or self.training.clip:
+            raise DefenseError(
+                "tier=aggregate needs the sum of the noisy gradients, and an adaptive optimizer or a clip of the step "
+                "changes each client's by itself. Use optimizer=sgd and clip=0."
+            )
         if self.training.weighting == "uniform" and len(set(self.sizes)) > 1:
             raise DefenseError(
                 "tier=aggregate needs every record to count alike in the sum, and with clients of different sizes "
@@ -95,18 +100,22 @@ class Ledger:
         if self.cost is None or self.limit is None:
             return sample_clients(seeds, number, self.sizes, self.training)
         order = torch.randperm(len(self.sizes), generator=seeds("sample", number)).tolist()
-        chosen = sorted(self._able(order), key=lambda client: self.accounts[client].spent)[: self.training.clients]
+        chosen = self.able(order)[: self.training.clients]
         return chosen if len(chosen) >= self.fewest else []
 
-    def _able(self, clients: Sequence[int]) -> list[int]:
-        return [i for i in clients if self.cost is not None and self.accounts[i].allows(self.cost)]
+    def able(self, clients: Sequence[int]) -> list[int]:
+        """Return those who can pay for a round, first those who have spent least; without a budget all as they are."""
+        if self.cost is None or self.limit is None:
+            return list(clients)
+        left = [client for client in clients if self.accounts[client].allows(self.cost)]
+        return sorted(left, key=lambda client: self.accounts[client].spent)
 
     def pay(self, number: int, clients: Sequence[int]) -> None:
         """Charge those who were drawn, before they send: what is lost on the way may have been seen."""
         if self.cost is None:
             return
         if not clients:
-            most, able = max(account.spent for account in self.accounts), len(self._able(range(len(self.sizes))))
+            most, able = max(account.spent for account in self.accounts), len(self.able(range(len(self.sizes))))
             raise BudgetError(
                 f"Round {number} is refused: a participation costs μ² = {self.cost:.4g}, and {able} of "
                 f"{len(self.sizes)} clients have that left (spent: {most:.4g} of {self.limit:.4g}). Plan all rounds "

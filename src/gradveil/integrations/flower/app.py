@@ -1,8 +1,9 @@
 """gradveil's own Flower app: the in-process client and rounds behind Flower's messages and strategies."""
 
 import inspect
+import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,17 +17,17 @@ from torch import nn
 
 from gradveil.data.base import Dataset
 from gradveil.data.partition import Indices
-from gradveil.defenses.base import build
-from gradveil.errors import DataError, GradveilError, SpecError, did_you_mean
+from gradveil.errors import BudgetError, DataError, GradveilError, SpecError, did_you_mean
 from gradveil.experiments.run_folder import MODEL, RunFolder
 from gradveil.federated.checkpoint import Checkpoint
 from gradveil.federated.client import Sent, evaluate
 from gradveil.federated.engines import Job, World, work
-from gradveil.federated.simulate import client_seed
-from gradveil.integrations.flower.grids import AuditedGrid, GridView, audited, checked
+from gradveil.federated.simulate import NOT_RELEASED, client_seed
+from gradveil.integrations.flower.chosen_grid import DEVICE, ChosenGrid
+from gradveil.integrations.flower.grids import AuditedGrid, audited, checked
 from gradveil.integrations.flower.mods import RULE
-from gradveil.integrations.flower.records import LOG, Next, is_training, number, params_of, record_of
-from gradveil.integrations.flower.secure_client import secure_mod
+from gradveil.integrations.flower.records import SPENT, Next, number, params_of, pay, record_of, withhold
+from gradveil.integrations.flower.secure_client import check_sum, secure_mod
 from gradveil.integrations.flower.secure_grid import secured
 from gradveil.integrations.flower.settings import FlowerSettings, build_model, load_data
 from gradveil.integrations.local_training import fresh_rng
@@ -34,8 +35,6 @@ from gradveil.losses import build as build_loss
 from gradveil.registry import convert, parse
 from gradveil.tree import Params
 from gradveil.types import Batch
-
-DEVICE = "partition-id"  # what Flower calls the number of a node's share of the data
 
 
 def make_client_app(settings: FlowerSettings | None = None, mods: list[Any] | None = None) -> ClientApp:
@@ -72,10 +71,20 @@ def train_message(message: Message, context: Context, settings: FlowerSettings) 
     model = build_model(settings, dataset)
     model.load_state_dict(before)
     local = replace(settings, proximal=number(message, "proximal-mu", settings.proximal))  # the strategy may set it
-    defense = build(str(context.node_config.get("defense", settings.defense)))
+    lr = number(message, "lr", settings.lr)
+    defense, ledger = settings.ledger(shares, str(context.node_config.get("defense", "")))
+    if defense.fewest:
+        check_sum(defense, context, lr)
+    if ledger.cost is not None:
+        try:
+            pay(context, ledger.accounts[device].client, ledger.cost, ledger.limit or math.inf)
+        except BudgetError as error:
+            return withhold(message, f"{SPENT}{error}")
     world = World(model, dataset.train, defense, local)
     seed = fresh_rng().initial_seed() if settings.secret else client_seed(settings.seeds, round_number, device)
-    sent = work(model, world, Job(device, shares[device], seed), number(message, "lr", settings.lr))
+    sent = work(model, world, Job(device, shares[device], seed), lr)
+    if settings.secure_aggregation:  # float32 would round a small step of a large weight before the sum does
+        before = {name: value.double() if value.is_floating_point() else value for name, value in before.items()}
     metrics = {"num-examples": sent.update.num_examples, "num-steps": sent.update.num_steps}
     return Message(
         RecordDict({"arrays": record_of(weights_after(before, sent)), "metrics": MetricRecord(metrics)}),
@@ -146,8 +155,11 @@ def serve(grid: Grid, settings: FlowerSettings) -> Outcome:
     dataset, shares = load_data(settings.dataset, settings.data, settings.partition, settings.seed)
     model = build_model(settings, dataset)
     sizes = [len(share) for share in shares]
-    secure = secured(grid, lost=settings.lost, max_examples=max(sizes)) if settings.secure_aggregation else None
-    chosen = ChosenGrid(secure or grid, settings, sizes)
+    defense, ledger = settings.ledger(shares)
+    secure = None
+    if settings.secure_aggregation:
+        secure = secured(grid, lost=settings.lost, max_examples=max(sizes), defense=defense)
+    chosen = ChosenGrid(secure or grid, settings, ledger)
     auditor = _auditor(chosen, settings, model, dataset, shares)
     watched = checked(auditor or chosen)
     outcome = Outcome()
@@ -188,58 +200,6 @@ def serve(grid: Grid, settings: FlowerSettings) -> Outcome:
     return outcome
 
 
-class ChosenGrid(GridView):
-    """Shows a strategy the nodes of this round only: the first K connected devices in the order of the draw.
-
-    With every device connected these are the devices that the in-process simulation draws from the same seed.
-    """
-
-    def __init__(self, grid: Grid, settings: FlowerSettings, sizes: list[int]) -> None:
-        super().__init__(grid)
-        self._settings, self._sizes = settings, sizes
-        self.devices: dict[int, int] = {}  # node -> device, as the nodes say
-        self._round = 1
-        self.drawn: list[int] = []
-
-    def get_node_ids(self) -> list[int]:
-        """Return the nodes of this round, as soon as enough are connected."""
-        while len(nodes := self._known()) < self._settings.clients:
-            LOG.info("Waiting for nodes: %s connected, %s needed.", len(nodes), self._settings.clients)
-            time.sleep(1)
-        order = self._settings.order_of(self._round, self._sizes)
-        self.drawn = [device for device in order if device in nodes][: self._settings.clients]
-        return [nodes[device] for device in self.drawn]
-
-    def _known(self) -> dict[int, int]:
-        """Return the connected devices with their nodes."""
-        connected = set(self._grid.get_node_ids())
-        self._ask(sorted(connected - self.devices.keys()))
-        known = {device: node for node, device in sorted(self.devices.items()) if node in connected}
-        return {device: node for device, node in known.items() if 0 <= device < len(self._sizes)}
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Send messages and wait for the replies; those for training carry the round's learning rate."""
-        out = list(messages)
-        for message in out:
-            if is_training(message):
-                message.content["config"]["lr"] = self._settings.lr_of(self._round)
-        return super().send_and_receive(out, timeout=timeout)
-
-    def round_ended(self, sent: list[Message], replies: list[Message]) -> None:
-        """Go on to the next draw."""
-        self._round += 1
-
-    def _ask(self, nodes: list[int]) -> None:
-        """Ask new nodes which device they are: node ids are random, and the draw is of devices."""
-        questions = [Message(RecordDict(), dst_node_id=node, message_type="query") for node in nodes]
-        for answer in self._grid.send_and_receive(questions, timeout=300) if questions else []:
-            device = -1 if answer.has_error() else int(answer.content["node"][DEVICE])
-            self.devices[answer.metadata.src_node_id] = device
-            if not 0 <= device < len(self._sizes):
-                why = answer.error.reason if answer.has_error() else f"its partition-id is {device}"
-                LOG.warning("Node %s is left out: %s", answer.metadata.src_node_id, why)
-
-
 def _auditor(
     grid: "ChosenGrid", settings: FlowerSettings, model: nn.Module, dataset: Dataset, shares: list[Indices]
 ) -> AuditedGrid | None:
@@ -269,5 +229,11 @@ def _auditor(
 
 def tally(counts: dict[str, int]) -> dict[str, Any]:
     """Return a round's count of replies as the in-process rounds have it: how many were averaged, and why not."""
-    turned_away = {"dropped": counts["silent"], "failed": counts["failed"], "malformed": counts["rejected"]}
+    turned_away = {
+        "dropped": counts["silent"],
+        "failed": counts["failed"],
+        "malformed": counts["rejected"],
+        "budget spent": counts.get("spent", 0),
+        NOT_RELEASED: counts.get("not released", 0),
+    }
     return {"accepted": counts["kept"], "rejected": {why: count for why, count in turned_away.items() if count}}

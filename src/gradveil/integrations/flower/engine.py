@@ -76,14 +76,13 @@ def check(settings: "FlowerSettings") -> int:
     if importlib.util.find_spec("flwr") is None:
         raise MissingExtraError("The Flower engine", "flower")
     os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
-    from gradveil.defenses.base import build
     from gradveil.experiments.scene import fitting_model
     from gradveil.integrations.flower.app import build_strategy
     from gradveil.integrations.flower.settings import load_data
 
     dataset, shares = load_data(settings.dataset, settings.data, settings.partition, settings.seed)
     fitting_model(settings.model, dataset, settings.loss, settings.seed)
-    build(settings.defense)
+    settings.ledger(shares)
     build_strategy(settings.strategy)
     if settings.clients > len(shares):
         raise GradveilError(f"{settings.clients} clients a round were asked for and there are {len(shares)}.")

@@ -25,6 +25,8 @@ from gradveil.integrations.flower.records import (
     CHECKED,
     LEAK_METRICS,
     LOG,
+    SPENT,
+    UNRELEASED,
     add_metrics,
     arrays_of,
     is_training,
@@ -198,7 +200,8 @@ audited = AuditedGrid
 class CheckedGrid(GridView):
     """The grid with malformed replies turned into errors: ``strategy.start(grid=checked(grid), ...)``.
 
-    ``counts`` has one row per round: sent, kept, failed, rejected, silent. Flower stops at metrics that not every reply
+    ``counts`` has one row per round: sent, kept, failed, rejected, silent, and where there are any spent (a budget)
+    and not released (a secure sum of too few). Flower stops at metrics that not every reply
     has. Where some clients measured a leak and some did not, those get the average of the others, weighted by
     examples, so that Flower's average is that of the clients that measured; their ``leak-checked`` is 0.
     """
@@ -227,16 +230,20 @@ class CheckedGrid(GridView):
 
     def round_ended(self, sent: list[Message], replies: list[Message]) -> None:
         """Count the round."""
-        failed, rejected = sum(reply.has_error() for reply in replies), self._rejected.total()
+        reasons = [str(reply.error.reason) for reply in replies if reply.has_error()]
+        spent, unreleased = (sum(word in reason for reason in reasons) for word in (SPENT, UNRELEASED))
+        failed, rejected = len(reasons), self._rejected.total()
         self._rejected.clear()
         self.counts.append(
             {
                 "sent": len(sent),
                 "kept": len(replies) - failed,
-                "failed": failed - rejected,
+                "failed": failed - rejected - spent - unreleased,
                 "rejected": rejected,
                 "silent": len(sent) - len(replies),
             }
+            | ({"spent": spent} if spent else {})
+            | ({"not released": unreleased} if unreleased else {})
         )
         _even([reply for reply in replies if not reply.has_error()])
 

@@ -20,6 +20,9 @@ from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFI
 from flwr.compat.common.recorddict_compat import fitres_to_recorddict
 from flwr.server.workflow import SecAggPlusWorkflow
 
+from gradveil.defenses.base import Defense
+from gradveil.defenses.compose import Compose
+from gradveil.defenses.veil import Veil
 from gradveil.errors import DefenseError, GradveilError
 from gradveil.integrations.flower.mods import check_reply
 from gradveil.integrations.flower.records import WITHHELD, Next, arrays_of, is_training, number, params_of, withhold
@@ -60,6 +63,54 @@ secure_mod = SecureMod
 def agreed(context: Context) -> dict[str, Any]:
     """Return what the server said of the secure sum that is under way."""
     return dict(context.state.config_records.get(RECORD_KEY_STATE, {}))
+
+
+TAIL = 12.0  # standard deviations of noise that are never reached: 1e-32 for each number
+FINE = 4.0  # the steps of the grid that a standard deviation must have, so that rounding is as good as none
+
+
+@dataclass(frozen=True)
+class NoisySum:
+    """What ``tier=aggregate`` counts on: K clients, each of which adds its part of the noise to one step's sum."""
+
+    size: int
+    fewest: int
+    longest: float  # that the part of one record can be
+    std: float  # of a client's noise
+
+    @classmethod
+    def of(cls, defense: Defense) -> "NoisySum":
+        """Return what a defence with ``tier=aggregate`` counts on, in a planned run."""
+        parts = defense.parts if isinstance(defense, Compose) else (defense,)
+        veil = next(part for part in parts if isinstance(part, Veil))
+        std = veil.multiplier * veil.clip * veil.own_part
+        return cls(veil.cohort or 1, veil.fewest, veil.clip, std)
+
+    def reach(self, lr: float, examples: int) -> float:
+        """Return what no number of a client's change exceeds, counted as part of ``examples``."""
+        return lr * (self.longest + TAIL * self.std / examples)
+
+    def check(self, said: dict[str, Any], lr: float) -> None:
+        """Raise unless the secure sum that the server has set up keeps the promise."""
+        size, most = said.get("sample_num", 0), said.get("max_weight", 0.0)
+        if size != self.size or said["share_num"] != size or said["threshold"] < self.fewest:
+            raise DefenseError(
+                f"tier=aggregate counts on {self.size} clients, of which {self.fewest} arrive, and the secure sum is "
+                f"of {size}, and opened for {said.get('threshold', 0)}."
+            )
+        if said["clipping_range"] < self.reach(lr, most) * (1 - 1e-9):
+            raise DefenseError("the secure sum would cut off what the noise needs.")
+        step, std = 2 * said["clipping_range"] / said["target_range"], lr * self.std / most
+        if step * FINE > std:
+            raise DefenseError(
+                f"the secure sum rounds to {step:.2g}, and the noise of a client is {std:.2g}: {FINE:g} steps a "
+                f"standard deviation are needed. Use more noise, or clients with fewer records."
+            )
+
+
+def check_sum(defense: Defense, context: Context, lr: float) -> None:
+    """Raise unless the secure sum that is under way keeps the promise of a defence with ``tier=aggregate``."""
+    NoisySum.of(defense).check(agreed(context), lr)
 
 
 def _in_older_form(message: Message, reply: Message, context: Context) -> Message:

@@ -16,17 +16,20 @@ from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECOR
 from flwr.server.workflow.constant import Key as WorkflowKey
 from flwr.serverapp import Grid
 
+from gradveil.defenses.base import Defense
 from gradveil.integrations.flower.grids import GridView
 from gradveil.integrations.flower.records import (
     LOG,
+    UNRELEASED,
     WITHHELD,
     arrays_of,
     is_training,
+    number,
     params_of,
     record_of,
     withhold,
 )
-from gradveil.integrations.flower.secure_client import floating
+from gradveil.integrations.flower.secure_client import NoisySum, floating
 from gradveil.integrations.flower.settings import MODULUS, Cohort
 
 
@@ -42,11 +45,23 @@ class SecureGrid(GridView):
         lost: the share of a round's clients that may drop out of it.
         reach: the largest change of one weight that is sent as it is; a larger one is cut to it.
         max_examples: the most examples that one client may have.
+        defense: of the clients; with ``tier=aggregate`` it says ``lost`` and ``reach``.
     """
 
-    def __init__(self, grid: Grid, *, lost: float = 0.0, reach: float = 8.0, max_examples: int = 1000) -> None:
+    def __init__(
+        self,
+        grid: Grid,
+        *,
+        lost: float = 0.0,
+        reach: float = 8.0,
+        max_examples: int = 1000,
+        defense: Defense | None = None,
+    ) -> None:
         super().__init__(grid)
         self.lost, self.reach, self.max_examples = lost, reach, max_examples
+        self.noise = NoisySum.of(defense) if defense and defense.fewest else None
+        if self.noise is not None:
+            self.lost = 1 - self.noise.fewest / self.noise.size
         self.released = True  # the last round's sum: too few may have arrived
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
@@ -58,17 +73,19 @@ class SecureGrid(GridView):
         return replies + (self._sum(asked, timeout) if asked else [])
 
     def _sum(self, asked: dict[int, Message], timeout: float | None) -> list[Message]:
-        cohort, stages = Cohort(len(asked), self.lost), Stages(self._grid)
-        protocol = SecureSum(asked, cohort, self.reach, self.max_examples, timeout)
+        first, cohort, reach = next(iter(asked.values())), Cohort(len(asked), self.lost), self.reach
+        if self.noise is not None:
+            reach = self.noise.reach(number(first, "lr", 1.0), self.max_examples)
+        stages, protocol = Stages(self._grid), SecureSum(asked, cohort, reach, self.max_examples, timeout)
         protocol.run(stages)
         failed = {node: reason for node, reason in stages.failed.items() if node not in protocol.metrics}
         replies = [withhold(asked[node], reason) for node, reason in failed.items()]
         self.released = protocol.mean is not None
         if protocol.mean is None:
-            why = f"not released: {len(stages.answered)} of {cohort.size} clients arrived, {cohort.fewest} are needed."
+            why = f"{UNRELEASED}{len(stages.answered)} of {cohort.size} clients arrived, {cohort.fewest} are needed."
             LOG.warning("Secure sum %s", why)
             return replies + [withhold(asked[node], why) for node in stages.answered]
-        key, record = arrays_of(next(iter(asked.values())))
+        key, record = arrays_of(first)
         before = params_of(record)
         after = dict(before)
         for name, change in zip(floating(before), protocol.mean, strict=True):

@@ -13,8 +13,9 @@ from gradveil import data as datasets
 from gradveil import models
 from gradveil.data.base import Dataset
 from gradveil.data.partition import Indices, partition
+from gradveil.defenses.base import Defense, build
 from gradveil.errors import DefenseError, SpecError, did_you_mean
-from gradveil.federated.ledger import sample_clients
+from gradveil.federated.ledger import Ledger, planned_run, sample_clients
 from gradveil.federated.server import SERVERS
 from gradveil.federated.settings import Averaging, Training
 from gradveil.registry import parse
@@ -106,6 +107,27 @@ class FlowerSettings(Averaging):
         """Return the run config: all values are numbers or text, as Flower asks."""
         values = dataclasses.asdict(self) | {"batch_size": self.batch_size or 0}
         return {name.replace("_", "-"): value for name, value in values.items()}
+
+    def ledger(self, shares: list[Indices], spec: str = "") -> tuple[Defense, Ledger]:
+        """Return the defence as this run needs it, or a site's own, and what it costs each device.
+
+        Raises where its promise would not hold.
+        """
+        training = Training(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Averaging)})
+        defense = build(spec or self.defense)
+        run = dataclasses.replace(planned_run(self.seeds, shares, training, defense), lost=self.lost)
+        defense = defense.for_run(run)
+        if defense.fewest and not self.secure_aggregation:
+            raise DefenseError(
+                "tier=aggregate is for servers that see the sum of a cohort only. Set secure-aggregation = true "
+                "(--secure-aggregation), or use tier=local."
+            )
+        if spec not in ("", self.defense) and (defense.fewest or build(self.defense).fewest):
+            raise DefenseError(
+                f"tier=aggregate needs the same defence on every site: the run has {self.defense!r}, and this site "
+                f"{spec!r}."
+            )
+        return defense, Ledger(shares, training, defense)
 
     @property
     def seeds(self) -> Seeds:
