@@ -3,20 +3,25 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call, grad, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from gradveil.errors import DefenseError
-from gradveil.layers.modules import copied_buffers, plain_attention, plain_checkpoints
+from gradveil.gradients.captured import KINDS, Seen, known, sum_of, wide
+from gradveil.gradients.functional import quiet
+from gradveil.layers.modules import copied_buffers, plain_attention, plain_checkpoints, ways_into
 from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.losses import build as build_loss
-from gradveil.tree import Params
+from gradveil.tree import Params, add, norm, subtract
 from gradveil.types import Batch
 
 HELD = 2**28  # bytes of gradients that are held at once; beyond, they are computed again when they are needed again
@@ -53,7 +58,7 @@ class Held(Records):
 
     def square_norms(self) -> Tensor:
         """Return each ||g_j||² (N,)."""
-        return torch.stack([_wide(g).flatten(1).square().sum(1) for g in self.gradients.values()]).sum(0)
+        return torch.stack([wide(g).flatten(1).square().sum(1) for g in self.gradients.values()]).sum(0)
 
     def along(self, directions: Params) -> Tensor:
         """Return the inner products (N, R)."""
@@ -97,23 +102,136 @@ class InParts(Records):
         return total
 
 
-def sum_of(terms: Sequence[Tensor]) -> Tensor:
-    """Return the sum of tensors of one shape, in float32 at least."""
-    return torch.stack([_wide(term) for term in terms]).sum(0)
+@dataclass
+class Captured(Records):
+    """Gradients by what the layers saw: of N records, or of (K, N) where the model's weights are those of K clients."""
 
+    layers: list[Seen]
+    like: Params  # the trained parameters, in order
+    shape: tuple[int, ...]  # (N,) or (K, N)
 
-def _wide(values: Tensor) -> Tensor:
-    return values.to(torch.promote_types(values.dtype, torch.float32))
+    @property
+    def count(self) -> int:  # type: ignore[override]
+        """How many records a client has."""
+        return self.shape[-1]
+
+    @cached_property
+    def _norms(self) -> Tensor:
+        return sum_of([layer.square_norms() for layer in self.layers])  # (K, N)
+
+    def square_norms(self) -> Tensor:
+        """Return each ||g_j||²."""
+        return self._norms.view(self.shape)
+
+    def along(self, directions: Params) -> Tensor:
+        """Return the inner products with directions (R, *shape)."""
+        found = [
+            layer.along(which, directions[layer.prefix + which].to(layer.delta))
+            for layer in self.layers
+            for which in layer.trained
+        ]
+        return sum_of(found).flatten(0, 1).unflatten(0, self.shape)
+
+    def weighted_sum(self, weights: Tensor) -> Params:
+        """Return Σ w_j g_j; with K clients, for each (K, *shape)."""
+        factors, bad = weights.view_as(self._norms).to(self._norms), ~self._norms.isfinite()
+        layers = [layer.without(bad & (factors == 0)) for layer in self.layers] if bool(bad.any()) else self.layers
+        found = {layer.prefix + w: layer.total(w, factors.to(layer.delta)) for layer in layers for w in layer.trained}
+        lead = self.shape[:-1]
+        return {
+            n: found[n].view(*lead, *p.shape).to(p) if n in found else p.new_zeros(*lead, *p.shape)
+            for n, p in self.like.items()
+        }
+
+    def clients(self, some: slice) -> "Captured":
+        """Return the records of some clients."""
+        count = len(range(*some.indices(self.shape[0])))
+        return Captured([layer.part(some) for layer in self.layers], self.like, (count, *self.shape[1:]))
 
 
 def records_of(model: nn.Module, batch: Batch, loss: Loss | Callable[[Tensor, Tensor], Tensor]) -> Records:
     """Return the gradients of each record's loss at the model's weights, by the fastest way that fits.
 
-    What mixes examples is refused: nobody could say then what one record's part is.
+    That is by what each layer saw, where all layers with parameters are known and run once, else ``torch.func`` on
+    batches of one. What mixes examples is refused: nobody could say then what one record's part is.
     """
-    minimised = CROSS_ENTROPY if loss is F.cross_entropy else build_loss(loss)
-    check_separable(model, minimised.of(batch.labels))
-    return _one_by_one(model, batch, minimised.of(batch.labels))
+    minimised = (CROSS_ENTROPY if loss is F.cross_entropy else build_loss(loss)).of(batch.labels)
+    check_separable(model, minimised)
+    checked = _CHECKED.setdefault(model, {})
+    key = (tuple(batch.inputs.shape), batch.inputs.dtype, model.training)
+    if key not in checked and len(batch):
+        checked[key] = _fits(model, batch, minimised)
+    if len(batch) and checked[key] and (found := capture(model, batch, minimised)) is not None:
+        return found
+    return _one_by_one(model, batch, minimised)
+
+
+_CHECKED: WeakKeyDictionary[nn.Module, dict[Any, bool]] = WeakKeyDictionary()  # models that were tried, by input
+
+
+def _fits(model: nn.Module, batch: Batch, loss: Loss) -> bool:
+    """Return whether what the layers saw gives the gradient of a record alone; raise where examples are mixed."""
+    with torch.random.fork_rng([batch.inputs.device] if batch.inputs.is_cuda else []), quiet(model, transformed=False):
+        own = [_gradient(model, batch[i : i + 1], loss) for i in range(min(2, len(batch)))]
+        if len(own) == 2:
+            both = _gradient(model, batch[:2], loss)
+            if not _same(both, add(own[0], own[1])) and _same(own[0], _gradient(model, batch[:1], loss)):
+                raise DefenseError(
+                    f"In {type(model).__name__} the gradient of an example depends on the others of its batch: no "
+                    f"record can be clipped by itself. Use layers that look at one example at a time."
+                )
+        found = capture(model, batch, loss)
+        first = torch.zeros(len(batch), device=batch.inputs.device)
+        first[0] = 1
+        return found is not None and _same(found.weighted_sum(first), own[0])
+
+
+def _gradient(model: nn.Module, batch: Batch, loss: Loss) -> Params:
+    """Return the gradient of the sum of the losses."""
+    weights = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    with torch.enable_grad():
+        value = loss.each(model(batch.inputs), batch.labels).sum()
+    return dict(zip(weights, torch.autograd.grad(value, list(weights.values()), materialize_grads=True), strict=True))
+
+
+def _same(a: Params, b: Params) -> bool:
+    """Return whether two gradients are the same but for rounding; where one is not finite, nothing is known."""
+    apart = float(norm(subtract(a, b)))
+    return not apart > 1e-3 * float(norm(b)) + 1e-7
+
+
+def capture(model: nn.Module, batch: Batch, loss: Loss) -> Captured | None:
+    """Return the gradients by what the layers saw in one pass forth and back; None where this does not say it all."""
+    layers = known(model)
+    if layers is None:
+        return None
+    weights = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    seen: list[tuple[nn.Module, Tensor, GradientEdge, int]] = []
+
+    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        if output.requires_grad:
+            a = args[0] if args else next(iter(kwargs.values()))
+            seen.append((module, a.detach(), get_gradient_edge(output), a._version))
+
+    handles = [m.register_forward_hook(look, prepend=True, with_kwargs=True) for m in layers]
+    try:
+        with torch.enable_grad():
+            value = loss.each(model(batch.inputs), batch.labels).sum()
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not seen or any(way > 1 for way in ways_into(value, list(weights.values()))[0]):
+        return None  # a weight that is used twice
+    once = len({module for module, *_ in seen}) == len(seen)
+    whole = all(len(a) == len(batch) and a._version == version for _, a, _, version in seen)
+    if not once or not whole or len(seen) < len(layers):
+        return None
+    deltas = torch.autograd.grad(value, [edge for *_, edge, _ in seen], materialize_grads=True)
+    found = [
+        KINDS[type(module)](module, layers[module], a[None] if a.dtype == torch.int64 else wide(a)[None], wide(d)[None])
+        for (module, a, _, _), d in zip(seen, deltas, strict=True)
+    ]
+    return Captured(found, {n: p.detach() for n, p in weights.items()}, (len(batch),))
 
 
 def check_separable(model: nn.Module, loss: Loss) -> None:
