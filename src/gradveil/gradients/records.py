@@ -41,6 +41,10 @@ class Records(ABC):
         """Return the inner products (N, R) with directions (R, *shape) by name."""
 
     @abstractmethod
+    def each(self) -> Params:
+        """Return the gradients themselves (N, *shape) by name."""
+
+    @abstractmethod
     def weighted_sum(self, weights: Tensor) -> Params:
         """Return Σ w_j g_j; a record of weight 0 never counts, even where its gradient is not finite."""
 
@@ -63,6 +67,10 @@ class Held(Records):
     def along(self, directions: Params) -> Tensor:
         """Return the inner products (N, R)."""
         return sum_of([g.flatten(1) @ directions[n].flatten(1).to(g).T for n, g in self.gradients.items()])
+
+    def each(self) -> Params:
+        """Return the gradients."""
+        return self.gradients
 
     def weighted_sum(self, weights: Tensor) -> Params:
         """Return Σ w_j g_j."""
@@ -92,6 +100,11 @@ class InParts(Records):
     def along(self, directions: Params) -> Tensor:
         """Return the inner products (N, R)."""
         return torch.cat([part().along(directions) for part in self.parts])
+
+    def each(self) -> Params:
+        """Return the gradients (N, *shape)."""
+        found = [part().gradients for part in self.parts]
+        return {n: torch.cat([some[n] for some in found]) for n in found[0]}
 
     def weighted_sum(self, weights: Tensor) -> Params:
         """Return Σ w_j g_j."""
@@ -131,6 +144,12 @@ class Captured(Records):
             for which in layer.trained
         ]
         return sum_of(found).flatten(0, 1).unflatten(0, self.shape)
+
+    def each(self) -> Params:
+        """Return the gradients (N, *shape) or (K, N, *shape)."""
+        found = {layer.prefix + w: layer.held(w) for layer in self.layers for w in layer.trained}
+        empty = self.layers[0].delta.new_zeros(())
+        return {n: found.get(n, empty).expand(*self._norms.shape, *p.shape).reshape(*self.shape, *p.shape) for n, p in self.like.items()}
 
     def weighted_sum(self, weights: Tensor) -> Params:
         """Return Σ w_j g_j; with K clients, for each (K, *shape)."""

@@ -1,0 +1,132 @@
+"""Public coordinates: noise that is stronger along the directions in which public gradients are.
+
+A = U diag(s) Uᵀ + (I - U Uᵀ) with R orthonormal directions U, and P = A^(-1/2): the map into coordinates in which a
+record is clipped and plain noise is added; P⁻¹ brings it back.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from gradveil.errors import DefenseError
+from gradveil.gradients.records import Records
+from gradveil.tree import Params
+
+LARGEST = 2**32  # bytes that the directions may take
+
+
+@dataclass(frozen=True, eq=False)
+class Coordinates:
+    """P, by its directions U (R, p) over all parameters in order, and the eigenvalues s (R,) of A there."""
+
+    directions: Tensor
+    values: Tensor
+
+    def square_norms(self, records: Records, like: Params) -> Tensor:
+        """Return each ||P g_j||² = ||g_j||² - Σ_r (1 - 1/s_r) (u_r·g_j)²."""
+        along = records.along(_split(self.directions, like)).double()
+        return records.square_norms().double() - along.square() @ (1 - 1 / self.values.to(along))
+
+    def back(self, flat: Tensor) -> Tensor:
+        """Return P⁻¹ n for vectors (..., p)."""
+        return self._stretched(flat, self.values.sqrt() - 1)
+
+    def into(self, flat: Tensor) -> Tensor:
+        """Return P g for vectors (..., p)."""
+        return self._stretched(flat, 1 / self.values.sqrt() - 1)
+
+    def _stretched(self, flat: Tensor, by: Tensor) -> Tensor:
+        u = self.directions.to(flat)
+        return flat + (flat @ u.T * by.to(flat)) @ u
+
+    @property
+    def gain(self) -> float:
+        """The noise energy of P⁻¹ n in units of that of n: tr(A) / p."""
+        rank, size = self.directions.shape
+        return float(self.values.sum() + size - rank) / size
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Between processes, plain arrays travel."""
+        return {name: getattr(self, name).cpu().numpy() for name in ("directions", "values")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            object.__setattr__(self, name, torch.from_numpy(value))
+
+
+def fit(halves: tuple[Records, Records], like: Params, clip: Callable[[Tensor], Tensor], rank: int, alpha: float) -> Coordinates:
+    """Return the coordinates that public gradients ask for.
+
+    The first half gives the directions, the second their second moments λ and the mean τ of those beside, so that
+    what is noise in the first counts as such: s = (λ/τ)^α. ``clip``: square norms -> how much each record counts.
+    """
+    first, second = halves
+    size = sum(p.numel() for p in like.values())
+    rank = min(rank, first.count, size - 1)
+    if 4 * size * first.count > LARGEST:
+        raise DefenseError(
+            f"Public coordinates of {size:,} parameters would take {4 * size * first.count / 2**30:.0f} GiB. Use "
+            f"shape=iso, or train fewer parameters."
+        )
+    rows = torch.cat([g.flatten(1) for g in first.each().values()], 1) * clip(first.square_norms())[:, None]
+    rows = rows[rows.isfinite().all(1)]
+    lengths, vectors = torch.linalg.eigh((rows @ rows.T).double())  # rising
+    found = lengths > 1e-10 * lengths[-1]
+    rank = min(rank, int(found.sum()))
+    directions = (vectors[:, -rank:].T @ rows.double() / lengths[-rank:, None].sqrt()).to(rows)
+    weights = clip(second.square_norms()).double()
+    along = torch.where(weights[:, None] > 0, second.along(_split(directions, like)).double() * weights[:, None], 0.0)
+    energy = torch.where(weights > 0, second.square_norms().double() * weights.square(), 0.0).mean()
+    moments = along.square().mean(0)
+    beside = ((energy - moments.sum()) / (size - rank)).clamp_min(1e-12 * moments.max())
+    return Coordinates(directions, (moments / beside).clamp_min(1.0).pow(alpha).to(directions))
+
+
+def _split(flat: Tensor, like: Params) -> Params:
+    """Return vectors (..., p) as tensors by name, each (..., *shape)."""
+    parts = zip(like.items(), flat.split([p.numel() for p in like.values()], -1), strict=True)
+    return {name: part.reshape(*part.shape[:-1], *p.shape) for (name, p), part in parts}
+
+
+def save(coordinates: Coordinates, like: Params, path: str | Path, clip: float | None = None) -> None:
+    """Write coordinates for a model with these parameters to a file that a server can send, with a clip in it."""
+    tensors = {f"directions/{n}": v.contiguous() for n, v in _split(coordinates.directions.cpu(), like).items()}
+    tensors["values"] = coordinates.values.cpu()
+    if clip is not None:
+        tensors["clip"] = torch.tensor(clip, dtype=torch.float64)
+    save_file(tensors, path)
+
+
+def load(path: str, like: Params) -> tuple[Coordinates, float | None]:
+    """Read what ``save`` wrote, for a model with these parameters; what is no pair of P and P⁻¹ is refused."""
+    try:
+        tensors = _read(path, Path(path).stat().st_mtime_ns)
+        parts = [tensors[f"directions/{name}"] for name in like]
+        values = tensors["values"].double()
+    except (OSError, SafetensorError, KeyError) as error:
+        raise DefenseError(
+            f"Cannot read public coordinates of this model from {path!r} ({error}). Write them with "
+            f"gradveil.gradients.coordinates.save."
+        ) from error
+    if any(part.shape[1:] != p.shape for part, p in zip(parts, like.values(), strict=True)):
+        raise DefenseError(f"The public coordinates {path!r} are of a model with other parameters.")
+    flat = torch.cat([part.flatten(1) for part in parts], 1).double()
+    apart = float((flat @ flat.T - torch.eye(len(flat), dtype=flat.dtype)).abs().max()) if len(flat) else 0.0
+    if not apart < 1e-3 or len(values) != len(flat) or not bool((values.isfinite() & (values > 0)).all()):
+        raise DefenseError(f"The directions in {path!r} are not orthonormal, or their values are not above 0.")
+    first = next(iter(like.values()))
+    directions = torch.linalg.qr(flat.T).Q.T  # the same but for signs, and orthonormal to rounding
+    clip = float(tensors["clip"]) if "clip" in tensors else None
+    return Coordinates(directions.to(first), values.to(first)), clip
+
+
+@lru_cache(maxsize=4)
+def _read(path: str, changed: int) -> Params:
+    return load_file(path)
