@@ -4,6 +4,7 @@ Every rule shuffles first, so data that comes sorted by class is never cut into 
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -53,6 +54,14 @@ def partition(
             raise DataError(f"A {type(spec).__name__} is no partition. Give a spec such as iid:devices=10.")
         return _from_flower(spec, values, generator)
     return built.split(values.astype(np.int64) if by_class else values, generator)
+
+
+def undealt(count: int, devices: Sequence[Indices]) -> Indices:
+    """Return the examples, of so many, that no device holds."""
+    left = np.ones(count, bool)
+    for held in devices:
+        left[np.asarray(held)] = False
+    return np.flatnonzero(left)
 
 
 def _generator(rng: int | Rng | torch.Generator) -> Rng:

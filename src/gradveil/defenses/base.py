@@ -10,7 +10,7 @@ from torch import Generator, Tensor, nn
 
 from gradveil.certificates.plan import PlannedRun
 from gradveil.countermeasures import Countermeasure, plain
-from gradveil.errors import SpecError
+from gradveil.errors import DefenseError, SpecError
 from gradveil.gradients.records import Records
 from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.registry import Registry, split_specs
@@ -121,6 +121,10 @@ class Defense(ABC):
         ``slots``: how many records a batch has room for, public and the same in a shorter last batch.
         """
         return map_values(lambda total: total / slots, records.weighted_sum(torch.ones(records.count)))
+
+    def on_stacked(self, records: Records, present: Tensor, slots: Tensor, rngs: Sequence[Generator]) -> Params:
+        """Return the same for a step of K clients at once (K, *shape): records (K, N), present (K, N) or padding."""
+        raise DefenseError(f"{type(self).__name__} acts on the records of one client at a time. Use another engine.")
 
     def on_gradient(self, gradient: Params, rng: Generator) -> Params:
         """Change the gradient of one local step."""

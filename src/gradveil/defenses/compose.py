@@ -73,6 +73,10 @@ class Compose(Defense):
         """Let the one part that acts on records make the step's gradient; what others do to it comes after."""
         return one_on_records(self.parts).on_records(records, slots, rng)
 
+    def on_stacked(self, records: Records, present: Tensor, slots: Tensor, rngs: Sequence[Generator]) -> Params:
+        """Return the same for K clients at once."""
+        return one_on_records(self.parts).on_stacked(records, present, slots, rngs)
+
     def on_gradient(self, gradient: Params, rng: Generator) -> Params:
         """Change the gradient by each part in turn."""
         return reduce(lambda changed, part: part.on_gradient(changed, rng), self.parts, gradient)

@@ -102,15 +102,17 @@ class Noise(Defense):
 
 def draw_all(draw: Callable[[torch.Size, Generator], Tensor], like: Sequence[Tensor], rng: Generator) -> list[Tensor]:
     """Return noise for each tensor: drawn one by one on the CPU, at once on a device, and moved at once."""
-    if rng.device.type == "cpu":
-        each = [draw(g.shape, rng) for g in like]
-        if not like or not all(g.is_cuda for g in like):
-            return [part.to(g) for part, g in zip(each, like, strict=True)]
-        flat = torch.cat([part.flatten() for part in each]).to(like[0].device)
-    else:
-        flat = draw(torch.Size([sum(g.numel() for g in like)]), rng)
-    parts = flat.split([g.numel() for g in like])
+    if rng.device.type == "cpu" and not (like and all(g.is_cuda for g in like)):
+        return [draw(g.shape, rng).to(g) for g in like]
+    parts = draw_flat(draw, like, rng).split([g.numel() for g in like])
     return [part.view(g.shape).to(g) for part, g in zip(parts, like, strict=True)]
+
+
+def draw_flat(draw: Callable[[torch.Size, Generator], Tensor], like: Sequence[Tensor], rng: Generator) -> Tensor:
+    """Return the same noise as one vector."""
+    if rng.device.type == "cpu":
+        return torch.cat([draw(g.shape, rng).flatten() for g in like]).to(like[0])
+    return draw(torch.Size([sum(g.numel() for g in like)]), rng).to(like[0])
 
 
 def normal(shape: torch.Size, rng: Generator) -> Tensor:

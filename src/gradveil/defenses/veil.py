@@ -9,21 +9,27 @@ Zeroing one record slot moves the sum by at most C in the coordinates of P, so a
 Gaussian-DP, and R of them √(E R)/z, against any server that chooses the weights and knows all other records.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from math import ceil, sqrt
 from typing import ClassVar, Literal
 
 import torch
 from torch import Generator, Tensor, nn
 
-from gradveil.certificates.plan import PROMISES, PlannedRun, z_run_of
+from gradveil.certificates.plan import PROMISES, PlannedRun, Tier, z_run_of
 from gradveil.countermeasures import Countermeasure
 from gradveil.defenses.base import DEFENSES, Defense, check_choice
-from gradveil.defenses.noise import draw_all, normal
+from gradveil.defenses.noise import draw_flat, normal
 from gradveil.errors import DefenseError, SpecError
+from gradveil.gradients.coordinates import Measured, clip_factors, measure, split
 from gradveil.gradients.records import Records
-from gradveil.tree import Params, norm, scale
-from gradveil.types import Observation
+from gradveil.losses import CROSS_ENTROPY, Loss
+from gradveil.tree import Params, flatten
+from gradveil.types import Batch, Observation
+
+_ABOVE = dict.fromkeys(("z", "clip", "epsilon", "rho", "limit", "rank"), (0, float("inf")))
+_RANGES = _ABOVE | {"quantile": (0, 1), "delta": (0, 1), "alpha": (0, 1)}
 
 
 @DEFENSES.register("veil")
@@ -32,7 +38,7 @@ class Veil(Defense):
     """Clip each record's gradient in public coordinates and add Gaussian noise scaled to one record.
 
     ``z`` is the noise multiplier of a release. Instead of it a promise over the whole run may be given, from which z
-    follows: z/√(E R) = 0.5 (reconstruction) or 1 (identification), ρ, or ε at δ. With ``tier=aggregate`` the server
+    follows: z/√(E R) = 0.5 (reconstruction) or 1 (identification), ε at δ, or ρ. With ``tier=aggregate`` the server
     sees nothing but the sum of a cohort, as under secure aggregation: each of K clients adds 1/√(K (1 - lost -
     colluding)) of the noise, and takes one local step a round.
     """
@@ -40,32 +46,36 @@ class Veil(Defense):
     draws_on_device: ClassVar[bool] = True
 
     z: float | None = None  # noise multiplier of a release; 1 where no promise is given
-    shape: str = "iso"  # of the noise: iso, alike in all directions
-    clip: float = 1.0  # C: the longest gradient of a record
-    tier: Literal["local", "aggregate"] = "local"  # what the server sees: each client's update, or their sum
-    cohort: int | None = None  # clients of a round; tier=aggregate; the planned run says it
-    lost: float = 0.0  # share of a cohort that may drop out of a round; tier=aggregate
-    colluding: float = 0.0  # share of a cohort that may work with the server; tier=aggregate
+    shape: str = "iso"  # of the noise: iso, public (by public gradients of the round), or a file that the server sent
+    clip: float | None = None  # C: the longest gradient of a record; 1 where nothing says it
+    quantile: float | None = None  # instead of clip: C is this quantile of public gradients' norms in the round
+    tier: Tier = "local"  # what the server sees: each client's update, or the sum of a cohort
+    cohort: int | None = None  # clients of a round, for tier=aggregate; a planned run says it
+    lost: float = 0.0  # share of the cohort that may drop out of a round, for tier=aggregate
+    colluding: float = 0.0  # share of the cohort that may work with the server, for tier=aggregate
     promise: Literal["reconstruction", "identification"] | None = None  # over the whole run
+    epsilon: float | None = None  # over the whole run
+    delta: float = 1e-5  # of epsilon
     rho: float | None = None  # over the whole run
-    epsilon: float | None = None  # over the whole run, at delta
-    delta: float = 1e-5
     limit: float | None = None  # μ² that a record may spend over the whole run; a promise says it
+    rank: int = 128  # directions of shape=public
+    alpha: float = 0.5  # of shape=public: noise follows second moments to this power; 0: iso
+    _measured: Measured | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        given = [name for name in ("z", "promise", "rho", "epsilon") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise SpecError(f"{' and '.join(given)} both say how much noise there is. Give one of them.")
-        for name in ("z", "clip", "rho", "epsilon", "limit"):
+        for what in (("z", "promise", "epsilon", "rho"), ("clip", "quantile")):
+            if len(given := [name for name in what if getattr(self, name) is not None]) > 1:
+                raise SpecError(f"{' and '.join(given)} say the same thing twice. Give one of them.")
+        for name, (above, most) in _RANGES.items():
             value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise SpecError(f"{name}={value}: give a number above 0.")
-        check_choice("shape", self.shape, ("iso",))
+            if value is not None and not (above < value < most or value == most == 1):
+                raise SpecError(
+                    f"{name}={value}: give a number above {above}{f' and up to {most}' if most == 1 else ''}."
+                )
         check_choice("tier", self.tier, ("local", "aggregate"))
-        if self.promise is not None:
-            check_choice("promise", self.promise, PROMISES)
-        if not 0 < self.delta < 1:
-            raise SpecError(f"delta={self.delta}: give a chance between 0 and 1, e.g. 1e-5.")
+        check_choice("promise", self.promise, (None, *PROMISES))
+        if self.shape not in ("iso", "public") and not self.shape.endswith(".safetensors"):
+            raise SpecError(f"shape={self.shape!r} is not known. Give one of: iso, public, FILE.safetensors.")
         if not (self.lost >= 0 and self.colluding >= 0 and self.lost + self.colluding < 1):
             raise SpecError(f"lost={self.lost}, colluding={self.colluding}: give shares from 0, together below 1.")
         if self.cohort is not None and self.tier == "aggregate" and self.honest < 2:
@@ -112,8 +122,7 @@ class Veil(Defense):
         if self.tier == "aggregate" and steps > 1:
             raise DefenseError(
                 f"tier=aggregate splits the noise among the clients, which protects a single release a round; here a "
-                f"client takes {steps} local steps. Take all records in one step (batch_size 0, one epoch), or "
-                f"tier=local."
+                f"client takes {steps} local steps. Take all records in one step of one epoch, or tier=local."
             )
 
     @property
@@ -121,60 +130,115 @@ class Veil(Defense):
         """z; raises where it follows from a run that nobody has planned."""
         if self._promised is not None:
             name = next(name for name in ("promise", "rho", "epsilon") if getattr(self, name) is not None)
-            what = f"{name}={getattr(self, name)}"
             raise DefenseError(
-                f"veil:{what} is a promise over a whole run, and nothing is known of the run here. Give z, which "
-                f"gradveil plan works out."
+                f"veil:{name}={getattr(self, name)} is a promise over a whole run, and nothing is known of the run "
+                f"here. Give z, which gradveil plan works out."
             )
         return 1.0 if self.z is None else self.z
 
     @property
-    def own_part(self) -> float:
-        """The part of the release's noise that this client adds: all of it in the local tier."""
+    def client_multiplier(self) -> float:
+        """The multiplier of the noise that this client adds: z, or its part of it in the aggregate tier."""
         if self.tier == "local":
-            return 1.0
+            return self.multiplier
         if self.cohort is None:
             raise DefenseError("tier=aggregate needs the number of clients in a round. Give cohort=K.")
-        return 1 / sqrt(self.honest)
+        return self.multiplier / sqrt(self.honest)
 
     def spends(self, epochs: int) -> float:
         """Return μ² of one participation: E / z²."""
         return epochs / self.multiplier**2
 
+    # Public coordinates and clip.
+
+    def for_round(self, model: nn.Module, public: Batch | None, loss: Loss = CROSS_ENTROPY) -> "Veil":
+        """Return the defence with clip and coordinates of a round, from public data at the weights that were sent."""
+        if self.shape == "iso" and self.quantile is None:
+            return self
+        settings = (self.shape, self.clip, self.quantile, self.rank, self.alpha)
+        return replace(self, _measured=measure(model, public, loss, *settings))
+
+    @property
+    def measured(self) -> Measured:
+        """Clip and coordinates of this round; raises where they follow from public data that nobody gave."""
+        if self._measured is not None:
+            return self._measured
+        if self.shape != "iso" or self.quantile is not None:
+            asks = f"quantile={self.quantile}" if self.quantile is not None else f"shape={self.shape}"
+            raise DefenseError(
+                f"veil:{asks} follows from public data at each round's weights, and none are given here. Give clip= "
+                f"and shape=iso, or hand over public examples by for_round()."
+            )
+        return Measured(1.0 if self.clip is None else self.clip)
+
+    # The mechanism.
+
     def on_records(self, records: Records, slots: int, rng: Generator) -> Params:
         """Return the clipped sum with its noise, over the slots."""
         if records.count > slots:
             raise DefenseError(f"A step has {records.count} records and {slots} slots. Give each record its own slot.")
-        std = self.multiplier * self.clip * self.own_part
-        total = records.weighted_sum(clip_factors(records.square_norms(), self.clip))
-        noise = draw_all(normal, list(total.values()), rng)
-        torch._foreach_mul_(noise, std)
-        torch._foreach_add_(noise, list(total.values()))
-        torch._foreach_div_(noise, slots)
-        return dict(zip(total, noise, strict=True))
+        total = self.clipped_sum(records)
+        return self._released(total, draw_flat(normal, list(total.values()), rng), slots)
+
+    def on_stacked(self, records: Records, present: Tensor, slots: Tensor, rngs: Sequence[Generator]) -> Params:
+        """Return the same for K clients at once."""
+        total = self.clipped_sum(records, present)
+        like = [value[0] for value in total.values()]
+        return self._released(total, torch.stack([draw_flat(normal, like, rng) for rng in rngs]), slots[:, None])
+
+    def clipped_sum(self, records: Records, present: Tensor | None = None) -> Params:
+        """Return Σ c_j g_j over the records that are present."""
+        now = self.measured
+        if now.coordinates is None:
+            norms = records.square_norms()
+        else:
+            norms = now.coordinates.square_norms(records, records.like)
+        factors = clip_factors(norms, now.clip)
+        return records.weighted_sum(factors if present is None else factors * present)
+
+    def _released(self, total: Params, noise: Tensor, slots: int | Tensor) -> Params:
+        """Return (total + z C P⁻¹ n) / slots for a vector n (p,), or of K clients (K, p) with their slots (K, 1)."""
+        now = self.measured
+        noise = noise if now.coordinates is None else now.coordinates.back(noise)
+        noise = noise * (self.client_multiplier * now.clip)
+        flat = torch.cat([value.flatten(noise.ndim - 1) for value in total.values()], -1)
+        released = (flat + noise) / (slots if isinstance(slots, int) else slots.to(flat))
+        shapes = [value.shape[noise.ndim - 1 :] for value in total.values()]
+        parts = released.split([shape.numel() for shape in shapes], -1)
+        named = zip(total, parts, shapes, strict=True)
+        return {name: part.unflatten(-1, shape) if shape else part.squeeze(-1) for name, part, shape in named}
+
+    # What a server that knows it does.
 
     def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
-        """Return: weigh by the known noise, and clip trial gradients as the client does where it has one record."""
+        """Return: weigh by the known noise in its coordinates, and clip trials as a client with one record does."""
         why = (
-            "Weighs all entries by the known noise, clips its own trials alike, and adds what public images look like."
+            "Weighs what arrives by the known noise, clips its own trials alike, and adds what public images look like."
         )
         return (Countermeasure("whiten", why, self._whitened, "newton"),)
 
     def _whitened(self, seen: Observation) -> Observation:
-        update = seen.update
+        update, now = seen.update, self.measured
         if update.rule.adaptive:  # Adam divides noise and gradient alike: no law is known of what is left
             return seen
         slots = min(update.batch_size or update.num_examples, update.num_examples)
-        std = self.multiplier * self.clip * self.own_part / slots * update.rule.shares(update.num_steps)[1]
+        std = self.client_multiplier * now.clip / slots * update.rule.shares(update.num_steps)[1]
         known = replace(seen, noise=seen.noise | dict.fromkeys(update.gradient, std))
-        return replace(known, simulate=self._clipped) if slots == 1 else known
+        single = slots == 1
+        if now.coordinates is None:
+            return replace(known, simulate=self._clipped) if single else known
+        plain = update.num_steps == 1 and update.rule.is_plain
+        mapped = replace(update, gradient=self._mapped(update.gradient))
+        trial = (lambda g: self._mapped(self._clipped(g))) if single and plain else self._mapped
+        return replace(known, update=mapped, simulate=trial, simulate_on="gradient" if plain else "update")
+
+    def _mapped(self, gradient: Params) -> Params:
+        """Return P g."""
+        coordinates = self.measured.coordinates
+        return gradient if coordinates is None else split(coordinates.into(flatten(gradient)), gradient)
 
     def _clipped(self, gradient: Params) -> Params:
         """Return the gradient of a step with one record, clipped; differentiable."""
-        return scale(gradient, (self.clip / norm(gradient).clamp_min(1e-30)).clamp_max(1.0))  # type: ignore[arg-type]
-
-
-def clip_factors(square_norms: Tensor, clip: float) -> Tensor:
-    """Return c_j = min(1, C / ||P g_j||), 0 where the norm is not finite."""
-    factors = (clip / square_norms.clamp_min(1e-30).sqrt()).clamp_max(1.0)
-    return torch.where(square_norms.isfinite(), factors, torch.zeros_like(factors))
+        length = flatten(self._mapped(gradient)).square().sum().clamp_min(1e-30).sqrt()
+        factor = (self.measured.clip / length).clamp_max(1.0)
+        return {name: g * factor for name, g in gradient.items()}

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from gradveil.certificates.accountant import Account
 from gradveil.data.base import Dataset
-from gradveil.data.partition import Indices
+from gradveil.data.partition import Indices, undealt
 from gradveil.defenses.base import Defense, build
 from gradveil.defenses.compose import Compose
 from gradveil.errors import DataError, GradveilError
@@ -22,6 +23,8 @@ from gradveil.federated.processes import Processes, available_cores
 from gradveil.federated.server import SERVERS, Arrival, Faults, Memory, Merged, merge
 from gradveil.federated.settings import Training
 from gradveil.federated.vectorised import why_not
+from gradveil.gradients.coordinates import PUBLIC
+from gradveil.losses import build as build_loss
 from gradveil.seeds import Seeds
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch, Update
@@ -90,8 +93,8 @@ def simulate(
     with ENGINES.build(engine).start(world) as pool:
         upcoming = run.jobs(run.first) if run.first <= run.training.rounds else []
         for number in range(run.first, run.training.rounds + 1):
-            jobs, lr = upcoming, run.training.lr_of(number)
-            run.begin(number, jobs)
+            lr = run.training.lr_of(number)
+            jobs = run.begin(number, upcoming)
             sent = pool.train(run.model, jobs, lr)
             upcoming = run.jobs(number + 1) if number < run.training.rounds else []
             pool.expect(upcoming)
@@ -135,12 +138,24 @@ class Run:
         """Return the work of a round."""
         return round_jobs(self.seeds, number, self.clients, self.ledger.draw(self.seeds, number))
 
-    def begin(self, number: int, jobs: Sequence[Job]) -> None:
-        """Note who is watched, and the model that they receive; charge the clients."""
+    @cached_property
+    def public(self) -> Batch | None:
+        """Some training records that no device holds; None where there are none."""
+        left = undealt(len(self.dataset.train), self.clients)
+        some = torch.randperm(len(left), generator=self.seeds("public records"))[:PUBLIC].numpy()
+        batch, first = self.dataset.train.batch(left[some]), next(self.model.parameters())
+        return Batch(batch.inputs.to(first), batch.labels.to(first.device)) if len(some) else None
+
+    def begin(self, number: int, jobs: Sequence[Job]) -> list[Job]:
+        """Note who is watched, and what they receive; charge the clients; return the jobs with the round's defence."""
         self.ledger.pay(number, [job.client for job in jobs])
         chosen = tuple(job.client for job in jobs)
         self.wanted = chosen[: self.watch] if isinstance(self.watch, int) else tuple(self.watch(number, chosen))
         self.received = copy.deepcopy(self.model) if self.wanted else None
+        if "records" not in self.defense.acts_on:
+            return list(jobs)
+        acting = self.defense.for_round(self.model, self.public, build_loss(self.training.loss))
+        return [replace(job, defense=acting) for job in jobs]
 
     def finish(self, number: int, jobs: Sequence[Job], sent: Sequence[Sent]) -> Round:
         """Average what arrives and move the model."""
@@ -246,17 +261,15 @@ def simulate_together(
     together = Compose(tuple(run.defense for run in runs))  # says where any of them acts; each job brings its own
     with chosen.start(World(runs[0].model, dataset.train, together, shared)) as pool:
         for number in range(1, shared.rounds + 1):
-            jobs = [_jobs(run, number) for run in runs]
-            for run, some in zip(runs, jobs, strict=True):
-                run.begin(number, some)
+            jobs = [[_of(run, job) for job in run.begin(number, run.jobs(number))] for run in runs]
             sent = iter(
                 pool.train(runs[0].model, [job for some in jobs for job in some], runs[0].training.lr_of(number))
             )
             yield [run.finish(number, some, [next(sent) for _ in some]) for run, some in zip(runs, jobs, strict=True)]
 
 
-def _jobs(run: Run, number: int) -> list[Job]:
-    return [replace(job, start=run.model, defense=run.defense) for job in run.jobs(number)]
+def _of(run: Run, job: Job) -> Job:
+    return replace(job, start=run.model, defense=job.defense or run.defense)
 
 
 def _check_together(runs: Sequence[Run], engine: Engine) -> None:

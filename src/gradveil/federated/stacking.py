@@ -2,23 +2,34 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Generator, Tensor, nn
+from torch.func import functional_call, grad, vmap
 
+from gradveil.data.base import Split
 from gradveil.defenses.base import Defense
 from gradveil.defenses.compose import Compose
 from gradveil.defenses.guard.step import substitute
 from gradveil.defenses.masking import largest_live_each
 from gradveil.defenses.representation import RepresentationPerturbation
+from gradveil.errors import GradveilError
 from gradveil.federated.client import shuffled
 from gradveil.federated.engines import Job
 from gradveil.federated.settings import Local
+from gradveil.gradients.captured import KINDS, known
+from gradveil.gradients.records import Captured, records_of
 from gradveil.layers.modules import representation
+from gradveil.losses import Loss
 from gradveil.scores.exact import scores
 from gradveil.scores.fast.stacked import StackedRows
 from gradveil.tree import Params
+from gradveil.types import Batch
+
+_RESIDENT = 8 * 2**30  # bytes of training data that may lie on the device
+_AS_FLOATS = 2 * 2**30  # bytes up to which they lie there as floats, which saves work at each step
 
 
 def why_no_masks(model: nn.Module, defense: Defense, x: Tensor) -> str | None:
@@ -27,7 +38,7 @@ def why_no_masks(model: nn.Module, defense: Defense, x: Tensor) -> str | None:
     ``x`` is one batch, of which only the shape matters.
     """
     layers = set()
-    for part in _parts(defense):
+    for part in parts_of(defense):
         if "representation" not in part.acts_on:
             continue
         if not isinstance(part, RepresentationPerturbation) or not _is_plain(part):
@@ -40,8 +51,9 @@ def why_no_masks(model: nn.Module, defense: Defense, x: Tensor) -> str | None:
     return None
 
 
-def _parts(defense: Defense) -> tuple[Defense, ...]:
-    return tuple(p for part in defense.parts for p in _parts(part)) if isinstance(defense, Compose) else (defense,)
+def parts_of(defense: Defense) -> tuple[Defense, ...]:
+    """Return the defences that one is made of."""
+    return tuple(p for part in defense.parts for p in parts_of(part)) if isinstance(defense, Compose) else (defense,)
 
 
 def _is_plain(defense: RepresentationPerturbation) -> bool:
@@ -54,7 +66,7 @@ class Masks:
 
     def __init__(self, model: nn.Module, defense: Defense, x: Tensor, clients: int) -> None:
         self.model = model
-        (self.layer,) = {layer for part in _parts(defense) for layer in part.layers(model)}
+        (self.layer,) = {layer for part in parts_of(defense) for layer in part.layers(model)}
         rows = StackedRows.of(model, self.layer, x)
         assert rows is not None
         self.rows = rows
@@ -63,7 +75,7 @@ class Masks:
 
     def use(self, defenses: list[Defense]) -> None:
         """Take each client's number of entries from its own defence."""
-        parts = [[p for p in _parts(d) if isinstance(p, RepresentationPerturbation)] for d in defenses]
+        parts = [[p for p in parts_of(d) if isinstance(p, RepresentationPerturbation)] for d in defenses]
         counts = [sum(part.budget(self.like) for part in some) for some in parts]
         self.counts.copy_(torch.tensor(counts).view(-1, 1, 1), non_blocking=True)
 
@@ -81,10 +93,100 @@ class Masks:
 
         handle = self.model.get_submodule(self.layer).register_forward_hook(hook)
         try:
-            logits: Tensor = torch.func.functional_call(self.model, weights, (x,))
+            logits: Tensor = functional_call(self.model, weights, (x,))
         finally:
             handle.remove()
         return logits
+
+
+def why_no_records(model: nn.Module, defense: Defense, few: Batch, loss: Loss) -> str | None:
+    """Return why the records of this defence's clients cannot be taken together; ``None``: they can."""
+    parts = parts_of(defense)
+    acting = [part for part in parts if "records" in part.acts_on]
+    if any(type(part).on_stacked is Defense.on_stacked for part in acting):
+        return "the defence acts on the records of one client at a time"
+    if any("representation" in part.acts_on for part in parts):
+        return "some defences act on records and others on representations"
+    return None if output_shapes(model, few, loss) else "the model has layers whose gradients are not known by record"
+
+
+def records_together(
+    model: nn.Module, weights: Params, inputs: Tensor, labels: Tensor, loss: Loss, outputs: dict[nn.Module, torch.Size]
+) -> Captured:
+    """Return the gradients of K clients' records at their own weights (K, *shape): inputs (K, N, ...), labels (K, N).
+
+    ``outputs``: the shape of each layer's output for one record (see ``output_shapes``). A zero is added to every
+    output, and the loss's gradient by it is δ.
+    """
+    layers = known(model) or {}
+
+    def value(taps: list[Tensor], own: Params, x: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor]]:
+        inside: dict[nn.Module, Tensor] = {}
+
+        def look(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+            inside[module] = args[0]
+            return output + taps[order[module]]
+
+        handles = [m.register_forward_hook(look, prepend=True) for m in layers]
+        try:
+            result = loss.each(functional_call(model, own, (x,)), y).sum()
+        finally:
+            for handle in handles:
+                handle.remove()
+        return result, [inside[m] for m in layers]
+
+    order = {m: i for i, m in enumerate(layers)}
+    taps = [inputs.new_zeros(*inputs.shape[:2], *outputs[m]) for m in layers]
+    deltas, inside = vmap(grad(value, has_aux=True))(taps, weights, inputs, labels)
+    found = [KINDS[type(m)](m, layers[m], a.detach(), d) for m, a, d in zip(layers, inside, deltas, strict=True)]
+    return Captured(found, {n: w[0].detach() for n, w in weights.items()}, tuple(inputs.shape[:2]))
+
+
+def output_shapes(model: nn.Module, batch: Batch, loss: Loss) -> dict[nn.Module, torch.Size] | None:
+    """Return the shape of each trained layer's output for one record; None where the records cannot be stacked."""
+    records = records_of(model, batch, loss)
+    if not isinstance(records, Captured):
+        return None
+    return {seen.layer: seen.delta.shape[2:] for seen in records.layers}
+
+
+class StackedRecords:
+    """Steps of K clients whose defences act on their records."""
+
+    def __init__(self, model: nn.Module, few: Batch, loss: Loss) -> None:
+        self.model, self.loss = model, loss
+        self.shapes = output_shapes(model, few, loss) or {}
+
+    def gradients(
+        self,
+        weights: Params,
+        batch: tuple[Tensor, Tensor],
+        parts: Tensor,
+        slots: Tensor,
+        rngs: Sequence[Generator],
+        defenses: Sequence[Defense],
+    ) -> Params:
+        """Return each client's defended gradient (K, *shape); ``parts`` (K, B) is above 0 where there is a record."""
+        records = records_together(self.model, weights, *batch, self.loss, self.shapes)
+        found: list[Params] = []
+        for start, end in _runs(defenses):
+            some, defense = records.clients(slice(start, end)), defenses[start]
+            if "records" in defense.acts_on:
+                given = (parts[start:end] > 0, slots[start:end], rngs[start:end])
+                found.append(defense.on_stacked(some, *given))
+            else:
+                found.append(some.weighted_sum(parts[start:end]))
+        active = (parts.sum(1) > 0).to(parts)  # a client that has no step left stays where it is
+        joined = {
+            name: torch.cat([one[name] for one in found]) if len(found) > 1 else found[0][name] for name in weights
+        }
+        return {name: g * active.view(-1, *[1] * (g.ndim - 1)) for name, g in joined.items()}
+
+
+def _runs(defenses: Sequence[Defense]) -> list[tuple[int, int]]:
+    """Return where stretches of one and the same defence begin and end."""
+    starts = [k for k, defense in enumerate(defenses) if k == 0 or defense is not defenses[k - 1]]
+    return list(zip(starts, [*starts[1:], len(defenses)], strict=True))
 
 
 @dataclass
@@ -118,3 +220,30 @@ def pad_steps(
         weights[k, : len(sizes)] = filled / lengths
     side_by_side = torch.from_numpy(indices).transpose(0, 1).contiguous()
     return Steps(side_by_side, torch.from_numpy(weights).transpose(0, 1).contiguous().to(dtype), counts)
+
+
+class Resident:
+    """The training split on the device."""
+
+    def __init__(self, split: Split, device: torch.device) -> None:
+        if split.images.nbytes > _RESIDENT:
+            raise GradveilError(
+                f"The training data has {split.images.nbytes / 2**30:.0f} GiB; the engine 'vectorised' keeps at most "
+                f"{_RESIDENT / 2**30:.0f} GiB on the device. Use the engine sequential."
+            )
+        self.images = torch.from_numpy(np.array(split.images)).to(device)
+        self.labels = split.labels.to(device)
+        self.scale = split.scale
+        if 4 * self.images.numel() <= _AS_FLOATS:
+            self.images, self.scale = self.images.float() / self.scale, 1.0
+
+    def __call__(self, indices: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return inputs (K, B, *shape) in [0, 1] and labels (K, B, ...)."""
+        flat = indices.reshape(-1)
+        inputs = self.images.index_select(0, flat)
+        if self.scale != 1.0:
+            inputs = inputs.float() / self.scale
+        inputs = inputs.to(dtype)
+        return inputs.reshape(*indices.shape, *inputs.shape[1:]), self.labels.index_select(0, flat).reshape(
+            *indices.shape, *self.labels.shape[1:]
+        )

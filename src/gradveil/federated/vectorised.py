@@ -5,7 +5,7 @@ and 0 on the padding; a client that has no step left has weight 0 everywhere, so
 """
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,19 +14,16 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from gradveil.data.base import Split
 from gradveil.defenses.base import Defense
 from gradveil.errors import GradveilError
 from gradveil.federated.client import Sent, update_batch_size
 from gradveil.federated.engines import ENGINES, Engine, Job, Pool, World
-from gradveil.federated.stacking import Masks, Steps, pad_steps, why_no_masks
+from gradveil.federated.stacking import Masks, Resident, StackedRecords, Steps, pad_steps, why_no_masks, why_no_records
 from gradveil.losses import build as build_loss
 from gradveil.tree import Params, parameters
-from gradveil.types import Update
+from gradveil.types import Batch, Update
 
 _STATEFUL = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
-_RESIDENT = 8 * 2**30  # bytes of training data that may lie on the device
-_AS_FLOATS = 2 * 2**30  # bytes up to which they lie there as floats, which saves work at each step
 
 
 @ENGINES.register("vectorised")
@@ -59,18 +56,19 @@ def why_not(world: World) -> str | None:
         return "the model has batch norm or dropout, whose state differs from client to client"
     if world.local.momentum or world.local.adaptive or world.local.clip:
         return "momentum, Adam and clipping run one client after the other"
-    if "records" in world.defense.acts_on:
-        return "the defence acts on each client's records"
     if "batch" in world.defense.acts_on:
         return "the defence acts on each client's batch"
     if not build_loss(world.local.loss).separable:
         return f"the loss {world.local.loss} is not known to be a mean of one loss per example"
-    return why_no_masks(world.model, world.defense, _example(world))
+    if "records" in world.defense.acts_on:
+        return why_no_records(world.model, world.defense, _examples(world), build_loss(world.local.loss))
+    return why_no_masks(world.model, world.defense, _examples(world).inputs)
 
 
-def _example(world: World) -> Tensor:
-    """Return one input on the model's device, as a batch."""
-    return world.train.batch(np.arange(1)).inputs.to(next(world.model.parameters()))
+def _examples(world: World) -> Batch:
+    """Return two examples on the model's device."""
+    few, first = world.train.batch(np.arange(min(2, len(world.train)))), next(world.model.parameters())
+    return Batch(few.inputs.to(first), few.labels.to(first.device))
 
 
 @dataclass
@@ -80,17 +78,19 @@ class _Chunk:
     jobs: Sequence[Job]
     rngs: list[Generator]  # after the shuffling
     steps: Steps
+    drawing: list[Generator]  # of noise on records, where the model is
+    slots: Tensor  # (K,) of each client's batches
 
 
 class _StackedPool(Pool):
     def __init__(self, world: World, limit: int, graph: bool | None) -> None:
         self.world, self.limit = world, limit
         self.device = next(world.model.parameters()).device
-        free = "gradient" not in world.defense.acts_on
+        free = not world.defense.acts_on & {"gradient", "records"}
         self.graph = self.device.type == "cuda" and free if graph is None else graph
         if self.graph and not (self.device.type == "cuda" and free):
             raise GradveilError("A CUDA graph needs a model on CUDA and a defence that acts on the update only.")
-        self.data = _Resident(world.train, self.device)
+        self.data = Resident(world.train, self.device)
         self.trainers: dict[int, _Trainer] = {}  # by number of clients
         self.width = 1  # of the widest batch so far
         self.expected: tuple[Sequence[Job], list[_Chunk]] = ([], [])  # prepared ahead
@@ -99,7 +99,10 @@ class _StackedPool(Pool):
         self.expected = (jobs, self._prepare(jobs))
 
     def train(self, model: nn.Module, jobs: Sequence[Job], lr: float) -> list[Sent]:
-        chunks = self.expected[1] if self.expected[0] is jobs else self._prepare(jobs)
+        same = [job.seed for job in self.expected[0]] == [job.seed for job in jobs]
+        chunks = self.expected[1] if same else self._prepare(jobs)
+        for chunk, start in zip(chunks, range(0, len(jobs), self.limit), strict=True):
+            chunk.jobs = jobs[start : start + self.limit]  # with the defence of the round
         self.expected = ([], [])  # its generators are used up
         return [sent for chunk in chunks for sent in self._together(model, chunk, lr)]
 
@@ -111,8 +114,15 @@ class _StackedPool(Pool):
             rngs = [torch.Generator().manual_seed(job.seed) for job in some]
             steps = pad_steps(some, rngs, self.world.local, dtype, self.width)
             self.width = steps.indices.shape[2]
-            chunks.append(_Chunk(some, rngs, steps.to(self.device)))
+            slots = torch.tensor([min(self.world.local.batch_size or len(j.indices), len(j.indices)) for j in some])
+            chunks.append(_Chunk(some, rngs, steps.to(self.device), self._drawing(some, rngs), slots.to(self.device)))
         return chunks
+
+    def _drawing(self, jobs: Sequence[Job], rngs: list[Generator]) -> list[Generator]:
+        """Return the generators of noise on records: those of the clients, or on CUDA others from the same seeds."""
+        if self.device.type == "cpu" or "records" not in self.world.defense.acts_on:
+            return rngs
+        return [torch.Generator(self.device).manual_seed(job.seed) for job in jobs]
 
     def _together(self, model: nn.Module, chunk: "_Chunk", lr: float) -> list[Sent]:
         local = self.world.local
@@ -145,37 +155,10 @@ def _stacked(models: Sequence[nn.Module]) -> list[Tensor]:
     return [torch.stack(values) for values in zip(*each, strict=True)]
 
 
-class _Resident:
-    """The training split on the device."""
-
-    def __init__(self, split: Split, device: torch.device) -> None:
-        if split.images.nbytes > _RESIDENT:
-            raise GradveilError(
-                f"The training data has {split.images.nbytes / 2**30:.0f} GiB; the engine 'vectorised' keeps at most "
-                f"{_RESIDENT / 2**30:.0f} GiB on the device. Use the engine sequential."
-            )
-        self.images = torch.from_numpy(np.array(split.images)).to(device)
-        self.labels = split.labels.to(device)
-        self.scale = split.scale
-        if 4 * self.images.numel() <= _AS_FLOATS:
-            self.images, self.scale = self.images.float() / self.scale, 1.0
-
-    def __call__(self, indices: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return inputs (K, B, *shape) in [0, 1] and labels (K, B, ...)."""
-        flat = indices.reshape(-1)
-        inputs = self.images.index_select(0, flat)
-        if self.scale != 1.0:
-            inputs = inputs.float() / self.scale
-        inputs = inputs.to(dtype)
-        return inputs.reshape(*indices.shape, *inputs.shape[1:]), self.labels.index_select(0, flat).reshape(
-            *indices.shape, *self.labels.shape[1:]
-        )
-
-
 class _Trainer:
     """Runs the steps of one padded shape; its tensors stay where they are, as a CUDA graph needs it."""
 
-    def __init__(self, world: World, data: _Resident, steps: Steps, graph: bool) -> None:
+    def __init__(self, world: World, data: Resident, steps: Steps, graph: bool) -> None:
         self.world, self.data, self.loss = world, data, build_loss(world.local.loss)
         self.device = data.labels.device
         self.capacity, clients, self.width = steps.indices.shape
@@ -189,7 +172,10 @@ class _Trainer:
         self.now = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.lr = torch.zeros((), dtype=steps.weights.dtype, device=self.device)
         masked = "representation" in world.defense.acts_on
-        self.masks = Masks(world.model, world.defense, _example(world), clients) if masked else None
+        examples = _examples(world)
+        self.masks = Masks(world.model, world.defense, examples.inputs, clients) if masked else None
+        recorded = "records" in world.defense.acts_on
+        self.records = StackedRecords(world.model, examples, self.loss) if recorded else None
         self.gradients = vmap(grad(self._loss))
         self.graph = self._record() if graph else None
 
@@ -205,7 +191,7 @@ class _Trainer:
             if self.graph is not None:
                 self.graph.replay()
             else:
-                self._step(lambda stacked, step=step: self._defended(stacked, chunk, step, defenses))  # type: ignore[misc]
+                self._step(chunk, step, defenses)
         return {name: value.clone() for name, value in zip(self.names, self.total, strict=True)}
 
     def _reset(self, start: Sequence[Tensor], lr: float) -> None:
@@ -224,15 +210,21 @@ class _Trainer:
             logits = self.masks.forward(weights, inputs, *changed)
         return (self.loss.each(logits, labels) * parts).sum()
 
-    def _step(self, defended: Callable[[list[Tensor]], list[Tensor]] = lambda stacked: stacked) -> None:
-        """Take one step of every client, in place."""
+    def _step(self, chunk: _Chunk | None = None, step: int = 0, defenses: Sequence[Defense] = ()) -> None:
+        """Take one step of every client, in place; without a chunk, one that no defence changes."""
         parts = self.parts.index_select(0, self.now)[0]  # (K, B)
         inputs, labels = self.data(self.indices.index_select(0, self.now)[0], parts.dtype)
         weights = dict(zip(self.names, self.weights, strict=True))
         changed = () if self.masks is None else (self.masks.perturbed(weights, inputs),)
         with torch.enable_grad():
-            gradients = self.gradients(weights, inputs, labels, parts, *changed)
-        direction = self._regularised(defended([gradients[name] for name in self.names]), parts)
+            if self.records is not None and chunk is not None:
+                given = (parts, chunk.slots, chunk.drawing, defenses)
+                gradients = self.records.gradients(weights, (inputs, labels), *given)
+            else:
+                gradients = self.gradients(weights, inputs, labels, parts, *changed)
+        stacked = [gradients[name] for name in self.names]
+        direction = stacked if chunk is None else self._defended(stacked, chunk, step, defenses)
+        direction = self._regularised(direction, parts)
         torch._foreach_sub_(self.weights, torch._foreach_mul(direction, self.lr))
         torch._foreach_add_(self.total, direction)
         self.now.add_(1)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.grad import conv2d_weight
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
@@ -100,7 +101,7 @@ class Weighted(Seen):
         weight = self.layer.weight
         rows = self.deltas()
         groups, positions, outputs = rows.shape[2:]
-        inputs = weight.numel() // (groups * outputs)  # type: ignore[operator, union-attr]
+        inputs = weight.numel() // (groups * outputs)  # type: ignore[operator]
         return positions * (inputs + outputs) < inputs * outputs or positions == 1
 
     def own(self, which: str) -> Tensor:
@@ -156,13 +157,14 @@ class ConvolutionSeen(Weighted):
             x = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
         x = x if x.ndim == 4 else x[:, :, None]
         dilation, stride = two(layer.dilation), two(layer.stride)
-        columns = F.unfold(x, two(layer.kernel_size), dilation, padding, stride)  # (K N, C kernel, T)
+        columns: Tensor = F.unfold(x, two(layer.kernel_size), dilation, padding, stride)  # (K N, C kernel, T)
         return columns.view(*self.a.shape[:2], layer.groups, -1, columns.shape[2]).mT
 
     def deltas(self) -> Tensor:
         """Return δ by position."""
         layer: Any = self.layer
-        return self.delta.flatten(3).unflatten(2, (layer.groups, -1)).mT
+        rows: Tensor = self.delta.flatten(3).unflatten(2, (layer.groups, -1))
+        return rows.mT
 
     def total(self, which: str, weights: Tensor) -> Tensor:
         """Return the weighted sum; of one client by torch's own convolution."""
@@ -172,7 +174,8 @@ class ConvolutionSeen(Weighted):
             return super().total(which, weights)
         settings = (layer.stride, layer.padding, layer.dilation, layer.groups)
         delta = self.delta[0] * weights[0][:, None, None, None]
-        return torch.nn.grad.conv2d_weight(self.a[0], layer.weight.shape, delta, *settings)[None]
+        found: Tensor = conv2d_weight(self.a[0], layer.weight.shape, delta, *settings)
+        return found[None]
 
 
 class NormSeen(Seen):

@@ -13,13 +13,17 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradveil.errors import DefenseError
-from gradveil.gradients.records import Records
-from gradveil.tree import Params
+from gradveil.gradients.records import Records, records_of
+from gradveil.losses import Loss
+from gradveil.tree import Params, parameters
+from gradveil.types import Batch
 
-LARGEST = 2**32  # bytes that the directions may take
+LARGEST = 2**32  # bytes that public gradients may take
+PUBLIC = 512  # public examples that are looked at, at most
+FEWEST = 16  # that say anything
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,9 +34,10 @@ class Coordinates:
     values: Tensor
 
     def square_norms(self, records: Records, like: Params) -> Tensor:
-        """Return each ||P g_j||² = ||g_j||² - Σ_r (1 - 1/s_r) (u_r·g_j)²."""
-        along = records.along(_split(self.directions, like)).double()
-        return records.square_norms().double() - along.square() @ (1 - 1 / self.values.to(along))
+        """Return each ||P g_j||² = ||g_j||² - Σ_r (1 - 1/s_r) (u_r·g_j)², and no less for rounding."""
+        along, lengths = records.along(split(self.directions, like)), records.square_norms()
+        slack = 4 * torch.finfo(lengths.dtype).eps  # large numbers are taken from one another
+        return lengths.double() * (1 + slack) - along.double().square() @ (1 - 1 / self.values.to(along).double())
 
     def back(self, flat: Tensor) -> Tensor:
         """Return P⁻¹ n for vectors (..., p)."""
@@ -61,13 +66,14 @@ class Coordinates:
             object.__setattr__(self, name, torch.from_numpy(value))
 
 
-def fit(halves: tuple[Records, Records], like: Params, clip: Callable[[Tensor], Tensor], rank: int, alpha: float) -> Coordinates:
+def fit(
+    first: Records, second: Records, like: Params, clip: Callable[[Tensor], Tensor], rank: int, alpha: float
+) -> Coordinates:
     """Return the coordinates that public gradients ask for.
 
     The first half gives the directions, the second their second moments λ and the mean τ of those beside, so that
-    what is noise in the first counts as such: s = (λ/τ)^α. ``clip``: square norms -> how much each record counts.
+    what is chance in the first counts as such: s = (λ/τ)^α. ``clip``: square norms -> how much each record counts.
     """
-    first, second = halves
     size = sum(p.numel() for p in like.values())
     rank = min(rank, first.count, size - 1)
     if 4 * size * first.count > LARGEST:
@@ -75,21 +81,20 @@ def fit(halves: tuple[Records, Records], like: Params, clip: Callable[[Tensor], 
             f"Public coordinates of {size:,} parameters would take {4 * size * first.count / 2**30:.0f} GiB. Use "
             f"shape=iso, or train fewer parameters."
         )
-    rows = torch.cat([g.flatten(1) for g in first.each().values()], 1) * clip(first.square_norms())[:, None]
-    rows = rows[rows.isfinite().all(1)]
-    lengths, vectors = torch.linalg.eigh((rows @ rows.T).double())  # rising
-    found = lengths > 1e-10 * lengths[-1]
-    rank = min(rank, int(found.sum()))
-    directions = (vectors[:, -rank:].T @ rows.double() / lengths[-rank:, None].sqrt()).to(rows)
+    counts = clip(first.square_norms()).double()
+    rows = torch.cat([g.flatten(1) for g in first.each().values()], 1)[counts > 0].double() * counts[counts > 0, None]
+    lengths, vectors = torch.linalg.eigh(rows @ rows.T)  # rising
+    rank = min(rank, int((lengths > 1e-10 * lengths[-1]).sum()))
+    directions = (vectors[:, -rank:].T @ rows / lengths[-rank:, None].sqrt()).to(next(iter(like.values())))
     weights = clip(second.square_norms()).double()
-    along = torch.where(weights[:, None] > 0, second.along(_split(directions, like)).double() * weights[:, None], 0.0)
+    along = torch.where(weights[:, None] > 0, second.along(split(directions, like)).double() * weights[:, None], 0.0)
     energy = torch.where(weights > 0, second.square_norms().double() * weights.square(), 0.0).mean()
     moments = along.square().mean(0)
     beside = ((energy - moments.sum()) / (size - rank)).clamp_min(1e-12 * moments.max())
     return Coordinates(directions, (moments / beside).clamp_min(1.0).pow(alpha).to(directions))
 
 
-def _split(flat: Tensor, like: Params) -> Params:
+def split(flat: Tensor, like: Params) -> Params:
     """Return vectors (..., p) as tensors by name, each (..., *shape)."""
     parts = zip(like.items(), flat.split([p.numel() for p in like.values()], -1), strict=True)
     return {name: part.reshape(*part.shape[:-1], *p.shape) for (name, p), part in parts}
@@ -97,7 +102,7 @@ def _split(flat: Tensor, like: Params) -> Params:
 
 def save(coordinates: Coordinates, like: Params, path: str | Path, clip: float | None = None) -> None:
     """Write coordinates for a model with these parameters to a file that a server can send, with a clip in it."""
-    tensors = {f"directions/{n}": v.contiguous() for n, v in _split(coordinates.directions.cpu(), like).items()}
+    tensors = {f"directions/{n}": v.contiguous() for n, v in split(coordinates.directions.cpu(), like).items()}
     tensors["values"] = coordinates.values.cpu()
     if clip is not None:
         tensors["clip"] = torch.tensor(clip, dtype=torch.float64)
@@ -130,3 +135,70 @@ def load(path: str, like: Params) -> tuple[Coordinates, float | None]:
 @lru_cache(maxsize=4)
 def _read(path: str, changed: int) -> Params:
     return load_file(path)
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """What follows from public data at a round's weights: the clip, and the coordinates; None: plain ones."""
+
+    clip: float
+    coordinates: Coordinates | None = None
+
+    def save(self, model: nn.Module, path: str) -> None:
+        """Write it to a file that a server can send."""
+        if self.coordinates is None:
+            raise DefenseError("There are no coordinates to write: give the shape public.")
+        save(self.coordinates, parameters(model), path, self.clip)
+
+
+def measure(
+    model: nn.Module,
+    public: Batch | None,
+    loss: Loss,
+    shape: str,
+    clip: float | None,
+    quantile: float | None,
+    rank: int,
+    alpha: float,
+) -> Measured:
+    """Return clip and coordinates at the model's weights; ``shape``: iso, public or a file; a clip of None is 1."""
+    like = parameters(model)
+    coordinates, sent = load(shape, like) if shape.endswith(".safetensors") else (None, None)
+    fixed = next(value for value in (clip, sent, 1.0) if value is not None)
+    if coordinates is not None and quantile is None:
+        return Measured(fixed, coordinates)
+    first, second = _halves(model, public, loss, f"shape={shape}" if quantile is None else f"quantile={quantile}")
+    if shape == "public":
+        limit = clip or _quantile(torch.cat([first.square_norms(), second.square_norms()]), quantile or 1.0)
+        coordinates = fit(first, second, like, lambda norms: clip_factors(norms, limit), rank, alpha)
+    if quantile is None:
+        return Measured(fixed, coordinates)
+    if coordinates is None:
+        return Measured(_quantile(torch.cat([first.square_norms(), second.square_norms()]), quantile))
+    return Measured(_quantile(coordinates.square_norms(second, like), quantile), coordinates)
+
+
+def _halves(model: nn.Module, public: Batch | None, loss: Loss, asks: str) -> tuple[Records, Records]:
+    if public is None or len(public) < FEWEST:
+        raise DefenseError(
+            f"veil:{asks} needs public examples, at least {FEWEST} that are no client's, and there are "
+            f"{0 if public is None else len(public)}. Leave some records undealt, or give clip= and shape=iso."
+        )
+    few = public[:PUBLIC]
+    middle = len(few) // 2
+    return records_of(model, few[:middle], loss), records_of(model, few[middle:], loss)
+
+
+def clip_factors(square_norms: Tensor, clip: float) -> Tensor:
+    """Return c_j = min(1, C / ||P g_j||), 0 where the norm is not finite."""
+    factors = (clip / square_norms.clamp_min(1e-30).sqrt()).clamp_max(1.0)
+    return torch.where(square_norms.isfinite(), factors, torch.zeros_like(factors))
+
+
+def _quantile(square_norms: Tensor, quantile: float) -> float:
+    """Return the quantile of the norms that are finite."""
+    finite = square_norms[square_norms.isfinite()].double().clamp_min(0).sqrt()
+    found = float(finite.quantile(quantile)) if len(finite) else 0.0
+    if not found > 0:
+        raise DefenseError("The gradients of all public examples are zero or not finite: no clip follows from them.")
+    return found

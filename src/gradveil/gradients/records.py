@@ -12,16 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call, grad, vmap
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
-from gradveil.errors import DefenseError
 from gradveil.gradients.captured import KINDS, Seen, known, sum_of, wide
 from gradveil.gradients.functional import quiet
+from gradveil.gradients.separable import check_separable, check_unmixed, same
 from gradveil.layers.modules import copied_buffers, plain_attention, plain_checkpoints, ways_into
 from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.losses import build as build_loss
-from gradveil.tree import Params, add, norm, subtract
+from gradveil.tree import Params
 from gradveil.types import Batch
 
 HELD = 2**28  # bytes of gradients that are held at once; beyond, they are computed again when they are needed again
@@ -31,6 +29,7 @@ class Records(ABC):
     """Gradients g_j of N records."""
 
     count: int
+    like: Params  # the trained parameters, of which names, order and shapes count
 
     @abstractmethod
     def square_norms(self) -> Tensor:
@@ -60,6 +59,11 @@ class Held(Records):
         """How many there are."""
         return len(next(iter(self.gradients.values())))
 
+    @property
+    def like(self) -> Params:  # type: ignore[override]
+        """The parameters' shapes."""
+        return {n: g[0] for n, g in self.gradients.items()}
+
     def square_norms(self) -> Tensor:
         """Return each ||g_j||² (N,)."""
         return torch.stack([wide(g).flatten(1).square().sum(1) for g in self.gradients.values()]).sum(0)
@@ -87,6 +91,7 @@ class InParts(Records):
 
     parts: Sequence[Callable[[], Held]]
     sizes: Sequence[int]
+    like: Params
 
     @property
     def count(self) -> int:  # type: ignore[override]
@@ -143,13 +148,16 @@ class Captured(Records):
             for layer in self.layers
             for which in layer.trained
         ]
-        return sum_of(found).flatten(0, 1).unflatten(0, self.shape)
+        return sum_of(found).reshape(*self.shape, -1)
 
     def each(self) -> Params:
         """Return the gradients (N, *shape) or (K, N, *shape)."""
         found = {layer.prefix + w: layer.held(w) for layer in self.layers for w in layer.trained}
         empty = self.layers[0].delta.new_zeros(())
-        return {n: found.get(n, empty).expand(*self._norms.shape, *p.shape).reshape(*self.shape, *p.shape) for n, p in self.like.items()}
+        return {
+            n: found.get(n, empty).expand(*self._norms.shape, *p.shape).reshape(*self.shape, *p.shape)
+            for n, p in self.like.items()
+        }
 
     def weighted_sum(self, weights: Tensor) -> Params:
         """Return Σ w_j g_j; with K clients, for each (K, *shape)."""
@@ -191,32 +199,11 @@ _CHECKED: WeakKeyDictionary[nn.Module, dict[Any, bool]] = WeakKeyDictionary()  #
 def _fits(model: nn.Module, batch: Batch, loss: Loss) -> bool:
     """Return whether what the layers saw gives the gradient of a record alone; raise where examples are mixed."""
     with torch.random.fork_rng([batch.inputs.device] if batch.inputs.is_cuda else []), quiet(model, transformed=False):
-        own = [_gradient(model, batch[i : i + 1], loss) for i in range(min(2, len(batch)))]
-        if len(own) == 2:
-            both = _gradient(model, batch[:2], loss)
-            if not _same(both, add(own[0], own[1])) and _same(own[0], _gradient(model, batch[:1], loss)):
-                raise DefenseError(
-                    f"In {type(model).__name__} the gradient of an example depends on the others of its batch: no "
-                    f"record can be clipped by itself. Use layers that look at one example at a time."
-                )
+        alone = check_unmixed(model, batch, loss)
         found = capture(model, batch, loss)
         first = torch.zeros(len(batch), device=batch.inputs.device)
         first[0] = 1
-        return found is not None and _same(found.weighted_sum(first), own[0])
-
-
-def _gradient(model: nn.Module, batch: Batch, loss: Loss) -> Params:
-    """Return the gradient of the sum of the losses."""
-    weights = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    with torch.enable_grad():
-        value = loss.each(model(batch.inputs), batch.labels).sum()
-    return dict(zip(weights, torch.autograd.grad(value, list(weights.values()), materialize_grads=True), strict=True))
-
-
-def _same(a: Params, b: Params) -> bool:
-    """Return whether two gradients are the same but for rounding; where one is not finite, nothing is known."""
-    apart = float(norm(subtract(a, b)))
-    return not apart > 1e-3 * float(norm(b)) + 1e-7
+        return found is not None and same(found.weighted_sum(first), alone)
 
 
 def capture(model: nn.Module, batch: Batch, loss: Loss) -> Captured | None:
@@ -247,31 +234,10 @@ def capture(model: nn.Module, batch: Batch, loss: Loss) -> Captured | None:
         return None
     deltas = torch.autograd.grad(value, [edge for *_, edge, _ in seen], materialize_grads=True)
     found = [
-        KINDS[type(module)](module, layers[module], a[None] if a.dtype == torch.int64 else wide(a)[None], wide(d)[None])
+        KINDS[type(module)](module, layers[module], (wide(a) if a.is_floating_point() else a)[None], wide(d)[None])
         for (module, a, _, _), d in zip(seen, deltas, strict=True)
     ]
     return Captured(found, {n: p.detach() for n, p in weights.items()}, (len(batch),))
-
-
-def check_separable(model: nn.Module, loss: Loss) -> None:
-    """Raise where an example's gradient would depend on the others in its batch, or buffers on the data."""
-    if not loss.separable:
-        name = getattr(loss, "spec", None) or getattr(loss, "name", None) or loss.spec_name
-        raise DefenseError(
-            f"The loss {name} is not known to be a mean of one loss per example, so that no record can be clipped by "
-            f"itself. Use cross_entropy without weights, bce or mse."
-        )
-    for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
-            raise DefenseError(
-                f"Layer {name!r} is batch norm in train mode, which mixes the examples of a batch: no record can be "
-                f"clipped by itself. Use group norm, or freeze the layer by eval()."
-            )
-        if isinstance(module, _InstanceNorm) and module.training and module.track_running_stats:
-            raise DefenseError(
-                f"Layer {name!r} keeps running statistics of the data, which would leave the client beside the noise. "
-                f"Build it with track_running_stats=False."
-            )
 
 
 def _one_by_one(model: nn.Module, batch: Batch, loss: Loss) -> Records:
@@ -299,4 +265,4 @@ def _one_by_one(model: nn.Module, batch: Batch, loss: Loss) -> Records:
     if len(batch) <= size:
         return part(batch.inputs, batch.labels)
     pieces = [batch[start : start + size] for start in range(0, len(batch), size)]
-    return InParts([partial(part, p.inputs, p.labels) for p in pieces], [len(p) for p in pieces])
+    return InParts([partial(part, p.inputs, p.labels) for p in pieces], [len(p) for p in pieces], weights)

@@ -83,8 +83,8 @@ class NoisySum:
         """Return what a defence with ``tier=aggregate`` counts on, in a planned run."""
         parts = defense.parts if isinstance(defense, Compose) else (defense,)
         veil = next(part for part in parts if isinstance(part, Veil))
-        std = veil.multiplier * veil.clip * veil.own_part
-        return cls(veil.cohort or 1, veil.fewest, veil.clip, std)
+        clip = veil.measured.clip
+        return cls(veil.cohort or 1, veil.fewest, clip, veil.client_multiplier * clip)
 
     def reach(self, lr: float, examples: int) -> float:
         """Return what no number of a client's change exceeds, counted as part of ``examples``."""
