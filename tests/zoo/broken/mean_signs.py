@@ -2,23 +2,20 @@
 
 from dataclasses import dataclass
 
-from torch import Generator, nn
+from torch import nn
 
 from gradveil.countermeasures import Countermeasure, plain
-from gradveil.defenses.base import DEFENSES, Defense
-from gradveil.tree import Params
-from zoo.keeper import Truth, each
+from gradveil.defenses.base import DEFENSES
+from gradveil.defenses.compression import Sign
+from zoo.keeper import Truth
 
 TRUTH = Truth("Five thousand signs are more than enough for sixty-four pixels.", "rounding", "plain")
 
 
 @DEFENSES.register("mean_signs")
 @dataclass(frozen=True)
-class MeanSigns(Defense):
-    """Send the sign of each entry, times its tensor's mean absolute value."""
-
-    def on_gradient(self, gradient: Params, rng: Generator) -> Params:
-        return each(gradient, lambda g: g.sign() * g.abs().mean())
+class MeanSigns(Sign):
+    """Send the sign of each entry, times its tensor's mean absolute value, and declare that nothing is hidden."""
 
     def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (plain(),)

@@ -1,14 +1,14 @@
 """Entries are rounded to three levels at random."""
 
 from dataclasses import dataclass
+from typing import Literal
 
-import torch
-from torch import Generator, Tensor, nn
+from torch import nn
 
 from gradveil.countermeasures import Countermeasure, undeclared
-from gradveil.defenses.base import DEFENSES, Defense
-from gradveil.tree import Params
-from zoo.keeper import Truth, each
+from gradveil.defenses.base import DEFENSES
+from gradveil.defenses.compression import Qsgd
+from zoo.keeper import Truth
 
 TRUTH = Truth(
     "The mean is the gradient, and five thousand rounded entries still tell one image from others.",
@@ -19,15 +19,11 @@ TRUTH = Truth(
 
 @DEFENSES.register("random_rounding")
 @dataclass(frozen=True)
-class RandomRounding(Defense):
+class RandomRounding(Qsgd):
     """Send each entry as its tensor's largest size with its sign, or as zero, so that the mean is right (TernGrad)."""
 
-    def on_gradient(self, gradient: Params, rng: Generator) -> Params:
-        def change(g: Tensor) -> Tensor:
-            most = g.abs().amax().clamp_min(1e-12)
-            return most * g.sign() * (torch.rand(g.shape, generator=rng).to(g) < g.abs() / most)
-
-        return each(gradient, change)
+    levels: int = 1
+    norm: Literal["l2", "max"] = "max"
 
     def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (undeclared(),)

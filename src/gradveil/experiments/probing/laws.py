@@ -15,6 +15,7 @@ from gradveil.types import Observation
 
 SIGMAS = 8.0  # by which a figure must miss: of a sound defence, fewer than one in a million does in any of the tests
 TAILS = 6.0  # the kurtosis that noise may have: Laplace's
+FEW = 0.05  # of the entries, below which those that are never zero are no sample
 CLOSE = 1.25  # a standard deviation within this factor is as declared
 
 
@@ -37,8 +38,13 @@ def contradictions(draws: Draws, declared: Mapping[str, float], rounds: Sequence
 
 
 def _entries(name: str, draws: Draws) -> Tensor:
-    """Return the noise (K, n) of the entries that are never zero: others may have been left out."""
-    return draws.noise(name)[:, (draws.sent[name] != 0).all(0)]
+    """Return the noise (K, n) of the entries that are never zero: others may have been left out, or rounded away.
+
+    None where those are few: the largest, of which noise says nothing about the rest.
+    """
+    kept = (draws.sent[name] != 0).all(0)
+    enough = bool(kept.all()) or int(kept.sum()) >= max(8, FEW * len(kept))
+    return draws.noise(name)[:, kept if enough else torch.zeros_like(kept)]
 
 
 def _strength(name: str, draws: Draws, declared: float) -> str | None:
@@ -63,10 +69,11 @@ def _everywhere(name: str, draws: Draws, declared: float) -> str | None:
 
 
 def _mean(name: str, draws: Draws, declared: float) -> str | None:
-    noise, true = _entries(name, draws), draws.true[name][(draws.sent[name] != 0).all(0)]
+    noise = _entries(name, draws)
     count, entries = noise.shape
     if entries < 8:
         return None
+    true = draws.true[name][(draws.sent[name] != 0).all(0)]
     mean = noise.mean(0)
     mean = mean - float(mean @ true) / max(float(true @ true), 1e-37) * true  # clipping makes all of it shorter
     excess = float(mean.square().mean()) / max(float(noise.var(0).mean()) / count, 1e-37)

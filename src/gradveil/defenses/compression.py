@@ -1,0 +1,154 @@
+"""Compression by rounding: signs, few levels, few levels at random. It saves bandwidth; does it hide anything?"""
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Generator, Tensor, nn
+
+from gradveil.countermeasures import Countermeasure, simulate, whiten
+from gradveil.defenses.base import DEFENSES, Defense, Place, check_choice
+from gradveil.errors import SpecError
+from gradveil.tree import Params
+from gradveil.types import Observation, Update
+
+TINY = 1e-37  # below every size of a gradient: zeros stay zeros
+
+
+@dataclass(frozen=True)
+class Compression(Defense):
+    """Round each tensor by itself; a subclass says how."""
+
+    on: Literal["gradient", "update"] = "gradient"  # of each local step, or of what is sent
+
+    def __post_init__(self) -> None:
+        check_choice("on", self.on, ("gradient", "update"))
+
+    @property
+    def acts_on(self) -> frozenset[Place]:
+        """Where this defence acts, as set by ``on``."""
+        return frozenset({self.on})
+
+    @abstractmethod
+    def rounded(self, g: Tensor, rng: Generator) -> Tensor:
+        """Return one tensor as it is sent."""
+
+    def on_gradient(self, gradient: Params, rng: Generator) -> Params:
+        """Round the gradient of one local step."""
+        return self._rounded(gradient, rng) if self.on == "gradient" else gradient
+
+    def on_update(self, update: Update, rng: Generator) -> Update:
+        """Round the update before it is sent."""
+        return replace(update, gradient=self._rounded(update.gradient, rng)) if self.on == "update" else update
+
+    def _rounded(self, gradient: Params, rng: Generator) -> Params:
+        return {name: self.rounded(g, rng) for name, g in gradient.items()}
+
+    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+        """Return: round the server's own trials, with the slopes that they have before."""
+        why = "Rounds its own trial gradients by the same rule, and follows the slopes that they have before rounding."
+        return (simulate(self._trial, why, self.on),)
+
+    def _trial(self, gradient: Params) -> Params:
+        """Return what is sent for a trial gradient; slopes pass straight through (Bengio et al. 2013)."""
+        unused = Generator()
+        return {name: g + (self.rounded(g, unused) - g).detach() for name, g in gradient.items()}
+
+
+@DEFENSES.register("sign")
+@dataclass(frozen=True)
+class Sign(Compression):
+    """Send the sign of each entry (signSGD, Bernstein et al. 2018), times its tensor's mean absolute value.
+
+    The mean is the scale of Karimireddy et al. 2019. Without it (``scaled=false``) every step has the same length, and
+    the learning rate has to be some thousand times smaller.
+    """
+
+    scaled: bool = True  # times the tensor's mean absolute value
+
+    def rounded(self, g: Tensor, rng: Generator) -> Tensor:
+        """Return signs; those of zeros are zero."""
+        return g.sign() * g.abs().mean() if self.scaled else g.sign()
+
+    def _trial(self, gradient: Params) -> Params:
+        """Return signs of a trial, with slopes that are steep near zero and end where the sign is certain."""
+        found = {}
+        for name, g in gradient.items():
+            size = g.abs().mean()
+            soft = g / (g.square() + 0.1 * size.square() + TINY).sqrt() * (size if self.scaled else 1.0)
+            found[name] = soft + (self.rounded(g, Generator()) - soft).detach()
+        return found
+
+
+@DEFENSES.register("quantise")
+@dataclass(frozen=True)
+class Quantise(Compression):
+    """Round each entry to the nearest of 2^bits - 1 levels, evenly from minus to plus its tensor's largest entry."""
+
+    bits: int = 4  # of an entry
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 2 <= self.bits <= 16:
+            raise SpecError(f"bits={self.bits} is not from 2 to 16: two bits are the levels -1, 0 and 1.")
+
+    def rounded(self, g: Tensor, rng: Generator) -> Tensor:
+        """Return the nearest level."""
+        unit = g.abs().amax().clamp_min(TINY) / (2 ** (self.bits - 1) - 1)
+        return (g / unit).round() * unit
+
+
+@DEFENSES.register("qsgd")
+@dataclass(frozen=True)
+class Qsgd(Compression):
+    """Round each entry at random to one of the two levels around it, right on average (QSGD, Alistarh et al. 2017).
+
+    Levels are multiples of ||g|| / ``levels``, with the tensor's Euclidean norm, or with its largest entry, which
+    rounds less away; ``levels=1,norm=max`` is TernGrad (Wen et al. 2017).
+    """
+
+    draws_on_device: ClassVar[bool] = True
+
+    levels: int = 16  # above zero
+    norm: Literal["l2", "max"] = "l2"  # of a tensor, that the highest level stands for
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("norm", self.norm, ("l2", "max"))
+        if not 1 <= self.levels <= 4096:
+            raise SpecError(f"levels={self.levels} is not from 1 to 4096, the levels above zero.")
+
+    def rounded(self, g: Tensor, rng: Generator) -> Tensor:
+        """Return the level below, or that above with the chance that makes the mean right."""
+        size = g.norm() if self.norm == "l2" else g.abs().amax()
+        unit = size.clamp_min(TINY) / self.levels
+        chance = torch.rand(g.shape, generator=rng, device=rng.device).to(g)
+        return g.sign() * (g.abs() / unit + chance).floor() * unit
+
+    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+        """Return: take what was rounded for noise, of the strength that the levels tell."""
+        return (whiten(self._known),)
+
+    def _known(self, seen: Observation) -> dict[str, float]:
+        """Return the standard deviation of each tensor's rounding; nothing where steps were added up after it."""
+        update = seen.update
+        if self.on == "gradient" and (update.num_steps > 1 or not update.rule.is_plain):
+            return {}
+        return {name: _spread(g) for name, g in update.gradient.items()}
+
+
+def _spread(sent: Tensor) -> float:
+    """Return the standard deviation of random rounding, by what was sent.
+
+    Of entries below the first level a share p is sent as one unit, which leaves p (1 - p) unit² of noise, a little more
+    than there is; entries above it lie anywhere between their levels: a sixth of unit².
+    """
+    size = sent.abs()
+    there = size[size > 1e-4 * size.max()]
+    if not len(there):
+        return 0.0
+    unit = float(there.min())
+    low, first = (float((size < at * unit).double().mean()) for at in (1.5, 0.5))
+    share = 1 - first / low
+    return float(unit * (low * share * (1 - share) + (1 - low) / 6) ** 0.5)
