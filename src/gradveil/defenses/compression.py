@@ -141,8 +141,8 @@ class Qsgd(Compression):
 def _spread(sent: Tensor) -> float:
     """Return the standard deviation of random rounding, by what was sent.
 
-    Of entries below the first level a share p is sent as one unit, which leaves p (1 - p) unit² of noise, a little more
-    than there is; entries above it lie anywhere between their levels: a sixth of unit².
+    Entries below the first level, of which a share p is sent as one unit, are taken to lie evenly between 0 and 2p
+    units: p (1 - 4p/3) unit² of noise. Those above lie anywhere between two levels: a sixth of unit².
     """
     size = sent.abs()
     there = size[size > 1e-4 * size.max()]
@@ -151,4 +151,4 @@ def _spread(sent: Tensor) -> float:
     unit = float(there.min())
     low, first = (float((size < at * unit).double().mean()) for at in (1.5, 0.5))
     share = 1 - first / low
-    return float(unit * (low * share * (1 - share) + (1 - low) / 6) ** 0.5)
+    return float(unit * (low * share * max(1 - 4 * share / 3, 0) + (1 - low) / 6) ** 0.5)
