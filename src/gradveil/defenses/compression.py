@@ -96,7 +96,8 @@ class Quantise(Compression):
     def rounded(self, g: Tensor, rng: Generator) -> Tensor:
         """Return the nearest level."""
         unit = g.abs().amax().clamp_min(TINY) / (2 ** (self.bits - 1) - 1)
-        return (g / unit).round() * unit
+        level: Tensor = (g / unit).round()
+        return level * unit
 
 
 @DEFENSES.register("qsgd")
