@@ -95,9 +95,8 @@ class Quantise(Compression):
 
     def rounded(self, g: Tensor, rng: Generator) -> Tensor:
         """Return the nearest level."""
-        unit = g.abs().amax().clamp_min(TINY) / (2 ** (self.bits - 1) - 1)
-        level: Tensor = (g / unit).round()
-        return level * unit
+        unit: Tensor = g.abs().amax().clamp_min(TINY) / (2 ** (self.bits - 1) - 1)
+        return (g / unit).round() * unit
 
 
 @DEFENSES.register("qsgd")
