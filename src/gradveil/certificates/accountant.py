@@ -22,6 +22,31 @@ from gradveil.certificates.privacy import rero_gaussian
 from gradveil.errors import BudgetError, CertificateError
 from gradveil.files import refusals_told, write_atomically
 
+THEOREM = (
+    "R participations of E local epochs with noise multiplier z are √(E R)/z Gaussian-DP for zeroing one record of one "
+    "client, against any server that chooses the weights as it likes and knows all other records."
+)
+ASSUMPTIONS = (
+    "One record is zeroed in its slot, and how many records a client has is public. Where another record stands in its "
+    "place, twice the μ holds.",
+    "A record enters at most one batch of a local epoch, batches are cut without looking at the data, and every sum is "
+    "divided by the same number of slots.",
+    "Nothing else that depends on the data leaves the client: no batch norm statistics, buffers, losses or counts. "
+    "Clip and coordinates follow from public data and earlier releases; a gradient that is not finite counts as zero.",
+    "The noise is fresh, secret and Gaussian in exact arithmetic. A simulation draws it from its seed: what it shows "
+    "is the method's promise, not that of the simulated clients.",
+    "No gain from sampling is counted: the server knows who takes part in which round.",
+)
+AGGREGATE = (
+    "The server sees only the sum of a round, one noisy release, of as many honest clients that stay as were counted "
+    "on (secure aggregation); in a simulation that is assumed."
+)
+GUESS = "The chance of a blind guess is the one that the server has with all that it knows beside the releases."
+FLOOR = (
+    "Images of a class are Gaussian with the covariance of public ones, independent of all that the server knows "
+    "beside the releases; the floor is of the error on average over records."
+)
+
 SLACK = 1e-9  # of a limit: what the rounding of a sum may add
 
 
@@ -81,6 +106,16 @@ class Account:
     def floor(self, eigenvalues: Tensor | Sequence[float]) -> float:
         """Return the least squared error on a Gaussian record whose covariance has these eigenvalues."""
         return water_filling(eigenvalues, self.rho)
+
+    def figures(self, delta: float, kappa: float) -> dict[str, Any]:
+        """Return what was bought, for programs."""
+        bought = {"mu": self.mu, "z_run": self.z_run, "rho": self.rho}
+        return bought | {
+            "epsilon": self.epsilon(delta),
+            "delta": delta,
+            "guess": self.guess(kappa),
+            "blind_guess": kappa,
+        }
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data; a limit of None is none."""

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from math import ceil, inf, isfinite, sqrt
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from gradveil.certificates.accountant import Account, mu_of
 from gradveil.errors import CertificateError
+from gradveil.types import Batch
 
 Tier = Literal["local", "aggregate"]
 
@@ -165,3 +167,18 @@ class Plan:
         """Return the least error on a record as a share of the blind guess's; one spectrum for each class."""
         whole = sum(float(values.sum()) for values in spectra)
         return sum(self.account.floor(values) for values in spectra) / whole if whole else inf
+
+
+def class_spectra(public: Batch) -> dict[int, Tensor]:
+    """Return the eigenvalues of the covariance of public inputs, class by class; of all where there are no classes."""
+    labels = public.labels
+    inputs = public.inputs.flatten(1).double().cpu()
+    if labels.ndim > 1 or labels.is_floating_point():
+        labels = torch.zeros(len(inputs), dtype=torch.int64)
+    found = {}
+    for label in labels.unique().tolist():
+        mine = inputs[labels.cpu() == label]
+        if len(mine) > 1:
+            spread = torch.linalg.svdvals(mine - mine.mean(0))
+            found[int(label)] = spread.square() / (len(mine) - 1)
+    return found

@@ -21,6 +21,7 @@ COMMANDS = {
     "infer": ("infer:command", "Read the classes and their representations off an update."),
     "check-model": ("check_model:command", "Check weights that a server sent before training at them."),
     "certify": ("certify:command", "Bound what a reconstruction can reach, and say what the bound rests on."),
+    "plan": ("plan:command", "From a promise to the noise that keeps it, or from a configuration to what it buys."),
     "reproduce": ("reproduce:command", "Run the tables and figures of the paper, its numbers beside ours."),
     "list": ("list:command", "Show every data set, model, defence, attack and metric with its settings."),
 }

@@ -1,0 +1,216 @@
+"""``gradveil plan``: the noise that a promise over a whole run needs, and what a given configuration really buys."""
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from gradveil.cli import shared
+from gradveil.errors import SpecError
+
+if TYPE_CHECKING:
+    from gradveil.certificates.configurations import Bought
+    from gradveil.certificates.plan import Plan
+
+of_run = partial(typer.Option, rich_help_panel="The run")
+promised = partial(typer.Option, rich_help_panel="The promise, one of these")
+
+
+def command(
+    cohort: int = of_run(10, min=1, help="Clients of a round."),
+    clients: int = of_run(None, min=1, help="Clients in all; they then take turns."),
+    records: int = of_run(200, min=1, help="Records of a client."),
+    batch_size: int = of_run(0, min=0, help="Records of a local step; 0: all of them."),
+    epochs: int = of_run(1, min=1, help="Local epochs."),
+    rounds: int = of_run(None, min=1, help="Rounds of training (default 100)."),
+    participations: int = of_run(None, min=1, help="The most rounds that one client takes part in (default: all)."),
+    tier: str = of_run("local", help="What the server sees: local, each update; aggregate, a round's sum."),
+    lost: float = of_run(0.0, help="Share of the cohort that may drop out of a round; aggregate."),
+    colluding: float = of_run(0.0, help="Share of the cohort that may work with the server; aggregate."),
+    parameters: int = of_run(None, min=1, help="Of the model, or give --model and --dataset."),
+    model: str = of_run(None, help=f"A model spec, {shared.OWN}"),
+    dataset: str = of_run(None, help="A data set by name: for the model's size and the floor on reconstructions."),
+    data: shared.Data = None,
+    promise: str = promised(None, help="reconstruction or identification (default: reconstruction)."),
+    epsilon: float = promised(None, help="ε over the whole run, at --delta."),
+    rho: float = promised(None, help="ρ over the whole run, in nats."),
+    z: float = promised(None, help="The noise multiplier of a release: what does it buy?"),
+    delta: float = typer.Option(1e-5, help="Of ε."),
+    guess: float = typer.Option(0.01, help="Chance of a blind guess that is to be bounded."),
+    check: Path = typer.Option(None, help="A Flower, Opacus or NVFlare configuration: what does it buy?"),
+    json: shared.Json = False,
+) -> None:
+    """Plan a run: from a promise to the noise and its expected cost, or from a configuration to what it buys."""
+    if check is not None:
+        _check(check, rounds, participations, parameters, delta, guess, json)
+        return
+    from gradveil.certificates.plan import Plan, PlannedRun, Tier, z_run_of
+    from gradveil.registry import convert
+
+    count = rounds or 100
+    if participations is None:
+        participations = count if clients is None else -(-count * cohort // clients)
+    run = PlannedRun(records, batch_size or None, epochs, count, participations, cohort, lost, colluding)
+    asked = {"promise": promise, "epsilon": epsilon, "rho": rho, "z": z}
+    given = [name for name, value in asked.items() if value is not None]
+    if len(given) > 1:
+        raise SpecError(f"--{' and --'.join(given)} each say how much noise there is. Give one of them.")
+    if not given:
+        promise = "reconstruction"
+    if z is None:
+        z = run.z(z_run_of(promise, epsilon, delta if epsilon is not None else None, rho))
+    size, spectra = _sizes(parameters, model, dataset, data)
+    plan = Plan(run, z, convert(tier, Tier, "--tier"), size)
+    found = figures(plan, spectra, delta, guess, promise)
+    shared.print_json(found) if json else typer.echo(_words(plan, found))
+
+
+def _sizes(parameters: int | None, model: str | None, dataset: str | None, data: str | None) -> tuple[int | None, Any]:
+    """Return the number of parameters, and the spectra of public images by class where a data set is named."""
+    if model is not None and dataset is None:
+        raise SpecError("--model needs --dataset for the size of its inputs. Or give --parameters.")
+    if dataset is None:
+        return parameters, None
+    from gradveil.certificates.plan import class_spectra
+    from gradveil.data import load
+    from gradveil.experiments.scene import fitting_model
+    from gradveil.tree import parameters as weights
+    from gradveil.tree import size
+
+    source = load(dataset, data)
+    if model is not None:
+        parameters = size(weights(fitting_model(model, source, "cross_entropy", 0)))
+    return parameters, list(class_spectra(source.test.batch(slice(None))).values())
+
+
+def figures(plan: "Plan", spectra: Any, delta: float, guess: float, promise: str | None) -> dict[str, Any]:
+    """Return everything that the command shows."""
+    from dataclasses import asdict
+
+    from gradveil.certificates.accountant import AGGREGATE, ASSUMPTIONS, FLOOR, GUESS, THEOREM
+    from gradveil.certificates.plan import TWO_POINTS
+
+    rests = [*ASSUMPTIONS, GUESS]
+    rests += [AGGREGATE] if plan.tier == "aggregate" else []
+    rests += [FLOOR] if spectra else []
+    return {
+        "run": asdict(plan.run),
+        "tier": plan.tier,
+        "promise": promise,
+        "z": plan.z,
+        "client_z": plan.client_z,
+        "whole_run": plan.account.figures(delta, guess) | {"floor": plan.floor_share(spectra) if spectra else None},
+        "parameters": plan.parameters,
+        "noise_to_signal": plan.noise_to_signal,
+        "expected_under_two_points": None if plan.noise_to_signal is None else plan.noise_to_signal <= TWO_POINTS,
+        "under_two_points_from_cohort": plan.cheap_from,
+        "theorem": THEOREM,
+        "assumptions": rests,
+    }
+
+
+def _words(plan: "Plan", found: dict[str, Any]) -> str:
+    """Return one screen of plain words."""
+    run, whole = plan.run, found["whole_run"]
+    sees = "each client's update" if plan.tier == "local" else "only the sum of a round (secure aggregation)"
+    lines = [
+        f"{run.rounds} rounds, {run.cohort} clients each; a client takes part at most {run.participations} times, with "
+        f"{run.records} records in steps of {run.slots}, {run.epochs} local epoch{'s' * (run.epochs > 1)}.",
+        f"The server sees {sees}, knows all but one record, and may choose the weights.",
+        "",
+        f"noise        z = {plan.z:.4g} a release" + (
+            f"; each client adds {plan.client_z:.4g} of its clip" if plan.tier == "aggregate" else " and client"
+        ),
+        f"whole run    z_run = {whole['z_run']:.3g}, μ = {whole['mu']:.3g}, ρ = {whole['rho']:.3g} nats, "
+        f"ε = {whole['epsilon']:.3g} at δ = {whole['delta']:g}",
+        f"guessing     a guess that is right with chance {whole['blind_guess']:g} becomes right with at most "
+        f"{whole['guess']:.2g}",
+    ]  # fmt: skip
+    if whole["floor"] is not None:
+        lines.append(f"picture      error at least {whole['floor']:.2f} of the blind guess's, on average")
+    if found["promise"] == "reconstruction":
+        lines.append("             attacks were measured to get no nearer than a blind guess; proved is the floor")
+    if found["promise"] == "identification":
+        lines.append("             a record was measured to be told from 100 candidates hardly better than by chance")
+    lines.append(_cost(plan))
+    spec = f"veil:z={plan.z:.6g}" + (",tier=aggregate" if plan.tier == "aggregate" else "")
+    shares = "".join(f",{k}={getattr(run, k):g}" for k in ("lost", "colluding") if getattr(run, k))
+    lines += [f"defence      --defense {spec}{shares}", "", found["theorem"], "It rests on:"]
+    return "\n".join(lines + [f"- {text}" for text in found["assumptions"]])
+
+
+def _cost(plan: "Plan") -> str:
+    from gradveil.certificates.plan import TWO_POINTS
+
+    ratio = plan.noise_to_signal
+    if ratio is None:
+        return "cost         give --parameters, or --model with --dataset, for the noise-to-signal ratio"
+    verdict = "under" if ratio <= TWO_POINTS else "more than"
+    return (
+        f"cost         noise to signal {ratio:.2g}: expected to cost {verdict} two points of accuracy "
+        f"(up to {TWO_POINTS:g} in small trials); under two from a cohort of {plan.cheap_from} on"
+    )
+
+
+def _check(
+    path: Path, rounds: int | None, participations: int | None, parameters: int | None, delta: float, guess: float,
+    json: bool,
+) -> None:  # fmt: skip
+    from gradveil.certificates.configurations import Known, check
+
+    found = check(path, Known(rounds, participations, parameters, delta))
+    if json:
+        shared.print_json({"file": str(path), "mechanisms": [_bought(one, delta, guess) for one in found]})
+        return
+    typer.echo("\n\n".join(_bought_words(one, delta, guess) for one in found))
+
+
+def _bought(one: "Bought", delta: float, guess: float) -> dict[str, Any]:
+    whole = None if one.account is None else one.account.figures(one.details.get("delta", delta), guess)
+    return {
+        "what": one.what, "level": one.level, "against": one.against, "sigma": one.sigma, "mu_round": one.mu,
+        "rho_round": None if one.mu is None else one.mu**2 / 2, "releases": one.releases, "whole_run": whole,
+        "epsilon_round": one.epsilon_round, "epsilon": one.epsilon, "notes": list(one.notes), **one.details,
+    }  # fmt: skip
+
+
+def _bought_words(one: "Bought", delta: float, guess: float) -> str:
+    """Return one screen of plain words."""
+    whole, delta = one.account, one.details.get("delta", delta)
+    lines = [f"Found: {one.what}."]
+    if whole is None and one.epsilon is None:
+        lines.append("in short     it promises nothing.")
+    else:
+        lines.append(f"Protects one {one.level} from {one.against}.")
+    if one.sigma is not None:
+        lines.append(f"noise        σ = {one.sigma:.3g}")
+    over = f"{one.releases or 1} round{'s' * ((one.releases or 1) > 1)}"
+    if one.epsilon is not None:
+        how = "secret Poisson batches" if one.epsilon_round is None else f"{one.epsilon_round:,.3g} in each"
+        lines.append(f"{over:12} ε = {one.epsilon:,.3g}" + (f" at δ = {delta:g}" if whole else "") + f" ({how})")
+        over = "no sampling"
+    if whole is not None and one.mu is not None:
+        lines += [
+            f"one round    μ = {one.mu:.3g}, ρ = {one.mu**2 / 2:.3g} nats",
+            f"{over:12} z_run = {whole.z_run:.3g}, ρ = {whole.rho:.3g} nats, ε = {whole.epsilon(delta):.3g} at δ = "
+            f"{delta:g}",
+            f"guessing     {guess:g} becomes at most {whole.guess(guess):.2g}",
+            f"in short     {'without the gain from sampling, ' if one.epsilon else ''}{_short(whole.z_run)}",
+        ]
+    elif one.epsilon_round is not None:
+        lines.append(f"in short     {'it promises next to nothing.' if one.epsilon_round > 100 else 'pure ε-DP.'}")
+    return "\n".join([*lines, "", *(f"! {note}" for note in one.notes)])
+
+
+def _short(z_run: float) -> str:
+    """Return what a multiplier of the whole run amounts to."""
+    from gradveil.certificates.plan import PROMISES
+
+    if z_run >= PROMISES["identification"]:
+        return "over the run neither pictures nor identities were got at this noise."
+    if z_run >= PROMISES["reconstruction"]:
+        return "over the run pictures were not got at this noise; records can be told from candidates."
+    if z_run >= 0.1:
+        return "over the run attacks were measured to get traces of pictures, and to identify records."
+    return "over the run it stops no attack that was measured."
