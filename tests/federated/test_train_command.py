@@ -18,7 +18,7 @@ import typer
 from typer.testing import CliRunner
 
 from gradveil.cli.train import command
-from gradveil.errors import GradveilError
+from gradveil.errors import BudgetError, GradveilError
 from gradveil.experiments.run_folder import MODEL, ROUNDS, RunFolder
 from gradveil.experiments.train import TrainConfig, train
 from gradveil.federated.checkpoint import Checkpoint
@@ -104,6 +104,18 @@ def test_faulty_clients_are_counted_in_the_summary(tmp_path: Path) -> None:
     assert set(summary["rejected"]) == {"dropped", "not finite"}
     rows = RunFolder(tmp_path / "run").rounds
     assert sum(row["accepted"] for row in rows) + sum(summary["rejected"].values()) == 20
+
+
+def test_what_was_bought_is_shown_and_more_rounds_than_planned_are_refused(tmp_path: Path) -> None:
+    promised = {"defense": "veil:promise=identification", "batch_size": None, "rounds": 2}
+    bought = run(tmp_path / "a", **promised)["bought"]
+    assert (bought["tier"], bought["limit"], bought["simulated"]) == ("local", 1.0, True)
+    assert bought["z_run"] == pytest.approx(1.0)
+    assert bought["guess"] == pytest.approx(0.0924, abs=1e-3)
+    with pytest.raises(BudgetError, match="Round 3 is refused"):
+        run(tmp_path / "a", resume=True, **promised | {"rounds": 4})
+    assert [row["round"] for row in RunFolder(tmp_path / "a").rounds] == [1, 2]
+    assert "bought" not in run(tmp_path / "b")
 
 
 def app() -> typer.Typer:

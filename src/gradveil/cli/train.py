@@ -96,6 +96,13 @@ def _show(summary: dict[str, Any], json: bool) -> None:
     typer.echo(f"Best {summary['best_accuracy']:.4f} in round {summary['best_round']}.")
     if turned_away:
         typer.echo(f"Updates turned away: {turned_away}.")
+    if (bought := summary.get("bought")) is not None:
+        tier = "each update" if bought["tier"] == "local" else "the sum of a round alone"
+        typer.echo(
+            f"Bought over the run, for the client that took part most, against a server that sees {tier}: z_run = "
+            f"{bought['z_run']:.3g}, ε = {bought['epsilon']:.3g} at δ = {bought['delta']:g}; a guess of chance "
+            f"{bought['blind_guess']:g} becomes at most {bought['guess']:.2g}. Simulated: the noise is the seed's."
+        )
     typer.echo(f"Run folder: {summary['folder']}")
 
 

@@ -14,6 +14,7 @@ from gradveil.federated.settings import Training
 
 if TYPE_CHECKING:
     from gradveil.data.base import Split
+    from gradveil.defenses.base import Defense
     from gradveil.federated.checkpoint import Checkpoint
     from gradveil.federated.simulate import Round
 
@@ -87,7 +88,7 @@ def train(
         for row in _drive(rounds, dataset.test, folder, config):
             watch(row)
             progress(row)
-        return _summary(folder, config, engine)
+        return _summary(folder, config, engine) | _bought(folder, defense)
 
 
 def _standing(folder: RunFolder) -> "Checkpoint | None":
@@ -114,6 +115,8 @@ def _drive(rounds: "Iterable[Round]", test: "Split", folder: RunFolder, config: 
         is_last = final.number == config.rounds
         row: Row = {"round": final.number, "lr": final.lr, "clients": list(final.clients)}
         row |= {"accepted": final.accepted, "rejected": final.rejected}
+        if final.accounts:
+            row["spent"] = max(account.spent for account in final.accounts)  # μ² of the client that took part most
         if final.number % config.evaluate_every == 0 or is_last:
             seen = evaluate(final.model, test, loss=config.loss)
             row |= {"accuracy": seen.accuracy, "loss": seen.loss}
@@ -163,6 +166,21 @@ def _summary(folder: RunFolder, config: TrainConfig, engine: str) -> dict[str, A
         "defense": config.defense,
         "seconds": round(sum(row["seconds"] for row in rows), 3),
     }
+
+
+DELTA, GUESS = 1e-5, 0.01  # at which what was bought is shown
+
+
+def _bought(folder: RunFolder, defense: "Defense") -> dict[str, Any]:
+    """Return what the client that took part most has bought and spent, where the defence promises something."""
+    from gradveil.certificates.accountant import Account
+
+    spent = [row["spent"] for row in folder.rounds if "spent" in row]
+    if not spent:
+        return {}
+    tier = "aggregate" if defense.fewest else "local"
+    bought = {"tier": tier, "simulated": True, "limit": defense.allowance}
+    return {"bought": bought | Account("most", spent=spent[-1]).figures(DELTA, GUESS)}
 
 
 def _board(out: Path) -> Callable[[Row], None]:
