@@ -13,6 +13,11 @@ def parameters(model: nn.Module) -> Params:
     return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
+def named(layer: str, part: str) -> str:
+    """Return the name of a layer's parameter in the model; the model itself, as a layer, has no path."""
+    return f"{layer}.{part}" if layer else part
+
+
 def map_values(function: Callable[[Tensor], Tensor], tree: Params) -> Params:
     """Apply a function to every tensor."""
     return {name: function(value) for name, value in tree.items()}

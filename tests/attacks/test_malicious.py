@@ -198,3 +198,14 @@ def test_where_the_class_is_not_there_nothing_is_fished() -> None:
     found = attacked("fishing:target=9", perceptron(64), one_of_each())
     assert not found.converged
     assert found.inputs.unique().tolist() == [0.5]
+
+
+def test_fishing_is_after_the_rarest_class_that_an_honest_update_shows() -> None:
+    labels = DIGITS.train.labels
+    picked = [int((labels == c).nonzero()[i]) for c, i in ((3, 0), (3, 1), (7, 0), (4, 0), (4, 1))]
+    seen = observe(perceptron(64), DIGITS.train.batch(picked), NoDefense(), rng(1), CLASSES)
+    assert malicious("fishing").for_client(seen, rng()) == build("fishing:target=7")
+    assert malicious("fishing:target=2").for_client(seen, rng()) == build("fishing:target=2")
+    twice = observe(perceptron(64), DIGITS.train.batch(picked[:2]), NoDefense(), rng(1), CLASSES)
+    assert malicious("fishing").for_client(twice, rng()) == build("fishing:target=3,examples=2")
+    assert malicious("imprint").for_client(seen, rng()) == build("imprint")

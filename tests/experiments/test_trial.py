@@ -11,11 +11,11 @@ from gradveil.defenses.masking import RandomMask
 from gradveil.errors import AttackError, UpdateError
 from gradveil.experiments import panel as panel_module
 from gradveil.experiments.looks import Look
-from gradveil.experiments.panel import CHUNK, Observed, Target, chunks, panel
+from gradveil.experiments.panel import CHUNK, Observed, Target, chunks, panel, plant
 from gradveil.experiments.scene import AuditConfig, Scene, build_scene
 from gradveil.experiments.trial import Trial, attack_rows, attempt, naive
 from gradveil.models import build
-from gradveil.types import Observation
+from gradveil.types import Observation, Reconstruction
 
 MASK = "random_mask"
 
@@ -144,3 +144,14 @@ def test_an_update_is_made_once_whoever_looks_at_it(
     monkeypatch.setattr(panel_module, "KEPT", 0)  # nothing may be kept: the same numbers again
     again = Observed(scene).trial(found[-1])
     assert all(torch.equal(g, trials[-1].view.update.gradient[n]) for n, g in again.view.update.gradient.items())
+
+
+def test_a_client_is_fished_for_a_class_that_it_has(scene: Scene) -> None:
+    """By what the server reads off the client's honest update; so the control of clients of one example succeeds."""
+    observed = Observed(replace(scene, config=replace(scene.config, tiers=("malicious",))))
+    looks, refused = plant(observed, Look("first", 1, "start", scene.model))
+    trials = [observed.trial(t) for t in panel(observed.scene, looks)["fishing"]]
+    assert Counter(trial.about["defense"] for trial in trials) == {"none": 3, MASK: 3}
+    assert {row["attack"] for row in refused} == {"trap"}
+    found = attempt([trial for trial in trials if trial.about["defense"] == "none"])
+    assert [isinstance(one, Reconstruction) and one.converged for one in found] == [True] * 3

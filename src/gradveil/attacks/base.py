@@ -50,6 +50,10 @@ class Malicious(Attack):
     ) -> nn.Module:
         """Return the model that the server sends: a changed copy. ``reconstruct_many`` sees updates made at it."""
 
+    def for_client(self, seen: Observation, rng: Generator) -> "Malicious":
+        """Return the attack on one client, of which an honest update was seen before; by default all get the same."""
+        return self
+
 
 def build(spec: str | Attack) -> Attack:
     """Return the attack that a spec describes, e.g. ``dlg:steps=300,restarts=8``."""

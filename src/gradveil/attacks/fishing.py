@@ -2,17 +2,19 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Generator, Tensor, nn
 
-from gradveil import tree
 from gradveil.attacks.base import ATTACKS, Malicious, build, check_seen, refuse_adaptive
+from gradveil.attacks.labels import recover_labels
 from gradveil.attacks.planting.rows import nothing
 from gradveil.errors import AttackError, LayerError
 from gradveil.layers.modules import find_layer, representation, trace
+from gradveil.tree import named, norm
 from gradveil.types import Batch, Observation, Reconstruction
 
 FAR = 20.0  # logits: a class that lies so far off has no probability in single precision
@@ -20,6 +22,7 @@ STEEP = 50.0  # logits for each standard deviation of the feature
 NOTHING = 1e-6  # of the row's norm: a gradient below it is of no example of the class
 FEWEST = 0.25  # examples that a gradient is taken to be of: the count is read off one entry, which noise may spoil
 RIDGE = 1.0  # of the features' mean variance, added to their covariance
+ENOUGH = 256  # public examples that say how large the logit of a class gets
 
 
 @ATTACKS.register("fishing")
@@ -30,18 +33,30 @@ class Fishing(Malicious):
     All rows but that of one class are zero, and that class is held for impossible: an example of it sends its row
     back in full, any other nothing (Wen et al. 2022, class fishing). Where a batch is expected to hold several of the
     class, the row is the direction that tells the class from the others on public data, with a threshold that all but
-    about one of them pass: those are predicted for certain and send nothing either (feature fishing). Its answer is
-    one image, given for each example of the batch.
+    about one of them pass: those are predicted for certain and send nothing either (feature fishing). Which classes a
+    client has is read off an honest update of it, where one was seen. Its answer is one image, given for each example
+    of the batch.
     """
 
     attack: str = "newton"  # on what was fished
-    target: int | None = None  # the class; None: one at random, as public examples have them
+    target: int | None = None  # the class; None: the rarest that the client has, or a random one of the public examples
     examples: int = 1  # of a batch, as the server expects
     gain: float = 1.0  # times, that the fished gradient is made as large as it would be; large ones beat noise
 
     def __post_init__(self) -> None:
         if self.examples < 1 or (self.target is not None and self.target < 0):
             raise ValueError("examples must be 1 or more, and target a class")
+
+    def for_client(self, seen: Observation, rng: Generator) -> "Fishing":
+        """Return the attack that is after a class of this client: that of the fewest examples."""
+        if self.target is not None or seen.loss.targets != "classes":
+            return self
+        labels = recover_labels(seen, rng)
+        if labels is None:
+            return self
+        classes, counts = labels.unique(return_counts=True)
+        alone = int(counts.min()) == 1  # then there is none beside it to be held back
+        return replace(self, target=int(classes[counts.argmin()]), examples=1 if alone else seen.num_examples)
 
     def plant(
         self, model: nn.Module, input_shape: tuple[int, ...], num_classes: int, public: Batch | None, rng: Generator
@@ -58,8 +73,9 @@ class Fishing(Malicious):
         if target >= num_classes or int(of_class.sum()) < 2:
             raise AttackError(f"There are not two public examples of class {target} among {num_classes} classes.")
         with torch.no_grad():
-            r = representation(copied, path, public.inputs.to(layer.weight)).flatten(1)
             expected = self.examples * float(of_class.float().mean())
+            inputs = public.inputs if expected > 1 else public.inputs[:ENOUGH]
+            r = representation(copied, path, inputs.to(layer.weight)).flatten(1)
             if expected <= 1:
                 row = self.gain * layer.weight[target]
                 bias = -float((r @ row).max()) - FAR * max(1.0, self.gain)
@@ -85,24 +101,19 @@ class Fishing(Malicious):
 
 def last_layer(model: nn.Module, input_shape: tuple[int, ...], num_classes: int) -> tuple[str, nn.Linear]:
     """Return the layer that gives the logits; raise where they do not come from a fully connected one with a bias."""
-    try:
+    with suppress(LayerError):
         path = find_layer(model)
-    except LayerError:
-        path = ""
-    layer = model.get_submodule(path)
-    if not isinstance(layer, nn.Linear) or layer.bias is None or layer.out_features != num_classes:
-        path = ""
-    if path and set(dict(model.named_parameters())) == {f"{path}.weight", f"{path}.bias"}:
-        raise AttackError(
-            f"{type(model).__name__} has no weights before its last layer, so nothing can be fished there."
-        )
-    if not path or trace(model, input_shape).output != path:
-        raise AttackError(
-            f"The logits of {type(model).__name__} do not come straight from a fully connected layer with a bias and "
-            f"one row for each of {num_classes} classes, so nothing can be fished by changing it."
-        )
-    assert isinstance(layer, nn.Linear)
-    return path, layer
+        layer = model.get_submodule(path)
+        if isinstance(layer, nn.Linear) and layer.bias is not None and layer.out_features == num_classes:
+            if set(dict(model.named_parameters())) == {named(path, "weight"), named(path, "bias")}:
+                what = "has no weights before its last layer, so nothing can be fished there"
+                raise AttackError(f"{type(model).__name__} {what}.")
+            if trace(model, input_shape).output == path:
+                return path, layer
+    raise AttackError(
+        f"The logits of {type(model).__name__} do not come straight from a fully connected layer with a bias and "
+        f"one row for each of {num_classes} classes, so nothing can be fished by changing it."
+    )
 
 
 def _gate(r: Tensor, of_class: Tensor, expected: float) -> tuple[Tensor, float]:
@@ -121,7 +132,7 @@ def _fished(seen: Observation) -> tuple[float, Observation | None]:
     path, layer = last_layer(seen.model, seen.input_shape, seen.num_classes)
     sizes = layer.weight.detach().norm(dim=1)
     target = int(sizes.argmax())
-    weight, bias = f"{path}.weight", f"{path}.bias"
+    weight, bias = named(path, "weight"), named(path, "bias")
     if int((sizes > 0).sum()) != 1 or seen.loss.targets != "classes" or bias not in seen.visible:
         raise AttackError(
             "fishing attacks what its own last layer let through, and this model's is not of its making, or is not "
@@ -129,7 +140,7 @@ def _fished(seen: Observation) -> tuple[float, Observation | None]:
         )
     one = seen.as_one_step()
     count = -float(one.update.gradient[bias][target]) * seen.num_examples
-    rest = tree.norm({n: g for n, g in one.update.gradient.items() if n not in (weight, bias)})
+    rest = norm({n: g for n, g in one.update.gradient.items() if n not in (weight, bias)})
     if float(rest) * seen.num_examples < NOTHING * float(sizes.max()):
         return count, None
     scale = seen.num_examples / max(count, FEWEST)

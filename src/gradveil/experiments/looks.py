@@ -32,6 +32,7 @@ class Look:
     weights: str  # "start", or the defence it was trained under
     model: nn.Module
     planted: str = ""  # the attack of a malicious server that made this model
+    clients: frozenset[tuple[str, int]] | None = None  # by defence and number, that get this model; None: all
 
 
 def first_look(scene: Scene) -> Look:

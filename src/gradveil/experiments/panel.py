@@ -1,7 +1,8 @@
 """Who attacks what: each update of an attacked client, by the servers of every tier, with each attack."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -44,7 +45,8 @@ def panel(scene: Scene, looks: Sequence[Look]) -> dict[str, list[Target]]:
     for look in looks:
         wanted = _planted(scene, look) if look.planted else _wanted(scene, look)
         for defense, server, attack in wanted:
-            mine = [Target(look, defense, server, attack, victim) for victim in scene.victims]
+            clients = [v for v in scene.victims if look.clients is None or (defense, v) in look.clients]
+            mine = [Target(look, defense, server, attack, victim) for victim in clients]
             targets.setdefault(attack, []).extend(mine)
     return targets
 
@@ -135,23 +137,37 @@ def inverting() -> Countermeasure:
     return replace(plain(), name="inverter", why=why, attack="inverter")
 
 
-def plant(scene: Scene, look: Look) -> tuple[list[Look], list[Row]]:
-    """Return what malicious servers would send in place of a model, and why others cannot."""
-    looks: list[Look] = []
-    rows: list[Row] = []
+def plant(observed: "Observed", look: Look) -> tuple[list[Look], list[Row]]:
+    """Return what malicious servers would send in place of a model, and to whom, and why others cannot."""
+    scene, looks, rows = observed.scene, list[Look](), list[Row]()
     if "malicious" not in scene.tiers:
         return looks, rows
-    malicious = [(name, attack) for name, cls in ATTACKS if isinstance(attack := cls(), Malicious)]
-    for name, attack in malicious:
-        rng, shape = scene.seeds("plant", name), scene.dataset.input_shape
-        try:
-            made = attack.plant(look.model, shape, scene.num_classes, scene.public.batch.to(scene.device), rng)
-            looks.append(replace(look, model=made, planted=name))
-        except GradveilError as error:
-            about = {"round": look.round, "round_number": look.round_number, "weights": look.weights, "attack": name}
-            about |= {"server": name, "tier": "malicious", "why": str(error), "out_of_time": False}
-            rows += [{"kind": "skip", **about, "defense": defense} for defense in scene.defenses]
+    for name, cls in ATTACKS:
+        if not issubclass(cls, Malicious):
+            continue
+        for attack, clients in _aimed(observed, look, cls()).items():
+            where = (scene.dataset.input_shape, scene.num_classes, scene.public.batch.to(scene.device))
+            try:
+                made = attack.plant(look.model, *where, scene.seeds("plant", name))
+                looks.append(replace(look, model=made, planted=name, clients=frozenset(clients)))
+            except GradveilError as error:
+                about = {"round": look.round, "round_number": look.round_number, "weights": look.weights}
+                about |= {"attack": name, "server": name, "tier": "malicious", "why": str(error), "out_of_time": False}
+                firsts = [(defense, victim * scene.config.examples) for defense, victim in clients]
+                rows += [{"kind": "skip", **about, "defense": d, "example": first} for d, first in firsts]
     return looks, rows
+
+
+def _aimed(observed: "Observed", look: Look, attack: Malicious) -> dict[Malicious, list[tuple[str, int]]]:
+    """Return which attack goes to which clients, by defence and number: it may hang on what they sent before."""
+    aimed: dict[Malicious, list[tuple[str, int]]] = {}
+    for defense in observed.scene.defenses:
+        for victim in observed.scene.victims:
+            seen = observed.seen(Target(look, defense, naive(), attack.spec_name, victim))
+            rng = observed.scene.seeds("plant", attack.spec_name, victim)
+            mine = attack if isinstance(seen, GradveilError) else attack.for_client(seen, rng)
+            aimed.setdefault(mine, []).append((defense, victim))
+    return aimed
 
 
 def chunks(targets: Sequence[Target]) -> list[Sequence[Target]]:
@@ -167,6 +183,7 @@ class Observed:
 
     scene: Scene
     _kept: dict[tuple[str | int, ...], Observation | GradveilError] = field(default_factory=dict)
+    _views: dict[tuple[object, ...], tuple[Observation, Observation]] = field(default_factory=dict)
     _clients: dict[tuple[int, str], "_Client"] = field(default_factory=dict)
     _bytes: int = 0
 
@@ -181,7 +198,19 @@ class Observed:
         attack = scene.attacks.get(target.attack, target.attack)
         first, held = victim * scene.config.examples, scene.held_by(victim)
         truth = held[:1] if target.server.tier == "informed" else held
-        return Trial(self._given(target), target.server, attack, rng, truth, self.about(target), first)
+        server = replace(target.server, view=partial(self._viewed, target.server.view))
+        return Trial(self._given(target), server, attack, rng, truth, self.about(target), first)
+
+    def _viewed(self, view: Callable[[Observation], Observation], seen: Observation) -> Observation:
+        """Return a view of one update; worked out once, whichever attacks and tiers it is for."""
+        key = (view, id(seen.update), seen.candidates is None, seen.labels is None)
+        if key not in self._views:
+            found = view(seen)
+            self._bytes += 0 if found is seen else 4 * size(found.update.gradient)
+            if found is seen or self._bytes > KEPT:
+                return found
+            self._views[key] = (seen, found)  # what was seen is held as well, so that no other update gets its id
+        return self._views[key][1]
 
     def about(self, target: Target) -> Row:
         """Return what the rows of a target say of it."""

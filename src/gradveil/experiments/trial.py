@@ -123,10 +123,13 @@ class Trial:
 
     @cached_property
     def view(self) -> Observation:
-        """What the attack is given."""
+        """What the attack is given: each round as the server views it. They are of the same examples, so of the labels
+        that it finds in the first."""
         if isinstance(self.seen, GradveilError):
             raise self.seen
-        return replace(self.server.view(self.seen), rounds=tuple(map(self.server.view, self.seen.rounds)))
+        first = self.server.view(replace(self.seen, rounds=()))
+        rest = (one if first.labels is None else replace(one, labels=first.labels) for one in self.seen.rounds)
+        return replace(first, rounds=tuple(map(self.server.view, rest)))
 
 
 Result = Reconstruction | GradveilError

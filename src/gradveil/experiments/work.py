@@ -107,7 +107,7 @@ class Work:
 
     def plant(self) -> list[Look]:
         """Return what malicious servers would send in the first round; why others cannot is written down."""
-        planted, refused = plant(self.scene, first_look(self.scene))
+        planted, refused = plant(self.observed, first_look(self.scene))
         if refused and not self.store.done("planted"):
             self.store.add("planted", refused)
         return planted
