@@ -1,42 +1,25 @@
 """Unmixing a large batch by independent components: near where it is to be, and honest where it is not."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor, nn
 
+from attacks.helpers_attacks import network, noisy, observe, rng
 from gradveil.attacks.cocktail import Cocktail
 from gradveil.errors import AttackError
-from gradveil.types import Batch, Observation, Update
-
-
-def network(activation: nn.Module, width: int = 64) -> nn.Sequential:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Flatten(), nn.Linear(256, width), activation, nn.Linear(width, 5))
+from gradveil.types import Batch
 
 
 def pictures(count: int, seed: int = 1) -> Batch:
     """Boxes of several greys: their differences are few."""
-    rng = torch.Generator().manual_seed(seed)
+    draw = rng(seed)
     x = torch.zeros(count, 1, 16, 16)
     for picture in x[:, 0]:
         for _ in range(4):
-            top, left = torch.randint(12, (2,), generator=rng).tolist()
-            high, wide = torch.randint(2, 6, (2,), generator=rng).tolist()
-            picture[top : top + high, left : left + wide] = torch.rand((), generator=rng)
-    return Batch(x, torch.randint(5, (count,), generator=rng))
-
-
-def observe(model: nn.Module, data: Batch) -> Observation:
-    found = torch.autograd.grad(nn.functional.cross_entropy(model(data.inputs), data.labels), list(model.parameters()))
-    gradient = dict(zip(dict(model.named_parameters()), found, strict=True))
-    return Observation(model, Update(gradient, num_examples=len(data)), (1, 16, 16), 5)
-
-
-def rng(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+            top, left = torch.randint(12, (2,), generator=draw).tolist()
+            high, wide = torch.randint(2, 6, (2,), generator=draw).tolist()
+            picture[top : top + high, left : left + wide] = torch.rand((), generator=draw)
+    return Batch(x, torch.randint(5, (count,), generator=draw))
 
 
 def errors(truth: Tensor, found: Tensor) -> Tensor:
@@ -47,7 +30,7 @@ def errors(truth: Tensor, found: Tensor) -> Tensor:
 @pytest.mark.parametrize("activation", [nn.ReLU(), nn.Sigmoid()])
 def test_images_come_out_whatever_lies_behind(activation: nn.Module) -> None:
     data = pictures(16)
-    found = Cocktail().reconstruct(observe(network(activation), data), rng())
+    found = Cocktail().reconstruct(observe(network(256, activation), data), rng())
     assert found.converged
     far = errors(data.inputs, found.inputs)
     assert (far < 5e-3).float().mean() > 0.9
@@ -59,16 +42,14 @@ def test_images_come_out_whatever_lies_behind(activation: nn.Module) -> None:
 def test_rows_without_neighbours_are_unmixed_by_their_entries() -> None:
     draw = rng(3)
     x = torch.rand(6, 1000, generator=draw) * (torch.rand(6, 1000, generator=draw) < 0.1)  # far from Gaussian
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(1000, 32), nn.ReLU(), nn.Linear(32, 5))
-    seen = replace(observe(model, Batch(x, torch.arange(6) % 5)), input_shape=(1000,))
+    model = network(1000, nn.ReLU(), width=32)
+    seen = observe(model, Batch(x, torch.arange(6) % 5))
     found = Cocktail().reconstruct(seen, rng())
     assert (errors(x, found.inputs) < 0.1 * x.var()).all()
 
 
 def test_the_order_of_a_batch_does_not_matter() -> None:
-    model, data = network(nn.ReLU()), pictures(8)
+    model, data = network(256, nn.ReLU()), pictures(8)
     other = Batch(data.inputs.flip(0), data.labels.flip(0))
     first, second = (Cocktail().reconstruct(observe(model, d), rng()).inputs for d in (data, other))
     assert errors(first, second).max() < 1e-3
@@ -76,10 +57,8 @@ def test_the_order_of_a_batch_does_not_matter() -> None:
 
 @pytest.mark.parametrize("spoiled", ["noise", "steps"])
 def test_it_says_so_where_it_fails(spoiled: str) -> None:
-    seen = observe(network(nn.ReLU()), pictures(16))
-    if spoiled == "noise":
-        noisy = {n: g + g.abs().max() * torch.randn(g.shape, generator=rng()) for n, g in seen.update.gradient.items()}
-        seen = replace(seen, update=replace(seen.update, gradient=noisy))
+    seen = observe(network(256, nn.ReLU()), pictures(16))
+    seen = noisy(seen, 1.0) if spoiled == "noise" else seen
     found = Cocktail(steps=1 if spoiled == "steps" else 300).reconstruct(seen, rng())
     assert not found.converged
     assert found.inputs.isfinite().all()
@@ -87,4 +66,4 @@ def test_it_says_so_where_it_fails(spoiled: str) -> None:
 
 def test_it_refuses_a_batch_as_large_as_the_layer() -> None:
     with pytest.raises(AttackError, match="fewer examples"):
-        Cocktail().reconstruct(observe(network(nn.ReLU(), width=8), pictures(8)), rng())
+        Cocktail().reconstruct(observe(network(256, nn.ReLU(), width=8), pictures(8)), rng())

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from attacks import helpers_attacks
+from attacks.helpers_attacks import noisy, observe, rng
 from gradveil.attacks.mixture import mixture_of
 from gradveil.attacks.spear import Spear
 from gradveil.errors import AttackError
@@ -13,25 +15,13 @@ from gradveil.step_rule import StepRule
 from gradveil.types import Batch, Observation, Update
 
 
-def network(*tail: nn.Module, width: int = 64, seed: int = 0) -> nn.Sequential:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Flatten(), nn.Linear(48, width), *(tail or (nn.ReLU(),)), nn.Linear(width, 5))
+def network(*tail: nn.Module, width: int = 64) -> nn.Sequential:
+    return helpers_attacks.network(48, *(tail or (nn.ReLU(),)), width=width)
 
 
 def batch(count: int, seed: int = 1) -> Batch:
-    rng = torch.Generator().manual_seed(seed)
-    return Batch(torch.rand(count, 3, 4, 4, generator=rng), torch.randint(5, (count,), generator=rng))
-
-
-def observe(model: nn.Module, data: Batch) -> Observation:
-    found = torch.autograd.grad(nn.functional.cross_entropy(model(data.inputs), data.labels), list(model.parameters()))
-    gradient = dict(zip(dict(model.named_parameters()), found, strict=True))
-    return Observation(model, Update(gradient, num_examples=len(data)), (3, 4, 4), 5)
-
-
-def rng(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+    draw = rng(seed)
+    return Batch(torch.rand(count, 3, 4, 4, generator=draw), torch.randint(5, (count,), generator=draw))
 
 
 def order_of(truth: Tensor, found: Tensor) -> Tensor:
@@ -104,14 +94,6 @@ def test_several_steps_of_sgd_mix_the_same_images() -> None:
     update = replace(update, gradient={n: g.detach() for n, g in update.gradient.items()})
     found = Spear().reconstruct(Observation(model, update, (3, 4, 4), 5), rng())
     assert float(torch.cdist(data.inputs.flatten(1), found.inputs.flatten(1)).min(1).values.max()) < 0.05
-
-
-def noisy(seen: Observation, share: float) -> Observation:
-    draw = rng(9)
-    gradient = {
-        n: g + share * g.abs().max() * torch.randn(g.shape, generator=draw) for n, g in seen.update.gradient.items()
-    }
-    return replace(seen, update=replace(seen.update, gradient=gradient))
 
 
 @pytest.mark.parametrize("spoiled", ["noise", "rounding", "twins"])

@@ -50,9 +50,7 @@ class Cocktail(Attack):
         u, steps = self._apart(white, rng)
         u = _refined(white, u) if _of_images(mixture) else u
         y = _scaled(mixture, u @ back)
-        x = mixture.inputs(y)
-        targets = mixture.targets(x, y)
-        residual = mixture.residual(x, targets)
+        x, targets, residual = mixture.explained(y)
         sure = steps < self.steps and residual < self.tol and mixture.rank == sent.num_examples
         return Reconstruction(x.float(), targets, residual, sure, {"iterations": float(steps)})
 

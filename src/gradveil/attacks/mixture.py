@@ -20,6 +20,7 @@ from gradveil.attacks.base import check_alone, refuse_adaptive
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import quiet
 from gradveil.layers.modules import prefix
+from gradveil.tree import named
 from gradveil.types import Observation
 
 FAINT = 1e-6  # of the largest: a row, or a singular value, that is rounding
@@ -82,6 +83,12 @@ class Mixture:
         size = sum((weights[n] * gradient[n].to(x)).square().sum() for n in free)
         return float(torch.as_tensor(far / size).sqrt())
 
+    def explained(self, y: Tensor) -> tuple[Tensor, Tensor | None, float]:
+        """Return the examples and targets of unmixed rows y (rank, rank), and how far their gradient is off."""
+        x = self.inputs(y)
+        targets = self.targets(x, y)
+        return x, targets, self.residual(x, targets)
+
 
 def mixture_of(sent: Observation, attack: str) -> Mixture:
     """Return the mixture that an update shows; raise where the model or the update has none."""
@@ -89,7 +96,7 @@ def mixture_of(sent: Observation, attack: str) -> Mixture:
     seen = sent.as_one_step()
     visit = readable_layer(seen)
     check_alone(seen, visit.path)
-    count, weight, bias = seen.num_examples, f"{visit.path}.weight", f"{visit.path}.bias"
+    count, weight, bias = seen.num_examples, named(visit.path, "weight"), named(visit.path, "bias")
     dw, db = (seen.update.gradient[name].double() for name in (weight, bias))
     if count >= min(dw.shape):
         raise AttackError(

@@ -255,9 +255,7 @@ class Spear(Attack):
         mixture = mixture_of(sent, "spear")
         _check_relu(mixture, rng)
         y, agree, draws = self._unmixed(mixture, rng)
-        x = mixture.inputs(y)
-        targets = mixture.targets(x, y)
-        residual = mixture.residual(x, targets)
+        x, targets, residual = mixture.explained(y)
         sure = residual < self.tol or (sent.update.num_steps > 1 and agree > AGREE)
         details = {"draws": float(draws), "agree": agree, "rank": float(mixture.rank)}
         return Reconstruction(x.float(), targets, residual, sure and mixture.rank == sent.num_examples, details)
