@@ -25,6 +25,7 @@ from gradveil.attacks.rounds import at_one_model
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import quiet
 from gradveil.layers.modules import Visit, prefix, trace
+from gradveil.tree import named
 from gradveil.types import Observation, Reconstruction
 
 SAME = 1e-3  # relative distance of two rows that show the same example
@@ -46,7 +47,7 @@ def readable_layer(seen: Observation) -> Visit:
     dense = trace(seen.model, seen.input_shape).dense()
     seen_whole = [
         visit for visit in dense
-        if len(visit.input_shape) == 1 and {f"{visit.path}.weight", f"{visit.path}.bias"} <= set(seen.visible)
+        if len(visit.input_shape) == 1 and {named(visit.path, "weight"), named(visit.path, "bias")} <= set(seen.visible)
     ]  # fmt: skip
     if not seen_whole:
         raise AttackError(
@@ -54,13 +55,13 @@ def readable_layer(seen: Observation) -> Visit:
             f"gradients are both seen. The model's fully connected layers: {', '.join(v.path for v in dense) or 'none'}"
             f"; the update shows: {', '.join(seen.visible)}."
         )
-    told = [visit for visit in seen_whole if seen.update.gradient[f"{visit.path}.bias"].any()]
+    told = [visit for visit in seen_whole if seen.update.gradient[named(visit.path, "bias")].any()]
     return (told or seen_whole)[0]  # a layer that got no gradient tells nothing
 
 
 def layer_inputs(seen: Observation, visit: Visit) -> LayerInputs:
     """Return what the update shows of the layer's inputs."""
-    weight, bias = f"{visit.path}.weight", f"{visit.path}.bias"
+    weight, bias = named(visit.path, "weight"), named(visit.path, "bias")
     dw, db = seen.update.gradient[weight].double(), seen.update.gradient[bias].double()  # (O, L), (O,)
     mask = seen.weights[weight].to(dw).expand_as(dw) if weight in seen.weights else torch.ones_like(dw)
     noise = (seen.noise.get(weight, 0.0), seen.noise.get(bias, 0.0))

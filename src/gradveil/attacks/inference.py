@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradveil.errors import AttackError, LayerError
 from gradveil.layers.modules import Visit, trace
-from gradveil.tree import Params
+from gradveil.tree import Params, named
 from gradveil.types import Update, check_update
 
 Rule = Literal["gap", "mean", "bias_sign", "row_sum"]
@@ -102,12 +102,12 @@ def chain_of(model: nn.Module, input_shape: tuple[int, ...], num_classes: int) -
 def seen_part(chain: LayerChain, gradient: Params) -> LayerChain:
     """Return the end of the chain whose weight gradients are all there."""
     last = chain.dense[-1].path
-    if f"{last}.weight" not in gradient:
+    if named(last, "weight") not in gradient:
         raise LayerError(
             f"The update has no gradient of {last}.weight, the last layer, which names the classes. "
             f"It has: {', '.join(gradient)}."
         )
-    missing = [i for i, v in enumerate(chain.layers) if f"{v.path}.weight" not in gradient]
+    missing = [i for i, v in enumerate(chain.layers) if named(v.path, "weight") not in gradient]
     kept = chain.layers[missing[-1] + 1 :] if missing else chain.layers
     return LayerChain(
         tuple(v for v in kept if isinstance(v.layer, nn.Conv2d)),
@@ -174,22 +174,25 @@ def infer_stacked(chain: LayerChain, gradients: Params, settings: InferenceSetti
     """Infer from gradients that are stacked already, name -> (D, ...); ``chain`` is found once per model."""
     chosen = settings or InferenceSettings()
     last = chain.dense[-1]
-    rows = gradients[f"{last.path}.weight"]  # (D, K, L)
-    present, confidence = RULES[chosen.rule](rows, gradients.get(f"{last.path}.bias"))
+    rows = gradients[named(last.path, "weight")]  # (D, K, L)
+    present, confidence = RULES[chosen.rule](rows, gradients.get(named(last.path, "bias")))
     inferred = Inferred(present, confidence, {last.path: -rows}, {})
-    if f"{last.path}.bias" in gradients:
-        inferred.scales[last.path] = -gradients[f"{last.path}.bias"]
+    if named(last.path, "bias") in gradients:
+        inferred.scales[last.path] = -gradients[named(last.path, "bias")]
     for layer in reversed(chain.layers if chosen.convolutions else chain.dense):
         if layer is not last:
             size = next(reversed(inferred.vectors.values())).abs()  # (D, K, what leaves this layer)
-            channels = gradients[f"{layer.path}.weight"].shape[1]
+            channels = gradients[named(layer.path, "weight")].shape[1]
             _sum_rows(inferred, layer, gradients, size.unflatten(2, (channels, -1)).sum(3), chosen)
     return inferred
 
 
 def _sum_rows(inferred: Inferred, layer: Visit, gradients: Params, size: Tensor, settings: InferenceSettings) -> None:
     """Add, per device and class, the aligned sum of the M rows that ``size`` (D, K, rows) is largest at."""
-    rows, bias = gradients[f"{layer.path}.weight"].flatten(2), gradients.get(f"{layer.path}.bias")  # (D, rows, L)
+    rows, bias = (
+        gradients[named(layer.path, "weight")].flatten(2),
+        gradients.get(named(layer.path, "bias")),
+    )  # (D, rows, L)
     count = settings.m * rows.shape[1] if settings.m <= 1 else settings.m
     chosen = size.topk(min(max(round(count), 1), rows.shape[1]), dim=2).indices
     picked = torch.zeros_like(size).scatter_(2, chosen, 1.0) * _signs(rows, bias, settings.align)[:, None]
@@ -208,9 +211,9 @@ def _signs(rows: Tensor, bias: Tensor | None, align: str) -> Tensor:
 
 
 def _names(chain: LayerChain, sent: Sequence[Update]) -> list[str]:
-    names = [f"{v.path}.weight" for v in chain.layers]
+    names = [named(v.path, "weight") for v in chain.layers]
     for name in names:
         if any(name not in update.gradient for update in sent):
             raise AttackError(f"Some of the updates have no gradient of {name}. Infer from each kind separately.")
-    biases = [f"{v.path}.bias" for v in chain.layers]
+    biases = [named(v.path, "bias") for v in chain.layers]
     return names + [name for name in biases if all(name in update.gradient for update in sent)]

@@ -21,6 +21,7 @@ from gradveil.gradients.functional import quiet
 from gradveil.layers.modules import copied_state, find_layer, representation
 from gradveil.losses import BinaryCrossEntropy, CrossEntropy
 from gradveil.registry import describe
+from gradveil.tree import named
 from gradveil.types import Observation
 
 SURE = 1e-5  # by how much all other classes must miss being probabilities
@@ -84,7 +85,7 @@ def label_signal(seen: Observation, rng: Generator) -> Tensor | None:
     if name is None:
         return None
     gradient = seen.as_one_step().update.gradient
-    bias, weight = f"{name}.bias", f"{name}.weight"
+    bias, weight = named(name, "bias"), named(name, "weight")
     if bias in seen.visible and bool(gradient[bias].any()):
         return gradient[bias]
     if weight not in seen.visible:
@@ -120,10 +121,14 @@ def _solved_counts(seen: Observation, delta: Tensor, mean_prediction: Tensor) ->
     """Return the counts (K,), not rounded, that explain δ best: least squares, with their sum given."""
     name, gradient, k = _last_layer(seen), seen.as_one_step().update.gradient, len(delta)
     each = mean_prediction.expand(k, -1)  # (K, K): row c is p_c
-    if name is not None and {f"{name}.weight", f"{name}.bias"} <= set(seen.visible) and not seen.update.rule.adaptive:
+    if (
+        name is not None
+        and {named(name, "weight"), named(name, "bias")} <= set(seen.visible)
+        and not seen.update.rule.adaptive
+    ):
         layer = seen.model.get_submodule(name)
         there = (delta < 0)[:, None]
-        r = gradient[f"{name}.weight"] / delta.where(delta < 0, -torch.ones_like(delta))[:, None]
+        r = gradient[named(name, "weight")] / delta.where(delta < 0, -torch.ones_like(delta))[:, None]
         with torch.no_grad():
             each = torch.where(there, layer(r.to(layer.weight)).softmax(-1).to(delta), each)  # type: ignore[arg-type]
     guess = seen.num_examples * (mean_prediction - delta)  # as if all classes were predicted alike

@@ -17,7 +17,7 @@ from gradveil.errors import AttackError, did_you_mean
 from gradveil.gradients.functional import quiet
 from gradveil.layers.modules import prefix
 from gradveil.registry import describe
-from gradveil.tree import Params
+from gradveil.tree import Params, named
 from gradveil.types import Observation, Reconstruction
 
 FAINT = 1e-6  # of the largest bias gradient: below it a quotient is 0/0
@@ -79,7 +79,7 @@ class Rep(Attack):
 
     def _target(self, seen: Observation, layer: str) -> tuple[Tensor, Tensor]:
         """Return r̂ (K, L) and its weights: 0 for classes that are not there and for entries that are not seen."""
-        weight, bias = f"{layer}.weight", f"{layer}.bias"
+        weight, bias = named(layer, "weight"), named(layer, "bias")
         if not {weight, bias} <= set(seen.visible):
             raise AttackError(
                 f"The representations before {layer!r} are quotients of its weight and bias gradients, and the update "

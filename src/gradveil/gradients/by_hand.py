@@ -15,7 +15,7 @@ from torch.func import vjp
 from gradveil.gradients.convolution import Geometry, convolve, pull_back, weight_gradient
 from gradveil.layers.sequential import Link, sequential
 from gradveil.models.parts import Normalize
-from gradveil.tree import Params
+from gradveil.tree import Params, named
 
 WIDE = 32  # channels from which, on a CPU, torch's own convolutions win over copies into columns
 # Free of parameters, and one example's output depends on that example alone.
@@ -125,8 +125,8 @@ def _linear(path: str, layer: nn.Linear, r: Tensor) -> Passed[Tensor]:
 
     def read(delta: Tensor, problems: int) -> Params:
         d = delta.unflatten(0, (problems, -1)).flatten(1, -2)  # (P, N ..., K)
-        found = {f"{path}.weight": torch.bmm(d.mT, r.unflatten(0, (problems, -1)).flatten(1, -2))}
-        return found if bias is None else found | {f"{path}.bias": d.sum(1)}
+        found = {named(path, "weight"): torch.bmm(d.mT, r.unflatten(0, (problems, -1)).flatten(1, -2))}
+        return found if bias is None else found | {named(path, "bias"): d.sum(1)}
 
     return Passed(nn.functional.linear(r, weight, bias), lambda delta: delta @ weight, read)
 
@@ -137,8 +137,8 @@ def _convolution(path: str, layer: nn.Conv2d, h: Tensor) -> Passed[Tensor]:
 
     def read(delta: Tensor, problems: int) -> Params:
         d = delta.unflatten(0, (problems, -1))  # (P, N, O, ...)
-        found = {f"{path}.weight": weight_gradient(h.unflatten(0, (problems, -1)), d, g)}
-        return found if bias is None else found | {f"{path}.bias": d.sum((1, 3, 4))}
+        found = {named(path, "weight"): weight_gradient(h.unflatten(0, (problems, -1)), d, g)}
+        return found if bias is None else found | {named(path, "bias"): d.sum((1, 3, 4))}
 
     size = (h.shape[2], h.shape[3])
     return Passed(convolve(h, weight, bias, g), lambda delta: pull_back(delta, weight, size, g), read)
@@ -156,7 +156,7 @@ def _batch_norm(path: str, layer: nn.BatchNorm2d, h: Tensor) -> Passed[Tensor]:
 
     def read(delta: Tensor, problems: int) -> Params:
         d, u = delta.unflatten(0, (problems, -1)), unit.unflatten(0, (problems, -1))
-        return {f"{path}.weight": (d * u).sum((1, 3, 4)), f"{path}.bias": d.sum((1, 3, 4))}
+        return {named(path, "weight"): (d * u).sum((1, 3, 4)), named(path, "bias"): d.sum((1, 3, 4))}
 
     return Passed(unit * weight + bias, lambda delta: delta * (weight / std), read)
 

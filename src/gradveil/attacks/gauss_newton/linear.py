@@ -18,7 +18,7 @@ from gradveil.attacks.gauss_newton.equations import Push
 from gradveil.attacks.gauss_newton.tangents import derivatives, is_elementwise
 from gradveil.gradients.convolution import Geometry, Pair, pair
 from gradveil.layers.sequential import Link
-from gradveil.tree import Params
+from gradveil.tree import Params, named
 from gradveil.types import Observation
 
 SPREAD = 3.0  # standard deviation of the free logits around their first guess
@@ -132,7 +132,7 @@ def _fixed(out: Tensor, up: Callable[[Tensor], Tensor], back: Callable[[Tensor],
 
 def _weighted(path: str, module: nn.Module, state: Params, h: Tensor, problems: int) -> Step:
     """A linear layer or a convolution, as a product with its columns: the input itself, or patches of it."""
-    weight, bias = state[f"{path}.weight"].flatten(1), state.get(f"{path}.bias")
+    weight, bias = state[named(path, "weight")].flatten(1), state.get(named(path, "bias"))
     columns, spread, places = _columns(module, h)
     here = columns(h)
 
@@ -150,9 +150,9 @@ def _weighted(path: str, module: nn.Module, state: Params, h: Tensor, problems: 
         return spread(weight.T @ flat(d))
 
     def read(d: Tensor, dd: Tensor, change: Tensor) -> Params:
-        found = {f"{path}.weight": (flat(dd) @ here.mT + change.mT).flatten(1)}
+        found = {named(path, "weight"): (flat(dd) @ here.mT + change.mT).flatten(1)}
         if bias is not None:
-            found[f"{path}.bias"] = flat(dd).sum(2)
+            found[named(path, "bias")] = flat(dd).sum(2)
         return {name: v.unflatten(0, (problems, -1)).sum(1) for name, v in found.items()}
 
     out = shaped(weight @ here + (0.0 if bias is None else bias[:, None]))

@@ -19,7 +19,7 @@ from gradveil.attacks.gauss_newton.equations import Smoothing
 from gradveil.gradients.by_hand import Passed
 from gradveil.gradients.convolution import Geometry
 from gradveil.layers.sequential import Link
-from gradveil.tree import Params
+from gradveil.tree import Params, named
 
 Dual = tuple[Tensor, Tensor | None]  # a value (M, ...) and its tangents (T, M, ...)
 Gradients = dict[str, Dual]  # name -> (B, size) and (T, B, size)
@@ -75,7 +75,7 @@ def _none(delta: Dual, b: int) -> Gradients:
 
 
 def _dense(path: str, state: Params, r: Dual) -> Passed[Dual]:
-    weight, bias = state[f"{path}.weight"], state.get(f"{path}.bias")
+    weight, bias = state[named(path, "weight")], state.get(named(path, "bias"))
     value, tangents = _both(lambda v: v @ weight.T, r)
 
     def read(delta: Dual, b: int) -> Gradients:
@@ -86,7 +86,7 @@ def _dense(path: str, state: Params, r: Dual) -> Passed[Dual]:
 
 
 def _convolution(path: str, layer: nn.Conv2d, state: Params, h: Dual) -> Passed[Dual]:
-    weight, bias = state[f"{path}.weight"], state.get(f"{path}.bias")
+    weight, bias = state[named(path, "weight")], state.get(named(path, "bias"))
     g = Geometry.of(layer)
     value, tangents = _both(lambda v: F.conv2d(v, weight, None, g.stride, g.padding), h)
 
@@ -122,9 +122,9 @@ def _products(path: str, delta: Dual, h: Dual, bias: bool) -> Gradients:
     if dd is not None and dc is not None:
         slope = (dd @ c.mT).flatten(0, 1)  # (T B, O, I)
         slope = slope.baddbmm_(d.expand_as(dd).flatten(0, 1), dc.flatten(0, 1).mT).reshape(*dd.shape[:2], -1)
-    gradients: Gradients = {f"{path}.weight": ((d @ c.mT).flatten(1), slope)}
+    gradients: Gradients = {named(path, "weight"): ((d @ c.mT).flatten(1), slope)}
     if bias:
-        gradients[f"{path}.bias"] = (d.sum(2), None if dd is None else dd.sum(3))
+        gradients[named(path, "bias")] = (d.sum(2), None if dd is None else dd.sum(3))
     return gradients
 
 

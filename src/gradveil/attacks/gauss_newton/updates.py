@@ -22,7 +22,7 @@ from gradveil.gradients.functional import quiet, trial_update
 from gradveil.layers.modules import copied_state, trace
 from gradveil.layers.sequential import Link
 from gradveil.losses import CrossEntropy
-from gradveil.tree import Params
+from gradveil.tree import Params, named
 from gradveil.types import Observation
 
 Free = Literal["logits", "slopes", "targets", "nothing"]
@@ -234,7 +234,7 @@ def _rows(
 def known_bias(seen: Sequence[Observation]) -> str | None:
     """Return the last layer's bias where its gradient is the p - y of one example, all of it seen."""
     first = seen[0]
-    bias = f"{trace(first.model, first.input_shape).output}.bias"
+    bias = named(trace(first.model, first.input_shape).output, "bias")
     whole = all(bias in s.visible and bias not in s.weights for s in seen)
     return bias if whole and first.num_examples == 1 and not first.needs_all_gradients else None
 

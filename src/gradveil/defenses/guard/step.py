@@ -15,7 +15,7 @@ from gradveil.defenses.guard.passes import Pass, Report
 from gradveil.errors import DefenseError, LayerError
 from gradveil.gradients.records import records_of
 from gradveil.layers.modules import LINEAR, find_layer, under_transform
-from gradveil.tree import Params
+from gradveil.tree import Params, named
 from gradveil.types import Batch
 
 _PLAIN_FORWARDS = {kind.forward for kind in LINEAR}
@@ -23,7 +23,7 @@ _PLAIN_FORWARDS = {kind.forward for kind in LINEAR}
 
 def weight_name(layer: str) -> str:
     """Return the name of a layer's weight among the model's parameters."""
-    return f"{layer}.weight" if layer else "weight"
+    return named(layer, "weight")
 
 
 def check_layer(model: nn.Module, layer: str) -> None:

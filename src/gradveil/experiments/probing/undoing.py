@@ -13,7 +13,7 @@ from gradveil.experiments.probing.channels import Channel, Secret, close
 from gradveil.gradients.functional import quiet
 from gradveil.layers.modules import find_layer
 from gradveil.losses import CrossEntropy
-from gradveil.tree import dot, norm
+from gradveil.tree import dot, named, norm
 from gradveil.types import GaussianPrior, Observation
 
 DIGITS = 4096  # of a place in a vector: a tensor of the largest size has fewer than its square
@@ -224,7 +224,7 @@ def with_label(seen: Observation, unsafe: Collection[str] = ()) -> Observation:
         layer = find_layer(seen.model)
     except LayerError:
         return seen
-    bias, weight = f"{layer}.bias", f"{layer}.weight"
+    bias, weight = named(layer, "bias"), named(layer, "weight")
 
     def readable(name: str, part: float) -> bool:
         if name not in seen.visible or name in unsafe:
