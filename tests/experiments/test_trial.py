@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gradveil.attacks.base import Attack
+from gradveil.countermeasures import Countermeasure
 from gradveil.data import load
 from gradveil.defenses.masking import RandomMask
 from gradveil.errors import AttackError, UpdateError
@@ -144,6 +145,22 @@ def test_an_update_is_made_once_whoever_looks_at_it(
     monkeypatch.setattr(panel_module, "KEPT", 0)  # nothing may be kept: the same numbers again
     again = Observed(scene).trial(found[-1])
     assert all(torch.equal(g, trials[-1].view.update.gradient[n]) for n, g in again.view.update.gradient.items())
+
+
+def test_a_view_is_worked_out_once_for_all_attacks_and_tiers(scene: Scene, found: list[Target]) -> None:
+    asked: list[torch.Tensor | None] = []
+
+    def view(seen: Observation) -> Observation:
+        asked.append(seen.labels)
+        return replace(seen, labels=torch.tensor([7]))
+
+    observed, knows = Observed(scene), Countermeasure("undo", "", view)
+    first = next(p for p in found if p.defense == MASK)
+    views = [observed.trial(replace(first, server=knows, attack=attack)).view for attack in ("newton", "dlg")]
+    assert views[0].labels is views[1].labels
+    patient = observed.trial(replace(first, server=replace(knows, tier="patient"))).view
+    assert [labels is None for labels in asked] == [True] + [False] * 15  # the other rounds are of the same examples
+    assert len(patient.rounds) == 15
 
 
 def test_a_client_is_fished_for_a_class_that_it_has(scene: Scene) -> None:
