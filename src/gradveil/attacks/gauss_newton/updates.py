@@ -234,8 +234,9 @@ def _rows(
 def known_bias(seen: Sequence[Observation]) -> str | None:
     """Return the last layer's bias where its gradient is the p - y of one example, all of it seen."""
     first = seen[0]
-    bias = named(trace(first.model, first.input_shape).output, "bias")
-    whole = all(bias in s.visible and bias not in s.weights for s in seen)
+    output = trace(first.model, first.input_shape).output
+    bias = named(output or "", "bias")
+    whole = output is not None and all(bias in s.visible and bias not in s.weights for s in seen)
     return bias if whole and first.num_examples == 1 and not first.needs_all_gradients else None
 
 
