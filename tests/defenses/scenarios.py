@@ -13,6 +13,7 @@ from torch.func import functional_call
 from gradveil.countermeasures import Countermeasure
 from gradveil.defenses.base import Defense, Place
 from gradveil.defenses.guard.protect import Guard, guard_of
+from gradveil.gradients.records import Records
 from gradveil.registry import describe
 from gradveil.tree import Params
 from gradveil.types import Batch, Update
@@ -32,6 +33,7 @@ class Spy(Defense):
         self.gradients: list[Params] = []  # as they were left
         self.given: list[Params] = []  # as they came
         self.updates: list[Update] = []
+        self.releases: list[Params] = []  # what was made of records
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Spy":
         return self
@@ -60,6 +62,16 @@ class Spy(Defense):
         changed = self.inner.perturb(model, layer, x, r, rng)
         self.representations.append(changed.detach().flatten(1).clone())
         return changed
+
+    def on_records(self, records: Records, slots: int, rng: Generator) -> Params:
+        made = self.inner.on_records(records, slots, rng)
+        self.releases.append({name: g.clone() for name, g in made.items()})
+        return made
+
+    def on_more_records(self, records: Records, slots: int) -> Params | None:
+        more = self.inner.on_more_records(records, slots)
+        self.releases.append({name: g.clone() for name, g in (more or {}).items()})
+        return more
 
     def on_gradient(self, gradient: Params, rng: Generator) -> Params:
         changed = self.inner.on_gradient(gradient, rng)
@@ -136,10 +148,11 @@ def make_model() -> nn.Sequential:
 
 
 Outcome = Literal["defended", "refused", "not visible"]
-Family = Literal["representation", "batch", "gradient", "update"]
-REFUSED: dict[Family, Outcome] = {"representation": "refused", "batch": "refused"}
+Family = Literal["representation", "batch", "records", "gradient", "update"]
+NO_RECORDS: dict[Family, Outcome] = {"records": "refused"}  # no single record's part can be told
+REFUSED: dict[Family, Outcome] = NO_RECORDS | {"representation": "refused", "batch": "refused"}
 ALSO_WEIGHTS: dict[Family, Outcome] = REFUSED | {"gradient": "refused"}
-UNSEEN: dict[Family, Outcome] = {"representation": "not visible", "batch": "not visible", "gradient": "not visible"}
+UNSEEN: dict[Family, Outcome] = dict.fromkeys(("representation", "batch", "records", "gradient"), "not visible")
 
 
 @dataclass(frozen=True)
@@ -248,7 +261,7 @@ def _(a: Arena) -> None:
     a.optimizer.step()
 
 
-@scenario("a loss scaled for half precision")
+@scenario("a loss scaled for half precision", NO_RECORDS)
 def _(a: Arena) -> None:
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(a.loss()).backward()
@@ -264,7 +277,7 @@ def _(a: Arena) -> None:
     a.optimizer.step()
 
 
-@scenario("a proximal term in the loss", penalty=True)
+@scenario("a proximal term in the loss", NO_RECORDS, penalty=True)
 def _(a: Arena) -> None:
     for at in (0, 1):
         a.optimizer.zero_grad()
@@ -296,7 +309,7 @@ def _(a: Arena) -> None:
         a.optimizer.step()
 
 
-@scenario("torch.autograd.grad of a defended pass, put in place by hand")
+@scenario("torch.autograd.grad of a defended pass, put in place by hand", NO_RECORDS)
 def _(a: Arena) -> None:
     params = list(a.model.parameters())
     for p, g in zip(params, torch.autograd.grad(a.loss(), params), strict=True):
@@ -330,19 +343,19 @@ def _(a: Arena) -> None:
     a.optimizer.step()
 
 
-@scenario("two passes in one loss")
+@scenario("two passes in one loss", NO_RECORDS)
 def _(a: Arena) -> None:
     (a.loss(0) + 2 * a.loss(1)).backward()
     a.optimizer.step()
 
 
-@scenario("three passes in one loss")
+@scenario("three passes in one loss", NO_RECORDS)
 def _(a: Arena) -> None:
     (a.loss(0) + a.loss(1) + 0.3 * a.loss(0)).backward()
     a.optimizer.step()
 
 
-@scenario("two backward passes through one pass")
+@scenario("two backward passes through one pass", NO_RECORDS)
 def _(a: Arena) -> None:
     loss = a.loss()
     loss.backward(retain_graph=True)
@@ -434,7 +447,7 @@ def _(a: Arena) -> None:
     a.step(1)
 
 
-@scenario("steps by hand on what defended passes left", {"batch": "refused", "gradient": "refused"})
+@scenario("steps by hand on what defended passes left", NO_RECORDS | {"batch": "refused", "gradient": "refused"})
 def _(a: Arena) -> None:
     for at in (0, 1):
         a.model.zero_grad()
@@ -783,7 +796,7 @@ def _(a: Arena) -> None:
 
 @scenario(
     "weights used by hand in one loss with a defended pass, under decoy",
-    {"representation": "refused", "batch": "not visible"},
+    {"representation": "refused", "batch": "not visible", "records": "refused"},
 )
 def _(a: Arena) -> None:
     (a.loss(0) + a.loss(1, lambda x: functionally(a, x))).backward()

@@ -33,6 +33,8 @@ KINDS = {
     "decoy": "decoy",
     "pruning": "pruning:share=0.5",
     "gaussian": "gaussian:scale=0.1",
+    "veil": "veil:z=0.1",
+    "veil and pruning": "veil:z=0.1+pruning:share=0.5",
     "laplace": "laplace:scale=0.1",
     "pruning of the update": "pruning:share=0.5,on=update",
     "noise on the update": "gaussian:scale=0.1,on=update",
@@ -64,7 +66,12 @@ def defended(s: Scenario, spy: Spy, arena: Arena, sent: Params) -> bool:
         ok &= all(torch.allclose(sent[n], arena.before[n] - LR * made[n], atol=1e-6) for n in made)
         if s.look_at == "change":
             change = {name: arena.weights()[name] - w for name, w in arena.before.items()}
-    if "gradient" in places:
+    if "records" in places:
+        flat = lambda tree: torch.cat([tree.get(n, torch.zeros_like(w)).flatten() for n, w in arena.before.items()])  # noqa: E731
+        decay = [torch.cat([w.flatten() for w in two]) for two in zip(*kept.values(), strict=True)]
+        made = spy.gradients if "gradient" in places else spy.releases
+        ok &= lies_in(flat(change)[None], torch.stack([*map(flat, made), *decay]), s.tolerance)
+    elif "gradient" in places:
         flat = lambda tree: torch.cat([tree.get(n, torch.zeros_like(w)).flatten() for n, w in arena.before.items()])  # noqa: E731
         decay = [torch.cat([w.flatten() for w in two]) for two in zip(*kept.values(), strict=True)]
         ok &= lies_in(flat(change)[None], torch.stack([*map(flat, spy.gradients), *decay]), s.tolerance)
@@ -85,7 +92,8 @@ def run(s: Scenario, spec: str) -> tuple[Spy, Arena, Params]:
     torch.nn.functional.cross_entropy(model(batches[1].inputs), batches[1].labels).backward()
     old = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    with protect(model, spy, rng=rng) as guard:
+    slots = 4 if "records" in spy.acts_on else None  # room for both batches in one step
+    with protect(model, spy, rng=rng, slots=slots) as guard:
         arena = Arena(model, guard, batches, old)
         s.run(arena)
         sent = arena.guard.update(arena.before, arena.weights(), lr=LR)

@@ -126,6 +126,10 @@ class Defense(ABC):
         """Return the same for a step of K clients at once (K, *shape): records (K, N), present (K, N) or padding."""
         raise DefenseError(f"{type(self).__name__} acts on the records of one client at a time. Use another engine.")
 
+    def on_more_records(self, records: Records, slots: int) -> Params | None:
+        """Return what further records add to a step that ``on_records`` has begun; None: it takes all at once."""
+        return None
+
     def on_gradient(self, gradient: Params, rng: Generator) -> Params:
         """Change the gradient of one local step."""
         return gradient

@@ -25,7 +25,7 @@ from gradveil.errors import DefenseError, SpecError
 from gradveil.gradients.coordinates import Measured, clip_factors, measure, split
 from gradveil.gradients.records import Records
 from gradveil.losses import CROSS_ENTROPY, Loss
-from gradveil.tree import Params, flatten
+from gradveil.tree import Params, flatten, scale
 from gradveil.types import Batch, Observation
 
 _ABOVE = dict.fromkeys(("z", "clip", "epsilon", "rho", "limit", "rank"), (0, float("inf")))
@@ -179,6 +179,10 @@ class Veil(Defense):
             raise DefenseError(f"A step has {records.count} records and {slots} slots. Give each record its own slot.")
         total = self.clipped_sum(records)
         return self._released(total, draw_flat(normal, list(total.values()), rng), slots)
+
+    def on_more_records(self, records: Records, slots: int) -> Params:
+        """Return the clipped sum of further records, over the slots: the noise of their step is in it already."""
+        return scale(self.clipped_sum(records), 1 / slots)
 
     def on_stacked(self, records: Records, present: Tensor, slots: Tensor, rngs: Sequence[Generator]) -> Params:
         """Return the same for K clients at once."""

@@ -255,12 +255,17 @@ def known(model: nn.Module) -> dict[nn.Module, str] | None:
     for name, module in model.named_modules():
         if not any(p is not None and p.requires_grad for p in module._parameters.values()):
             continue
-        plain = type(module) in KINDS and "forward" not in module.__dict__
-        if isinstance(module, nn.Embedding):
-            plain = plain and module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
-        if isinstance(module, nn.modules.instancenorm._InstanceNorm):
-            plain = plain and (module.training or not module.track_running_stats)
-        if not plain:
+        if not is_known(module):
             return None
         found[module] = f"{name}." if name else ""
     return found
+
+
+def is_known(module: nn.Module) -> bool:
+    """Return whether a module is a layer whose records' gradients follow from what it saw."""
+    plain = type(module) in KINDS and "forward" not in module.__dict__ and "parametrizations" not in module._modules
+    if isinstance(module, nn.Embedding):
+        plain = plain and module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+    if isinstance(module, nn.modules.instancenorm._InstanceNorm):
+        plain = plain and (module.training or not module.track_running_stats)
+    return plain

@@ -19,6 +19,11 @@ def check_separable(model: nn.Module, loss: Loss) -> None:
             f"The loss {name} is not known to be a mean of one loss per example, so that no record can be clipped by "
             f"itself. Use cross_entropy without weights, bce or mse."
         )
+    check_layers(model)
+
+
+def check_layers(model: nn.Module) -> None:
+    """Raise where a layer mixes the examples of a batch, or writes what it saw of them to its buffers."""
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
             raise DefenseError(

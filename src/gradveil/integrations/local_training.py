@@ -4,14 +4,15 @@ import functools
 import secrets
 from collections.abc import Callable
 from fnmatch import fnmatch
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar, Unpack
 
 import torch
 from torch import Generator, Tensor, nn
 
+from gradveil.certificates.accountant import Account
 from gradveil.defenses.base import Defense, build
 from gradveil.defenses.guard.passes import Report
-from gradveil.defenses.guard.protect import Guard, protect
+from gradveil.defenses.guard.protect import Guard, RecordSettings, protect
 from gradveil.errors import DefenseError
 from gradveil.registry import describe
 
@@ -22,7 +23,7 @@ BUFFERS = ("*running_mean", "*running_var", "*num_batches_tracked")  # state tha
 
 
 def defended(
-    defense: str | Defense, *, lr: float = 1.0, seed: int | None = None
+    defense: str | Defense, *, lr: float = 1.0, seed: int | None = None, **settings: Unpack[RecordSettings]
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Put a defence around a training function: ``@defended("representation:share=0.4")``.
 
@@ -34,6 +35,7 @@ def defended(
         defense: a spec or a defence.
         lr: of the local steps; for defences of the update, which act on (W_before - W_after) / lr.
         seed: for tests only; None draws from the operating system.
+        settings: of a defence of records, as ``protect`` takes them.
     """
 
     def decorate(train: Callable[P, R]) -> Callable[P, R]:
@@ -41,8 +43,11 @@ def defended(
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             model = _model(train.__name__, [*args, *kwargs.values()])
             before = {name: value.detach().clone() for name, value in model.state_dict().items()}
-            with protect(model, defense, rng=fresh_rng(seed)) as guard:
-                result = train(*args, **kwargs)
+            with protect(model, defense, rng=fresh_rng(seed), **settings) as guard:
+                try:
+                    result = train(*args, **kwargs)
+                finally:
+                    keep_account(guard, settings)
                 after = guard.update(before, model.state_dict(), lr=lr)
             guard.check()
             model.load_state_dict(after)
@@ -87,6 +92,7 @@ class CallbackGuard:
         module: str | None = None,
         rng: Generator | None = None,
         strict: bool = True,
+        **settings: Unpack[RecordSettings],
     ) -> None:
         super().__init__()
         self.defense = build(defence_or_spec)
@@ -95,24 +101,41 @@ class CallbackGuard:
                 f"{describe(self.defense)} acts on the update, and a callback does not see what is sent. Use "
                 f"gradveil.protect and guard.update(before, after) where the weights are sent."
             )
-        self._module, self._rng, self._strict = module, rng, strict
+        self._module, self._rng, self._strict, self._settings = module, rng, strict, settings
         self._guard: Guard | None = None
         self.report = Report()
 
     def start(self, model: nn.Module) -> None:
         """Attach the defence."""
         part = model.get_submodule(self._module) if self._module else model
-        self._guard = protect(part, self.defense, rng=self._rng, strict=self._strict)
+        self._guard = protect(part, self.defense, rng=self._rng, strict=self._strict, **self._settings)
         self.report = self._guard.report
 
     def stop(self) -> None:
         """Training is over: detach, and raise where nothing was defended."""
-        guard, self._guard = self._guard, None
-        if guard is not None:
+        if (guard := self._released()) is not None:
             guard.close()
 
     def abandon(self) -> None:
         """Training failed: detach only."""
+        if (guard := self._released()) is not None:
+            guard.remove()
+
+    def _released(self) -> Guard | None:
         guard, self._guard = self._guard, None
         if guard is not None:
-            guard.remove()
+            keep_account(guard, self._settings)
+        return guard
+
+    @property
+    def account(self) -> Account | None:
+        """What a defence of records has spent so far; None where it has no account yet, or promises nothing."""
+        if self._guard is not None:
+            keep_account(self._guard, self._settings)
+        return self._settings.get("account")
+
+
+def keep_account(guard: Guard, settings: RecordSettings) -> None:
+    """Go on with what a guard has spent, in the next training of the same client."""
+    if "records" in guard.defense.acts_on:
+        settings["account"] = guard.account

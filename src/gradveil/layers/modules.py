@@ -223,7 +223,7 @@ def ways_into(output: Any, weights: Sequence[Tensor]) -> tuple[list[int], set[No
     """
     places = {get_gradient_edge(w).node: i for i, w in enumerate(weights)}
     ways = [0] * len(weights)
-    todo = [t.grad_fn for t in _tensors_in(output) if t.grad_fn is not None]
+    todo = [t.grad_fn for t in tensors_in(output) if t.grad_fn is not None]
     reached = set(todo)
     while todo:
         for node, _ in todo.pop().next_functions:
@@ -235,7 +235,8 @@ def ways_into(output: Any, weights: Sequence[Tensor]) -> tuple[list[int], set[No
     return ways, reached
 
 
-def _tensors_in(output: Any) -> list[Tensor]:
+def tensors_in(output: Any) -> list[Tensor]:
+    """Return the tensors in what a model gave: a tensor, a tree of some, or an object that holds some."""
     found = []
     for leaf in tree_leaves(output):
         inside = [leaf] if isinstance(leaf, Tensor) else tree_leaves(dict(getattr(leaf, "__dict__", {})))

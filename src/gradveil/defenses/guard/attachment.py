@@ -9,9 +9,11 @@ from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 
 from gradveil.defenses.base import Defense
+from gradveil.defenses.guard.backward import unwatch_backward, watch_backward
 from gradveil.defenses.guard.hooks import (
     AfterLoading,
     BeforeLoading,
+    Captured,
     Enter,
     Interceptor,
     Leave,
@@ -20,6 +22,8 @@ from gradveil.defenses.guard.hooks import (
 )
 from gradveil.defenses.guard.optimizers import unwatch_optimizers, watch_optimizers
 from gradveil.defenses.guard.origins import Part
+from gradveil.defenses.guard.passes import lifted
+from gradveil.defenses.guard.releases import Releases
 from gradveil.defenses.guard.step import check_layer
 from gradveil.defenses.guard.trace import Bits
 from gradveil.errors import DefenseError
@@ -33,8 +37,11 @@ Stamp = tuple[list[tuple[str, int, int]], Params | Tensor]  # names, which tenso
 class Attachment(Interceptor):
     """Hooks on the model and an ear on its optimizers, until it is detached."""
 
-    def __init__(self, model: nn.Module, defense: Defense, rng: Generator | None, strict: bool) -> None:
+    def __init__(
+        self, model: nn.Module, defense: Defense, rng: Generator | None, strict: bool, releases: Releases | None = None
+    ) -> None:
         super().__init__(model, defense, rng, strict)
+        self.releases = releases
         self.at_start: int | None = _checksum(model)  # of a copy unknown: it is made in the middle
         self.stamps: WeakKeyDictionary[Optimizer, Stamp] = WeakKeyDictionary()
         self.held: list[Part] = []  # by the optimizer that is at work
@@ -47,7 +54,7 @@ class Attachment(Interceptor):
         super().__setstate__(state)
         self.stamps = WeakKeyDictionary()
         if self.handles:
-            watch_optimizers(self)
+            self._watch()
 
     def attach(self) -> None:
         """Register the hooks."""
@@ -57,14 +64,22 @@ class Attachment(Interceptor):
         for layer in self.layers:
             target = self.model.get_submodule(layer)
             self.handles.append(target.register_forward_hook(Substitute(self, layer), prepend=True, with_kwargs=True))
+        for layer in self.releases.watched.layers if self.releases is not None else ():
+            target = self.model.get_submodule(layer)
+            self.handles.append(target.register_forward_hook(Captured(self, layer), prepend=True, with_kwargs=True))
         for part in self.model.modules():
-            if self.traces.owned_by(part):
+            if self.traces.owned_by(part) or (self.releases is not None and part._buffers):
                 self.handles.append(part.register_load_state_dict_pre_hook(BeforeLoading(self)))
                 self.handles.append(part.register_load_state_dict_post_hook(AfterLoading(self)))
                 if self.traces.has_passes and part is not self.model:
                     self.handles.append(part.register_forward_hook(PartRan(self)))
         self.handles.append(self.model.register_forward_hook(Leave(self), always_call=True))
+        self._watch()
+
+    def _watch(self) -> None:
         watch_optimizers(self)
+        if self.releases is not None:
+            watch_backward(self)
 
     def detach(self) -> None:
         """Look at the weights for the last time, and remove every hook; once is enough."""
@@ -75,6 +90,7 @@ class Attachment(Interceptor):
         while self.handles:
             self.handles.pop().remove()
         unwatch_optimizers(self)
+        unwatch_backward(self)
 
     @property
     def went_past(self) -> bool:
@@ -102,6 +118,28 @@ class Attachment(Interceptor):
         self.stepping = False
         for part in self.held:
             part.account()
+        if self.held and self.releases is not None:
+            self.releases.stepped()
+
+    def take_backward(self, roots: list[Tensor], plain: bool, retain: bool) -> bool:
+        """A backward pass begins: where it goes through defended records, make their release in its place."""
+        if self.releases is None or not self.handles or not self.releases.of(roots):
+            return False
+        if not plain:
+            raise DefenseError(
+                "A backward pass through a guarded model was given gradients, inputs or create_graph. Records are "
+                "kept apart in a plain loss.backward() only."
+            )
+        self.traces.tie()
+        weights: Params = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self._check_origin({name: p.grad for name, p in weights.items() if p.grad is not None})
+        with lifted(self.handles):
+            self.releases.release(roots, retain, weights, self.rng, self.report)
+        self.traces.take({name: p.grad for name, p in weights.items() if p.grad is not None})
+        for p in weights.values():
+            for hook in list((p._post_accumulate_grad_hooks or {}).values()):  # as a backward pass would
+                hook(p)
+        return True
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Gradients are ready: make sure that they are defended, and defend them where that is done here."""
@@ -109,7 +147,7 @@ class Attachment(Interceptor):
         if not gradient:
             return
         self.report.optimizer_steps += 1
-        if self.in_passes:
+        if self.in_passes or self.releases is not None:
             self._check_origin(gradient)
         if "gradient" in self.defense.acts_on and not self._is_defended_already(optimizer, gradient):
             changed = self._defend_gradient(optimizer, gradient)
@@ -165,7 +203,7 @@ class Attachment(Interceptor):
         else:
             for name, g in gradient.items():
                 g.detach().copy_(changed[name])
-        if not self.in_passes:
+        if not self.in_passes and self.releases is None:
             self.report.steps += 1
         return changed
 

@@ -11,20 +11,15 @@ from torch.utils.hooks import RemovableHandle
 from gradveil.defenses.base import Defense
 from gradveil.defenses.guard.origins import Part, Traces
 from gradveil.defenses.guard.passes import Examples, OfExamples, Pass, Report
+from gradveil.defenses.guard.releases import Releases
 from gradveil.defenses.guard.step import substitute, weight_name, weight_of
+from gradveil.defenses.guard.trace import CHANGED
 from gradveil.errors import DefenseError
 from gradveil.layers.modules import under_transform
 from gradveil.registry import describe
 from gradveil.types import Batch
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-CHANGED = (
-    "Weights changed between steps, by other hands than an optimizer's step on defended gradients. Train with a torch "
-    "optimizer, load weights by load_state_dict(), and change them, where it must be, in "
-    "optimizer.register_step_post_hook()."
-)
 
 
 class Interceptor:
@@ -34,6 +29,7 @@ class Interceptor:
         self.model, self.defense, self.strict = model, defense, strict
         self.layers = defense.layers(model)
         self.in_passes = bool(defense.acts_on & {"batch", "representation"})
+        self.releases: Releases | None = None  # of a defence of records
         self.given_rng = rng
         self._rng = rng
         self.report = Report()
@@ -78,7 +74,7 @@ class Interceptor:
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """A pass begins: note its inputs; return the arguments where the defence changes the batch."""
         self.current = None
-        if self.on and self.in_passes and under_transform():
+        if self.on and (self.in_passes or self.releases) and under_transform():
             raise DefenseError(
                 "A guarded model was called inside a torch.func transform (vmap, grad, ...), where it cannot be "
                 "defended. Call model(x) on the whole batch and loss.backward() instead."
@@ -89,6 +85,8 @@ class Interceptor:
             if not self.stepping:
                 self.check_weights(self.traces.touched())
             self.traces.begin()
+        if self.on and self.releases is not None:
+            self.releases.enter(args, kwargs, self.handles)
         if not (self.on and self.in_passes):
             return None
         examples = Examples(args, kwargs)
@@ -156,6 +154,8 @@ class Interceptor:
     def leave(self, output: Any) -> None:
         """A pass is over: count it. Without an output it was broken off by an error."""
         current, self.current = self.current, None
+        if self.on and self.releases is not None:
+            self.releases.leave(output)
         if output is not None and self.handles and self.traces.has_passes and torch.is_grad_enabled():
             self.traces.mark(output, through=current is not None or self.traces.within_defended())
         if current is None or output is None:
@@ -170,8 +170,9 @@ class Interceptor:
             self.undefended(message)
             return
         self.passes += 1
-        self.report.steps += 1
-        self.report.examples += len(current.x)
+        if self.releases is None:
+            self.report.steps += 1
+            self.report.examples += len(current.x)
 
     def check_weights(self, parts: Iterable[Part]) -> None:
         """Refuse weights that were changed past the defence; what else was done to them is accounted for."""
@@ -220,6 +221,19 @@ class Substitute:
 
 
 @dataclass(eq=False)
+class Captured:
+    """After the forward pass of a layer with weights, under a defence of records."""
+
+    interceptor: Interceptor
+    layer: str
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Take note of what the layer got, and of where its gradient will arrive."""
+        if self.interceptor.on and self.interceptor.releases is not None:
+            _call(self.interceptor.releases.ran, self.layer, args, kwargs, output)
+
+
+@dataclass(eq=False)
 class Leave:
     """After the model's forward pass, also a broken one."""
 
@@ -252,6 +266,8 @@ class BeforeLoading:
         """Weights that a round ends with must be accounted for."""
         self.interceptor.traces.tie()
         self.interceptor.check_weights(self.interceptor.traces.of(module))
+        if self.interceptor.releases is not None:
+            self.interceptor.releases.check_buffers()
 
 
 @dataclass(eq=False)
@@ -263,6 +279,8 @@ class AfterLoading:
     def __call__(self, module: nn.Module, _: Any) -> None:
         """A round begins with these weights."""
         self.interceptor.traces.load(module)
+        if self.interceptor.releases is not None:
+            self.interceptor.releases.load()
 
 
 def _plainly(function: Callable[..., Any], *args: Any) -> Any:

@@ -101,7 +101,9 @@ class Traces:
                 p = known.p  # another is in its place for a while, as under functional_call
             if not isinstance(p, nn.Parameter) or not (p.requires_grad or known is not None):
                 continue
-            if name in own:
+            if "records" in self.acts_on:
+                yield name, p, "records"
+            elif name in own:
                 yield name, p, "layer"
             elif "batch" in self.acts_on or any(_makes_weight(name, prefix) for prefix in layers):
                 yield name, p, "pass"

@@ -28,6 +28,7 @@ class Report:
     optimizer_steps: int = 0  # steps taken by optimizers that hold the model's weights
     updates: int = 0  # updates that passed through the defence
     asked: int = 0  # entries that were to be zeroed
+    spent: float | None = None  # μ² of Gaussian DP that a record's part in all releases has cost; None: no promise
     _representations: int = field(default=0, repr=False)  # one for each example and defended layer
     _sums: Tensor | None = field(default=None, repr=False)  # (4,) entries removed, live; sum of ||r - r'||_2; unchanged
 
@@ -65,7 +66,8 @@ class Report:
 
     def summary(self) -> dict[str, float]:
         """Return every figure by name, for tables and logs."""
-        return {
+        spent = {} if self.spent is None else {"spent": self.spent}
+        return spent | {
             "steps": self.steps,
             "skipped": self.skipped,
             "examples": self.examples,
@@ -79,6 +81,8 @@ class Report:
 
     def __str__(self) -> str:
         text = f"{self.steps} steps defended, {self.skipped} not"
+        if self.spent:
+            text += f"; spent μ = {self.spent**0.5:.3g} (z_run {self.spent**-0.5:.3g})"
         if self._sums is not None:
             asked = f" of {self.asked} asked" if self.asked else ""
             text += f"; {self.removed} live entries removed{asked} ({self.live} live)"

@@ -1,20 +1,24 @@
 """``protect``: a defence attached to a model's training, which refuses a step that would go out undefended."""
 
+from math import inf
 from types import TracebackType
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Generator, nn
 
+from gradveil.certificates.accountant import Account
+from gradveil.certificates.plan import PlannedRun
 from gradveil.defenses.base import Defense, build
 from gradveil.defenses.guard.attachment import Attachment, attachment_of, is_same, left_as_it_was, refuse_opacus
-from gradveil.defenses.guard.hooks import CHANGED
 from gradveil.defenses.guard.passes import Report
+from gradveil.defenses.guard.releases import Releases, Spending
+from gradveil.defenses.guard.trace import CHANGED
 from gradveil.errors import DefenseError, UpdateError
 from gradveil.layers.modules import check_ready
 from gradveil.registry import describe
 from gradveil.tree import Params
-from gradveil.types import Update
+from gradveil.types import Batch, Update
 
 
 class Guard:
@@ -44,6 +48,13 @@ class Guard:
         """What was done so far: steps, entries asked for and removed, distances."""
         return self._attachment.report
 
+    @property
+    def account(self) -> Account:
+        """What a defence of records has spent of its budget so far; save it with the client."""
+        if (releases := self._attachment.releases) is None:
+            raise DefenseError(f"{describe(self.defense)} promises nothing of single records, so it spends no budget.")
+        return releases.spending.account
+
     def remove(self) -> None:
         """Take every hook off the model again. Checks nothing: see ``check``."""
         self._attachment.detach()
@@ -59,6 +70,8 @@ class Guard:
         """Raise ``DefenseError`` where something went past the defence; ``check`` asks for training as well."""
         if self._attachment.went_past:
             raise DefenseError(f"{CHANGED} Do not send this update.")
+        if self._attachment.releases is not None:
+            self._attachment.releases.check_buffers()
         if self.report.unchanged:
             raise DefenseError(
                 f"{describe(self.defense)} changed nothing in {self.report.unchanged} training passes. Give it more to "
@@ -90,7 +103,8 @@ class Guard:
             )
 
     def _nothing_done(self) -> str:
-        where = "model(x) or guard(x) in train mode" if self._attachment.in_passes else "a torch optimizer"
+        in_passes = self._attachment.in_passes or self._attachment.releases is not None
+        where = "model(x) or guard(x) in train mode" if in_passes else "a torch optimizer"
         return (
             f"No training step was defended by {describe(self.defense)} ({self.report.optimizer_steps} optimizer steps "
             f"were taken). Train through {where}, and do not send this update."
@@ -119,14 +133,39 @@ class Guard:
         return dict(after) | {name: start[name] - lr * changed.gradient[name] for name in names}
 
 
+class RecordSettings(TypedDict, total=False):
+    """What a defence of records (``veil``) asks of a training loop; all public.
+
+    slots: the records of a step, which its sum is divided by; the first batch's where it is not given.
+    records: how many the client has: each is used once in an epoch. Not given, every step counts as an epoch.
+    run: the planned run, for a promise over the whole of it; it says slots and records too.
+    account: what the client has spent so far; a step that would overspend is refused.
+    public: public examples, for coordinates and a clip that follow from them.
+    mean_loss: the loss is the mean of one loss per record, where its graph does not show it.
+    """
+
+    slots: int | None
+    records: int | None
+    run: PlannedRun | None
+    account: Account | None
+    public: Batch | None
+    mean_loss: bool
+
+
 def protect(
-    model: nn.Module, defence_or_spec: Defense | str, *, rng: Generator | None = None, strict: bool = True
+    model: nn.Module,
+    defence_or_spec: Defense | str,
+    *,
+    rng: Generator | None = None,
+    strict: bool = True,
+    **settings: Unpack[RecordSettings],
 ) -> Guard:
     """Attach a defence to a model's training: its gradients are defended from here to ``remove``.
 
     Acts in train mode with gradients on. A strict guard refuses a step that was not defended; one that is not
     strict counts it in ``report.skipped``. Without ``rng`` the defence's noise comes from the system's entropy;
     a generator makes it repeatable, and then a copy of the guarded model repeats its noise: give each its own.
+    The other settings are for a defence of records (``RecordSettings``).
     """
     defense = build(defence_or_spec)
     if strict:
@@ -134,16 +173,41 @@ def protect(
     bare = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     check_ready(bare)
     refuse_opacus(bare)
-    if bare is not model or any(m._compiled_call_impl is not None for m in bare.modules()):
-        torch.compiler.reset()  # code compiled before would run on without the hooks
     if (other := attachment_of(bare)) is not None:
         raise DefenseError(
             f"This model is guarded by {describe(other.defense)} already. Remove that guard first, or join the two "
             f"with '+' in one spec."
         )
-    attachment = Attachment(bare, defense, rng, strict)
+    releases = _releases(bare, defense, strict, settings)
+    if bare is not model or any(m._compiled_call_impl is not None for m in bare.modules()):
+        torch.compiler.reset()  # code compiled before would run on without the hooks
+    attachment = Attachment(bare, defense, rng, strict, releases)
     attachment.attach()
     return Guard(attachment, model)
+
+
+def _releases(model: nn.Module, defense: Defense, strict: bool, settings: RecordSettings) -> Releases | None:
+    """Return what makes releases of the records' gradients; None for a defence that does not act on them."""
+    if "records" not in defense.acts_on:
+        if given := [name for name, value in settings.items() if value not in (None, False)]:
+            raise DefenseError(f"{', '.join(given)}: {describe(defense)} does not act on records. Leave it out.")
+        return None
+    if not strict:
+        raise DefenseError(
+            f"{describe(defense)} promises something of every step: it cannot be used with strict=False."
+        )
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise DefenseError("Records cannot be kept apart over several devices. Protect the module inside, on one.")
+    run, slots, records = settings.get("run"), settings.get("slots"), settings.get("records")
+    account = settings.get("account")
+    if run is not None:
+        defense, slots, records = defense.for_run(run), run.slots, run.records
+    cost = defense.spends(1)
+    if account is None:
+        limit = cost * run.uses if run is not None and cost is not None else inf
+        account = Account("this client", limit=limit)
+    spending = Spending(cost, account, records)
+    return Releases(model, defense, spending, slots, bool(settings.get("mean_loss")), settings.get("public"))
 
 
 def refuse_idle(defense: Defense) -> None:

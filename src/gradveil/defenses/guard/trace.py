@@ -11,9 +11,15 @@ _FREE = 16  # entries beyond which a fit of a few numbers says something
 _SHORT = {"cpu": 2**14, "cuda": 2**22}  # entries of a tensor up to which a call costs more than a copy
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# What has to be known of a gradient: that it came through a defended layer, through a defended pass, or nothing, since
-# the defence acts on whatever a step finds.
-Kind = Literal["layer", "pass", "step"]
+# What has to be known of a gradient: that it came through a defended layer, through a defended pass, that it was made
+# of the records, or nothing, since the defence acts on whatever a step finds.
+Kind = Literal["layer", "pass", "records", "step"]
+
+CHANGED = (
+    "Weights changed between steps, by other hands than an optimizer's step on defended gradients. Train with a torch "
+    "optimizer, load weights by load_state_dict(), and change them, where it must be, in "
+    "optimizer.register_step_post_hook()."
+)
 
 
 class Bits:

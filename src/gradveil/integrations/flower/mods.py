@@ -1,6 +1,7 @@
 """A Flower mod that runs an update-level defence (pruning, noise) on what a client is about to send."""
 
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
+from math import inf
 
 import torch
 from flwr.app import ConfigRecord, Context, Message
@@ -8,9 +9,11 @@ from torch import nn
 
 from gradveil import tree
 from gradveil.defenses.base import Defense
-from gradveil.defenses.guard.protect import Guard, protect, refuse_idle
-from gradveil.errors import DefenseError, GradveilError, UpdateError
+from gradveil.defenses.guard.protect import Guard, RecordSettings, protect, refuse_idle
+from gradveil.errors import BudgetError, DefenseError, GradveilError, UpdateError
 from gradveil.integrations.flower.records import (
+    LOG,
+    SPENT,
     ModelWatch,
     Next,
     add_metrics,
@@ -20,6 +23,7 @@ from gradveil.integrations.flower.records import (
     named_as_in,
     number,
     params_of,
+    pay,
     record_of,
     withhold,
 )
@@ -113,7 +117,8 @@ def rule_of(message: Message) -> StepRule:
     return StepRule(**{name: said[key] for name, key in RULE.items() if key in said})
 
 
-STEPS = "defended-steps"
+STEPS, REMOVED = "defended-steps", "removed-metrics"
+PUBLIC = ("num-examples", "num-steps", STEPS)  # counts that a defence of records takes for known
 
 
 @dataclass(frozen=True)
@@ -128,12 +133,15 @@ class GuardMod:
         defense: a spec or a defence; None reads ``defense`` from the site's or the run's settings.
         lr: as in ``update_mod``, where the defence acts on the update as well (``representation+gaussian:on=update``).
         seed: for tests only; None draws from the operating system.
+        settings: of a defence of records, as ``protect`` takes them: ``{"slots": 32, "records": 200}``. What such a
+            round costs is paid out of the node's account, and of the reply's metrics public counts alone are sent.
     """
 
     defense: str | Defense | None = None
     _: KW_ONLY
     lr: float | None = None
     seed: int | None = None
+    settings: RecordSettings = field(default_factory=RecordSettings)
 
     def __call__(self, message: Message, context: Context, call_next: Next) -> Message:
         """Let the client train under guard; fail closed."""
@@ -145,6 +153,8 @@ class GuardMod:
             if defense.acts_on == {"update"}:
                 raise DefenseError(f"{describe(defense)} acts on the update only. Use update_mod for it.")
             return self._guarded(defense, guards, message, context, call_next)
+        except BudgetError as error:
+            return withhold(message, f"{SPENT}{error}")
         except GradveilError as error:
             return withhold(message, str(error))
         finally:
@@ -162,7 +172,7 @@ class GuardMod:
         before = params_of(arrays_of(message)[1])
 
         def found(model: nn.Module) -> None:
-            guards.append(protect(model, defense, rng=fresh_rng(self.seed)))
+            guards.append(protect(model, defense, rng=fresh_rng(self.seed), **self.settings))
 
         with ModelWatch(before, found):
             reply = call_next(message, context)
@@ -176,7 +186,19 @@ class GuardMod:
         if "update" in defense.acts_on:
             self._defend_update(guards, message, before, reply)
         add_metrics(reply, {STEPS: steps})
+        if "records" in defense.acts_on:
+            self._pay(defense, guards, context, reply)
         return reply
+
+    def _pay(self, defense: Defense, guards: list[Guard], context: Context, reply: Message) -> None:
+        """Charge the node for what is about to be sent, and see to it that nothing else tells of the records."""
+        if "update" not in defense.acts_on:
+            check_sent(guards, params_of(arrays_of(reply)[1]))
+        run = self.settings.get("run")
+        limit = (defense if run is None else defense.for_run(run)).allowance
+        client = str(context.node_config.get("partition-id", context.node_id))
+        pay(context, client, sum(guard.account.spent for guard in guards), inf if limit is None else limit)
+        keep_public(reply)
 
     def _defend_update(self, guards: list[Guard], message: Message, before: Params, reply: Message) -> None:
         key, record = arrays_of(reply)
@@ -191,6 +213,29 @@ class GuardMod:
 
 
 guard_mod = GuardMod
+
+
+def check_sent(guards: list[Guard], sent: Params) -> None:
+    """Raise unless the weights of a reply are those that a guard saw trained: noise is on no others."""
+    for guard in guards:
+        own, named = guard.model.state_dict(), named_as_in(guard.model, sent)
+        if named is not None and all(torch.equal(named[name].to(w), w) for name, w in own.items()):
+            return
+    raise DefenseError("the weights in the reply are not those of the model that was trained under guard.")
+
+
+def keep_public(reply: Message) -> None:
+    """Take out of a reply what was computed from the records and has no noise: losses, accuracies, anything unknown."""
+    removed = 0
+    for key in [*reply.content.config_records]:
+        del reply.content[key]
+        removed += 1
+    for record in reply.content.metric_records.values():
+        for name in [name for name in record if name not in PUBLIC]:
+            del record[name]
+            LOG.info("gradveil: %s is computed from private records and was not sent.", name)
+            removed += 1
+    add_metrics(reply, {REMOVED: removed})
 
 
 def _not_found(names: Params) -> str:

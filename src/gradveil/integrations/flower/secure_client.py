@@ -24,11 +24,9 @@ from gradveil.defenses.base import Defense
 from gradveil.defenses.compose import Compose
 from gradveil.defenses.veil import Veil
 from gradveil.errors import DefenseError, GradveilError
-from gradveil.integrations.flower.mods import check_reply
+from gradveil.integrations.flower.mods import PUBLIC, check_reply
 from gradveil.integrations.flower.records import WITHHELD, Next, arrays_of, is_training, number, params_of, withhold
 from gradveil.integrations.flower.settings import Cohort
-
-METRICS = ("num-examples", "num-steps", "defended-steps")  # what leaves beside the sum: counts that are public
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,7 @@ def _in_older_form(message: Message, reply: Message, context: Context) -> Messag
     if not 0 < examples <= most:
         raise DefenseError(f"the update is of {examples} examples, and the secure sum takes 1 to {most:g} of a client.")
     change = [(before[name].double() - after[name].double()).numpy() for name in floating(before)]
-    metrics = {name: number(reply, name, 0) for name in METRICS if not math.isnan(number(reply, name, math.nan))}
+    metrics = {name: number(reply, name, 0) for name in PUBLIC if not math.isnan(number(reply, name, math.nan))}
     result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters(change), examples, metrics)
     return Message(fitres_to_recorddict(result, keep_input=False), reply_to=message)
 
