@@ -2,8 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,10 +13,16 @@ from gradveil.experiments.settings import find_device
 from gradveil.federated.settings import Training
 
 if TYPE_CHECKING:
-    from gradveil.data.base import Split
+    from torch import nn
+
+    from gradveil.data.base import Dataset, Split
+    from gradveil.data.partition import Indices
     from gradveil.defenses.base import Defense
     from gradveil.federated.checkpoint import Checkpoint
     from gradveil.federated.simulate import Round
+    from gradveil.tree import Params
+
+FIT = 2000  # public examples that fixed layers learn from, at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +72,8 @@ def train(
     from gradveil.experiments.scene import fitting_model
     from gradveil.federated.engines import World
     from gradveil.federated.server import Faults
-    from gradveil.federated.simulate import choose, simulate
+    from gradveil.federated.simulate import choose, public_records, simulate
+    from gradveil.models import fit_to_public
     from gradveil.seeds import Seeds
 
     faults = Faults.parse(config.faults) if config.faults else None
@@ -76,16 +83,20 @@ def train(
     clients = partition(dataset.train.labels, config.partition, seeds("partition"))
     device = find_device(config.device)
     model = fitting_model(config.model, dataset, config.loss, config.seed).to(device)
+    public = public_records(dataset, clients, seeds, FIT)
+    fit_to_public(model, dataset.train.batch(public).inputs if len(public) else None)
     with RunFolder.start(out, config, resume, config.may_change) as folder:
         start = _standing(folder) if resume else None
         first = start.round if start else 0
+        progress({"round": first})  # where it begins
+        fixed, model = frozen_part(model)
+        dataset = through(fixed, dataset, [public, *clients])
         engine = config.engine
         if engine == "auto":
             engine = choose(World(model, dataset.train, defense, config), (config.rounds - first) * config.clients)
         rounds = simulate(model, dataset, clients, config, defense, seeds, engine=engine, faults=faults, resume=start)
-        progress({"round": first})  # where it begins
         watch = _board(out) if tensorboard else lambda row: None
-        for row in _drive(rounds, dataset.test, folder, config):
+        for row in _drive(rounds, dataset.test, folder, config, dict(fixed.state_dict())):
             watch(row)
             progress(row)
         return _summary(folder, config, engine) | _bought(folder, defense)
@@ -104,7 +115,47 @@ def _standing(folder: RunFolder) -> "Checkpoint | None":
     return checkpoint
 
 
-def _drive(rounds: "Iterable[Round]", test: "Split", folder: RunFolder, config: TrainConfig) -> Iterator[Row]:
+def frozen_part(model: "nn.Module") -> "tuple[nn.Sequential, nn.Module]":
+    """Return the first layers of a chain, up to the first that is trained, and the rest: the names stay."""
+    from torch import nn
+    from torch.nn.modules.batchnorm import _BatchNorm
+    from torch.nn.modules.dropout import _DropoutNd
+
+    first, rest = nn.Sequential(), nn.Sequential()
+    if not isinstance(model, nn.Sequential):
+        return first, model
+    for name, part in model.named_children():
+        moving = any(isinstance(m, (_BatchNorm, _DropoutNd)) for m in part.modules())
+        learns = any(p.requires_grad for p in part.parameters())
+        (rest if len(rest) or moving or learns else first).add_module(name, part)
+    heavy = any(True for _ in first.buffers()) or any(True for _ in first.parameters())
+    return (first, rest) if heavy else (nn.Sequential(), model)
+
+
+def through(fixed: "nn.Sequential", dataset: "Dataset", used: "Sequence[Indices]") -> "Dataset":
+    """Return the data set as the fixed first layers put it out, so that they run once; ``used``: training records."""
+    import numpy as np
+    import torch
+
+    if not len(fixed):
+        return dataset
+    at = next(iter([*fixed.parameters(), *fixed.buffers()])).device
+
+    def passed(split: "Split", chosen: "Indices") -> "Split":
+        parts = np.array_split(chosen, max(1, len(chosen) // 200))
+        with torch.no_grad():
+            rows = np.concatenate([fixed(split.batch(part).inputs.to(at)).cpu().numpy() for part in parts])
+        images = np.zeros((len(split), *rows.shape[1:]), np.float32)
+        images[chosen] = rows
+        return replace(split, images=images, scale=1.0)
+
+    train = passed(dataset.train, np.unique(np.concatenate(used)))
+    return replace(dataset, train=train, test=passed(dataset.test, np.arange(len(dataset.test))))
+
+
+def _drive(
+    rounds: "Iterable[Round]", test: "Split", folder: RunFolder, config: TrainConfig, fixed: "Params"
+) -> Iterator[Row]:
     """Measure, write and yield a row for each round; end early where the accuracy has not risen for long enough."""
     from gradveil.federated.client import evaluate
 
@@ -132,7 +183,8 @@ def _drive(rounds: "Iterable[Round]", test: "Split", folder: RunFolder, config: 
         if stop:
             break
     if final is not None:
-        final.checkpoint().save(folder.path / MODEL)
+        done = final.checkpoint()
+        replace(done, state=fixed | done.state).save(folder.path / MODEL)
 
 
 def _best(rows: Iterable[Row]) -> tuple[float, int]:

@@ -141,9 +141,8 @@ class Run:
     @cached_property
     def public(self) -> Batch | None:
         """Some training records that no device holds; None where there are none."""
-        left = undealt(len(self.dataset.train), self.clients)
-        some = torch.randperm(len(left), generator=self.seeds("public records"))[:PUBLIC].numpy()
-        batch, first = self.dataset.train.batch(left[some]), next(self.model.parameters())
+        some, first = public_records(self.dataset, self.clients, self.seeds), next(self.model.parameters())
+        batch = self.dataset.train.batch(some)
         return Batch(batch.inputs.to(first), batch.labels.to(first.device)) if len(some) else None
 
     def begin(self, number: int, jobs: Sequence[Job]) -> list[Job]:
@@ -190,6 +189,13 @@ class Run:
             for job, one in zip(jobs, sent, strict=True)
             if job.client in self.wanted
         )
+
+
+def public_records(dataset: Dataset, clients: Sequence[Indices], seeds: Seeds, most: int = PUBLIC) -> Indices:
+    """Return some training records that no device holds."""
+    left = undealt(len(dataset.train), clients)
+    some: Indices = left[torch.randperm(len(left), generator=seeds("public records"))[:most].numpy()]
+    return some
 
 
 def client_seed(seeds: Seeds, number: int, client: int, repeat: int = 0) -> int:

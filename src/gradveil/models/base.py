@@ -123,3 +123,17 @@ def _own(factory: Any, name: str, input_shape: Shape, num_classes: int) -> nn.Mo
     if not isinstance(model, nn.Module):
         raise SpecError(f"{name} returned a {type(model).__name__}; it must return an nn.Module.")
     return model
+
+
+def fit_to_public(model: nn.Module, inputs: Tensor | None) -> None:
+    """Let the fixed parts of a chain that learn from public inputs do so: those with a method ``fit``."""
+    parts = list(model.children()) if isinstance(model, nn.Sequential) else []
+    if inputs is None or not any(hasattr(part, "fit") for part in parts):
+        return
+    with torch.no_grad():
+        x = inputs.to(next(model.parameters()))
+        for part in parts:
+            learn: Any = getattr(part, "fit", None)
+            if learn is not None:
+                learn(x)
+            x = part(x)

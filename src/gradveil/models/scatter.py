@@ -1,0 +1,135 @@
+"""Fixed wavelet features under one linear layer: few numbers to learn, and none of them an early layer's.
+
+Noise that hides a record grows with the square root of how many numbers are sent (Tramèr and Boneh 2021 make the same
+point for differential privacy), so a fixed first part makes a promise cheap. Nothing of it is learnt from clients.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gradveil.errors import SpecError
+from gradveil.models.base import MODELS, Shape
+from gradveil.models.parts import Chain, Layers
+
+ANGLES, SCALES = 8, 2
+CHANNELS = 1 + SCALES * ANGLES + ANGLES**2 * SCALES * (SCALES - 1) // 2  # of one input channel
+WIDTH = 0.8  # of the finest wavelet's envelope, in pixels
+SHARPNESS = 4 / ANGLES  # of its two axes, one to the other
+
+
+def _grid(radius: int) -> tuple[Tensor, Tensor]:
+    line = torch.arange(-radius, radius + 1, dtype=torch.float64)
+    return line[:, None], line[None, :]
+
+
+def _wavelet(scale: int, angle: float) -> Tensor:
+    """Return a Morlet wavelet as its real and imaginary part, (2, k, k): a wave under an envelope, with mean zero."""
+    width = WIDTH * 2**scale
+    down, right = _grid(math.ceil(2.5 * width / SHARPNESS))
+    along = down * math.cos(angle) + right * math.sin(angle)
+    across = right * math.cos(angle) - down * math.sin(angle)
+    envelope = torch.exp(-(along**2 + (SHARPNESS * across) ** 2) / (2 * width**2))
+    wave = torch.polar(envelope, along * (3 * math.pi / 4 / 2**scale))
+    wave = (wave - envelope * (wave.sum() / envelope.sum())) * SHARPNESS / (2 * math.pi * width**2)
+    return torch.view_as_real(wave).permute(2, 0, 1).float()
+
+
+class Scattering(nn.Module):
+    """Local means of the image, of its wavelet moduli, and of theirs (Bruna and Mallat 2013): two scales, 8 angles."""
+
+    low: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        for scale in range(SCALES):
+            bank = torch.stack([_wavelet(scale, math.pi * i / ANGLES) for i in range(ANGLES)], 1)  # (2, angles, k, k)
+            self.register_buffer(f"bank{scale}", bank.flatten(0, 1)[:, None], persistent=False)
+        down, right = _grid(4)
+        low = torch.exp(-(down**2 + right**2) / (2 * (WIDTH * 2 ** (SCALES - 1)) ** 2))
+        self.register_buffer("low", (low / low.sum()).float()[None, None], persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (N, C * CHANNELS, h, w) of inputs (N, C, H, W), with h = H / 4 rounded up."""
+        first = [self._moduli(x, scale) for scale in range(SCALES)]
+        second = [self._moduli(first[i], j) for i in range(SCALES) for j in range(i + 1, SCALES)]
+        return torch.cat([self._means(part) for part in (x, *first, *second)], 1)
+
+    def _moduli(self, x: Tensor, scale: int) -> Tensor:
+        """Return |x * wavelet| of every channel at each angle, (N, C * ANGLES, H, W)."""
+        parts = self._each(x, getattr(self, f"bank{scale}")).unflatten(1, (x.shape[1], 2, ANGLES))
+        moduli: Tensor = (parts.square().sum(2) + 1e-12).sqrt().flatten(1, 2)
+        return moduli
+
+    def _means(self, x: Tensor) -> Tensor:
+        return self._each(x, self.low, 2**SCALES)
+
+    @staticmethod
+    def _each(x: Tensor, kernels: Tensor, stride: int = 1) -> Tensor:
+        """Return every channel under every kernel: (N, C * kernels, h, w)."""
+        pad = kernels.shape[-1] // 2
+        single = F.pad(x.flatten(0, 1)[:, None], (pad,) * 4, mode="replicate")
+        found = F.conv2d(single, kernels.to(x.dtype), stride=stride)
+        whole: Tensor = found.unflatten(0, x.shape[:2]).flatten(1, 2)
+        return whole
+
+
+class Basis(nn.Module):
+    """Coordinates of unit length in the main directions of public examples; before ``fit``, in random directions."""
+
+    directions: Tensor
+    offset: Tensor
+
+    def __init__(self, length: int, dims: int) -> None:
+        super().__init__()
+        rng = torch.Generator().manual_seed(0)  # the same for everybody
+        self.register_buffer("directions", torch.randn(dims, length, generator=rng) / math.sqrt(length))
+        self.register_buffer("offset", torch.zeros(dims))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (N, dims), each row of length 1."""
+        return F.normalize(x.flatten(1) @ self.directions.T + self.offset, dim=1)
+
+    @torch.no_grad()
+    def fit(self, x: Tensor) -> None:
+        """Take the main directions of (N, C, h, w), channels standardised, each divided by the root of its size."""
+        over = (0, *range(2, x.ndim))
+        centre, spread = x.mean(over, keepdim=True), x.std(over, keepdim=True) + 1e-6
+        rows = ((x - centre) / spread).flatten(1).double()
+        mean = rows.mean(0)
+        _, sizes, main = torch.linalg.svd(rows - mean, full_matrices=False)
+        count = min(len(self.directions), int((sizes > 1e-6 * sizes[0]).sum()))
+        weighed = main[:count] * (sizes[0] / sizes[:count, None]).sqrt()
+        whole = weighed / spread.double().expand(1, *x.shape[1:]).flatten()
+        self.directions.zero_()
+        self.offset.zero_()
+        self.directions[:count] = whole.to(self.directions)
+        self.offset[:count] = -(whole @ centre.double().expand(1, *x.shape[1:]).flatten() + weighed @ mean).to(
+            self.offset
+        )
+
+
+@MODELS.register("scatter")
+@dataclass(frozen=True)
+class Scatter(Chain):
+    """Fixed wavelet features, ``dims`` directions of them, and one linear layer that is all that is trained.
+
+    The directions are the main ones of public examples where a run has some (``gradveil train`` takes records that no
+    client holds), else random ones.
+    """
+
+    dims: int = 200
+    init: Literal["zeros", "default", "kaiming", "uniform"] = "default"
+    normalize: str = "none"  # none, half, or mean/std
+
+    def features(self, input_shape: Shape) -> Layers:
+        """Return scatter and basis."""
+        if len(input_shape) != 3:
+            raise SpecError(f"Model 'scatter' takes images (channels, height, width); got {input_shape}.")
+        channels, *sides = input_shape
+        places = math.prod(-(-side // 2**SCALES) for side in sides)
+        return {"scatter": Scattering(), "basis": Basis(channels * CHANNELS * places, self.dims)}
