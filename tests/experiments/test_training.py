@@ -6,11 +6,15 @@ import torch
 from torch import nn
 
 from gradveil.data import load
+from gradveil.data.partition import partition
 from gradveil.experiments.looks import first_look, last_looks
-from gradveil.experiments.run_folder import RunFolder
+from gradveil.experiments.run_folder import MODEL, RunFolder
 from gradveil.experiments.scene import AuditConfig, build_scene, is_small, one_thread
-from gradveil.federated.simulate import simulate
-from gradveil.models import build
+from gradveil.experiments.train import FIT, TrainConfig, frozen_part, train
+from gradveil.federated.checkpoint import Checkpoint
+from gradveil.federated.simulate import public_records, simulate
+from gradveil.models import build, fit_to_public
+from gradveil.seeds import Seeds
 
 
 def test_the_last_round_is_looked_at_with_the_weights_its_clients_received(tmp_path: Path, small: AuditConfig) -> None:
@@ -47,3 +51,34 @@ def test_small_is_few_weights_and_few_numbers() -> None:
     assert is_small(nn.Linear(2, 2), (1, 8, 8))
     assert not is_small(nn.Linear(1000, 1000))
     assert not is_small(nn.Linear(2, 2), (3, 32, 32))
+
+
+def test_fixed_first_layers_run_once_and_change_nothing(tmp_path: Path) -> None:
+    config = TrainConfig(
+        model="scatter:dims=8", partition="classes:devices=10,classes=2,per_class=10", clients=3, rounds=2,
+        defense="veil:z=0.1,quantile=0.9",
+    )  # fmt: skip
+    train(config, tmp_path / "run")
+    data, seeds = load(config.dataset), Seeds(config.seed)
+    clients = partition(data.train.labels, config.partition, seeds("partition"))
+    model = build(config.model, data.input_shape, data.num_classes, config.seed)
+    fit_to_public(model, data.train.batch(public_records(data, clients, seeds, FIT)).inputs)
+    *_, last = simulate(model, data, clients, config, config.defense, seeds)
+    saved = Checkpoint.read(tmp_path / "run" / MODEL)
+    saved.restore(model)  # all of it: the fixed part as well
+    for name, value in last.model.state_dict().items():
+        assert torch.allclose(saved.state[name], value, atol=1e-5), name
+
+
+def test_only_what_comes_before_the_first_trained_layer_is_fixed() -> None:
+    chain = nn.Sequential()
+    for name, part in {"a": nn.Linear(4, 4), "drop": nn.Dropout(), "b": nn.Linear(4, 4), "c": nn.Linear(4, 2)}.items():
+        chain.add_module(name, part)
+    assert [len(part) for part in frozen_part(chain)] == [0, 4]  # type: ignore[arg-type]
+    chain.get_submodule("a").requires_grad_(False)
+    chain.get_submodule("b").requires_grad_(False)
+    fixed, rest = frozen_part(chain)
+    assert [list(dict(part.named_children())) for part in (fixed, rest)] == [["a"], ["drop", "b", "c"]]
+    assert len(frozen_part(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)))[0]) == 0  # nothing to save
+    own = nn.Bilinear(2, 2, 2)
+    assert frozen_part(own)[1] is own
