@@ -56,6 +56,17 @@ def test_a_defence_on_no_representation_is_only_metered(run: Run) -> None:
     assert "whiten" in out
 
 
+def test_accounted_noise_is_certified_over_the_run(run: Run) -> None:
+    code, out, err = run(*SMALL, "--no-meter", "--defense", "veil:promise=reconstruction", "--participations", "9")
+    assert code == 0, err
+    words = " ".join(out.split())
+    assert "√(E R)/z Gaussian-DP for zeroing one record" in words
+    assert "z_run = 1.5: no server's error is below" in words  # one update of nine
+    assert "picked rightly with a chance of at most 0.37" in words
+    code, _, err = run(*SMALL, "--no-meter", "--defense", "veil:z=1,tier=aggregate")
+    assert (code, err.count("\n")) == (2, 1)
+
+
 def test_trained_weights_change_the_figures(run: Run, tmp_path: Path) -> None:
     model = build("lenet:width=3", (1, 8, 8), 10, seed=5)
     save_file({n: p.contiguous() for n, p in model.state_dict().items()}, str(tmp_path / "w.safetensors"))

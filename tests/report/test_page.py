@@ -129,3 +129,31 @@ def test_a_figure_that_an_attack_beats_is_an_error_and_not_shown_beside_it() -> 
     assert figure_errors(rows) == [
         "The leak meter's figure for d (whiten) does not hold: it says 0.063, and newton got 0.0002."
     ]
+
+
+@pytest.mark.parametrize(
+    ("mse", "identified", "tier", "wrong"),
+    [
+        (0.04, 0.0, "knows", "The floor on a reconstruction's figure for d (one update) does not hold: it says 0.05"),
+        (0.04, 0.0, "informed", ""),  # it has candidates, which the floor does not speak of
+        (0.06, 1.0, "informed", "The guess bound's figure for d (one update) does not hold: it says 0.1, and newton"),
+        (0.06, 0.0, "knows", ""),
+    ],
+)
+def test_a_proved_bound_that_an_attack_beats_is_an_error(mse: float, identified: float, tier: str, wrong: str) -> None:
+    floor = [{"kind": "floor", "mse": 0.08, "guess": "mean", "example": i, "identified": 0.0} for i in range(8)]
+    about = {"kind": "attack", "defense": "d", "round": "last", "weights": "d", "attack": "newton", "server": "whiten"}
+    got = [about | {"mse": mse, "example": i, "identified": identified, "tier": tier, "details": {}} for i in range(8)]
+    head = {"kind": "certificate", "defense": "d", "layer": "one update", "sound": True, "assumptions": [], "says": "."}
+    promised: list[Row] = [
+        head | {"certificate": "floor", "mse": 0.05, "tiers": ["knows"]},
+        head | {"certificate": "guess", "mse": None, "chance": 0.1, "tiers": ["knows", "informed"]},
+    ]
+    rows = [*floor, *got, *promised]
+    errors = figure_errors(rows)
+    assert len(errors) == bool(wrong)
+    assert all(error.startswith(wrong) for error in errors)
+    table = certificate_table(rows)
+    assert table is not None
+    assert ["beaten" in row for row in table.rows].count(True) == len(errors)
+    assert [figure for figure, *_ in (row[1:] for row in table.rows)][1] == "the guess bound (one update)"

@@ -25,31 +25,39 @@ def command(
     norm: str = typer.Option("2", help="The norm of the distance: 1, 2 or inf."),
     images: int = typer.Option(4, min=1, help="Images of the training split that are certified."),
     meter: bool = typer.Option(True, help="Meter the whole update as well."),
+    participations: int = typer.Option(1, min=1, help="Rounds that a client takes part in: for accounted noise."),
+    cohort: int = typer.Option(1, min=1, help="Clients of a round: for tier=aggregate."),
     seed: shared.Seed = 0,
     device: shared.Device = "cpu",
     json: shared.Json = False,
 ) -> None:
     """Certify a defence: how far from the truth must a reconstruction be, and who is not bound by that?"""
-    found = figures(model, dataset, data, defense, weights, tuple(kind or ()), norm, images, meter, seed, device, loss)
+    found = figures(
+        model, dataset, data, defense, weights, tuple(kind or ()), norm, images, meter, seed, device, loss,
+        participations, cohort,
+    )  # fmt: skip
     shared.print_json(as_json(found)) if json else show(found, Console())
 
 
 def figures(
     model_spec: str, dataset_spec: str, data: str | None, defense_spec: str, weights: str | None,
     kinds: tuple[str, ...], norm: str, images: int, meter: bool, seed: int, device: str = "cpu",
-    loss: str = "cross_entropy",
+    loss: str = "cross_entropy", participations: int = 1, cohort: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
     """Compute everything that the command shows."""
     from gradveil.certificates.base import blind_mse, largest_mse
     from gradveil.certificates.certify import readable_p
+    from gradveil.certificates.plan import PlannedRun
     from gradveil.data import load
     from gradveil.defenses.base import build as build_defense
     from gradveil.experiments.certificates import KINDS, layer_certificates, metered
+    from gradveil.experiments.promises import promise_rows
     from gradveil.experiments.scene import fitting_model
     from gradveil.experiments.settings import find_device
     from gradveil.experiments.trial import RANK, Public
     from gradveil.experiments.update_files import load_weights
     from gradveil.federated.settings import Local
+    from gradveil.losses import build as build_loss
     from gradveil.seeds import Seeds
 
     at = find_device(device)
@@ -61,6 +69,8 @@ def figures(
     model.eval().to(at)
     truth = source.train.sample(images, seeds("images"))
     public = Public.draw(source, seeds("public"), RANK if meter else None).to(at)
+    run = PlannedRun(1, None, 1, participations, participations, cohort)
+    defense = defense.for_run(run).for_round(model, public.batch.to(at), build_loss(loss))
     chosen: Any = check_kinds(kinds) or KINDS
     leaks = []
     if meter:
@@ -76,6 +86,7 @@ def figures(
         "p": norm,
         "promises": layer_certificates(model, truth.to(at), defense, seeds("defense"), chosen, p),
         "leaks": leaks,
+        "whole_run": promise_rows(defense_spec, defense, run, public.batch, truth.labels, public.choices),
         "largest": largest_mse(truth.inputs),
         "blind": blind_mse(truth.inputs, public.batch.inputs.mean(0)),
     }
@@ -103,6 +114,8 @@ def show(found: dict[str, Any], console: Console) -> None:
         _state(console, promised)
     else:
         console.print("This defence perturbs no representation, so the theorem on r′ has nothing to say of it.\n")
+    if found["whole_run"]:
+        _show_promises(console, found["whole_run"])
     if found["leaks"]:
         console.print(_leak_table(found["leaks"]))
         console.print("")
@@ -114,6 +127,18 @@ def show(found: dict[str, Any], console: Console) -> None:
         f"can have more than {_span(found['largest'])}.",
         highlight=False,
     )
+
+
+def _show_promises(console: Console, rows: list[dict[str, Any]]) -> None:
+    """Print what accounted noise promises, the theorem and what it rests on."""
+    table = Table("accounted noise", "of", "MSE at least", "what it says", box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(row["certificate"], row["layer"], "-" if row["mse"] is None else f"{row['mse']:.3g}", row["says"])
+    console.print(table)
+    console.print("")
+    for sentence in dict.fromkeys(text for row in rows for text in row["assumptions"]):
+        console.print(f"  [dim]- {sentence}[/dim]", highlight=False)
+    console.print("")
 
 
 def _promise_table(promised: "list[LayerCertificate]", largest: "Tensor") -> Table:
@@ -192,6 +217,7 @@ def as_json(found: dict[str, Any]) -> dict[str, Any]:
     plain = {k: found[k] for k in ("model", "dataset", "defense", "p")}
     return plain | {
         "certificates": rows,
+        "whole_run": found["whole_run"],
         "meter": leaks,
         "largest_mse": finite(found["largest"]),
         "mean_image_mse": finite(found["blind"]),

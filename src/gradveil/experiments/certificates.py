@@ -15,9 +15,12 @@ from gradveil.certificates.meter import ASSUMPTIONS, Leak, leak_meter, nothing
 from gradveil.countermeasures import Countermeasure
 from gradveil.defenses.base import Defense
 from gradveil.errors import CertificateError, GradveilError
+from gradveil.experiments.panel import rounds_seen
+from gradveil.experiments.promises import promise_rows
 from gradveil.experiments.run_folder import Row
 from gradveil.experiments.scene import Scene
 from gradveil.experiments.trial import observe
+from gradveil.federated.ledger import planned_run
 from gradveil.federated.settings import Local
 from gradveil.layers.modules import representation
 from gradveil.pace import OutOfTime
@@ -183,7 +186,20 @@ def certificate_rows(
                 read(defense, client)
                 done += 1
         each()
-    return {defense: _rows(defense, mine, len(clients), over) for defense, mine in found.items()}
+    return {
+        defense: _promises(scene, defense) + _rows(defense, mine, len(clients), over) for defense, mine in found.items()
+    }
+
+
+def _promises(scene: Scene, defense: str) -> list[Row]:
+    """Return what accounted noise promises over the run that is audited."""
+    built, patient = scene.defenses[defense], rounds_seen(scene) if "patient" in scene.tiers else 0
+    run = planned_run(scene.seeds, scene.clients, scene.config, built)
+    try:
+        return promise_rows(defense, built, run, scene.public.batch, scene.truth.labels, scene.public.choices, patient)
+    except GradveilError as error:  # what cannot be promised does not stop the audit
+        row: Row = {"kind": "certificate", "defense": defense, "layer": "the whole run", "certificate": "floor"}
+        return [row | {"mse": None, "sound": False, "tiers": [], "assumptions": [], "says": str(error)}]
 
 
 def _unknown(scene: Scene, defense: str, reason: str) -> list[LayerCertificate]:

@@ -131,6 +131,12 @@ def patient(knowing: Sequence[Countermeasure]) -> list[Countermeasure]:
     return [replace(c, why=f"{c.why} Adds up the client's updates of many rounds.", tier="patient") for c in mine]
 
 
+def rounds_seen(scene: Scene) -> int:
+    """Return how many updates of a client a patient server has: as many as memory allows."""
+    update = 4 * size(parameters(scene.model)) * len(scene.victims)
+    return max(2, min(ROUNDS, KEPT // update))
+
+
 def inverting() -> Countermeasure:
     """The server that learns to undo the defence, from public examples that it sends through it itself."""
     why = "Runs the defence on public images and learns to undo it."
@@ -235,8 +241,7 @@ class Observed:
         if tier == "informed":
             return replace(seen, candidates=self._candidates(target.victim), others=self._others(target.victim))
         if tier == "patient":
-            update = 4 * size(parameters(target.look.model)) * len(self.scene.victims)
-            more = [self.seen(target, again) for again in range(1, max(2, min(ROUNDS, KEPT // update)))]
+            more = [self.seen(target, again) for again in range(1, rounds_seen(self.scene))]
             return replace(seen, rounds=tuple(one for one in more if isinstance(one, Observation)))
         return seen
 

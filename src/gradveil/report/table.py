@@ -11,7 +11,7 @@ from gradveil.experiments.judge import Verdict
 from gradveil.experiments.rows import NAIVE, Floor, Line, lines, server_name
 from gradveil.experiments.run_folder import Row
 from gradveil.experiments.words import BADGES, score_text
-from gradveil.metrics.intervals import short
+from gradveil.metrics.intervals import chance_of, short
 
 HEAD = (
     "round",
@@ -83,7 +83,11 @@ CERTIFICATE_HEAD = ("defence", "figure", "MSE at least", "proved", "says")
 NAMES = {
     "local": "the paper's theorem 1",
     "global": "the Lipschitz bound",
+    "floor": "the floor on a reconstruction",
+    "guess": "the guess bound",
 }
+PROVED = ("floor", "guess")  # they hold for every server, so that an attack beyond them is an error
+LUCK = 1e-3  # how unlikely so many right picks must be under a guess bound, to contradict it
 
 
 @dataclass(frozen=True)
@@ -119,10 +123,25 @@ def beaten_figures(rows: Sequence[Row]) -> list[tuple[Row, Line]]:
     found = [x for x in lines(rows) if x.round == "first" and x.tier in ("naive", "knows") and x.at_own_weights]
     pairs = []
     for row in rows:
-        if row["kind"] in ("certificate", "meter") and row["mse"] is not None:
+        if row.get("certificate") in PROVED:
+            pairs += [(row, line) for line in _beyond(row, rows)[:1]]
+        elif row["kind"] in ("certificate", "meter") and row["mse"] is not None:
             under = [x for x in found if x.defense == row["defense"] and x.mse.mean < row["mse"]]
             pairs += [(row, min(under, key=lambda x: x.mse.mean))] if under else []
     return pairs
+
+
+def _beyond(row: Row, rows: Sequence[Row]) -> list[Line]:
+    """Return the attacks that contradict a floor or a guess bound beyond what luck explains, the strongest first."""
+    bound = [x for x in lines(rows) if x.defense == row["defense"] and x.tier in row["tiers"] and x.at_own_weights]
+    if row["certificate"] == "floor":
+        under = [x for x in bound if row["mse"] is not None and x.mse.high < row["mse"]]
+        return sorted(under, key=lambda x: x.mse.mean)
+    if row["chance"] is None:
+        return []
+    picked = [x for x in bound if x.identified.count]
+    over = [x for x in picked if chance_of(x.identified.hits, x.identified.count, row["chance"]) < LUCK]
+    return sorted(over, key=lambda x: -x.identified.mean)
 
 
 def figure_errors(rows: Sequence[Row]) -> list[str]:
@@ -132,13 +151,16 @@ def figure_errors(rows: Sequence[Row]) -> list[str]:
     somewhat below it, which takes the figure off the page and is no error.
     """
     return [
-        f"The leak meter's figure for {row['defense']} ({row['server']}) does not hold: {_beaten(row, line)}."
+        f"{_figure(row).capitalize()}'s figure for {row['defense']} ({row.get('server') or row['layer']}) does not "
+        f"hold: {_beaten(row, line)}."
         for row, line in beaten_figures(rows)
-        if row["kind"] == "meter" and line.mse.high < FAR * row["mse"]
+        if row.get("certificate") in PROVED or (row["kind"] == "meter" and line.mse.high < FAR * row["mse"])
     ]
 
 
 def _beaten(row: Row, line: Line) -> str:
+    if row.get("certificate") == "guess":
+        return f"it says {short(row['chance'])}, and {line.attack} picked {line.identified.as_count}"
     return f"it says {short(row['mse'])}, and {line.attack} got {short(line.mse.mean)}"
 
 
@@ -146,7 +168,8 @@ def _cells(row: Row, beaten: Line | None) -> tuple[str, ...]:
     """Return a line of the table; a figure that an attack beat is not shown as one."""
     if beaten is None:
         return row["defense"], _name(row), _mse(row), _proved(row), row["says"]
-    says = f"Does not hold on these images: {_beaten(row, beaten)}." if row["kind"] == "meter" else (
+    speaks_of_all = row["kind"] == "meter" or row["certificate"] in PROVED
+    says = f"Does not hold on these images: {_beaten(row, beaten)}." if speaks_of_all else (
         f"Limits only servers that need the perturbed representation: {_beaten(row, beaten)} without it."
     )  # fmt: skip
     return row["defense"], _name(row), "–", "beaten", says
@@ -166,7 +189,7 @@ def _mse(row: Row) -> str:
 
 
 def _proved(row: Row) -> str:
-    if row["mse"] is None:
+    if row["mse"] is None and row.get("chance") is None:
         return "–"
     if row["kind"] == "meter":
         return "first order"
