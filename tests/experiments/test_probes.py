@@ -12,10 +12,12 @@ from gradveil.attacks.base import build as build_attack
 from gradveil.countermeasures import Countermeasure, plain, simulate, undeclared, whiten
 from gradveil.defenses.base import DEFENSES, Defense, build
 from gradveil.defenses.guard.step import step_gradient
+from gradveil.defenses.veil import Veil
 from gradveil.errors import SpecError
 from gradveil.experiments.probes import Probed, probe
 from gradveil.experiments.trial import observe
 from gradveil.federated.settings import Local
+from gradveil.gradients.records import Records
 from gradveil.seeds import Seeds
 from gradveil.tree import Params, flatten
 from gradveil.types import Batch, GaussianPrior, Observation, Update
@@ -195,6 +197,13 @@ def stated(std: float = STD) -> Countermeasure:
     return whiten(lambda seen: dict.fromkeys(seen.update.gradient, std))
 
 
+class HalfVeil(Veil):
+    """Adds half the noise that it declares."""
+
+    def on_records(self, records: Records, slots: int, rng: Generator) -> Params:
+        return Veil(z=0.5, clip=self.clip).on_records(records, slots, rng)
+
+
 LIES: dict[str, tuple[Defense, str]] = {
     "nothing hidden": (Each(shuffled, plain()), "differs from the gradient"),
     "no noise": (Each(lambda g, rng: g + noise(g, seeded(1)), stated()), "none is drawn"),
@@ -209,6 +218,7 @@ LIES: dict[str, tuple[Defense, str]] = {
     "at times": (Each(lambda g, rng: g + noise(g, rng) * (drawn(rng, 3) > 0), stated(STD * 0.8)), "are sent without"),
     "each round alike": (Once(noise, stated()), "correlation 1."),
     "the next round takes it off": (Once(noise, stated(), -1.0), "correlation -"),
+    "veiled with less": (HalfVeil(z=1.0, clip=0.2), "0.101 is measured"),
     "another simulation": (Each(shuffled, simulate(lambda tree: tree, "")), "does not give what is sent"),
 }
 
@@ -225,14 +235,15 @@ SOUND = (
     "gaussian:scale=0.5,relative=true", "gaussian:scale=2,relative=true,per=tensor", 
     "representation:share=0.4", "random_mask:share=0.4", "pruning:share=0.8", 
     "decoy:floor=0.02", "representation:share=0.4+gaussian:scale=0.1", "gaussian:scale=0.1+pruning:share=0.8",
-    
+    "veil:z=0.01", "veil:z=1,clip=0.2", "veil:z=0.5,shape=public,quantile=0.9,rank=16",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("spec", SOUND)
 def test_what_is_declared_as_it_is_is_not_accused_and_gets_no_more_servers(spec: str, model: nn.Module) -> None:
     several = Local(epochs=2, batch_size=2)
-    found = probed(build(spec), model, 1, several if "+" in spec else LOCAL, 3 if "+" in spec else 1)
+    defense = build(spec).for_round(model, images(64, 2))
+    found = probed(defense, model, 1, several if "+" in spec else LOCAL, 3 if "+" in spec else 1)
     assert found.errors == ()
     assert found.assessed
     assert [server.name for server in found.servers] == []

@@ -163,6 +163,10 @@ class Defense(ABC):
         """The fewest clients of a round whose sum may be released; 0: each update is released by itself."""
         return 0
 
+    def alone(self) -> "Defense":
+        """Return the defence of one client before a server that knows all others: its part of a sum, and the noise."""
+        return self
+
     def for_server(self) -> "Defense":
         """Return the defence as a server has it: where a setting is a secret of the client, with another secret."""
         return self

@@ -116,6 +116,10 @@ class Compose(Defense):
         """The fewest clients that every part asks for."""
         return max((part.fewest for part in self.parts), default=0)
 
+    def alone(self) -> Defense:
+        """Return the parts of one client before a server that knows all others."""
+        return replace(self, parts=tuple(part.alone() for part in self.parts))
+
     def for_server(self) -> Defense:
         """Return the parts as a server has them."""
         return replace(self, parts=tuple(part.for_server() for part in self.parts))

@@ -149,6 +149,10 @@ class Veil(Defense):
         """Return μ² of one participation: E / z²."""
         return epochs / self.multiplier**2
 
+    def alone(self) -> "Veil":
+        """Return the defence of a client whose cohort's sum is all that the server sees, less what it knows of it."""
+        return replace(self, tier="local", cohort=None)
+
     # Public coordinates and clip.
 
     def for_round(self, model: nn.Module, public: Batch | None, loss: Loss = CROSS_ENTROPY) -> "Veil":
@@ -215,7 +219,7 @@ class Veil(Defense):
     # What a server that knows it does.
 
     def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
-        """Return: weigh by the known noise in its coordinates, and clip trials as a client with one record does."""
+        """Return: in P's coordinates weigh by the known noise, and clip trials as a client with one record does."""
         why = (
             "Weighs what arrives by the known noise, clips its own trials alike, and adds what public images look like."
         )
@@ -228,13 +232,13 @@ class Veil(Defense):
         slots = min(update.batch_size or update.num_examples, update.num_examples)
         std = self.client_multiplier * now.clip / slots * update.rule.shares(update.num_steps)[1]
         known = replace(seen, noise=seen.noise | dict.fromkeys(update.gradient, std))
-        single = slots == 1
         if now.coordinates is None:
-            return replace(known, simulate=self._clipped) if single else known
-        plain = update.num_steps == 1 and update.rule.is_plain
+            return replace(known, simulate=self._clipped) if slots == 1 else known
+        once = update.num_steps == 1 and update.rule.is_plain
         mapped = replace(update, gradient=self._mapped(update.gradient))
-        trial = (lambda g: self._mapped(self._clipped(g))) if single and plain else self._mapped
-        return replace(known, update=mapped, simulate=trial, simulate_on="gradient" if plain else "update")
+        trial = (lambda g: self._mapped(self._clipped(g))) if once and slots == 1 else self._mapped
+        on: Literal["gradient", "update"] = "gradient" if once else "update"
+        return replace(known, update=mapped, simulate=trial, simulate_on=on)
 
     def _mapped(self, gradient: Params) -> Params:
         """Return P g."""

@@ -208,14 +208,14 @@ def _unknown(scene: Scene, defense: str, reason: str) -> list[LayerCertificate]:
 
 
 def _certificates(scene: Scene, defense: str, each: Callable[[], None]) -> list[LayerCertificate]:
-    built, rng = scene.defenses[defense], scene.seeds("promise", defense)
+    built, rng = scene.acting(defense, scene.model), scene.seeds("promise", defense)
     return layer_certificates(scene.model, scene.truth.to(scene.device), built, rng, AUDITED, each=each)
 
 
 def _readings(scene: Scene, defense: str, client: int, each: Callable[[], None]) -> list[ServerLeak]:
     rng = scene.seeds("defense", defense, "first", client)
     truth, classes = scene.held_by(client).to(scene.device), scene.num_classes
-    lr, built, probed = scene.config.lr_of(1), scene.defenses[defense], scene.probed(defense)
+    lr, built, probed = scene.config.lr_of(1), scene.acting(defense, scene.model), scene.probed(defense)
     if probed.errors:
         raise CertificateError(f"its declaration is wrong ({probed.errors[0].rstrip('.')}), so no figure rests on it.")
     servers = scene.countermeasures(defense, scene.model) or built.adaptive(scene.model)

@@ -280,7 +280,8 @@ class Observed:
 
     def send(self, target: Target, batch: Batch, rng: Generator, by_server: bool = False) -> Observation:
         """Return what the server sees of a client with these examples; or makes by itself, without its secrets."""
-        scene, look, defense = self.scene, target.look, self.scene.defenses[target.defense]
+        scene, look = self.scene, target.look
+        defense = scene.acting(target.defense, look.model)
         defense = defense.for_server() if by_server else defense
         lr, prior = scene.config.lr_of(look.round_number), scene.public.prior
         return observe(look.model, batch, defense, rng, self._num_classes, prior, lr, local=scene.config)

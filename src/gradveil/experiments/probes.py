@@ -20,7 +20,15 @@ from gradveil.defenses.guard.step import step_gradient
 from gradveil.experiments.probing.batches import find_on_batch, simulate_perturb
 from gradveil.experiments.probing.channels import Channel, Secret, own_numbers, secrets
 from gradveil.experiments.probing.findings import DRAWS, KEPT, MOST, WORK, Explorer, Found
-from gradveil.experiments.probing.laws import claims, contradictions, declared_noise, distance, reproduces, viewed
+from gradveil.experiments.probing.laws import (
+    claims,
+    contradictions,
+    declared_noise,
+    distance,
+    reproduces,
+    shown_by,
+    viewed,
+)
 from gradveil.experiments.probing.remains import draw, sampled
 from gradveil.federated.client import train_client
 from gradveil.federated.settings import Local
@@ -226,8 +234,9 @@ class _Probe:
         if noise:
             begun = flatten(self._gradient(self._client(0), drawn[0]))
             count = int(max(6, min(DRAWS, WORK / len(begun))))
-            draws = draw(channel, drawn[:count], begun)
-            rounds = [sampled(channel, [out], begun) for out in channel.carried_on(begun, drawn[0])]
+            shown = shown_by(self.declared, seen[0], channel)
+            draws = draw(channel, drawn[:count], begun, shown)
+            rounds = [sampled(channel, [shown(out)], shown(begun)) for out in channel.carried_on(begun, drawn[0])]
             errors += [] if draws is None else contradictions(draws, noise, rounds)
             if acted.error:
                 errors.append(f"Independent noise is declared, and {acted.error}.")

@@ -25,7 +25,9 @@ from gradveil.experiments.probes import Probed, probe
 from gradveil.experiments.settings import find_device
 from gradveil.experiments.trial import Public
 from gradveil.federated.client import check_loss, update_batch_size
+from gradveil.federated.ledger import planned_run
 from gradveil.federated.settings import Training
+from gradveil.gradients.coordinates import PUBLIC as LOOKED_AT
 from gradveil.losses import CrossEntropy
 from gradveil.losses import build as build_loss
 from gradveil.models import build_working
@@ -177,6 +179,7 @@ class Scene:
     public: Public
     seeds: Seeds
     probes: dict[str, Probed] = field(default_factory=dict)  # by defence, as far as they were made
+    _acting: dict[tuple[str, int], tuple[nn.Module, Defense]] = field(default_factory=dict)  # by defence and model
 
     @property
     def device(self) -> torch.device:
@@ -201,7 +204,14 @@ class Scene:
         """Return what a server that knows this defence does; nothing where there is nothing to undo."""
         if defense == "none":
             return ()
-        return with_found(self.defenses[defense].adaptive(model), self.probed(defense))
+        return with_found(self.acting(defense, model).adaptive(model), self.probed(defense))
+
+    def acting(self, defense: str, model: nn.Module) -> Defense:
+        """Return the defence as a client runs it that received this model, before a server that knows all others."""
+        key = (defense, id(model))
+        if key not in self._acting:
+            self._acting[key] = (model, for_client(self.defenses[defense], model, self.public.batch, self.config.loss))
+        return self._acting[key][1]
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -213,7 +223,7 @@ class Scene:
         if defense not in self.probes:
             examples, lr = (self.public.batch, self.config.examples), self.config.lr_of(1)
             self.probes[defense] = probe(
-                self.defenses[defense], self.model, *examples, self.config, lr, self.seeds, self.num_classes
+                self.acting(defense, self.model), self.model, *examples, self.config, lr, self.seeds, self.num_classes
             )
         return self.probes[defense]
 
@@ -230,9 +240,11 @@ def build_scene(
     named: dict[str, str | Defense] = {"none": "none", **defended}
     defenses = {name: build_defense(spec) for name, spec in named.items()}
     attacks = {name: build_attack(spec) for name, spec in attacked.items()}
-    for defense in defenses.values():
-        _try_defense(model, dataset, defense, seeds, config.loss)
     clients = partition(dataset.train.labels, config.partition, seeds("partition"))
+    public = Public.draw(dataset, seeds("public"), gallery=config.gallery).to(device)
+    for name, defense in defenses.items():
+        defenses[name] = defense.for_run(planned_run(seeds, clients, config, defense))
+        _try_defense(model, dataset, for_client(defenses[name], model, public.batch, config.loss), seeds, config.loss)
     if config.clients > len(clients):
         raise DataError(
             f"{config.clients} clients a round were asked for and {config.partition} makes {len(clients)}. "
@@ -242,9 +254,17 @@ def build_scene(
         raise DataError(
             f"{config.images} images were asked for and {dataset.name} has {len(dataset.train)} to train on."
         )
-    public = Public.draw(dataset, seeds("public"), gallery=config.gallery).to(device)
     truth = dataset.train.sample(config.images, seeds("images"))
     return Scene(config, dataset, model.to(device), defenses, attacks, clients, truth, public, seeds)
+
+
+def for_client(defense: Defense, model: nn.Module, public: Batch, loss: str) -> Defense:
+    """Return the defence of one client that received this model, before a server that knows all others."""
+    if "records" not in defense.acts_on:
+        return defense
+    few, first = public[:LOOKED_AT], next(model.parameters())
+    few = Batch(few.inputs.to(first), few.labels.to(first.device))
+    return defense.alone().for_round(model, few, build_loss(loss))
 
 
 def _try_defense(model: nn.Module, dataset: Dataset, defense: Defense, seeds: Seeds, loss: str) -> None:

@@ -16,6 +16,7 @@ from torch.func import vjp
 
 from gradveil.defenses.base import Defense
 from gradveil.defenses.compose import Compose
+from gradveil.gradients.records import Held
 from gradveil.seeds import Seeds
 from gradveil.tree import Params, flatten
 from gradveil.types import Update
@@ -115,6 +116,9 @@ class Channel:
     def _act(self, tree: Params, state: Defense, secret: Secret, rng: Generator | None = None) -> Params:
         rng = secret.rng() if rng is None else rng
         with own_numbers(secret.seed), _at(secret.clock):
+            if self.where == "gradient" and "records" in state.acts_on:
+                count = self.like.num_examples
+                tree = state.on_records(Held({n: g.expand(count, *g.shape) for n, g in tree.items()}), count, rng)
             if self.where == "gradient":
                 tree = state.on_gradient(tree, rng)
             if self.where == "gradient" and self.like.num_steps > 1:

@@ -1,6 +1,8 @@
 """Whether what is declared of a defence is so: what a view takes for granted, and the law of its noise."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from math import sqrt
 
 import torch
@@ -8,7 +10,7 @@ from torch import Tensor
 
 from gradveil.countermeasures import Countermeasure
 from gradveil.errors import GradveilError
-from gradveil.experiments.probing.channels import close
+from gradveil.experiments.probing.channels import Channel, close
 from gradveil.experiments.probing.remains import Draws, directions
 from gradveil.tree import Params, flatten
 from gradveil.types import Observation
@@ -152,6 +154,20 @@ def claims(view: Observation, seen: Observation) -> bool:
     """Return whether a view takes what is matched to be the gradient itself."""
     same = view.model is seen.model and view.simulate is None and not view.noise
     return same and all(view.update.gradient[n] is seen.update.gradient[n] for n in view.update.gradient)
+
+
+def shown_by(declared: Sequence[Countermeasure], seen: Observation, channel: Channel) -> Callable[[Tensor], Tensor]:
+    """Return what a view with declared noise makes of a vector that arrives: coordinates in which it is plain."""
+
+    def shown(server: Countermeasure, vector: Tensor) -> Tensor:
+        arrived = replace(seen, update=replace(seen.update, gradient=channel.tree(vector)))
+        return flatten(server.view(arrived).update.gradient)
+
+    for server in declared:
+        view = viewed(server, seen)
+        if view is not None and view.noise and not claims(replace(view, noise={}, simulate=None), seen):
+            return partial(shown, server)
+    return lambda vector: vector
 
 
 def declared_noise(declared: Sequence[Countermeasure], seen: Sequence[Observation]) -> dict[str, float]:

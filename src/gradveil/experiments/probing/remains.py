@@ -33,14 +33,16 @@ class Draws:
         return float(self.sent[name].var(0).mean().sqrt())
 
 
-def draw(channel: Channel, secrets: Sequence[Secret], vector: Tensor) -> Draws | None:
-    """Run a defence with each secret on one gradient; None where it fails."""
+def draw(
+    channel: Channel, secrets: Sequence[Secret], vector: Tensor, shown: Callable[[Tensor], Tensor] = lambda v: v
+) -> Draws | None:
+    """Run a defence with each secret on one gradient; None where it fails. ``shown``: as a server looks at it."""
     outs = (channel.run(vector, secret) for secret in secrets)
     kept = []
     for out in outs:
         if out is None:
             return None
-        kept.append(sampled(channel, [out], vector))
+        kept.append(sampled(channel, [shown(out)], shown(vector)))
     return Draws({name: torch.cat([one.sent[name] for one in kept]) for name in channel.parts}, kept[0].true)
 
 
