@@ -47,6 +47,14 @@ def test_a_run_leaves_settings_versions_rounds_and_weights(tmp_path: Path) -> No
     assert Checkpoint.read(folder.path / MODEL).round == 3
 
 
+@pytest.mark.parametrize("tier", ["local", "aggregate"])
+def test_in_process_the_tier_of_sums_is_named_simulated(tmp_path: Path, tier: str) -> None:
+    bought = run(tmp_path, rounds=1, batch_size=None, defense=f"veil:z=1,clip=1,tier={tier}")["bought"]
+    assert (bought["tier"], bought["simulated"]) == (tier, True)
+    named = RunFolder(tmp_path).rounds[0].get("tier")
+    assert named == ("aggregate, simulated" if tier == "aggregate" else None)
+
+
 @pytest.mark.parametrize("aggregator", ["fedavg", "fedavgm"])
 def test_a_killed_run_that_is_resumed_ends_as_the_unbroken_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aggregator: str

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 FIT = 2000  # public examples that fixed layers learn from, at most
 
+SIMULATED = "aggregate, simulated"  # in process nobody is kept from seeing single updates; Flower's SecAgg+ does that
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Training):
@@ -96,7 +98,7 @@ def train(
             engine = choose(World(model, dataset.train, defense, config), (config.rounds - first) * config.clients)
         rounds = simulate(model, dataset, clients, config, defense, seeds, engine=engine, faults=faults, resume=start)
         watch = _board(out) if tensorboard else lambda row: None
-        for row in _drive(rounds, dataset.test, folder, config, dict(fixed.state_dict())):
+        for row in _drive(rounds, dataset.test, folder, config, dict(fixed.state_dict()), defense):
             watch(row)
             progress(row)
         return _summary(folder, config, engine) | _bought(folder, defense)
@@ -154,7 +156,12 @@ def through(fixed: "nn.Sequential", dataset: "Dataset", used: "Sequence[Indices]
 
 
 def _drive(
-    rounds: "Iterable[Round]", test: "Split", folder: RunFolder, config: TrainConfig, fixed: "Params"
+    rounds: "Iterable[Round]",
+    test: "Split",
+    folder: RunFolder,
+    config: TrainConfig,
+    fixed: "Params",
+    defense: "Defense",
 ) -> Iterator[Row]:
     """Measure, write and yield a row for each round; end early where the accuracy has not risen for long enough."""
     from gradveil.federated.client import evaluate
@@ -166,6 +173,7 @@ def _drive(
         is_last = final.number == config.rounds
         row: Row = {"round": final.number, "lr": final.lr, "clients": list(final.clients)}
         row |= {"accepted": final.accepted, "rejected": final.rejected}
+        row |= {"tier": SIMULATED} if defense.fewest else {}
         if final.accounts:
             row["spent"] = max(account.spent for account in final.accounts)  # μ² of the client that took part most
         if final.number % config.evaluate_every == 0 or is_last:

@@ -174,6 +174,7 @@ def serve(grid: Grid, settings: FlowerSettings) -> Outcome:
         row = {"round": number, "lr": settings.lr_of(number), "clients": chosen.drawn} | tally(watched.counts[-1])
         row |= {"accuracy": seen.accuracy, "loss": seen.loss, "seconds": round(time.perf_counter() - started, 4)}
         row |= {"released": secure.released} if secure else {}
+        row |= {"tier": "aggregate"} if defense.fewest else {}
         row |= {"scored_by": seen.scored_by} if seen.scored_by != "accuracy" else {}
         started = time.perf_counter()
         outcome.rounds.append(row)
