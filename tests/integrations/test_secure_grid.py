@@ -69,8 +69,9 @@ def in_process(settings: FlowerSettings) -> Outcome:
     return Outcome(dict(last.model.state_dict()))
 
 
-def test_the_tier_that_is_simulated_in_process_is_the_one_that_secure_aggregation_gives() -> None:
-    settings = replace(SECURE, lost=0.0, defense=VEIL, rounds=2)
+@pytest.mark.parametrize("about", ["clip=0.5", "quantile=0.9", "quantile=0.9,shape=public,rank=4"])
+def test_the_tier_that_is_simulated_in_process_is_the_one_that_secure_aggregation_gives(about: str) -> None:
+    settings = replace(SECURE, lost=0.0, defense=f"veil:z=2,tier=aggregate,{about}", rounds=2)
     outcome = run(settings)
     assert apart(outcome, in_process(settings)) < 1e-6
     assert apart(outcome, in_process(replace(settings, defense="none"))) > 1e-2
@@ -99,6 +100,18 @@ def test_a_sum_of_too_few_is_not_released_and_the_model_stays() -> None:
     assert apart(outcome, run(replace(settings, rounds=1))) < 1e-6
     with pytest.raises(GradveilError, match=r"not released: 2 of 4 clients arrived, 3 are needed"):
         run(replace(settings, rounds=1), {0: 2, 1: 2})
+
+
+def test_in_a_large_cohort_clients_share_keys_with_neighbours_and_the_server_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gradveil.integrations.flower.settings.NEIGHBOURS", 3)
+    settings = replace(SECURE, lost=0.0, defense=f"{VEIL},lost=0.25")
+    assert (Cohort(4, 0.25).shares, Cohort(4, 0.25).threshold, Cohort(4, 0.25).fewest) == (3, 2, 3)
+    assert apart(run(settings), in_process(settings)) < 1e-6
+    assert run(settings, {1: 2}).rounds[0]["accepted"] == 3
+    with pytest.raises(GradveilError, match="not released: 2 of 4"):
+        run(settings, {1: 2, 2: 2})
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,12 @@ from gradveil.experiments.run_folder import MODEL, RunFolder
 from gradveil.federated.checkpoint import Checkpoint
 from gradveil.federated.client import Sent, evaluate
 from gradveil.federated.engines import Job, World, work
-from gradveil.federated.simulate import NOT_RELEASED, client_seed
+from gradveil.federated.simulate import NOT_RELEASED, client_seed, public_records
 from gradveil.integrations.flower.chosen_grid import DEVICE, ChosenGrid
 from gradveil.integrations.flower.grids import AuditedGrid, audited, checked
 from gradveil.integrations.flower.mods import RULE
-from gradveil.integrations.flower.records import SPENT, Next, number, params_of, pay, record_of, withhold
+from gradveil.integrations.flower.public_map import hear, said_of
+from gradveil.integrations.flower.records import SPENT, Next, arrays_of, number, params_of, pay, record_of, withhold
 from gradveil.integrations.flower.secure_client import check_sum, secure_mod
 from gradveil.integrations.flower.secure_grid import secured
 from gradveil.integrations.flower.settings import FlowerSettings, build_model, load_data
@@ -73,6 +74,7 @@ def train_message(message: Message, context: Context, settings: FlowerSettings) 
     local = replace(settings, proximal=number(message, "proximal-mu", settings.proximal))  # the strategy may set it
     lr = number(message, "lr", settings.lr)
     defense, ledger = settings.ledger(shares, str(context.node_config.get("defense", "")))
+    defense = hear(defense, message, model)
     if defense.fewest:
         check_sum(defense, context, lr)
     if ledger.cost is not None:
@@ -159,7 +161,17 @@ def serve(grid: Grid, settings: FlowerSettings) -> Outcome:
     secure = None
     if settings.secure_aggregation:
         secure = secured(grid, lost=settings.lost, max_examples=max(sizes), defense=defense)
-    chosen = ChosenGrid(secure or grid, settings, ledger)
+    some = public_records(dataset, shares, settings.seeds)
+    public = dataset.train.batch(some) if len(some) else None
+
+    def tell(message: Message) -> dict[str, Any]:
+        model.load_state_dict(params_of(arrays_of(message)[1]))
+        acting = defense.for_round(model, public, build_loss(settings.loss).of(dataset.train.labels))
+        if secure is not None:
+            secure.defense = acting
+        return said_of(acting, model)
+
+    chosen = ChosenGrid(secure or grid, settings, ledger, tell)
     auditor = _auditor(chosen, settings, model, dataset, shares)
     watched = checked(auditor or chosen)
     outcome = Outcome()

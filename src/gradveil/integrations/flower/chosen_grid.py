@@ -1,7 +1,8 @@
 """Which nodes of a Flower run take part in a round."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
@@ -22,9 +23,15 @@ class ChosenGrid(GridView):
     a record may be used so often and no more, devices take turns, and those that have nothing left are not asked.
     """
 
-    def __init__(self, grid: Grid, settings: FlowerSettings, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        grid: Grid,
+        settings: FlowerSettings,
+        ledger: Ledger,
+        tell: Callable[[Message], dict[str, Any]] = lambda message: {},
+    ) -> None:
         super().__init__(grid)
-        self._settings, self._ledger = settings, ledger
+        self._settings, self._ledger, self._tell = settings, ledger, tell
         self.devices: dict[int, int] = {}  # node -> device, as the nodes say
         self._round = 1
         self.drawn: list[int] = []
@@ -54,13 +61,16 @@ class ChosenGrid(GridView):
         return {device: node for device, node in known.items() if 0 <= device < len(self._ledger.sizes)}
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Send messages and wait for the replies; those for training carry the round's learning rate."""
+        """Send messages and wait for the replies; those for training carry the round's learning rate.
+
+        What else clients are told follows from the weights that they get: ``tell``.
+        """
         out = list(messages)
-        if any(is_training(message) for message in out):
+        if training := [message for message in out if is_training(message)]:
             self._ledger.pay(self._round, self.drawn)
-        for message in out:
-            if is_training(message):
-                message.content["config"]["lr"] = self._settings.lr_of(self._round)
+            told = {"lr": self._settings.lr_of(self._round)} | self._tell(training[0])
+            for message in training:
+                message.content["config"].update(told)
         return super().send_and_receive(out, timeout=timeout)
 
     def round_ended(self, sent: list[Message], replies: list[Message]) -> None:

@@ -21,10 +21,9 @@ from flwr.compat.common.recorddict_compat import fitres_to_recorddict
 from flwr.server.workflow import SecAggPlusWorkflow
 
 from gradveil.defenses.base import Defense
-from gradveil.defenses.compose import Compose
-from gradveil.defenses.veil import Veil
 from gradveil.errors import DefenseError, GradveilError
 from gradveil.integrations.flower.mods import PUBLIC, check_reply
+from gradveil.integrations.flower.public_map import veil_in
 from gradveil.integrations.flower.records import WITHHELD, Next, arrays_of, is_training, number, params_of, withhold
 from gradveil.integrations.flower.settings import Cohort
 
@@ -71,34 +70,38 @@ FINE = 4.0  # the steps of the grid that a standard deviation must have, so that
 class NoisySum:
     """What ``tier=aggregate`` counts on: K clients, each of which adds its part of the noise to one step's sum."""
 
-    size: int
-    fewest: int
+    cohort: Cohort
     longest: float  # that the part of one record can be
-    std: float  # of a client's noise
+    std: tuple[float, float]  # of a client's noise, in the direction with least and with most of it
 
     @classmethod
     def of(cls, defense: Defense) -> "NoisySum":
         """Return what a defence with ``tier=aggregate`` counts on, in a planned run."""
-        parts = defense.parts if isinstance(defense, Compose) else (defense,)
-        veil = next(part for part in parts if isinstance(part, Veil))
-        clip = veil.measured.clip
-        return cls(veil.cohort or 1, veil.fewest, clip, veil.client_multiplier * clip)
+        veil = veil_in(defense)
+        if veil is None or veil.cohort is None:
+            raise DefenseError("tier=aggregate needs the number of clients in a round.")
+        now = veil.measured
+        values = [1.0] if now.coordinates is None else [1.0, *now.coordinates.values.tolist()]
+        least, most = (math.sqrt(value) for value in (min(values), max(values)))  # by which the way back stretches
+        std = veil.client_multiplier * now.clip
+        return cls(Cohort(veil.cohort, 1 - veil.fewest / veil.cohort), most * now.clip, (least * std, most * std))
 
     def reach(self, lr: float, examples: int) -> float:
         """Return what no number of a client's change exceeds, counted as part of ``examples``."""
-        return lr * (self.longest + TAIL * self.std / examples)
+        return lr * (self.longest + TAIL * self.std[1] / examples)
 
     def check(self, said: dict[str, Any], lr: float) -> None:
         """Raise unless the secure sum that the server has set up keeps the promise."""
-        size, most = said.get("sample_num", 0), said.get("max_weight", 0.0)
-        if size != self.size or said["share_num"] != size or said["threshold"] < self.fewest:
+        wanted, size, opened = self.cohort, said.get("sample_num", 0), said.get("threshold", 0)
+        if size != wanted.size or said["share_num"] < wanted.shares or opened < wanted.threshold:
             raise DefenseError(
-                f"tier=aggregate counts on {self.size} clients, of which {self.fewest} arrive, and the secure sum is "
-                f"of {size}, and opened for {said.get('threshold', 0)}."
+                f"tier=aggregate counts on {wanted.size} clients, of which {wanted.fewest} arrive, and the secure sum "
+                f"is of {size}, and opened for {opened}."
             )
-        if said["clipping_range"] < self.reach(lr, most) * (1 - 1e-9):
+        most, reach = said["max_weight"], said["clipping_range"]
+        if reach < self.reach(lr, most) * (1 - 1e-9):
             raise DefenseError("the secure sum would cut off what the noise needs.")
-        step, std = 2 * said["clipping_range"] / said["target_range"], lr * self.std / most
+        step, std = 2 * reach / said["target_range"], lr * self.std[0] / most
         if step * FINE > std:
             raise DefenseError(
                 f"the secure sum rounds to {step:.2g}, and the noise of a client is {std:.2g}: {FINE:g} steps a "

@@ -59,9 +59,7 @@ class SecureGrid(GridView):
     ) -> None:
         super().__init__(grid)
         self.lost, self.reach, self.max_examples = lost, reach, max_examples
-        self.noise = NoisySum.of(defense) if defense and defense.fewest else None
-        if self.noise is not None:
-            self.lost = 1 - self.noise.fewest / self.noise.size
+        self.defense = defense
         self.released = True  # the last round's sum: too few may have arrived
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
@@ -74,8 +72,9 @@ class SecureGrid(GridView):
 
     def _sum(self, asked: dict[int, Message], timeout: float | None) -> list[Message]:
         first, cohort, reach = next(iter(asked.values())), Cohort(len(asked), self.lost), self.reach
-        if self.noise is not None:
-            reach = self.noise.reach(number(first, "lr", 1.0), self.max_examples)
+        if self.defense is not None and self.defense.fewest:
+            noise = NoisySum.of(self.defense)
+            cohort, reach = noise.cohort, noise.reach(number(first, "lr", 1.0), self.max_examples)
         stages, protocol = Stages(self._grid), SecureSum(asked, cohort, reach, self.max_examples, timeout)
         protocol.run(stages)
         failed = {node: reason for node, reason in stages.failed.items() if node not in protocol.metrics}
@@ -127,22 +126,23 @@ class Asked:
 class SecureSum(SecAggPlusWorkflow):  # type: ignore[misc]
     """One secure sum. To the workflow it is strategy and client manager as well.
 
-    Every client shares its keys with every other one, and nobody unmasks before enough have arrived.
+    In a cohort of up to ``NEIGHBOURS`` every client shares its keys with every other one, and nobody unmasks before
+    enough have arrived. In a larger one clients see their neighbours only, and the server counts.
     """
 
     def __init__(
         self, asked: dict[int, Message], cohort: Cohort, reach: float, max_examples: int, timeout: float | None
     ) -> None:
         super().__init__(
-            1.0,
-            cohort.fewest / cohort.size,
+            1.0 if cohort.shares == cohort.size else cohort.shares,
+            cohort.threshold / cohort.shares,
             max_weight=float(max_examples),
             clipping_range=float(reach),
             quantization_range=cohort.levels,
             modulus_range=MODULUS,
             timeout=timeout,
         )
-        self._asked = asked
+        self._asked, self._fewest = asked, cohort.fewest
         self.mean: list[Any] | None = None
         self.metrics: dict[int, dict[str, Any]] = {}
 
@@ -172,6 +172,11 @@ class SecureSum(SecAggPlusWorkflow):  # type: ignore[misc]
         state.sampled_node_ids = set(state.active_node_ids)
         state.nid_to_neighbours = {n: state.nid_to_neighbours[n] & state.active_node_ids for n in state.active_node_ids}
         return bool(done)
+
+    def collect_masked_vectors_stage(self, grid: Grid, context: Any, state: Any) -> bool:
+        """Collect the masked updates; too few are not unmasked."""
+        done = super().collect_masked_vectors_stage(grid, context, state)
+        return bool(done) and len(state.active_node_ids) >= self._fewest
 
     def aggregate_fit(
         self, number: int, results: list[tuple[Asked, FitRes]], failures: Any

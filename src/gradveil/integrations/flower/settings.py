@@ -23,6 +23,7 @@ from gradveil.seeds import Seeds
 
 SINGLE = ("fedmedian", "fedtrimmedavg", "krum", "multikrum", "bulyan")  # strategies that look at each update
 MODULUS = 2**32  # of the ring in which a secure sum is taken
+NEIGHBOURS = 21  # clients that hold shares of one's keys, itself among them, where there are more (odd)
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,16 @@ class Cohort:
     def fewest(self) -> int:
         """How many must arrive before anything is unmasked."""
         return max(2, math.ceil(self.size * (1 - self.lost) - 1e-9))
+
+    @property
+    def shares(self) -> int:
+        """Among how many clients each one's keys are shared: all of them, or so many neighbours of a large cohort."""
+        return min(self.size, NEIGHBOURS)
+
+    @property
+    def threshold(self) -> int:
+        """How many of these must arrive before any of them helps to unmask; of neighbours it takes more than half."""
+        return self.fewest if self.shares == self.size else self.shares // 2 + 1
 
     @property
     def levels(self) -> int:
