@@ -20,6 +20,7 @@ from gradveil.certificates.accountant import delta_of
 from gradveil.errors import BudgetError, GradveilError
 from gradveil.federated.simulate import Training, simulate
 from gradveil.integrations.flower.app import Outcome, make_client_app, serve
+from gradveil.integrations.flower.mods import guard_mod
 from gradveil.integrations.flower.secure_client import FINE, masks, secure_mod
 from gradveil.integrations.flower.settings import Cohort, FlowerSettings, build_model, load_data
 from integrations.flower_parts import Nodes, client_app, context, linear_model, message
@@ -79,6 +80,11 @@ def test_the_tier_that_is_simulated_in_process_is_the_one_that_secure_aggregatio
 
 def apart(one: Outcome, other: Outcome) -> float:
     return max(float((one.state[name] - value).abs().max()) for name, value in other.state.items())
+
+
+def test_a_mod_in_a_foreign_app_does_not_split_the_noise(batch: Any) -> None:
+    app = client_app(linear_model, batch, [guard_mod(f"{VEIL},cohort=10")])
+    assert "tier=aggregate is for a secure sum" in app(message(linear_model()), context()).error.reason
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3, None])

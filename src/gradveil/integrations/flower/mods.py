@@ -152,6 +152,11 @@ class GuardMod:
             defense = defense_for(self.defense, context)
             if defense.acts_on == {"update"}:
                 raise DefenseError(f"{describe(defense)} acts on the update only. Use update_mod for it.")
+            if defense.fewest:
+                raise DefenseError(
+                    "tier=aggregate is for a secure sum that is checked before anything is sent, as gradveil's own app "
+                    "does (gradveil train --engine flower --secure-aggregation). Use tier=local here."
+                )
             return self._guarded(defense, guards, message, context, call_next)
         except BudgetError as error:
             return withhold(message, f"{SPENT}{error}")
