@@ -14,6 +14,7 @@ import gradveil
 ROOT = Path(__file__).parents[1]
 PUBLIC = [
     "ATTACKS",
+    "Account",
     "Attack",
     "AuditConfig",
     "Batch",
@@ -26,6 +27,7 @@ PUBLIC = [
     "GradveilError",
     "InferenceSettings",
     "Observation",
+    "PlannedRun",
     "Reconstruction",
     "Training",
     "Update",

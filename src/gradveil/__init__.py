@@ -9,7 +9,9 @@ if TYPE_CHECKING:
     from gradveil.attacks.base import ATTACKS, Attack
     from gradveil.attacks.base import build as attack
     from gradveil.attacks.inference import InferenceSettings, infer
+    from gradveil.certificates.accountant import Account
     from gradveil.certificates.certify import certify
+    from gradveil.certificates.plan import PlannedRun
     from gradveil.countermeasures import Countermeasure
     from gradveil.data import Dataset
     from gradveil.data import load as dataset
@@ -51,6 +53,8 @@ _PUBLIC = {
     # defend
     "protect": "gradveil.defenses.guard.protect:protect",
     "guard_of": "gradveil.defenses.guard.protect:guard_of",
+    "Account": "gradveil.certificates.accountant:Account",
+    "PlannedRun": "gradveil.certificates.plan:PlannedRun",
     "step_gradient": "gradveil.defenses.guard.step:step_gradient",
     "save_prior": "gradveil.defenses.decoy:save_prior",
     "leak_scores": "gradveil.scores:leak_scores",
@@ -86,6 +90,7 @@ _PUBLIC = {
 __all__ = [
     "ATTACKS",
     "DEFENSES",
+    "Account",
     "Attack",
     "AuditConfig",
     "Batch",
@@ -97,6 +102,7 @@ __all__ = [
     "GradveilError",
     "InferenceSettings",
     "Observation",
+    "PlannedRun",
     "Reconstruction",
     "Training",
     "Update",

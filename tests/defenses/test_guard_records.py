@@ -419,6 +419,16 @@ def test_a_loader_that_drops_the_last_batch_pays_for_every_epoch(data: Batch) ->
     assert guard.account.spent == 12.0
 
 
+def test_a_round_that_ends_within_an_epoch_has_paid_for_it(data: Batch) -> None:
+    model = made(small)
+    with protect(model, "veil:z=0.5,tier=aggregate,cohort=5", slots=6, records=12) as guard:
+        for _ in range(2):
+            model.load_state_dict(made(small).state_dict())
+            model.zero_grad()
+            F.cross_entropy(model(data.inputs[:6]), data.labels[:6]).backward()
+    assert guard.account.spent == 8.0
+
+
 def test_a_promise_over_a_planned_run(data: Batch) -> None:
     model = made(small)
     run = PlannedRun(records=12, batch_size=4, epochs=1, rounds=10, participations=4, cohort=3)
@@ -481,7 +491,7 @@ def test_settings_of_records_are_for_defences_of_records() -> None:
 
 def test_a_copy_of_a_guarded_model_pays_from_the_same_account(data: Batch) -> None:
     model = made(small)
-    guard = protect(model, SPEC)
+    guard = protect(model, SPEC, slots=12, records=24)
     clone = copy.deepcopy(model)
     for each in (model, clone):
         F.cross_entropy(each(data.inputs), data.labels).backward()

@@ -46,7 +46,9 @@ def fit(net: nn.Module, loader: DataLoader[Any], through: str, folder: Path, cal
     trainer.fit(Lit(net, through), loader)
 
 
-@pytest.mark.parametrize("spec", ["representation:share=0.4", "random_mask+gaussian:scale=0.1", "pruning"])
+@pytest.mark.parametrize(
+    "spec", ["representation:share=0.4", "random_mask+gaussian:scale=0.1", "pruning", "veil:z=0.5"]
+)
 @pytest.mark.parametrize(("through", "module"), [("self", None), ("net", "net")])
 def test_lightning_takes_the_very_steps_of_a_plain_defended_loop(
     through: str, module: str | None, spec: str, tmp_path: Path

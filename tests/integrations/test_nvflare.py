@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -8,18 +9,18 @@ pytest.importorskip("nvflare")
 
 import numpy as np
 import torch
-from nvflare.apis.dxo import DXO, DataKind, from_shareable
+from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
 from nvflare.apis.filter import ContentBlockedException
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable, make_reply
 
-from gradveil.integrations.nvflare import UpdateFilter
+from gradveil.integrations.nvflare import RecordsFilter, UpdateFilter
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "nvflare"
 
 
-def result(kind: str = DataKind.WEIGHT_DIFF, **meta: int) -> Shareable:
+def result(kind: str = DataKind.WEIGHT_DIFF, **meta: Any) -> Shareable:
     change = {"fc.weight": np.arange(1, 11, dtype=np.float32), "bn.running_var": np.ones(3, np.float32)}
     return DXO(kind, change, dict(meta)).to_shareable()
 
@@ -62,6 +63,22 @@ def test_an_update_whose_steps_were_not_defended_is_blocked_when_asked_for() -> 
     with pytest.raises(ContentBlockedException, match="defended-steps"):
         strict.process(result(), FLContext())
     strict.process(result(**{"defended-steps": 4}), FLContext())
+
+
+def test_rounds_of_a_defence_of_records_are_paid_for_and_nothing_else_is_sent(tmp_path: Path) -> None:
+    paid = RecordsFilter("veil:z=2", str(tmp_path / "account.json"), limit=0.5)
+    said = {"defended-steps": 4, "spent": 0.25, MetaKey.INITIAL_METRICS: {"loss": 0.3}}
+    for _ in range(2):
+        sent = from_shareable(paid.process(result(**said), FLContext()))
+        assert MetaKey.INITIAL_METRICS not in sent.meta
+        assert sent.get_meta_prop("defended-steps") == 4
+    with pytest.raises(ContentBlockedException, match="has spent"):
+        paid.process(result(**said), FLContext())
+    for odd in ({"defended-steps": 4, "spent": 0.1}, {"spent": 0.25}, {}):
+        with pytest.raises(ContentBlockedException, match="one epoch"):
+            RecordsFilter("veil:z=2", str(tmp_path / "other.json")).process(result(**odd), FLContext())
+    with pytest.raises(ContentBlockedException, match="METRICS"):
+        paid.process(DXO(DataKind.METRICS, {"accuracy": 0.5}).to_shareable(), FLContext())
 
 
 def test_a_defence_of_the_steps_is_refused_by_the_filter() -> None:

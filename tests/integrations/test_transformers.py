@@ -48,7 +48,7 @@ def fit(model: nn.Module, data: Any, folder: Path, callback: Any) -> None:
     InOrder(model, args, train_dataset=data, callbacks=[callback]).train()
 
 
-@pytest.mark.parametrize("spec", ["representation:share=0.4", "random_mask+gaussian:scale=0.1"])
+@pytest.mark.parametrize("spec", ["representation:share=0.4", "random_mask+gaussian:scale=0.1", "veil:z=0.5"])
 def test_the_trainer_takes_the_very_steps_of_a_plain_defended_loop(spec: str, tmp_path: Path) -> None:
     from gradveil.integrations.transformers import GuardCallback
 

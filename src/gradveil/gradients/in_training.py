@@ -22,7 +22,7 @@ from gradveil.errors import DefenseError
 from gradveil.gradients.captured import KINDS, Seen, is_known, wide
 from gradveil.gradients.records import Captured
 from gradveil.gradients.separable import check_layers
-from gradveil.layers.modules import copied_buffers, plain_attention, plain_checkpoints
+from gradveil.layers.modules import copied_buffers, plain_attention, plain_checkpoints, tensors_in
 from gradveil.tree import Params
 
 
@@ -150,7 +150,7 @@ class Watched:
             return
         leaves, tree = tree_flatten((args, kwargs))
 
-        def inputs(last: int) -> dict[str, Tensor]:
+        def inputs(last: int) -> tuple[dict[str, Tensor], list[Tensor]]:
             found: dict[str, Tensor] = {}
 
             def look(layer: str, _: nn.Module, own: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -166,20 +166,23 @@ class Watched:
             device = next((t.device for t in leaves if isinstance(t, Tensor) and t.is_cuda), None)
             try:
                 with torch.no_grad(), torch.random.fork_rng([] if device is None else [device]):
-                    found[""] = functional_call(self.model, copied_buffers(self.model), a, k)
+                    gave = tensors_in(functional_call(self.model, copied_buffers(self.model), a, k))
             finally:
                 for hook in hooks:
                     hook.remove()
-            return found
+            return found, [t for t in gave if t.shape[:1] == (count,)]
 
-        own, other = inputs(count - 1), inputs(0)
+        (own, gave), (other, gave_other) = inputs(count - 1), inputs(0)
+        pairs = [(f"what layer {layer!r} gets", own[layer], other[layer]) for layer in own if layer in other]
+        pairs += [("what the model gives", *both) for both in zip(gave, gave_other, strict=True)]
         for layer, a in own.items():
-            b = other.get(layer)
-            if isinstance(a, Tensor) and (b is None or len(a) != count or not _alike(a[:-1], b[:-1])):
-                where = f"what layer {layer!r} gets" if layer else "what the model gives"
+            if len(a) != count:
+                raise DefenseError(_not_rows(layer, self.model.get_submodule(layer), [tuple(a.shape)], count))
+        for what, a, b in pairs:
+            if not _alike(a[:-1], b[:-1]):
                 raise DefenseError(
-                    f"In {type(self.model).__name__} {where} for a record depends on the others of its batch: no "
-                    f"record can be clipped by itself. Use layers that look at one record at a time."
+                    f"In {type(self.model).__name__} {what} for a record depends on the others of its batch: no record "
+                    f"can be clipped by itself. Use layers that look at one record at a time."
                 )
 
     def ran(self, layer: str, given: Any, output: Any, count: int) -> Ran:
@@ -203,6 +206,8 @@ class Watched:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):  # as most layers give it
+        return [tree]
     return [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
 
 

@@ -2,15 +2,19 @@
 
 A defence of the local steps goes into the client script: ``with protect(model, spec) as guard``; its count of
 defended steps can be sent along as ``FLModel(..., meta={"defended-steps": guard.report.steps})``, and this
-filter can ask for it.
+filter can ask for it. A defence of records (``veil``) has a filter of its own, which pays for each round out of the
+site's account and lets nothing through beside the update: ``RecordsFilter``.
 """
 
+from math import inf
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from gradveil import tree
+from gradveil.certificates.accountant import spend_from
 from gradveil.defenses.base import build
 from gradveil.defenses.guard.protect import refuse_idle
 from gradveil.errors import GradveilError, MissingExtraError
@@ -28,7 +32,8 @@ try:
 except ImportError as error:
     raise MissingExtraError("Working with NVFlare", "nvflare") from error
 
-STEPS = "defended-steps"
+STEPS, SPENT = "defended-steps", "spent"  # in a result's meta: report.steps and report.spent of its guard
+PUBLIC = (STEPS, MetaKey.NUM_STEPS_CURRENT_ROUND)  # of the meta, counts that are taken for known
 
 
 class UpdateFilter(Filter):  # type: ignore[misc]
@@ -55,10 +60,7 @@ class UpdateFilter(Filter):  # type: ignore[misc]
         """Return the result with a defended update; raise where there is none to be read."""
         if shareable.get_return_code() != ReturnCode.OK:
             return shareable  # an error report, no update
-        try:
-            dxo = from_shareable(shareable)
-        except Exception as error:
-            raise ContentBlockedException(f"Update withheld: the result holds no DXO ({error}).") from error
+        dxo = _read(shareable)
         if dxo.data_kind == DataKind.METRICS:
             return shareable
         try:
@@ -98,3 +100,63 @@ class UpdateFilter(Filter):  # type: ignore[misc]
         defended = DXO(dxo.data_kind, data, dxo.meta)
         defended.add_filter_history(type(self).__name__)
         return defended
+
+
+class RecordsFilter(Filter):  # type: ignore[misc]
+    """Pays for the rounds of a defence of records, and lets no number through that has no noise.
+
+    ``recipe.add_client_output_filter(RecordsFilter("veil:z=2", "/var/lib/site/account.json"), tasks=["train"])``. The
+    client script trains under ``protect(model, "veil:z=2", ...)`` and says in the result's meta what that was:
+    ``{"defended-steps": guard.report.steps, "spent": guard.report.spent}``. Metrics and other meta are taken out.
+    """
+
+    def __init__(self, defense: str, account: str, limit: float | None = None) -> None:
+        """Set up the filter.
+
+        Args:
+            defense: the spec that the client script uses, with z.
+            account: the file of the site's account, which is begun where there is none.
+            limit: of μ² over all rounds; None: what the defence allows.
+        """
+        super().__init__()
+        self.defense = defense  # NVFlare writes the arguments into the job by these names
+        self.account = account
+        self.limit = limit
+
+    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Return the result without what tells of the records; raise where it is not paid for."""
+        if shareable.get_return_code() != ReturnCode.OK:
+            return shareable
+        dxo = _read(shareable)
+        try:
+            self._pay(dxo, str(fl_ctx.get_identity_name() or "site"))
+        except GradveilError as error:
+            raise ContentBlockedException(f"Update withheld: {error}") from error
+        removed = [name for name in dxo.meta if name not in PUBLIC]
+        sent = DXO(dxo.data_kind, dxo.data, {name: value for name, value in dxo.meta.items() if name in PUBLIC})
+        sent.add_filter_history(type(self).__name__)
+        add_job_audit_event(fl_ctx=fl_ctx, msg=f"gradveil: {self.defense} paid for, not sent: {', '.join(removed)}")
+        return sent.update_shareable(shareable)
+
+    def _pay(self, dxo: DXO, client: str) -> None:
+        defense = build(self.defense)
+        least = defense.spends(1)
+        if least is None:
+            raise GradveilError(f"{describe(defense)} promises nothing of single records. Use UpdateFilter, or veil.")
+        if dxo.data_kind not in (DataKind.WEIGHT_DIFF, DataKind.WEIGHTS):
+            raise GradveilError(f"the result is {dxo.data_kind}: only weights have noise on them.")
+        cost = dxo.get_meta_prop(SPENT, 0.0)
+        if not dxo.get_meta_prop(STEPS, 0) > 0 or not cost >= least * (1 - 1e-9):
+            raise GradveilError(
+                f"the result's meta says {STEPS}={dxo.get_meta_prop(STEPS, 0)} and {SPENT}={cost}, and one epoch under "
+                f"{describe(defense)} costs {least:g}. Send what guard.report says of a guard of this round."
+            )
+        limit = defense.allowance if self.limit is None else self.limit
+        spend_from(Path(self.account), client, cost, inf if limit is None else limit)
+
+
+def _read(shareable: Shareable) -> DXO:
+    try:
+        return from_shareable(shareable)
+    except Exception as error:
+        raise ContentBlockedException(f"Update withheld: the result holds no DXO ({error}).") from error

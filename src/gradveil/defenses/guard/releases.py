@@ -1,5 +1,6 @@
 """A step's gradient out of the gradients of its records, in a training loop that knows nothing of them."""
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import isclose
@@ -29,19 +30,31 @@ class Spending:
 
     def __init__(self, cost: float | None, account: Account | None, records: int | None) -> None:
         self.cost, self.records = cost, records  # cost of an epoch; records of the client
-        self.account = Account("this client") if account is None else account
+        self._purse = [Account("this client") if account is None else account]  # one for all copies of a guard
         self._seen = 0  # records of the epoch under way
 
     def __deepcopy__(self, memo: Any) -> "Spending":
-        return self  # copies of a model train on the same records
+        other = copy.copy(self)
+        other.begin_round()
+        return other  # a copy of a model trains on the same records, in epochs of its own
+
+    @property
+    def account(self) -> Account:
+        """What was spent so far."""
+        return self._purse[0]
+
+    def begin_round(self) -> None:
+        """What comes next is another epoch, whether the last one ran to its end or not."""
+        self._seen = 0
 
     def pay(self, count: int) -> None:
         """A release begins with some records; raise ``BudgetError`` where they begin an epoch that is one too many.
 
         Where it is not known how many records there are, any of them may be in any step.
         """
-        if self.cost is not None and (not self._seen or self.records is None or self._seen + count > self.records):
-            self.account = self.account.spend(self.cost)
+        if not self._seen or self.records is None or self._seen + count > self.records:
+            if self.cost is not None:
+                self._purse[0] = self.account.spend(self.cost)
             self._seen = 0
         self._seen += count
 
@@ -98,6 +111,8 @@ class Releases:
     def load(self) -> None:
         """A round begins with the weights and buffers as they are."""
         self._for_round: Defense | None = None
+        self._steps = 0  # of the round
+        self.spending.begin_round()
         self._at_start = self._buffers.sum() if self._buffers.tensors else torch.zeros(())
 
     def check_buffers(self) -> None:
@@ -182,9 +197,10 @@ class Releases:
             if more is None:
                 raise DefenseError(f"{describe(self.defense)} takes the records of a step at once: do not accumulate.")
             return more
-        self.defense.check_steps(report.steps + 1)
+        self.defense.check_steps(self._steps + 1)
         self.spending.pay(records.count)
         self._filled = records.count
+        self._steps += 1
         report.steps += 1
         report.spent = self.spending.account.spent
         return self._this_round.on_records(records, self.slots, rng)
