@@ -3,8 +3,8 @@
 ``spear`` on ReLU networks of six hidden layers of 400 units, untrained and trained for 300 steps; ``cocktail`` on one
 hidden layer of 1,024. With ``--public`` the attack of that checkout (github.com/facebookresearch/cocktail_party_attack,
 with its settings for Tiny-ImageNet) unmixes the same gradients of CIFAR-10; the truth chooses the sign of its images.
-``--images`` is a file of images and labels by name of the data set, ``{"mnist": (x, y)}``, x in 0..255, written by
-``torch.save``.
+The images are 2,500 of each data set (GRADVEIL_DATA says where they are); with ``--images``, those of a file of images
+and labels by name of the data set, ``{"mnist": (x, y)}``, x in 0..255, written by ``torch.save``.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import sys
 import time
+from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.attacks.base import build
+from gradveil.data import load
 from gradveil.types import Observation, Update
 
 Row = dict[str, Any]
@@ -132,17 +134,23 @@ def by_public(module: Any, count: int, device: str, steps: int) -> Row:
     return row | {"steps": steps}
 
 
-def read(path: Path) -> None:
-    IMAGES.update({name: (x.float() / 255, y) for name, (x, y) in torch.load(path).items()})
+def read(path: Path | None) -> None:
+    if path is not None:
+        IMAGES.update({name: (x.float() / 255, y) for name, (x, y) in torch.load(path).items()})
+        return
+    for name in ("mnist", "cifar10", "digits"):
+        batch = load(name).train.sample(2500, torch.Generator().manual_seed(0))
+        IMAGES[name] = ((255 * batch.inputs).round() / 255, batch.labels)
 
 
-def prepare(path: Path) -> None:
+def prepare(path: Path | None, wanted: set[tuple[str, str]]) -> None:
     """Make the networks of a worker; in each, since what has run backwards must not be forked."""
     torch.set_num_threads(1)
     read(path)
-    for name, (x, y) in IMAGES.items():
-        MODELS[name, "untrained"] = network(x[0].numel(), 400, 6)
-        MODELS[name, "trained"] = train(network(x[0].numel(), 400, 6), x, y)
+    for name, weights in wanted:
+        x, y = IMAGES[name]
+        model = network(x[0].numel(), 400, 6)
+        MODELS[name, weights] = train(model, x, y) if weights == "trained" else model
 
 
 def run(args: argparse.Namespace) -> list[Row]:
@@ -153,9 +161,14 @@ def run(args: argparse.Namespace) -> list[Row]:
 
     read(args.images)
     tasks = [(n, w, b, t) for b in SPEAR for t in range(args.turns) for n in IMAGES for w in ("untrained", "trained")]
-    with multiprocessing.get_context("fork").Pool(args.workers, prepare, (args.images,)) as pool:
+    tasks = [task for task in tasks if fnmatch("spear/{}/{}/{}/{}".format(*task), args.only)]
+    wanted = {(name, weights) for name, weights, _, _ in tasks}
+    with multiprocessing.get_context("fork").Pool(args.workers, prepare, (args.images, wanted)) as pool:
         pending = [pool.apply_async(by_spear, (task,)) for task in tasks]
-        rows += [by_cocktail(name, b, args.device) for b in COCKTAIL for name in ("mnist", "cifar10") if left() > 0]
+        mixed = [
+            (name, b) for b in COCKTAIL for name in ("mnist", "cifar10") if fnmatch(f"cocktail/{name}/{b}", args.only)
+        ]
+        rows += [by_cocktail(name, b, args.device) for name, b in mixed if left() > 0]
         if args.public is not None:
             public = public_code(args.public)
             rows += [by_public(public, b, args.device, args.steps) for b in (32, 8, 64, 128) if left() > 20]
@@ -168,13 +181,14 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--images", type=Path, required=True)
+    parser.add_argument("--images", type=Path)
     parser.add_argument("--public", type=Path)
     parser.add_argument("--steps", type=int, default=25000, help="of the public attack")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=1e9, help="after which nothing new is begun")
+    parser.add_argument("--only", default="*", help="e.g. spear/cifar10/trained/16/1, the last one the turn; * is any")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows = run(args)
