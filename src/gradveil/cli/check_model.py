@@ -17,8 +17,8 @@ def command(
     examples: Path = typer.Option(
         None, help="Safetensors with inputs and labels of your own: what do the weights do to them? Needs --model."
     ),
-    input_shape: shared.InputShape = None,
-    classes: shared.Classes = 10,
+    input_shape: str = typer.Option(None, help="Of one example, e.g. 1x28x28, where --examples does not show it."),
+    classes: int = typer.Option(10, help="Number of classes, or of outputs."),
     loss: shared.Loss = "cross_entropy",
     json: shared.Json = False,
 ) -> None:
