@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradveil.attacks.base import Attack
-from gradveil.countermeasures import Countermeasure
+from gradveil.countermeasures import Countermeasure, Tier
 from gradveil.data import load
 from gradveil.defenses.masking import RandomMask
 from gradveil.errors import AttackError, UpdateError
@@ -161,6 +161,25 @@ def test_a_view_is_worked_out_once_for_all_attacks_and_tiers(scene: Scene, found
     patient = observed.trial(replace(first, server=replace(knows, tier="patient"))).view
     assert [labels is None for labels in asked] == [True] + [False] * 15  # the other rounds are of the same examples
     assert len(patient.rounds) == 15
+
+
+@pytest.mark.parametrize(
+    ("tier", "has"),
+    [
+        ("naive", set()),
+        ("knows", {"client", "public"}),
+        ("informed", {"client", "public", "candidates"}),
+        ("patient", {"client", "public", "rounds"}),
+        ("malicious", {"client", "public"}),
+    ],
+)
+def test_a_server_has_what_its_tier_has_and_no_more(
+    scene: Scene, found: list[Target], tier: Tier, has: set[str]
+) -> None:
+    seen = observe(scene, replace(found[-1], server=replace(naive(), tier=tier)))
+    fields = ("client", "public", "candidates", "others", "rounds", "labels", "noise", "weights")
+    held = {name: getattr(seen, name) for name in fields}
+    assert {name for name, value in held.items() if value is not None and value not in ((), {})} == has
 
 
 def test_a_client_is_fished_for_a_class_that_it_has(scene: Scene) -> None:
