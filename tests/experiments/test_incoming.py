@@ -111,6 +111,13 @@ def test_honest_rounds_are_no_suspects(name: str, settings: dict[str, object]) -
             before = after
 
 
+@pytest.mark.parametrize(("logits", "found"), [(20.0, {"last layer"}), (-20.0, {"last layer"}), (10.0, set())])
+def test_a_class_that_is_held_for_impossible_or_certain_is_found(logits: float, found: set[str]) -> None:
+    sent = state(network("perceptron"))
+    sent["3.bias"][4] += logits
+    assert kinds(sent) == found
+
+
 def test_names_and_shapes_and_values_that_do_not_belong_are_found() -> None:
     honest = network("perceptron")
     sent = state(honest)
