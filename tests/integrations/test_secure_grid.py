@@ -13,7 +13,7 @@ from scipy.special import ndtr
 
 pytest.importorskip("flwr")
 
-from flwr.app import Context, RecordDict
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
 
 from gradveil.certificates.accountant import delta_of
@@ -36,11 +36,12 @@ def run(
     answers: dict[int, int] | None = None,
     lie: Callable[[Any], None] = lambda said: None,
     site: dict[str, Any] | None = None,
+    gone: Callable[[Any], Any] = lambda msg: None,
 ) -> Outcome:
     """Train with nodes that keep their state.
 
-    Some may answer only so many training messages, and are silent after. ``lie`` changes what the server says of the
-    protocol, and ``site`` is what a site sets for itself.
+    Some may answer only so many training messages, and are ``gone`` after: silent. ``lie`` changes what the server
+    says of the protocol, and ``site`` is what a site sets for itself.
     """
     app, left = make_client_app(settings), dict(answers or {})
     states = {device: RecordDict() for device in range(4)}
@@ -50,7 +51,7 @@ def run(
             if msg.metadata.message_type == "train" and device in left:
                 left[device] -= 1
                 if left[device] < 0:
-                    return None
+                    return gone(msg)
             lie(msg.content.config_records.get(RECORD_KEY_CONFIGS, {}))
             own = {name: str(value).format(device) for name, value in (site or {}).items()}
             return app(msg, Context(1, 0, {"partition-id": device} | own, states[device], {}))
@@ -96,6 +97,16 @@ def test_the_sum_is_the_mean_of_those_who_arrived(stage: int | None) -> None:
     (row,) = secure.rounds
     assert row["released"]
     assert row["accepted"] == (3 if stage in (0, 1, 2) else 4)
+
+
+def test_a_node_for_which_the_superlink_answers_has_dropped_out() -> None:
+    def unavailable(msg: Any) -> Any:
+        reply = Message(Error(3, "Node unavailable"), reply_to=msg)
+        reply.metadata.__dict__["_src_node_id"] = 1  # as a real SuperLink's answer has it
+        return reply
+
+    (row,) = run(SECURE, {2: 1}, gone=unavailable).rounds
+    assert (row["accepted"], row["rejected"]) == (3, {"dropped": 1})
 
 
 def test_a_sum_of_too_few_is_not_released_and_the_model_stays() -> None:

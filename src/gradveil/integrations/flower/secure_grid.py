@@ -78,7 +78,9 @@ class SecureGrid(GridView):
         stages, protocol = Stages(self._grid), SecureSum(asked, cohort, reach, self.max_examples, timeout)
         protocol.run(stages)
         failed = {node: reason for node, reason in stages.failed.items() if node not in protocol.metrics}
-        replies = [withhold(asked[node], reason) for node, reason in failed.items()]
+        replies = [
+            withhold(asked[node], reason) for node, reason in failed.items() if node in asked
+        ]  # not the SuperLink
         self.released = protocol.mean is not None
         if protocol.mean is None:
             why = f"{UNRELEASED}{len(stages.answered)} of {cohort.size} clients arrived, {cohort.fewest} are needed."
