@@ -30,6 +30,7 @@ from gradveil.certificates.base import Problem
 from gradveil.certificates.certify import KINDS, certify
 from gradveil.defenses.base import DEFENSES, Defense, build
 from gradveil.errors import GradveilError
+from gradveil.gradients.records import Held
 from gradveil.layers.modules import find_layer
 from gradveil.scores import METHODS
 from gradveil.types import Batch, GaussianPrior, Observation, Update
@@ -226,6 +227,9 @@ def check_defence(name: str, model: Model) -> None:
     """Compare a protected step with the gradient worked out by hand, and r' with the defence's own rule."""
     defense = build(SPECS.get(name, name))
     step = protected_step(model, defense)
+    if "records" in defense.acts_on:
+        check_records(model, defense, step)
+        return
     if "batch" in defense.acts_on:
         assert len(tree_flatten(model.arguments(model.examples(1)[0]))[0]) == 1, "some inputs went as they were"
     if "representation" in defense.acts_on:
@@ -240,6 +244,27 @@ def check_defence(name: str, model: Model) -> None:
         found = step_gradient(net, Batch(x, y), defense, rng())
         whole = {n: plain.get(n, torch.zeros_like(g)) for n, g in found.items()}
         for weight, g in defense.on_gradient(whole, rng()).items():
+            close(found[weight], g, rounding(model))
+
+
+def check_records(model: Model, defense: Defense, step: Step) -> None:
+    """Compare a protected step with what the defence makes of each record's gradient, taken from a batch of one."""
+    net, (x, y) = model.build(), model.examples(COUNT)
+    weights = {n: p for n, p in net.named_parameters() if p.requires_grad}
+    torch.manual_seed(SEED + 1)
+    with torch.no_grad():
+        if not torch.equal(model.call(net, x), model.call(net, x)):
+            raise NotApplicable  # it draws random numbers, others for a batch of one
+    alone = [
+        torch.autograd.grad(loss(model, net, x[n : n + 1], y[n : n + 1]), list(weights.values()), materialize_grads=True)
+        for n in range(COUNT)
+    ]
+    each = Held({n: torch.stack([g[i] for g in alone]).detach() for i, n in enumerate(weights)})
+    for weight, g in defense.on_records(each, COUNT, rng()).items():
+        close(step.gradient[weight], g, rounding(model))
+    if model.plain and not model.autocast:
+        found = step_gradient(model.build(), Batch(x, y), defense, rng())
+        for weight, g in defense.on_records(each, COUNT, rng()).items():
             close(found[weight], g, rounding(model))
 
 

@@ -21,6 +21,7 @@ from gradveil.types import Batch, Observation
 CHUNK = 96  # trials that run together
 KEPT = 2**30  # bytes of updates that are kept for the next server; beyond that they are made again
 INFORMED = "candidates"  # the attack of informed servers
+LAWS = ("whiten", "orthogonal")  # countermeasures that say how likely an update is
 ROUNDS = 16  # updates of one client that a patient server has, at most
 
 
@@ -120,7 +121,7 @@ def _as_it_is(seen: Observation) -> Observation:
 
 def informed(knowing: Sequence[Countermeasure]) -> Countermeasure:
     """The server that has all other records of the client, and a list of candidates for this one."""
-    view = next((c.view for c in knowing if "whiten" in c.name), _as_it_is)
+    view = next((c.view for c in knowing if any(name in c.name for name in LAWS)), _as_it_is)
     why = "Has every other record of the client and a list of candidates; picks the likeliest."
     return Countermeasure(INFORMED, why, view, INFORMED, "informed")
 

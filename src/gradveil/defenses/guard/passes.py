@@ -101,6 +101,22 @@ class Rewired(nn.Module):
         self.inner = (model,)  # in a tuple, so that it is no part by itself
 
 
+Change = Callable[[Tensor], Tensor]  # of examples (N, *shape)
+
+
+class Changed(Rewired):
+    """The model behind a known change of its input."""
+
+    def __init__(self, model: nn.Module, change: Change) -> None:
+        super().__init__(model)
+        self.held = (change,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the model's output on the changed examples."""
+        output: Tensor = self.inner[0](self.held[0](x))
+        return output
+
+
 _ALONE = tree_flatten(((0,), {}))[1]  # one argument
 
 

@@ -1,7 +1,7 @@
 """What a defence does before there is a gradient, to examples and representations, and what undoes that."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +11,7 @@ from torch.func import functional_call, grad
 
 from gradveil.attacks.labels import recover_labels
 from gradveil.countermeasures import Countermeasure
-from gradveil.defenses.guard.passes import Rewired
+from gradveil.defenses.guard.passes import Change, Changed, Rewired
 from gradveil.defenses.guard.step import apply, weight_name
 from gradveil.experiments.probing.channels import Secret, close, has_slopes, own_numbers
 from gradveil.experiments.probing.findings import Found
@@ -20,21 +20,6 @@ from gradveil.tree import Params, flatten, parameters
 from gradveil.types import Batch, Observation
 
 WIDEST = 4096  # numbers of an example up to which a linear change is written out
-
-Change = Callable[[Tensor], Tensor]  # of examples (N, *shape)
-
-
-class Changed(Rewired):
-    """The model behind a known change of its input."""
-
-    def __init__(self, model: nn.Module, change: Change) -> None:
-        super().__init__(model)
-        self.held = (change,)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the model's output on the changed examples."""
-        output: Tensor = self.inner[0](self.held[0](x))
-        return output
 
 
 def find_on_batch(batch: Batch, secrets: Sequence[Secret]) -> Found:

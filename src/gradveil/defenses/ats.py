@@ -1,0 +1,158 @@
+"""Examples that are transformed before they are trained on: ATS (Gao et al., CVPR 2021)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import ClassVar, Literal
+
+import torch
+from torch import Generator, Tensor, nn
+
+from gradveil.attacks.base import build as build_attack
+from gradveil.countermeasures import Countermeasure
+from gradveil.defenses.base import DEFENSES, Defense
+from gradveil.defenses.guard.passes import Change, Changed
+from gradveil.errors import DefenseError, SpecError
+from gradveil.types import Batch, GaussianPrior, Observation
+
+Kind = Literal["across", "down", "contrast", "brightness"]
+
+# The paper's library is AutoAugment's (Cubuk et al. 2019), by number: those that move an image or change its contrast.
+LIBRARY: dict[int, tuple[Kind, float]] = {
+    1: ("contrast", 3 / 9),
+    3: ("across", 150 / 331),
+    7: ("down", 150 / 331 * 2 / 9),
+    13: ("brightness", 2.5 / 9),
+    15: ("brightness", 0.5),
+    18: ("contrast", 3.5 / 9),
+    21: ("across", 150 / 331 * 5 / 9),
+    24: ("down", 150 / 331 * 3 / 9),
+    26: ("brightness", 3 / 9),
+    38: ("brightness", 1.5 / 9),
+    42: ("down", 150 / 331 * 3 / 9),
+    43: ("down", 150 / 331 * 3 / 9),
+    48: ("down", 150 / 331 * 3 / 9),
+}
+
+Steps = tuple[tuple[Kind, float], ...]  # one after the other, magnitudes with their signs
+
+
+@DEFENSES.register("ats")
+@dataclass(frozen=True)
+class Ats(Defense):
+    """Train on transformed images, by a policy that was searched for to hide them (ATS, Gao et al. 2021).
+
+    A policy is a row of transformations from the paper's library, joined by ``-``; of several, joined by ``+``, each
+    image gets one at random, and each transformation goes one way or the other. The default is the paper's best
+    hybrid for CIFAR-100. Images lie within [0, 1].
+    """
+
+    keeps_apart: ClassVar[bool] = True
+
+    policy: str = "3-1-7+43-18-18"
+
+    def __post_init__(self) -> None:
+        known = {str(number) for number in LIBRARY}
+        if unknown := [n for n in self.policy.replace("+", "-").split("-") if n not in known]:
+            numbers = ", ".join(sorted(known, key=int))
+            raise SpecError(
+                f"policy={self.policy!r}: there is no {unknown[0]!r}. Join some of {numbers} by '-', and rows by '+'."
+            )
+
+    @property
+    def policies(self) -> tuple[Steps, ...]:
+        """The rows of transformations, magnitudes without a sign."""
+        return tuple(tuple(LIBRARY[int(n)] for n in row.split("-")) for row in self.policy.split("+"))
+
+    def on_batch(self, batch: Batch, rng: Generator) -> Batch:
+        """Transform every image by itself."""
+        if batch.inputs.ndim != 4:
+            raise DefenseError(f"ats transforms images (N, C, H, W); these are {tuple(batch.inputs.shape)}.")
+        return replace(batch, inputs=torch.stack([transformed(x, self._drawn(rng)) for x in batch.inputs]))
+
+    def _drawn(self, rng: Generator) -> Steps:
+        chosen = self.policies[int(torch.randint(len(self.policies), (), generator=rng))]
+        signs = (2 * torch.randint(2, (len(chosen),), generator=rng) - 1).tolist()
+        return tuple((kind, sign * size) for (kind, size), sign in zip(chosen, signs, strict=True))
+
+    def possible(self) -> Iterator[Steps]:
+        """Yield all that an image may get."""
+        for steps in self.policies:
+            for signs in product((-1, 1), repeat=len(steps)):
+                yield tuple((kind, sign * size) for (kind, size), sign in zip(steps, signs, strict=True))
+
+    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+        """Return: rebuild the transformed image, see which transformation it had, and look for what it was before."""
+        why = (
+            "Rebuilds the transformed image, tells by what public images look like which transformation it had, and "
+            "looks for the image before it."
+        )
+        return (Countermeasure("undo", why, _Undoing(tuple(dict.fromkeys(self.possible())))),)
+
+
+class _Undoing:
+    """The view of a server that puts each image's likeliest transformation before its model.
+
+    Images keep their places where their classes differ, by which an attack orders them.
+    """
+
+    def __init__(self, possible: tuple[Steps, ...]) -> None:
+        self.possible = possible
+        self.models: dict[
+            tuple[int, tuple[Steps, ...]], Changed
+        ] = {}  # one each: updates that share it are solved together
+
+    def __call__(self, seen: Observation) -> Observation:
+        prior = seen.prior or GaussianPrior.white(torch.full(seen.input_shape, sum(seen.bounds) / 2), 0.3)
+        found = build_attack("newton").reconstruct(seen, Generator().manual_seed(0)).inputs
+        had = tuple(self._likeliest(x, prior) for x in found)
+        key = (id(seen.model), had)
+        if key not in self.models:
+            self.models[key] = Changed(seen.model, _each(had))
+        return replace(seen, model=self.models[key])
+
+    def _likeliest(self, x: Tensor, prior: GaussianPrior) -> Steps:
+        return max(self.possible, key=lambda steps: _log_likelihood(x, steps, prior))
+
+
+def _each(had: tuple[Steps, ...]) -> Change:
+    return lambda x: torch.stack([transformed(one, had[n % len(had)]) for n, one in enumerate(x.unbind())])
+
+
+def _log_likelihood(found: Tensor, steps: Steps, prior: GaussianPrior) -> float:
+    """Return how likely a transformed image (C, H, W) is by a Gaussian over images before, up to a constant."""
+    shape = found.shape
+    nothing = transformed(torch.zeros(shape).to(found), steps, within=False)
+    moved = transformed(prior.factor.T.reshape(-1, *shape).to(found), steps, within=False) - nothing
+    mean = transformed(prior.mean.reshape(shape).to(found), steps, within=False)
+    spread, ridge = moved.flatten(1).double(), prior.ridge + 1e-3  # (k, d)
+    away = (found - mean).flatten().double()
+    inner = ridge * torch.eye(len(spread)).to(spread) + spread @ spread.T
+    pull = spread @ away
+    inside = torch.linalg.solve(inner, pull)
+    return -0.5 * float((away @ away - pull @ inside) / ridge + torch.logdet(inner))
+
+
+def transformed(x: Tensor, steps: Steps, within: bool = True) -> Tensor:
+    """Return images (..., C, H, W) after the steps, one after the other; ``within``: kept in [0, 1]."""
+    for kind, size in steps:
+        if kind in ("across", "down"):
+            dim = -1 if kind == "across" else -2
+            x = _shifted(x, round(size * x.shape[dim]), dim)
+        elif kind == "brightness":
+            x = (1 + size) * x
+        else:
+            mean = x.mean((-3, -2, -1), keepdim=True)
+            x = mean + (1 + size) * (x - mean)
+        x = x.clamp(0, 1) if within else x
+    return x
+
+
+def _shifted(x: Tensor, by: int, dim: int) -> Tensor:
+    """Return images moved by so many pixels, zeros coming in."""
+    if by == 0:
+        return x
+    length = x.shape[dim]
+    empty = torch.zeros_like(x.narrow(dim, 0, abs(by)))
+    kept = x.narrow(dim, max(by, 0), length - abs(by))
+    return torch.cat([kept, empty] if by > 0 else [empty, kept], dim)

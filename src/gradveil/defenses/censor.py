@@ -1,0 +1,83 @@
+"""Gradients at a right angle to the true one: CENSOR (Zhang et al., NDSS 2025)."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Generator, Tensor, nn
+
+from gradveil.countermeasures import Countermeasure
+from gradveil.defenses.base import DEFENSES, Defense
+from gradveil.defenses.noise import draw_all, normal
+from gradveil.errors import SpecError
+from gradveil.gradients.records import Records
+from gradveil.tree import Params
+from gradveil.types import Observation
+
+TINY = 1e-30
+
+
+@DEFENSES.register("censor")
+@dataclass(frozen=True)
+class Censor(Defense):
+    """Send in place of each tensor's gradient a random one of its length, orthogonal to it (Zhang et al. 2025).
+
+    Of ``trials`` draws the one is sent that raises the loss least. To first order none changes it; the paper runs the
+    model again to see which does best, and here the empirical Fisher information of the batch, Σ_j ⟨g_j, v⟩², stands
+    for the second order. The paper defends early rounds only, and sends the gradient itself where no draw lowers the
+    loss; here every step is defended, so that what is learned is what random steps at a right angle teach.
+    """
+
+    draws_on_device: ClassVar[bool] = True
+
+    trials: int = 20  # draws of which the best is sent
+
+    def __post_init__(self) -> None:
+        if self.trials < 1:
+            raise SpecError(f"trials={self.trials} is below 1. Give the number of draws to choose from, e.g. 20.")
+
+    def on_records(self, records: Records, slots: int, rng: Generator) -> Params:
+        """Return the best of some orthogonal directions, as long as the gradient tensor by tensor."""
+        mean = super().on_records(records, slots, rng)
+        best, least = mean, float("inf")
+        for _ in range(self.trials):
+            tried = {n: _turned(g, v) for (n, g), v in zip(mean.items(), self._draw(mean, rng), strict=True)}
+            rise = float(records.along({name: v[None] for name, v in tried.items()}).square().sum())
+            if not rise >= least:
+                best, least = tried, rise
+        return best
+
+    def _draw(self, like: Params, rng: Generator) -> list[Tensor]:
+        return draw_all(normal, list(like.values()), rng)
+
+    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+        """Return: of each tensor compare what is left, its length and the right angle."""
+        why = "Compares the length of each tensor, and whether what was sent is orthogonal to its own trial's gradient."
+        return (Countermeasure("orthogonal", why, _orthogonal, "newton"),)
+
+
+def _turned(g: Tensor, v: Tensor) -> Tensor:
+    """Return v without its part along g, as long as g."""
+    v = v - (v * g).sum() / g.square().sum().clamp_min(TINY) * g
+    turned: Tensor = v * g.norm() / v.norm().clamp_min(TINY)
+    return turned
+
+
+def _orthogonal(seen: Observation) -> Observation:
+    """Return the view in which each tensor is its length and its part along what was sent, which is zero."""
+    sent = seen.update.gradient
+    lengths = {name: y.norm() for name, y in sent.items()}
+
+    def left(gradient: Params) -> Params:
+        found = {}
+        for name, g in gradient.items():
+            along = (g * sent[name].to(g)).sum() / lengths[name].to(g).clamp_min(TINY) if name in sent else g.sum()
+            two = torch.stack([g.square().sum().add(TINY).sqrt(), along])[: g.numel()]
+            found[name] = torch.cat([two, g.new_zeros(max(g.numel() - 2, 0))]).view(g.shape)
+        return found
+
+    shown = {
+        n: torch.zeros_like(y).flatten().index_fill(0, torch.tensor([0], device=y.device), 1.0) for n, y in sent.items()
+    }
+    target = {n: (lengths[n] * one).view_as(sent[n]) for n, one in shown.items()}
+    return replace(seen, update=replace(seen.update, gradient=target), simulate=left, simulate_on="update", client=None)
