@@ -256,7 +256,9 @@ def check_records(model: Model, defense: Defense, step: Step) -> None:
         if not torch.equal(model.call(net, x), model.call(net, x)):
             raise NotApplicable  # it draws random numbers, others for a batch of one
     alone = [
-        torch.autograd.grad(loss(model, net, x[n : n + 1], y[n : n + 1]), list(weights.values()), materialize_grads=True)
+        torch.autograd.grad(
+            loss(model, net, x[n : n + 1], y[n : n + 1]), list(weights.values()), materialize_grads=True
+        )
         for n in range(COUNT)
     ]
     each = Held({n: torch.stack([g[i] for g in alone]).detach() for i, n in enumerate(weights)})
