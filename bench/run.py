@@ -15,6 +15,7 @@ BENCHES = {
     "federated": "federated.json",
     "certificates": "certificates.json",
     "guard": "guard.json",
+    "veil": "veil.json",
 }
 
 

@@ -229,6 +229,7 @@ def test_a_server_can_send_the_coordinates(model: nn.Module, batch: Batch, tmp_p
     torch.testing.assert_close(
         step_gradient(model, batch, sent, fresh()), step_gradient(model, batch, own, fresh()), rtol=1e-3, atol=1e-4
     )
+    local_update(model, batch, f"veil:z=1.0,shape={path}", 0.1, fresh())  # the file is all that a client needs
     with pytest.raises(DefenseError, match="Cannot read"):
         Veil(shape=str(path)).for_round(nn.Linear(3, 2), None)
 

@@ -41,6 +41,15 @@ def test_the_papers_defence_in_a_graph_equals_one_at_a_time(engine: str) -> None
     assert max(float((expected[n] - found[n]).abs().max()) for n in expected) < 1e-10
 
 
+@pytest.mark.parametrize("changes", [{}, {"batch_size": None, "epochs": 1}])
+def test_clipped_records_of_stacked_clients_are_those_of_one_at_a_time(changes: dict[str, object]) -> None:
+    """With next to no noise: it is drawn where the model is."""
+    training = Training(**{"rounds": 4, "clients": 4, "epochs": 2, "batch_size": 4, "lr": 0.3, **changes})  # type: ignore[arg-type]
+    veil = "veil:z=1e-12,clip=0.2"
+    expected, found = final("sequential", training, "cpu", veil), final("vectorised", training, defense=veil)
+    assert max(float((expected[n] - found[n]).abs().max()) for n in expected) < 1e-10
+
+
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
 def test_rounded_products_choose_nearly_the_same_entries(precision: str) -> None:
     model = build("lenet:activation=relu,init=kaiming", (3, 32, 32), 10).cuda()

@@ -19,7 +19,7 @@ from gradveil.errors import GradveilError
 from gradveil.federated.client import shuffled
 from gradveil.federated.engines import Job
 from gradveil.federated.settings import Local
-from gradveil.gradients.captured import KINDS, known
+from gradveil.gradients.layer_kinds import KINDS, known
 from gradveil.gradients.records import Captured, records_of
 from gradveil.layers.modules import representation
 from gradveil.losses import Loss
@@ -165,9 +165,13 @@ class StackedRecords:
         slots: Tensor,
         rngs: Sequence[Generator],
         defenses: Sequence[Defense],
+        same: int = 1,
     ) -> Params:
-        """Return each client's defended gradient (K, *shape); ``parts`` (K, B) is above 0 where there is a record."""
-        records = records_together(self.model, weights, *batch, self.loss, self.shapes)
+        """Return each client's defended gradient (K, *shape); ``parts`` (K, B) is above 0 where there is a record.
+
+        ``same``: how many clients each, one after the other, have the same weights.
+        """
+        records = self._records(weights, *batch, same)
         found: list[Params] = []
         for start, end in _runs(defenses):
             some, defense = records.clients(slice(start, end)), defenses[start]
@@ -181,6 +185,14 @@ class StackedRecords:
             name: torch.cat([one[name] for one in found]) if len(found) > 1 else found[0][name] for name in weights
         }
         return {name: g * active.view(-1, *[1] * (g.ndim - 1)) for name, g in joined.items()}
+
+    def _records(self, weights: Params, inputs: Tensor, labels: Tensor, same: int) -> Captured:
+        """Return the records of all clients; those that share weights go through the model as one batch."""
+        if same > 1:
+            weights = {name: w[::same] for name, w in weights.items()}
+            inputs, labels = (v.unflatten(0, (-1, same)).flatten(1, 2) for v in (inputs, labels))
+        records = records_together(self.model, weights, inputs, labels, self.loss, self.shapes)
+        return records.dealt(same) if same > 1 else records
 
 
 def _runs(defenses: Sequence[Defense]) -> list[tuple[int, int]]:

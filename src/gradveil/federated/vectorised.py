@@ -81,6 +81,15 @@ class _Chunk:
     drawing: list[Generator]  # of noise on records, where the model is
     slots: Tensor  # (K,) of each client's batches
 
+    @property
+    def alike(self) -> int:
+        """How many clients each, one after the other, begin with the same weights."""
+        starts = [id(job.start) for job in self.jobs]
+        count = next((k for k, start in enumerate(starts) if start != starts[0]), len(starts))
+        whole = len(starts) % count == 0
+        runs = [starts[k : k + count] for k in range(0, len(starts), count)]
+        return count if whole and all(len(set(run)) == 1 for run in runs) else 1
+
 
 class _StackedPool(Pool):
     def __init__(self, world: World, limit: int, graph: bool | None) -> None:
@@ -219,7 +228,7 @@ class _Trainer:
         with torch.enable_grad():
             if self.records is not None and chunk is not None:
                 given = (parts, chunk.slots, chunk.drawing, defenses)
-                gradients = self.records.gradients(weights, (inputs, labels), *given)
+                gradients = self.records.gradients(weights, (inputs, labels), *given, 1 if step else chunk.alike)
             else:
                 gradients = self.gradients(weights, inputs, labels, parts, *changed)
         stacked = [gradients[name] for name in self.names]

@@ -16,7 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from gradveil.gradients.convolution import Geometry, pair, patches
+
+CACHED = 2**20  # numbers of patches that are made at once on a CPU
 
 
 def wide(values: Tensor) -> Tensor:
@@ -40,7 +43,15 @@ class Seen(ABC):
 
     @abstractmethod
     def own(self, which: str) -> Tensor:
-        """Return each record's gradient of the parameter (K, N, *shape)."""
+        """Return each record's gradient of the parameter (K, N, ...), its numbers in an order of the layer's own."""
+
+    def ordered(self, which: str, numbers: Tensor) -> Tensor:
+        """Return numbers (..., *those of a gradient) in the order and shape of the parameter."""
+        return numbers
+
+    def rows(self, which: str, directions: Tensor) -> Tensor:
+        """Return tensors of the parameter's shape (R, *shape) as rows of numbers in the layer's order."""
+        return directions.flatten(1)
 
     @cached_property
     def trained(self) -> tuple[str, ...]:
@@ -53,7 +64,9 @@ class Seen(ABC):
 
     def norms_of(self, which: str) -> Tensor:
         """Return the square norms (K, N) of one parameter's gradients."""
-        return self.held(which).flatten(2).square().sum(2)
+        each = self.held(which).flatten(2)
+        found: Tensor = torch.linalg.vecdot(each, each)
+        return found
 
     def held(self, which: str) -> Tensor:
         """Return each record's gradient, computed once."""
@@ -65,15 +78,24 @@ class Seen(ABC):
     def total(self, which: str, weights: Tensor) -> Tensor:
         """Return the weighted sum of one parameter's gradients (K, *shape) for weights (K, N)."""
         each = self.held(which)
-        return torch.bmm(weights[:, None], each.flatten(2)).view(len(each), *each.shape[2:])
+        return self.ordered(which, torch.bmm(weights[:, None], each.flatten(2)).view(len(each), *each.shape[2:]))
+
+    def each(self, which: str) -> Tensor:
+        """Return each record's gradient (K, N, *shape)."""
+        return self.ordered(which, self.held(which))
 
     def along(self, which: str, directions: Tensor) -> Tensor:
         """Return the inner products (K, N, R) with directions (R, *shape)."""
-        return self.held(which).flatten(2) @ directions.flatten(1).T
+        return self.held(which).flatten(2) @ self.rows(which, directions).T
 
     def part(self, some: slice) -> "Seen":
         """Return what some clients saw."""
         return type(self)(self.layer, self.prefix, self.a[some], self.delta[some])
+
+    def dealt(self, clients: int) -> "Seen":
+        """Return the records of each client as those of so many clients."""
+        a, delta = (v.unflatten(1, (clients, -1)).flatten(0, 1) for v in (self.a, self.delta))
+        return type(self)(self.layer, self.prefix, a, delta)
 
     def without(self, left_out: Tensor) -> "Seen":
         """Return what the layer saw, with zeros for the records of a mask (K, N), whatever these held."""
@@ -108,8 +130,12 @@ class Weighted(Seen):
         """Return each record's gradient."""
         if which == "bias":
             return self.deltas().sum(3).flatten(2)
-        shape = self.layer.weight.shape
-        return (self.deltas().mT @ self.inputs()).reshape(*self.delta.shape[:2], *shape)  # type: ignore[misc]
+        return (self.deltas().mT @ self.inputs()).flatten(2, 3)
+
+    def ordered(self, which: str, numbers: Tensor) -> Tensor:
+        """Return numbers (..., O, I) as the parameter has them."""
+        shape = self.layer._parameters[which].shape  # type: ignore[union-attr]
+        return numbers.reshape(*numbers.shape[: numbers.ndim - min(len(shape), 2)], *shape)
 
     def norms_of(self, which: str) -> Tensor:
         """Return the square norms (K, N) of one parameter's gradients."""
@@ -126,7 +152,7 @@ class Weighted(Seen):
             return super().total(which, weights)
         a, delta = self.inputs(), self.deltas() * weights[:, :, None, None, None]
         a, delta = (rows.transpose(1, 2).flatten(2, 3) for rows in (a, delta))  # (K, G, N T, ...)
-        return (delta.mT @ a).reshape(len(a), *self.layer.weight.shape)  # type: ignore[misc]
+        return self.ordered(which, (delta.mT @ a).flatten(1, 2))
 
 
 class LinearSeen(Weighted):
@@ -144,21 +170,54 @@ class LinearSeen(Weighted):
 class ConvolutionSeen(Weighted):
     """A convolution in one or two dimensions: its positions are the output's pixels, its inputs their patches."""
 
+    @cached_property
+    def by_pixel(self) -> bool:
+        """Whether a patch is copied pixel by pixel, its channels side by side, which is the fastest."""
+        layer: Any = self.layer
+        return isinstance(layer, nn.Conv2d) and layer.groups == 1 and layer.dilation == (1, 1)
+
+    def _padded(self) -> Tensor:
+        layer: Any = self.layer
+        x, sides = self.a.flatten(0, 1), layer._reversed_padding_repeated_twice
+        if layer.padding_mode == "zeros":
+            return F.pad(x, sides) if any(sides) else x
+        return F.pad(x, sides, mode=layer.padding_mode)
+
     def inputs(self) -> Tensor:
         """Return the patches."""
         layer: Any = self.layer
-        x = self.a.flatten(0, 1)
-        two = lambda setting: setting if len(setting) == 2 else (1, *setting)  # noqa: E731
-        padding: Any = (0, 0)
-        if layer.padding_mode == "zeros" and not isinstance(layer.padding, str):
-            padding = layer.padding if len(layer.padding) == 2 else (0, *layer.padding)
-        else:
-            mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-            x = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
+        x = self._padded()
+        if self.by_pixel:
+            geometry = Geometry(pair(layer.kernel_size), pair(layer.stride), (0, 0))
+            return patches(x[:, None], geometry).view(*self.a.shape[:2], 1, -1, layer.weight[0].numel())
         x = x if x.ndim == 4 else x[:, :, None]
-        dilation, stride = two(layer.dilation), two(layer.stride)
-        columns: Tensor = F.unfold(x, two(layer.kernel_size), dilation, padding, stride)  # (K N, C kernel, T)
+        kernel, dilation, stride = ((1, *s)[-2:] for s in (layer.kernel_size, layer.dilation, layer.stride))
+        columns: Tensor = F.unfold(x, kernel, dilation, 0, stride)  # (K N, C kernel, T)
         return columns.view(*self.a.shape[:2], layer.groups, -1, columns.shape[2]).mT
+
+    def own(self, which: str) -> Tensor:
+        """Return each record's gradient; a few records at a time, whose patches stay in the cache."""
+        layer: Any = self.layer
+        each = self.delta[0, 0, 0].numel() * layer.weight[0].numel()
+        some = max(1, CACHED // each)
+        if which == "bias" or len(self.a) > 1 or self.a.is_cuda or self.a.shape[1] <= some:
+            return super().own(which)
+        parts = zip(self.a.split(some, 1), self.delta.split(some, 1), strict=True)
+        return torch.cat([type(self)(layer, self.prefix, a, d).own(which) for a, d in parts], 1)
+
+    def ordered(self, which: str, numbers: Tensor) -> Tensor:
+        """Return numbers (..., O, I) as the parameter has them."""
+        layer: Any = self.layer
+        if which == "bias" or not self.by_pixel:
+            return super().ordered(which, numbers)
+        found: Tensor = numbers.unflatten(-1, (*layer.kernel_size, -1))
+        return found.movedim(-1, -3)
+
+    def rows(self, which: str, directions: Tensor) -> Tensor:
+        """Return directions (R, *shape) in the order of the patches."""
+        if which == "bias" or not self.by_pixel:
+            return super().rows(which, directions)
+        return directions.movedim(2, -1).flatten(1)
 
     def deltas(self) -> Tensor:
         """Return δ by position."""
@@ -176,96 +235,3 @@ class ConvolutionSeen(Weighted):
         delta = self.delta[0] * weights[0][:, None, None, None]
         found: Tensor = conv2d_weight(self.a[0], layer.weight.shape, delta, *settings)
         return found[None]
-
-
-class NormSeen(Seen):
-    """A normalisation's weight and bias, each a factor or a summand of the standardised input."""
-
-    def own(self, which: str) -> Tensor:
-        """Return each record's gradient."""
-        layer: Any = self.layer
-        part = self.delta if which == "bias" else self.delta * self.standardised().view_as(self.delta)
-        if isinstance(layer, (nn.LayerNorm, nn.RMSNorm)):
-            return part.flatten(2, -1 - len(layer.normalized_shape)).sum(2) if self._positions else part
-        return part.flatten(3).sum(3) if part.ndim > 3 else part
-
-    @property
-    def _positions(self) -> bool:
-        return self.delta.ndim > 2 + len(self.layer.normalized_shape)  # type: ignore[arg-type]
-
-    def standardised(self) -> Tensor:
-        """Return the layer's output without weight and bias."""
-        layer: Any = self.layer
-        x = self.a.flatten(0, 1)
-        if isinstance(layer, nn.LayerNorm):
-            return F.layer_norm(x, layer.normalized_shape, eps=layer.eps)
-        if isinstance(layer, nn.RMSNorm):
-            return F.rms_norm(x, layer.normalized_shape, eps=layer.eps)
-        if isinstance(layer, nn.GroupNorm):
-            return F.group_norm(x, layer.num_groups, eps=layer.eps)
-        if isinstance(layer, _BatchNorm):
-            return F.batch_norm(x, layer.running_mean, layer.running_var, eps=layer.eps)
-        return F.instance_norm(x, layer.running_mean, layer.running_var, use_input_stats=True, eps=layer.eps)
-
-
-class EmbeddingSeen(Seen):
-    """Rows of a table, by number."""
-
-    def _rows(self) -> tuple[Tensor, Tensor]:
-        """Return numbers (K, N, T) and δ (K, N, T, D), zero at the padding."""
-        layer: Any = self.layer
-        numbers, delta = self.a.flatten(2), self.delta.flatten(2, -2)
-        if layer.padding_idx is not None:
-            delta = delta * (numbers != layer.padding_idx)[..., None]
-        return numbers, delta
-
-    def own(self, which: str) -> Tensor:
-        """Return each record's gradient."""
-        numbers, delta = self._rows()
-        empty = delta.new_zeros(*numbers.shape[:2], *self.layer.weight.shape)  # type: ignore[misc]
-        return empty.scatter_add_(2, numbers[..., None].expand_as(delta), delta)
-
-    def norms_of(self, which: str) -> Tensor:
-        """Return the square norms (K, N)."""
-        numbers, delta = self._rows()
-        same = numbers[..., None] == numbers[..., None, :]
-        return ((delta @ delta.mT) * same).sum((2, 3))
-
-    def total(self, which: str, weights: Tensor) -> Tensor:
-        """Return the weighted sum (K, *shape)."""
-        numbers, delta = self._rows()
-        delta = (delta * weights[..., None, None]).flatten(1, 2)
-        empty = delta.new_zeros(len(delta), *self.layer.weight.shape)  # type: ignore[misc]
-        return empty.scatter_add_(1, numbers.flatten(1)[..., None].expand_as(delta), delta)
-
-
-KINDS: dict[type[nn.Module], type[Seen]] = {
-    nn.Linear: LinearSeen,
-    **dict.fromkeys((nn.Conv1d, nn.Conv2d), ConvolutionSeen),
-    **dict.fromkeys((nn.LayerNorm, nn.RMSNorm, nn.GroupNorm), NormSeen),
-    **dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), NormSeen),
-    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), NormSeen),
-    nn.Embedding: EmbeddingSeen,
-}
-
-
-def known(model: nn.Module) -> dict[nn.Module, str] | None:
-    """Return the layers that hold trained parameters, with their names' prefix; None where one is of no known kind."""
-    found: dict[nn.Module, str] = {}
-    for name, module in model.named_modules():
-        if not any(p is not None and p.requires_grad for p in module._parameters.values()):
-            continue
-        if not is_known(module):
-            return None
-        found[module] = f"{name}." if name else ""
-    return found
-
-
-def is_known(module: nn.Module) -> bool:
-    """Return whether a module is a layer whose records' gradients follow from what it saw."""
-    plain = type(module) in KINDS and "forward" not in module.__dict__ and "parametrizations" not in module._modules
-    if isinstance(module, nn.Embedding):
-        plain = plain and module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
-    if isinstance(module, nn.modules.instancenorm._InstanceNorm):
-        plain = plain and (module.training or not module.track_running_stats)
-    return plain

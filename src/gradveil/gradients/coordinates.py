@@ -167,26 +167,25 @@ def measure(
     fixed = next(value for value in (clip, sent, 1.0) if value is not None)
     if coordinates is not None and quantile is None:
         return Measured(fixed, coordinates)
-    first, second = _halves(model, public, loss, f"shape={shape}" if quantile is None else f"quantile={quantile}")
+    few = _enough(public, f"shape={shape}" if quantile is None else f"quantile={quantile}")
+    if shape == "iso" and quantile is not None:
+        return Measured(_quantile(records_of(model, few, loss).square_norms(), quantile))
+    first, second = (records_of(model, half, loss) for half in (few[: len(few) // 2], few[len(few) // 2 :]))
     if shape == "public":
         limit = clip or _quantile(torch.cat([first.square_norms(), second.square_norms()]), quantile or 1.0)
         coordinates = fit(first, second, like, lambda norms: clip_factors(norms, limit), rank, alpha)
-    if quantile is None:
+    if quantile is None or coordinates is None:
         return Measured(fixed, coordinates)
-    if coordinates is None:
-        return Measured(_quantile(torch.cat([first.square_norms(), second.square_norms()]), quantile))
     return Measured(_quantile(coordinates.square_norms(second, like), quantile), coordinates)
 
 
-def _halves(model: nn.Module, public: Batch | None, loss: Loss, asks: str) -> tuple[Records, Records]:
+def _enough(public: Batch | None, asks: str) -> Batch:
     if public is None or len(public) < FEWEST:
         raise DefenseError(
             f"veil:{asks} needs public examples, at least {FEWEST} that are no client's, and there are "
             f"{0 if public is None else len(public)}. Leave some records undealt, or give clip= and shape=iso."
         )
-    few = public[:PUBLIC]
-    middle = len(few) // 2
-    return records_of(model, few[:middle], loss), records_of(model, few[middle:], loss)
+    return public[:PUBLIC]
 
 
 def clip_factors(square_norms: Tensor, clip: float) -> Tensor:

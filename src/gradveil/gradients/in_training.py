@@ -19,7 +19,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from gradveil.errors import DefenseError
-from gradveil.gradients.captured import KINDS, Seen, is_known, wide
+from gradveil.gradients.captured import Seen, wide
+from gradveil.gradients.layer_kinds import KINDS, is_known
 from gradveil.gradients.records import Captured
 from gradveil.gradients.separable import check_layers
 from gradveil.layers.modules import copied_buffers, plain_attention, plain_checkpoints, tensors_in

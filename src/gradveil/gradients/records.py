@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call, grad, vmap
 
-from gradveil.gradients.captured import KINDS, Seen, known, sum_of, wide
+from gradveil.gradients.captured import Seen, sum_of, wide
 from gradveil.gradients.functional import quiet
+from gradveil.gradients.layer_kinds import KINDS, known
 from gradveil.gradients.separable import check_separable, check_unmixed, same
 from gradveil.layers.modules import copied_buffers, plain_attention, plain_checkpoints, ways_into
 from gradveil.losses import CROSS_ENTROPY, Loss
@@ -152,7 +153,7 @@ class Captured(Records):
 
     def each(self) -> Params:
         """Return the gradients (N, *shape) or (K, N, *shape)."""
-        found = {layer.prefix + w: layer.held(w) for layer in self.layers for w in layer.trained}
+        found = {layer.prefix + w: layer.each(w) for layer in self.layers for w in layer.trained}
         empty = self.layers[0].delta.new_zeros(())
         return {
             n: found.get(n, empty).expand(*self._norms.shape, *p.shape).reshape(*self.shape, *p.shape)
@@ -166,9 +167,14 @@ class Captured(Records):
         found = {layer.prefix + w: layer.total(w, factors.to(layer.delta)) for layer in layers for w in layer.trained}
         lead = self.shape[:-1]
         return {
-            n: found[n].view(*lead, *p.shape).to(p) if n in found else p.new_zeros(*lead, *p.shape)
+            n: found[n].reshape(*lead, *p.shape).to(p) if n in found else p.new_zeros(*lead, *p.shape)
             for n, p in self.like.items()
         }
+
+    def dealt(self, clients: int) -> "Captured":
+        """Return the records of each client (K, N) as those of so many clients (K · clients, N / clients)."""
+        layers = [layer.dealt(clients) for layer in self.layers]
+        return Captured(layers, self.like, (self.shape[0] * clients, self.shape[1] // clients))
 
     def clients(self, some: slice) -> "Captured":
         """Return the records of some clients."""

@@ -61,5 +61,5 @@ def _gradient(model: nn.Module, batch: Batch, loss: Loss) -> Params:
 
 def same(a: Params, b: Params) -> bool:
     """Return whether two gradients are the same but for rounding; where one is not finite, nothing is known."""
-    apart = float(norm(subtract(a, b)))
-    return not apart > 1e-3 * float(norm(b)) + 1e-7
+    apart, on_cuda = float(norm(subtract(a, b))), any(value.is_cuda for value in b.values())
+    return not apart > (0.02 if on_cuda else 1e-3) * float(norm(b)) + 1e-7  # CUDA may round to TF32

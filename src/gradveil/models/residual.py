@@ -1,7 +1,9 @@
-"""Residual networks with batch norm, for images from 8x8 upwards: resnet18 and mobilenet."""
+"""Residual networks with batch norm or group norm, for images from 8x8 upwards: resnet18 and mobilenet."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import gcd
+from typing import Literal
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -9,22 +11,26 @@ from torch.nn import functional as F
 from gradveil.models.base import MODELS, Shape
 from gradveil.models.parts import Chain, Init, Layers
 
+Norm = Literal["batch", "group"]
 
-def _normed(inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1) -> tuple[nn.Module, nn.Module]:
-    """Return a convolution that keeps the size, but for its stride, and its batch norm, which has the bias."""
+
+def _normed(
+    inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1, norm: Norm = "batch"
+) -> tuple[nn.Module, nn.Module]:
+    """Return a convolution that keeps the size, but for its stride, and its normalisation, which has the bias."""
     conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=False)
-    return conv, nn.BatchNorm2d(outputs)
+    return conv, nn.BatchNorm2d(outputs) if norm == "batch" else nn.GroupNorm(gcd(32, outputs), outputs)
 
 
 class ResidualBlock(nn.Module):
     """Two 3x3 convolutions beside a shortcut, which is a 1x1 convolution where the shape changes."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+    def __init__(self, inputs: int, outputs: int, stride: int, norm: Norm = "batch") -> None:
         super().__init__()
-        self.conv1, self.norm1 = _normed(inputs, outputs, 3, stride)
-        self.conv2, self.norm2 = _normed(outputs, outputs, 3)
+        self.conv1, self.norm1 = _normed(inputs, outputs, 3, stride, norm=norm)
+        self.conv2, self.norm2 = _normed(outputs, outputs, 3, norm=norm)
         same = inputs == outputs and stride == 1
-        self.shortcut = nn.Identity() if same else nn.Sequential(*_normed(inputs, outputs, 1, stride))
+        self.shortcut = nn.Identity() if same else nn.Sequential(*_normed(inputs, outputs, 1, stride, norm=norm))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's output."""
@@ -65,7 +71,7 @@ def _strides(input_shape: Shape, wanted: Sequence[int]) -> Iterator[int]:
 @MODELS.register("resnet18")
 @dataclass(frozen=True)
 class ResNet18(Chain):
-    """ResNet-18 with batch norm and the stem for small images: one 3x3 convolution, no pooling (He et al. 2016).
+    """ResNet-18 with the stem for small images: one 3x3 convolution, no pooling (He et al. 2016).
 
     Four stages of two blocks, ``width`` times 1, 2, 4, 8 channels; r has 8 x width entries, the mean over the pixels.
     11,173,962 weights for CIFAR-10; ``width=16`` has 701,466. Each stage but the first halves the image, as long as
@@ -75,6 +81,7 @@ class ResNet18(Chain):
     width: int = 64
     init: Init = "kaiming"
     normalize: str = "none"  # none, half, or mean/std
+    norm: Norm = "batch"  # or group, which looks at one image at a time
 
     def __post_init__(self) -> None:
         if self.width < 1:
@@ -82,12 +89,12 @@ class ResNet18(Chain):
 
     def features(self, input_shape: Shape) -> Layers:
         """Return conv1, norm1, act1, block1, ..., block8, pool."""
-        conv, norm = _normed(input_shape[0], self.width, 3)
+        conv, norm = _normed(input_shape[0], self.width, 3, norm=self.norm)
         layers: Layers = {"conv1": conv, "norm1": norm, "act1": nn.ReLU()}
         channels = self.width
         for i, stride in enumerate(_strides(input_shape, (1, 1, 2, 1, 2, 1, 2, 1))):
             outputs = self.width * 2 ** (i // 2)
-            layers[f"block{i + 1}"] = ResidualBlock(channels, outputs, stride)
+            layers[f"block{i + 1}"] = ResidualBlock(channels, outputs, stride, self.norm)
             channels = outputs
         return layers | {"pool": nn.AdaptiveAvgPool2d(1)}
 
