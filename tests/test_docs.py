@@ -18,6 +18,7 @@ PAGES = [
     "how-to/informed-and-patient.md",
     "how-to/losses.md",
     "how-to/malicious-servers.md",
+    "how-to/plan.md",
     "how-to/train.md",
     "theory/certificates.md",
     "theory/convergence.md",

@@ -25,7 +25,7 @@ def test_a_promise_becomes_noise_and_an_expected_cost() -> None:
     assert "z = 2.236 a release; each client adds 0.7071 of its clip" in text
     assert "z_run = 0.5, μ = 2, ρ = 2 nats, ε = 10 at δ = 1e-05" in text
     assert "expected to cost under two points" in text
-    assert "--defense veil:z=2.23607,tier=aggregate" in text
+    assert "--defense veil:promise=reconstruction,tier=aggregate where" in text
     assert "Gaussian-DP for zeroing one record" in text
     assert len(text.splitlines()) < 25
     found: dict[str, Any] = json.loads(plan(*options, "--json"))
@@ -39,6 +39,8 @@ def test_the_floor_and_the_size_come_from_data_and_model() -> None:
     assert found["parameters"] > 100
     assert 0.5 < found["whole_run"]["floor"] < 1
     assert "error at least" in plan("--dataset", "digits", "--z", "5")
+    assert "--defense veil:z=5\n" in plan("--z", "5")
+    assert "veil:epsilon=8,delta=1e-05 where" in plan("--epsilon", "8")
 
 
 @pytest.mark.parametrize(

@@ -215,9 +215,9 @@ def as_json(found: dict[str, Any]) -> dict[str, Any]:
         for one in found["leaks"]
     ]  # fmt: skip
     plain = {k: found[k] for k in ("model", "dataset", "defense", "p")}
+    plain |= {"whole_run": found["whole_run"]} if found["whole_run"] else {}
     return plain | {
         "certificates": rows,
-        "whole_run": found["whole_run"],
         "meter": leaks,
         "largest_mse": finite(found["largest"]),
         "mean_image_mse": finite(found["blind"]),

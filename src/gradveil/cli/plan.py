@@ -53,16 +53,16 @@ def command(
         participations = count if clients is None else -(-count * cohort // clients)
     run = PlannedRun(records, batch_size or None, epochs, count, participations, cohort, lost, colluding)
     asked = {"promise": promise, "epsilon": epsilon, "rho": rho, "z": z}
-    given = [name for name, value in asked.items() if value is not None]
+    given = {name: value for name, value in asked.items() if value is not None} or {"promise": "reconstruction"}
     if len(given) > 1:
         raise SpecError(f"--{' and --'.join(given)} each say how much noise there is. Give one of them.")
-    if not given:
-        promise = "reconstruction"
+    if epsilon is not None:
+        given["delta"] = delta
     if z is None:
-        z = run.z(z_run_of(promise, epsilon, delta if epsilon is not None else None, rho))
+        z = run.z(z_run_of(**given))
     size, spectra = _sizes(parameters, model, dataset, data)
     plan = Plan(run, z, convert(tier, Tier, "--tier"), size)
-    found = figures(plan, spectra, delta, guess, promise)
+    found = figures(plan, spectra, delta, guess) | {"promise": given}
     shared.print_json(found) if json else typer.echo(_words(plan, found))
 
 
@@ -84,7 +84,7 @@ def _sizes(parameters: int | None, model: str | None, dataset: str | None, data:
     return parameters, list(class_spectra(source.test.batch(slice(None))).values())
 
 
-def figures(plan: "Plan", spectra: Any, delta: float, guess: float, promise: str | None) -> dict[str, Any]:
+def figures(plan: "Plan", spectra: Any, delta: float, guess: float) -> dict[str, Any]:
     """Return everything that the command shows."""
     from dataclasses import asdict
 
@@ -97,7 +97,6 @@ def figures(plan: "Plan", spectra: Any, delta: float, guess: float, promise: str
     return {
         "run": asdict(plan.run),
         "tier": plan.tier,
-        "promise": promise,
         "z": plan.z,
         "client_z": plan.client_z,
         "whole_run": plan.account.figures(delta, guess) | {"floor": plan.floor_share(spectra) if spectra else None},
@@ -129,14 +128,16 @@ def _words(plan: "Plan", found: dict[str, Any]) -> str:
     ]  # fmt: skip
     if whole["floor"] is not None:
         lines.append(f"picture      error at least {whole['floor']:.2f} of the blind guess's, on average")
-    if found["promise"] == "reconstruction":
+    if found["promise"].get("promise") == "reconstruction":
         lines.append("             attacks were measured to get no nearer than a blind guess; proved is the floor")
-    if found["promise"] == "identification":
+    if found["promise"].get("promise") == "identification":
         lines.append("             a record was measured to be told from 100 candidates hardly better than by chance")
     lines.append(_cost(plan))
-    spec = f"veil:z={plan.z:.6g}" + (",tier=aggregate" if plan.tier == "aggregate" else "")
     shares = "".join(f",{k}={getattr(run, k):g}" for k in ("lost", "colluding") if getattr(run, k))
-    lines += [f"defence      --defense {spec}{shares}", "", found["theorem"], "It rests on:"]
+    tier = f",tier=aggregate{shares}" if plan.tier == "aggregate" else ""
+    spec = ",".join(f"{k}={v if isinstance(v, str) else format(v, '.6g')}" for k, v in found["promise"].items())
+    elsewhere = "" if "z" in found["promise"] else f" where gradveil plans the run, else veil:z={plan.z:.6g}{tier}"
+    lines += [f"defence      --defense veil:{spec}{tier}{elsewhere}", "", found["theorem"], "It rests on:"]
     return "\n".join(lines + [f"- {text}" for text in found["assumptions"]])
 
 
