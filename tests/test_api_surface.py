@@ -51,6 +51,7 @@ PUBLIC = [
     "read_update",
     "save_prior",
     "simulate",
+    "spend_from",
     "step_gradient",
     "write_examples",
     "write_report",

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from gradveil.attacks.base import ATTACKS, Attack
     from gradveil.attacks.base import build as attack
     from gradveil.attacks.inference import InferenceSettings, infer
-    from gradveil.certificates.accountant import Account
+    from gradveil.certificates.accountant import Account, spend_from
     from gradveil.certificates.certify import certify
     from gradveil.certificates.plan import PlannedRun
     from gradveil.countermeasures import Countermeasure
@@ -75,6 +75,7 @@ _PUBLIC = {
     "infer": "gradveil.attacks.inference:infer",
     "InferenceSettings": "gradveil.attacks.inference:InferenceSettings",
     "certify": "gradveil.certificates.certify:certify",
+    "spend_from": "gradveil.certificates.accountant:spend_from",
     # add a method of your own
     "Attack": "gradveil.attacks.base:Attack",
     "ATTACKS": "gradveil.attacks.base:ATTACKS",
@@ -126,6 +127,7 @@ __all__ = [
     "read_update",
     "save_prior",
     "simulate",
+    "spend_from",
     "step_gradient",
     "write_examples",
     "write_report",
