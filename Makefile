@@ -69,6 +69,7 @@ docs: $(STAMP)
 	$(BIN)/python tools/speed_page.py
 	$(BIN)/python tools/malicious_page.py
 	$(BIN)/python tools/paper_page.py
+	$(BIN)/python tools/leaderboard_page.py
 	$(BIN)/python tools/leakage_tables.py
 	$(BIN)/python tools/theory_tables.py
 

@@ -23,6 +23,7 @@ COMMANDS = {
     "certify": ("certify:command", "Bound what a reconstruction can reach, and say what the bound rests on."),
     "plan": ("plan:command", "From a promise to the noise that keeps it, or from a configuration to what it buys."),
     "reproduce": ("reproduce:command", "Run the tables and figures of the paper, its numbers beside ours."),
+    "leaderboard": ("leaderboard:command", "Rank every defence: what it costs, what its strongest server gets."),
     "list": ("list:command", "Show every data set, model, defence, attack and metric with its settings."),
 }
 

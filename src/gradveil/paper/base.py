@@ -17,7 +17,7 @@ import torch
 from gradveil.defenses.base import DEFENSES, Defense
 from gradveil.defenses.base import build as build_defense
 from gradveil.federated.processes import available_cores
-from gradveil.registry import Registry, describe
+from gradveil.registry import Registry
 from gradveil.seeds import Seeds
 
 Row = dict[str, Any]
@@ -164,7 +164,7 @@ def run_groups(item: Item, groups: Sequence[list[str]], context: Context, jobs: 
         return
     spawn = get_context("spawn")
     with ProcessPoolExecutor(min(jobs, len(groups)), spawn, torch.set_num_threads, (1,)) as pool:
-        waiting = [pool.submit(_elsewhere, describe(item), group, context) for group in groups]
+        waiting = [pool.submit(_timed, item, group, context) for group in groups]
         try:
             for done in as_completed(waiting):
                 yield done.result()
@@ -175,7 +175,3 @@ def run_groups(item: Item, groups: Sequence[list[str]], context: Context, jobs: 
 def _timed(item: Item, group: Sequence[str], context: Context) -> Done:
     start = time.perf_counter()
     return item.run_group(group, context), time.perf_counter() - start
-
-
-def _elsewhere(spec: str, group: Sequence[str], context: Context) -> Done:
-    return _timed(ITEMS.build(spec), group, context)

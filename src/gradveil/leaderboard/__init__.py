@@ -1,0 +1,1 @@
+"""The leaderboard: every defence under its strongest server, over the whole run, beside what it costs."""

@@ -1,0 +1,57 @@
+"""The committed leaderboard: the page says what the rows say, and no attack on it is below a certificate."""
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from gradveil.cli.leaderboard import BoardConfig
+from gradveil.experiments.run_folder import RunFolder
+from gradveil.leaderboard.attacks import ONE
+from gradveil.leaderboard.entries import ENTRIES, PANELS
+from gradveil.leaderboard.standings import standings
+
+ROOT = Path(__file__).parent.parent.parent
+RESULTS = ROOT / "docs" / "results"
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    return importlib.import_module("leaderboard_page")
+
+
+def test_the_page_is_what_the_committed_rows_give(tool: ModuleType) -> None:
+    text = (RESULTS / "leaderboard.md").read_text()
+    assert tool.fill(text, tool.blocks()) == text
+
+
+def test_no_committed_attack_is_below_its_certificate(tool: ModuleType) -> None:
+    found = standings(tool.own_rows("leaderboard"))
+    assert {f"{one.defense} on {one.dataset}": one.beaten for one in found if one.beaten} == {}
+
+
+def test_no_committed_row_lacks_its_control_its_floor_and_its_strongest_server(tool: ModuleType) -> None:
+    for one in standings(tool.own_rows("leaderboard")):
+        if one.got:
+            assert one.blind is not None
+            assert all(got.line.control is not None for got in one.got), one.defense
+            assert {"naive", "informed"} <= {got.line.tier for got in one.got}
+
+
+def test_a_run_is_kept_and_what_was_not_run_is_said(tool: ModuleType, tmp_path: Path) -> None:
+    dataset = PANELS["quick"][0].dataset
+    about = {"kind": "training", "dataset": dataset, "split": "paper", "defense": "none", "lr": 0.2}
+    with RunFolder.start(tmp_path / "run", BoardConfig((), "quick", 0, "cpu")) as folder:
+        row = about | {"seed": 0, "multiple": 2, "held_out": 0.5, "accuracy": 0.75}
+        folder.add(f"train/{dataset}/paper/none", [row])
+        folder.add(f"floors/{dataset}", [{"kind": "floor", "dataset": dataset, "scene": ONE, "guess": "grey",
+                                          "example": 0, "mse": 0.1, "identified": 0.0}])  # fmt: skip
+    tool.keep(tmp_path / "run", "a machine", "abc1234", tmp_path)
+    tables = tool.blocks(tmp_path)["tables"]
+    assert "| none | 0.750 | +0.0 | not run |" in tables
+    assert f"| {ENTRIES[1].name} | not run |" in tables
+    assert "## mnist" in tables
+    assert "Not run." in tables
+    assert "a machine; commit abc1234" in tool.blocks(tmp_path)["runs"]

@@ -1,0 +1,148 @@
+"""The rules of the leaderboard: which rate is chosen, on what, who is strongest, and when a certificate is beaten."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gradveil.certificates.accountant import Account
+from gradveil.data import load
+from gradveil.data.partition import partition
+from gradveil.experiments.panel import INFORMED
+from gradveil.leaderboard.attacks import ONE
+from gradveil.leaderboard.board import Leaderboard
+from gradveil.leaderboard.entries import ENTRIES, PANELS
+from gradveil.leaderboard.standings import standings, table, tier_table
+from gradveil.leaderboard.training import chosen_multiple, held_out_records, settled
+from gradveil.paper.base import Context, Row
+
+
+def training(defense: str, seed: int, multiple: int, held_out: float, accuracy: float) -> Row:
+    about = {"kind": "training", "dataset": "digits", "split": "paper", "defense": defense, "lr": 0.1 * multiple}
+    return about | {"seed": seed, "multiple": multiple, "held_out": held_out, "accuracy": accuracy}
+
+
+def attack(defense: str, tier: str, server: str, how: str, mses: list[float], picked: int = 0) -> list[Row]:
+    about = {"kind": "attack", "dataset": "digits", "scene": ONE, "round": "first", "round_number": 1,
+             "weights": "start", "defense": defense, "server": server, "tier": tier, "attack": how,
+             "gallery": 100, "converged": True}  # fmt: skip
+    return [about | {"example": i, "mse": mse, "identified": float(i < picked)} for i, mse in enumerate(mses)]
+
+
+def floors(count: int) -> list[Row]:
+    about = {"kind": "floor", "dataset": "digits", "scene": ONE, "guess": "class mean"}
+    return [about | {"example": i, "mse": 0.1, "identified": 0.0} for i in range(count)]
+
+
+COUNT = 20
+CONTROLS = [
+    *attack("none", "naive", "naive", "newton", [0.0] * COUNT, COUNT),
+    *attack("none", "informed", "plain, class known", "newton", [0.0] * COUNT, COUNT),
+    *attack("none", "informed", INFORMED, INFORMED, [0.0] * COUNT, COUNT),
+]
+
+
+def promised(z_run: float, floor: float) -> Row:
+    about = {"kind": "client", "dataset": "digits", "defense": "veil", "records": 1, "participations": 20}
+    return about | {"errors": [], "spent": 1 / z_run**2, "floor": floor}
+
+
+def veil(mse: float, picked: int, z_run: float = 1.0, floor: float = 0.9) -> list[Row]:
+    """A defence with a certificate, an attack on the picture and one with a list."""
+    sought = attack("veil", "informed", "whiten, class known", "newton", [mse * (1 + 0.01 * i) for i in range(COUNT)])
+    return [*floors(COUNT), *CONTROLS, promised(z_run, floor), *sought,
+            *attack("veil", "informed", INFORMED, INFORMED, [0.1] * COUNT, picked)]  # fmt: skip
+
+
+def test_the_rate_is_chosen_on_held_out_records_never_on_the_test_split() -> None:
+    tries = [training("none", 0, 1, 0.8, 0.7), training("none", 0, 2, 0.9, 0.6), training("none", 0, 4, 0.7, 0.99)]
+    assert chosen_multiple(tries) == 2
+    assert chosen_multiple([*tries, training("none", 0, 8, 0.9, 1.0)]) == 2  # of equals the smallest
+    assert chosen_multiple([]) == 0
+    other = [training("none", 1, 2, 0.1, 0.65), training("none", 1, 4, 1.0, 1.0)]
+    assert {seed: row["accuracy"] for seed, row in settled([*tries, *other]).items()} == {0: 0.6, 1: 0.65}
+
+
+def test_held_out_records_are_no_devices() -> None:
+    data = load("digits")
+    clients = partition(data.train.labels, "classes:devices=20,classes=2,per_class=20", np.random.default_rng(0))
+    left = held_out_records(data, clients, np.random.default_rng(0))
+    assert len(left) == len(data.train) - 800
+    held = torch.cat([data.train.batch(c).inputs.flatten(1) for c in clients])
+    assert (torch.cdist(left.batch(slice(0, 50)).inputs.flatten(1), held).min(1).values > 0).float().mean() > 0.9
+
+
+def test_points_are_below_the_undefended_run_of_the_same_seeds() -> None:
+    rows = [training("none", s, 1, 0.9, 0.9 + 0.01 * s) for s in range(3)]
+    rows += [training("veil", s, m, 0.8 + 0.01 * m, 0.85 + 0.01 * s) for s, m in ((0, 1), (0, 2), (1, 2))]
+    one = next(s for s in standings(rows) if s.defense == "veil").costs["paper"]
+    assert one.points == pytest.approx(5.0)
+    assert one.accuracy.count == 2
+    assert one.edge
+
+
+@pytest.mark.parametrize(
+    ("mse", "picked", "z_run", "floor", "beaten"),
+    [
+        (0.099, 0, 1.0, 0.9, 0),
+        (0.05, 0, 1.0, 0.9, 1),  # errs less than the floor allows
+        (0.05, 0, 1.0, 0.4, 0),
+        (0.099, 10, 1.0, 0.9, 1),  # half are picked: no server gets more than 9 %
+        (0.099, 10, 0.3, 0.5, 0),
+        (0.05, 20, 1.0, 0.9, 2),
+    ],
+)
+def test_an_attack_below_its_certificate_is_an_error(
+    mse: float, picked: int, z_run: float, floor: float, beaten: int
+) -> None:
+    rows = veil(mse, picked, z_run, floor)
+    one = next(s for s in standings(rows) if s.defense == "veil")
+    assert len(one.beaten) == beaten
+    assert len(Leaderboard().verdicts(rows)) == beaten
+    shown = next(row for row in table([one]))
+    assert ("**beaten**" in shown["floor ≥"]) == bool(beaten)
+    assert shown["μ"] == f"{Account('', 1 / z_run**2).mu:.2f}"
+
+
+def test_a_failed_control_makes_a_cell_uninformative() -> None:
+    rows = [*floors(COUNT), *attack("none", "naive", "naive", "newton", [0.1] * COUNT)]
+    rows += attack("gaussian", "naive", "naive", "newton", [0.2] * COUNT)
+    one = next(s for s in standings(rows) if s.defense == "gaussian")
+    assert one.strongest is None
+    assert table([one])[0]["error / blind guess"] == "uninformative"
+    assert tier_table([one])[0]["naive"] == "uninformative"
+    assert tier_table([one])[0]["patient"] == "not run"
+
+
+def test_the_strongest_server_counts_and_a_list_is_no_reconstruction() -> None:
+    rows = [*veil(0.09, 1), *attack("veil", "naive", "naive", "newton", [0.3] * COUNT)]
+    one = next(s for s in standings(rows) if s.defense == "veil")
+    assert one.strongest is not None
+    assert one.strongest.line.server == "whiten, class known"
+    assert one.strongest.error.mean == pytest.approx(0.9 * 1.095, rel=1e-3)
+    assert one.worst == pytest.approx(0.9)
+    assert one.identified is not None
+    assert one.identified.line.attack == INFORMED
+
+
+@pytest.mark.parametrize("scale", ["quick", "full"])
+def test_every_entry_is_trained_and_attacked_on_every_data_set(scale: str) -> None:
+    board, context = Leaderboard(), Context(scale=scale)  # type: ignore[arg-type]
+    units = board.units(context)
+    for panel in PANELS[scale]:
+        assert (panel.seeds >= 3) == (scale == "full")
+        for entry in ENTRIES:
+            assert f"attack/{panel.dataset}/{entry.name}" in units
+            assert {f"train/{panel.dataset}/{split}/{entry.name}" for split in ("paper", "iid")} <= set(units)
+    on_cuda = board.groups(units, Context(scale=scale, device=torch.device("cuda")))  # type: ignore[arg-type]
+    assert [unit for some in on_cuda for unit in some] == units
+    assert len({(board.work(context)[u].kind, board.work(context)[u].panel) for u in on_cuda[1]}) == 1
+    assert board.groups(units, context) == [[unit] for unit in units]
+
+
+def test_the_figure_shows_cost_against_what_is_got(tmp_path: Path) -> None:
+    rows = [*veil(0.09, 1), *(training(d, s, 1, 0.9, 0.9) for d in ("none", "veil") for s in range(2))]
+    assert Leaderboard().draw(rows, tmp_path / "leaderboard")
+    assert (tmp_path / "leaderboard.svg").stat().st_size > 1000
+    assert not Leaderboard().draw(floors(2), tmp_path / "none")
