@@ -266,6 +266,26 @@ class Turned(nn.Module):
         return out
 
 
+class Across(nn.Module):
+    """Mixes what the first layer gives."""
+
+    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.head, self.mix = nn.Linear(64, 8), nn.Linear(8, 5), mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.mix(self.first(x.flatten(1))))
+        return out
+
+
+def running_sum() -> nn.Module:
+    return Across(lambda y: y.cumsum(0))
+
+
+def by_the_largest() -> nn.Module:
+    return Across(lambda y: y / y.abs().max())
+
+
 def with_batch_norm() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 5))
 
@@ -287,6 +307,8 @@ def tied() -> nn.Module:
     [
         (with_batch_norm, "batch norm in train mode"),
         (Mixing, "depends on the others"),
+        (running_sum, "depends on the others"),
+        (by_the_largest, "depends on the others"),
         (Twice, "runs twice"),
         (Turned, "one record each|depends on the others"),
         (with_dropout_in_attention, "dropout"),
