@@ -1,9 +1,9 @@
 """Learned attacks beside the others, on the same updates: one row per defence and attack.
 
-python bench/learned_attacks.py --dataset mnist --defenses none signs gaussian:scale=0.1 --attacks inverter newton gs
+python bench/learned_attacks.py --dataset mnist --images 32 --device cuda --out mnist.json
 
 Of other attacks than ``inverter`` every view that the defence declares is tried and the one with the least error is
-shown, in their favour: the truth chooses.
+shown, in their favour: the truth chooses. Rows are written as they come.
 """
 
 import argparse
@@ -29,6 +29,8 @@ from gradveil.models import build as build_model
 from gradveil.seeds import Seeds
 from gradveil.tree import Params
 from gradveil.types import Batch, Observation
+
+DEFENSES_TRIED = ["none", "gaussian:scale=0.1", "gaussian:scale=0.3", "pruning:share=0.99", "signs", "two_bits"]
 
 
 @DEFENSES.register("signs")
@@ -60,8 +62,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", default="digits")
     parser.add_argument("--model", default="lenet")
-    parser.add_argument("--defenses", nargs="+", default=["none", "signs", "two_bits", "pruning:share=0.99"])
-    parser.add_argument("--attacks", nargs="+", default=["inverter", "newton", "gs"])
+    parser.add_argument("--defenses", nargs="+", default=DEFENSES_TRIED)
+    parser.add_argument("--attacks", nargs="+", default=["newton", "inverter", "diffusion"])
     parser.add_argument("--images", type=int, default=16)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
@@ -71,6 +73,7 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     seeds, dataset, device = Seeds(args.seed), load(args.dataset), torch.device(args.device)
     public = Public.draw(dataset, seeds("public"))
+    known = replace(public.to(device), batch=public.batch.to(device))
     truth = dataset.train.sample(args.images, seeds("victims"))
     model = build_model(args.model, dataset.input_shape, dataset.num_classes, args.seed).to(device)
     guesses: dict[str, list[float]] = {}
@@ -81,7 +84,7 @@ def main() -> None:
         print(row, flush=True)
     for spec in args.defenses:
         defense = build_defense(spec)
-        seen = _observed(model, truth, public.to(device), defense, seeds, dataset.num_classes)
+        seen = _observed(model, truth, known, defense, seeds, dataset.num_classes)
         for attack in args.attacks:
             row = _best(attack, defense, seen, truth, public, seeds, args.seconds)
             rows.append({"dataset": args.dataset, "defense": spec, "attack": attack, **row})
@@ -102,10 +105,10 @@ def _observed(
     def client(batch: Batch, rng: Generator) -> Params:
         return observe(model, batch, copy.deepcopy(defense), rng, classes).update.gradient
 
-    out, known = [], public.batch.to(device)
+    out = []
     for i in range(len(truth)):
         seen = observe(model, truth[i : i + 1].to(device), defense, seeds("client", i), classes, public.prior)
-        out.append(replace(seen, client=client, public=known))
+        out.append(replace(seen, client=client, public=public.batch))
     return out
 
 
@@ -114,8 +117,8 @@ def _best(
 ) -> dict[str, float | str]:
     """Return the means of the view with the least error, and the seconds of that view."""
     best: dict[str, float | str] = {"mse": math.inf}
-    servers = (plain(), *defense.adaptive(seen[0].model))
-    for server in servers if not attack.startswith("inverter") else servers[:1]:
+    servers = defense.adaptive(seen[0].model)
+    for server in servers if not attack.startswith("inverter") else (plain(),):
         began, cpu = time.perf_counter(), time.process_time()
         try:
             with pace.Limit(seconds):

@@ -16,7 +16,7 @@ from gradveil.tree import Params
 from gradveil.types import Batch, Observation, Update
 
 DENSE = ("spear", "cocktail")  # attacks on fully connected networks
-SHORT = {"steps": 3, "restarts": 2, "pairs": 40}
+SHORT = {"steps": 3, "restarts": 2, "pairs": 40, "width": 4}
 
 
 def short(name: str) -> Attack:

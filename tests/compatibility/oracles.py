@@ -370,6 +370,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "trap": {"share": 0.2},
     "fishing": {"target": 1, "attack": "newton:steps=2"},
     "inverter": {"pairs": 8},
+    "diffusion": {"width": 4, "pairs": 1},
 }
 
 
@@ -383,9 +384,9 @@ def check_attack(name: str, model: Model) -> None:
     if isinstance(attack, Malicious):
         _check_planted(model, attack)
         return
-    count = 1 if name in ("idlg", "rep", "analytic", "newton") else 2
+    count = 1 if name in ("idlg", "rep", "analytic", "newton", "diffusion") else 2
     seen, x, y = observed(model, count)
-    if name == "newton":
+    if name in ("newton", "diffusion"):
         _check_newton(model, attack, x, y)
         return
     own = {"inverter": _check_inverter, "candidates": _check_candidates}
@@ -535,7 +536,8 @@ def _check_candidates(model: Model, attack: Any) -> None:
 def _check_newton(model: Model, attack: Any, x: Tensor, y: Tensor) -> None:
     """From a start near the truth the distance of gradients must fall."""
     start = (x + 0.05 * (torch.rand(x.shape, generator=rng(), dtype=torch.float64).to(x) - 0.5)).clamp(0, 1)
-    seen, _, _ = observed(model, 1, prior=GaussianPrior.white(start.flatten().double(), 0.1))
+    public = Batch(*model.examples(16, seed=4))
+    seen, _, _ = observed(model, 1, prior=GaussianPrior.white(start.flatten().double(), 0.1), public=public)
     answer = attack.reconstruct(seen, rng())
     target = seen.update.gradient
     ended, began = (

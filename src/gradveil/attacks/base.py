@@ -4,7 +4,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Generator, Tensor, nn
@@ -145,17 +145,20 @@ def differentiating(model: nn.Module) -> Iterator[None]:
         ) from error
 
 
+Answer = TypeVar("Answer")
+
+
 def in_groups(
     seen: Sequence[Observation],
     rngs: Sequence[Generator],
     key: Callable[[Observation], object],
-    solve: Callable[[list[Observation], list[Generator]], list[Reconstruction]],
-) -> list[Reconstruction]:
+    solve: Callable[[list[Observation], list[Generator]], list[Answer]],
+) -> list[Answer]:
     """Solve the observations of each key together; the answers come in the order of the observations."""
     groups: dict[object, list[int]] = {}
     for i, s in enumerate(seen):
         groups.setdefault(key(s), []).append(i)
-    solved: dict[int, Reconstruction] = {}
+    solved: dict[int, Answer] = {}
     for members in groups.values():
         answers = solve([seen[i] for i in members], [rngs[i] for i in members])
         solved |= dict(zip(members, answers, strict=True))

@@ -3,7 +3,7 @@
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Generator, Tensor
@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gradveil.errors import AttackError, is_out_of_memory
-from gradveil.types import Reconstruction
 
+Answer = TypeVar("Answer")
 LOG = logging.getLogger("gradveil")
 
 
@@ -60,10 +60,10 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
 
 
 def in_parts(
-    seen: Sequence[object], rngs: Sequence[Generator], size: int, solve: Callable[[slice], list[Reconstruction]]
-) -> list[Reconstruction]:
+    seen: Sequence[object], rngs: Sequence[Generator], size: int, solve: Callable[[slice], list[Answer]]
+) -> list[Answer]:
     """Solve so many problems at a time; where memory does not suffice, half as many, from the same draws."""
-    solved: list[Reconstruction] = []
+    solved: list[Answer] = []
     while len(solved) < len(seen):
         part = slice(len(solved), len(solved) + size)
         states = [rng.get_state() for rng in rngs[part]]

@@ -51,17 +51,17 @@ class Newton(Attack):
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Rebuild the inputs behind several updates; those that share a model, a prior and sizes go together."""
-        every = [r for s in seen for r in (s, *s.rounds)]
-        check_seen(every)
-        refuse_adaptive(every, "newton")
-        labelled = with_labels([pooled(s) for s in seen], rngs)
-        ready = [replace(_one_step(s), rounds=tuple(_one_step(r, s.labels) for r in s.rounds)) for s in labelled]
-        return in_groups(ready, rngs, _group, self._in_parts)
+        return in_groups(ready(seen, rngs, "newton"), rngs, problem_group, self._in_parts)
 
     def _in_parts(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         return in_parts(seen, rngs, len(seen), lambda part: self._solve(seen[part], rngs[part]))
 
     def _solve(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
+        solved = self.solve(seen, rngs)
+        return [self.rebuilt(s, solved, b) for b, s in enumerate(seen)]
+
+    def solve(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> "Solved":
+        """Return the solution of one group of problems (see ``ready`` and ``problem_group``)."""
         first = seen[0]
         device = next(first.model.parameters()).device
         rounds = [list(same) for same in zip(*((s, *s.rounds) for s in seen), strict=True)]  # by round, then problem
@@ -86,7 +86,7 @@ class Newton(Attack):
         with differentiating(first.model):
             each = 8.0 * 40 * rows.seen.shape[1] if dense else self._bytes_each(rows, starts)
             best = solver.best(rows, starts, together=max(1, int(self.memory / each)))
-        return [self._rebuilt(s, guesses[0][b], best, b) for b, s in enumerate(seen)]
+        return Solved(prior, guesses[0], rows, best)
 
     def _bytes_each(self, rows: Rows, starts: Tensor) -> float:
         """Return what one problem takes at a step that does not write the Jacobian out, measured on one."""
@@ -105,8 +105,9 @@ class Newton(Attack):
         away[0] *= 0.0 if prior.examples == 1 else 0.1
         return prior.center() + away
 
-    def _rebuilt(self, s: Observation, guess: Guess, best: BestStarts, b: int) -> Reconstruction:
+    def rebuilt(self, s: Observation, solved: "Solved", b: int) -> Reconstruction:
         """Return what the best start of problem b gives."""
+        best, guess = solved.best, solved.guesses[b]
         pixels = s.num_examples * int(torch.Size(s.input_shape).numel())
         inputs = best.point[b, :pixels].reshape(s.num_examples, *s.input_shape).to(torch.float32)
         labels = guess.targets(s, inputs, best.point[b, pixels : pixels + guess.value.numel()])
@@ -117,6 +118,25 @@ class Newton(Attack):
         details = {"steps": float(best.all_steps[b]), "restarts": starts, "floor": float(best.floor[b])}
         details |= {"out_of_time": 1.0} if late else {}
         return Reconstruction(inputs.clamp(*s.bounds), labels, value, finished, details)
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A group of problems: what is looked for, the equations, and where each of them ended."""
+
+    prior: Prior
+    guesses: Sequence[Guess]  # of the targets
+    rows: Rows
+    best: BestStarts
+
+
+def ready(seen: Sequence[Observation], rngs: Sequence[Generator], attack: str) -> list[Observation]:
+    """Return the observations as equations are made from them: labels read, and of one step where that is exact."""
+    every = [r for s in seen for r in (s, *s.rounds)]
+    check_seen(every)
+    refuse_adaptive(every, attack)
+    labelled = with_labels([pooled(s) for s in seen], rngs)
+    return [replace(_one_step(s), rounds=tuple(_one_step(r, s.labels) for r in s.rounds)) for s in labelled]
 
 
 def _one_step(s: Observation, labels: Tensor | None = None) -> Observation:
@@ -130,7 +150,8 @@ def _entries(s: Observation, rows: Tensor) -> Tensor:
     return torch.arange(rows.shape[1], device=rows.device) < rows.shape[1] - logits
 
 
-def _group(s: Observation) -> tuple[object, ...]:
+def problem_group(s: Observation) -> tuple[object, ...]:
+    """Return what problems that are solved together have in common."""
     return (_alike(s), *map(_alike, s.rounds))
 
 

@@ -234,11 +234,13 @@ class Observed:
     def _given(self, target: Target) -> Observation | GradveilError:
         """Return the update, and what a server of this tier has beside it."""
         seen, tier = self.seen(target), target.server.tier
-        if isinstance(seen, GradveilError) or tier == "naive":
+        if isinstance(seen, GradveilError):
+            return seen
+        seen = replace(seen, public=self._public)
+        if tier == "naive":
             return seen
         key = (id(target.look.model), target.defense)
-        client = self._clients.setdefault(key, _Client(self, target))
-        seen = replace(seen, client=client, public=self._public)
+        seen = replace(seen, client=self._clients.setdefault(key, _Client(self, target)))
         if tier == "informed":
             return replace(seen, candidates=self._candidates(target.victim), others=self._others(target.victim))
         if tier == "patient":

@@ -1,0 +1,288 @@
+"""Posterior sampling with a diffusion prior that is trained on public images, and the exact law of known noise.
+
+``newton`` takes images to be Gaussian. Here they are what a denoising network says, D(x; σ). The update is solved by
+``newton`` first, and its equations are made linear at the answer x₀: the likelihood is then a quadratic form of the
+image, with curvature H and slope b. Images are drawn from the posterior by going down the noise levels σ of the
+network. What an image with noise of σ may come from is taken to have the mean D and, up to a factor, the precision P
+that Gaussian images have (Peng et al. 2024), so that with the update it has the mean
+
+    x₀ + (H + P)⁻¹ (b + P (D(x; σ) - x₀)),  P = (Σ⁻¹ + I/σ²) / width;
+
+to a draw of it, noise of the next level is added. If D is that of Gaussian images, every draw is exact at width 1; as
+draws come in pairs, with noise of either sign, their mean is newton's answer then. Other images leave more open in some
+places and less in others: with a larger width the update is heard more there. The equations are made linear once more,
+at the mean of the draws, for each width. How far to go is chosen on public images that were held out: the server makes
+the updates that they would have sent, with noise of the same law, attacks these in the same way, and takes the level at
+which the mean of draws errs least for updates that are about as large. Where none errs less than newton, or where there
+are none, it is newton's answer.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Generator, Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from gradveil import pace
+from gradveil.attacks.base import ATTACKS, Attack, differentiating, in_groups
+from gradveil.attacks.denoiser import HELD_OUT, Trained, train
+from gradveil.attacks.gauss_newton.equations import TOGETHER, Prior
+from gradveil.attacks.gauss_newton.stacked import normal_equations
+from gradveil.attacks.memory import in_parts
+from gradveil.attacks.newton import Newton, Solved, problem_group, ready
+from gradveil.errors import AttackError
+from gradveil.gradients.functional import trial_updates
+from gradveil.seeds import Seeds
+from gradveil.types import Batch, GaussianPrior, Observation, Reconstruction
+
+SIGMAS = [2.0 * 0.025 ** (k / 11) for k in range(12)]  # noise levels, in units of the spread of images
+WIDTHS = (1.0, 4.0, 16.0)  # by which P is divided, one each time that the equations are made linear
+STAND_INS = 16  # updates of held-out images, that the level is chosen with
+LIKE, FEWEST = 2.0, 4  # those count that are as large up to this factor; fewer of them say nothing
+SHARP = 1e-3  # to which share of their input ReLU kinks are rounded where equations are made linear
+ROUNDING = 1e-13  # of a sum in double precision, with some room
+MOST = 8192  # unknowns: their curvature is written out
+MEMORY = 4e9  # bytes for the curvatures of problems that run together
+
+_NETWORKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by public images, then by what else counts
+
+
+@ATTACKS.register("diffusion")
+@dataclass(frozen=True)
+class Diffusion(Attack):
+    """Draw images from the posterior under a diffusion prior trained on public images; the mean of draws is returned.
+
+    For servers with public images and their labels (``seen.public``) and, to some use, a known noise (``seen.noise``).
+    It begins where ``newton`` ends. A network is trained for each set of public images: meant for a GPU.
+    """
+
+    steps: int = 2000  # of the network's training
+    width: int = 32  # of the network
+    pairs: int = 4  # of draws from the posterior, averaged
+
+    def __post_init__(self) -> None:
+        if min(self.steps, self.pairs) < 1 or self.width < 4 or self.width % 4:
+            raise ValueError("steps and pairs must be at least 1, and width a multiple of 4")
+
+    def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
+        """Rebuild the inputs behind several updates; those that share public images share a network."""
+        for s in seen:
+            _check_public(s)
+        fitted = {id(s.public): GaussianPrior.fit(s.public.inputs) for s in seen if s.public and s.prior is None}
+        known = [replace(s, prior=s.prior or fitted[id(s.public)]) for s in seen]
+        return in_groups(known, rngs, _group, self._rebuilt)
+
+    def _rebuilt(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
+        trained = self._trained(seen[0])
+        others, truth = _stand_ins(seen, trained.held)
+        every = ready([*seen, *others], [*rngs, *(Seeds()("labels", k) for k in range(len(others)))], "diffusion")
+        draws = [*rngs, *(Seeds()("draws", k) for k in range(len(others)))]
+        way = in_groups(every, draws, problem_group, lambda group, own: self._in_parts(trained, group, own))
+        error = torch.stack([w.error(x) for w, x in zip(way[len(seen) :], truth, strict=True)])  # (K, W)
+        sizes = torch.tensor([_signal(s) for s in every]).log()
+        found = []
+        for b, s in enumerate(seen):
+            near = (sizes[len(seen) :] - sizes[b]).abs() < math.log(LIKE)
+            alike = error[near.to(error.device)] if int(near.sum()) >= FEWEST else error[:, :1]
+            found.append(way[b].rebuilt(alike.mean(0), s, trained))
+        return found
+
+    def _trained(self, first: Observation) -> Trained:
+        """Return the network of the public images; it is kept as long as they are."""
+        assert first.public is not None
+        device = next(first.model.parameters()).device
+        kept = _NETWORKS.setdefault(first.public.inputs, {})
+        key = (id(first.prior), first.num_classes, self.width, self.steps, device)
+        if key in kept:
+            found: Trained = kept[key][1]
+            return found
+        prior = replace(Prior.of(first, 0, device), examples=1)
+        trained = train(first.public.to(device), first.num_classes, prior, self.width, self.steps, SIGMAS)
+        if not trained.late:
+            kept[key] = first.prior, trained  # the prior as well, so that its id stays its own
+        return trained
+
+    def _in_parts(self, trained: Trained, seen: Sequence[Observation], rngs: Sequence[Generator]) -> "list[Way]":
+        unknowns = seen[0].num_examples * int(torch.Size(seen[0].input_shape).numel())
+        size = min(len(seen), max(1, int(MEMORY / (4 * 8 * unknowns**2))))
+        return in_parts(seen, rngs, size, lambda part: self._ways(trained, seen[part], rngs[part]))
+
+    def _ways(self, trained: Trained, seen: Sequence[Observation], rngs: Sequence[Generator]) -> "list[Way]":
+        newton, first = Newton(), seen[0]
+        solved = newton.solve(seen, rngs)
+        n, z, late = solved.prior.pixels, solved.best.point, False
+        classes = torch.stack([_classes(s) for s in seen]).to(z.device)
+        levels = len(trained.sigmas)
+        points = z[:, None, :n].repeat(1, 1 + len(WIDTHS) * levels, 1)
+        total = len(WIDTHS) * levels
+        pace.step(0, total)
+        for i, width in enumerate(WIDTHS):
+            with differentiating(first.model):
+                form = Forms.at(solved, z)
+            for done, mean in enumerate(self._means(trained, form, width, classes, rngs), 1 + i * levels):
+                points[:, done] = torch.where(mean.isfinite().all(1, keepdim=True), mean, points[:, 0])
+                if late := pace.step(done, total) and done < total:
+                    break
+            if late:
+                break
+            z = form.with_beside(points[:, done].clamp(*first.bounds))
+        return [Way(newton.rebuilt(s, solved, b), points[b], s.bounds, late) for b, s in enumerate(seen)]
+
+    def _means(
+        self, trained: Trained, form: "Forms", width: float, classes: Tensor, rngs: Sequence[Generator]
+    ) -> Iterator[Tensor]:
+        """Yield the means of draws (B, n) from noise level to noise level."""
+        prior, point = form.prior, form.point[:, None]
+        (b, n), d = form.point.shape, len(form.prior.mean)
+        signs = torch.tensor([1.0, -1.0]).to(point)[:, None]
+
+        def noise() -> Tensor:
+            white = [torch.randn(self.pairs, 1, n, generator=rng, device=rng.device) for rng in rngs]
+            return (torch.stack(white).to(point) * signs).flatten(1, 2)  # (B, 2 pairs, n)
+
+        precision = prior.precision()
+        solve, root = form.solver(precision)
+        middle = solve(form.pull[:, None] - (point - prior.center()) @ precision)  # of the Gaussian posterior
+        x = point + middle + root(noise()) + trained.sigmas[0] * noise()
+        for k, sigma in enumerate(trained.sigmas):
+            names = classes[:, None].expand(b, x.shape[1], -1)
+            told = trained.clean(x.reshape(*names.shape, d), names, k).reshape(x.shape)
+            inner = (precision + torch.eye(n).to(precision) / sigma**2) / width
+            solve, root = form.solver(inner)
+            mean = point + solve(form.pull[:, None] + (told - point) @ inner)
+            yield mean.mean(1)
+            following = trained.sigmas[min(k + 1, len(trained.sigmas) - 1)]
+            kept = following**2 / sigma**2
+            clean = mean + root(noise())
+            x = clean + kept * (x - clean) + following * (1 - kept) ** 0.5 * noise()
+
+
+@dataclass(frozen=True)
+class Way:
+    """From newton's answer down the noise levels, for one update."""
+
+    newton: Reconstruction
+    points: Tensor  # (W, n): newton's, then the mean of draws at each level of each pass
+    bounds: tuple[float, float]
+    late: bool  # the time was over before
+
+    def error(self, truth: Tensor) -> Tensor:
+        """Return the mean squared error (W,) of each point, within the data range."""
+        return (self.points.clamp(*self.bounds) - truth).square().mean(1)
+
+    def rebuilt(self, error: Tensor, s: Observation, trained: Trained) -> Reconstruction:
+        """Return the point at which others err least; ``error`` (W,) is theirs, or that of the first points alone."""
+        best = int(error.argmin())
+        inputs = self.points[best].reshape(s.num_examples, *s.input_shape).float().clamp(*s.bounds)
+        width, sigma = divmod(max(0, best - 1), len(trained.sigmas))
+        details = {"held_out": float(error[best]), "newton": float(error[0])}
+        details |= {"sigma": trained.sigmas[sigma], "width": WIDTHS[width]} if best else {}
+        late = trained.late or self.late or "out_of_time" in self.newton.details
+        details |= {"out_of_time": 1.0} if late else {}
+        content = self.newton.converged and not late
+        return Reconstruction(inputs, self.newton.labels, details["held_out"], content, details)
+
+
+@dataclass(frozen=True)
+class Forms:
+    """What updates say of their examples x, made linear at a point: the likelihood is, with y = x - point,
+
+    exp(pullᵀ y - yᵀ curvature y / 2).
+    """
+
+    prior: Prior  # without numbers beside the examples
+    point: Tensor  # (B, n)
+    curvature: Tensor  # (B, n, n)
+    pull: Tensor  # (B, n)
+    beside: Tensor  # (B, k), where the other unknowns are, at the point
+    across: Tensor  # (B, k, n), how they go with the examples
+
+    @classmethod
+    def at(cls, solved: Solved, z: Tensor) -> "Forms":
+        """Return the forms at z (B, n + k); what is unknown beside the examples is integrated out."""
+        prior, rows, width = replace(solved.prior, extra=0), solved.rows, z.new_full((len(z),), SHARP)
+        n, residual = prior.pixels, rows.residual(z, width)
+        weights = rows.weights / (rows.noise.square() + (solved.best.floor[:, None] * rows.rms).square())
+        parts = [
+            normal_equations(rows.take(part), z[part], residual[part], weights[part], width[part])
+            for part in torch.arange(len(z), device=z.device).split(max(1, TOGETHER // z.shape[1]))
+        ]
+        h, slope = (torch.cat(each) for each in zip(*parts, strict=True))
+        inner = _above_rounding(h[:, n:, n:] + torch.eye(z.shape[1] - n).to(z))
+        across = torch.linalg.solve(inner, h[:, n:, :n])
+        away = torch.linalg.solve(inner, slope[:, n:] + z[:, n:])
+        curvature = h[:, :n, :n] - h[:, :n, n:] @ across
+        pull = (h[:, :n, n:] @ away[..., None])[..., 0] - slope[:, :n]
+        curvature = _above_rounding((curvature + curvature.mT) / 2)
+        return cls(prior, z[:, :n], curvature, pull, z[:, n:] - away, across)
+
+    def with_beside(self, x: Tensor) -> Tensor:
+        """Return examples x (B, n) with the other unknowns that go with them (B, n + k)."""
+        return torch.cat([x, self.beside - (self.across @ (x - self.point)[..., None])[..., 0]], 1)
+
+    def solver(self, precision: Tensor) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+        """Return v (B, S, n) -> (curvature + precision)⁻¹ v, and white noise (B, S, n) -> noise of that covariance."""
+        factor, _ = torch.linalg.cholesky_ex(self.curvature + precision)
+        return (
+            lambda v: torch.cholesky_solve(v.mT, factor).mT,
+            lambda v: torch.linalg.solve_triangular(factor.mT, v.mT, upper=True).mT,
+        )
+
+
+def _above_rounding(h: Tensor) -> Tensor:
+    """Return matrices (B, m, m) with what rounding can take from their smallest eigenvalues added."""
+    most = h.diagonal(dim1=1, dim2=2).amax(1) if h.shape[1] else h.new_zeros(len(h))
+    return h + ROUNDING * most[:, None, None] * torch.eye(h.shape[1]).to(h)
+
+
+def _stand_ins(seen: Sequence[Observation], held: Batch) -> tuple[list[Observation], list[Tensor]]:
+    """Return what would have been seen of images that were held out, in place of some of the examples; and these."""
+    made, truth, n = [], [], seen[0].num_examples
+    for k in range(min(STAND_INS, len(held) // n)):
+        batch, rng = held[k * n : (k + 1) * n], Seeds()("stand-in", k)
+        made.append(_sent(seen[k % len(seen)], batch, rng))
+        truth.append(batch.inputs.flatten())
+    return made, truth
+
+
+def _sent(s: Observation, batch: Batch, rng: Generator) -> Observation:
+    like = next(s.model.parameters())
+    y = s.loss.rows(batch.labels, s.num_classes).to(like)
+    many = trial_updates(s, s.update.gradient)(batch.inputs.reshape(1, -1, *s.input_shape).to(like), y[None])
+    sent = {
+        name: g[0].detach() + s.noise.get(name, 0.0) * torch.randn(g.shape[1:], generator=rng).to(g)
+        for name, g in many.items()
+    }
+    labels = None if s.labels is None else batch.labels
+    rounds = tuple(_sent(r, batch, rng) for r in s.rounds)
+    return replace(s, update=replace(s.update, gradient=sent), labels=labels, rounds=rounds)
+
+
+def _signal(s: Observation) -> float:
+    """Return the norm of an update without its noise, as far as that can be told from it."""
+    given = [(s.update.gradient[name], s.noise.get(name, 0.0)) for name in s.visible]
+    energy = sum(float(g.double().square().sum()) - std**2 * g.numel() for g, std in given)
+    return max(energy, sum(2 * std**4 * g.numel() for g, std in given) ** 0.5, 1e-30) ** 0.5
+
+
+def _check_public(s: Observation) -> None:
+    shape, least, public = s.input_shape, HELD_OUT * s.num_examples, s.public
+    fits = public is not None and len(shape) == 3 and tuple(public.inputs.shape[1:]) == shape and public.labelled
+    if public is None or not fits or len(public) < least:
+        raise AttackError(f"diffusion learns what images look like: it needs {least} labelled public images or more.")
+    unknowns = s.num_examples * int(torch.Size(shape).numel())
+    if unknowns > MOST:
+        raise AttackError(f"diffusion looks for at most {MOST} numbers; the images of this update have {unknowns}.")
+
+
+def _group(s: Observation) -> tuple[object, ...]:
+    return (id(s.public), problem_group(s), tuple(sorted(s.noise.items())), not s.weights)
+
+
+def _classes(s: Observation) -> Tensor:
+    """Return the classes of the examples (N,), below zero where they are not known."""
+    if s.labels is None or s.labels.ndim > 1 or s.labels.is_floating_point():
+        return torch.full((s.num_examples,), -1)
+    return s.labels.cpu()
