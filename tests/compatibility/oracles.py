@@ -20,9 +20,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from compatibility.zoo import CLASSES, Model
 from gradveil import leak_scores, protect, step_gradient
+from gradveil.attacks import diffusion
 from gradveil.attacks.analytic import layer_inputs, readable_layer
 from gradveil.attacks.base import ATTACKS, Malicious
+from gradveil.attacks.denoiser import Trained
 from gradveil.attacks.inverter import Course
+from gradveil.attacks.newton import Newton
 from gradveil.attacks.search.matching import Matching, squared_distance
 from gradveil.attacks.search.objective import MatchingObjective, Unknowns
 from gradveil.certificates import reach
@@ -387,7 +390,8 @@ def check_attack(name: str, model: Model) -> None:
     count = 1 if name in ("idlg", "rep", "analytic", "newton", "diffusion") else 2
     seen, x, y = observed(model, count)
     if name in ("newton", "diffusion"):
-        _check_newton(model, attack, x, y)
+        with _untrained():
+            _check_newton(model, attack, x, y)
         return
     own = {"inverter": _check_inverter, "candidates": _check_candidates}
     own |= dict.fromkeys(("spear", "cocktail"), _check_unmixed)
@@ -531,6 +535,24 @@ def _check_candidates(model: Model, attack: Any) -> None:
         for n, g in less(plain, sent).items()
     )
     close(torch.tensor(answer.objective), torch.as_tensor(total) / 2, max(1e-3, rounding(model)))
+
+
+class _Still(Trained):
+    """No network: an image is what is seen of it."""
+
+    def clean(self, x: Tensor, classes: Tensor, level: int) -> Tensor:
+        return x
+
+
+@contextmanager
+def _untrained() -> Iterator[None]:
+    """Within, ``diffusion`` has no network, which is none of the model's business, and takes few steps of newton."""
+
+    def still(public: Batch, *_: object) -> Trained:
+        return _Still(None, Batch(public.inputs.flatten(1)[:1].float(), public.labels[:1]), [0.1], [0.0], [1.0], False)  # type: ignore[arg-type]
+
+    with patch.object(diffusion, "train", still), patch.object(diffusion, "Newton", lambda: Newton(12, floor=0.01)):
+        yield
 
 
 def _check_newton(model: Model, attack: Any, x: Tensor, y: Tensor) -> None:
