@@ -211,8 +211,8 @@ class Forms:
         ]
         h, slope = (torch.cat(each) for each in zip(*parts, strict=True))
         inner = _above_rounding(h[:, n:, n:] + torch.eye(z.shape[1] - n).to(z))
-        across = torch.linalg.solve(inner, h[:, n:, :n])
-        away = torch.linalg.solve(inner, slope[:, n:] + z[:, n:])
+        across = torch.linalg.solve_ex(inner, h[:, n:, :n])[0]
+        away = torch.linalg.solve_ex(inner, slope[:, n:] + z[:, n:])[0]
         curvature = h[:, :n, :n] - h[:, :n, n:] @ across
         pull = (h[:, :n, n:] @ away[..., None])[..., 0] - slope[:, :n]
         curvature = _above_rounding((curvature + curvature.mT) / 2)
