@@ -264,7 +264,8 @@ def _signal(s: Observation) -> float:
     """Return the norm of an update without its noise, as far as that can be told from it."""
     given = [(s.update.gradient[name], s.noise.get(name, 0.0)) for name in s.visible]
     energy = sum(float(g.double().square().sum()) - std**2 * g.numel() for g, std in given)
-    return max(energy, sum(2 * std**4 * g.numel() for g, std in given) ** 0.5, 1e-30) ** 0.5
+    blur = math.sqrt(sum(2 * std**4 * g.numel() for g, std in given))
+    return math.sqrt(max(energy, blur, 1e-30))
 
 
 def _check_public(s: Observation) -> None:
