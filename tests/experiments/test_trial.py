@@ -166,7 +166,7 @@ def test_a_view_is_worked_out_once_for_all_attacks_and_tiers(scene: Scene, found
 @pytest.mark.parametrize(
     ("tier", "has"),
     [
-        ("naive", set()),
+        ("naive", {"public"}),
         ("knows", {"client", "public"}),
         ("informed", {"client", "public", "candidates"}),
         ("patient", {"client", "public", "rounds"}),

@@ -234,13 +234,10 @@ class Observed:
     def _given(self, target: Target) -> Observation | GradveilError:
         """Return the update, and what a server of this tier has beside it."""
         seen, tier = self.seen(target), target.server.tier
-        if isinstance(seen, GradveilError):
-            return seen
-        seen = replace(seen, public=self._public)
-        if tier == "naive":
-            return seen
-        key = (id(target.look.model), target.defense)
-        seen = replace(seen, client=self._clients.setdefault(key, _Client(self, target)))
+        if isinstance(seen, GradveilError) or tier == "naive":
+            return seen if isinstance(seen, GradveilError) else replace(seen, public=self._public)
+        client = self._clients.setdefault((id(target.look.model), target.defense), _Client(self, target))
+        seen = replace(seen, client=client, public=self._public)
         if tier == "informed":
             return replace(seen, candidates=self._candidates(target.victim), others=self._others(target.victim))
         if tier == "patient":
