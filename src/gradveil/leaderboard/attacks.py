@@ -82,7 +82,7 @@ class _Attacked:
         self.skipped: list[Row] = []
         self.probed = Probed(drawn=False)
         self.knowing: tuple[Countermeasure, ...] = ()
-        if "records" in self.defense.acts_on:  # its law is what its certificate stands on: taken as declared
+        if self.defense.spends(1) is not None:  # its law is what its certificate stands on: taken as declared
             self.probed = Probed()
             self.knowing = self.defense.adaptive(place.model)
         elif entry.spec != "none":
