@@ -238,7 +238,9 @@ def capture(model: nn.Module, batch: Batch, loss: Loss) -> Captured | None:
     whole = all(len(a) == len(batch) and a._version == version for _, a, _, version in seen)
     if not once or not whole or len(seen) < len(layers):
         return None
-    deltas = torch.autograd.grad(value, [edge for *_, edge, _ in seen], materialize_grads=True)
+    deltas = torch.autograd.grad(value, [edge for *_, edge, _ in seen], allow_unused=True)
+    if any(d is None for d in deltas):  # a layer whose output leads nowhere
+        return None
     found = [
         KINDS[type(module)](module, layers[module], (wide(a) if a.is_floating_point() else a)[None], wide(d)[None])
         for (module, a, _, _), d in zip(seen, deltas, strict=True)

@@ -114,13 +114,13 @@ def step_gradient(
     """
     report = Report() if report is None else report
     batch = defense.on_batch(batch, rng)
+    weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if "records" in defense.acts_on:
         records = records_of(getattr(model, "_orig_mod", model), batch, loss)
-        gradient = defense.on_records(records, slots or len(batch), rng)
+        bare = defense.on_records(records, slots or len(batch), rng)
         report.steps += 1
         report.examples += len(batch)
-        return defense.on_gradient(gradient, rng)
-    weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        return defense.on_gradient({name: bare[name.removeprefix("_orig_mod.")] for name in weights}, rng)
     with torch.enable_grad(), _substituting(model, defense, batch.inputs, rng, report) as under_way:
         output = getattr(model, "_orig_mod", model)(batch.inputs)  # a compiled model: run what was compiled, plainly
         if under_way is not None and (message := under_way.used_elsewhere(output)) is not None:
