@@ -24,14 +24,14 @@ def test_a_promise_becomes_noise_and_an_expected_cost() -> None:
     assert "a client takes part at most 20 times" in text
     assert "z = 2.236 a release; each client adds 0.7071 of its clip" in text
     assert "z_run = 0.5, μ = 2, ρ = 2 nats, ε = 10 at δ = 1e-05" in text
-    assert "expected to cost under two points" in text
+    assert "expected to cost more than two points" in text
     assert "--defense veil:promise=reconstruction,tier=aggregate where" in text
     assert "Gaussian-DP for zeroing one record" in text
     assert len(text.splitlines()) < 25
     found: dict[str, Any] = json.loads(plan(*options, "--json"))
     assert found["whole_run"]["guess"] == pytest.approx(0.372, abs=1e-3)
     assert found["noise_to_signal"] == pytest.approx(2.236 * 15_000**0.5 / 2000, rel=1e-3)
-    assert found["under_two_points_from_cohort"] == 7
+    assert found["under_two_points_from_cohort"] == 23
 
 
 def test_the_floor_and_the_size_come_from_data_and_model() -> None:

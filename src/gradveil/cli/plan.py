@@ -150,7 +150,7 @@ def _cost(plan: "Plan") -> str:
     verdict = "under" if ratio <= TWO_POINTS else "more than"
     return (
         f"cost         noise to signal {ratio:.2g}: expected to cost {verdict} two points of accuracy "
-        f"(up to {TWO_POINTS:g} in small trials); under two from a cohort of {plan.cheap_from} on"
+        f"(up to {TWO_POINTS:g} in trials); under two from a cohort of {plan.cheap_from} on"
     )
 
 
