@@ -136,7 +136,7 @@ def main() -> None:
             rows.append(row | {"accuracy": found, "held": held[best]})
             lost = 100 * (fmean(rows[-len(rows) if group is PROMISES else len(PROMISES)]["accuracy"]) - fmean(found))
             print(f"{setting.name:28} {fmean(found):.4f} {min(found):.4f}-{max(found):.4f} lost {lost:+.2f} {best}")
-            given.out.write_text(json.dumps(rows, indent=1) + "\n")
+            given.out.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

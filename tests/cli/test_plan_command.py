@@ -5,15 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from gradveil.cli.main import app
+from gradveil.cli.plan import command
 from gradveil.errors import GradveilError
 
 
 def plan(*options: str) -> str:
     """Run the command and return what it prints."""
-    result = CliRunner().invoke(app, ["plan", *options], catch_exceptions=False)
+    app = typer.Typer()
+    app.command()(command)
+    result = CliRunner().invoke(app, [*options], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
 
