@@ -236,6 +236,7 @@ SOUND = (
     "representation:share=0.4", "random_mask:share=0.4", "pruning:share=0.8", 
     "decoy:floor=0.02", "representation:share=0.4+gaussian:scale=0.1", "gaussian:scale=0.1+pruning:share=0.8",
     "veil:z=0.01", "veil:z=1,clip=0.2", "veil:z=0.5,shape=public,quantile=0.9,rank=16",
+    "outpost", "outpost:scale=0.1", "sign", "quantise:bits=4", "qsgd:levels=1,norm=max", "ats", "dp_sgd:noise=0.3",
 )  # fmt: skip
 
 

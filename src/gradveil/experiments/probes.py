@@ -25,8 +25,8 @@ from gradveil.experiments.probing.laws import (
     contradictions,
     declared_noise,
     distance,
+    looked_at,
     reproduces,
-    shown_by,
     viewed,
 )
 from gradveil.experiments.probing.remains import draw, sampled
@@ -234,9 +234,10 @@ class _Probe:
         if noise:
             begun = flatten(self._gradient(self._client(0), drawn[0]))
             count = int(max(6, min(DRAWS, WORK / len(begun))))
-            shown = shown_by(self.declared, seen[0], channel)
-            draws = draw(channel, drawn[:count], begun, shown)
-            rounds = [sampled(channel, [shown(out)], shown(begun)) for out in channel.carried_on(begun, drawn[0])]
+            shown, expected = looked_at(self.declared, seen[0], channel)
+            before = expected(begun)
+            draws = draw(channel, drawn[:count], begun, shown, before)
+            rounds = [sampled(channel, [shown(out)], before) for out in channel.carried_on(begun, drawn[0])]
             errors += [] if draws is None else contradictions(draws, noise, rounds)
             if acted.error:
                 errors.append(f"Independent noise is declared, and {acted.error}.")

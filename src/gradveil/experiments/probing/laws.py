@@ -156,18 +156,37 @@ def claims(view: Observation, seen: Observation) -> bool:
     return same and all(view.update.gradient[n] is seen.update.gradient[n] for n in view.update.gradient)
 
 
-def shown_by(declared: Sequence[Countermeasure], seen: Observation, channel: Channel) -> Callable[[Tensor], Tensor]:
-    """Return what a view with declared noise makes of a vector that arrives: coordinates in which it is plain."""
+Look = Callable[[Tensor], Tensor]  # of a vector over all tensors
+
+
+def looked_at(declared: Sequence[Countermeasure], seen: Observation, channel: Channel) -> tuple[Look, Look]:
+    """Return what a view with declared noise makes of a vector that arrives, and of a gradient before the noise.
+
+    The first has coordinates in which the noise is plain; the second also what the server simulates.
+    """
 
     def shown(server: Countermeasure, vector: Tensor) -> Tensor:
         arrived = replace(seen, update=replace(seen.update, gradient=channel.tree(vector)))
         return flatten(server.view(arrived).update.gradient)
 
+    def simulated(view: Observation, vector: Tensor) -> Tensor:
+        return flatten(view.simulated(channel.tree(vector), view.simulate_on))
+
     for server in declared:
         view = viewed(server, seen)
-        if view is not None and view.noise and not claims(replace(view, noise={}, simulate=None), seen):
-            return partial(shown, server)
-    return lambda vector: vector
+        if view is None or not view.noise:
+            continue
+        plain = claims(replace(view, noise={}, simulate=None), seen)
+        arrives = _as_it_is if plain else partial(shown, server)
+        if view.simulate is not None:
+            return arrives, partial(simulated, view)
+        if not plain:
+            return arrives, arrives
+    return _as_it_is, _as_it_is
+
+
+def _as_it_is(vector: Tensor) -> Tensor:
+    return vector
 
 
 def declared_noise(declared: Sequence[Countermeasure], seen: Sequence[Observation]) -> dict[str, float]:

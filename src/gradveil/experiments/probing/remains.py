@@ -34,15 +34,22 @@ class Draws:
 
 
 def draw(
-    channel: Channel, secrets: Sequence[Secret], vector: Tensor, shown: Callable[[Tensor], Tensor] = lambda v: v
+    channel: Channel,
+    secrets: Sequence[Secret],
+    vector: Tensor,
+    shown: Callable[[Tensor], Tensor] = lambda v: v,
+    before: Tensor | None = None,
 ) -> Draws | None:
-    """Run a defence with each secret on one gradient; None where it fails. ``shown``: as a server looks at it."""
+    """Run a defence with each secret on one gradient; None where it fails.
+
+    ``shown``: what arrives, as a server looks at it; ``before``: what it takes the noise to be added to.
+    """
     outs = (channel.run(vector, secret) for secret in secrets)
     kept = []
     for out in outs:
         if out is None:
             return None
-        kept.append(sampled(channel, [shown(out)], shown(vector)))
+        kept.append(sampled(channel, [shown(out)], vector if before is None else before))
     return Draws({name: torch.cat([one.sent[name] for one in kept]) for name in channel.parts}, kept[0].true)
 
 
