@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradveil.certificates.configurations import Bought, Known, check
+from gradveil.certificates.configurations import Bought, Told, check
 from gradveil.certificates.privacy import GaussianTraining
 from gradveil.errors import CertificateError
 
@@ -76,19 +76,19 @@ def test_a_share_of_clients_is_no_limit_on_participation(tmp_path: Path) -> None
     (one,) = check(path)
     assert one.releases == 50
     assert "takes part in 5 of 50 rounds on average" in said(one)
-    assert check(path, Known(participations=5))[0].releases == 5
+    assert check(path, Told(participations=5))[0].releases == 5
 
 
 def test_what_opacus_counted_is_of_one_engine(tmp_path: Path) -> None:
     state = {"history": [(10.0, 0.5, 4)], "mechanism": "prv"}
-    (one,) = check(saved(tmp_path, state), Known(rounds=2))
+    (one,) = check(saved(tmp_path, state), Told(rounds=2))
     assert (one.level, one.releases) == ("record", 2)
     assert one.epsilon == pytest.approx(GaussianTraining(10.0, 0.5, 8).epsilon(1e-5))
     assert one.mu == pytest.approx(sqrt(2) / 10)  # each record twice a round
     assert "a new one in every round" in said(one)
     assert "secret Poisson batches" in said(one)
     torch.save({"privacy_accountant_state_dict": state, "module_state_dict": {}}, tmp_path / "checkpoint.pt")
-    assert check(tmp_path / "checkpoint.pt", Known(rounds=2))[0].epsilon == one.epsilon
+    assert check(tmp_path / "checkpoint.pt", Told(rounds=2))[0].epsilon == one.epsilon
 
 
 def test_opacus_settings_in_a_flower_app(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_filters_of_nvflare(tmp_path: Path) -> None:
         {"path": "site.Own"},
     ]
     job = {"format_version": 2, "task_result_filters": [{"tasks": ["train"], "filters": chosen}]}
-    svt, percentile, local, own = check(saved(tmp_path, job), Known(rounds=10, parameters=7_000_000))
+    svt, percentile, local, own = check(saved(tmp_path, job), Told(rounds=10, parameters=7_000_000))
     assert svt.epsilon_round == pytest.approx(70_000, rel=1e-3)
     assert svt.epsilon == pytest.approx(700_000, rel=1e-3)
     assert "of choosing the entries alone" in said(svt)

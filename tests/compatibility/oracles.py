@@ -23,7 +23,7 @@ from gradveil import leak_scores, protect, step_gradient
 from gradveil.attacks import diffusion
 from gradveil.attacks.analytic import layer_inputs, readable_layer
 from gradveil.attacks.base import ATTACKS, Malicious
-from gradveil.attacks.denoiser import Trained
+from gradveil.attacks.denoiser import TrainedDenoiser
 from gradveil.attacks.inverter import Course
 from gradveil.attacks.newton import Newton
 from gradveil.attacks.search.matching import Matching, squared_distance
@@ -537,7 +537,7 @@ def _check_candidates(model: Model, attack: Any) -> None:
     close(torch.tensor(answer.objective), torch.as_tensor(total) / 2, max(1e-3, rounding(model)))
 
 
-class _Still(Trained):
+class _Still(TrainedDenoiser):
     """No network: an image is what is seen of it."""
 
     def clean(self, x: Tensor, classes: Tensor, level: int) -> Tensor:
@@ -548,7 +548,7 @@ class _Still(Trained):
 def _untrained() -> Iterator[None]:
     """Within, ``diffusion`` has no network, which is none of the model's business, and takes few steps of newton."""
 
-    def still(public: Batch, *_: object) -> Trained:
+    def still(public: Batch, *_: object) -> TrainedDenoiser:
         return _Still(None, Batch(public.inputs.flatten(1)[:1].float(), public.labels[:1]), [0.1], [0.0], [1.0], False)  # type: ignore[arg-type]
 
     with patch.object(diffusion, "train", still), patch.object(diffusion, "Newton", lambda: Newton(12, floor=0.01)):

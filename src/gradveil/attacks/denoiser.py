@@ -115,7 +115,7 @@ class Wiener(nn.Module):
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedDenoiser:
     """A denoiser, and what is known of it at each noise level that it is used at, from images that were held out."""
 
     network: Denoiser
@@ -135,7 +135,9 @@ class Trained:
         return torch.cat(found).reshape(x.shape).to(x)
 
 
-def train(public: Batch, classes: int, prior: Prior, width: int, steps: int, levels: Sequence[float]) -> Trained:
+def train(
+    public: Batch, classes: int, prior: Prior, width: int, steps: int, levels: Sequence[float]
+) -> TrainedDenoiser:
     """Return a denoiser of public images (M, C, H, W), its weights averaged; levels are in units of their spread."""
     rng, device = Seeds()("denoiser"), public.inputs.device
     order = torch.randperm(len(public), generator=rng).to(device)
@@ -148,7 +150,10 @@ def train(public: Batch, classes: int, prior: Prior, width: int, steps: int, lev
     sigmas = [level * net.wiener.spread for level in levels]
     averaged = copy.deepcopy(net).eval().requires_grad_(False)
     optimiser = torch.optim.Adam(net.parameters(), LR, fused=True)
-    best, late = Trained(copy.deepcopy(averaged), held, sigmas, [0.0] * len(sigmas), [1.0] * len(sigmas), False), False
+    best, late = (
+        TrainedDenoiser(copy.deepcopy(averaged), held, sigmas, [0.0] * len(sigmas), [1.0] * len(sigmas), False),
+        False,
+    )
     pace.step(0, steps)
     for done in range(1, steps + 1):
         for group in optimiser.param_groups:
@@ -164,7 +169,7 @@ def train(public: Batch, classes: int, prior: Prior, width: int, steps: int, lev
         if done * LOOKS // steps > (done - 1) * LOOKS // steps or late:
             shares, errors = zip(*(_judged(averaged, held, sigma) for sigma in sigmas), strict=True)
             if sum(errors) < sum(best.errors):
-                best = Trained(copy.deepcopy(averaged), held, sigmas, list(shares), list(errors), False)
+                best = TrainedDenoiser(copy.deepcopy(averaged), held, sigmas, list(shares), list(errors), False)
         if late:
             break
     return replace(best, late=late)

@@ -27,7 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradveil import pace
 from gradveil.attacks.base import ATTACKS, Attack, differentiating, in_groups
-from gradveil.attacks.denoiser import HELD_OUT, Trained, train
+from gradveil.attacks.denoiser import HELD_OUT, TrainedDenoiser, train
 from gradveil.attacks.gauss_newton.equations import TOGETHER, Prior
 from gradveil.attacks.gauss_newton.stacked import normal_equations
 from gradveil.attacks.memory import in_parts
@@ -89,14 +89,14 @@ class Diffusion(Attack):
             found.append(way[b].rebuilt(alike.mean(0), s, trained))
         return found
 
-    def _trained(self, first: Observation) -> Trained:
+    def _trained(self, first: Observation) -> TrainedDenoiser:
         """Return the network of the public images; it is kept as long as they are."""
         assert first.public is not None
         device = next(first.model.parameters()).device
         kept = _NETWORKS.setdefault(first.public.inputs, {})
         key = (id(first.prior), first.num_classes, self.width, self.steps, device)
         if key in kept:
-            found: Trained = kept[key][1]
+            found: TrainedDenoiser = kept[key][1]
             return found
         prior = replace(Prior.of(first, 0, device), examples=1)
         trained = train(first.public.to(device), first.num_classes, prior, self.width, self.steps, SIGMAS)
@@ -104,12 +104,14 @@ class Diffusion(Attack):
             kept[key] = first.prior, trained  # the prior as well, so that its id stays its own
         return trained
 
-    def _in_parts(self, trained: Trained, seen: Sequence[Observation], rngs: Sequence[Generator]) -> "list[Way]":
+    def _in_parts(
+        self, trained: TrainedDenoiser, seen: Sequence[Observation], rngs: Sequence[Generator]
+    ) -> "list[Way]":
         unknowns = seen[0].num_examples * int(torch.Size(seen[0].input_shape).numel())
         size = min(len(seen), max(1, int(MEMORY / (4 * 8 * unknowns**2))))
         return in_parts(seen, rngs, size, lambda part: self._ways(trained, seen[part], rngs[part]))
 
-    def _ways(self, trained: Trained, seen: Sequence[Observation], rngs: Sequence[Generator]) -> "list[Way]":
+    def _ways(self, trained: TrainedDenoiser, seen: Sequence[Observation], rngs: Sequence[Generator]) -> "list[Way]":
         newton, first = Newton(), seen[0]
         solved = newton.solve(seen, rngs)
         n, z, late = solved.prior.pixels, solved.best.point, False
@@ -131,7 +133,7 @@ class Diffusion(Attack):
         return [Way(newton.rebuilt(s, solved, b), points[b], s.bounds, late) for b, s in enumerate(seen)]
 
     def _means(
-        self, trained: Trained, form: "Forms", width: float, classes: Tensor, rngs: Sequence[Generator]
+        self, trained: TrainedDenoiser, form: "Forms", width: float, classes: Tensor, rngs: Sequence[Generator]
     ) -> Iterator[Tensor]:
         """Yield the means of draws (B, n) from noise level to noise level."""
         prior, point = form.prior, form.point[:, None]
@@ -172,7 +174,7 @@ class Way:
         """Return the mean squared error (W,) of each point, within the data range."""
         return (self.points.clamp(*self.bounds) - truth).square().mean(1)
 
-    def rebuilt(self, error: Tensor, s: Observation, trained: Trained) -> Reconstruction:
+    def rebuilt(self, error: Tensor, s: Observation, trained: TrainedDenoiser) -> Reconstruction:
         """Return the point at which others err least; ``error`` (W,) is theirs, or that of the first points alone."""
         best = int(error.argmin())
         inputs = self.points[best].reshape(s.num_examples, *s.input_shape).float().clamp(*s.bounds)

@@ -38,7 +38,7 @@ class Bought:
 
 
 @dataclass(frozen=True)
-class Known:
+class Told:
     """What was said beside the file."""
 
     rounds: int | None = None
@@ -47,9 +47,9 @@ class Known:
     delta: float = 1e-5
 
 
-def check(path: Path, known: Known | None = None) -> list[Bought]:
+def check(path: Path, known: Told | None = None) -> list[Bought]:
     """Return what each mechanism in a configuration file buys."""
-    known = known or Known()
+    known = known or Told()
     values = read(path)
     settings = dict(flat_settings(values))
     found = [_filter(name, args, settings, known) for name, args in filters(values)]
@@ -63,7 +63,7 @@ def check(path: Path, known: Known | None = None) -> list[Bought]:
     return found
 
 
-def _releases(flat: Mapping[str, Any], known: Known) -> tuple[int | None, tuple[str, ...]]:
+def _releases(flat: Mapping[str, Any], known: Told) -> tuple[int | None, tuple[str, ...]]:
     """Return how many rounds a client takes part in, and how that was found."""
     if known.participations is not None:
         return known.participations, ()
@@ -81,7 +81,7 @@ def _releases(flat: Mapping[str, Any], known: Known) -> tuple[int | None, tuple[
     return int(rounds), note
 
 
-def _local_dp(flat: Mapping[str, Any], known: Known) -> Bought:
+def _local_dp(flat: Mapping[str, Any], known: Told) -> Bought:
     """Flower's LocalDpMod, and filters with the same settings: the client clips its update and adds the noise."""
     clip, delta = above_zero(flat, "clipping_norm"), above_zero(flat, "delta", "target_delta")
     claimed, sensitivity = above_zero(flat, "epsilon"), number(flat, "sensitivity")
@@ -120,7 +120,7 @@ def _local_dp(flat: Mapping[str, Any], known: Known) -> Bought:
     )  # fmt: skip
 
 
-def _central_dp(flat: Mapping[str, Any], known: Known) -> Bought:
+def _central_dp(flat: Mapping[str, Any], known: Told) -> Bought:
     """Flower's DP strategies: the server adds noise to the mean of clipped updates."""
     clip, z = above_zero(flat, "clipping_norm", "initial_clipping_norm"), number(flat, "noise_multiplier")
     clients = number(flat, "num_sampled_clients")
@@ -150,7 +150,7 @@ def _central_dp(flat: Mapping[str, Any], known: Known) -> Bought:
     )  # fmt: skip
 
 
-def _opacus(flat: Mapping[str, Any], known: Known) -> Bought:
+def _opacus(flat: Mapping[str, Any], known: Told) -> Bought:
     """DP-SGD in each client, by settings or by what an accountant counted."""
     releases, notes = _releases(flat, known)
     history, delta = flat.get("history"), number(flat, "target_delta", "delta") or known.delta
@@ -202,7 +202,7 @@ class _History:
     history: list[Any]
 
 
-def _filter(name: str, args: Mapping[str, Any], flat: Mapping[str, Any], known: Known) -> Bought:
+def _filter(name: str, args: Mapping[str, Any], flat: Mapping[str, Any], known: Told) -> Bought:
     """One filter of an NVFlare job."""
     both = dict(flat) | {key.replace("-", "_").lower(): value for key, value in args.items()}
     if "clipping_norm" in args and "epsilon" in args:
@@ -218,7 +218,7 @@ def _filter(name: str, args: Mapping[str, Any], flat: Mapping[str, Any], known: 
     return Bought(f"the filter {name}", notes=(note,))
 
 
-def _svt(args: Mapping[str, Any], known: Known) -> Bought:
+def _svt(args: Mapping[str, Any], known: Told) -> Bought:
     """NVFlare's sparse vector filter: pure ε of the threshold, the selection and every value that is released."""
     releases, notes = _releases(args, known)
     share, each = number(args, "fraction") or 0.1, number(args, "noise_var") or 0.1
@@ -249,7 +249,7 @@ def _has(*names: str) -> Callable[[Mapping[str, Any]], bool]:
     return lambda flat: all(name in flat for name in names)
 
 
-KINDS: tuple[tuple[Callable[[Mapping[str, Any]], bool], Callable[[Mapping[str, Any], Known], Bought]], ...] = (
+KINDS: tuple[tuple[Callable[[Mapping[str, Any]], bool], Callable[[Mapping[str, Any], Told], Bought]], ...] = (
     (lambda flat: _has("clipping_norm", "epsilon")(flat) and "noise_multiplier" not in flat, _local_dp),
     (_has("clipping_norm", "noise_multiplier"), _central_dp),
     (_has("initial_clipping_norm", "noise_multiplier"), _central_dp),

@@ -158,9 +158,9 @@ def _check(
     path: Path, rounds: int | None, participations: int | None, parameters: int | None, delta: float, guess: float,
     json: bool,
 ) -> None:  # fmt: skip
-    from gradveil.certificates.configurations import Known, check
+    from gradveil.certificates.configurations import Told, check
 
-    found = check(path, Known(rounds, participations, parameters, delta))
+    found = check(path, Told(rounds, participations, parameters, delta))
     if json:
         shared.print_json({"file": str(path), "mechanisms": [_bought(one, delta, guess) for one in found]})
         return

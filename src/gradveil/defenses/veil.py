@@ -22,7 +22,7 @@ from gradveil.countermeasures import Countermeasure
 from gradveil.defenses.base import DEFENSES, Defense, check_choice
 from gradveil.defenses.noise import draw_flat, normal
 from gradveil.errors import DefenseError, SpecError
-from gradveil.gradients.coordinates import Measured, clip_factors, measure, split
+from gradveil.gradients.coordinates import ClipMap, clip_factors, measure, split
 from gradveil.gradients.records import Records
 from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.tree import Params, flatten, scale
@@ -60,7 +60,7 @@ class Veil(Defense):
     limit: float | None = None  # μ² that a record may spend over the whole run; a promise says it
     rank: int = 128  # directions of shape=public
     alpha: float = 0.5  # of shape=public: noise follows second moments to this power; 0: iso
-    _measured: Measured | None = field(default=None, repr=False, compare=False)
+    _measured: ClipMap | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for what in (("z", "promise", "epsilon", "rho"), ("clip", "quantile")):
@@ -163,7 +163,7 @@ class Veil(Defense):
         return replace(self, _measured=measure(model, public, loss, *settings))
 
     @property
-    def measured(self) -> Measured:
+    def measured(self) -> ClipMap:
         """Clip and coordinates of this round; raises where they follow from public data that nobody gave."""
         if self._measured is not None:
             return self._measured
@@ -173,7 +173,7 @@ class Veil(Defense):
                 f"veil:{asks} follows from public data at each round's weights, and none are given here. Give clip= "
                 f"and shape=iso, or hand over public examples by for_round()."
             )
-        return Measured(1.0 if self.clip is None else self.clip)
+        return ClipMap(1.0 if self.clip is None else self.clip)
 
     # The mechanism.
 

@@ -138,7 +138,7 @@ def _read(path: str, changed: int) -> Params:
 
 
 @dataclass(frozen=True, eq=False)
-class Measured:
+class ClipMap:
     """What follows from public data at a round's weights: the clip, and the coordinates; None: plain ones."""
 
     clip: float
@@ -160,23 +160,23 @@ def measure(
     quantile: float | None,
     rank: int,
     alpha: float,
-) -> Measured:
+) -> ClipMap:
     """Return clip and coordinates at the model's weights; ``shape``: iso, public or a file; a clip of None is 1."""
     like = parameters(model)
     coordinates, sent = load(shape, like) if shape.endswith(".safetensors") else (None, None)
     fixed = next(value for value in (clip, sent, 1.0) if value is not None)
     if coordinates is not None and quantile is None:
-        return Measured(fixed, coordinates)
+        return ClipMap(fixed, coordinates)
     few = _enough(public, f"shape={shape}" if quantile is None else f"quantile={quantile}")
     if shape == "iso" and quantile is not None:
-        return Measured(_quantile(records_of(model, few, loss).square_norms(), quantile))
+        return ClipMap(_quantile(records_of(model, few, loss).square_norms(), quantile))
     first, second = (records_of(model, half, loss) for half in (few[: len(few) // 2], few[len(few) // 2 :]))
     if shape == "public":
         limit = clip or _quantile(torch.cat([first.square_norms(), second.square_norms()]), quantile or 1.0)
         coordinates = fit(first, second, like, lambda norms: clip_factors(norms, limit), rank, alpha)
     if quantile is None or coordinates is None:
-        return Measured(fixed, coordinates)
-    return Measured(_quantile(coordinates.square_norms(second, like), quantile), coordinates)
+        return ClipMap(fixed, coordinates)
+    return ClipMap(_quantile(coordinates.square_norms(second, like), quantile), coordinates)
 
 
 def _enough(public: Batch | None, asks: str) -> Batch:

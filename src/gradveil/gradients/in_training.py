@@ -114,7 +114,7 @@ class Ran:
         return ModuleSeen(self.module, prefix, a, wide(delta)[None], given=self.given, deltas=there)
 
 
-class Watched:
+class TrainedLayers:
     """The layers of a model that hold its trained weights: all that has to be seen of a pass.
 
     A layer is the module that holds the weight, with all that is inside it.

@@ -13,9 +13,9 @@ from gradveil.defenses.guard.backward import unwatch_backward, watch_backward
 from gradveil.defenses.guard.hooks import (
     AfterLoading,
     BeforeLoading,
-    Captured,
     Enter,
     Interceptor,
+    LayerRan,
     Leave,
     PartRan,
     Substitute,
@@ -66,7 +66,7 @@ class Attachment(Interceptor):
             self.handles.append(target.register_forward_hook(Substitute(self, layer), prepend=True, with_kwargs=True))
         for layer in self.releases.watched.layers if self.releases is not None else ():
             target = self.model.get_submodule(layer)
-            self.handles.append(target.register_forward_hook(Captured(self, layer), prepend=True, with_kwargs=True))
+            self.handles.append(target.register_forward_hook(LayerRan(self, layer), prepend=True, with_kwargs=True))
         for part in self.model.modules():
             if self.traces.owned_by(part) or (self.releases is not None and part._buffers):
                 self.handles.append(part.register_load_state_dict_pre_hook(BeforeLoading(self)))

@@ -221,7 +221,7 @@ class Substitute:
 
 
 @dataclass(eq=False)
-class Captured:
+class LayerRan:
     """After the forward pass of a layer with weights, under a defence of records."""
 
     interceptor: Interceptor

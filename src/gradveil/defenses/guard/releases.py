@@ -18,7 +18,7 @@ from gradveil.defenses.guard.loss_graph import leads_to, leaves_of, share_of
 from gradveil.defenses.guard.passes import Report, lifted
 from gradveil.defenses.guard.trace import Bits
 from gradveil.errors import DefenseError
-from gradveil.gradients.in_training import Ran, Watched
+from gradveil.gradients.in_training import Ran, TrainedLayers
 from gradveil.layers.modules import tensors_in
 from gradveil.registry import describe
 from gradveil.tree import Params
@@ -97,7 +97,7 @@ class Releases:
     ) -> None:
         self.defense, self.spending, self.slots, self.mean_loss = defense, spending, slots, mean_loss
         self.public = public
-        self.watched = Watched(model)
+        self.watched = TrainedLayers(model)
         self._buffers = Bits(b for b in model.buffers() if b.is_floating_point())
         self.load()
         self.usual: int | None = None  # records of the first pass

@@ -45,7 +45,7 @@ class Gram(Structure):
     )  # fmt: skip
 
 
-class Plan(Structure):
+class KernelPlan(Structure):
     """One call, as ``cpu_kernel.h`` has it."""
 
     _fields_ = (
@@ -73,7 +73,7 @@ def variants() -> dict[str, Any]:
         try:
             kernel = ctypes.CDLL(str(path))
             if kernel.lanes_abi() == ABI and kernel.lanes_supported():
-                kernel.lanes_run.argtypes = (POINTER(Plan),)
+                kernel.lanes_run.argtypes = (POINTER(KernelPlan),)
                 found[path.name.split(".")[0].removeprefix("_cpu_kernel").lstrip("_")] = kernel
         except (OSError, AttributeError):
             continue
@@ -99,7 +99,7 @@ def pointer(tensor: Tensor | None) -> Any:
     return ctypes.cast(tensor.data_ptr(), POINTER(kind))
 
 
-def run(plan: Plan, pieces: int) -> None:
+def run(plan: KernelPlan, pieces: int) -> None:
     """Run a plan on as many threads as torch uses; each call starts its own, so that forked processes are safe."""
     failed: list[int] = []
 
@@ -181,7 +181,7 @@ def _run(pieces: list[Piece], split: RowSplit | None, rows: Tensor, n: int, ps: 
     found = {p: torch.empty(n, rows.shape[1]) for p in (2.0, 1.0, inf) if p != 1 or p in ps}
     if split is not None:
         found[inf].zero_()  # where the form is good, no square has lost digits
-    plan = Plan(
+    plan = KernelPlan(
         len(pieces), n, rows.shape[1], rows.shape[0], 1.0 in ps, True, stages, kept(rows.contiguous()),
         kept(_by_output(pieces[0])), *(kept(found.get(p)) for p in (2.0, 1.0, inf)),
         kept(torch.zeros(1, dtype=torch.int64)), max(sizes), _gram(pieces, split, n, kept),
