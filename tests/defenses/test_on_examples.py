@@ -6,7 +6,7 @@ from torch import Generator, Tensor, nn
 
 from gradveil.defenses.ats import Ats, transformed
 from gradveil.defenses.base import build
-from gradveil.defenses.concealed import _descended, _Known
+from gradveil.defenses.concealed import _descended, _OfRound
 from gradveil.defenses.guard.protect import protect
 from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import DefenseError, SpecError
@@ -99,7 +99,7 @@ def test_concealed_samples_get_a_gradient_like_that_of_the_examples(model: nn.Mo
             p *= 4  # so that gradients depend on images
     own = Batch(batch.inputs.double(), batch.labels)
     start = Batch(torch.rand(3, 1, 8, 8, dtype=torch.float64), batch.labels)
-    known, flat = _Known(model, CROSS_ENTROPY, None), []
+    known, flat = _OfRound(model, CROSS_ENTROPY, None), []
     for z in (own.inputs, start.inputs, _descended(known, own, start, 40)):
         gradient = step_gradient(model, Batch(z, own.labels), build("none"), Generator())
         flat.append(torch.cat([g.flatten() for g in gradient.values()]))

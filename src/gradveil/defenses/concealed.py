@@ -21,14 +21,14 @@ RATE = 0.1  # of Adam
 
 
 @dataclass(frozen=True, eq=False)
-class _Recipe:
+class _OfRound:
     """What the round says: the model as it was sent, its loss, and public examples."""
 
     model: nn.Module
     loss: Loss
     public: Batch | None
 
-    def __deepcopy__(self, memo: dict[int, object]) -> "_Recipe":
+    def __deepcopy__(self, memo: dict[int, object]) -> "_OfRound":
         return self  # nothing of it is ever changed
 
 
@@ -46,7 +46,7 @@ class Concealed(Defense):
 
     mix: float = 0.7  # of the public example in the start
     steps: int = 20  # of Adam for each batch; the paper takes up to 1000
-    _known: _Recipe | None = field(default=None, repr=False, compare=False)
+    _known: _OfRound | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_share(self.mix)
@@ -55,7 +55,7 @@ class Concealed(Defense):
 
     def for_round(self, model: nn.Module, public: Batch | None, loss: Loss = CROSS_ENTROPY) -> Defense:
         """Return the defence with the weights that were sent."""
-        return replace(self, _known=_Recipe(model, loss, public))
+        return replace(self, _known=_OfRound(model, loss, public))
 
     def on_batch(self, batch: Batch, rng: Generator) -> Batch:
         """Return the examples, and as many concealed ones after them."""
@@ -110,7 +110,7 @@ def _unit(gradient: Params) -> Params:
     return scale(gradient, 1 / norm(gradient).clamp_min(1e-30))  # type: ignore[arg-type]
 
 
-def _descended(known: _Recipe, batch: Batch, start: Batch, steps: int) -> Tensor:
+def _descended(known: _OfRound, batch: Batch, start: Batch, steps: int) -> Tensor:
     """Return the concealed inputs after some steps of Adam."""
     model, minimised = known.model, known.loss
     weights = {n: w.detach().requires_grad_() for n, w in parameters(model).items()}
