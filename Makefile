@@ -3,18 +3,37 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
-EXTRAS ?= dev,hub,dp,certify,flower
+LOCKED := dev,hub,dp,certify,flower,site
+EXTRAS ?= $(LOCKED)
+# The files of the locked extras by their hashes, where this system and Python have such a list; `make LOCK=` goes without.
+LOCK ?= $(if $(filter $(LOCKED),$(EXTRAS)),$(wildcard $(shell $(PYTHON) tools/lock.py --path)))
 WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo zoo test check fast deploy faults lint types imports lengths house goldens bench docs format clean
+.PHONY: lock sbom release demo zoo test check fast deploy faults lint types imports lengths house goldens bench site docs format clean
 
-$(STAMP): pyproject.toml constraints.txt
+# pip compiles with one process; all cores do it in a part of the time. Without it every start of Python would.
+$(STAMP): pyproject.toml constraints.txt $(LOCK)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt torch==2.13.0
-	$(BIN)/pip install -q -c constraints.txt -e ".[$(EXTRAS)]"
+ifneq ($(LOCK),)
+	$(BIN)/pip install -q --no-compile --no-deps --only-binary :all: --require-hashes -r $(LOCK)
+	$(BIN)/pip install -q --no-compile --no-deps --no-build-isolation -e .
+else
+	$(BIN)/pip install -q --no-compile -c constraints.txt -e ".[$(EXTRAS)]"
+endif
+	$(BIN)/python -m compileall -qq -j $(WORKERS) $(VENV)/lib || true
 	@touch $(STAMP)
+
+lock:
+	$(PYTHON) tools/lock.py $(LOCKED)
+
+sbom: $(STAMP)
+	$(BIN)/python tools/sbom.py dist
+
+release: $(STAMP)
+	$(BIN)/python tools/release.py $(if $(DRAFT),--draft)
+	$(BIN)/python tools/sbom.py dist
 
 demo: $(STAMP)
 	OMP_NUM_THREADS=2 $(BIN)/gradveil audit --out runs/demo --resume
@@ -30,6 +49,7 @@ deploy: $(STAMP)
 	$(BIN)/pytest -q -m deploy -p no:xdist
 
 faults: $(STAMP)
+	GRADVEIL_FAULTS=long timeout -s INT 60m $(BIN)/pytest -q -n $(WORKERS) --dist worksteal --timeout 1800 tests/faults
 	GRADVEIL_TRIPLES=3000 $(BIN)/pytest -q -n $(WORKERS) --dist worksteal --timeout 3600 tests/certificates/test_sound.py
 
 check: lint types imports lengths house fast
@@ -59,6 +79,10 @@ goldens: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff format src tests bench tools examples
 	$(BIN)/ruff check --fix src tests bench tools examples
+
+site: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "Site: site/index.html"
 
 bench: $(STAMP)
 	OMP_NUM_THREADS=2 $(BIN)/python bench/run.py

@@ -8,6 +8,7 @@ built on one machine runs on another.
 import platform
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 
 # variant -> what the compiler may use; the names are those of scores/fast/cpu_kernel.py
 FLAGS = {
@@ -18,7 +19,17 @@ FLAGS = {
 HOME = "src/gradveil/scores/fast"
 variants = FLAGS if platform.machine().lower() in ("x86_64", "amd64") else ["plain"]
 
+
+class PlainC(bdist_wheel):
+    """The compiled files know nothing of Python: one wheel for all its versions."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Return the tag with the platform alone."""
+        return "py3", "none", super().get_tag()[2]
+
+
 setup(
+    cmdclass={"bdist_wheel": PlainC},
     ext_modules=[
         Extension(
             f"gradveil.scores.fast._cpu_kernel_{variant}",
@@ -29,5 +40,5 @@ setup(
             optional=True,
         )
         for variant in variants
-    ]
+    ],
 )

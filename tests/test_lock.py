@@ -1,0 +1,49 @@
+"""The lists of files by hash that `make` installs: nothing that is needed is missing, and no version has drifted."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+LOCKS = sorted((ROOT / "locks").glob("*.txt"))
+
+
+def versions(path: Path) -> dict[str, str]:
+    lines = [line.split() for line in path.read_text().splitlines() if line and not line.startswith("#")]
+    return {canonicalize_name(name): version for name, version in (words[0].split("==") for words in lines)}
+
+
+def wanted() -> list[Requirement]:
+    """What gradveil with the locked extras asks for, and what builds it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = re.search(r"^LOCKED := (\S+)$", (ROOT / "Makefile").read_text(), re.M)
+    assert extras is not None
+    optional = project["project"]["optional-dependencies"]
+    extra = [need for name in [*extras[1].split(","), "report"] for need in optional[name]]
+    asked = [*project["build-system"]["requires"], *project["project"]["dependencies"], *extra]
+    return [need for need in map(Requirement, asked) if need.name != "gradveil"]
+
+
+@pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.stem)
+def test_a_lock_has_all_that_is_asked_for_in_the_versions_of_the_constraints(path: Path) -> None:
+    locked, pinned = versions(path), versions(ROOT / "constraints.txt")
+    missing = [str(need) for need in wanted() if canonicalize_name(need.name) not in locked]
+    assert not missing, "run make lock"
+    refused = [
+        str(n) for n in wanted() if not n.specifier.contains(locked[canonicalize_name(n.name)], prereleases=True)
+    ]
+    assert not refused, "run make lock"
+    drifted = [n for n, v in locked.items() if n not in pinned or not SpecifierSet(f"=={pinned[n]}").contains(v)]
+    assert not drifted, "run make lock"
+
+
+@pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.stem)
+def test_every_line_of_a_lock_has_a_hash(path: Path) -> None:
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    assert len(lines) > 100
+    assert all(re.fullmatch(r"[\w.-]+==[\w.+!]+( --hash=sha256:[0-9a-f]{64})+", line) for line in lines)

@@ -1,0 +1,44 @@
+"""What `make release` and `make sbom` would say, without building anything."""
+
+import json
+import runpy
+import zipfile
+from pathlib import Path
+
+import pytest
+
+TOOLS = Path(__file__).parents[1] / "tools"
+
+
+def test_a_wheel_that_asks_for_a_newer_c_library_is_noticed(tmp_path: Path) -> None:
+    newest = runpy.run_path(str(TOOLS / "release.py"))["newest_glibc"]
+    with zipfile.ZipFile(tmp_path / "one.whl", "w") as wheel:
+        wheel.writestr("a/kernel.so", b"\0GLIBC_2.2.5\0GLIBC_2.14\0")
+        wheel.writestr("a/page.txt", b"GLIBC_2.38")
+    assert newest(tmp_path / "one.whl") == (2, 14)
+    with zipfile.ZipFile(tmp_path / "two.whl", "w") as wheel:
+        wheel.writestr("a/kernel.so", b"\0GLIBC_2.34\0GLIBC_2.9\0")
+    assert newest(tmp_path / "two.whl") > (2, 17)
+
+
+def test_a_version_without_a_section_is_no_release() -> None:
+    section = runpy.run_path(str(TOOLS / "release.py"))["section"]
+    section("99.0", draft=True)
+    with pytest.raises(SystemExit, match=r"no section ## \[99\.0\]"):
+        section("99.0", draft=False)
+
+
+def test_the_list_of_parts_has_every_package_with_version_licence_and_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(TOOLS.parent)
+    runpy.run_path(str(TOOLS / "sbom.py"))["main"](tmp_path)
+    found = json.loads((tmp_path / "sbom.json").read_text())
+    parts = {part["name"]: part for part in found["components"]}
+    assert {"torch", "numpy", "safetensors", "flwr", "sympy"} <= parts.keys()  # sympy: torch's
+    assert parts["numpy"]["purl"] == f"pkg:pypi/numpy@{parts['numpy']['version']}"
+    assert found["metadata"]["component"]["name"] == "gradveil"
+    table = (tmp_path / "licences.md").read_text()
+    assert len(table.splitlines()) == len(parts) + 2
+    assert "| safetensors |" in table
+    assert "Apache" in next(line for line in table.splitlines() if line.startswith("| safetensors |"))
