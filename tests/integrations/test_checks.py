@@ -7,7 +7,7 @@ from flwr.app import ArrayRecord, Message
 from flwr.serverapp.strategy import FedAvg
 from torch import nn
 
-from gradveil.integrations.flower.grids import checked
+from gradveil.integrations.flower.checks import checked
 from gradveil.integrations.flower.records import withhold
 from gradveil.tree import Params
 from integrations.flower_parts import Nodes, message, reply
@@ -41,7 +41,8 @@ def test_bad_replies_are_counted_and_never_averaged(model: nn.Module) -> None:
 
     result = FedAvg(fraction_evaluate=0.0, min_available_nodes=8).start(grid=grid, initial_arrays=start, num_rounds=2)
 
-    assert grid.counts == [{"sent": 8, "kept": 2, "failed": 1, "rejected": 4, "silent": 1}] * 2
+    reasons = {"not finite": 1, "malformed": 3}
+    assert grid.counts == [{"sent": 8, "kept": 2, "failed": 1, "rejected": 4, "silent": 1, "reasons": reasons}] * 2
     for name, value in result.arrays.to_torch_state_dict().items():
         torch.testing.assert_close(value, model.state_dict()[name] + 2 * 3.0)  # (1 * 1 + 2 * 4) / 3, two rounds
 

@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 from gradveil.cli.train import command as train_command
 from gradveil.errors import GradveilError, SpecError
 from gradveil.federated.simulate import Training, simulate
-from gradveil.integrations.flower.app import STRATEGIES, build_strategy, make_client_app, serve
+from gradveil.integrations.flower.app import make_client_app, serve
 from gradveil.integrations.flower.engine import submit
 from gradveil.integrations.flower.settings import FlowerSettings, build_model, load_data, strategy_for
+from gradveil.integrations.flower.strategies import STRATEGIES, build_strategy
 from integrations.flower_parts import Nodes, context, message
 
 SETTINGS = FlowerSettings(
@@ -95,7 +96,7 @@ def test_failing_and_lying_clients_are_counted_and_left_out() -> None:
 
     for row in outcome.rounds:
         assert row["accepted"] == 4
-        assert row["rejected"] == {"dropped": 1, "malformed": 1}
+        assert row["rejected"] == {"dropped": 1, "not finite": 1}
     assert all(bool(torch.isfinite(value).all()) for value in outcome.state.values())
 
 
@@ -151,7 +152,7 @@ def test_settings_travel_through_a_run_config() -> None:
 
 
 def test_every_strategy_is_built_by_name_and_takes_its_numbers() -> None:
-    assert len([build_strategy(name) for name in STRATEGIES]) == 11
+    assert len([build_strategy(name) for name in STRATEGIES]) == 12
     assert build_strategy("fedadam:eta=0.5").eta == 0.5
     with pytest.raises(SpecError, match="Did you mean 'fedadam'"):
         build_strategy("fedadm")
@@ -211,7 +212,6 @@ def on_the_command_line(*options: str) -> BaseException | None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--resume"], "--resume is not available"),
         (["--weighting", "uniform"], "--weighting is not available"),
         (["--aggregator", "fedavg:lr=0.5"], "fedavgm"),
         (["--aggregator", "no_such"], "No strategy is called 'no_such'"),

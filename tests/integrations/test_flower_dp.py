@@ -18,7 +18,8 @@ from flwr.serverapp.strategy import (
 )
 from torch import nn
 
-from gradveil.integrations.flower.grids import audited, checked
+from gradveil.integrations.flower.checks import checked
+from gradveil.integrations.flower.grids import audited
 from gradveil.integrations.flower.mods import guard_mod
 from gradveil.types import Batch
 from integrations.flower_parts import LR, Nodes, ReadOff, client_app, context, linear_model

@@ -41,21 +41,69 @@ def run(script: str, folder: Path) -> str:
     return done.stdout + done.stderr
 
 
+# The page's commands one after the other in one process, since each of four would import torch again; Ray is started
+# once, with one worker, for the same reason.
+IN_ONE_PROCESS = r"""
+import os, runpy, shlex, sys
+import ray
+
+os.cpu_count = lambda: 1
+ray.shutdown = lambda *_, **__: None
+from gradveil.cli.main import entry
+
+for line in open("page.sh").read().replace("\\\n", " ").splitlines():
+    first, *rest = sys.argv = shlex.split(line)
+    if first == "export":
+        os.environ.update(word.split("=") for word in rest)
+    elif first == "gradveil":
+        try:
+            entry()
+        except SystemExit as done:
+            assert not done.code, line
+    else:
+        assert first == "python", line
+        runpy.run_path(*rest, run_name="__main__")
+"""
+POISON = """
+from flwr.app import ArrayRecord
+from flwr.simulation import run_simulation
+from gradveil.integrations.flower.app import make_client_app, make_server_app
+from gradveil.integrations.flower.settings import FlowerSettings
+
+
+def poison(message, context, call_next):
+    reply = call_next(message, context)
+    if message.metadata.message_type == "train" and context.node_config["partition-id"] == 1:
+        weights = reply.content["arrays"].to_torch_state_dict()
+        reply.content["arrays"] = ArrayRecord({name: value + 1e30 for name, value in weights.items()})
+    return reply
+
+
+run = FlowerSettings(partition="iid:devices=3,per_device=8", clients=3, rounds=1, model="logistic")
+client, server = make_client_app(run, mods=[poison]), make_server_app(run, lambda out: print("poison:", out.rounds))
+run_simulation(server, client, num_supernodes=3, backend_config={"client_resources": {"num_cpus": 1}})
+"""
+
+
 @pytest.mark.slow
 def test_the_page_runs_in_simulation_and_gives_the_model_of_the_process(tmp_path: Path) -> None:
     for match in BLOCK.finditer(PAGE):
         if (match["mark"] or "").startswith("file: "):
             (tmp_path / match["mark"].removeprefix("file: ")).write_text(match["code"], encoding="utf-8")
     script = "".join(code for code in blocks(None) if not code.startswith("pip install"))
-    assert script.count("gradveil train") == 2
+    assert (script.count("gradveil train"), script.count("python ")) == (2, 2)
+    (tmp_path / "page.sh").write_text(f"{script}python poison.py\n")
+    (tmp_path / "poison.py").write_text(POISON)
+    (tmp_path / "in_one_process.py").write_text(IN_ONE_PROCESS)
 
-    said = run(script, tmp_path)
+    said = run("python in_one_process.py", tmp_path)
 
     flower, here = (load_file(tmp_path / "runs" / name / "model.safetensors") for name in ("flower", "here"))
     assert flower.keys() == here.keys()
     assert max(float((flower[name] - here[name]).abs().max()) for name in here) < 1e-5
     assert "replies per round: [{'sent': 2, 'kept': 2," in said
     assert re.search(r"metrics per round: .*'defended-steps': 1\.0, 'leak-psnr'", said)
+    assert re.search(r"poison: .*'accepted': 2, 'rejected': {'too far': 1}", said)
 
 
 @pytest.mark.slow

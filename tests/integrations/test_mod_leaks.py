@@ -13,7 +13,7 @@ from torch import nn
 
 from gradveil.defenses.base import build
 from gradveil.defenses.guard.step import step_gradient
-from gradveil.integrations.flower.grids import checked
+from gradveil.integrations.flower.checks import checked
 from gradveil.integrations.flower.leaks import leak_guard
 from gradveil.integrations.flower.mods import guard_mod, update_mod
 from gradveil.integrations.flower.others_known import TrainingPass

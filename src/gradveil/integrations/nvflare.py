@@ -36,7 +36,35 @@ STEPS, SPENT = "defended-steps", "spent"  # in a result's meta: report.steps and
 PUBLIC = (STEPS, MetaKey.NUM_STEPS_CURRENT_ROUND)  # of the meta, counts that are taken for known
 
 
-class UpdateFilter(Filter):  # type: ignore[misc]
+class _Outgoing(Filter):  # type: ignore[misc]
+    """Lets through what ``defended`` returns of a result, and nothing where that raises."""
+
+    defense: str
+
+    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Return the result with what may leave the site; raise where nothing may."""
+        if shareable.get_return_code() != ReturnCode.OK:
+            return shareable  # an error report, no update
+        try:
+            dxo = from_shareable(shareable)
+        except Exception as error:
+            raise ContentBlockedException(f"Update withheld: the result holds no DXO ({error}).") from error
+        try:
+            sent, done = self.outgoing(dxo, str(fl_ctx.get_identity_name() or "site"))
+        except GradveilError as error:
+            raise ContentBlockedException(f"Update withheld: {error}") from error
+        if sent is dxo:
+            return shareable
+        sent.add_filter_history(type(self).__name__)
+        add_job_audit_event(fl_ctx=fl_ctx, msg=f"gradveil: {self.defense} {done}")
+        return sent.update_shareable(shareable)
+
+    def outgoing(self, dxo: DXO, client: str) -> tuple[DXO, str]:
+        """Return what leaves the site, and what was done; the DXO itself where it needs nothing."""
+        raise NotImplementedError
+
+
+class UpdateFilter(_Outgoing):
     """Defends the weight difference that leaves a site; what it cannot read it blocks.
 
     ``recipe.add_client_output_filter(UpdateFilter("gaussian:scale=0.01,on=update", lr=0.01), tasks=["train"])``.
@@ -56,19 +84,9 @@ class UpdateFilter(Filter):  # type: ignore[misc]
         self.lr = lr
         self.require_steps = require_steps
 
-    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Return the result with a defended update; raise where there is none to be read."""
-        if shareable.get_return_code() != ReturnCode.OK:
-            return shareable  # an error report, no update
-        dxo = _read(shareable)
-        if dxo.data_kind == DataKind.METRICS:
-            return shareable
-        try:
-            sent = self.defend(dxo)
-        except GradveilError as error:
-            raise ContentBlockedException(f"Update withheld: {error}") from error
-        add_job_audit_event(fl_ctx=fl_ctx, msg=f"gradveil: {self.defense} applied to the outgoing update")
-        return sent.update_shareable(shareable)
+    def outgoing(self, dxo: DXO, client: str) -> tuple[DXO, str]:
+        """Return the defended update; metrics as they are."""
+        return (dxo, "") if dxo.data_kind == DataKind.METRICS else (self.defend(dxo), "applied to the outgoing update")
 
     def defend(self, dxo: DXO) -> DXO:
         """Return the DXO with its weight difference defended."""
@@ -97,12 +115,10 @@ class UpdateFilter(Filter):  # type: ignore[misc]
         for name, gradient in sent.gradient.items():
             value = (-self.lr * gradient).to(change[name].dtype)
             data[name] = value if isinstance(dxo.data[name], torch.Tensor) else value.numpy()
-        defended = DXO(dxo.data_kind, data, dxo.meta)
-        defended.add_filter_history(type(self).__name__)
-        return defended
+        return DXO(dxo.data_kind, data, dxo.meta)
 
 
-class RecordsFilter(Filter):  # type: ignore[misc]
+class RecordsFilter(_Outgoing):
     """Pays for the rounds of a defence of records, and lets no number through that has no noise.
 
     ``recipe.add_client_output_filter(RecordsFilter("veil:z=2", "/var/lib/site/account.json"), tasks=["train"])``. The
@@ -123,20 +139,13 @@ class RecordsFilter(Filter):  # type: ignore[misc]
         self.account = account
         self.limit = limit
 
-    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Return the result without what tells of the records; raise where it is not paid for."""
-        if shareable.get_return_code() != ReturnCode.OK:
-            return shareable
-        dxo = _read(shareable)
-        try:
-            self._pay(dxo, str(fl_ctx.get_identity_name() or "site"))
-        except GradveilError as error:
-            raise ContentBlockedException(f"Update withheld: {error}") from error
-        removed = [name for name in dxo.meta if name not in PUBLIC]
-        sent = DXO(dxo.data_kind, dxo.data, {name: value for name, value in dxo.meta.items() if name in PUBLIC})
-        sent.add_filter_history(type(self).__name__)
-        add_job_audit_event(fl_ctx=fl_ctx, msg=f"gradveil: {self.defense} paid for, not sent: {', '.join(removed)}")
-        return sent.update_shareable(shareable)
+    def outgoing(self, dxo: DXO, client: str) -> tuple[DXO, str]:
+        """Pay, and return the result without what tells of the records."""
+        self._pay(dxo, client)
+        meta = {name: value for name, value in dxo.meta.items() if name in PUBLIC}
+        return DXO(
+            dxo.data_kind, dxo.data, meta
+        ), f"paid for, not sent: {', '.join(sorted(dxo.meta.keys() - meta.keys()))}"
 
     def _pay(self, dxo: DXO, client: str) -> None:
         defense = build(self.defense)
@@ -153,10 +162,3 @@ class RecordsFilter(Filter):  # type: ignore[misc]
             )
         limit = defense.allowance if self.limit is None else self.limit
         spend_from(Path(self.account), client, cost, inf if limit is None else limit)
-
-
-def _read(shareable: Shareable) -> DXO:
-    try:
-        return from_shareable(shareable)
-    except Exception as error:
-        raise ContentBlockedException(f"Update withheld: the result holds no DXO ({error}).") from error

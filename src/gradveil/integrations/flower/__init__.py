@@ -8,7 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradveil.integrations.flower.grids import audited, checked
+    from gradveil.integrations.flower.checks import checked
+    from gradveil.integrations.flower.grids import audited
     from gradveil.integrations.flower.incoming import weights_guard
     from gradveil.integrations.flower.leaks import leak_guard
     from gradveil.integrations.flower.mods import guard_mod, update_mod
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "audited": "gradveil.integrations.flower.grids",
-    "checked": "gradveil.integrations.flower.grids",
+    "checked": "gradveil.integrations.flower.checks",
     "defended": "gradveil.integrations.local_training",
     "guard_mod": "gradveil.integrations.flower.mods",
     "leak_guard": "gradveil.integrations.flower.leaks",

@@ -1,6 +1,5 @@
 """gradveil's own Flower app: the in-process client and rounds behind Flower's messages and strategies."""
 
-import inspect
 import math
 import time
 from collections.abc import Callable
@@ -12,28 +11,42 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
-from flwr.serverapp import strategy as flower
 from torch import nn
 
 from gradveil.data.base import Dataset
 from gradveil.data.partition import Indices
-from gradveil.errors import BudgetError, DataError, GradveilError, SpecError, did_you_mean
-from gradveil.experiments.run_folder import MODEL, RunFolder
+from gradveil.defenses.base import build as build_defense
+from gradveil.errors import BudgetError, DataError, GradveilError
+from gradveil.experiments.run_folder import CHECKPOINT, MODEL, RunFolder
 from gradveil.federated.checkpoint import Checkpoint
 from gradveil.federated.client import Sent, evaluate
 from gradveil.federated.engines import Job, World, work
 from gradveil.federated.simulate import NOT_RELEASED, client_seed, public_records
+from gradveil.integrations.flower.checks import checked
 from gradveil.integrations.flower.chosen_grid import DEVICE, ChosenGrid
-from gradveil.integrations.flower.grids import AuditedGrid, audited, checked
+from gradveil.integrations.flower.demand import Demand
+from gradveil.integrations.flower.grids import AuditedGrid, audited
 from gradveil.integrations.flower.mods import RULE
 from gradveil.integrations.flower.public_map import hear, said_of
-from gradveil.integrations.flower.records import SPENT, Next, arrays_of, number, params_of, pay, record_of, withhold
+from gradveil.integrations.flower.records import (
+    LOG,
+    SPENT,
+    Next,
+    arrays_of,
+    number,
+    params_of,
+    pay,
+    record_of,
+    withhold,
+)
 from gradveil.integrations.flower.secure_client import check_sum, secure_mod
 from gradveil.integrations.flower.secure_grid import secured
 from gradveil.integrations.flower.settings import FlowerSettings, build_model, load_data
+from gradveil.integrations.flower.standing import ENGINE, LEAKS, Continued, standing
+from gradveil.integrations.flower.statements import state
+from gradveil.integrations.flower.strategies import build_strategy
 from gradveil.integrations.local_training import fresh_rng
 from gradveil.losses import build as build_loss
-from gradveil.registry import convert, parse
 from gradveil.tree import Params
 from gradveil.types import Batch
 
@@ -73,13 +86,18 @@ def train_message(message: Message, context: Context, settings: FlowerSettings) 
     model.load_state_dict(before)
     local = replace(settings, proximal=number(message, "proximal-mu", settings.proximal))  # the strategy may set it
     lr = number(message, "lr", settings.lr)
-    defense, ledger = settings.ledger(shares, str(context.node_config.get("defense", "")))
+    site = str(context.node_config.get("defense", ""))
+    stated = build_defense(site or settings.defense)
+    if settings.require_defense and settings.secure_aggregation:
+        Demand(build_defense(settings.require_defense)).check(stated)
+    defense, ledger = settings.ledger(shares, site)
     defense = hear(defense, message, model)
     if defense.fewest:
         check_sum(defense, context, lr)
+    account = None
     if ledger.cost is not None:
         try:
-            pay(context, ledger.accounts[device].client, ledger.cost, ledger.limit or math.inf)
+            account = pay(context, ledger.accounts[device].client, ledger.cost, ledger.limit or math.inf)
         except BudgetError as error:
             return withhold(message, f"{SPENT}{error}")
     world = World(model, dataset.train, defense, local)
@@ -87,47 +105,19 @@ def train_message(message: Message, context: Context, settings: FlowerSettings) 
     sent = work(model, world, Job(device, shares[device], seed), lr)
     if settings.secure_aggregation:  # float32 would round a small step of a large weight before the sum does
         before = {name: value.double() if value.is_floating_point() else value for name, value in before.items()}
-    metrics = {"num-examples": sent.update.num_examples, "num-steps": sent.update.num_steps}
-    return Message(
-        RecordDict({"arrays": record_of(weights_after(before, sent)), "metrics": MetricRecord(metrics)}),
-        reply_to=message,
+    steps, examples = sent.update.num_steps, sent.update.num_examples
+    metrics = MetricRecord({"num-examples": examples, "num-steps": steps})
+    reply = Message(
+        RecordDict({"arrays": record_of(weights_after(before, sent)), "metrics": metrics}), reply_to=message
     )
+    state(reply, stated, context, steps=steps, examples=examples, account=account)
+    return reply
 
 
 def weights_after(before: Params, sent: Sent) -> Params:
     """Return the state dict that carries an update: W - lr g, the client's buffers, counters as they came."""
     moved = {name: before[name] - sent.update.lr * g for name, g in sent.update.gradient.items()}
     return before | moved | sent.buffers
-
-
-# those that work on any model's weights; users of the others write their own ServerApp
-STRATEGIES: dict[str, Any] = {
-    name.lower(): getattr(flower, name)
-    for name in (
-        "FedAvg", "FedAvgM", "FedProx", "FedAdam", "FedAdagrad", "FedYogi",
-        "FedMedian", "FedTrimmedAvg", "Krum", "MultiKrum", "Bulyan",
-    )
-}  # fmt: skip
-
-
-def build_strategy(spec: str) -> flower.Strategy:
-    """Return the strategy; which nodes take part is decided by the grid, so it is told to take all it sees."""
-    parsed = parse(spec)
-    if parsed.name not in STRATEGIES:
-        hint = did_you_mean(parsed.name, STRATEGIES)
-        raise SpecError(f"No strategy is called {parsed.name!r}. {hint}Known: {', '.join(STRATEGIES)}.")
-    cls = STRATEGIES[parsed.name]
-    numbers = {
-        name: type(p.default)
-        for name, p in inspect.signature(cls).parameters.items()
-        if isinstance(p.default, (int, float)) and not name.startswith(("fraction_", "min_"))
-    }
-    values: dict[str, Any] = {}
-    for key, text in parsed.settings.items():
-        if key not in numbers:
-            raise SpecError(f"Flower's {parsed.name} has no {key!r}. It has: {', '.join(numbers) or 'no settings'}.")
-        values[key] = convert(text, numbers[key], f"{parsed.name}:{key}")
-    return cls(fraction_train=1.0, fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1, **values)
 
 
 @dataclass
@@ -153,11 +143,23 @@ def make_server_app(
 
 
 def serve(grid: Grid, settings: FlowerSettings) -> Outcome:
-    """Run all rounds and return what came of them."""
+    """Run all rounds, or those that a run which is continued has left, and return what came of them."""
+    with RunFolder(settings.out).hold() if settings.out else nullcontext() as folder:
+        return _serve(grid, settings, folder)
+
+
+def _serve(grid: Grid, settings: FlowerSettings, folder: RunFolder | None) -> Outcome:
     dataset, shares = load_data(settings.dataset, settings.data, settings.partition, settings.seed)
     model = build_model(settings, dataset)
     sizes = [len(share) for share in shares]
     defense, ledger = settings.ledger(shares)
+    start = None if folder is None else standing(folder, settings.resume)
+    if start is not None:
+        start.restore(model)
+        ledger.restore(start.notes.get("accounts"))
+        LOG.info("Continuing after round %s of %s.", start.round, settings.rounds)
+    first = {name: (start.state if start else model.state_dict())[name] for name in model.state_dict()}
+    strategy = Continued(build_strategy(settings.strategy, settings.clients), start, first)
     secure = None
     if settings.secure_aggregation:
         secure = secured(grid, lost=settings.lost, max_examples=max(sizes), defense=defense)
@@ -171,19 +173,29 @@ def serve(grid: Grid, settings: FlowerSettings) -> Outcome:
             secure.defense = acting
         return said_of(acting, model)
 
-    chosen = ChosenGrid(secure or grid, settings, ledger, tell)
-    auditor = _auditor(chosen, settings, model, dataset, shares)
-    watched = checked(auditor or chosen)
-    outcome = Outcome()
+    chosen = ChosenGrid(secure or grid, settings, ledger, tell, strategy.done)
+    auditor = _auditor(chosen, settings, model, dataset, shares, strategy.done)
+    watched = checked(
+        auditor or chosen,
+        max_change=settings.max_change,
+        max_examples=settings.max_examples or max(sizes),
+        min_replies=settings.min_replies,
+        defense=settings.defense,
+        require_defense="" if secure else settings.require_defense,  # in a secure sum clients see to it themselves
+    )
+    watched.kinds = {name: value.dtype for name, value in model.state_dict().items()}
+    outcome = Outcome(rounds=folder.rounds if folder else [])
     started = time.perf_counter()
 
-    def after_round(number: int, arrays: ArrayRecord) -> MetricRecord | None:
+    def after_round(since: int, arrays: ArrayRecord) -> MetricRecord | None:
         nonlocal started
-        if number == 0:
+        if since == 0:
             return None
-        model.load_state_dict(params_of(arrays))
+        number, weights = strategy.done + since, params_of(arrays)
+        model.load_state_dict(weights)
         seen = evaluate(model, dataset.test, loss=settings.loss)
-        row = {"round": number, "lr": settings.lr_of(number), "clients": chosen.drawn} | tally(watched.counts[-1])
+        row = {"round": number, "lr": settings.lr_of(number), "clients": chosen.drawn}
+        row |= tally(watched.counts[-1], chosen.absent)
         row |= {"accuracy": seen.accuracy, "loss": seen.loss, "seconds": round(time.perf_counter() - started, 4)}
         row |= {"released": secure.released} if secure else {}
         row |= {"tier": "aggregate"} if defense.fewest else {}
@@ -191,20 +203,22 @@ def serve(grid: Grid, settings: FlowerSettings) -> Outcome:
         started = time.perf_counter()
         outcome.rounds.append(row)
         if folder is not None:
-            folder.add_round(row)
-            Checkpoint(number, dict(model.state_dict()), {}, {"engine": "flower"}).save(folder.path / MODEL)
+            folder.add_round(row)  # before the checkpoint: a round that is not done again has its line
+            notes = {"engine": ENGINE, "accounts": [account.to_json() for account in ledger.accounts]}
+            Checkpoint(number, dict(model.state_dict()), {}, {"engine": ENGINE}).save(folder.path / MODEL)
+            Checkpoint(number, weights, strategy.memory, notes).save(folder.path / CHECKPOINT)
         return MetricRecord({"accuracy": seen.accuracy, "loss": seen.loss})
 
-    with RunFolder(settings.out).hold() if settings.out else nullcontext() as folder:
-        result = build_strategy(settings.strategy).start(
-            grid=watched,
-            initial_arrays=record_of(dict(model.state_dict())),
-            num_rounds=settings.rounds,
-            train_config=ConfigRecord(
-                {"batch-size": settings.batch_size or 0} | {key: getattr(settings, name) for name, key in RULE.items()}
-            ),
-            evaluate_fn=after_round,
-        )
+    result = strategy.start(
+        grid=watched,
+        initial_arrays=record_of(first),
+        num_rounds=max(0, settings.rounds - strategy.done),
+        timeout=settings.deadline,
+        train_config=ConfigRecord(
+            {"batch-size": settings.batch_size or 0} | {key: getattr(settings, name) for name, key in RULE.items()}
+        ),
+        evaluate_fn=after_round,
+    )
     if outcome.rounds and not any(row["accepted"] for row in outcome.rounds):
         why = " ".join(watched.last_reason.split())[-300:] or "no client answered"
         raise GradveilError(f"Not one update was accepted in {settings.rounds} rounds. The last reason: {why}")
@@ -214,7 +228,12 @@ def serve(grid: Grid, settings: FlowerSettings) -> Outcome:
 
 
 def _auditor(
-    grid: "ChosenGrid", settings: FlowerSettings, model: nn.Module, dataset: Dataset, shares: list[Indices]
+    grid: "ChosenGrid",
+    settings: FlowerSettings,
+    model: nn.Module,
+    dataset: Dataset,
+    shares: list[Indices],
+    done: int,
 ) -> AuditedGrid | None:
     """Return the audit that the settings ask for; the data are public here, so that the leak can be measured."""
     if not settings.audit:
@@ -235,18 +254,21 @@ def _auditor(
         sample=settings.audit_sample,
         max_examples=settings.audit_max_examples,
         seed=settings.seed,
-        out=Path(settings.out) / "leaks.jsonl" if settings.out else None,
+        done=done,
+        out=Path(settings.out) / LEAKS if settings.out else None,
         truth=truth,
     )
 
 
-def tally(counts: dict[str, int]) -> dict[str, Any]:
+def tally(counts: dict[str, Any], absent: int = 0) -> dict[str, Any]:
     """Return a round's count of replies as the in-process rounds have it: how many were averaged, and why not."""
     turned_away = {
+        "not connected": absent,
         "dropped": counts["silent"],
         "failed": counts["failed"],
-        "malformed": counts["rejected"],
+        **counts.get("reasons", {}),
         "budget spent": counts.get("spent", 0),
         NOT_RELEASED: counts.get("not released", 0),
     }
-    return {"accepted": counts["kept"], "rejected": {why: count for why, count in turned_away.items() if count}}
+    row = {"accepted": counts["kept"], "rejected": {why: count for why, count in turned_away.items() if count}}
+    return row | ({"stated": counts["stated"]} if "stated" in counts else {})

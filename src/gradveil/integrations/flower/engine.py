@@ -77,13 +77,13 @@ def check(settings: "FlowerSettings") -> int:
         raise MissingExtraError("The Flower engine", "flower")
     os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
     from gradveil.experiments.scene import fitting_model
-    from gradveil.integrations.flower.app import build_strategy
     from gradveil.integrations.flower.settings import load_data
+    from gradveil.integrations.flower.strategies import build_strategy
 
     dataset, shares = load_data(settings.dataset, settings.data, settings.partition, settings.seed)
     fitting_model(settings.model, dataset, settings.loss, settings.seed)
     settings.ledger(shares)
-    build_strategy(settings.strategy)
+    build_strategy(settings.strategy, settings.clients)
     if settings.clients > len(shares):
         raise GradveilError(f"{settings.clients} clients a round were asked for and there are {len(shares)}.")
     return len(shares)

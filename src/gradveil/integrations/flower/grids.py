@@ -1,9 +1,7 @@
-"""What a Flower server can do with replies on their way to its strategy: audit a sample, turn malformed ones away."""
+"""A Flower server's grid that looks at replies on their way to the strategy: the frame, and an audit of a sample."""
 
 import copy
 import json
-import math
-from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -15,25 +13,13 @@ from torch import Generator, Tensor, nn
 
 from gradveil.attacks.base import Attack
 from gradveil.defenses.base import Defense
-from gradveil.errors import GradveilError, UpdateError
+from gradveil.errors import GradveilError
 from gradveil.experiments.run_folder import Row
 from gradveil.files import append_line
 from gradveil.integrations.flower.mods import check_reply, update_of
 from gradveil.integrations.flower.others_known import SAMPLE, SECONDS, OthersKnown, TrainingPass
 from gradveil.integrations.flower.probe import Probe
-from gradveil.integrations.flower.records import (
-    CHECKED,
-    LEAK_METRICS,
-    LOG,
-    SPENT,
-    UNRELEASED,
-    add_metrics,
-    arrays_of,
-    is_training,
-    number,
-    params_of,
-    withhold,
-)
+from gradveil.integrations.flower.records import LOG, arrays_of, is_training, params_of
 from gradveil.losses import Loss
 from gradveil.losses import build as build_loss
 from gradveil.seeds import Seeds
@@ -52,8 +38,12 @@ class GridView(Grid):  # type: ignore[misc]
         """Return what the strategy is given for a reply to a training message."""
         return reply
 
+    def together(self, sent: list[Message], replies: list[Message]) -> list[Message]:
+        """Return what the strategy is given for all replies to the training messages of one call."""
+        return replies
+
     def round_ended(self, sent: list[Message], replies: list[Message]) -> None:
-        """Hear of all replies to the training messages of one call, after ``received``."""
+        """Hear of all replies to the training messages of one call, after ``received`` and ``together``."""
 
     def set_run(self, run: Any) -> None:
         """Set the run."""
@@ -91,6 +81,7 @@ class GridView(Grid):  # type: ignore[misc]
         out = self._remember(messages)
         replies = [self._look(reply) for reply in self._grid.send_and_receive(out, timeout=timeout)]
         if training := [m for m in out if is_training(m)]:
+            replies = self.together(training, replies)
             self.round_ended(training, replies)
         return replies
 
@@ -123,6 +114,7 @@ class AuditedGrid(GridView):
             single step, a sample of them is, each with all others known; else the log says that it was skipped.
         lr: of the local steps; None reads ``lr`` from the message, and takes 1 where there is none.
         seed: of the choice of updates and of the attack.
+        done: rounds that a run which is continued has behind it.
         out: a file to append to.
         truth: the originals behind a reply, where the audit may know them (tests, public data).
     """
@@ -142,6 +134,7 @@ class AuditedGrid(GridView):
         max_examples: int = 16,
         lr: float | None = None,
         seed: int = 0,
+        done: int = 0,
         out: Path | None = None,
         truth: Callable[[Message], Batch | None] = lambda reply: None,
     ) -> None:
@@ -150,7 +143,7 @@ class AuditedGrid(GridView):
         self._model, self._sample, self._max_examples, self._lr = model, sample, max_examples, lr
         self._seeds, self._out, self._truth = Seeds(seed), out, truth
         self.rows: list[Row] = []
-        self._round = 0
+        self._round = done
 
     def round_ended(self, sent: list[Message], replies: list[Message]) -> None:
         """Attack some of the round's updates."""
@@ -195,70 +188,3 @@ class AuditedGrid(GridView):
 
 
 audited = AuditedGrid
-
-
-class CheckedGrid(GridView):
-    """The grid with malformed replies turned into errors: ``strategy.start(grid=checked(grid), ...)``.
-
-    ``counts`` has one row per round: sent, kept, failed, rejected, silent, and where there are any spent (a budget)
-    and not released (a secure sum of too few). Flower stops at metrics that not every reply
-    has. Where some clients measured a leak and some did not, those get the average of the others, weighted by
-    examples, so that Flower's average is that of the clients that measured; their ``leak-checked`` is 0.
-    """
-
-    def __init__(self, grid: Grid) -> None:
-        super().__init__(grid)
-        self.counts: list[dict[str, int]] = []
-        self.last_reason = ""  # why a reply was not kept
-        self._rejected: Counter[int] = Counter()  # node -> replies turned away
-
-    def received(self, sent: Message, reply: Message) -> Message:
-        """Return the reply, or an error in its place."""
-        if reply.has_error():
-            self.last_reason = str(reply.error.reason)
-            return reply
-        try:
-            check_reply(params_of(arrays_of(sent)[1]), params_of(arrays_of(reply)[1]))
-            if not 0 < (examples := number(reply, "num-examples", 1.0)) < math.inf:
-                raise UpdateError(f"The reply counts {examples} examples; it takes at least one.")
-        except GradveilError as error:
-            LOG.warning("Reply of node %s rejected: %s", reply.metadata.src_node_id, error)
-            self.last_reason = str(error)
-            self._rejected[reply.metadata.src_node_id] += 1
-            return withhold(sent, str(error))
-        return reply
-
-    def round_ended(self, sent: list[Message], replies: list[Message]) -> None:
-        """Count the round."""
-        reasons = [str(reply.error.reason) for reply in replies if reply.has_error()]
-        spent, unreleased = (sum(word in reason for reason in reasons) for word in (SPENT, UNRELEASED))
-        failed, rejected = len(reasons), self._rejected.total()
-        self._rejected.clear()
-        self.counts.append(
-            {
-                "sent": len(sent),
-                "kept": len(replies) - failed,
-                "failed": failed - rejected - spent - unreleased,
-                "rejected": rejected,
-                "silent": len(sent) - len(replies),
-            }
-            | ({"spent": spent} if spent else {})
-            | ({"not released": unreleased} if unreleased else {})
-        )
-        _even([reply for reply in replies if not reply.has_error()])
-
-
-def _even(replies: list[Message]) -> None:
-    """Give every reply the leak metrics that some have."""
-    for name in LEAK_METRICS:
-        values = [number(reply, name, math.nan) for reply in replies]
-        known = [(number(r, "num-examples", 1.0), v) for r, v in zip(replies, values, strict=True) if not math.isnan(v)]
-        if not known:
-            continue
-        mean = sum(w * v for w, v in known) / sum(w for w, _ in known)
-        for reply, value in zip(replies, values, strict=True):
-            if math.isnan(value):
-                add_metrics(reply, {name: 0.0 if name == CHECKED else mean})
-
-
-checked = CheckedGrid

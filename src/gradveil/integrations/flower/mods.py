@@ -8,14 +8,17 @@ from flwr.app import ConfigRecord, Context, Message
 from torch import nn
 
 from gradveil import tree
+from gradveil.certificates.accountant import Account
 from gradveil.defenses.base import Defense
 from gradveil.defenses.guard.protect import Guard, RecordSettings, protect, refuse_idle
 from gradveil.errors import BudgetError, DefenseError, GradveilError, UpdateError
+from gradveil.files import damage_told
 from gradveil.integrations.flower.records import (
     LOG,
     SPENT,
     ModelWatch,
     Next,
+    Refused,
     add_metrics,
     arrays_of,
     defense_for,
@@ -27,6 +30,7 @@ from gradveil.integrations.flower.records import (
     record_of,
     withhold,
 )
+from gradveil.integrations.flower.statements import state
 from gradveil.integrations.local_training import fresh_rng, is_trained
 from gradveil.registry import describe
 from gradveil.step_rule import StepRule
@@ -63,11 +67,15 @@ class UpdateMod:
             if defense.acts_on - {"update"}:
                 raise DefenseError(f"{describe(defense)} acts inside the local steps. Use guard_mod for it.")
             reply = call_next(message, context)
-            return reply if reply.has_error() else self._defend(defense, message, before, reply)
+            if reply.has_error():
+                return reply
+            sent = self._defend(defense, message, before, reply)
+            state(reply, defense, context, steps=sent.num_steps, examples=sent.num_examples)
+            return reply
         except GradveilError as error:
             return withhold(message, str(error))
 
-    def _defend(self, defense: Defense, message: Message, before: Params, reply: Message) -> Message:
+    def _defend(self, defense: Defense, message: Message, before: Params, reply: Message) -> Update:
         key, record = arrays_of(reply)
         after = params_of(record)
         check_reply(before, after)
@@ -77,10 +85,13 @@ class UpdateMod:
         reply.content[key] = record_of(after | defended)
         change = tree.norm(tree.subtract(sent.gradient, update.gradient)) / tree.norm(update.gradient).clamp_min(1e-30)
         add_metrics(reply, {"update-change": float(change)})
-        return reply
+        return sent
 
 
 update_mod = UpdateMod
+
+
+NOT_FINITE = "not finite"
 
 
 def check_reply(before: Params, after: Params) -> None:
@@ -92,16 +103,19 @@ def check_reply(before: Params, after: Params) -> None:
         if value.shape != before[name].shape:
             raise UpdateError(f"{name!r} is {tuple(value.shape)} in the reply and {tuple(before[name].shape)} as sent.")
         if not bool(torch.isfinite(value).all()):
-            raise UpdateError(f"{name!r} holds NaN or infinite values. Leave this update out.")
+            raise Refused(NOT_FINITE, f"{name!r} holds NaN or infinite values. Leave this update out.")
 
 
 def update_of(message: Message, before: Params, reply: Message, after: Params, lr: float | None = None) -> Update:
     """Return what a reply says, as an update: the gradient (W_before - W_after) / lr of the trained tensors."""
     lr = number(message, "lr", 1.0) if lr is None else lr
+    if not 0 < lr < inf:
+        raise UpdateError(f"The learning rate is {lr}; it must be above 0.")
     weights = {name: value for name, value in before.items() if is_trained(name, value)}
-    examples, steps = (int(number(reply, name, 1)) for name in ("num-examples", "num-steps"))
-    size = int(number(message, "batch-size", 0)) or None
-    update = Update.from_weights(weights, after, lr, max(examples, 1), max(steps, 1), size, rule_of(message))
+    with damage_told("What the messages say of the local steps", UpdateError, "Leave this update out."):
+        examples, steps = (int(number(reply, name, 1)) for name in ("num-examples", "num-steps"))
+        size, rule = int(number(message, "batch-size", 0)) or None, rule_of(message)
+    update = Update.from_weights(weights, after, lr, max(examples, 1), max(steps, 1), size, rule)
     return replace(update, buffers={n: v for n, v in after.items() if v.is_floating_point() and n not in weights})
 
 
@@ -191,19 +205,20 @@ class GuardMod:
         if "update" in defense.acts_on:
             self._defend_update(guards, message, before, reply)
         add_metrics(reply, {STEPS: steps})
-        if "records" in defense.acts_on:
-            self._pay(defense, guards, context, reply)
+        account = self._pay(defense, guards, context, reply) if "records" in defense.acts_on else None
+        examples = max(1, int(number(reply, "num-examples", 1)))
+        state(reply, defense, context, steps=steps, examples=examples, account=account)
         return reply
 
-    def _pay(self, defense: Defense, guards: list[Guard], context: Context, reply: Message) -> None:
+    def _pay(self, defense: Defense, guards: list[Guard], context: Context, reply: Message) -> Account:
         """Charge the node for what is about to be sent, and see to it that nothing else tells of the records."""
         if "update" not in defense.acts_on:
             check_sent(guards, params_of(arrays_of(reply)[1]))
         run = self.settings.get("run")
         limit = (defense if run is None else defense.for_run(run)).allowance
         client = str(context.node_config.get("partition-id", context.node_id))
-        pay(context, client, sum(guard.account.spent for guard in guards), inf if limit is None else limit)
         keep_public(reply)
+        return pay(context, client, sum(guard.account.spent for guard in guards), inf if limit is None else limit)
 
     def _defend_update(self, guards: list[Guard], message: Message, before: Params, reply: Message) -> None:
         key, record = arrays_of(reply)

@@ -2,13 +2,16 @@
 
 import json
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from io import BytesIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -30,6 +33,14 @@ LOG = logging.getLogger("flwr")  # Flower shows what is said here with a run's l
 Next = Callable[[Message, Context], Message]  # the next mod, and in the end the client's own function
 
 
+class Refused(UpdateError):
+    """A reply that a server turns away; ``why`` is the word under which it is counted."""
+
+    def __init__(self, why: str, text: str) -> None:
+        super().__init__(text)
+        self.why = why
+
+
 def arrays_of(message: Message) -> tuple[str, ArrayRecord]:
     """Return the one ArrayRecord of a message with its key."""
     records = message.content.array_records
@@ -41,7 +52,20 @@ def arrays_of(message: Message) -> tuple[str, ArrayRecord]:
 
 def params_of(record: ArrayRecord) -> Params:
     """Return the tensors of an ArrayRecord by name."""
-    return {name: torch.from_numpy(array.numpy().copy()) for name, array in record.items()}
+    return {name: _tensor(name, array) for name, array in record.items()}
+
+
+def _tensor(name: str, array: Array) -> torch.Tensor:
+    """Return the tensor; the size that its header claims is held against its bytes before anything is that large."""
+    try:
+        file = BytesIO(array.data)
+        of_version = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        shape, _, kind = of_version[np.lib.format.read_magic(file)](file)
+        if (there := len(array.data) - file.tell()) != math.prod(shape) * kind.itemsize:
+            raise ValueError(f"{there} bytes for {kind} {shape}")
+        return torch.from_numpy(array.numpy().copy())
+    except Exception as error:  # numpy reads a header as Python text, and hostile text fails in many ways
+        raise UpdateError(f"{name!r} is no array of numbers ({' '.join(str(error).split())[:200]}).") from error
 
 
 def record_of(params: Params) -> ArrayRecord:
@@ -54,7 +78,10 @@ def number(message: Message, name: str, default: float) -> float:
     for records in (message.content.config_records, message.content.metric_records):
         for record in records.values():
             if name in record:
-                return float(record[name])
+                try:
+                    return float(record[name])
+                except (OverflowError, TypeError, ValueError) as error:
+                    raise UpdateError(f"{name!r} is no number ({error}).") from error
     return default
 
 

@@ -5,6 +5,7 @@ bits, which a server can try one by one (flwrlabs/flower#7522), so a stream ciph
 """
 
 import hashlib
+import json
 import math
 import sys
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from gradveil.integrations.flower.mods import PUBLIC, check_reply
 from gradveil.integrations.flower.public_map import veil_in
 from gradveil.integrations.flower.records import WITHHELD, Next, arrays_of, is_training, number, params_of, withhold
 from gradveil.integrations.flower.settings import Cohort
+from gradveil.integrations.flower.statements import STATEMENT
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,11 @@ def _in_older_form(message: Message, reply: Message, context: Context) -> Messag
     if not 0 < examples <= most:
         raise DefenseError(f"the update is of {examples} examples, and the secure sum takes 1 to {most:g} of a client.")
     change = [(before[name].double() - after[name].double()).numpy() for name in floating(before)]
-    metrics = {name: number(reply, name, 0) for name in PUBLIC if not math.isnan(number(reply, name, math.nan))}
+    metrics: dict[str, Any] = {
+        name: number(reply, name, 0) for name in PUBLIC if not math.isnan(number(reply, name, math.nan))
+    }
+    if STATEMENT in reply.content.config_records:
+        metrics[STATEMENT] = json.dumps(dict(reply.content.config_records[STATEMENT]))
     result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters(change), examples, metrics)
     return Message(fitres_to_recorddict(result, keep_input=False), reply_to=message)
 

@@ -3,7 +3,9 @@
 The protocol is Flower's own SecAgg+, a workflow of the older API; here it runs inside ``send_and_receive``.
 """
 
+import json
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +33,7 @@ from gradveil.integrations.flower.records import (
 )
 from gradveil.integrations.flower.secure_client import NoisySum, floating
 from gradveil.integrations.flower.settings import MODULUS, Cohort
+from gradveil.integrations.flower.statements import STATEMENT
 
 
 class SecureGrid(GridView):
@@ -93,7 +96,11 @@ class SecureGrid(GridView):
             after[name] = (before[name].double() - torch.from_numpy(change)).to(before[name].dtype)
         new = record_of(after)
         for node, metrics in protocol.metrics.items():
-            replies.append(Message(RecordDict({key: new, "metrics": MetricRecord(metrics)}), reply_to=asked[node]))
+            said = metrics.pop(STATEMENT, None)
+            content = RecordDict({key: new, "metrics": MetricRecord(metrics)})
+            with suppress(TypeError, ValueError):  # what cannot be read was not said
+                content[STATEMENT] = ConfigRecord(json.loads(str(said)))
+            replies.append(Message(content, reply_to=asked[node]))
         return replies
 
 

@@ -12,16 +12,25 @@ from torch import nn
 from gradveil import data as datasets
 from gradveil import models
 from gradveil.data.base import Dataset
-from gradveil.data.partition import Indices, partition
+from gradveil.data.partition import Indices, deal
 from gradveil.defenses.base import Defense, build
 from gradveil.errors import DefenseError, SpecError, did_you_mean
 from gradveil.federated.ledger import Ledger, planned_run, sample_clients
 from gradveil.federated.server import SERVERS
 from gradveil.federated.settings import Averaging, Training
+from gradveil.integrations.flower.demand import Demand, parts_of
+from gradveil.ranges import Count, Positive, Weight, Whole
 from gradveil.registry import parse
 from gradveil.seeds import Seeds
 
-SINGLE = ("fedmedian", "fedtrimmedavg", "krum", "multikrum", "bulyan")  # strategies that look at each update
+SINGLE = (
+    "fedclippedavg",
+    "fedmedian",
+    "fedtrimmedavg",
+    "krum",
+    "multikrum",
+    "bulyan",
+)  # look at each update
 MODULUS = 2**32  # of the ring in which a secure sum is taken
 NEIGHBOURS = 21  # clients that hold shares of one's keys, itself among them, where there are more (odd)
 
@@ -78,12 +87,27 @@ class FlowerSettings(Averaging):
     audit_max_examples: int = 16  # an update of more examples is not attacked
     secure_aggregation: bool = False  # SecAgg+: the server sees the sum of a round's updates only
     lost: float = 0.0  # share of a round's clients that may drop out of a secure sum; with fewer it is not released
+    max_change: Weight = 10.0  # times a round's median change of the weights that one reply's may be; 0: no bound
+    max_examples: Whole = 0  # that a client can have; 0: as many as the largest device of the partition
+    require_defense: str = ""  # replies that do not say that this was done are refused: the client's word, no proof
+    deadline: Positive = 600.0  # seconds that a round waits for nodes, and then for their replies
+    min_replies: Count = 1  # sound ones that a round needs; with fewer the model stays as it is
+    resume: bool = False  # go on from the checkpoint in ``out``
     out: str = ""  # folder on the server for rounds.jsonl and model.safetensors; empty: keep nothing
 
     def __post_init__(self) -> None:
         if self.batch_size == 0:  # a run config has no None
             object.__setattr__(self, "batch_size", None)
         super().__post_init__()
+        if self.require_defense and Demand(build(self.require_defense)).lacks(parts_of(build(self.defense))):
+            raise SpecError(
+                f"The run demands {self.require_defense!r} and its own defence is {self.defense!r}: every client that "
+                f"does as it is told would be refused. Give the same."
+            )
+        if self.resume and not self.out:
+            raise SpecError("resume goes on from the checkpoint in a folder. Give out as well.")
+        if self.min_replies > self.clients:
+            raise SpecError(f"min_replies={self.min_replies} are more than the {self.clients} clients of a round.")
         if self.secure_aggregation:
             self._check_secure()
         elif self.lost:
@@ -154,12 +178,13 @@ class FlowerSettings(Averaging):
 def load_data(dataset: str, data: str, spec: str, seed: int) -> tuple[Dataset, list[Indices]]:
     """Return the data set and what each device holds; kept for the next message of this process."""
     loaded = datasets.load(dataset, data or None)
-    return loaded, partition(loaded.train.labels, spec, Seeds(seed)("partition"))
+    return loaded, deal(loaded, spec, Seeds(seed)("partition"))
 
 
 def build_model(settings: FlowerSettings, dataset: Dataset) -> nn.Module:
     """Return the model with the weights that the run starts from."""
-    return models.build(settings.model, dataset.input_shape, dataset.outputs(settings.loss), settings.seed)
+    outputs = dataset.outputs(settings.loss)
+    return models.build(settings.model, dataset.input_shape, outputs, settings.seed, dataset.modality)
 
 
 # the settings of gradveil's own server rules -> Flower's names for them

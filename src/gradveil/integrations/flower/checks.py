@@ -1,0 +1,275 @@
+"""A Flower server's grid that turns away replies which would spoil the average, and says which and why."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from flwr.app import Message, MetricRecord
+from flwr.serverapp import Grid
+
+from gradveil.defenses.base import Defense, build
+from gradveil.errors import GradveilError, SpecError, UpdateError
+from gradveil.experiments.train import listed
+from gradveil.integrations.flower.demand import OTHER, Demand
+from gradveil.integrations.flower.grids import GridView
+from gradveil.integrations.flower.mods import check_reply
+from gradveil.integrations.flower.records import (
+    CHECKED,
+    LEAK_METRICS,
+    LOG,
+    SPENT,
+    UNRELEASED,
+    WITHHELD,
+    Refused,
+    add_metrics,
+    arrays_of,
+    is_training,
+    number,
+    params_of,
+    withhold,
+)
+from gradveil.integrations.flower.statements import check_statement, shown, statement_in, told
+from gradveil.integrations.local_training import is_trained
+from gradveil.tree import Params
+
+MALFORMED, KIND, FAR, CLAIM, METRICS = "malformed", "wrong type", "too far", "too many examples", "other metrics"
+FEW = "too few replies"
+STATISTICS = 10  # running statistics may differ by so much more than weights: one step moves them a tenth of the way
+CLAIMS = 100  # how many times the round's median a reply may count examples, where no bound is given
+
+Faults = dict[int, Refused]  # node -> what is wrong with its reply
+
+
+class CheckedGrid(GridView):
+    """The grid with unsound replies turned into errors: ``strategy.start(grid=checked(grid), ...)``.
+
+    Refused are replies with other names, shapes or types of numbers than the model's, numbers that are not finite, a
+    change of the weights many times the round's median, more examples than a client can have, or metrics that the
+    others do not have. Of two replies that differ so much the smaller one is believed; a single one has none to be
+    held against. What is sent by ``push_messages`` is checked reply by reply, without the others.
+
+    ``counts`` has one row per round: sent, kept, failed, rejected, silent, and where there are any the reasons of the
+    rejected, spent (a budget) and not released (a secure sum of too few). Flower stops at metrics that not every reply
+    has. Where some clients measured a leak and some did not, those get the average of the others, weighted by
+    examples, so that Flower's average is that of the clients that measured; their ``leak-checked`` is 0.
+
+    Args:
+        grid: the grid that the ServerApp was given.
+        max_change: how many times the round's median length a reply's change of the weights may be; 0: no bound.
+        max_examples: the most examples that one client can have; 0: 100 times the round's median.
+        defense: of the run. Clients that say that they used another one are logged, and counted under ``stated``.
+        min_replies: sound ones that a round needs; where there are fewer, none is averaged.
+        require_defense: replies that do not say that this one was used are refused. It is the client's word, no proof.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        *,
+        max_change: float = 10.0,
+        max_examples: float = 0.0,
+        min_replies: int = 1,
+        defense: str | Defense | None = None,
+        require_defense: str | Defense | None = None,
+    ) -> None:
+        super().__init__(grid)
+        if not 0 <= max_change < math.inf or not 0 <= max_examples < math.inf:
+            raise SpecError("max_change and max_examples must be 0 (no bound of its own) or above.")
+        self.max_change, self.max_examples, self.min_replies = max_change, max_examples, min_replies
+        self._usual = Demand(build(defense)) if defense else None
+        self._demand = Demand(build(require_defense)) if require_defense else None
+        self._stated: Counter[str] = Counter()  # other defences than the run's, by name
+        self.counts: list[dict[str, Any]] = []
+        self.last_reason = ""  # why a reply was not kept
+        self.kinds: dict[str, torch.dtype] = {}  # of the model's tensors, as they were first sent
+        self._rejected: Counter[str] = Counter()
+        self._lengths: dict[int, tuple[float, float]] = {}  # node -> of its change: weights, running statistics
+
+    def received(self, sent: Message, reply: Message) -> Message:
+        """Return the reply, or an error in its place."""
+        if reply.has_error():
+            self.last_reason = str(reply.error.reason)
+            return reply
+        try:
+            self._hear(sent, reply)
+            self._check(sent, reply)
+        except GradveilError as error:
+            return self._refuse(sent, error)
+        return reply
+
+    def _hear(self, sent: Message, reply: Message) -> None:
+        """Take note of what the client says that it did; raise where that is not what the run demands."""
+        said = statement_in(reply)
+        if said is not None and self._usual is not None and self._usual.lacks(said["settings"]):
+            LOG.warning("Node %s: %s, and the run has another.", sent.metadata.dst_node_id, told(said))
+            self._stated[shown(said)] += 1
+        if self._demand is not None:
+            check_statement(self._demand, reply)
+
+    def _check(self, sent: Message, reply: Message) -> None:
+        """Raise where the reply by itself shows that it is unsound."""
+        (key, asked), (own, got) = arrays_of(sent), arrays_of(reply)
+        if key != own:
+            raise UpdateError(f"The reply calls its weights {own!r}, and the message {key!r}.")
+        before, after = params_of(asked), params_of(got)
+        self._check_kinds(before, after)
+        check_reply(before, after)
+        if not 0 < (examples := number(reply, "num-examples", 1.0)) < math.inf:
+            raise UpdateError(f"The reply counts {examples} examples; it takes at least one.")
+        if self.max_examples and examples > self.max_examples:
+            raise _claims(examples, f"a client can have {self.max_examples:g} at most")
+        for name in LEAK_METRICS:
+            number(reply, name, 0.0)
+        self._lengths[reply.metadata.src_node_id] = lengths(before, after)
+
+    def _check_kinds(self, before: Params, after: Params) -> None:
+        """Raise where numbers are of another type; counters may be as first sent, or as Flower's average has them."""
+        for name, value in before.items():
+            first = self.kinds.setdefault(name, value.dtype)
+            if name in after and (found := after[name].dtype) not in (first, value.dtype):
+                raise Refused(KIND, f"{name!r} is {found} in the reply and {value.dtype} as sent.")
+
+    def _refuse(self, sent: Message, error: GradveilError) -> Message:
+        LOG.warning("Reply of node %s refused: %s", sent.metadata.dst_node_id, error)
+        self.last_reason = str(error)
+        self._rejected[why(error)] += 1
+        return withhold(sent, str(error))
+
+    def together(self, sent: list[Message], replies: list[Message]) -> list[Message]:
+        """Hold the replies of a round against each other."""
+        asked = {message.metadata.dst_node_id: message for message in sent}
+        replies = [reply if reply.has_error() or _answers(reply, asked) else self._stray(sent[0]) for reply in replies]
+        good = {reply.metadata.src_node_id: reply for reply in replies if not reply.has_error()}
+        looks: list[Callable[[dict[int, Message]], Faults]] = [self._claims, self._far, _other_metrics]
+        refused: dict[int, Message] = {}
+        for look in looks:
+            for node, fault in look(good).items():
+                refused[node] = self._refuse(asked[node], fault)
+                del good[node]
+        if len(good) < self.min_replies:
+            few = Refused(FEW, f"{len(good)} sound replies came, and a round needs {self.min_replies} (min_replies).")
+            refused |= {node: self._refuse(asked[node], few) for node in good}
+        return [refused.get(reply.metadata.src_node_id, reply) for reply in replies]
+
+    def _stray(self, sent: Message) -> Message:
+        return self._refuse(sent, UpdateError("The reply is no answer to a message of this round."))
+
+    def _claims(self, replies: dict[int, Message]) -> Faults:
+        if self.max_examples:  # seen to already
+            return {}
+        counts = {node: number(reply, "num-examples", 1.0) for node, reply in replies.items()}
+        most = CLAIMS * middle(counts.values())
+        return {
+            node: _claims(n, f"{CLAIMS} times the round's median is {most:g}") for node, n in counts.items() if n > most
+        }
+
+    def _far(self, replies: dict[int, Message]) -> Faults:
+        if not self.max_change:
+            return {}
+        faults: Faults = {}
+        for part, times in enumerate((self.max_change, STATISTICS * self.max_change)):
+            found = {node: self._lengths[node][part] for node in replies}
+            median = middle(found.values())
+            for node, length in found.items():
+                if not length <= times * median:
+                    what = ("weights", "running statistics")[part]
+                    faults[node] = Refused(
+                        FAR,
+                        f"The {what} moved by {length:.3g}, and the round's median is {median:.3g}: {times:g} times "
+                        f"that is allowed (max_change).",
+                    )
+        return faults
+
+    def round_ended(self, sent: list[Message], replies: list[Message]) -> None:
+        """Count the round."""
+        reasons = [str(reply.error.reason) for reply in replies if reply.has_error()]
+        spent, unreleased = (sum(word in reason for reason in reasons) for word in (SPENT, UNRELEASED))
+        if others := sum(reason.startswith(f"{WITHHELD}{OTHER}") for reason in reasons):  # said by the client itself
+            self._rejected[OTHER] += others
+        failed, rejected = len(reasons), self._rejected.total()
+        row: dict[str, Any] = {
+            "sent": len(sent),
+            "kept": len(replies) - failed,
+            "failed": failed - rejected - spent - unreleased,
+            "rejected": rejected,
+            "silent": len(sent) - len(replies),
+        }
+        row |= {"reasons": dict(self._rejected)} if rejected else {}
+        row |= {"stated": dict(self._stated)} if self._stated else {}
+        row |= {"spent": spent} if spent else {}
+        row |= {"not released": unreleased} if unreleased else {}
+        self.counts.append(row)
+        if rejected:
+            which = int(number(sent[0], "server-round", len(self.counts)))
+            said = listed(row["reasons"])
+            LOG.warning("Round %s: %s of %s replies refused: %s.", which, rejected, len(replies), said)
+        self._rejected.clear()
+        self._stated.clear()
+        self._lengths.clear()
+
+
+checked = CheckedGrid
+
+
+def why(error: GradveilError) -> str:
+    """Return the word under which a refusal is counted."""
+    return error.why if isinstance(error, Refused) else MALFORMED
+
+
+def lengths(before: Params, after: Params) -> tuple[float, float]:
+    """Return how far the weights and the running statistics moved; counters are no part of it."""
+    squares = [0.0, 0.0]
+    for name, value in before.items():
+        if value.is_floating_point():
+            change = after[name].double() - value.double()
+            squares[not is_trained(name, value)] += float(change.square().sum())
+    return math.sqrt(squares[0]), math.sqrt(squares[1])
+
+
+def middle(values: Iterable[float]) -> float:
+    """Return the median of those above 0, the lower of two: 0 where there are none."""
+    some = sorted(value for value in values if value > 0)
+    return some[(len(some) - 1) // 2] if some else 0.0
+
+
+def _claims(examples: float, bound: str) -> Refused:
+    return Refused(CLAIM, f"The reply counts {examples:g} examples, and {bound} (max_examples).")
+
+
+def _answers(reply: Message, asked: dict[int, Message]) -> bool:
+    return reply.metadata.src_node_id in asked and is_training(reply)
+
+
+def _other_metrics(replies: dict[int, Message]) -> Faults:
+    """Return those whose metrics are not the ones that most have: Flower's strategies stop the run at them.
+
+    Where two kinds are equally many, the one that counts examples and says no more is believed.
+    """
+    _even(list(replies.values()))
+    names = {node: _names(reply) for node, reply in replies.items()}
+    times = Counter(names.values())
+    usual = max(times, key=lambda n: (times[n], any("num-examples" in one for one in n), -len(n), n), default=())
+    text = "The reply's metrics are not those of the other replies; send the same ones from every client."
+    return {node: Refused(METRICS, text) for node, own in names.items() if own != usual}
+
+
+def _names(reply: Message) -> tuple[tuple[str, str, int], ...]:
+    """Return record, name and length (of a list) of every metric."""
+    records: dict[str, MetricRecord] = reply.content.metric_records
+    pairs = [(key, name, value) for key, record in records.items() for name, value in record.items()]
+    return tuple(sorted((key, name, len(v) if isinstance(v, list) else -1) for key, name, v in pairs))
+
+
+def _even(replies: list[Message]) -> None:
+    """Give every reply the leak metrics that some have."""
+    for name in LEAK_METRICS:
+        values = [number(reply, name, math.nan) for reply in replies]
+        known = [(number(r, "num-examples", 1.0), v) for r, v in zip(replies, values, strict=True) if not math.isnan(v)]
+        if not known:
+            continue
+        mean = sum(w * v for w, v in known) / sum(w for w, _ in known)
+        for reply, value in zip(replies, values, strict=True):
+            if math.isnan(value):
+                add_metrics(reply, {name: 0.0 if name == CHECKED else mean})
