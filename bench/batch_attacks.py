@@ -136,7 +136,7 @@ def by_public(module: Any, count: int, device: str, steps: int) -> Row:
 
 def read(path: Path | None) -> None:
     if path is not None:
-        IMAGES.update({name: (x.float() / 255, y) for name, (x, y) in torch.load(path).items()})
+        IMAGES.update({name: (x.float() / 255, y) for name, (x, y) in torch.load(path, weights_only=True).items()})  # noqa: TID251
         return
     for name in ("mnist", "cifar10", "digits"):
         batch = load(name).train.sample(2500, torch.Generator().manual_seed(0))

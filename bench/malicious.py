@@ -162,27 +162,36 @@ def breaching(checkout: Path, kind: str, name: str, data: Dataset, count: int, t
     return row
 
 
-def rows(checkout: Path | None, trials: int, names: list[str]) -> list[Row]:
-    """Run everything."""
+def fishing(name: str, data: Dataset, public: Public, trials: int) -> list[Row]:
+    """Run the rows of fishing: by size of the batch, then by defence."""
+    found: list[Row] = []
+    for model, attack in (("mlp", "analytic"), ("lenet", "newton"))[: 2 if name == "digits" else 1]:
+        for n, distinct in ((8, True), (8, False), (64, False)):
+            spec = f"fishing:attack={attack},examples={1 if distinct else n}"
+            found.append(ours(spec, model, data, public, n, 4 * trials, distinct=distinct))
+    spec = "fishing:attack=analytic,examples=1,gain=1e6"
+    return found + [ours(spec, "mlp", data, public, 8, trials, defense=d, distinct=True) for d in DEFENSES[1:]]
+
+
+def rows(checkout: Path | None, trials: int, names: list[str], only: str = "") -> list[Row]:
+    """Run everything, or one attack."""
     found: list[Row] = []
     for name in names:
         data = load(name)
         public = Public.draw(data, rng(2))
+        if only in ("", "fishing"):
+            found += fishing(name, data, public, trials)
+        if only == "fishing":
+            continue
         for model, spec in (
             ("lenet", "imprint"), ("mlp", "imprint:architecture=kept"), ("resnet18:width=16", "imprint"),
         ):  # fmt: skip
             found += [ours(spec, model, data, public, n, trials) for n in (1, 8, 64, 256)]
         for model, spec in (("mlp", "trap"), ("resnet18:width=16", "trap:architecture=changed")):
             found += [ours(spec, model, data, public, n, trials) for n in (1, 8, 64)]
-        for model, attack in (("mlp", "analytic"), ("lenet", "newton"))[: 2 if name == "digits" else 1]:
-            for n, distinct in ((8, True), (8, False), (64, False)):
-                spec = f"fishing:attack={attack},examples={1 if distinct else n}"
-                found.append(ours(spec, model, data, public, n, 4 * trials, distinct=distinct))
         for defense in DEFENSES[1:]:
             found.append(ours("imprint", "lenet", data, public, 8, trials, defense=defense))
             found.append(ours("trap", "mlp", data, public, 8, trials, defense=defense))
-            fishing = "fishing:attack=analytic,examples=1,gain=1e6"
-            found.append(ours(fishing, "mlp", data, public, 8, trials, defense=defense, distinct=True))
         if checkout is not None:
             for kind in ("imprint", "trap"):
                 found += [
@@ -198,8 +207,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--breaching", type=Path, help="a checkout of github.com/JonasGeiping/breaching")
     parser.add_argument("--trials", type=int, default=5)
     parser.add_argument("--data", default="digits,mnist,cifar10")
+    parser.add_argument("--only", choices=("", "fishing"), default="", help="run these rows; the others stay")
     args = parser.parse_args(argv)
-    found = rows(args.breaching, args.trials, args.data.split(","))
+    found = rows(args.breaching, args.trials, args.data.split(","), args.only)
+    if args.only:
+        old = json.loads(args.out.read_text())["rows"]
+        made = {(row["data"], row["attack"].partition(":")[0]) for row in found}
+        found = [row for row in old if (row["data"], row["attack"].partition(":")[0]) not in made] + found
     args.out.write_text(json.dumps({"torch": torch.__version__, "rows": found}, indent=1) + "\n")
 
 

@@ -42,7 +42,7 @@ Images = tuple[Tensor, Tensor]
 
 def images(path: Path | None, device: str) -> Images:
     if path is not None:
-        held = torch.load(path)
+        held = torch.load(path, weights_only=True)  # noqa: TID251
         return held["x"].to(device), held["y"].to(device)
     rng = torch.Generator().manual_seed(0)
     coarse = torch.rand(64, 3, 8, 8, generator=rng)

@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 from keep_results import commit_named
 from marked_blocks import fill
-from paper_results import RESULTS, Row, markdown, own_rows, runs, write_runs
+from paper_results import RESULTS, ROOT, Row, markdown, own_rows, runs, write_runs
 
+from gradveil.experiments.rows import group
 from gradveil.experiments.run_folder import VERSIONS, RunFolder
 from gradveil.leaderboard.board import Leaderboard
 from gradveil.leaderboard.entries import BATCHES, ENTRIES, MULTIPLES, PANELS, Panel
@@ -23,6 +24,7 @@ from gradveil.leaderboard.standings import Standing, standings, table, tier_tabl
 from gradveil.paper.base import Context
 
 NAME = "leaderboard"
+BENCH, ATTACKED, PRICED = ROOT / "bench" / "results", "promise-attacks.json", "scatter"
 DEALT = (
     "{dataset}: {devices} devices of {records} records, {clients} a round, {rounds} rounds, learning rates {lrs}, "
     "{seeds} seeds, {victims} records sought ({newton}; {pairs} pairs to learn from)."
@@ -45,8 +47,32 @@ def blocks(folder: Path = RESULTS) -> dict[str, str]:
         parts += ["What the strongest server of each tier got (error / blind guess, share picked of 100):", ""]
         parts += [_without(tier_table(mine)), ""]
     made = {"tables": "\n".join(parts).rstrip(), "errors": "\n".join(_errors(found)), "runs": _made(rows, folder)}
+    made["promises"] = _promises()
     there = (folder / NAME / f"{NAME}.svg").exists()
     return made | {"figure": f"![What it costs against what is got]({NAME}/{NAME}.svg)" if there else "Not drawn yet."}
+
+
+def promise_rows() -> list[Row]:
+    """Return what `bench/promises.py` priced and `bench/promise_attacks.py` attacked, as rows of the leaderboard."""
+    priced, sought = (json.loads((BENCH / name).read_text())["rows"] for name in ("promises.json", ATTACKED))
+    found = [row | {"dataset": _named(row["dataset"], row["model"])} for row in sought]
+    for row in priced:
+        about = {"kind": "training", "dataset": _named(row["dataset"], PRICED), "split": "paper"}
+        about |= {"defense": row["defense"], "multiple": 1, "lr": row["choice"][0], "held_out": 0.0}
+        if row["devices"] == 100:
+            found += [about | {"seed": seed, "accuracy": accuracy} for seed, accuracy in enumerate(row["accuracy"])]
+    return found
+
+
+def _named(dataset: str, model: str) -> str:
+    return f"{dataset}, {model.partition(':')[0]}"
+
+
+def _promises() -> str:
+    parts = []
+    for (dataset,), mine in group(promise_rows(), "dataset").items():
+        parts += [f"### {dataset}", "", _without(table(standings(mine))), ""]
+    return "\n".join(parts).rstrip()
 
 
 def _dealt(panel: Panel) -> str:
@@ -56,7 +82,9 @@ def _dealt(panel: Panel) -> str:
 
 
 def _without(rows: list[Row]) -> str:
-    return markdown([{key: value for key, value in row.items() if key != "data"} for row in rows])
+    """Return a table without the data set, which stands above it, and without what no row has."""
+    empty = {"data", *(key for key in rows[0] if key == "step" and all(row[key] == "–" for row in rows))}
+    return markdown([{key: value for key, value in row.items() if key not in empty} for row in rows])
 
 
 def _edges(found: list[Standing]) -> list[str]:
@@ -110,7 +138,12 @@ def keep(folder: Path, machine: str, commit: str, into: Path = RESULTS) -> None:
     entry |= {"scale": config["scale"], "seed": config["seed"], "date": versions.pop("date")[:10], "machine": machine}
     entry |= {"commit": commit, "versions": [f"{k} {v}" for k, v in versions.items()], "units": units}
     write_runs(NAME, [run for run in [*old, entry] if run["units"]], into)
-    Leaderboard().draw(own_rows(NAME, into), into / NAME / NAME)
+    draw(into)
+
+
+def draw(into: Path = RESULTS) -> None:
+    """Draw what is got against what it costs, of the leaderboard and of the promises."""
+    Leaderboard().draw(own_rows(NAME, into) + promise_rows(), into / NAME / NAME)
 
 
 def main() -> int:
@@ -119,6 +152,7 @@ def main() -> int:
     parser.add_argument("--keep", nargs="*", type=Path, default=[], help="Run folders.")
     parser.add_argument("--machine", default="", help="The kind of machine, in words.")
     parser.add_argument("--commit", default="", help="The commit whose code made the runs.")
+    parser.add_argument("--draw", action="store_true", help="Draw the figure anew.")
     parser.add_argument("--check", action="store_true", help="Only compare.")
     given = parser.parse_args()
     for folder in given.keep:
@@ -126,6 +160,8 @@ def main() -> int:
             raise SystemExit("Say on which machine the runs were made (--machine).")
         keep(folder, given.machine, commit_named(given.commit))
     path = RESULTS / f"{NAME}.md"
+    if given.draw:
+        draw()
     text = fill(path.read_text(), blocks())
     if not given.check:
         path.write_text(text)

@@ -1,5 +1,6 @@
 """The rules of the leaderboard: which rate is chosen, on what, who is strongest, and when a certificate is beaten."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,13 +10,18 @@ import torch
 from gradveil.certificates.accountant import Account
 from gradveil.data import load
 from gradveil.data.partition import partition
+from gradveil.defenses.base import NoDefense
 from gradveil.experiments.panel import INFORMED
-from gradveil.leaderboard.attacks import ONE
+from gradveil.leaderboard.attacked import Client, Place
+from gradveil.leaderboard.attacks import ONE, Attacked
 from gradveil.leaderboard.board import Leaderboard
-from gradveil.leaderboard.entries import ENTRIES, PANELS
+from gradveil.leaderboard.entries import ENTRIES, PANELS, Entry
 from gradveil.leaderboard.standings import standings, table, tier_table
 from gradveil.leaderboard.training import chosen_multiple, held_out_records, settled
 from gradveil.paper.base import Context, Row
+from gradveil.tree import flatten
+
+from .conftest import TINY
 
 
 def training(defense: str, seed: int, multiple: int, held_out: float, accuracy: float) -> Row:
@@ -146,3 +152,47 @@ def test_the_figure_shows_cost_against_what_is_got(tmp_path: Path) -> None:
     assert Leaderboard().draw(rows, tmp_path / "leaderboard")
     assert (tmp_path / "leaderboard.svg").stat().st_size > 1000
     assert not Leaderboard().draw(floors(2), tmp_path / "none")
+
+
+def test_hard_records_do_not_make_the_error_beside_the_blind_guess_less_sure() -> None:
+    blind = [0.01 * (1 + i) for i in range(COUNT)]
+    about = floors(1)[0]
+    rows = [about | {"example": i, "mse": mse} for i, mse in enumerate(blind)] + CONTROLS
+    rows += attack("veil", "informed", "whiten, class known", "newton", [1.1 * mse for mse in blind])
+    one = next(s for s in standings(rows) if s.defense == "veil")
+    assert one.strongest is not None
+    error = one.strongest.error
+    assert (error.mean, error.low, error.high) == pytest.approx((1.1, 1.1, 1.1))
+
+
+def test_what_is_learned_of_a_run_is_the_mean_of_its_rounds() -> None:
+    """The client that is learned from sends what was seen: the same mean, and the noise of as many rounds."""
+    panel = replace(TINY, rounds=40)
+    place = Place(panel, Context())
+    for spec in ("veil:z=2,clip=1", "gaussian:scale=0.1"):
+        entry = Entry(spec)
+        defense, rounds = place.ready(entry), place.planned(entry).participations
+        client = Client(place, defense, rounds)
+        rng = torch.Generator().manual_seed(0)
+        one = client.sought(0)
+        single, mean = (
+            torch.stack([flatten(run(one, rng)) for _ in range(12)]).std(0).square().mean().sqrt()
+            for run in (client.simulated, client.simulated_mean)
+        )
+        assert rounds > 10
+        assert float(single / mean) == pytest.approx(rounds**0.5, rel=0.1)
+        seen = flatten(client.mean_seen(0, told=False).update.gradient)
+        clean = flatten(Client(place, NoDefense(), 1).simulated(one, rng))
+        clean = clean / clean.norm().clamp_min(1.0) if "veil" in spec else clean
+        assert float((seen - clean).square().mean().sqrt() / mean) == pytest.approx(1.0, rel=0.1)
+
+
+def test_the_learning_server_has_one_round_or_the_whole_run_and_may_know_the_class() -> None:
+    trials = Attacked(Entry("veil:z=2,clip=1"), Place(TINY, Context())).learned()
+    found = {trial.about["tier"]: trial for trial in trials}
+    run = found["patient"].about["rounds"]
+    rounds = {tier: trial.about["rounds"] for tier, trial in found.items()}
+    assert rounds == {"knows": 1, "patient": run, "informed": run}
+    assert run > 1
+    assert {tier for tier, trial in found.items() if trial.view.labels is not None} == {"informed"}
+    assert not any(trial.view.rounds for trial in trials)  # their mean

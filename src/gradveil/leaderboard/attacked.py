@@ -2,20 +2,23 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import sqrt
 
 import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.attacks.base import Malicious
+from gradveil.attacks.rounds import mean_round, pooled
 from gradveil.certificates.plan import PlannedRun
-from gradveil.countermeasures import Countermeasure
+from gradveil.countermeasures import Countermeasure, plain
 from gradveil.data import load
-from gradveil.data.base import Dataset
+from gradveil.data.base import Dataset, Split
 from gradveil.data.partition import Indices, partition
 from gradveil.defenses.base import Defense, NoDefense
 from gradveil.defenses.base import build as build_defense
 from gradveil.defenses.guard.step import step_gradient
 from gradveil.defenses.veil import Veil
+from gradveil.experiments.train import FIT
 from gradveil.experiments.trial import Public, observe
 from gradveil.federated.ledger import planned_run
 from gradveil.federated.settings import Local
@@ -23,6 +26,7 @@ from gradveil.integrations.flower.others_known import alone
 from gradveil.leaderboard.entries import Entry, Panel, run_seeds
 from gradveil.leaderboard.training import held_out_records
 from gradveil.models import build as build_model
+from gradveil.models import fit_to_public
 from gradveil.paper.base import Context
 from gradveil.tree import Params, map_values
 from gradveil.types import Batch, GaussianPrior, Observation, Update
@@ -50,6 +54,7 @@ class Place:
         """The model of the first seed, as it is sent in the first round."""
         seed = run_seeds(self.context.seeds, 0).number("weights")
         model = build_model(self.panel.model, self.dataset.input_shape, self.dataset.num_classes, seed=seed)
+        fit_to_public(model, self._undealt.batch(slice(0, FIT)).inputs)
         return model.train().to(self.context.device)
 
     @cached_property
@@ -66,6 +71,10 @@ class Place:
     def _devices(self) -> list[Indices]:
         rng = run_seeds(self.context.seeds, 0).numpy("split")
         return partition(self.dataset.train.labels, self.panel.splits["paper"], rng)
+
+    @cached_property
+    def _undealt(self) -> Split:
+        return held_out_records(self.dataset, self._devices, self.context.seeds.numpy("undealt"))
 
     @cached_property
     def public(self) -> Public:
@@ -114,8 +123,7 @@ class Place:
         defense = build_defense(entry.spec).for_run(self.planned(entry))
         if isinstance(defense, Veil):
             defense = replace(defense, tier="local")
-        undealt = held_out_records(self.dataset, self._devices, self.context.seeds.numpy("undealt"))
-        public = undealt.batch(slice(0, UNDEALT)).to(self.context.device)
+        public = self._undealt.batch(slice(0, UNDEALT)).to(self.context.device)
         return defense.for_round(model or self.model, public)
 
 
@@ -127,16 +135,17 @@ class Client:
     taken off.
     """
 
-    def __init__(self, place: Place, defense: Defense) -> None:
-        self.place, self.defense = place, defense
+    def __init__(self, place: Place, defense: Defense, rounds: int) -> None:
+        self.place, self.defense, self.rounds = place, defense, rounds  # rounds: of the whole run, that add up
         self.mixes = "batch" in defense.acts_on and not defense.keeps_apart
         self.size = 1 + len(place.others) if self.mixes or defense.acts_on <= AFTER_THE_MEAN else 1
         self.rest: Params = {}  # what the other records add to the mean gradient
         if self.size > 1:
             share = len(place.others) / self.size
             self.rest = map_values(lambda g: g * share, self._gradient(place.others))
-        self.simulated = self._simulated  # one object: what it was run on is looked up by it
+        self.simulated, self.simulated_mean = self._simulated, self._simulated_mean  # one object each: a key
         self._gradients: dict[int, Params] = {}  # of the records that are sought
+        self._updates: dict[tuple[int, int], Observation] = {}  # as they were sent: the same for every server
 
     def _gradient(self, batch: Batch) -> Params:
         return step_gradient(self.place.model, batch, NoDefense(), Generator())
@@ -161,6 +170,15 @@ class Client:
         """Return what is left of an update that the server makes by itself, for any record."""
         return self._left(self._sent(one, rng, self.defense.for_server())).update.gradient
 
+    def _simulated_mean(self, one: Batch, rng: Generator) -> Params:
+        """Return the mean of as many such updates as a run has; of Gaussian noise alone it is one with less of it."""
+        if isinstance(self.defense, Veil):
+            calmer = replace(self.defense, z=self.defense.multiplier / sqrt(self.rounds))
+            return self._left(self._sent(one, rng, calmer.for_server())).update.gradient
+        own = self._gradient(one) if self.size > 1 and not self.mixes else None
+        sent = [self._sent(one, rng, self.defense.for_server(), own) for _ in range(self.rounds)]
+        return mean_round([self._left(seen) for seen in sent]).update.gradient
+
     def _left(self, seen: Observation) -> Observation:
         """Return what is left of what was seen when what the other records add is taken off."""
         return seen if self.size == 1 else alone(seen, self.rest, float(self.size))
@@ -172,14 +190,20 @@ class Client:
             self._gradients[number] = self._gradient(one)
         found: list[Observation] = []
         for r in range(rounds):
-            sent = self._sent(one, seeds("client", number, r), self.defense, self._gradients.get(number))
-            found.append(replace(self._left(server.view(sent)), client=self.simulated))
+            if (number, r) not in self._updates:
+                rng, own = seeds("client", number, r), self._gradients.get(number)
+                self._updates[number, r] = self._sent(one, rng, self.defense, own)
+            found.append(replace(self._left(server.view(self._updates[number, r])), client=self.simulated))
         if told:
             prior = self.place.class_priors[int(one.labels)]
             found = [replace(seen, labels=one.labels, prior=prior) for seen in found]
         first, *rest = found
         alike = tuple(replace(seen, simulate=first.simulate) for seen in rest)  # the same function, made anew
         return replace(first, rounds=alike, public=self.place.shown)
+
+    def mean_seen(self, number: int, told: bool) -> Observation:
+        """Return the mean of the whole run's updates as one, beside what a client would send of the same kind."""
+        return replace(pooled(self.seen(number, plain(), self.rounds, told)), client=self.simulated_mean)
 
     def candidates(self, number: int) -> Batch:
         """Return the record among public ones, in an order that says nothing."""

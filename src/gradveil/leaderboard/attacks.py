@@ -45,9 +45,9 @@ def floor_rows(place: Place) -> list[Row]:
 def attacked(entries: Sequence[Entry], place: Place) -> dict[Entry, list[Row]]:
     """Return what the servers of all tiers get of each defence, and why others cannot try.
 
-    Attacks of one kind run together. Where no server got images, one that learns to undo the defence tries as well.
+    Attacks of one kind run together. Where no server got images, those that learn to undo the defence try as well.
     """
-    cases = [_Attacked(entry, place) for entry in entries]
+    cases = [Attacked(entry, place) for entry in entries]
     rows = _run([case.jobs() for case in cases], place)
     for case, found in zip(cases, rows, strict=True):
         found += case.skipped
@@ -73,12 +73,11 @@ def _short(rows: Sequence[Row], place: Place) -> list[Row]:
     return kept
 
 
-class _Attacked:
+class Attacked:
     """One defence under attack."""
 
     def __init__(self, entry: Entry, place: Place) -> None:
         self.entry, self.place, self.defense = entry, place, place.ready(entry)
-        self.client = Client(place, self.defense)
         self.skipped: list[Row] = []
         self.probed = Probed(drawn=False)
         self.knowing: tuple[Countermeasure, ...] = ()
@@ -93,6 +92,7 @@ class _Attacked:
             self.knowing = with_found(self.defense.adaptive(place.model), self.probed)
         self.run = place.planned(entry)
         self.rounds = self.run.participations if self.probed.drawn else 1
+        self.client = Client(place, self.defense, self.rounds)
 
     def about(self) -> Row:
         """Return the row of the client that was attacked: and what its defence promises over the whole run.
@@ -110,16 +110,19 @@ class _Attacked:
 
     def jobs(self) -> list[Trial]:
         """Return the attacks of every tier but what is learned."""
-        newton = self.place.panel.newton
-        found = self._each(naive(), newton)
+        found = self.naive()
         for server in self.knowing:
             attack = self._own(server.attack)
-            if attack != newton:
-                found += _Attacked(NONE, self.place)._each(naive(), attack)  # its control
+            if attack != self.place.panel.newton:
+                found += Attacked(NONE, self.place)._each(naive(), attack)  # its control
             found += self._each(server, attack)
-        return [*found, *self._informed(), *self._patient(), *self._malicious()]
+        return [*found, *self.listed(), *self.told(), *self.patient(), *self._malicious()]
 
-    def _patient(self) -> list[Trial]:
+    def naive(self) -> list[Trial]:
+        """One update, as it is: of the undefended one, the control."""
+        return self._each(naive(), self.place.panel.newton)
+
+    def patient(self) -> list[Trial]:
         """The updates of the whole run together."""
         if self.probed.drawn:
             servers = patient_servers(self.knowing)
@@ -128,12 +131,15 @@ class _Attacked:
             self._skip("patient", self.place.panel.newton, "nothing adds up: every round sends the same")
         return []
 
-    def _informed(self) -> list[Trial]:
-        """Pick the record from a list, and seek it with its class known: both from the whole run."""
-        found = self._each(replace(plain(), name=INFORMED, tier="informed"), INFORMED, self.rounds, listed=True)
+    def listed(self) -> list[Trial]:
+        """Pick the record from a list, by the whole run."""
+        return self._each(replace(plain(), name=INFORMED, tier="informed"), INFORMED, self.rounds, listed=True)
+
+    def told(self) -> list[Trial]:
+        """Seek it with its class known, by the whole run."""
         view = next(iter(patient_servers(self.knowing)), plain())
         server = replace(view, name=f"{view.name}, class known", tier="informed")
-        return [*found, *self._each(server, self._own(view.attack), self.rounds, told=True)]
+        return self._each(server, self._own(view.attack), self.rounds, told=True)
 
     def _malicious(self) -> list[Trial]:
         """Weights that make a client of a few records give more away."""
@@ -159,23 +165,41 @@ class _Attacked:
         return self.entry.spec == "none" or not {line.grade for line in lines([*floor, *mine])} & GOT
 
     def learned(self) -> list[Trial]:
-        """Learn to undo the defence, from one round."""
-        return self._each(inverting(), f"inverter:pairs={self.place.panel.pairs}")
+        """Learn to undo the defence: from one round, from the mean of the whole run, and of that with the class known.
+
+        The control is the first of these on the undefended update.
+        """
+        server, attack = inverting(), f"inverter:pairs={self.place.panel.pairs}"
+        told = replace(server, name=f"{server.name}, class known", tier="informed")
+        found = self._each(server, attack)
+        found += self._each(replace(server, tier="patient"), attack, self.rounds, mean=True) if self.rounds > 1 else []
+        return [*found, *self._each(told, attack, self.rounds, told=True, mean=True)]
+
+    def tried(self, trials: Sequence[Trial]) -> list[Row]:
+        """Run trials of this defence and return their rows."""
+        return _short(_run([trials], self.place)[0], self.place)
 
     def _own(self, attack: str | None) -> str:
         """Return the attack that a server names, or the panel's; with the panel's settings."""
         return self.place.panel.newton if attack in (None, "newton") else attack
 
     def _each(
-        self, server: Countermeasure, attack: str, rounds: int = 1, *, told: bool = False, listed: bool = False
+        self,
+        server: Countermeasure,
+        attack: str,
+        rounds: int = 1,
+        *,
+        told: bool = False,
+        listed: bool = False,
+        mean: bool = False,
     ) -> list[Trial]:
-        """Return one attack by one server on each record that is sought."""
+        """Return one attack by one server on each record that is sought; ``mean``: on the rounds' mean."""
         trials = []
         seen: Observation | GradveilError
         after = replace(server, view=lambda seen: seen)  # the view was taken before the others were taken off
         for number in range(len(self.place.truth)):
             try:
-                seen = self.client.seen(number, server, rounds, told)
+                seen = self.client.mean_seen(number, told) if mean else self.client.seen(number, server, rounds, told)
                 seen = replace(seen, candidates=self.client.candidates(number)) if listed else seen
             except GradveilError as error:
                 seen = error

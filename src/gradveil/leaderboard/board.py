@@ -115,7 +115,7 @@ class Leaderboard(Item):
     def draw(self, rows: Sequence[Row], path: Path) -> bool:
         """Draw what a defence costs against what its strongest server gets."""
         found = standings(rows)
-        panels = list(dict.fromkeys((one.dataset, split) for one in found for split in one.costs))
+        panels = list(dict.fromkeys((one.dataset, split) for one in found if one.got for split in one.costs))
         if not panels:
             return False
         names = {"error of the strongest server / blind guess": _error, "picked of 100 candidates": _picked}

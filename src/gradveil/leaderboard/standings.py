@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from gradveil.certificates.accountant import Account
 from gradveil.countermeasures import TIERS, Tier
@@ -32,7 +33,7 @@ class Got:
     """What one attack by one server got of a defence, beside the blind guess."""
 
     line: Line
-    error: Interval  # over records: as a share of the blind guess's mean error
+    error: Interval  # over records, as a share of the blind guess's: a ratio of means, as sure as the two go together
     worst: float  # of the record that came back best, as a share of the blind guess's error on it
 
 
@@ -143,8 +144,9 @@ def _standing(dataset: str, name: str, rows: Sequence[Row], scenes: Mapping[str,
 def _got(line: Line, scene: _Scene) -> Got:
     assert scene.floor is not None  # there is no line without one
     blind, errors = scene.floor, scene.errors[line.key]
-    share = interval([mse / blind.mse.mean for mse in errors.values()])
-    return Got(line, share, min(mse / blind.by_example[i] for i, mse in errors.items()))
+    whole = fmean(errors.values()) / blind.mse.mean
+    each = [whole + (mse - whole * blind.by_example[i]) / blind.mse.mean for i, mse in errors.items()]
+    return Got(line, interval(each), min(mse / blind.by_example[i] for i, mse in errors.items()))
 
 
 def below(got: Got, account: Account, floor: float, blind: Floor | None, errors: Mapping[int, float]) -> Iterable[str]:

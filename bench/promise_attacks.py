@@ -1,0 +1,125 @@
+"""What the strongest servers get of the clients whose promises `promises.py` prices, over the whole run.
+
+The settings are those of `bench/results/promises.json`, clip and all; the model is that of the first round. A server
+has every other record of the client and the updates of the whole run. *informed*: it also knows the record's class, or
+has a list of 100 of which one is the record; *patient*: neither. Both solve for the image (newton), and both learn to
+undo the defence from the mean of as many updates (inverter). The undefended update under the same attacks is the
+control. Floors and certificates are those of `gradveil leaderboard`. Stages that are there already are not done again.
+"""
+
+import argparse
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradveil.experiments.run_folder import Row
+from gradveil.experiments.trial import Trial
+from gradveil.leaderboard.attacked import Place
+from gradveil.leaderboard.attacks import Attacked, floor_rows
+from gradveil.leaderboard.entries import NONE, Entry, Panel
+from gradveil.leaderboard.standings import standings, table
+from gradveil.paper.base import Context
+
+OUT = Path("bench/results/promise-attacks.json")
+LENET = "lenet:activation=relu,init=kaiming"
+SCATTER = "scatter:init=zeros"
+NEWTON = "newton:steps=5,cg_steps=6,dense_limit=0"  # few, for time; what noise leaves is reached in as many
+VICTIMS = {"mnist": 16, "cifar10": 8}
+PAIRS = 500  # of updates and images that the learning server learns from
+
+
+def panel(dataset: str, rounds: int, model: str) -> Panel:
+    """Return who is attacked: the clients of the promises."""
+    return Panel(dataset, 100, 10, 100, rounds, 1.0, 1, VICTIMS[dataset], PAIRS, NEWTON, model)
+
+
+class Remembered(nn.Module):
+    """The fixed first layers of a chain: what they make of an example is worked out once."""
+
+    def __init__(self, fixed: nn.Module) -> None:
+        super().__init__()
+        self.fixed, self.kept = fixed.eval(), dict[bytes, Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the features of examples; those that are solved for, in float64, are not looked up."""
+        if x.requires_grad or x.dtype != torch.float32:
+            return self.fixed(x)  # type: ignore[no-any-return]
+        if torch._C._functorch.is_functorch_wrapped_tensor(x):
+            raise NotImplementedError("Many at once cannot be looked up: they come one by one.")
+        found = []
+        for one in x:
+            key = one.numpy().tobytes()
+            if key not in self.kept:
+                with torch.no_grad():
+                    self.kept[key] = self.fixed(one[None])[0]
+            found.append(self.kept[key])
+        return torch.stack(found)
+
+    def __deepcopy__(self, memo: Any) -> "Remembered":
+        return self  # nothing in it changes
+
+
+def remembering(model: nn.Module) -> nn.Module:
+    """Return a chain with its fixed first layers as one that remembers; others as they are."""
+    layers = dict(model.named_children())
+    fixed = [name for name, layer in layers.items() if not list(layer.parameters())]
+    if fixed != list(layers)[:2]:
+        return model
+    first = nn.Sequential(*(layers.pop(name) for name in fixed))
+    return nn.Sequential(OrderedDict({"fixed": Remembered(first), **layers})).train()
+
+
+def stages(case: Attacked) -> dict[str, Callable[[], list[Trial]]]:
+    """Return what is tried on a defence, the cheapest first."""
+    if case.entry == NONE:
+        return {"listed": case.listed, "learned": case.learned, "told": case.told, "naive": case.naive}
+    whole = ("patient", "informed")
+
+    def learned() -> list[Trial]:
+        return [trial for trial in case.learned() if trial.about["tier"] in whole]
+
+    return {"listed": case.listed, "learned": learned, "told": case.told, "patient": case.patient}
+
+
+def main() -> None:
+    """Attack what has no rows yet, and keep each stage's as they come."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dataset", default="mnist", choices=list(VICTIMS))
+    parser.add_argument("--model", default=SCATTER, help=f"{SCATTER}, or {LENET}")
+    parser.add_argument("--only", nargs="*", default=["listed", "learned", "told", "naive", "patient"])
+    parser.add_argument("--out", type=Path, default=OUT)
+    given = parser.parse_args()
+    kept: list[Row] = json.loads(given.out.read_text())["rows"] if given.out.exists() else []
+    where = {"dataset": given.dataset, "model": given.model}
+    mine = [row for row in kept if where.items() <= row.items()]
+    kept = [row for row in kept if not where.items() <= row.items()]
+    priced = json.loads(Path("bench/results/promises.json").read_text())["rows"]
+    priced = [row for row in priced if row["dataset"] == given.dataset and row["devices"] == 100]
+    place = Place(panel(given.dataset, priced[0]["rounds"], given.model), Context())
+    vars(place)["model"] = remembering(place.model)
+    mine = mine or [row | where for row in floor_rows(place)]
+    cases = [Attacked(Entry(row["defense"]), place) for row in priced]
+    for stage, case in product(given.only, cases):
+        about = where | {"stage": stage, "defense": case.entry.name}
+        if stage not in stages(case) or any(about.items() <= row.items() for row in mine):
+            continue
+        began = time.process_time()
+        first = [] if any(row.get("defense") == case.entry.name for row in mine) else [case.about()]
+        mine += [row | about for row in (*first, *case.tried(stages(case)[stage]()))]
+        lines = ",\n".join(json.dumps(row) for row in kept + mine)
+        given.out.write_text(f'{{"rows": [\n{lines}\n]}}\n')
+        print(f"{case.entry.name}, {stage}: {time.process_time() - began:.0f} s of processor time", flush=True)
+    for one in table(standings(mine)):
+        print(one)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
