@@ -1,8 +1,10 @@
 """Small things every test may use: a tiny model, a tiny batch, a generator."""
 
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +29,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def same_randomness() -> None:
     """Whatever ran before: what is drawn without a generator of its own is drawn from the same state."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="the Python package playwright is not installed")
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if program is None:
+        pytest.skip("no Chromium is installed")
+    with sync_api.sync_playwright() as play:
+        chromium = play.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
+        yield chromium
+        chromium.close()
 
 
 @pytest.fixture

@@ -10,13 +10,18 @@ from torch import nn
 from gradveil.attacks.base import ATTACKS, Attack, Malicious
 from gradveil.defenses.base import DEFENSES, NoDefense
 from gradveil.defenses.guard.step import step_gradient
+from gradveil.losses import NextToken
+from gradveil.modalities.table import Column, Table
+from gradveil.models import build
 from gradveil.paper.base import ITEMS, Context
 from gradveil.registry import describe
 from gradveil.tree import Params
 from gradveil.types import Batch, Observation, Update
 
 DENSE = ("spear", "cocktail")  # attacks on fully connected networks
-SHORT = {"steps": 3, "restarts": 2, "pairs": 40, "width": 4}
+TEXT = ("span",)  # attacks on language models
+OF_TABLES = ("tableak",)
+SHORT = {"steps": 3, "starts": 2, "restarts": 2, "pairs": 40, "width": 4}
 
 
 def short(name: str) -> Attack:
@@ -43,6 +48,19 @@ def fresh() -> torch.Generator:
 def ready(name: str, seen: Observation, one: Batch | None = None) -> Observation:
     """What the attack is about: the update as it is, or one of a fully connected network, or of what a server sends."""
     attack = short(name)
+    if name in TEXT:
+        like = seen.model[0].weight
+        text = build("gpt_tiny:width=32,heads=2", (6,), 20).to(like)
+        held = 3 + (1e4 * (one.inputs if one else seen.model[0].weight.detach()).flatten()[:6].abs()).long() % 17
+        batch = Batch(held[None].to(like), held.roll(-1)[None])
+        gradient = step_gradient(text, batch, NoDefense(), fresh(), loss=NextToken())
+        return replace(seen, model=text, update=Update(gradient), input_shape=(6,), num_classes=20, loss=NextToken())
+    if name in OF_TABLES:
+        rows = Table(tuple(Column(f"c{i}") for i in range(64)))
+        flat = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Sigmoid(), nn.Linear(16, 5)).to(seen.model[0].weight)
+        row = Batch(torch.rand(1, 64, generator=fresh()).to(flat[1].weight), torch.tensor([2]))
+        update = Update(step_gradient(flat, row, NoDefense(), fresh()))
+        return replace(seen, model=flat, update=update, input_shape=(64,), modality=rows)
     if isinstance(attack, Malicious) or name in DENSE:
         public = Batch(torch.rand(40, *seen.input_shape, generator=fresh()), torch.arange(40) % 5)
         chain = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 5)).to(seen.model[0].weight)
@@ -55,12 +73,13 @@ def ready(name: str, seen: Observation, one: Batch | None = None) -> Observation
 
 @pytest.mark.parametrize("name", ATTACKS.names())
 def test_an_attack_returns_finite_images_within_the_data_range(name: str, seen: Observation) -> None:
-    found = short(name).reconstruct(ready(name, seen), fresh())
-    assert found.inputs.shape == (1, 1, 8, 8)
+    seen = ready(name, seen)
+    found = short(name).reconstruct(seen, fresh())
+    assert found.inputs.shape == (1, *seen.input_shape)
     assert found.inputs.isfinite().all()
     assert found.inputs.min() >= 0
-    assert found.inputs.max() <= 1
-    assert found.labels is None or found.labels.shape == (1,)
+    assert found.inputs.max() <= (1 if name not in TEXT else seen.num_classes - 1)
+    assert found.labels is None or found.labels.shape == ((1,) if name not in TEXT else (1, *seen.input_shape))
 
 
 @pytest.mark.parametrize("name", ATTACKS.names())

@@ -19,6 +19,8 @@ PAGES = [
     "how-to/losses.md",
     "how-to/malicious-servers.md",
     "how-to/plan.md",
+    "how-to/text.md",
+    "how-to/tables.md",
     "how-to/train.md",
     "theory/certificates.md",
     "theory/convergence.md",

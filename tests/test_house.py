@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -90,3 +91,57 @@ def test_the_way_is_traced_from_a_real_run() -> None:
         [sys.executable, str(TOOLS / "house_way.py"), "train"], capture_output=True, text=True, check=True
     )
     assert json.loads(done.stdout)["files"] > 5
+
+
+ALLOWED = """
+import ast
+
+held = ast.literal_eval("1")
+"""
+FORBIDDEN = {  # planted, with the rule that must find it
+    "import pickle": "TID251",
+    "from pickle import loads": "TID251",
+    "import marshal": "TID251",
+    "import numpy as np\n\nheld = np.load('a.npz', allow_pickle=True)": "TID251",
+    "import numpy\n\nheld = numpy.load('a.npz')": "TID251",
+    "import torch\n\nheld = torch.load('model.pt')": "TID251",
+    "from torch import load\n\nheld = load('model.pt', weights_only=False)": "TID251",
+    "held = eval('1')": "S307",
+    "exec('held = 1')": "S102",
+}
+
+
+def _lint(planted: str, where: str = "src/gradveil/experiments/planted.py") -> set[str]:
+    words = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "check",
+        "--no-cache",
+        "--output-format",
+        "json",
+        "--stdin-filename",
+        where,
+        "-",
+    ]
+    done = subprocess.run(
+        words, input=f'"""A file."""\n\n{planted}\n', capture_output=True, text=True, cwd=TOOLS.parent, check=False
+    )
+    return {fault["code"] for fault in json.loads(done.stdout)}
+
+
+@pytest.mark.parametrize("planted", FORBIDDEN)
+def test_what_runs_code_out_of_a_file_is_a_fault(planted: str) -> None:
+    assert FORBIDDEN[planted] in _lint(planted)
+
+
+def test_what_cannot_run_code_is_fine_and_pickles_have_their_one_reader() -> None:
+    assert not _lint(ALLOWED.strip()) - {"I001"}
+    assert "TID251" not in _lint("import pickle", "src/gradveil/data/originals.py")
+
+
+@pytest.mark.parametrize("folder", ["src", "bench", "tools", "examples"])
+def test_torch_loads_weights_alone(folder: str) -> None:
+    files = [path.read_text() for path in (TOOLS.parent / folder).rglob("*.py")]
+    calls = [call for text in files for call in re.findall(r"torch\.load\([^\n]*", text)]
+    assert all("weights_only=True" in call for call in calls), calls

@@ -47,7 +47,7 @@ def test_describe_gives_back_the_spec() -> None:
     [
         ("widgt", "No thing is called 'widgt'. Did you mean 'widget'?"),
         ("widget:shar=1", "Thing 'widget' has no setting 'shar'. Did you mean 'share'?"),
-        ("widget:share=much", "widget:share='much' cannot be read: give a number."),
+        ("widget:share=much", "widget:share=much: give a number."),
         ("widget:scope=all", "give one of sample, batch"),
         ("widget:share", "a setting is key=value"),
     ],

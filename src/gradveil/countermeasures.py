@@ -51,7 +51,7 @@ def mask(*patterns: str) -> Countermeasure:
 
 def whiten(std: Callable[[Observation], dict[str, float]], attack: str | None = "newton") -> Countermeasure:
     """Weigh each tensor by its known noise level and add a prior: the MAP estimate."""
-    why = "Weighs every tensor by its known noise level and adds what public images look like (a MAP estimate)."
+    why = "Weighs every tensor by its known noise level and adds what public examples look like (a MAP estimate)."
     return Countermeasure("whiten", why, lambda seen: replace(seen, noise=seen.noise | std(seen)), attack)
 
 

@@ -1,17 +1,27 @@
-"""Files written whole or not at all."""
+"""Files written whole or not at all, read within limits, and locks that end with the process that holds them."""
 
 import contextlib
 import errno
+import fcntl
+import logging
 import os
+import platform
 import re
 import secrets
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from gradveil.errors import GradveilError
 
 # what a kill can leave: our own temporary names, and those of earlier versions
 _LEFTOVER = re.compile(r"\..+\.\d+(-[0-9a-f]{8})?\.tmp|(checkpoint|model)\.safetensors\.part|rounds\.jsonl\.part")
+
+
+_LOG = logging.getLogger("gradveil")
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # some network file systems
+_ANOTHER_OUT = "Choose another --out."
 
 
 class WriteError(GradveilError):
@@ -31,7 +41,7 @@ def write_atomically(path: Path, content: bytes) -> None:
         except BaseException:
             beside.unlink(missing_ok=True)
             raise
-        _sync_folder(path.parent)
+        sync(path.parent)
 
 
 def append_line(path: Path, line: str) -> None:
@@ -43,7 +53,64 @@ def append_line(path: Path, line: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         if is_new:
-            _sync_folder(path.parent)
+            sync(path.parent)
+
+
+class Held(GradveilError):
+    """Another process holds a lock."""
+
+
+@contextlib.contextmanager
+def locked(path: Path, wait: bool = False, needed: bool = False) -> Iterator[None]:
+    """Hold a lock file with our number in it; where another process does, wait for its end, or raise ``Held``.
+
+    The system gives the lock back when a process ends, however it ends: a file that is left behind says nothing. A file
+    system without locks is told, and raises where the lock is needed.
+    """
+    handle = _lock(path, wait, needed)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()  # before it is given back: nobody else can hold this file
+        os.close(handle)
+
+
+def _lock(path: Path, wait: bool, needed: bool) -> int:
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            _take(handle, path, wait, needed)
+            if os.path.samestat(os.fstat(handle), os.stat(path)):
+                os.ftruncate(handle, 0)
+                os.write(handle, f"pid {os.getpid()} on {platform.node()}\n".encode())
+                return handle
+        except FileNotFoundError:  # its owner removed it before it was ours
+            pass
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+
+
+def _take(handle: int, path: Path, wait: bool, needed: bool) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        raise Held(_owner(handle)) from None
+    except OSError as error:
+        if needed or error.errno not in _NO_LOCKS:
+            raise
+        _LOG.warning("%s cannot be locked (%s): let no other process write there.", path.parent, error.strerror)
+
+
+def _owner(handle: int) -> str:
+    """Return who holds a lock; an owner writes it down right after it has the lock."""
+    for _ in range(100):
+        if owner := os.pread(handle, 100, 0).decode(errors="replace").strip():
+            return owner
+        time.sleep(0.01)
+    return "unknown"
 
 
 def is_leftover(path: Path) -> bool:
@@ -52,21 +119,49 @@ def is_leftover(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def refusals_told(path: Path) -> Iterator[None]:
+def refusals_told(path: Path, advice: str = _ANOTHER_OUT) -> Iterator[None]:
     """Turn what the file system refuses into one line."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise WriteError(
-                f"No space left for {path}. What was finished is kept: free some space, then repeat with --resume."
-            ) from error
-        raise WriteError(f"Cannot write {path}: {error.strerror}. Choose another --out.") from error
+            kept = "What was finished is kept: free some space, then repeat with --resume."
+            raise WriteError(f"No space left for {path}. {kept if advice is _ANOTHER_OUT else advice}") from error
+        raise WriteError(f"Cannot write {path}: {error.strerror}. {advice}") from error
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make a new name in a folder last; not every file system can."""
-    handle = os.open(folder, os.O_RDONLY)
+@contextlib.contextmanager
+def damage_told(what: Any, error: type[GradveilError], advice: str) -> Iterator[None]:
+    """Turn whatever a parser raises at a damaged or hostile file into one line: they raise errors of every kind."""
+    try:
+        yield
+    except GradveilError:
+        raise
+    except Exception as reason:
+        said = " ".join(str(reason).split())[:200]
+        raise error(f"{what} cannot be read ({said or type(reason).__name__}). {advice}") from reason
+
+
+def read_whole(path: Path, most: int) -> bytes:
+    """Return what a file holds; one that is no plain file, or larger than so many bytes, is not read."""
+    if not path.is_file():
+        raise OSError(errno.ENOENT, "no such file")
+    if (size := path.stat().st_size) > most:
+        raise ValueError(f"{size:,} bytes, and the most is {most:,}")
+    return path.read_bytes()
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the tensors of a file by name, and its metadata; to be called where damage is told."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+
+
+def sync(path: Path) -> None:
+    """Make a file's content, or the names in a folder, last; not every file system can."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as error:

@@ -9,13 +9,14 @@ import importlib
 import logging
 import pkgutil
 import re
-import types
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, Generic, TypeVar
 
 from gradveil.errors import SpecError, did_you_mean, own_error
+from gradveil.ranges import check, hints_of, is_text, names_of, options_of, plain, range_of
 
 T = TypeVar("T")
 _LOG = logging.getLogger("gradveil")  # where nothing is set up, a line on stderr
@@ -82,6 +83,11 @@ class Setting:
     default: Any
     type: Any
 
+    @property
+    def range(self) -> str:
+        """The numbers that it takes, in words; empty where it is no number."""
+        return str(range_of(self.type) or "")
+
 
 class Registry(Generic[T]):
     """The methods of one kind. Scans its package on first use, so that a new file is all that is needed.
@@ -105,6 +111,7 @@ class Registry(Generic[T]):
                 raise SpecError(f"Two {self.kind}s are called {name!r}: {self._classes[name]} and {cls}.")
             self._classes[name] = cls
             cls.spec_name = name  # type: ignore[attr-defined]
+            _check_when_made(cls)
             return cls
 
         return remember
@@ -181,6 +188,18 @@ class Registry(Generic[T]):
             raise SpecError(f"{self.kind.capitalize()} {spec!r}: {error}") from error
 
 
+def _check_when_made(cls: type) -> None:
+    """Let every object of a class check the ranges of its settings."""
+    init: Any = cls.__init__  # type: ignore[misc]
+
+    @wraps(init)
+    def checked(self: Any, *args: Any, **given: Any) -> None:
+        init(self, *args, **given)
+        check(self)
+
+    cls.__init__ = checked  # type: ignore[misc]
+
+
 def _fits(given: str | None, wanted: str) -> bool:
     """Return whether a setting has the wanted value: any, the same text or the same number."""
     if given is None or wanted == "*" or given == wanted:
@@ -193,12 +212,8 @@ def _fits(given: str | None, wanted: str) -> bool:
 
 def settings(cls: type) -> list[Setting]:
     """Return the settings of a method: its dataclass fields."""
-    hints = typing.get_type_hints(cls)
-    return [
-        Setting(f.name, f.default if f.default is not dataclasses.MISSING else None, hints[f.name])
-        for f in dataclasses.fields(cls)
-        if f.init and not f.name.startswith("_")
-    ]
+    defaults = {f.name: f.default if f.default is not dataclasses.MISSING else None for f in dataclasses.fields(cls)}
+    return [Setting(name, defaults[name], kind) for name, kind in hints_of(cls).items()]
 
 
 def describe(method: object) -> str:
@@ -218,7 +233,7 @@ _TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
 
 def convert(text: str, to: Any, where: str) -> Any:
     """Turn a setting's text into the type its field is annotated with."""
-    options = list(typing.get_args(to)) if typing.get_origin(to) in (typing.Union, types.UnionType) else [to]
+    options = options_of(to)
     if type(None) in options and text.lower() in {"none", "null"}:
         return None
     for option in options:
@@ -226,8 +241,12 @@ def convert(text: str, to: Any, where: str) -> Any:
             return _convert_one(text, option)
         except ValueError:
             continue
-    names = " or ".join(_type_name(o) for o in options if o is not type(None))
-    raise SpecError(f"{where}={text!r} cannot be read: give {names}.")
+    raise SpecError(f"{where}={_shown(text)}: give {names_of(to)}.")
+
+
+def _shown(text: str) -> str:
+    shown = text if re.fullmatch(r"[\w.+/-]+", text) else repr(text)
+    return shown if len(shown) <= 200 else f"{shown[:200]}..."
 
 
 def _convert_one(text: str, to: Any) -> Any:
@@ -237,19 +256,18 @@ def _convert_one(text: str, to: Any) -> Any:
                 return allowed
         raise ValueError(text)
     if typing.get_origin(to) is tuple:
-        return tuple(_convert_one(part, typing.get_args(to)[0]) for part in text.split("/"))
-    if to is bool:
+        parts, kinds = text.split("/"), typing.get_args(to)
+        if kinds[-1] is not Ellipsis and len(parts) != len(kinds):
+            raise ValueError(text)
+        return tuple(_convert_one(part, kinds[0]) for part in parts)
+    inner, within = plain(to)
+    if inner is bool:
         if text.lower() not in _TRUE | _FALSE:
             raise ValueError(text)
         return text.lower() in _TRUE
-    if to in (int, float, str):
-        return to(text)
-    raise ValueError(text)
-
-
-def _type_name(to: Any) -> str:
-    if typing.get_origin(to) is typing.Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(to)))
-    if typing.get_origin(to) is tuple:
-        return f"{_type_name(typing.get_args(to)[0])}s joined by '/'"
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(to, str(to))
+    if inner not in (int, float, str):
+        raise ValueError(text)
+    value = inner(text)
+    if (within is not None and value not in within) or not is_text(text):
+        raise ValueError(text)
+    return value

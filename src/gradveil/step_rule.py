@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 
 from gradveil.errors import UpdateError, did_you_mean
+from gradveil.ranges import Decay, Weight, check
 from gradveil.tree import Params
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
@@ -31,20 +32,16 @@ class StepRule:
     """
 
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
-    momentum: float = 0.0  # of sgd
-    weight_decay: float = 0.0
-    proximal: float = 0.0  # FedProx (Li et al. 2020): mu/2 ||W - W_t||² is added to the loss
-    clip: float = 0.0  # the largest norm of a step's gradient; 0: it is not clipped
+    momentum: Decay = 0.0  # of sgd
+    weight_decay: Weight = 0.0
+    proximal: Weight = 0.0  # FedProx (Li et al. 2020): mu/2 ||W - W_t||² is added to the loss
+    clip: Weight = 0.0  # the largest norm of a step's gradient; 0: it is not clipped
 
     def __post_init__(self) -> None:
+        check(self, UpdateError)
         if self.optimizer not in OPTIMIZERS:
             hint = did_you_mean(self.optimizer, OPTIMIZERS)
             raise UpdateError(f"No optimizer is called {self.optimizer!r}. {hint}Known: {', '.join(OPTIMIZERS)}.")
-        for name in ("weight_decay", "proximal", "clip"):
-            if not getattr(self, name) >= 0:
-                raise UpdateError(f"{name}={getattr(self, name)}: give zero or a positive number.")
-        if not 0 <= self.momentum < 1:
-            raise UpdateError(f"momentum={self.momentum}: give a number from 0 up to, but not, 1.")
         if self.momentum and self.optimizer != "sgd":
             raise UpdateError(f"momentum={self.momentum} belongs to sgd; {self.optimizer} has its own. Leave it out.")
 

@@ -10,6 +10,7 @@ from torch import Generator, Tensor, nn
 
 from gradveil.errors import AttackError, UpdateError
 from gradveil.losses import CROSS_ENTROPY, Loss
+from gradveil.modalities import IMAGE, Modality
 from gradveil.step_rule import PLAIN, Momenta, StepRule
 from gradveil.tree import Params, parameters
 
@@ -158,6 +159,7 @@ class Observation:
     candidates: Batch | None = None  # examples, one of which the client has
     others: Batch | None = None  # all examples of the client but one
     rounds: tuple["Observation", ...] = ()  # its updates of other rounds, from the same examples
+    modality: Modality = IMAGE  # what an example is, public
 
     def sent(self, gradient: Params, blur: float = 0.0) -> Params:
         """Return what a client whose one step has this gradient would send: the defence, and its optimiser's rule."""
@@ -255,6 +257,7 @@ class Reconstruction:
     converged: bool  # finite, and the attack's own stopping rule is content
     details: dict[str, float] = field(default_factory=dict)  # iterations, evaluations, restarts, ...
     raw: Tensor | None = None  # (N, *shape) as the search left it, unclamped, where it may leave the data range
+    confidence: Tensor | None = None  # (N, cells) how sure the attack itself is of each cell, from 0 to 1
 
 
 def check_update(update: Update, model: nn.Module) -> None:

@@ -14,7 +14,7 @@ from gradveil.attacks.gauss_newton.equations import Prior
 from gradveil.attacks.newton import Newton, ready
 from gradveil.data import load
 from gradveil.defenses.base import build as build_defense
-from gradveil.errors import AttackError
+from gradveil.errors import AttackError, SpecError
 from gradveil.experiments.trial import observe
 from gradveil.models import build
 from gradveil.types import Batch, GaussianPrior, Observation, Reconstruction
@@ -171,5 +171,5 @@ def test_where_it_does_not_fit_it_says_so_in_one_line(
 
 @pytest.mark.parametrize("wrong", [{"steps": 0}, {"width": 6}, {"pairs": 0}])
 def test_settings_are_checked(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="at least"):
+    with pytest.raises((SpecError, ValueError), match=r"give a whole number from 1|multiple of 4"):
         Diffusion(**wrong)

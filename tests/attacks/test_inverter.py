@@ -14,7 +14,7 @@ from gradveil.data import load
 from gradveil.defenses.base import NoDefense
 from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import AttackError
-from gradveil.metrics.recovery import identification
+from gradveil.modalities.base import identification
 from gradveil.models import build
 from gradveil.tree import Params
 from gradveil.types import Batch, Observation, Reconstruction, Update

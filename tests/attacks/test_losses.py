@@ -16,7 +16,7 @@ from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import AttackError
 from gradveil.federated.client import local_update
 from gradveil.losses import build as build_loss
-from gradveil.metrics.recovery import label_accuracy, pair
+from gradveil.modalities.base import label_accuracy, pair
 from gradveil.types import Batch, Observation, Reconstruction, Update
 
 

@@ -91,6 +91,23 @@ def test_an_imprint_is_read_through_the_sum_over_clients() -> None:
     assert recovered(found, everybody) >= 0.9
 
 
+def test_a_sum_over_clients_with_rows_of_their_own_says_whose_an_example_is() -> None:
+    spec, honest, sizes = "imprint:rows=1024,clients=4", build_model("lenet", SHAPE, CLASSES), (16, 8, 24, 16)
+    batches = [DIGITS.train.sample(count, rng(seed)) for seed, count in enumerate(sizes)]
+    models = [plant(f"{spec},client={k}", honest) for k in range(4)]
+    total: dict[str, Tensor] = {}
+    for k, (model, batch) in enumerate(zip(models, batches, strict=True)):
+        gradient = step_gradient(model, batch, NoDefense(), rng())
+        own = gradient["planted.rows.bias"].reshape(4, 256).any(1)  # no row of another client is touched
+        assert own.tolist() == [j == k for j in range(4)]
+        total = tree.add(total, gradient) if total else gradient
+    found = build(f"{spec},client=2").reconstruct(Observation(models[2], Update(total, 64), SHAPE, CLASSES), rng())
+    whose = [int(found.details[f"of client {k}"]) for k in range(4)]
+    for batch, mine in zip(batches, found.inputs.split(whose), strict=True):
+        apart = torch.cdist(batch.inputs.flatten(1), mine.flatten(1)).amin(1)
+        assert float((apart < 0.05).float().mean()) >= 0.9  # its examples are among what is said to be its own
+
+
 @pytest.mark.parametrize(("defense", "stops"), [("representation:share=0.4", False), ("pruning:share=0.8", True)])
 def test_a_defence_of_the_last_layer_does_not_stop_an_imprint(defense: str, stops: bool) -> None:
     batch = DIGITS.train.sample(8, rng(7))
@@ -110,7 +127,14 @@ def test_noise_of_a_fixed_size_is_small_beside_gradients_that_were_made_large(sp
     assert recovered(strong, batch) >= (1 / 8 if spec.startswith("fishing") else 0.7)
 
 
-SPECS = ("imprint", "imprint:architecture=kept", "trap", "trap:architecture=changed", "fishing")
+SPECS = (
+    "imprint",
+    "imprint:architecture=kept",
+    "imprint:clients=4,client=3",
+    "trap",
+    "trap:architecture=changed",
+    "fishing",
+)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -184,14 +208,29 @@ def test_only_the_fished_example_sends_a_gradient_past_the_last_layer() -> None:
         torch.testing.assert_close(8 * whole[name], alone[name], rtol=1e-4, atol=1e-6)
 
 
-def test_of_several_of_a_class_all_but_about_one_are_held_back() -> None:
-    batch = DIGITS.train.sample(64, rng(64))
-    fished = [
-        attacked(f"fishing:target={target},examples=64,attack=analytic", perceptron(64), batch).details["fished"]
-        for target in range(4)
-    ]
+def test_several_of_a_class_are_caught_together_and_one_is_told_from_the_others() -> None:
+    batch = DIGITS.train.sample(32, rng(64))
     there = batch.labels.bincount().tolist()
-    assert all(0.5 < count < 0.5 * there[target] for target, count in enumerate(fished))
+    assert there[:4] == [6, 2, 2, 4]
+    for target in range(4):
+        found = attacked(f"fishing:target={target},examples=32,attack=analytic", perceptron(512), batch)
+        assert found.details["fished"] == pytest.approx(there[target], abs=1e-3)
+        errors = measure(found.inputs[: there[target]], None, batch[batch.labels == target])[0]["mse"]
+        assert float(errors.min()) < 1e-6
+
+
+def test_where_more_of_a_class_are_expected_than_a_small_batch_most_are_held_back() -> None:
+    batch = DIGITS.train.sample(256, rng(64))
+    there = batch.labels.bincount().tolist()
+    for target in range(4):
+        spec = f"fishing:target={target},examples=256,attack=analytic"
+        assert 0.5 < attacked(spec, perceptron(64), batch).details["fished"] < 0.7 * there[target]
+
+
+def test_fishing_is_after_the_example_that_sends_most_through_the_last_layer() -> None:
+    attack = malicious("fishing:target=5")
+    assert attack.after(plant("fishing:target=5", perceptron(64)), one_of_each()) == 5
+    assert malicious("imprint").after(plant("imprint", perceptron(64)), one_of_each()) is None
 
 
 def test_where_the_class_is_not_there_nothing_is_fished() -> None:

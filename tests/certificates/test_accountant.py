@@ -124,7 +124,9 @@ def test_a_clients_file_is_paid_from_before_a_round_and_refuses_another_client(t
     assert spend_from(path, "a", 0.5, limit=9.0).limit == 1.0  # a limit cannot be raised by the next round
     with pytest.raises(BudgetError, match="has spent"):
         spend_from(path, "a", 0.5)
-    assert Account.read(path, "a") == Account("a", 1.0, 1.0)
+    assert Account.read(path, "a") == Account.read(str(path), "a") == Account("a", 1.0, 1.0)
+    Account("b").save(str(tmp_path / "b.json"))
+    assert Account.read(tmp_path / "b.json", "b").spent == 0
     with pytest.raises(BudgetError, match="of client a, not of b: nothing is sent"):
         spend_from(path, "b", 0.1)
     for text in ("", "[]", '{"client": "a"}', json.dumps({"client": "a", "spent": -1, "limit": None})):

@@ -169,10 +169,10 @@ def test_certify_meters_the_loss(run: Run) -> None:
 BAD = {
     ("numbers", "cross_entropy"): "cross_entropy takes classes, whole numbers (N,); the targets are numbers from",
     ("tags", "cross_entropy"): "Use the loss bce for several yes-or-no labels",
-    ("yesno", "hinge"): "No loss is called 'hinge'. Known: bce, cross_entropy, mse.",
+    ("yesno", "hinge"): "No loss is called 'hinge'. Known: bce, cross_entropy, mse, next_token.",
     ("numbers", "bce"): "bce takes targets of 0 and 1; the targets are numbers from",
     ("yesno", "cross_entropy:weights=1/2/3"): "The loss has 3 weights and the model gives 2 classes.",
-    ("yesno", "cross_entropy:smoothing=2"): "smoothing=2.0 is no share",
+    ("yesno", "cross_entropy:smoothing=2"): "smoothing=2: give a number from 0 to below 1",
     ("yesno", "own_task:rows"): "returned a tensor of shape (2, 2); it must return the mean, one number",
     ("yesno", "own_task:nothing"): "returned a NoneType; it must return the mean, one number",
     ("yesno", "own_task:nan"): "The loss own_task:nan of the first examples is nan. A finite number is needed.",

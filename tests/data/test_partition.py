@@ -132,22 +132,22 @@ def test_every_registered_partition_is_tested_here() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("iid:devices=0", "at least one device"),
+        ("iid:devices=0", "devices=0: give a whole number from 1"),
         ("iid:devices=101", "asks for 101 examples and the data set has 100"),
-        ("iid:devices=2,per_device=0", "at least one example"),
-        ("classes:devices=0", "at least one device"),
+        ("iid:devices=2,per_device=0", "per_device=0: give a whole number from 1"),
+        ("classes:devices=0", "devices=0: give a whole number from 1"),
         ("classes:devices=100,classes=2,per_class=100", "asks for 20000"),
         ("classes:devices=4,classes=6,per_class=1", "only 5 classes"),
         ("classes:devices=3,classes=2,per_class=16", "too few examples"),
-        ("shards:devices=0", "at least one device"),
+        ("shards:devices=0", "devices=0: give a whole number from 1"),
         ("shards:devices=60,shards=2", "asks for 120"),
-        ("dirichlet:devices=0", "at least one device"),
-        ("dirichlet:devices=4,alpha=0", "above 0"),
+        ("dirichlet:devices=0", "devices=0: give a whole number from 1"),
+        ("dirichlet:devices=4,alpha=0", "alpha=0: give a number from 0.001"),
         ("dirichlet:devices=50,alpha=0.001", "Raise alpha"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line(spec: str, message: str) -> None:
-    with pytest.raises(DataError, match=message):
+    with pytest.raises((DataError, SpecError), match=message):
         partition(np.repeat(np.arange(5), 20), spec, 0)
 
 

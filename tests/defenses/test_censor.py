@@ -40,5 +40,5 @@ def test_a_server_with_candidates_tells_the_record_by_the_right_angle(model: nn.
 
 
 def test_no_trials_are_refused() -> None:
-    with pytest.raises(SpecError, match="below 1"):
+    with pytest.raises(SpecError, match="from 1"):
         build("censor:trials=0")

@@ -100,7 +100,7 @@ def test_a_floor_above_the_variance_and_a_prior_of_another_shape_are_refused(pri
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="Cannot read the prior 'no-such-file'"):
+    with pytest.raises(SpecError, match="The prior 'no-such-file' cannot be read"):
         decoys(build("decoy:prior=no-such-file"), images(1, 0))  # type: ignore[arg-type]
     with pytest.raises(SpecError, match="Cannot read the secret 'nowhere'"):
         decoys(build("decoy:secret=nowhere"), images(1, 0))  # type: ignore[arg-type]

@@ -54,9 +54,11 @@ def test_it_is_called_in_place_of_the_model_and_gives_the_same_values(model: nn.
 
 def test_hooks_that_compiled_code_kept_do_nothing_after_removal(model: nn.Module, batch: Batch) -> None:
     guard = protect(model, REPRESENTATION)
-    (enter,) = model._forward_pre_hooks.values()
+    alone, enter = model._forward_pre_hooks.values()
     (substitute,) = model[5]._forward_hooks.values()  # type: ignore[index]
     guard.remove()
+    alone(model, (batch.inputs,))
+    assert not alone.is_mine  # type: ignore[union-attr]
     assert enter(model, (batch.inputs,), {}) is None
     assert substitute(model[5], (torch.rand(3, 64),), {}, torch.rand(3, 5)) is None  # type: ignore[index]
     assert guard.report.steps == 0

@@ -97,7 +97,7 @@ def test_more_records_than_slots_are_refused(model: nn.Module, batch: Batch) -> 
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("veil:z=0", r"z=0\.0: give a number above 0"),
+        ("veil:z=0", "z=0: give a number above 0"),
         ("veil:z=-1", "above 0"),
         ("veil:clip=0", "above 0"),
         ("veil:z=1,promise=reconstruction", "Give one of them"),
@@ -230,7 +230,7 @@ def test_a_server_can_send_the_coordinates(model: nn.Module, batch: Batch, tmp_p
         step_gradient(model, batch, sent, fresh()), step_gradient(model, batch, own, fresh()), rtol=1e-3, atol=1e-4
     )
     local_update(model, batch, f"veil:z=1.0,shape={path}", 0.1, fresh())  # the file is all that a client needs
-    with pytest.raises(DefenseError, match="Cannot read"):
+    with pytest.raises(DefenseError, match="cannot be read"):
         Veil(shape=str(path)).for_round(nn.Linear(3, 2), None)
 
 

@@ -195,7 +195,7 @@ def test_a_model_that_no_certificate_can_read_does_not_stop_the_audit(
     assert row["says"] == "Not read: no rule for this layer"
 
 
-def test_tables_of_numbers_are_audited_like_images(tmp_path: Path, small: AuditConfig, divide: Attack) -> None:
+def test_tables_of_numbers_are_audited_as_rows(tmp_path: Path, small: AuditConfig, divide: Attack) -> None:
     def make_data() -> tuple[np.ndarray, np.ndarray]:
         return np.random.default_rng(0).random((80, 12), dtype=np.float32), np.arange(80) % 2
 
@@ -203,4 +203,4 @@ def test_tables_of_numbers_are_audited_like_images(tmp_path: Path, small: AuditC
         config=small, dataset=make_data, model=lambda: torch.nn.Linear(12, 2), attacks=[divide], out=tmp_path / "run"
     )
     assert {v.defense: v.outcome for v in run.verdicts}["none"] == "recovered"
-    assert "Images recovered" in write_report(run.folder).read_text()
+    assert "Rows recovered" in write_report(run.folder).read_text()

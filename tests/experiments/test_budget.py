@@ -11,7 +11,7 @@ from torch import Generator, nn
 
 from gradveil import pace
 from gradveil.attacks.base import Attack
-from gradveil.errors import SpecError
+from gradveil.errors import GradveilError
 from gradveil.experiments.audit import Audit, audit
 from gradveil.experiments.gate import gates
 from gradveil.experiments.scene import AuditConfig, default_attacks
@@ -172,7 +172,7 @@ def test_an_attack_with_steps_to_spare_is_shortened(
 
 @pytest.mark.parametrize("minutes", [0, -1, float("nan"), float("inf")])
 def test_minutes_are_a_length_of_time(minutes: float) -> None:
-    with pytest.raises(SpecError, match="minutes above zero"):
+    with pytest.raises(GradveilError, match="give a number above 0"):
         AuditConfig(minutes=minutes)
 
 

@@ -87,4 +87,4 @@ def test_without_the_meter_the_report_says_so_and_it_can_be_run_later(command: C
 def test_the_time_limit_is_a_number_of_seconds(command: Command) -> None:
     code, _, err = command(*AUDIT, "--meter-seconds", "-1")
     assert code == 2
-    assert err == "gradveil: meter_seconds=-1.0: give a number of seconds; 0 leaves the meter out.\n"
+    assert err == "gradveil: meter_seconds=-1.0: give a number from 0.\n"

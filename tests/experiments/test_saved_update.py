@@ -7,11 +7,14 @@ from safetensors.torch import save_file
 
 from gradveil.data import load
 from gradveil.errors import SpecError, UpdateError
+from gradveil.experiments.audit import Audit
 from gradveil.experiments.saved_update import UpdateAuditConfig, audit_update
 from gradveil.experiments.update_files import write_examples, write_update
+from gradveil.experiments.words import NOT_HERE
 from gradveil.federated.client import local_update
 from gradveil.models import build
 from gradveil.report.page import write_report
+from gradveil.report.summary import left_out
 from gradveil.tree import parameters
 
 ATTACK = "newton"
@@ -40,6 +43,18 @@ def case(tmp_path: Path) -> UpdateAuditConfig:
     )
 
 
+def assert_other_tiers_are_not_run(run: Audit, page: str) -> None:
+    """What one update cannot show is said, with the reason."""
+    assert run.verdicts
+    for verdict in run.verdicts:
+        beyond = {t.tier: t for t in verdict.tiers if t.tier not in ("naive", "knows")}
+        assert {t.outcome for t in beyond.values()} == {"not_run"}
+        assert {tier: t.text for tier, t in beyond.items()} == {t: f"was not run: {why}" for t, why in NOT_HERE.items()}
+    servers = ("an informed server", "a patient server", "a malicious server")
+    assert dict(left_out(run.rows)) == dict(zip(servers, NOT_HERE.values(), strict=True))
+    assert all(why in page for why in NOT_HERE.values())
+
+
 def test_a_saved_update_is_attacked_naively_and_adaptively_beside_its_control(
     tmp_path: Path, case: UpdateAuditConfig
 ) -> None:
@@ -52,6 +67,7 @@ def test_a_saved_update_is_attacked_naively_and_adaptively_beside_its_control(
     page = write_report(run.folder).read_text()
     assert "What this update gives away" in page
     assert "gets the images back" in page
+    assert_other_tiers_are_not_run(run, page)
 
 
 def test_a_pair_of_state_dicts_tells_the_same_as_the_gradients(tmp_path: Path, case: UpdateAuditConfig) -> None:
@@ -73,7 +89,9 @@ def test_without_the_truth_there_are_pictures_and_a_control_from_stand_ins(
     assert {row["defense"] for row in run.rows if row["kind"] == "attack" and row["mse"] is None} == {PRUNED}
     assert "truth was not given" in run.headline
     assert "stand-ins" in run.headline
-    assert "Stand-ins" in write_report(run.folder).read_text()
+    page = write_report(run.folder).read_text()
+    assert "Stand-ins" in page
+    assert_other_tiers_are_not_run(run, page)
 
 
 def test_without_truth_and_data_nothing_is_claimed(tmp_path: Path, case: UpdateAuditConfig) -> None:

@@ -1,6 +1,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from gradveil.data.partition import partition
 from gradveil.experiments.looks import first_look, last_looks
 from gradveil.experiments.run_folder import MODEL, RunFolder
 from gradveil.experiments.scene import AuditConfig, build_scene, is_small, one_thread
-from gradveil.experiments.train import FIT, TrainConfig, frozen_part, train
+from gradveil.experiments.train import FIT, TrainConfig, frozen_part, through, train
 from gradveil.federated.checkpoint import Checkpoint
 from gradveil.federated.simulate import public_records, simulate
 from gradveil.models import build, fit_to_public
@@ -82,3 +83,14 @@ def test_only_what_comes_before_the_first_trained_layer_is_fixed() -> None:
     assert len(frozen_part(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)))[0]) == 0  # nothing to save
     own = nn.Bilinear(2, 2, 2)
     assert frozen_part(own)[1] is own
+
+
+def test_a_record_keeps_its_place_through_fixed_layers() -> None:
+    dataset = load("digits")
+    fixed = nn.Sequential(build("scatter:dims=5", dataset.input_shape, dataset.num_classes).get_submodule("basis"))
+    fixed[0].directions = torch.eye(5, 64)
+    passed = through(fixed, dataset, [np.array([900, 7]), np.array([300])])
+    for place in (7, 300, 900):
+        assert torch.equal(passed.train.batch([place]).inputs, fixed(dataset.train.batch([place]).inputs))
+    assert not passed.train.images[0].any()  # not used, not worked out
+    assert len(passed.test) == len(dataset.test)

@@ -12,11 +12,13 @@ from gradveil.defenses.masking import RandomMask
 from gradveil.errors import AttackError, UpdateError
 from gradveil.experiments import panel as panel_module
 from gradveil.experiments.looks import Look
-from gradveil.experiments.panel import CHUNK, Observed, Target, chunks, panel, plant
+from gradveil.experiments.panel import CHUNK, Observed, Target, chunks, panel
+from gradveil.experiments.planting import plant
+from gradveil.experiments.rows import lines
 from gradveil.experiments.scene import AuditConfig, Scene, build_scene
-from gradveil.experiments.trial import Trial, attack_rows, attempt, naive
+from gradveil.experiments.trial import Trial, attack_rows, attempt, floors, naive
 from gradveil.models import build
-from gradveil.types import Observation, Reconstruction
+from gradveil.types import Batch, Observation, Reconstruction
 
 MASK = "random_mask"
 
@@ -191,3 +193,23 @@ def test_a_client_is_fished_for_a_class_that_it_has(scene: Scene) -> None:
     assert {row["attack"] for row in refused} == {"trap"}
     found = attempt([trial for trial in trials if trial.about["defense"] == "none"])
     assert [isinstance(one, Reconstruction) and one.converged for one in found] == [True] * 3
+
+
+def test_of_a_batch_the_example_that_was_fished_is_measured_and_the_control_succeeds(scene: Scene) -> None:
+    """Of eight examples, one of them alone in its class, and of eight of which several share it."""
+    data, config = scene.dataset, replace(scene.config, tiers=("malicious",), images=16, examples=8)
+    batches = build_scene(config, data, scene.model, {MASK: RandomMask()}, {"newton": "newton"})
+    observed = Observed(batches)
+    looks, _ = plant(observed, Look("first", 1, "start", scene.model))
+    trials = [observed.trial(t) for t in panel(batches, looks)["fishing"] if t.defense == "none"]
+    rows, _ = attack_rows(trials, attempt(trials), batches.public)
+    assert len(rows) == 2  # one for each client
+    truth = torch.cat([batches.held_by(v).labels for v in batches.victims])
+    floor = floors(Batch(batches.truth.inputs, batches.truth.labels), batches.public)[0]
+    for i, row in enumerate(rows):
+        assert row["example"] // 8 == i
+        counts = truth[8 * i : 8 * i + 8].bincount()
+        assert counts[truth[row["example"]]] == counts[counts > 0].min()  # of the rarest class
+        assert row["mse"] < 1e-4
+        assert row["identified"] == 1
+    assert [line.void for line in lines([*floor, *rows])] == [None]

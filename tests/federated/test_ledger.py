@@ -139,7 +139,7 @@ def test_the_sum_has_the_noise_that_was_promised() -> None:
         ("veil:z=1,tier=aggregate", {"weighting": "uniform"}, ragged_clients(), "count alike"),
         ("veil:z=1,tier=aggregate", {"sampling": "with"}, EVEN, "drawn once a round"),
         ("veil:promise=reconstruction", {"sampling": "with"}, EVEN, "drawn once a round"),
-        ("veil:z=0", {}, EVEN, "z=0.0: give a number above 0"),
+        ("veil:z=0", {}, EVEN, "z=0: give a number above 0"),
     ],
 )
 def test_what_the_promise_does_not_cover_is_refused(defense: str, changed: Any, clients: Any, words: str) -> None:

@@ -133,7 +133,7 @@ def test_what_cannot_be_stacked_is_refused_with_the_reason() -> None:
         final(defense="representation:layer=0", engine="vectorised")
     with pytest.raises(GradveilError, match="CUDA"):
         final(engine="vectorised:graph=true")
-    with pytest.raises(SpecError, match="at least 1"):
+    with pytest.raises(SpecError, match="from 1"):
         final(engine="vectorised:clients=0")
     with pytest.raises(SpecError, match="Did you mean 'sequential'"):
         final(engine="sequentiel")
@@ -239,7 +239,6 @@ def test_fedprox_stays_closer_to_the_start() -> None:
         ([np.arange(3)] * 2, TRAINING, "there are 2"),
         ([np.arange(3), np.arange(0), np.arange(3)], TRAINING, r"\[1\]"),
         ([np.arange(3), np.arange(99), np.arange(3)], TRAINING, "example 98"),
-        ([np.arange(3)], Training(clients=0), "at least one client"),
     ],
 )
 def test_impossible_runs_are_refused(clients: list[np.ndarray], training: Training, message: str) -> None:

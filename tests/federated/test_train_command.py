@@ -101,6 +101,7 @@ def test_a_run_without_progress_stops_early(tmp_path: Path) -> None:
     summary = run(tmp_path / "run", rounds=50, lr=1e-9, early_stop=2)
     assert summary["rounds"] == 3  # the first measurement is the best, two more bring nothing
     assert summary["stopped_early"]
+    assert run(tmp_path / "run", rounds=50, lr=1e-9, early_stop=2, resume=True)["rounds"] == 3
     rare = run(tmp_path / "rare", rounds=7, evaluate_every=3)
     measured = [row["round"] for row in RunFolder(tmp_path / "rare").rounds if "accuracy" in row]
     assert measured == [3, 6, 7]
@@ -130,6 +131,22 @@ def app() -> typer.Typer:
     made = typer.Typer()
     made.command()(command)
     return made
+
+
+@pytest.mark.parametrize(
+    ("defense", "changes", "said"),
+    [
+        ("veil:z=1,tier=aggregate", {"clients": 1}, "fewer than two are left"),
+        ("veil:z=1,shape=public", {"partition": "iid:devices=4"}, "there are 0"),
+        ("veil:z=1,limit=0.5", {}, "Round 1 is refused"),
+    ],
+)
+def test_a_run_that_cannot_begin_leaves_no_folder(
+    tmp_path: Path, defense: str, changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(GradveilError, match=said):
+        run(tmp_path / "run", batch_size=None, defense=defense, **changes)
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_command_prints_json_or_a_line(tmp_path: Path) -> None:

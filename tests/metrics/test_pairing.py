@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Generator
 
-from gradveil.metrics.image import mse
-from gradveil.metrics.recovery import pair
+from gradveil.modalities.base import pair
+from gradveil.modalities.image import mse
 
 
 @given(st.integers(0, 1000), st.integers(1, 5))

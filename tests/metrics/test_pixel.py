@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Generator
 
-from gradveil.metrics.image import MAX_PSNR, fft_error, mse, psnr
+from gradveil.modalities.image import MAX_PSNR, fft_error, mse, psnr
 
 
 def images(seed: int, n: int = 3, side: int = 6) -> torch.Tensor:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Generator
 
-from gradveil.metrics.image import ssim, window
+from gradveil.modalities.image import ssim, window
 
 
 def reference(a: np.ndarray, b: np.ndarray, width: int) -> float:

@@ -118,8 +118,8 @@ def test_certificates_refuse_in_one_line(spec: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("vit_tiny:heads=3", "cannot be dealt out to 3 heads"), ("vit_tiny:patch=0", "must be 1 or more"),
-        ("mobilenet:width=5", "even number"), ("resnet18:width=0", "1 or more"),
+        ("vit_tiny:heads=3", "cannot be dealt out to 3 heads"), ("vit_tiny:patch=0", "from 1 to 64"),
+        ("mobilenet:width=5", "even number"), ("resnet18:width=0", "from 1 to 4,096"),
     ],
 )  # fmt: skip
 def test_settings_that_make_no_network_are_refused(spec: str, said: str) -> None:

@@ -38,5 +38,5 @@ def test_the_encoders_own_gradient_gives_the_image(rng: Generator) -> None:
 
 
 def test_a_bottleneck_of_nothing_is_refused() -> None:
-    with pytest.raises(SpecError, match="below 1"):
+    with pytest.raises(SpecError, match="from 1"):
         build("precode:size=0")

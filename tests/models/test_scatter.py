@@ -50,3 +50,8 @@ def test_public_examples_change_the_directions_and_nothing_that_is_trained() -> 
     changed = {name for name, value in model.state_dict().items() if not torch.equal(before[name], value)}
     assert changed == {"basis.directions", "basis.offset"}
     assert torch.allclose(model.get_submodule("basis")(torch.rand(2, CHANNELS, 3, 3)).norm(dim=1), torch.ones(2))
+
+
+def test_attacks_in_float64_see_the_same_features() -> None:
+    x = torch.rand(2, 2, 13, 18, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(Scattering()(x.double()).float(), Scattering()(x), atol=1e-6)

@@ -61,9 +61,9 @@ def test_step_sizes_may_fall_and_a_constant_one_is_the_plain_run() -> None:
         asked.append(t)
         return 0.5
 
-    assert torch.equal(run(0.0, pace), run(0.5))
+    assert torch.equal(run(1.0, pace), run(0.5))
     assert asked == list(range(2 * 2 * 3))  # t counts local steps over all rounds: 20 examples, batches of 8
-    assert not torch.equal(run(0.0, lambda t: 0.5 / (1 + t)), run(0.5))
+    assert not torch.equal(run(1.0, lambda t: 0.5 / (1 + t)), run(0.5))
 
 
 def test_devices_of_different_sizes_are_refused() -> None:

@@ -25,6 +25,7 @@ from gradveil.attacks.rounds import at_one_model
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import quiet
 from gradveil.layers.modules import Visit, prefix, trace
+from gradveil.ranges import Count, Whole
 from gradveil.tree import named
 from gradveil.types import Observation, Reconstruction
 
@@ -119,14 +120,10 @@ class Analytic(Attack):
     the Gaussian prior, over the entries of r that were seen. ``analytic_rows`` says what a batch gives.
     """
 
-    steps: int = 60  # of Levenberg-Marquardt, at most
-    restarts: int = 2  # the first from the prior's mean, others from draws of it
-    dense_limit: int = 1024  # unknowns up to which the Jacobian is written out
-    cg_steps: int = 60  # of conjugate gradients per step, beyond that
-
-    def __post_init__(self) -> None:
-        if min(self.steps, self.restarts, self.cg_steps) < 1:
-            raise ValueError("steps, restarts and cg_steps must be at least 1")
+    steps: Count = 60  # of Levenberg-Marquardt, at most
+    restarts: Count = 2  # the first from the prior's mean, others from draws of it
+    dense_limit: Whole = 1024  # unknowns up to which the Jacobian is written out
+    cg_steps: Count = 60  # of conjugate gradients per step, beyond that
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Rebuild the inputs behind several updates, one after the other."""

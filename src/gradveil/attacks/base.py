@@ -54,15 +54,27 @@ class Malicious(Attack):
         """Return the attack on one client, of which an honest update was seen before; by default all get the same."""
         return self
 
+    def after(self, model: nn.Module, batch: Batch) -> int | None:
+        """Return which example of a client's batch it is after at the model that it planted; None: all of them.
+
+        For measuring only: a server does not see the batch.
+        """
+        return None
+
 
 def build(spec: str | Attack) -> Attack:
     """Return the attack that a spec describes, e.g. ``dlg:steps=300,restarts=8``."""
     return ATTACKS.build(spec)
 
 
-def check_seen(seen: Sequence[Observation]) -> None:
-    """Raise unless each update fits its model and shows something to match, and the model can be run again."""
+def check_seen(seen: Sequence[Observation], for_ids: bool = False) -> None:
+    """Raise unless each update fits its model and shows something to match, and the model can be run again.
+
+    Inputs that are ids of tokens have no derivative, and are refused where an attack is not made for them.
+    """
     for s in seen:
+        if s.modality.last and not for_ids:
+            raise AttackError("The inputs are ids of tokens, which no search by derivatives finds. Use span.")
         check_update(s.update, s.model)
         if not s.visible:
             raise AttackError("Every tensor of the update has weight 0: there is nothing to match.")

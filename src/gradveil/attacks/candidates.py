@@ -11,6 +11,7 @@ Where all m_t(x) are equally long, that is the largest Σ_t ⟨y_t - known, m_t(
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 from torch import Generator, Tensor
@@ -20,6 +21,7 @@ from gradveil.attacks.base import ATTACKS, Attack, check_seen, differentiating
 from gradveil.attacks.rounds import SentRounds, by_weights, flat
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import trial_gradients, trial_updates
+from gradveil.ranges import Bytes, Range
 from gradveil.types import Batch, Observation, Reconstruction
 
 SAME = 1e-3  # relative distance of updates that count as the same
@@ -42,12 +44,10 @@ class Candidates(Attack):
     is known, that of each tensor is the one that suits a candidate best.
     """
 
-    draws: int = 4  # of the client per candidate, where the defence is no addition
-    memory: float = 2e9  # bytes for the candidates' updates
-
-    def __post_init__(self) -> None:
-        if self.draws < 2:
-            raise ValueError("draws must be at least 2: one says nothing of the variance")
+    draws: Annotated[int, Range(2)] = (
+        4  # of the client per candidate, where the defence is no addition; one says nothing of the variance
+    )
+    memory: Bytes = 2e9  # bytes for the candidates' updates
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Pick the records behind several updates, one after the other; what a client sends is worked out once."""

@@ -16,6 +16,7 @@ from torch import Generator, Tensor
 
 from gradveil.attacks.base import ATTACKS, Attack, check_seen
 from gradveil.attacks.mixture import Mixture, mixture_of
+from gradveil.ranges import Count, Weight
 from gradveil.types import Observation, Reconstruction
 
 STILL = 1e-4  # change of a direction below which it stands
@@ -32,12 +33,8 @@ class Cocktail(Attack):
     no order.
     """
 
-    steps: int = 300  # of the fixed point, at most
-    tol: float = 0.35  # of the gradient that the examples found have, relative, below which they are believed
-
-    def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError("steps must be at least 1")
+    steps: Count = 300  # of the fixed point, at most
+    tol: Weight = 0.35  # of the gradient that the examples found have, relative, below which they are believed
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Rebuild the inputs behind several updates; the directions of each are sought together."""

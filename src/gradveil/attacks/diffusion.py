@@ -20,6 +20,7 @@ are none, it is newton's answer.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 from torch import Generator, Tensor
@@ -34,6 +35,7 @@ from gradveil.attacks.memory import in_parts
 from gradveil.attacks.newton import Newton, Solved, problem_group, ready
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import trial_updates
+from gradveil.ranges import Count, Range
 from gradveil.seeds import Seeds
 from gradveil.types import Batch, GaussianPrior, Observation, Reconstruction
 
@@ -58,13 +60,13 @@ class Diffusion(Attack):
     It begins where ``newton`` ends. A network is trained for each set of public images: meant for a GPU.
     """
 
-    steps: int = 2000  # of the network's training
-    width: int = 32  # of the network
-    pairs: int = 4  # of draws from the posterior, averaged
+    steps: Count = 2000  # of the network's training
+    width: Annotated[int, Range(4, 1024)] = 32  # of the network
+    pairs: Count = 4  # of draws from the posterior, averaged
 
     def __post_init__(self) -> None:
-        if min(self.steps, self.pairs) < 1 or self.width < 4 or self.width % 4:
-            raise ValueError("steps and pairs must be at least 1, and width a multiple of 4")
+        if self.width % 4:
+            raise ValueError("width must be a multiple of 4")
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Rebuild the inputs behind several updates; those that share public images share a network."""

@@ -12,6 +12,7 @@ from gradveil.attacks.search.matching import squared_distance
 from gradveil.attacks.search.minimisers import LBFGS
 from gradveil.attacks.search.restarts import Search, Start
 from gradveil.errors import AttackError
+from gradveil.ranges import Count, Weight
 from gradveil.types import Observation, Reconstruction
 
 
@@ -26,13 +27,13 @@ class DLG(Attack):
     twice the steps); and labels that the server knows are used.
     """
 
-    steps: int = 300  # outer steps per start
-    inner: int = 20  # L-BFGS iterations in an outer step
-    restarts: int = 4
-    history: int = 100
+    steps: Count = 300  # outer steps per start
+    inner: Count = 20  # L-BFGS iterations in an outer step
+    restarts: Count = 4
+    history: Count = 100
     search: bool = True  # Armijo line search; false: every step is taken, as published
     start: Start = "uniform"
-    tol: float = 1e-7  # of the target's squared norm
+    tol: Weight = 1e-7  # of the target's squared norm
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Rebuild the inputs behind several updates at once."""

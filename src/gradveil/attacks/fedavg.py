@@ -20,6 +20,7 @@ from gradveil.attacks.search.restarts import Search
 from gradveil.attacks.search.statistics import SENT, statistics_term
 from gradveil.gradients.functional import local_plan, trial_updates
 from gradveil.losses import CrossEntropy
+from gradveil.ranges import Count, Positive, Weight
 from gradveil.step_rule import PLAIN
 from gradveil.tree import Params
 from gradveil.types import Observation, Reconstruction, Update, check_update
@@ -37,40 +38,27 @@ class FedAvgInversion(Attack):
     al. 2020, section 6), ``lbfgs`` the squared distance.
     """
 
-    steps: int = 1000  # evaluations per start
-    restarts: int = 1
+    steps: Count = 1000  # evaluations per start
+    restarts: Count = 1
     optimiser: Literal["adam", "lbfgs"] = "adam"
-    lr: float = 0.1  # of Adam
-    tv: float = 1e-4  # with Adam; images (C, H, W) only
-    bn: float = SENT  # with Adam; of batch norm statistics that the client sent
-    history: int = 50  # of L-BFGS
-    tol: float = 1e-6  # of the squared norm with L-BFGS; the cosine distance with Adam
+    lr: Positive = 0.1  # of Adam
+    tv: Weight = 1e-4  # with Adam; images (C, H, W) only
+    bn: Weight = SENT  # with Adam; of batch norm statistics that the client sent
+    history: Count = 50  # of L-BFGS
+    tol: Weight = 1e-6  # of the squared norm with L-BFGS; the cosine distance with Adam
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Rebuild the inputs behind several updates; those with the same local training go together."""
-        seen = at_one_model(seen)
-        for s in seen:
-            check_update(s.update, s.model)
-            local_plan(s.update)
-        labelled = with_labels(seen, rngs)
-        for s in labelled:
-            if s.labels is None and isinstance(s.loss, CrossEntropy):
-                raise unreadable(s)
-        known = [
-            s if given.labels is not None or s.labels is None else replace(s, labels=_dealt(s))
-            for given, s in zip(seen, labelled, strict=True)
-        ]
-        local = attrgetter("update.num_steps", "update.lr", "update.batch_size", "update.rule")
-        return in_groups(known, rngs, local, self._search().run)
+        return in_groups(ready_to_unroll(seen, rngs), rngs, local_training, self._search().run)
 
     def _search(self) -> Search:
         if self.optimiser == "lbfgs":
             return Search(
-                squared_distance, self._optimiser, self.steps, self.restarts, tol=self.tol, stack=_stack
+                squared_distance, self._optimiser, self.steps, self.restarts, tol=self.tol, stack=unrolled_stack
             )  # fmt: skip
         return Search(
             cosine_distance, self._optimiser, self.steps, self.restarts, tol=self.tol, stop=False, patience=self.steps,
-            penalties=self._penalties, scaled=False, stack=_stack,
+            penalties=self._penalties, scaled=False, stack=unrolled_stack,
         )  # fmt: skip
 
     def _optimiser(self, unknowns: Unknowns) -> Optimiser:
@@ -83,6 +71,25 @@ class FedAvgInversion(Attack):
         return (*smooth, *statistics_term(seen, owner, self.bn))
 
 
+local_training = attrgetter("update.num_steps", "update.lr", "update.batch_size", "update.rule")
+
+
+def ready_to_unroll(seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Observation]:
+    """Return the observations with the labels that can be read, dealt out to the batches of the local steps."""
+    seen = at_one_model(seen)
+    for s in seen:
+        check_update(s.update, s.model)
+        local_plan(s.update)
+    labelled = with_labels(seen, rngs)
+    for s in labelled:
+        if s.labels is None and isinstance(s.loss, CrossEntropy):
+            raise unreadable(s)
+    return [
+        s if given.labels is not None or s.labels is None else replace(s, labels=_dealt(s))
+        for given, s in zip(seen, labelled, strict=True)
+    ]
+
+
 def _dealt(seen: Observation) -> Tensor:
     """Return the labels in an order that gives every batch its part of each class."""
     assert seen.labels is not None
@@ -91,7 +98,7 @@ def _dealt(seen: Observation) -> Tensor:
     return seen.labels[order.to(seen.labels.device)]
 
 
-def _stack(seen: Sequence[Observation]) -> Matching:
+def unrolled_stack(seen: Sequence[Observation]) -> Matching:
     """Return the problems of a group with the local steps unrolled in their trial gradients."""
     check_seen(seen)
     plain = Matching.of([replace(s, simulate=None, update=_mean_step(s.update)) for s in seen])

@@ -1,4 +1,4 @@
-"""Fishing: a last layer that lets the gradient of one example through, and hides those of the rest of the batch."""
+"""Fishing: a last layer that lets the gradients of few examples through, and hides those of the rest of the batch."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,9 @@ from gradveil.attacks.base import ATTACKS, Malicious, build, check_seen, refuse_
 from gradveil.attacks.labels import recover_labels
 from gradveil.attacks.planting.rows import nothing
 from gradveil.errors import AttackError, LayerError
+from gradveil.gradients.functional import quiet
 from gradveil.layers.modules import find_layer, representation, trace
+from gradveil.ranges import Count, Positive, Whole
 from gradveil.tree import named, norm
 from gradveil.types import Batch, Observation, Reconstruction
 
@@ -21,6 +23,7 @@ FAR = 20.0  # logits: a class that lies so far off has no probability in single 
 STEEP = 50.0  # logits for each standard deviation of the feature
 NOTHING = 1e-6  # of the row's norm: a gradient below it is of no example of the class
 FEWEST = 0.25  # examples that a gradient is taken to be of: the count is read off one entry, which noise may spoil
+THROUGH = 8  # examples of a class that are let through together; where more are expected the others are held back
 RIDGE = 1.0  # of the features' mean variance, added to their covariance
 ENOUGH = 256  # public examples that say how large the logit of a class gets
 
@@ -28,24 +31,21 @@ ENOUGH = 256  # public examples that say how large the logit of a class gets
 @ATTACKS.register("fishing")
 @dataclass(frozen=True)
 class Fishing(Malicious):
-    """Change the last layer so that one example of a batch makes the whole gradient, then attack that one alone.
+    """Change the last layer so that few examples of a batch make the whole gradient, then attack those alone.
 
     All rows but that of one class are zero, and that class is held for impossible: an example of it sends its row
-    back in full, any other nothing (Wen et al. 2022, class fishing). Where a batch is expected to hold several of the
-    class, the row is the direction that tells the class from the others on public data, with a threshold that all but
-    about one of them pass: those are predicted for certain and send nothing either (feature fishing). Which classes a
-    client has is read off an honest update of it, where one was seen. Its answer is one image, given for each example
-    of the batch.
+    back in full, any other nothing (Wen et al. 2022, class fishing). How many came through is read off the row's bias,
+    and they are attacked as a batch of so many. Where more of the class are expected than a small batch, the row is the
+    direction that tells the class from the others on public data, with a threshold that all but about ``THROUGH`` of
+    them pass: those are predicted for certain and send nothing either (feature fishing). Which classes a client has is
+    read off an honest update of it, where one was seen. Its answer is what was caught, over and over, as many images as
+    the batch has.
     """
 
     attack: str = "newton"  # on what was fished
-    target: int | None = None  # the class; None: the rarest that the client has, or a random one of the public examples
-    examples: int = 1  # of a batch, as the server expects
-    gain: float = 1.0  # times, that the fished gradient is made as large as it would be; large ones beat noise
-
-    def __post_init__(self) -> None:
-        if self.examples < 1 or (self.target is not None and self.target < 0):
-            raise ValueError("examples must be 1 or more, and target a class")
+    target: Whole | None = None  # the class; None: the rarest that the client has, or a random one of public examples
+    examples: Count = 1  # of a batch, as the server expects
+    gain: Positive = 1.0  # times, that the fished gradient is made as large as it would be; large ones beat noise
 
     def for_client(self, seen: Observation, rng: Generator) -> "Fishing":
         """Return the attack that is after a class of this client: that of the fewest examples."""
@@ -74,9 +74,9 @@ class Fishing(Malicious):
             raise AttackError(f"There are not two public examples of class {target} among {num_classes} classes.")
         with torch.no_grad():
             expected = self.examples * float(of_class.float().mean())
-            inputs = public.inputs if expected > 1 else public.inputs[:ENOUGH]
+            inputs = public.inputs if expected > THROUGH else public.inputs[:ENOUGH]
             r = representation(copied, path, inputs.to(layer.weight)).flatten(1)
-            if expected <= 1:
+            if expected <= THROUGH:
                 row = self.gain * layer.weight[target]
                 bias = -float((r @ row).max()) - FAR * max(1.0, self.gain)
             else:
@@ -85,6 +85,13 @@ class Fishing(Malicious):
             layer.bias.zero_()
             layer.weight[target], layer.bias[target] = row, bias + math.log(max(num_classes - 1, 1))
         return copied
+
+    def after(self, model: nn.Module, batch: Batch) -> int | None:
+        """Return the example that sends most through the last layer."""
+        with torch.no_grad(), quiet(model):
+            target = int(model.get_parameter(named(find_layer(model), "weight")).norm(dim=1).argmax())
+            p = model(batch.inputs.to(next(model.parameters()))).softmax(1)[:, target].cpu()
+        return int((p - (batch.labels == target).float()).abs().argmax())
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Attack what was fished in each update."""
@@ -117,18 +124,18 @@ def last_layer(model: nn.Module, input_shape: tuple[int, ...], num_classes: int)
 
 
 def _gate(r: Tensor, of_class: Tensor, expected: float) -> tuple[Tensor, float]:
-    """Return a row and its bias that are above 0 for all examples of a class but one in so many, below for others."""
+    """Return a row and its bias that are above 0 for all but ``THROUGH`` of so many examples of a class."""
     ours, others = r[of_class].double(), r[~of_class].double()
     centred = torch.cat([ours - ours.mean(0), others - others.mean(0)])
     spread = centred.T @ centred / len(centred)
     ridge = RIDGE * spread.diagonal().mean() * torch.eye(len(spread)).to(spread)
     row: Tensor = torch.linalg.solve(spread + ridge, ours.mean(0) - others.mean(0))
     row = row * STEEP / (ours @ row).std().clamp_min(1e-12)
-    return row.to(r), -float(torch.quantile(ours @ row, 1 / expected))
+    return row.to(r), -float(torch.quantile(ours @ row, THROUGH / expected))
 
 
 def _fished(seen: Observation) -> tuple[float, Observation | None]:
-    """Return how many examples' gradients came through, and the update as that of one; None: nothing did."""
+    """Return how many examples' gradients came through, and the update as that of these; None: nothing did."""
     path, layer = last_layer(seen.model, seen.input_shape, seen.num_classes)
     sizes = layer.weight.detach().norm(dim=1)
     target = int(sizes.argmax())
@@ -149,8 +156,9 @@ def _fished(seen: Observation) -> tuple[float, Observation | None]:
     mask[target] = 1.0
     shown = one.weights | ({weight: mask * one.weights.get(weight, 1.0)} if weight in gradient else {})
     noise = {name: scale * std for name, std in one.noise.items()}
-    labels = torch.tensor([target], device=layer.weight.device)
-    update = replace(one.update, gradient=gradient, num_examples=1, buffers={})
+    caught = max(1, min(round(count), seen.num_examples, THROUGH))
+    labels = torch.full((caught,), target, device=layer.weight.device)
+    update = replace(one.update, gradient=gradient, num_examples=caught, buffers={})
     return count, replace(one, update=update, labels=labels, weights=shown, noise=noise)
 
 
@@ -158,6 +166,7 @@ def _answer(seen: Observation, count: float, found: Reconstruction | None) -> Re
     n = seen.num_examples
     if found is None:  # no example of the class was there
         return nothing(seen, {"fished": count})
-    inputs = found.inputs.expand(n, *seen.input_shape).clone()
-    labels = None if found.labels is None else found.labels.expand(n).clone()
+    again = torch.arange(n, device=found.inputs.device) % len(found.inputs)
+    inputs = found.inputs[again]
+    labels = None if found.labels is None else found.labels[again.to(found.labels.device)]
     return Reconstruction(inputs, labels, found.objective, found.converged, {**found.details, "fished": count})

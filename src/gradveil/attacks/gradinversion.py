@@ -20,6 +20,7 @@ from gradveil.attacks.search.objective import (
 )
 from gradveil.attacks.search.restarts import Search
 from gradveil.attacks.search.statistics import BatchNormStatistics, batch_norms, statistics_term
+from gradveil.ranges import Count, Positive, Weight
 from gradveil.tree import Params
 from gradveil.types import Observation, Reconstruction
 
@@ -35,16 +36,16 @@ class GradInversion(Attack):
     same on every model; the group's mean is taken pixel by pixel, without registration; no noise is added to the steps.
     """
 
-    steps: int = 1000
-    restarts: int = 4  # the group whose starts must agree
-    lr: float = 0.1
-    tv: float = 1e-3  # images (C, H, W) only
-    l2: float = 1e-5
-    bn: float = 1e-3
-    group: float = 1e-2
+    steps: Count = 1000
+    restarts: Count = 4  # the group whose starts must agree
+    lr: Positive = 0.1
+    tv: Weight = 1e-3  # images (C, H, W) only
+    l2: Weight = 1e-5
+    bn: Weight = 1e-3
+    group: Weight = 1e-2
     decay: bool = True
     boxed: bool = True
-    tol: float = 1e-4  # relative squared distance at which the gradient counts as matched
+    tol: Weight = 1e-4  # relative squared distance at which the gradient counts as matched
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Rebuild the inputs behind several updates at once."""

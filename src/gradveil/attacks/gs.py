@@ -27,6 +27,7 @@ from gradveil.attacks.search.minimisers import Adam
 from gradveil.attacks.search.objective import Penalty, TotalVariation, Unknowns
 from gradveil.attacks.search.restarts import Search, Start
 from gradveil.attacks.search.statistics import SENT, statistics_term
+from gradveil.ranges import Count, Positive, Weight
 from gradveil.tree import parameters
 from gradveil.types import Observation, Reconstruction
 
@@ -67,17 +68,17 @@ class GS(Attack):
     best point by the objective is returned.
     """
 
-    steps: int = 1000
-    restarts: int = 1
-    lr: float = 0.1
-    tv: float = 1e-4  # images (C, H, W) only
-    contrast: float = 0.0  # of neighbouring pixels; above 0, known noise sets how much smoothness counts, tv the least
-    bn: float = SENT  # of batch norm statistics that the client sent
+    steps: Count = 1000
+    restarts: Count = 1
+    lr: Positive = 0.1
+    tv: Weight = 1e-4  # images (C, H, W) only
+    contrast: Weight = 0.0  # of neighbouring pixels; above 0, known noise sets how much smoothness counts, tv the least
+    bn: Weight = SENT  # of batch norm statistics that the client sent
     signed: bool = True
     boxed: bool = True
     decay: bool = True
     start: Start = "uniform"
-    tol: float = 1e-4  # cosine distance at which the gradient counts as matched
+    tol: Weight = 1e-4  # cosine distance at which the gradient counts as matched
     tf32: bool = False  # on CUDA, round products to ten bits: twice as fast on large networks
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:

@@ -9,8 +9,9 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.attacks.base import ATTACKS, Malicious
-from gradveil.attacks.planting.rows import GAIN, Architecture, as_images, not_planted, nothing, prepare, sums
+from gradveil.attacks.planting.rows import GAIN, Architecture, Rows, as_images, not_planted, nothing, prepare, sums
 from gradveil.errors import AttackError
+from gradveil.ranges import Count, Positive, Whole
 from gradveil.types import Batch, Observation, Reconstruction
 
 BELOW = 12.0  # standard deviations under the mean: every example activates the first row of a measurement
@@ -30,18 +31,25 @@ class Imprint(Malicious):
     of them agree on is one example for certain, and is taken off the bins of the others, which may leave another alone
     there. It reads a sum over clients as it reads one client: secure aggregation does not stop it. Nor does noise of a
     size that the gradient does not limit: the rows' gradients are made ``gain`` times as large, at the same output.
+
+    With ``clients`` each has rows of its own (after LOKI, Zhao et al. 2024, who do it by convolution kernels): in the
+    model that ``client`` is sent no example activates those of the others, so a sum of all updates keeps them apart.
+    The answer goes by client, and says how many examples are whose.
     """
 
     architecture: Architecture = "changed"  # a block in front of the model, or its own first layer
-    rows: int = 1024  # of the block
-    directions: int = 4  # that are measured
-    gain: float = GAIN  # times, that the rows' gradients are made as large as they would be
+    rows: Rows = 1024  # of the block
+    directions: Count = 4  # that are measured
+    gain: Positive = GAIN  # times, that the rows' gradients are made as large as they would be
+    clients: Count = 1  # that a sum is over, each with a part of the rows
+    client: Whole = 0  # that the planted model is for
 
     def __post_init__(self) -> None:
-        if not 1 <= self.directions <= self.rows // 2:
-            raise ValueError(f"directions={self.directions} must be between 1 and half of rows={self.rows}")
-        if not self.gain > 0:
-            raise ValueError(f"gain={self.gain} must be above 0")
+        if not 1 <= self.directions * self.clients <= self.rows // 2:
+            measured = f"directions={self.directions} of clients={self.clients}"
+            raise ValueError(f"{measured} must be between 1 and half of rows={self.rows} together")
+        if self.client >= self.clients:
+            raise ValueError(f"client={self.client} must be below clients={self.clients}")
 
     def plant(
         self, model: nn.Module, input_shape: tuple[int, ...], num_classes: int, public: Batch | None, rng: Generator
@@ -49,14 +57,18 @@ class Imprint(Malicious):
         """Return a copy with the rows in it."""
         planting = prepare(model, self.architecture, self.rows, public, rng)
         layer, inputs = planting.rows, planting.inputs.double()
-        if layer.out_features < 2 * self.directions:
+        if layer.out_features < 2 * self.directions * self.clients:
+            of = f" of each of {self.clients} clients" if self.clients > 1 else ""
             raise AttackError(
-                f"The first layer has {layer.out_features} rows, too few for {self.directions} directions."
+                f"The first layer has {layer.out_features} rows, too few for {self.directions} directions{of}."
             )
         planting.level(rng)
         directions = torch.randn(self.directions, layer.in_features, generator=rng, device=rng.device).to(inputs)
         with torch.no_grad():
-            for w, part in zip(directions, self._parts(layer), strict=True):
+            if self.clients > 1:  # rows that nothing activates
+                layer.weight.zero_()
+                layer.bias.fill_(-1.0)
+            for w, part in zip(directions, self._parts(layer)[self.client], strict=True):
                 measured = inputs @ w
                 unit = w / measured.std().clamp_min(1e-12)
                 layer.weight[part] = unit.to(layer.weight)
@@ -68,32 +80,45 @@ class Imprint(Malicious):
         """Read the examples off the rows of each update."""
         return [self._one(s) for s in seen]
 
-    def _parts(self, layer: nn.Linear) -> tuple[Tensor, ...]:
-        """Return the rows of each measurement."""
-        return torch.arange(layer.out_features, device=layer.weight.device).tensor_split(self.directions)
+    def _parts(self, layer: nn.Linear) -> list[tuple[Tensor, ...]]:
+        """Return the rows of each measurement, by client; a client has as many as any other."""
+        each = layer.out_features // self.clients
+        rows = torch.arange(each * self.clients if self.clients > 1 else layer.out_features)
+        return [own.to(layer.weight.device).tensor_split(self.directions) for own in rows.tensor_split(self.clients)]
 
     def _one(self, seen: Observation) -> Reconstruction:
         read = sums(seen, "imprint")
         weight, bias = (p.detach().double() for p in (read.layer.weight, read.layer.bias))
-        if len(weight) < 2 * self.directions:
+        if len(weight) < 2 * self.directions * self.clients:
             raise not_planted("imprint")
         both = torch.cat([read.of_slopes[:, None], read.of_inputs], 1)  # (O, 1 + L)
-        measurements = []
-        for part in self._parts(read.layer):
-            if not torch.allclose(weight[part], weight[part[:1]]) or bool((bias[part].diff() > 0).any()):
+        parts = self._parts(read.layer)
+        for part in parts[self.client]:
+            flat = torch.allclose(weight[part], weight[part[:1]])
+            if not flat or bool((bias[part].diff() > 0).any()) or not bool(weight[part].any()):
                 raise not_planted("imprint")
-            bins = torch.cat([both[part[:-1]] - both[part[1:]], both[part[-1:]]])
-            measurements.append(Measurement(weight[part[0]], -bias[part], bins))
-        certain = peel(measurements, seen.num_examples)
-        rest = max((m.left() for m in measurements), key=len)
-        found = torch.cat([certain, rest])[: seen.num_examples]
+        certain, rest = [], []
+        for theirs in parts:  # what they measure is the same for all clients
+            measurements = []
+            for part, like in zip(theirs, parts[self.client], strict=True):
+                bins = torch.cat([both[part[:-1]] - both[part[1:]], both[part[-1:]]])
+                measurements.append(Measurement(weight[like[0]], -bias[like], bins))
+            certain.append(peel(measurements, seen.num_examples))
+            rest.append(max((m.left() for m in measurements), key=len))
+        owner = torch.cat([torch.full((len(some),), k) for kind in (certain, rest) for k, some in enumerate(kind)])
+        owner = owner[: seen.num_examples]
+        found = torch.cat([*certain, *rest])[owner.argsort(stable=True).to(both.device)]
         if not len(found):
             return nothing(seen, {"certain": 0.0, "missing": float(seen.num_examples)})
         values = found[:, 1:] / found[:, :1]
         missing = seen.num_examples - len(values)
         values = torch.cat([values, values.mean(0, keepdim=True).expand(missing, -1)])
         inputs = as_images(seen, read.path, values).to(torch.float32).clamp(*seen.bounds)
-        details = {"certain": float(min(len(certain), seen.num_examples)), "missing": float(missing)}
+        details = {"certain": float(min(sum(map(len, certain)), seen.num_examples)), "missing": float(missing)}
+        if self.clients > 1:
+            details |= {
+                f"of client {k}": float(count) for k, count in enumerate(owner.bincount(minlength=self.clients))
+            }
         return Reconstruction(inputs, seen.labels, float(missing), missing == 0, details)
 
 

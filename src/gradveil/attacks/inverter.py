@@ -14,6 +14,7 @@ public examples that were held out, as they are sent.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 from torch import Generator, Tensor
@@ -24,6 +25,7 @@ from gradveil.attacks.labels import recover_labels, with_labels
 from gradveil.attacks.regression import HELD, MADE, PUBLIC, Lesson, regress
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import loss_of, per_problem, trial_update
+from gradveil.ranges import Count, Range
 from gradveil.seeds import Seeds
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch, Observation, Reconstruction
@@ -44,12 +46,8 @@ class Inverter(Attack):
     model and a client share what is learned. Of several examples, at most 8, each comes at its place by label.
     """
 
-    pairs: int = 2000  # updates made from public examples
-    features: int = 32768  # numbers that are kept of an update; beyond that it is hashed
-
-    def __post_init__(self) -> None:
-        if self.pairs < 2 or self.features < 1:
-            raise ValueError("pairs must be at least 2 and features at least 1")
+    pairs: Annotated[int, Range(2)] = 2000  # updates made from public examples
+    features: Count = 32768  # numbers that are kept of an update; beyond that it is hashed
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Rebuild the inputs behind several updates; those that share a model and a client learn together."""

@@ -15,6 +15,7 @@ from gradveil.attacks.gauss_newton.updates import Guess, free_of, known_bias, up
 from gradveil.attacks.labels import with_labels
 from gradveil.attacks.memory import in_parts, peak_bytes
 from gradveil.attacks.rounds import pooled
+from gradveil.ranges import Bytes, Count, Positive, Whole
 from gradveil.types import Observation, Reconstruction
 
 LITTLE = 2**18  # equations of an update, up to which what a problem takes need not be measured
@@ -34,20 +35,18 @@ class Newton(Attack):
     the same, and the equations of rounds at other weights go below one another.
     """
 
-    steps: int = 60  # in all, at most
-    stage_steps: int = 5  # at one noise floor, at most
-    restarts: int = 1  # the first from the prior's mean, others from draws of the prior
-    floor: float = 3.0  # first noise floor, relative to the root mean square of each tensor's gradient
-    last_floor: float = 1e-5
-    dense_limit: int = 1024  # unknowns up to which the Jacobian is written out
-    cg_steps: int = 60  # of conjugate gradients per step, beyond that
-    memory: float = 2e9  # bytes for the Jacobian, or for the problems that run together
+    steps: Count = 60  # in all, at most
+    stage_steps: Count = 5  # at one noise floor, at most
+    restarts: Count = 1  # the first from the prior's mean, others from draws of the prior
+    floor: Positive = 3.0  # first noise floor, relative to the root mean square of each tensor's gradient
+    last_floor: Positive = 1e-5
+    dense_limit: Whole = 1024  # unknowns up to which the Jacobian is written out
+    cg_steps: Count = 60  # of conjugate gradients per step, beyond that
+    memory: Bytes = 2e9  # bytes for the Jacobian, or for the problems that run together
 
     def __post_init__(self) -> None:
-        if min(self.steps, self.stage_steps, self.restarts, self.cg_steps) < 1:
-            raise ValueError("steps, stage_steps, restarts and cg_steps must be at least 1")
-        if not 0 < self.last_floor <= self.floor:
-            raise ValueError(f"last_floor={self.last_floor} must be above 0 and at most floor={self.floor}")
+        if self.last_floor > self.floor:
+            raise ValueError(f"last_floor={self.last_floor} must be at most floor={self.floor}")
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Rebuild the inputs behind several updates; those that share a model, a prior and sizes go together."""

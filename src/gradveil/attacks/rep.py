@@ -16,6 +16,7 @@ from gradveil.attacks.search.restarts import Search
 from gradveil.errors import AttackError, did_you_mean
 from gradveil.gradients.functional import quiet
 from gradveil.layers.modules import prefix
+from gradveil.ranges import Count, Positive, Weight
 from gradveil.registry import describe
 from gradveil.tree import Params, named
 from gradveil.types import Observation, Reconstruction
@@ -34,12 +35,12 @@ class Rep(Attack):
     """
 
     layer: str | None = None  # whose input is matched; None: the last fully connected one
-    m: float = 0.5  # rows per class in an earlier layer: a share of them up to 1, a count above
-    steps: int = 300  # outer steps per start
-    inner: int = 20  # L-BFGS iterations in an outer step
-    restarts: int = 4
-    history: int = 100
-    tol: float = 1e-7  # of the representations' squared norm
+    m: Positive = 0.5  # rows per class in an earlier layer: a share of them up to 1, a count above
+    steps: Count = 300  # outer steps per start
+    inner: Count = 20  # L-BFGS iterations in an outer step
+    restarts: Count = 4
+    history: Count = 100
+    tol: Weight = 1e-7  # of the representations' squared norm
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Rebuild the inputs behind several updates at once."""

@@ -22,6 +22,7 @@ from torch import Generator, Tensor
 from gradveil.attacks.base import ATTACKS, Attack, check_seen
 from gradveil.attacks.mixture import Mixture, behind, mixture_of
 from gradveil.errors import AttackError
+from gradveil.ranges import Count, Weight
 from gradveil.types import Observation, Reconstruction
 
 AT_ONCE = 128  # draws that are worked on together
@@ -239,12 +240,8 @@ class Spear(Attack):
     come in no order. Several steps of plain SGD mix the same examples, and are unmixed alike.
     """
 
-    draws: int = 4096  # at most
-    tol: float = 1e-3  # of the gradient that the examples found have, relative, below which they are right
-
-    def __post_init__(self) -> None:
-        if self.draws < 1:
-            raise ValueError("draws must be at least 1")
+    draws: Count = 4096  # at most
+    tol: Weight = 1e-3  # of the gradient that the examples found have, relative, below which they are right
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Rebuild the inputs behind several updates; the draws of each are worked on together."""

@@ -17,6 +17,7 @@ from gradveil.attacks.search.objective import Penalty, TotalVariation, Unknowns
 from gradveil.attacks.search.restarts import Search
 from gradveil.attacks.search.statistics import SENT, statistics_term
 from gradveil.gradients.functional import StepGradient, loss_of, per_problem
+from gradveil.ranges import Count, Positive, Weight
 from gradveil.tree import Params, parameters
 from gradveil.types import Observation, Reconstruction
 
@@ -33,12 +34,12 @@ class Surrogate(Attack):
     first, as the client's was.
     """
 
-    steps: int = 1000  # evaluations per start
-    restarts: int = 1
-    lr: float = 0.1
-    tv: float = 1e-4  # images (C, H, W) only
-    bn: float = SENT  # of batch norm statistics that the client sent
-    tol: float = 1e-4  # cosine distance at which the update counts as matched
+    steps: Count = 1000  # evaluations per start
+    restarts: Count = 1
+    lr: Positive = 0.1
+    tv: Weight = 1e-4  # images (C, H, W) only
+    bn: Weight = SENT  # of batch norm statistics that the client sent
+    tol: Weight = 1e-4  # cosine distance at which the update counts as matched
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Rebuild the inputs behind several updates at once."""
@@ -59,7 +60,7 @@ class Surrogate(Attack):
 def _placed(found: Reconstruction) -> Reconstruction:
     """Name the number that was found beside the images: how far on the way from the first to the last weights."""
     details = {name: value for name, value in found.details.items() if name != "own_0"}
-    return replace(found, details=details | {"place": 1 / (1 + exp(-found.details["own_0"]))})
+    return replace(found, details=details | {"place": 1 / (1 + exp(min(-found.details["own_0"], 700.0)))})
 
 
 @dataclass(frozen=True)

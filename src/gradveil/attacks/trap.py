@@ -8,7 +8,8 @@ from torch import Generator, Tensor, nn
 
 from gradveil.attacks.analytic import FAINT, agreeing_rows
 from gradveil.attacks.base import ATTACKS, Malicious
-from gradveil.attacks.planting.rows import GAIN, Architecture, as_images, not_planted, nothing, prepare, sums
+from gradveil.attacks.planting.rows import GAIN, Architecture, Rows, as_images, not_planted, nothing, prepare, sums
+from gradveil.ranges import Between, Part, Positive
 from gradveil.types import Batch, Observation, Reconstruction
 
 OUTSIDE = 1e-2  # of the data range, by which a quotient may leave it and still be an example
@@ -27,16 +28,10 @@ class Trap(Malicious):
     """
 
     architecture: Architecture = "kept"
-    rows: int = 1024  # of the block
-    share: float = 1 / 64  # of the public examples, that activate a row
-    scale: float = 0.95  # of the positive weights beside the negative ones
-    gain: float = GAIN  # times, that the rows' gradients are made as large as they would be
-
-    def __post_init__(self) -> None:
-        if not 0 < self.share < 1 or not 0 < self.scale <= 1 or self.rows < 1 or not self.gain > 0:
-            raise ValueError(
-                "share must lie between 0 and 1, scale above 0 and at most at 1, rows at 1 or more, gain above 0"
-            )
+    rows: Rows = 1024  # of the block
+    share: Between = 1 / 64  # of the public examples, that activate a row
+    scale: Part = 0.95  # of the positive weights beside the negative ones
+    gain: Positive = GAIN  # times, that the rows' gradients are made as large as they would be
 
     def plant(
         self, model: nn.Module, input_shape: tuple[int, ...], num_classes: int, public: Batch | None, rng: Generator

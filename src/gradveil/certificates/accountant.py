@@ -5,10 +5,9 @@ The mechanism (clip each record's gradient in public coordinates, add Gaussian n
 rounds, whatever weights the server sends in between, so an account holds one number: the μ² that was spent.
 """
 
-import fcntl
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import exp, inf, isfinite, sqrt
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from gradveil.certificates.privacy import rero_gaussian
 from gradveil.errors import BudgetError, CertificateError
-from gradveil.files import refusals_told, write_atomically
+from gradveil.files import locked, refusals_told, write_atomically
 
 THEOREM = (
     "R participations of E local epochs with noise multiplier z are √(E R)/z Gaussian-DP for zeroing one record of one "
@@ -132,15 +131,15 @@ class Account:
             raise BudgetError(f"The account is of client {found.client}, not of {client}: nothing is sent.")
         return found
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path | str) -> None:
         """Write the file whole or not at all."""
-        write_atomically(path, (json.dumps(self.to_json()) + "\n").encode())
+        write_atomically(Path(path), (json.dumps(self.to_json()) + "\n").encode())
 
     @classmethod
-    def read(cls, path: Path, client: str) -> "Account":
+    def read(cls, path: Path | str, client: str) -> "Account":
         """Read a client's file."""
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise BudgetError(f"{path} is no account of client {client} ({error}): nothing is sent.") from error
         return cls.from_json(data, client)
@@ -152,22 +151,14 @@ def spend_from(path: Path, client: str, cost: float, limit: float = inf) -> Acco
     Call it before anything is sent: a client that is stopped in between has paid for nothing, never sent for nothing.
     A limit that was lowered holds from now on; one that was raised does not.
     """
-    with _locked(path):
+    with ExitStack() as held:  # two rounds at once would pay with the same budget
+        with refusals_told(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(locked(path.with_name(f".{path.name}.lock"), wait=True, needed=True))
         account = Account.read(path, client) if path.exists() else Account(client, limit=limit)
         account = replace(account, limit=min(account.limit, limit)).spend(cost)
         account.save(path)
     return account
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a client's file, so that two rounds at once cannot pay with the same budget."""
-    with refusals_told(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle = path.with_name(f".{path.name}.lock").open("w")
-        fcntl.flock(handle, fcntl.LOCK_EX)
-    with handle:
-        yield
 
 
 def delta_of(mu: float, epsilon: float) -> float:

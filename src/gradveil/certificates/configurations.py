@@ -10,6 +10,7 @@ from gradveil.certificates.accountant import Account, epsilon_of, mu_of
 from gradveil.certificates.configuration_files import above_zero, filters, flat_settings, number, read
 from gradveil.certificates.privacy import GaussianTraining
 from gradveil.errors import CertificateError
+from gradveil.files import damage_told
 
 Level = Literal["record", "client"]
 
@@ -49,7 +50,11 @@ class Told:
 
 def check(path: Path, known: Told | None = None) -> list[Bought]:
     """Return what each mechanism in a configuration file buys."""
-    known = known or Told()
+    with damage_told(path, CertificateError, "It is no configuration of Flower, Opacus or NVFlare."):
+        return _check(path, known or Told())
+
+
+def _check(path: Path, known: Told) -> list[Bought]:
     values = read(path)
     settings = dict(flat_settings(values))
     found = [_filter(name, args, settings, known) for name, args in filters(values)]

@@ -79,8 +79,9 @@ def equations(seen: Observation, truth: Batch, floor: float = 1e-3) -> SeenNumbe
     names = list(seen.visible)
     held = {**dict(seen.model.named_parameters()), **dict(seen.model.named_buffers())}
     state = {n: v.detach().double() if v.is_floating_point() else v for n, v in held.items()}
-    trainable = {n for n, p in seen.model.named_parameters() if p.requires_grad}
-    moved = trainable if seen.needs_all_gradients else set(names)
+    # in the model's order, not that of a set, which changes from process to process and with it the last digits of sums
+    trainable = [n for n, p in seen.model.named_parameters() if p.requires_grad]
+    moved = trainable if seen.needs_all_gradients else names
     free = {n: state[n] for n in moved}
     fixed = {n: v for n, v in state.items() if n not in moved}
     labels = seen.loss.rows(truth.labels, seen.num_classes).double()

@@ -29,8 +29,12 @@ of_update = partial(typer.Option, rich_help_panel="A saved update")
 
 def command(
     model: str = typer.Option(None, help="A model spec, or module:function that makes your own."),
-    dataset: str = typer.Option(None, help="A data set by name, or module:function that makes your own."),
+    dataset: str = typer.Option(None, help="A data set by name, a CSV or parquet file, or module:function, your own."),
     data: shared.Data = None,
+    target: shared.Target = None,  # type: ignore[assignment]
+    categorical: shared.Categorical = None,  # type: ignore[assignment]
+    drop: shared.Drop = None,  # type: ignore[assignment]
+    by: shared.By = None,  # type: ignore[assignment]
     defense: list[str] = typer.Option(None, help="A defence spec; repeat for several. Default: a panel of four."),
     attack: list[str] = typer.Option(None, help="An attack spec; repeat for several."),
     tier: list[str] = typer.Option(
@@ -45,9 +49,9 @@ def command(
     fail_on: str = typer.Option(
         None, help="recovered or recognised: exit with 3 where a server gets that far, 4 where the audit cannot tell."
     ),
-    resume: bool = typer.Option(False, "--resume", help="Continue a run that was stopped."),
+    resume: shared.Resume = False,
     rounds: int = of_run(None, help="Rounds of training; the first and the last are attacked."),
-    images: int = of_run(None, help="Images under attack."),
+    images: int = of_run(None, help="Images, or rows, under attack."),
     examples: int = of_run(None, help="Examples of one attacked update; with --update: of the update."),
     partition: str = of_run(None, help="How examples are dealt out to clients."),
     clients: int = of_run(None, help="Clients that train in a round."),
@@ -78,6 +82,8 @@ def command(
 
     gate = read_fail_on(fail_on)
     out = out or default_folder()
+    dataset = shared.table_spec(dataset, target, categorical, drop, by)  # type: ignore[assignment]
+    partition = partition or (shared.NATURAL if by else None)  # type: ignore[assignment]
     options: dict[str, Any] = {"model": model, "dataset": dataset, "data": data, "seed": seed}
     options |= {"device": device, "minutes": minutes}
     options |= {"lr": lr, "batch_size": batch_size, "loss": loss, "optimizer": optimizer, "momentum": momentum}

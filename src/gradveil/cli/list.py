@@ -34,6 +34,7 @@ def methods(kind: str) -> list[dict[str, Any]]:
             "kind": kind,
             "name": name,
             "settings": {s.name: s.default for s in settings(cls)},
+            "ranges": {s.name: s.range for s in settings(cls) if s.range},
             "about": first_line(cls),
         }
         for name, cls in registry
@@ -44,7 +45,7 @@ def metrics() -> list[dict[str, Any]]:
     """Return name and one line of every metric."""
     found = import_module("gradveil.metrics").METRICS
     return [
-        {"kind": "metric", "name": name, "settings": {"better": m.better}, "about": m.description}
+        {"kind": "metric", "name": name, "settings": {"better": m.better}, "ranges": {}, "about": m.description}
         for name, m in sorted(found.items())
     ]
 
@@ -74,8 +75,17 @@ def command(
     table = Table("kind", "name", "settings (default)", "what it is", box=None, pad_edge=False)
     for row in rows:
         text = " ".join(f"{k}={_show(v)}" for k, v in row["settings"].items())
+        text += f"\n[dim]{numbers}[/dim]" if (numbers := say_ranges(row["ranges"])) else ""
         table.add_row(row["kind"], f"[bold]{row['name']}[/bold]", text, row["about"])
     Console().print(table)
+
+
+def say_ranges(ranges: dict[str, str]) -> str:
+    """Return which numbers the settings take, settings of one range together."""
+    names: dict[str, list[str]] = {}
+    for name, within in ranges.items():
+        names.setdefault(within, []).append(name)
+    return "; ".join(f"{', '.join(of)} {within}" for within, of in names.items())
 
 
 def _show(value: object) -> str:

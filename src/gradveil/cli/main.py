@@ -1,15 +1,17 @@
 """``gradveil``: one file per command; torch is imported by the command that needs it, not before."""
 
+import errno
 import os
 import sys
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 import typer
 from typer.core import TyperGroup
 
 from gradveil import __version__
+from gradveil.cli.stopping import stopping
 from gradveil.errors import GradveilError
 
 # command -> (module under gradveil.cli and its function, one line of help)
@@ -27,6 +29,21 @@ COMMANDS = {
     "list": ("list:command", "Show every data set, model, defence, attack and metric with its settings."),
 }
 
+# what no program can do anything about: a disk that is full or read-only, no right, too many open files
+_REFUSALS = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EFBIG,
+    errno.EMFILE,
+    errno.ENFILE,
+}
+
+
+_LONGEST = 2000  # letters of a line that says what is wrong
+
 
 class LazyGroup(TyperGroup):
     """Knows the commands by name; imports one only to run it or to show its help."""
@@ -34,6 +51,11 @@ class LazyGroup(TyperGroup):
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the commands in the order of the table."""
         return list(COMMANDS)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; one that says nothing better when it is stopped says that it was."""
+        with stopping(""):
+            return super().invoke(ctx)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command; a stand-in with the help line where only the list is shown."""
@@ -71,5 +93,15 @@ def entry() -> None:
     try:
         app()
     except GradveilError as error:
-        typer.echo(f"gradveil: {' '.join(str(error).split())}", err=True)
-        sys.exit(2)
+        _fail(str(error))
+    except OSError as error:
+        if error.errno not in _REFUSALS:
+            raise
+        _fail(f"The system refuses: {error.strerror}{f' ({error.filename})' if error.filename else ''}.")
+
+
+def _fail(why: str) -> NoReturn:
+    line = " ".join(why.split())[:_LONGEST]
+    shown = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)  # a file may name it
+    typer.echo(f"gradveil: {shown}", err=True)
+    sys.exit(2)

@@ -36,14 +36,9 @@ def command(
     device: shared.Device = "cpu",
     seed: shared.Seed = 0,
     out: Path = typer.Option(Path("runs/reproduce"), help="Folder for the results; one folder an item below it."),
-    resume: bool = typer.Option(False, "--resume", help="Continue an earlier run."),
-    only: str = typer.Option("*", help="Only the units of work whose name fits this pattern."),
-    jobs: int | None = typer.Option(
-        None,
-        min=1,
-        show_default="on a CPU one for each core, at most 8; on CUDA 1",
-        help="Processes of one thread each.",
-    ),
+    resume: shared.Resume = False,
+    only: shared.Only = "*",
+    jobs: shared.Jobs = None,
     json: shared.Json = False,
 ) -> None:
     """Run items of the paper and print what holds and what does not."""

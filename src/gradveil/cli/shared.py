@@ -3,8 +3,6 @@
 import json
 import logging
 import math
-import multiprocessing
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -17,10 +15,13 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from gradveil.cli.stopping import stopping
 from gradveil.errors import SpecError
 from gradveil.experiments.run_folder import plain_json
 from gradveil.pace import as_clock
+from gradveil.registry import is_import_path
 
+NATURAL = "natural"  # the partition of a table with --by
 OWN = "or module:function that makes your own."
 T = TypeVar("T")
 
@@ -29,7 +30,18 @@ Model = Annotated[str, typer.Option(help=f"A model spec, {OWN}")]
 Loss = Annotated[str, typer.Option(help="cross_entropy, bce, mse, or module:function, your own loss(output, target).")]
 Seed = Annotated[int, typer.Option(help="One seed for everything.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue a run that was stopped.")]
+Only = Annotated[str, typer.Option(help="Only the units of work whose name fits this pattern.")]
+_CORES = "on a CPU one for each core, at most 8; on CUDA 1"
+Jobs = Annotated[int | None, typer.Option(min=1, show_default=_CORES, help="Processes of one thread.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON in place of tables and progress.")]
+
+# of a table
+_table = partial(typer.Option, rich_help_panel="A table")
+Target = Annotated[str, _table(help="The column to predict, where --dataset is a CSV or parquet file.")]
+Categorical = Annotated[str, _table(help="Columns of numbers that are categories, joined by commas.")]
+Drop = Annotated[str, _table(help="Columns to leave out, joined by commas.")]
+By = Annotated[str, _table(help="The column that says which client a row belongs to, e.g. hospital.")]
 
 # of the local steps
 _local = partial(typer.Option, rich_help_panel="Local steps")
@@ -51,6 +63,24 @@ Classes = Annotated[int, typer.Option(help="Number of classes, or of outputs, wi
 def print_json(value: Any) -> None:
     """Print a value for programs: what is not a finite number becomes null."""
     typer.echo(json.dumps(plain_json(value), indent=2, ensure_ascii=False, allow_nan=False, default=str))
+
+
+def table_spec(
+    dataset: str | None, target: str | None, categorical: str | None, drop: str | None, by: str | None
+) -> str | None:
+    """Return the spec of a data set, of a table with its columns' roles."""
+    is_file = dataset is not None and Path(dataset).suffix.lower() in (".csv", ".tsv", ".parquet", ".pq")
+    named = {"target": target, "categorical": categorical, "drop": drop, "by": by}
+    given = {name: value for name, value in named.items() if value is not None}
+    if not is_file and not given:
+        return dataset
+    if dataset is None or target is None or not (is_file or is_import_path(dataset)):
+        wrong = "--target COLUMN" if target is None else "--dataset FILE.csv"
+        raise SpecError(f"A table needs its file and the column to predict: give {wrong} as well.")
+    columns = {n: v.replace(",", "/") if n in ("categorical", "drop") else v for n, v in given.items()}
+    if odd := [v for v in (dataset, target, by or "") if set(v) & set(",=")]:
+        raise SpecError(f"{odd[0]!r} has a comma or an equals sign in its name, which a spec cannot hold. Rename it.")
+    return "table:" + ",".join(f"{name}={value}" for name, value in {"path": dataset, **columns}.items())
 
 
 def renamed(old: str, value: T | None, new: str, otherwise: T) -> T:
@@ -198,34 +228,18 @@ def _speaking(display: Display, quiet: bool) -> Iterator[None]:
         log.propagate = before[1]
 
 
-class _Terminated(KeyboardInterrupt):
-    """The system asked the process to end."""
-
-
 @contextmanager
 def running(quiet: bool, how_to_go_on: str) -> Iterator[Display]:
     """Show progress; Ctrl-C and SIGTERM end the run with one line that says how to go on."""
-
-    def terminate(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
-        for worker in multiprocessing.active_children():  # they hear Ctrl-C themselves
-            worker.terminate()
-        raise _Terminated
-
-    is_main = threading.current_thread() is threading.main_thread()
-    before: Any = signal.signal(signal.SIGTERM, terminate) if is_main else None
     display = Display(quiet)
     try:
-        with _speaking(display, quiet):
+        with (
+            stopping(f"What was finished is kept: continue with {how_to_go_on}.", display.stop),
+            _speaking(display, quiet),
+        ):
             yield display
-    except KeyboardInterrupt as stop:
-        display.stop()
-        typer.echo(f"gradveil: stopped. What was finished is kept: continue with {how_to_go_on}.", err=True)
-        raise typer.Exit(143 if isinstance(stop, _Terminated) else 130) from None
     finally:
         display.stop()
-        if is_main:
-            signal.signal(signal.SIGTERM, before)
 
 
 def resume_with(out: Path | None) -> str:

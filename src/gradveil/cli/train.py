@@ -1,5 +1,6 @@
 """``gradveil train``: federated averaging with any defence inside."""
 
+from collections import Counter
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -10,19 +11,26 @@ import typer
 from gradveil.cli import shared
 from gradveil.errors import SpecError
 from gradveil.experiments.run_folder import Row, RunFolder
-from gradveil.experiments.train import TrainConfig, train
+from gradveil.experiments.train import TrainConfig, listed, train, turned_away, with_model
 from gradveil.registry import convert
 
 averaging = partial(typer.Option, rich_help_panel="Federated averaging")
 of_run = partial(typer.Option, rich_help_panel="The run")
 flower = partial(typer.Option, rich_help_panel="On Flower")
 _DEFAULT = TrainConfig()
+ON_FLOWER = (  # its own settings
+    "secure_aggregation", "lost", "max_change", "max_examples", "require_defense", "deadline", "min_replies",
+)  # fmt: skip
 
 
 def command(
-    model: shared.Model = _DEFAULT.model,
-    dataset: str = typer.Option(_DEFAULT.dataset, help="A data set by name, or module:function that makes your own."),
+    model: str = typer.Option("", help=f"A model spec, {shared.OWN} Default: what suits the data set."),
+    dataset: str = typer.Option(_DEFAULT.dataset, help="A data set by name, a CSV or parquet file, or your own."),
     data: shared.Data = None,
+    target: shared.Target = None,  # type: ignore[assignment]
+    categorical: shared.Categorical = None,  # type: ignore[assignment]
+    drop: shared.Drop = None,  # type: ignore[assignment]
+    by: shared.By = None,  # type: ignore[assignment]
     defense: str = typer.Option("none", help="A defence spec; join several by '+'."),
     seed: shared.Seed = 0,
     out: Path = typer.Option(Path("runs/train"), help="The run folder."),
@@ -53,27 +61,34 @@ def command(
     tensorboard: bool = of_run(False, help="Write event files for TensorBoard as well."),
     superlink: str = flower(None, help="host:port of a running SuperLink."),
     root_certificates: Path = flower(None, help="Of a SuperLink with TLS."),
-    secure_aggregation: bool = flower(False, "--secure-aggregation", help="The server sees sums of updates only."),
-    lost: float = flower(0.0, help="Share of a secure sum's clients that may drop out."),
+    secure_aggregation: bool = flower(None, "--secure-aggregation", help="The server sees sums of updates only."),
+    lost: float = flower(None, help="Share of a secure sum's clients that may drop out."),
+    max_change: float = flower(None, help="Refuse a change above so many times the round's median (10; 0: none)."),
+    max_examples: int = flower(None, help="Refuse a reply that counts more (the largest device's)."),
+    deadline: float = flower(None, help="Seconds a round waits for nodes, and then for replies (600)."),
+    min_replies: int = flower(None, help="Sound replies that a round needs (1)."),
+    require_defense: str = flower(None, help="Refuse replies that do not say that this was done."),
     devices: int = typer.Option(None, hidden=True),
     server: str = typer.Option(None, hidden=True),
 ) -> None:
     """Train with federated averaging (default: digits, a small LeNet, no defence)."""
     clients = shared.renamed("--devices", devices, "--clients", clients)
     aggregator = shared.renamed("--server", server, "--aggregator", aggregator)
+    dataset = shared.table_spec(dataset, target, categorical, drop, by) or dataset
+    partition = shared.NATURAL if by and partition == _DEFAULT.partition else partition
     given = locals()
     types = {f.name: f.type for f in fields(TrainConfig)}
     values = {name: given[name] for name in types}
     for name in ("sampling", "weighting"):
         values[name] = convert(values[name], types[name], f"--{name}")
     config = TrainConfig(**values | {"batch_size": batch_size or None})
+    own = {name: given[name] for name in ON_FLOWER if given[name] is not None}
     if engine.partition(":")[0] == "flower":
-        if resume:
-            raise SpecError("--resume is not available with --engine flower. Leave it out.")
-        _train_on_flower(config, out, superlink, root_certificates, json, secure_aggregation, lost)
+        _train_on_flower(config, out, superlink, root_certificates, json, own | {"resume": resume})
         return
-    if superlink or root_certificates or secure_aggregation or lost:
-        raise SpecError("--superlink, --root-certificates, --secure-aggregation, --lost belong to --engine flower.")
+    if superlink or root_certificates or own:
+        options = ("superlink", "root_certificates", *ON_FLOWER)
+        raise SpecError(f"{', '.join(map(_option, options))} belong to --engine flower.")
     with shared.running(json, shared.resume_with(out)) as display:
 
         def advance(row: Row) -> None:
@@ -85,17 +100,20 @@ def command(
     _show(summary, json)
 
 
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def _show(summary: dict[str, Any], json: bool) -> None:
     if json:
         shared.print_json(summary)
         return
-    turned_away = ", ".join(f"{count} {reason}" for reason, count in summary["rejected"].items())
     early = ", stopped early" if summary["stopped_early"] else ""
     word = summary["scored_by"][:1].upper() + summary["scored_by"][1:]
     typer.echo(f"{word} {summary['accuracy']:.4f} after {summary['rounds']} rounds{early}.")
     typer.echo(f"Best {summary['best_accuracy']:.4f} in round {summary['best_round']}.")
-    if turned_away:
-        typer.echo(f"Updates turned away: {turned_away}.")
+    if summary["rejected"]:
+        typer.echo(f"Updates turned away: {listed(summary['rejected'])}.")
     if (bought := summary.get("bought")) is not None:
         tier = "each update" if bought["tier"] == "local" else "the sum of a round alone"
         typer.echo(
@@ -112,23 +130,24 @@ def _train_on_flower(
     superlink: str | None,
     certificates: Path | None,
     json: bool,
-    secure_aggregation: bool,
-    lost: float,
+    own: dict[str, Any],
 ) -> None:
     """Hand the run to Flower: simulated here, or submitted to a SuperLink."""
+    from gradveil.data import load
     from gradveil.integrations.flower.engine import check, run
     from gradveil.integrations.flower.settings import FlowerSettings, strategy_for
 
     for name in ("faults", "sampling", "weighting", "early_stop"):
         if getattr(config, name) != getattr(_DEFAULT, name):
-            raise SpecError(f"--{name.replace('_', '-')} is not available with --engine flower. Leave it out.")
+            raise SpecError(f"{_option(name)} is not available with --engine flower. Leave it out.")
+    config = with_model(config, load(config.dataset, config.data))
     both = {f.name for f in fields(FlowerSettings)} & {f.name for f in fields(TrainConfig)}
     values = {name: getattr(config, name) for name in both}
-    values |= {"data": config.data or "", "secure_aggregation": secure_aggregation, "lost": lost}
+    values |= {"data": config.data or ""} | own
     settings = FlowerSettings(**values, strategy=strategy_for(config.aggregator), out=str(out.resolve()))
     if superlink is None:
         check(settings)
-    RunFolder.start(out, config).close()  # the server of the run holds it
+    RunFolder.start(out, config, settings.resume, config.may_change).close()  # the server of the run holds it
     outcome = run(settings, superlink=superlink, root_certificates=certificates, say=typer.echo)
     if outcome is None:
         return
@@ -136,6 +155,13 @@ def _train_on_flower(
     summary = {"folder": str(out), "rounds": last["round"], "accuracy": last["accuracy"], "loss": last["loss"]}
     word = last.get("scored_by", "Accuracy")
     withheld = sum(not row.get("released", True) for row in outcome.rounds)
-    summary |= {"not_released": withheld} if secure_aggregation else {}
+    summary |= {"not_released": withheld} if settings.secure_aggregation else {}
     said = f" Rounds whose sum was not released: {withheld}." if withheld else ""
+    summary["rejected"] = rejected = turned_away(outcome.rounds)
+    said += f" Updates turned away: {listed(rejected)}." if rejected else ""
+    stated = Counter[str]()
+    for row in outcome.rounds:
+        stated.update(row.get("stated", {}))
+    summary |= {"stated": dict(stated)} if stated else {}
+    said += f" Updates under another defence than the run's, as clients say: {listed(stated)}." if stated else ""
     shared.print_json(summary) if json else typer.echo(f"{word} {last['accuracy']:.4f}.{said} Run folder: {out}")

@@ -1,4 +1,4 @@
-"""What a data set is: two splits of images held as small integers; ``load``, and a user's own arrays."""
+"""What a data set is: two splits of examples, images held as small integers; ``load``, and a user's own arrays."""
 
 import inspect
 import os
@@ -15,6 +15,9 @@ from torch import Generator, Tensor
 
 from gradveil.errors import DataError
 from gradveil.losses import build as build_loss
+from gradveil.modalities import IMAGE, Modality
+from gradveil.modalities.table import Table
+from gradveil.ranges import MOST_CLASSES
 from gradveil.registry import Registry, import_object, is_import_path
 from gradveil.types import Batch
 
@@ -33,7 +36,7 @@ class Split:
 
     def __post_init__(self) -> None:
         if len(self.images) != len(self.labels):
-            raise DataError(f"There are {len(self.images)} images and {len(self.labels)} labels; they must be as many.")
+            raise DataError(f"There are {len(self.images)} inputs and {len(self.labels)} labels; they must be as many.")
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -59,6 +62,8 @@ class Dataset:
     train: Split
     test: Split
     class_names: tuple[str, ...]
+    modality: Modality = IMAGE  # what an example is
+    groups: Array | None = None  # (N,) where each example to train on comes from, as numbers: a natural partition
 
     def __post_init__(self) -> None:
         for part, split in (("train", self.train), ("test", self.test)):
@@ -83,6 +88,11 @@ class Dataset:
         """How many classes there are; where targets are several numbers, how many."""
         return len(self.class_names)
 
+    def fitting_loss(self, wanted: str) -> str:
+        """Return the loss of these targets: of tokens, cross-entropy is that of the next one at each place."""
+        tokens = self.modality.spec_name == "tokens" and self.train.labels.ndim == 2
+        return "next_token" if wanted == "cross_entropy" and tokens else wanted
+
     def outputs(self, loss: str) -> int:
         """Return how many outputs a model needs for this loss; raise where it is no loss of these targets."""
         return build_loss(loss).of(self.train.labels).width(self.train.labels, self.num_classes)
@@ -106,9 +116,9 @@ class Source(ABC):
 def load(name: str | Source | Dataset | Callable[..., Any], data: str | Path | None = None) -> Dataset:
     """Return a data set by name, e.g. ``digits``, ``mnist`` or ``folder:path=photos,size=32``.
 
-    ``data`` (or the environment variable ``GRADVEIL_DATA``) names the local data folder. A function, or
-    ``package.module:function``, gives a user's own data: it returns a ``Dataset``, ``(inputs, labels)``, or a pair of
-    these for train and test, and is called with ``data=`` where its signature takes it.
+    A file ``notes.txt`` is text. ``data`` (or the environment variable ``GRADVEIL_DATA``) names the local data folder.
+    A function, or ``package.module:function``, gives a user's own data: it returns a ``Dataset``, ``(inputs, labels)``,
+    or a pair of these for train and test, and is called with ``data=`` where its signature takes it.
     """
     if isinstance(name, Dataset):
         return name
@@ -116,6 +126,8 @@ def load(name: str | Source | Dataset | Callable[..., Any], data: str | Path | N
     folder = Path(text).expanduser() if text else None
     if data is not None and folder is not None and not folder.is_dir():
         raise DataError(f"The data folder {str(folder)!r} does not exist. Give an existing folder, or leave it out.")
+    if isinstance(name, str) and name.lower().endswith(".txt") and "=" not in name:
+        return DATASETS.build(DATASETS.get("text")(path=name)).load(folder)  # type: ignore[call-arg]
     factory = import_object(name) if isinstance(name, str) and is_import_path(name) else name
     if callable(factory):
         takes_data = "data" in inspect.signature(factory).parameters
@@ -136,7 +148,8 @@ def from_arrays(
     """Return a data set from ``(inputs, labels)``; without a test split, a fifth of each class is set aside.
 
     Inputs are uint8 or floats in [0, 1], shaped (N, C, H, W), (N, H, W), (N, H, W, C) with 1 or 3 channels,
-    or (N, D). Labels are class numbers from 0, (N,); zeros and ones, (N, K); or numbers, (N,) or (N, D), as floats.
+    or (N, D), the rows of a table whose columns are called x0, x1, ... Labels are class numbers from 0, (N,); zeros and
+    ones, (N, K); or numbers, (N,) or (N, D), as floats.
     """
     images, labels = _inputs(name, train[0]), _labels(name, train[1])
     if len(images) != len(labels) or len(images) == 0:
@@ -151,8 +164,16 @@ def from_arrays(
         count = 1 + max(int(split.labels.max()) for split in splits if len(split))
     else:
         count = labels[0].size
-    names = class_names or tuple(str(i) for i in range(count))
-    return Dataset(name, splits[0], splits[1], names)
+    names = class_names or numbered(count)
+    modality = IMAGE if images.ndim == 4 else Table.of_vectors(splits[0].batch().inputs)
+    return Dataset(name, splits[0], splits[1], names, modality)
+
+
+def numbered(count: int) -> tuple[str, ...]:
+    """Return names for so many classes: their numbers."""
+    if count > MOST_CLASSES:
+        raise DataError(f"The highest label is {count - 1:,}; there may be {MOST_CLASSES:,} classes, numbered from 0.")
+    return tuple(map(str, range(count)))
 
 
 def from_result(name: str, result: Any) -> Dataset:

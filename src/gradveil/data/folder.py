@@ -5,14 +5,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
-from gradveil.data.base import DATASETS, Array, Dataset, Source, hold_out
+from gradveil.data.base import DATASETS, Array, Dataset, Source, hold_out, numbered
 from gradveil.data.cache import Decoded, cached, decode_images, key_of
 from gradveil.errors import DataError
+from gradveil.files import damage_told
+from gradveil.ranges import Between, Range
 
+_ROWS, _UNPACKED = 10**8, 2**34  # of a parquet file: rows, and bytes
 _IMAGE_NAMES = ("image", "img")
 _LABEL_NAMES = ("label", "labels", "fine_label", "target", "class")
 
@@ -33,11 +36,15 @@ def read_parquet(files: Sequence[Path]) -> Any:
     import pyarrow
     import pyarrow.parquet
 
-    try:
+    with damage_told(", ".join(map(str, files)), DataError, "Download it again."):
+        for path in files:
+            about = pyarrow.parquet.read_metadata(path)
+            size = sum(about.row_group(i).total_byte_size for i in range(about.num_row_groups))
+            if about.num_rows > _ROWS or not 0 <= size <= _UNPACKED:
+                raise ValueError(
+                    f"{about.num_rows:,} rows and {size:,} bytes, and the most is {_ROWS:,}, {_UNPACKED:,}"
+                )
         return pyarrow.concat_tables([pyarrow.parquet.read_table(path) for path in files])
-    except (OSError, pyarrow.ArrowException) as error:
-        reason = str(error).splitlines()[0]
-        raise DataError(f"Cannot read {', '.join(map(str, files))} ({reason}). Download it again.") from error
 
 
 def decode_table(
@@ -48,6 +55,12 @@ def decode_table(
     grey: bool | None = None,
 ) -> tuple[Array, Array]:
     """Return uint8 images (N, C, H, W) and int64 labels (N,) from a table."""
+    with damage_told("The parquet file", DataError, "Write it again."):
+        encoded, values = _columns(table, image, label)
+        return decode_images(encoded, size, grey), values
+
+
+def _columns(table: Any, image: str | None, label: str | None) -> tuple[list[bytes], Array]:
     image = _column(table, "image", image, _IMAGE_NAMES)
     label = _column(table, "label", label, _LABEL_NAMES)
     images, labels = table.column(image).combine_chunks(), table.column(label).combine_chunks()
@@ -57,7 +70,9 @@ def decode_table(
     values = labels.to_numpy(zero_copy_only=False)
     if not np.issubdtype(values.dtype, np.integer):
         raise DataError(f"Column {label!r} holds {labels.type}; labels must be whole numbers from 0.")
-    return decode_images(encoded.to_pylist(), size, grey), values.astype(np.int64)
+    if str(encoded.type) not in ("binary", "large_binary") or encoded.null_count:
+        raise DataError(f"Column {image!r} holds {images.type}; it must hold the bytes of image files in every row.")
+    return encoded.to_pylist(), values.astype(np.int64)
 
 
 def class_names(table: Any, label: str | None = None) -> tuple[str, ...] | None:
@@ -65,10 +80,13 @@ def class_names(table: Any, label: str | None = None) -> tuple[str, ...] | None:
     raw = (table.schema.metadata or {}).get(b"huggingface")
     if not raw:
         return None
-    features = json.loads(raw).get("info", {}).get("features", {})
-    found = features.get(_column(table, "label", label, _LABEL_NAMES), {})
-    names = found.get("names") if isinstance(found, dict) else None
-    return tuple(names) if names else None
+    with damage_told("The parquet file's metadata 'huggingface'", DataError, "Write it again, or leave them out."):
+        features = json.loads(raw).get("info", {}).get("features", {})
+        found = features.get(_column(table, "label", label, _LABEL_NAMES), {})
+        names = found.get("names") if isinstance(found, dict) else None
+        if names and not all(isinstance(name, str) for name in names):
+            raise ValueError("the names of classes are no texts")
+        return tuple(names) if names else None
 
 
 def _column(table: Any, what: str, asked: str | None, usual: tuple[str, ...]) -> str:
@@ -96,9 +114,9 @@ class Folder(Source):
     """
 
     path: str | None = None  # None: the data folder itself
-    size: int | None = None  # scale every image to a square of this side
+    size: Annotated[int, Range(1, 4096)] | None = None  # scale every image to a square of this side
     grey: bool | None = None  # None: as the first image is
-    test_share: float = 0.2
+    test_share: Between = 0.2
     image: str | None = None  # the parquet column of images; None: image or img
     label: str | None = None  # the parquet column of labels; None: label, labels, ...
 
@@ -135,7 +153,7 @@ class Folder(Source):
             rest = decode_table(read_parquet(test), self.image, self.label, self.size, grey)
         else:
             images, labels, rest = self._set_aside(images, labels)
-        names = found or tuple(str(i) for i in range(int(max(labels.max(), rest[1].max())) + 1))
+        names = found or numbered(1 + max(int(values.max(initial=0)) for values in (labels, rest[1])))
         return Decoded((images, labels), rest, names)
 
     def _from_images(self, names: tuple[str, ...], train: Files, test: Files) -> Decoded:

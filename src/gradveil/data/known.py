@@ -12,6 +12,7 @@ from gradveil.data.cache import Decoded, cached, key_of
 from gradveil.data.folder import class_names, decode_table, parquet_files, read_parquet
 from gradveil.data.originals import CIFAR, IDX, SVHN, Format
 from gradveil.errors import DataError, GradveilError, MissingExtraError
+from gradveil.ranges import Between
 
 
 def download(repository: str, config: str | None) -> dict[str, Any]:
@@ -141,7 +142,7 @@ class Svhn(Known):
 class Digits(Source):
     """Handwritten digits, grey 8x8 with 17 levels: 1,797 images, a fifth of each class set aside for the test."""
 
-    test_share: float = 0.2
+    test_share: Between = 0.2
 
     def load(self, data: Path | None) -> Dataset:
         """Return the set; no folder is needed."""

@@ -5,6 +5,7 @@ import io
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ import numpy as np
 
 from gradveil.data.base import Array
 from gradveil.errors import DataError
+from gradveil.files import damage_told, read_whole
 
 Pair = tuple[Array, Array]  # uint8 images (N, C, H, W), int64 labels (N,)
 
 
 Files = tuple[Path, ...]
+LARGEST = 2**28  # bytes of a file, and of what it unpacks to: the largest of these sets has 225 million
+_AGAIN = "It is not a whole {} file: download it again."
 
 
 @dataclass(frozen=True)
@@ -70,22 +74,29 @@ def _first(*paths: Path) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
-def _idx(path: Path) -> Array:
-    try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        dims = raw[3]
-        shape = np.frombuffer(raw, ">u4", dims, offset=4)
-        return np.frombuffer(raw, np.uint8, offset=4 + 4 * dims).reshape(shape)
-    except (OSError, EOFError, ValueError, IndexError) as error:
-        raise DataError(f"{path} is not a whole idx file ({error}). Download it again.") from error
+def _idx(path: Path, dims: int) -> Array:
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        start = file.read(4 + 4 * dims)
+        if start[:4] != bytes((0, 0, 8, dims)):
+            raise ValueError(f"it begins with {start[:4].hex()}")
+        shape = np.frombuffer(start, ">u4", dims, offset=4).tolist()
+        if prod(shape) > LARGEST:
+            raise ValueError(f"it declares the shape {shape}")
+        return np.frombuffer(file.read(prod(shape) + 1), np.uint8).reshape(shape)  # no less, no more
 
 
 def _idx_pair(images: Path, labels: Path) -> Pair:
-    return _idx(images)[:, None], _idx(labels).astype(np.int64)
+    with damage_told(images, DataError, _AGAIN.format("idx")):
+        pixels = _idx(images, 3)[:, None]
+    with damage_told(labels, DataError, _AGAIN.format("idx")):
+        return pixels, _idx(labels, 1).astype(np.int64)
 
 
-class _ArraysOnly(pickle.Unpickler):
-    """Reads NumPy arrays and plain containers: a pickle from the network may not run code."""
+class _ArraysOnly(pickle._Unpickler):
+    """Reads NumPy arrays and plain containers: a pickle from the network may not run code.
+
+    It is Python's reader in Python: a few bytes can make the one in C take any amount of memory.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] == "numpy" and name in {"_reconstruct", "ndarray", "dtype"}:
@@ -96,33 +107,38 @@ class _ArraysOnly(pickle.Unpickler):
 
 
 def _cifar_python(path: Path) -> Pair:
-    try:
-        batch = _ArraysOnly(io.BytesIO(path.read_bytes()), encoding="bytes").load()
-        return np.asarray(batch[b"data"], np.uint8).reshape(-1, 3, 32, 32), np.asarray(batch[b"labels"], np.int64)
-    except (OSError, EOFError, ValueError, KeyError, TypeError, pickle.UnpicklingError) as error:
-        raise DataError(f"{path} is not a CIFAR-10 batch ({error}). Download it again.") from error
+    with damage_told(path, DataError, _AGAIN.format("CIFAR-10")):
+        batch = _ArraysOnly(io.BytesIO(read_whole(path, LARGEST)), encoding="bytes").load()
+        images, labels = np.asarray(batch[b"data"]), np.asarray(batch[b"labels"])
+        if images.dtype != np.uint8 or labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
+            raise ValueError(f"images are {images.dtype}, labels {labels.dtype}")
+        return images.reshape(-1, 3, 32, 32), labels.astype(np.int64)
 
 
 def _cifar_bin(path: Path) -> Pair:
-    raw = np.frombuffer(path.read_bytes(), np.uint8)
-    if raw.size == 0 or raw.size % 3073:
-        raise DataError(f"{path} is not a whole CIFAR-10 batch: {raw.size} bytes. Download it again.")
-    rows = raw.reshape(-1, 3073)
+    with damage_told(path, DataError, _AGAIN.format("CIFAR-10")):
+        rows = np.frombuffer(read_whole(path, LARGEST), np.uint8).reshape(-1, 3073)
     return rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0].astype(np.int64)
 
 
 def _svhn(path: Path) -> Pair:
-    from scipy.io import loadmat
+    from scipy.io import loadmat, whosmat
 
-    try:
-        content = loadmat(path)
-        images = np.ascontiguousarray(np.transpose(content["X"], (3, 2, 0, 1)))  # from (H, W, C, N)
-        labels = content["y"].reshape(-1).astype(np.int64) % 10  # the files call the digit zero 10
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{path} is not an SVHN file ({error}). Download it again.") from error
-    return images, labels
+    with damage_told(path, DataError, _AGAIN.format("SVHN")):
+        if path.stat().st_size > LARGEST:
+            raise ValueError(f"more than {LARGEST:,} bytes")
+        for name, shape, kind in whosmat(str(path)):  # as the file declares them
+            if name in ("X", "y") and (kind not in _NUMBERS or prod(shape) > LARGEST):
+                raise ValueError(f"{name} is {kind} of shape {shape}")
+        content = loadmat(str(path), variable_names=["X", "y"])
+        images, labels = content["X"], content["y"]
+        if images.dtype != np.uint8 or not np.issubdtype(labels.dtype, np.number) or not np.isfinite(labels).all():
+            raise ValueError(f"images are {images.dtype}, labels {labels.dtype}")
+        images = np.ascontiguousarray(np.transpose(images, (3, 2, 0, 1)))  # from (H, W, C, N)
+        return images, labels.reshape(-1).astype(np.int64) % 10  # the files call the digit zero 10
 
 
+_NUMBERS = {"uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "single", "double"}
 IDX = Format(_find_idx, _read_idx)  # MNIST and Fashion-MNIST: four files, plain or gzipped
 CIFAR = Format(_find_cifar, _read_cifar)  # the Python or the binary version
 SVHN = Format(_find_svhn, _read_svhn)  # the cropped digits

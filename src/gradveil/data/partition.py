@@ -6,18 +6,21 @@ Every rule shuffles first, so data that comes sorted by class is never cut into 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gradveil.data.base import Dataset
 from gradveil.errors import DataError, MissingExtraError
+from gradveil.ranges import Count, Range, Whole
 from gradveil.registry import Registry
 
 PARTITIONS: Registry["Partition"] = Registry("partition", "gradveil.data")
 
 Indices = NDArray[np.int64]
+Devices = Annotated[int, Range(1, 10**6)]
 Rng = np.random.Generator
 
 
@@ -56,6 +59,15 @@ def partition(
     return built.split(values.astype(np.int64) if by_class else values, generator)
 
 
+def deal(dataset: Dataset, spec: str | Partition | Any, rng: int | Rng | torch.Generator = 0) -> list[Indices]:
+    """Deal out a data set's examples to devices: by their labels, or ``natural``, by where they come from."""
+    if not isinstance(spec, str) or PARTITIONS.get(spec.partition(":")[0]) is not Natural:
+        return partition(dataset.train.labels, spec, rng)
+    if dataset.groups is None:
+        raise DataError(f"{dataset.name} does not say where its examples come from. Give a table with --by COLUMN.")
+    return partition(dataset.groups, spec, rng)
+
+
 def undealt(count: int, devices: Sequence[Indices]) -> Indices:
     """Return the examples, of so many, that no device holds."""
     left = np.ones(count, bool)
@@ -70,9 +82,7 @@ def _generator(rng: int | Rng | torch.Generator) -> Rng:
     return np.random.default_rng(rng)
 
 
-def _check(devices: int, needed: int, available: int) -> None:
-    if devices < 1:
-        raise DataError(f"devices={devices}: a partition needs at least one device.")
+def _check(needed: int, available: int) -> None:
     if needed > available:
         raise DataError(f"The partition asks for {needed} examples and the data set has {available}. Ask for fewer.")
 
@@ -84,19 +94,27 @@ class Iid(Partition):
 
     by_class = False
 
-    devices: int = 10
-    per_device: int | None = None  # None: all examples are dealt out
+    devices: Devices = 10
+    per_device: Count | None = None  # None: all examples are dealt out
 
     def split(self, labels: Indices, rng: Rng) -> list[Indices]:
         """Return the indices that each device holds."""
         each = 1 if self.per_device is None else self.per_device
-        if each < 1:
-            raise DataError(f"per_device={each}: a device needs at least one example.")
-        _check(self.devices, self.devices * each, len(labels))
+        _check(self.devices * each, len(labels))
         order = rng.permutation(len(labels))
         if self.per_device is not None:
             order = order[: self.devices * each]
         return np.array_split(order, self.devices)
+
+
+@PARTITIONS.register("natural")
+@dataclass(frozen=True)
+class Natural(Partition):
+    """One device for each place that examples come from: the hospitals of a table with ``--by hospital``."""
+
+    def split(self, labels: Indices, rng: Rng) -> list[Indices]:
+        """Return the indices that each device holds."""
+        return [rng.permutation(np.flatnonzero(labels == place)) for place in np.unique(labels)]
 
 
 @PARTITIONS.register("classes")
@@ -108,15 +126,13 @@ class Classes(Partition):
     devices as any other, give or take one, as far as there are examples for it.
     """
 
-    devices: int = 100
-    classes: int = 2
-    per_class: int = 100
+    devices: Devices = 100
+    classes: Count = 2
+    per_class: Count = 100
 
     def split(self, labels: Indices, rng: Rng) -> list[Indices]:
         """Return the indices that each device holds."""
-        if self.classes < 1 or self.per_class < 1:
-            raise DataError(f"classes={self.classes}, per_class={self.per_class}: both must be at least 1.")
-        _check(self.devices, self.devices * self.classes * self.per_class, len(labels))
+        _check(self.devices * self.classes * self.per_class, len(labels))
         known, sizes = np.unique(labels, return_counts=True)
         if self.classes > len(known):
             raise DataError(f"classes={self.classes}: the data set has only {len(known)} classes.")
@@ -171,16 +187,14 @@ class Shards(Partition):
     A device may draw two shards of one class: use ``classes`` where each must have exactly that many classes.
     """
 
-    devices: int = 100
-    shards: int = 2  # per device
-    size: int | None = None  # of a shard; None: as large as the data allows
+    devices: Devices = 100
+    shards: Count = 2  # per device
+    size: Count | None = None  # of a shard; None: as large as the data allows
 
     def split(self, labels: Indices, rng: Rng) -> list[Indices]:
         """Return the indices that each device holds."""
         count = self.devices * self.shards
-        if self.shards < 1 or (self.size is not None and self.size < 1):
-            raise DataError(f"shards={self.shards}, size={self.size}: both must be at least 1.")
-        _check(self.devices, count * (self.size or 1), len(labels))
+        _check(count * (self.size or 1), len(labels))
         size = self.size or len(labels) // count
         order = rng.permutation(len(labels))
         order = order[np.argsort(labels[order], kind="stable")]
@@ -197,15 +211,13 @@ class Dirichlet(Partition):
     All examples are dealt out. Proportions are drawn again until every device has ``min_size`` examples.
     """
 
-    devices: int = 10
-    alpha: float = 0.5
-    min_size: int = 1
+    devices: Devices = 10
+    alpha: Annotated[float, Range(1e-3, 1e6)] = 0.5
+    min_size: Whole = 1
 
     def split(self, labels: Indices, rng: Rng) -> list[Indices]:
         """Return the indices that each device holds."""
-        if not self.alpha > 0:
-            raise DataError(f"alpha={self.alpha} must be above 0.")
-        _check(self.devices, self.devices * max(self.min_size, 0), len(labels))
+        _check(self.devices * self.min_size, len(labels))
         for _ in range(1000):
             parts = self._draw(labels, rng)
             if min(map(len, parts)) >= self.min_size:

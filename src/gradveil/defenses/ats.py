@@ -67,7 +67,10 @@ class Ats(Defense):
     def on_batch(self, batch: Batch, rng: Generator) -> Batch:
         """Transform every image by itself."""
         if batch.inputs.ndim != 4:
-            raise DefenseError(f"ats transforms images (N, C, H, W); these are {tuple(batch.inputs.shape)}.")
+            raise DefenseError(
+                f"ats transforms images (N, C, H, W); these are {tuple(batch.inputs.shape)}. "
+                "Use veil, gaussian or pruning."
+            )
         return replace(batch, inputs=torch.stack([transformed(x, self._drawn(rng)) for x in batch.inputs]))
 
     def _drawn(self, rng: Generator) -> Steps:
@@ -84,7 +87,7 @@ class Ats(Defense):
     def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         """Return: rebuild the transformed image, see which transformation it had, and look for what it was before."""
         why = (
-            "Rebuilds the transformed image, tells by what public images look like which transformation it had, and "
+            "Rebuilds the transformed image, tells by what public examples look like which transformation it had, and "
             "looks for the image before it."
         )
         return (Countermeasure("undo", why, _Undoing(tuple(dict.fromkeys(self.possible())))),)

@@ -18,18 +18,6 @@ from gradveil.tree import Params, map_values
 from gradveil.types import Batch, Update
 
 
-def check_share(share: float) -> None:
-    """Raise unless ``share`` is a part of 1."""
-    if not 0.0 <= share <= 1.0:
-        raise SpecError(f"share={share} is not a part of 1. Give a number between 0 and 1, e.g. share=0.4 for 40 %.")
-
-
-def check_positive(name: str, value: float) -> None:
-    """Raise unless ``value`` is zero or more."""
-    if not value >= 0:
-        raise SpecError(f"{name}={value} is negative. Give zero or a positive number.")
-
-
 def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
     """Raise unless ``value`` is one of the allowed ones."""
     known = list(allowed)

@@ -9,8 +9,8 @@ from torch import Generator, Tensor, nn
 from gradveil.countermeasures import Countermeasure
 from gradveil.defenses.base import DEFENSES, Defense
 from gradveil.defenses.noise import draw_all, normal
-from gradveil.errors import SpecError
 from gradveil.gradients.records import Records
+from gradveil.ranges import Count
 from gradveil.tree import Params
 from gradveil.types import Observation
 
@@ -30,11 +30,7 @@ class Censor(Defense):
 
     draws_on_device: ClassVar[bool] = True
 
-    trials: int = 20  # draws of which the best is sent
-
-    def __post_init__(self) -> None:
-        if self.trials < 1:
-            raise SpecError(f"trials={self.trials} is below 1. Give the number of draws to choose from, e.g. 20.")
+    trials: Count = 20  # draws of which the best is sent
 
     def on_records(self, records: Records, slots: int, rng: Generator) -> Params:
         """Return the best of some orthogonal directions, as long as the gradient tensor by tensor."""

@@ -2,14 +2,14 @@
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, simulate, whiten
 from gradveil.defenses.base import DEFENSES, Defense, Place, check_choice
-from gradveil.errors import SpecError
+from gradveil.ranges import Range
 from gradveil.tree import Params
 from gradveil.types import Observation, Update
 
@@ -86,12 +86,7 @@ class Sign(Compression):
 class Quantise(Compression):
     """Round each entry to the nearest of 2^bits - 1 levels, evenly from minus to plus its tensor's largest entry."""
 
-    bits: int = 4  # of an entry
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 2 <= self.bits <= 16:
-            raise SpecError(f"bits={self.bits} is not from 2 to 16: two bits are the levels -1, 0 and 1.")
+    bits: Annotated[int, Range(2, 16)] = 4  # of an entry; two are the levels -1, 0 and 1
 
     def rounded(self, g: Tensor, rng: Generator) -> Tensor:
         """Return the nearest level."""
@@ -110,14 +105,12 @@ class Qsgd(Compression):
 
     draws_on_device: ClassVar[bool] = True
 
-    levels: int = 16  # above zero
+    levels: Annotated[int, Range(1, 4096)] = 16  # above zero
     norm: Literal["l2", "max"] = "l2"  # of a tensor, that the highest level stands for
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("norm", self.norm, ("l2", "max"))
-        if not 1 <= self.levels <= 4096:
-            raise SpecError(f"levels={self.levels} is not from 1 to 4096, the levels above zero.")
 
     def rounded(self, g: Tensor, rng: Generator) -> Tensor:
         """Return the level below, or that above with the chance that makes the mean right."""

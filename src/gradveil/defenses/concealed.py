@@ -8,10 +8,11 @@ from torch.func import functional_call
 
 from gradveil.attacks.base import build as build_attack
 from gradveil.countermeasures import Countermeasure
-from gradveil.defenses.base import DEFENSES, Defense, NoDefense, check_share
+from gradveil.defenses.base import DEFENSES, Defense, NoDefense
 from gradveil.defenses.guard.step import step_gradient
-from gradveil.errors import DefenseError, SpecError
+from gradveil.errors import DefenseError
 from gradveil.losses import CROSS_ENTROPY, Loss
+from gradveil.ranges import Share, Whole
 from gradveil.tree import Params, dot, norm, parameters, scale
 from gradveil.types import Batch, Observation
 
@@ -44,14 +45,9 @@ class Concealed(Defense):
     against the old ones are not projected.
     """
 
-    mix: float = 0.7  # of the public example in the start
-    steps: int = 20  # of Adam for each batch; the paper takes up to 1000
+    mix: Share = 0.7  # of the public example in the start
+    steps: Whole = 20  # of Adam for each batch; the paper takes up to 1000
     _known: _OfRound | None = field(default=None, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        check_share(self.mix)
-        if self.steps < 0:
-            raise SpecError(f"steps={self.steps} is negative. Give zero or more.")
 
     def for_round(self, model: nn.Module, public: Batch | None, loss: Loss = CROSS_ENTROPY) -> Defense:
         """Return the defence with the weights that were sent."""

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save
 from torch import Generator, Tensor, nn
 
 from gradveil.countermeasures import Countermeasure
-from gradveil.defenses.base import DEFENSES, Defense, check_positive
+from gradveil.defenses.base import DEFENSES, Defense
 from gradveil.defenses.guard.passes import Rewired
 from gradveil.errors import DefenseError, SpecError
+from gradveil.files import damage_told, read_safetensors, write_atomically
+from gradveil.ranges import Weight
 from gradveil.types import Batch, GaussianPrior, Observation
 
 _UNIFORM = 1.0 / 12.0  # variance of a pixel that is anything in [0, 1]
@@ -35,13 +36,10 @@ class Decoy(Defense):
 
     keeps_apart: ClassVar[bool] = True
 
-    floor: float = 0.015  # mean squared error, in [0, 1] pixels, that no linear estimator should beat
+    floor: Weight = 0.015  # mean squared error, in [0, 1] pixels, that no linear estimator should beat
     prior: str | None = None  # a file of save_prior(); None: independent uniform pixels, which images are not
     secret: str | None = None  # a file that only this client has; None: a public key, for simulations only
     _key: bytes | None = None  # in place of what the file holds
-
-    def __post_init__(self) -> None:
-        check_positive("floor", self.floor)
 
     def on_batch(self, batch: Batch, rng: Generator) -> Batch:
         """Return x + v for every example; the same example gets the same v."""
@@ -133,20 +131,23 @@ def _read_secret(path: str | None) -> bytes:
 
 def save_prior(prior: GaussianPrior, path: str | Path) -> None:
     """Write a prior fitted to public data to a file, for ``decoy:prior=FILE``."""
-    save_file({"mean": prior.mean, "factor": prior.factor.contiguous(), "ridge": torch.tensor(prior.ridge)}, path)
+    tensors = {"mean": prior.mean, "factor": prior.factor.contiguous(), "ridge": torch.tensor(prior.ridge)}
+    write_atomically(Path(path), save(tensors))
     _load.cache_clear()
 
 
 def load_prior(path: str | Path) -> GaussianPrior:
     """Read a prior that ``save_prior`` wrote."""
-    try:
+    with damage_told(f"The prior {str(path)!r}", SpecError, "Write it with gradveil.defenses.decoy.save_prior."):
         return _load(str(path), Path(path).stat().st_mtime_ns)
-    except (OSError, SafetensorError, KeyError) as error:
-        hint = "Write it with gradveil.defenses.decoy.save_prior."
-        raise SpecError(f"Cannot read the prior {str(path)!r} ({error}). {hint}") from error
 
 
 @lru_cache(maxsize=8)
 def _load(path: str, changed: int) -> GaussianPrior:
-    content = load_file(path)
-    return GaussianPrior(content["mean"], content["factor"], float(content["ridge"]))
+    content, _ = read_safetensors(Path(path))
+    prior = GaussianPrior(content["mean"], content["factor"], float(content["ridge"]))
+    parts = (prior.mean, prior.factor)
+    fits = prior.factor.ndim == 2 and prior.mean.shape == prior.factor.shape[:1] and prior.ridge >= 0
+    if not fits or not all(t.is_floating_point() and bool(t.isfinite().all()) for t in parts):
+        raise ValueError(f"mean {tuple(prior.mean.shape)}, factor {tuple(prior.factor.shape)}, ridge {prior.ridge}")
+    return prior

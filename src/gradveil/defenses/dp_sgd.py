@@ -9,8 +9,8 @@ from torch import Generator, Tensor, nn
 from gradveil.countermeasures import Countermeasure
 from gradveil.defenses.base import DEFENSES, Defense
 from gradveil.defenses.veil import Veil
-from gradveil.errors import SpecError
 from gradveil.gradients.records import Records
+from gradveil.ranges import Positive
 from gradveil.tree import Params
 
 
@@ -26,13 +26,8 @@ class DpSgd(Defense):
 
     draws_on_device: ClassVar[bool] = True
 
-    noise: float = 1.0  # noise_multiplier
-    clip: float = 1.0  # max_grad_norm
-
-    def __post_init__(self) -> None:
-        for name in ("noise", "clip"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise SpecError(f"{name}={getattr(self, name)}: give a number above 0.")
+    noise: Positive = 1.0  # noise_multiplier
+    clip: Positive = 1.0  # max_grad_norm
 
     @property
     def _mechanism(self) -> Veil:

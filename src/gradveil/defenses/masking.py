@@ -9,9 +9,10 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, drop, mask, use
-from gradveil.defenses.base import DEFENSES, Defense, check_choice, check_positive, check_share
+from gradveil.defenses.base import DEFENSES, Defense, check_choice
 from gradveil.defenses.guard.step import weight_name
 from gradveil.layers.modules import find_layer, under_transform
+from gradveil.ranges import Share, Whole
 from gradveil.tree import parameters
 
 LONG = 2**14  # entries of a row from which one block of a CUDA device is too few
@@ -121,14 +122,12 @@ def _divide(model: nn.Module, defended: tuple[str, ...]) -> list[Countermeasure]
 class EntryDefense(LayerDefense):
     """Zero so many entries of r; a subclass chooses which."""
 
-    share: float = 0.4  # of the entries of r, per example: the paper's epsilon / L
-    count: int | None = None  # that many entries, in place of a share
+    share: Share = 0.4  # of the entries of r, per example: the paper's epsilon / L
+    count: Whole | None = None  # that many entries, in place of a share
     layer: Layers = None  # the defended layers, joined by "/"; None: the last linear one
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_share(self.share)
-        check_positive("count", self.count or 0)
 
     @property
     def idle(self) -> bool:

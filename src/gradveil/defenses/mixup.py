@@ -9,7 +9,8 @@ from gradveil.attacks.base import build as build_attack
 from gradveil.countermeasures import Countermeasure
 from gradveil.defenses.base import DEFENSES, Defense
 from gradveil.defenses.guard.passes import Change, Changed
-from gradveil.errors import DefenseError, SpecError
+from gradveil.errors import DefenseError
+from gradveil.ranges import Positive
 from gradveil.types import Batch, GaussianPrior, Observation
 
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6)  # that a server tries
@@ -25,11 +26,7 @@ class Mixup(Defense):
     average; numbers are mixed themselves. A batch of one example has no partner and stays as it is.
     """
 
-    alpha: float = 1.0  # 1: every λ is as likely; below, most are near 0 or 1
-
-    def __post_init__(self) -> None:
-        if not 0 < self.alpha < float("inf"):
-            raise SpecError(f"alpha={self.alpha}: give a number above 0.")
+    alpha: Positive = 1.0  # 1: every λ is as likely; below, most are near 0 or 1
 
     def on_batch(self, batch: Batch, rng: Generator) -> Batch:
         """Mix every example with another."""
@@ -48,8 +45,8 @@ class Mixup(Defense):
     def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         """Return: rebuild the mixtures, see by which share two images explain them, and look for those."""
         why = (
-            "Rebuilds the mixtures, tells by what public images look like in which shares two of them were mixed, and "
-            "looks for the images before; more than two it mixes by a guess."
+            "Rebuilds the mixtures, tells by what public examples look like in which shares two of them were mixed, "
+            "and looks for the images before; more than two it mixes by a guess."
         )
         return (Countermeasure("unmix", why, _Unmixing()),)
 

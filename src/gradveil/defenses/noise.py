@@ -10,7 +10,8 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, whiten
-from gradveil.defenses.base import DEFENSES, Defense, Place, check_choice, check_positive
+from gradveil.defenses.base import DEFENSES, Defense, Place, check_choice
+from gradveil.ranges import Weight
 from gradveil.tree import Params, flatten, size
 from gradveil.types import Observation, Update
 
@@ -26,13 +27,12 @@ class Noise(Defense):
 
     draws_on_device: ClassVar[bool] = True
 
-    scale: float = 0.01  # standard deviation; with relative=true in units of the RMS entry
+    scale: Weight = 0.01  # standard deviation; with relative=true in units of the RMS entry
     relative: bool = False  # scale × the RMS of the entries, in place of an absolute value
     per: Literal["global", "tensor"] = "global"  # relative: the RMS of all entries together, or of each tensor
     on: Literal["gradient", "update", "weights"] = "gradient"  # where the noise goes
 
     def __post_init__(self) -> None:
-        check_positive("scale", self.scale)
         check_choice("per", self.per, ("global", "tensor"))
         check_choice("on", self.on, ("gradient", "update", "weights"))
 

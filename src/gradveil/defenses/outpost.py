@@ -7,10 +7,11 @@ import torch
 from torch import Generator, nn
 
 from gradveil.countermeasures import Countermeasure
-from gradveil.defenses.base import DEFENSES, Defense, check_positive, check_share
+from gradveil.defenses.base import DEFENSES, Defense
 from gradveil.defenses.noise import draw_all, normal
 from gradveil.defenses.pruning import Pruning
 from gradveil.losses import CROSS_ENTROPY, Loss
+from gradveil.ranges import Share, Weight
 from gradveil.tree import Params, flatten, parameters
 from gradveil.types import Batch, Observation
 
@@ -28,15 +29,10 @@ class Outpost(Defense):
 
     draws_on_device: ClassVar[bool] = True
 
-    scale: float = 0.8  # noise at a risk of 1
-    share: float = 0.4  # of all entries that get noise
-    pruned: float = 0.8  # of each tensor's entries that are zeroed
+    scale: Weight = 0.8  # noise at a risk of 1
+    share: Share = 0.4  # of all entries that get noise
+    pruned: Share = 0.8  # of each tensor's entries that are zeroed
     _risks: tuple[tuple[str, float], ...] = field(default=(), repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        check_positive("scale", self.scale)
-        check_share(self.share)
-        check_share(self.pruned)
 
     def for_round(self, model: nn.Module, public: Batch | None, loss: Loss = CROSS_ENTROPY) -> Defense:
         """Return the defence with the risk of each tensor, by the weights that were sent."""
@@ -68,7 +64,7 @@ class Outpost(Defense):
         """Return: prune its own trials, match what was not left out, and weigh it by the known noise."""
         why = (
             "Prunes its own trial gradients by the same rule, leaves out what was sent as zero, weighs the rest by the "
-            "known noise, and adds what public images look like."
+            "known noise, and adds what public examples look like."
         )
         return (Countermeasure("whiten", why, self._whitened, "newton"),)
 

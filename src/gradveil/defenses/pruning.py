@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, mask, simulate
-from gradveil.defenses.base import DEFENSES, Defense, Place, check_choice, check_share
+from gradveil.defenses.base import DEFENSES, Defense, Place, check_choice
 from gradveil.defenses.masking import LONG, largest, last_by_rank, last_by_top
 from gradveil.layers.modules import under_transform
+from gradveil.ranges import Share
 from gradveil.tree import Params, flatten
 from gradveil.types import Update
 
@@ -27,12 +28,11 @@ class Pruning(Defense):
     Exactly ``round(share × size)`` entries go, of equal ones the first; the others are sent as they are.
     """
 
-    share: float = 0.8  # of the entries set to zero
+    share: Share = 0.8  # of the entries set to zero
     per: Literal["tensor", "global"] = "tensor"  # the smallest of each tensor, or of all tensors together
     on: Literal["gradient", "update"] = "gradient"  # of each local step, or of what is sent
 
     def __post_init__(self) -> None:
-        check_share(self.share)
         check_choice("per", self.per, ("tensor", "global"))
         check_choice("on", self.on, ("gradient", "update"))
 

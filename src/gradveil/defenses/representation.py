@@ -7,6 +7,7 @@ from torch import Generator, Tensor, nn
 
 from gradveil.defenses.base import DEFENSES, check_choice
 from gradveil.defenses.masking import LayerMask
+from gradveil.ranges import Order
 from gradveil.scores import METHODS, leak_scores
 
 
@@ -24,7 +25,7 @@ class RepresentationPerturbation(LayerMask):
     Departures: entries that are zero already are never chosen; p other than the paper's 2 takes ||∂r_i/∂x||_p.
     """
 
-    p: float = 2  # the norm of the input's displacement: 1, 2 or inf
+    p: Order = 2  # the norm of the input's displacement: 1, 2 or inf
     method: str = "auto"  # how leak scores are computed: auto, exact, sketch, ...
 
     def __post_init__(self) -> None:

@@ -1,12 +1,14 @@
 """The rule as the authors' published code has it, for comparison: not the rule that the paper prints."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Generator, Tensor, nn
 
-from gradveil.defenses.base import DEFENSES, check_choice, check_share
+from gradveil.defenses.base import DEFENSES, check_choice
 from gradveil.defenses.masking import LayerDefense, Layers
+from gradveil.ranges import MOST, Range, Share
 from gradveil.scores import METHODS, row_norms
 
 
@@ -21,14 +23,13 @@ class RepresentationAuthors(LayerDefense):
     0 / 0 (dead, offset 0) makes the threshold NaN, and nothing goes at all.
     """
 
-    share: float = 0.4  # the percentile, as a part of 1
+    share: Share = 0.4  # the percentile, as a part of 1
     layer: Layers = None  # the defended layers, joined by "/"; None: the last linear one
-    offset: float = 0.0  # added to r_i below the fraction; their second script has 0.1
+    offset: Annotated[float, Range(-MOST)] = 0.0  # added to r_i below the fraction; their second script has 0.1
     method: str = "auto"  # how the norms are computed: auto, exact, sketch, ...
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_share(self.share)
         check_choice("method", self.method, METHODS)
 
     def asked(self, model: nn.Module, layer: str, r: Tensor) -> int:

@@ -12,7 +12,8 @@ from torch import Generator, Tensor, nn
 
 from gradveil.defenses.base import DEFENSES, check_choice
 from gradveil.defenses.masking import LayerDefense, Layers
-from gradveil.errors import DefenseError, SpecError
+from gradveil.errors import DefenseError
+from gradveil.ranges import Order, Positive
 from gradveil.scores import METHODS, leak_scores
 
 if TYPE_CHECKING:
@@ -28,18 +29,16 @@ class RepresentationCertified(LayerDefense):
     at each step.
     """
 
-    target_mse: float = 1e-6  # of pixels in [0, 1], for every example
+    target_mse: Positive = 1e-6  # of pixels in [0, 1], for every example
     kind: str = "global"  # the certificate that has to reach it: local, global, box, radius or reach
     layer: Layers = None  # the defended layers, joined by "/"; None: the last linear one
-    p: float = 2  # the norm of the input's displacement: 1, 2 or inf
+    p: Order = 2  # the norm of the input's displacement: 1, 2 or inf
     method: str = "exact"  # how leak scores are computed: exact, auto, sketch, ...
 
     def __post_init__(self) -> None:
         from gradveil.certificates.target import TARGET_KINDS
 
         super().__post_init__()
-        if not self.target_mse > 0:
-            raise SpecError(f"target_mse={self.target_mse}: give a mean squared error above 0, of pixels in [0, 1].")
         check_choice("kind", self.kind, TARGET_KINDS)
         check_choice("p", self.p, (1, 2, inf))
         check_choice("method", self.method, METHODS)

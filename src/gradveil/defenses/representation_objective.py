@@ -13,10 +13,11 @@ from math import inf
 import torch
 from torch import Generator, Tensor, nn
 
-from gradveil.defenses.base import DEFENSES, check_choice, check_positive, check_share
+from gradveil.defenses.base import DEFENSES, check_choice
 from gradveil.defenses.masking import EntryDefense, LayerDefense, LayerMask, Layers, largest, largest_live
 from gradveil.layers.jacobian import FunctionJacobian
 from gradveil.layers.rules.base import wide
+from gradveil.ranges import Order, Share, Weight
 from gradveil.scores.fast.again import check_seen
 
 _ROUNDS = 50  # of an ascent; each round raises the objective, or it is over
@@ -181,13 +182,12 @@ class RepresentationPseudoinverse(LayerMask):
     The paper's rule with the other entries of r held, where ``representation`` lets them move.
     """
 
-    p: float = 2  # the norm of the input's displacement: 1, 2 or inf
-    rcond: float = 0.01  # singular values of J below this share of the largest are left out of J⁺
+    p: Order = 2  # the norm of the input's displacement: 1, 2 or inf
+    rcond: Weight = 0.01  # singular values of J below this share of the largest are left out of J⁺
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("p", self.p, (1, 2, inf))
-        check_positive("rcond", self.rcond)
 
     def ranking(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator) -> Tensor:
         """Return what each entry alone moves (N, L)."""
@@ -199,13 +199,12 @@ class RepresentationPseudoinverse(LayerMask):
 class RepresentationSubset(EntryDefense):
     """Zero the entries of the representation that together move the input most, example by example."""
 
-    p: float = 2  # the norm of the input's displacement: 1, 2 or inf
-    rcond: float = 0.01  # singular values of J below this share of the largest are left out of J⁺
+    p: Order = 2  # the norm of the input's displacement: 1, 2 or inf
+    rcond: Weight = 0.01  # singular values of J below this share of the largest are left out of J⁺
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("p", self.p, (1, 2, inf))
-        check_positive("rcond", self.rcond)
 
     def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator) -> Tensor:
         """Return r with the best set of each example zeroed."""
@@ -222,19 +221,17 @@ class RepresentationSubset(EntryDefense):
 class RepresentationDirection(LayerDefense):
     """Move the representation by share × ||r||_q in the direction that moves the input most, example by example."""
 
-    share: float = 0.4  # of ||r||_q: how far r is moved
+    share: Share = 0.4  # of ||r||_q: how far r is moved
     layer: Layers = None  # the defended layers, joined by "/"; None: the last linear one
-    q: float = 2  # the norm of the move: 1, 2 or inf
-    p: float = 2  # the norm of the input's displacement: 1, 2 or inf
-    rcond: float = 0.01  # singular values of J below this share of the largest are left out of J⁺
+    q: Order = 2  # the norm of the move: 1, 2 or inf
+    p: Order = 2  # the norm of the input's displacement: 1, 2 or inf
+    rcond: Weight = 0.01  # singular values of J below this share of the largest are left out of J⁺
     clip: bool = False  # keep r' within the range of r, so that no value gives the change away
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_share(self.share)
         check_choice("q", self.q, (1, 2, inf))
         check_choice("p", self.p, (1, 2, inf))
-        check_positive("rcond", self.rcond)
 
     def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator) -> Tensor:
         """Return the moved representation."""

@@ -25,11 +25,9 @@ from gradveil.errors import DefenseError, SpecError
 from gradveil.gradients.coordinates import ClipMap, clip_factors, measure, split
 from gradveil.gradients.records import Records
 from gradveil.losses import CROSS_ENTROPY, Loss
+from gradveil.ranges import Count, Part, Positive, Share
 from gradveil.tree import Params, flatten, scale
 from gradveil.types import Batch, Observation
-
-_ABOVE = dict.fromkeys(("z", "clip", "epsilon", "rho", "limit", "rank"), (0, float("inf")))
-_RANGES = _ABOVE | {"quantile": (0, 1), "delta": (0, 1), "alpha": (0, 1)}
 
 
 @DEFENSES.register("veil")
@@ -45,38 +43,32 @@ class Veil(Defense):
 
     draws_on_device: ClassVar[bool] = True
 
-    z: float | None = None  # noise multiplier of a release; 1 where no promise is given
+    z: Positive | None = None  # noise multiplier of a release; 1 where no promise is given
     shape: str = "iso"  # of the noise: iso, public (by public gradients of the round), or a file that the server sent
-    clip: float | None = None  # C: the longest gradient of a record; 1 where nothing says it
-    quantile: float | None = None  # instead of clip: C is this quantile of public gradients' norms in the round
+    clip: Positive | None = None  # C: the longest gradient of a record; 1 where nothing says it
+    quantile: Part | None = None  # instead of clip: C is this quantile of public gradients' norms in the round
     tier: Tier = "local"  # what the server sees: each client's update, or the sum of a cohort
-    cohort: int | None = None  # clients of a round, for tier=aggregate; a planned run says it
-    lost: float = 0.0  # share of the cohort that may drop out of a round, for tier=aggregate
-    colluding: float = 0.0  # share of the cohort that may work with the server, for tier=aggregate
+    cohort: Count | None = None  # clients of a round, for tier=aggregate; a planned run says it
+    lost: Share = 0.0  # share of the cohort that may drop out of a round, for tier=aggregate
+    colluding: Share = 0.0  # share of the cohort that may work with the server, for tier=aggregate
     promise: Literal["reconstruction", "identification"] | None = None  # over the whole run
-    epsilon: float | None = None  # over the whole run
-    delta: float = 1e-5  # of epsilon
-    rho: float | None = None  # over the whole run
-    limit: float | None = None  # μ² that a record may spend over the whole run; a promise says it
-    rank: int = 128  # directions of shape=public
-    alpha: float = 0.5  # of shape=public: noise follows second moments to this power; 0: iso
+    epsilon: Positive | None = None  # over the whole run
+    delta: Part = 1e-5  # of epsilon
+    rho: Positive | None = None  # over the whole run
+    limit: Positive | None = None  # μ² that a record may spend over the whole run; a promise says it
+    rank: Count = 128  # directions of shape=public
+    alpha: Part = 0.5  # of shape=public: noise follows second moments to this power; 0: iso
     _measured: ClipMap | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for what in (("z", "promise", "epsilon", "rho"), ("clip", "quantile")):
             if len(given := [name for name in what if getattr(self, name) is not None]) > 1:
                 raise SpecError(f"{' and '.join(given)} say the same thing twice. Give one of them.")
-        for name, (above, most) in _RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not (above < value < most or value == most == 1):
-                raise SpecError(
-                    f"{name}={value}: give a number above {above}{f' and up to {most}' if most == 1 else ''}."
-                )
         check_choice("tier", self.tier, ("local", "aggregate"))
         check_choice("promise", self.promise, (None, *PROMISES))
         if self.shape not in ("iso", "public") and not self.shape.endswith(".safetensors"):
             raise SpecError(f"shape={self.shape!r} is not known. Give one of: iso, public, FILE.safetensors.")
-        if not (self.lost >= 0 and self.colluding >= 0 and self.lost + self.colluding < 1):
+        if not self.lost + self.colluding < 1:
             raise SpecError(f"lost={self.lost}, colluding={self.colluding}: give shares from 0, together below 1.")
         if self.cohort is not None and self.tier == "aggregate" and self.honest < 2:
             raise SpecError(
@@ -220,9 +212,7 @@ class Veil(Defense):
 
     def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         """Return: in P's coordinates weigh by the known noise, and clip trials as a client with one record does."""
-        why = (
-            "Weighs what arrives by the known noise, clips its own trials alike, and adds what public images look like."
-        )
+        why = "Weighs what arrives by the known noise, clips its own trials alike; adds what public examples look like."
         return (Countermeasure("whiten", why, self._whitened, "newton"),)
 
     def _whitened(self, seen: Observation) -> Observation:

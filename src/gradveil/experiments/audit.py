@@ -1,7 +1,6 @@
 """The audit: train under each defence, attack what clients send, measure, judge."""
 
 import copy
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -24,9 +23,11 @@ from gradveil.experiments.judge import Verdict, headline, verdicts
 from gradveil.experiments.looks import Progress, first_look, last_looks, probe_rows
 from gradveil.experiments.panel import Target, chunks, last_resort, panel
 from gradveil.experiments.probes import Probed
-from gradveil.experiments.rows import Line, lines
-from gradveil.experiments.run_folder import CONFIG, Row, RunFolder
+from gradveil.experiments.rows import Line, lines, modality_rows
+from gradveil.experiments.run_files import CHANGED, FolderError
+from gradveil.experiments.run_folder import CONFIG, ROWS, Row, RunFolder
 from gradveil.experiments.scene import (
+    DEFENSES,
     AuditConfig,
     Scene,
     build_scene,
@@ -38,6 +39,7 @@ from gradveil.experiments.scene import (
 )
 from gradveil.experiments.trial import client_row, floors
 from gradveil.experiments.work import NOT_TRIED, Work, Written, cut_short, say_plan
+from gradveil.files import damage_told
 from gradveil.registry import describe
 
 
@@ -102,29 +104,42 @@ def audit(
     attacked = {_text(a): a for a in (base.attacks if attacks is None else attacks)}
     source, network = dataset or base.dataset, model or base.model
     chosen = replace(
-        base, dataset=_text(source), model=_text(network), defenses=tuple(defended), attacks=tuple(attacked),
+        base, dataset=_text(source), defenses=tuple(defended), attacks=tuple(attacked),
         tiers=tuple(tiers or base.tiers or _default_tiers(out if resume else None, bool(attacked))),
     )  # fmt: skip
     with pace.Limit(pace.seconds_of(chosen.minutes)):
         data = load_dataset(source, chosen.data)
+        network = network or data.modality.default_model
+        chosen = replace(chosen, model=_text(network), loss=data.fitting_loss(chosen.loss))
+        if data.modality.last and defenses is None:  # ids have no derivative, which some defences and servers need
+            defended = {d: d for d in base.defenses if base.defenses != DEFENSES or not d.startswith("representation")}
+            kept = tuple(tiers or base.tiers or (GATED if not resume else chosen.tiers))
+            chosen = replace(chosen, defenses=tuple(defended), tiers=kept)
         built = fitting_model(network, data, chosen.loss, chosen.seed)
         if not attacked:
-            attacked = {spec: spec for spec in default_attacks(built, chosen.planned)}
+            attacked = {spec: spec for spec in data.modality.attacks(default_attacks(built, chosen.planned))}
             chosen = replace(chosen, attacks=tuple(attacked))
         scene = build_scene(chosen, data, copy.deepcopy(built).train(), defended, attacked)
         with (
             RunFolder.start(out or default_folder(), chosen, resume, AuditConfig.FREE) as store,
             one_thread(is_small(built, data.input_shape)),
         ):
+            check_rows(store)
             told, drawn = progress or (lambda stage, done, total: None), written or (lambda store: None)
             run_audit(Work(scene, store, told, drawn))
     return Audit(store)
 
 
+def check_rows(store: RunFolder) -> None:
+    """Raise, now and not after hours, where the rows of an earlier try cannot be judged."""
+    with damage_told(store.path / ROWS, FolderError, CHANGED):
+        verdicts(store.rows)
+
+
 def _default_tiers(begun: str | Path | None, attacks_named: bool) -> Sequence[str]:
     """Return the tiers of a run: of one that was begun before, its own; an earlier version had two."""
-    if begun is not None and (settings := Path(begun) / CONFIG).is_file():
-        own: Sequence[str] = tomllib.loads(settings.read_text("utf-8")).get("tiers", GATED)
+    if begun is not None and (Path(begun) / CONFIG).is_file():
+        own: Sequence[str] = RunFolder(begun).settings.get("tiers", GATED)
         return own
     return GATED if attacks_named else TIERS
 
@@ -138,9 +153,11 @@ def run_audit(work: Work) -> None:
     """Do what is not done yet."""
     scene, store = work.scene, work.store
     if not store.done("truth"):
-        rows, answers = floors(scene.truth, scene.public)
+        modality = scene.dataset.modality
+        rows, answers = floors(scene.truth, scene.public, modality=modality)
         pictures = {name: x.numpy() for name, x in {"truth": scene.truth.inputs, **answers}.items()}
-        store.add("truth", [client_row(scene.config.planned, sending_norms(scene.model)), *rows], pictures)
+        about = [client_row(scene.config.planned, sending_norms(scene.model)), *modality_rows(modality)]
+        store.add("truth", [*about, *rows], pictures)
     _probe(scene, store)
     if scene.config.minutes is None:
         _all_of_it(work)

@@ -11,7 +11,17 @@ from statistics import fmean
 from typing import Literal
 
 from gradveil.countermeasures import TIERS, Tier
-from gradveil.experiments.rows import GRADES, Floor, Line, MeasuredExample, best_floor, group, lines, read
+from gradveil.experiments.rows import (
+    GRADES,
+    Floor,
+    Line,
+    MeasuredExample,
+    best_floor,
+    group,
+    lines,
+    modality_of,
+    read,
+)
 from gradveil.experiments.run_folder import Row
 from gradveil.experiments.words import WHO, accuracy_text, article, gets, plural
 
@@ -36,7 +46,7 @@ class TierVerdict:
     outcome: Outcome
     text: str  # what such a server gets
     line: Line | None  # the strongest of the tier and of those it includes
-    oracle: float | None = None  # MSE where the truth picks the best of all its reconstructions for each example
+    oracle: float | None = None  # error where the truth picks the best of all its reconstructions for each example
 
 
 @dataclass(frozen=True)
@@ -80,13 +90,13 @@ def headline(rows: Sequence[Row]) -> str:
     """Return one sentence over the whole audit."""
     judged = verdicts(rows)
     tried = [v for v in judged if v.defense != "none"]
-    blind = [m for m in read(rows, "attack") if not m.known]
+    blind, many = [m for m in read(rows, "attack") if not m.known], modality_of(rows).many
     if blind:
-        return _without_truth(blind, judged)
+        return _without_truth(blind, judged, many)
     if not tried:
         return f"{judged[0].text}" if judged else "Nothing was attacked."
     broken = [v for v in tried if v.outcome in ("recovered", "recognised")]
-    said = f"{len(broken)} of {len(tried)} {plural('defence', len(tried))} gave images away to this panel of attacks"
+    said = f"{len(broken)} of {len(tried)} {plural('defence', len(tried))} gave {many} away to this panel of attacks"
     fooled = [v for v in broken if v.naive is None or v.naive.grade == "nothing"]
     more = [v for v in broken if v not in fooled and v.naive and v.adaptive and _worse(v.adaptive, v.naive)]
     if fooled:
@@ -106,9 +116,9 @@ def headline(rows: Sequence[Row]) -> str:
     return said + (". The time was over before all was tried." if late else ".")
 
 
-def _without_truth(blind: Sequence[MeasuredExample], judged: Sequence[Verdict]) -> str:
+def _without_truth(blind: Sequence[MeasuredExample], judged: Sequence[Verdict], many: str) -> str:
     content = sum(m.converged for m in blind)
-    said = f"The truth was not given, so look at the pictures: {content} of {len(blind)} reconstructions converged."
+    said = f"The truth was not given, so look at the {many}: {content} of {len(blind)} reconstructions converged."
     if not judged:
         return said + " There is no control either: a failure here would prove nothing."
     return f"{said} On public stand-ins at the same weights, without a defence: {judged[0].text}"
@@ -177,7 +187,7 @@ class _Case:
 
     def _oracle(self, tier: Tier) -> float:
         mine = [m for m in self.measured if m.defense == self.name and m.tier in INCLUDES[tier]]
-        return fmean(min(m.mse for m in its) for its in group(mine, "round", "example").values())
+        return fmean(min(m.error for m in its) for its in group(mine, "round", "example").values())
 
     def _outcome(self, tier: Tier, best: Line, able: Sequence[Line]) -> Outcome:
         if best.grade != "nothing":
@@ -196,6 +206,7 @@ class _Case:
 
     def _not_run(self, tier: Tier) -> str:
         skipped = [row for row in self.rows if row["kind"] == "skip" and row["defense"] == self.name]
+        skipped += [row for row in self.rows if row["kind"] == "tier"]  # of any defence
         why = [row["why"] for row in skipped if row.get("tier", "") == tier and not row.get("out_of_time")]
         return f"was not run: {why[0].rstrip('.')}" if why else "was not run"
 

@@ -8,7 +8,8 @@ from itertools import pairwise
 import torch
 from torch import Generator
 
-from gradveil.attacks.base import ATTACKS, Malicious
+from gradveil.attacks.base import Malicious
+from gradveil.attacks.base import build as build_attack
 from gradveil.countermeasures import Countermeasure, plain
 from gradveil.errors import GradveilError
 from gradveil.experiments.looks import Look
@@ -140,41 +141,16 @@ def rounds_seen(scene: Scene) -> int:
 
 def inverting() -> Countermeasure:
     """The server that learns to undo the defence, from public examples that it sends through it itself."""
-    why = "Runs the defence on public images and learns to undo it."
+    why = "Runs the defence on public examples and learns to undo it."
     return replace(plain(), name="inverter", why=why, attack="inverter")
 
 
-def plant(observed: "Observed", look: Look) -> tuple[list[Look], list[Row]]:
-    """Return what malicious servers would send in place of a model, and to whom, and why others cannot."""
-    scene, looks, rows = observed.scene, list[Look](), list[Row]()
-    if "malicious" not in scene.tiers:
-        return looks, rows
-    for name, cls in ATTACKS:
-        if not issubclass(cls, Malicious):
-            continue
-        for attack, clients in _aimed(observed, look, cls()).items():
-            where = (scene.dataset.input_shape, scene.num_classes, scene.public.batch.to(scene.device))
-            try:
-                made = attack.plant(look.model, *where, scene.seeds("plant", name))
-                looks.append(replace(look, model=made, planted=name, clients=frozenset(clients)))
-            except GradveilError as error:
-                about = {"round": look.round, "round_number": look.round_number, "weights": look.weights}
-                about |= {"attack": name, "server": name, "tier": "malicious", "why": str(error), "out_of_time": False}
-                firsts = [(defense, victim * scene.config.examples) for defense, victim in clients]
-                rows += [{"kind": "skip", **about, "defense": d, "example": first} for d, first in firsts]
-    return looks, rows
-
-
-def _aimed(observed: "Observed", look: Look, attack: Malicious) -> dict[Malicious, list[tuple[str, int]]]:
-    """Return which attack goes to which clients, by defence and number: it may hang on what they sent before."""
-    aimed: dict[Malicious, list[tuple[str, int]]] = {}
-    for defense in observed.scene.defenses:
-        for victim in observed.scene.victims:
-            seen = observed.seen(Target(look, defense, naive(), attack.spec_name, victim))
-            rng = observed.scene.seeds("plant", attack.spec_name, victim)
-            mine = attack if isinstance(seen, GradveilError) else attack.for_client(seen, rng)
-            aimed.setdefault(mine, []).append((defense, victim))
-    return aimed
+def _one_of(target: Target, held: Batch) -> int | None:
+    """Return which example of a client's a server is after, None: all of them. The informed one misses the first."""
+    if target.server.tier == "informed":
+        return 0
+    built = build_attack(target.attack) if target.look.planted else None
+    return built.after(target.look.model, held) if isinstance(built, Malicious) else None
 
 
 def chunks(targets: Sequence[Target]) -> list[Sequence[Target]]:
@@ -204,9 +180,10 @@ class Observed:
         rng = scene.seeds("attack", target.attack, look.round, victim)
         attack = scene.attacks.get(target.attack, target.attack)
         first, held = victim * scene.config.examples, scene.held_by(victim)
-        truth = held[:1] if target.server.tier == "informed" else held
+        if (one := _one_of(target, held)) is not None:
+            first, held = first + one, held[one : one + 1]
         server = replace(target.server, view=partial(self._viewed, target.server.view))
-        return Trial(self._given(target), server, attack, rng, truth, self.about(target), first)
+        return Trial(self._given(target), server, attack, rng, held, self.about(target), first)
 
     def _viewed(self, view: Callable[[Observation], Observation], seen: Observation) -> Observation:
         """Return a view of one update; worked out once, whichever attacks and tiers it is for."""
@@ -284,7 +261,8 @@ class Observed:
         defense = scene.acting(target.defense, look.model)
         defense = defense.for_server() if by_server else defense
         lr, prior = scene.config.lr_of(look.round_number), scene.public.prior
-        return observe(look.model, batch, defense, rng, self._num_classes, prior, lr, local=scene.config)
+        rest = (lr, False, (0.0, 1.0), scene.config, scene.dataset.modality)
+        return observe(look.model, batch, defense, rng, self._num_classes, prior, *rest)
 
 
 @dataclass(frozen=True, eq=False)

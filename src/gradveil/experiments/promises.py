@@ -57,7 +57,7 @@ def promise_rows(
 
 def _floor_words(account: Account, share: float | None) -> str:
     if share is None:
-        return "Not computed: too few public images of these classes."
+        return "Not computed: too few public examples of these classes."
     return f"z_run = {account.z_run:.3g}: no server's error is below {share:.2f} of the blind guess's on average."
 
 

@@ -1,20 +1,21 @@
-"""From rows to lines: one attack by one server on one defence, over all images, judged by stated rules."""
+"""From rows to lines: one attack by one server on one defence, over all examples, judged by stated rules."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
 from gradveil.countermeasures import TIERS, Tier
 from gradveil.experiments.run_folder import Row
 from gradveil.metrics.intervals import Interval, chance_of, interval, rate
+from gradveil.modalities import IMAGE, MODALITIES, Modality
 
 Grade = Literal["recovered", "recognised", "traces", "nothing"]
 GRADES: tuple[Grade, ...] = ("nothing", "traces", "recognised", "recovered")  # from harmless to worst
 
 NAIVE = "naive"  # the server that does not know the defence
-RECOVERED = 0.1  # of the blind guess's error: under it an image counts as recovered
-HALF = 0.5  # of the images
+RECOVERED = 0.1  # of the blind guess's error: under it an example counts as recovered
+HALF = 0.5  # of the examples
 SIGNIFICANT = 0.01  # more identifications than chance explains at this level
 
 
@@ -23,12 +24,15 @@ class MeasuredExample:
     """One example that came back, measured: by an attack, or by a blind guess. NaN: not known."""
 
     example: int
-    mse: float
+    mse: float = math.nan
     psnr: float = math.nan
     ssim: float = math.nan
     fft: float = math.nan
     label: float = math.nan
     identified: float = math.nan
+    error: float = math.nan  # the modality's: of images, the MSE
+    confidence: Sequence[float] = ()  # of the attack itself, cell by cell, where it says so
+    own: Mapping[str, float] = field(default_factory=dict)  # what else the modality measures, by name
     guess: str = ""  # which blind guess; all that follows is an attack's
     round: str = ""  # "first" or "last"; "update" where one saved update was audited
     round_number: int = 0
@@ -39,27 +43,43 @@ class MeasuredExample:
     attack: str = ""
     converged: bool = False
     out_of_time: bool = False  # the attack was stopped before it was done
-    gallery: int = 1  # images that the original stands among
+    gallery: int = 1  # examples that the original stands among
     unit: str = ""  # of the run folder, whose images hold the reconstruction at ``index``
     index: int = 0
 
     @property
     def known(self) -> bool:
         """Whether there was a truth to measure against."""
-        return not math.isnan(self.mse)
+        return not math.isnan(self.error)
 
 
 def read(rows: Iterable[Row], kind: Literal["attack", "floor"]) -> list[MeasuredExample]:
     """Return the measured examples of a run: of its attacks, or of the blind guesses."""
-    names = [field.name for field in fields(MeasuredExample)]
+    rows = list(rows)
+    modality = modality_of(rows)
+    names = [f.name for f in fields(MeasuredExample)]
+    others = [name for name in modality.metrics if name not in names]
     found = []
     for row in rows:
         if row["kind"] == kind:
             values: Row = {name: math.nan if row[name] is None else row[name] for name in names if name in row}
             late = "out_of_time" in row.get("details", {})
+            values["error"] = math.nan if row[modality.error] is None else row[modality.error]
+            values["own"] = {name: math.nan if row[name] is None else row[name] for name in others}
             values.setdefault("tier", tier_of(row.get("server", "")))
             found.append(MeasuredExample(**values, out_of_time=late))
     return found
+
+
+def modality_rows(modality: Modality) -> list[Row]:
+    """Return what a run folder keeps of what its examples are; of images nothing, as ever."""
+    return [] if modality == IMAGE else [{"kind": "modality", "modality": modality.spec_name, **modality.row()}]
+
+
+def modality_of(rows: Iterable[Row]) -> Modality:
+    """Return what the examples of a run are."""
+    said = next((row for row in rows if row["kind"] == "modality"), None)
+    return IMAGE if said is None else MODALITIES.get(said["modality"]).from_row(said)
 
 
 def tier_of(server: str) -> Tier:
@@ -69,12 +89,14 @@ def tier_of(server: str) -> Tier:
 
 @dataclass(frozen=True)
 class Floor:
-    """The best blind guess: the one with the lowest mean error over the images."""
+    """The best blind guess: the one with the lowest mean error over the examples."""
 
     guess: str
+    error: Interval
     mse: Interval
     identified: Interval
-    by_example: dict[int, float]  # its MSE on each image
+    by_example: dict[int, float]  # its error on each example
+    modality: Modality = IMAGE  # what an example is
 
 
 @dataclass(frozen=True)
@@ -87,25 +109,32 @@ class Line:
     server: str
     tier: Tier
     attack: str
+    error: Interval  # the modality's: of images, the MSE
     mse: Interval
-    worst: float  # MSE of the example that came back best: the worst record
+    worst: float  # error of the example that came back best: the worst record
     psnr: Interval
     ssim: Interval
     fft: Interval
     label: Interval
     identified: Interval
-    recovered: Interval  # share of images with an error under a tenth of the blind guess's
+    recovered: Interval  # share of examples with an error under a tenth of the blind guess's
     converged: int
     out_of_time: int  # attacks on it, or on its control, that were stopped before they were done
     grade: Grade
-    control: float | None  # mean MSE of the same attack, images and weights without a defence
+    control: float | None  # mean error of the same attack, examples and weights without a defence
     void: str | None  # why a failure here proves nothing; None where its control succeeded and it was not cut short
     gallery: int
+    own: dict[str, Interval] = field(default_factory=dict)  # what else the modality measures, by name
 
     @property
     def key(self) -> tuple[str, ...]:
         """What tells it from the other lines of its round."""
         return self.weights, self.defense, self.tier, self.server, self.attack
+
+    def metric(self, name: str) -> Interval:
+        """Return what the modality measures under a name."""
+        value: Interval = self.own[name] if name in self.own else getattr(self, name)
+        return value
 
     @property
     def at_own_weights(self) -> bool:
@@ -120,7 +149,7 @@ class Line:
     @property
     def strength(self) -> tuple[int, float, float]:
         """How much was got; for finding the strongest line."""
-        return GRADES.index(self.grade), self.recovered.mean + self.identified.mean, -self.mse.mean
+        return GRADES.index(self.grade), self.recovered.mean + self.identified.mean, -self.error.mean
 
 
 def server_name(one: Line | MeasuredExample) -> str:
@@ -142,11 +171,17 @@ def group(rows: Iterable[T], *keys: str) -> dict[tuple[Any, ...], list[T]]:
 
 def best_floor(rows: Iterable[Row]) -> Floor | None:
     """Return the best of the blind guesses, or nothing where the truth is not known."""
+    rows = list(rows)
+    modality = modality_of(rows)
     floors = [
-        Floor(guess, _mean(mine, "mse"), _share(mine, "identified"), {m.example: m.mse for m in mine})
+        Floor(guess, _mean(mine, "error"), _mean(mine, "mse"), _share(mine, "identified"), _errors(mine), modality)
         for (guess,), mine in group(read(rows, "floor"), "guess").items()
     ]
-    return min(floors, key=lambda floor: floor.mse.mean, default=None)
+    return min(floors, key=lambda floor: floor.error.mean, default=None)
+
+
+def _errors(mine: Iterable[MeasuredExample]) -> dict[int, float]:
+    return {m.example: m.error for m in mine}
 
 
 def lines(rows: Sequence[Row]) -> list[Line]:
@@ -173,11 +208,11 @@ def _control_of(
     return controls.get((*place, one.tier)) or controls.get((*place, "naive"))
 
 
-def grade(mse: Interval, recovered: Interval, identified: Interval, floor: Floor, gallery: int) -> Grade:
+def grade(error: Interval, recovered: Interval, identified: Interval, floor: Floor, gallery: int) -> Grade:
     """Say what was got.
 
-    *recovered*: at least half of the images come back with under a tenth of the blind guess's error;
-    *recognised*: at least half pick their original out of the gallery; *traces*: some image was recovered, or
+    *recovered*: at least half of the examples come back with under a tenth of the blind guess's error;
+    *recognised*: at least half pick their original out of the gallery; *traces*: some example was recovered, or
     more were identified than chance explains (binomial test at 1 %), or the mean error is under half of the
     blind guess's; *nothing*: none of these.
     """
@@ -185,7 +220,7 @@ def grade(mse: Interval, recovered: Interval, identified: Interval, floor: Floor
         return "recovered"
     if identified.count and identified.mean >= HALF:
         return "recognised"
-    if recovered.mean > 0 or mse.mean < HALF * floor.mse.mean or _beyond_chance(identified, gallery):
+    if recovered.mean > 0 or error.mean < HALF * floor.error.mean or _beyond_chance(identified, gallery):
         return "traces"
     return "nothing"
 
@@ -196,8 +231,8 @@ def _beyond_chance(identified: Interval, gallery: int) -> bool:
 
 def _line(mine: Sequence[MeasuredExample], control: Sequence[MeasuredExample] | None, floor: Floor) -> Line:
     one = mine[0]
-    mse, recovered, identified = _basics(mine, floor)
-    got, late = grade(mse, recovered, identified, floor, one.gallery), sum(m.out_of_time for m in mine)
+    error, recovered, identified = _basics(mine, floor)
+    got, late = grade(error, recovered, identified, floor, one.gallery), sum(m.out_of_time for m in mine)
     void = _void(control, floor)
     if void is None and late and got == "nothing":
         void = f"ran out of time on {late} of {len(mine)}"
@@ -208,8 +243,9 @@ def _line(mine: Sequence[MeasuredExample], control: Sequence[MeasuredExample] | 
         server=one.server,
         tier=one.tier,
         attack=one.attack,
-        mse=mse,
-        worst=min(m.mse for m in mine),
+        error=error,
+        mse=_mean(mine, "mse"),
+        worst=min(m.error for m in mine),
         psnr=_mean(mine, "psnr"),
         ssim=_mean(mine, "ssim"),
         fft=_mean(mine, "fft"),
@@ -219,31 +255,32 @@ def _line(mine: Sequence[MeasuredExample], control: Sequence[MeasuredExample] | 
         converged=sum(m.converged for m in mine),
         out_of_time=late + sum(m.out_of_time for m in control or () if control is not mine),
         grade=got,
-        control=None if control is None else _mean(control, "mse").mean,
+        control=None if control is None else _mean(control, "error").mean,
         void=void,
         gallery=one.gallery,
+        own={name: interval([m.own[name] for m in mine]) for name in one.own},
     )
 
 
 def _basics(mine: Sequence[MeasuredExample], floor: Floor) -> tuple[Interval, Interval, Interval]:
-    recovered = rate([float(m.mse < RECOVERED * floor.by_example[m.example]) for m in mine])
-    return _mean(mine, "mse"), recovered, _share(mine, "identified")
+    recovered = rate([float(m.error < RECOVERED * floor.by_example[m.example]) for m in mine])
+    return _mean(mine, "error"), recovered, _share(mine, "identified")
 
 
 def _void(control: Sequence[MeasuredExample] | None, floor: Floor) -> str | None:
     """Return why the attack's failures prove nothing, or None where its control succeeded.
 
-    The control succeeds when the attack recovers, or picks out of the gallery, at least half of the images
+    The control succeeds when the attack recovers, or picks out of the gallery, at least half of the examples
     from undefended updates at the same weights.
     """
     if control is None:
         return "there is no undefended control to compare with"
-    mse, recovered, identified = _basics(control, floor)
+    error, recovered, identified = _basics(control, floor)
     if recovered.mean >= HALF or (identified.count and identified.mean >= HALF):
         return None
     return (
-        f"fails without any defence too: {why_it_failed(control)}, MSE {mse.mean:.2g} against {floor.mse.mean:.2g} for "
-        f"a blind guess, {recovered.hits} of {recovered.count} recovered"
+        f"fails without any defence too: {why_it_failed(control)}, {floor.modality.error_name} {error.mean:.2g} "
+        f"against {floor.error.mean:.2g} for a blind guess, {recovered.hits} of {recovered.count} recovered"
     )
 
 

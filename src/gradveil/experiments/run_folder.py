@@ -1,13 +1,10 @@
 """The run folder: settings, versions, rows and images, or rounds; one process at a time, and nothing half written."""
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import io
 import json
 import math
-import os
 import platform
 import re
 from collections import Counter
@@ -21,9 +18,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradveil.errors import GradveilError
+from gradveil.experiments.run_files import CHANGED, FolderError, read_arrays, read_rows, read_table, read_text
 from gradveil.experiments.settings import changes, dumps, to_toml
-from gradveil.files import append_line, is_leftover, refusals_told, write_atomically
+from gradveil.files import (
+    Held,
+    append_line,
+    damage_told,
+    is_leftover,
+    locked,
+    refusals_told,
+    sync,
+    write_atomically,
+)
 
 Row = dict[str, Any]
 Arrays = Mapping[str, NDArray[Any]]
@@ -31,11 +37,9 @@ Arrays = Mapping[str, NDArray[Any]]
 CONFIG, VERSIONS, REPORT, LOCK = "config.toml", "versions.toml", "report.html", ".lock"
 ROWS, IMAGES = "rows.jsonl", "images"  # of an audit or an item of the paper
 ROUNDS, CHECKPOINT, MODEL = "rounds.jsonl", "checkpoint.safetensors", "model.safetensors"  # of a training run
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # some network file systems
 
 
-class FolderError(GradveilError):
-    """A run folder cannot be read or continued, or another process is at work in it."""
+_IMAGE = re.compile(r".+-[0-9a-f]{8}\.npz")
 
 
 class RunFolder:
@@ -49,7 +53,7 @@ class RunFolder:
         self.path = Path(path)
         self._rows: list[Row] = []
         self._units: set[str] = set()
-        self._lock: int | None = None
+        self._held = contextlib.ExitStack()
 
     @classmethod
     def start(
@@ -59,21 +63,15 @@ class RunFolder:
         folder = cls(path)
         folder._check_place()
         is_new = not folder.path.exists()
-        folder.hold()
         try:
+            folder.hold()
             if (folder.path / CONFIG).exists():
                 folder._check_run(settings, resume, may_change)
-                folder._read()
             if not (folder.path / VERSIONS).exists():
                 write_atomically(folder.path / VERSIONS, dumps(versions()).encode())
             write_atomically(folder.path / CONFIG, to_toml(settings).encode())  # last: with settings it is a run
         except BaseException:
-            if is_new:
-                (folder.path / VERSIONS).unlink(missing_ok=True)
-            folder.close()
-            if is_new:
-                with contextlib.suppress(OSError):
-                    folder.path.rmdir()
+            folder._undo(is_new)
             raise
         return folder
 
@@ -87,21 +85,27 @@ class RunFolder:
         return folder
 
     def hold(self) -> "RunFolder":
-        """Make the folder if it is not there, lock it, and remove what a killed process left."""
-        with refusals_told(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = _locked(self.path / LOCK)
-            for place in (self.path, self.path / IMAGES):
-                for path in filter(is_leftover, place.iterdir() if place.is_dir() else ()):
-                    path.unlink()
+        """Make the folder if it is not there, lock it, read it, and remove what a killed process left."""
+        try:
+            with refusals_told(self.path):
+                if not self.path.exists():
+                    self.path.mkdir(parents=True, exist_ok=True)
+                    sync(self.path.parent)
+                self._held.enter_context(locked(self.path / LOCK))
+                self._read()
+                self._sweep()
+        except Held as owner:
+            raise FolderError(
+                f"Another process ({owner}) is at work in {self.path}. Wait for its end, or choose another --out."
+            ) from None
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def close(self) -> None:
         """Give the lock back."""
-        if self._lock is not None:
-            (self.path / LOCK).unlink(missing_ok=True)  # before it is unlocked: nobody else can hold this file
-            os.close(self._lock)
-            self._lock = None
+        self._held.close()
 
     def __enter__(self) -> "RunFolder":
         return self
@@ -112,7 +116,17 @@ class RunFolder:
     @property
     def config(self) -> str:
         """The settings, as TOML."""
-        return (self.path / CONFIG).read_text(encoding="utf-8")
+        return read_text(self.path / CONFIG)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings by name."""
+        return read_table(self.path / CONFIG)
+
+    @property
+    def versions(self) -> dict[str, Any]:
+        """What the results depend on beside the settings; nothing where the file is lost."""
+        return read_table(self.path / VERSIONS) if (self.path / VERSIONS).exists() else {}
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -157,13 +171,12 @@ class RunFolder:
         path = self._image_file(unit)
         if not path.exists():
             return {}
-        with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
+        return read_arrays(path)
 
     @property
     def rounds(self) -> list[Row]:
         """The rounds of a training run so far."""
-        return _read_rows(self.path / ROUNDS)
+        return read_rows(self.path / ROUNDS, {"round": int})
 
     def add_round(self, row: Row) -> None:
         """Write one round."""
@@ -172,6 +185,24 @@ class RunFolder:
     def keep_rounds(self, last: int) -> None:
         """Drop the rounds after the last one to be kept, and a line that was cut off."""
         write_atomically(self.path / ROUNDS, _lines(row for row in self.rounds if row["round"] <= last))
+
+    def _sweep(self) -> None:
+        """Remove what a killed process left: files half written, and images whose rows it did not come to write."""
+        images = self.path / IMAGES
+        kept = {self._image_file(unit) for unit in self._units}
+        for path in (*self.path.iterdir(), *(images.iterdir() if images.is_dir() else ())):
+            is_lost = path.parent == images and _IMAGE.fullmatch(path.name) and path not in kept
+            if is_lost or is_leftover(path):
+                path.unlink()
+
+    def _undo(self, is_new: bool) -> None:
+        """Leave nothing of a run that could not begin."""
+        if is_new and self.path.is_dir():
+            (self.path / VERSIONS).unlink(missing_ok=True)
+        self.close()
+        if is_new:
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
 
     def _check_place(self) -> None:
         """Raise where the folder holds anything but a run or the first files of one."""
@@ -185,13 +216,15 @@ class RunFolder:
     def _check_run(self, settings: Any, resume: bool, may_change: Collection[str]) -> None:
         if not resume:
             raise FolderError(f"{self.path} already holds a run. Continue it with --resume, or choose another --out.")
-        if changed := changes(self.config, settings, may_change):
+        with damage_told(self.path / CONFIG, FolderError, CHANGED):
+            changed = changes(self.config, settings, may_change)
+        if changed:
             raise FolderError(
                 f"{self.path} holds a run with other settings: {'; '.join(changed)}. Choose another --out."
             )
 
     def _read(self) -> None:
-        rows = _read_rows(self.path / ROWS)
+        rows = read_rows(self.path / ROWS, {"unit": str, "of": int})
         there = Counter(row["unit"] for row in rows)
         self._rows = [row for row in rows if there[row["unit"]] == row["of"]]
         self._units = {row["unit"] for row in self._rows}
@@ -199,30 +232,6 @@ class RunFolder:
     def _image_file(self, unit: str) -> Path:
         readable = re.sub(r"[^\w.=-]+", "_", unit)[:80]
         return self.path / IMAGES / f"{readable}-{hashlib.sha256(unit.encode()).hexdigest()[:8]}.npz"
-
-
-def _locked(path: Path) -> int:
-    """Return an open lock file with our number in it; the system unlocks it when this process ends, however it ends."""
-    while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.read(handle, 100).decode(errors="replace").strip() or "unknown"
-            os.close(handle)
-            raise FolderError(
-                f"Another process ({owner}) is at work in {path.parent}. Wait for its end, or choose another --out."
-            ) from None
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                os.close(handle)
-                raise
-        with contextlib.suppress(FileNotFoundError):  # else its owner removed it before it was ours
-            if os.path.samestat(os.fstat(handle), os.stat(path)):
-                os.ftruncate(handle, 0)
-                os.write(handle, f"pid {os.getpid()} on {platform.node()}\n".encode())
-                return handle
-        os.close(handle)
 
 
 def versions() -> dict[str, str]:
@@ -237,22 +246,6 @@ def versions() -> dict[str, str]:
 
 def _lines(rows: Iterable[Row]) -> bytes:
     return "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows).encode()
-
-
-def _read_rows(path: Path) -> list[Row]:
-    """Return the rows of a file; a last line that a kill cut off is dropped."""
-    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number == len(lines):  # after the last line end: empty, or torn
-                break
-            raise FolderError(
-                f"Line {number} of {path} is not JSON ({error.msg}). The file was changed by hand?"
-            ) from None
-    return rows
 
 
 def plain_json(value: Any) -> Any:

@@ -19,27 +19,24 @@ from gradveil.countermeasures import Countermeasure
 from gradveil.defenses.base import Defense
 from gradveil.defenses.base import build as build_defense
 from gradveil.errors import SpecError, UpdateError
-from gradveil.experiments.audit import Audit, default_folder
+from gradveil.experiments.audit import Audit, check_rows, default_folder
 from gradveil.experiments.looks import Progress, probe_rows
 from gradveil.experiments.probes import Probed, probe
+from gradveil.experiments.rows import modality_rows
 from gradveil.experiments.run_folder import Row, RunFolder
-from gradveil.experiments.scene import (
-    check_minutes,
-    default_attacks,
-    is_small,
-    load_dataset,
-    one_thread,
-    with_found,
-)
+from gradveil.experiments.scene import default_attacks, is_small, load_dataset, one_thread, with_found
 from gradveil.experiments.settings import find_device
 from gradveil.experiments.trial import Public, Trial, attack_rows, attempt, client_row, floors, naive
 from gradveil.experiments.update_files import Facts, fitting_loss, load_weights, read_examples, read_loss, read_update
+from gradveil.experiments.words import NOT_HERE
 from gradveil.experiments.work import NOT_TRIED, Written, cost_of, cut_short, steps_told
 from gradveil.federated.client import check_loss, local_update
 from gradveil.federated.settings import Local
 from gradveil.losses import CROSS_ENTROPY, CrossEntropy, Loss
+from gradveil.modalities import IMAGE, Modality
 from gradveil.models import build_working
 from gradveil.pace import as_clock
+from gradveil.ranges import ClassCount, Count, Decay, Positive, Seed, Weight, check
 from gradveil.seeds import Seeds
 from gradveil.types import Batch, Observation, Update
 
@@ -57,29 +54,29 @@ class UpdateAuditConfig:
     before: str | None = None  # safetensors: the weights before training, where the file holds those after it
     truth: str | None = None  # safetensors: the inputs and labels behind the update
     kind: str | None = None  # gradient, difference or weights; default: as the file says
-    lr: float | None = None
-    num_steps: int | None = None
-    num_examples: int | None = None
-    batch_size: int | None = None
+    lr: Positive | None = None
+    num_steps: Count | None = None
+    num_examples: Count | None = None
+    batch_size: Count | None = None
     loss: str | None = None  # that the client minimised; default: as the file says
     optimizer: str | None = None  # this and the next four: of the local steps; None: as the file says, else plain SGD
-    momentum: float | None = None
-    weight_decay: float | None = None
-    proximal: float | None = None
-    clip: float | None = None
+    momentum: Decay | None = None
+    weight_decay: Weight | None = None
+    proximal: Weight | None = None
+    clip: Weight | None = None
     defense: str = "none"  # what the client is said to have used
     attacks: tuple[str, ...] = ()  # none: those that suit the model (see ``default_attacks``)
     dataset: str | None = None  # of the same kind: gives shapes, a prior, a gallery and the control
     data: str | None = None
     input_shape: tuple[int, ...] | None = None  # where there is neither a data set nor the truth
-    num_classes: int = 10
-    gallery: int = 100
-    minutes: float | None = None  # at most, for all of it
+    num_classes: ClassCount = 10
+    gallery: Count = 100
+    minutes: Positive | None = None  # at most, for all of it
     device: str = "cpu"  # cpu, cuda or auto
-    seed: int = 0
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
-        check_minutes(self.minutes)
+        check(self)
 
     @property
     def facts(self) -> Facts:
@@ -100,6 +97,7 @@ class SavedUpdate:
     seeds: Seeds
     spec: str = "cross_entropy"  # of the loss
     loss: Loss = CROSS_ENTROPY  # for targets as the truth or the data set has them
+    modality: Modality = IMAGE
 
     @property
     def device(self) -> torch.device:
@@ -109,7 +107,8 @@ class SavedUpdate:
     def observation(self, update: Update) -> Observation:
         """Return what the server sees."""
         prior = None if self.public is None else self.public.prior
-        return Observation(self.model, update, self.input_shape, self._num_classes, prior=prior, loss=self.loss)
+        seen = Observation(self.model, update, self.input_shape, self._num_classes, prior=prior, loss=self.loss)
+        return replace(seen, modality=self.modality)
 
     @cached_property
     def _num_classes(self) -> int:
@@ -178,6 +177,7 @@ def audit_update(
     with pace.Limit(pace.seconds_of(config.minutes)):
         case = build_case(config)
         with RunFolder.start(out or default_folder(), case.config, resume, {"device", "minutes"}) as store:
+            check_rows(store)
             _run(case, store, progress or (lambda stage, done, total: None), written or (lambda store: None))
     return Audit(store)
 
@@ -201,7 +201,8 @@ def build_case(config: UpdateAuditConfig) -> SavedUpdate:
     spec = config.loss or read_loss(config.update)
     loss, outputs = fitting_loss(spec, config.num_classes, dataset, truth)
     sure = dataset is not None and isinstance(loss, CrossEntropy)
-    made = build_working(config.model, shape, outputs, config.seed, sure_of_classes=sure)
+    kind = IMAGE if dataset is None else dataset.modality
+    made = build_working(config.model, shape, outputs, config.seed, kind, sure_of_classes=sure)
     model = copy.deepcopy(made).train()
     sent = config.weights or config.before
     before = load_weights(model, sent) if sent else None
@@ -216,10 +217,10 @@ def build_case(config: UpdateAuditConfig) -> SavedUpdate:
         public = Public.draw(dataset, seeds("public"), gallery=config.gallery, skip=stand_ins).to(device)
     build_defense(config.defense).adaptive(model)
     if not config.attacks:
-        config = replace(config, attacks=default_attacks(model, update))
+        config = replace(config, attacks=kind.attacks(default_attacks(model, update)))
     for attack in config.attacks:
         build_attack(attack)
-    case = SavedUpdate(config, model.to(device), update.to(device), shape, truth, public, seeds, spec, loss)
+    case = SavedUpdate(config, model.to(device), update.to(device), shape, truth, public, seeds, spec, loss, kind)
     if case.controls and case.controls[0].labelled:
         check_loss(case.model, case.controls[0], spec)
     return case
@@ -265,17 +266,16 @@ def _say_plan(case: SavedUpdate, left: dict[str, list[Countermeasure]]) -> None:
 
 
 def _floors(case: SavedUpdate) -> tuple[list[Row], dict[str, Any]]:
-    rows, batches = (
-        [
-            client_row(case.update, sending_norms(case.model) if case.update.buffers else 0),
-            *(probe_rows(case.config.defense, case.probed, case.knowing) if case.config.defense != "none" else []),
-        ],
-        case.controls,
-    )
+    norms = sending_norms(case.model) if case.update.buffers else 0
+    rows: list[Row] = [client_row(case.update, norms), *modality_rows(case.modality)]
+    rows += [{"kind": "tier", "tier": tier, "why": why} for tier, why in NOT_HERE.items()]
+    if case.config.defense != "none":
+        rows += probe_rows(case.config.defense, case.probed, case.knowing)
+    batches = case.controls
     if not batches:
         return rows, {}
     known = Batch(torch.cat([b.inputs for b in batches]), torch.cat([b.labels for b in batches]))
-    blind, answers = floors(known, case.public)
+    blind, answers = floors(known, case.public, modality=case.modality)
     pictures = {"truth" if case.truth is not None else "stand-in": known.inputs, **answers}
     return rows + blind, {name: x.numpy() for name, x in pictures.items()}
 

@@ -1,7 +1,6 @@
 """What an audit is run with: one frozen table of settings, the same in Python, on the command line and in TOML."""
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ from gradveil.attacks.base import build as build_attack
 from gradveil.countermeasures import TIERS, Countermeasure, Tier
 from gradveil.data import load
 from gradveil.data.base import Dataset
-from gradveil.data.partition import Indices, partition
+from gradveil.data.partition import Indices, deal
 from gradveil.defenses.base import Defense
 from gradveil.defenses.base import build as build_defense
 from gradveil.defenses.guard.step import step_gradient
@@ -31,6 +30,7 @@ from gradveil.gradients.coordinates import PUBLIC as LOOKED_AT
 from gradveil.losses import CrossEntropy
 from gradveil.losses import build as build_loss
 from gradveil.models import build_working
+from gradveil.ranges import Count, Positive, Seed, Weight
 from gradveil.registry import is_import_path
 from gradveil.seeds import Seeds
 from gradveil.tree import parameters, size
@@ -53,33 +53,26 @@ class AuditConfig(Training):
 
     dataset: str = "digits"
     data: str | None = None  # the local data folder
-    model: str = "lenet:strides=2/1"  # sigmoid, as published, but two convolutions deep: it learns digits in ten rounds
+    model: str = ""  # empty: what suits the data set
     defenses: tuple[str, ...] = DEFENSES
     attacks: tuple[str, ...] = ()  # none: those that suit the model (see ``default_attacks``)
     tiers: tuple[str, ...] = ()  # of servers; none: all, but naive and knows alone where attacks are named
     partition: str = "iid:devices=10"
-    rounds: int = 10
-    clients: int = 5
-    batch_size: int | None = 8
-    lr: float = 0.3
-    images: int = 8  # that are attacked, in each round that is looked at
-    examples: int = 1  # of one attacked update
-    gallery: int = 100  # images that an original must be told from, itself included
-    meter_seconds: float = 60.0  # at most, for certificates and the leak meter after all else; 0: they are left out
-    minutes: float | None = None  # at most, for all of it; what does not fit is not tried, and the report says so
+    rounds: Count = 10
+    clients: Count = 5
+    batch_size: Count | None = 8
+    lr: Positive = 0.3
+    images: Count = 8  # that are attacked, in each round that is looked at
+    examples: Count = 1  # of one attacked update
+    gallery: Count = 100  # images that an original must be told from, itself included
+    meter_seconds: Weight = 60.0  # at most, for certificates and the leak meter after all else; 0: they are left out
+    minutes: Positive | None = None  # at most, for all of it; what does not fit is not tried, and the report says so
     device: str = "cpu"  # cpu, cuda or auto
-    seed: int = 0
+    seed: Seed = 0
 
     FREE: ClassVar[frozenset[str]] = frozenset({"meter_seconds", "minutes", "device", "tiers"})  # free on --resume
 
     def __post_init__(self) -> None:
-        for name in ("rounds", "clients", "epochs", "batch_size", "lr", "images", "examples", "gallery"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise SpecError(f"{name}={value}: give a number above zero.")
-        if not self.meter_seconds >= 0:
-            raise SpecError(f"meter_seconds={self.meter_seconds}: give a number of seconds; 0 leaves the meter out.")
-        check_minutes(self.minutes)
         super().__post_init__()
         if self.images % self.examples:
             raise SpecError(f"images={self.images} cannot be dealt out to updates of {self.examples} examples each.")
@@ -97,12 +90,6 @@ class AuditConfig(Training):
         """The update of an attacked client, without its numbers: what its local training is."""
         n = self.examples
         return Update({}, n, self.steps(n), self.lr_of(1), update_batch_size(self, n), self.rule)
-
-
-def check_minutes(minutes: float | None) -> None:
-    """Raise unless it is a length of time, or None."""
-    if minutes is not None and not 0 < minutes < math.inf:
-        raise SpecError(f"minutes={minutes}: give a number of minutes above zero.")
 
 
 LARGE = 500_000  # weights beyond which second-order attacks take hours on a CPU
@@ -154,7 +141,7 @@ def load_dataset(source: str | Dataset | Callable[..., Any], data: str | None) -
 def fitting_model(source: Any, dataset: Dataset, loss: str, seed: int) -> nn.Module:
     """Return a model with the outputs that the loss needs for this data, after both were tried on a few examples."""
     outputs, sure = dataset.outputs(loss), isinstance(build_loss(loss), CrossEntropy)
-    model = build_working(source, dataset.input_shape, outputs, seed, sure_of_classes=sure)
+    model = build_working(source, dataset.input_shape, outputs, seed, dataset.modality, sure_of_classes=sure)
     check_loss(model, dataset.train.batch(slice(0, 2)), loss)
     return model
 
@@ -240,7 +227,7 @@ def build_scene(
     named: dict[str, str | Defense] = {"none": "none", **defended}
     defenses = {name: build_defense(spec) for name, spec in named.items()}
     attacks = {name: build_attack(spec) for name, spec in attacked.items()}
-    clients = partition(dataset.train.labels, config.partition, seeds("partition"))
+    clients = deal(dataset, config.partition, seeds("partition"))
     public = Public.draw(dataset, seeds("public"), gallery=config.gallery).to(device)
     for name, defense in defenses.items():
         defenses[name] = defense.for_run(planned_run(seeds, clients, config, defense))
@@ -252,7 +239,8 @@ def build_scene(
         )
     if config.images > len(dataset.train):
         raise DataError(
-            f"{config.images} images were asked for and {dataset.name} has {len(dataset.train)} to train on."
+            f"{config.images} {dataset.modality.many} were asked for and {dataset.name} has {len(dataset.train)} to "
+            "train on."
         )
     truth = dataset.train.sample(config.images, seeds("images"))
     return Scene(config, dataset, model.to(device), defenses, attacks, clients, truth, public, seeds)

@@ -45,7 +45,7 @@ def changes(text: str, settings: Any, free: Collection[str] = ()) -> list[str]:
 
     The text may come from an earlier version: what it does not name was None where it can be, else the default.
     """
-    before, now = _read(type(settings), text), tomllib.loads(to_toml(settings))
+    before, now = _read(type(settings), text), parse(to_toml(settings))
     hints = typing.get_type_hints(type(settings))
     for field in dataclasses.fields(settings):
         if field.default is not dataclasses.MISSING and type(None) not in typing.get_args(hints[field.name]):
@@ -72,12 +72,16 @@ def find_device(name: str) -> "torch.device":
 
 def _read(cls: type, text: str) -> dict[str, Any]:
     """Return the table of a TOML text, with today's names for the settings of ``cls``."""
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise SpecError(f"The settings are not TOML: {error}.") from error
     renamed: dict[str, str] = getattr(cls, "RENAMED", {})
-    return {renamed.get(key, key): value for key, value in table.items()}
+    return {renamed.get(key, key): value for key, value in parse(text).items()}
+
+
+def parse(text: str) -> dict[str, Any]:
+    """Return the table of a TOML text."""
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SpecError(f"The settings are not TOML: {error}.") from error
 
 
 def _value(value: Any) -> str:

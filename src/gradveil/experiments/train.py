@@ -2,15 +2,19 @@
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gradveil.errors import MissingExtraError
+from gradveil.experiments.run_files import CHANGED, FolderError
 from gradveil.experiments.run_folder import CHECKPOINT, MODEL, ROUNDS, Row, RunFolder
 from gradveil.experiments.settings import find_device
 from gradveil.federated.settings import Training
+from gradveil.files import damage_told
+from gradveil.ranges import Count, Positive, Seed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
 
 FIT = 2000  # public examples that fixed layers learn from, at most
 
+OF_IMAGES = "lenet:activation=relu,init=kaiming"  # the model of images, which trains quickly
 SIMULATED = "aggregate, simulated"  # in process nobody is kept from seeing single updates; Flower's SecAgg+ does that
 
 
@@ -33,19 +38,19 @@ class TrainConfig(Training):
 
     dataset: str = "digits"
     data: str | None = None
-    model: str = "lenet:activation=relu,init=kaiming"
+    model: str = ""  # empty: what suits the data set
     partition: str = "iid:devices=10"
     defense: str = "none"
-    rounds: int = 20
-    batch_size: int | None = 8
-    lr: float = 0.2
+    rounds: Count = 20
+    batch_size: Count | None = 8
+    lr: Positive = 0.2
     faults: str = ""
     engine: str = "auto"
     device: str = "auto"
-    early_stop: int | None = None
-    evaluate_every: int = 1
-    save_every: int = 1
-    seed: int = 0
+    early_stop: Count | None = None
+    evaluate_every: Count = 1
+    save_every: Count = 1
+    seed: Seed = 0
 
     # may differ when a run is continued: they change where and how long, not what
     FREE: ClassVar[frozenset[str]] = frozenset({"rounds", "data", "engine", "device", "early_stop", "save_every"})
@@ -54,6 +59,14 @@ class TrainConfig(Training):
     def may_change(self) -> frozenset[str]:
         """The settings that may differ when a run is continued."""
         return self.FREE - {"rounds"} if self.schedule.startswith("cosine") else self.FREE
+
+
+def with_model(config: TrainConfig, dataset: "Dataset") -> TrainConfig:
+    """Return the settings with the model that suits the data set, where none is named."""
+    from gradveil.modalities import IMAGE
+
+    suits = OF_IMAGES if dataset.modality == IMAGE else dataset.modality.default_model
+    return config if config.model else replace(config, model=suits)
 
 
 def train(
@@ -69,26 +82,33 @@ def train(
     ``progress`` gets ``{"round": n}`` where the run begins, and then the row of each round.
     """
     from gradveil.data import load
-    from gradveil.data.partition import partition
+    from gradveil.data.partition import deal
     from gradveil.defenses.base import build as build_defense
     from gradveil.experiments.scene import fitting_model
-    from gradveil.federated.engines import World
+    from gradveil.federated.engines import ENGINES, World
     from gradveil.federated.server import Faults
-    from gradveil.federated.simulate import choose, public_records, simulate
+    from gradveil.federated.simulate import Run, choose, public_records, simulate
     from gradveil.models import fit_to_public
     from gradveil.seeds import Seeds
 
     faults = Faults.parse(config.faults) if config.faults else None
     defense = build_defense(config.defense)
+    config.lr_of(1)  # what cannot be leaves no folder behind
+    if config.engine != "auto":
+        ENGINES.build(config.engine)
     dataset = load(config.dataset, config.data)
+    config = replace(with_model(config, dataset), loss=dataset.fitting_loss(config.loss))
     seeds = Seeds(config.seed)
-    clients = partition(dataset.train.labels, config.partition, seeds("partition"))
+    clients = deal(dataset, config.partition, seeds("partition"))
     device = find_device(config.device)
     model = fitting_model(config.model, dataset, config.loss, config.seed).to(device)
     public = public_records(dataset, clients, seeds, FIT)
     fit_to_public(model, dataset.train.batch(public).inputs if len(public) else None)
+    if not resume:  # a round that cannot begin is refused before there is a folder
+        trial = Run(model, dataset, clients, config, defense, seeds)
+        trial.begin(1, trial.jobs(1))
     with RunFolder.start(out, config, resume, config.may_change) as folder:
-        start = _standing(folder) if resume else None
+        start = _standing(folder, config) if resume else None
         first = start.round if start else 0
         progress({"round": first})  # where it begins
         fixed, model = frozen_part(model)
@@ -104,7 +124,7 @@ def train(
         return _summary(folder, config, engine) | _bought(folder, defense)
 
 
-def _standing(folder: RunFolder) -> "Checkpoint | None":
+def _standing(folder: RunFolder, config: TrainConfig) -> "Checkpoint | None":
     """Return where the run stands, and drop the lines of rounds that are to be done again."""
     from gradveil.federated.checkpoint import Checkpoint
 
@@ -113,7 +133,17 @@ def _standing(folder: RunFolder) -> "Checkpoint | None":
         (folder.path / ROUNDS).unlink(missing_ok=True)
         return None
     checkpoint = Checkpoint.read(path)
+    if checkpoint.notes.get("engine") == "flower":
+        raise FolderError(f"{path} is of a run on Flower. Continue it with --engine flower.")
     folder.keep_rounds(checkpoint.round)
+    with damage_told(folder.path / ROUNDS, FolderError, CHANGED):  # now, not after hours
+        _best(folder.rounds)
+        _summary(folder, config, "")
+    if checkpoint.round and [row["round"] for row in folder.rounds][-1:] != [checkpoint.round]:
+        raise FolderError(
+            f"{path} is of round {checkpoint.round}, and {ROUNDS} has no such round: one of them was changed by hand, "
+            "or damaged. Choose another --out."
+        )
     return checkpoint
 
 
@@ -167,8 +197,10 @@ def _drive(
     from gradveil.federated.client import evaluate
 
     best, since = _best(folder.rounds)
+    patience = math.inf if config.early_stop is None else config.early_stop
+    if since >= patience:  # it had stopped before
+        return
     started = time.perf_counter()
-    final: Round | None = None
     for final in rounds:
         is_last = final.number == config.rounds
         row: Row = {"round": final.number, "lr": final.lr, "clients": list(final.clients)}
@@ -184,15 +216,15 @@ def _drive(
         row["seconds"] = round(time.perf_counter() - started, 4)
         started = time.perf_counter()
         folder.add_round(row)  # before the checkpoint: a round that is not done again has its line
-        stop = config.early_stop is not None and since >= config.early_stop
-        if final.number % config.save_every == 0 or is_last or stop:
-            final.checkpoint().save(folder.path / CHECKPOINT)
+        is_last = is_last or since >= patience
+        if final.number % config.save_every == 0 or is_last:
+            done = final.checkpoint()
+            if is_last:  # the weights before the checkpoint, for the same reason
+                replace(done, state=fixed | done.state).save(folder.path / MODEL)
+            done.save(folder.path / CHECKPOINT)
         yield row
-        if stop:
+        if since >= patience:
             break
-    if final is not None:
-        done = final.checkpoint()
-        replace(done, state=fixed | done.state).save(folder.path / MODEL)
 
 
 def _best(rows: Iterable[Row]) -> tuple[float, int]:
@@ -208,10 +240,6 @@ def _summary(folder: RunFolder, config: TrainConfig, engine: str) -> dict[str, A
     measured = [row for row in rows if row.get("accuracy") is not None]
     best = max(measured, key=lambda row: row["accuracy"], default={})
     last = measured[-1] if measured else {}
-    rejected: dict[str, int] = {}
-    for row in rows:
-        for reason, count in row["rejected"].items():
-            rejected[reason] = rejected.get(reason, 0) + count
     return {
         "folder": str(folder.path),
         "rounds": rows[-1]["round"] if rows else 0,
@@ -221,11 +249,24 @@ def _summary(folder: RunFolder, config: TrainConfig, engine: str) -> dict[str, A
         "best_accuracy": best.get("accuracy"),
         "best_round": best.get("round"),
         "scored_by": best.get("scored_by", "accuracy"),
-        "rejected": rejected,
+        "rejected": turned_away(rows),
         "engine": engine,
         "defense": config.defense,
         "seconds": round(sum(row["seconds"] for row in rows), 3),
     }
+
+
+def turned_away(rows: Iterable[Row]) -> dict[str, int]:
+    """Return how many updates of these rounds were turned away, by reason."""
+    counts = Counter[str]()
+    for row in rows:
+        counts.update(row["rejected"])
+    return dict(counts)
+
+
+def listed(counts: dict[str, int]) -> str:
+    """Return counts in words: ``2 too far, 1 malformed``."""
+    return ", ".join(f"{count} {reason}" for reason, count in counts.items())
 
 
 DELTA, GUESS = 1e-5, 0.01  # at which what was bought is shown

@@ -26,17 +26,19 @@ from gradveil.experiments.run_folder import Row
 from gradveil.federated.client import train_client
 from gradveil.federated.settings import Local
 from gradveil.losses import build as build_loss
-from gradveil.metrics import METRICS, blind_guesses, measure
+from gradveil.metrics import blind_guesses, measure
+from gradveil.metrics.recovery import COMMON
+from gradveil.modalities import IMAGE, Modality
 from gradveil.types import Batch, GaussianPrior, Observation, Reconstruction, Update, check_update
 
-PUBLIC = 2000  # images of the test split that the server may know
+PUBLIC = 2000  # examples of the test split that the server may know
 RANK = 256  # principal directions of its prior
-GALLERY = 100  # images that an original must be told from, itself included
+GALLERY = 100  # examples that an original must be told from, itself included
 
 
 @dataclass(frozen=True)
 class Public:
-    """What the server knows of the kind of data: images that are no client's."""
+    """What the server knows of the kind of data: examples that are no client's."""
 
     batch: Batch
     prior: GaussianPrior | None = None
@@ -46,7 +48,7 @@ class Public:
     def draw(
         cls, dataset: Dataset, rng: Generator, rank: int | None = RANK, gallery: int = GALLERY, skip: int = 0
     ) -> "Public":
-        """Take images of the test split at random; ``rank`` None: no prior; ``skip``: images not in the gallery."""
+        """Take examples of the test split at random; ``rank`` None: no prior; ``skip``: those not in the gallery."""
         batch = dataset.test.sample(PUBLIC, rng)
         prior = None if rank is None else GaussianPrior.fit(batch.inputs, rank=rank)
         others = batch.inputs[skip : skip + gallery - 1]
@@ -60,7 +62,7 @@ class Public:
 
     @property
     def choices(self) -> int:
-        """How many images an original stands among."""
+        """How many examples an original stands among."""
         return 1 if self.gallery is None else len(self.gallery) + 1
 
 
@@ -80,6 +82,7 @@ def observe(
     with_labels: bool = False,
     bounds: tuple[float, float] = (0.0, 1.0),
     local: Local | None = None,
+    modality: Modality = IMAGE,
 ) -> Observation:
     """Return all that the server sees of a client's update on these examples, and what is public.
 
@@ -96,7 +99,7 @@ def observe(
     check_update(update, model)
     labels = batch.labels if with_labels else None
     shape = tuple(batch.inputs.shape[1:])
-    return Observation(model, update, shape, num_classes, labels, bounds, prior, loss=minimised)
+    return Observation(model, update, shape, num_classes, labels, bounds, prior, loss=minimised, modality=modality)
 
 
 def client_row(update: Update, norms: int = 0) -> Row:
@@ -176,6 +179,7 @@ def measured(
     truth: Batch | None,
     gallery: Tensor | None = None,
     bounds: tuple[float, float] = (0.0, 1.0),
+    modality: Modality = IMAGE,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Return every metric by name, each (N,), and the reconstruction as it was measured; NaN where it is not known.
 
@@ -183,9 +187,9 @@ def measured(
     """
     if truth is None:
         unknown = torch.full((len(result.inputs),), torch.nan)
-        return dict.fromkeys(METRICS, unknown), result.inputs.detach().cpu()
+        return dict.fromkeys([*modality.metrics, *COMMON], unknown), result.inputs.detach().cpu()
     labels = result.labels if truth.labelled else None
-    return measure(result.inputs, labels, truth, gallery, bounds)
+    return measure(result.inputs, labels, truth, gallery, bounds, modality)
 
 
 def numbers(values: dict[str, Tensor], n: int = 0) -> dict[str, float]:
@@ -204,24 +208,34 @@ def attack_rows(
         if isinstance(result, GradveilError):
             rows.append({"kind": "skip", **trial.about, "example": trial.first, "why": str(result)})
             continue
-        values, shown = measured(result, trial.truth, gallery)
+        values, shown = measured(result, trial.truth, gallery, modality=trial.view.modality)
         said = {"objective": result.objective, "converged": result.converged, "details": result.details}
+        sure = _confidence(result, trial)
         for n, image in enumerate(shown):
-            place = {"example": trial.first + n, "index": len(images), "gallery": choices}
+            place: Row = {"example": trial.first + n, "index": len(images), "gallery": choices}
+            place |= {} if sure is None else {"confidence": sure[n].tolist()}
             rows.append({"kind": "attack", **trial.about, **place, **numbers(values, n), **said})
             images.append(image.numpy())
     return rows, images
 
 
+def _confidence(result: Reconstruction, trial: Trial) -> Tensor | None:
+    """Return how sure the attack is of each cell, of the examples in the order of their originals."""
+    if result.confidence is None or trial.truth is None:
+        return result.confidence
+    kind, bounds = trial.view.modality, trial.view.bounds
+    return result.confidence[kind.order(kind.unit(result.inputs, bounds), kind.unit(trial.truth.inputs, bounds))]
+
+
 def floors(
-    truth: Batch, public: Public | None, bounds: tuple[float, float] = (0.0, 1.0)
+    truth: Batch, public: Public | None, bounds: tuple[float, float] = (0.0, 1.0), modality: Modality = IMAGE
 ) -> tuple[list[Row], dict[str, Tensor]]:
     """Measure the blind guesses, each example by itself; return the rows, and every guess's answers by name."""
     rows: list[Row] = []
-    answers = blind_guesses(truth, None if public is None else public.batch, bounds)
+    answers = blind_guesses(truth, None if public is None else public.batch, bounds, modality)
     for guess, answer in answers.items():
         for i in range(len(truth)):
             gallery = None if public is None else public.gallery
-            values, _ = measure(answer[i : i + 1], None, truth[i : i + 1], gallery, bounds)
+            values, _ = measure(answer[i : i + 1], None, truth[i : i + 1], gallery, bounds, modality)
             rows.append({"kind": "floor", "guess": guess, "example": i, **numbers(values)})
     return rows, answers

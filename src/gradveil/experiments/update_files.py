@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import nn
 
 from gradveil.data.base import Dataset
 from gradveil.errors import UpdateError
-from gradveil.files import write_atomically
+from gradveil.files import damage_told, read_safetensors, write_atomically
 from gradveil.losses import Loss
 from gradveil.losses import build as build_loss
 from gradveil.registry import is_import_path
@@ -26,6 +25,10 @@ from gradveil.types import Batch, Update, check_update
 
 Kind = Literal["gradient", "difference", "weights"]
 KINDS = ("gradient", "difference", "weights")
+_NO_PICKLES = (
+    "It is not a safetensors file; pickles (.pt, .pth) are refused, since they can run code: save with "
+    "safetensors.torch.save_file(state_dict, path)."
+)
 
 
 @dataclass(frozen=True)
@@ -175,14 +178,8 @@ def read_tensors(path: str | Path) -> tuple[Params, dict[str, str]]:
     path = Path(path)
     if not path.is_file():
         raise UpdateError(f"There is no file {path}.")
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
-    except SafetensorError as error:
-        raise UpdateError(
-            f"{path} is not a safetensors file ({error}). Pickles (.pt, .pth) are refused, since they can run code: "
-            "save with safetensors.torch.save_file(state_dict, path)."
-        ) from error
+    with damage_told(path, UpdateError, _NO_PICKLES):
+        return read_safetensors(path)
 
 
 def _gradient(path: Path, kind: str, tensors: Params, lr: float, before: Params | None, model: nn.Module) -> Params:

@@ -5,17 +5,18 @@ from collections.abc import Mapping
 from gradveil.countermeasures import Tier
 from gradveil.experiments.rows import NAIVE, Floor, Line
 from gradveil.metrics.intervals import short
+from gradveil.modalities import Modality
 
 GETS: dict[str, str] = {
-    "recovered": "gets the images back",
-    "recognised": "gets images that can be told from {others} others",
-    "traces": "gets traces of the images",
+    "recovered": "gets the {many} back",
+    "recognised": "gets {many} that can be told from {others} others",
+    "traces": "gets traces of the {many}",
     "nothing": "gets nothing",
 }
 
-BADGES: dict[str, str] = {
-    "recovered": "Images recovered",
-    "recognised": "Images recognised",
+_BADGES: dict[str, str] = {
+    "recovered": "{many} recovered",
+    "recognised": "{many} recognised",
     "traces": "Traces found",
     "nothing": "Nothing found",
     "void": "Void",
@@ -30,15 +31,27 @@ WHO: dict[Tier, str] = {
     "patient": "Patient server",
     "malicious": "Malicious server",
 }
+NOT_HERE: dict[Tier, str] = {
+    "informed": "it compares candidates for one record, and an audit of a saved update has none",
+    "patient": "it adds up the updates of many rounds, and one was saved",
+    "malicious": "it chooses the weights that a client trains at, and this update was made at those that were sent",
+}  # tiers of servers that one saved update cannot be attacked by, and why
+
+
+def badges(modality: Modality) -> dict[str, str]:
+    """Return each outcome in two words."""
+    return {outcome: said.format(many=modality.many.capitalize()) for outcome, said in _BADGES.items()}
 
 
 def gets(line: Line, floor: Floor, tier: Tier) -> str:
     """Return what a server of a tier gets, by its strongest line."""
     if not line.counts:
         return f"shows nothing either way: {_by(line)} {line.void}"
-    got = GETS[line.grade].format(others=line.gallery - 1)
-    if line.grade == "recognised" and line.mse.mean > floor.mse.mean:
-        got = f"gets pictures that are poor pixel by pixel but can still be told from {line.gallery - 1} others"
+    kind = floor.modality
+    got = GETS[line.grade].format(others=line.gallery - 1, many=kind.many)
+    if line.grade == "recognised" and line.error.mean > floor.error.mean:
+        got = f"gets {kind.many} that are poor {kind.part} by {kind.part} but can still be told from "
+        got += f"{line.gallery - 1} others"
     if line.tier != tier != "knows":
         return f"{got}, as {'a naive one' if line.tier == 'naive' else 'one that knows the defence'} does"
     as_another = ", as a naive one does" if line.tier != tier else ""
@@ -51,11 +64,11 @@ def _by(line: Line) -> str:
 
 
 def _numbers(line: Line, floor: Floor) -> str:
-    said = f"MSE {short(line.mse.mean)}"
-    if line.mse.mean > floor.mse.mean:
-        said += f", worse than a blind guess at {short(floor.mse.mean)}"
+    said = f"{floor.modality.error_name} {short(line.error.mean)}"
+    if line.error.mean > floor.error.mean:
+        said += f", worse than a blind guess at {short(floor.error.mean)}"
     elif line.grade == "nothing":
-        said += f", little better than a blind guess at {short(floor.mse.mean)}"
+        said += f", little better than a blind guess at {short(floor.error.mean)}"
     if line.server != NAIVE and line.control is not None:
         said += f", without a defence {short(line.control)}"
     if line.identified.count:

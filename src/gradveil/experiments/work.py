@@ -11,7 +11,8 @@ import numpy as np
 from gradveil import pace
 from gradveil.experiments.judge import verdicts
 from gradveil.experiments.looks import Look, Progress, first_look
-from gradveil.experiments.panel import CHUNK, Observed, Target, panel, plant
+from gradveil.experiments.panel import CHUNK, Observed, Target, panel
+from gradveil.experiments.planting import plant
 from gradveil.experiments.rows import tier_of
 from gradveil.experiments.run_folder import Row, RunFolder
 from gradveil.experiments.scene import Scene, is_small, one_thread

@@ -9,7 +9,8 @@ from torch import nn
 
 from gradveil.errors import DataError
 from gradveil.federated.server import Memory
-from gradveil.files import write_atomically
+from gradveil.files import damage_told, read_safetensors, write_atomically
+from gradveil.ranges import MOST
 from gradveil.tree import Params
 
 
@@ -34,25 +35,21 @@ class Checkpoint:
     @classmethod
     def read(cls, path: Path) -> "Checkpoint":
         """Read a file that ``save`` wrote."""
-        from safetensors import SafetensorError, safe_open
-
         state: Params = {}
         memory: Memory = {}
-        try:
-            with safe_open(path, framework="pt") as file:
-                about = file.metadata() or {}
-                for key in file.keys():  # noqa: SIM118 - not a dict
-                    kind, _, name = key.partition("/")
-                    if kind == "model":
-                        state[name] = file.get_tensor(key)
-                    else:
-                        which, _, name = name.partition("/")
-                        memory.setdefault(which, {})[name] = file.get_tensor(key)
-            return cls(int(about["round"]), state, memory, json.loads(about["notes"]))
-        except (OSError, KeyError, ValueError, SafetensorError) as error:
-            raise DataError(
-                f"{path} is not a checkpoint of gradveil ({error}). Start again without --resume."
-            ) from error
+        with damage_told(path, DataError, "It is not a checkpoint of gradveil. Start again without --resume."):
+            tensors, about = read_safetensors(path)
+            for key, value in tensors.items():
+                kind, _, name = key.partition("/")
+                if kind == "model":
+                    state[name] = value
+                else:
+                    which, _, name = name.partition("/")
+                    memory.setdefault(which, {})[name] = value
+            found = cls(int(about["round"]), state, memory, json.loads(about["notes"]))
+            if not 0 <= found.round <= MOST or not isinstance(found.notes, dict):
+                raise ValueError(f"round {about['round']}, notes {about['notes'][:50]}")
+        return found
 
     def restore(self, model: nn.Module) -> None:
         """Load the weights into a model of the same kind."""

@@ -4,13 +4,15 @@ import io
 import mmap
 import os
 import pickle
+import signal
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from multiprocessing import get_all_start_methods, get_context
+from multiprocessing import get_all_start_methods, get_context, parent_process
 from multiprocessing.connection import Connection
-from typing import Any
+from threading import Thread, current_thread, main_thread
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -20,6 +22,7 @@ from gradveil.data.base import Array, Split
 from gradveil.errors import GradveilError
 from gradveil.federated.client import Sent
 from gradveil.federated.engines import ENGINES, Engine, Job, Pool, World, work
+from gradveil.ranges import Range
 from gradveil.tree import Params
 
 Numbers = dict[str, Array]
@@ -30,6 +33,31 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+@contextmanager
+def deaf_to_ctrl_c() -> Iterator[None]:
+    """Within, processes are started that do not hear Ctrl-C: the one that starts them does, and ends them."""
+    if current_thread() is not main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def end_with_parent() -> None:
+    """Let this worker process end when the one that started it ends, however it ends: nobody else has work for it."""
+    parent = parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    Thread(target=watch, daemon=True).start()
+
+
 @ENGINES.register("processes")
 @dataclass(frozen=True)
 class Processes(Engine):
@@ -38,12 +66,8 @@ class Processes(Engine):
     The workers import the main module anew: a script that uses this needs ``if __name__ == "__main__":``.
     """
 
-    workers: int | None = None  # None: one per core
+    workers: Annotated[int, Range(1, 1024)] | None = None  # None: one per core
     channels_last: bool = False
-
-    def __post_init__(self) -> None:
-        if self.workers is not None and self.workers < 1:
-            raise ValueError("workers must be at least 1.")
 
     def start(self, world: World) -> Pool:
         """Start the workers."""
@@ -72,7 +96,8 @@ class _ProcessPool(Pool):
         for _ in range(workers):
             ours, theirs = context.Pipe()
             worker = context.Process(target=_serve, args=(theirs, channels_last), daemon=True)  # type: ignore[attr-defined]
-            worker.start()
+            with deaf_to_ctrl_c():
+                worker.start()
             theirs.close()
             self.pipes.append(ours)
             self.workers.append(worker)
@@ -129,6 +154,7 @@ def _deal(sizes: Sequence[int], hands: int) -> list[list[int]]:
 
 def _serve(pipe: Connection, channels_last: bool) -> None:
     """Work until the other end is closed."""
+    end_with_parent()
     torch.set_num_threads(1)
     layout = torch.channels_last if channels_last else torch.contiguous_format
     try:
@@ -145,7 +171,7 @@ def _serve(pipe: Connection, channels_last: bool) -> None:
         while True:
             state, jobs, lr = pipe.recv()
             pipe.send(_answer(world, places, state, jobs, lr, layout))
-    except (EOFError, BrokenPipeError, KeyboardInterrupt):
+    except (EOFError, BrokenPipeError):
         return
 
 

@@ -3,8 +3,9 @@
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from gradveil.ranges import Count, Range
 from gradveil.registry import Registry
 
 SCHEDULES: Registry["Schedule"] = Registry("schedule", "gradveil.federated")
@@ -38,13 +39,9 @@ class Inverse(Schedule):
     The base rate is not used. In the theory t grows with every local step; here it grows from round to round.
     """
 
-    mu: float = 1.0
-    gamma: float = 8.0
-    steps: int = 1  # local steps per round
-
-    def __post_init__(self) -> None:
-        if not (self.mu > 0 and self.gamma > 0 and self.steps >= 1):
-            raise ValueError("mu and gamma must be above 0 and steps at least 1.")
+    mu: Annotated[float, Range(1e-9)] = 1.0
+    gamma: Annotated[float, Range(1e-9)] = 8.0
+    steps: Count = 1  # local steps per round
 
     def lr(self, base: float, round_number: int, rounds: int) -> float:
         """Return 2 / (mu (gamma + steps * rounds before))."""
@@ -56,7 +53,7 @@ class Inverse(Schedule):
 class Exponential(Schedule):
     """The base rate times ``factor`` for every round before."""
 
-    factor: float = 0.99
+    factor: Annotated[float, Range(0, 2)] = 0.99
 
     def lr(self, base: float, round_number: int, rounds: int) -> float:
         """Return base * factor ** (rounds before)."""

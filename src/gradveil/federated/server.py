@@ -12,6 +12,7 @@ from torch import Generator, Tensor, nn
 from gradveil.errors import SpecError
 from gradveil.federated.client import Sent
 from gradveil.federated.settings import Weighting
+from gradveil.ranges import Decay, Positive, Weight
 from gradveil.registry import Registry, convert, parse
 from gradveil.tree import Params, add, map_values, parameters, scale, subtract
 
@@ -143,7 +144,7 @@ class Server(ABC):
 class FedAvg(Server):
     """Take the average as it is; ``lr`` below 1 goes only part of the way (McMahan et al. 2017)."""
 
-    lr: float = 1.0
+    lr: Weight = 1.0
 
     def move(self, weights: Params, target: Params, memory: Memory) -> tuple[Params, Memory]:
         """Return W + lr (target - W)."""
@@ -157,8 +158,8 @@ class FedAvg(Server):
 class FedAvgM(Server):
     """Momentum on the server (Hsu et al. 2019)."""
 
-    lr: float = 1.0
-    momentum: float = 0.9
+    lr: Weight = 1.0
+    momentum: Decay = 0.9
 
     def move(self, weights: Params, target: Params, memory: Memory) -> tuple[Params, Memory]:
         """Return W + lr v with v = momentum v + (target - W)."""
@@ -172,10 +173,10 @@ class FedAvgM(Server):
 class FedAdam(Server):
     """Adam on the server, without bias correction (Reddi et al. 2021, algorithm 2)."""
 
-    lr: float = 0.01
-    beta1: float = 0.9
-    beta2: float = 0.99
-    tau: float = 1e-3
+    lr: Weight = 0.01
+    beta1: Decay = 0.9
+    beta2: Decay = 0.99
+    tau: Positive = 1e-3
 
     def move(self, weights: Params, target: Params, memory: Memory) -> tuple[Params, Memory]:
         """Return W + lr m / (sqrt(v) + tau) with the running means m of the step and v of its square."""

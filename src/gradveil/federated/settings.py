@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any, ClassVar, Literal, TypeVar
 
-from gradveil.errors import UpdateError
 from gradveil.federated.schedules import SCHEDULES
+from gradveil.ranges import Count, Positive, Whole
 from gradveil.step_rule import StepRule
 
 Weighting = Literal["samples", "paper", "uniform"]
@@ -17,14 +17,9 @@ T = TypeVar("T")
 class Local(StepRule):
     """How a client trains between receiving the weights and sending its update."""
 
-    epochs: int = 1  # E
-    batch_size: int | None = 32  # B; None: all of a client's examples at once
+    epochs: Count = 1  # E
+    batch_size: Count | None = 32  # B; None: all of a client's examples at once
     loss: str = "cross_entropy"  # or bce, mse, module:function
-
-    def __post_init__(self) -> None:
-        if self.epochs < 1 or (self.batch_size is not None and self.batch_size < 1):
-            raise UpdateError(f"epochs={self.epochs}, batch_size={self.batch_size}: both must be at least 1.")
-        super().__post_init__()
 
     def steps(self, num_examples: int) -> int:
         """Return how many local steps a client with so many examples takes."""
@@ -37,9 +32,9 @@ class Averaging(Local):
 
     RENAMED: ClassVar[dict[str, str]] = {"devices": "clients", "server": "aggregator"}  # old name -> name
 
-    rounds: int = 10
-    clients: int = 10  # K, that train in a round
-    lr: float = 0.01
+    rounds: Whole = 10
+    clients: Count = 10  # K, that train in a round
+    lr: Positive = 0.01
     schedule: str = "constant"
 
     def lr_of(self, number: int) -> float:

@@ -223,8 +223,6 @@ def assign(model: nn.Module, values: Params) -> None:
 
 
 def _check(dataset: Dataset, clients: Sequence[Indices], training: Training) -> None:
-    if training.rounds < 0 or training.clients < 1:
-        raise GradveilError(f"rounds={training.rounds}, clients={training.clients}: a run needs at least one client.")
     if training.sampling == "without" and training.clients > len(clients):
         raise DataError(
             f"{training.clients} clients a round were asked for and there are {len(clients)}. Ask for fewer, or draw "

@@ -20,6 +20,7 @@ from gradveil.federated.client import Sent, update_batch_size
 from gradveil.federated.engines import ENGINES, Engine, Job, Pool, World
 from gradveil.federated.stacking import Masks, Resident, StackedRecords, Steps, pad_steps, why_no_masks, why_no_records
 from gradveil.losses import build as build_loss
+from gradveil.ranges import Count
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch, Update
 
@@ -35,12 +36,8 @@ class Vectorised(Engine):
     without batch norm and dropout. In float64 it equals one client after the other to rounding.
     """
 
-    clients: int = 128  # trained together at most; bounds the memory
+    clients: Count = 128  # trained together at most; bounds the memory
     graph: bool | None = None  # record each step as a CUDA graph; None: on CUDA where the defence allows it
-
-    def __post_init__(self) -> None:
-        if self.clients < 1:
-            raise ValueError("clients must be at least 1.")
 
     def start(self, world: World) -> Pool:
         """Move the data to the model's device."""

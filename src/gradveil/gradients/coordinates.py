@@ -7,15 +7,16 @@ record is clipped and plain noise is added; P⁻¹ brings it back.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
 from gradveil.errors import DefenseError
+from gradveil.files import damage_told, read_safetensors, write_atomically
 from gradveil.gradients.records import Records, records_of
 from gradveil.losses import Loss
 from gradveil.tree import Params, parameters
@@ -106,20 +107,20 @@ def save(coordinates: Coordinates, like: Params, path: str | Path, clip: float |
     tensors["values"] = coordinates.values.cpu()
     if clip is not None:
         tensors["clip"] = torch.tensor(clip, dtype=torch.float64)
-    save_file(tensors, path)
+    write_atomically(Path(path), to_bytes(tensors))
 
 
 def load(path: str, like: Params) -> tuple[Coordinates, float | None]:
     """Read what ``save`` wrote, for a model with these parameters; what is no pair of P and P⁻¹ is refused."""
-    try:
-        tensors = _read(path, Path(path).stat().st_mtime_ns)
-        parts = [tensors[f"directions/{name}"] for name in like]
-        values = tensors["values"].double()
-    except (OSError, SafetensorError, KeyError) as error:
-        raise DefenseError(
-            f"Cannot read public coordinates of this model from {path!r} ({error}). Write them with "
-            f"gradveil.gradients.coordinates.save."
-        ) from error
+    advice = "They are no public coordinates of this model: write them with gradveil.gradients.coordinates.save."
+    with damage_told(repr(path), DefenseError, advice):
+        return _load(path, like)
+
+
+def _load(path: str, like: Params) -> tuple[Coordinates, float | None]:
+    tensors = _read(path, Path(path).stat().st_mtime_ns)
+    parts = [tensors[f"directions/{name}"] for name in like]
+    values = tensors["values"].double()
     if any(part.shape[1:] != p.shape for part, p in zip(parts, like.values(), strict=True)):
         raise DefenseError(f"The public coordinates {path!r} are of a model with other parameters.")
     flat = torch.cat([part.flatten(1) for part in parts], 1).double()
@@ -129,12 +130,14 @@ def load(path: str, like: Params) -> tuple[Coordinates, float | None]:
     first = next(iter(like.values()))
     directions = torch.linalg.qr(flat.T).Q.T  # the same but for signs, and orthonormal to rounding
     clip = float(tensors["clip"]) if "clip" in tensors else None
+    if clip is not None and not 0 < clip < inf:
+        raise DefenseError(f"The clip in {path!r} is {clip}; it must be above 0.")
     return Coordinates(directions.to(first), values.to(first)), clip
 
 
 @lru_cache(maxsize=4)
 def _read(path: str, changed: int) -> Params:
-    return load_file(path)
+    return read_safetensors(Path(path))[0]
 
 
 @dataclass(frozen=True, eq=False)

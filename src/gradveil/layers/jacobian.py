@@ -210,7 +210,8 @@ class FunctionJacobian(Jacobian):
             raise ScoreError(
                 f"The input of layer {layer!r} does not depend on x in a way that torch differentiates, so it has no "
                 f"scores: it is made under no_grad, detached, or from whole numbers. Freeze weights with "
-                f"requires_grad_(False) in place of no_grad, and give embeddings in place of token ids."
+                f"requires_grad_(False) in place of no_grad, and give embeddings in place of token ids, or "
+                f"defend text with veil, gaussian or pruning."
             )
 
     def pull(self, g: Tensor) -> Tensor:

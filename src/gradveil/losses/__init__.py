@@ -3,6 +3,7 @@
 from gradveil.losses.base import LOSSES, Loss, OwnLoss, build
 from gradveil.losses.cross_entropy import CROSS_ENTROPY, CrossEntropy
 from gradveil.losses.entries import BinaryCrossEntropy, MeanSquaredError
+from gradveil.losses.next_token import NextToken
 
 __all__ = [
     "CROSS_ENTROPY",
@@ -11,6 +12,7 @@ __all__ = [
     "CrossEntropy",
     "Loss",
     "MeanSquaredError",
+    "NextToken",
     "OwnLoss",
     "build",
 ]

@@ -19,7 +19,8 @@ from gradveil.registry import Registry, import_object, is_import_path
 
 LOSSES: Registry["Loss"] = Registry("loss", "gradveil.losses")
 
-Targets = Literal["classes", "bits", "numbers"]  # class numbers (N,); zeros and ones, (N,) or (N, K); real numbers
+Targets = Literal["classes", "bits", "numbers", "tokens"]
+# class numbers (N,); zeros and ones, (N,) or (N, K); real numbers; ids of the token at each place (N, L)
 
 
 class Loss(ABC):

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gradveil.errors import LossError
 from gradveil.losses.base import LOSSES, Loss, kind_of, said
+from gradveil.ranges import Decay, Weight
 
 
 @LOSSES.register("cross_entropy")
@@ -16,13 +17,11 @@ class CrossEntropy(Loss):
 
     targets = "classes"
 
-    weights: tuple[float, ...] = ()  # of the classes, joined by '/'; none: all alike
-    smoothing: float = 0.0  # share of every label that is dealt out to all classes
+    weights: tuple[Weight, ...] = ()  # of the classes, joined by '/'; none: all alike
+    smoothing: Decay = 0.0  # share of every label that is dealt out to all classes
 
     def __post_init__(self) -> None:
-        if not 0 <= self.smoothing < 1:
-            raise ValueError(f"smoothing={self.smoothing} is no share: give a number from 0 to below 1.")
-        if self.weights and not (min(self.weights) >= 0 and sum(self.weights) > 0):
+        if self.weights and not any(self.weights):
             raise ValueError(f"weights={'/'.join(map(str, self.weights))}: give numbers above zero.")
 
     @property

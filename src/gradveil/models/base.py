@@ -10,6 +10,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.errors import GradveilError, ModelError, SpecError, own_error
+from gradveil.modalities import IMAGE, Modality
 from gradveil.registry import Registry, import_object, is_import_path
 
 MODELS: Registry["Builder"] = Registry("model", "gradveil.models")
@@ -23,10 +24,15 @@ class Builder(ABC):
     """Settings are the dataclass fields; the call gets the shape of one input and a generator for the weights."""
 
     spec_name: ClassVar[str]
+    takes: ClassVar[str] = "image"  # the modality of its inputs
 
     @abstractmethod
     def build(self, input_shape: Shape, num_classes: int, rng: Generator) -> nn.Module:
         """Return the network with weights drawn from ``rng``: pixels in [0, 1] in, logits out."""
+
+    def build_for(self, modality: Modality, input_shape: Shape, num_classes: int, rng: Generator) -> nn.Module:
+        """Return the network for examples of a kind; by default that changes nothing."""
+        return self.build(input_shape, num_classes, rng)
 
 
 def build(
@@ -34,12 +40,13 @@ def build(
     input_shape: Shape = (1, 28, 28),
     num_classes: int = 10,
     seed: int = 0,
+    modality: Modality = IMAGE,
 ) -> nn.Module:
     """Return a network for inputs of that shape, e.g. ``lenet:activation=relu,init=kaiming``.
 
-    ``package.module:function`` (or the function itself) gives a user's own; it is called with ``input_shape``
-    and ``num_classes`` where its signature takes them. A module is returned as it is. Weights depend on
-    ``seed`` alone, and the global random state is left as it was.
+    ``package.module:function`` (or the function itself) gives a user's own; it is called with ``input_shape``,
+    ``num_classes`` and ``modality`` (what an example is) where its signature takes them. A module is returned as it is.
+    Weights depend on ``seed`` alone, and the global random state is left as it was.
     """
     if isinstance(spec, nn.Module):
         return spec
@@ -48,32 +55,38 @@ def build(
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
         if isinstance(spec, str) and is_import_path(spec):
-            return _own(import_object(spec), spec, tuple(input_shape), num_classes)
+            return _own(import_object(spec), spec, tuple(input_shape), num_classes, modality)
         if callable(spec):
-            return _own(spec, _name(spec), tuple(input_shape), num_classes)
+            return _own(spec, _name(spec), tuple(input_shape), num_classes, modality)
         rng = torch.Generator().manual_seed(seed)
-        return MODELS.build(spec).build(tuple(input_shape), num_classes, rng)
+        return MODELS.build(spec).build_for(modality, tuple(input_shape), num_classes, rng)
 
 
 def build_working(
-    source: Source, input_shape: Shape, num_classes: int, seed: int = 0, *, sure_of_classes: bool = True
+    source: Source,
+    input_shape: Shape,
+    num_classes: int,
+    seed: int = 0,
+    modality: Modality = IMAGE,
+    *,
+    sure_of_classes: bool = True,
 ) -> nn.Module:
     """Return what ``build`` does, after a copy of it ran forwards and backwards on a blank batch.
 
     Raises ``ModelError`` where it cannot, where there is not one logit for each class (of which one may not be sure),
     or where nothing can be trained.
     """
-    model, name = build(source, input_shape, num_classes, seed), _name(source)
+    model, name = build(source, input_shape, num_classes, seed, modality), _name(source)
     with torch.random.fork_rng(devices=[]):
-        _try(model, name, tuple(input_shape), num_classes if sure_of_classes else 1)
+        _try(model, name, tuple(input_shape), num_classes if sure_of_classes else 1, modality)
     return model
 
 
-def _try(model: nn.Module, name: str, input_shape: Shape, least: int) -> None:
+def _try(model: nn.Module, name: str, input_shape: Shape, least: int, modality: Modality) -> None:
     parameters = list(model.parameters())
     if not any(p.requires_grad for p in parameters):
         raise ModelError(f"The model {name} has no parameter that can be trained, so there is no update to look at.")
-    blank = torch.zeros(BLANK, *input_shape, device=parameters[0].device)
+    blank = torch.full((BLANK, *input_shape), modality.last, device=parameters[0].device)
     doing = "run"
     try:
         copied = copy.deepcopy(model)
@@ -85,13 +98,21 @@ def _try(model: nn.Module, name: str, input_shape: Shape, least: int) -> None:
     except GradveilError:
         raise
     except Exception as error:
+        if isinstance(error, IndexError) and modality.last:
+            raise ModelError(
+                f"The ids of the data go up to {modality.last:.0f} and the model {name} has no embedding for that one. "
+                f"Give it a vocabulary of {modality.last + 1:.0f}, or the data a smaller one."
+            ) from error
         raise ModelError(
             f"The model {name} cannot be {doing} on inputs of shape {input_shape}. The error is its own: "
             f"{own_error(error)}"
         ) from error
     flat = least <= 1 and isinstance(logits, Tensor) and logits.shape == (BLANK,)  # one number for each input
     if not flat and (
-        not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != BLANK or logits.shape[1] < least
+        not isinstance(logits, Tensor)
+        or logits.ndim not in ((2, 3) if modality.last else (2,))  # of each token, or of the whole
+        or len(logits) != BLANK
+        or logits.shape[-1] < least
     ):
         found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         classes = f"each of the {least} classes" if least > 1 else "each class"
@@ -106,12 +127,12 @@ def _name(source: object) -> str:
     return source if isinstance(source, str) else str(getattr(source, "__name__", repr(source)))
 
 
-def _own(factory: Any, name: str, input_shape: Shape, num_classes: int) -> nn.Module:
+def _own(factory: Any, name: str, input_shape: Shape, num_classes: int, modality: Modality) -> nn.Module:
     if isinstance(factory, nn.Module):
         return factory
     if not callable(factory):
         raise SpecError(f"{name} is a {type(factory).__name__}; give a function or class that returns an nn.Module.")
-    offered = {"input_shape": input_shape, "num_classes": num_classes}
+    offered = {"input_shape": input_shape, "num_classes": num_classes, "modality": modality}
     try:
         taken = inspect.signature(factory).parameters
         takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values())

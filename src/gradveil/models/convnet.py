@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from gradveil.models.base import MODELS, Shape
-from gradveil.models.parts import ACTIVATIONS, Activation, Chain, Init, Layers
+from gradveil.models.parts import ACTIVATIONS, Activation, Chain, Init, Layers, Padding, Width, Window
 
 POOL = 0  # marks a pooling layer in a list of widths
 
@@ -18,7 +18,7 @@ class _Convolutions(Chain):
     """Convolutions of one size, each with an activation, and pooling between them."""
 
     activation: Activation
-    padding: int
+    padding: Padding
     batchnorm: bool
 
     def stack(
@@ -54,9 +54,9 @@ class LeNet(_Convolutions):
 
     activation: Activation = "sigmoid"
     init: Init = "uniform"
-    strides: tuple[int, ...] = (2, 2, 1, 1)  # one convolution each
-    padding: int = 2
-    width: int = 12
+    strides: tuple[Window, ...] = (2, 2, 1, 1)  # one convolution each
+    padding: Padding = 2
+    width: Width = 12
     batchnorm: bool = False
     normalize: str = "none"  # none, half, or mean/std
 
@@ -77,8 +77,8 @@ class ConvNet(_Convolutions):
 
     activation: Activation = "relu"
     init: Init = "default"
-    padding: int = 2
-    pool: int = 3  # size and stride
+    padding: Padding = 2
+    pool: Window = 3  # size and stride
     batchnorm: bool = False
     normalize: str = "none"  # none, half, or mean/std
 
@@ -98,9 +98,9 @@ class ConvNetAuthors(_Convolutions):
 
     activation: Activation = "relu"
     init: Init = "default"
-    padding: int = 1
-    pool: int = 3  # size and stride
-    width: int = 64
+    padding: Padding = 1
+    pool: Window = 3  # size and stride
+    width: Width = 64
     batchnorm: bool = True
     normalize: str = "none"  # none, half, or mean/std
 

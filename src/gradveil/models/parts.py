@@ -2,17 +2,24 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Annotated, Literal
 
 import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.errors import SpecError
+from gradveil.modalities import IMAGE, Modality
 from gradveil.models.base import Builder, Shape
+from gradveil.ranges import Range
 
 Activation = Literal["sigmoid", "relu", "tanh", "softplus", "leaky_relu", "elu", "gelu", "silu"]
 Init = Literal["uniform", "default", "kaiming"]
+Width = Annotated[int, Range(1, 4096)]  # of a layer
+Window = Annotated[int, Range(1, 64)]  # of a convolution's stride, a pooling, a patch
+Rank = Annotated[int, Range(0, 4096)]  # of low-rank factors
+Padding = Annotated[int, Range(0, 64)]
+_FAR = 1e6  # from 1, for what normalises
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "sigmoid": nn.Sigmoid,
@@ -27,14 +34,14 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 
 
 class Normalize(nn.Module):
-    """Shift and scale each channel: (x - mean) / std. Inside the model, so that attacks work on pixels."""
+    """Shift and scale each channel: (x - mean) / std. Inside the model, so that attacks work on the examples."""
 
     mean: Tensor
     std: Tensor
 
-    def __init__(self, mean: list[float], std: list[float]) -> None:
+    def __init__(self, mean: Sequence[float], std: Sequence[float], axes: int = 2) -> None:
         super().__init__()
-        shape = (-1, 1, 1) if len(mean) > 1 else ()
+        shape = (-1, *[1] * axes) if len(mean) > 1 else ()  # axes of one channel: of images two, of rows none
         self.register_buffer("mean", torch.tensor(mean).reshape(shape), persistent=False)
         self.register_buffer("std", torch.tensor(std).reshape(shape), persistent=False)
 
@@ -58,12 +65,14 @@ def normalizer(text: str, channels: int) -> Normalize | None:
     except ValueError:
         numbers = []
     half = len(numbers) // 2
-    if len(numbers) not in (2, 2 * channels) or min(numbers[half:]) <= 0:
+    means, stds = numbers[:half], numbers[half:]
+    fits = all(abs(mean) <= _FAR for mean in means) and all(1 / _FAR <= std <= _FAR for std in stds)
+    if len(numbers) not in (2, 2 * channels) or not fits:
         raise SpecError(
             f"normalize={text!r} cannot be read: give none, half, or mean/std (or {channels} means and {channels} "
             "positive standard deviations, one per channel, all joined by '/')."
         )
-    return Normalize(numbers[:half], numbers[half:])
+    return Normalize(means, stds)
 
 
 Layers = dict[str, nn.Module]
@@ -85,8 +94,14 @@ class Chain(Builder):
 
     def build(self, input_shape: Shape, num_classes: int, rng: Generator) -> nn.Module:
         """Return the network; the length of the representation comes from a dry run."""
+        return self.build_for(IMAGE, input_shape, num_classes, rng)
+
+    def build_for(self, modality: Modality, input_shape: Shape, num_classes: int, rng: Generator) -> nn.Module:
+        """Return the network; it standardises examples whose numbers have means and deviations of their own."""
         model = nn.Sequential()
         norm = normalizer(self.normalize, input_shape[0])
+        if norm is None and modality.scaling is not None:
+            norm = Normalize(*modality.scaling, axes=0)
         if norm is not None:
             model.add_module("normalize", norm)
         for name, layer in self.features(input_shape).items():

@@ -7,10 +7,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.dropout import _DropoutNd
 
-from gradveil.errors import SpecError
 from gradveil.models.base import MODELS
 from gradveil.models.convnet import LeNet
-from gradveil.models.parts import Layers
+from gradveil.models.parts import Layers, Width
 
 
 class GaussianSample(_DropoutNd):
@@ -36,11 +35,7 @@ class Precode(LeNet):
     al. 2022).
     """
 
-    size: int = 256  # numbers that are drawn
-
-    def __post_init__(self) -> None:
-        if not self.size >= 1:
-            raise SpecError(f"size={self.size} is below 1. Give the numbers that the bottleneck draws, e.g. 256.")
+    size: Width = 256  # numbers that are drawn
 
     def head(self, length: int, num_classes: int) -> Layers:
         """Return encoder, sample, decoder, fc."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradveil.models.base import MODELS, Shape
-from gradveil.models.parts import Chain, Init, Layers
+from gradveil.models.parts import Chain, Init, Layers, Width
 
 Norm = Literal["batch", "group"]
 
@@ -78,14 +78,10 @@ class ResNet18(Chain):
     2x2 pixels are left. It trains with a learning rate of 0.03.
     """
 
-    width: int = 64
+    width: Width = 64
     init: Init = "kaiming"
     normalize: str = "none"  # none, half, or mean/std
     norm: Norm = "batch"  # or group, which looks at one image at a time
-
-    def __post_init__(self) -> None:
-        if self.width < 1:
-            raise ValueError("width must be 1 or more.")
 
     def features(self, input_shape: Shape) -> Layers:
         """Return conv1, norm1, act1, block1, ..., block8, pool."""
@@ -113,13 +109,13 @@ class MobileNet(Chain):
     stride leaves fewer than 2x2 pixels. It trains with a learning rate of 0.1 and batches of 32.
     """
 
-    width: int = 16
+    width: Width = 16
     init: Init = "kaiming"
     normalize: str = "none"  # none, half, or mean/std
 
     def __post_init__(self) -> None:
-        if self.width < 2 or self.width % 2:
-            raise ValueError("width must be an even number of 2 or more.")
+        if self.width % 2:
+            raise ValueError("width must be an even number.")
 
     def features(self, input_shape: Shape) -> Layers:
         """Return conv1, norm1, act1, block1, ..., block17, conv2, norm2, act2, pool."""

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from gradveil.errors import SpecError
 from gradveil.models.base import MODELS, Shape
-from gradveil.models.parts import Chain, Layers
+from gradveil.models.parts import Chain, Layers, Width
 
 ANGLES, SCALES = 8, 2
 CHANNELS = 1 + SCALES * ANGLES + ANGLES**2 * SCALES * (SCALES - 1) // 2  # of one input channel
@@ -37,6 +37,14 @@ def _wavelet(scale: int, angle: float) -> Tensor:
     wave = torch.polar(envelope, along * (3 * math.pi / 4 / 2**scale))
     wave = (wave - envelope * (wave.sum() / envelope.sum())) * SHARPNESS / (2 * math.pi * width**2)
     return torch.view_as_real(wave).permute(2, 0, 1).float()
+
+
+def _by_spectrum(x: Tensor, kernels: Tensor) -> Tensor:
+    """Return F.conv2d of (N, 1, H, W) by kernels (K, 1, k, k), by products of their spectra."""
+    sides, reach = x.shape[-2:], kernels.shape[-1] - 1
+    product = torch.fft.rfft2(x) * torch.fft.rfft2(kernels[:, 0], s=sides).conj()
+    found: Tensor = torch.fft.irfft2(product, s=sides)[..., : sides[0] - reach, : sides[1] - reach]
+    return found
 
 
 class Scattering(nn.Module):
@@ -73,7 +81,11 @@ class Scattering(nn.Module):
         """Return every channel under every kernel: (N, C * kernels, h, w)."""
         pad = kernels.shape[-1] // 2
         single = F.pad(x.flatten(0, 1)[:, None], (pad,) * 4, mode="replicate")
-        found = F.conv2d(single, kernels.to(x.dtype), stride=stride)
+        kernels = kernels.to(x.dtype)
+        if x.dtype == torch.float64 and stride == 1:  # what attacks solve in; such convolutions are slow on a CPU
+            found = _by_spectrum(single, kernels)
+        else:
+            found = F.conv2d(single, kernels, stride=stride)
         whole: Tensor = found.unflatten(0, x.shape[:2]).flatten(1, 2)
         return whole
 
@@ -122,7 +134,7 @@ class Scatter(Chain):
     client holds), else random ones.
     """
 
-    dims: int = 200
+    dims: Width = 200
     init: Literal["zeros", "default", "kaiming", "uniform"] = "default"
     normalize: str = "none"  # none, half, or mean/std
 

@@ -1,4 +1,4 @@
-"""The small networks of the leakage study: leaknet, probe and logistic regression."""
+"""The small networks: leaknet and probe of the leakage study, logistic regression and the multilayer perceptron."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,7 +6,7 @@ from typing import Literal
 from torch import nn
 
 from gradveil.models.base import MODELS, Shape
-from gradveil.models.parts import ACTIVATIONS, Activation, Chain, Init, Layers
+from gradveil.models.parts import ACTIVATIONS, Activation, Chain, Init, Layers, Padding, Width, Window
 
 
 @MODELS.register("leaknet")
@@ -19,8 +19,8 @@ class LeakNet(Chain):
 
     activation: Activation = "relu"
     init: Init = "default"
-    padding: int = 0
-    pool: int = 2  # size and stride
+    padding: Padding = 0
+    pool: Window = 2  # size and stride
     normalize: str = "none"  # none, half (as in the table's experiments), or mean/std
 
     def features(self, input_shape: Shape) -> Layers:
@@ -58,9 +58,9 @@ class ProbeNet(Chain):
 
     activation: Activation = "relu"
     init: Init = "default"
-    stride: int = 1
-    padding: int = 0
-    width: int = 12
+    stride: Window = 1
+    padding: Padding = 0
+    width: Width = 12
     normalize: str = "none"  # none, half, or mean/std
 
     def features(self, input_shape: Shape) -> Layers:
@@ -82,3 +82,28 @@ class Logistic(Chain):
     def features(self, input_shape: Shape) -> Layers:
         """Return nothing."""
         return {}
+
+
+@MODELS.register("mlp")
+@dataclass(frozen=True)
+class Mlp(Chain):
+    """Fully connected layers, for rows of a table: two of 100 with ReLU, as in Vero et al. 2023.
+
+    A table's columns are standardised in its first layer, which is not trained.
+    """
+
+    widths: tuple[Width, ...] = (100, 100)
+    activation: Activation = "relu"
+    init: Init = "default"
+    normalize: str = "none"  # none, half, or mean/std; of a table none is by its columns
+
+    def features(self, input_shape: Shape) -> Layers:
+        """Return nothing."""
+        return {}
+
+    def head(self, length: int, num_classes: int) -> Layers:
+        """Return fc1, act1, fc2, act2, ..., fc."""
+        layers: Layers = {}
+        for i, (before, after) in enumerate(zip((length, *self.widths), self.widths, strict=False), 1):
+            layers |= {f"fc{i}": nn.Linear(before, after), f"act{i}": ACTIVATIONS[self.activation]()}
+        return layers | {"fc": nn.Linear((length, *self.widths)[-1], num_classes)}

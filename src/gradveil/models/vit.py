@@ -2,13 +2,16 @@
 
 from dataclasses import dataclass
 from math import ceil, prod
+from typing import Annotated
 
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from gradveil.models.base import MODELS, Shape
-from gradveil.models.parts import Chain, Init, Layers
+from gradveil.models.lora import low_rank
+from gradveil.models.parts import Chain, Init, Layers, Rank, Width, Window
+from gradveil.ranges import Range
 
 
 class Tokens(nn.Module):
@@ -40,11 +43,13 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return tokens of the same shape."""
+    def forward(self, x: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """Return tokens of the same shape; ``hidden`` (..., tokens, tokens): those that a token does not see."""
         n, tokens, width = x.shape
         q, k, v = self.qkv(x).reshape(n, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
-        weights = (q @ k.mT * (width // self.heads) ** -0.5).softmax(-1)  # can be differentiated twice everywhere
+        fit = q @ k.mT * (width // self.heads) ** -0.5
+        fit = fit if hidden is None else fit.masked_fill(hidden, -1e9)  # a row of them all is no row of NaN
+        weights = fit.softmax(-1)  # can be differentiated twice everywhere
         out: Tensor = self.out((weights @ v).transpose(1, 2).reshape(n, tokens, width))
         return out
 
@@ -52,15 +57,15 @@ class SelfAttention(nn.Module):
 class TransformerBlock(nn.Module):
     """Attention, then a perceptron of four times the width; each sees normalised tokens and is added to them."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, eps: float = 1e-5) -> None:
         super().__init__()
-        self.norm1, self.attention = nn.LayerNorm(width), SelfAttention(width, heads)
-        self.norm2 = nn.LayerNorm(width)
+        self.norm1, self.attention = nn.LayerNorm(width, eps), SelfAttention(width, heads)
+        self.norm2 = nn.LayerNorm(width, eps)
         self.perceptron = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, hidden: Tensor | None = None) -> Tensor:
         """Return tokens of the same shape."""
-        x = x + self.attention(self.norm1(x))
+        x = x + self.attention(self.norm1(x), hidden)
         added: Tensor = self.perceptron(self.norm2(x))
         return x + added
 
@@ -82,17 +87,16 @@ class VisionTransformer(Chain):
     class token and has ``width`` entries. 208,074 weights for CIFAR-10. It trains with a learning rate of 0.03.
     """
 
-    patch: int = 4
-    depth: int = 4
-    width: int = 64
-    heads: int = 4
+    patch: Window = 4
+    depth: Annotated[int, Range(1, 256)] = 4
+    width: Width = 64
+    heads: Width = 4
     init: Init = "default"
     normalize: str = "none"  # none, half, or mean/std
+    lora: Rank = 0  # of the low-rank factors that alone are trained, beside the last layer; 0: all weights are
 
     def __post_init__(self) -> None:
-        if min(self.patch, self.depth, self.width, self.heads) < 1:
-            raise ValueError("patch, depth, width and heads must be 1 or more.")
-        if self.width % self.heads:
+        if self.heads < 1 or self.width % self.heads:
             raise ValueError(f"width={self.width} cannot be dealt out to {self.heads} heads.")
 
     def features(self, input_shape: Shape) -> Layers:
@@ -107,4 +111,4 @@ class VisionTransformer(Chain):
         tokens = model.get_submodule("tokens")
         for name in ("class_token", "positions"):
             nn.init.normal_(tokens.get_parameter(name), std=0.02, generator=rng)
-        return model
+        return low_rank(model, self.lora, rng)

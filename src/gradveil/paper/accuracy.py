@@ -20,6 +20,7 @@ from gradveil.models import build
 from gradveil.paper.base import CIFAR10, ITEMS, MAX_DROP, Context, Item, Judgement, Row, judge, papers_defense
 from gradveil.paper.figures import Dot, dot_panels
 from gradveil.paper.rows import Trained, family, last_round, paired_loss, spread
+from gradveil.ranges import Count, Positive
 from gradveil.seeds import Seeds
 
 SHARES, LEVELS = (0.01, 0.05, 0.1, 0.2, 0.4, 0.8), ("0.0001", "0.001", "0.01", "0.1")
@@ -128,9 +129,9 @@ class Accuracy(Item):
         "stands beside it; *lost* is against the undefended runs of the same seeds.",
     )
 
-    seeds: int = 3
-    most_rounds: int = 1000  # stop there, where the paper goes on longer
-    lr: float | None = None  # in place of each panel's own
+    seeds: Count = 3
+    most_rounds: Count = 1000  # stop there, where the paper goes on longer
+    lr: Positive | None = None  # in place of each panel's own
 
     def work(self, context: Context) -> dict[str, AccuracyRun]:
         """Return panel/seed/defence; quick: LeNet on MNIST, one seed, four defences."""

@@ -16,7 +16,7 @@ import torch
 
 from gradveil.defenses.base import DEFENSES, Defense
 from gradveil.defenses.base import build as build_defense
-from gradveil.federated.processes import available_cores
+from gradveil.federated.processes import available_cores, deaf_to_ctrl_c, end_with_parent
 from gradveil.registry import Registry
 from gradveil.seeds import Seeds
 
@@ -163,13 +163,19 @@ def run_groups(item: Item, groups: Sequence[list[str]], context: Context, jobs: 
             yield _timed(item, group, context)
         return
     spawn = get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(groups)), spawn, torch.set_num_threads, (1,)) as pool:
-        waiting = [pool.submit(_timed, item, group, context) for group in groups]
+    with ProcessPoolExecutor(min(jobs, len(groups)), spawn, _begin_worker) as pool:
+        with deaf_to_ctrl_c():
+            waiting = [pool.submit(_timed, item, group, context) for group in groups]
         try:
             for done in as_completed(waiting):
                 yield done.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _begin_worker() -> None:
+    end_with_parent()
+    torch.set_num_threads(1)
 
 
 def _timed(item: Item, group: Sequence[str], context: Context) -> Done:

@@ -22,6 +22,7 @@ from gradveil.paper.figures import PAPER, PROMISED, REACHED, SOUND, Dot, dot_pan
 from gradveil.paper.panels import AttackPanel
 from gradveil.paper.rows import Measured, Record, level
 from gradveil.paper.tradeoff import Tradeoff
+from gradveil.ranges import Count
 
 KINDS: tuple[Kind, ...] = ("local", "global", "box", "reach")
 
@@ -63,9 +64,9 @@ class Bounds(Item):
         "largest bias of the stored rounds, where it needs that of every iterate.",
     )
 
-    images: int = 32  # the first of the trade-off's; quick: 2
+    images: Count = 32  # the first of the trade-off's; quick: 2
     datasets: tuple[str, ...] = ("mnist", "cifar10")
-    networks: tuple[str, ...] = ("lenet", "convnet")
+    networks: tuple[str, str] = ("lenet", "convnet")
 
     def work(self, context: Context) -> dict[str, AttackPanel]:
         """Return the DLG panels of the trade-off figure."""

@@ -19,6 +19,7 @@ from gradveil.models import build
 from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row, finite, judge, papers_defense
 from gradveil.paper.figures import PROMISED, REACHED, SOUND, Dot, dot_panels
 from gradveil.paper.rows import Record
+from gradveil.ranges import Count, Share
 
 NETWORKS = {"sigmoid": "lenet", "relu": "lenet:activation=relu,init=default"}
 KINDS: dict[str, tuple[Kind, ...]] = {
@@ -80,10 +81,10 @@ class Certificates(Item):
     )
     source = "bounds"
 
-    share: float = 0.4
+    share: Share = 0.4
     datasets: tuple[str, ...] = ("mnist", "cifar10")
-    images: int = 2  # of each draw of the weights
-    draws: int = 3  # of the weights: the figures differ more between networks than between images; quick: 1
+    images: Count = 2  # of each draw of the weights
+    draws: Count = 3  # of the weights: the figures differ more between networks than between images; quick: 1
 
     def work(self, context: Context) -> dict[str, CertifyJob]:
         """Return data set, network, norm and draw of the weights; quick: one draw, and the first data set only."""

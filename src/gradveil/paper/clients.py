@@ -42,6 +42,7 @@ from gradveil.paper.client_runs import (
     network,
 )
 from gradveil.paper.figures import Dot, dot_panels
+from gradveil.ranges import Count, Positive
 
 TRAINING = "train"  # the first word of the units that train
 SAID = {ONE_STEP: "one step", MOMENTUM: "2 epochs, momentum", ADAM: "2 epochs, Adam"}
@@ -86,8 +87,8 @@ class Clients(Item):
         "objectives of different attacks cannot be compared, this can, and needs no truth.",
     )
 
-    seconds: float = 10.0  # for each attack on each client; twice that on large networks
-    epochs: int = 5  # until weights count as trained
+    seconds: Positive = 10.0  # for each attack on each client; twice that on large networks
+    epochs: Count = 5  # until weights count as trained
 
     def work(self, context: Context) -> dict[str, str | Cell]:
         """Return the networks to train, then the cells; quick: every network once, and two that are trained."""

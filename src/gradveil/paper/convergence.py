@@ -14,6 +14,7 @@ from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row, judge, pub
 from gradveil.paper.convergence_runs import DEFENDED, LogisticRun, constants_row, curve, local_steps, world
 from gradveil.paper.figures import figure
 from gradveil.paper.rows import Record
+from gradveil.ranges import Positive, Weight, Whole
 from gradveil.seeds import Seeds
 
 WIDTH = 5  # stored rounds that a smoothed loss is the mean of
@@ -97,10 +98,10 @@ class Convergence(Item):
         "the largest bias of the stored rounds, where it needs that of every iterate (docs/theory/convergence.md).",
     )
 
-    count: int = 50  # ε: pixels removed from every image
-    decay: float = 1e-4
-    lr: float = 0.01
-    long_lr: float = 0.1
+    count: Whole = 50  # ε: pixels removed from every image
+    decay: Weight = 1e-4
+    lr: Positive = 0.01
+    long_lr: Positive = 0.1
     devices: str = "classes:devices=100,classes=2,per_class=100"
 
     def work(self, context: Context) -> dict[str, LogisticRun | None]:
@@ -284,8 +285,7 @@ def _gaps(axis: Any, stored: Sequence[StoredRound], known: Optimum | None, count
         axis.set_axis_off()
         return
     c, steps = known.constants, local_steps(10)
-    rounds = sorted({r.round for r in stored})
-    bias = max(r.bias for r in stored)
+    rounds, bias = sorted({r.round for r in stored}), max(r.bias for r in stored)
     for defense, look in LOOK.items():
         mine = [r for r in stored if r.defense == defense]
         axis.plot([r.round for r in mine], [r.loss - known.lowest for r in mine], linewidth=1.2, **look)

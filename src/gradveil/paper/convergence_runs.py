@@ -108,7 +108,7 @@ def curve(place: Devices, run: LogisticRun, rounds: int, lr: float, seeds: Seeds
         gamma = max(8 * problem.smoothness() / decay, local_steps(run.epochs))
         pace = lambda t: 2 / (decay * (gamma + t))  # noqa: E731
     theory = Training(sampling="with", weighting="uniform", weight_decay=problem.decay)
-    training = replace(theory, rounds=rounds, epochs=run.epochs, clients=run.devices, lr=lr)
+    training = replace(theory, rounds=rounds, epochs=run.epochs, clients=run.devices, lr=lr if pace is None else 1.0)
     seen = place.seen if DEFENDED[run.defense] else problem.inputs
     weights = logistic_rounds(
         problem.inputs, seen, problem.labels, place.clients, training, seeds, problem.start(), pace

@@ -13,6 +13,7 @@ from gradveil.paper.base import BLIND, ITEMS, SUCCESS, Context, Item, Judgement,
 from gradveil.paper.figures import Dot, dot_panels
 from gradveil.paper.panels import AttackPoints, Point
 from gradveil.paper.rows import Measured, family
+from gradveil.ranges import Share
 
 
 @ITEMS.register("dlg-reference")
@@ -38,7 +39,7 @@ class DLGReference(Item):
     attack: str = "dlg:steps=300,restarts=4"
     model: str = "lenet"
     dataset: str = "cifar10"
-    share: float = 0.4
+    share: Share = 0.4
 
     def work(self, context: Context) -> dict[str, tuple[str, str]]:
         """Return the blind guesses, and the settings: a defence and a server."""

@@ -11,6 +11,7 @@ from gradveil.paper.base import BLIND, ITEMS, SUCCESS, Context, Item, Judgement,
 from gradveil.paper.figures import Dot, dot_panels
 from gradveil.paper.panels import FLOORS, AttackPanel, gs_attack
 from gradveil.paper.rows import HIDDEN, KNOWING, Case, Measured, cases, control_works, strongest
+from gradveil.ranges import Count
 
 SHARES = (0.1, 0.2, 0.4, 0.8)
 ANALYTIC = "analytic"
@@ -34,10 +35,10 @@ class Fashion(Item):
         "about a defence.",
     )
 
-    images: int = 16  # quick: 2
-    steps: int = 100  # outer steps of DLG; quick: 15
-    restarts: int = 2
-    gs_steps: int = 500  # quick: 50
+    images: Count = 16  # quick: 2
+    steps: Count = 100  # outer steps of DLG; quick: 15
+    restarts: Count = 2
+    gs_steps: Count = 500  # quick: 50
     datasets: tuple[str, ...] = ("mnist", "fashion_mnist", "cifar10")
     network: str = "lenet"
 

@@ -1,5 +1,6 @@
 """What the paper's figures share: one way to make and to write them."""
 
+import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gradveil.errors import MissingExtraError
+from gradveil.files import write_atomically
 from gradveil.metrics import Interval
 from gradveil.paper.rows import spread
 
@@ -37,7 +39,9 @@ def figure(path: Path, width: float, height: float) -> Iterator[Any]:
         empty = Figure(figsize=(width, height), layout="constrained")
         yield empty
         for ending, extra in ((".svg", {"metadata": {"Date": None}}), (".png", {"dpi": 150})):
-            empty.savefig(path.with_suffix(ending), **extra)
+            drawn = io.BytesIO()
+            empty.savefig(drawn, format=ending[1:], **extra)
+            write_atomically(path.with_suffix(ending), drawn.getvalue())
 
 
 @dataclass(frozen=True)

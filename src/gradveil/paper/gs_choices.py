@@ -11,6 +11,7 @@ from gradveil.paper.base import CIFAR10, ITEMS, SUCCESS, Context, Item, Judgemen
 from gradveil.paper.figures import PROMISED, REACHED, Dot, dot_panels
 from gradveil.paper.panels import FLOORS, GS_STEPS, NORMALISED, AttackPanel, gs_attack
 from gradveil.paper.rows import HIDDEN, KNOWING, Case, Measured, cases, control_works, strongest
+from gradveil.ranges import Count
 
 OURS, GC = "representation:share=0.1", "pruning:share=0.8"
 QUICK_NETWORK = "lenet:activation=relu,init=default,strides=2/1/1/1,width=24"
@@ -67,13 +68,13 @@ class GSChoices(Item):
         "; ".join(f"*{name}*: {choice.why}" for name, choice in CHOICES.items()) + ".",
     )
 
-    images: int = 32
-    steps: int = GS_STEPS
-    networks: tuple[str, ...] = (NORMALISED, "convnet")  # normalised inputs, and not
+    images: Count = 32
+    steps: Count = GS_STEPS
+    networks: tuple[str, str] = (NORMALISED, "convnet")  # normalised inputs, and not
     dataset: str = "cifar10"
-    quick_images: int = 1
-    quick_steps: int = 200
-    quick_networks: tuple[str, ...] = (f"{QUICK_NETWORK},{CIFAR10}", QUICK_NETWORK)
+    quick_images: Count = 1
+    quick_steps: Count = 200
+    quick_networks: tuple[str, str] = (f"{QUICK_NETWORK},{CIFAR10}", QUICK_NETWORK)
 
     def panel(self, name: str, context: Context) -> AttackPanel:
         """Return what is attacked, and how, under one choice."""

@@ -20,6 +20,7 @@ from gradveil.paper.figures import figure
 from gradveil.paper.panels import FLOORS, GS_STEPS, NORMALISED, AttackPanel, encoded, gs_attack
 from gradveil.paper.rows import HIDDEN, KNOWING, Case, Measured, cases, control_works, family, level, strongest
 from gradveil.paper.tradeoff import Tradeoff
+from gradveil.ranges import Count, Whole
 
 LINES = (
     ("representation", "naive", "ours,\nnaive server"),
@@ -48,10 +49,10 @@ class GSImages(Item):
         f"Unrecognisable is judged by a rule, not by eye: {HIDDEN}.",
     )
 
-    images: int = 32
-    shown: int = 2  # whose reconstructions are kept and drawn
-    quick_images: int = 2
-    steps: int = GS_STEPS
+    images: Count = 32
+    shown: Whole = 2  # whose reconstructions are kept and drawn
+    quick_images: Count = 2
+    steps: Count = GS_STEPS
     network: str = NORMALISED
     dataset: str = "cifar10"
 

@@ -18,6 +18,7 @@ from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row, judge
 from gradveil.paper.figures import figure
 from gradveil.paper.panels import shared
 from gradveil.paper.rows import Record
+from gradveil.ranges import Count, Positive
 from gradveil.types import Observation
 
 View = Callable[[Observation], Observation]
@@ -118,8 +119,8 @@ class MeterCheck(Item):
     model: str = "lenet"
     dataset: str = "mnist"
     attack: str = "newton"
-    floor: float = 1e-5  # noise that stands for rounding, relative; the attack's own last one
-    images: int = 32  # of every setting; quick: 1
+    floor: Positive = 1e-5  # noise that stands for rounding, relative; the attack's own last one
+    images: Count = 32  # of every setting; quick: 1
 
     def work(self, context: Context) -> dict[str, tuple[int, str]]:
         """Return image and setting of every problem."""

@@ -19,7 +19,7 @@ from gradveil.data import load
 from gradveil.data.base import Dataset
 from gradveil.defenses.base import build as build_defense
 from gradveil.experiments.trial import Public, Trial, floors, measured, naive, numbers, observe, solved
-from gradveil.metrics.image import mse
+from gradveil.modalities.image import mse
 from gradveil.models import build
 from gradveil.paper.base import BLIND, CIFAR10, Context, Row, papers_defense
 from gradveil.seeds import Seeds

@@ -29,6 +29,7 @@ from gradveil.models import build
 from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row, judge, published
 from gradveil.paper.figures import PAPER, PROMISED, REACHED, SOUND, Dot, dot_panels
 from gradveil.paper.rows import Record, spread
+from gradveil.ranges import Count, Positive
 from gradveil.seeds import Seeds
 
 LOOKS = {"own": PROMISED, "wrong": SOUND, "blind": REACHED}
@@ -102,9 +103,9 @@ class Table1(Item):
 
     model: str = "leaknet:normalize=half"
     dataset: str = "cifar10"
-    m: float = 0.5  # rows per class: the paper's M, as a share
-    seeds: int = 3
-    rounds: int = 200  # quick: a tenth
+    m: Positive = 0.5  # rows per class: the paper's M, as a share
+    seeds: Count = 3
+    rounds: Count = 200  # quick: a tenth
     engine: str | None = None  # None: stacked clients on CUDA; on a CPU worker processes where the run is long enough
 
     def work(self, context: Context) -> dict[str, InferenceRun]:

@@ -19,6 +19,7 @@ from gradveil.paper.figures import Dot, dot_panels
 from gradveil.paper.panels import FULL, NORMALISED, AttackPanel
 from gradveil.paper.rows import Record, family, level
 from gradveil.paper.tradeoff import Tradeoff
+from gradveil.ranges import Count
 from gradveil.tree import Params, flatten, norm
 
 NAMES = {  # of the table's lines: defence, factor from its setting to the table's unit
@@ -53,9 +54,9 @@ class Table2(Item):
         "Change: ||defended - plain|| / ||plain|| of the whole gradient. Live: entries of r that are not zero.",
     )
 
-    images: int = 8  # quick: 2
+    images: Count = 8  # quick: 2
     datasets: tuple[str, ...] = ("mnist", "cifar10")
-    networks: tuple[str, ...] = ("lenet", NORMALISED)
+    networks: tuple[str, str] = ("lenet", NORMALISED)
 
     def work(self, context: Context) -> dict[str, AttackPanel]:
         """Return the panels of the full trade-off figure, at every scale."""

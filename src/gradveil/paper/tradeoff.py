@@ -11,6 +11,7 @@ from gradveil.paper.base import BLIND, ITEMS, SUCCESS, Context, Item, Judgement,
 from gradveil.paper.figures import LOOKS, figure
 from gradveil.paper.panels import CONTRAST, FLOORS, FULL, GS_STEPS, NORMALISED, QUICK, AttackPanel, gs_attack
 from gradveil.paper.rows import HIDDEN, KNOWING, Case, Measured, Trained, cases, control_works, level, strongest
+from gradveil.ranges import Count
 
 SMALLEST = 1e-7  # a lower MSE is drawn here
 
@@ -45,16 +46,16 @@ class Tradeoff(Item):
         f"differ by {CONTRAST}).",
     )
 
-    images: int = 32
-    steps: int = 300  # outer steps of DLG
-    restarts: int = 4
-    gs_steps: int = GS_STEPS
+    images: Count = 32
+    steps: Count = 300  # outer steps of DLG
+    restarts: Count = 4
+    gs_steps: Count = GS_STEPS
     datasets: tuple[str, ...] = ("mnist", "cifar10")
-    networks: tuple[str, ...] = ("lenet", NORMALISED)
-    quick_images: int = 4  # half as many for GS
-    quick_steps: int = 40
+    networks: tuple[str, str] = ("lenet", NORMALISED)
+    quick_images: Count = 4  # half as many for GS
+    quick_steps: Count = 40
     quick_newton: str = "newton:steps=12,cg_steps=20,dense_limit=1"
-    quick_gs_steps: int = 200
+    quick_gs_steps: Count = 200
     quick_gs_network: str = "lenet:activation=relu,init=default,strides=2/1/1/1,width=48"
 
     def panels(self, context: Context) -> dict[str, AttackPanel]:

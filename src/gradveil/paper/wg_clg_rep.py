@@ -14,6 +14,7 @@ from gradveil.paper.base import BLIND, ITEMS, SUCCESS, Context, Item, Judgement,
 from gradveil.paper.figures import figure
 from gradveil.paper.panels import shared
 from gradveil.paper.rows import Measured
+from gradveil.ranges import Count
 from gradveil.types import Observation
 
 FEW, CONTROL = 0.05, 0.1  # shares of images: recovered by chance at most; recovered by a working attack at least
@@ -58,10 +59,10 @@ class WgClgRep(Item):
         "measured.",
     )
 
-    steps: int = 100  # outer steps of 20 iterations; quick: a quarter
-    restarts: int = 2
+    steps: Count = 100  # outer steps of 20 iterations; quick: a quarter
+    restarts: Count = 2
     dataset: str = "cifar10"
-    images: int = 32  # quick: half
+    images: Count = 32  # quick: half
 
     def work(self, context: Context) -> dict[str, tuple[str, str]]:
         """Return network and part, and the blind guesses once."""

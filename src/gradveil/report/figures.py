@@ -7,6 +7,7 @@ from html import escape
 
 from gradveil.experiments.judge import Verdict, naive_and_adaptive
 from gradveil.experiments.rows import NAIVE, Floor, Line, server_name
+from gradveil.modalities import Modality
 
 
 @dataclass(frozen=True)
@@ -77,17 +78,17 @@ def errors_figure(found: Sequence[Line], names: Sequence[str], floor: Floor, rou
         return ""
     left, right, top, step = 12, WIDTH - 12, 34, 46
     bottom = top + step * len(pairs)
-    scale = log_scale([floor.mse.mean, *(v for line in shown for v in (line.mse.low, line.mse.high))], left, right)
+    kind = floor.modality
+    ends = [floor.error.mean, *(v for line in shown for v in (line.error.low, line.error.high))]
+    scale = _error_scale(kind, ends, left, right)
     parts = [_vertical(scale, t, top, bottom, "grid", number(t), bottom + 14) for t in scale.ticks()]
     parts.append(_reference_lines(scale, top, bottom, floor, _control(here)))
     for i, (name, naive, adaptive) in enumerate(pairs):
         y = top + step * i + 14
         parts.append(f'<text x="{left}" y="{y}" class="name">{escape(name)}</text>')
-        parts.append(_whisker(scale, naive, y + 11, i, "hollow"))
-        parts.append(_whisker(scale, adaptive, y + 22, i, "full"))
-    parts.append(
-        f'<text x="{right}" y="{bottom + 30}" class="axis" text-anchor="end">mean squared error (log) →</text>'
-    )
+        parts.append(_whisker(scale, naive, y + 11, i, "hollow", kind))
+        parts.append(_whisker(scale, adaptive, y + 22, i, "full", kind))
+    parts.append(f'<text x="{right}" y="{bottom + 30}" class="axis" text-anchor="end">{_axis(kind)} →</text>')
     return _svg(bottom + 36, f"Error of the strongest attack on each defence, {round_} round", parts)
 
 
@@ -95,18 +96,18 @@ def trade_figure(found: Sequence[Line], judged: Sequence[Verdict], floor: Floor,
     """Draw privacy against accuracy: a defence's naive and adaptive marks are joined by a line."""
     here = [line for line in found if line.round == round_]
     marks = [(i, v, *naive_and_adaptive(here, v.defense)) for i, v in enumerate(judged) if v.accuracy is not None]
-    shown = [line.mse.mean for *_, naive, adaptive in marks for line in (naive, adaptive) if line is not None]
+    shown = [line.error.mean for *_, naive, adaptive in marks for line in (naive, adaptive) if line is not None]
     if not shown:
         return ""
     left, right, top, bottom = 44, WIDTH - 12, 16, 236
     x = linear_scale([v.accuracy for _, v, *_ in marks if v.accuracy is not None], left + 10, right - 10)
-    y = log_scale([floor.mse.mean, *shown], bottom, top)
+    y = _error_scale(floor.modality, [floor.error.mean, *shown], bottom, top)
     scored_by = judged[0].scored_by
     parts = [_horizontal(y, t, left, right, "grid", number(t)) for t in y.ticks()]
     as_text = "{:.0%}" if scored_by == "accuracy" else "{:.3g}"
     parts += [_vertical(x, t, top, bottom, "grid", as_text.format(t), bottom + 14) for t in x.ticks()]
     control = _control(here)
-    for kind, text, value in (("floor", "blind guess", floor.mse.mean), ("control", "control", _mean(control))):
+    for kind, text, value in (("floor", "blind guess", floor.error.mean), ("control", "control", _mean(control))):
         if value is not None:
             parts.append(_horizontal(y, value, left, right, kind))
             parts.append(f'<text x="{right}" y="{y(value) - 4}" class="tick" text-anchor="end">{text}</text>')
@@ -115,9 +116,9 @@ def trade_figure(found: Sequence[Line], judged: Sequence[Verdict], floor: Floor,
         both = ((naive, "hollow"), (adaptive, "full"))
         ends = [(line, kind if line.counts else "void") for line, kind in both if line is not None]
         if len(ends) == 2:
-            heights = [y(line.mse.mean) for line, _ in ends]
+            heights = [y(line.error.mean) for line, _ in ends]
             parts.append(f'<path d="M{place} {heights[0]}V{heights[1]}" class="s{i % NUM_STYLES} joint"/>')
-        parts += [_mark(place, y(line.mse.mean), i, kind, _told(line)) for line, kind in ends]
+        parts += [_mark(place, y(line.error.mean), i, kind, _told(line, floor.modality)) for line, kind in ends]
     legend = bottom + 50
     for k, (i, judged_one, *_rest) in enumerate(marks):
         parts.append(_mark(left + 6, legend + 17 * k, i, "full", ""))
@@ -125,8 +126,16 @@ def trade_figure(found: Sequence[Line], judged: Sequence[Verdict], floor: Floor,
             f'<text x="{left + 18}" y="{legend + 17 * k + 4}" class="name">{escape(judged_one.defense)}</text>'
         )
     parts.append(f'<text x="{right}" y="{bottom + 30}" class="axis" text-anchor="end">{scored_by} →</text>')
-    parts.append(f'<text x="4" y="{top - 5}" class="axis">mean squared error of the attack (log) ↑</text>')
+    parts.append(f'<text x="4" y="{top - 5}" class="axis">{_axis(floor.modality, " of the attack")} ↑</text>')
     return _svg(legend + 17 * len(marks), f"Privacy against {scored_by}, {round_} round", parts)
+
+
+def _error_scale(modality: Modality, values: Sequence[float], start: float, end: float) -> Axis:
+    return (linear_scale if modality.is_share else log_scale)(values, start, end)
+
+
+def _axis(modality: Modality, of: str = "") -> str:
+    return f"{modality.error_axis}{of}{'' if modality.is_share else ' (log)'}"
 
 
 def _control(here: Sequence[Line]) -> Line | None:
@@ -134,21 +143,21 @@ def _control(here: Sequence[Line]) -> Line | None:
 
 
 def _mean(line: Line | None) -> float | None:
-    return None if line is None else line.mse.mean
+    return None if line is None else line.error.mean
 
 
-def _told(line: Line) -> str:
+def _told(line: Line, modality: Modality) -> str:
     server = "naive server" if line.server == NAIVE else f"server that knows ({server_name(line)})"
     void = "; void" if not line.counts else ""
-    return f"{line.defense}: {server}, {line.attack}, MSE {line.mse:.2g}{void}"
+    return f"{line.defense}: {server}, {line.attack}, {modality.error_name} {line.error:.2g}{void}"
 
 
-def _whisker(scale: Axis, line: Line | None, y: float, i: int, kind: str) -> str:
+def _whisker(scale: Axis, line: Line | None, y: float, i: int, kind: str, modality: Modality) -> str:
     if line is None:
         return ""
-    low, high = scale(line.mse.low), scale(line.mse.high)
+    low, high = scale(line.error.low), scale(line.error.high)
     whisker = f'<path d="M{low} {y}H{high}" class="s{i % NUM_STYLES} joint"/>'
-    return whisker + _mark(scale(line.mse.mean), y, i, kind if line.counts else "void", _told(line))
+    return whisker + _mark(scale(line.error.mean), y, i, kind if line.counts else "void", _told(line, modality))
 
 
 def _mark(x: float, y: float, i: int, kind: str, title: str) -> str:
@@ -167,9 +176,9 @@ def _mark(x: float, y: float, i: int, kind: str, title: str) -> str:
 
 
 def _reference_lines(scale: Axis, top: float, bottom: float, floor: Floor, control: Line | None) -> str:
-    parts = [_vertical(scale, floor.mse.mean, top, bottom, "floor", "blind guess", top - 20)]
+    parts = [_vertical(scale, floor.error.mean, top, bottom, "floor", "blind guess", top - 20)]
     if control is not None:
-        parts.append(_vertical(scale, control.mse.mean, top, bottom, "control", "control", top - 8))
+        parts.append(_vertical(scale, control.error.mean, top, bottom, "control", "control", top - 8))
     return "".join(parts)
 
 

@@ -1,22 +1,24 @@
-"""Arrays as pictures in a page: small PNGs written into the page itself."""
+"""Examples as a person looks at them in a page: small PNGs written into it, or cells, true beside recovered."""
 
 import base64
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image
 
 from gradveil.experiments.judge import Verdict, by_tier
-from gradveil.experiments.rows import NAIVE, Line, MeasuredExample, group, read, server_name
+from gradveil.experiments.rows import NAIVE, Line, MeasuredExample, group, modality_of, read, server_name
 from gradveil.experiments.run_folder import RunFolder
-from gradveil.experiments.words import BADGES
+from gradveil.experiments.words import badges
 from gradveil.files import write_atomically
 from gradveil.metrics.intervals import short
+from gradveil.modalities import Cell, Modality
 
 
 def picture(array: NDArray[Any]) -> str:
@@ -66,21 +68,24 @@ KEY = ("weights", "defense", "tier", "server", "attack")  # what tells the lines
 
 @dataclass(frozen=True)
 class Shot:
-    """One picture with what is said of it."""
+    """One picture, or the cells of one example and of its original, with what is said of it."""
 
     src: str
     alt: str
-    mse: str = ""
+    error: str = ""
     hit: bool = False  # picked its original out of the gallery
+    cells: Sequence[Cell] = ()
+    truth: Sequence[Cell] = ()
 
 
 @dataclass(frozen=True)
 class Strip:
-    """Pictures in a row, with what made them."""
+    """Pictures in a row, or rows of cells, with what made them."""
 
     what: str
     how: str
     shots: list[Shot]
+    heads: tuple[str, ...] = ()  # over the cells
 
 
 @dataclass(frozen=True)
@@ -96,14 +101,15 @@ def pictures(store: RunFolder, found: Sequence[Line]) -> list[RoundPictures]:
     """Return the pictures by round: the strongest attack of each server on each defence first, the others apart."""
     attacked = read(store.rows, "attack")
     arrays = {unit: store.arrays(unit) for unit in dict.fromkeys([TRUTH, *(m.unit for m in attacked)])}
-    head = _originals(arrays[TRUTH], read(store.rows, "floor"))
+    kind = modality_of(store.rows)
+    head = _originals(arrays[TRUTH], read(store.rows, "floor"), kind)
     result = []
     for (round_, number), here in group(attacked, "round", "round_number").items():
         by_line = group(here, *KEY)
         lines = {x.key: x for x in found if x.round == round_}
         first = _first_choice(list(lines.values())) if lines else set(by_line)
         ordered = [*lines, *(key for key in by_line if key not in lines)]
-        strips = {key: _strip(by_line[key], lines.get(key), arrays) for key in ordered}
+        strips = {key: _strip(by_line[key], lines.get(key), arrays, kind) for key in ordered}
         shown = [strip for key, strip in strips.items() if key in first]
         rest = [strip for key, strip in strips.items() if key not in first]
         title = f"The {round_} round" + (f" (round {number})" if number else "") if round_ != "update" else "The update"
@@ -125,6 +131,9 @@ def thumbs(store: RunFolder, judged: Sequence[Verdict]) -> dict[str, list[Thumb]
     truth = store.arrays(TRUTH).get("truth")
     if truth is None:
         return {}
+    kind = modality_of(store.rows)
+    if _shot(kind, truth[0], "").cells:
+        return {}
     first = group([m for m in read(store.rows, "attack") if m.example == 0], "round", *KEY)
     result = {}
     for verdict in judged:
@@ -137,7 +146,7 @@ def thumbs(store: RunFolder, judged: Sequence[Verdict]) -> dict[str, list[Thumb]
             mine = first.get((line.round, *line.key)) if line is not None else None
             if mine:
                 got = store.arrays(mine[-1].unit)["found"][mine[-1].index]
-                shown.append(Thumb(picture(got), f"{caption}: MSE {short(mine[-1].mse)}", caption))
+                shown.append(Thumb(picture(got), f"{caption}: {kind.error_name} {short(mine[-1].error)}", caption))
         result[verdict.defense] = shown
     return result
 
@@ -148,20 +157,22 @@ def _first_choice(found: Sequence[Line]) -> set[tuple[str, ...]]:
     return {line.key for line in best if line is not None}
 
 
-def _originals(arrays: dict[str, NDArray[Any]], floors: Sequence[MeasuredExample]) -> list[Strip]:
+def _originals(arrays: dict[str, NDArray[Any]], floors: Sequence[MeasuredExample], kind: Modality) -> list[Strip]:
     strips = []
     known = (("truth", "Original", "what the client holds"), ("stand-in", "Stand-ins", "public, for the control"))
     for name, what, how in known:
         if name in arrays:
-            shots = [Shot(picture(x), f"{what} {i}") for i, x in enumerate(arrays[name][:MOST])]
-            strips.append(Strip(what, how, shots))
+            shots = [_shot(kind, x, f"{what} {i}") for i, x in enumerate(arrays[name][:MOST])]
+            strips.append(Strip(what, how, shots, kind.heads))
     for (guess,), mine in group(floors, "guess").items():
-        shots = [_shot(m, arrays[guess][m.example]) for m in mine[:MOST] if guess in arrays]
-        strips.append(Strip(f"Blind guess: {guess}", "without any update", shots))
+        shots = [_measured(m, arrays[guess][m.example], kind, arrays) for m in mine[:MOST] if guess in arrays]
+        strips.append(Strip(f"Blind guess: {guess}", "without any update", shots, kind.heads))
     return strips
 
 
-def _strip(mine: Sequence[MeasuredExample], line: Line | None, arrays: dict[str, dict[str, NDArray[Any]]]) -> Strip:
+def _strip(
+    mine: Sequence[MeasuredExample], line: Line | None, arrays: dict[str, dict[str, NDArray[Any]]], kind: Modality
+) -> Strip:
     one = mine[0]
     what = "Control: no defence" if one.defense == "none" else one.defense
     if one.defense == "none" and one.weights not in ("none", "start"):
@@ -169,16 +180,45 @@ def _strip(mine: Sequence[MeasuredExample], line: Line | None, arrays: dict[str,
     server = "" if one.defense == "none" else "naive server, " if one.server == NAIVE else f"{server_name(one)}, "
     how = f"{server}{one.attack}"
     if line is not None:
-        how += f" · {'void' if not line.counts else BADGES[line.grade].lower()} · MSE {short(line.mse.mean)}"
+        how += f" · {'void' if not line.counts else badges(kind)[line.grade].lower()}"
+        how += f" · {kind.error_name} {short(line.error.mean)}"
         if line.identified.count:
             how += f" · {line.identified.hits}/{line.identified.count} identified"
     there = [m for m in mine if "found" in arrays[m.unit]]
-    return Strip(what, how, [_shot(m, arrays[m.unit]["found"][m.index]) for m in there[:MOST]])
+    how += _surest([_measured(m, arrays[m.unit]["found"][m.index], kind, arrays[TRUTH]) for m in there], there)
+    shots = [_measured(m, arrays[m.unit]["found"][m.index], kind, arrays[TRUTH]) for m in there[:MOST]]
+    return Strip(what, how, shots, kind.heads)
 
 
-def _shot(m: MeasuredExample, x: NDArray[Any]) -> Shot:
+def _surest(shots: Sequence[Shot], mine: Sequence[MeasuredExample]) -> str:
+    """Return how often the attack is right where it is surest: the half of its cells that its starts agree on most."""
+    pairs = [
+        (sure, bool(c.right))
+        for s, m in zip(shots, mine, strict=True)
+        for sure, c in zip(m.confidence, s.cells, strict=False)
+    ]
+    if not pairs or not all(m.known for m in mine):
+        return ""
+    half = sorted(pairs, key=lambda pair: -pair[0])[: -(-len(pairs) // 2)]
+    return (
+        f" · right on {sum(right for _, right in half) / len(half):.0%} of the half of its cells that it is surest of"
+    )
+
+
+def _measured(m: MeasuredExample, x: NDArray[Any], kind: Modality, arrays: dict[str, NDArray[Any]]) -> Shot:
+    """Return what an attack or a guess made of an example, beside its original where there is one."""
     if not m.known:
-        return Shot(picture(x), f"reconstruction {m.example}")
+        return _shot(kind, x, f"reconstruction {m.example}")
     hit = m.identified == 1.0
-    alt = f"image {m.example}: MSE {short(m.mse)}{', picks its original out of the gallery' if hit else ''}"
-    return Shot(picture(x), alt, f"{m.mse:.1g}", hit)
+    alt = f"{kind.one} {m.example}: {kind.error_name} {short(m.error)}"
+    alt += ", picks its original out of the gallery" if hit else ""
+    truth = arrays.get("truth", arrays.get("stand-in"))
+    return replace(_shot(kind, x, alt, None if truth is None else truth[m.example]), error=f"{m.error:.1g}", hit=hit)
+
+
+def _shot(kind: Modality, x: NDArray[Any], alt: str, truth: NDArray[Any] | None = None) -> Shot:
+    true = None if truth is None else torch.from_numpy(truth)
+    cells = kind.cells(torch.from_numpy(x), true)
+    if cells is None:
+        return Shot(picture(x), alt)
+    return Shot("", alt, cells=cells, truth=(kind.cells(true) if true is not None else None) or ())

@@ -1,6 +1,5 @@
 """The summary of an audit for programs, as ``docs/audit-summary.schema.json`` describes it."""
 
-import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +9,8 @@ from gradveil.experiments.audit import Audit
 from gradveil.experiments.gate import EXIT_CODES, GATED, FailOn, gates, overall
 from gradveil.experiments.judge import Verdict, declaration_errors
 from gradveil.experiments.rows import Line, best_floor, group
-from gradveil.experiments.run_folder import VERSIONS, Row
+from gradveil.experiments.run_folder import Row
+from gradveil.experiments.words import article
 from gradveil.metrics.intervals import Interval
 from gradveil.report.table import figure_errors
 
@@ -21,8 +21,8 @@ def summary(found: Audit, page: Path, fail_on: FailOn | None, tiers: Sequence[st
     """Return all that a program may ask of an audit."""
     return {
         "schema": SCHEMA,
-        "versions": tomllib.loads((found.folder / VERSIONS).read_text(encoding="utf-8")),
-        "settings": tomllib.loads(found.store.config),
+        "versions": found.store.versions,
+        "settings": found.store.settings,
         "folder": str(found.folder),
         "report": str(page),
         "client": next((row for row in found.rows if row["kind"] == "client"), None),
@@ -47,6 +47,7 @@ def not_run(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def left_out(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """Return what was wanted and not run, each with why: a line for each attack, round and reason."""
     found = [("training", row["says"].rstrip(".")) for row in rows if row["kind"] == "note"]
+    found += [(f"{article(row['tier'])} {row['tier']} server", row["why"]) for row in rows if row["kind"] == "tier"]
     for (attack, round_, why), its in group(not_run(rows), "attack", "round", "why").items():
         where = ", ".join(dict.fromkeys(part["defense"] for part in its))
         count = sum(part["clients"] for part in its)
@@ -68,7 +69,12 @@ def _floor(rows: Sequence[Row]) -> dict[str, Any] | None:
     floor = best_floor(rows)
     if floor is None:
         return None
-    return {"guess": floor.guess, "mse": asdict(floor.mse), "identified": _share(floor.identified)}
+    return {
+        "guess": floor.guess,
+        "error": asdict(floor.error),
+        "mse": asdict(floor.mse),
+        "identified": _share(floor.identified),
+    }
 
 
 def _verdict(v: Verdict) -> dict[str, Any]:

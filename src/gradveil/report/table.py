@@ -10,46 +10,43 @@ from rich.text import Text
 from gradveil.experiments.judge import Verdict
 from gradveil.experiments.rows import NAIVE, Floor, Line, lines, server_name
 from gradveil.experiments.run_folder import Row
-from gradveil.experiments.words import BADGES, score_text
+from gradveil.experiments.words import badges, score_text
 from gradveil.metrics.intervals import chance_of, short
+from gradveil.modalities import IMAGE, Metric, Modality
 
-HEAD = (
-    "round",
-    "defence",
-    "server",
-    "attack",
-    "MSE",
-    "worst record",
-    "PSNR dB",
-    "SSIM",
-    "FFT",
-    "identified",
-    "recovered",
-    "labels",
-    "says",
-)
 NUM_TEXTS = 4  # columns of text before the numbers
 
 
+def head(modality: Modality) -> tuple[str, ...]:
+    """Return the heads of the columns; what a modality measures beside its error comes after that."""
+    others = (metric.title for metric in _others(modality))
+    numbers = (modality.error_name, "worst record", *others, "identified", "recovered", "labels")
+    return ("round", "defence", "server", "attack", *numbers, "says")
+
+
+def _others(modality: Modality) -> list[Metric]:
+    return [metric for name, metric in modality.metrics.items() if name != modality.error]
+
+
 def table_rows(found: Sequence[Line], floor: Floor) -> list[tuple[str, ...]]:
-    """Return the blind guess and every line as texts, in the order of ``HEAD``."""
+    """Return the blind guess and every line as texts, in the order of ``head``."""
     blind = (
         "",
         "(blind guess)",
         "",
         floor.guess,
-        str(floor.mse),
+        str(floor.error),
         short(min(floor.by_example.values())),
-        *[""] * 3,
+        *[""] * len(_others(floor.modality)),
         floor.identified.as_count,
         "",
         "",
         "the floor",
     )
-    return [blind, *(_row(line) for line in found)]
+    return [blind, *(_row(line, floor.modality) for line in found)]
 
 
-def _row(line: Line) -> tuple[str, ...]:
+def _row(line: Line, modality: Modality) -> tuple[str, ...]:
     defense = line.defense
     if not line.at_own_weights:
         defense = f"none (model of {line.weights})"
@@ -58,24 +55,22 @@ def _row(line: Line) -> tuple[str, ...]:
         defense,
         server_name(line) if line.defense != "none" or line.tier != "naive" else "–",
         line.attack,
-        str(line.mse),
+        str(line.error),
         short(line.worst),
-        f"{line.psnr:.1f}",
-        f"{line.ssim:.2f}",
-        str(line.fft),
+        *(f"{line.metric(m.name):{m.form}}" for m in _others(modality)),
         line.identified.as_count,
         line.recovered.as_count,
         line.label.as_count,
-        says(line),
+        says(line, modality),
     )
 
 
-def says(line: Line) -> str:
+def says(line: Line, modality: Modality) -> str:
     """Return what a line amounts to."""
     if not line.counts:
         return f"Void: {line.void}."
     is_control = line.defense == "none"
-    return f"{'Control: ' if is_control else ''}{BADGES[line.grade]}."
+    return f"{'Control: ' if is_control else ''}{badges(modality)[line.grade]}."
 
 
 FAR = 0.5  # of a figure: what lies under that with its whole 95 % interval contradicts it
@@ -169,7 +164,7 @@ def _cells(row: Row, beaten: Line | None) -> tuple[str, ...]:
     if beaten is None:
         return row["defense"], _name(row), _mse(row), _proved(row), row["says"]
     speaks_of_all = row["kind"] == "meter" or row["certificate"] in PROVED
-    says = f"Does not hold on these images: {_beaten(row, beaten)}." if speaks_of_all else (
+    says = f"Does not hold on these examples: {_beaten(row, beaten)}." if speaks_of_all else (
         f"Limits only servers that need the perturbed representation: {_beaten(row, beaten)} without it."
     )  # fmt: skip
     return row["defense"], _name(row), "–", "beaten", says
@@ -203,14 +198,15 @@ COLOURS |= {"not_assessed": "magenta", "not_run": "dim"}
 
 def verdict_table(judged: Sequence[Verdict], floor: Floor | None) -> RenderableType:
     """Return the table of verdicts, with the blind guess as its last row, and the verdicts in words under it."""
+    modality = IMAGE if floor is None else floor.modality
     table = Table(*COLUMNS, judged[0].scored_by if judged else "accuracy", box=None, pad_edge=False)
     for v in judged:
-        badge = Text(BADGES[v.outcome], COLOURS[v.outcome])
+        badge = Text(badges(modality)[v.outcome], COLOURS[v.outcome])
         accuracy = "–" if v.accuracy is None else score_text(v.accuracy, v.scored_by)
-        table.add_row(_spec(v.defense), badge, _cell(v.naive), _cell(v.adaptive), accuracy)
+        table.add_row(_spec(v.defense), badge, _cell(v.naive, modality), _cell(v.adaptive, modality), accuracy)
     if floor is not None:
         guess = Text(f"blind guess\n  {floor.guess}")
-        table.add_row(guess, "the floor", f"MSE {short(floor.mse.mean)}", style="dim")
+        table.add_row(guess, "the floor", f"{modality.error_name} {short(floor.error.mean)}", style="dim")
     words = [Text.assemble((f"{v.defense}: ", "bold"), v.text) for v in judged]
     return Group(table, Text(), *words)
 
@@ -220,14 +216,14 @@ def _spec(defense: str) -> Text:
     return Text(defense.replace(":", "\n  ", 1), overflow="fold")
 
 
-def _cell(line: Line | None) -> Text:
+def _cell(line: Line | None, modality: Modality) -> Text:
     if line is None:
         return Text("–")
     attack = line.attack.partition(":")[0]
     by = attack if line.server in (NAIVE, attack) else f"{line.server} + {attack}"
     if not line.counts:
         return Text(f"void\n{by}")
-    got = f"MSE {short(line.mse.mean)}"
+    got = f"{modality.error_name} {short(line.error.mean)}"
     if line.identified.count:
         got += f", {line.identified.hits}/{line.identified.count}"
     return Text(f"{got}\n{by}")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from math import inf, prod
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Generator, Tensor, nn
@@ -17,9 +17,11 @@ from gradveil.errors import AttackError
 from gradveil.gradients.functional import quiet
 from gradveil.layers.modules import prefix, trace
 from gradveil.layers.sequential import Link, sequential
+from gradveil.ranges import Range
 from gradveil.types import Batch, Observation, Reconstruction
 
 Architecture = Literal["changed", "kept"]
+Rows = Annotated[int, Range(1, 65536)]  # that are planted
 GAIN = 1e6  # how many times as large gradients are made: absolute noise is small beside them
 BLOCK = "planted"  # the name of what is put in front
 

@@ -126,7 +126,7 @@ class Search:
         self, seen: Sequence[Observation], rngs: Sequence[Generator], stack: Matching, unknowns: Unknowns
     ) -> list[Reconstruction]:
         device, dtype = stack.floor.device, stack.floor.dtype
-        children = [child for rng in rngs for child in _children(rng, self.restarts)]
+        children = [child for rng in rngs for child in children_of(rng, self.restarts)]
         owner = torch.arange(len(seen)).repeat_interleave(self.restarts)
 
         def start(i: int) -> Tensor:
@@ -166,7 +166,7 @@ class Search:
         return self.tol * problems.energy + 1.5 * problems.floor
 
 
-def _children(rng: Generator, count: int) -> list[Generator]:
+def children_of(rng: Generator, count: int) -> list[Generator]:
     """Return generators of their own for the starts of one update, so that none depends on another's draws."""
     seeds = torch.randint(2**62, (count,), generator=rng, device=rng.device).tolist()
     return [torch.Generator().manual_seed(seed) for seed in seeds]

@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from gradveil.defenses.base import Defense
 from gradveil.defenses.guard.backward import unwatch_backward, watch_backward
@@ -20,6 +21,7 @@ from gradveil.defenses.guard.hooks import (
     PartRan,
     Substitute,
 )
+from gradveil.defenses.guard.one_thread import OneThread
 from gradveil.defenses.guard.optimizers import unwatch_optimizers, watch_optimizers
 from gradveil.defenses.guard.origins import Part
 from gradveil.defenses.guard.passes import lifted
@@ -46,6 +48,8 @@ class Attachment(Interceptor):
         self.stamps: WeakKeyDictionary[Optimizer, Stamp] = WeakKeyDictionary()
         self.held: list[Part] = []  # by the optimizer that is at work
         self.past = False  # at the end: whether weights were changed past the defence
+        self.alone = OneThread()
+        self.keeper: RemovableHandle | None = None  # its hook, which stays where the others are lifted
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"stamps": None, "at_start": None, "past": False, "held": []}
@@ -60,6 +64,7 @@ class Attachment(Interceptor):
         """Register the hooks."""
         for layer in self.layers:
             check_layer(self.model, layer)
+        self.keeper = self.model.register_forward_pre_hook(self.alone, prepend=True)
         self.handles.append(self.model.register_forward_pre_hook(Enter(self), with_kwargs=True))
         for layer in self.layers:
             target = self.model.get_submodule(layer)
@@ -89,8 +94,19 @@ class Attachment(Interceptor):
             self.traces.untie()
         while self.handles:
             self.handles.pop().remove()
+        if self.keeper is not None:
+            self.keeper.remove()
+        self.alone.on = False
         unwatch_optimizers(self)
         unwatch_backward(self)
+
+    def leave(self, output: Any) -> None:
+        """A pass is over, or was refused since another thread's is under way."""
+        if self.alone.is_mine:
+            try:
+                super().leave(output)
+            finally:
+                self.alone.release()
 
     @property
     def went_past(self) -> bool:

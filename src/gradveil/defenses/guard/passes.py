@@ -200,8 +200,9 @@ def lifted(handles: Iterable[RemovableHandle]) -> Iterator[None]:
         yield
     finally:
         for table, hooks in before:
-            table.clear()
-            table.update(hooks)  # in the order they were
+            for number, hook in hooks.items():  # in the order they were, and never without those that stay
+                table[number] = hook
+                table.move_to_end(number)
 
 
 @dataclass

@@ -1,7 +1,13 @@
-"""Distances between a reconstruction and its original, one value per example, both in [0, 1]."""
+"""Images: arrays in a data range, measured pixel by pixel."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
+
+from gradveil.modalities.base import MODALITIES, Bounds, Metric, Modality
 
 MAX_PSNR = 120.0  # dB; an exact copy would be infinite, and a mean over images must stay finite
 
@@ -60,3 +66,58 @@ def window(side: int) -> int:
     """Return the width of the Gaussian window for images whose shorter side has ``side`` pixels."""
     widest = min(_WINDOW, side - 2)
     return widest if widest % 2 else widest - 1
+
+
+@MODALITIES.register("image")
+@dataclass(frozen=True)
+class Image(Modality):
+    """Pixels in the data range, scaled to [0, 1] and clamped before they are measured."""
+
+    one, many, part = "image", "images", "pixel"
+    guesses = ("grey", "mean image", "class mean")
+    # LPIPS is left out: its weights are a download of a network trained on other data, and none come with the package.
+    metrics: ClassVar[Mapping[str, Metric]] = {
+        m.name: m
+        for m in (
+            Metric("mse", mse, "lower", "Mean squared error per pixel, pixels in [0, 1]."),
+            Metric(
+                "psnr", psnr, "higher", "Peak signal-to-noise ratio in dB, at most 120.", title="PSNR dB", form=".1f"
+            ),
+            Metric(
+                "ssim",
+                ssim,
+                "higher",
+                "Structural similarity; a smaller window on images under 13 pixels.",
+                title="SSIM",
+                form=".2f",
+            ),
+            Metric(
+                "fft",
+                fft_error,
+                "lower",
+                "Squared error between magnitude spectra: texture, wherever it lies.",
+                title="FFT",
+            ),
+        )
+    }
+    error, error_name, error_axis = "mse", "MSE", "mean squared error"
+    error_text = "Mean squared error per pixel, pixels in [0, 1], after clamping to the data range"
+    guess_text = "plain grey, the mean of public images, or that of the right class"
+    default_model = "lenet:strides=2/1"  # sigmoid, as published, but two convolutions deep: it learns digits quickly
+
+    def unit(self, x: Tensor, bounds: Bounds) -> Tensor:
+        """Return pixels in [0, 1]; what is not a number becomes mid-grey."""
+        low, high = bounds
+        scaled = (x.detach().cpu().float() - low) / (high - low)
+        return scaled.nan_to_num(nan=0.5, posinf=1.0, neginf=0.0).clamp(0.0, 1.0)
+
+    def ignorant(self, like: Tensor, bounds: Bounds) -> Tensor:
+        """Return grey: half-way between black and white everywhere."""
+        return torch.full_like(like, sum(bounds) / 2)
+
+    def typical(self, public: Tensor) -> Tensor:
+        """Return the mean image."""
+        return public.mean(dim=0)
+
+
+IMAGE = Image()

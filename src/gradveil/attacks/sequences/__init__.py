@@ -1,0 +1,1 @@
+"""Machinery of attacks on sequences of tokens."""

@@ -1,0 +1,141 @@
+"""Whole batches of text, exactly, from the spans of the first layers' inputs (Petrov et al. 2024, DAGER).
+
+The gradient of a linear layer's weight is dW = Σ δ xᵀ over all tokens: its rows span the layer's inputs as long as
+there are fewer tokens than the layer is wide. So every token at every place is held against the span of the first
+attention's inputs, and then sequences against that of what this attention gives (the inputs of the layer behind),
+which hangs on a token and on those that it sees. A decoder sees those before: its sequences are extended token by
+token. An encoder sees all: its sequences are put together at once (``sequences/encoder.py``).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor
+from torch.func import functional_call
+
+from gradveil.attacks.base import ATTACKS, Attack, check_seen, refuse_adaptive
+from gradveil.attacks.sequences.attention import FirstAttention, layer_span
+from gradveil.attacks.sequences.decoder import extended
+from gradveil.attacks.sequences.encoder import Assembly, places
+from gradveil.attacks.sequences.spans import Span
+from gradveil.errors import AttackError, LayerError
+from gradveil.gradients.functional import quiet
+from gradveil.ids import PADDING
+from gradveil.layers.modules import copied_state, find_layer, representation
+from gradveil.ranges import Between
+from gradveil.types import Observation, Reconstruction
+
+AT_ONCE = 128  # tokens of the vocabulary that are held against the span together
+
+
+@ATTACKS.register("span")
+@dataclass(frozen=True)
+class SpanCheck(Attack):
+    """Tokens, then sequences, that lie in the span of the first layers' inputs; exact for whole batches.
+
+    For models of text. It needs fewer tokens in a batch than the model is wide, and one local step; noise fills the
+    span, and then the nearest are taken.
+    """
+
+    token_close: Between = 0.05  # share of a token's input that may lie outside the span
+    close: Between = 1e-3  # the same of what attention gives
+
+    def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
+        """Rebuild the sequences behind each update."""
+        refuse_adaptive(seen, "span")
+        return [self._one(s.as_one_step(), rng) for s, rng in zip(seen, rngs, strict=True)]
+
+    def _one(self, seen: Observation, rng: Generator) -> Reconstruction:
+        first = FirstAttention.find(seen)
+        check_seen([seen], for_ids=True)
+        most = seen.num_examples * first.length
+        own = layer_span(seen, first.sources, first.width, most)
+        if own is None:
+            raise AttackError(
+                f"The update has no gradient of the first attention's {' and '.join(first.sources)}: it is frozen or "
+                f"was dropped, so that no span shows what it saw."
+            )
+        tokens, allowed = self._tokens(seen, first, own, most)
+        given = layer_span(seen, (first.out,), first.width, most)
+        if given is None:
+            raise AttackError(f"The update has no gradient of {first.out!r}, which tells sequences apart.")
+        parts = first.parts(tokens)
+        if first.causal:
+            found, guesses = extended(parts, given, allowed, seen.num_examples, self.close), []
+        else:
+            known = _known_places(seen, first, tokens, allowed)
+            fixed = known >= 0
+            allowed[fixed] = torch.zeros_like(allowed[fixed]).scatter_(1, known[fixed, None], True)
+            assembly = Assembly(parts, given, allowed, known, seen.num_examples, self.close, rng)
+            found, guesses = assembly.assembled(), assembly.guesses()
+        ids = _filled([tokens[one] for one in (*found, *guesses)], seen)
+        details = {"tokens": float(len(tokens)), "sequences": float(len(found)), "rank": float(given.rank)}
+        missing = 1 - len(found) / seen.num_examples
+        labels = seen.labels if seen.labels is not None else read_labels(seen, ids)
+        if labels is not None and seen.loss.targets == "tokens":
+            ids, labels = _shifted(ids, labels.to(ids))
+        clear = own.clear and given.clear
+        return Reconstruction(ids.to(next(seen.model.parameters())), labels, missing, clear and not missing, details)
+
+    def _tokens(self, seen: Observation, first: FirstAttention, span: Span, most: int) -> tuple[Tensor, Tensor]:
+        """Return the tokens that lie in the span at some place (T,), and at which (T, L)."""
+        rows = seen.update.gradient.get(f"{first.words}.weight")
+        likely = torch.ones(first.vocabulary, dtype=torch.bool) if rows is None else rows.any(1).cpu()
+        likely[PADDING] = False  # is not seen
+        tokens = likely.nonzero()[:, 0]  # those without a gradient of their embedding are not there
+        each = (some[:, None].expand(-1, first.length) for some in tokens.split(AT_ONCE))
+        outside = torch.cat([span.away(first.inputs(ids)) for ids in each])  # (T, L)
+        close = outside < self.token_close
+        if not span.clear or not bool(close.any()):
+            best = outside.amin(1).topk(min(most, len(tokens)), largest=False).indices
+            return tokens[best], torch.ones_like(close[best])
+        there = close.any(1)
+        return tokens[there], close[there]
+
+
+def _known_places(seen: Observation, first: FirstAttention, tokens: Tensor, allowed: Tensor) -> Tensor:
+    """Return the places of tokens that can stand at one alone, by the span or by their embedding's gradient."""
+    place = allowed.double().argmax(1).where(allowed.sum(1) == 1, -1)
+    before, words = first.before_norm(tokens), seen.update.gradient.get(f"{first.words}.weight")
+    if before is None or words is None:
+        return place
+    angled = places(before, words[tokens].double())
+    return place.where(place >= 0, angled)
+
+
+def _filled(found: Sequence[Tensor], seen: Observation) -> Tensor:
+    """Return ids (N, L): the sequences found, again where there were fewer than examples, padded."""
+    ids = torch.full((seen.num_examples, *seen.input_shape), PADDING)
+    if not found:
+        return ids
+    for i in range(len(ids)):
+        one = found[i % len(found)]
+        ids[i, : len(one)] = one
+    return ids
+
+
+def _shifted(ids: Tensor, read: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sequences whose labels are the tokens that follow; a last token has no gradient but as a label."""
+    ends = (ids[:, 1:] == PADDING) & (ids[:, :-1] != PADDING)
+    ids[:, 1:] = read[:, :-1].where(ends, ids[:, 1:])
+    return ids, torch.cat([ids[:, 1:], read[:, -1:].where(ids[:, -1:] != PADDING, PADDING)], 1)
+
+
+def read_labels(seen: Observation, inputs: Tensor) -> Tensor | None:
+    """Return the labels at which inputs that were found give the last layer's gradient; None: it does not show them."""
+    try:
+        layer = find_layer(seen.model)
+    except LayerError:
+        return None
+    gradient, like = seen.update.gradient.get(f"{layer}.weight"), next(seen.model.parameters())
+    if gradient is None:
+        return None
+    with torch.no_grad(), quiet(seen.model):
+        rows = representation(seen.model, layer, inputs.to(like)).double()
+        output = functional_call(seen.model, copied_state(seen.model), (inputs.to(like),)).double()
+    rows = rows.flatten(0, -2)
+    if gradient.shape != (output.shape[-1], rows.shape[1]) or len(rows) > rows.shape[1]:
+        return None
+    slope = torch.linalg.lstsq(rows.T, gradient.double().T, driver="gelsd").solution  # dW = slopeᵀ rows
+    return seen.loss.read(output, slope.view_as(output))

@@ -1,0 +1,143 @@
+"""Text: a file of one's own, or the manual that comes with Python; words and signs become ids of a vocabulary."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import torch
+
+from gradveil.data.base import DATASETS, Array, Dataset, Source, Split, hold_out
+from gradveil.errors import DataError
+from gradveil.ids import PADDING, SPECIAL, START, UNKNOWN
+from gradveil.modalities.tokens import Tokens
+from gradveil.ranges import Between, Range
+
+PAGES = 8  # of the manual that are told apart
+
+Length = Annotated[int, Range(2, 4096)]
+Size = Annotated[int, Range(len(SPECIAL) + 1, 10**6)]
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words and signs of a text, in small letters; a sign that is repeated counts as one."""
+    return [found[0] for found in re.finditer(r"\w+|([^\w\s])\1*", text.lower())]
+
+
+def from_texts(
+    name: str,
+    texts: Sequence[str],
+    labels: Sequence[str] | None = None,
+    length: int = 32,
+    vocabulary: int = 2048,
+    test_share: float = 0.2,
+) -> Dataset:
+    """Return a data set of texts, each with its class; without classes, of passages whose next tokens are the targets.
+
+    The vocabulary is the most frequent words of all the texts, and public. Texts with a class are cut to ``length``
+    tokens; those without are cut into passages of that many.
+    """
+    if labels is not None and len(labels) != len(texts):
+        raise DataError(f"{name} has {len(texts)} texts and {len(labels)} labels; give one for each.")
+    split = [words_of(text) for text in texts]
+    counts = Counter(word for words in split for word in words)
+    if not counts:
+        raise DataError(f"{name} has no words in it: it is empty, or holds no text.")
+    known = tuple(word for word, _ in counts.most_common(vocabulary - len(SPECIAL)))
+    number = {word: i for i, word in enumerate(known, len(SPECIAL))}
+    ids = [[number.get(word, UNKNOWN) for word in words] for words in split]
+    kind = Tokens((*SPECIAL, *known))
+    if labels is None:
+        inputs, targets = _passages(name, ids, length)
+        names = kind.vocabulary
+    else:
+        names = tuple(sorted(set(labels)))
+        inputs = np.stack([_row([START, *one], length) for one in ids])
+        targets = np.array([names.index(label) for label in labels], np.int64)
+    if len(inputs) < 2:
+        raise DataError(f"{name} makes one passage of {length} tokens, and two are needed. Give more text.")
+    train, test = (Split(inputs[i], torch.from_numpy(targets[i]), 1.0) for i in hold_out(targets, test_share))
+    return Dataset(name, train, test, names, kind)
+
+
+def _row(ids: Sequence[int], length: int) -> Array:
+    return np.array([*ids[:length], *[PADDING] * (length - len(ids))], np.int32)
+
+
+def _passages(name: str, texts: Sequence[Sequence[int]], length: int) -> tuple[Array, Array]:
+    """Return passages of all texts (N, L) and, for each token, the one that follows (N, L), padding at an end."""
+    cut = [one[i : i + length + 1] for one in texts for i in range(0, max(len(one) - 1, 0), length)]
+    if not cut:
+        raise DataError(f"{name} has no two words that follow each other.")
+    whole = np.stack([_row(one, length + 1) for one in cut])
+    return whole[:, :-1].copy(), whole[:, 1:].astype(np.int64)
+
+
+class TextSource(Source):
+    """What sources of text share."""
+
+    length: int
+    vocabulary: int
+    test_share: float
+
+    def _made(self, name: str, texts: Sequence[str], labels: Sequence[str] | None) -> Dataset:
+        return from_texts(name, texts, labels, self.length, self.vocabulary, self.test_share)
+
+
+@DATASETS.register("text")
+@dataclass(frozen=True)
+class TextFile(TextSource):
+    """Your own text: ``text:path=notes.txt``, in UTF-8; its passages, each token's target being the next one.
+
+    Where every line is a label, a tab and a text, the lines are the examples and the labels their classes.
+    """
+
+    path: str = ""
+    length: Length = 32  # tokens of a sequence
+    vocabulary: Size = 2048  # tokens at most; rarer words are unknown
+    test_share: Between = 0.2
+
+    def load(self, data: Path | None) -> Dataset:
+        """Return the file's data set."""
+        path = Path(self.path).expanduser()
+        if data is not None and not path.is_file() and (data / path).is_file():
+            path = data / path
+        if not self.path or not path.is_file():
+            raise DataError(f"There is no file {self.path or 'of text'}. Give --dataset notes.txt, or text:path=FILE.")
+        try:
+            text = path.read_text("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path} is not text in UTF-8 (byte {error.start}). Save it as UTF-8.") from error
+        lines = [line.split("\t", 1) for line in text.splitlines() if line.strip()]
+        if len(lines) > 1 and all(len(line) == 2 for line in lines):
+            return self._made(path.name, [line[1] for line in lines], [line[0].strip() for line in lines])
+        return self._made(path.name, [text], None)
+
+
+@DATASETS.register("manual")
+@dataclass(frozen=True)
+class Manual(TextSource):
+    """The manual that comes with Python's help(): passages, and the next tokens or, of the longest pages, which it is.
+
+    Its words depend on the version of Python.
+    """
+
+    task: Literal["next", "page"] = "next"
+    length: Length = 32  # tokens of a sequence
+    vocabulary: Size = 2048  # tokens at most; rarer words are unknown
+    test_share: Between = 0.2
+
+    def load(self, data: Path | None) -> Dataset:
+        """Return the set; no folder is needed."""
+        from pydoc_data.topics import topics
+
+        if self.task == "next":
+            return self._made("manual", [topics[name] for name in sorted(topics)], None)
+        longest = sorted(topics, key=lambda name: (-len(topics[name]), name))[:PAGES]
+        step = self.length - 1  # the start takes a place
+        cut = {name: words_of(topics[name]) for name in longest}
+        parts = [(name, words[i : i + step]) for name, words in cut.items() for i in range(0, len(words), step)]
+        return self._made("manual", [" ".join(words) for _, words in parts], [name for name, _ in parts])

@@ -1,0 +1,43 @@
+"""What malicious servers send in place of a model, and to which clients."""
+
+from dataclasses import replace
+
+from gradveil.attacks.base import ATTACKS, Malicious
+from gradveil.errors import GradveilError
+from gradveil.experiments.looks import Look
+from gradveil.experiments.panel import Observed, Target
+from gradveil.experiments.run_folder import Row
+from gradveil.experiments.trial import naive
+
+
+def plant(observed: Observed, look: Look) -> tuple[list[Look], list[Row]]:
+    """Return what malicious servers would send in place of a model, and to whom, and why others cannot."""
+    scene, looks, rows = observed.scene, list[Look](), list[Row]()
+    if "malicious" not in scene.tiers:
+        return looks, rows
+    for name, cls in ATTACKS:
+        if not issubclass(cls, Malicious):
+            continue
+        for attack, clients in _aimed(observed, look, cls()).items():
+            where = (scene.dataset.input_shape, scene.num_classes, scene.public.batch.to(scene.device))
+            try:
+                made = attack.plant(look.model, *where, scene.seeds("plant", name))
+                looks.append(replace(look, model=made, planted=name, clients=frozenset(clients)))
+            except GradveilError as error:
+                about = {"round": look.round, "round_number": look.round_number, "weights": look.weights}
+                about |= {"attack": name, "server": name, "tier": "malicious", "why": str(error), "out_of_time": False}
+                firsts = [(defense, victim * scene.config.examples) for defense, victim in clients]
+                rows += [{"kind": "skip", **about, "defense": d, "example": first} for d, first in firsts]
+    return looks, rows
+
+
+def _aimed(observed: Observed, look: Look, attack: Malicious) -> dict[Malicious, list[tuple[str, int]]]:
+    """Return which attack goes to which clients, by defence and number: it may hang on what they sent before."""
+    aimed: dict[Malicious, list[tuple[str, int]]] = {}
+    for defense in observed.scene.defenses:
+        for victim in observed.scene.victims:
+            seen = observed.seen(Target(look, defense, naive(), attack.spec_name, victim))
+            rng = observed.scene.seeds("plant", attack.spec_name, victim)
+            mine = attack if isinstance(seen, GradveilError) else attack.for_client(seen, rng)
+            aimed.setdefault(mine, []).append((defense, victim))
+    return aimed

@@ -1,0 +1,142 @@
+"""Sequences of tokens: ids of a vocabulary, measured place by place and as text."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gradveil.ids import PADDING, SPECIAL, UNKNOWN
+from gradveil.modalities.base import MODALITIES, Bounds, Cell, Metric, Modality
+
+Words = list[int]  # the ids of a sequence, without padding
+
+
+def wrong(found: Tensor, truth: Tensor) -> Tensor:
+    """Return the share of each sequence's places that are wrong, where one of the two has a token: -> (N,)."""
+    counts = (found != PADDING) | (truth != PADDING)
+    return ((found != truth) & counts).sum(-1) / counts.sum(-1).clamp_min(1)
+
+
+def exact(found: Tensor, truth: Tensor) -> Tensor:
+    """Return 1 where a whole sequence is right: -> (N,)."""
+    return (found == truth).all(-1).float()
+
+
+def rouge(n: int, found: Tensor, truth: Tensor) -> Tensor:
+    """Return the F1 of runs of n tokens that both have, in any order (Lin 2004): -> (N,)."""
+    return _each(
+        lambda a, b: _f1(sum((_runs(a, n) & _runs(b, n)).values()), len(a) - n + 1, len(b) - n + 1), found, truth
+    )
+
+
+def rouge_l(found: Tensor, truth: Tensor) -> Tensor:
+    """Return the F1 of the longest common subsequence (Lin 2004): -> (N,)."""
+    return _each(lambda a, b: _f1(_common(a, b), len(a), len(b)), found, truth)
+
+
+def _each(score: Callable[[Words, Words], float], found: Tensor, truth: Tensor) -> Tensor:
+    pairs = zip(found.long().tolist(), truth.long().tolist(), strict=True)
+    return torch.tensor([score([i for i in a if i != PADDING], [i for i in b if i != PADDING]) for a, b in pairs])
+
+
+def _runs(ids: Words, n: int) -> Counter[tuple[int, ...]]:
+    return Counter(zip(*(ids[i:] for i in range(n)), strict=False))
+
+
+def _f1(both: int, mine: int, true: int) -> float:
+    return 2 * both / (mine + true) if both else 0.0
+
+
+def _common(a: Words, b: Words) -> int:
+    """Return the length of the longest common subsequence, row by row."""
+    row = [0] * (len(b) + 1)
+    for x in a:
+        diagonal = 0
+        for j, y in enumerate(b, 1):
+            diagonal, row[j] = row[j], diagonal + 1 if x == y else max(row[j], row[j - 1])
+    return row[-1]
+
+
+def _metric(name: str, function: Callable[..., Tensor], said: str, title: str) -> Metric:
+    return Metric(name, function, "higher", said, title=title, form=".2f")
+
+
+@MODALITIES.register("tokens")
+@dataclass(frozen=True)
+class Tokens(Modality):
+    """Sequences of one length, filled up with padding, over this vocabulary."""
+
+    vocabulary: tuple[str, ...] = SPECIAL
+
+    one, many, part = "sequence", "sequences", "token"
+    guesses = ("unknown words", "most frequent tokens", "most frequent tokens of the class")
+    metrics: ClassVar[Mapping[str, Metric]] = {
+        m.name: m
+        for m in (
+            Metric("wrong", wrong, "lower", "Share of the tokens that are wrong, place by place."),
+            Metric("exact", exact, "higher", "Sequences that are right from end to end.", True, "exact", ".0%"),
+            _metric("rouge1", lambda a, b: rouge(1, a, b), "F1 of tokens, in any order.", "ROUGE-1"),
+            _metric("rouge2", lambda a, b: rouge(2, a, b), "F1 of pairs of neighbouring tokens.", "ROUGE-2"),
+            _metric("rougeL", rouge_l, "F1 of the longest common subsequence.", "ROUGE-L"),
+        )
+    }
+    error, error_name, error_axis = "wrong", "tokens wrong", "share of tokens wrong"
+    error_text = "Share of a sequence's tokens that are wrong, each at its place"
+    guess_text = "a word nobody knows, the most frequent token of each place, or that among sequences of the class"
+    is_share = True
+    default_model = "gpt_tiny"
+
+    @property
+    def last(self) -> float:
+        """The highest id."""
+        return float(len(self.vocabulary) - 1)
+
+    def unit(self, x: Tensor, bounds: Bounds) -> Tensor:
+        """Return ids that are in the vocabulary, as whole floats."""
+        return x.detach().cpu().float().nan_to_num(UNKNOWN).round().clamp(0, len(self.vocabulary) - 1)
+
+    def ignorant(self, like: Tensor, bounds: Bounds) -> Tensor:
+        """Return words that are not known."""
+        return torch.full_like(like, UNKNOWN)
+
+    def typical(self, public: Tensor) -> Tensor:
+        """Return the most frequent token of each place."""
+        return public.mode(dim=0).values
+
+    def order(self, found: Tensor, truth: Tensor) -> Tensor:
+        """Return which of those found goes with each true sequence (N,): the fewest wrong tokens in all."""
+        from scipy.optimize import linear_sum_assignment
+
+        _, order = linear_sum_assignment(wrong(found[None], truth[:, None]).numpy())
+        return torch.from_numpy(order)
+
+    def identified(self, found: Tensor, truth: Tensor, gallery: Tensor) -> Tensor:
+        """Return 1 where a sequence shares more tokens with its original than with every other one (N,)."""
+        own, others = wrong(found, truth), wrong(found[:, None], gallery[None])
+        return (own[:, None] < others).all(dim=1).float()
+
+    def cells(self, x: Tensor, truth: Tensor | None = None) -> list[Cell] | None:
+        """Return a sequence (L,) as words, without the padding at its end."""
+        ids = self.unit(x[None], (0.0, 1.0))[0].long().tolist()
+        true: Sequence[int | None] = [None] * len(ids) if truth is None else truth.long().tolist()
+        last = max((i + 1 for i, one in enumerate(ids) if one != PADDING), default=0)
+        return [
+            Cell(self.vocabulary[one] or "_", None if there is None else one == there)
+            for one, there in list(zip(ids, true, strict=True))[:last]
+        ]
+
+    def attacks(self, suited: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the attacks on text: no search for pixels can find ids."""
+        return ("span",)
+
+    def row(self) -> dict[str, Any]:
+        """Return the vocabulary."""
+        return {"vocabulary": list(self.vocabulary)}
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> "Tokens":
+        """Return the vocabulary that a run folder names."""
+        return cls(tuple(row["vocabulary"]))

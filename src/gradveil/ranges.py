@@ -1,0 +1,133 @@
+"""Which numbers a setting takes: said once, in its type, and checked wherever a value is given.
+
+``steps: Count = 300`` is a whole number from 1. A method checks its settings when it is made, from a spec or in Python,
+and the settings of a run when they are read from options or from a file.
+"""
+
+import dataclasses
+import functools
+import types
+import typing
+from dataclasses import dataclass
+from math import inf
+from typing import Annotated, Any
+
+from gradveil.errors import GradveilError, SpecError
+
+MOST_CLASSES = 10**6  # each has a name and a row of weights
+MOST = 10**9  # where a range does not say less or more: far beyond use, and products of it are still finite
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers from ``least`` to ``most``, with both unless ``above`` or ``below`` leaves one out."""
+
+    least: float
+    most: float = MOST
+    above: bool = False
+    below: bool = False
+
+    def __contains__(self, value: Any) -> bool:
+        low, high = value > self.least or (value == self.least and not self.above), value <= self.most
+        return bool(low and high and not (self.below and value == self.most))
+
+    def __str__(self) -> str:
+        low = f"{'above' if self.above else 'from'} {_number(self.least)}"
+        return low if self.most == MOST else f"{low} to {'below ' if self.below else ''}{_number(self.most)}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) and abs(value) <= MOST else f"{value:g}"
+
+
+Count = Annotated[int, Range(1)]  # how many, of what there must be
+Whole = Annotated[int, Range(0)]
+Positive = Annotated[float, Range(0, above=True)]
+Weight = Annotated[float, Range(0)]  # of a term, where 0 leaves it out
+Share = Annotated[float, Range(0, 1)]
+Part = Annotated[float, Range(0, 1, above=True)]
+Decay = Annotated[float, Range(0, 1, below=True)]  # of a memory
+Between = Annotated[float, Range(0, 1, above=True, below=True)]
+Order = Annotated[float, Range(1, inf)]  # of a norm
+Bytes = Annotated[float, Range(0, 1e15, above=True)]
+ClassCount = Annotated[int, Range(1, MOST_CLASSES)]
+Seed = Annotated[int, Range(-(2**63), 2**63 - 1)]
+
+
+def options_of(kind: Any) -> list[Any]:
+    """Return the types that a type is made of: ``int | None`` is two."""
+    return list(typing.get_args(kind)) if typing.get_origin(kind) in (typing.Union, types.UnionType) else [kind]
+
+
+def plain(kind: Any) -> tuple[Any, Range | None]:
+    """Return a type without its range, and the range."""
+    if typing.get_origin(kind) is Annotated:
+        inner, *rest = typing.get_args(kind)
+        return inner, next((one for one in rest if isinstance(one, Range)), None)
+    return kind, None
+
+
+def type_name(kind: Any) -> str:
+    """Return what to give, in words: ``a whole number from 1``."""
+    if typing.get_origin(kind) is typing.Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(kind)))
+    if typing.get_origin(kind) is tuple:
+        one, last = typing.get_args(kind)[0], typing.get_args(kind)[-1]
+        many = "join several" if last is Ellipsis else f"join {len(typing.get_args(kind))}"
+        return f"{type_name(one)}; {many} by '/'"
+    inner, within = plain(kind)
+    name = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(inner, str(inner))
+    return f"{name} {within}" if within else name
+
+
+def names_of(kind: Any) -> str:
+    """Return what to give for a type of several options."""
+    return " or ".join(type_name(option) for option in options_of(kind) if option is not type(None))
+
+
+@functools.cache
+def hints_of(cls: type) -> dict[str, Any]:
+    """Return the types of a dataclass's settings by name, with their ranges."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init and not f.name.startswith("_")}
+
+
+@functools.cache
+def _ranged(cls: type) -> dict[str, Any]:
+    return {name: kind for name, kind in hints_of(cls).items() if range_of(kind) is not None}
+
+
+def range_of(kind: Any) -> Range | None:
+    """Return the range of a setting's type, or of what it is a tuple or an option of."""
+    for option in options_of(kind):
+        inner = typing.get_args(option)[0] if typing.get_origin(option) is tuple else option
+        if (within := plain(inner)[1]) is not None:
+            return within
+    return None
+
+
+def is_text(text: str) -> bool:
+    """Return whether a text can be written to a file and be part of a path."""
+    return "\0" not in text and not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def check(settings: Any, error: type[GradveilError] = SpecError) -> None:
+    """Raise where a setting of a dataclass lies outside its range, or is a text that no file can hold."""
+    cls: type = type(settings)
+    what = f"{cls.spec_name}: " if hasattr(cls, "spec_name") else ""
+    for name in hints_of(cls):
+        value = getattr(settings, name)
+        if not all(is_text(one) for one in (value if isinstance(value, tuple) else (value,)) if isinstance(one, str)):
+            raise error(f"{what}{name}={value!r}: give text without null bytes and lone surrogates.")
+    for name, kind in _ranged(cls).items():
+        value = getattr(settings, name)
+        if value is None and type(None) in options_of(kind):
+            continue
+        within = typing.cast(Range, range_of(kind))
+        try:
+            fits = all(one in within for one in (value if isinstance(value, tuple) else (value,)))
+        except (TypeError, ValueError):  # no number
+            fits = False
+        if not fits:
+            shown = "/".join(map(str, value)) if isinstance(value, tuple) else value
+            raise error(f"{what}{name}={shown}: give {names_of(kind)}.")

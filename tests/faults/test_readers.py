@@ -1,0 +1,552 @@
+"""Every reader of files, specs and messages gives the right answer or one error of ours: tried by the thousand."""
+
+import gzip
+import io
+import json
+import pickle
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import strategies as st
+from PIL import Image
+from safetensors.torch import load_file, save
+from scipy.io import savemat
+from torch import nn
+
+from data.helpers_data import pixels, png
+from faults.conftest import Count, times
+from faults.fuzz import TEXTS, WRONG, damaged, drill, wrong_values
+from gradveil import data
+from gradveil.certificates.accountant import Account, spend_from
+from gradveil.certificates.configurations import check as check_configuration
+from gradveil.cli.list import KINDS
+from gradveil.data import originals
+from gradveil.data.cache import decode_images
+from gradveil.data.folder import Folder
+from gradveil.data.table import read_table
+from gradveil.defenses import decoy
+from gradveil.defenses.decoy import load_prior, save_prior
+from gradveil.experiments.run_folder import RunFolder
+from gradveil.experiments.saved_update import UpdateAuditConfig
+from gradveil.experiments.scene import AuditConfig
+from gradveil.experiments.settings import changes, from_toml, to_toml
+from gradveil.experiments.train import TrainConfig
+from gradveil.experiments.update_files import load_weights, read_examples, read_loss, read_update, write_update
+from gradveil.federated.checkpoint import Checkpoint
+from gradveil.gradients import coordinates
+from gradveil.registry import convert, settings, split_specs
+from gradveil.report.page import write_report
+from gradveil.tree import parameters
+from gradveil.types import Batch, GaussianPrior, Update
+from test_ranges import registry
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+GOLDENS = Path(__file__).parents[1] / "goldens" / "folders"
+CLASSES = 5
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("GRADVEIL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    assert not (tmp_path.parent / "y").exists()
+
+
+def network() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Flatten(), nn.Linear(16, CLASSES))
+
+
+def to_file(path: Path, read: Callable[[Path], Any]) -> Callable[[bytes], Any]:
+    def put(content: bytes) -> Any:
+        path.write_bytes(content)
+        return read(path)
+
+    return put
+
+
+# ---- texts
+
+
+def test_specs(place: Path, count: Count) -> None:
+    valid = tuple(f"{kind}|{name}" for kind in KINDS for name, _ in registry(kind))
+    names = [s.name for kind in KINDS for _, cls in registry(kind) for s in settings(cls)]
+    values = st.sampled_from([str(w) for w in WRONG] + list(TEXTS) + ["1", "0.5", "nan", "inf", "1/2", "a+b", "x:y=1"])
+    setting = st.builds("{}={}".format, st.sampled_from(sorted(set(names))) | st.text(max_size=5), values)
+    whole = st.builds("{}:{}".format, st.sampled_from(valid), st.lists(setting, max_size=3).map(",".join))
+    some = whole | damaged(tuple(v.encode() for v in valid)).map(lambda raw: raw.decode(errors="surrogateescape"))
+
+    def build(text: str) -> None:
+        kind, _, spec = text.partition("|")
+        kind = kind if kind in KINDS else "defense"
+        built = registry(kind).build(spec)
+        assert built.spec_name in dict(registry(kind))
+        assert split_specs(spec)
+
+    drill("specs", some, build, place, times(300, 1_500), count)
+
+
+def test_settings_in_toml(place: Path, count: Count) -> None:
+    kinds = (AuditConfig(), TrainConfig(), UpdateAuditConfig("update.safetensors"))
+    texts = tuple(to_toml(one) for one in kinds)
+    lines = sorted({line.partition(" = ")[0] for text in texts for line in text.splitlines()})
+    line = st.builds("{} = {}\n".format, st.sampled_from(lines), st.sampled_from(TEXTS))
+    some = damaged(tuple(t.encode() for t in texts)) | st.builds(
+        lambda text, more: (text + "".join(more)).encode(), st.sampled_from(("", *texts)), st.lists(line, max_size=3)
+    )
+
+    def read(raw: bytes) -> None:
+        text = raw.decode(errors="replace")
+        for one in kinds:
+            found: Any = changes(text, one)
+            assert isinstance(found, list)
+        found = from_toml(TrainConfig, text)
+        assert from_toml(TrainConfig, to_toml(found)) == found
+
+    drill("settings in TOML", some, read, place, times(150, 800), count)
+
+
+CONFIGURATIONS: tuple[dict[str, Any], ...] = (
+    {"clipping-norm": 1.0, "noise-multiplier": 0.5, "num-sampled-clients": 10, "num-server-rounds": 3},
+    {"clipping-norm": 1.0, "sensitivity": 1.0, "epsilon": 1.0, "delta": 1e-5, "tool": {"flwr": {"rounds": 3}}},
+    {"max-grad-norm": 1.0, "noise-multiplier": 1.1, "sample-rate": 0.01, "epochs": 3},
+    {"history": [[1.1, 0.01, 100]], "mechanism": "rdp"},
+    {"task_result_filters": [{"tasks": ["train"], "filters": [{"path": "SVTPrivacy", "args": {"epsilon": 0.1}}]}]},
+)
+
+
+def test_configurations_of_others(place: Path, count: Count) -> None:
+    raw = tuple(json.dumps(one).encode() for one in CONFIGURATIONS)
+    some = wrong_values(CONFIGURATIONS).map(lambda value: json.dumps(value).encode()) | damaged(raw)
+    read = to_file(place / "config.json", check_configuration)
+    drill("configurations of Flower, Opacus, NVFlare", some, read, place, times(150, 300), count)
+
+
+def test_accounts(place: Path, count: Count) -> None:
+    valid = tuple(Account("a", spent=s, limit=m).to_json() for s, m in ((0.0, 1.0), (0.5, float("inf"))))
+    some = wrong_values(valid).map(lambda v: json.dumps(v).encode()) | damaged(
+        tuple(json.dumps(v).encode() for v in valid)
+    )
+
+    def read(path: Path) -> None:
+        before = path.read_bytes()
+        try:
+            after = spend_from(path, "a", 0.1, limit=2.0)
+        except Exception:
+            assert path.read_bytes() == before, "nothing was paid"
+            raise
+        assert 0.1 <= after.spent <= after.limit * 1.001 <= 2.01
+
+    drill("accounts", some, to_file(place / "account.json", read), place, times(100, 400), count)
+
+
+# ---- tensors
+
+
+def metadata_of(tensors: dict[str, torch.Tensor], about: dict[str, str]) -> st.SearchStrategy[bytes]:
+    """A safetensors file whose header says something else than it should."""
+    content = save(tensors, about)
+    (size,) = struct.unpack("<Q", content[:8])
+    head, body = json.loads(content[8 : 8 + size]), content[8 + size :]
+
+    def pack(header: Any) -> bytes:
+        text = json.dumps(header).encode()
+        return struct.pack("<Q", len(text)) + text + body
+
+    values = st.sampled_from(
+        [str(w) for w in WRONG if w != "\ud800"] + ["nan", "inf", "-1", "1e309", "adam", "9" * 5000]
+    )
+    said = st.dictionaries(st.sampled_from(sorted(about)), values, max_size=3)
+    wrong = wrong_values((head,)).map(pack)
+    return wrong | damaged((content,)) | said.map(lambda more: save(tensors, about | more))
+
+
+def test_updates_weights_and_examples(place: Path, count: Count) -> None:
+    model = network()
+    gradient = {name: torch.randn_like(p) for name, p in parameters(model).items()}
+    write_update(place / "valid", Update(gradient, 4, 2, 0.1, 2))
+    facts = {"kind": "difference", "lr": "0.1", "num_steps": "2", "num_examples": "4", "batch_size": "2"}
+    facts |= {"optimizer": "sgd", "momentum": "0.9", "loss": "cross_entropy", "weight_decay": "0.1", "clip": "1.0"}
+    batch = {"inputs": torch.rand(3, 1, 4, 4), "labels": torch.arange(3)}
+
+    def update(path: Path) -> None:
+        read_loss(path)
+        found = read_update(path, model)
+        assert found.num_examples >= 1
+        assert all(bool(value.isfinite().all()) for value in found.gradient.values())
+        assert {n: v.shape for n, v in found.gradient.items()} == {n: v.shape for n, v in gradient.items()}
+
+    def examples(path: Path) -> None:
+        found: Batch = read_examples(path, CLASSES)
+        assert len(found.inputs) == len(found.labels)
+        assert 0 <= float(found.inputs.min()) <= float(found.inputs.max()) <= 1
+
+    def weights(path: Path) -> None:
+        load_weights(network(), path)
+
+    number = times(60, 600)
+    for what, read, files in (
+        ("updates", update, metadata_of(gradient, facts)),
+        ("examples", examples, metadata_of(batch, {"a": "b"})),
+        ("weights", weights, metadata_of(dict(model.state_dict()), {"a": "b"})),
+    ):
+        drill(f"safetensors: {what}", files, to_file(place / "file", read), place, number, count)
+
+
+def test_priors_and_public_coordinates(place: Path, count: Count) -> None:
+    model = network()
+    prior = GaussianPrior(torch.rand(16), torch.rand(16, 3), 0.1)
+    save_prior(prior, place / "prior")
+    like = parameters(model)
+    size = sum(p.numel() for p in like.values())
+    directions = torch.linalg.qr(torch.randn(size, 3)).Q.T
+    coordinates.save(coordinates.Coordinates(directions, torch.tensor([3.0, 2.0, 1.0])), like, place / "map", 1.0)
+
+    def a_prior(path: Path) -> None:
+        _forget()
+        found = load_prior(path)
+        assert bool(found.factor.isfinite().all())
+
+    def a_map(path: Path) -> None:
+        _forget()
+        found, clip = coordinates.load(str(path), like)
+        assert bool(found.directions.isfinite().all())
+        assert clip is None or 0 < clip < float("inf")
+
+    for what, read in (("prior", a_prior), ("map", a_map)):
+        files = metadata_of(load_file(place / what), {"a": "b"})
+        drill(f"safetensors: {what}s", files, to_file(place / "file", read), place, times(40, 200), count)
+
+
+def _forget() -> None:
+    decoy._load.cache_clear()
+    coordinates._read.cache_clear()
+
+
+def test_checkpoints(place: Path, count: Count) -> None:
+    model = network()
+    state = dict(model.state_dict())
+    tensors = {f"model/{name}": value for name, value in state.items()}
+    tensors |= {f"server/momentum/{name}": value.clone() for name, value in state.items()}
+    files = metadata_of(tensors, {"round": "3", "notes": json.dumps({"accounts": [{"client": "0", "spent": 0.1}]})})
+
+    def read(path: Path) -> None:
+        found = Checkpoint.read(path)
+        assert 0 <= found.round <= 10**9
+        assert isinstance(found.notes, dict)
+        found.restore(network())
+
+    drill("checkpoints", files, to_file(place / "checkpoint.safetensors", read), place, times(100, 800), count)
+
+
+# ---- run folders
+
+
+def rows_of(path: Path) -> tuple[Any, ...]:
+    return tuple(json.loads(line) for line in path.read_text().splitlines())
+
+
+def lines(rows: Any) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in (rows if isinstance(rows, list) else [rows]))
+
+
+def test_rows_and_their_report(place: Path, count: Count) -> None:
+    shutil.copytree(GOLDENS / "audit-done", place / "run")
+    whole = (place / "run" / "rows.jsonl").read_bytes()
+    rows = list(rows_of(place / "run" / "rows.jsonl"))
+
+    def read(path: Path) -> None:
+        found = RunFolder.open(path.parent)
+        assert all(row["of"] >= 1 for row in found.rows)
+        write_report(path.parent)
+
+    some = wrong_values((rows,)).map(lines) | damaged((whole,))
+    drill("rows", some, to_file(place / "run" / "rows.jsonl", read), place, times(60, 200), count)
+
+
+def test_the_other_files_of_a_run(place: Path, count: Count) -> None:
+    for name in ("audit-done", "train-done"):
+        shutil.copytree(GOLDENS / name, place / name)
+    rounds, done = place / "train-done" / "rounds.jsonl", place / "audit-done"
+
+    def read_rounds(path: Path) -> None:
+        run = RunFolder(path.parent)
+        assert all(isinstance(row["round"], int) for row in run.rounds)
+        run.keep_rounds(2)
+        assert all(row["round"] <= 2 for row in run.rounds)
+
+    some = wrong_values((list(rows_of(rounds)),)).map(lines) | damaged((rounds.read_bytes(),))
+    drill("rounds", some, to_file(rounds, read_rounds), place, times(60, 400), count)
+    for name in ("config.toml", "versions.toml"):
+        kept = (done / name).read_bytes()
+
+        def tables(path: Path) -> None:
+            run = RunFolder.open(path.parent)
+            assert isinstance(run.settings, dict)
+            assert isinstance(run.versions, dict)
+
+        drill("settings of a run", damaged((kept,)), to_file(done / name, tables), place, times(40, 200), count)
+        (done / name).write_bytes(kept)
+
+
+def archive(**arrays: Any) -> bytes:
+    out = io.BytesIO()
+    np.savez_compressed(out, **arrays)
+    return out.getvalue()
+
+
+def test_images_of_a_run(place: Path, count: Count) -> None:
+    with RunFolder.start(place / "run", AuditConfig()) as run:
+        run.add("a", [{"kind": "x"}], {"truth": np.zeros((2, 3))})
+        path = run._image_file("a")
+
+        def read(_: Path) -> None:
+            for array in run.arrays("a").values():
+                assert not array.dtype.hasobject
+
+        objects = io.BytesIO()
+        np.savez(objects, a=np.array([{}], object))  # with a pickle in it
+        valid = (
+            archive(truth=np.random.rand(2, 1, 8, 8)),
+            archive(a=np.arange(9), b=np.zeros((0, 4))),
+            path.read_bytes(),
+        )
+        some = damaged(valid) | st.just(objects.getvalue())
+        drill("npz", some, to_file(path, read), place, times(120, 1_000), count)
+
+
+# ---- data sets
+
+
+def test_images(place: Path, count: Count) -> None:
+    picture = Image.fromarray(np.moveaxis(pixels(1, 3, 16)[0], 0, -1))
+    valid = []
+    for kind in ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM"):
+        out = io.BytesIO()
+        picture.save(out, kind)
+        valid.append(out.getvalue())
+
+    def read(content: bytes) -> None:
+        for size in (None, 8):
+            found = decode_images([content], size)
+            assert found.dtype == np.uint8
+            assert found.ndim == 4
+
+    drill("images", damaged(tuple(valid)), read, place, times(200, 1_500), count)
+
+
+def table_of(labels: Any, about: Any = None) -> bytes:
+    rows = [{"bytes": png(image), "path": None} for image in pixels(4, 1, 8)]
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    table = pa.table({"image": pa.array(rows, kind), "label": pa.array(labels)})
+    if about is not None:
+        table = table.replace_schema_metadata({"huggingface": json.dumps(about)})
+    out = io.BytesIO()
+    pq.write_table(table, out)
+    return out.getvalue()
+
+
+ABOUT = {"info": {"features": {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": ["a", "b"]}}}}
+LABELS: tuple[Any, ...] = (
+    [0, 1, 0, 1], [0, 1, 2, 10**9], [0, 0, 0, 2**62], [-1, 0, 1, 0], [0.5] * 4, ["a"] * 4, [None, 0, 1, 0], [[0]] * 4,
+    [True, False] * 2, [b"x"] * 4, [{"a": 1}] * 4, [np.uint64(2**64 - 1)] * 4,
+)  # fmt: skip
+
+
+def test_parquet(place: Path, count: Count) -> None:
+    folder = place / "set"
+    folder.mkdir()
+
+    def read(path: Path) -> None:
+        shutil.rmtree(place / "cache", ignore_errors=True)
+        found = Folder(str(folder)).load(None)
+        assert found.train.images.dtype == np.uint8
+        assert 0 <= int(found.train.labels.min()) <= int(found.train.labels.max()) < found.num_classes <= 10**6
+
+    whole = table_of([0, 1, 0, 1], ABOUT)
+    wrong = wrong_values((ABOUT,)).map(lambda about: table_of([0, 1, 0, 1], about))
+    some = damaged((whole,)) | wrong | st.sampled_from(LABELS).map(table_of)
+    drill("parquet", some, to_file(folder / "train.parquet", read), place, times(100, 300), count)
+
+
+def test_tables(place: Path, count: Count) -> None:
+    text = "age,sex,outcome\n" + "".join(f"{i},{'fm'[i % 2]},{i % 2}\n" for i in range(20))
+    path = place / "patients.csv"
+
+    def read(_: Path) -> None:
+        read_table(path)
+        found = data.load(f"table:path={path},target=outcome")
+        assert len(found.train) + len(found.test) >= 1
+
+    drill("CSV tables", damaged((text.encode(),)), to_file(path, read), place, times(60, 300), count)
+
+
+def idx(values: np.ndarray) -> bytes:
+    return bytes([0, 0, 8, values.ndim]) + np.array(values.shape, ">u4").tobytes() + values.tobytes()
+
+
+def test_idx(place: Path, count: Count) -> None:
+    images, labels = idx(pixels(4, 1, 4)[:, 0]), idx(np.arange(4, dtype=np.uint8))
+    for suffix, pack in (("", bytes), (".gz", gzip.compress)):
+        path, others = place / f"images{suffix}", place / f"labels{suffix}"
+        others.write_bytes(pack(labels))
+
+        def read(where: Path, beside: Path = others) -> None:
+            (found, named), _ = originals.IDX.read((where, beside, where, beside))
+            assert found.ndim == 4
+            assert found.dtype == np.uint8
+            assert named.dtype == np.int64
+
+        valid = (pack(images), pack(labels))
+        drill(f"idx{suffix}", damaged(valid), to_file(path, read), place, times(80, 600), count)
+
+
+class Harm:
+    """What a pickle must not do."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("harm"),)
+
+
+def test_batches_of_cifar(place: Path, count: Count) -> None:
+    flat = pixels(2, 3, 32).reshape(2, -1)
+    batch = {b"data": flat, b"labels": [1, 2]}
+    valid = tuple(pickle.dumps(batch, protocol=p) for p in (0, 2, 4))
+    evil = [
+        pickle.dumps(Harm()),
+        pickle.dumps({b"data": Harm(), b"labels": [0]}),
+        pickle.dumps({b"data": np.array([Harm()], object), b"labels": [0]}),
+        b"K\x01r\xff\xff\xff\x7f.",  # kept under the number 2^31
+        b"\x80\x05\x96" + b"\xff" * 8,  # 2^64 bytes are said to follow
+    ]
+
+    def read(path: Path) -> None:
+        (images, labels), _ = originals.CIFAR.read((path,) * 6)
+        assert images.dtype == np.uint8
+        assert labels.dtype == np.int64
+
+    some = damaged(valid) | st.sampled_from(evil)
+    drill("CIFAR-10 pickles", some, to_file(place / "data_batch_1", read), place, times(100, 600), count)
+    assert not (place / "harm").exists()
+    rows = np.concatenate([np.zeros((2, 1), np.uint8), flat], axis=1).tobytes()
+    read_rows = to_file(place / "data_batch_1.bin", read)
+    drill("CIFAR-10 rows", damaged((rows,)), read_rows, place, times(30, 100), count)
+
+
+def mat(**values: Any) -> bytes:
+    out = io.BytesIO()
+    savemat(out, values, do_compression=bool(values.pop("packed", False)))
+    return out.getvalue()
+
+
+def test_mat(place: Path, count: Count) -> None:
+    images, labels = np.zeros((32, 32, 3, 2), np.uint8), np.ones((2, 1), np.uint8)
+    valid = (
+        mat(X=images, y=labels), mat(X=images, y=labels, packed=True), mat(X=images.astype(float), y=labels), mat(X=1),
+        mat(X={"a": images}, y=labels), mat(X=np.array([{}, 1], object), y=labels), mat(X="text", y="more"),
+    )  # fmt: skip
+
+    def read(path: Path) -> None:
+        (found, named), _ = originals.SVHN.read((path, path))
+        assert found.dtype == np.uint8
+        assert found.ndim == 4
+        assert set(named.tolist()) <= set(range(10))
+
+    drill("mat", damaged(valid), to_file(place / "train_32x32.mat", read), place, times(100, 600), count)
+
+
+def test_what_was_decoded_before(place: Path, count: Count) -> None:
+    """A damaged cache is made again."""
+    for path in (place / "set" / label / f"{i}.png" for label in "ab" for i in range(3)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(png(pixels(1, 1, 8)[0]))
+    source = Folder(str(place / "set"))
+    right = source.load(None)
+    (kept,) = (place / "cache").glob("folder-*")
+    files = sorted(kept.iterdir())
+    valid = {path.name: path.read_bytes() for path in files}
+    which = st.sampled_from(sorted(valid)).flatmap(lambda name: st.tuples(st.just(name), damaged((valid[name],))))
+
+    def read(case: tuple[str, bytes]) -> None:
+        name, content = case
+        kept.mkdir(exist_ok=True)
+        for other, whole in valid.items():
+            (kept / other).write_bytes(content if other == name else whole)
+        found = source.load(None)
+        assert found.input_shape == right.input_shape or name.endswith("images.npy")
+        assert len(found.class_names) >= 1
+
+    drill("caches", which, read, place, times(40, 100), count)
+
+
+# ---- messages
+
+
+def test_flower_messages(place: Path, count: Count) -> None:
+    pytest.importorskip("flwr")
+    from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+
+    from gradveil.integrations.flower.checks import CheckedGrid
+    from gradveil.integrations.flower.mods import check_reply, update_of
+    from gradveil.integrations.flower.records import arrays_of, params_of
+    from integrations.flower_parts import Nodes, message
+
+    model = network()
+    state = dict(model.state_dict())
+    arrays = {name: Array(value.numpy()) for name, value in state.items()}
+    whole = tuple(a.data for a in arrays.values())
+    finite = [w for w in WRONG if type(w) in (int, float) and -(2**63) <= w < 2**63]
+    values: list[Any] = [*finite, [1.0, 2.0], float("nan"), float("inf")]
+    metrics = st.dictionaries(
+        st.sampled_from(["num-examples", "num-steps", "leak-psnr", "x"]), st.sampled_from(values), max_size=3
+    )
+    words = st.sampled_from(["lr", "batch-size", "optimizer", "momentum", "proximal-mu", "clip", "weight-decay"])
+    config = st.dictionaries(
+        words, st.sampled_from([v for v in values if not isinstance(v, list)] + ["x", "", b"x"]), max_size=3
+    )
+    array = st.builds(
+        Array,
+        st.sampled_from(["float32", "float64", "int64", "object", "x", ""]),
+        st.sampled_from([(5, 16), (5,), (2**62,), (-1,), (), (0, 5)]),
+        st.sampled_from(["numpy.ndarray", "torch", ""]),
+        damaged(whole),
+    )
+    record = st.dictionaries(st.sampled_from([*arrays, "x"]), array, max_size=3).map(lambda more: arrays | more)
+
+    def read(case: Any) -> None:
+        named, numbers, said = case
+        sent = message(model)
+        sent.content["config"] = ConfigRecord(said)
+        content = RecordDict({"arrays": ArrayRecord(named), "metrics": MetricRecord(numbers)})
+        reply = Message(content, reply_to=sent)
+        grid = CheckedGrid(Nodes({}))
+        answer = grid.received(sent, reply)
+        before, after = params_of(arrays_of(sent)[1]), params_of(arrays_of(reply)[1])
+        check_reply(before, after)
+        update = update_of(sent, before, reply, after)
+        if not answer.has_error():
+            assert all(bool(v.isfinite().all()) for v in after.values())
+        assert update.num_examples >= 1
+
+    drill("Flower messages", st.tuples(record, metrics, config), read, place, times(100, 2_000), count)
+
+
+def test_values_of_the_command_line(place: Path, count: Count) -> None:
+    kinds = (int, float, bool, str, tuple[float, ...], int | None)
+    some = st.tuples(st.sampled_from(kinds), st.sampled_from(TEXTS) | st.text(max_size=8))
+
+    def read(case: Any) -> None:
+        kind, text = case
+        convert(text, kind, "--setting")
+
+    drill("values", some, read, place, times(100, 800), count)
