@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from gradveil.cli.list import everything
+from gradveil.cli.list import everything, say_ranges
 
 TITLES = {
     "dataset": "Data sets",
@@ -24,12 +24,13 @@ PAGE = Path(__file__).parent.parent / "docs" / "methods.md"
 def page() -> str:
     """Return one table per kind, made from the registry."""
     lines = ["# All methods", "", "Made from the registry by `make docs`; `gradveil list` shows the same.", ""]
+    lines += ["A number outside its range is refused in one line; where no upper end is given it is 10⁹.", ""]
     rows = everything()
     for kind, title in TITLES.items():
-        lines += [f"## {title}", "", "| name | settings (default) | what it is |", "|---|---|---|"]
+        lines += [f"## {title}", "", "| name | settings (default) | numbers | what it is |", "|---|---|---|---|"]
         for row in (r for r in rows if r["kind"] == kind):
             settings = ", ".join(f"`{k}={v}`" for k, v in row["settings"].items())
-            lines.append(f"| `{row['name']}` | {settings} | {row['about']} |")
+            lines.append(f"| `{row['name']}` | {settings} | {say_ranges(row['ranges'])} | {row['about']} |")
         lines.append("")
     return "\n".join(lines)
 
