@@ -59,7 +59,7 @@ def rngs(count: int) -> list[torch.Generator]:
 
 
 @pytest.mark.parametrize("error", [CPU, CUDA])
-@pytest.mark.parametrize("attack", ["dlg:steps=1,restarts=2", "gs:steps=10", "newton:steps=5"])
+@pytest.mark.parametrize("attack", ["dlg:steps=1,inner=8,restarts=2", "gs:steps=10", "newton:steps=5"])
 def test_half_as_many_go_on_from_the_same_draws(
     attack: str, error: Exception, seen: list[Observation], room: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

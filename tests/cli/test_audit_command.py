@@ -180,7 +180,7 @@ def test_a_limit_that_is_over_at_once_leaves_a_verdict_and_what_was_not_tried(ru
 def test_minutes_below_zero_are_refused(run: Run, tmp_path: Path, minutes: str) -> None:
     code, _, err = run("audit", *SMALL, "--minutes", minutes, "--out", "run")
     assert code == 2
-    assert err == f"gradveil: minutes={float(minutes)}: give a number of minutes above zero.\n"
+    assert err == f"gradveil: minutes={float(minutes)}: give a number above 0.\n"
     assert not (tmp_path / "run").exists()
 
 

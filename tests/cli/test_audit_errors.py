@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from gradveil.experiments import run_folder as store_module
 from gradveil.models import build
 
 Run = Callable[..., tuple[int, str, str]]
@@ -152,7 +151,7 @@ def test_a_full_disk_is_one_clear_line_and_the_run_can_go_on(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(handle)
 
-    monkeypatch.setattr(store_module.os, "fsync", fills_up)
+    monkeypatch.setattr("gradveil.files.os.fsync", fills_up)
     code, _, err = run("audit", *QUICK, "--defense", "none", "--attack", "newton", "--out", "run", "--json")
     assert code == 2
     assert "No space left" in one_line(err)

@@ -54,7 +54,7 @@ def test_the_floor_and_the_size_come_from_data_and_model() -> None:
         (("--cohort", "1", "--tier", "aggregate"), "hides nothing"),
         (("--batch-size", "10", "--tier", "aggregate"), "20 local steps"),
         (("--z", "1", "--rho", "1"), "--rho and --z each say"),
-        (("--tier", "central"), "--tier='central' cannot be read"),
+        (("--tier", "central"), "--tier=central: give one of local, aggregate"),
         (("--model", "logistic"), "--model needs --dataset"),
         (("--check", "nowhere.toml"), "nowhere.toml cannot be read"),
         (("--epsilon", "8", "--delta", "1"), "delta=1.0"),

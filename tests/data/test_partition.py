@@ -108,7 +108,13 @@ def test_a_small_alpha_gives_few_classes_and_a_large_one_all() -> None:
     assert classes(0.05) < 5 < 9.5 < classes(100)
 
 
-SPECS = ["iid:devices=4", "classes:devices=4,per_class=5", "shards:devices=4", "dirichlet:devices=4,alpha=0.5"]
+SPECS = [
+    "iid:devices=4",
+    "classes:devices=4,per_class=5",
+    "shards:devices=4",
+    "dirichlet:devices=4,alpha=0.5",
+    "natural",
+]
 
 
 @pytest.mark.parametrize("spec", SPECS)

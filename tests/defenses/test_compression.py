@@ -64,7 +64,7 @@ def test_on_update_leaves_steps_alone(tensor: Tensor, rng: Generator) -> None:
     ("spec", "said"),
     [
         ("quantise:bits=1", "2 to 16"),
-        ("qsgd:levels=0", "1 to 4096"),
+        ("qsgd:levels=0", "1 to 4,096"),
         ("qsgd:norm=l1", "l2, max"),
         ("sign:on=weights", "gradient, update"),
     ],
