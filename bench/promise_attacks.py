@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from gradveil.experiments.run_folder import Row
 from gradveil.experiments.trial import Trial
 from gradveil.leaderboard.attacked import Place
-from gradveil.leaderboard.attacks import Attacked, floor_rows
+from gradveil.leaderboard.attacks import AttackedEntry, floor_rows
 from gradveil.leaderboard.entries import NONE, Entry, Panel
 from gradveil.leaderboard.standings import standings, table
 from gradveil.paper.base import Context
@@ -76,7 +76,7 @@ def remembering(model: nn.Module) -> nn.Module:
     return nn.Sequential(OrderedDict({"fixed": Remembered(first), **layers})).train()
 
 
-def stages(case: Attacked) -> dict[str, Callable[[], list[Trial]]]:
+def stages(case: AttackedEntry) -> dict[str, Callable[[], list[Trial]]]:
     """Return what is tried on a defence, the cheapest first."""
     if case.entry == NONE:
         return {"listed": case.listed, "learned": case.learned, "told": case.told, "naive": case.naive}
@@ -105,7 +105,7 @@ def main() -> None:
     place = Place(panel(given.dataset, priced[0]["rounds"], given.model), Context())
     vars(place)["model"] = remembering(place.model)
     mine = mine or [row | where for row in floor_rows(place)]
-    cases = [Attacked(Entry(row["defense"]), place) for row in priced]
+    cases = [AttackedEntry(Entry(row["defense"]), place) for row in priced]
     for stage, case in product(given.only, cases):
         about = where | {"stage": stage, "defense": case.entry.name}
         if stage not in stages(case) or any(about.items() <= row.items() for row in mine):

@@ -56,13 +56,13 @@ def append_line(path: Path, line: str) -> None:
             sync(path.parent)
 
 
-class Held(GradveilError):
+class Locked(GradveilError):
     """Another process holds a lock."""
 
 
 @contextlib.contextmanager
 def locked(path: Path, wait: bool = False, needed: bool = False) -> Iterator[None]:
-    """Hold a lock file with our number in it; where another process does, wait for its end, or raise ``Held``.
+    """Hold a lock file with our number in it; where another process does, wait for its end, or raise ``Locked``.
 
     The system gives the lock back when a process ends, however it ends: a file that is left behind says nothing. A file
     system without locks is told, and raises where the lock is needed.
@@ -97,7 +97,7 @@ def _take(handle: int, path: Path, wait: bool, needed: bool) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
-        raise Held(_owner(handle)) from None
+        raise Locked(_owner(handle)) from None
     except OSError as error:
         if needed or error.errno not in _NO_LOCKS:
             raise

@@ -13,7 +13,7 @@ from gradveil.data.partition import partition
 from gradveil.defenses.base import NoDefense
 from gradveil.experiments.panel import INFORMED
 from gradveil.leaderboard.attacked import Client, Place
-from gradveil.leaderboard.attacks import ONE, Attacked
+from gradveil.leaderboard.attacks import ONE, AttackedEntry
 from gradveil.leaderboard.board import Leaderboard
 from gradveil.leaderboard.entries import ENTRIES, PANELS, Entry
 from gradveil.leaderboard.standings import standings, table, tier_table
@@ -188,7 +188,7 @@ def test_what_is_learned_of_a_run_is_the_mean_of_its_rounds() -> None:
 
 
 def test_the_learning_server_has_one_round_or_the_whole_run_and_may_know_the_class() -> None:
-    trials = Attacked(Entry("veil:z=2,clip=1"), Place(TINY, Context())).learned()
+    trials = AttackedEntry(Entry("veil:z=2,clip=1"), Place(TINY, Context())).learned()
     found = {trial.about["tier"]: trial for trial in trials}
     run = found["patient"].about["rounds"]
     rounds = {tier: trial.about["rounds"] for tier, trial in found.items()}

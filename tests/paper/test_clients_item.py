@@ -11,7 +11,7 @@ from gradveil.cli import reproduce
 from gradveil.experiments.trial import Trial, naive
 from gradveil.paper import client_runs
 from gradveil.paper.base import Context, Row
-from gradveil.paper.client_runs import Attacked, Cell, all_cells, amount, in_time, network, stage
+from gradveil.paper.client_runs import AttackedClient, ClientCell, all_cells, amount, in_time, network, stage
 from gradveil.paper.clients import Clients, by_cell
 from gradveil.types import Reconstruction
 
@@ -52,7 +52,7 @@ def test_the_table_is_whole_and_says_which_settings_are_real() -> None:
     assert {(cell.schedule, cell.weights) for cell in real} == {("momentum", "trained"), ("adam", "trained")}
 
 
-def rows_of(cell: Cell, mse: float, *, converged: bool = False, late: bool = False) -> list[Row]:
+def rows_of(cell: ClientCell, mse: float, *, converged: bool = False, late: bool = False) -> list[Row]:
     head = {"network": cell.network, "examples": cell.examples, "schedule": cell.schedule, "weights": cell.weights}
     many = cell.examples
     about = {"attack": "gs", "spec": "gs", "took": 2.0, "gallery": 100, "objective": 0.1, "mismatch": 0.2}
@@ -78,7 +78,7 @@ def rows_of(cell: Cell, mse: float, *, converged: bool = False, late: bool = Fal
     ],
 )
 def test_a_line_says_what_was_got_or_why_nothing(mse: float, converged: bool, late: bool, verdict: str) -> None:
-    rows = rows_of(Cell("resnet18", 8, "adam", "trained"), mse, converged=converged, late=late)
+    rows = rows_of(ClientCell("resnet18", 8, "adam", "trained"), mse, converged=converged, late=late)
     (line,) = Clients().summary(rows)
     assert line["verdict"] == verdict
     assert (line["strongest"], line["server picks"], line["floor"]) == ("gs", "dlg", "0.1")
@@ -91,9 +91,9 @@ def test_a_line_says_what_was_got_or_why_nothing(mse: float, converged: bool, la
 
 def test_lines_stand_beside_those_that_they_are_compared_with() -> None:
     cells = [
-        Cell("mlp", 1, "step", "trained"),
-        Cell("lenet", 8, "adam", "trained"),
-        Cell("mlp", 1, "step", "untrained"),
+        ClientCell("mlp", 1, "step", "trained"),
+        ClientCell("lenet", 8, "adam", "trained"),
+        ClientCell("mlp", 1, "step", "untrained"),
     ]
     found = by_cell([row for cell in cells for row in rows_of(cell, 0.001)])
     assert [f.cell.name for f in found] == ["lenet/8/adam/trained", "mlp/1/step/untrained", "mlp/1/step/trained"]
@@ -103,9 +103,9 @@ def test_lines_stand_beside_those_that_they_are_compared_with() -> None:
 def test_an_attack_that_has_no_time_for_its_steps_takes_fewer_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_runs, "TRY", 0.1)
     context = Context()
-    much, cell = amount(context, 0.2, 1), Cell("vit_tiny", 8, "step", "untrained")
+    much, cell = amount(context, 0.2, 1), ClientCell("vit_tiny", 8, "step", "untrained")
     shared, (model, _) = stage(much.dataset, context), network("vit_tiny", "untrained", much, context)
-    client = Attacked(cell, 0, model, shared.truth[:8], shared, context)
+    client = AttackedClient(cell, 0, model, shared.truth[:8], shared, context)
     seen = client.sent(client.truth, "client")
     found, spec = in_time(lambda s: Trial(seen, naive(), s, context.seeds("a")), "gs:steps=1000000,tol=0", 0.2)
     assert isinstance(found, Reconstruction)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from gradveil.experiments.run_files import CHANGED, FolderError, read_arrays, read_rows, read_table, read_text
 from gradveil.experiments.settings import changes, dumps, to_toml
 from gradveil.files import (
-    Held,
+    Locked,
     append_line,
     damage_told,
     is_leftover,
@@ -94,7 +94,7 @@ class RunFolder:
                 self._held.enter_context(locked(self.path / LOCK))
                 self._read()
                 self._sweep()
-        except Held as owner:
+        except Locked as owner:
             raise FolderError(
                 f"Another process ({owner}) is at work in {self.path}. Wait for its end, or choose another --out."
             ) from None

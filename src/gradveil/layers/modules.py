@@ -255,7 +255,7 @@ class Visit:
 
 
 @dataclass(frozen=True)
-class Trace:
+class Visited:
     """The layers in the order they ran; a layer that ran twice is named twice."""
 
     visits: tuple[Visit, ...]
@@ -270,7 +270,7 @@ class Trace:
         return tuple(v for v in self.visits if isinstance(v.layer, nn.Linear) and self.paths().count(v.path) == 1)
 
 
-def trace(model: nn.Module, input_shape: tuple[int, ...]) -> Trace:
+def trace(model: nn.Module, input_shape: tuple[int, ...]) -> Visited:
     """Run the model on one blank input, leaving it and the random state as they were, and say what ran."""
     visits: list[Visit] = []
     outputs: list[Tensor] = []
@@ -296,4 +296,4 @@ def trace(model: nn.Module, input_shape: tuple[int, ...]) -> Trace:
         for module, training in modes.items():
             module.training = training
     same = outputs and isinstance(result, Tensor) and result is outputs[-1]
-    return Trace(tuple(visits), visits[-1].path if same else None)
+    return Visited(tuple(visits), visits[-1].path if same else None)

@@ -47,7 +47,7 @@ def attacked(entries: Sequence[Entry], place: Place) -> dict[Entry, list[Row]]:
 
     Attacks of one kind run together. Where no server got images, those that learn to undo the defence try as well.
     """
-    cases = [Attacked(entry, place) for entry in entries]
+    cases = [AttackedEntry(entry, place) for entry in entries]
     rows = _run([case.jobs() for case in cases], place)
     for case, found in zip(cases, rows, strict=True):
         found += case.skipped
@@ -73,7 +73,7 @@ def _short(rows: Sequence[Row], place: Place) -> list[Row]:
     return kept
 
 
-class Attacked:
+class AttackedEntry:
     """One defence under attack."""
 
     def __init__(self, entry: Entry, place: Place) -> None:
@@ -114,7 +114,7 @@ class Attacked:
         for server in self.knowing:
             attack = self._own(server.attack)
             if attack != self.place.panel.newton:
-                found += Attacked(NONE, self.place)._each(naive(), attack)  # its control
+                found += AttackedEntry(NONE, self.place)._each(naive(), attack)  # its control
             found += self._each(server, attack)
         return [*found, *self.listed(), *self.told(), *self.patient(), *self._malicious()]
 

@@ -14,7 +14,7 @@ from gradveil.models.parts import Chain, Init, Layers, Rank, Width, Window
 from gradveil.ranges import Range
 
 
-class Tokens(nn.Module):
+class Patches(nn.Module):
     """Cut an image into patches, one token each, with the class token before them and the positions added.
 
     Zeros are added at the right and below where the patches do not fit.
@@ -102,7 +102,7 @@ class VisionTransformer(Chain):
     def features(self, input_shape: Shape) -> Layers:
         """Return tokens, block1, ..., norm, first."""
         blocks = {f"block{i + 1}": TransformerBlock(self.width, self.heads) for i in range(self.depth)}
-        tokens = Tokens(input_shape, self.patch, self.width)
+        tokens = Patches(input_shape, self.patch, self.width)
         return {"tokens": tokens, **blocks, "norm": nn.LayerNorm(self.width), "first": FirstToken()}
 
     def build(self, input_shape: Shape, num_classes: int, rng: Generator) -> nn.Module:

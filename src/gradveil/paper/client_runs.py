@@ -57,7 +57,7 @@ QUICK = {
 
 
 @dataclass(frozen=True)
-class Cell:
+class ClientCell:
     """One kind of client: its network, how many examples it has, how it trains, and on which weights."""
 
     network: str
@@ -76,10 +76,10 @@ class Cell:
         return "deployment" if self.weights == TRAINED and self.schedule != ONE_STEP else "diagnostic"
 
 
-def all_cells(networks: tuple[str, ...] = tuple(FULL)) -> list[Cell]:
+def all_cells(networks: tuple[str, ...] = tuple(FULL)) -> list[ClientCell]:
     """Return the whole table."""
     weights = (UNTRAINED, TRAINED)
-    return [Cell(n, e, s, w) for w in weights for n in networks for e in EXAMPLES for s in SCHEDULES]
+    return [ClientCell(n, e, s, w) for w in weights for n in networks for e in EXAMPLES for s in SCHEDULES]
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _trained(model: nn.Module, data: Dataset, much: Amount, context: Context) ->
     return copy.deepcopy(rounds[-1].model).train()
 
 
-def attacks_on(cell: Cell, model: nn.Module, much: Amount, device: torch.device) -> list[str]:
+def attacks_on(cell: ClientCell, model: nn.Module, much: Amount, device: torch.device) -> list[str]:
     """Return who attacks: for one step DLG and GS, for several what unrolls them, what does not, and GS.
 
     Beside them Gauss-Newton where one example is looked for and the network is small, and the quotient of a first
@@ -172,7 +172,7 @@ def with_steps(spec: str, steps: int) -> str:
     return str(Spec(parsed.name, {**parsed.settings, "steps": str(steps)}))
 
 
-def cell_rows(cell: Cell, much: Amount, context: Context) -> list[Row]:
+def cell_rows(cell: ClientCell, much: Amount, context: Context) -> list[Row]:
     """Attack every client of a cell: a row for each client, and one for each attack on it."""
     model, accuracy = network(cell.network, cell.weights, much, context)
     shared = stage(much.dataset, context)
@@ -180,17 +180,17 @@ def cell_rows(cell: Cell, much: Amount, context: Context) -> list[Row]:
     with one_thread(context.device.type == "cpu" and is_small(model)):
         for i in range(much.alone if cell.examples == 1 else 1):
             truth = shared.truth[i * cell.examples : (i + 1) * cell.examples]
-            client = Attacked(cell, i, model, truth, shared, context)
+            client = AttackedClient(cell, i, model, truth, shared, context)
             rows += [row | {"client": i} for row in client.rows(accuracy, much)]
     return [{"network": cell.network, "examples": cell.examples, "schedule": cell.schedule, "weights": cell.weights}
             | row for row in rows]  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Attacked:
+class AttackedClient:
     """One client of a cell, and what is done to its update."""
 
-    cell: Cell
+    cell: ClientCell
     number: int
     model: nn.Module
     truth: Batch

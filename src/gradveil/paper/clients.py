@@ -35,7 +35,7 @@ from gradveil.paper.client_runs import (
     TRAINED,
     UNTRAINED,
     Amount,
-    Cell,
+    ClientCell,
     all_cells,
     amount,
     cell_rows,
@@ -90,7 +90,7 @@ class Clients(Item):
     seconds: Positive = 10.0  # for each attack on each client; twice that on large networks
     epochs: Count = 5  # until weights count as trained
 
-    def work(self, context: Context) -> dict[str, str | Cell]:
+    def work(self, context: Context) -> dict[str, str | ClientCell]:
         """Return the networks to train, then the cells; quick: every network once, and two that are trained."""
         cells = all_cells()
         if not context.full:
@@ -106,7 +106,7 @@ class Clients(Item):
     def run(self, unit: str, context: Context) -> list[Row]:
         """Train one network, or attack the clients of one cell."""
         what, much = self.work(context)[unit], self._amount(context)
-        if isinstance(what, Cell):
+        if isinstance(what, ClientCell):
             return cell_rows(what, much, context)
         accuracy = network(what, TRAINED, much, context)[1]
         return [{"kind": "accuracy", "network": what, "epochs": much.epochs, "accuracy": accuracy}]
@@ -118,7 +118,7 @@ class Clients(Item):
     def verdicts(self, rows: Sequence[Row]) -> list[Judgement]:
         """Judge what is said of such clients: laboratory settings give images away, networks of today do not."""
         found = by_cell(rows)
-        small = {f.cell.network: f for f in found if f.cell == Cell(f.cell.network, 1, ONE_STEP, UNTRAINED)}
+        small = {f.cell.network: f for f in found if f.cell == ClientCell(f.cell.network, 1, ONE_STEP, UNTRAINED)}
         today = [f for f in found if f.cell.network in ("resnet18", "vit_tiny") and f.cell.setting == "deployment"]
         open_ = [f.cell.name for f in today if f.outcome in GOT]
         told = ", ".join(f"{name}: {f.outcome}" for name, f in small.items())
@@ -160,7 +160,7 @@ class Clients(Item):
 class FoundCell:
     """All rows of one kind of client."""
 
-    cell: Cell
+    cell: ClientCell
     rows: tuple[Row, ...]
 
     @cached_property
@@ -246,7 +246,7 @@ def by_cell(rows: Sequence[Row]) -> list[FoundCell]:
     """Return the cells of the rows, those that belong together beside each other."""
     mine = [row for row in rows if row["kind"] != "accuracy"]
     cells = group(mine, "network", "examples", "schedule", "weights")
-    found = [FoundCell(Cell(*key), tuple(own)) for key, own in cells.items()]
+    found = [FoundCell(ClientCell(*key), tuple(own)) for key, own in cells.items()]
     place = [cell.name for cell in sorted(all_cells(), key=lambda c: list(SAID).index(c.schedule))]
     names = list(dict.fromkeys(cell.network for cell in all_cells()))
     return sorted(found, key=lambda f: (names.index(f.cell.network), f.cell.examples, place.index(f.cell.name)))

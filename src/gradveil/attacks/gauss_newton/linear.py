@@ -63,7 +63,7 @@ def products(links: Sequence[Link], state: Params, seen: Observation, pixels: in
 
 
 @dataclass(frozen=True)
-class Step:
+class LinearStep:
     """A layer at the point. ``up`` also returns what ``back`` and ``read`` need of the direction."""
 
     output: Tensor
@@ -104,7 +104,7 @@ def _nothing(delta: Tensor, ddelta: Tensor, kept: Tensor) -> Params:
     return {}
 
 
-def _run(link: Link, state: Params, h: Tensor, problems: int, widths: Iterator[Tensor] | None) -> Step:
+def _run(link: Link, state: Params, h: Tensor, problems: int, widths: Iterator[Tensor] | None) -> LinearStep:
     module = link.module
     if isinstance(module, (nn.Linear, nn.Conv2d)):
         return _weighted(link.path, module, state, h, problems)
@@ -116,7 +116,7 @@ def _run(link: Link, state: Params, h: Tensor, problems: int, widths: Iterator[T
         kinked = isinstance(module, (nn.ReLU, nn.LeakyReLU, nn.Hardtanh))
         width = next(widths).reshape(-1, *[1] * (h.ndim - 1)) if kinked and widths is not None else None
         out, first, second = derivatives(module, h, width)
-        return Step(
+        return LinearStep(
             out, lambda v, _: (v * first, v), lambda d: d * first,
             lambda d, dd, kept: torch.addcmul(dd * first, d * second, kept), _nothing,
         )  # fmt: skip
@@ -125,12 +125,12 @@ def _run(link: Link, state: Params, h: Tensor, problems: int, widths: Iterator[T
     return _fixed(out, lambda v: jvp(module, (h,), (v,))[1], lambda v: pull(v)[0])
 
 
-def _fixed(out: Tensor, up: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Step:
+def _fixed(out: Tensor, up: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> LinearStep:
     """A layer that is linear around the point and has no parameters."""
-    return Step(out, lambda v, _: (up(v), v), back, lambda d, dd, kept: back(dd), _nothing)
+    return LinearStep(out, lambda v, _: (up(v), v), back, lambda d, dd, kept: back(dd), _nothing)
 
 
-def _weighted(path: str, module: nn.Module, state: Params, h: Tensor, problems: int) -> Step:
+def _weighted(path: str, module: nn.Module, state: Params, h: Tensor, problems: int) -> LinearStep:
     """A linear layer or a convolution, as a product with its columns: the input itself, or patches of it."""
     weight, bias = state[named(path, "weight")].flatten(1), state.get(named(path, "bias"))
     columns, spread, places = _columns(module, h)
@@ -156,7 +156,7 @@ def _weighted(path: str, module: nn.Module, state: Params, h: Tensor, problems: 
         return {name: v.unflatten(0, (problems, -1)).sum(1) for name, v in found.items()}
 
     out = shaped(weight @ here + (0.0 if bias is None else bias[:, None]))
-    return Step(out, up, pull, lambda d, dd, change: pull(dd), read)
+    return LinearStep(out, up, pull, lambda d, dd, change: pull(dd), read)
 
 
 class _Products(torch.autograd.Function):
