@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 from gradveil.experiments.judge import verdicts
-from gradveil.report.advice import Advice, advice, tiers_tried
+from gradveil.experiments.rows import modality_of
+from gradveil.report.advice import Advice, advice, tiers_tried, verdict_sentence
 from gradveil.report.page import write_report
 from report.conftest import SCENE, write_run
 
@@ -21,14 +24,16 @@ def advised(folder: Path, *defenses: str) -> Advice:
 
 def test_what_holds_is_recommended_with_its_cost_and_its_command(tmp_path: Path) -> None:
     found = advised(tmp_path / "run", "none", BROKEN, HOLDS)
-    assert HOLDS in found.text
-    assert "23.0 points" in found.text  # 0.93 - 0.7
+    assert "Gaussian noise, std 0.1" in found.text
+    assert found.cost.startswith("23.0 points of accuracy")  # 0.93 - 0.7
+    assert "70.0%, against 93.0% without a defence" in found.cost
     assert found.command == f"gradveil train --model lenet --dataset digits --defense {HOLDS}"
 
 
 def test_where_nothing_holds_veil_is_next(tmp_path: Path) -> None:
     found = advised(tmp_path / "run", "none", BROKEN, "pruning:share=0.8")
-    assert found.text.startswith("No defence tried here holds.")
+    assert found.text.startswith("Rely on none of these.")
+    assert found.cost.startswith("Not measured in this audit")
     assert found.command.endswith("--defense veil:promise=reconstruction")
 
 
@@ -43,7 +48,7 @@ def test_a_defence_that_another_tier_broke_is_not_recommended(tmp_path: Path) ->
     ]
     found = advice(verdicts([*rows, *more]), CONFIG)
     assert found is not None
-    assert found.text.startswith("No defence tried here holds.")
+    assert found.text.startswith("Rely on none of these.")
 
 
 def test_where_attacks_fail_without_a_defence_nothing_is_called_safe(tmp_path: Path) -> None:
@@ -59,5 +64,30 @@ def test_the_page_says_against_whom_and_what_to_do(run_folder: Path) -> None:
     assert "Against whom" in page
     assert "What to do" in page
     tried, missing = tiers_tried(verdicts(write_run(run_folder.parent / "again", SCENE).rows))
-    assert tried == ["naive server", "server that knows"]
-    assert missing == ["informed server", "patient server", "malicious server"]
+    assert [name.partition(" (")[0] for name in tried] == ["naive server", "server that knows"]
+    assert [name.partition(" (")[0] for name in missing] == ["informed server", "patient server", "malicious server"]
+
+
+@pytest.mark.parametrize(
+    ("defenses", "sentence"),
+    [
+        (("none",), "Without a defence a server gets the images back."),
+        (("none", BROKEN), "The defence does not keep the images from the server."),
+        (("none", BROKEN, "pruning:share=0.8"), "None of the 2 defences keeps the images from the server."),
+        (("none", HOLDS), "The defence kept the images from every server that was tried."),
+        (
+            ("none", BROKEN, HOLDS),
+            "1 of 2 defences kept the images from every server that was tried: Gaussian noise, std 0.1.",
+        ),
+        (
+            ("none", BROKEN, "<script>alert(1)</script>"),
+            "No defence is shown to keep the images from the server: of 2, 1 gave them away, 1 could not be judged.",
+        ),
+    ],
+)
+def test_the_first_sentence_is_the_verdict(tmp_path: Path, defenses: tuple[str, ...], sentence: str) -> None:
+    store = write_run(tmp_path / "run", {name: SCENE[name] for name in defenses})
+    assert verdict_sentence(verdicts(store.rows), modality_of(store.rows)) == sentence
+    store.close()
+    page = write_report(tmp_path / "run").read_text()
+    assert page.index(sentence) < page.index("What to do")

@@ -47,6 +47,8 @@ class Ats(Defense):
     hybrid for CIFAR-100. Images lie within [0, 1].
     """
 
+    title = "Transformed images"
+
     keeps_apart: ClassVar[bool] = True
 
     policy: str = "3-1-7+43-18-18"

@@ -72,6 +72,7 @@ class Defense(ABC):
     """
 
     spec_name: ClassVar[str]
+    title: ClassVar[str] = ""  # a few plain words for a page; without them its name stands there
     draws_on_device: ClassVar[bool] = False  # whether random numbers are drawn where the generator lies, CUDA as well
     keeps_apart: ClassVar[bool] = False  # whether on_batch changes each example by itself, so that none are mixed
 
@@ -179,6 +180,8 @@ def build(spec: str | Defense) -> Defense:
 @dataclass(frozen=True)
 class NoDefense(Defense):
     """Send the gradient as it is."""
+
+    title = "No defence"
 
     def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         """Return the one view there is: nothing is hidden."""

@@ -28,6 +28,8 @@ class Censor(Defense):
     loss; here every step is defended, so that what is learned is what random steps at a right angle teach.
     """
 
+    title = "Orthogonal gradients"
+
     draws_on_device: ClassVar[bool] = True
 
     trials: Count = 20  # draws of which the best is sent

@@ -65,6 +65,8 @@ class Sign(Compression):
     the learning rate has to be some thousand times smaller.
     """
 
+    title = "Signs alone"
+
     scaled: bool = True  # times the tensor's mean absolute value
 
     def rounded(self, g: Tensor, rng: Generator) -> Tensor:
@@ -86,6 +88,8 @@ class Sign(Compression):
 class Quantise(Compression):
     """Round each entry to the nearest of 2^bits - 1 levels, evenly from minus to plus its tensor's largest entry."""
 
+    title = "Rounding to few levels"
+
     bits: Annotated[int, Range(2, 16)] = 4  # of an entry; two are the levels -1, 0 and 1
 
     def rounded(self, g: Tensor, rng: Generator) -> Tensor:
@@ -102,6 +106,8 @@ class Qsgd(Compression):
     Levels are multiples of ||g|| / ``levels``, with the tensor's Euclidean norm, or with its largest entry, which
     rounds less away; ``levels=1,norm=max`` is TernGrad (Wen et al. 2017).
     """
+
+    title = "Random rounding"
 
     draws_on_device: ClassVar[bool] = True
 

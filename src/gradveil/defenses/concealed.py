@@ -45,6 +45,8 @@ class Concealed(Defense):
     against the old ones are not projected.
     """
 
+    title = "Concealed samples"
+
     mix: Share = 0.7  # of the public example in the start
     steps: Whole = 20  # of Adam for each batch; the paper takes up to 1000
     _known: _OfRound | None = field(default=None, repr=False, compare=False)

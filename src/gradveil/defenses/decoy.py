@@ -34,6 +34,8 @@ class Decoy(Defense):
     augmentation breaks this, since every variant of an example gets noise of its own.
     """
 
+    title = "Decoys of the examples"
+
     keeps_apart: ClassVar[bool] = True
 
     floor: Weight = 0.015  # mean squared error, in [0, 1] pixels, that no linear estimator should beat

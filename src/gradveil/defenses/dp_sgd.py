@@ -24,6 +24,8 @@ class DpSgd(Defense):
     promises more than is kept where batches are shuffled.
     """
 
+    title = "Clipping and noise (DP-SGD)"
+
     draws_on_device: ClassVar[bool] = True
 
     noise: Positive = 1.0  # noise_multiplier

@@ -176,6 +176,8 @@ class RandomMask(LayerMask):
     The control for the score: if this does as well as ``representation``, the score does not matter.
     """
 
+    title = "Random entries hidden"
+
     draws_on_device: ClassVar[bool] = True
 
     def ranking(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator) -> Tensor:

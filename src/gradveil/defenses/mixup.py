@@ -26,6 +26,8 @@ class Mixup(Defense):
     average; numbers are mixed themselves. A batch of one example has no partner and stays as it is.
     """
 
+    title = "Mixed examples"
+
     alpha: Positive = 1.0  # 1: every λ is as likely; below, most are near 0 or 1
 
     def on_batch(self, batch: Batch, rng: Generator) -> Batch:

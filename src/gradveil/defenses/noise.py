@@ -129,6 +129,8 @@ def _rms(entries: Tensor) -> float:
 class Gaussian(Noise):
     """Add Gaussian noise to every entry, the same on all layers."""
 
+    title = "Gaussian noise"
+
     def draw(self, shape: torch.Size, rng: Generator) -> Tensor:
         """Return standard normal noise."""
         return normal(shape, rng)
@@ -138,6 +140,8 @@ class Gaussian(Noise):
 @dataclass(frozen=True)
 class Laplace(Noise):
     """Add Laplace noise to every entry: the Laplace scale is b = scale / √2, so that ``scale`` is its std."""
+
+    title = "Laplace noise"
 
     def draw(self, shape: torch.Size, rng: Generator) -> Tensor:
         """Return Laplace noise of standard deviation 1, as a difference of two exponentials."""

@@ -27,6 +27,8 @@ class Outpost(Defense):
     how often a client does so is left out: every step is defended.
     """
 
+    title = "Pruning and noise by risk (Outpost)"
+
     draws_on_device: ClassVar[bool] = True
 
     scale: Weight = 0.8  # noise at a risk of 1

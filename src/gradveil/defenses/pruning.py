@@ -28,6 +28,8 @@ class Pruning(Defense):
     Exactly ``round(share × size)`` entries go, of equal ones the first; the others are sent as they are.
     """
 
+    title = "Smallest gradients left out (pruning)"
+
     share: Share = 0.8  # of the entries set to zero
     per: Literal["tensor", "global"] = "tensor"  # the smallest of each tensor, or of all tensors together
     on: Literal["gradient", "update"] = "gradient"  # of each local step, or of what is sent

@@ -25,6 +25,8 @@ class RepresentationPerturbation(LayerMask):
     Departures: entries that are zero already are never chosen; p other than the paper's 2 takes ||∂r_i/∂x||_p.
     """
 
+    title = "Revealing entries hidden (the paper's defence)"
+
     p: Order = 2  # the norm of the input's displacement: 1, 2 or inf
     method: str = "auto"  # how leak scores are computed: auto, exact, sketch, ...
 

@@ -23,6 +23,8 @@ class RepresentationAuthors(LayerDefense):
     0 / 0 (dead, offset 0) makes the threshold NaN, and nothing goes at all.
     """
 
+    title = "Revealing entries hidden (the authors' code)"
+
     share: Share = 0.4  # the percentile, as a part of 1
     layer: Layers = None  # the defended layers, joined by "/"; None: the last linear one
     offset: Annotated[float, Range(-MOST)] = 0.0  # added to r_i below the fraction; their second script has 0.1

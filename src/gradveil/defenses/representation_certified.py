@@ -29,6 +29,8 @@ class RepresentationCertified(LayerDefense):
     at each step.
     """
 
+    title = "Revealing entries hidden, up to a certificate"
+
     target_mse: Positive = 1e-6  # of pixels in [0, 1], for every example
     kind: str = "global"  # the certificate that has to reach it: local, global, box, radius or reach
     layer: Layers = None  # the defended layers, joined by "/"; None: the last linear one

@@ -182,6 +182,8 @@ class RepresentationPseudoinverse(LayerMask):
     The paper's rule with the other entries of r held, where ``representation`` lets them move.
     """
 
+    title = "Entries of a layer hidden, one by one"
+
     p: Order = 2  # the norm of the input's displacement: 1, 2 or inf
     rcond: Weight = 0.01  # singular values of J below this share of the largest are left out of J⁺
 
@@ -198,6 +200,8 @@ class RepresentationPseudoinverse(LayerMask):
 @dataclass(frozen=True)
 class RepresentationSubset(EntryDefense):
     """Zero the entries of the representation that together move the input most, example by example."""
+
+    title = "Entries of a layer hidden, together"
 
     p: Order = 2  # the norm of the input's displacement: 1, 2 or inf
     rcond: Weight = 0.01  # singular values of J below this share of the largest are left out of J⁺
@@ -220,6 +224,8 @@ class RepresentationSubset(EntryDefense):
 @dataclass(frozen=True)
 class RepresentationDirection(LayerDefense):
     """Move the representation by share × ||r||_q in the direction that moves the input most, example by example."""
+
+    title = "A direction of a layer hidden"
 
     share: Share = 0.4  # of ||r||_q: how far r is moved
     layer: Layers = None  # the defended layers, joined by "/"; None: the last linear one

@@ -41,6 +41,8 @@ class Veil(Defense):
     colluding)) of the noise, and takes one local step a round.
     """
 
+    title = "Clipping and shaped noise (veil)"
+
     draws_on_device: ClassVar[bool] = True
 
     z: Positive | None = None  # noise multiplier of a release; 1 where no promise is given

@@ -44,21 +44,31 @@ def badges(modality: Modality) -> dict[str, str]:
 
 
 def gets(line: Line, floor: Floor, tier: Tier) -> str:
-    """Return what a server of a tier gets, by its strongest line."""
+    """Return what a server of a tier gets, by its strongest line, with the numbers."""
     if not line.counts:
-        return f"shows nothing either way: {_by(line)} {line.void}"
-    kind = floor.modality
-    got = GETS[line.grade].format(others=line.gallery - 1, many=kind.many)
-    if line.grade == "recognised" and line.error.mean > floor.error.mean:
-        got = f"gets {kind.many} that are poor {kind.part} by {kind.part} but can still be told from "
-        got += f"{line.gallery - 1} others"
+        return got(line, floor, tier)
     if line.tier != tier != "knows":
-        return f"{got}, as {'a naive one' if line.tier == 'naive' else 'one that knows the defence'} does"
-    as_another = ", as a naive one does" if line.tier != tier else ""
-    return f"{got}{as_another} ({_numbers(line, floor)}; {_by(line)}, {line.round} round)"
+        return got(line, floor, tier)
+    return f"{got(line, floor, tier)} ({_numbers(line, floor)}; {by(line)}, {line.round} round)"
 
 
-def _by(line: Line) -> str:
+def got(line: Line, floor: Floor, tier: Tier) -> str:
+    """Return the same without numbers."""
+    if not line.counts:
+        return f"shows nothing either way: {by(line)} {line.void}"
+    kind = floor.modality
+    said = GETS[line.grade].format(others=line.gallery - 1, many=kind.many)
+    if line.grade == "recognised" and line.error.mean > floor.error.mean:
+        said = f"gets {kind.many} that are poor {kind.part} by {kind.part} but can still be told from "
+        said += f"{line.gallery - 1} others"
+    if line.tier == tier:
+        return said
+    as_naive = line.tier == "naive"
+    return f"{said}, as {'a naive one' if as_naive else 'one that knows the defence'} does"
+
+
+def by(line: Line) -> str:
+    """Return what a server does and with which attack."""
     name = line.attack.partition(":")[0]
     return name if line.server in (NAIVE, name) else f"{line.server} + {name}"
 

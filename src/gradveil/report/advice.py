@@ -5,11 +5,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gradveil.countermeasures import Tier
 from gradveil.experiments.judge import Verdict
-from gradveil.experiments.words import WHO
+from gradveil.experiments.words import GETS, WHO
+from gradveil.modalities import Modality
+from gradveil.report.plain import name_of
 
 LEAKS = ("recovered", "recognised", "traces")
 VEIL = "veil:promise=reconstruction"
+WHAT_THEY_DO: dict[Tier, str] = {
+    "naive": "takes what arrives as it is",
+    "knows": "has read the defence's code",
+    "informed": "has the client's other records",
+    "patient": "adds up many rounds",
+    "malicious": "chooses the weights it sends",
+}
 
 
 @dataclass(frozen=True)
@@ -17,6 +27,7 @@ class Advice:
     """What a person who must decide should do next."""
 
     text: str
+    cost: str
     command: str
 
 
@@ -25,8 +36,30 @@ def tiers_tried(judged: Sequence[Verdict]) -> tuple[list[str], list[str]]:
     tried = {t.tier for v in judged for t in v.tiers if t.outcome != "not_run"}
     names = {True: [], False: []}  # type: dict[bool, list[str]]
     for tier, name in WHO.items():
-        names[tier in tried].append(name.lower())
+        names[tier in tried].append(f"{name.lower()} ({WHAT_THEY_DO[tier]})")
     return names[True], names[False]
+
+
+def verdict_sentence(judged: Sequence[Verdict], modality: Modality) -> str:
+    """Return the whole audit in one sentence, or nothing where there is no truth to judge by."""
+    many = modality.many
+    tried = [v for v in judged if v.defense != "none"]
+    if not tried:
+        got = _worst(judged[0]) if judged else ""
+        return f"Without a defence a server {GETS[got].format(many=many, others='all other')}." if got else ""
+    given = [v for v in tried if _worst(v) in ("recovered", "recognised")]
+    holding = [v for v in tried if _holds(v)]
+    if len(given) == len(tried):
+        who = "The defence does not keep" if len(tried) == 1 else f"None of the {len(tried)} defences keeps"
+        return f"{who} the {many} from the server."
+    if holding:
+        name = f": {name_of(holding[0].defense)}" if len(holding) == 1 < len(tried) else ""
+        who = "The defence" if len(tried) == 1 else f"{len(holding)} of {len(tried)} defences"
+        return f"{who} kept the {many} from every server that was tried{name}."
+    counts = {"gave them away": len(given), "gave traces": sum(_worst(v) == "traces" for v in tried)}
+    counts["could not be judged"] = len(tried) - sum(counts.values())
+    said = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    return f"No defence is shown to keep the {many} from the server: of {len(tried)}, {said}."
 
 
 def advice(judged: Sequence[Verdict], config: Mapping[str, Any]) -> Advice | None:
@@ -37,23 +70,29 @@ def advice(judged: Sequence[Verdict], config: Mapping[str, Any]) -> Advice | Non
     holding = [v for v in judged if v.defense != "none" and _holds(v)]
     if holding:
         best = max(holding, key=lambda v: v.accuracy or 0.0)
-        text = f"Of the defences tried, {best.defense} gave nothing to any server that was tried: evidence, no proof."
-        return Advice(text + _cost(best), _command("train", config, best.defense))
+        text = f"Train with {name_of(best.defense)}: no server that was tried got anything. Evidence, no proof."
+        return Advice(text, _cost(best), _command("train", config, best.defense))
     if plain is not None and not any(t.outcome in LEAKS for t in plain.tiers):
         text = (
             "Without a defence these attacks got nothing either, so no defence can be judged by them. Attack the first "
             "round, one example at a time, or give the attacks more time, before you call this safe."
         )
-        return Advice(text, _command("audit", config, None) + " --images 1 --minutes 30")
+        return Advice(text, "", _command("audit", config, None) + " --images 1 --minutes 30")
     if any(v.defense.startswith("veil") for v in judged):
-        text = "The noise tried is too weak. Ask for a promise over the whole run, and see what it costs first."
+        text = "The noise tried is too weak: ask veil for a promise over the whole run."
     else:
         text = (
-            "No defence tried here holds. One that hides things by a rule falls to a server that has read the rule; "
-            "veil adds noise that no rule undoes, and keeps an account of it over the whole run. See first what that "
-            "costs your run (gradveil plan)."
+            "Rely on none of these. Audit veil next: it adds noise that reading its code does not undo, and keeps an "
+            "account of it over the whole run."
         )
-    return Advice(text, _command("audit", config, VEIL))
+    cost = "Not measured in this audit; the command measures it, and gradveil plan says beforehand what to expect."
+    return Advice(text, cost, _command("audit", config, VEIL))
+
+
+def _worst(verdict: Verdict) -> str:
+    """Return the most that any server got; where none got anything, that."""
+    got = [t.outcome for t in verdict.tiers]
+    return next((outcome for outcome in (*LEAKS, "nothing") if outcome in got), "")
 
 
 def _holds(verdict: Verdict) -> bool:
@@ -63,12 +102,12 @@ def _holds(verdict: Verdict) -> bool:
 
 def _cost(verdict: Verdict) -> str:
     if verdict.accuracy is None or verdict.baseline is None:
-        return ""
-    lost = verdict.baseline - verdict.accuracy
+        return "Not measured in this audit."
+    lost, here = verdict.baseline - verdict.accuracy, "in this audit's short training"
     if verdict.scored_by != "accuracy":
-        return f" In this audit's short training it cost {lost:.2f} of {verdict.scored_by}."
-    points = f"{100 * lost:.1f} points" if lost > 0 else "nothing"
-    return f" In this audit's short training it cost {points} of accuracy ({verdict.accuracy:.1%})."
+        return f"{lost:.2f} of {verdict.scored_by} {here}."
+    points = f"{100 * lost:.1f} points of accuracy" if lost > 0 else "Nothing"
+    return f"{points} {here} ({verdict.accuracy:.1%}, against {verdict.baseline:.1%} without a defence)."
 
 
 def _command(name: str, config: Mapping[str, Any], defense: str | None) -> str:

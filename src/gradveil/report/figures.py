@@ -7,7 +7,9 @@ from html import escape
 
 from gradveil.experiments.judge import Verdict, naive_and_adaptive
 from gradveil.experiments.rows import NAIVE, Floor, Line, server_name
+from gradveil.experiments.words import score_text
 from gradveil.modalities import Modality
+from gradveil.report.plain import name_of
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,14 @@ def number(value: float) -> str:
     return f"{value:g}"
 
 
+@dataclass(frozen=True)
+class FigureTable:
+    """The numbers that a figure shows."""
+
+    heads: list[str]
+    rows: list[list[str]]
+
+
 WIDTH = 400  # in units of about one CSS pixel on a phone
 NUM_STYLES = 8  # colours in the style sheet
 
@@ -85,7 +95,7 @@ def errors_figure(found: Sequence[Line], names: Sequence[str], floor: Floor, rou
     parts.append(_reference_lines(scale, top, bottom, floor, _control(here)))
     for i, (name, naive, adaptive) in enumerate(pairs):
         y = top + step * i + 14
-        parts.append(f'<text x="{left}" y="{y}" class="name">{escape(name)}</text>')
+        parts.append(_name(left, y, name))
         parts.append(_whisker(scale, naive, y + 11, i, "hollow", kind))
         parts.append(_whisker(scale, adaptive, y + 22, i, "full", kind))
     parts.append(f'<text x="{right}" y="{bottom + 30}" class="axis" text-anchor="end">{_axis(kind)} →</text>')
@@ -117,17 +127,32 @@ def trade_figure(found: Sequence[Line], judged: Sequence[Verdict], floor: Floor,
         ends = [(line, kind if line.counts else "void") for line, kind in both if line is not None]
         if len(ends) == 2:
             heights = [y(line.error.mean) for line, _ in ends]
-            parts.append(f'<path d="M{place} {heights[0]}V{heights[1]}" class="s{i % NUM_STYLES} joint"/>')
+            parts.append(
+                f'<path d="M{place} {heights[0]}V{heights[1]}" class="s{i % NUM_STYLES} joint" data-series="{i}"/>'
+            )
         parts += [_mark(place, y(line.error.mean), i, kind, _told(line, floor.modality)) for line, kind in ends]
     legend = bottom + 50
     for k, (i, judged_one, *_rest) in enumerate(marks):
-        parts.append(_mark(left + 6, legend + 17 * k, i, "full", ""))
-        parts.append(
-            f'<text x="{left + 18}" y="{legend + 17 * k + 4}" class="name">{escape(judged_one.defense)}</text>'
-        )
+        y_here = legend + 17 * k
+        text = _mark(left + 6, y_here, i, "full", "") + _name(left + 18, y_here + 4, judged_one.defense)
+        parts.append(f'<g class="legend" data-legend="{i}">{text}</g>')
     parts.append(f'<text x="{right}" y="{bottom + 30}" class="axis" text-anchor="end">{scored_by} →</text>')
     parts.append(f'<text x="4" y="{top - 5}" class="axis">{_axis(floor.modality, " of the attack")} ↑</text>')
     return _svg(legend + 17 * len(marks), f"Privacy against {scored_by}, {round_} round", parts)
+
+
+def figure_table(found: Sequence[Line], judged: Sequence[Verdict], floor: Floor, round_: str) -> FigureTable:
+    """Return the numbers behind the figures of a round."""
+    here = [line for line in found if line.round == round_]
+    rows = []
+    for v in judged:
+        score = "–" if v.accuracy is None else score_text(v.accuracy, v.scored_by)
+        for line in naive_and_adaptive(here, v.defense):
+            if line is not None:
+                said = [name_of(v.defense), _server(line), line.attack, str(line.error), line.identified.as_count]
+                rows.append([*said, "yes" if not line.counts else "", score])
+    heads = ["defence", "server", "attack", floor.modality.error_name, "identified", "void"]
+    return FigureTable([*heads, judged[0].scored_by if judged else "accuracy"], rows)
 
 
 def _error_scale(modality: Modality, values: Sequence[float], start: float, end: float) -> Axis:
@@ -146,17 +171,25 @@ def _mean(line: Line | None) -> float | None:
     return None if line is None else line.error.mean
 
 
+def _server(line: Line) -> str:
+    return "naive server" if line.server == NAIVE else f"server that knows ({server_name(line)})"
+
+
 def _told(line: Line, modality: Modality) -> str:
-    server = "naive server" if line.server == NAIVE else f"server that knows ({server_name(line)})"
     void = "; void" if not line.counts else ""
-    return f"{line.defense}: {server}, {line.attack}, {modality.error_name} {line.error:.2g}{void}"
+    said = f"{name_of(line.defense)}: {_server(line)}, {line.attack}, {modality.error_name} {line.error}"
+    return f"{said}, identified {line.identified.as_count}{void}"
+
+
+def _name(x: float, y: float, spec: str) -> str:
+    return f'<text x="{x}" y="{y}" class="name">{escape(name_of(spec))}<title>{escape(spec)}</title></text>'
 
 
 def _whisker(scale: Axis, line: Line | None, y: float, i: int, kind: str, modality: Modality) -> str:
     if line is None:
         return ""
     low, high = scale(line.error.low), scale(line.error.high)
-    whisker = f'<path d="M{low} {y}H{high}" class="s{i % NUM_STYLES} joint"/>'
+    whisker = f'<path d="M{low} {y}H{high}" class="s{i % NUM_STYLES} joint" data-series="{i}"/>'
     return whisker + _mark(scale(line.error.mean), y, i, kind if line.counts else "void", _told(line, modality))
 
 
@@ -171,8 +204,10 @@ def _mark(x: float, y: float, i: int, kind: str, title: str) -> str:
         "M-5 -1.7h3.3v-3.3h3.4v3.3h3.3v3.4h-3.3v3.3h-3.4v-3.3h-3.3z",
     )
     inside = f"<title>{escape(title)}</title>" if title else ""
+    more = f' data-series="{i}" tabindex="0" role="img" aria-label="{escape(title)}"' if title else ""
     shape = shapes[i % len(shapes)]
-    return f'<path transform="translate({x} {y})" d="{shape}" class="s{i % NUM_STYLES} {kind}">{inside}</path>'
+    place = f'transform="translate({x} {y})" d="{shape}"'
+    return f'<path {place} class="s{i % NUM_STYLES} {kind}"{more}>{inside}</path>'
 
 
 def _reference_lines(scale: Axis, top: float, bottom: float, floor: Floor, control: Line | None) -> str:
@@ -196,7 +231,4 @@ def _horizontal(scale: Axis, value: float, left: float, right: float, kind: str,
 
 
 def _svg(height: float, title: str, parts: Sequence[str]) -> str:
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(title)}">'
-        f"<title>{escape(title)}</title>{''.join(parts)}</svg>"
-    )
+    return f'<svg viewBox="0 0 {WIDTH} {height:g}" role="group" aria-label="{escape(title)}">{"".join(parts)}</svg>'

@@ -12,13 +12,14 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from gradveil.experiments.judge import Verdict, by_tier
+from gradveil.experiments.judge import by_tier
 from gradveil.experiments.rows import NAIVE, Line, MeasuredExample, group, modality_of, read, server_name
-from gradveil.experiments.run_folder import RunFolder
+from gradveil.experiments.run_folder import Row, RunFolder
 from gradveil.experiments.words import badges
 from gradveil.files import write_atomically
 from gradveil.metrics.intervals import short
-from gradveil.modalities import Cell, Modality
+from gradveil.modalities import Cell
+from gradveil.report.plain import name_of
 
 
 def picture(array: NDArray[Any]) -> str:
@@ -76,6 +77,8 @@ class Shot:
     hit: bool = False  # picked its original out of the gallery
     cells: Sequence[Cell] = ()
     truth: Sequence[Cell] = ()
+    original: int | None = None  # its number, where it is one
+    example: int | None = None  # the number of its original, where that is known
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class Strip:
     how: str
     shots: list[Shot]
     heads: tuple[str, ...] = ()  # over the cells
+    spec: str = ""  # of the defence
 
 
 @dataclass(frozen=True)
@@ -97,57 +101,66 @@ class RoundPictures:
     rest: list[Strip] = field(default_factory=list)
 
 
-def pictures(store: RunFolder, found: Sequence[Line]) -> list[RoundPictures]:
+class Gallery:
+    """The examples of a run: originals, guesses, and what attacks brought back."""
+
+    def __init__(self, store: RunFolder) -> None:
+        self.kind = modality_of(store.rows)
+        self._store = store
+        self._units: dict[str, dict[str, NDArray[Any]]] = {}
+
+    def arrays(self, unit: str) -> dict[str, NDArray[Any]]:
+        """Return the arrays of a unit by name."""
+        if unit not in self._units:
+            self._units[unit] = self._store.arrays(unit)
+        return self._units[unit]
+
+    def original(self, number: int, what: str = "original") -> Shot:
+        """Return an original, or the public example that stands in for one."""
+        truth = self._truth
+        assert truth is not None
+        return replace(self._shot(truth[number], f"{what} {number}"), original=number)
+
+    def found(self, m: MeasuredExample) -> Shot:
+        """Return what an attack brought back of an example, or what a blind guess says, beside its original."""
+        x = self.arrays(TRUTH)[m.guess][m.example] if m.guess else self.arrays(m.unit)["found"][m.index]
+        if not m.known:
+            return self._shot(x, f"reconstruction {m.example}")
+        hit = m.identified == 1.0
+        alt = f"{self.kind.one} {m.example}: {self.kind.error_name} {short(m.error)}"
+        alt += ", picks its original out of the gallery" if hit else ""
+        truth = self._truth
+        shot = self._shot(x, alt, None if truth is None else truth[m.example])
+        return replace(shot, error=f"{m.error:.1g}", hit=hit, example=None if truth is None else m.example)
+
+    @property
+    def _truth(self) -> NDArray[Any] | None:
+        known = self.arrays(TRUTH)
+        return known.get("truth", known.get("stand-in"))
+
+    def _shot(self, x: NDArray[Any], alt: str, truth: NDArray[Any] | None = None) -> Shot:
+        true = None if truth is None else torch.from_numpy(truth)
+        cells = self.kind.cells(torch.from_numpy(x), true)
+        if cells is None:
+            return Shot(picture(x), alt)
+        return Shot("", alt, cells=cells, truth=(self.kind.cells(true) if true is not None else None) or ())
+
+
+def pictures(gallery: Gallery, rows: Sequence[Row], found: Sequence[Line]) -> list[RoundPictures]:
     """Return the pictures by round: the strongest attack of each server on each defence first, the others apart."""
-    attacked = read(store.rows, "attack")
-    arrays = {unit: store.arrays(unit) for unit in dict.fromkeys([TRUTH, *(m.unit for m in attacked)])}
-    kind = modality_of(store.rows)
-    head = _originals(arrays[TRUTH], read(store.rows, "floor"), kind)
+    attacked = read(rows, "attack")
+    head = _originals(gallery, read(rows, "floor"))
     result = []
     for (round_, number), here in group(attacked, "round", "round_number").items():
         by_line = group(here, *KEY)
         lines = {x.key: x for x in found if x.round == round_}
         first = _first_choice(list(lines.values())) if lines else set(by_line)
         ordered = [*lines, *(key for key in by_line if key not in lines)]
-        strips = {key: _strip(by_line[key], lines.get(key), arrays, kind) for key in ordered}
+        strips = {key: _strip(gallery, by_line[key], lines.get(key)) for key in ordered}
         shown = [strip for key, strip in strips.items() if key in first]
         rest = [strip for key, strip in strips.items() if key not in first]
         title = f"The {round_} round" + (f" (round {number})" if number else "") if round_ != "update" else "The update"
         result.append(RoundPictures(title, [*head, *shown], rest))
-    return result
-
-
-@dataclass(frozen=True)
-class Thumb:
-    """A picture on a verdict's card."""
-
-    src: str
-    alt: str
-    caption: str
-
-
-def thumbs(store: RunFolder, judged: Sequence[Verdict]) -> dict[str, list[Thumb]]:
-    """Return the first image for each defence: the original and what the strongest server of each kind got."""
-    truth = store.arrays(TRUTH).get("truth")
-    if truth is None:
-        return {}
-    kind = modality_of(store.rows)
-    if _shot(kind, truth[0], "").cells:
-        return {}
-    first = group([m for m in read(store.rows, "attack") if m.example == 0], "round", *KEY)
-    result = {}
-    for verdict in judged:
-        shown = [Thumb(picture(truth[0]), "original", "original")]
-        naive = "any server" if verdict.defense == "none" else "naive server"
-        beyond = [
-            (t.line, f"{t.tier} server") for t in verdict.tiers[2:] if t.line is not None and t.line.tier == t.tier
-        ]
-        for line, caption in ((verdict.naive, naive), (verdict.adaptive, "server that knows"), *beyond):
-            mine = first.get((line.round, *line.key)) if line is not None else None
-            if mine:
-                got = store.arrays(mine[-1].unit)["found"][mine[-1].index]
-                shown.append(Thumb(picture(got), f"{caption}: {kind.error_name} {short(mine[-1].error)}", caption))
-        result[verdict.defense] = shown
     return result
 
 
@@ -157,37 +170,35 @@ def _first_choice(found: Sequence[Line]) -> set[tuple[str, ...]]:
     return {line.key for line in best if line is not None}
 
 
-def _originals(arrays: dict[str, NDArray[Any]], floors: Sequence[MeasuredExample], kind: Modality) -> list[Strip]:
-    strips = []
-    known = (("truth", "Original", "what the client holds"), ("stand-in", "Stand-ins", "public, for the control"))
-    for name, what, how in known:
-        if name in arrays:
-            shots = [_shot(kind, x, f"{what} {i}") for i, x in enumerate(arrays[name][:MOST])]
-            strips.append(Strip(what, how, shots, kind.heads))
+def _originals(gallery: Gallery, floors: Sequence[MeasuredExample]) -> list[Strip]:
+    strips, known, heads = [], gallery.arrays(TRUTH), gallery.kind.heads
+    names = (("truth", "Original", "what the client holds"), ("stand-in", "Stand-ins", "public, for the control"))
+    for name, what, how in names:
+        if name in known:
+            shots = [gallery.original(i, what) for i in range(min(MOST, len(known[name])))]
+            strips.append(Strip(what, how, shots, heads))
     for (guess,), mine in group(floors, "guess").items():
-        shots = [_measured(m, arrays[guess][m.example], kind, arrays) for m in mine[:MOST] if guess in arrays]
-        strips.append(Strip(f"Blind guess: {guess}", "without any update", shots, kind.heads))
+        shots = [gallery.found(m) for m in mine[:MOST] if guess in known]
+        strips.append(Strip(f"Blind guess: {guess}", "without any update", shots, heads))
     return strips
 
 
-def _strip(
-    mine: Sequence[MeasuredExample], line: Line | None, arrays: dict[str, dict[str, NDArray[Any]]], kind: Modality
-) -> Strip:
-    one = mine[0]
-    what = "Control: no defence" if one.defense == "none" else one.defense
-    if one.defense == "none" and one.weights not in ("none", "start"):
-        what += f", model trained under {one.weights}"
+def _strip(gallery: Gallery, mine: Sequence[MeasuredExample], line: Line | None) -> Strip:
+    one, kind = mine[0], gallery.kind
+    what = name_of(one.defense)
+    if one.defense == "none":
+        what = "Control: no defence"
+        what += f", model trained under {name_of(one.weights)}" if one.weights not in ("none", "start") else ""
     server = "" if one.defense == "none" else "naive server, " if one.server == NAIVE else f"{server_name(one)}, "
     how = f"{server}{one.attack}"
     if line is not None:
         how += f" · {'void' if not line.counts else badges(kind)[line.grade].lower()}"
-        how += f" · {kind.error_name} {short(line.error.mean)}"
+        how += f" · {kind.error_name} {line.error}"
         if line.identified.count:
-            how += f" · {line.identified.hits}/{line.identified.count} identified"
-    there = [m for m in mine if "found" in arrays[m.unit]]
-    how += _surest([_measured(m, arrays[m.unit]["found"][m.index], kind, arrays[TRUTH]) for m in there], there)
-    shots = [_measured(m, arrays[m.unit]["found"][m.index], kind, arrays[TRUTH]) for m in there[:MOST]]
-    return Strip(what, how, shots, kind.heads)
+            how += f" · {line.identified.as_count} identified"
+    there = [m for m in mine if "found" in gallery.arrays(m.unit)]
+    shots = [gallery.found(m) for m in there]
+    return Strip(what, how + _surest(shots, there), shots[:MOST], kind.heads, one.defense)
 
 
 def _surest(shots: Sequence[Shot], mine: Sequence[MeasuredExample]) -> str:
@@ -203,22 +214,3 @@ def _surest(shots: Sequence[Shot], mine: Sequence[MeasuredExample]) -> str:
     return (
         f" · right on {sum(right for _, right in half) / len(half):.0%} of the half of its cells that it is surest of"
     )
-
-
-def _measured(m: MeasuredExample, x: NDArray[Any], kind: Modality, arrays: dict[str, NDArray[Any]]) -> Shot:
-    """Return what an attack or a guess made of an example, beside its original where there is one."""
-    if not m.known:
-        return _shot(kind, x, f"reconstruction {m.example}")
-    hit = m.identified == 1.0
-    alt = f"{kind.one} {m.example}: {kind.error_name} {short(m.error)}"
-    alt += ", picks its original out of the gallery" if hit else ""
-    truth = arrays.get("truth", arrays.get("stand-in"))
-    return replace(_shot(kind, x, alt, None if truth is None else truth[m.example]), error=f"{m.error:.1g}", hit=hit)
-
-
-def _shot(kind: Modality, x: NDArray[Any], alt: str, truth: NDArray[Any] | None = None) -> Shot:
-    true = None if truth is None else torch.from_numpy(truth)
-    cells = kind.cells(torch.from_numpy(x), true)
-    if cells is None:
-        return Shot(picture(x), alt)
-    return Shot("", alt, cells=cells, truth=(kind.cells(true) if true is not None else None) or ())

@@ -1,0 +1,111 @@
+"""The cards: what each server gets of each defence, in words, with intervals, a typical example and the worst."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gradveil.experiments.judge import BEYOND, TierVerdict, Verdict
+from gradveil.experiments.rows import Floor, Line, MeasuredExample, best_floor, group, read
+from gradveil.experiments.run_folder import Row
+from gradveil.experiments.words import WHO, accuracy_text, by, got
+from gradveil.metrics.intervals import short
+from gradveil.report.pictures import KEY, Gallery, Shot
+from gradveil.report.plain import error_words, name_of
+
+
+@dataclass(frozen=True)
+class ServerOnCard:
+    """One server on a card."""
+
+    who: str
+    outcome: str
+    says: str  # in words
+    numbers: str  # the same, with intervals
+    shots: list[Shot]  # of the typical example and of the worst, where it attacked them
+
+
+@dataclass(frozen=True)
+class Card:
+    """One defence."""
+
+    spec: str
+    name: str
+    outcome: str
+    errors: tuple[str, ...]
+    cost: str
+    originals: list[Shot]  # the typical example and the worst
+    servers: list[ServerOnCard]
+
+    @property
+    def has_pictures(self) -> bool:
+        """Whether its examples can be looked at."""
+        return bool(self.originals and self.originals[0].src)
+
+
+def cards(gallery: Gallery, rows: Sequence[Row], judged: Sequence[Verdict]) -> list[Card]:
+    """Return a card for each defence."""
+    floor = best_floor(rows)
+    if floor is None:
+        return []
+    attacked = group(read(rows, "attack"), "round", *KEY)
+    return [_card(v, floor, gallery, attacked) for v in judged]
+
+
+Attacked = dict[tuple[object, ...], list[MeasuredExample]]  # by round and line
+
+
+def _card(verdict: Verdict, floor: Floor, gallery: Gallery, attacked: Attacked) -> Card:
+    main = verdict.adaptive or verdict.naive
+    chosen = typical_and_worst(_its(main, attacked))
+    is_plain = verdict.defense == "none"
+    shown = [t for t in verdict.tiers if not is_plain or t.tier == "naive" or (t.line and t.tier in BEYOND)]
+    servers = []
+    for t in shown:
+        its = {m.example: m for m in _its(_own_line(t), attacked)}
+        shots = [gallery.found(its[number]) for number in chosen if number in its]
+        who = "Any server" if is_plain and t.tier == "naive" else WHO[t.tier]
+        servers.append(ServerOnCard(who, t.outcome, _says(t, floor), _numbers(t, floor), shots))
+    accuracy = {verdict.defense: verdict.accuracy, "none": verdict.baseline}
+    known = {name: value for name, value in accuracy.items() if value is not None}
+    scored_by = verdict.scored_by
+    cost = f"{scored_by}: {accuracy_text(verdict.defense, known, scored_by)}" if verdict.defense in known else ""
+    originals = [gallery.original(number) for number in chosen]
+    name = name_of(verdict.defense)
+    return Card(verdict.defense, name, verdict.outcome, verdict.errors, cost[:1].upper() + cost[1:], originals, servers)
+
+
+def typical_and_worst(mine: Sequence[MeasuredExample]) -> list[int]:
+    """Return the example whose error is the median one (of two the lower), and the one that came back best."""
+    ordered = sorted((m.error, m.example) for m in mine if m.known)
+    return [ordered[(len(ordered) - 1) // 2][1], ordered[0][1]] if ordered else []
+
+
+def _its(line: Line | None, attacked: Attacked) -> list[MeasuredExample]:
+    return [] if line is None else attacked.get((line.round, *line.key), [])
+
+
+def _own_line(tier: TierVerdict) -> Line | None:
+    """Return the line that a tier's verdict is by, unless it only says that such a server can do what others do."""
+    line = tier.line
+    return line if line is not None and (line.tier == tier.tier or tier.tier == "knows") else None
+
+
+def _says(tier: TierVerdict, floor: Floor) -> str:
+    line = tier.line
+    if line is None or not line.counts or tier.outcome == "not_assessed":
+        return tier.text
+    said = got(line, floor, tier.tier)
+    if _own_line(tier) is None:
+        return said
+    typical, worst = error_words(line.error.mean, floor), error_words(line.worst, floor)
+    return f"{said}, {typical}" + (f"; the worst {floor.modality.one} {worst}" if worst != typical else "")
+
+
+def _numbers(tier: TierVerdict, floor: Floor) -> str:
+    line = _own_line(tier)
+    if line is None:
+        return ""
+    parts = [f"{floor.modality.error_name} {line.error}", f"blind guess {short(floor.error.mean)}"]
+    if line.identified.count:
+        parts.append(f"identified {line.identified.as_count}")
+    where = f"{line.round} round" if line.round != "update" else "the update"
+    return f"{', '.join(parts)}; {by(line)}, {where}"

@@ -1,0 +1,102 @@
+"""The sentences of the page that say how to read it."""
+
+from gradveil.experiments.rows import HALF, RECOVERED, SIGNIFICANT
+from gradveil.modalities import IMAGE, Modality
+
+READING = (
+    (
+        "Naive server",
+        "Matches everything that arrives, as if there were no defence. It is what most published tables show.",
+    ),
+    (
+        "Server that knows",
+        "Has read the defence's code, as any server may (Kerckhoffs), and works around it. Only the client's data "
+        "and its random draws are secret. This is the figure that counts.",
+    ),
+    (
+        "Informed server",
+        "Has every other record of the client, and a list of candidates for the one it does not have.",
+    ),
+    (
+        "Patient server",
+        "Knows the defence and has the client's updates of many rounds: what is drawn anew in each averages out.",
+    ),
+    (
+        "Malicious server",
+        "Chose the weights that it sent so that clients give more away. A client can check them: gradveil check-model.",
+    ),
+    (
+        "Not assessed",
+        "A server that knows the defence got nothing, but what is secret in the defence is neither declared nor found, "
+        "or its declaration is wrong: there may be a simple way that nobody tried.",
+    ),
+    (
+        "Control",
+        "The same attack on the same {many} and weights with no defence: the ceiling. If it fails, the attack's "
+        "failure against a defence proves nothing.",
+    ),
+    (
+        "Void",
+        f"An attack whose control recovers fewer than {HALF:.0%} of the {{many}} and identifies fewer than {HALF:.0%}. "
+        "A void line is never counted as protection; what it does recover still counts as a leak.",
+    ),
+    (
+        "Blind guess",
+        "What somebody who never saw the update would answer: {guesses}. The best of them is the floor: an attack "
+        "above it has learned nothing.",
+    ),
+    (
+        "Recovered",
+        f"At least {HALF:.0%} of the {{many}} come back with an error under {RECOVERED:.0%} of the blind guess's.",
+    ),
+    (
+        "Identified",
+        "The reconstruction is nearer to its original than to every other {one} of the gallery (ties count against "
+        "the attack): what privacy means to a person. Recognised: at least "
+        f"{HALF:.0%} of the {{many}} are identified.",
+    ),
+    (
+        "Traces",
+        "Some {one} was recovered, or more were identified than chance explains (binomial test at "
+        f"{SIGNIFICANT:.0%}), or the mean error is under {HALF:.0%} of the blind guess's.",
+    ),
+    (
+        "Nothing found",
+        "None of the attacks of this panel got anything, and their controls succeeded. That is evidence, not proof.",
+    ),
+    (
+        "Error",
+        "{error}: a diverged attack cannot look like protection. "
+        "Reconstructions are chosen by the attack's own objective, never by the truth.",
+    ),
+)
+
+PICTURES = (
+    "Under each picture: its mean squared error; ✓ and red where it picks its original out of the gallery. "
+    "Choose one to see it large beside its original. "
+)
+CELLS = (
+    "Each {one} under its original; bold and red: a {part} that came back. ✓ where it picks its original out of the "
+    "gallery. "
+)
+FIRST = "Shown first: the strongest attack of the naive server and of the server that knows each defence."
+
+CARDS = (
+    "Typical: the {one} with the median error of the server that knows the defence; worst: the one that came back "
+    "best. Brackets are 95 % intervals over {many}. "
+)
+
+NO_TRUTH = "What the attacks brought back; there is no truth to compare with."
+
+CAVEAT = "What no attack of this panel got, another may still get."
+
+
+def reading(modality: Modality) -> list[tuple[str, str]]:
+    """Return terms and what they mean."""
+    words = {"one": modality.one, "many": modality.many, "guesses": modality.guess_text, "error": modality.error_text}
+    return [(term, text.format(**words)) for term, text in READING]
+
+
+def picture_note(modality: Modality) -> str:
+    """Return what stands over the pictures, or rows."""
+    return (PICTURES if modality == IMAGE else CELLS.format(one=modality.one, part=modality.part)) + FIRST
