@@ -12,7 +12,8 @@ from gradveil.experiments.scene import AuditConfig
 IMAGES = 8
 GALLERY = 100
 # defence -> accuracy, and (server, attack) -> MSE; the blind guess lies at 0.07
-SCENE: dict[str, tuple[float, dict[tuple[str, str], float]]] = {
+Scene = dict[str, tuple[float, dict[tuple[str, str], float]]]
+SCENE: Scene = {
     "none": (0.93, {("naive", "newton"): 1e-8, ("naive", "dlg"): 2e-4, ("naive", "weak"): 0.2}),
     "representation:share=0.4": (
         0.9,
@@ -34,9 +35,7 @@ def attack_row(defense: str, server: str, attack: str, round_: str, example: int
     }  # fmt: skip
 
 
-def write_run(
-    folder: Path, scene: dict[str, tuple[float, dict[tuple[str, str], float]]], images: int = IMAGES
-) -> RunFolder:
+def write_run(folder: Path, scene: Scene, images: int = IMAGES) -> RunFolder:
     rng = np.random.default_rng(0)
     truth = rng.random((images, 1, 8, 8)).astype(np.float32)
     store = RunFolder.start(folder, AuditConfig(defenses=tuple(scene), images=images))

@@ -135,13 +135,6 @@ class _Pages:
         self._next = time.monotonic() + self.EVERY
 
 
-def report(folder: Path = typer.Argument(..., help="The folder of an earlier run (its --out).")) -> None:
-    """Draw report.html of a run folder again from its rows and images."""
-    from gradveil.report.page import write_report
-
-    typer.echo(str(write_report(folder)))
-
-
 def _federated(options: dict[str, Any], config: Path | None) -> "Callable[..., Audit]":
     from gradveil.experiments.audit import audit
     from gradveil.experiments.scene import AuditConfig

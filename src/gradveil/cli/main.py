@@ -18,7 +18,7 @@ from gradveil.errors import GradveilError
 COMMANDS = {
     "audit": ("audit:command", "Train, attack what the clients send, and say what an attacker gets."),
     "attack": ("attack:command", "Reconstruct the inputs behind one saved update."),
-    "report": ("audit:report", "Draw the report of a run folder again."),
+    "report": ("report:command", "Draw the report of a run again, or compare several runs."),
     "train": ("train:command", "Train with FedAvg, with any defence inside."),
     "infer": ("infer:command", "Read the classes and their representations off an update."),
     "check-model": ("check_model:command", "Check weights that a server sent before training at them."),
