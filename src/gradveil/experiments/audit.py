@@ -18,6 +18,7 @@ from gradveil.defenses.base import Defense
 from gradveil.errors import AttackError, SpecError
 from gradveil.experiments.budget import Budget
 from gradveil.experiments.certificates import certificate_rows
+from gradveil.experiments.film import film
 from gradveil.experiments.gate import GATED
 from gradveil.experiments.judge import Verdict, headline, verdicts
 from gradveil.experiments.looks import Progress, first_look, last_looks, probe_rows
@@ -167,6 +168,7 @@ def run_audit(work: Work) -> None:
     skipped = [row for row in store.rows if row["kind"] == "skip" and not row.get("out_of_time")]
     if skipped and not any(row["kind"] == "attack" for row in store.rows):
         raise AttackError(f"No attack could run: {skipped[0]['why']}")
+    film(work)
     left = [defense for defense in scene.defenses if not store.done(f"promise/{defense}")]
     seconds = min(scene.config.meter_seconds, pace.left() / 2)  # the last of its steps may take long
     if left and seconds > 0:

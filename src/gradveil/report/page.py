@@ -16,6 +16,7 @@ from gradveil.report.advice import advice, tiers_tried, verdict_sentence
 from gradveil.report.cards import cards
 from gradveil.report.columns import column_table
 from gradveil.report.figures import errors_figure, figure_table, trade_figure
+from gradveil.report.films import film_strips
 from gradveil.report.pictures import Gallery, pictures
 from gradveil.report.plain import name_of
 from gradveil.report.reading import CARDS, CAVEAT, NO_TRUTH, picture_note, reading
@@ -79,6 +80,7 @@ def _content(store: RunFolder) -> dict[str, Any]:
         "card_note": CARDS.format(one=modality.one, many=modality.many),
         "cards": cards(gallery, rows, judged),
         "one": modality.one,
+        "films": film_strips(gallery, rows),
         "shown": "Pictures" if modality == IMAGE else modality.many.capitalize(),
         "picture_note": picture_note(modality) if judged else NO_TRUTH,
         "pictures": pictures(gallery, rows, found),
