@@ -8,12 +8,14 @@ import math
 import time
 from collections.abc import Callable
 from contextvars import ContextVar, Token
+from typing import Any
 
 TELL_EVERY = 0.2  # seconds between two calls of a listener
 KEPT_BACK = 0.05  # of a number of minutes, for the end of the last step and for what is drawn after it
 LEAST_BACK = 4.0  # seconds, likewise
 
 Tell = Callable[[int, int], None]  # steps done, steps at most
+Watch = Callable[[Any], None]  # where a loop stands: the numbers that it looks for, those of the example first
 clock = time.monotonic
 
 
@@ -30,15 +32,20 @@ class Limit:
     """Within it (``with``), loops have so many seconds, and no more than the limit around it leaves them.
 
     ``least``: steps that a loop takes in any case. ``strict``: work that has nothing to show before its end is broken
-    off by ``OutOfTime`` (see ``check``).
+    off by ``OutOfTime`` (see ``check``). ``watch`` is shown where a loop stands after each step.
     """
 
     def __init__(
-        self, seconds: float = math.inf, tell: Tell | None = None, least: int = 1, strict: bool = False
+        self,
+        seconds: float = math.inf,
+        tell: Tell | None = None,
+        least: int = 1,
+        strict: bool = False,
+        watch: Watch | None = None,
     ) -> None:
         outer = _current.get()
         self.end: float = min(clock() + seconds, math.inf if outer is None else outer.end)
-        self.least, self.strict = least, strict
+        self.least, self.strict, self.watch = least, strict, watch
         self.steps = 0  # of the last loop, at most
         self._tell, self._told = tell, -math.inf
         self._past = 0.0  # what the finished loops take, run to their end
@@ -54,6 +61,10 @@ class Limit:
     def __exit__(self, *_: object) -> None:
         assert self._token is not None
         _current.reset(self._token)
+
+    def stop(self) -> None:
+        """End it now, from whichever thread: loops within stop after the step that they are at."""
+        self.end = -math.inf
 
     @property
     def left(self) -> float:
@@ -102,6 +113,13 @@ def step(done: int, total: int) -> bool:
         return False
     limit.hear(done, total)
     return done >= min(limit.least, total) and limit.left <= 0
+
+
+def show(point: Callable[[], Any]) -> None:
+    """Show where a loop stands to who watches; nothing is worked out where nobody does."""
+    limit = _current.get()
+    if limit is not None and limit.watch is not None:
+        limit.watch(point())
 
 
 def part_of_step(share: float) -> bool:

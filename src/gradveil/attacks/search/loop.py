@@ -97,6 +97,7 @@ def minimise(
         for k in range(done, min(done + every, steps)):
             run.step(k)
             done = k + 1
+            pace.show(run.leading)
             if late := pace.step(done, steps):
                 break
         here = (~gone).nonzero()[:, 0]
@@ -148,6 +149,11 @@ class Stepper:
         self.eager += 1
         value, gradient = self.objective(self.state["point"])
         self._keep(self.optimiser.step(self.state, value, gradient, None if self.graphs else done))
+
+    def leading(self) -> Tensor:
+        """Return the best point (d,) of the problem with the lowest value."""
+        best: Tensor = self.state["best"][self.state["best_value"].argmin()]
+        return best
 
     def reset(self, rows: Tensor, fresh: State) -> None:
         """Put fresh problems in the place of others, without moving any tensor."""
