@@ -20,7 +20,7 @@ STATES = {
 }
 CSS = """
 .gv-cards { display: flex; flex-wrap: wrap; gap: 12px; margin: 0; padding: 0; list-style: none }
-.gv-card { flex: 1 1 150px; max-width: 340px; border: 1px solid #8886; border-radius: 8px; padding: 10px; margin: 0 }
+.gv-card { flex: 1 1 128px; max-width: 340px; border: 1px solid #8886; border-radius: 8px; padding: 10px; margin: 0 }
 .gv-card img { width: 100%; image-rendering: pixelated; background: #8882 }
 .gv-card h3 { font-size: 1rem; margin: 0 0 6px }
 .gv-card p { margin: 6px 0 0; font-size: .9rem }
@@ -32,6 +32,7 @@ CSS = """
 .gv-table table { border-collapse: collapse; font-size: .9rem }
 .gv-table th, .gv-table td { text-align: left; padding: 4px 8px; border-bottom: 1px solid #8884; vertical-align: top }
 .gv-said { font-weight: 600 }
+.min_value, .max_value { color: inherit !important }
 """
 
 

@@ -128,7 +128,7 @@ class Solver:
         pace.step(0, self.schedule.steps)
         while bool((live := (~state.done).nonzero().flatten()).numel()):
             self._step(rows.take(live), state, live)
-            pace.show(lambda: state.x[0])
+            pace.show(lambda: state.x[0].clone())
             if pace.step(int(state.steps.max()), self.schedule.steps):
                 live = (~state.done).nonzero().flatten()
                 self._keep_better(rows.take(live), state, live)
