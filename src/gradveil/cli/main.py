@@ -26,6 +26,7 @@ COMMANDS = {
     "plan": ("plan:command", "From a promise to the noise that keeps it, or from a configuration to what it buys."),
     "reproduce": ("reproduce:command", "Run the tables and figures of the paper, its numbers beside ours."),
     "leaderboard": ("leaderboard:command", "Rank every defence: what it costs, what its strongest server gets."),
+    "play": ("play:command", "Open a playground in the browser: one example, one update, what servers rebuild."),
     "list": ("list:command", "Show every data set, model, defence, attack and metric with its settings."),
 }
 
