@@ -459,7 +459,7 @@ def test_mat(place: Path, count: Count) -> None:
     def read(path: Path) -> None:
         (found, named), _ = originals.SVHN.read((path, path))
         assert found.dtype == np.uint8
-        assert found.ndim == 4
+        assert found.shape == (len(named), 3, 32, 32)
         assert set(named.tolist()) <= set(range(10))
 
     drill("mat", damaged(valid), to_file(place / "train_32x32.mat", read), place, times(100, 600), count)
