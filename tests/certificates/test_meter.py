@@ -1,10 +1,13 @@
 """The leak meter: exact for linear Gaussian models, blind to nothing, and low when it stops early."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Generator, nn
 from torch.func import functional_call, grad, jacrev
 
+from gradveil.certificates import meter
 from gradveil.certificates.averaged import averaged
 from gradveil.certificates.meter import (
     bayes_mse,
@@ -300,3 +303,29 @@ def test_at_its_floor_the_figure_is_said_to_say_nothing(
     noisy = dict.fromkeys(dict(small.named_parameters()), 0.1)
     assert leak_meter(observe(small, truth), truth, prior, exact_limit=limit).at_floor
     assert not leak_meter(observe(small, truth, noise=noisy), truth, prior, exact_limit=limit).at_floor
+
+
+@pytest.mark.parametrize("all_gradients", [False, True])
+def test_sums_go_by_the_models_order_not_by_that_of_a_set(
+    truth: Batch, monkeypatch: pytest.MonkeyPatch, all_gradients: bool
+) -> None:
+    """A set's order changes from process to process, and with it the last digits of whatever is added up in it."""
+    layers = [nn.Flatten(), nn.Linear(25, 4), *(nn.Linear(4, 4) for _ in range(19))]
+    model = nn.Sequential(*layers)
+    names = [name for name, _ in model.named_parameters()]
+    seen = observe(model, truth, simulate=(lambda gradient: gradient) if all_gradients else None)
+    assert seen.needs_all_gradients == all_gradients
+    given: list[list[str]] = []
+    for name in ("unroll", "trial_update"):
+        real = getattr(meter, name)
+        at = 1 if name == "unroll" else 2
+
+        def noted(*args: Any, real: Any = real, at: int = at) -> Params:
+            given.append(list(args[at]))
+            found: Params = real(*args)
+            return found
+
+        monkeypatch.setattr(meter, name, noted)
+    found = equations(seen, truth)
+    found.function(found.x)
+    assert given == [names, names]

@@ -42,6 +42,7 @@ def test_the_text_is_toml_with_every_default_in_it() -> None:
         ("rounds = 'three'", 'rounds = "three" has the wrong type'),
         ("rounds = true", "rounds = true has the wrong type"),
         ("defenses = 'none'", "has the wrong type"),
+        (f"share = 1{400 * '0'}", "has the wrong type"),
         ("rounds = ", "not TOML"),
     ],
 )

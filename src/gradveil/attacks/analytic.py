@@ -11,6 +11,7 @@ rows are used at once, as least squares, r = dbᵀ dW / ||db||². Rows of a batc
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
@@ -24,7 +25,7 @@ from gradveil.attacks.labels import read_at, with_labels
 from gradveil.attacks.rounds import at_one_model
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import quiet
-from gradveil.layers.modules import Visit, prefix, trace
+from gradveil.layers.modules import Visit, copied_state, input_of, prefix, trace
 from gradveil.ranges import Count, Whole
 from gradveil.tree import named
 from gradveil.types import Observation, Reconstruction
@@ -137,15 +138,14 @@ class Analytic(Attack):
         visit = readable_layer(seen)
         check_alone(seen, visit.path)
         r = layer_inputs(seen, visit)
-        model = deepcopy(seen.model).double()
         shape = (seen.num_examples, *seen.input_shape)
-        with quiet(model):
-            undone = undo_scaling(prefix(model, visit.path), r.values, shape) if bool(r.known.all()) else None
+        undone = _undone(seen, visit.path, r.values, shape) if bool(r.known.all()) else None
         details = {"known": float(r.known.mean()), "iterations": 0.0}
         if undone is not None:
             x, objective = undone, 0.0
             converged = seen.num_examples == 1 and sent.update.num_steps == 1
         else:
+            model = deepcopy(seen.model).double()
             refuse_recurrent(model)
             with differentiating(seen.model):
                 x, objective, steps = self._search(replace(seen, model=model), visit.path, r, rng)
@@ -187,6 +187,21 @@ def _inversion_rows(seen: Observation, layer: str, r: LayerInputs, center: Tenso
     rms = (r.known * r.values.square()).sum(1).div(r.known.sum(1).clamp_min(1)).sqrt().clamp_min(1e-12)
     level = rms[:, None].expand_as(r.values)
     return Equations(seen.model, one, (), scales, r.values, r.known, r.std, level)
+
+
+def _undone(seen: Observation, layer: str, values: Tensor, shape: tuple[int, ...]) -> Tensor | None:
+    """Return the inputs of a model that only reshapes, scales and shifts them before the layer; else None."""
+
+    def f(x: Tensor) -> Tensor:
+        state = copied_state(seen.model)
+        wide = {n: b.double() for n, b in seen.model.named_buffers() if b.is_floating_point()}
+        return input_of(seen.model, layer, x.clone(), state | wide)
+
+    with quiet(seen.model), suppress(RuntimeError):  # weights before the layer, in float32, do not fit the numbers
+        return undo_scaling(f, values, shape)
+    model = deepcopy(seen.model).double()
+    with quiet(model):
+        return undo_scaling(prefix(model, layer), values, shape)
 
 
 def undo_scaling(f: Callable[[Tensor], Tensor], values: Tensor, shape: tuple[int, ...]) -> Tensor | None:

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from gradveil.certificates.privacy import rero_gaussian
 from gradveil.errors import BudgetError, CertificateError
-from gradveil.files import locked, refusals_told, write_atomically
+from gradveil.files import damage_told, locked, refusals_told, write_atomically
 
+_NOT_SENT = "Nothing is sent."
 THEOREM = (
     "R participations of E local epochs with noise multiplier z are √(E R)/z Gaussian-DP for zeroing one record of one "
     "client, against any server that chooses the weights as it likes and knows all other records."
@@ -123,10 +124,9 @@ class Account:
     @classmethod
     def from_json(cls, data: Any, client: str) -> "Account":
         """Read what ``to_json`` gave; the account of another client is refused."""
-        try:
-            found = cls(str(data["client"]), float(data["spent"]), inf if data["limit"] is None else data["limit"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise BudgetError(f"The account of client {client} cannot be read ({error!r}): nothing is sent.") from error
+        with damage_told(f"The account of client {client}", BudgetError, _NOT_SENT):
+            limit = inf if data["limit"] is None else float(data["limit"])
+            found = cls(str(data["client"]), float(data["spent"]), limit)
         if found.client != client:
             raise BudgetError(f"The account is of client {found.client}, not of {client}: nothing is sent.")
         return found
@@ -138,10 +138,8 @@ class Account:
     @classmethod
     def read(cls, path: Path | str, client: str) -> "Account":
         """Read a client's file."""
-        try:
+        with damage_told(f"{path}, the account of client {client},", BudgetError, _NOT_SENT):
             data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise BudgetError(f"{path} is no account of client {client} ({error}): nothing is sent.") from error
         return cls.from_json(data, client)
 
 

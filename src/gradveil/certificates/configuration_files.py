@@ -64,7 +64,7 @@ def number(flat: Mapping[str, Any], *names: str) -> float | None:
             continue
         try:
             return float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise CertificateError(f"{name} = {value!r} is not a number.") from None
     return None
 

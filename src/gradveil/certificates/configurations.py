@@ -162,7 +162,7 @@ def _opacus(flat: Mapping[str, Any], known: Told) -> Bought:
     if history:
         try:
             training = GaussianTraining.of_opacus(_History(history))
-        except (TypeError, ValueError, IndexError) as error:
+        except (TypeError, ValueError, IndexError, OverflowError) as error:
             raise CertificateError(f"history is not Opacus's list of (noise, rate, steps): {error}.") from error
         z, rate, steps = training.noise, training.sampling_rate, training.steps
         notes = tuple(note for note in notes if "--rounds" not in note)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from gradveil.data.base import Array
+from gradveil.data.mat import read_mat
 from gradveil.errors import DataError
 from gradveil.files import damage_told, read_whole
 
@@ -122,23 +123,17 @@ def _cifar_bin(path: Path) -> Pair:
 
 
 def _svhn(path: Path) -> Pair:
-    from scipy.io import loadmat, whosmat
-
     with damage_told(path, DataError, _AGAIN.format("SVHN")):
-        if path.stat().st_size > LARGEST:
-            raise ValueError(f"more than {LARGEST:,} bytes")
-        for name, shape, kind in whosmat(str(path)):  # as the file declares them
-            if name in ("X", "y") and (kind not in _NUMBERS or prod(shape) > LARGEST):
-                raise ValueError(f"{name} is {kind} of shape {shape}")
-        content = loadmat(str(path), variable_names=["X", "y"])
-        images, labels = content["X"], content["y"]
-        if images.dtype != np.uint8 or not np.issubdtype(labels.dtype, np.number) or not np.isfinite(labels).all():
-            raise ValueError(f"images are {images.dtype}, labels {labels.dtype}")
+        content = read_mat(read_whole(path, LARGEST), ("X", "y"), LARGEST)
+        images, labels = content["X"], content["y"].reshape(-1)
+        if images.dtype != np.uint8 or images.shape != (32, 32, 3, len(labels)):
+            raise ValueError(f"{len(labels):,} labels and images of {images.dtype} in the shape {images.shape}")
+        if not np.isin(labels, range(11)).all():
+            raise ValueError("labels are no digits")
         images = np.ascontiguousarray(np.transpose(images, (3, 2, 0, 1)))  # from (H, W, C, N)
-        return images, labels.reshape(-1).astype(np.int64) % 10  # the files call the digit zero 10
+        return images, labels.astype(np.int64) % 10  # the files call the digit zero 10
 
 
-_NUMBERS = {"uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "single", "double"}
 IDX = Format(_find_idx, _read_idx)  # MNIST and Fashion-MNIST: four files, plain or gzipped
 CIFAR = Format(_find_cifar, _read_cifar)  # the Python or the binary version
 SVHN = Format(_find_svhn, _read_svhn)  # the cropped digits

@@ -202,8 +202,7 @@ def build_case(config: UpdateAuditConfig) -> SavedUpdate:
     loss, outputs = fitting_loss(spec, config.num_classes, dataset, truth)
     sure = dataset is not None and isinstance(loss, CrossEntropy)
     kind = IMAGE if dataset is None else dataset.modality
-    made = build_working(config.model, shape, outputs, config.seed, kind, sure_of_classes=sure)
-    model = copy.deepcopy(made).train()
+    model = copy.deepcopy(build_working(config.model, shape, outputs, config.seed, kind, sure_of_classes=sure)).train()
     sent = config.weights or config.before
     before = load_weights(model, sent) if sent else None
     update = read_update(config.update, model, config.facts, before if config.before else None)

@@ -113,7 +113,7 @@ def _is(value: Any, kind: Any) -> bool:
     if kind is bool or isinstance(value, bool):
         return kind is bool and isinstance(value, bool)
     if kind is float:
-        return isinstance(value, (int, float))
+        return isinstance(value, float) or (isinstance(value, int) and value.bit_length() < 1024)  # else it is no float
     return kind in (int, str) and isinstance(value, kind)
 
 

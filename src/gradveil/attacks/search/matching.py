@@ -48,7 +48,7 @@ class Matching:
         first = seen[0]
         names = tuple(n for n in parameters(first.model) if any(n in s.visible for s in seen))
         like = parameters(first.model)
-        target = {n: torch.stack([_target(s, n, like[n]) for s in seen]) for n in names}
+        target = {n: _side_by_side([_target(s, n, like[n]) for s in seen]) for n in names}
         each = [_weights(s, names, like) for s in seen]
         weights = {n: _stacked([w[n] for w in each]) for n in names}
         weights = {n: w for n, w in weights.items() if not bool((w == 1).all())}
@@ -107,8 +107,8 @@ class Matching:
 
 
 def pick(tree: Params, rows: Tensor) -> Params:
-    """Return the problems at these positions of stacked tensors."""
-    return {n: value.index_select(0, rows) for n, value in tree.items()}
+    """Return the problems at these positions of stacked tensors; of the only one there is, without a copy."""
+    return {n: value if len(value) == len(rows) == 1 else value.index_select(0, rows) for n, value in tree.items()}
 
 
 Distance = Callable[[Matching, Params], tuple[Tensor, Params]]  # values (P,), and derivatives by the gradients
@@ -142,9 +142,7 @@ def cosine_distance(matching: Matching, trial: Params) -> tuple[Tensor, Params]:
     tiny = torch.finfo(inner.dtype).tiny
     scale = (squared * matching.energy).clamp_min(tiny).rsqrt()
     along = scale * inner / squared.clamp_min(tiny)
-    slopes = [
-        torch.addcmul(along[:, None] * w, scale[:, None], t, value=-1) for w, t in zip(weighed, toward, strict=True)
-    ]
+    slopes = [(along[:, None] * w).addcmul_(scale[:, None], t, value=-1) for w, t in zip(weighed, toward, strict=True)]
     return 1 - inner * scale, matching.as_tensors(slopes)
 
 
@@ -159,6 +157,10 @@ def differentiated(values: Callable[[Matching, Params], Tensor]) -> Distance:
         return value.detach(), dict(zip(free, slopes, strict=True))
 
     return distance
+
+
+def _side_by_side(tensors: list[Tensor]) -> Tensor:
+    return tensors[0][None] if len(tensors) == 1 else torch.stack(tensors)  # an update can be a gigabyte
 
 
 def _target(s: Observation, name: str, like: Tensor) -> Tensor:
