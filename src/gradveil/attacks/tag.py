@@ -37,7 +37,7 @@ class EmbeddingMatching(Attack):
 
     steps: Count = 200  # evaluations per start
     restarts: Count = 1
-    lr: Positive = 0.1
+    lr: Positive = 0.3
     tol: Weight = 1e-3  # cosine distance at which the update counts as matched
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
@@ -45,9 +45,7 @@ class EmbeddingMatching(Attack):
         models = {id(s.model): s for s in seen}
         mixing = {key: _mixing(s) for key, s in models.items()}
         relaxed = [_relaxed(s, mixing[id(s.model)]) for s in at_one_model(seen)]
-        labelled = [
-            with_labels([s], [rng])[0] if s.labels is None else s for s, rng in zip(relaxed, rngs, strict=True)
-        ]
+        labelled = with_labels(relaxed, rngs)
         search = Search(
             cosine_distance, self._optimiser, self.steps, self.restarts, tol=self.tol, stop=False, patience=self.steps,
             scaled=False, stack=_stack,
