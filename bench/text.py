@@ -3,8 +3,8 @@
     python bench/text.py [part ...]
 
 Every scene is fixed here. Each is one client with passages of Python's manual at the weights of a new model (seed 0),
-drawn ``DRAWS`` times, attacked by a server that takes the update as it is and, where the defence declares another, by
-one that knows of it. Beside each stands the blind guess: the most frequent token of each place among passages that are
+drawn ``DRAWS`` times, attacked by a server that takes the update as it is and, with ``span`` under noise, by one that
+knows how strong the noise is. Beside each stands the blind guess: the most frequent token of each place among passages that are
 no client's. Results are added to bench/results/text.json as they come.
 """
 
@@ -40,12 +40,22 @@ SCENES: dict[str, list[Scene]] = {
     "noise": [{"defense": f"gaussian:scale={s}"} for s in ("1e-5", "1e-4", "1e-3", "1e-2")],
     "pruning": [{"defense": f"pruning:share={s}"} for s in (0.5, 0.9, 0.99)],
     "steps": [{"epochs": n} for n in (2, 4, 8)],
-    # half as many tokens as the rank, and more
+    # half as many tokens as the rank, at the first step and at the second; and more tokens than any rank
     "lora": [
-        {"lora": rank, "warm": warm} | size
-        for rank in RANKS
-        for size in ({"examples": 1, "length": rank // 2}, {"examples": 4, "length": 32})
-        for warm in (0, 1)
+        *({"lora": r, "warm": warm, "examples": 1, "length": r // 2} for r in RANKS for warm in (0, 1)),
+        *({"lora": r, "warm": 1} for r in RANKS),
+    ],
+    # a small batch by both attacks: undefended, noise, pruning, and a model narrower than the batch has tokens
+    "tag": [
+        {"examples": 2, "length": 16, "attack": attack} | scene
+        for scene in (
+            {},
+            {"defense": "gaussian:scale=1e-3"},
+            {"defense": "gaussian:scale=1e-2"},
+            {"defense": "pruning:share=0.99"},
+            {"width": 24},
+        )
+        for attack in ("span", "tag:steps=100")
     ],
 }
 
@@ -68,13 +78,18 @@ def one(
     epochs: int = 1,
     lora: int = 0,
     warm: int = 0,
+    width: int = 0,
     attack: str = "span",
 ) -> dict[str, dict[str, float]]:
-    """Attack one update; ``warm``: steps that low-rank factors were trained for before, on other passages."""
+    """Attack one update; ``warm``: steps that low-rank factors were trained for before, on other passages.
+
+    ``width`` 0: that of the model.
+    """
     spec = MODELS[name]
     data = load(f"{spec}{',' if ':' in spec else ':'}length={length}")
     loss = data.fitting_loss("cross_entropy")
-    model = fitting_model(f"{name}:lora={lora}" if lora else name, data, loss, 0)
+    settings = f":lora={lora}" if lora else f":width={width},heads=2" if width else ""
+    model = fitting_model(name + settings, data, loss, 0)
     rng = torch.Generator().manual_seed(draw)
     public, batch = Public.draw(data, rng, rank=None), data.train.sample(examples, rng)
     local = Local(epochs, None, loss)
@@ -82,10 +97,11 @@ def one(
         _stepped(model, data, local, rng)
     client, outputs = build_defense(defense), data.outputs(loss)
     seen = observe(model, batch, client, rng, outputs, lr=LR, local=local, modality=data.modality)
-    blind = Reconstruction(blind_guesses(batch, public.batch, modality=data.modality)[data.modality.guesses[1]], None, 0, True)
+    guesses = blind_guesses(batch, public.batch, modality=data.modality)
+    blind = Reconstruction(guesses[data.modality.guesses[1]], None, 0, True)
     guessed = 1 - float(measured(blind, batch, modality=data.modality)[0]["wrong"].mean())
     rows = {}
-    for server in _servers(client, model):
+    for server in _servers(client, model, defense, attack):
         start = time.process_time()
         try:
             found = build_attack(attack).reconstruct(server.view(seen), rng)
@@ -108,9 +124,9 @@ def _stepped(model: nn.Module, data: Dataset, local: Local, rng: torch.Generator
             p -= LR * other.update.gradient.get(key, torch.zeros(()))
 
 
-def _servers(client: Defense, model: nn.Module) -> list[Countermeasure]:
-    """Return the server that takes the update as it is, and the first that undoes the defence."""
-    return [naive(), *(s for s in client.adaptive(model)[:1] if s.name != "plain")]
+def _servers(client: Defense, model: nn.Module, defense: str, attack: str) -> list[Countermeasure]:
+    """Return the server that takes the update as it is, and the one that knows of noise."""
+    return [naive(), *(client.adaptive(model)[:1] if defense.startswith("gaussian") and attack == "span" else ())]
 
 
 def _together(rows: list[dict[str, float]]) -> dict[str, object]:
