@@ -1,10 +1,11 @@
-"""What `span` gets of text: share of tokens, by batch, defence, local steps and rank of low-rank factors.
+"""What attacks get of text: share of tokens, by batch, noise, pruning, local steps and rank of low-rank factors.
 
     python bench/text.py [part ...]
 
-Every scene is fixed here; each is one client with passages of 32 tokens of Python's manual, drawn with seed 0, at the
-weights of a new model of the default size. Parts: batches, defences, steps, lora. Results are added to
-bench/results/text.json as they come.
+Every scene is fixed here. Each is one client with passages of Python's manual at the weights of a new model (seed 0),
+drawn ``DRAWS`` times, attacked by a server that takes the update as it is and, with ``span`` under noise, by one that
+knows how strong the noise is. Beside each stands the blind guess: the most frequent token of each place among passages that are
+no client's. Results are added to bench/results/text.json as they come.
 """
 
 import json
@@ -13,55 +14,124 @@ import time
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from gradveil.attacks.base import build as build_attack
+from gradveil.countermeasures import Countermeasure
 from gradveil.data import load
+from gradveil.data.base import Dataset
+from gradveil.defenses.base import Defense
 from gradveil.defenses.base import build as build_defense
 from gradveil.errors import AttackError
 from gradveil.experiments.scene import fitting_model
-from gradveil.experiments.trial import measured, observe
+from gradveil.experiments.trial import Public, measured, naive, observe
 from gradveil.federated.settings import Local
+from gradveil.metrics import blind_guesses
+from gradveil.types import Reconstruction
 
 FILE = Path(__file__).parent / "results" / "text.json"
 MODELS = {"gpt_tiny": "manual", "bert_tiny": "manual:task=page"}
+DRAWS = 2
 LR = 0.01
-SCENES: dict[str, list[dict[str, object]]] = {
+RANKS = (4, 16, 64)
+Scene = dict[str, object]
+SCENES: dict[str, list[Scene]] = {
     "batches": [{"examples": n} for n in (1, 4, 16)],
-    "defences": [
-        {"examples": 4, "defense": d}
-        for d in ("gaussian:scale=0.0001", "gaussian:scale=0.01", "pruning:share=0.1", "pruning:share=0.9")
+    "noise": [{"defense": f"gaussian:scale={s}"} for s in ("1e-5", "1e-4", "1e-3", "1e-2")],
+    "pruning": [{"defense": f"pruning:share={s}"} for s in (0.5, 0.9, 0.99)],
+    "steps": [{"epochs": n} for n in (2, 4, 8)],
+    # half as many tokens as the rank, at the first step and at the second; and more tokens than any rank
+    "lora": [
+        *({"lora": r, "warm": warm, "examples": 1, "length": r // 2} for r in RANKS for warm in (0, 1)),
+        *({"lora": r, "warm": 1} for r in RANKS),
     ],
-    "steps": [{"examples": 4, "epochs": n} for n in (2, 4)],
-    "lora": [{"examples": n, "lora": rank, "warm": warm} for rank in (4, 16, 64) for warm in (0, 1) for n in (1,)],
+    # a small batch by both attacks: undefended, noise, pruning, and a model narrower than the batch has tokens
+    "tag": [
+        {"examples": 2, "length": 16, "attack": attack} | scene
+        for scene in (
+            {},
+            {"defense": "gaussian:scale=1e-3"},
+            {"defense": "gaussian:scale=1e-2"},
+            {"defense": "pruning:share=0.99"},
+            {"width": 24},
+        )
+        for attack in ("span", "tag:steps=100")
+    ],
 }
 
 
-def run(
-    name: str, examples: int, defense: str = "none", epochs: int = 1, lora: int = 0, warm: int = 0
-) -> dict[str, object]:
-    """Attack one update; ``warm``: steps that low-rank factors were trained for before, on other passages."""
-    data = load(MODELS[name])
+def run(name: str, scene: Scene) -> dict[str, object]:
+    """Return the share of tokens, and what else is measured, of each draw by each server."""
+    rows: dict[str, list[dict[str, float]]] = {}
+    for draw in range(DRAWS):
+        for server, row in one(name, draw, **scene).items():  # type: ignore[arg-type]
+            rows.setdefault(server, []).append(row)
+    return {server: _together(its) for server, its in rows.items()}
+
+
+def one(
+    name: str,
+    draw: int,
+    examples: int = 4,
+    length: int = 32,
+    defense: str = "none",
+    epochs: int = 1,
+    lora: int = 0,
+    warm: int = 0,
+    width: int = 0,
+    attack: str = "span",
+) -> dict[str, dict[str, float]]:
+    """Attack one update; ``warm``: steps that low-rank factors were trained for before, on other passages.
+
+    ``width`` 0: that of the model.
+    """
+    spec = MODELS[name]
+    data = load(f"{spec}{',' if ':' in spec else ':'}length={length}")
     loss = data.fitting_loss("cross_entropy")
-    model = fitting_model(f"{name}:lora={lora}" if lora else name, data, loss, 0)
-    rng = torch.Generator().manual_seed(0)
-    batch = data.train.sample(examples, rng)
+    settings = f":lora={lora}" if lora else f":width={width},heads=2" if width else ""
+    model = fitting_model(name + settings, data, loss, 0)
+    rng = torch.Generator().manual_seed(draw)
+    public, batch = Public.draw(data, rng, rank=None), data.train.sample(examples, rng)
     local = Local(epochs, None, loss)
     for _ in range(warm):
-        other = observe(model, data.test.sample(8, rng), build_defense("none"), rng, 1, lr=LR, local=local)
-        with torch.no_grad():
-            for key, p in model.named_parameters():
-                p -= LR * other.update.gradient.get(key, torch.zeros(()))
-    num_classes = data.outputs(loss)
-    seen = observe(model, batch, build_defense(defense), rng, num_classes, lr=LR, local=local, modality=data.modality)
-    start = time.process_time()
-    try:
-        found = build_attack("span").reconstruct(seen, rng)
-    except AttackError as error:
-        return {"refused": str(error)}
-    seconds = round(time.process_time() - start, 1)
-    values, _ = measured(found, batch, modality=data.modality)
-    said = {key: round(float(value.mean()), 4) for key, value in values.items() if not value.isnan().any()}
-    return {"tokens": round(1 - said.pop("wrong"), 4), **said, "clear": found.converged, "cpu_seconds": seconds}
+        _stepped(model, data, local, rng)
+    client, outputs = build_defense(defense), data.outputs(loss)
+    seen = observe(model, batch, client, rng, outputs, lr=LR, local=local, modality=data.modality)
+    guesses = blind_guesses(batch, public.batch, modality=data.modality)
+    blind = Reconstruction(guesses[data.modality.guesses[1]], None, 0, True)
+    guessed = 1 - float(measured(blind, batch, modality=data.modality)[0]["wrong"].mean())
+    rows = {}
+    for server in _servers(client, model, defense, attack):
+        start = time.process_time()
+        try:
+            found = build_attack(attack).reconstruct(server.view(seen), rng)
+        except AttackError as error:
+            print(name, server.name, error)
+            found = Reconstruction(torch.zeros_like(batch.inputs), None, 0, False)  # nothing
+        seconds = time.process_time() - start
+        values, _ = measured(found, batch, modality=data.modality)
+        said = {key: float(value.mean()) for key, value in values.items() if not value.isnan().any()}
+        said = {"tokens": 1 - said.pop("wrong"), **said}
+        rows[server.tier] = said | {"clear": float(found.converged), "blind": guessed, "cpu_seconds": seconds}
+    return rows
+
+
+def _stepped(model: nn.Module, data: Dataset, local: Local, rng: torch.Generator) -> None:
+    """Take one step on other passages."""
+    other = observe(model, data.test.sample(8, rng), build_defense("none"), rng, 1, lr=LR, local=local)
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            p -= LR * other.update.gradient.get(key, torch.zeros(()))
+
+
+def _servers(client: Defense, model: nn.Module, defense: str, attack: str) -> list[Countermeasure]:
+    """Return the server that takes the update as it is, and the one that knows of noise."""
+    return [naive(), *(client.adaptive(model)[:1] if defense.startswith("gaussian") and attack == "span" else ())]
+
+
+def _together(rows: list[dict[str, float]]) -> dict[str, object]:
+    mean = {key: round(sum(row.get(key, 0.0) for row in rows) / len(rows), 4) for key in rows[0]}
+    return mean | {"of_draws": [round(row["tokens"], 4) for row in rows]}
 
 
 def main() -> None:
@@ -69,11 +139,12 @@ def main() -> None:
     for part in sys.argv[1:] or SCENES:
         for scene in SCENES[part]:
             for name in MODELS:
-                done = json.loads(FILE.read_text()) if FILE.exists() else {}
                 key = ", ".join([name, *(f"{k}={v}" for k, v in scene.items())])
-                done.setdefault(part, {})[key] = run(name, **scene)  # type: ignore[arg-type]
+                row = run(name, scene)
+                done = json.loads(FILE.read_text()) if FILE.exists() else {}
+                done.setdefault(part, {})[key] = row
                 FILE.write_text(json.dumps(done, indent=1) + "\n")
-                print(key, done[part][key], flush=True)
+                print(key, row, flush=True)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def check_seen(seen: Sequence[Observation], for_ids: bool = False) -> None:
     """
     for s in seen:
         if s.modality.last and not for_ids:
-            raise AttackError("The inputs are ids of tokens, which no search by derivatives finds. Use span.")
+            raise AttackError("The inputs are ids of tokens, which no search by derivatives finds. Use span or tag.")
         check_update(s.update, s.model)
         if not s.visible:
             raise AttackError("Every tensor of the update has weight 0: there is nothing to match.")

@@ -40,13 +40,8 @@ class FirstAttention:
     def find(cls, seen: Observation) -> "FirstAttention":
         """Return the first attention of the model that the server sent."""
         model = copy.deepcopy(seen.model).double().eval()
-        tables = {name: m.num_embeddings for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
-        if not tables or len(seen.input_shape) != 1:
-            raise AttackError(
-                f"{type(model).__name__} has no nn.Embedding that takes ids of tokens: span and tag are attacks on "
-                f"text. Use gs or newton."
-            )
-        (words, vocabulary), (length,) = next(iter(tables.items())), seen.input_shape
+        words, (length,) = word_table(seen), seen.input_shape
+        vocabulary = len(model.get_parameter(f"{words}.weight"))
         least = min(len(SPECIAL), vocabulary - 1)
         ids = least + torch.arange(2 * length).reshape(2, length) % max(vocabulary - least, 1)
         ids[1, :-1] = ids[0, :-1]  # but for the last token the two are the same
@@ -94,6 +89,18 @@ class FirstAttention:
         with _hooked(norms, lambda m, x, y: kept.append((x, y))):
             x = self.inputs(ids)
         return next((before for before, after in kept if after is x), None)
+
+
+def word_table(seen: Observation) -> str:
+    """Return the name of the embedding of tokens: the first that there is."""
+    tables = (name for name, m in seen.model.named_modules() if isinstance(m, nn.Embedding))
+    name = next(tables, None) if len(seen.input_shape) == 1 else None
+    if name is None:
+        raise AttackError(
+            f"{type(seen.model).__name__} has no nn.Embedding that takes ids of tokens: span and tag are attacks on "
+            f"text. Use gs or newton."
+        )
+    return name
 
 
 def layer_span(seen: Observation, layers: Sequence[str], width: int, most: int) -> Span | None:

@@ -83,8 +83,9 @@ class Assembly:
     def _pass(self) -> None:
         grid = _Grid.of(self)
         tried: set[Pair] = set()
-        while len(self.found) < self.count and len(tried) < (MOST if self.span.clear else TOGETHER):
-            asked = [pair for pair in self._asked() if pair not in tried][:TOGETHER]
+        most = MOST if self.span.clear else self.count
+        while len(self.found) < self.count and len(tried) < most:
+            asked = [pair for pair in self._asked() if pair not in tried][: min(TOGETHER, most)]
             if not asked:
                 return
             tried |= set(asked)
