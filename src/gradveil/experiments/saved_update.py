@@ -27,7 +27,15 @@ from gradveil.experiments.run_folder import Row, RunFolder
 from gradveil.experiments.scene import default_attacks, is_small, load_dataset, one_thread, with_found
 from gradveil.experiments.settings import find_device
 from gradveil.experiments.trial import Public, Trial, attack_rows, attempt, client_row, floors, naive
-from gradveil.experiments.update_files import Facts, fitting_loss, load_weights, read_examples, read_loss, read_update
+from gradveil.experiments.update_files import (
+    Facts,
+    check_files,
+    fitting_loss,
+    load_weights,
+    read_examples,
+    read_loss,
+    read_update,
+)
 from gradveil.experiments.words import NOT_HERE
 from gradveil.experiments.work import NOT_TRIED, Written, cost_of, cut_short, steps_told
 from gradveil.federated.client import check_loss, local_update
@@ -184,6 +192,7 @@ def audit_update(
 
 def build_case(config: UpdateAuditConfig) -> SavedUpdate:
     """Read and check everything, before anything is written."""
+    check_files(config.update, config.weights, config.before, config.truth)
     seeds, device = Seeds(config.seed), find_device(config.device)
     dataset = load_dataset(config.dataset, config.data) if config.dataset else None
     truth = read_examples(config.truth) if config.truth else None
