@@ -1,6 +1,5 @@
 """docs/how-to/gate-in-ci.md: its commands, its exit codes, the schema of the summary and the workflow."""
 
-import json
 import re
 import shlex
 import sys
@@ -10,12 +9,13 @@ from typing import Any
 
 import pytest
 
-jsonschema = pytest.importorskip("jsonschema")
+from schemas import described
+
+pytest.importorskip("jsonschema")
 yaml = pytest.importorskip("yaml")
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "how-to" / "gate-in-ci.md").read_text(encoding="utf-8")
-SCHEMA = json.loads((ROOT / "docs" / "audit-summary.schema.json").read_text(encoding="utf-8"))
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -34,24 +34,8 @@ def run(monkeypatch: pytest.MonkeyPatch, command: Run, tmp_path: Path) -> Run:
     return lambda text: command(*shlex.split(text.replace("\\\n", " ").partition(" > ")[0])[1:])
 
 
-def as_described(value: Any, schema: dict[str, Any]) -> None:
-    """The schema lets new keys pass; here each key must be described."""
-    schema = SCHEMA["$defs"][schema["$ref"].rsplit("/", 1)[1]] if "$ref" in schema else schema
-    for choice in schema.get("anyOf", []):
-        if value is not None and "$ref" in choice:
-            as_described(value, choice)
-    for key, inner in (value or {}).items() if "properties" in schema else ():
-        assert key in schema["properties"], key
-        for one in inner if isinstance(inner, list) else [inner]:
-            described = schema["properties"][key]
-            as_described(one, described.get("items", described))
-
-
 def summary_of(out: str) -> Any:
-    found = json.loads(out)
-    jsonschema.Draft202012Validator(SCHEMA).validate(found)
-    as_described(found, SCHEMA)
-    return found
+    return described("audit", out)
 
 
 def test_the_commands_of_the_page_give_its_lines_and_exit_codes(run: Run, tmp_path: Path) -> None:

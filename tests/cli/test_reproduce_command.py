@@ -38,7 +38,7 @@ def test_with_only_what_is_needed_is_read_and_not_run(tmp_path: Path) -> None:
     words = ["claims", "--only", "nothing", "--data", str(tmp_path / "absent"), "--out", str(tmp_path)]
     done = CliRunner().invoke(app(), [*words, "--json"])
     assert done.exit_code == 0, done.output
-    result = json.loads(done.stdout)
+    (result,) = json.loads(done.stdout)
     assert result["item"] == "claims"
     assert {v["status"] for v in result["verdicts"]} == {"not measured"}
     assert (tmp_path / "accuracy" / "summary.json").exists()

@@ -21,7 +21,8 @@ def run(out: Path, *words: str) -> dict[str, list[Row]]:
     app.command()(reproduce.command)
     done = CliRunner().invoke(app, ["clients", "--jobs", "1", "--out", str(out), "--json", *words])
     assert done.exit_code == 0, done.output
-    found: dict[str, list[Row]] = json.loads(done.stdout)
+    found: dict[str, list[Row]]
+    (found,) = json.loads(done.stdout)
     return found
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from gradveil import pace
 from gradveil.errors import AttackError, LayerError
 from gradveil.layers.modules import Visit, trace
 from gradveil.tree import Params, named
@@ -179,7 +180,9 @@ def infer_stacked(chain: LayerChain, gradients: Params, settings: InferenceSetti
     inferred = Inferred(present, confidence, {last.path: -rows}, {})
     if named(last.path, "bias") in gradients:
         inferred.scales[last.path] = -gradients[named(last.path, "bias")]
-    for layer in reversed(chain.layers if chosen.convolutions else chain.dense):
+    layers = chain.layers if chosen.convolutions else chain.dense
+    for done, layer in enumerate(reversed(layers)):
+        pace.step(done, len(layers))
         if layer is not last:
             size = next(reversed(inferred.vectors.values())).abs()  # (D, K, what leaves this layer)
             channels = gradients[named(layer.path, "weight")].shape[1]

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from gradveil import pace
 from gradveil.certificates.accountant import Account, mu_of
 from gradveil.errors import CertificateError
 from gradveil.types import Batch
@@ -177,7 +178,9 @@ def class_spectra(public: Batch) -> dict[int, Tensor]:
     if labels.ndim > 1 or labels.is_floating_point():
         labels = torch.zeros(len(inputs), dtype=torch.int64)
     found = {}
-    for label in labels.unique().tolist():
+    classes = labels.unique().tolist()
+    for done, label in enumerate(classes):
+        pace.step(done, len(classes))
         mine = inputs[labels.cpu() == label]
         if len(mine) > 1:
             spread = torch.linalg.svdvals(mine - mine.mean(0))

@@ -19,9 +19,9 @@ def command(
     before: shared.Before = None,
     kind: shared.Kind = None,
     lr: shared.LearningRate = None,
-    steps: int = typer.Option(None, help="Local steps behind the update."),
-    examples: int = typer.Option(None, help="Examples behind the update."),
-    loss: shared.Loss = None,  # type: ignore[assignment]
+    steps: int = typer.Option(None, show_default=shared.AS_SAID, help="Local steps behind the update."),
+    examples: int = typer.Option(None, show_default=shared.AS_SAID, help="Examples behind the update."),
+    loss: shared.LossOfFile = None,
     dataset: str = typer.Option(None, help="Public data of the same kind: gives the shape and a prior."),
     data: shared.Data = None,
     input_shape: shared.InputShape = None,
@@ -30,6 +30,7 @@ def command(
     device: shared.Device = "cpu",
     out: Path = typer.Option(Path("found.safetensors"), help="Where the reconstruction goes; a PNG lies beside it."),
     json: shared.Json = False,
+    quiet: shared.Quiet = False,
 ) -> None:
     """Reconstruct the inputs behind a saved update."""
     from gradveil.attacks.base import build as build_attack
@@ -46,7 +47,8 @@ def command(
         )
     )  # fmt: skip
     view, spec = _view(case, server)
-    found = build_attack(spec or attack).reconstruct(view, case.seeds("attack", attack, 0))
+    with shared.working(json or quiet, (spec or attack).partition(":")[0]):
+        found = build_attack(spec or attack).reconstruct(view, case.seeds("attack", attack, 0))
     inputs = found.inputs.detach().cpu()
     labels = found.labels.cpu() if found.labels is not None else inputs.new_full((len(inputs),), -1).long()
     write_examples(out, Batch(inputs, labels))

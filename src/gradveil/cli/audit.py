@@ -28,52 +28,75 @@ of_update = partial(typer.Option, rich_help_panel="A saved update")
 
 
 def command(
-    model: str = typer.Option(None, help="A model spec, or module:function that makes your own."),
-    dataset: str = typer.Option(None, help="A data set by name, a CSV or parquet file, or module:function, your own."),
+    model: str = typer.Option(
+        None, show_default=f"{shared.SUITS}; with --update lenet", help=f"A model spec, {shared.OWN}"
+    ),
+    dataset: str = typer.Option(
+        None,
+        show_default="digits; with --update none",
+        help="A data set by name, a CSV or parquet file, or module:function, your own.",
+    ),
     data: shared.Data = None,
     target: shared.Target = None,  # type: ignore[assignment]
     categorical: shared.Categorical = None,  # type: ignore[assignment]
     drop: shared.Drop = None,  # type: ignore[assignment]
     by: shared.By = None,  # type: ignore[assignment]
-    defense: list[str] = typer.Option(None, help="A defence spec; repeat for several. Default: a panel of four."),
-    attack: list[str] = typer.Option(None, help="An attack spec; repeat for several."),
-    tier: list[str] = typer.Option(
-        None, help="Servers: naive, knows, informed, patient, malicious. Default: all; the first two with --attack."
+    defense: list[str] = typer.Option(
+        None,
+        show_default="a panel of four; with --update none",
+        help="A defence spec; repeat for several.",
     ),
-    seed: int = typer.Option(None, help="One seed for everything."),
-    device: shared.Device = None,  # type: ignore[assignment]
-    loss: shared.Loss = None,  # type: ignore[assignment]
+    attack: list[str] = typer.Option(
+        None, show_default="those that suit the model", help="An attack spec; repeat for several."
+    ),
+    tier: list[str] = typer.Option(
+        None,
+        show_default="all; with --attack the first two",
+        help="Servers: naive, knows, informed, patient, malicious; repeat for several.",
+    ),
+    seed: int = typer.Option(None, show_default="0", help="One seed for everything."),
+    device: str = typer.Option(None, show_default="cpu", help=shared.DEVICES),
+    loss: str = typer.Option(None, show_default="cross_entropy; with --update as the file says", help=shared.LOSSES),
     minutes: float = typer.Option(None, help="Time limit for all of it: what does not fit is not tried."),
-    out: Path = typer.Option(None, help="The run folder (default: a new one under runs/)."),
+    out: Path = typer.Option(None, show_default="a new one under runs", help="The run folder."),
     json: shared.Json = False,
+    quiet: shared.Quiet = False,
     fail_on: str = typer.Option(
         None, help="recovered or recognised: exit with 3 where a server gets that far, 4 where the audit cannot tell."
     ),
     resume: shared.Resume = False,
-    rounds: int = of_run(None, help="Rounds of training; the first and the last are attacked."),
-    images: int = of_run(None, help="Images, or rows, under attack."),
-    examples: int = of_run(None, help="Examples of one attacked update; with --update: of the update."),
-    partition: str = of_run(None, help="How examples are dealt out to clients."),
-    clients: int = of_run(None, help="Clients that train in a round."),
-    epochs: int = of_run(None, help="Local epochs."),
-    batch_size: int = of_run(None, help="Examples of a local step."),
-    lr: float = of_run(None, help="Learning rate of the local steps."),
+    rounds: int = of_run(None, show_default="10", help="Rounds of training; the first and the last are attacked."),
+    images: int = of_run(None, show_default="8", help="Images, or rows, under attack."),
+    examples: int = of_run(
+        None, show_default="1; with --update as the file says", help="Examples of one attacked update."
+    ),
+    partition: str = of_run(None, show_default="iid:devices=10", help="How examples are dealt out to clients."),
+    clients: int = of_run(None, show_default="5", help="Clients that train in a round."),
+    epochs: int = of_run(None, show_default="1", help="Local epochs."),
+    batch_size: int = of_run(None, show_default="8; with --update as the file says", help="Examples of a local step."),
+    lr: float = of_run(
+        None, show_default="0.3; with --update as the file says", help="Learning rate of the local steps."
+    ),
     optimizer: shared.Optimizer = None,  # type: ignore[assignment]
     momentum: shared.Momentum = None,  # type: ignore[assignment]
     weight_decay: shared.WeightDecay = None,  # type: ignore[assignment]
     proximal: shared.Proximal = None,  # type: ignore[assignment]
     clip: shared.Clip = None,  # type: ignore[assignment]
-    meter_seconds: float = of_run(None, help="Time limit of certificates and leak meter, which come last (60)."),
+    meter_seconds: float = of_run(
+        None, show_default="60", help="Time limit of certificates and leak meter, which come last."
+    ),
     no_meter: bool = of_run(False, "--no-meter", help="Leave certificates and leak meter out."),
     config: Path = of_run(None, help="Settings from a TOML file; options go before it."),
     update: str = of_update(None, help="A safetensors file: gradients, a difference, or weights."),
-    kind: str = of_update(None, help="gradient, difference or weights; default: as the file says."),
-    weights: str = of_update(None, help="Safetensors: the weights that the server sent."),
+    kind: str = of_update(None, show_default=shared.AS_SAID, help="gradient, difference or weights."),
+    weights: str = of_update(
+        None, show_default="the model's own", help="Safetensors: the weights that the server sent."
+    ),
     before: str = of_update(None, help="Safetensors: the weights before, if --update has those after."),
     truth: str = of_update(None, help="Safetensors with inputs and labels: what was trained on."),
-    steps: int = of_update(None, help="Local steps behind the update."),
+    steps: int = of_update(None, show_default=shared.AS_SAID, help="Local steps behind the update."),
     input_shape: str = of_update(None, help="E.g. 1x28x28, without --dataset and --truth."),
-    classes: int = of_update(None, help="Number of classes, or of outputs, without --dataset."),
+    classes: int = of_update(None, show_default="10", help="Number of classes, or of outputs, without --dataset."),
 ) -> None:
     """Audit a federated run (default: digits, a small LeNet, four defences) or one saved update."""
     limit = pace.Limit(pace.seconds_of(minutes))  # imports and setting up count, too
@@ -107,7 +130,7 @@ def command(
         options |= {"defense": _one(defense), "input_shape": shared.read_shape(input_shape)}
         run = _saved(options)
     with (
-        shared.running(json, shared.resume_with(out)) as progress,
+        shared.running(json or quiet, shared.resume_with(out)) as progress,
         limit,
         redirect_stdout(sys.stderr) if json else nullcontext(),  # what a user's own code prints is no JSON
     ):
@@ -184,7 +207,8 @@ def _show(found: "Audit", json: bool, fail_on: "FailOn | None", tiers: Sequence[
         for error in told["errors"]:
             console.print(f"[bold red]Error.[/] {escape(error)}\n", highlight=False)
         console.print(verdict_table(found.verdicts, best_floor(found.rows)))
-        console.print(f"\n{found.headline}")
+        if found.headline not in [v.text for v in found.verdicts]:
+            console.print(f"\n{found.headline}")
         for what, why in left_out(found.rows):
             console.print(f"Not tried: {what}: {why}.", highlight=False, markup=False, soft_wrap=True)
         typer.echo(f"Report: {page}")

@@ -1,11 +1,13 @@
 """``gradveil certify``: what can be promised about a model, some images and a defence, and on what it rests."""
 
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from gradveil import pace
 from gradveil.cli import shared
 
 if TYPE_CHECKING:
@@ -19,8 +21,12 @@ def command(
     dataset: str = typer.Option("digits", help="A data set by name, or module:function that makes your own."),
     data: shared.Data = None,
     defense: str = typer.Option("representation:share=0.4", help="A defence spec."),
-    weights: str = typer.Option(None, help="Safetensors: trained weights of the model."),
-    kind: list[str] = typer.Option(None, help="local, global, box, radius, reach or empirical; repeat for several."),
+    weights: str = typer.Option(
+        None, show_default="drawn from the seed", help="Safetensors: the model's trained weights."
+    ),
+    kind: list[str] = typer.Option(
+        None, show_default="those that fit", help="local, global, box, radius, reach or empirical; repeat for several."
+    ),
     loss: shared.Loss = "cross_entropy",
     norm: str = typer.Option("2", help="The norm of the distance: 1, 2 or inf."),
     images: int = typer.Option(4, min=1, help="Images of the training split that are certified."),
@@ -30,12 +36,14 @@ def command(
     seed: shared.Seed = 0,
     device: shared.Device = "cpu",
     json: shared.Json = False,
+    quiet: shared.Quiet = False,
 ) -> None:
     """Certify a defence: how far from the truth must a reconstruction be, and who is not bound by that?"""
-    found = figures(
-        model, dataset, data, defense, weights, tuple(kind or ()), norm, images, meter, seed, device, loss,
-        participations, cohort,
-    )  # fmt: skip
+    with shared.working(json or quiet, "certify"):
+        found = figures(
+            model, dataset, data, defense, weights, tuple(kind or ()), norm, images, meter, seed, device, loss,
+            participations, cohort,
+        )  # fmt: skip
     shared.print_json(as_json(found)) if json else show(found, Console())
 
 
@@ -72,9 +80,15 @@ def figures(
     run = PlannedRun(1, None, 1, participations, participations, cohort)
     defense = defense.for_run(run).for_round(model, public.batch.to(at), build_loss(loss))
     chosen: Any = check_kinds(kinds) or KINDS
-    leaks = []
+    steps, leaks = count(), []
+    total = len(defense.layers(model)) * len(chosen) + meter * len(truth)
+
+    def each() -> None:
+        pace.step(next(steps), total)
+
     if meter:
         for i in range(len(truth)):
+            each()
             rng = seeds("meter", i)
             one = truth[i : i + 1].to(at)
             width, local = source.outputs(loss), Local(loss=loss)
@@ -84,7 +98,7 @@ def figures(
         "dataset": dataset_spec,
         "defense": defense_spec,
         "p": norm,
-        "promises": layer_certificates(model, truth.to(at), defense, seeds("defense"), chosen, p),
+        "promises": layer_certificates(model, truth.to(at), defense, seeds("defense"), chosen, p, each=each),
         "leaks": leaks,
         "whole_run": promise_rows(defense_spec, defense, run, public.batch, truth.labels, public.choices),
         "largest": largest_mse(truth.inputs),
@@ -132,8 +146,12 @@ def show(found: dict[str, Any], console: Console) -> None:
 def _show_promises(console: Console, rows: list[dict[str, Any]]) -> None:
     """Print what accounted noise promises, the theorem and what it rests on."""
     table = Table("accounted noise", "of", "MSE at least", "what it says", box=None, pad_edge=False)
+    of: dict[tuple[str, str, str], list[str]] = {}  # one update may be the whole run
     for row in rows:
-        table.add_row(row["certificate"], row["layer"], "-" if row["mse"] is None else f"{row['mse']:.3g}", row["says"])
+        value = "-" if row["mse"] is None else f"{row['mse']:.3g}"
+        of.setdefault((row["certificate"], value, row["says"]), []).append(row["layer"])
+    for (name, value, says), layers in of.items():
+        table.add_row(name, ", ".join(layers), value, says)
     console.print(table)
     console.print("")
     for sentence in dict.fromkeys(text for row in rows for text in row["assumptions"]):

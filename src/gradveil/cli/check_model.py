@@ -21,6 +21,7 @@ def command(
     classes: int = typer.Option(10, help="Number of classes, or of outputs."),
     loss: shared.Loss = "cross_entropy",
     json: shared.Json = False,
+    quiet: shared.Quiet = False,
 ) -> None:
     """Check weights before training at them; exit code 3 where they look planted."""
     from gradveil.experiments.incoming import check_model
@@ -28,10 +29,11 @@ def command(
     from gradveil.losses import build as build_loss
 
     own = None if examples is None else read_examples(examples)
-    found = check_model(
-        before, after, model=model, input_shape=shared.read_shape(input_shape), num_classes=classes, batch=own,
-        loss=build_loss(loss),
-    )  # fmt: skip
+    with shared.working(json or quiet, "example"):
+        found = check_model(
+            before, after, model=model, input_shape=shared.read_shape(input_shape), num_classes=classes, batch=own,
+            loss=build_loss(loss),
+        )  # fmt: skip
     if json:
         shared.print_json(asdict(found) | {"suspicious": found.suspicious})
     else:

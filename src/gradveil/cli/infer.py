@@ -27,13 +27,14 @@ def command(
     data: shared.Data = None,
     input_shape: shared.InputShape = None,
     classes: shared.Classes = 10,
-    loss: shared.Loss = None,  # type: ignore[assignment]
+    loss: shared.LossOfFile = None,
     truth: str = typer.Option(
         None, help="Safetensors with inputs and labels of the (first) client: adds the controls."
     ),
     device: shared.Device = "cpu",
     out: Path = typer.Option(None, help="Safetensors file for the inferred vectors."),
     json: shared.Json = False,
+    quiet: shared.Quiet = False,
 ) -> None:
     """Infer which classes clients trained on, and a representation per class and layer."""
     from gradveil.attacks.inference import InferenceSettings, infer
@@ -53,7 +54,8 @@ def command(
     if case.loss.targets != "classes":
         raise AttackError(f"The loss {case.spec} is not one of classes, so there are none to infer.")
     seen = case.observation(case.update)
-    found = infer(case.model, [case.update, *others], case.input_shape, seen.num_classes, settings)
+    with shared.working(json or quiet, "layer"):
+        found = infer(case.model, [case.update, *others], case.input_shape, seen.num_classes, settings)
     said = [_said(found, device, path) for device, path in enumerate(update)]
     if case.truth is not None:
         said[0]["controls"] = _controls(found, case, seen.num_classes)

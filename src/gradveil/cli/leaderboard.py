@@ -23,7 +23,9 @@ class BoardConfig:
 
 def command(
     scale: str = typer.Option("quick", help="quick: digits, no data needed; full: MNIST and CIFAR-10, for a GPU."),
-    defense: list[str] = typer.Option([], help="In place of the usual entries, beside none; as often as needed."),
+    defense: list[str] = typer.Option(
+        [], show_default="the usual entries", help="A defence spec, held beside none; as often as needed."
+    ),
     data: shared.Data = None,
     device: shared.Device = "cpu",
     seed: shared.Seed = 0,
@@ -32,6 +34,7 @@ def command(
     only: shared.Only = "*",
     jobs: shared.Jobs = None,
     json: shared.Json = False,
+    quiet: shared.Quiet = False,
 ) -> None:
     """Train, attack and time every defence; print the table, with a certificate that an attack beats as an error."""
     from gradveil.cli.reproduce import check_pattern, do_units, show
@@ -53,7 +56,7 @@ def command(
     check_pattern(only, board.units(context))
     config = BoardConfig(board.defenses, scale, seed, str(context.device))
     with (
-        shared.running(json, f"the same settings and {shared.resume_with(out)}") as display,
+        shared.running(json or quiet, f"the same settings and {shared.resume_with(out)}") as display,
         RunFolder.start(out, config, resume) as folder,
     ):
         do_units(board, context, folder, only, display, jobs or usual_jobs(context))

@@ -1,12 +1,12 @@
 """``gradveil list``: every registered method with its settings, from the registry."""
 
 import inspect
+import textwrap
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from gradveil.cli import shared
 from gradveil.registry import settings
@@ -61,7 +61,7 @@ def everything() -> list[dict[str, Any]]:
 
 
 def command(
-    kind: str = typer.Argument("", help="Only this kind: dataset, model, defense, attack, metric, ..."),
+    kind: str = typer.Argument("", show_default="all", help=f"Only this kind: {', '.join(KINDS)} or metric."),
     json: shared.Json = False,
 ) -> None:
     """Show every method with its settings."""
@@ -72,12 +72,18 @@ def command(
     if json:
         shared.print_json(rows)
         return
-    table = Table("kind", "name", "settings (default)", "what it is", box=None, pad_edge=False)
-    for row in rows:
-        text = " ".join(f"{k}={_show(v)}" for k, v in row["settings"].items())
-        text += f"\n[dim]{numbers}[/dim]" if (numbers := say_ranges(row["ranges"])) else ""
-        table.add_row(row["kind"], f"[bold]{row['name']}[/bold]", text, row["about"])
-    Console().print(table)
+    for part in dict.fromkeys(row["kind"] for row in rows):
+        typer.echo(f"{part.upper()}\n")
+        typer.echo("".join(_entry(row) for row in rows if row["kind"] == part))
+
+
+def _entry(row: dict[str, Any]) -> str:
+    """Return the name of a method, what it is, and its settings with their defaults and ranges, as plain lines."""
+    within = {name: f" ({text})" for name, text in row["ranges"].items()}
+    settings = ", ".join(f"{name}={_show(value)}{within.get(name, '')}" for name, value in row["settings"].items())
+    paragraphs = [row["about"].replace("``", "'"), *([settings] if settings else [])]
+    fill = partial(textwrap.fill, width=shared.width(), initial_indent="    ", subsequent_indent="    ")
+    return "\n".join([f"  {row['name']}", *(fill(p, break_on_hyphens=False) for p in paragraphs), "\n"])
 
 
 def say_ranges(ranges: dict[str, str]) -> str:

@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 
 import click
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperArgument, TyperGroup, TyperOption
+from typer.utils import get_params_from_function
 
 from gradveil import __version__
 from gradveil.cli.stopping import stopping
@@ -59,20 +60,35 @@ class LazyGroup(TyperGroup):
             return super().invoke(ctx)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the command; a stand-in with the help line where only the list is shown."""
-        if cmd_name not in COMMANDS:
-            return None
-        place, line = COMMANDS[cmd_name]
-        if ctx.resilient_parsing or "--help" in sys.argv[1:2] or len(sys.argv) < 2:
-            return click.Command(cmd_name, help=line)
-        module, _, function = place.partition(":")
-        command: Any = getattr(import_module(f"gradveil.cli.{module}"), function)
-        app = typer.Typer(add_completion=False)
-        app.command(cmd_name, help=line)(command)
-        return typer.main.get_command(app)
+        """Return a stand-in with the help line: for the list, and to complete a name."""
+        return click.Command(cmd_name, help=COMMANDS[cmd_name][1]) if cmd_name in COMMANDS else None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command itself: to run it, to show its help, or to complete its options."""
+        name, found, rest = super().resolve_command(ctx, args)
+        return name, found and whole_command(found.name or ""), rest
 
 
-app = typer.Typer(cls=LazyGroup, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+def whole_command(name: str) -> click.Command:
+    """Import a command of the table; its help says every default and what every argument is."""
+    place, line = COMMANDS[name]
+    module, _, function = place.partition(":")
+    command: Any = getattr(import_module(f"gradveil.cli.{module}"), function)
+    app = typer.Typer(add_completion=False)
+    app.command(name, help=line)(command)
+    found = typer.main.get_command(app)
+    told = get_params_from_function(command)
+    for param in found.params:
+        if isinstance(param, TyperArgument):
+            param.help = told[param.name].default.help  # click from 8.5 on drops what Typer was told
+        if isinstance(param, TyperArgument | TyperOption) and param.show_default is True and not param.required:
+            param.show_default = "none" if param.default in (None, "", []) else True
+    return found
+
+
+app = typer.Typer(cls=LazyGroup, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 def _version(value: bool) -> None:

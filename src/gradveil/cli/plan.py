@@ -19,12 +19,17 @@ promised = partial(typer.Option, rich_help_panel="The promise, one of these")
 
 def command(
     cohort: int = of_run(10, min=1, help="Clients of a round."),
-    clients: int = of_run(None, min=1, help="Clients in all; they then take turns."),
+    clients: int = of_run(None, min=1, show_default="the cohort", help="Clients in all; they then take turns."),
     records: int = of_run(200, min=1, help="Records of a client."),
     batch_size: int = of_run(0, min=0, help="Records of a local step; 0: all of them."),
     epochs: int = of_run(1, min=1, help="Local epochs."),
-    rounds: int = of_run(None, min=1, help="Rounds of training (default 100)."),
-    participations: int = of_run(None, min=1, help="The most rounds that one client takes part in (default: all)."),
+    rounds: int = of_run(None, min=1, show_default="100", help="Rounds of training."),
+    participations: int = of_run(
+        None,
+        min=1,
+        show_default="all; with --clients their turns",
+        help="The most rounds that one client takes part in.",
+    ),
     tier: str = of_run("local", help="What the server sees: local, each update; aggregate, a round's sum."),
     lost: float = of_run(0.0, help="Share of the cohort that may drop out of a round; aggregate."),
     colluding: float = of_run(0.0, help="Share of the cohort that may work with the server; aggregate."),
@@ -32,7 +37,7 @@ def command(
     model: str = of_run(None, help=f"A model spec, {shared.OWN}"),
     dataset: str = of_run(None, help="A data set by name: for the model's size and the floor on reconstructions."),
     data: shared.Data = None,
-    promise: str = promised(None, help="reconstruction or identification (default: reconstruction)."),
+    promise: str = promised(None, show_default="reconstruction", help="reconstruction or identification."),
     epsilon: float = promised(None, help="ε over the whole run, at --delta."),
     rho: float = promised(None, help="ρ over the whole run, in nats."),
     z: float = promised(None, help="The noise multiplier of a release: what does it buy?"),
@@ -40,6 +45,7 @@ def command(
     guess: float = typer.Option(0.01, help="Chance of a blind guess that is to be bounded."),
     check: Path = typer.Option(None, help="A Flower, Opacus or NVFlare configuration: what does it buy?"),
     json: shared.Json = False,
+    quiet: shared.Quiet = False,
 ) -> None:
     """Plan a run: from a promise to the noise and its expected cost, or from a configuration to what it buys."""
     if check is not None:
@@ -60,7 +66,8 @@ def command(
         given["delta"] = delta
     if z is None:
         z = run.z(z_run_of(**given))
-    size, spectra = _sizes(parameters, model, dataset, data)
+    with shared.working(json or quiet, "class"):
+        size, spectra = _sizes(parameters, model, dataset, data)
     plan = Plan(run, z, convert(tier, Tier, "--tier"), size)
     found = figures(plan, spectra, delta, guess) | {"promise": given}
     shared.print_json(found) if json else typer.echo(_words(plan, found))

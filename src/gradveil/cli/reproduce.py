@@ -1,6 +1,7 @@
 """``gradveil reproduce``: the paper's tables and figures, its numbers beside ours, resumable."""
 
 import json
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from gradveil.cli import shared
@@ -30,7 +32,7 @@ class ItemConfig:
 
 
 def command(
-    items: list[str] = typer.Argument(None, help="Items by name, or `all`; without any, the items are listed."),
+    items: list[str] = typer.Argument(None, show_default="list them", help="Items by name, or all."),
     scale: str = typer.Option("quick", help="quick: fewer images, rounds and settings; full: the paper's sizes."),
     data: shared.Data = None,
     device: shared.Device = "cpu",
@@ -40,6 +42,7 @@ def command(
     only: shared.Only = "*",
     jobs: shared.Jobs = None,
     json: shared.Json = False,
+    quiet: shared.Quiet = False,
 ) -> None:
     """Run items of the paper and print what holds and what does not."""
     from gradveil.experiments.settings import find_device
@@ -50,22 +53,30 @@ def command(
         raise SpecError(f"--scale {scale!r} is unknown. Give quick or full.")
     at = find_device(device)
     if not items:
-        for name, cls in ITEMS:
-            typer.echo(f"{name:24} {cls.title}")
+        listed = [{"item": name, "title": cls.title} for name, cls in ITEMS]
+        shared.print_json(listed) if json else typer.echo("\n".join(_listed(**one) for one in listed))
         return
     context = Context(data, at, cast(Literal["quick", "full"], scale), Seeds(seed), out)
     asked = ITEMS.names() if items == ["all"] else [name.partition(":")[0] for name in items]
     ordered = in_order(ITEMS.names() if items == ["all"] else items)
     check_pattern(only, [unit for item in ordered if item.spec_name in asked for unit in item.units(context)])
     made: dict[str, list[dict[str, Any]]] = {}  # rows by item
+    results = []
     rest = "*" if only == "*" else ""  # of the items that are only needed: with --only, what is there already
-    with shared.running(json, f"the same items and {shared.resume_with(out)}") as display:
+    with shared.running(json or quiet, f"the same items and {shared.resume_with(out)}") as display:
         for item in ordered:
             wanted = item.spec_name in asked
             pattern, go_on = (only, resume) if wanted else (rest, True)
             result = run_item(item, context, out, go_on, pattern, made, display, jobs or usual_jobs(context))
             if wanted:
-                shared.print_json(result) if json else show(result)
+                results.append(result)
+                None if json else show(result)
+    if json:
+        shared.print_json(results)
+
+
+def _listed(item: str, title: str) -> str:
+    return textwrap.fill(f"{item:18} {title}", shared.width(), subsequent_indent=" " * 19)
 
 
 def check_pattern(only: str, units: Sequence[str]) -> None:
@@ -157,6 +168,8 @@ def show(result: dict[str, Any]) -> None:
             table.add_row(*(str(row.get(key, "")) for key in rows[0]))
         console.print(table)
     colours = {"reproduced": "green", "not reproduced": "red"}
-    for v in result["verdicts"]:
-        colour = colours.get(v["status"], "yellow")
-        console.print(f"[{colour}]{v['status']}[/{colour}]: {v['claim']} (ours {v['ours']}; rule: {v['rule']})")
+    for rule in dict.fromkeys(v["rule"] for v in result["verdicts"]):
+        for v in (v for v in result["verdicts"] if v["rule"] == rule):
+            colour = colours.get(v["status"], "yellow")
+            console.print(f"[{colour}]{v['status']}[/{colour}]: {escape(v['claim'])} (ours {escape(v['ours'])})")
+        console.print(f"  rule: {rule}", highlight=False, markup=False)

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -18,23 +19,29 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from gradveil.cli.stopping import stopping
 from gradveil.errors import SpecError
 from gradveil.experiments.run_folder import plain_json
-from gradveil.pace import as_clock
+from gradveil.pace import Limit, as_clock
 from gradveil.registry import is_import_path
 
 NATURAL = "natural"  # the partition of a table with --by
 OWN = "or module:function that makes your own."
+AS_SAID = "as the file says"
+SUITS = "what suits the data set"
 T = TypeVar("T")
 
-Data = Annotated[str | None, typer.Option(help="Folder with the data sets (default: GRADVEIL_DATA).")]
+Data = Annotated[str | None, typer.Option(show_default="$GRADVEIL_DATA", help="Folder with the data sets.")]
 Model = Annotated[str, typer.Option(help=f"A model spec, {OWN}")]
-Loss = Annotated[str, typer.Option(help="cross_entropy, bce, mse, or module:function, your own loss(output, target).")]
+LOSSES = "cross_entropy, bce, mse, or module:function, your own loss(output, target)."
+DEVICES = "cpu, cuda, or auto: cuda where there is one."
+Loss = Annotated[str, typer.Option(help=LOSSES)]
+LossOfFile = Annotated[str | None, typer.Option(show_default=AS_SAID, help=LOSSES)]
 Seed = Annotated[int, typer.Option(help="One seed for everything.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")]
+Device = Annotated[str, typer.Option(help=DEVICES)]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue a run that was stopped.")]
 Only = Annotated[str, typer.Option(help="Only the units of work whose name fits this pattern.")]
 _CORES = "on a CPU one for each core, at most 8; on CUDA 1"
 Jobs = Annotated[int | None, typer.Option(min=1, show_default=_CORES, help="Processes of one thread.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON in place of tables and progress.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 
 # of a table
 _table = partial(typer.Option, rich_help_panel="A table")
@@ -45,17 +52,19 @@ By = Annotated[str, _table(help="The column that says which client a row belongs
 
 # of the local steps
 _local = partial(typer.Option, rich_help_panel="Local steps")
-Optimizer = Annotated[str, _local(help="sgd, adam or adamw.")]
-Momentum = Annotated[float, _local(help="Of sgd.")]
-WeightDecay = Annotated[float, _local(help="Of the optimizer.")]
-Proximal = Annotated[float, _local(help="FedProx's factor mu.")]
-Clip = Annotated[float, _local(help="Largest norm of a step's gradient; 0: none.")]
+Optimizer = Annotated[str, _local(show_default="sgd", help="sgd, adam or adamw.")]
+Momentum = Annotated[float, _local(show_default="0", help="Of sgd.")]
+WeightDecay = Annotated[float, _local(show_default="0", help="Of the optimizer.")]
+Proximal = Annotated[float, _local(show_default="0", help="FedProx's factor mu.")]
+Clip = Annotated[float, _local(show_default="0", help="Largest norm of a step's gradient; 0: none.")]
 
 # of a saved update
-Weights = Annotated[str | None, typer.Option(help="Safetensors: the weights that the server sent.")]
+Weights = Annotated[
+    str | None, typer.Option(show_default="the model's own", help="Safetensors: the weights that the server sent.")
+]
 Before = Annotated[str | None, typer.Option(help="Safetensors: the weights before, if --update has those after.")]
-Kind = Annotated[str | None, typer.Option(help="gradient, difference or weights; default: as the file says.")]
-LearningRate = Annotated[float | None, typer.Option(help="Learning rate of the local steps.")]
+Kind = Annotated[str | None, typer.Option(show_default=AS_SAID, help="gradient, difference or weights.")]
+LearningRate = Annotated[float | None, typer.Option(show_default=AS_SAID, help="Learning rate of the local steps.")]
 InputShape = Annotated[str | None, typer.Option(help="E.g. 1x28x28, without --dataset.")]
 Classes = Annotated[int, typer.Option(help="Number of classes, or of outputs, without --dataset.")]
 
@@ -63,6 +72,11 @@ Classes = Annotated[int, typer.Option(help="Number of classes, or of outputs, wi
 def print_json(value: Any) -> None:
     """Print a value for programs: what is not a finite number becomes null."""
     typer.echo(json.dumps(plain_json(value), indent=2, ensure_ascii=False, allow_nan=False, default=str))
+
+
+def width() -> int:
+    """Return how many letters a line has."""
+    return min(shutil.get_terminal_size().columns, 100)
 
 
 def table_spec(
@@ -229,17 +243,25 @@ def _speaking(display: Display, quiet: bool) -> Iterator[None]:
 
 
 @contextmanager
-def running(quiet: bool, how_to_go_on: str) -> Iterator[Display]:
+def running(quiet: bool, how_to_go_on: str = "") -> Iterator[Display]:
     """Show progress; Ctrl-C and SIGTERM end the run with one line that says how to go on."""
     display = Display(quiet)
+    line = f"What was finished is kept: continue with {how_to_go_on}." if how_to_go_on else "Nothing was kept."
     try:
         with (
-            stopping(f"What was finished is kept: continue with {how_to_go_on}.", display.stop),
+            stopping(line, display.stop),
             _speaking(display, quiet),
         ):
             yield display
     finally:
         display.stop()
+
+
+@contextmanager
+def working(quiet: bool, stage: str) -> Iterator[None]:
+    """Show how far one piece of work is, by the steps that its loops tell."""
+    with running(quiet) as display, Limit(tell=partial(display, f"{stage} steps")):
+        yield
 
 
 def resume_with(out: Path | None) -> str:

@@ -1,6 +1,7 @@
 """``gradveil train``: federated averaging with any defence inside."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ ON_FLOWER = (  # its own settings
 
 
 def command(
-    model: str = typer.Option("", help=f"A model spec, {shared.OWN} Default: what suits the data set."),
+    model: str = typer.Option("", show_default=shared.SUITS, help=f"A model spec, {shared.OWN}"),
     dataset: str = typer.Option(_DEFAULT.dataset, help="A data set by name, a CSV or parquet file, or your own."),
     data: shared.Data = None,
     target: shared.Target = None,  # type: ignore[assignment]
@@ -35,6 +36,7 @@ def command(
     seed: shared.Seed = 0,
     out: Path = typer.Option(Path("runs/train"), help="The run folder."),
     json: shared.Json = False,
+    quiet: shared.Quiet = False,
     resume: bool = typer.Option(False, "--resume", help="Continue a run that was stopped, or add rounds to it."),
     partition: str = averaging(_DEFAULT.partition, help="How examples are dealt out."),
     rounds: int = averaging(_DEFAULT.rounds, min=1, help="Rounds of training."),
@@ -62,11 +64,13 @@ def command(
     superlink: str = flower(None, help="host:port of a running SuperLink."),
     root_certificates: Path = flower(None, help="Of a SuperLink with TLS."),
     secure_aggregation: bool = flower(None, "--secure-aggregation", help="The server sees sums of updates only."),
-    lost: float = flower(None, help="Share of a secure sum's clients that may drop out."),
-    max_change: float = flower(None, help="Refuse a change above so many times the round's median (10; 0: none)."),
-    max_examples: int = flower(None, help="Refuse a reply that counts more (the largest device's)."),
-    deadline: float = flower(None, help="Seconds a round waits for nodes, and then for replies (600)."),
-    min_replies: int = flower(None, help="Sound replies that a round needs (1)."),
+    lost: float = flower(None, show_default="0", help="Share of a secure sum's clients that may drop out."),
+    max_change: float = flower(
+        None, show_default="10", help="Refuse a change above so many times the round's median; 0: none."
+    ),
+    max_examples: int = flower(None, show_default="the largest device's", help="Refuse a reply that counts more."),
+    deadline: float = flower(None, show_default="600", help="Seconds a round waits for nodes, then for replies."),
+    min_replies: int = flower(None, show_default="1", help="Sound replies that a round needs."),
     require_defense: str = flower(None, help="Refuse replies that do not say that this was done."),
     devices: int = typer.Option(None, hidden=True),
     server: str = typer.Option(None, hidden=True),
@@ -84,12 +88,13 @@ def command(
     config = TrainConfig(**values | {"batch_size": batch_size or None})
     own = {name: given[name] for name in ON_FLOWER if given[name] is not None}
     if engine.partition(":")[0] == "flower":
-        _train_on_flower(config, out, superlink, root_certificates, json, own | {"resume": resume})
+        say = (lambda line: None) if json or quiet else partial(typer.echo, err=True)
+        _train_on_flower(config, out, superlink, root_certificates, json, say, own | {"resume": resume})
         return
     if superlink or root_certificates or own:
         options = ("superlink", "root_certificates", *ON_FLOWER)
         raise SpecError(f"{', '.join(map(_option, options))} belong to --engine flower.")
-    with shared.running(json, shared.resume_with(out)) as display:
+    with shared.running(json or quiet, shared.resume_with(out)) as display:
 
         def advance(row: Row) -> None:
             word = row.get("scored_by", "accuracy")
@@ -130,6 +135,7 @@ def _train_on_flower(
     superlink: str | None,
     certificates: Path | None,
     json: bool,
+    say: Callable[[str], None],
     own: dict[str, Any],
 ) -> None:
     """Hand the run to Flower: simulated here, or submitted to a SuperLink."""
@@ -148,7 +154,7 @@ def _train_on_flower(
     if superlink is None:
         check(settings)
     RunFolder.start(out, config, settings.resume, config.may_change).close()  # the server of the run holds it
-    outcome = run(settings, superlink=superlink, root_certificates=certificates, say=typer.echo)
+    outcome = run(settings, superlink=superlink, root_certificates=certificates, say=say)
     if outcome is None:
         return
     last = outcome.rounds[-1]

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from gradveil import pace
 from gradveil.errors import LayerError, SpecError
 from gradveil.experiments.planted_weights import (
     Finding,
@@ -188,6 +189,7 @@ def _dominance(model: nn.Module, batch: Batch, loss: Loss) -> dict[str, float]:
     with quiet(model), torch.enable_grad():
         output = model(batch.inputs.to(weights[0]))
         for i in range(len(batch)):
+            pace.step(i, len(batch))
             own = measured(output[i : i + 1], batch.labels[i : i + 1])
             parts = torch.autograd.grad(own, weights, retain_graph=True, allow_unused=True)
             sizes[i] = sum(float(g.square().sum()) for g in parts if g is not None) ** 0.5

@@ -19,6 +19,7 @@ from gradveil.countermeasures import Countermeasure
 from gradveil.defenses.base import Defense
 from gradveil.defenses.base import build as build_defense
 from gradveil.errors import SpecError, UpdateError
+from gradveil.experiments import update_files
 from gradveil.experiments.audit import Audit, check_rows, default_folder
 from gradveil.experiments.looks import Progress, probe_rows
 from gradveil.experiments.probes import Probed, probe
@@ -184,14 +185,13 @@ def audit_update(
 
 def build_case(config: UpdateAuditConfig) -> SavedUpdate:
     """Read and check everything, before anything is written."""
+    update_files.check_files(config.update, config.weights, config.before, config.truth)
     seeds, device = Seeds(config.seed), find_device(config.device)
     dataset = load_dataset(config.dataset, config.data) if config.dataset else None
     truth = read_examples(config.truth) if config.truth else None
-    shape = config.input_shape
+    shape = config.input_shape if dataset is None else dataset.input_shape
     if truth is not None:
         shape = tuple(truth.inputs.shape[1:])
-    elif dataset is not None:
-        shape = dataset.input_shape
     if shape is None:
         raise SpecError(
             "The shape of the inputs is not known. Give --dataset, --truth, or --input-shape, e.g. 1x28x28."

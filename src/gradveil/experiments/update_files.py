@@ -173,11 +173,17 @@ def read_examples(path: str | Path, num_classes: int | None = None) -> Batch:
     return Batch(inputs, labels)
 
 
+def check_files(*paths: str | Path | None) -> None:
+    """Raise where one that is named is not there."""
+    for path in paths:
+        if path is not None and not Path(path).is_file():
+            raise UpdateError(f"There is no file {path}.")
+
+
 def read_tensors(path: str | Path) -> tuple[Params, dict[str, str]]:
     """Return the tensors and the metadata of a safetensors file."""
     path = Path(path)
-    if not path.is_file():
-        raise UpdateError(f"There is no file {path}.")
+    check_files(path)
     with damage_told(path, UpdateError, _NO_PICKLES):
         return read_safetensors(path)
 

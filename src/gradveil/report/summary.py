@@ -1,4 +1,4 @@
-"""The summary of an audit for programs, as ``docs/audit-summary.schema.json`` describes it."""
+"""The summary of an audit for programs, as ``docs/schemas/audit.json`` describes it."""
 
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -1,5 +1,6 @@
 """All numbers as a table, for the page and for the terminal."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -207,8 +208,19 @@ def verdict_table(judged: Sequence[Verdict], floor: Floor | None) -> RenderableT
     if floor is not None:
         guess = Text(f"blind guess\n  {floor.guess}")
         table.add_row(guess, "the floor", f"{modality.error_name} {short(floor.error.mean)}", style="dim")
-    words = [Text.assemble((f"{v.defense}: ", "bold"), v.text) for v in judged]
-    return Group(table, Text(), *words)
+    return Group(table, Text(), *_words(judged))
+
+
+def _words(judged: Sequence[Verdict]) -> list[Text]:
+    """Return the verdicts in words, a sentence that holds for several defences once."""
+    holds: dict[str, list[str]] = {}
+    for v in judged:
+        for sentence in re.split(r"(?<=\.) (?=[A-Z])", v.text):
+            holds.setdefault(sentence, []).append(v.defense)
+    said: dict[str, list[str]] = {}
+    for sentence, defenses in holds.items():
+        said.setdefault(", ".join(defenses), []).append(sentence)
+    return [Text.assemble((f"{names}: ", "bold"), " ".join(its)) for names, its in said.items()]
 
 
 def _spec(defense: str) -> Text:
