@@ -34,8 +34,8 @@ FILE = f"--update update.safetensors --dataset digits {LENET}"
 
 # A short run of every command; those above leave files for those below.
 RUNS: dict[str, list[str]] = {
-    "audit": [f"{FILE} --truth truth.safetensors --attack analytic --out run"],
-    "report": ["run", "run run"],
+    "audit": [f"{FILE} --truth truth.safetensors --attack analytic --out {out}" for out in ("run", "other")],
+    "report": ["run", "run other"],
     "attack": [f"{FILE} --attack analytic"],
     "train": ["--rounds 1 --clients 1 --model logistic --out trained"],
     "infer": [f"{FILE} --truth truth.safetensors"],
