@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradveil.defenses.guard.protect import protect
+from gradveil.defenses.guard.protect import guard_of, protect
 from gradveil.errors import DefenseError
 
 WAIT = 60.0  # far more than is ever needed
@@ -50,12 +50,15 @@ def test_a_second_thread_is_refused_and_the_first_goes_on(at: int) -> None:
             guard(x)
         with torch.no_grad(), pytest.raises(DefenseError, match="of its own"):
             guard(x)
+        with pytest.raises(DefenseError, match=r"Thread 'first' .* cannot be copied"):
+            copy.deepcopy(model)
         other(x).sum().backward()
         stop.go_on.set()
         thread.join(WAIT)
         assert went == [1]
         guard(x).sum().backward()  # its turn
         assert guard.report.steps == 2
+        assert guard_of(copy.deepcopy(model)) is not None
 
 
 def test_a_thread_that_has_ended_holds_nothing() -> None:

@@ -17,6 +17,13 @@ class OneThread:
         self._at_work: dict[str, threading.Thread] = {}
 
     def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy begins with; in the middle of another thread's pass hooks are not where they belong."""
+        owner = self._at_work.get("thread")
+        if self.on and owner is not None and owner is not threading.current_thread() and owner.is_alive():
+            raise DefenseError(
+                f"Thread {owner.name!r} is at work on this guarded model: it cannot be copied or saved until its pass "
+                f"is over. Copy it before the threads start, or let them take turns."
+            )
         return {"on": self.on, "_at_work": {}}
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
