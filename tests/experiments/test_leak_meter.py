@@ -36,7 +36,7 @@ def test_the_meter_comes_after_training_and_attacks_and_shows_how_far_it_is(
     seen: list[tuple[str, int, int]] = []
     run = audit(config=small, attacks=[divide], out=tmp_path / "run", progress=lambda *step: seen.append(step))
     units = list(dict.fromkeys(row["unit"].partition("/")[0] for row in run.rows))
-    assert units == ["truth", "probe", "train", "attack", "promise"]
+    assert units == ["truth", "probe", "train", "attack", "film", "promise"]
     assert list(dict.fromkeys(stage for stage, _, _ in seen)) == [
         "training", "local steps", "attacks", "leak meter"
     ]  # fmt: skip

@@ -66,7 +66,7 @@ def test_a_saved_update_is_attacked_naively_and_adaptively_beside_its_control(
     assert {v.defense: v.outcome for v in run.verdicts}[PRUNED] == "recovered"
     page = write_report(run.folder).read_text()
     assert "What this update gives away" in page
-    assert "gets the images back" in page
+    assert "Gets the images back" in page
     assert_other_tiers_are_not_run(run, page)
 
 

@@ -168,8 +168,9 @@ def run_audit(work: Work) -> None:
     skipped = [row for row in store.rows if row["kind"] == "skip" and not row.get("out_of_time")]
     if skipped and not any(row["kind"] == "attack" for row in store.rows):
         raise AttackError(f"No attack could run: {skipped[0]['why']}")
-    film(work)
     left = [defense for defense in scene.defenses if not store.done(f"promise/{defense}")]
+    if left:
+        film(work)
     seconds = min(scene.config.meter_seconds, pace.left() / 2)  # the last of its steps may take long
     if left and seconds > 0:
         for defense, rows in certificate_rows(scene, left, work.progress, seconds).items():

@@ -46,9 +46,13 @@ class Watcher:
 
 
 def film(work: Work) -> None:
-    """Write the films of a run, once; of images alone, since others do not come into view little by little."""
+    """Write the films of a run, once; of images alone, since others do not come into view little by little.
+
+    A run that an earlier version began (its rows do not say what the clients did) goes on as that would.
+    """
     scene, store = work.scene, work.store
-    if store.done(FILM) or scene.dataset.modality != IMAGE:
+    is_old = not any(row["kind"] == "client" for row in store.rows)
+    if store.done(FILM) or is_old or scene.dataset.modality != IMAGE:
         return
     rows: list[Row] = []
     arrays = {}
