@@ -35,10 +35,13 @@ def test_pictures_come_before_the_end_and_get_better(digits: Stage, one: Batch) 
     early = next(got for (got,) in frames if got.shown is not None)
     last = frames[-1][0]
     _, _, blind = blind_guess(digits, one)
-    assert early.state == "searching" and early.steps == 1
-    assert last.state == "done" and last.error < 1e-6 < early.error
+    assert early.state == "searching"
+    assert early.steps == 1
+    assert last.state == "done"
+    assert last.error < 1e-6 < early.error
     assert 0.01 < blind < 0.1
-    assert last.shown is not None and torch.allclose(last.shown, one.inputs[0], atol=1e-3)
+    assert last.shown is not None
+    assert torch.allclose(last.shown, one.inputs[0], atol=1e-3)
 
 
 def test_a_server_that_knows_the_defence_undoes_what_a_naive_one_does_not(digits: Stage, one: Batch) -> None:
@@ -54,7 +57,7 @@ def test_noise_averages_out_over_rounds(digits: Stage, one: Batch) -> None:
 
 def test_where_nothing_is_drawn_further_rounds_bring_no_server(digits: Stage, one: Batch) -> None:
     assert all(t.server.tier != "patient" for t in trials(digits, one, "pruning:share=0.8", 3))
-    with pytest.raises(GradveilError, match="33 rounds are not offered. Choose 1 to 32"):
+    with pytest.raises(GradveilError, match=r"33 rounds are not offered. Choose 1 to 32"):
         trials(digits, one, "none", 33)
 
 
@@ -69,7 +72,8 @@ def test_a_run_that_is_stopped_keeps_what_it_has_and_begins_nothing_more(digits:
     run = Run(digits, found)
     *_, (first, second) = run.frames()
     assert first.state == second.state == "stopped"
-    assert first.steps == 1 and first.shown is not None
+    assert first.steps == 1
+    assert first.shown is not None
     assert second.shown is None
 
 
@@ -84,7 +88,8 @@ def test_who_stops_listening_ends_the_run(digits: Stage, one: Batch) -> None:
 def test_an_attack_that_cannot_run_says_why(digits: Stage, one: Batch) -> None:
     (trial,) = trials(digits, one, "none")
     *_, (got,) = Run(digits, [replace(trial, attack="tableak")]).frames()
-    assert got.state == "refused" and "rows of tables" in got.why
+    assert got.state == "refused"
+    assert "rows of tables" in got.why
 
 
 def test_what_breaks_in_the_thread_is_raised_where_somebody_listens(digits: Stage, one: Batch) -> None:
