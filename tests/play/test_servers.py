@@ -8,7 +8,7 @@ import torch
 from gradveil import pace
 from gradveil.attacks.base import build as build_attack
 from gradveil.errors import GradveilError
-from gradveil.play.servers import MOST_ROUNDS, Rebuilt, LiveRun, blind_guess, trials
+from gradveil.play.servers import MOST_ROUNDS, LiveRun, Rebuilt, blind_guess, trials
 from gradveil.play.stage import PlayStage, spec_of, stage
 from gradveil.types import Batch, Observation
 

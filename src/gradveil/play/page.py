@@ -9,7 +9,7 @@ from gradveil.errors import DataError, GradveilError, MissingExtraError
 from gradveil.metrics.intervals import short
 from gradveil.play.cards import CSS, all_cards, table
 from gradveil.play.figures import certificate, cost, leak
-from gradveil.play.servers import MOST_ROUNDS, Rebuilt, LiveRun, blind_guess, trials
+from gradveil.play.servers import MOST_ROUNDS, LiveRun, Rebuilt, blind_guess, trials
 from gradveil.play.stage import DATASETS, DIALS, MODELS, STRENGTHS, PlayStage, spec_of, stage
 from gradveil.types import Batch
 
