@@ -19,12 +19,13 @@ def test_without_gradio_one_line_says_what_to_install(command: Command, monkeypa
     monkeypatch.setattr(builtins, "__import__", without)
     code, out, err = command("play")
     assert (code, out) == (2, "")
-    assert err == (
-        "gradveil: The playground needs an optional dependency. Install it: pip install 'gradveil[play]'.\n"
-    )
+    assert err == ("gradveil: The playground needs an optional dependency. Install it: pip install 'gradveil[play]'.\n")
 
 
 def test_a_data_set_that_does_not_exist_is_one_line(command: Command) -> None:
     pytest.importorskip("gradio", reason="the extra `play` is not installed")
     code, _, err = command("play", "--dataset", "digitz")
-    assert code == 2 and err.startswith("gradveil:") and "digits" in err and err.count("\n") == 1
+    assert code == 2
+    assert err.startswith("gradveil:")
+    assert "digits" in err
+    assert err.count("\n") == 1

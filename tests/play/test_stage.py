@@ -36,7 +36,8 @@ def bomb() -> bytes:
 def test_a_picture_is_scaled_to_the_data_set(tmp_path: Path) -> None:
     (tmp_path / "mine.png").write_bytes(png(300, 200))
     one = stage("digits").uploaded(tmp_path / "mine.png", 4)
-    assert one.inputs.shape == (1, 1, 8, 8) and one.labels.tolist() == [4]
+    assert one.inputs.shape == (1, 1, 8, 8)
+    assert one.labels.tolist() == [4]
     assert 0 <= float(one.inputs.min()) < 0.1 < 0.9 < float(one.inputs.max()) <= 1
 
 
@@ -63,7 +64,7 @@ def test_examples_of_another_kind_are_refused(tmp_path: Path) -> None:
         stage("breast_cancer").uploaded(tmp_path / "mine.png", 0)
     with pytest.raises(GradveilError, match="Sentences cannot be typed for digits: its examples are images"):
         stage("digits").typed("a list")
-    with pytest.raises(GradveilError, match="There is no example 99999. Choose 0 to 1437"):
+    with pytest.raises(GradveilError, match=r"There is no example 99999. Choose 0 to 1437"):
         stage("digits").chosen(99999)
 
 
@@ -74,7 +75,8 @@ def test_a_sentence_becomes_ids_whose_targets_are_the_next_ones() -> None:
     words = [cell.text for cell in kind.cells(one.inputs[0]) or []]
     assert words == ["the", "value", "of", "a", "list", ",", "<unknown>"]
     assert torch.equal(one.inputs[0, 1:7].long(), one.labels[0, :6])
-    assert int(one.labels[0, 5]) == 1 and not one.labels[0, 6:].any()  # a word that is not known, then padding
+    assert int(one.labels[0, 5]) == 1
+    assert not one.labels[0, 6:].any()
     for text, says in [("", "0 words"), ("a " * 40, "40 words"), ("xyzzyx qqqq", "has none of these words")]:
         with pytest.raises(GradveilError, match=says):
             at.typed(text)
@@ -88,7 +90,7 @@ def test_every_stop_of_every_dial_is_a_defence_with_a_measured_cost() -> None:
             at.defense(spec := spec_of(name, strength))
             assert "against" in cost("digits", model, spec)
     assert cost("digits", "mlp", spec_of("veil", 1)) == cost("wine", model, "none") == NOT_MEASURED
-    with pytest.raises(GradveilError, match="A strength of 7 is not on the dial. Choose 1 to 6"):
+    with pytest.raises(GradveilError, match=r"A strength of 7 is not on the dial. Choose 1 to 6"):
         spec_of("veil", 7)
 
 
@@ -102,9 +104,11 @@ def test_the_certificate_moves_with_strength_and_rounds() -> None:
     at = stage("digits")
     one = at.chosen(7)
     weak, strong = (certificate(at, one, spec_of("veil", n)) for n in (3, 6))
-    assert "ε = 91.8" in weak[1] and "ε = 1.2" in strong[1]
+    assert "ε = 91.8" in weak[1]
+    assert "ε = 1.2" in strong[1]
     later = certificate(at, one, spec_of("veil", 6), rounds=16)
-    assert len(later) == 4 and "After 16 updates: z_run = 0.75" in later[2]
+    assert len(later) == 4
+    assert "After 16 updates: z_run = 0.75" in later[2]
     assert "proves nothing" in certificate(at, one, spec_of("gaussian", 6))[0]
     assert "does not bind a server that leaves this layer out" in certificate(at, one, spec_of("representation", 3))[-1]
     assert "everything is sent" in certificate(at, one, "none")[0]
@@ -131,7 +135,8 @@ def test_cards_show_cells_with_what_is_right_and_write_nothing_unescaped() -> No
     one, kind = at.chosen(0), at.dataset.modality
     truth = kind.unit(one.inputs, (0.0, 1.0))[0]
     shown = example(kind, truth, "a <row>", truth)
-    assert shown.count("class=right") == len(kind.heads) and "a &lt;row&gt;" in shown
+    assert shown.count("class=right") == len(kind.heads)
+    assert "a &lt;row&gt;" in shown
     page = all_cards(kind, truth, blind_guess(at, one), [], 1)
     assert page.count('<li class="gv-card">') == 2
     assert "<td>&lt;b&gt;</td>" in table(("a", "b"), [("x", "<b>")], "c")

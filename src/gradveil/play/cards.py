@@ -8,7 +8,7 @@ from torch import Tensor
 from gradveil.experiments.words import WHO
 from gradveil.metrics.intervals import short
 from gradveil.modalities import Modality
-from gradveil.play.servers import Got
+from gradveil.play.servers import Rebuilt
 from gradveil.report.pictures import picture
 
 STATES = {
@@ -54,7 +54,7 @@ def card(title: str, inside: str, said: str) -> str:
     return f'<li class="gv-card"><h3>{escape(title)}</h3>{inside}<p>{escape(said)}</p></li>'
 
 
-def title_of(got: Got, rounds: int, several: bool) -> str:
+def title_of(got: Rebuilt, rounds: int, several: bool) -> str:
     """Return which server it is; what it does as well, where several know the defence."""
     server = got.trial.server
     name = f"{WHO[server.tier]}, {rounds} rounds" if server.tier == "patient" else WHO[server.tier]
@@ -62,7 +62,7 @@ def title_of(got: Got, rounds: int, several: bool) -> str:
 
 
 def all_cards(
-    kind: Modality, truth: Tensor, guess: tuple[str, Tensor, float], found: Sequence[Got], rounds: int
+    kind: Modality, truth: Tensor, guess: tuple[str, Tensor, float], found: Sequence[Rebuilt], rounds: int
 ) -> str:
     """Return the truth, the blind guess and what each server has so far, side by side."""
     name, blind, least = guess

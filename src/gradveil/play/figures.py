@@ -15,7 +15,7 @@ from gradveil.experiments.promises import promise_rows
 from gradveil.experiments.trial import Trial
 from gradveil.metrics.intervals import short
 from gradveil.modalities.tokens import Tokens
-from gradveil.play.stage import Stage
+from gradveil.play.stage import PlayStage
 from gradveil.seeds import Seeds
 from gradveil.types import Batch
 
@@ -23,7 +23,7 @@ NOT_MEASURED = "not measured"
 PROMISES_NOTHING = "None: this defence proves nothing about what a server can get."
 
 
-def certificate(stage: Stage, one: Batch, spec: str, rounds: int = 1) -> list[str]:
+def certificate(stage: PlayStage, one: Batch, spec: str, rounds: int = 1) -> list[str]:
     """Return what is proved of the example against every server, in sentences."""
     if spec == "none":
         return ["None: everything is sent."]
@@ -44,7 +44,7 @@ def certificate(stage: Stage, one: Batch, spec: str, rounds: int = 1) -> list[st
     return [*known, "It does not bind a server that leaves this layer out."] if known else [PROMISES_NOTHING]
 
 
-def leak(stage: Stage, found: Sequence[Trial]) -> str:
+def leak(stage: PlayStage, found: Sequence[Trial]) -> str:
     """Return the error that no server is expected to get under, to first order: the lowest over those that know."""
     if isinstance(stage.dataset.modality, Tokens):
         return "not read: ids of words have no slope"

@@ -9,8 +9,8 @@ from gradveil.errors import DataError, GradveilError, MissingExtraError
 from gradveil.metrics.intervals import short
 from gradveil.play.cards import CSS, all_cards, table
 from gradveil.play.figures import certificate, cost, leak
-from gradveil.play.servers import MOST_ROUNDS, Got, Run, blind_guess, trials
-from gradveil.play.stage import DATASETS, DIALS, MODELS, STRENGTHS, Stage, spec_of, stage
+from gradveil.play.servers import MOST_ROUNDS, LiveRun, Rebuilt, blind_guess, trials
+from gradveil.play.stage import DATASETS, DIALS, MODELS, STRENGTHS, PlayStage, spec_of, stage
 from gradveil.types import Batch
 
 HOST = "127.0.0.1"
@@ -46,13 +46,13 @@ class Playground:
         self.datasets = ({dataset: dataset} if dataset and dataset not in DATASETS else {}) | DATASETS
         self.first = dataset or next(iter(DATASETS))
         self.models = {kind: ({model: model} if model else {}) | known for kind, known in MODELS.items()}
-        self.runs: dict[str, Run] = {}
+        self.runs: dict[str, LiveRun] = {}
         self.page = self._built()
 
     def warm_up(self) -> None:
         """Rebuild one example before anybody waits for it: what torch sets up on first use takes seconds."""
         at = self._at(self.first, self.model or "")
-        for _ in Run(at, trials(at, at.chosen(0), "none")).frames():
+        for _ in LiveRun(at, trials(at, at.chosen(0), "none")).frames():
             pass
 
     def wait(self) -> None:
@@ -74,7 +74,7 @@ class Playground:
             raise GradveilError(f"Port {port} cannot be used: {error}. Give another by --port.") from error
         return str(address)
 
-    def _at(self, dataset: str, model: str) -> Stage:
+    def _at(self, dataset: str, model: str) -> PlayStage:
         return stage(dataset, model, self.data)
 
     def _models(self, dataset: str) -> list[tuple[str, str]]:
@@ -125,11 +125,11 @@ class Playground:
             page.unload(end)
         return page
 
-    def _sources(self, at: Stage) -> list[str]:
+    def _sources(self, at: PlayStage) -> list[str]:
         own = OWN.get(at.dataset.modality.spec_name)
         return [CHOSEN, own] if own else [CHOSEN]
 
-    def _classes(self, at: Stage) -> list[tuple[str, int]]:
+    def _classes(self, at: PlayStage) -> list[tuple[str, int]]:
         return [(name, i) for i, name in enumerate(at.dataset.class_names)][:1000]
 
     def chosen(self, data: str) -> tuple[Any, ...]:
@@ -150,7 +150,7 @@ class Playground:
         picture, sentence = source == OWN["image"], source == OWN["tokens"]
         return tuple(self.gr.update(visible=v) for v in (not picture and not sentence, picture, picture, sentence))
 
-    def _one(self, at: Stage, source: str, number: int, upload: str | None, label: int, text: str) -> Batch:
+    def _one(self, at: PlayStage, source: str, number: int, upload: str | None, label: int, text: str) -> Batch:
         if source == OWN["image"]:
             if not upload:
                 raise DataError("No picture is there yet. Upload one, or choose an example of the data set.")
@@ -175,8 +175,8 @@ class Playground:
             return
         truth = kind.unit(one.inputs, (0.0, 1.0))[0]
         numbers = table((), rows, "What is promised, and what it costs")
-        self.runs[visitor] = run = Run(at, found)
-        got: list[Got] = []
+        self.runs[visitor] = run = LiveRun(at, found)
+        got: list[Rebuilt] = []
         for got in run.frames():
             cards = all_cards(kind, truth, guess, got, rounds)
             yield _said(f"{spec}: the servers are at work."), cards, numbers, same, past

@@ -18,7 +18,7 @@ from gradveil.experiments.scene import is_small, one_thread
 from gradveil.experiments.trial import Trial, attempt, floors, naive, observe
 from gradveil.metrics import measure
 from gradveil.modalities.tokens import Tokens
-from gradveil.play.stage import Stage
+from gradveil.play.stage import PlayStage
 from gradveil.seeds import Seeds
 from gradveil.types import Batch, Observation
 
@@ -26,7 +26,7 @@ MOST_ROUNDS = 32
 EVERY = 0.05  # seconds between two pictures of one server, after the first
 
 
-def trials(stage: Stage, one: Batch, spec: str, rounds: int = 1, seed: int = 0) -> list[Trial]:
+def trials(stage: PlayStage, one: Batch, spec: str, rounds: int = 1, seed: int = 0) -> list[Trial]:
     """Return who attacks: the naive server, those that know the defence and, with several rounds, the patient ones.
 
     The client sends an update of the same example in each round, at the same weights, its random draws new in each;
@@ -61,7 +61,7 @@ State = Literal["waiting", "searching", "done", "stopped", "refused"]
 
 
 @dataclass(frozen=True)
-class Got:
+class Rebuilt:
     """What one server has so far."""
 
     trial: Trial
@@ -72,14 +72,14 @@ class Got:
     why: str = ""  # it refuses
 
 
-class Run:
+class LiveRun:
     """The trials one after the other, each step shown; ``stop`` ends it from any thread."""
 
-    def __init__(self, stage: Stage, found: Sequence[Trial]) -> None:
+    def __init__(self, stage: PlayStage, found: Sequence[Trial]) -> None:
         self.stage, self._trials = stage, list(found)
-        self._got = [Got(trial) for trial in found]
+        self._got = [Rebuilt(trial) for trial in found]
         self._limit = pace.Limit(watch=self._watch)
-        self._news: SimpleQueue[tuple[int, Got] | BaseException | None] = SimpleQueue()
+        self._news: SimpleQueue[tuple[int, Rebuilt] | BaseException | None] = SimpleQueue()
         self._at = self._steps = 0  # the trial under way, and its steps so far
         self._told = -math.inf  # when it was shown last
 
@@ -87,7 +87,7 @@ class Run:
         """End the run: the server at work keeps what it has after its step, the others do not begin."""
         self._limit.stop()
 
-    def frames(self) -> Iterator[list[Got]]:
+    def frames(self) -> Iterator[list[Rebuilt]]:
         """Yield what the servers have, again and again until all are done; who stops listening ends the run."""
         threading.Thread(target=self._work, daemon=True).start()
         try:
@@ -111,13 +111,13 @@ class Run:
         except BaseException as error:  # raised where somebody listens
             self._news.put(error)
 
-    def _attacked(self, trial: Trial) -> Got:
+    def _attacked(self, trial: Trial) -> Rebuilt:
         if self._limit.left <= 0:
-            return Got(trial, "stopped")
-        self._news.put((self._at, Got(trial, "searching")))
+            return Rebuilt(trial, "stopped")
+        self._news.put((self._at, Rebuilt(trial, "searching")))
         result = attempt([trial])[0]
         if isinstance(result, GradveilError):
-            return Got(trial, "refused", why=str(result))
+            return Rebuilt(trial, "refused", why=str(result))
         return self._measured("stopped" if self._limit.left <= 0 else "done", trial, result.inputs)
 
     def _watch(self, point: Tensor) -> None:
@@ -126,15 +126,15 @@ class Run:
             self._told = pace.clock()
             self._news.put((self._at, self._measured("searching", self._trials[self._at], point)))
 
-    def _measured(self, state: State, trial: Trial, point: Tensor) -> Got:
+    def _measured(self, state: State, trial: Trial, point: Tensor) -> Rebuilt:
         truth, kind = trial.truth, self.stage.dataset.modality
         assert truth is not None
         inputs = point.detach().flatten()[: truth.inputs.numel()].reshape(truth.inputs.shape).float()
         values, shown = measure(inputs, None, truth, modality=kind)
-        return Got(trial, state, shown[0], float(values[kind.error][0]), self._steps)
+        return Rebuilt(trial, state, shown[0], float(values[kind.error][0]), self._steps)
 
 
-def blind_guess(stage: Stage, one: Batch) -> tuple[str, Tensor, float]:
+def blind_guess(stage: PlayStage, one: Batch) -> tuple[str, Tensor, float]:
     """Return the best answer of somebody who never saw the update: its name, the example, its error."""
     kind = stage.dataset.modality
     rows, answers = floors(one, stage.public, modality=kind)

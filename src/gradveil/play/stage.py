@@ -70,7 +70,7 @@ def spec_of(defense: str, strength: int) -> str:
 
 
 @dataclass(frozen=True)
-class Stage:
+class PlayStage:
     """Where a client trains one step on one example, and servers attack what it sends."""
 
     dataset: Dataset
@@ -127,7 +127,7 @@ class Stage:
 
 
 @lru_cache(maxsize=8)
-def stage(dataset: str, model: str = "", data: str | None = None) -> Stage:
+def stage(dataset: str, model: str = "", data: str | None = None) -> PlayStage:
     """Build a stage; without a model, the first that is offered for this kind of examples."""
     found = load_dataset(dataset, data)
     kind, loss = found.modality, found.fitting_loss("cross_entropy")
@@ -136,4 +136,4 @@ def stage(dataset: str, model: str = "", data: str | None = None) -> Stage:
     network = fitting_model(model or next(iter(MODELS[kind.spec_name])), found, loss, 0)
     public = Public.draw(found, Seeds(0)("public"), rank=None if isinstance(kind, Tokens) else 256)
     suited = default_attacks(network, Update({}))
-    return Stage(found, network, public, loss, kind.attacks(())[0] if isinstance(kind, Tokens) else suited[0])
+    return PlayStage(found, network, public, loss, kind.attacks(())[0] if isinstance(kind, Tokens) else suited[0])
