@@ -4,8 +4,8 @@
 
 Every scene is fixed here. Each is one client with passages of Python's manual at the weights of a new model (seed 0),
 drawn ``DRAWS`` times, attacked by a server that takes the update as it is and, with ``span`` under noise, by one that
-knows how strong the noise is. Beside each stands the blind guess: the most frequent token of each place among passages that are
-no client's. Results are added to bench/results/text.json as they come.
+knows how strong the noise is. Beside each stands the blind guess: the most frequent token of each place among passages
+that are no client's. Results are added to bench/results/text.json as they come.
 """
 
 import json
