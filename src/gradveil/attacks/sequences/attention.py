@@ -93,7 +93,7 @@ class FirstAttention:
 
 def word_table(seen: Observation) -> str:
     """Return the name of the embedding of tokens: the first that there is."""
-    tables = [name for name, m in seen.model.named_modules() if isinstance(m, nn.Embedding)]
+    tables: list[str] = [name for name, m in seen.model.named_modules() if isinstance(m, nn.Embedding)]
     if not tables or len(seen.input_shape) != 1:
         raise AttackError(
             f"{type(seen.model).__name__} has no nn.Embedding that takes ids of tokens: span and tag are attacks on "
