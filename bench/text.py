@@ -4,8 +4,8 @@
 
 Every scene is fixed here. Each is one client with passages of Python's manual at the weights of a new model (seed 0),
 drawn ``DRAWS`` times, attacked by a server that takes the update as it is and, with ``span`` under noise, by one that
-knows how strong the noise is. Beside each stands the blind guess: the most frequent token of each place among passages that are
-no client's. Results are added to bench/results/text.json as they come.
+knows how strong the noise is. Beside each stands the blind guess: the most frequent token of each place among passages
+that are no client's. Results are added to bench/results/text.json as they come.
 """
 
 import json
@@ -35,28 +35,24 @@ DRAWS = 2
 LR = 0.01
 RANKS = (4, 16, 64)
 Scene = dict[str, object]
+NARROW: Scene = {"width": 256}  # a third of the models' own, in heads of the same size, and a tenth of the time
+NOISE: list[Scene] = [{"defense": f"gaussian:scale={s}"} for s in ("1e-5", "1e-4", "1e-3", "1e-2")]
+PRUNING: list[Scene] = [{"defense": f"pruning:share={s}"} for s in (0.5, 0.9, 0.99)]
+STEPS: list[Scene] = [{"epochs": n} for n in (2, 4, 8)]
+TAG: Scene = {"attack": "tag"}
 SCENES: dict[str, list[Scene]] = {
-    "batches": [{"examples": n} for n in (1, 4, 16)],
-    "noise": [{"defense": f"gaussian:scale={s}"} for s in ("1e-5", "1e-4", "1e-3", "1e-2")],
-    "pruning": [{"defense": f"pruning:share={s}"} for s in (0.5, 0.9, 0.99)],
-    "steps": [{"epochs": n} for n in (2, 4, 8)],
+    "batches": [{"examples": n} for n in (1, 4, 16)],  # of the models' own width
+    "noise": [NARROW | scene for scene in NOISE],
+    "pruning": [NARROW | scene for scene in PRUNING],
+    "steps": [NARROW | scene for scene in STEPS],
     # half as many tokens as the rank, at the first step and at the second; and more tokens than any rank
     "lora": [
-        *({"lora": r, "warm": warm, "examples": 1, "length": r // 2} for r in RANKS for warm in (0, 1)),
-        *({"lora": r, "warm": 1} for r in RANKS),
+        *(NARROW | {"lora": r, "warm": warm, "examples": 1, "length": r // 2} for r in RANKS for warm in (0, 1)),
+        *(NARROW | {"lora": r, "warm": 1} for r in RANKS),
     ],
-    # a small batch by both attacks: undefended, noise, pruning, and a model narrower than the batch has tokens
-    "tag": [
-        {"examples": 2, "length": 16, "attack": attack} | scene
-        for scene in (
-            {},
-            {"defense": "gaussian:scale=1e-3"},
-            {"defense": "gaussian:scale=1e-2"},
-            {"defense": "pruning:share=0.99"},
-            {"width": 24},
-        )
-        for attack in ("span", "tag:steps=100")
-    ],
+    # more tokens than a model is wide
+    "width": [{"width": w} for w in (256, 64)],
+    "tag": [scene | TAG for scene in ({"width": 64}, NARROW, *(NARROW | one for one in (*NOISE, *PRUNING)))],
 }
 
 
@@ -83,12 +79,12 @@ def one(
 ) -> dict[str, dict[str, float]]:
     """Attack one update; ``warm``: steps that low-rank factors were trained for before, on other passages.
 
-    ``width`` 0: that of the model.
+    ``width`` 0: the model's own, with no factors.
     """
     spec = MODELS[name]
     data = load(f"{spec}{',' if ':' in spec else ':'}length={length}")
     loss = data.fitting_loss("cross_entropy")
-    settings = f":lora={lora}" if lora else f":width={width},heads=2" if width else ""
+    settings = f":width={width},heads={width // 64},lora={lora}" if width else ""
     model = fitting_model(name + settings, data, loss, 0)
     rng = torch.Generator().manual_seed(draw)
     public, batch = Public.draw(data, rng, rank=None), data.train.sample(examples, rng)

@@ -6,51 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from attacks.helpers_text import BERT, GPT, LENGTH, observed, rng, rows, text
 from gradveil.attacks.base import build as build_attack
 from gradveil.attacks.sequences.attention import FirstAttention
 from gradveil.attacks.sequences.encoder import places
 from gradveil.attacks.sequences.spans import Span
 from gradveil.errors import AttackError
-from gradveil.losses import build as build_loss
-from gradveil.models import build
 from gradveil.types import Observation, Update
-
-LENGTH = 7
-GPT = ("gpt_tiny:width=64,heads=4", 40, "next_token")
-BERT = ("bert_tiny:width=96,heads=4,vocabulary=40", 3, "cross_entropy")
-
-
-def text(count: int, seed: int = 0) -> Tensor:
-    """Sequences that share words and, the last one, end early."""
-    ids = torch.randint(3, 40, (count, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
-    ids[:, 0], ids[1:, 3] = 2, ids[0, 2]
-    ids[-1, LENGTH - 2 :] = 0
-    return ids
-
-
-def observed(
-    which: tuple[str, int, str], ids: Tensor, frozen: str = "no", warm: bool = False
-) -> tuple[Observation, Tensor]:
-    spec, classes, loss = which
-    model, minimised = build(spec, (LENGTH,), classes, seed=1), build_loss(loss)
-    inputs = ids[:, :-1]
-    labels = ids[:, 1:] * (inputs != 0) if loss == "next_token" else torch.arange(len(ids)) % 3
-    for name, p in model.named_parameters():
-        p.requires_grad_(p.requires_grad and not name.startswith(frozen))
-        if warm and name.endswith("lora_b"):
-            nn.init.normal_(p, std=0.1, generator=rng())
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    gradient = torch.autograd.grad(minimised(model(inputs), labels), list(named.values()))
-    update = Update(dict(zip(named, gradient, strict=True)), len(ids))
-    return Observation(model, update, (LENGTH,), classes, loss=minimised), labels
-
-
-def rows(ids: Tensor) -> set[tuple[int, ...]]:
-    return {tuple(one) for one in ids.long().tolist()}
-
-
-def rng() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
 
 
 @pytest.mark.parametrize("which", [GPT, BERT], ids=["decoder", "encoder"])

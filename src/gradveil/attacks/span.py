@@ -59,7 +59,7 @@ class SpanCheck(Attack):
         tokens, allowed = self._tokens(seen, first, own, most)
         given = layer_span(seen, (first.out,), first.width, most)
         if given is None:
-            raise AttackError(f"The update has no gradient of {first.out!r}, which tells sequences apart.")
+            raise AttackError(f"The update has no gradient of {first.out!r}, which tells sequences apart. Use tag.")
         parts = first.parts(tokens)
         if first.causal:
             found, guesses = extended(parts, given, allowed, seen.num_examples, self.close), []

@@ -60,7 +60,7 @@ class EmbeddingMatching(Attack):
 def _mixing(seen: Observation) -> nn.Module:
     """Return a copy of the model that takes free numbers (N, L or more, tokens but the padding) in place of ids."""
     model, length = copy.deepcopy(seen.model), seen.input_shape[0]
-    table, held = model.get_submodule(word_table(seen)), list[Tensor]()
+    words, held = word_table(seen), list[Tensor]()
 
     def taken(module: nn.Module, given: tuple[Tensor]) -> Tensor:
         free = given[0]
@@ -68,10 +68,11 @@ def _mixing(seen: Observation) -> nn.Module:
         return free.new_full((*free.shape[:-2], length), UNKNOWN)
 
     def mixed(module: nn.Module, given: tuple[Tensor], out: Tensor) -> Tensor:
-        return held[0] @ table.weight
+        weight: Tensor = module.get_parameter("weight")
+        return held[0] @ weight
 
     model.register_forward_pre_hook(taken)
-    table.register_forward_hook(mixed)
+    model.get_submodule(words).register_forward_hook(mixed)
     return model
 
 
@@ -83,7 +84,7 @@ def shares(free: Tensor) -> Tensor:
 def _relaxed(seen: Observation, model: nn.Module) -> Observation:
     """Return the same update as one of a model that takes free numbers; unknown next tokens are places of their own."""
     (length,), tokens = seen.input_shape, seen.loss.targets == "tokens"
-    size = model.get_submodule(word_table(seen)).weight.shape[0] - 1
+    size = len(model.get_parameter(f"{word_table(seen)}.weight")) - 1
     labels, more = seen.labels, 0
     if tokens and labels is None:
         labels, more = torch.zeros(seen.num_examples, length, dtype=torch.long), 1  # not looked at
@@ -93,7 +94,8 @@ def _relaxed(seen: Observation, model: nn.Module) -> Observation:
 
 def _stack(seen: Sequence[Observation]) -> Matching:
     plain = Matching.of(seen) if seen[0].update.num_steps == 1 else unrolled_stack(seen)
-    if seen[0].loss.targets != "tokens" or not bool((seen[0].labels == PADDING).all()):
+    labels = seen[0].labels
+    if seen[0].loss.targets != "tokens" or labels is None or bool(labels.any()):
         return plain
     return replace(plain, trial=lambda x, y: plain.trial(x, shares(x[..., 1:, :])))
 

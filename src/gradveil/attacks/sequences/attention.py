@@ -93,14 +93,13 @@ class FirstAttention:
 
 def word_table(seen: Observation) -> str:
     """Return the name of the embedding of tokens: the first that there is."""
-    tables = (name for name, m in seen.model.named_modules() if isinstance(m, nn.Embedding))
-    name = next(tables, None) if len(seen.input_shape) == 1 else None
-    if name is None:
+    tables: list[str] = [name for name, m in seen.model.named_modules() if isinstance(m, nn.Embedding)]
+    if not tables or len(seen.input_shape) != 1:
         raise AttackError(
             f"{type(seen.model).__name__} has no nn.Embedding that takes ids of tokens: span and tag are attacks on "
             f"text. Use gs or newton."
         )
-    return name
+    return tables[0]
 
 
 def layer_span(seen: Observation, layers: Sequence[str], width: int, most: int) -> Span | None:
@@ -109,27 +108,46 @@ def layer_span(seen: Observation, layers: Sequence[str], width: int, most: int) 
     Of low-rank factors B A the gradient of A shows the inputs, that of B shows A times them, which is all there is
     while B is zero.
     """
-    found, factors = [], []
+    found, factors, noise = [], [], 0.0
     for layer in layers:
         module = seen.model.get_submodule(layer)
-        for name in ("weight", "lora_a", "lora_b"):
+        for name, _ in module.named_parameters():
             g = seen.update.gradient.get(f"{layer}.{name}") if f"{layer}.{name}" in seen.visible else None
-            if g is None or not bool(g.any()):
+            if g is None or not bool(g.any()) or g.ndim != 2:
                 continue
-            if name == "lora_b":
-                factors.append((g.double(), module.get_parameter("lora_a").detach().double()))
+            noise = max(noise, seen.noise.get(f"{layer}.{name}", 0.0))
+            if "lora_b" in name.lower():
+                first = name.replace("lora_b", "lora_a").replace("lora_B", "lora_A")
+                factors.append((g.double(), module.get_parameter(first).detach().double()))
             else:
-                transposed = name == "weight" and type(module).__name__ == "Conv1D"  # Hugging Face's has (in, out)
+                owner = module.get_submodule(name.rpartition(".")[0])
+                transposed = type(owner).__name__ == "Conv1D"  # Hugging Face's has (in, out)
                 found.append(g.double().T if transposed else g.double())
-    noise = max(seen.noise.get(f"{layer}.weight", 0.0) for layer in layers)
     if found:
         return Span.of(torch.cat(found), most, noise)
     return Span.of(factors[0][0], most, noise, factors[0][1]) if factors else None
 
 
+def _is_linear(module: nn.Module | None) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _linear_layers(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the linear layers by name; one around which peft has put its factors counts with them as one."""
+    found: dict[nn.Module, str] = {}
+    around = tuple[str, ...]()
+    for name, m in model.named_modules():
+        if name.startswith(around):
+            continue
+        if _is_linear(m) or _is_linear(getattr(m, "base_layer", None)):
+            found[m] = name
+            around = (*around, f"{name}.")
+    return found
+
+
 def _linear_calls(model: nn.Module, ids: Tensor, until: str | None = None) -> list[tuple[str, Tensor, Tensor]]:
     """Return the linear layers that ran, each with its input and output; up to the layer named, with that one."""
-    names = {m: name for name, m in model.named_modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"}
+    names = _linear_layers(model)
     calls: list[tuple[str, Tensor, Tensor]] = []
 
     def heard(module: nn.Module, x: Tensor, y: Tensor) -> None:
