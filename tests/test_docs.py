@@ -187,5 +187,5 @@ def test_the_page_on_the_terminal_has_every_command_and_its_keys() -> None:
         schema = schema_of(name)
         shared = schema.get("$defs", {})
         named = schema.get("items") or next(iter(schema.get("anyOf", [])), {})
-        schema = shared[named["$ref"].rsplit("/", 1)[1]] if named else schema
+        schema = shared[named["$ref"].rsplit("/", 1)[1]] if "$ref" in named else schema
         assert re.findall(r"`(\w+)`", keys) == list(schema["properties"]), name
