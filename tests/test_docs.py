@@ -1,30 +1,56 @@
 """The Python in these pages runs, top to bottom, as one program per page."""
 
+import importlib.util
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
 
+import gradveil
+from gradveil.cli.main import COMMANDS, app, whole_command
 from gradveil.layers.rules.base import PLAIN, RULES
+from schemas import FOLDER, schema_of
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = [
     "quickstart.md",
     "how-to/add-a-layer.md",
+    "how-to/batches.md",
     "how-to/bring-my-data.md",
     "how-to/informed-and-patient.md",
+    "how-to/learned-attacks.md",
     "how-to/losses.md",
     "how-to/malicious-servers.md",
     "how-to/plan.md",
     "how-to/text.md",
     "how-to/tables.md",
     "how-to/train.md",
+    "how-to/veil.md",
     "theory/certificates.md",
     "theory/convergence.md",
+    "theory/scores.md",
 ]
+WITH = {  # pages that need an extra
+    "how-to/defend-with-hugging-face.md": "transformers",
+    "how-to/defend-with-lightning.md": "lightning",
+    "how-to/move-from-opacus.md": "opacus",
+}
+ELSEWHERE = {  # pages whose Python a test of their own runs
+    "how-to/add-a-broken-defence.md": "zoo/test_zoo.py",
+    "how-to/add-a-defence.md": "test_docs_defend.py",
+    "how-to/add-an-attack.md": "attacks/test_add_an_attack.py",
+    "how-to/audit-my-model.md": "cli/test_audit_docs.py",
+    "how-to/defend-my-model.md": "test_docs_defend.py",
+    "how-to/gate-in-ci.md": "cli/test_gate_page.py",
+    "how-to/train-with-flower.md": "integrations/test_flower_page.py",
+    "theory/leakage.md": "test_leakage_page.py",
+}
 
 NEW = {"src/gradveil/layers/rules/shuffle.py", "tests/zoo/broken/backwards.py"}  # files that a reader writes
 
@@ -39,13 +65,71 @@ def rules() -> Iterator[None]:
         table.update(content)
 
 
+def blocks_of(page: Path, language: str) -> list[str]:
+    """The code of a page; a block that is not run says why above it."""
+    found = re.findall(rf"(<!-- not run: [^>]+ -->\n)?```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+    return [code for why, code in found if not why]
+
+
 @pytest.mark.usefixtures("rules")
 @pytest.mark.parametrize("page", PAGES)
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    blocks = blocks_of(DOCS / page, "python")
     assert blocks
     exec(compile("\n".join(blocks), page, "exec"), {"__name__": "docs"})
+
+
+@pytest.mark.parametrize(("page", "extra"), WITH.items())
+def test_the_code_of_a_page_with_an_extra_runs(
+    page: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if importlib.util.find_spec(extra) is None:
+        pytest.skip(f"{extra} is not installed")
+    code = "\n".join(blocks_of(DOCS / page, "python"))
+    done = subprocess.run([sys.executable, "-"], input=code, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "defended, 0 not" in done.stdout
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    for said in re.findall(r"```text\n(.*?)```", (DOCS / page).read_text(), re.DOTALL):  # of the page's first command
+        command = blocks_of(DOCS / page, "bash")[0].split()[1:]
+        assert said in CliRunner().invoke(app, command, catch_exceptions=False).output
+
+
+def test_every_page_with_python_is_run() -> None:
+    there = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md") if blocks_of(page, "python")}
+    assert there == {*PAGES, *WITH, *ELSEWHERE}
+    for page, test in ELSEWHERE.items():
+        assert Path(page).name in (DOCS.parent / "tests" / test).read_text(), page
+
+
+COMMANDS_ON = [*sorted(DOCS.rglob("*.md")), DOCS.parent / "README.md"]
+
+
+@pytest.mark.parametrize("page", [p for p in COMMANDS_ON if "```bash" in p.read_text()], ids=lambda p: p.name)
+def test_every_command_on_a_page_is_one_that_can_be_given(page: Path) -> None:
+    """What takes long is not run here: its command, options and kinds of values are checked, and its specs built."""
+    text = "\n".join(blocks_of(page, "bash")).replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line.startswith("gradveil ") and "..." not in line]
+    for line in lines:
+        words = shlex.split(re.split(r" [>|&]|\|\|", line)[0], comments=True)[1:]
+        words = [word for word in words if word != "--help"]
+        if words[0].startswith("-"):
+            assert words[0] in page_of_options(), line
+            continue
+        assert words[0] in COMMANDS, line
+        with whole_command(words[0]).make_context(words[0], words[1:]) as context:
+            given = context.params
+        for name, build in (("defense", gradveil.defense), ("attack", gradveil.attack)):
+            value = given.get(name) or ()
+            for spec in (value,) if isinstance(value, str) else value:
+                assert build(spec), line
+
+
+def page_of_options() -> list[str]:
+    """The options of ``gradveil`` itself."""
+    return [opt for param in get_command(app).params for opt in param.opts]
 
 
 def test_the_readme_is_short() -> None:
@@ -92,3 +176,16 @@ def test_generated_tables_agree_with_the_registry_and_the_results(tool: str) -> 
     path = DOCS.parent / "tools" / tool
     done = subprocess.run([sys.executable, str(path), "--check"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_page_on_the_terminal_has_every_command_and_its_keys() -> None:
+    rows = re.findall(
+        r"^\| \[`([\w-]+)`\]\(schemas/\1\.json\) \| .+ \| (.+) \|$", (DOCS / "terminal.md").read_text(), re.M
+    )
+    assert [name for name, _ in rows] == [name for name in COMMANDS if (FOLDER / f"{name}.json").exists()]
+    for name, keys in rows:
+        schema = schema_of(name)
+        shared = schema.get("$defs", {})
+        named = schema.get("items") or next(iter(schema.get("anyOf", [])), {})
+        schema = shared[named["$ref"].rsplit("/", 1)[1]] if "$ref" in named else schema
+        assert re.findall(r"`(\w+)`", keys) == list(schema["properties"]), name

@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import pkgutil
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -107,3 +109,21 @@ def test_a_page_without_a_marker_is_refused(tables: ModuleType) -> None:
 
 def test_no_placeholder_is_left_on_a_page() -> None:
     assert not [page.name for page in THEORY.glob("*.md") if "@@" in page.read_text()]
+
+
+def test_every_equation_leads_to_code_that_is_there() -> None:
+    rows = [line for line in (THEORY / "equations.md").read_text().splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 15
+    for row in rows:
+        places = re.findall(r"`(gradveil\.[\w.]+)`", row)
+        assert places, row
+        for place in places:
+            assert pkgutil.resolve_name(place).__doc__, place
+
+
+def test_every_numbered_equation_of_the_paper_is_on_the_page() -> None:
+    text = (THEORY / "equations.md").read_text()
+    found: set[int] = set()
+    for first, last in re.findall(r"\((\d\d?)\)(?: to \((\d\d?)\))?", text):
+        found |= set(range(int(first), int(last or first) + 1))
+    assert found == set(range(1, 35))

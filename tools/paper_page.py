@@ -106,14 +106,18 @@ def _unjudged(item: Item, folder: Path) -> str:
 def item_page(item: Item, folder: Path = RESULTS) -> str:
     """Return all there is on one item."""
     name = item.spec_name
-    lines = [f"# {name}", "", f"**{item.title}**", "", f"{BACK}", "", *_paper(item)]
+    lines = [f"# {name}", "", f"**{item.title}**", "", *_figure(item, folder), f"{BACK}", "", *_paper(item)]
     if not has_rows(item, folder):
         return "\n".join([*lines, "Ours: not run at full size yet.", "", *_choices(item), *_rerun(item, [], folder)])
     rows = all_rows(item, folder)
     lines += [_extent(item, folder), "", markdown(item.summary(rows)), "", *_verdicts(judged(item, folder))]
-    if (folder / name / f"{name}.svg").exists():
-        lines += [f"![{item.title}]({name}/{name}.svg)", ""]
     return "\n".join([*lines, *_choices(item), *_rerun(item, runs(name, folder), folder)])
+
+
+def _figure(item: Item, folder: Path) -> list[str]:
+    """Return the figure, with which a page begins; nothing where the item is a table."""
+    path = f"{item.spec_name}/{item.spec_name}.svg"
+    return [f"![{item.title}]({path})", ""] if (folder / path).exists() else []
 
 
 def _key(item: Item) -> str | None:

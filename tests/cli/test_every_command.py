@@ -34,7 +34,10 @@ FILE = f"--update update.safetensors --dataset digits {LENET}"
 
 # A short run of every command; those above leave files for those below.
 RUNS: dict[str, list[str]] = {
-    "audit": [f"{FILE} --truth truth.safetensors --attack analytic --out {out}" for out in ("run", "other")],
+    "audit": [
+        f"{FILE} --truth truth.safetensors --attack analytic --out run",
+        f"{FILE} --truth truth.safetensors --attack analytic --defense gaussian:scale=0.1 --out other",
+    ],
     "report": ["run", "run other"],
     "attack": [f"{FILE} --attack analytic"],
     "train": ["--rounds 1 --clients 1 --model logistic --out trained"],
