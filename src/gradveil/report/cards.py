@@ -36,6 +36,11 @@ class Card:
     servers: list[ServerOnCard]
 
     @property
+    def main(self) -> ServerOnCard | None:
+        """The server that its verdict is by: the one that knows the defence, where it was tried."""
+        return next((s for s in reversed(self.servers[:2]) if s.shots), None)
+
+    @property
     def has_pictures(self) -> bool:
         """Whether its examples can be looked at."""
         return bool(self.originals and self.originals[0].src)
@@ -97,7 +102,7 @@ def _says(tier: TierVerdict, floor: Floor) -> str:
     if _own_line(tier) is None:
         return said
     typical, worst = error_words(line.error.mean, floor), error_words(line.worst, floor)
-    return f"{said}, {typical}" + (f"; the worst {floor.modality.one} {worst}" if worst != typical else "")
+    return f"{said}, {typical}" + (f"; the worst {floor.modality.one}: {worst}" if worst != typical else "")
 
 
 def _numbers(tier: TierVerdict, floor: Floor) -> str:

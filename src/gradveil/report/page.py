@@ -80,6 +80,8 @@ def _content(store: RunFolder) -> dict[str, Any]:
         "card_note": CARDS.format(one=modality.one, many=modality.many),
         "cards": cards(gallery, rows, judged),
         "one": modality.one,
+        "part": modality.part,
+        "heads": modality.heads,
         "films": film_strips(gallery, rows),
         "shown": "Pictures" if modality == IMAGE else modality.many.capitalize(),
         "picture_note": picture_note(modality) if judged else NO_TRUTH,

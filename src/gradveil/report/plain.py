@@ -38,7 +38,7 @@ def error_words(error: float, floor: Floor) -> str:
     """Return how far an answer is off, in words: by itself where it is all but exact, else beside a blind guess."""
     kind = floor.modality
     if kind.is_share:
-        return f"every {kind.part} right" if error == 0 else f"{error:.0%} of each {kind.one} wrong"
+        return f"every {kind.part} right" if error == 0 else f"{error:.0%} of the {kind.part}s wrong"
     if error <= LAST_DIGIT:
         return "to the last digit"
     if error <= SHADE:
