@@ -49,10 +49,10 @@ fast: $(STAMP)
 deploy: $(STAMP)
 	$(BIN)/pytest -q -m deploy -p no:xdist
 
-# Both parts are ended after their minutes on a machine that is too busy, and then fail.
+# Each part is ended after its minutes, where a machine is too busy, and then fails.
 faults: $(STAMP)
 	GRADVEIL_FAULTS=long timeout -k 60 -s INT $(FAULTS_MINUTES)m $(BIN)/pytest -q -n $(WORKERS) --dist worksteal --timeout 1800 tests/faults
-	GRADVEIL_TRIPLES=3000 timeout -k 60 -s INT 20m $(BIN)/pytest -q -n $(WORKERS) --dist worksteal --timeout 900 tests/certificates/test_sound.py
+	GRADVEIL_TRIPLES=3000 timeout -k 60 -s INT $(FAULTS_MINUTES)m $(BIN)/pytest -q -n $(WORKERS) --dist worksteal --timeout 900 tests/certificates/test_sound.py
 
 check: lint types imports lengths house fast
 

@@ -28,6 +28,18 @@ def test_a_version_without_a_section_is_no_release() -> None:
         section("99.0", draft=False)
 
 
+def test_packages_that_no_advisory_was_looked_up_for_are_no_all_clear() -> None:
+    judged = runpy.run_path(str(TOOLS / "release.py"))["judged"]
+    good, bad = {"name": "a", "version": "1", "vulns": []}, {"name": "b", "version": "2", "vulns": [{"id": "X"}]}
+    unknown = {"name": "c", "skip_reason": "could not be audited"}
+    assert judged("lock", json.dumps({"dependencies": [good]}), "") == "none in the 1 packages of lock"
+    said = judged("lock", json.dumps({"dependencies": [good, unknown]}), "No known vulnerabilities found")
+    assert said.startswith("not checked for 1 of the 2 packages")
+    assert judged("lock", "", "vulnerability service\nno route") == "not checked (no route)"
+    with pytest.raises(SystemExit, match="lock has known vulnerabilities: b 2"):
+        judged("lock", json.dumps({"dependencies": [good, bad, unknown]}), "")
+
+
 def test_the_list_of_parts_has_every_package_with_version_licence_and_hash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 Nothing is uploaded. A step that cannot be run says "not checked"; one that fails ends with a line that says why.
 """
 
+import json
 import re
 import shutil
 import subprocess
@@ -88,14 +89,22 @@ def advisories() -> None:
         print("known vulnerabilities: not checked (pip-audit is not installed here)")
         return
     for lock in locks:
-        done = subprocess.run([program, "--no-deps", "--disable-pip", "-r", lock], capture_output=True, text=True)
-        if "ulnerab" not in done.stdout + done.stderr:
-            why = (done.stderr.strip().splitlines() or ["no answer"])[-1]
-            print(f"known vulnerabilities: not checked ({why[:200]})")
-        elif done.returncode:
-            raise SystemExit(f"release: {lock.name} has known vulnerabilities:\n{done.stdout}")
-        else:
-            print(f"known vulnerabilities: none in {lock.name}")
+        words = [program, "-f", "json", "--no-deps", "--disable-pip", "-r", lock]
+        done = subprocess.run(words, capture_output=True, text=True)
+        print(f"known vulnerabilities: {judged(lock.name, done.stdout, done.stderr)}")
+
+
+def judged(name: str, answer: str, error: str) -> str:
+    """Say what pip-audit found; a package that it could not look up was not checked. Ends where one is vulnerable."""
+    try:
+        packages = json.loads(answer)["dependencies"]
+    except (ValueError, KeyError):
+        return f"not checked ({(error.strip().splitlines() or ['no answer'])[-1][:200]})"
+    if known := [f"{one['name']} {one['version']}" for one in packages if one.get("vulns")]:
+        raise SystemExit(f"release: {name} has known vulnerabilities: {', '.join(known)}")
+    if passed_over := sum("skip_reason" in one for one in packages):
+        return f"not checked for {passed_over} of the {len(packages)} packages of {name}, which the database has not"
+    return f"none in the {len(packages)} packages of {name}"
 
 
 def main() -> None:
