@@ -1,15 +1,18 @@
 """The documentation site: built strictly, and opened from disk in a real browser."""
 
+import html
 import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
 import gradveil
-from browsing import faint, open_page
+from browsing import contrast, faint, open_page, rgb
 
 ROOT = Path(__file__).parent.parent
 
@@ -36,9 +39,38 @@ def test_the_interface_page_has_every_public_name(site: Path) -> None:
     assert all(f'id="gradveil.{name}"' in text or f">{name}<" in text for name in named)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1280])
-@pytest.mark.parametrize("page", ["index", "how-to/audit-my-model", "results/leaderboard"])
+def test_every_link_and_picture_of_the_built_pages_is_there(site: Path) -> None:
+    pages = {page: page.read_text() for page in site.rglob("*.html") if page.name != "404.html"}  # that is for a server
+    ids = {page: set(re.findall(r'\sid="([^"]+)"', text)) for page, text in pages.items()}
+    broken = []
+    for page, text in pages.items():
+        for target in re.findall(r'(?:href|src)="(?!https?:|data:|mailto:)([^"]+)"', text):
+            name, _, anchor = unquote(html.unescape(target)).partition("#")
+            at = (page.parent / name).resolve() if name else page
+            if not at.exists() or (anchor and at in ids and anchor not in ids[at]):
+                broken.append(f"{page.relative_to(site)} -> {target}")
+    assert not broken
+
+
+def test_every_page_opens_from_disk_without_a_complaint_and_fits_a_phone(browser: Any, site: Path) -> None:
+    first, *rest = (page for page in sorted(site.rglob("*.html")) if page.name != "404.html")
+    opened, trouble = open_page(browser, first.as_uri(), 360, "light")
+    wide = {}
+    for page in (first, *rest):
+        opened.goto(page.as_uri())
+        wide[page.name] = opened.evaluate("document.documentElement.scrollWidth")
+    opened.close()
+    assert trouble == []
+    assert {name: width for name, width in wide.items() if width > 360} == {}
+
+
+@pytest.mark.parametrize(
+    ("page", "width", "scheme"),
+    [
+        *product(["index", "theory/equations"], [360, 1280], ["light", "dark"]),
+        *product(["api", "how-to/audit-my-model", "results/leaderboard"], [1280], ["light", "dark"]),
+    ],
+)
 def test_a_page_opens_from_disk_fits_and_can_be_read(
     browser: Any, site: Path, page: str, width: int, scheme: str
 ) -> None:
@@ -47,6 +79,43 @@ def test_a_page_opens_from_disk_fits_and_can_be_read(
     assert opened.evaluate("document.documentElement.scrollWidth") <= width
     assert faint(opened) == []
     opened.close()
+
+
+# A switch of colours is seen by its label.
+FOCUS = """() => {
+  const e = document.activeElement, shown = e.matches('.md-option') ? e.nextElementSibling : e
+  const grounds = []
+  for (let up = shown.parentElement; up; up = up.parentElement) grounds.push(getComputedStyle(up).backgroundColor)
+  const style = getComputedStyle(shown), box = shown.getBoundingClientRect()
+  return {text: e.innerText.trim(), ring: style.outlineStyle !== 'none' && box.width > 0 ? style.outlineColor : null,
+          ground: grounds.find(c => c !== 'rgba(0, 0, 0, 0)'), inside: !!e.closest('article')}
+}"""
+
+
+def test_the_keyboard_alone_gets_past_the_menu_and_to_another_part(browser: Any, site: Path) -> None:
+    page, trouble = open_page(browser, (site / "index.html").as_uri(), 1280, "light")
+    page.keyboard.press("Tab")
+    assert page.evaluate(FOCUS)["text"] == "Skip to content"
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    assert page.evaluate(FOCUS)["inside"]  # a link of the text, not of the menu
+    page.goto((site / "index.html").as_uri())
+    for _ in range(20):
+        page.keyboard.press("Tab")
+        now = page.evaluate(FOCUS)
+        assert now["ring"], now
+        assert contrast(rgb(now["ring"]), rgb(now["ground"])) >= 3, now
+        if now["text"] == "How-to":
+            break
+    page.keyboard.press("Enter")
+    page.wait_for_url(re.compile("how-to/audit-my-model"), timeout=60_000)
+    assert trouble == []
+    page.close()
+
+
+def test_the_picture_of_the_first_page_is_small() -> None:
+    picture = ROOT / "docs" / "img" / "site.png"
+    assert picture.stat().st_size < 100_000  # tools/site_picture.py makes it
 
 
 def test_search_works_from_disk_by_keyboard(browser: Any, site: Path) -> None:

@@ -1,4 +1,4 @@
-"""A hook of mkdocs: a link from a page to a file outside docs/ becomes the file's path, since the site does not hold it."""
+"""A hook of mkdocs: a link from a page to a file outside docs/ becomes its path: the site does not hold the file."""
 
 import posixpath
 import re
