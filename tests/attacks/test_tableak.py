@@ -44,7 +44,7 @@ def cells_wrong(found: Reconstruction, held: Batch, data: Dataset) -> float:
 
 def test_a_batch_of_rows_comes_back_and_blind_guesses_do_not(patients: Dataset) -> None:
     seen, held = attacked(patients, 2)
-    found = TabLeak(steps=200, starts=2, lr=0.1).reconstruct(seen, rng(2))
+    found = TabLeak(steps=200, starts=2).reconstruct(seen, rng(2))
     public = Public.draw(patients, rng()).batch
     guess = Reconstruction(patients.modality.typical(public.inputs).expand_as(held.inputs), None, 0.0, True)
     assert cells_wrong(found, held, patients) <= 0.05
@@ -54,13 +54,13 @@ def test_a_batch_of_rows_comes_back_and_blind_guesses_do_not(patients: Dataset) 
 def test_two_epochs_are_unrolled(patients: Dataset) -> None:
     seen, held = attacked(patients, 2, epochs=2)
     assert seen.update.num_steps == 2
-    attack = TabLeak(steps=150, starts=1, lr=0.1)
+    attack = TabLeak(steps=150, starts=1)
     assert cells_wrong(attack.reconstruct(seen, rng(2)), held, patients) <= 0.15
 
 
 def test_several_starts_say_how_sure_they_are_of_each_cell(patients: Dataset) -> None:
     seen, held = attacked(patients, 8)
-    found = TabLeak(steps=60, starts=6, within=1e9).reconstruct(seen, rng(2))  # far from done: they disagree
+    found = TabLeak(steps=150, starts=6, within=1e9).reconstruct(seen, rng(2))  # far from done: they disagree
     table = patients.modality
     assert isinstance(table, Table)
     assert found.confidence is not None

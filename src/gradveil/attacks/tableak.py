@@ -32,7 +32,7 @@ class TabLeak(Attack):
 
     steps: Count = 1000  # evaluations per start
     starts: Count = 8
-    lr: Positive = 0.06
+    lr: Positive = 0.1  # in standard deviations of a column
     within: Order = 10.0  # times the best start's distance: what ends farther away is not pooled
     tol: Weight = 1e-4  # cosine distance at which the update counts as matched
 
