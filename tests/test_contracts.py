@@ -20,7 +20,7 @@ from gradveil.types import Batch, Observation, Update
 
 DENSE = ("spear", "cocktail")  # attacks on fully connected networks
 TEXT = ("span", "tag")  # attacks on language models
-OF_TABLES = ("tableak",)
+OF_TABLES = ("tableak", "rowwise")
 SHORT = {"steps": 3, "starts": 2, "restarts": 2, "pairs": 40, "width": 4}
 
 

@@ -39,6 +39,8 @@ class Mixture:
     weight: Tensor  # (m, n)
     bias: Tensor  # (m,)
     noise: float  # std of one entry of dW, from what no batch of N can explain
+    dw: Tensor  # (m, n)
+    db: Tensor  # (m,)
 
     def range(self) -> tuple[Tensor, Tensor]:
         """Return the least and the largest that the layer's inputs (n,) can be."""
@@ -97,7 +99,7 @@ def mixture_of(sent: Observation, attack: str) -> Mixture:
     visit = readable_layer(seen)
     check_alone(seen, visit.path)
     count, weight, bias = seen.num_examples, named(visit.path, "weight"), named(visit.path, "bias")
-    dw, db = (seen.update.gradient[name].double() for name in (weight, bias))
+    dw = seen.update.gradient[weight]
     if count >= min(dw.shape):
         raise AttackError(
             f"{attack} needs fewer examples than {visit.path!r} has inputs and outputs: {count} examples, and dW is "
@@ -107,14 +109,21 @@ def mixture_of(sent: Observation, attack: str) -> Mixture:
         raise AttackError(f"{attack} needs every entry of the gradient of {visit.path!r}, and some are not seen.")
     seen = replace(seen, model=deepcopy(seen.model).double().requires_grad_())
     _check_first(seen, visit.path, dw.shape[1], attack)
+    return mixed(seen, visit.path)
+
+
+def mixed(seen: Observation, layer: str) -> Mixture:
+    """Return what the update of one step, seen at a model in double precision, shows of a fully connected layer."""
+    weight, bias = named(layer, "weight"), named(layer, "bias")
+    dw, db = (seen.update.gradient[name].double() for name in (weight, bias))
     _, sizes, vt = torch.linalg.svd(dw, full_matrices=False)
-    rank = max(1, int((sizes[:count] > FAINT * sizes[0]).sum()))
+    rank = max(1, int((sizes[: seen.num_examples] > FAINT * sizes[0]).sum()))
     rest = float(sizes[rank]) / (math.sqrt(dw.shape[0]) + math.sqrt(dw.shape[1]))
     rows = dw @ vt[:rank].T
     plane = torch.linalg.lstsq(rows, db[:, None]).solution[:, 0] if bool(db.any()) else torch.ones(rank).to(rows)
-    layer = seen.model.get_submodule(visit.path)
-    w, b = (getattr(layer, name).detach() for name in ("weight", "bias"))
-    return Mixture(seen, visit.path, rank, vt[:rank], rows, plane, w, b, max(rest, seen.noise.get(weight, 0.0)))
+    module = seen.model.get_submodule(layer)
+    w, b = (getattr(module, name).detach() for name in ("weight", "bias"))
+    return Mixture(seen, layer, rank, vt[:rank], rows, plane, w, b, max(rest, seen.noise.get(weight, 0.0)), dw, db)
 
 
 def _check_first(seen: Observation, layer: str, size: int, attack: str) -> None:

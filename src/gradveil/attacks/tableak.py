@@ -32,15 +32,13 @@ class TabLeak(Attack):
 
     steps: Count = 1000  # evaluations per start
     starts: Count = 8
-    lr: Positive = 0.06
+    lr: Positive = 0.1  # in standard deviations of a column
     within: Order = 10.0  # times the best start's distance: what ends farther away is not pooled
     tol: Weight = 1e-4  # cosine distance at which the update counts as matched
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Rebuild the rows behind several updates at once, all starts of all of them together."""
-        for s in seen:
-            if not isinstance(s.modality, Table):
-                raise AttackError(f"tableak rebuilds rows of tables, and these are {s.modality.many}. Use dlg or gs.")
+        refuse_all_but_tables(seen, "tableak")
         ready = ready_to_unroll(seen, rngs)
         found = in_groups(ready, rngs, lambda s: (local_training(s), s.modality), self._all_starts)
         return [self._pooled(s, its) for s, its in zip(ready, found, strict=True)]
@@ -49,7 +47,7 @@ class TabLeak(Attack):
         table = _table(seen[0])
         search = Search(
             cosine_distance, self._optimiser, self.steps, tol=self.tol, stop=False, patience=self.steps, scaled=False,
-            stack=_relaxing(table),
+            start="uniform" if table.scaling is None else "normal", stack=_relaxing(table),
         )  # fmt: skip
         each = [child for rng in rngs for child in children_of(rng, self.starts)]
         found = search.run([s for s in seen for _ in range(self.starts)], each)
@@ -77,6 +75,13 @@ class TabLeak(Attack):
         return replace(best, inputs=pooled.to(best.inputs), details=details, raw=None, confidence=agree)
 
 
+def refuse_all_but_tables(seen: Sequence[Observation], attack: str) -> None:
+    """Raise where an attack on tables is to find something else."""
+    for s in seen:
+        if not isinstance(s.modality, Table):
+            raise AttackError(f"{attack} rebuilds rows of tables, and these are {s.modality.many}. Use dlg or gs.")
+
+
 def _table(seen: Observation) -> Table:
     assert isinstance(seen.modality, Table)
     return seen.modality
@@ -85,8 +90,12 @@ def _table(seen: Observation) -> Table:
 def in_range(table: Table, free: Tensor) -> Tensor:
     """Return rows in the table's terms from free numbers (..., D): shares of categories, and numbers in their range.
 
-    A number beyond its range counts as the end of it, but has its slope, so that it finds back.
+    Numbers are sought in standard deviations from their column's mean, so that a step is as long in every column. One
+    beyond its range counts as the end of it, but has its slope, so that it finds back.
     """
+    if table.scaling is not None:
+        mean, std = (torch.tensor(values).to(free) for values in table.scaling)
+        free = mean + std * free
     kept = free + (free.clamp(0.0, 1.0) - free).detach()
     return table.relaxed(torch.where(table.numeric[table.owner].to(free.device), kept, free))
 

@@ -190,8 +190,8 @@ class Table(Modality):
         return self._per_cell((found - truth).abs() * half).mean(dim=-1)
 
     def attacks(self, suited: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the attack on tables first."""
-        return ("tableak:steps=400,starts=4,lr=0.1", "analytic", *suited)
+        """Return the attacks on tables first."""
+        return ("rowwise", "tableak:steps=400,starts=4", "analytic", *suited)
 
     def order(self, found: Tensor, truth: Tensor) -> Tensor:
         """Return which of those found goes with each true row (N,): the fewest wrong cells in all, then the nearest."""

@@ -1,0 +1,226 @@
+"""A batch example by example: whatever was in it lies, as a layer sees it, in the span of that layer's gradient.
+
+A fully connected layer's gradients are dW = Σ δ rᵀ and db = Σ δ over the N examples, with r(x) what the layer gets of
+x. The rows of dW so span the N vectors r (m numbers each), and all of them lie on the plane p · r = 1 with dW p = db.
+That is m - N + 1 equations for the d numbers of one example, whatever the others are: behind a hidden layer wider than
+d + N they single out the examples of the batch, one by one. An example that was found is taken off: with u the slope of
+its loss by the layer's output, dW - c u rᵀ has one rank less for exactly one c, and c is 1/N if its label is right.
+"""
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Generator, Tensor
+
+from gradveil import pace
+from gradveil.attacks.base import ATTACKS, Attack, check_alone, check_seen, differentiating, refuse_adaptive
+from gradveil.attacks.gauss_newton.equations import Equations, Prior, Smoothing, kink_scales, refuse_recurrent
+from gradveil.attacks.gauss_newton.solver import DenseStep, Descent, Solver
+from gradveil.attacks.labels import with_labels
+from gradveil.attacks.mixture import Mixture, behind, mixed
+from gradveil.attacks.rounds import at_one_model
+from gradveil.attacks.tableak import refuse_all_but_tables
+from gradveil.errors import AttackError
+from gradveil.gradients.functional import quiet
+from gradveil.layers.modules import prefix, trace
+from gradveil.ranges import Count, Weight
+from gradveil.tree import named, parameters
+from gradveil.types import Observation, Reconstruction
+
+AT_ONCE = 64  # draws that are led together
+STEPS = Descent(40, 3, 1.0, 1e-6)  # of a draw
+CLEAR = 1e-5  # of the first singular value: what lies beyond the N-th is rounding, and the span is exact
+NEAR, FARTHER, FAR = 0.01, 1.5, 0.2  # how far off a span that is not exact an example may be: at first, then, at most
+SHARES = (0.5, 1.6)  # of 1/N, between which what an example adds to the gradient is believed
+SAME_SHARE = 0.05  # likewise, by which it may differ where the span is exact
+APART = 0.05  # relative distance of two representations above which they are two examples
+
+
+@dataclass(frozen=True)
+class _Span:
+    """What a layer's gradient is made of, less the examples that were found."""
+
+    dw: Tensor  # (o, m)
+    db: Tensor  # (o,)
+    left: int  # how many examples
+
+    @cached_property
+    def basis(self) -> Tensor:
+        """Orthonormal directions (left, m) that the representations of the examples span."""
+        directions: Tensor = torch.linalg.svd(self.dw, full_matrices=False).Vh
+        return directions[: self.left]
+
+    @cached_property
+    def equations(self) -> tuple[Tensor, Tensor]:
+        """A (m - left + 1, m) and b with A r = b for the representation r of every example that is left."""
+        beside = torch.linalg.svd(self.basis).Vh[self.left :]
+        plane = torch.linalg.lstsq(self.dw @ self.basis.T, self.db[:, None]).solution[:, 0] @ self.basis
+        b = torch.zeros(len(beside) + 1).to(plane)
+        b[-1] = 1 / plane.norm()
+        return torch.cat([beside, plane[None] / plane.norm()]), b
+
+    def off(self, r: Tensor) -> Tensor:
+        """Return how far representations r (K, m) are off the span and the plane, relative to their length (K,)."""
+        a, b = self.equations
+        off: Tensor = (r @ a.T - b).norm(dim=1) / r.norm(dim=1).clamp_min(1e-30)
+        return off
+
+    def shares(self, r: Tensor, slopes: Tensor) -> Tensor:
+        """Return 1 / c (S,) for the slopes (S, o) of an example r (m,): the rank falls without c slope rᵀ."""
+        inverse: Tensor = torch.linalg.pinv(self.dw @ self.basis.T)
+        return slopes @ inverse.T @ (self.basis @ r)
+
+    def without(self, r: Tensor, slope: Tensor) -> "_Span":
+        """Return what is left without an example r (m,) that has this slope (o,)."""
+        return _Span(self.dw - slope[:, None] * r, self.db - slope, self.left - 1)
+
+
+@ATTACKS.register("rowwise")
+@dataclass(frozen=True)
+class Rowwise(Attack):
+    """Find the examples of a batch one by one: each lies, by itself, in the span of a hidden layer's gradient.
+
+    For rows of a table, of fewer numbers than the model has hidden units. Draws of the prior are led to what the
+    layer's gradient could hold, by Levenberg-Marquardt; what is found is exact and is taken off the gradient. After
+    several local steps or under noise the span is not exact: then what lies near it is taken, the nearest first, at
+    the weights half-way. Examples that are not found are answered by the prior's mean.
+    """
+
+    draws: Count = 8192  # at most
+    tol: Weight = 1e-3  # relative distance from an exact span at which an example is found
+
+    def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
+        """Rebuild the inputs behind several updates, one after the other."""
+        refuse_all_but_tables(seen, "rowwise")
+        check_seen(seen)
+        refuse_adaptive(seen, "rowwise")
+        return [self._one(s, rng) for s, rng in zip(with_labels(at_one_model(seen), rngs), rngs, strict=True)]
+
+    def _one(self, sent: Observation, rng: Generator) -> Reconstruction:
+        seen = _half_way(sent)
+        layer = _hidden_layer(seen)
+        refuse_recurrent(seen.model)
+        mixture = mixed(seen, layer)
+        exact = bool(torch.linalg.svdvals(mixture.dw)[seen.num_examples] <= CLEAR * mixture.rows.norm())
+        prior = Prior.of(replace(seen, update=replace(seen.update, num_examples=1)), 0, mixture.basis.device)
+        with differentiating(seen.model), quiet(seen.model):
+            found, draws = self._found(mixture, prior, exact, rng)
+        count, labels, residual = len(found), sent.labels, math.inf
+        x = torch.cat([found, prior.center().expand(seen.num_examples - count, -1)]).reshape(-1, *seen.input_shape)
+        x = x.clamp(*seen.bounds)
+        if count == mixture.rank == seen.num_examples:
+            with torch.no_grad(), quiet(seen.model):
+                y = prefix(seen.model, layer)(x) @ mixture.basis.T
+            targets = mixture.targets(x, y)
+            labels, residual = (labels if targets is None else targets), mixture.residual(x, targets)
+        details = {"draws": float(draws), "found": float(count), "exact": float(exact)}
+        return Reconstruction(x.float(), labels, residual, exact and count == seen.num_examples, details)
+
+    def _found(self, mixture: Mixture, prior: Prior, exact: bool, rng: Generator) -> tuple[Tensor, int]:
+        """Return the examples found (n, d), and how many draws they took."""
+        span, draws, limit = _Span(mixture.dw, mixture.db, mixture.rank), 0, self.tol if exact else NEAR
+        found = prior.center()[None][:0]
+        while span.left and draws < self.draws and limit <= FAR and not pace.step(draws, self.draws):
+            x = _led(mixture, span, prior, prior.center() + prior.draw(AT_ONCE, rng))
+            new, span = _accepted(mixture, span, x, found, limit, exact)
+            found, draws = torch.cat([found, new]), draws + AT_ONCE
+            limit = limit if exact or len(new) else limit * FARTHER
+        return found, draws
+
+
+def _accepted(
+    mixture: Mixture, span: _Span, x: Tensor, found: Tensor, limit: float, exact: bool
+) -> tuple[Tensor, _Span]:
+    """Return which of x (K, d) are examples, and what is left of the gradient; at most a quarter of those sought, so
+    that the others are looked for without them, unless the span is exact."""
+    f, shape = prefix(mixture.seen.model, mixture.layer), (-1, *mixture.seen.input_shape)
+    least, most = (1 - SAME_SHARE, 1 + SAME_SHARE) if exact else SHARES
+    enough = span.left if exact else max(1, mixture.rank // 4)
+    with torch.no_grad():
+        r, known = f(x.reshape(shape)), f(found.reshape(shape)) if len(found) else mixture.basis[:0]
+    new: list[Tensor] = []
+    for i in span.off(r).argsort().tolist():
+        off = float(span.off(r[i : i + 1]))  # of what is left by now
+        if not span.left or len(new) == enough or off > FAR:
+            break
+        twice = len(known) and float((known - r[i]).norm(dim=1).min()) < APART * float(r[i].norm())
+        if off > limit or (twice and not exact):
+            continue
+        slopes = _slopes(mixture, x[i].reshape(1, *shape[1:])) / mixture.seen.num_examples
+        share = span.shares(r[i], slopes)
+        if len(slopes) == 1:  # how long it is does not hang on a class
+            slopes, share = slopes / share, torch.ones_like(share)
+        at = int((share - 1).abs().argmin())
+        if not least < float(share[at]) < most:
+            continue
+        new.append(x[i])
+        known, span = torch.cat([known, r[i : i + 1]]), span.without(r[i], slopes[at])
+    return torch.stack(new) if new else x[:0], span
+
+
+def _led(mixture: Mixture, span: _Span, prior: Prior, starts: Tensor) -> Tensor:
+    """Return where starts (K, d) are led by the span's equations and the prior."""
+    f, (a, b), shape = prefix(mixture.seen.model, mixture.layer), span.equations, mixture.seen.input_shape
+
+    def one(x: Tensor, widths: Tensor, smooth: bool) -> Tensor:
+        with Smoothing(widths.unbind()) if smooth else nullcontext():
+            return (f(x.reshape(1, *shape)) @ a.T).flatten()
+
+    many = starts.reshape(-1, *shape)
+    with torch.no_grad():
+        scales = torch.tensor(kink_scales(lambda: f(many))).to(starts).expand(len(starts), -1)
+        level = (f(many) @ a.T - b).square().mean().sqrt().expand(len(starts), len(b))
+    rows = Equations(
+        mixture.seen.model, one, (), scales, b.expand_as(level), torch.ones_like(level), torch.zeros_like(level), level
+    )  # fmt: skip
+    solver = Solver(prior, STEPS, DenseStep(prior), slice(None))
+    return solver.best(rows, starts[:, None]).point
+
+
+def _slopes(mixture: Mixture, x: Tensor) -> Tensor:
+    """Return the slopes (S, o) that the loss of one example can have by the layer's output: one for each class."""
+    _, output, jacobian = behind(mixture.seen.model, mixture.layer, x)  # (1, o, K)
+    if jacobian.shape[2] == 1:
+        return jacobian[..., 0]
+    one_hot = torch.eye(jacobian.shape[2]).to(output)
+    by_output = torch.stack([torch.func.grad(mixture.seen.loss.soft)(output, y[None])[0] for y in one_hot])  # (K, K)
+    return by_output @ jacobian[0].T
+
+
+def _hidden_layer(seen: Observation) -> str:
+    """Return the fully connected layer whose gradient says most of a single example; raise where none says enough."""
+    if seen.num_classes > 1 and seen.loss.targets != "classes":
+        raise AttackError("rowwise needs a loss of classes, or of one number. Use tableak or newton.")
+    size, count = int(torch.Size(seen.input_shape).numel()), seen.num_examples
+    told = [
+        visit for visit in trace(seen.model, seen.input_shape).dense()
+        if len(visit.input_shape) == 1 and {named(visit.path, "weight"), named(visit.path, "bias")} <= set(seen.visible)
+        and all(bool(seen.weights[n].all()) for n in seen.weights if n.startswith(named(visit.path, "")))
+    ]  # fmt: skip
+    wide = [v for v in told if v.output_shape[0] > count and v.input_shape[0] - count + 1 >= size]
+    if not wide:
+        most = max((min(v.input_shape[0] - size + 1, v.output_shape[0] - 1) for v in told), default=0)
+        raise AttackError(
+            f"rowwise needs a fully connected layer, seen whole, with at least {size + count - 1} inputs and "
+            f"{count + 1} outputs for {count} examples of {size} numbers; this update shows up to {max(most, 0)} "
+            "examples in this way. Use tableak, spear or gs."
+        )
+    layer = max(wide, key=lambda v: v.input_shape[0]).path
+    check_alone(seen, layer)
+    return layer
+
+
+def _half_way(sent: Observation) -> Observation:
+    """Return the update as one step, at the model in double precision, half-way where there were several steps."""
+    model = deepcopy(sent.model).double().requires_grad_()
+    if sent.update.num_steps > 1:
+        with torch.no_grad():
+            for name, w in parameters(model).items():
+                if name in sent.update.gradient:
+                    w -= sent.update.lr / 2 * sent.update.gradient[name].to(w)
+    return replace(sent.as_one_step(), model=model)
