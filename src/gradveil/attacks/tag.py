@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -68,8 +69,7 @@ def _mixing(seen: Observation) -> nn.Module:
         return free.new_full((*free.shape[:-2], length), UNKNOWN)
 
     def mixed(module: nn.Module, given: tuple[Tensor], out: Tensor) -> Tensor:
-        weight: Tensor = module.get_parameter("weight")
-        return held[0] @ weight
+        return held[0] @ cast(Tensor, module.weight)  # what functional_call put there
 
     model.register_forward_pre_hook(taken)
     model.get_submodule(words).register_forward_hook(mixed)
