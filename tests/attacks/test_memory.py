@@ -117,3 +117,16 @@ def test_the_peak_counts_what_lives_at_once() -> None:
         (c + 1).sum()
 
     assert 8000 <= peak_bytes(run, torch.device("cpu")) < 8100
+
+
+@pytest.mark.parametrize(("attack", "most"), [("analytic", 2.6), ("gs:steps=2", 4.6)])
+def test_an_update_of_a_large_model_is_not_copied_needlessly(attack: str, most: float) -> None:
+    """The model and the update are two; a search makes a trial gradient and its slopes, the closed form looks at the
+    first layer alone."""
+    layers = nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 8192), nn.ReLU(), nn.Linear(8192, 5)
+    model, rng = nn.Sequential(nn.Flatten(), *layers), torch.Generator().manual_seed(0)
+    batch = Batch(torch.rand(1, 1, 8, 8, generator=rng), torch.tensor([3]))
+    seen = observe(model, batch, build_defense("none"), rng, 5)
+    size = sum(4 * p.numel() for p in model.parameters())
+    taken = peak_bytes(lambda: build(attack).reconstruct(seen, rng), torch.device("cpu"))
+    assert taken < most * size, taken / size
