@@ -39,7 +39,7 @@ NARROW: Scene = {"width": 256}  # a third of the models' own, in heads of the sa
 NOISE: list[Scene] = [{"defense": f"gaussian:scale={s}"} for s in ("1e-5", "1e-4", "1e-3", "1e-2")]
 PRUNING: list[Scene] = [{"defense": f"pruning:share={s}"} for s in (0.5, 0.9, 0.99)]
 STEPS: list[Scene] = [{"epochs": n} for n in (2, 4, 8)]
-TAG: Scene = {"attack": "tag"}
+TAG: Scene = {"attack": "tag:steps=100"}
 SCENES: dict[str, list[Scene]] = {
     "batches": [{"examples": n} for n in (1, 4, 16)],  # of the models' own width
     "noise": [NARROW | scene for scene in NOISE],
@@ -52,7 +52,7 @@ SCENES: dict[str, list[Scene]] = {
     ],
     # more tokens than a model is wide
     "width": [{"width": w} for w in (256, 64)],
-    "tag": [scene | TAG for scene in ({"width": 64}, NARROW, *(NARROW | one for one in (*NOISE, *PRUNING)))],
+    "tag": [scene | TAG for scene in (NARROW, *(NARROW | one for one in (*NOISE[2:], *PRUNING[1:])), {"width": 64})],
 }
 
 
