@@ -49,6 +49,7 @@ Optimizer = Annotated[str, _local(help="sgd, adam or adamw.")]
 Momentum = Annotated[float, _local(help="Of sgd.")]
 WeightDecay = Annotated[float, _local(help="Of the optimizer.")]
 Proximal = Annotated[float, _local(help="FedProx's factor mu.")]
+Trains = Annotated[str, _local(help="What is trained: all, head, batch_norm, or names of parameters (fc*).")]
 Clip = Annotated[float, _local(help="Largest norm of a step's gradient; 0: none.")]
 
 # of a saved update
