@@ -1,6 +1,6 @@
 """Take the pictures of docs/how-to/read-the-report.md from a run's report, in headless Chromium.
 
-    gradveil audit --out runs/demo && python tools/report_pictures.py runs/demo
+gradveil audit --out runs/demo && python tools/report_pictures.py runs/demo
 """
 
 import argparse
