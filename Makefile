@@ -38,7 +38,7 @@ release: $(STAMP)
 
 demo: $(STAMP)
 	OMP_NUM_THREADS=2 $(BIN)/gradveil audit --out runs/demo --resume
-	@echo "Report: runs/demo/report.html"
+	@echo "Open runs/demo/report.html in a browser: its first screen says what happened and what to do."
 
 test: $(STAMP)
 	$(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "not deploy"

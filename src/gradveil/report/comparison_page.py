@@ -29,7 +29,8 @@ def comparison_table(found: Comparison) -> RenderableType:
         if line.spec != before:
             table.add_row(Text(name_of(line.spec), "bold"))
             before = line.spec
-        table.add_row(f"  {line.who}", *map(_told, line.cells))
+        first, *others = line.cells
+        table.add_row(f"  {line.who}", _told(first), *(Text("the same") if x == first else _told(x) for x in others))
     parts: list[RenderableType] = [*map(Text, found.said), Text(), table]
     if found.settings:
         settings = Table("setting", *found.names, box=None, pad_edge=False)
