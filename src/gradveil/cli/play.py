@@ -15,6 +15,7 @@ def command(
     from gradveil.play.page import HOST, Playground
 
     playground = Playground(dataset, model, data)
+    typer.echo("gradveil: one example is rebuilt first, so that nobody waits for what torch sets up.", err=True)
     playground.warm_up()
     address = playground.launch(port)
     typer.echo(f"Playground: {address} (on {HOST} alone; Ctrl-C ends it)")

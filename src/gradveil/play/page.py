@@ -1,6 +1,7 @@
 """The playground's page: Gradio on this machine alone, nothing loaded from elsewhere and nothing told to anybody."""
 
 import os
+import threading
 from collections.abc import Iterator
 from html import escape
 from typing import Any
@@ -56,8 +57,11 @@ class Playground:
             pass
 
     def wait(self) -> None:
-        """Serve until somebody ends it."""
-        self.page.block_thread()
+        """Serve until a signal ends it."""
+        try:
+            threading.Event().wait()
+        finally:
+            self.page.close(verbose=False)
 
     def launch(self, port: int | None = None) -> str:
         """Serve it on this machine's own address, in a thread, and return the address."""
