@@ -1,6 +1,10 @@
 """``gradveil play`` at the command line."""
 
 import builtins
+import re
+import signal
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -29,3 +33,16 @@ def test_a_data_set_that_does_not_exist_is_one_line(command: Command) -> None:
     assert err.startswith("gradveil:")
     assert "digits" in err
     assert err.count("\n") == 1
+
+
+def test_it_serves_this_machine_alone_until_it_is_stopped() -> None:
+    pytest.importorskip("gradio", reason="the extra `play` is not installed")
+    command = [sys.executable, "-m", "gradveil", "play"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        assert re.fullmatch(r"Playground: http://127\.0\.0\.1:\d+/ \(on 127\.0\.0\.1 alone; Ctrl-C ends it\)\n", said)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=300)
+    assert process.returncode == 143
+    assert err.endswith("gradveil: stopped.\n")

@@ -85,6 +85,12 @@ def test_who_stops_listening_ends_the_run(digits: PlayStage, one: Batch) -> None
     assert run._limit.left <= 0
 
 
+def test_runs_share_no_network(digits: PlayStage, one: Batch) -> None:
+    """A run that was stopped may still be at its last step when the next one begins."""
+    models = [trial.view.model for _ in range(2) for trial in trials(digits, one, "pruning:share=0.8")]
+    assert len({id(model) for model in (*models, digits.model)}) == 3
+
+
 def test_an_attack_that_cannot_run_says_why(digits: PlayStage, one: Batch) -> None:
     (trial,) = trials(digits, one, "none")
     *_, (got,) = LiveRun(digits, [replace(trial, attack="tableak")]).frames()

@@ -1,11 +1,13 @@
 """The playground's page: Gradio on this machine alone, nothing loaded from elsewhere and nothing told to anybody."""
 
 import os
+import threading
 from collections.abc import Iterator
 from html import escape
 from typing import Any
 
 from gradveil.errors import DataError, GradveilError, MissingExtraError
+from gradveil.experiments.scene import load_dataset
 from gradveil.metrics.intervals import short
 from gradveil.play.cards import CSS, all_cards, table
 from gradveil.play.figures import certificate, cost, leak
@@ -15,6 +17,7 @@ from gradveil.types import Batch
 
 HOST = "127.0.0.1"
 LARGEST = 10 * 2**20  # bytes of an upload
+FIRST = 1  # number of the example that is shown first
 KEPT = 12  # rows of what was tried
 OWN = {"image": "Upload a picture", "tokens": "Type a sentence"}
 CHOSEN = "An example of the data set"
@@ -42,22 +45,26 @@ class Playground:
     """The page, and the runs under way in it, one for each visitor."""
 
     def __init__(self, dataset: str | None = None, model: str | None = None, data: str | None = None) -> None:
-        self.gr, self.data, self.model = gradio(), data, model
+        self.gr, self.data = gradio(), data
         self.datasets = ({dataset: dataset} if dataset and dataset not in DATASETS else {}) | DATASETS
         self.first = dataset or next(iter(DATASETS))
-        self.models = {kind: ({model: model} if model else {}) | known for kind, known in MODELS.items()}
+        kind = load_dataset(self.first, data).modality.spec_name
+        self.models = MODELS | ({kind: {model: model} | MODELS[kind]} if model else {})
         self.runs: dict[str, LiveRun] = {}
         self.page = self._built()
 
     def warm_up(self) -> None:
         """Rebuild one example before anybody waits for it: what torch sets up on first use takes seconds."""
-        at = self._at(self.first, self.model or "")
+        at = self._at(self.first, self._models(self.first)[0][1])
         for _ in LiveRun(at, trials(at, at.chosen(0), "none")).frames():
             pass
 
     def wait(self) -> None:
-        """Serve until somebody ends it."""
-        self.page.block_thread()
+        """Serve until a signal ends it."""
+        try:
+            threading.Event().wait()
+        finally:
+            self.page.close(verbose=False)
 
     def launch(self, port: int | None = None) -> str:
         """Serve it on this machine's own address, in a thread, and return the address."""
@@ -78,22 +85,23 @@ class Playground:
         return stage(dataset, model, self.data)
 
     def _models(self, dataset: str) -> list[tuple[str, str]]:
-        kind = self._at(dataset, self.model or "").dataset.modality.spec_name
+        kind = load_dataset(dataset, self.data).modality.spec_name
         return [(name, spec) for spec, name in self.models[kind].items()]
 
     def _built(self) -> Any:
-        gr, first = self.gr, self._at(self.first, self.model or "")
+        gr, models = self.gr, self._models(self.first)
+        first = self._at(self.first, models[0][1])
         with gr.Blocks(title="gradveil playground", analytics_enabled=False) as page:
             gr.HTML(f"<h1>What does one update give away?</h1><p>{ABOUT}</p>")
             with gr.Row():
                 with gr.Column(scale=1, min_width=280):
                     data = gr.Dropdown([(n, s) for s, n in self.datasets.items()], value=self.first, label="Data")
                     source = gr.Radio(self._sources(first), value=CHOSEN, label="The client's example")
-                    number = gr.Slider(0, len(first.dataset.train) - 1, 7, step=1, label="Number of the example")
+                    number = gr.Slider(0, len(first.dataset.train) - 1, FIRST, step=1, label="Number of the example")
                     upload = gr.File(label="Picture", visible=False, height=120)
                     label = gr.Dropdown(self._classes(first), value=0, label="Its class", visible=False)
                     text = gr.Textbox("the value of the attribute is a list", label="Sentence", visible=False)
-                    model = gr.Dropdown(self._models(self.first), label="Network", value=self._models(self.first)[0][1])
+                    model = gr.Dropdown(models, label="Network", value=models[0][1])
                     known = [("No defence", "none"), *((dial.name, name) for name, dial in DIALS.items())]
                     defense = gr.Dropdown(known, value="gaussian", label="Defence")
                     strength = gr.Slider(1, STRENGTHS, 3, step=1, label="Strength, weak to strong")
@@ -136,11 +144,12 @@ class Playground:
         """Return the choices that another data set brings."""
         gr = self.gr
         try:
-            at, models = self._at(data, ""), self._models(data)
+            models = self._models(data)
+            at = self._at(data, models[0][1])
         except GradveilError as error:
             raise gr.Error(str(error)) from None
         return (
-            gr.update(choices=self._sources(at), value=CHOSEN), gr.update(maximum=len(at.dataset.train) - 1, value=7),
+            gr.update(choices=self._sources(at), value=CHOSEN), gr.update(maximum=len(at.dataset.train) - 1, value=FIRST),
             gr.update(value=None), gr.update(choices=self._classes(at), value=0), gr.update(),
             gr.update(choices=models, value=models[0][1]),
         )  # fmt: skip

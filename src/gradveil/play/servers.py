@@ -1,5 +1,6 @@
 """What each server makes of what the client sends, step by step: a run in a thread of its own that can be stopped."""
 
+import copy
 import math
 import threading
 from collections.abc import Iterator, Sequence
@@ -35,12 +36,13 @@ def trials(stage: PlayStage, one: Batch, spec: str, rounds: int = 1, seed: int =
     if not 1 <= rounds <= MOST_ROUNDS:
         raise SpecError(f"{rounds} rounds are not offered. Choose 1 to {MOST_ROUNDS}.")
     defense, seeds, kind = stage.defense(spec), Seeds(seed), stage.dataset.modality
+    model = copy.deepcopy(stage.model)  # an attack changes it for a while, and one that was stopped may still be at it
     public = (stage.classes, stage.public.prior)
     sent = [
-        observe(stage.model, one, defense, seeds("round", i), *public, local=stage.local, modality=kind)
+        observe(model, one, defense, seeds("round", i), *public, local=stage.local, modality=kind)
         for i in range(rounds)
     ]
-    knowing = () if spec == "none" else defense.adaptive(stage.model)
+    knowing = () if spec == "none" else defense.adaptive(model)
     drawn = any(not torch.equal(g, sent[-1].update.gradient[n]) for n, g in sent[0].update.gradient.items())
     found = []
     for server in (naive(), *knowing, *(patient(knowing) if drawn else ())):
