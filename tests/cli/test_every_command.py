@@ -93,19 +93,20 @@ def test_help_shows_every_default_and_what_every_argument_is(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "config"), [("audit", AuditConfig()), ("audit", UpdateAuditConfig("u")), ("train", TrainConfig())]
+    ("name", "config"), [("audit", AuditConfig()), ("audit", UpdateAuditConfig("none")), ("train", TrainConfig())]
 )
 def test_a_default_in_words_is_the_one_that_is_used(name: str, config: Any) -> None:
     words = {p.name: p.show_default for p in shown(name) if isinstance(p.show_default, str)}
     told = {"num_classes": "classes", "num_steps": "steps", "num_examples": "examples"}
     compared = 0
     for field in fields(config):
-        value, said = getattr(config, field.name), words.get(told.get(field.name, field.name), "none")
-        first, _, with_update = said.partition("; with --update ")
+        value, option = getattr(config, field.name), told.get(field.name, field.name)
+        if isinstance(value, bool | tuple | None) or value == "" or option not in words:
+            continue  # those have no number or name to show, or are no options
+        first, _, with_update = words[option].partition("; with --update ")
         said = with_update if with_update and isinstance(config, UpdateAuditConfig) else first
-        if isinstance(value, int | float | str) and not isinstance(value, bool) and value != "" and said != "none":
-            compared += 1
-            assert said == f"{value:g}" if isinstance(value, float) else said == str(value), field.name
+        assert said == (f"{value:g}" if isinstance(value, float) else str(value)), field.name
+        compared += 1
     assert compared >= 3
 
 

@@ -10,6 +10,7 @@ import click
 import pytest
 from rich.console import Console
 
+from gradveil import pace
 from gradveil.cli import shared
 
 
@@ -85,6 +86,19 @@ def test_on_a_terminal_there_is_a_bar_for_each_stage(monkeypatch: pytest.MonkeyP
         display("attacks", 2, 2)
     said = out.getvalue()
     assert all(word in said for word in ("training", "1/4", "accuracy 0.5", "attacks", "2/2"))
+
+
+def test_one_piece_of_work_has_a_bar_by_the_steps_that_its_loop_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(shared, "Console", lambda **_: Console(file=out, force_terminal=True, width=100))
+    with shared.working(False, "dlg"):
+        for done in range(3):
+            assert not pace.step(done, 3)
+    assert "dlg steps" in out.getvalue()
+    assert "3/3" in out.getvalue()
+    with shared.working(False, "nothing"):
+        pass
+    assert "nothing" not in out.getvalue()
 
 
 def test_quiet_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:

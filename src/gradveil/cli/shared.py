@@ -263,8 +263,10 @@ def running(quiet: bool, how_to_go_on: str = "") -> Iterator[Display]:
 @contextmanager
 def working(quiet: bool, stage: str) -> Iterator[None]:
     """Show how far one piece of work is, by the steps that its loops tell."""
-    with running(quiet) as display, Limit(tell=partial(display, f"{stage} steps")):
+    with running(quiet) as display, Limit(tell=partial(display, f"{stage} steps")) as limit:
         yield
+        if limit.steps:
+            display(f"{stage} steps", limit.steps, limit.steps)
 
 
 def resume_with(out: Path | None) -> str:
