@@ -42,4 +42,4 @@ def test_the_default_audit_says_what_a_naive_and_a_knowing_server_get(tmp_path: 
     for defense in judged:
         if defense != "none":
             assert any(x.server != "naive" for x in run.lines if x.defense == defense)
-    assert "gets the images back" in write_report(run.folder).read_text()
+    assert "Gets the images back" in write_report(run.folder).read_text()
