@@ -150,9 +150,12 @@ class Playground:
             raise gr.Error(str(error)) from None
         return (
             gr.update(choices=self._sources(at), value=CHOSEN),
-            gr.update(maximum=len(at.dataset.train) - 1, value=FIRST), gr.update(value=None), gr.update(choices=self._classes(at), value=0), gr.update(),
+            gr.update(maximum=len(at.dataset.train) - 1, value=FIRST),
+            gr.update(value=None),
+            gr.update(choices=self._classes(at), value=0),
+            gr.update(),
             gr.update(choices=models, value=models[0][1]),
-        )  # fmt: skip
+        )
 
     def sourced(self, source: str) -> tuple[Any, ...]:
         """Show what belongs to a way of giving an example."""
