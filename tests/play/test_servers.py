@@ -8,7 +8,7 @@ import torch
 from gradveil import pace
 from gradveil.attacks.base import build as build_attack
 from gradveil.errors import GradveilError
-from gradveil.play.servers import MOST_ROUNDS, LiveRun, Rebuilt, blind_guess, trials
+from gradveil.play.servers import CONTROL, MOST_ROUNDS, LiveRun, Rebuilt, blind_guess, trials
 from gradveil.play.stage import PlayStage, spec_of, stage
 from gradveil.types import Batch, Observation
 
@@ -55,6 +55,13 @@ def test_noise_averages_out_over_rounds(digits: PlayStage, one: Batch) -> None:
     assert got["knows whiten"].error < got["naive naive"].error
 
 
+def test_beside_a_defence_stands_the_same_attack_without_it(digits: PlayStage, one: Batch) -> None:
+    *_, (control, naive, *_) = LiveRun(digits, trials(digits, one, spec_of("veil", 6))).frames()
+    assert control.trial.about == CONTROL
+    assert control.trial.attack == naive.trial.attack
+    assert control.error < 1e-6 < naive.error
+
+
 def test_where_nothing_is_drawn_further_rounds_bring_no_server(digits: PlayStage, one: Batch) -> None:
     assert all(t.server.tier != "patient" for t in trials(digits, one, "pruning:share=0.8", 3))
     with pytest.raises(GradveilError, match=r"33 rounds are not offered. Choose 1 to 32"):
@@ -70,11 +77,10 @@ def test_a_run_that_is_stopped_keeps_what_it_has_and_begins_nothing_more(digits:
 
     found[0] = replace(found[0], server=replace(found[0].server, view=stopping))
     run = LiveRun(digits, found)
-    *_, (first, second) = run.frames()
-    assert first.state == second.state == "stopped"
-    assert first.steps == 1
-    assert first.shown is not None
-    assert second.shown is None
+    *_, got = run.frames()
+    assert [one.state for one in got] == ["stopped"] * 3
+    assert got[0].steps == 1
+    assert [one.shown is None for one in got] == [False, True, True]
 
 
 def test_who_stops_listening_ends_the_run(digits: PlayStage, one: Batch) -> None:
@@ -88,7 +94,7 @@ def test_who_stops_listening_ends_the_run(digits: PlayStage, one: Batch) -> None
 def test_runs_share_no_network(digits: PlayStage, one: Batch) -> None:
     """A run that was stopped may still be at its last step when the next one begins."""
     models = [trial.view.model for _ in range(2) for trial in trials(digits, one, "pruning:share=0.8")]
-    assert len({id(model) for model in (*models, digits.model)}) == 3
+    assert len({id(model) for model in (*models, digits.model)}) == 5
 
 
 def test_an_attack_that_cannot_run_says_why(digits: PlayStage, one: Batch) -> None:

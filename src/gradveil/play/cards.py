@@ -8,7 +8,7 @@ from torch import Tensor
 from gradveil.experiments.words import WHO
 from gradveil.metrics.intervals import short
 from gradveil.modalities import Modality
-from gradveil.play.servers import Rebuilt
+from gradveil.play.servers import CONTROL, Rebuilt
 from gradveil.report.pictures import picture
 
 STATES = {
@@ -57,6 +57,8 @@ def card(title: str, inside: str, said: str) -> str:
 def title_of(got: Rebuilt, rounds: int, several: bool) -> str:
     """Return which server it is; what it does as well, where several know the defence."""
     server = got.trial.server
+    if got.trial.about == CONTROL:
+        return "Without a defence"
     name = f"{WHO[server.tier]}, {rounds} rounds" if server.tier == "patient" else WHO[server.tier]
     return f"{name}: {server.name}" if several and server.tier != "naive" else name
 
@@ -74,7 +76,7 @@ def all_cards(
             f"{name}, without any update: {kind.error_name} {short(least)}",
         ),
     ]
-    several = len(found) > 2
+    several = sum(got.trial.server.tier != "naive" for got in found) > 1
     for got in found:
         title = title_of(got, rounds, several)
         if got.shown is None:

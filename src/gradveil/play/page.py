@@ -11,7 +11,7 @@ from gradveil.experiments.scene import load_dataset
 from gradveil.metrics.intervals import short
 from gradveil.play.cards import CSS, all_cards, table
 from gradveil.play.figures import certificate, cost, leak
-from gradveil.play.servers import MOST_ROUNDS, LiveRun, Rebuilt, blind_guess, trials
+from gradveil.play.servers import CONTROL, MOST_ROUNDS, LiveRun, Rebuilt, blind_guess, trials
 from gradveil.play.stage import DATASETS, DIALS, MODELS, STRENGTHS, PlayStage, spec_of, stage
 from gradveil.types import Batch
 
@@ -21,7 +21,7 @@ FIRST = 1  # number of the example that is shown first
 KEPT = 12  # rows of what was tried
 OWN = {"image": "Upload a picture", "tokens": "Type a sentence"}
 CHOSEN = "An example of the data set"
-HEADS = ("defence", "rounds", "naive", "knows", "patient", "blind guess", "accuracy after training")
+HEADS = ("defence", "rounds", "no defence", "naive", "knows", "patient", "blind guess", "accuracy after training")
 POLICY = "default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'"  # for the browser: nothing from elsewhere
 ABOUT = (
     "A client trains one step on one private example and sends the update. Servers rebuild the example from it, here, "
@@ -149,10 +149,13 @@ class Playground:
         except GradveilError as error:
             raise gr.Error(str(error)) from None
         return (
-            gr.update(choices=self._sources(at), value=CHOSEN), gr.update(maximum=len(at.dataset.train) - 1, value=FIRST),
-            gr.update(value=None), gr.update(choices=self._classes(at), value=0), gr.update(),
+            gr.update(choices=self._sources(at), value=CHOSEN),
+            gr.update(maximum=len(at.dataset.train) - 1, value=FIRST),
+            gr.update(value=None),
+            gr.update(choices=self._classes(at), value=0),
+            gr.update(),
             gr.update(choices=models, value=models[0][1]),
-        )  # fmt: skip
+        )
 
     def sourced(self, source: str) -> tuple[Any, ...]:
         """Show what belongs to a way of giving an example."""
@@ -189,11 +192,11 @@ class Playground:
         for got in run.frames():
             cards = all_cards(kind, truth, guess, got, rounds)
             yield _said(f"{spec}: the servers are at work."), cards, numbers, same, past
-        best = {
-            tier: min((g.error for g in got if g.trial.server.tier == tier and g.shown is not None), default=None)
-            for tier in ("naive", "knows", "patient")
-        }
-        told = tuple("–" if error is None else short(error) for error in best.values())
+        there = [
+            ("no defence" if g.trial.about == CONTROL else g.trial.server.tier, g) for g in got if g.shown is not None
+        ]
+        best = [min((g.error for tier, g in there if tier == head), default=None) for head in HEADS[2:6]]
+        told = tuple("–" if error is None else short(error) for error in best)
         past = [(spec, str(rounds), *told, short(guess[2]), price), *past][:KEPT]
         end = "stopped; each server shows what it had." if any(g.state == "stopped" for g in got) else "done."
         words = f"Tried so far, newest first; {kind.error_name}"

@@ -24,12 +24,14 @@ from gradveil.seeds import Seeds
 from gradveil.types import Batch, Observation
 
 MOST_ROUNDS = 32
+CONTROL = {"control": True}
 EVERY = 0.05  # seconds between two pictures of one server, after the first
 
 
 def trials(stage: PlayStage, one: Batch, spec: str, rounds: int = 1, seed: int = 0) -> list[Trial]:
     """Return who attacks: the naive server, those that know the defence and, with several rounds, the patient ones.
 
+    Before them stands the control, where there is a defence: the same attack on an update without it.
     The client sends an update of the same example in each round, at the same weights, its random draws new in each;
     where it draws none, further rounds tell nothing.
     """
@@ -44,7 +46,7 @@ def trials(stage: PlayStage, one: Batch, spec: str, rounds: int = 1, seed: int =
     ]
     knowing = () if spec == "none" else defense.adaptive(model)
     drawn = any(not torch.equal(g, sent[-1].update.gradient[n]) for n, g in sent[0].update.gradient.items())
-    found = []
+    found = [] if spec == "none" else [replace(trials(stage, one, "none", seed=seed)[0], about=CONTROL)]
     for server in (naive(), *knowing, *(patient(knowing) if drawn else ())):
         attack = stage.attack if isinstance(kind, Tokens) else server.attack or stage.attack
         trial = Trial(replace(sent[0], public=stage.public.batch), server, attack, seeds("attack", attack), one)
