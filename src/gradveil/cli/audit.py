@@ -82,6 +82,7 @@ def command(
     weight_decay: shared.WeightDecay = None,  # type: ignore[assignment]
     proximal: shared.Proximal = None,  # type: ignore[assignment]
     clip: shared.Clip = None,  # type: ignore[assignment]
+    trains: shared.Trains = None,  # type: ignore[assignment]
     meter_seconds: float = of_run(
         None, show_default="60", help="Time limit of certificates and leak meter, which come last."
     ),
@@ -118,12 +119,18 @@ def command(
             "--update", kind=kind, weights=weights, before=before, truth=truth, steps=steps, input_shape=input_shape
         )
         options |= {"rounds": rounds, "images": images, "examples": examples, "partition": partition}
-        options |= {"clients": clients, "epochs": epochs, "defenses": tuple(defense) if defense else None}
+        options |= {
+            "trains": trains,
+            "clients": clients,
+            "epochs": epochs,
+            "defenses": tuple(defense) if defense else None,
+        }
         options["tiers"] = tuple(tier) if tier else None
         options["meter_seconds"] = 0.0 if no_meter else meter_seconds
         run = _federated(options, config)
     else:
         _refuse("a federated run", rounds=rounds, images=images, partition=partition, clients=clients, epochs=epochs)
+        _refuse("a federated run", trains=trains)
         _refuse("a federated run", meter_seconds=meter_seconds, no_meter=no_meter or None)
         options |= {"update": update, "kind": kind, "weights": weights, "before": before, "truth": truth}
         options |= {"num_steps": steps, "num_examples": examples, "num_classes": classes}

@@ -54,6 +54,7 @@ def command(
     weight_decay: shared.WeightDecay = 0.0,
     proximal: shared.Proximal = 0.0,
     clip: shared.Clip = 0.0,
+    trains: shared.Trains = "all",
     faults: str = averaging("", help="Fault drill: chances of drop=, late=, nan=, inf=, shape=."),
     engine: str = of_run("auto", help="auto, sequential, processes:workers=N, vectorised, flower."),
     device: shared.Device = "auto",

@@ -116,7 +116,7 @@ def audit(
             defended = {d: d for d in base.defenses if base.defenses != DEFENSES or not d.startswith("representation")}
             kept = tuple(tiers or base.tiers or (GATED if not resume else chosen.tiers))
             chosen = replace(chosen, defenses=tuple(defended), tiers=kept)
-        built = fitting_model(network, data, chosen.loss, chosen.seed)
+        built = fitting_model(network, data, chosen.loss, chosen.seed, chosen.trains)
         if not attacked:
             attacked = {spec: spec for spec in data.modality.attacks(default_attacks(built, chosen.planned))}
             chosen = replace(chosen, attacks=tuple(attacked))
@@ -157,7 +157,7 @@ def run_audit(work: Work) -> None:
         modality = scene.dataset.modality
         rows, answers = floors(scene.truth, scene.public, modality=modality)
         pictures = {name: x.numpy() for name, x in {"truth": scene.truth.inputs, **answers}.items()}
-        about = [client_row(scene.config.planned, sending_norms(scene.model)), *modality_rows(modality)]
+        about = [client_row(scene.config.planned, sending_norms(scene.model), scene.model), *modality_rows(modality)]
         store.add("truth", [*about, *rows], pictures)
     _probe(scene, store)
     if scene.config.minutes is None:

@@ -26,6 +26,7 @@ from gradveil.experiments.trial import Public
 from gradveil.federated.client import check_loss, update_batch_size
 from gradveil.federated.ledger import planned_run
 from gradveil.federated.settings import Training
+from gradveil.federated.trained import ALL, only_trained
 from gradveil.gradients.coordinates import PUBLIC as LOOKED_AT
 from gradveil.losses import CrossEntropy
 from gradveil.losses import build as build_loss
@@ -138,10 +139,14 @@ def load_dataset(source: str | Dataset | Callable[..., Any], data: str | None) -
         raise DataError(f"The data set {name} cannot be made. The error is its own: {own_error(error)}") from error
 
 
-def fitting_model(source: Any, dataset: Dataset, loss: str, seed: int) -> nn.Module:
-    """Return a model with the outputs that the loss needs for this data, after both were tried on a few examples."""
+def fitting_model(source: Any, dataset: Dataset, loss: str, seed: int, trains: str = ALL) -> nn.Module:
+    """Return a model with the outputs that the loss needs for this data, after both were tried on a few examples.
+
+    ``trains``: what of it is trained (see ``only_trained``).
+    """
     outputs, sure = dataset.outputs(loss), isinstance(build_loss(loss), CrossEntropy)
     model = build_working(source, dataset.input_shape, outputs, seed, dataset.modality, sure_of_classes=sure)
+    only_trained(model, trains)
     check_loss(model, dataset.train.batch(slice(0, 2)), loss)
     return model
 

@@ -101,7 +101,7 @@ def train(
     seeds = Seeds(config.seed)
     clients = deal(dataset, config.partition, seeds("partition"))
     device = find_device(config.device)
-    model = fitting_model(config.model, dataset, config.loss, config.seed).to(device)
+    model = fitting_model(config.model, dataset, config.loss, config.seed, config.trains).to(device)
     public = public_records(dataset, clients, seeds, FIT)
     fit_to_public(model, dataset.train.batch(public).inputs if len(public) else None)
     if not resume:  # a round that cannot begin is refused before there is a folder

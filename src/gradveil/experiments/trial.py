@@ -25,6 +25,7 @@ from gradveil.experiments.rows import NAIVE
 from gradveil.experiments.run_folder import Row
 from gradveil.federated.client import train_client
 from gradveil.federated.settings import Local
+from gradveil.federated.trained import said_of_trained
 from gradveil.losses import build as build_loss
 from gradveil.metrics import blind_guesses, measure
 from gradveil.metrics.recovery import COMMON
@@ -102,10 +103,13 @@ def observe(
     return Observation(model, update, shape, num_classes, labels, bounds, prior, loss=minimised, modality=modality)
 
 
-def client_row(update: Update, norms: int = 0) -> Row:
-    """Return what the report says of the local training that was attacked; ``norms``: that send their statistics."""
+def client_row(update: Update, norms: int = 0, model: nn.Module | None = None) -> Row:
+    """Return what the report says of the local training that was attacked; ``norms``: that send their statistics.
+
+    Of a ``model`` that is not trained as a whole it says what is.
+    """
     known = {"examples": update.num_examples, "steps": update.num_steps, "batch_size": update.batch_size}
-    said = update.schedule
+    said = update.schedule + ("" if model is None else said_of_trained(model))
     if norms:
         layers = "a batch norm layer" if norms == 1 else f"{norms} batch norm layers"
         said += f", and sent the running statistics of {layers}: they show the means and variances of its own batch"

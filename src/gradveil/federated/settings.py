@@ -36,6 +36,7 @@ class Averaging(Local):
     clients: Count = 10  # K, that train in a round
     lr: Positive = 0.01
     schedule: str = "constant"
+    trains: str = "all"  # or head, batch_norm, names of parameters (fc*): the others stay as they are
 
     def lr_of(self, number: int) -> float:
         """Return the learning rate of a round."""

@@ -81,7 +81,7 @@ def check(settings: "FlowerSettings") -> int:
     from gradveil.integrations.flower.strategies import build_strategy
 
     dataset, shares = load_data(settings.dataset, settings.data, settings.partition, settings.seed)
-    fitting_model(settings.model, dataset, settings.loss, settings.seed)
+    fitting_model(settings.model, dataset, settings.loss, settings.seed, settings.trains)
     settings.ledger(shares)
     build_strategy(settings.strategy, settings.clients)
     if settings.clients > len(shares):

@@ -18,6 +18,7 @@ from gradveil.errors import DefenseError, SpecError, did_you_mean
 from gradveil.federated.ledger import Ledger, planned_run, sample_clients
 from gradveil.federated.server import SERVERS
 from gradveil.federated.settings import Averaging, Training
+from gradveil.federated.trained import only_trained
 from gradveil.integrations.flower.demand import Demand, parts_of
 from gradveil.ranges import Count, Positive, Weight, Whole
 from gradveil.registry import parse
@@ -184,7 +185,8 @@ def load_data(dataset: str, data: str, spec: str, seed: int) -> tuple[Dataset, l
 def build_model(settings: FlowerSettings, dataset: Dataset) -> nn.Module:
     """Return the model with the weights that the run starts from."""
     outputs = dataset.outputs(settings.loss)
-    return models.build(settings.model, dataset.input_shape, outputs, settings.seed, dataset.modality)
+    model = models.build(settings.model, dataset.input_shape, outputs, settings.seed, dataset.modality)
+    return only_trained(model, settings.trains)
 
 
 # the settings of gradveil's own server rules -> Flower's names for them
