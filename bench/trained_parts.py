@@ -83,6 +83,30 @@ def _said(values: list[float]) -> dict[str, float]:
     return {"mean": round(its.mean, 5), "low": round(its.low, 5), "high": round(its.high, 5)}
 
 
+def lines(found: dict[str, Any]) -> list[str]:
+    """Return the results as the lines of a table of a page."""
+    heads = "model", "trained", "numbers sent", "examples", "labels read", "blind guess", "best attack", "told apart"
+    told = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for key, its in found.items():
+        data, rest = key.split(", ", 1)
+        spec, trains, count = rest.rsplit(", ", 2)
+        attacks = {a: v for group in ATTACKS.values() for a in group if (v := its.get(a)) and "mean" in v}
+        best = min(attacks, key=lambda a: attacks[a]["mean"])
+        labels = "–" if its["labels"] is None else f"{its['labels']:.0%}"
+        name = best.partition(":")[0]
+        told.append(
+            f"| {data}, `{spec}` | {trains} | {its['numbers']:,} | {count} | {labels} | "
+            f"{_cell(its['blind'], its['error'])} | {_cell(attacks[best], its['error'])} `{name}` | "
+            f"{attacks[best]['identified']:.0%} |"
+        )
+    return told
+
+
+def _cell(value: dict[str, float], error: str) -> str:
+    form = ".0%" if error == "wrong" else ".4f"
+    return f"{value['mean']:{form}} [{value['low']:{form}}, {value['high']:{form}}]"
+
+
 def main() -> None:
     """Run what is missing."""
     torch.set_num_threads(1)

@@ -1,14 +1,17 @@
-"""The page on tables shows the measured figures, and its scenes are those of the bench."""
+"""The pages on tables and on trained parts show the measured figures, and their scenes are those of the benches."""
 
 import json
 import runpy
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_pages_figures_are_those_that_were_measured() -> None:
-    bench = runpy.run_path(str(ROOT / "bench" / "tables.py"), run_name="bench")
-    found = json.loads((ROOT / "bench" / "results" / "tables.json").read_text())
-    page = (ROOT / "docs" / "how-to" / "tables.md").read_text()
+@pytest.mark.parametrize(("name", "guide"), [("tables", "tables"), ("trained_parts", "trained-parts")])
+def test_the_pages_figures_are_those_that_were_measured(name: str, guide: str) -> None:
+    bench = runpy.run_path(str(ROOT / "bench" / f"{name}.py"), run_name="bench")
+    found = json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text())
+    page = (ROOT / "docs" / "how-to" / f"{guide}.md").read_text()
     assert "\n".join(bench["lines"](found)) in page
