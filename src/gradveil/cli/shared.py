@@ -60,6 +60,9 @@ Trains = Annotated[
     str, _local(show_default="all", help="What is trained: all, head, batch_norm, or names of parameters (fc*).")
 ]
 Clip = Annotated[float, _local(show_default="0", help="Largest norm of a step's gradient; 0: none.")]
+Trains = Annotated[
+    str, _local(show_default="all", help="What is trained: all, head, batch_norm, or names of parameters (fc*).")
+]
 
 # of a saved update
 Weights = Annotated[
