@@ -43,6 +43,13 @@ def test_what_changed_is_said_and_what_did_not_is_not(found: Comparison) -> None
     assert not any("No defence" in text for text in said)
 
 
+def test_an_error_within_the_intervals_did_not_move(tmp_path: Path) -> None:
+    found = compare([run_of(tmp_path / "first"), run_of(tmp_path / "near", pruning=5.5e-4)])
+    (line,) = [line for line in found.lines if line.spec == PRUNING and line.who == "Server that knows"]
+    assert line.cells[0].figure != line.cells[1].figure
+    assert found.said[1] == "near: no verdict changed, and no error moved beyond the intervals."
+
+
 def test_every_cell_has_its_interval_and_the_score_its_difference(found: Comparison) -> None:
     line = next(line for line in found.lines if line.spec == NOISE and line.who == "Server that knows")
     assert [cell.outcome for cell in line.cells] == ["nothing", "nothing", "recovered"]
