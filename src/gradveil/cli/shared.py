@@ -56,9 +56,6 @@ Optimizer = Annotated[str, _local(show_default="sgd", help="sgd, adam or adamw."
 Momentum = Annotated[float, _local(show_default="0", help="Of sgd.")]
 WeightDecay = Annotated[float, _local(show_default="0", help="Of the optimizer.")]
 Proximal = Annotated[float, _local(show_default="0", help="FedProx's factor mu.")]
-Trains = Annotated[
-    str, _local(show_default="all", help="What is trained: all, head, batch_norm, or names of parameters (fc*).")
-]
 Clip = Annotated[float, _local(show_default="0", help="Largest norm of a step's gradient; 0: none.")]
 Trains = Annotated[
     str, _local(show_default="all", help="What is trained: all, head, batch_norm, or names of parameters (fc*).")
