@@ -102,6 +102,13 @@ def _as_it_is(x: Tensor, *_: Any, **__: Any) -> Tensor:
     return x
 
 
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, *rest: Any,
+    **more: Any,
+) -> Tensor:  # fmt: skip
+    return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, *rest, **more)
+
+
 _DROPOUTS = (
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
 )  # fmt: skip
@@ -122,6 +129,7 @@ class PlainFunctions(TorchFunctionMode):
         F.rrelu: lambda x, lower=1 / 8, upper=1 / 3, training=False, inplace=False: F.leaky_relu(
             x, (lower + upper) / 2
         ),
+        F.scaled_dot_product_attention: _attention,  # by a function it drops out whatever a module's mode is
         **dict.fromkeys(_DROPOUTS, _as_it_is),
     }
 

@@ -8,6 +8,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
+from gradveil.modalities import Modality
 from gradveil.models.base import MODELS, Shape
 from gradveil.models.lora import low_rank
 from gradveil.models.parts import Chain, Init, Layers, Rank, Width, Window
@@ -105,9 +106,9 @@ class VisionTransformer(Chain):
         tokens = Patches(input_shape, self.patch, self.width)
         return {"tokens": tokens, **blocks, "norm": nn.LayerNorm(self.width), "first": FirstToken()}
 
-    def build(self, input_shape: Shape, num_classes: int, rng: Generator) -> nn.Module:
+    def build_for(self, modality: Modality, input_shape: Shape, num_classes: int, rng: Generator) -> nn.Module:
         """Return the network; class token and positions are normal with a standard deviation of 0.02."""
-        model = super().build(input_shape, num_classes, rng)
+        model = super().build_for(modality, input_shape, num_classes, rng)
         tokens = model.get_submodule("tokens")
         for name in ("class_token", "positions"):
             nn.init.normal_(tokens.get_parameter(name), std=0.02, generator=rng)
