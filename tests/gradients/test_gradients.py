@@ -12,7 +12,7 @@ from gradveil.errors import AttackError
 from gradveil.gradients.batch_norm import batch_norm
 from gradveil.gradients.by_hand import known_chain
 from gradveil.gradients.convolution import Geometry, pull_back
-from gradveil.gradients.functional import alone_pays, trial_gradients
+from gradveil.gradients.functional import alone_pays, quiet, trial_gradients
 from gradveil.models import build
 from gradveil.tree import parameters
 
@@ -170,3 +170,11 @@ def test_evaluating_leaves_the_model_as_it_was() -> None:
     assert model.norm.training
     assert model.norm.track_running_stats
     assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
+
+
+def test_attention_by_a_function_drops_nothing_out() -> None:
+    x = torch.rand(1, 2, 3, 4, generator=torch.Generator().manual_seed(0))
+    plain = F.scaled_dot_product_attention(x, x, x)
+    with quiet(nn.Identity()):
+        assert torch.allclose(F.scaled_dot_product_attention(x, x, x, None, 0.9), plain)
+        assert torch.allclose(F.scaled_dot_product_attention(x, x, x, dropout_p=0.9), plain)
