@@ -135,9 +135,9 @@ def test_from_a_file_to_the_report(tmp_path: Path) -> None:
         config=config,
         out=tmp_path / "run",
     )
-    (line,) = [line for line in done.lines if line.round == "first"]
-    assert line.attack == "span"
-    assert line.error.mean == 0
+    lines = {line.attack: line for line in done.lines if line.round == "first"}
+    assert set(lines) == {"span", "tag:steps=100"}
+    assert lines["span"].error.mean == 0
     page = write_report(done.folder).read_text("utf-8")
     assert '<span class="got">cat</span>' in page
     assert "Sequences recovered" in page

@@ -129,8 +129,8 @@ class Tokens(Modality):
         ]
 
     def attacks(self, suited: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the attacks on text: no search for pixels can find ids."""
-        return ("span",)
+        """Return the attacks on text, the exact one and the one that stands noise: no search for pixels finds ids."""
+        return ("span", "tag:steps=100")
 
     def row(self) -> dict[str, Any]:
         """Return the vocabulary."""
