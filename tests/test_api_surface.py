@@ -70,6 +70,8 @@ DEEPER = {  # what these pages may import beside gradveil itself
     "gradveil.layers.rules.activations",  # the table that a new layer type goes into
     "gradveil.layers.rules.base",
     "gradveil.layers.rules.shapes",
+    "gradveil.modalities",  # what a new kind of example is made of, and the data that names it
+    "gradveil.data.base",
 }
 
 

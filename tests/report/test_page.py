@@ -161,3 +161,13 @@ def test_a_proved_bound_that_an_attack_beats_is_an_error(mse: float, identified:
     assert table is not None
     assert ["beaten" in row for row in table.rows].count(True) == len(errors)
     assert [figure for figure, *_ in (row[1:] for row in table.rows)][1] == "the guess bound (one update)"
+
+
+def test_what_figures_rest_on_is_said_in_the_words_of_the_examples() -> None:
+    meter = {"kind": "meter", "defense": "none", "server": "", "mse": None, "says": "Not run.", "assumptions": NOTES}
+    table = certificate_table([{"kind": "modality", "modality": "table", "columns": [], "standardised": True}, meter])
+    assert table is not None
+    assert [texts for _, texts in table.assumptions] == [["No promise for one row.", "It answers with a row X."]]
+
+
+NOTES = ["No promise for one image.", "It answers with an image X."]

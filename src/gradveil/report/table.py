@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gradveil.experiments.judge import Verdict
-from gradveil.experiments.rows import NAIVE, Floor, Line, lines, server_name
+from gradveil.experiments.rows import NAIVE, Floor, Line, lines, modality_of, server_name
 from gradveil.experiments.run_folder import Row
 from gradveil.experiments.words import badges, score_text
 from gradveil.metrics.intervals import chance_of, short
@@ -103,10 +103,13 @@ def certificate_table(rows: Sequence[Row]) -> CertificateTable | None:
     chosen += [missing | {"defense": name} for name in trained if name not in {row["defense"] for row in chosen}]
     if not chosen:
         return None
+    one = modality_of(rows).one  # rows of a certificate speak of images
+    article = f"an {one}" if one[0] in "aeiou" else f"a {one}"
     assumptions: dict[str, list[str]] = {}
     for row in chosen:
         known = assumptions.setdefault(_figure(row), [])
-        known += [text for text in row["assumptions"] if text not in known]
+        told = [text.replace("an image", article).replace("image", one) for text in row["assumptions"]]
+        known += [text for text in told if text not in known]
     beaten = {id(row): line for row, line in beaten_figures(rows)}
     cells = [_cells(row, beaten.get(id(row))) for row in chosen]
     return CertificateTable(
