@@ -17,6 +17,7 @@ from gradveil.experiments.scene import for_client
 from gradveil.experiments.train import TrainConfig, train
 from gradveil.federated.client import train_client
 from gradveil.federated.settings import Local
+from gradveil.losses import build as build_loss
 from gradveil.models import build
 from gradveil.types import Batch
 
@@ -105,6 +106,17 @@ def test_a_loop_of_ones_own_is_protected(defense: str) -> None:
     _step(plain, held)
     assert not torch.equal(model.words.weight, plain.words.weight)
     assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("defense", ["veil:z=1", "dp_sgd"])
+def test_records_of_both_models_are_protected(defense: str, kind: str) -> None:
+    data, model, loss = made(kind)
+    held, measured = data.train.batch(slice(0, 4)), build_loss(loss)
+    with protect(model, defense, rng=torch.Generator().manual_seed(0)) as guard:
+        measured(model(held.inputs), held.labels).backward()
+    assert guard.report.steps == 1
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
 
 
 def _step(model: nn.Module, held: Batch) -> None:

@@ -32,7 +32,8 @@ class Embedded(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return (examples, tokens, width) for ids (examples, tokens)."""
-        out: Tensor = self.words(ids) + self.places.weight[: ids.shape[1]]
+        places = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+        out: Tensor = self.words(ids) + self.places(places)
         return out
 
 
