@@ -45,6 +45,7 @@ ELSEWHERE = {  # pages whose Python a test of their own runs
     "how-to/add-a-broken-defence.md": "zoo/test_zoo.py",
     "how-to/add-a-defence.md": "test_docs_defend.py",
     "how-to/add-an-attack.md": "attacks/test_add_an_attack.py",
+    "how-to/add-a-modality.md": "modalities/test_add_a_modality.py",
     "how-to/audit-my-model.md": "cli/test_audit_docs.py",
     "how-to/defend-my-model.md": "test_docs_defend.py",
     "how-to/gate-in-ci.md": "cli/test_gate_page.py",
@@ -52,7 +53,11 @@ ELSEWHERE = {  # pages whose Python a test of their own runs
     "theory/leakage.md": "test_leakage_page.py",
 }
 
-NEW = {"src/gradveil/layers/rules/shuffle.py", "tests/zoo/broken/backwards.py"}  # files that a reader writes
+NEW = {  # files that a reader writes
+    "src/gradveil/layers/rules/shuffle.py",
+    "src/gradveil/modalities/series.py",
+    "tests/zoo/broken/backwards.py",
+}
 
 
 @pytest.fixture
