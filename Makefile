@@ -37,7 +37,7 @@ release: $(STAMP)
 	$(BIN)/python tools/sbom.py dist
 
 demo: $(STAMP)
-	OMP_NUM_THREADS=2 $(BIN)/gradveil audit --out runs/demo --resume
+	OMP_NUM_THREADS=2 $(BIN)/gradveil audit --images 4 --out runs/demo --resume
 	@echo "Open runs/demo/report.html in a browser: its first screen says what happened and what to do."
 
 test: $(STAMP)
