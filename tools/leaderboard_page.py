@@ -43,7 +43,7 @@ def blocks(folder: Path = RESULTS) -> dict[str, str]:
         if not named:
             parts += ["Not run.", ""]
             continue
-        parts += [_without(table(mine)), "", *_edges(mine)]
+        parts += [_without(table(mine)), "", *_edges(mine), *_untrained(mine)]
         parts += ["What the strongest server of each tier got (error / blind guess, share picked of 100):", ""]
         parts += [_without(tier_table(mine)), ""]
     made = {"tables": "\n".join(parts).rstrip(), "errors": "\n".join(_errors(found)), "runs": _made(rows, folder)}
@@ -92,6 +92,12 @@ def _edges(found: list[Standing]) -> list[str]:
     at = [f"{one.defense} ({split})" for one in found for split, cost in one.costs.items() if cost.edge]
     said = "The rate chosen is the smallest or largest of those tried, so a better one may lie beyond"
     return [f"{said}: {', '.join(at)}.", ""] if at else []
+
+
+def _untrained(found: list[Standing]) -> list[str]:
+    """Say why a defence did not train at any rate."""
+    some = [(one, split, why) for one in found for split, why in one.untrained.items() if split not in one.costs]
+    return [line for one, split, why in some for line in (f"{one.defense} did not train ({split}): {why}", "")]
 
 
 def _errors(found: list[Standing]) -> list[str]:

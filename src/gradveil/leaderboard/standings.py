@@ -44,6 +44,7 @@ class Standing:
     dataset: str
     defense: str
     costs: dict[str, Price] = field(default_factory=dict)  # by split
+    untrained: dict[str, str] = field(default_factory=dict)  # by split: why no run of it ended
     got: tuple[Got, ...] = ()
     planted: tuple[Got, ...] = ()  # by malicious servers, of a client of several records
     skipped: dict[Tier, str] = field(default_factory=dict)  # why a tier could not try
@@ -129,6 +130,7 @@ def _standing(dataset: str, name: str, rows: Sequence[Row], scenes: Mapping[str,
         dataset=dataset,
         defense=name,
         costs=_costs(name, rows),
+        untrained={row["split"]: row["why"] for row in mine if row["kind"] == "training" and "why" in row},
         got=got[ONE],
         planted=got[PLANTED],
         skipped={row["tier"]: row["why"] for row in mine if row["kind"] == "skip"},
@@ -184,13 +186,13 @@ def _costs(name: str, rows: Sequence[Row]) -> dict[str, Price]:
 
 def table(found: Sequence[Standing]) -> list[Row]:
     """Return the lines that a person reads."""
-    splits = list(dict.fromkeys(split for one in found for split in one.costs))
+    splits = list(dict.fromkeys(split for one in found for split in (*one.costs, *one.untrained)))
     rows = []
     for one in found:
         row: Row = {"data": one.dataset, "defence": one.defense}
         for split in splits:
             row |= {
-                f"accuracy, {split}": _accuracy(one.costs.get(split)),
+                f"accuracy, {split}": _accuracy(one, split),
                 "points below": _points(one.costs.get(split)),
             }
             row[f"points below, {split}"] = row.pop("points below")
@@ -214,9 +216,10 @@ def tier_table(found: Sequence[Standing]) -> list[Row]:
     return [{"data": one.dataset, "defence": one.defense} | {t: one.tier(t) for t in TIERS} for one in attacked]
 
 
-def _accuracy(cost: Price | None) -> str:
+def _accuracy(one: Standing, split: str) -> str:
+    cost = one.costs.get(split)
     if cost is None:
-        return "not run"
+        return "did not train" if split in one.untrained else "not run"
     spread_ = f" [{cost.accuracy.low:.3f}, {cost.accuracy.high:.3f}]" if cost.accuracy.count > 1 else ""
     return f"{cost.accuracy.mean:.3f}{spread_}"
 
