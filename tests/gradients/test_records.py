@@ -143,3 +143,12 @@ def test_what_mixes_records_is_refused(layers: list[nn.Module], loss: str, said:
 def test_dropout_is_not_taken_for_mixing(rng: torch.Generator) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout(0.5), *head(4)).double()
     assert isinstance(records_of(model, batch_for("", rng), CROSS_ENTROPY), Captured)
+
+
+def test_the_fast_way_is_compared_without_tf32_which_could_make_a_right_one_look_wrong() -> None:
+    model, rounds = nn.Sequential(nn.Flatten(), nn.Linear(12, 5)), []
+    model.register_forward_pre_hook(lambda *_: rounds.append(torch.backends.cudnn.allow_tf32))
+    before = torch.backends.cudnn.allow_tf32
+    records_of(model, Batch(torch.rand(N, 12), torch.arange(N) % 5), CROSS_ENTROPY)
+    assert not any(rounds[:-1])
+    assert rounds[-1] == before  # the gradients themselves are as the user wants them

@@ -89,7 +89,14 @@ def test_points_are_below_the_undefended_run_of_the_same_seeds() -> None:
 
 
 def test_a_defence_under_which_no_run_ends_did_not_train() -> None:
-    failed = {"kind": "training", "dataset": "digits", "split": "paper", "defense": "mine", "seed": 0, "why": "all zero"}
+    failed = {
+        "kind": "training",
+        "dataset": "digits",
+        "split": "paper",
+        "defense": "mine",
+        "seed": 0,
+        "why": "all zero",
+    }
     rows = [training("none", 0, 1, 0.9, 0.9), *({**failed, "multiple": multiple} for multiple in (1, 2))]
     assert [row["accuracy, paper"] for row in table(standings(rows))] == ["0.900", "did not train"]
     ended = [*rows, training("mine", 0, 4, 0.5, 0.4)]

@@ -16,6 +16,7 @@ from torch.func import functional_call, grad, vmap
 from gradveil.gradients.captured import Seen, sum_of, wide
 from gradveil.gradients.functional import quiet
 from gradveil.gradients.layer_kinds import KINDS, known
+from gradveil.gradients.precision import full_precision
 from gradveil.gradients.separable import check_separable, check_unmixed, same
 from gradveil.layers.modules import copied_buffers, plain_attention, plain_checkpoints, ways_into
 from gradveil.losses import CROSS_ENTROPY, Loss
@@ -204,7 +205,8 @@ _CHECKED: WeakKeyDictionary[nn.Module, dict[Any, bool]] = WeakKeyDictionary()  #
 
 def _fits(model: nn.Module, batch: Batch, loss: Loss) -> bool:
     """Return whether what the layers saw gives the gradient of a record alone; raise where examples are mixed."""
-    with torch.random.fork_rng([batch.inputs.device] if batch.inputs.is_cuda else []), quiet(model, transformed=False):
+    devices = [batch.inputs.device] if batch.inputs.is_cuda else []
+    with torch.random.fork_rng(devices), quiet(model, transformed=False), full_precision():
         alone = check_unmixed(model, batch, loss)
         found = capture(model, batch, loss)
         first = torch.zeros(len(batch), device=batch.inputs.device)

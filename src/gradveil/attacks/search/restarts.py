@@ -1,7 +1,6 @@
 """A search from several starts: as many problems together as fit into memory, the best start of each kept."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -18,6 +17,7 @@ from gradveil.attacks.search.objective import MatchingObjective, Penalty, Unknow
 from gradveil.errors import AttackError
 from gradveil.gradients.by_hand import wide
 from gradveil.gradients.functional import alone_pays
+from gradveil.gradients.precision import full_precision
 from gradveil.types import Observation, Reconstruction
 
 ON_CPU = 2 * 2**30  # bytes that a run may take
@@ -42,22 +42,6 @@ def problems_at_once(objective: MatchingObjective, optimiser: Optimiser) -> int:
         free, _ = torch.cuda.mem_get_info(point.device)
         return max(1, int(free / 2 / each))
     return max(1, min(MOST_ON_CPU, int(ON_CPU / each)))
-
-
-@contextmanager
-def full_precision(wanted: bool = True, tuned: bool = False) -> Iterator[None]:
-    """Within, convolutions and matrix products on CUDA run in plain float32, or else in TF32; put back after.
-
-    Where it is ``tuned``, cuDNN tries its algorithms for each convolution that it has not met and keeps the fastest.
-    """
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = not wanted
-    torch.backends.cudnn.benchmark = tuned
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before[:2]
-        torch.backends.cudnn.benchmark = before[2]
 
 
 Start = Literal["uniform", "central", "normal"]
