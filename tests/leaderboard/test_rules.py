@@ -15,9 +15,9 @@ from gradveil.experiments.panel import INFORMED
 from gradveil.leaderboard.attacked import Client, Place
 from gradveil.leaderboard.attacks import ONE, AttackedEntry
 from gradveil.leaderboard.board import Leaderboard
-from gradveil.leaderboard.entries import ENTRIES, PANELS, Entry
+from gradveil.leaderboard.entries import ENTRIES, PANELS, Entry, Panel
 from gradveil.leaderboard.standings import standings, table, tier_table
-from gradveil.leaderboard.training import chosen_multiple, held_out_records, settled
+from gradveil.leaderboard.training import chosen_multiple, held_out_records, settled, trained
 from gradveil.paper.base import Context, Row
 from gradveil.tree import flatten
 
@@ -211,3 +211,18 @@ def test_the_learning_server_has_one_round_or_the_whole_run_and_may_know_the_cla
     assert run > 1
     assert {tier for tier, trial in found.items() if trial.view.labels is not None} == {"informed"}
     assert not any(trial.view.rounds for trial in trials)  # their mean
+
+
+def test_a_defence_that_is_a_model_is_attacked_there_and_its_control_on_the_panels_own() -> None:
+    case = AttackedEntry(Entry("none", model="precode:activation=relu,init=kaiming"), Place(TINY, Context()))
+    trials = [trial for trial in case.jobs() if trial.attack == "analytic"]
+    random = {trial.about["defense"]: hasattr(trial.view.model, "encoder") for trial in trials}
+    assert random == {"model precode": True, "none": False}
+    assert case.client.size == 1  # what it draws, it draws for each record
+
+
+def test_models_are_trained_apart(tiny: Panel) -> None:
+    entries = [Entry("none"), Entry("none", model="precode:activation=relu,init=kaiming,size=8")]
+    rows = trained(entries, tiny, "paper", Context())
+    assert [{row["defense"] for row in rows[entry]} for entry in entries] == [{"none"}, {"model precode"}]
+    assert all("accuracy" in row for some in rows.values() for row in some)

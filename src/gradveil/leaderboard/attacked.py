@@ -44,6 +44,10 @@ class Place:
     panel: Panel
     context: Context
 
+    def of(self, entry: Entry) -> "Place":
+        """Return the same place with the model that an entry trains."""
+        return replace(self, panel=replace(self.panel, model=entry.model)) if entry.model else self
+
     @cached_property
     def dataset(self) -> Dataset:
         """The data."""
@@ -135,10 +139,11 @@ class Client:
     taken off.
     """
 
-    def __init__(self, place: Place, defense: Defense, rounds: int) -> None:
+    def __init__(self, place: Place, defense: Defense, rounds: int, alone: bool = False) -> None:
         self.place, self.defense, self.rounds = place, defense, rounds  # rounds: of the whole run, that add up
         self.mixes = "batch" in defense.acts_on and not defense.keeps_apart
-        self.size = 1 + len(place.others) if self.mixes or defense.acts_on <= AFTER_THE_MEAN else 1
+        whole = self.mixes or (defense.acts_on <= AFTER_THE_MEAN and not alone)
+        self.size = 1 + len(place.others) if whole else 1
         self.rest: Params = {}  # what the other records add to the mean gradient
         if self.size > 1:
             share = len(place.others) / self.size

@@ -77,11 +77,14 @@ class AttackedEntry:
     """One defence under attack."""
 
     def __init__(self, entry: Entry, place: Place) -> None:
+        self.bare, place = place, place.of(entry)  # bare: where controls are run
         self.entry, self.place, self.defense = entry, place, place.ready(entry)
         self.skipped: list[Row] = []
         self.probed = Probed(drawn=False)
         self.knowing: tuple[Countermeasure, ...] = ()
-        if self.defense.spends(1) is not None:  # its law is what its certificate stands on: taken as declared
+        if entry.model:  # what makes its updates random comes after the layers that this reads
+            self.knowing = (Countermeasure("analytic", "Reads the layers before it.", lambda seen: seen, "analytic"),)
+        elif self.defense.spends(1) is not None:  # its law is what its certificate stands on: taken as declared
             self.probed = Probed()
             self.knowing = self.defense.adaptive(place.model)
         elif entry.spec != "none":
@@ -92,7 +95,7 @@ class AttackedEntry:
             self.knowing = with_found(self.defense.adaptive(place.model), self.probed)
         self.run = place.planned(entry)
         self.rounds = self.run.participations if self.probed.drawn else 1
-        self.client = Client(place, self.defense, self.rounds)
+        self.client = Client(place, self.defense, self.rounds, alone=bool(entry.model))
 
     def about(self) -> Row:
         """Return the row of the client that was attacked: and what its defence promises over the whole run.
@@ -114,7 +117,7 @@ class AttackedEntry:
         for server in self.knowing:
             attack = self._own(server.attack)
             if attack != self.place.panel.newton:
-                found += AttackedEntry(NONE, self.place)._each(naive(), attack)  # its control
+                found += AttackedEntry(NONE, self.bare)._each(naive(), attack)  # its control
             found += self._each(server, attack)
         return [*found, *self.listed(), *self.told(), *self.patient(), *self._malicious()]
 
@@ -162,7 +165,7 @@ class AttackedEntry:
         """Return whether no server got images but from a list; the control is always tried on."""
         floor = [row for row in floor_rows(self.place) if row["scene"] == ONE]
         mine = [row | {"unit": ""} for row in rows if row["scene"] == ONE and row["attack"] != INFORMED]
-        return self.entry.spec == "none" or not {line.grade for line in lines([*floor, *mine])} & GOT
+        return self.entry == NONE or not {line.grade for line in lines([*floor, *mine])} & GOT
 
     def learned(self) -> list[Trial]:
         """Learn to undo the defence: from one round, from the mean of the whole run, and of that with the class known.
@@ -224,11 +227,12 @@ def timed(entry: Entry, place: Place) -> list[Row]:
     """
     batch, rng = place.others, place.context.seeds("timed")
     taken: dict[str, list[float]] = {"plain": [], "defended": []}
-    both = (("plain", NoDefense()), ("defended", place.ready(entry)))
+    own = place.of(entry)
+    both = (("plain", place.model, NoDefense()), ("defended", own.model, own.ready(entry)))
     for _ in range(TIMED):
-        for name, defense in both:
+        for name, model, defense in both:
             began = time.perf_counter()
-            step_gradient(place.model, batch, defense, rng)
+            step_gradient(model, batch, defense, rng)
             if place.context.device.type == "cuda":
                 torch.cuda.synchronize()
             taken[name].append(time.perf_counter() - began)

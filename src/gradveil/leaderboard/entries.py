@@ -13,10 +13,13 @@ class Entry:
     spec: str
     unit: float = 1.0  # of its learning rates: below 1 where it sends larger numbers than a gradient's
     batch_size: int | None = None  # of the local steps; None: all of a client's records in one
+    model: str = ""  # a defence that is part of the model: what is trained in place of the panel's
 
     @property
     def name(self) -> str:
         """What its rows are called."""
+        if self.model:
+            return f"model {self.model.partition(':')[0]}"
         return self.spec if self.batch_size is None else f"{self.spec} (batches of {self.batch_size})"
 
 
@@ -40,6 +43,7 @@ ENTRIES = (
     Entry("ats"),
     Entry("mixup"),
     Entry("concealed"),
+    Entry("none", model="precode:activation=relu,init=kaiming"),
     Entry("censor"),
     Entry("outpost"),
     Entry("dp_sgd:noise=1"),
@@ -68,6 +72,10 @@ class Panel:
     pairs: int  # of updates and images that the learning server learns from
     newton: str = "newton"
     model: str = "lenet:activation=relu,init=kaiming"
+
+    def built_for(self, entry: Entry) -> str:
+        """Return the model that an entry trains."""
+        return entry.model or self.model
 
     @property
     def records(self) -> int:

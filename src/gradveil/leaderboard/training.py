@@ -92,11 +92,11 @@ class _Work:
         return found
 
     def _together(self, runs: Sequence[Tuning]) -> Iterator[tuple[Training, list[Tuning]]]:
-        groups: dict[tuple[Training, str], list[Tuning]] = {}
+        groups: dict[tuple[Training, str, str], list[Tuning]] = {}
         for run in runs:
             training = self.panel.training(run.entry, run.multiple)
-            groups.setdefault((training, self._engine(run, training)), []).append(run)
-        for (training, _), some in groups.items():
+            groups.setdefault((training, self._engine(run, training), run.entry.model), []).append(run)
+        for (training, *_), some in groups.items():
             yield training, some
 
     def _engine(self, run: Tuning, training: Training) -> str:
@@ -107,7 +107,9 @@ class _Work:
 
     def _model(self, run: Tuning) -> nn.Module:
         seed = run_seeds(self.context.seeds, run.seed).number("weights")
-        model = build_model(self.panel.model, self.dataset.input_shape, self.dataset.num_classes, seed=seed)
+        model = build_model(
+            self.panel.built_for(run.entry), self.dataset.input_shape, self.dataset.num_classes, seed=seed
+        )
         return model.to(self.context.device)
 
     def _train(self, runs: Sequence[Tuning], training: Training) -> list[Row]:
