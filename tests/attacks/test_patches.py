@@ -74,7 +74,7 @@ def test_a_rank_that_the_tokens_fill_is_refused(count: int, rank: int, tokens: i
 
 
 def test_noise_is_refused() -> None:
-    with pytest.raises(AttackError, match="Noise, rounding or a mask fills the spans"):
+    with pytest.raises(AttackError, match="noise, rounding or a mask fills it"):
         build_attack("patches").reconstruct(noisy(observed(1, 40), 0.1), rng())
 
 

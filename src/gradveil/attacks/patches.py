@@ -54,7 +54,7 @@ class PatchSpan(Attack):
         return [self._one(s, rng) for s, rng in zip(ready(seen, rngs, "patches"), rngs, strict=True)]
 
     def _one(self, seen: Observation, rng: Generator) -> Reconstruction:
-        model = copy.deepcopy(seen.model).double().eval().requires_grad_(False)
+        model = copy.deepcopy(seen.model).double().requires_grad_(False)
         spans, enough = clear_spans(seen, model)
         with differentiating(seen.model):
             found, off = self._pictures(seen, model, spans, rng)
@@ -81,7 +81,7 @@ class PatchSpan(Attack):
         count, points, off = seen.num_examples, own.mean[:0, None], own.mean[:0]
         for again in range(self.restarts):
             start = own.center() + (0.0 if again + count == 1 else 1.0) * own.draw(count, rng)
-            rows = _rows(seen, model, spans, start)
+            rows = span_rows(seen, model, spans, start)
             best = solver.best(rows, torch.zeros_like(start)[:, None])
             found, residual = best.point + start, rows.residual(best.point, None)
             outside = (found - found.clamp(*seen.bounds)).square().mean(1).sqrt()  # of the range: no picture is there
@@ -158,7 +158,10 @@ def _missing(needed: Sequence[tuple[int, int]]) -> str:
             f"patches needs fewer tokens than the weights or factors have rows and columns, and a batch has {tokens} "
             f"tokens where they have {rank}. Attack fewer pictures at once, or use newton."
         )
-    return "Noise, rounding or a mask fills the spans of all inputs of tokens, so that nothing lies beside. Use newton."
+    return (
+        "No layer's inputs of tokens leave a clear gap beside their span: noise, rounding or a mask fills it, or some tokens "
+        "have no gradient there. Use newton."
+    )
 
 
 def _beside(gradient: Tensor, tokens: int) -> Tensor | None:
@@ -174,7 +177,7 @@ def _beside(gradient: Tensor, tokens: int) -> Tensor | None:
     return beside
 
 
-def _rows(seen: Observation, model: nn.Module, spans: Sequence[Beside], start: Tensor) -> Equations:
+def span_rows(seen: Observation, model: nn.Module, spans: Sequence[Beside], start: Tensor) -> Equations:
     """Return the equations of what pictures differ by from ``start`` (B, d)."""
     last = spans[-1].layer
 
