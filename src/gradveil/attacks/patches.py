@@ -159,8 +159,8 @@ def _missing(needed: Sequence[tuple[int, int]]) -> str:
             f"tokens where they have {rank}. Attack fewer pictures at once, or use newton."
         )
     return (
-        "No layer's inputs of tokens leave a clear gap beside their span: noise, rounding or a mask fills it, or some tokens "
-        "have no gradient there. Use newton."
+        "No layer's inputs of tokens leave a clear gap beside their span: noise, rounding or a mask fills it, or some "
+        "tokens have no gradient there. Use newton."
     )
 
 
