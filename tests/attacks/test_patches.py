@@ -67,6 +67,14 @@ def test_too_few_equations_are_the_start_of_newton() -> None:
     assert not enough
 
 
+@pytest.mark.parametrize(("count", "layers"), [(1, 1), (2, 4)])
+def test_a_batch_has_to_fit_the_layers_of_a_whole_block(count: int, layers: int) -> None:
+    seen = observed(count, 40)
+    spans, enough = clear_spans(seen, seen.model.double())
+    assert enough
+    assert len({span.layer for span in spans}) == layers
+
+
 @pytest.mark.parametrize(("count", "rank", "tokens"), [(1, 4, 5), (1, 5, 5), (4, 16, 17), (12, 0, 49)])
 def test_a_rank_that_the_tokens_fill_is_refused(count: int, rank: int, tokens: int) -> None:
     with pytest.raises(AttackError, match=rf"a batch has {tokens} tokens where they have {rank or 48}\."):
