@@ -37,6 +37,17 @@ SCENES: list[tuple[str, str, tuple[int, ...], int, int, tuple[str, ...]]] = [
 ]
 
 
+def scenes() -> dict[str, tuple[str, str, int, int, int, int, str]]:
+    """Return every scene by its key: data, model, rank, examples, draws, step and attack."""
+    return {
+        f"{name}, {spec}, {rank}, {count}, {step}, {attack}": (name, spec, rank, count, draws, step, attack)
+        for name, spec, ranks, count, draws, attacks in SCENES
+        for rank in ranks
+        for step in (1, 2)
+        for attack in attacks
+    }
+
+
 def sent_model(spec: str, rank: int, data: Dataset, step: int, seeds: Seeds) -> nn.Module:
     """Return the model before a client's first or second step; the first one was on eight examples of another."""
     named = f"{spec}{',' if ':' in spec else ':'}lora={rank}" if rank else spec
@@ -79,35 +90,37 @@ def scene(name: str, spec: str, rank: int, count: int, draws: int, step: int, at
 
 def lines(found: dict[str, Any]) -> list[str]:
     """Return the results as the lines of a table of a page."""
-    heads = "data, model", "trained", "pictures a batch", "step", "attack", "blind guess", "mean squared error", "exact"
+    heads = "data, model", "trained", "pictures a batch", "blind guess", "attack", "first step", "second step"
     told = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    for key, its in found.items():
-        name, spec, rank, count, step, attack = key.split(", ")
-        trained = "all" if rank == "0" else f"factors of rank {rank}"
-        got = "refused | –" if "refused" in its else f"{_error(its)} | {its['exact']:.0%} of {its['images']}"
-        told.append(
-            f"| {name}, `{spec}` | {trained} | {count} | {step} | `{attack}` | {its['blind']['mean']:.3f} | {got} |"
-        )
+    for key, (name, spec, rank, count, _, step, attack) in scenes().items():
+        later = found.get(key.replace(f", {count}, 1, ", f", {count}, 2, "))
+        if step == 1 and (its := found.get(key)) is not None:
+            trained = f"factors of rank {rank}" if rank else "all"
+            about = f"{name}, `{spec}` | {trained} | {count} | {its['blind']['mean']:.3f} | `{attack}`"
+            told.append(f"| {about} | {_cell(its)} | {_cell(later)} |")
     return told
 
 
-def _error(its: dict[str, Any]) -> str:
-    return "below 10⁻⁶ each" if its["worst"] < 1e-6 else f"{its['mean']:.3f} [{its['low']:.3f}, {its['high']:.3f}]"
+def _cell(its: dict[str, Any] | None) -> str:
+    if its is None:
+        return "not run"
+    if "refused" in its:
+        return "refused"
+    right = f"{round(its['exact'] * its['images'])} of {its['images']} exact"
+    return right if its["exact"] == 1 else f"{right}; {its['mean']:.3f} [{its['low']:.3f}, {its['high']:.3f}]"
 
 
 def main() -> None:
     """Run what is missing, of the scenes whose key has the words given."""
     torch.set_num_threads(1)
     found: dict[str, Any] = json.loads(OUT.read_text()) if OUT.exists() else {}
-    for name, spec, ranks, count, draws, attacks in SCENES:
-        for rank, step, attack in ((r, s, a) for r in ranks for s in (1, 2) for a in attacks):
-            key = f"{name}, {spec}, {rank}, {count}, {step}, {attack}"
-            if key not in found and all(part in key for part in sys.argv[1:]):
-                one = scene(name, spec, rank, count, draws, step, attack)
-                found = json.loads(OUT.read_text()) if OUT.exists() else {}
-                found[key] = one
-                OUT.write_text(json.dumps(found, indent=2) + "\n")
-                print(key, json.dumps(one), flush=True)
+    for key, its in scenes().items():
+        if key not in found and all(part in key for part in sys.argv[1:]):
+            one = scene(*its)
+            found = json.loads(OUT.read_text()) if OUT.exists() else {}
+            found[key] = one
+            OUT.write_text(json.dumps(found, indent=2) + "\n")
+            print(key, json.dumps(one), flush=True)
     print("\n".join(lines(found)))
 
 
