@@ -73,7 +73,7 @@ def scene(name: str, spec: str, rank: int, count: int, draws: int, step: int, at
             blind.setdefault(row["guess"], []).append(row["mse"])
     guess = min(blind, key=lambda name: sum(blind[name]))
     found: dict[str, Any] = {"blind": {"guess": guess} | _said(blind[guess]), "images": count * draws}
-    wrong, told = list[float](), list[float]()
+    wrong, told, objectives = list[float](), list[float](), list[float]()
     for i, one in enumerate(held):
         rest = (seeds("update", count, i), data.num_classes, public.prior, LR)
         seen = observe(model, one, build_defense("none"), *rest, modality=data.modality)
@@ -84,8 +84,10 @@ def scene(name: str, spec: str, rank: int, count: int, draws: int, step: int, at
         values, _ = measured(result, one, public.gallery, modality=data.modality)
         wrong += values["mse"].tolist()
         told += values["identified"].tolist()
+        objectives.append(result.objective)
     exact = sum(value < 1e-6 for value in wrong) / len(wrong)
-    return found | _said(wrong) | {"worst": max(wrong), "exact": exact, "identified": sum(told) / len(told)}
+    found |= _said(wrong) | {"worst": max(wrong), "exact": exact, "identified": sum(told) / len(told)}
+    return found | {"errors": wrong, "objectives": objectives}
 
 
 def lines(found: dict[str, Any]) -> list[str]:
