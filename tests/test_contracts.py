@@ -21,6 +21,7 @@ from gradveil.types import Batch, Observation, Update
 DENSE = ("spear", "cocktail")  # attacks on fully connected networks
 TEXT = ("span", "tag")  # attacks on language models
 OF_TABLES = ("tableak", "rowwise")
+OF_TOKENS = ("patches",)  # attacks on vision transformers
 SHORT = {"steps": 3, "starts": 2, "restarts": 2, "pairs": 40, "width": 4}
 
 
@@ -55,6 +56,10 @@ def ready(name: str, seen: Observation, one: Batch | None = None) -> Observation
         batch = Batch(held[None].to(like), held.roll(-1)[None])
         gradient = step_gradient(text, batch, NoDefense(), fresh(), loss=NextToken())
         return replace(seen, model=text, update=Update(gradient), input_shape=(6,), num_classes=20, loss=NextToken())
+    if name in OF_TOKENS:
+        vit = build("vit_tiny:width=32,heads=2,depth=1", seen.input_shape, 5).to(seen.model[0].weight)
+        one = one or Batch(torch.rand(1, *seen.input_shape, generator=fresh()), torch.tensor([2]))
+        return replace(seen, model=vit, update=Update(step_gradient(vit, one, NoDefense(), fresh())))
     if name in OF_TABLES:
         rows = Table(tuple(Column(f"c{i}") for i in range(64)))
         flat = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Sigmoid(), nn.Linear(16, 5)).to(seen.model[0].weight)

@@ -130,3 +130,15 @@ def test_steps_of_adam_have_a_slope(zero: bool, rng: Generator) -> None:
 def test_what_makes_no_sense_is_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(UpdateError, match=said):
         StepRule(**settings)
+
+
+@pytest.mark.parametrize(
+    ("examples", "steps", "size", "said"),
+    [
+        (1, 1, None, "one local step on 1 example (sgd, learning rate 0.1)"),
+        (8, 2, None, "2 local steps on 8 examples, all of them at once (sgd, learning rate 0.1)"),
+        (8, 2, 4, "2 local steps on 8 examples, batches of 4 (sgd, learning rate 0.1)"),
+    ],
+)
+def test_the_local_training_in_words(examples: int, steps: int, size: int | None, said: str) -> None:
+    assert Update({}, examples, steps, 0.1, size).schedule == said

@@ -129,8 +129,9 @@ class Update:
         """The local training behind it, in words."""
         examples = "1 example" if self.num_examples == 1 else f"{self.num_examples} examples"
         steps = "one local step" if self.num_steps == 1 else f"{self.num_steps} local steps"
-        size = f"batches of {self.batch_size}" if self.batch_size else "all of them at once"
-        return f"{steps} on {examples}, {size} ({self.rule}, learning rate {self.lr:g})"
+        whole = ", all of them at once" if self.num_examples > 1 else ""
+        size = f", batches of {self.batch_size}" if self.batch_size else whole
+        return f"{steps} on {examples}{size} ({self.rule}, learning rate {self.lr:g})"
 
     def to(self, device: torch.device) -> "Update":
         """Return the update on a device."""

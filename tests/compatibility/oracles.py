@@ -4,6 +4,7 @@ A check returns where the answer is right, raises ``GradveilError`` where the me
 the question makes no sense, and ``AssertionError`` where an answer is wrong without a word.
 """
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from gradveil.attacks.base import ATTACKS, Malicious
 from gradveil.attacks.denoiser import TrainedDenoiser
 from gradveil.attacks.inverter import Course
 from gradveil.attacks.newton import Newton
+from gradveil.attacks.patches import clear_spans, span_rows
 from gradveil.attacks.search.matching import Matching, squared_distance
 from gradveil.attacks.search.objective import MatchingObjective, Unknowns
 from gradveil.certificates import reach
@@ -393,7 +395,7 @@ def check_attack(name: str, model: Model) -> None:
         with _untrained():
             _check_newton(model, attack, x, y)
         return
-    own = {"inverter": _check_inverter, "candidates": _check_candidates}
+    own = {"inverter": _check_inverter, "candidates": _check_candidates, "patches": _check_patches}
     own |= dict.fromkeys(("spear", "cocktail"), _check_unmixed)
     if name in own:
         own[name](model, attack)
@@ -517,6 +519,17 @@ def _check_unmixed(model: Model, attack: Any) -> None:
     if answer.converged and attack.spec_name == "spear":
         apart = torch.cdist(x.double().flatten(1), answer.inputs.double().flatten(1)).amin(1)
         close(apart, torch.zeros_like(apart), tolerance)
+
+
+def _check_patches(model: Model, attack: Any) -> None:
+    """The true example fulfils the equations that others do not."""
+    seen, x, _ = observed(model, 1)
+    net = copy.deepcopy(seen.model).double().requires_grad_(False)
+    spans, _ = clear_spans(seen, net)
+    at = torch.cat([x, model.examples(2, seed=4)[0]]).double().flatten(1)
+    there, *others = span_rows(seen, net, spans, at).rms[:, 0].tolist()
+    assert there < 1e-2 * min(others)
+    assert attack.reconstruct(seen, rng()).inputs.isfinite().all()
 
 
 def _check_candidates(model: Model, attack: Any) -> None:

@@ -181,6 +181,16 @@ def test_certificates_of_a_perturbed_layer_say_what_they_rest_on(tmp_path: Path,
     assert all("does not need" in row["assumptions"][-1] for row in rows)
 
 
+def test_certificates_of_a_table_speak_of_rows(small: AuditConfig) -> None:
+    data = load("breast_cancer")
+    model = build("mlp", data.input_shape, 2, modality=data.modality)
+    scene = build_scene(small, data, model, {"r": RandomMask()}, {})
+    rows = [row for row in certificate_rows(scene, ["r"])["r"]]
+    told = [text for row in rows for text in (row["says"], *row["assumptions"])]
+    assert any("answers with a row X′" in text for text in told)
+    assert not any("image" in text for text in told)
+
+
 def test_a_model_that_no_certificate_can_read_does_not_stop_the_audit(
     small: AuditConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

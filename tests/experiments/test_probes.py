@@ -16,6 +16,7 @@ from gradveil.defenses.veil import Veil
 from gradveil.errors import SpecError
 from gradveil.experiments.probes import Probed, probe
 from gradveil.experiments.probing.channels import Channel, Secret
+from gradveil.experiments.probing.remains import left_of
 from gradveil.experiments.trial import observe
 from gradveil.federated.settings import Local
 from gradveil.gradients.records import Records
@@ -348,3 +349,10 @@ def test_the_found_server_is_of_use_after_other_rounds(model: nn.Module) -> None
     for i in (0, 19):
         true = step_gradient(model, images(1, i), build("none"), Generator())
         assert torch.allclose(flatten(undo.view(seen[i]).update.gradient), flatten(true), atol=1e-4)
+
+
+def test_of_a_tensor_of_zeros_no_entry_is_left_as_it_is(rng: Generator) -> None:
+    runs = [
+        (torch.zeros(4, 6), torch.randn(4, 6, generator=rng)) for _ in range(3)
+    ]  # low-rank factors at first: dA = 0
+    assert left_of("a", runs, []).lost

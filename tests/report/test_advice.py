@@ -30,6 +30,17 @@ def test_what_holds_is_recommended_with_its_cost_and_its_command(tmp_path: Path)
     assert found.command == f"gradveil train --model lenet --dataset digits --defense {HOLDS}"
 
 
+@pytest.mark.parametrize("defenses", [("none", HOLDS), ("none", BROKEN)])
+def test_a_table_dealt_out_by_a_column_stays_so(tmp_path: Path, defenses: tuple[str, ...]) -> None:
+    store = write_run(tmp_path / "run", {name: SCENE[name] for name in defenses})
+    spec = "table:path=patients.csv,target=outcome,by=hospital"
+    config = CONFIG | {"dataset": spec, "partition": "natural"}
+    found = advice(verdicts(store.rows), config)
+    assert found is not None
+    assert f"--dataset {spec} --partition natural --defense" in found.command
+    assert "--partition" not in advised(tmp_path / "other", *defenses).command
+
+
 def test_where_nothing_holds_veil_is_next(tmp_path: Path) -> None:
     found = advised(tmp_path / "run", "none", BROKEN, "pruning:share=0.8")
     assert found.text.startswith("Rely on none of these.")

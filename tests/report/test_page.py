@@ -167,7 +167,9 @@ def test_what_figures_rest_on_is_said_in_the_words_of_the_examples() -> None:
     meter = {"kind": "meter", "defense": "none", "server": "", "mse": None, "says": "Not run.", "assumptions": NOTES}
     table = certificate_table([{"kind": "modality", "modality": "table", "columns": [], "standardised": True}, meter])
     assert table is not None
-    assert [texts for _, texts in table.assumptions] == [["No promise for one row.", "It answers with a row X."]]
+    assert [texts for _, texts in table.assumptions] == [
+        ["No promise for one row.", "It answers with a row X (--images)."]
+    ]
 
 
-NOTES = ["No promise for one image.", "It answers with an image X."]
+NOTES = ["No promise for one image.", "It answers with an image X (--images)."]

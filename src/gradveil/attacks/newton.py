@@ -59,8 +59,11 @@ class Newton(Attack):
         solved = self.solve(seen, rngs)
         return [self.rebuilt(s, solved, b) for b, s in enumerate(seen)]
 
-    def solve(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> "Solved":
-        """Return the solution of one group of problems (see ``ready`` and ``problem_group``)."""
+    def solve(self, seen: Sequence[Observation], rngs: Sequence[Generator], near: Tensor | None = None) -> "Solved":
+        """Return the solution of one group of problems (see ``ready`` and ``problem_group``).
+
+        ``near`` (B, N d): inputs to start from, in place of the prior's.
+        """
         first = seen[0]
         device = next(first.model.parameters()).device
         rounds = [list(same) for same in zip(*((s, *s.rounds) for s in seen), strict=True)]  # by round, then problem
@@ -71,7 +74,10 @@ class Newton(Attack):
             [Guess.of(s, part, rng) for s, rng in zip(same, rngs, strict=True)]
             for same, part in zip(rounds, alone, strict=True)
         ]
-        starts = torch.stack([self._starts(prior, rng) for s, rng in zip(seen, rngs, strict=True)])  # (B, r, n)
+        if near is None:
+            starts = torch.stack([self._starts(prior, rng) for rng in rngs])  # (B, r, n)
+        else:
+            starts = torch.cat([near, near.new_zeros(len(near), prior.extra)], 1)[:, None]
         for same in rounds:
             refuse_recurrent(same[0].model)
         with differentiating(first.model):

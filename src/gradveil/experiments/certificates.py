@@ -186,8 +186,13 @@ def certificate_rows(
                 read(defense, client)
                 done += 1
         each()
+    said = scene.dataset.modality.own_words
     return {
-        defense: _promises(scene, defense) + _rows(defense, mine, len(clients), over) for defense, mine in found.items()
+        defense: [
+            row | {"says": said(row["says"]), "assumptions": [said(text) for text in row["assumptions"]]}
+            for row in _promises(scene, defense) + _rows(defense, mine, len(clients), over)
+        ]
+        for defense, mine in found.items()
     }
 
 

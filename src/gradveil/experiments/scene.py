@@ -101,11 +101,14 @@ def default_attacks(model: nn.Module, client: Update) -> tuple[str, ...]:
     """Return the attacks that suit a model and the local training of its clients.
 
     Several steps are unrolled, and matched between the first and the last weights, which costs the same for any number;
-    of Adam's signs a search makes more than equations do. A batch behind a first fully connected layer is unmixed.
+    of Adam's signs a search makes more than equations do. A batch behind a first fully connected layer is unmixed, and
+    low-rank factors are held against the spans of what they saw.
     """
     large = size(parameters(model)) > LARGE
     unmixing = () if client.num_examples == 1 or client.rule.adaptive else _unmixing(model)
-    return (*unmixing, *_searches(large, client))
+    factors = any("lora_b" in name.lower() for name, p in model.named_parameters() if p.requires_grad)
+    spans = ("patches",) if factors and client.num_steps == 1 and not client.rule.adaptive else ()
+    return (*unmixing, *_searches(large, client), *spans)
 
 
 def _unmixing(model: nn.Module) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """What an example is: how one is measured, guessed blindly and shown, and what it is called."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -108,6 +109,12 @@ class Modality(ABC):
     def cells(self, x: Tensor, truth: Tensor | None = None) -> list[Cell] | None:
         """Return one example as it was measured, cell by cell, marked by its original; None: it is a picture."""
         return None
+
+    def own_words(self, text: str) -> str:
+        """Return a sentence about images as one about examples of this kind."""
+        article = "an" if self.one[0] in "aeiou" else "a"
+        text = re.sub(r"\ban image\b", f"{article} {self.one}", text)
+        return re.sub(r"(?<![-\w])image(?=s?\b)", self.one, text)  # not the option --images
 
     def attacks(self, suited: tuple[str, ...]) -> tuple[str, ...]:
         """Return an audit's attacks by default, of those that suit the model and the local training."""

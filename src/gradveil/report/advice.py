@@ -115,4 +115,6 @@ def _command(name: str, config: Mapping[str, Any], defense: str | None) -> str:
     for option in ("model", "dataset"):
         if config.get(option):
             said += [f"--{option}", str(config[option])]
+    if config.get("partition") == "natural":  # of a table with --by, which its spec says without dealing by it
+        said += ["--partition", "natural"]
     return shlex.join([*said, *(["--defense", defense] if defense else [])])

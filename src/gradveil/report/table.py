@@ -103,12 +103,11 @@ def certificate_table(rows: Sequence[Row]) -> CertificateTable | None:
     chosen += [missing | {"defense": name} for name in trained if name not in {row["defense"] for row in chosen}]
     if not chosen:
         return None
-    one = modality_of(rows).one  # rows of a certificate speak of images
-    article = f"an {one}" if one[0] in "aeiou" else f"a {one}"
+    modality = modality_of(rows)
     assumptions: dict[str, list[str]] = {}
     for row in chosen:
         known = assumptions.setdefault(_figure(row), [])
-        told = [text.replace("an image", article).replace("image", one) for text in row["assumptions"]]
+        told = [modality.own_words(text) for text in row["assumptions"]]  # of an older run they speak of images
         known += [text for text in told if text not in known]
     beaten = {id(row): line for row, line in beaten_figures(rows)}
     cells = [_cells(row, beaten.get(id(row))) for row in chosen]

@@ -5,22 +5,18 @@ running it, and the number of heads is the one that gives what the next layer sa
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
+from gradveil.attacks.sequences.calls import hooked, linear_calls, shown_inputs
 from gradveil.attacks.sequences.spans import Span
 from gradveil.errors import AttackError
 from gradveil.ids import SPECIAL
 from gradveil.types import Observation
-
-
-class _Seen(Exception):
-    """Raised in a forward pass when all that was asked for was seen."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +35,13 @@ class FirstAttention:
     @classmethod
     def find(cls, seen: Observation) -> "FirstAttention":
         """Return the first attention of the model that the server sent."""
-        model = copy.deepcopy(seen.model).double().eval()
+        model = copy.deepcopy(seen.model).double().eval().requires_grad_(False)
         words, (length,) = word_table(seen), seen.input_shape
         vocabulary = len(model.get_parameter(f"{words}.weight"))
         least = min(len(SPECIAL), vocabulary - 1)
         ids = least + torch.arange(2 * length).reshape(2, length) % max(vocabulary - least, 1)
         ids[1, :-1] = ids[0, :-1]  # but for the last token the two are the same
-        calls = _linear_calls(model, ids)
+        calls = linear_calls(model, ids)
         first = next((i for i, (_, x, _) in enumerate(calls) if x.ndim == 3), None)
         if first is None:
             raise AttackError(f"{type(model).__name__} has no linear layer that sees every token by itself.")
@@ -73,11 +69,11 @@ class FirstAttention:
 
     def inputs(self, ids: Tensor) -> Tensor:
         """Return what the attention sees of ids (N, L): (N, L, width)."""
-        return _linear_calls(self.model, ids, self.sources[0])[-1][1]
+        return linear_calls(self.model, ids, self.sources[0])[-1][1]
 
     def parts(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of tokens (T,) at every place, each (T, L, heads, d)."""
-        calls = _linear_calls(self.model, tokens[:, None].expand(-1, self.length), self.out)
+        calls = linear_calls(self.model, tokens[:, None].expand(-1, self.length), self.out)
         made = torch.cat([y for name, _, y in calls if name in self.sources], -1)
         q, k, v = made.unflatten(-1, (3, self.heads, -1)).unbind(-3)
         return q, k, v
@@ -86,7 +82,7 @@ class FirstAttention:
         """Return what the layer norm sees whose output the attention takes, (T, L, width), if that is all it feeds."""
         ids, kept = tokens[:, None].expand(-1, self.length), []
         norms = [m for m in self.model.modules() if isinstance(m, nn.LayerNorm)]
-        with _hooked(norms, lambda m, x, y: kept.append((x, y))):
+        with hooked(norms, lambda m, x, y: kept.append((x, y))):
             x = self.inputs(ids)
         return next((before for before, after in kept if after is x), None)
 
@@ -108,66 +104,14 @@ def layer_span(seen: Observation, layers: Sequence[str], width: int, most: int) 
     Of low-rank factors B A the gradient of A shows the inputs, that of B shows A times them, which is all there is
     while B is zero.
     """
-    found, factors, noise = [], [], 0.0
-    for layer in layers:
-        module = seen.model.get_submodule(layer)
-        for name, _ in module.named_parameters():
-            g = seen.update.gradient.get(f"{layer}.{name}") if f"{layer}.{name}" in seen.visible else None
-            if g is None or not bool(g.any()) or g.ndim != 2:
-                continue
-            noise = max(noise, seen.noise.get(f"{layer}.{name}", 0.0))
-            if "lora_b" in name.lower():
-                first = name.replace("lora_b", "lora_a").replace("lora_B", "lora_A")
-                factors.append((g.double(), module.get_parameter(first).detach().double()))
-            else:
-                owner = module.get_submodule(name.rpartition(".")[0])
-                transposed = type(owner).__name__ == "Conv1D"  # Hugging Face's has (in, out)
-                found.append(g.double().T if transposed else g.double())
-    if found:
-        return Span.of(torch.cat(found), most, noise)
-    return Span.of(factors[0][0], most, noise, factors[0][1]) if factors else None
-
-
-def _is_linear(module: nn.Module | None) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-
-
-def _linear_layers(model: nn.Module) -> dict[nn.Module, str]:
-    """Return the linear layers by name; one around which peft has put its factors counts with them as one."""
-    found: dict[nn.Module, str] = {}
-    around = tuple[str, ...]()
-    for name, m in model.named_modules():
-        if name.startswith(around):
-            continue
-        if _is_linear(m) or _is_linear(getattr(m, "base_layer", None)):
-            found[m] = name
-            around = (*around, f"{name}.")
-    return found
-
-
-def _linear_calls(model: nn.Module, ids: Tensor, until: str | None = None) -> list[tuple[str, Tensor, Tensor]]:
-    """Return the linear layers that ran, each with its input and output; up to the layer named, with that one."""
-    names = _linear_layers(model)
-    calls: list[tuple[str, Tensor, Tensor]] = []
-
-    def heard(module: nn.Module, x: Tensor, y: Tensor) -> None:
-        calls.append((names[module], x, y))
-        if names[module] == until:
-            raise _Seen
-
-    with torch.no_grad(), _hooked(list(names), heard), suppress(_Seen):
-        model(ids)
-    return calls
-
-
-@contextmanager
-def _hooked(modules: Sequence[nn.Module], heard: Callable[[nn.Module, Tensor, Tensor], None]) -> Iterator[None]:
-    handles = [m.register_forward_hook(lambda m, args, y: heard(m, args[0], y)) for m in modules]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    shown = [one for layer in layers for one in shown_inputs(seen, layer)]
+    whole, noise = (
+        [one.gradient for one in shown if one.through is None],
+        max((one.noise for one in shown), default=0.0),
+    )
+    if whole:
+        return Span.of(torch.cat(whole), most, noise)
+    return Span.of(shown[0].gradient, most, noise, shown[0].through) if shown else None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:

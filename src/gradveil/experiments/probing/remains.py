@@ -117,7 +117,7 @@ def _entries(runs: Runs) -> Left | None:
     if all(bool((sent != 0).any()) for _, sent in runs):
         ratios = torch.cat([(sent / true)[(sent != 0) & (true != 0)] for true, sent in runs])
         factor = float(ratios.median())
-        if bool((ratios - factor).abs().max() <= 1e-3 * abs(factor)):
+        if len(ratios) and bool((ratios - factor).abs().max() <= 1e-3 * abs(factor)):  # none: of a tensor of zeros
             what = f"{factor:.3g} times the entries that are not zero"
             return Left(what, lambda t: t / factor, _as_is, weight=_not_zero)
     same = torch.stack([(sent - true).abs() <= 1e-5 * true.abs() for true, sent in runs])
