@@ -113,6 +113,19 @@ def test_the_control_belongs_to_the_same_attack_round_and_weights() -> None:
         assert judge(CONTROL, mine)["d"].outcome == "void"
 
 
+def test_the_control_is_a_servers_with_less_to_go_on_where_its_own_tier_has_none() -> None:
+    """An undefended client sends the same in each round: what one round gives is the control of the whole run."""
+    tiers = {"knows": GOOD, "informed": BAD}
+    controls = [
+        row for tier, mses in tiers.items() for row in attack_rows("none", "inverter", mses, "inverter", tier=tier)
+    ]
+    mine = attack_rows("d", "inverter", BAD, "inverter", tier="patient")
+    found = {line.tier: line for line in lines([*floor_rows(8), *controls, *mine]) if line.defense == "d"}
+    assert found["patient"].counts
+    told = lines([*floor_rows(8), *controls[8:], *mine])  # the class known alone: more to go on, and no control
+    assert not next(line for line in told if line.defense == "d").counts
+
+
 def test_half_an_audit_is_not_protection() -> None:
     """The naive attack failed soundly, but the only attack of the server that knows is void."""
     v = judge(CONTROL, attack_rows("d", "naive", BAD), attack_rows("d", "drop", BAD, attack="weak"))["d"]
