@@ -1,6 +1,6 @@
 """What attacks get of text: share of tokens, by batch, noise, pruning, local steps and rank of low-rank factors.
 
-    python bench/text.py [part ...]
+    python bench/text.py [part ...] [model ...]
 
 Every scene is fixed here. Each is one client with passages of Python's manual at the weights of a new model (seed 0),
 drawn ``DRAWS`` times, attacked by a server that takes the update as it is and, with ``span`` under noise, by one that
@@ -52,7 +52,8 @@ SCENES: dict[str, list[Scene]] = {
     ],
     # more tokens than a model is wide
     "width": [{"width": w} for w in (256, 64)],
-    "tag": [scene | TAG for scene in (NARROW, *(NARROW | one for one in (*NOISE[2:], *PRUNING[1:])), {"width": 64})],
+    "tag": [scene | TAG for scene in (NARROW, *(NARROW | one for one in (*NOISE, *PRUNING, *STEPS)), {"width": 64})],
+    "wide": [*NOISE, *PRUNING, *STEPS],  # of the models' own width
 }
 
 
@@ -131,10 +132,13 @@ def _together(rows: list[dict[str, float]]) -> dict[str, object]:
 
 
 def main() -> None:
-    """Run the parts named, all by default."""
-    for part in sys.argv[1:] or SCENES:
+    """Run the parts and the models named, all by default."""
+    asked = set(sys.argv[1:])
+    if unknown := asked - SCENES.keys() - MODELS.keys():
+        sys.exit(f"No part and no model is called {', '.join(sorted(unknown))}: {', '.join([*SCENES, *MODELS])}.")
+    for part in (part for part in SCENES if part in asked or not asked & SCENES.keys()):
         for scene in SCENES[part]:
-            for name in MODELS:
+            for name in (name for name in MODELS if name in asked or not asked & MODELS.keys()):
                 key = ", ".join([name, *(f"{k}={v}" for k, v in scene.items())])
                 row = run(name, scene)
                 done = json.loads(FILE.read_text()) if FILE.exists() else {}

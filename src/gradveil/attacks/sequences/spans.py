@@ -6,7 +6,9 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-GAP = 5.0  # ratio of neighbouring singular values at which rounding begins
+GAP = 3.0  # ratio of neighbouring singular values at which rounding begins
+NEAR = 10.0  # times the floor: how far above it that may be
+SPARE = 16  # one in so many directions is left to tell the floor by, however many inputs there are
 
 
 @dataclass(frozen=True)
@@ -28,12 +30,14 @@ class Span:
         rows, width = gradient.shape
         padded = torch.cat([gradient, gradient.new_zeros(max(0, width - rows), width)])
         _, s, vt = torch.linalg.svd(padded.double(), full_matrices=False)
-        most = min(most, rows, width - 1)
-        floor = max(1e-15 * float(s[0]), noise * (sqrt(rows) + sqrt(width)))
-        ratios = s[:most] / s[1 : most + 1].clamp_min(max(floor, 1e-300))
+        most = max(1, min(most, rows, width - max(1, width // SPARE)))
+        floor = max(1e-15 * float(s[0]), _floor(s, rows, most), noise * (sqrt(rows) + sqrt(width)), 1e-300)
+        ratios = s[:most] / s[1 : most + 1].clamp_min(floor)
+        # gaps higher up are between inputs that weigh much and inputs that weigh little
+        ratios = ratios * (s[1 : most + 1] < NEAR * floor)
         rank = int(ratios.argmax()) + 1
         clear = bool(ratios[rank - 1] > GAP) and not noise
-        if not clear:  # noise all over: what stands above it, if that is known, else as many as there can be
+        if not clear:  # noise all over: what stands above it
             rank = max(1, min(most, int((s > floor).sum())))
         basis, null = vt[:rank].mT.contiguous(), vt[rank:].mT.contiguous()
         if through is not None:
@@ -50,3 +54,10 @@ class Span:
         else:
             share = (x @ self.null).norm(dim=-1) / size
         return share
+
+
+def _floor(values: Tensor, rows: int, most: int) -> float:
+    """Return the largest singular value of the noise or rounding that those beyond ``most`` are made of."""
+    width = len(values)
+    spread = values[most:].square().sum() / ((rows - most) * (width - most)) if rows > most else values.new_zeros(())
+    return float(spread.sqrt()) * (sqrt(rows - most) + sqrt(width - most))
