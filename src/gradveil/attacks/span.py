@@ -18,12 +18,14 @@ from gradveil.attacks.base import ATTACKS, Attack, check_seen, refuse_adaptive
 from gradveil.attacks.sequences.attention import FirstAttention, layer_span
 from gradveil.attacks.sequences.decoder import extended
 from gradveil.attacks.sequences.encoder import Assembly, places
+from gradveil.attacks.sequences.rows import by_rows, present
 from gradveil.attacks.sequences.spans import Span
 from gradveil.errors import AttackError, LayerError
-from gradveil.gradients.functional import quiet
+from gradveil.gradients.functional import quiet, trial_gradients
 from gradveil.ids import PADDING
 from gradveil.layers.modules import copied_state, find_layer, representation
 from gradveil.ranges import Between
+from gradveil.tree import dot
 from gradveil.types import Observation, Reconstruction
 
 AT_ONCE = 128  # tokens of the vocabulary that are held against the span together
@@ -60,6 +62,7 @@ class SpanCheck(Attack):
         given = layer_span(seen, (first.out,), first.width, most)
         if given is None:
             raise AttackError(f"The update has no gradient of {first.out!r}, which tells sequences apart. Use tag.")
+        given = replace(given, clear=given.clear and own.clear)
         parts = first.parts(tokens)
         if first.causal:
             found, guesses = extended(parts, given, allowed, seen.num_examples, self.close), []
@@ -73,13 +76,15 @@ class SpanCheck(Attack):
             assembly = Assembly(parts, given, allowed, known, seen.num_examples, self.close, rng)
             found, guesses = assembly.assembled(), assembly.guesses()
         ids = _filled([tokens[one] for one in (*found, *guesses)], seen)
+        if not found or (first.causal and not given.clear):  # what an encoder finds fits, what a decoder goes on with may not
+            ids = _nearest(seen, [*_by_rows(seen, first, most), ids])
         details = {"tokens": float(len(tokens)), "sequences": float(len(found)), "rank": float(given.rank)}
         missing = 1 - len(found) / seen.num_examples
         labels = seen.labels if seen.labels is not None else read_labels(seen, ids)
         if labels is not None and seen.loss.targets == "tokens":
             ids, labels = _shifted(ids, labels.to(ids))
-        clear = own.clear and given.clear
-        return Reconstruction(ids.to(next(seen.model.parameters())), labels, missing, clear and not missing, details)
+        clear = given.clear and not missing
+        return Reconstruction(ids.to(next(seen.model.parameters())), labels, missing, clear, details)
 
     def _tokens(self, seen: Observation, first: FirstAttention, span: Span, most: int) -> tuple[Tensor, Tensor]:
         """Return the tokens that lie in the span at some place (T,), and at which (T, L)."""
@@ -105,6 +110,39 @@ def _known_places(seen: Observation, first: FirstAttention, tokens: Tensor, allo
         return place
     angled = places(before, words[tokens].double())
     return place.where(place >= 0, angled)
+
+
+def _by_rows(seen: Observation, first: FirstAttention, most: int) -> list[Tensor]:
+    """Return the ids (N, L) that the gradients of the embeddings show by themselves, if they were sent."""
+    table, gradient = first.place_rows(), seen.update.gradient
+    words = gradient.get(f"{first.words}.weight")
+    places = None if table is None else gradient.get(f"{table[0]}.weight")
+    if table is None or words is None or places is None:
+        return []
+    there = present(words.double(), most)
+    if not len(there):
+        return []
+    return [there[by_rows(words[there].double(), places[table[1]].double(), seen.num_examples)].cpu()]
+
+
+def _nearest(seen: Observation, answers: Sequence[Tensor]) -> Tensor:
+    """Return the ids (N, L) whose gradient points the way of the client's; the first where labels are not to be had."""
+    if len(answers) == 1:
+        return answers[0]
+    sent, like = seen.update.gradient, next(seen.model.parameters())
+    trial = trial_gradients(seen.model, tuple(sent), loss=seen.loss)
+    distances = []
+    for ids in answers:
+        labels = seen.labels if seen.labels is not None else read_labels(seen, ids)
+        if seen.loss.targets == "tokens":
+            labels = _shifted(ids.clone(), torch.zeros_like(ids) if labels is None else labels.to(ids))[1]
+        if labels is None:
+            return answers[0]
+        y = seen.loss.rows(labels, seen.num_classes)[None].to(like)
+        made = {n: g[0].detach() for n, g in trial(ids[None].to(like), y).items()}
+        sizes = dot(made, made) * dot(sent, sent)
+        distances.append(1 - float(dot(made, sent)) / max(float(sizes) ** 0.5, 1e-300))
+    return answers[distances.index(min(distances))]
 
 
 def _filled(found: Sequence[Tensor], seen: Observation) -> Tensor:

@@ -86,6 +86,15 @@ class FirstAttention:
             x = self.inputs(ids)
         return next((before for before, after in kept if after is x), None)
 
+    def place_rows(self) -> tuple[str, Tensor] | None:
+        """Return the embedding of places, and its rows for them (L,); None: there is no such table."""
+        ids, kept = torch.full((1, self.length), self.vocabulary - 1), list[tuple[nn.Module, Tensor]]()
+        tables = {m: name for name, m in self.model.named_modules() if isinstance(m, nn.Embedding)}
+        with _hooked(list(tables), lambda m, x, y: kept.append((m, x))):
+            self.inputs(ids)
+        rows = ((tables[m], x.reshape(-1)) for m, x in kept)
+        return next((one for one in rows if len(one[1].unique()) == self.length > 1), None)
+
 
 def word_table(seen: Observation) -> str:
     """Return the name of the embedding of tokens: the first that there is."""

@@ -20,7 +20,7 @@ EQUATIONS = 256  # of one token that are used, at most
 TOGETHER = 8  # tokens that are asked at once
 STEPS, OFTEN = 90, 30  # of the projections, and how often the sums follow
 ROUNDS = 3  # of asking, each with more of what the one before says
-MOST = 200  # tokens that are asked in a pass
+MOST, FEW = 64, 4  # tokens that are asked in a row without a sequence being found; under noise so many a sequence
 PASSES = 3  # over the tokens that are in no sequence yet
 RIGHT_ANGLE = 3e-7  # cosine, below which it is one
 
@@ -83,12 +83,13 @@ class Assembly:
     def _pass(self) -> None:
         grid = _Grid.of(self)
         tried: set[Pair] = set()
-        most = MOST if self.span.clear else self.count
-        while len(self.found) < self.count and len(tried) < most:
+        most, in_vain = MOST if self.span.clear else min(MOST, FEW * self.count), 0
+        while len(self.found) < self.count and in_vain < most:
             asked = [pair for pair in self._asked() if pair not in tried][: min(TOGETHER, most)]
             if not asked:
                 return
             tried |= set(asked)
+            before = len(self.found)
             for pair in asked:
                 together = [pair]
                 for _ in range(ROUNDS):
@@ -97,12 +98,14 @@ class Assembly:
                     chosen, weights = grid.solved(together)
                     self._keep(pair, chosen)
                     together = self._surest(pair, chosen, weights)
+            in_vain = in_vain + len(asked) if len(self.found) == before else 0
 
     def _asked(self) -> list[Pair]:
         """Return tokens that are in no sequence yet with their places; those whose place is not known come last."""
         missing = [int(i) for i in range(len(self.known)) if not self._explained(int(i))]
         known = [(i, int(self.known[i])) for i in missing if self.known[i] >= 0]
         rest = [(i, int(p)) for i in missing if self.known[i] < 0 for p in self.allowed[i].nonzero()[:, 0]]
+        rest = rest if self.span.clear else []  # far too many to be asked where nothing tells which are right
         sure = [pair for pair in known if int(self.allowed[:, pair[1]].sum()) > 1]  # not what all of them begin with
         return [*sure, *rest] or known
 

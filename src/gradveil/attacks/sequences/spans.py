@@ -30,13 +30,14 @@ class Span:
         rows, width = gradient.shape
         padded = torch.cat([gradient, gradient.new_zeros(max(0, width - rows), width)])
         _, s, vt = torch.linalg.svd(padded.double(), full_matrices=False)
+        short = rows < most  # then all rows being filled does not show that there were no more inputs
         most = max(1, min(most, rows, width - max(1, width // SPARE)))
         floor = max(1e-15 * float(s[0]), _floor(s, rows, most), noise * (sqrt(rows) + sqrt(width)), 1e-300)
         ratios = s[:most] / s[1 : most + 1].clamp_min(floor)
         # gaps higher up are between inputs that weigh much and inputs that weigh little
         ratios = ratios * (s[1 : most + 1] < NEAR * floor)
         rank = int(ratios.argmax()) + 1
-        clear = bool(ratios[rank - 1] > GAP) and not noise
+        clear = bool(ratios[rank - 1] > GAP) and not noise and not (short and rank == rows)
         if not clear:  # noise all over: what stands above it
             rank = max(1, min(most, int((s > floor).sum())))
         basis, null = vt[:rank].mT.contiguous(), vt[rank:].mT.contiguous()
