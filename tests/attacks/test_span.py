@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attacks.helpers_text import BERT, GPT, LENGTH, observed, rng, rows, text
+from attacks.helpers_text import BERT, GPT, LENGTH, observed, observed_of, rng, rows, text
 from gradveil.attacks.base import build as build_attack
 from gradveil.attacks.sequences.attention import FirstAttention
-from gradveil.attacks.sequences.encoder import places
+from gradveil.attacks.sequences.encoder import MOST, ROUNDS, Assembly, _Grid, places
 from gradveil.attacks.sequences.spans import Span
 from gradveil.errors import AttackError
+from gradveil.models import build
 from gradveil.types import Observation, Update
 
 
@@ -67,6 +68,54 @@ def test_a_span_is_that_of_the_inputs() -> None:
     assert float(span.away(torch.randn(9, 30, dtype=torch.double, generator=rng())).min()) > 0.5
     wide = Span.of((delta.T @ x)[:, :6], 5)  # the other product
     assert float(wide.away(x[:, :6].double()).max()) < 1e-5
+
+
+def test_inputs_that_weigh_little_count_as_those_that_weigh_much() -> None:
+    x, delta = torch.randn(8, 64, generator=rng()), torch.randn(8, 40, generator=rng())
+    delta[2:] *= 1e-4  # a gap of 10,000, as between the token that classes are told from and the others
+    gradient = (delta.T @ x).double()
+    gradient += 1e-7 * torch.randn(gradient.shape, generator=rng())
+    span = Span.of(gradient, 8)
+    assert (span.rank, span.clear) == (8, True)
+    assert float(span.away(x.double()).max()) < 0.01
+    assert not Span.of(gradient[:6], 8).clear  # as many rows as are filled show no end
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often an encoder's sequences were solved for: what its attack's time hangs on."""
+    calls, solved = [0], _Grid.solved
+
+    def counted(self: _Grid, pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        calls[0] += 1
+        return solved(self, pairs)
+
+    monkeypatch.setattr(_Grid, "solved", counted)
+    return calls
+
+
+def test_an_encoder_with_small_weights_gives_its_batch_away(asked: list[int]) -> None:
+    # as Hugging Face draws a BERT: attention is nearly even, and the span of what it gives has a gap within
+    model = build("bert_tiny:width=96,heads=4,vocabulary=40,depth=2", (LENGTH,), 3, seed=1)
+    for m in model.modules():
+        if isinstance(m, nn.Linear):
+            nn.init.normal_(m.weight, std=0.02, generator=rng())
+    seen, _ = observed_of(model, text(3), 3, "cross_entropy")
+    found = build_attack("span").reconstruct(seen, rng())
+    assert rows(found.inputs) == rows(text(3)[:, :-1])
+    assert found.converged
+    assert asked[0] < 30
+
+
+def test_what_fits_nowhere_is_not_asked_for_ever(asked: list[int]) -> None:
+    tokens, length = 30, 6
+    parts = tuple(torch.randn(tokens, length, 2, 8, dtype=torch.double, generator=rng()) for _ in range(3))
+    span = Span.of(torch.randn(16, 16, dtype=torch.double, generator=rng())[:, :4] @ torch.eye(4, 16).double(), 4)
+    assert span.clear
+    allowed, known = torch.ones(tokens, length, dtype=torch.bool), torch.full((tokens,), -1)
+    assembly = Assembly(parts, span, allowed, known, 5, 1e-3, rng())
+    assert assembly.assembled() == []
+    assert 0 < asked[0] <= ROUNDS * MOST
 
 
 def test_the_attention_is_found_by_running_the_model() -> None:

@@ -34,10 +34,10 @@ def gpt2(**more: Any) -> Any:
     return transformers.GPT2LMHeadModel(config)
 
 
-def bert() -> Any:
+def bert(layers: int = 3, width: int = 96) -> Any:
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        vocab_size=TOKENS, hidden_size=96, num_hidden_layers=3, num_attention_heads=4, intermediate_size=192,
+        vocab_size=TOKENS, hidden_size=width, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=192,
         max_position_embeddings=16, num_labels=3,
     )  # fmt: skip
     return transformers.BertForSequenceClassification(config)
@@ -58,12 +58,14 @@ def test_a_decoder_with_fused_and_transposed_weights_gives_its_batch_away(tied: 
     assert found.labels is None if tied else rows(found.labels) == rows(labels)
 
 
-def test_an_encoder_with_three_layers_for_queries_keys_and_values_gives_its_batch_away() -> None:
-    seen, labels = observed_of(Wrapped(bert()).eval(), text(3), 3, "cross_entropy")
+@pytest.mark.parametrize(("layers", "width"), [(3, 96), (2, 128)])
+def test_an_encoder_with_three_layers_for_queries_keys_and_values_gives_its_batch_away(layers: int, width: int) -> None:
+    seen, labels = observed_of(Wrapped(bert(layers, width)).eval(), text(3), 3, "cross_entropy")
     first = FirstAttention.find(seen)
     assert (first.heads, first.causal, len(first.sources)) == (4, False, 3)
     found = build_attack("span").reconstruct(seen, rng())
     assert rows(found.inputs) == rows(text(3)[:, :-1])
+    assert found.converged
     assert found.labels is not None
     assert sorted(found.labels.tolist()) == sorted(labels.tolist())
 

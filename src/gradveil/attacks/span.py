@@ -76,7 +76,9 @@ class SpanCheck(Attack):
             assembly = Assembly(parts, given, allowed, known, seen.num_examples, self.close, rng)
             found, guesses = assembly.assembled(), assembly.guesses()
         ids = _filled([tokens[one] for one in (*found, *guesses)], seen)
-        if not found or (first.causal and not given.clear):  # what an encoder finds fits, what a decoder goes on with may not
+        if not found or (
+            first.causal and not given.clear
+        ):  # what an encoder finds fits, what a decoder goes on with may not
             ids = _nearest(seen, [*_by_rows(seen, first, most), ids])
         details = {"tokens": float(len(tokens)), "sequences": float(len(found)), "rank": float(given.rank)}
         missing = 1 - len(found) / seen.num_examples

@@ -89,7 +89,8 @@ class FirstAttention:
     def place_rows(self) -> tuple[str, Tensor] | None:
         """Return the embedding of places, and its rows for them (L,); None: there is no such table."""
         ids, kept = torch.full((1, self.length), self.vocabulary - 1), list[tuple[nn.Module, Tensor]]()
-        tables = {m: name for name, m in self.model.named_modules() if isinstance(m, nn.Embedding)}
+        named = self.model.named_modules()
+        tables: dict[nn.Module, str] = {m: name for name, m in named if isinstance(m, nn.Embedding)}
         with _hooked(list(tables), lambda m, x, y: kept.append((m, x))):
             self.inputs(ids)
         rows = ((tables[m], x.reshape(-1)) for m, x in kept)

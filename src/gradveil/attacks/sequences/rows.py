@@ -1,9 +1,9 @@
 """Sequences read off the gradients of the embeddings alone, where noise or several local steps have filled the spans.
 
-Each token of a batch adds its gradient to a row of the embedding of tokens and to one of the embedding of places. So the
-rows of the tokens that are there stand out, and a place's row is the sum of what its tokens added: least squares give
-the share of each token's row that arose at each place, in any number of local steps. The loss of a sequence sends all
-of its tokens much the same gradient: tokens whose rows point the same way stand in one sequence.
+Each token of a batch adds its gradient to a row of the embedding of tokens and to one of the embedding of places. So
+the rows of the tokens that are there stand out, and a place's row is the sum of what its tokens added: least squares
+give the share of each token's row that arose at each place, in any number of local steps. The loss of a sequence sends
+all of its tokens much the same gradient: tokens whose rows point the same way stand in one sequence.
 """
 
 import torch
@@ -19,11 +19,12 @@ def present(words: Tensor, most: int) -> Tensor:
     """Return the tokens whose rows (V, width) stand out, ``most`` of them at most."""
     size = words.norm(dim=1)
     out = size > STANDS_OUT * size.quantile(0.25)
-    return size.where(out, 0).topk(min(most, int(out.sum()))).indices.sort().values
+    found: Tensor = size.where(out, 0).topk(min(most, int(out.sum()))).indices.sort().values
+    return found
 
 
 def by_rows(words: Tensor, places: Tensor, count: int) -> Tensor:
-    """Return ``count`` sequences (count, L) as numbers of tokens, from rows of tokens (T, width) and places (L, width)."""
+    """Return sequences (count, L) as numbers of tokens, from the rows of tokens (T, width) and places (L, width)."""
     share = torch.linalg.lstsq(words.T, places.T, driver="gelsd").solution  # (T, L)
     largest = share.amax(1).clamp(1 / places.shape[0], 1)
     copies = share / largest[:, None]  # those of a token at its places are alike, so that the largest share is one copy
