@@ -105,9 +105,15 @@ def _planted(scene: Scene, look: Look) -> Wanted:
 
 
 def _used(scene: Scene, server: Countermeasure) -> list[str]:
-    """Return the attacks that a server uses; a patient one the first of the audit's own."""
-    if server.attack:
+    """Return the attacks that a server uses; a patient one the first of the audit's own.
+
+    Where examples are not such as the attack it names searches for, it has the audit's own, on its view; one that is
+    nothing but that attack has none.
+    """
+    if server.attack and server.attack in scene.dataset.modality.attacks((server.attack,)):
         return [_own_name(scene, server.attack)]
+    if server.attack and server.name == server.attack.partition(":")[0]:
+        return []
     return list(scene.attacks)[: 1 if server.tier == "patient" else None]
 
 

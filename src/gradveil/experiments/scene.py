@@ -19,7 +19,7 @@ from gradveil.data.partition import Indices, deal
 from gradveil.defenses.base import Defense
 from gradveil.defenses.base import build as build_defense
 from gradveil.defenses.guard.step import step_gradient
-from gradveil.errors import DataError, GradveilError, SpecError, did_you_mean, own_error
+from gradveil.errors import DataError, DefenseError, GradveilError, SpecError, did_you_mean, own_error
 from gradveil.experiments.probes import Probed, probe
 from gradveil.experiments.settings import find_device
 from gradveil.experiments.trial import Public
@@ -238,6 +238,7 @@ def build_scene(
     clients = deal(dataset, config.partition, seeds("partition"))
     public = Public.draw(dataset, seeds("public"), gallery=config.gallery).to(device)
     for name, defense in defenses.items():
+        check_fits(name, defense, dataset)
         defenses[name] = defense.for_run(planned_run(seeds, clients, config, defense))
         _try_defense(model, dataset, for_client(defenses[name], model, public.batch, config.loss), seeds, config.loss)
     if config.clients > len(clients):
@@ -252,6 +253,15 @@ def build_scene(
         )
     truth = dataset.train.sample(config.images, seeds("images"))
     return Scene(config, dataset, model.to(device), defenses, attacks, clients, truth, public, seeds)
+
+
+def check_fits(name: str, defense: Defense, dataset: Dataset) -> None:
+    """Raise where a defence changes the numbers of examples, or needs derivatives by them, and these are ids."""
+    if dataset.modality.last and defense.acts_on & {"batch", "representation"}:
+        raise DefenseError(
+            f"{name} changes the numbers of examples or takes derivatives by them, and {dataset.name} holds ids of "
+            "tokens, which are names. Use a defence on gradients or records: gaussian, pruning, veil or dp_sgd."
+        )
 
 
 def for_client(defense: Defense, model: nn.Module, public: Batch, loss: str) -> Defense:

@@ -84,7 +84,7 @@ def train(
     from gradveil.data import load
     from gradveil.data.partition import deal
     from gradveil.defenses.base import build as build_defense
-    from gradveil.experiments.scene import fitting_model
+    from gradveil.experiments.scene import check_fits, fitting_model
     from gradveil.federated.engines import ENGINES, World
     from gradveil.federated.server import Faults
     from gradveil.federated.simulate import Run, choose, public_records, simulate
@@ -97,6 +97,7 @@ def train(
     if config.engine != "auto":
         ENGINES.build(config.engine)
     dataset = load(config.dataset, config.data)
+    check_fits(config.defense, defense, dataset)
     config = replace(with_model(config, dataset), loss=dataset.fitting_loss(config.loss))
     seeds = Seeds(config.seed)
     clients = deal(dataset, config.partition, seeds("partition"))
