@@ -256,11 +256,11 @@ def build_scene(
 
 
 def check_fits(name: str, defense: Defense, dataset: Dataset) -> None:
-    """Raise where a defence changes the numbers of examples, or needs derivatives by them, and these are ids."""
-    if dataset.modality.last and defense.acts_on & {"batch", "representation"}:
+    """Raise where a defence changes the numbers of examples and these are ids, with nothing between two of them."""
+    if dataset.modality.last and "batch" in defense.acts_on:
         raise DefenseError(
-            f"{name} changes the numbers of examples or takes derivatives by them, and {dataset.name} holds ids of "
-            "tokens, which are names. Use a defence on gradients or records: gaussian, pruning, veil or dp_sgd."
+            f"{name} changes the numbers of examples, and {dataset.name} holds ids of tokens, which are names. "
+            "Use a defence on gradients or records: gaussian, pruning, veil or dp_sgd."
         )
 
 
