@@ -53,6 +53,16 @@ def test_most_of_a_batch_comes_back_where_the_spans_are_filled(which: tuple[str,
     assert sum(shares) / 3 > 0.5 > 10 * BLIND
 
 
+def test_a_decoders_fragments_give_way_to_rows_that_fit_better() -> None:
+    ids = torch.randint(3, 40, (1, LENGTH + 1), generator=torch.Generator().manual_seed(4))
+    seen, _ = observed(GPT, ids)
+    draws, sent = rng(), seen.update.gradient
+    slight = {n: g + 3e-3 * g.std() * torch.randn(g.shape, generator=draws) for n, g in sent.items()}
+    found = build_attack("span").reconstruct(replace(seen, update=replace(seen.update, gradient=slight)), rng())
+    assert right(found.inputs, ids) == 1
+    assert not found.converged
+
+
 def test_several_local_steps_of_an_encoder() -> None:
     ids = drawn()
     seen, labels = observed(BERT, ids)

@@ -76,17 +76,17 @@ class SpanCheck(Attack):
             assembly = Assembly(parts, given, allowed, known, seen.num_examples, self.close, rng)
             found, guesses = assembly.assembled(), assembly.guesses()
         ids = _filled([tokens[one] for one in (*found, *guesses)], seen)
-        if not found or (
-            first.causal and not given.clear
-        ):  # what an encoder finds fits, what a decoder goes on with may not
-            ids = _nearest(seen, [*_by_rows(seen, first, most), ids])
+        exact = given.clear and bool(found)
+        # what an encoder finds fits; what a decoder goes on with, or where it ends, may not
+        if not found or (first.causal and (not exact or any(len(one) < first.length for one in found))):
+            best = _nearest(seen, [ids, *_by_rows(seen, first, most)])
+            exact, ids = exact and best is ids, best
         details = {"tokens": float(len(tokens)), "sequences": float(len(found)), "rank": float(given.rank)}
         missing = 1 - len(found) / seen.num_examples
         labels = seen.labels if seen.labels is not None else read_labels(seen, ids)
         if labels is not None and seen.loss.targets == "tokens":
             ids, labels = _shifted(ids, labels.to(ids))
-        clear = given.clear and not missing
-        return Reconstruction(ids.to(next(seen.model.parameters())), labels, missing, clear, details)
+        return Reconstruction(ids.to(next(seen.model.parameters())), labels, missing, exact and not missing, details)
 
     def _tokens(self, seen: Observation, first: FirstAttention, span: Span, most: int) -> tuple[Tensor, Tensor]:
         """Return the tokens that lie in the span at some place (T,), and at which (T, L)."""
@@ -128,7 +128,7 @@ def _by_rows(seen: Observation, first: FirstAttention, most: int) -> list[Tensor
 
 
 def _nearest(seen: Observation, answers: Sequence[Tensor]) -> Tensor:
-    """Return the ids (N, L) whose gradient points the way of the client's; the first where labels are not to be had."""
+    """Return the ids (N, L) whose gradient points the way of the client's; the last where labels are not to be had."""
     if len(answers) == 1:
         return answers[0]
     sent, like = seen.update.gradient, next(seen.model.parameters())
@@ -139,7 +139,7 @@ def _nearest(seen: Observation, answers: Sequence[Tensor]) -> Tensor:
         if seen.loss.targets == "tokens":
             labels = _shifted(ids.clone(), torch.zeros_like(ids) if labels is None else labels.to(ids))[1]
         if labels is None:
-            return answers[0]
+            return answers[-1]
         y = seen.loss.rows(labels, seen.num_classes)[None].to(like)
         made = {n: g[0].detach() for n, g in trial(ids[None].to(like), y).items()}
         sizes = dot(made, made) * dot(sent, sent)
