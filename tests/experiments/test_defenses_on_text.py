@@ -25,7 +25,7 @@ def scene_with(defense: str, dataset: str = DATA, model: str = MODEL) -> Scene:
 @pytest.mark.parametrize("name", sorted({*DEFENSES.names()} - {"none"}))
 def test_a_defence_runs_on_ids_or_is_refused_in_one_line(name: str) -> None:
     if name in REFUSED:
-        with pytest.raises(DefenseError, match=rf"^{name} .*ids of tokens.* Use a defence on gradients.*veil.*\Z"):
+        with pytest.raises(DefenseError, match=rf"^{name} .*ids of tokens.* Use one on gradients.*veil.*\Z"):
             scene_with(name)
         return
     if name.startswith("representation"):  # takes derivatives by them
@@ -49,6 +49,6 @@ def test_a_server_that_weighs_by_the_noise_attacks_text_with_the_audits_own() ->
 
 def test_a_part_that_changes_examples_is_refused_in_training_too(tmp_path: Path) -> None:
     config = TrainConfig(dataset=DATA, model=MODEL, defense="mixup+pruning:share=0.5")
-    with pytest.raises(DefenseError, match="holds ids of tokens"):
+    with pytest.raises(DefenseError, match="ids of tokens are names"):
         train(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -258,10 +258,8 @@ def build_scene(
 def check_fits(name: str, defense: Defense, dataset: Dataset) -> None:
     """Raise where a defence changes the numbers of examples and these are ids, with nothing between two of them."""
     if dataset.modality.last and "batch" in defense.acts_on:
-        raise DefenseError(
-            f"{name} changes the numbers of examples, and {dataset.name} holds ids of tokens, which are names. "
-            "Use a defence on gradients or records: gaussian, pruning, veil or dp_sgd."
-        )
+        what_to_do = "Use one on gradients or records: gaussian, pruning, veil or dp_sgd."
+        raise DefenseError(f"{name} changes the numbers of examples, and ids of tokens are names. {what_to_do}")
 
 
 def for_client(defense: Defense, model: nn.Module, public: Batch, loss: str) -> Defense:

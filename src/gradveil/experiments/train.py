@@ -96,13 +96,12 @@ def train(
     config.lr_of(1)  # what cannot be leaves no folder behind
     if config.engine != "auto":
         ENGINES.build(config.engine)
-    dataset = load(config.dataset, config.data)
-    check_fits(config.defense, defense, dataset)
+    check_fits(config.defense, defense, dataset := load(config.dataset, config.data))
     config = replace(with_model(config, dataset), loss=dataset.fitting_loss(config.loss))
     seeds = Seeds(config.seed)
     clients = deal(dataset, config.partition, seeds("partition"))
-    device = find_device(config.device)
-    model = fitting_model(config.model, dataset, config.loss, config.seed, config.trains).to(device)
+    model = fitting_model(config.model, dataset, config.loss, config.seed, config.trains)
+    model = model.to(find_device(config.device))
     public = public_records(dataset, clients, seeds, FIT)
     fit_to_public(model, dataset.train.batch(public).inputs if len(public) else None)
     if not resume:  # a round that cannot begin is refused before there is a folder
