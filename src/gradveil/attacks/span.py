@@ -4,7 +4,8 @@ The gradient of a linear layer's weight is dW = Σ δ xᵀ over all tokens: its 
 there are fewer tokens than the layer is wide. So every token at every place is held against the span of the first
 attention's inputs, and then sequences against that of what this attention gives (the inputs of the layer behind),
 which hangs on a token and on those that it sees. A decoder sees those before: its sequences are extended token by
-token. An encoder sees all: its sequences are put together at once (``sequences/encoder.py``).
+token. An encoder sees all: its sequences are put together at once (``sequences/encoder.py``). Where noise or several
+steps fill the spans, the rows of the embeddings' gradients still tell most of it (``sequences/rows.py``).
 """
 
 from collections.abc import Sequence
@@ -36,8 +37,8 @@ AT_ONCE = 128  # tokens of the vocabulary that are held against the span togethe
 class SpanCheck(Attack):
     """Tokens, then sequences, that lie in the span of the first layers' inputs; exact for whole batches.
 
-    For models of text. It needs fewer tokens in a batch than the model is wide, and one local step; noise fills the
-    span, and then the nearest are taken.
+    For models of text. It is exact with fewer tokens in a batch than the model is wide, in one local step; noise fills
+    the span, and then the nearest are taken, or what the rows of the embeddings' gradients show.
     """
 
     token_close: Between = 0.05  # share of a token's input that may lie outside the span

@@ -15,7 +15,7 @@ from gradveil.errors import GradveilError
 from gradveil.experiments.looks import Look
 from gradveil.experiments.run_folder import Row
 from gradveil.experiments.scene import Scene
-from gradveil.experiments.trial import Trial, naive, observe
+from gradveil.experiments.trial import Trial, attacks_of, naive, observe
 from gradveil.tree import Params, parameters, size
 from gradveil.types import Batch, Observation
 
@@ -105,16 +105,9 @@ def _planted(scene: Scene, look: Look) -> Wanted:
 
 
 def _used(scene: Scene, server: Countermeasure) -> list[str]:
-    """Return the attacks that a server uses; a patient one the first of the audit's own.
-
-    Where examples are not such as the attack it names searches for, it has the audit's own, on its view; one that is
-    nothing but that attack has none.
-    """
-    if server.attack and server.attack in scene.dataset.modality.attacks((server.attack,)):
-        return [_own_name(scene, server.attack)]
-    if server.attack and server.name == server.attack.partition(":")[0]:
-        return []
-    return list(scene.attacks)[: 1 if server.tier == "patient" else None]
+    """Return the attacks that a server uses; a patient one the first of the audit's own."""
+    used = attacks_of(server, list(scene.attacks), scene.dataset.modality)
+    return [_own_name(scene, attack) for attack in used][: 1 if server.tier == "patient" else None]
 
 
 def _own_name(scene: Scene, attack: str) -> str:

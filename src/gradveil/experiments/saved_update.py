@@ -27,7 +27,7 @@ from gradveil.experiments.rows import modality_rows
 from gradveil.experiments.run_folder import Row, RunFolder
 from gradveil.experiments.scene import default_attacks, is_small, load_dataset, one_thread, with_found
 from gradveil.experiments.settings import find_device
-from gradveil.experiments.trial import Public, Trial, attack_rows, attempt, client_row, floors, naive
+from gradveil.experiments.trial import Public, Trial, attack_rows, attacks_of, attempt, client_row, floors, naive
 from gradveil.experiments.update_files import Facts, fitting_loss, load_weights, read_examples, read_loss, read_update
 from gradveil.experiments.words import NOT_HERE
 from gradveil.experiments.work import NOT_TRIED, Written, cost_of, cut_short, steps_told
@@ -231,7 +231,7 @@ def _run(case: SavedUpdate, store: RunFolder, progress: Progress, written: Writt
         store.add("truth", *_floors(case))
     wanted: dict[str, list[Countermeasure]] = {attack: [] for attack in case.config.attacks}
     for server in (naive(), *case.knowing):
-        for attack in [server.attack] if server.attack else case.config.attacks:
+        for attack in attacks_of(server, case.config.attacks, case.modality):
             wanted.setdefault(attack, []).append(server)
     left = {attack: its for attack, its in wanted.items() if not store.done(f"attack/{attack}")}
     _say_plan(case, left)

@@ -67,6 +67,19 @@ class Public:
         return 1 if self.gallery is None else len(self.gallery) + 1
 
 
+def attacks_of(server: Countermeasure, own: Sequence[str], modality: Modality) -> Sequence[str]:
+    """Return the attacks of a server: the one it names, else the audit's own.
+
+    Where examples are not such as the attack it names searches for, it has the audit's own as well; none, if it is
+    nothing but that attack.
+    """
+    if server.attack is None:
+        return own
+    if server.attack in modality.attacks((server.attack,)):
+        return [server.attack]
+    return [] if server.name == server.attack.partition(":")[0] else own
+
+
 def naive() -> Countermeasure:
     """The server that does not know of the defence, or does not care."""
     return replace(plain(), name=NAIVE, why="Matches everything that arrives.", tier="naive")
