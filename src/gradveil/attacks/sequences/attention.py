@@ -91,7 +91,7 @@ class FirstAttention:
         ids, kept = torch.full((1, self.length), self.vocabulary - 1), list[tuple[nn.Module, Tensor]]()
         named = self.model.named_modules()
         tables: dict[nn.Module, str] = {m: name for name, m in named if isinstance(m, nn.Embedding)}
-        with _hooked(list(tables), lambda m, x, y: kept.append((m, x))):
+        with hooked(list(tables), lambda m, x, y: kept.append((m, x))):
             self.inputs(ids)
         rows = ((tables[m], x.reshape(-1)) for m, x in kept)
         return next((one for one in rows if len(one[1].unique()) == self.length > 1), None)
