@@ -19,10 +19,10 @@ from gradveil.data.partition import Indices, deal
 from gradveil.defenses.base import Defense
 from gradveil.defenses.base import build as build_defense
 from gradveil.defenses.guard.step import step_gradient
-from gradveil.errors import DataError, DefenseError, GradveilError, SpecError, did_you_mean, own_error
+from gradveil.errors import DataError, GradveilError, SpecError, did_you_mean, own_error
 from gradveil.experiments.probes import Probed, probe
 from gradveil.experiments.settings import find_device
-from gradveil.experiments.trial import Public
+from gradveil.experiments.trial import Public, check_fits
 from gradveil.federated.client import check_loss, update_batch_size
 from gradveil.federated.ledger import planned_run
 from gradveil.federated.settings import Training
@@ -253,13 +253,6 @@ def build_scene(
         )
     truth = dataset.train.sample(config.images, seeds("images"))
     return Scene(config, dataset, model.to(device), defenses, attacks, clients, truth, public, seeds)
-
-
-def check_fits(name: str, defense: Defense, dataset: Dataset) -> None:
-    """Raise where a defence changes the numbers of examples and these are ids, with nothing between two of them."""
-    if dataset.modality.last and "batch" in defense.acts_on:
-        what_to_do = "Use one on gradients or records: gaussian, pruning, veil or dp_sgd."
-        raise DefenseError(f"{name} changes the numbers of examples, and ids of tokens are names. {what_to_do}")
 
 
 def for_client(defense: Defense, model: nn.Module, public: Batch, loss: str) -> Defense:

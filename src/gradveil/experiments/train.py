@@ -84,7 +84,8 @@ def train(
     from gradveil.data import load
     from gradveil.data.partition import deal
     from gradveil.defenses.base import build as build_defense
-    from gradveil.experiments.scene import check_fits, fitting_model
+    from gradveil.experiments.scene import fitting_model
+    from gradveil.experiments.trial import check_fits
     from gradveil.federated.engines import ENGINES, World
     from gradveil.federated.server import Faults
     from gradveil.federated.simulate import Run, choose, public_records, simulate
@@ -100,8 +101,7 @@ def train(
     config = replace(with_model(config, dataset), loss=dataset.fitting_loss(config.loss))
     seeds = Seeds(config.seed)
     clients = deal(dataset, config.partition, seeds("partition"))
-    model = fitting_model(config.model, dataset, config.loss, config.seed, config.trains)
-    model = model.to(find_device(config.device))
+    model = fitting_model(config.model, dataset, config.loss, config.seed, config.trains).to(find_device(config.device))
     public = public_records(dataset, clients, seeds, FIT)
     fit_to_public(model, dataset.train.batch(public).inputs if len(public) else None)
     if not resume:  # a round that cannot begin is refused before there is a folder

@@ -20,7 +20,7 @@ from gradveil.countermeasures import Countermeasure, plain
 from gradveil.data.base import Dataset
 from gradveil.defenses.base import Defense
 from gradveil.defenses.guard.step import step_gradient
-from gradveil.errors import GradveilError
+from gradveil.errors import DefenseError, GradveilError
 from gradveil.experiments.rows import NAIVE
 from gradveil.experiments.run_folder import Row
 from gradveil.federated.client import train_client
@@ -65,6 +65,13 @@ class Public:
     def choices(self) -> int:
         """How many examples an original stands among."""
         return 1 if self.gallery is None else len(self.gallery) + 1
+
+
+def check_fits(name: str, defense: Defense, dataset: Dataset) -> None:
+    """Raise where a defence changes the numbers of examples and these are ids, with nothing between two of them."""
+    if dataset.modality.last and "batch" in defense.acts_on:
+        what_to_do = "Use one on gradients or records: gaussian, pruning, veil or dp_sgd."
+        raise DefenseError(f"{name} changes the numbers of examples, and ids of tokens are names. {what_to_do}")
 
 
 def attacks_of(server: Countermeasure, own: Sequence[str], modality: Modality) -> Sequence[str]:
