@@ -122,10 +122,9 @@ def _by_rows(seen: Observation, first: FirstAttention, most: int) -> list[Tensor
     places = None if table is None else gradient.get(f"{table[0]}.weight")
     if table is None or words is None or places is None:
         return []
-    there = present(words.double(), most)
-    if not len(there):
-        return []
-    return [there[by_rows(words[there].double(), places[table[1]].double(), seen.num_examples)].cpu()]
+    words, places = words.double().cpu(), places[table[1]].double().cpu()
+    there = present(words, most)
+    return [there[by_rows(words[there], places, seen.num_examples)]] if len(there) else []
 
 
 def _nearest(seen: Observation, answers: Sequence[Tensor]) -> Tensor:
@@ -181,7 +180,7 @@ def read_labels(seen: Observation, inputs: Tensor) -> Tensor | None:
     rows = rows.flatten(0, -2)
     if gradient.shape != (output.shape[-1], rows.shape[1]) or len(rows) > rows.shape[1]:
         return None
-    slope = torch.linalg.lstsq(rows.T, gradient.double().T, driver="gelsd").solution  # dW = slopeᵀ rows
+    slope = torch.linalg.lstsq(rows.T.cpu(), gradient.double().T.cpu(), driver="gelsd").solution  # dW = slopeᵀ rows
     if slope.numel() != output.numel():  # a mean over what the layer gives at several places, or the like
         return None
-    return seen.loss.read(output, slope.view_as(output))
+    return seen.loss.read(output, slope.view_as(output).to(output))
