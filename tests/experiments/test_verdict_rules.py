@@ -158,7 +158,7 @@ WEAKENED = [
     ("judge", 'if best.grade != "nothing":\n            return', "if False:\n            return"),
     ("judge", 'outcome = got if got in ("recovered", "recognised", "traces", "void") else "not_run"', "outcome = got"),
     ("rows", "or self.void is None", "or True"),
-    ("rows", 'return controls.get((*place, one.tier)) or', "return"),
+    ("rows", 'for tier in (one.tier, "naive", "knows")', 'for tier in ("naive", "knows")'),
     ("rows", 'if void is None and late and got == "nothing":', "if False:"),
     ("rows", "if recovered.mean >= HALF or (identified", "if True or (identified"),
     ("gate", 'if judged is not None and judged.errors:', "if False:"),
