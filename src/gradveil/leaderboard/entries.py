@@ -73,10 +73,6 @@ class Panel:
     newton: str = "newton"
     model: str = "lenet:activation=relu,init=kaiming"
 
-    def built_for(self, entry: Entry) -> str:
-        """Return the model that an entry trains."""
-        return entry.model or self.model
-
     @property
     def records(self) -> int:
         """Of one device."""
