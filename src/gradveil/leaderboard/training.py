@@ -107,9 +107,8 @@ class _Work:
 
     def _model(self, run: Tuning) -> nn.Module:
         seed = run_seeds(self.context.seeds, run.seed).number("weights")
-        model = build_model(
-            self.panel.built_for(run.entry), self.dataset.input_shape, self.dataset.num_classes, seed=seed
-        )
+        name, data = run.entry.model or self.panel.model, self.dataset
+        model = build_model(name, data.input_shape, data.num_classes, seed=seed)
         return model.to(self.context.device)
 
     def _train(self, runs: Sequence[Tuning], training: Training) -> list[Row]:
