@@ -17,7 +17,7 @@ from gradveil.leaderboard.attacks import ONE, AttackedEntry
 from gradveil.leaderboard.board import Leaderboard
 from gradveil.leaderboard.entries import ENTRIES, PANELS, Entry, Panel
 from gradveil.leaderboard.standings import standings, table, tier_table
-from gradveil.leaderboard.training import chosen_multiple, held_out_records, settled, trained
+from gradveil.leaderboard.training import Tuning, _Work, chosen_multiple, held_out_records, settled, trained
 from gradveil.paper.base import Context, Row
 from gradveil.tree import flatten
 
@@ -226,3 +226,5 @@ def test_models_are_trained_apart(tiny: Panel) -> None:
     rows = trained(entries, tiny, "paper", Context())
     assert [{row["defense"] for row in rows[entry]} for entry in entries] == [{"none"}, {"model precode"}]
     assert all("accuracy" in row for some in rows.values() for row in some)
+    work = _Work(tiny, "paper", Context())
+    assert [hasattr(work._model(Tuning(entry, 0, 1)), "encoder") for entry in entries] == [False, True]
