@@ -1,14 +1,12 @@
-"""The equations of a Gauss-Newton attack: the prior over the unknowns, the rows to fulfil, ReLU kinks rounded."""
+"""The equations of a Gauss-Newton attack: the prior over the unknowns, and the rows to fulfil."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 from torch.func import jvp, vjp, vmap
-from torch.overrides import TorchFunctionMode
 
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import quiet
@@ -125,7 +123,8 @@ class Equations:
     # -> (B, R), and the Jacobian in parts (n, B, some of the rows).
     direct: Direct | None = None
     linear: Callable[..., Push] | None = None  # z (B, n), each of ``given``, widths, smooth? -> its products with dF/dz
-    randomness: Literal["error", "same"] = "error"  # of ``one``, for vmap
+    after: Push | None = None  # what a simulated defence makes of one problem's rows of ``direct`` and ``linear``
+    randomness: Literal["error", "same"] = "error"  # of ``one`` and ``after``, for vmap
 
     @property
     def rows_at_once(self) -> int:
@@ -141,7 +140,7 @@ class Equations:
         """Return F(z) - seen (B, R) for z (B, n), kinks rounded over ``width`` (B,); None: not at all."""
         with quiet(self.model), torch.no_grad():
             if self.direct is not None:
-                return self.direct(z, *self._given(width), self._smooth(width), False)[0] - self.seen
+                return self._sent(self._direct(z, width)) - self.seen
             return self._vmap(self._of(width))(z, *self._given(width)) - self.seen
 
     def jacobian(self, z: Tensor, width: Tensor) -> list[Tensor]:
@@ -159,23 +158,20 @@ class Equations:
 
         with quiet(self.model), torch.no_grad():
             if self.direct is not None:
-                return [
-                    part.transpose(0, 1) for part in self.direct(z, *self._given(width), self._smooth(width), True)[1]
-                ]
+                values, parts = self.direct(z, *self._given(width), self._smooth(width), True)
+                if self.after is not None:
+                    parts = [self._vmap(lambda v: jvp(self._sent, (values,), (v,))[1], chunk)(torch.cat(parts, 2))]
+                return [part.transpose(0, 1) for part in parts]
             if len(z) == 1:
                 return [one(z[0], *(value[0] for value in self._given(width)))[None]]
             return [self._vmap(one)(z, *self._given(width))]
 
     def products(self, z: Tensor, width: Tensor) -> tuple[Push, Callable[[Tensor], Tensor]]:
-        """Return v (B, n) -> dF/dz v (B, R) and u (B, R) -> (dF/dz)ᵀ u, at z.
-
-        Where autograd records the first, its backward pass is the second.
-        """
+        """Return v (B, n) -> dF/dz v (B, R) and u (B, R) -> (dF/dz)ᵀ u, at z."""
         function, given = self._of(width), self._given(width)
         if self.linear is not None:
-            with quiet(self.model), torch.no_grad():
-                program = self.linear(z, *given, self._smooth(width))
-            return program, lambda u: _transposed(program, torch.zeros_like(z), u)
+            program, push, pull = self._linear(z, width)
+            return lambda v: push(program(v)), lambda u: _transposed(program, torch.zeros_like(z), lambda _: pull(u))
 
         def push_one(z: Tensor, v: Tensor, *given: Tensor) -> Tensor:
             pushed: Tensor = jvp(lambda t: function(t, *given), (z,), (v,))[1]
@@ -185,22 +181,43 @@ class Equations:
             pulled: Tensor = vjp(lambda t: function(t, *given), z)[1](u)[0]
             return pulled
 
-        def push(v: Tensor) -> Tensor:
+        def push_all(v: Tensor) -> Tensor:
             with quiet(self.model), torch.no_grad():
                 return self._vmap(push_one)(z, v, *given)
 
-        def pull(u: Tensor) -> Tensor:
+        def pull_all(u: Tensor) -> Tensor:
             with quiet(self.model):
                 return self._vmap(pull_one)(z, u, *given).detach()
 
-        return push, pull
+        return push_all, pull_all
 
     def curvature(self, z: Tensor, weights: Tensor, width: Tensor) -> Callable[[Tensor], Tensor]:
         """Return v (B, n) -> (dF/dz)ᵀ (weights · dF/dz v) at z; ``weights`` is (B, R)."""
-        push, pull = self.products(z, width)
         if self.linear is None:
+            push, pull = self.products(z, width)
             return lambda v: pull(weights * push(v))
-        return lambda v: _transposed(push, v, None, weights)
+        program, along, back = self._linear(z, width)
+        return lambda v: _transposed(program, v, lambda pushed: back(weights * along(pushed)))
+
+    def _linear(self, z: Tensor, width: Tensor) -> tuple[Push, Push, Push]:
+        """Return the products with dF/dz before a simulated defence, and those with the defence's derivative: along
+        a direction (B, R'), and back from (B, R)."""
+        assert self.linear is not None
+        with quiet(self.model), torch.no_grad():
+            program = self.linear(z, *self._given(width), self._smooth(width))
+            if self.after is None:
+                return program, lambda v: v, lambda u: u
+            values = self._direct(z, width)
+            _, back = _vjp(self._sent, values)
+            _, along = _vjp(lambda u: _vjp(self._sent, values)[1](u), torch.zeros_like(self.seen))  # twice transposed
+        return program, along, back
+
+    def _direct(self, z: Tensor, width: Tensor | None) -> Tensor:
+        assert self.direct is not None
+        return self.direct(z, *self._given(width), self._smooth(width), False)[0]
+
+    def _sent(self, rows: Tensor) -> Tensor:
+        return rows if self.after is None else self._vmap(self.after)(rows)
 
     def _vmap(self, function: Callable[..., Tensor], chunk_size: int | None = None) -> Callable[..., Tensor]:
         mapped: Callable[..., Tensor] = vmap(function, chunk_size=chunk_size, randomness=self.randomness)
@@ -216,74 +233,17 @@ class Equations:
         return (*self.given, self.scales if width is None else self.scales * width[:, None])
 
 
-def _transposed(push: Push, v: Tensor, u: Tensor | None, weights: Tensor | None = None) -> Tensor:
-    """Return the transposed program's value at u, or at the weighted value of the program itself at v."""
+def _vjp(function: Push, at: Tensor) -> tuple[Tensor, Push]:
+    result: Any = vjp(function, at)
+    return result[0], lambda u: result[1](u)[0]
+
+
+def _transposed(push: Push, v: Tensor, to: Push) -> Tensor:
+    """Return the transposed program's value at what ``to`` makes of the program's own value at v."""
     with torch.enable_grad():
         free = v.detach().requires_grad_()
         pushed = push(free)
         with torch.no_grad():
-            at = u if weights is None else weights * pushed
+            at = to(pushed.detach())
         (pulled,) = torch.autograd.grad(pushed, free, at)
     return pulled
-
-
-_RELU = {F.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
-_LEAKY = {F.leaky_relu, F.leaky_relu_}
-_CLIPPED = {F.hardtanh, F.hardtanh_}
-_KINKED = _RELU | _LEAKY | _CLIPPED | {F.relu6}
-
-
-class Smoothing(TorchFunctionMode):
-    """Within, ReLU-like calls are rounded, the i-th call over the i-th width."""
-
-    def __init__(self, widths: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._widths = iter(widths)
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run the call, or its rounded form."""
-        if func not in _KINKED:
-            return func(*args, **(kwargs or {}))
-        return _rounded(func, args[0], next(self._widths), args[1:], kwargs or {})
-
-
-class _Listening(TorchFunctionMode):
-    """Within, notes how widely the inputs of ReLU-like calls spread."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scales: list[float] = []
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in _KINKED:
-            self.scales.append(float(args[0].std(correction=0)) or 1.0)
-        return func(*args, **(kwargs or {}))
-
-
-def kink_scales(forward: Callable[[], object]) -> list[float]:
-    """Return the spread of the input of each ReLU-like call of a forward pass, in the order of the calls."""
-    listening = _Listening()
-    with torch.no_grad(), listening:
-        forward()
-    return listening.scales
-
-
-def _rounded(func: Callable[..., Any], z: Tensor, t: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    if func in _LEAKY:
-        slope: float = args[0] if args else kwargs.get("negative_slope", 0.01)
-        return slope * z + (1 - slope) * _ramp(z, t)
-    if func is F.relu6:
-        return _ramp(z, t) - _ramp(z - 6, t)
-    if func in _CLIPPED:
-        low: float = args[0] if args else kwargs.get("min_val", -1.0)
-        high: float = args[1] if len(args) > 1 else kwargs.get("max_val", 1.0)
-        return low + _ramp(z - low, t) - _ramp(z - high, t)
-    return _ramp(z, t)
-
-
-def _ramp(z: Tensor, t: Tensor) -> Tensor:
-    return t * F.softplus(z / t)

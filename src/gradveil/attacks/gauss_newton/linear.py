@@ -19,7 +19,6 @@ from gradveil.attacks.gauss_newton.tangents import derivatives, is_elementwise
 from gradveil.gradients.convolution import Geometry, Pair, pair
 from gradveil.layers.sequential import Link
 from gradveil.tree import Params, named
-from gradveil.types import Observation
 
 SPREAD = 3.0  # standard deviation of the free logits around their first guess
 
@@ -36,9 +35,11 @@ def behind(v: Tensor, guess: Tensor, y: Tensor, rest: Tensor) -> tuple[Tensor, T
     return u, (delta_of(u, y) + rest).flatten(0, 1) / guess.shape[1]
 
 
-def products(links: Sequence[Link], state: Params, seen: Observation, pixels: int) -> Callable[..., Push]:
-    """Return, at many points (B, n), the products of the Jacobian with directions; so many unknowns are pixels."""
-    shape = (-1, *seen.input_shape)
+def products(
+    links: Sequence[Link], state: Params, input_shape: tuple[int, ...], names: Sequence[str], pixels: int
+) -> Callable[..., Push]:
+    """Return, at many points (B, n), products with the Jacobian of the named gradients; so many unknowns are pixels."""
+    shape = (-1, *input_shape)
 
     def at(z: Tensor, y: Tensor, guess: Tensor, rest: Tensor, widths: Tensor, smooth: bool) -> Push:
         u, delta = behind(z[:, pixels:], guess, y, rest)
@@ -55,7 +56,7 @@ def products(links: Sequence[Link], state: Params, seen: Observation, pixels: in
             dlogits, found = along(v[:, :pixels].reshape(shape), ddelta)
             dlogits = dlogits.view_as(guess)
             gap = dlogits - (q * dlogits).sum(-1, keepdim=True) - du
-            return torch.cat([*(found[name] for name in seen.visible), gap.flatten(1)], 1)
+            return torch.cat([*(found[name] for name in names), gap.flatten(1)], 1)
 
         return push
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import jvp, vjp, vmap
 from torch.nn.grad import conv2d_input
 
-from gradveil.attacks.gauss_newton.equations import Smoothing
+from gradveil.attacks.gauss_newton.kinks import Smoothing
 from gradveil.gradients.by_hand import Passed
 from gradveil.gradients.convolution import Geometry
 from gradveil.layers.sequential import Link

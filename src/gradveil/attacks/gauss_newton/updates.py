@@ -6,42 +6,29 @@ departures from a first guess: with plain cross-entropy the logits, and where th
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
 
-from gradveil.attacks.gauss_newton.equations import Direct, Equations, Prior, Push, Smoothing, Trial, kink_scales
+from gradveil.attacks.gauss_newton.equations import Direct, Equations, Prior, Push, Trial
+from gradveil.attacks.gauss_newton.guesses import Guess, free_of
+from gradveil.attacks.gauss_newton.kinks import Smoothing, kink_scales
 from gradveil.attacks.gauss_newton.linear import SPREAD, behind, delta_of, products
 from gradveil.attacks.gauss_newton.tangents import can_write_out, run_chain
-from gradveil.attacks.labels import label_signal, unreadable
 from gradveil.gradients.by_hand import known_chain, pull
 from gradveil.gradients.functional import quiet, trial_update
-from gradveil.layers.modules import copied_state, trace
+from gradveil.layers.modules import trace
 from gradveil.layers.sequential import Link
-from gradveil.losses import CrossEntropy
 from gradveil.tree import Params, named
 from gradveil.types import Observation
-
-Free = Literal["logits", "slopes", "targets", "nothing"]
-
-
-def free_of(seen: Observation) -> Free:
-    """Return what is unknown beside the examples; several local steps have a δ each, so there it is the targets."""
-    if seen.labels is None:
-        return "slopes" if seen.update.num_steps == 1 else "targets"
-    plain = isinstance(seen.loss, CrossEntropy) and seen.loss.plain
-    return "logits" if plain and seen.update.num_steps == 1 else "nothing"
 
 
 def trial_rows(seen: Observation, state: Params, prior: Prior) -> Callable[..., Tensor]:
     """Return the rows of one trial point as a function that torch.func can transform."""
     names, model, shape = seen.visible, seen.model, (seen.num_examples, *seen.input_shape)
     buffers = {n for n, _ in model.named_buffers()}
-    trainable = {n for n, p in model.named_parameters() if p.requires_grad}
-    moved = trainable if seen.needs_all_gradients else set(names)
+    moved = set(_needed(seen))
     free = {n: value for n, value in state.items() if n in moved}
     fixed = {n: value for n, value in state.items() if n not in moved}
 
@@ -90,9 +77,30 @@ def trial_rows(seen: Observation, state: Params, prior: Prior) -> Callable[..., 
 
 
 def _links(seen: Observation) -> Sequence[Link] | None:
-    """Return the layers where both passes can be written out: in a chain, for one local step, no defence simulated."""
+    """Return the layers where both passes can be written out: in a chain, for one local step."""
     links = known_chain(seen.model)
-    return links if can_write_out(links) and free_of(seen) == "logits" and not seen.needs_all_gradients else None
+    return links if can_write_out(links) and free_of(seen) == "logits" else None
+
+
+def _needed(seen: Observation) -> tuple[str, ...]:
+    """Return the tensors whose gradients a trial needs, in the order of their rows."""
+    trained = tuple(name for name, p in seen.model.named_parameters() if p.requires_grad)
+    return trained if seen.needs_all_gradients else seen.visible
+
+
+def _after(seen: Observation) -> Push | None:
+    """Return what a simulated defence makes of the rows of all gradients; None: nothing."""
+    if not seen.needs_all_gradients:
+        return None
+    shapes = {name: seen.model.get_parameter(name).shape for name in _needed(seen)}
+
+    def sent(rows: Tensor) -> Tensor:
+        *parts, gap = rows.split([*(shape.numel() for shape in shapes.values()), seen.num_examples * seen.num_classes])
+        gradient = {name: part.reshape(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
+        found = seen.sent(gradient)
+        return torch.cat([*(found[name].reshape(-1) for name in seen.visible), gap])
+
+    return sent
 
 
 def written_out(seen: Observation, state: Params, prior: Prior) -> Direct | None:
@@ -100,7 +108,7 @@ def written_out(seen: Observation, state: Params, prior: Prior) -> Direct | None
     links = _links(seen)
     if links is None:
         return None
-    names, examples = seen.visible, seen.num_examples
+    names, examples = _needed(seen), seen.num_examples
 
     def rows(
         z: Tensor, y: Tensor, guess: Tensor, rest: Tensor, widths: Tensor, smooth: bool, tangents: bool
@@ -132,55 +140,6 @@ def written_out(seen: Observation, state: Params, prior: Prior) -> Direct | None
     return rows
 
 
-@dataclass(frozen=True)
-class Guess:
-    """Where targets are not known: a first guess of what stands for them, and how far from it that may be."""
-
-    value: Tensor  # (N, K): δ for one local step, else the targets themselves
-    spread: Tensor  # (N, K), standard deviation
-
-    @classmethod
-    def of(cls, seen: Observation, prior: Prior, rng: Generator) -> "Guess":
-        """Return equal parts of the δ that the update shows, or the numbers that fit it at the prior's mean."""
-        nothing = prior.mean.new_zeros(seen.num_examples, seen.num_classes)
-        if seen.labels is not None:
-            return cls(nothing, nothing)
-        signal = label_signal(seen, rng)
-        if signal is None:
-            raise unreadable(seen)
-        slopes = nothing + signal.to(nothing) / seen.num_examples
-        if free_of(seen) == "slopes":
-            return cls(slopes, _spread(slopes))
-        output = _output(seen, prior.mean.repeat(seen.num_examples).reshape(-1, *seen.input_shape)).to(nothing)
-        numbers = seen.loss.read(output, slopes.reshape(output.shape)) if seen.loss.targets == "numbers" else None
-        if numbers is None:
-            raise unreadable(seen)
-        value = seen.loss.rows(numbers, seen.num_classes)
-        return cls(value, _spread(value - output.reshape(value.shape)))
-
-    def targets(self, seen: Observation, inputs: Tensor, free: Tensor) -> Tensor | None:
-        """Return the targets of a solution: those given, else those that it speaks for, where the loss tells them."""
-        if seen.labels is not None:
-            return seen.labels.to(self.value.device)
-        found = self.value + self.spread * free.reshape(self.value.shape)
-        if free_of(seen) == "targets":
-            return seen.loss.found(found.float())
-        output = _output(seen, inputs)
-        return seen.loss.read(output, found.to(output).reshape(output.shape))
-
-
-def _spread(sizes: Tensor) -> Tensor:
-    return SPREAD * sizes.square().mean().sqrt().expand_as(sizes)
-
-
-def _output(seen: Observation, inputs: Tensor) -> Tensor:
-    with quiet(seen.model), torch.no_grad():
-        output: Tensor = functional_call(
-            seen.model, copied_state(seen.model), (inputs.to(next(seen.model.parameters())),)
-        )
-    return output
-
-
 SMALLEST = 1e-30  # a probability below it was rounded away on the client
 STIFF = 1e-3  # the floor of a bias gradient that the guess fits exactly, relative to that of other tensors
 
@@ -199,13 +158,13 @@ def update_rows(seen: Sequence[Observation], guesses: Sequence[Guess], prior: Pr
     rest = torch.zeros_like(y)  # of δ: what the client's rounding of p - 1 adds to it
     one = trial_rows(first, state, prior)
     links = _links(first)
-    linear = None if links is None else products(links, state, first, prior.pixels)
-    direct = written_out(first, state, prior), linear
+    linear = None if links is None else products(links, state, first.input_shape, _needed(first), prior.pixels)
+    direct = written_out(first, state, prior), linear, _after(first)
     if not known:
         spread = torch.stack([g.spread for g in guesses])
-        return _rows(first, one, (y, y, spread), widths, table, (None, None))
+        return _rows(first, one, (y, y, spread), widths, table)
     if free_of(first) == "nothing":
-        return _rows(first, one, (y, rest, rest), widths, table, (None, None))
+        return _rows(first, one, (y, rest, rest), widths, table)
     with quiet(first.model), torch.no_grad():
         guess = functional_call(first.model, state, (x,)).log_softmax(-1).expand_as(y)
     bias = known_bias(seen)
@@ -225,7 +184,7 @@ def update_rows(seen: Sequence[Observation], guesses: Sequence[Guess], prior: Pr
 
 def _rows(
     s: Observation, one: Trial, given: tuple[Tensor, ...], widths: Tensor, table: Tensor,
-    direct: tuple[Direct | None, Callable[..., Push] | None],
+    direct: tuple[Direct | None, Callable[..., Push] | None, Push | None] = (None, None, None),
 ) -> Equations:  # fmt: skip
     seen, weights, noise, rms = table.unbind(1)
     return Equations(s.model, one, given, widths, seen, weights, noise, rms, *direct, s.randomness)
