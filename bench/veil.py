@@ -27,6 +27,12 @@ CASES = (
     ("resnet18:norm=group", (3, 32, 32), 16),
     ("vit_tiny", (3, 32, 32), 16),
 )
+LARGE = (  # what a GPU is for
+    ("lenet:activation=relu,init=kaiming", (1, 28, 28), 2000),
+    ("convnet", (3, 32, 32), 256),
+    ("resnet18:norm=group", (3, 32, 32), 256),
+    ("vit_tiny", (3, 32, 32), 256),
+)
 SPECS = ("none", "veil:z=0.5", "veil:z=0.5,shape=public,quantile=0.9")
 AT_MOST = 2.0
 
@@ -40,7 +46,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     device = torch.device(args.device)
-    chosen = [c for c in CASES if not args.models or c[0].startswith(tuple(args.models.split(",")))]
+    cases = CASES if device.type == "cpu" else (*CASES, *LARGE)
+    chosen = [c for c in cases if not args.models or c[0].startswith(tuple(args.models.split(",")))]
     rows = [row for case in chosen for row in measure(*case, device, args.turns)]
     found = {"machine": machine(device, 1), "at_most": AT_MOST, "rows": rows}
     args.out.parent.mkdir(parents=True, exist_ok=True)

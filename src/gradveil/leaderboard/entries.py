@@ -102,6 +102,6 @@ PANELS = {
     "quick": (Panel("digits", 20, 5, 20, 60, 0.1, 2, 6, 300, newton="newton:steps=15"),),
     "full": (
         Panel("mnist", 100, 10, 100, 200, 0.07, 3, 8, 1000, newton=FREE),
-        Panel("cifar10", 100, 10, 100, 1000, 0.01, 3, 16, 1000, newton=FREE),
+        Panel("cifar10", 100, 10, 100, 1000, 0.01, 3, 8, 1000, newton=FREE),
     ),
 }
