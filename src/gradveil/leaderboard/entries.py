@@ -11,7 +11,7 @@ class Entry:
     """A defence at one strength."""
 
     spec: str
-    unit: float = 1.0  # of its learning rates: below 1 where it sends larger numbers than a gradient's
+    unit: float = 1.0  # of its learning rates: not 1 where it sends larger or smaller numbers than a gradient's
     batch_size: int | None = None  # of the local steps; None: all of a client's records in one
     model: str = ""  # a defence that is part of the model: what is trained in place of the panel's
 
@@ -50,6 +50,8 @@ ENTRIES = (
     Entry("veil:promise=reconstruction,quantile=0.95,tier=aggregate"),
     Entry("veil:promise=reconstruction,quantile=0.95,shape=public,tier=aggregate"),
     Entry("veil:promise=reconstruction,quantile=0.95"),
+    Entry("veil:promise=reconstruction,clip=1,tier=aggregate", 8),
+    Entry("veil:promise=reconstruction,clip=1", 8),
     Entry("veil:promise=identification,quantile=0.95,tier=aggregate"),
     Entry("veil:promise=identification,quantile=0.8"),
     Entry("veil:epsilon=8,quantile=0.8,tier=aggregate"),
