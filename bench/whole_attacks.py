@@ -33,6 +33,7 @@ from gradveil.attacks.search.matching import Matching, cosine_distance
 from gradveil.attacks.search.minimisers import LBFGS, Adam
 from gradveil.attacks.search.objective import MatchingObjective, TotalVariation, Unknowns
 from gradveil.attacks.search.restarts import full_precision
+from gradveil.defenses.pruning import Pruning
 from gradveil.gradients.functional import Form
 from gradveil.models import build
 from gradveil.types import Observation, Update
@@ -105,21 +106,22 @@ def newton(device: str, data: Images, count: int, repeats: int) -> list[Row]:
     """Time the attack, and one product with JᵀWJ as a program and by torch.func."""
     model = build("lenet", SHAPE, CLASSES).to(device)
     seen = [observe(model, data, i) for i in range(count)]
-    prior = Prior.of(seen[0], CLASSES, torch.device(device))
-    rows = update_rows(seen, prior.mean.new_zeros(count, 1, CLASSES), prior)
-    z = prior.center().expand(count, -1).clone()
-    width, weights = z.new_full((count,), 0.1), 1 / (0.1 * rows.rms).square()
-    forms = {"by torch.func": replace(rows, linear=None), "as a program": rows}
-    times = {}
-    for form, part in forms.items():
-        product = part.curvature(z, weights, width)
-        times[form] = 1e3 * seconds(lambda p=product: p(z), repeats, device)["min"]  # type: ignore[misc]
-    out = [
-        show(
-            {"what": "newton product", "form": form, "images": count, "ms": ms, "speedup": times["by torch.func"] / ms}
-        )
-        for form, ms in times.items()
-    ]
+    out = []
+    for what, simulate in (("newton product", None), ("newton product, pruning simulated", Pruning(0.99).prune)):
+        some = [replace(s, simulate=simulate) for s in seen]
+        prior = Prior.of(some[0], CLASSES, torch.device(device))
+        rows = update_rows(some, prior.mean.new_zeros(count, 1, CLASSES), prior)
+        z = prior.center().expand(count, -1).clone()
+        width, weights = z.new_full((count,), 0.1), 1 / (0.1 * rows.rms).square()
+        forms = {"by torch.func": replace(rows, linear=None), "as a program": rows}
+        times = {}
+        for form, part in forms.items():
+            product = part.curvature(z, weights, width)
+            times[form] = 1e3 * seconds(lambda p=product, z=z: p(z), repeats, device)["min"]  # type: ignore[misc]
+        out += [
+            show({"what": what, "form": form, "images": count, "ms": ms, "speedup": times["by torch.func"] / ms})
+            for form, ms in times.items()
+        ]
     rngs = [torch.Generator().manual_seed(i) for i in range(count)]
     row = whole(lambda: Newton().reconstruct_many(seen, rngs), data[0], device)
     return [*out, show({"what": "newton", "images": count} | row)]

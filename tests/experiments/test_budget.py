@@ -187,6 +187,14 @@ def test_attacks_by_default_suit_the_model() -> None:
     assert default_attacks(large, many) == ("surrogate:steps=400",)
 
 
+def test_transformers_are_held_against_the_spans_of_their_inputs() -> None:
+    vit, one = build("vit_tiny", (1, 8, 8), 10), Update({})
+    assert default_attacks(vit, one) == ("newton", "dlg:steps=15,restarts=3", "patches")
+    for client in (Update({}, num_steps=2), replace(one, rule=StepRule(optimizer="adam"))):
+        assert "patches" not in default_attacks(vit, client)
+    assert "patches" not in default_attacks(build("lenet"), one)
+
+
 def test_batches_of_fully_connected_networks_are_unmixed() -> None:
     dense = nn.Sequential(nn.Flatten(), nn.Linear(48, 32), nn.ReLU(), nn.Linear(32, 5))
     smooth = nn.Sequential(nn.Flatten(), nn.Linear(48, 32), nn.Sigmoid(), nn.Linear(32, 5))

@@ -102,12 +102,13 @@ def default_attacks(model: nn.Module, client: Update) -> tuple[str, ...]:
 
     Several steps are unrolled, and matched between the first and the last weights, which costs the same for any number;
     of Adam's signs a search makes more than equations do. A batch behind a first fully connected layer is unmixed, and
-    low-rank factors are held against the spans of what they saw.
+    a transformer, or its low-rank factors, is held against the spans of what its layers saw.
     """
     large = size(parameters(model)) > LARGE
     unmixing = () if client.num_examples == 1 or client.rule.adaptive else _unmixing(model)
     factors = any("lora_b" in name.lower() for name, p in model.named_parameters() if p.requires_grad)
-    spans = ("patches",) if factors and client.num_steps == 1 and not client.rule.adaptive else ()
+    tokens = not large and any("attention" in type(module).__name__.lower() for module in model.modules())
+    spans = ("patches",) if (factors or tokens) and client.num_steps == 1 and not client.rule.adaptive else ()
     return (*unmixing, *_searches(large, client), *spans)
 
 
