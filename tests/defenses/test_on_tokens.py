@@ -28,7 +28,7 @@ MODELS = {
 IDLE = ("none", "compose")
 REFUSED = {  # and what the refusal says
     "ats": r"transforms images .* Use veil, gaussian or pruning\.$",
-    "representation_certified": "target_mse is the error of pixels",
+    "representation_certified": "token ids have no pixels: defend text with veil",
     "representation": "give embeddings in place of token ids, or defend text with veil, gaussian or pruning",
 }
 
