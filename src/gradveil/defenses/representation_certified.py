@@ -75,8 +75,8 @@ def _check(model: nn.Module, x: Tensor) -> None:
     if not bool(((x >= 0) & (x <= 1)).all()):
         raise DefenseError(
             f"target_mse is the error of pixels in [0, 1], and inputs lie in [{float(x.min()):.3g}, "
-            f"{float(x.max()):.3g}]. Put the normalisation into the model as its first layer; token ids have no pixels: "
-            "defend text with veil, gaussian or pruning."
+            f"{float(x.max()):.3g}]. Put the normalisation into the model as its first layer; token ids have no "
+            "pixels: defend text with veil, gaussian or pruning."
         )
 
 
