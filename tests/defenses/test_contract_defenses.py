@@ -1,6 +1,7 @@
 """What every registered defence keeps to, by its name alone: a new file is tested without a change here."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from gradveil.types import Batch, Observation, Update
 SPECS = [
     *DEFENSES.names(), "representation+gaussian:scale=0.1", "representation_direction:p=inf",
     "representation_authors:offset=0.1", "representation:layer=2/5,scope=batch", "pruning:per=global,on=update",
-    "laplace:on=weights,relative=true,per=tensor", "gaussian:relative=true,on=update",
+    "laplace:on=weights,relative=true,per=tensor", "gaussian:relative=true,on=update", "qsgd:levels=1,norm=max",
 ]  # fmt: skip
 
 
@@ -86,6 +87,24 @@ def test_it_says_what_a_server_that_knows_it_would_do(defense: Defense, model: n
     for counter in found:
         assert counter.why.endswith(".")
         assert counter.view(seen).visible
+
+
+def test_what_no_draw_changes_is_what_a_server_makes_of_the_plain_gradient(
+    defense: Defense, model: nn.Module, batch: Batch
+) -> None:
+    """Where a defence has a fingerprint: the same under every draw, and of the gradient itself, without any."""
+    plain = step_gradient(model, batch, build("none"), Generator())
+    update = Update(plain, 3, lr=0.1)
+    if defense.fingerprint(seen := Observation(model, update, (1, 8, 8), 5)) is seen:
+        return
+    for seed in range(3):
+        rng = Generator().manual_seed(seed)
+        sent = defense.on_update(replace(update, gradient=defense.on_gradient(plain, rng)), rng)
+        view = defense.fingerprint(replace(seen, update=sent))
+        made = view.sent(plain)
+        for name, g in view.update.gradient.items():
+            assert g.shape == plain[name].shape
+            torch.testing.assert_close(g, made[name])
 
 
 def test_its_spec_builds_it_again(defense: Defense) -> None:

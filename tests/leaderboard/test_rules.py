@@ -213,6 +213,13 @@ def test_the_learning_server_has_one_round_or_the_whole_run_and_may_know_the_cla
     assert not any(trial.view.rounds for trial in trials)  # their mean
 
 
+def test_random_rounding_gives_a_record_away_by_the_size_of_its_levels() -> None:
+    """One update is enough: no draw changes what the highest level stands for."""
+    case = AttackedEntry(Entry("qsgd:levels=1,norm=max"), Place(replace(TINY, victims=4), Context()))
+    rows = [row for row in case.tried(case.listed()) if row["server"] == "fingerprint"]
+    assert [(row["identified"], row["rounds"], row["tier"]) for row in rows] == [(1.0, 1, "informed")] * 4
+
+
 def test_a_defence_that_is_a_model_is_attacked_there_and_its_control_on_the_panels_own() -> None:
     case = AttackedEntry(Entry("none", model="precode:activation=relu,init=kaiming"), Place(TINY, Context()))
     trials = [trial for trial in case.jobs() if trial.attack == "analytic"]

@@ -15,7 +15,7 @@ from gradveil.gradients.records import Records
 from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.registry import Registry, split_specs
 from gradveil.tree import Params, map_values
-from gradveil.types import Batch, Update
+from gradveil.types import Batch, Observation, Update
 
 
 def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
@@ -159,6 +159,13 @@ class Defense(ABC):
     def for_server(self) -> "Defense":
         """Return the defence as a server has it: where a setting is a secret of the client, with another secret."""
         return self
+
+    def fingerprint(self, seen: Observation) -> Observation:
+        """Return what of an update is the same whatever the client draws, for a server that has a list of candidates.
+
+        The tensors keep their shapes, and ``simulate`` makes the same of a gradient. By default there is nothing.
+        """
+        return seen
 
     @abstractmethod
     def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:

@@ -14,6 +14,7 @@ from gradveil.tree import Params
 from gradveil.types import Observation, Update
 
 TINY = 1e-37  # below every size of a gradient: zeros stay zeros
+MANY = 64  # entries of a tensor, among which one lies at the lowest level
 
 
 @dataclass(frozen=True)
@@ -120,8 +121,7 @@ class Qsgd(Compression):
 
     def rounded(self, g: Tensor, rng: Generator) -> Tensor:
         """Return the level below, or that above with the chance that makes the mean right."""
-        size = g.norm() if self.norm == "l2" else g.abs().amax()
-        unit = size.clamp_min(TINY) / self.levels
+        unit = self._size(g).clamp_min(TINY) / self.levels
         chance = torch.rand(g.shape, generator=rng, device=rng.device).to(g)
         return g.sign() * (g.abs() / unit + chance).floor() * unit
 
@@ -129,12 +129,38 @@ class Qsgd(Compression):
         """Return: take what was rounded for noise, of the strength that the levels tell."""
         return (whiten(self._known),)
 
+    def fingerprint(self, seen: Observation) -> Observation:
+        """Return the size of each tensor that the levels stand for: no draw changes it."""
+        sent = seen.update.gradient if self._is_last(seen) else {}
+        sizes = {
+            name: self._told(g).expand_as(g) for name, g in sent.items() if self.norm == "max" or g.numel() >= MANY
+        }
+        if not sizes:
+            return seen
+        update = replace(seen.update, gradient=sizes)
+        return replace(seen, update=update, simulate=self._sizes, simulate_on=self.on, client=None)
+
+    def _size(self, g: Tensor) -> Tensor:
+        """Return the size of a tensor, that the highest level stands for."""
+        return g.norm() if self.norm == "l2" else g.abs().amax()
+
+    def _sizes(self, gradient: Params) -> Params:
+        return {name: self._size(g).expand_as(g) for name, g in gradient.items()}
+
+    def _told(self, sent: Tensor) -> Tensor:
+        """Return the size that what was sent tells: the largest entry is never rounded, and some are one unit."""
+        size = sent.abs()
+        there = size[size > 1e-4 * size.max()]
+        return size.max() if self.norm == "max" or not len(there) else self.levels * there.min()
+
+    def _is_last(self, seen: Observation) -> bool:
+        """Whether what was sent was rounded last: no steps were added up after it."""
+        update = seen.update
+        return self.on == "update" or (update.num_steps == 1 and update.rule.is_plain)
+
     def _known(self, seen: Observation) -> dict[str, float]:
         """Return the standard deviation of each tensor's rounding; nothing where steps were added up after it."""
-        update = seen.update
-        if self.on == "gradient" and (update.num_steps > 1 or not update.rule.is_plain):
-            return {}
-        return {name: _spread(g) for name, g in update.gradient.items()}
+        return {name: _spread(g) for name, g in seen.update.gradient.items()} if self._is_last(seen) else {}
 
 
 def _spread(sent: Tensor) -> float:

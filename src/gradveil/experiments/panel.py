@@ -11,6 +11,7 @@ from torch import Generator
 from gradveil.attacks.base import Malicious
 from gradveil.attacks.base import build as build_attack
 from gradveil.countermeasures import Countermeasure, plain
+from gradveil.defenses.base import Defense
 from gradveil.errors import GradveilError
 from gradveil.experiments.looks import Look
 from gradveil.experiments.run_folder import Row
@@ -87,7 +88,7 @@ def _wanted(scene: Scene, look: Look) -> Wanted:
                 add(defense, naive(), attack)
         knowing = scene.countermeasures(defense, look.model)
         servers = list(knowing) if "knows" in scene.tiers else []
-        servers += [informed(knowing)] if "informed" in scene.tiers else []
+        servers += [informed(knowing), *marked(scene.acting(defense, look.model))] if "informed" in scene.tiers else []
         servers += patient(knowing) if "patient" in scene.tiers and scene.probed(defense).drawn else []
         for server in servers:
             for attack in _used(scene, server):
@@ -124,6 +125,14 @@ def informed(knowing: Sequence[Countermeasure]) -> Countermeasure:
     view = next((c.view for c in knowing if any(name in c.name for name in LAWS)), _as_it_is)
     why = "Has every other record of the client and a list of candidates; picks the likeliest."
     return Countermeasure(INFORMED, why, view, INFORMED, "informed")
+
+
+def marked(defense: Defense) -> list[Countermeasure]:
+    """The server with a list that looks at what of an update no draw changes; none where the defence leaves nothing."""
+    if type(defense).fingerprint is Defense.fingerprint:
+        return []
+    why = "Has a list of candidates; picks the one that makes what no draw of the client changes."
+    return [Countermeasure("fingerprint", why, defense.fingerprint, INFORMED, "informed")]
 
 
 def patient(knowing: Sequence[Countermeasure]) -> list[Countermeasure]:

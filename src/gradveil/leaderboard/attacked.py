@@ -198,7 +198,8 @@ class Client:
             if (number, r) not in self._updates:
                 rng, own = seeds("client", number, r), self._gradients.get(number)
                 self._updates[number, r] = self._sent(one, rng, self.defense, own)
-            found.append(replace(self._left(server.view(self._updates[number, r])), client=self.simulated))
+            view = self._left(server.view(self._updates[number, r]))
+            found.append(replace(view, client=self.simulated) if view.simulate is None else view)
         if told:
             prior = self.place.class_priors[int(one.labels)]
             found = [replace(seen, labels=one.labels, prior=prior) for seen in found]

@@ -13,7 +13,7 @@ from gradveil.countermeasures import Countermeasure, plain
 from gradveil.defenses.base import NoDefense
 from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import GradveilError
-from gradveil.experiments.panel import INFORMED, inverting
+from gradveil.experiments.panel import INFORMED, inverting, marked
 from gradveil.experiments.panel import patient as patient_servers
 from gradveil.experiments.probes import Probed, probe
 from gradveil.experiments.rows import lines
@@ -135,8 +135,11 @@ class AttackedEntry:
         return []
 
     def listed(self) -> list[Trial]:
-        """Pick the record from a list, by the whole run."""
-        return self._each(replace(plain(), name=INFORMED, tier="informed"), INFORMED, self.rounds, listed=True)
+        """Pick the record from a list: by the whole run, and by what no draw changes."""
+        found = self._each(replace(plain(), name=INFORMED, tier="informed"), INFORMED, self.rounds, listed=True)
+        for server in marked(self.defense):
+            found += self._each(server, INFORMED, listed=True)
+        return found
 
     def told(self) -> list[Trial]:
         """Seek it with its class known, by the whole run."""
