@@ -8,6 +8,7 @@ import torch
 from gradveil.attacks.base import Attack
 from gradveil.countermeasures import Countermeasure, Tier
 from gradveil.data import load
+from gradveil.defenses.base import build as build_defense
 from gradveil.defenses.masking import RandomMask
 from gradveil.errors import AttackError, UpdateError
 from gradveil.experiments import panel as panel_module
@@ -83,6 +84,18 @@ def test_the_control_is_undefended_and_the_rest_is_not(scene: Scene, found: list
     zeros = [int((observe(scene, p).update.gradient["fc.weight"] == 0).all(dim=0).sum()) for p in (control, defended)]
     assert zeros[0] == 0
     assert zeros[1] > 0.3 * observe(scene, control).update.gradient["fc.weight"].shape[1]
+
+
+def test_a_list_is_held_against_what_no_draw_of_the_client_changes(scene: Scene) -> None:
+    config = replace(scene.config, images=8, examples=4, tiers=("naive", "knows", "informed"))
+    rounding = {"qsgd": build_defense("qsgd:levels=1,norm=max")}
+    own = build_scene(config, scene.dataset, scene.model, rounding, {"newton": "newton"})
+    listed = panel(own, [Look("first", 1, "start", own.model)])["candidates"]
+    servers = {(p.defense, p.server.name) for p in listed}
+    assert servers == {("none", "candidates"), ("qsgd", "candidates"), ("qsgd", "fingerprint")}
+    trials = [Observed(own).trial(p) for p in listed if p.server.name == "fingerprint"]
+    rows, _ = attack_rows(trials, attempt(trials), own.public)
+    assert [row["identified"] for row in rows] == [1.0, 1.0]
 
 
 def test_attacked_images_are_the_clients_and_the_gallery_is_public(scene: Scene) -> None:
