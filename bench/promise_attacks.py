@@ -29,7 +29,6 @@ from gradveil.paper.base import Context
 
 OUT = Path("bench/results/promise-attacks.json")
 LENET = "lenet:activation=relu,init=kaiming"
-SCATTER = "scatter:init=zeros"
 NEWTON = "newton:steps=5,cg_steps=6,dense_limit=0"  # few, for time; what noise leaves is reached in as many
 VICTIMS = {"mnist": 16, "cifar10": 8}
 PAIRS = 500  # of updates and images that the learning server learns from
@@ -92,17 +91,17 @@ def main() -> None:
     """Attack what has no rows yet, and keep each stage's as they come."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dataset", default="mnist", choices=list(VICTIMS))
-    parser.add_argument("--model", default=SCATTER, help=f"{SCATTER}, or {LENET}")
+    parser.add_argument("--model", help=f"in place of the one that was priced, e.g. {LENET}")
     parser.add_argument("--only", nargs="*", default=["listed", "learned", "told", "naive", "patient"])
     parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args()
-    kept: list[Row] = json.loads(given.out.read_text())["rows"] if given.out.exists() else []
-    where = {"dataset": given.dataset, "model": given.model}
-    mine = [row for row in kept if where.items() <= row.items()]
-    kept = [row for row in kept if not where.items() <= row.items()]
     priced = json.loads(Path("bench/results/promises.json").read_text())["rows"]
     priced = [row for row in priced if row["dataset"] == given.dataset and row["devices"] == 100]
-    place = Place(panel(given.dataset, priced[0]["rounds"], given.model), Context())
+    where = {"dataset": given.dataset, "model": given.model or priced[0]["model"]}
+    kept: list[Row] = json.loads(given.out.read_text())["rows"] if given.out.exists() else []
+    mine = [row for row in kept if where.items() <= row.items()]
+    kept = [row for row in kept if not where.items() <= row.items()]
+    place = Place(panel(given.dataset, priced[0]["rounds"], where["model"]), Context())
     vars(place)["model"] = remembering(place.model)
     mine = mine or [row | where for row in floor_rows(place)]
     cases = [AttackedEntry(Entry(row["defense"]), place) for row in priced]

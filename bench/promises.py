@@ -1,6 +1,6 @@
 """What a promise costs: accuracy under `veil` with a promise over the whole run, beside the undefended run.
 
-The network is `scatter`: fixed wavelet features, directions from public examples, one linear layer. Clients hold two
+The network is `scatter`: fixed features, directions from public examples, one linear layer. Clients hold two
 classes each (the paper's split) and put all their records into one step, which secure aggregation asks for; the
 undefended run may also take batches of 32. Learning rate and clip are chosen on held-out training records with seed 0,
 by the same rule for every row; the table is of other seeds. As on the leaderboard the model is the mean of the weights
@@ -8,8 +8,10 @@ over the last quarter of the rounds. `--features` keeps the wavelet features in 
 """
 
 import argparse
+import copy
 import json
 import multiprocessing
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +19,7 @@ from statistics import fmean
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradveil.data import load
 from gradveil.data.base import Dataset, Split
@@ -27,7 +29,9 @@ from gradveil.federated.client import evaluate
 from gradveil.federated.settings import Training
 from gradveil.federated.simulate import public_records, simulate
 from gradveil.leaderboard.training import Averaged, held_out_records
-from gradveil.models import build, fit_to_public
+from gradveil.models import build
+from gradveil.models.patches import Mirrored, Patches
+from gradveil.models.scatter import Basis, Scattering
 from gradveil.seeds import Seeds
 
 
@@ -56,25 +60,87 @@ MANY = (
     Setting("none, 1,000 devices", "none", 1000, 100, 25),
     Setting("ε = 8, 1,000 devices", "veil:epsilon=8,delta=1e-5,tier=aggregate,clip={clip}", 1000, 100, 25),
 )
+GROUPS = {"mnist": (PROMISES, MANY), "cifar10": (PROMISES,)}  # 1,000 devices would hold all of CIFAR-10
+MODELS = {"mnist": "scatter:init=zeros", "cifar10": "scatter:patches=512,dims=100,init=zeros"}
 Choice = tuple[float, float, int | None]  # learning rate, clip, batch size
-UNDEFENDED: list[Choice] = [(10.0, 0.0, None), (30.0, 0.0, None), (1.0, 0.0, 32), (3.0, 0.0, 32)]
-DEFENDED: list[Choice] = [(lr, clip, None) for lr in (10.0, 30.0) for clip in (0.1, 0.4)]  # as many
+
+
+@dataclass(frozen=True)
+class Tries:
+    """What is tried on held-out records: as much for the undefended run as for the others."""
+
+    undefended: Sequence[Choice]
+    defended: Sequence[Choice]
+
+    def of(self, setting: Setting) -> Sequence[Choice]:
+        """Return what is tried for a row."""
+        return self.undefended if setting.defense == "none" else self.defended
+
+
+FOUR = Tries(
+    [(10.0, 0.0, None), (30.0, 0.0, None), (1.0, 0.0, 32), (3.0, 0.0, 32)],
+    [(lr, clip, None) for lr in (10.0, 30.0) for clip in (0.1, 0.4)],
+)
+SIX = Tries(  # the undefended run may clip as well
+    [(3.0, 0.0, None), (10.0, 0.0, None), (30.0, 0.0, None), (1.0, 0.0, 32), (3.0, 0.3, None), (10.0, 0.3, None)],
+    [(lr, clip, None) for clip, two in ((0.03, (30.0, 100.0)), (0.1, (10.0, 30.0)), (0.3, (3.0, 10.0))) for lr in two],
+)
+TRIES = {"mnist": FOUR, "cifar10": SIX}
+CLIPPED = "veil:z=1e-9,clip={clip}"  # without noise
+PARTS = ("train", "test")
 STACKED = 50  # clients of a round from which on all at once is faster
 
 
-def featured(name: str, file: Path | None, device: str) -> Dataset:
-    """Return the data set as wavelet features."""
-    dataset = load(name)
-    if file is not None and file.exists():
-        kept = np.load(file)  # noqa: TID251 - our own figures
-        splits = [Split(kept[part], getattr(dataset, part).labels, 1.0) for part in ("train", "test")]
-        return replace(dataset, train=splits[0], test=splits[1])
-    whole = build("scatter", dataset.input_shape, dataset.num_classes)
-    first = nn.Sequential(whole.get_submodule("scatter")).to(device)
-    dataset = through(first, dataset, [np.arange(len(dataset.train))])
-    if file is not None:
-        np.savez(file, train=dataset.train.images.astype(np.float16), test=dataset.test.images.astype(np.float16))
-    return dataset
+@dataclass(frozen=True)
+class Kept:
+    """A data set, and as features what does not depend on the seed: the wavelets."""
+
+    dataset: Dataset
+    waves: dict[str, Split]
+    spec: str  # of the model
+
+    @classmethod
+    def make(cls, name: str, spec: str, file: Path | None, device: str) -> "Kept":
+        """Work the features out, or take them from a file."""
+        dataset = load(name)
+        if file is not None and file.exists():
+            found = np.load(file)  # noqa: TID251 - our own figures
+        else:
+            waves: nn.Module = Scattering()
+            first = nn.Sequential(waves if patches_of(fresh(spec, dataset)) is None else Mirrored(waves)).to(device)
+            whole = through(first, dataset, [np.arange(len(dataset.train))])
+            found = {part: getattr(whole, part).images.astype(np.float16) for part in PARTS}
+            if file is not None:
+                np.savez(file, **found)
+        waves_of = {part: Split(found[part], getattr(dataset, part).labels, 1.0) for part in PARTS}
+        return cls(dataset, waves_of, spec)
+
+    def seen(self, part: str, chosen: Indices, patches: Patches | None) -> Tensor:
+        """Return what the directions are found in."""
+        waves = self.waves[part].batch(chosen).inputs
+        if patches is None:
+            return waves
+        images: Split = getattr(self.dataset, part)
+        with torch.no_grad():
+            return torch.cat([waves, Mirrored(patches)(images.batch(chosen).inputs)], 1)
+
+    def within(self, part: str, chosen: Indices, patches: Patches | None, basis: Basis) -> Split:
+        """Return a split in the directions; records that are not chosen are zeros."""
+        split: Split = getattr(self.dataset, part)
+        images = np.zeros((len(split), len(basis.offset)), np.float32)
+        for some in np.array_split(chosen, max(1, len(chosen) // 200)):
+            images[some] = basis(self.seen(part, some, patches)).numpy()
+        return replace(split, images=images, scale=1.0)
+
+
+def fresh(spec: str, dataset: Dataset) -> nn.Module:
+    """Return the model before it has seen public examples."""
+    return build(spec, dataset.input_shape, dataset.num_classes)
+
+
+def patches_of(model: nn.Module) -> Patches | None:
+    """Return the part that is cut out of public examples, where there is one."""
+    return next((part for part in model.modules() if isinstance(part, Patches)), None)
 
 
 @dataclass(frozen=True)
@@ -84,33 +150,37 @@ class Scene:
     dataset: Dataset
     clients: Sequence[Indices]
     held: Split  # training records that settings are chosen on
+    head: nn.Module  # at its first weights
     seeds: Seeds
 
     @classmethod
-    def make(cls, features: Dataset, shape: tuple[int, ...], setting: Setting, seed: int) -> "Scene":
+    def make(cls, kept: Kept, setting: Setting, seed: int) -> "Scene":
         """Deal out the records, keep some aside, and fit the directions."""
-        seeds = Seeds(seed)
+        seeds, whole = Seeds(seed), kept.dataset
         spec = f"classes:devices={setting.devices},classes=2,per_class={setting.per_class}"
-        clients = partition(features.train.labels, spec, seeds("partition"))
-        public = public_records(features, clients, seeds, FIT)
-        basis = nn.Sequential(build("scatter", shape, features.num_classes).get_submodule("basis"), nn.Linear(200, 1))
-        fit_to_public(basis, features.train.batch(public).inputs)
-        dataset = through(nn.Sequential(basis[0]), features, [np.arange(len(features.train))])
-        held = held_out_records(dataset, [public, *clients], seeds.numpy("held out"))
-        return cls(dataset, clients, held, seeds)
+        clients = partition(whole.train.labels, spec, seeds("partition"))
+        public = public_records(whole, clients, seeds, FIT)
+        model = fresh(kept.spec, whole)
+        patches, basis = patches_of(model), model.get_submodule("basis")
+        if patches is not None:
+            patches.fit(whole.train.batch(public).inputs)
+        basis.fit(kept.seen("train", public, patches))
+        numbered = replace(whole, train=replace(whole.train, images=np.arange(len(whole.train))))
+        aside = held_out_records(numbered, [public, *clients], seeds.numpy("held out"))
+        train = kept.within("train", np.concatenate([aside.images, *clients]), patches, basis)
+        test = kept.within("test", np.arange(len(whole.test)), patches, basis)
+        held = replace(train, images=train.images[aside.images], labels=aside.labels)
+        return cls(replace(whole, train=train, test=test), clients, held, model.get_submodule("fc"), seeds)
 
     def accuracy(self, setting: Setting, choice: Choice, held: bool) -> float:
         """Train, and return the accuracy on held-out training records, or on the test split."""
         lr, clip, batch = choice
         rounds = setting.rounds(self.dataset.name)
-        model = nn.Sequential()
-        model.add_module("fc", nn.Linear(self.dataset.train.images.shape[1], self.dataset.num_classes))
-        nn.init.zeros_(model.get_submodule("fc").weight)  # type: ignore[arg-type]
-        nn.init.zeros_(model.get_submodule("fc").bias)  # type: ignore[arg-type]
+        model = nn.Sequential(OrderedDict(fc=copy.deepcopy(self.head)))
         training = Training(
             rounds=rounds, clients=setting.cohort, batch_size=batch, lr=lr, aggregator="fedavgm:momentum=0.9"
         )
-        defense = setting.defense.format(clip=clip)
+        defense = (setting.defense if setting.defense != "none" or not clip else CLIPPED).format(clip=clip)
         engine = "vectorised" if setting.cohort >= STACKED else "sequential"
         mean = Averaged()
         for last in simulate(model, self.dataset, self.clients, training, defense, self.seeds, engine=engine):
@@ -139,19 +209,20 @@ def main() -> None:
     """Choose the settings with seed 0, then measure with the other seeds."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dataset", default="mnist")
+    parser.add_argument("--model")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--features", type=Path)
     parser.add_argument("--out", type=Path, default=Path("bench/results/promises.json"))
     given = parser.parse_args()
-    shape = load(given.dataset).input_shape
-    features = featured(given.dataset, given.features, given.device)
+    model = given.model or MODELS[given.dataset]
+    features = Kept.make(given.dataset, model, given.features, given.device)
     kept = json.loads(given.out.read_text())["rows"] if given.out.exists() else []
     rows = [row for row in kept if row["dataset"] != given.dataset]
-    for group in (PROMISES, MANY):
-        SCENES.update({seed: Scene.make(features, shape, group[0], seed) for seed in (0, *given.seeds)})
-        tried = {setting: UNDEFENDED if setting.defense == "none" else DEFENDED for setting in group}
+    for group in GROUPS[given.dataset]:
+        SCENES.update({seed: Scene.make(features, group[0], seed) for seed in (0, *given.seeds)})
+        tried = {setting: TRIES[given.dataset].of(setting) for setting in group}
         held = _all([(0, setting, choice, True) for setting in group for choice in tried[setting]], given.jobs)
         best = {s: max(tried[s], key=lambda choice: held[0, s, choice, True]) for s in group}
         found = _all([(seed, s, best[s], False) for s in group for seed in given.seeds], given.jobs)
@@ -159,7 +230,12 @@ def main() -> None:
             accuracy = [found[seed, setting, best[setting], False] for seed in given.seeds]
             whole = [found[seed, group[0], best[group[0]], False] for seed in given.seeds]
             lost = 100 * (fmean(whole) - fmean(accuracy))
-            row = {"dataset": given.dataset, "rounds": setting.rounds(given.dataset), "setting": setting.name}
+            row = {
+                "dataset": given.dataset,
+                "model": model,
+                "rounds": setting.rounds(given.dataset),
+                "setting": setting.name,
+            }
             row |= {"devices": setting.devices, "defense": setting.defense.format(clip=best[setting][1])}
             tries = [(*choice, held[0, setting, choice, True]) for choice in tried[setting]]
             rows.append(row | {"choice": best[setting], "accuracy": accuracy, "lost": lost, "held": tries})

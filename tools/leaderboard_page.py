@@ -24,7 +24,7 @@ from gradveil.leaderboard.standings import Standing, standings, table, tier_tabl
 from gradveil.paper.base import Context
 
 NAME = "leaderboard"
-BENCH, ATTACKED, PRICED = ROOT / "bench" / "results", "promise-attacks.json", "scatter"
+BENCH, ATTACKED = ROOT / "bench" / "results", "promise-attacks.json"
 DEALT = (
     "{dataset}: {devices} devices of {records} records, {clients} a round, {rounds} rounds, learning rates {lrs}, "
     "{seeds} seeds, {victims} records sought ({newton}; {pairs} pairs to learn from)."
@@ -57,7 +57,7 @@ def promise_rows() -> list[Row]:
     priced, sought = (json.loads((BENCH / name).read_text())["rows"] for name in ("promises.json", ATTACKED))
     found = [row | {"dataset": _named(row["dataset"], row["model"])} for row in sought]
     for row in priced:
-        about = {"kind": "training", "dataset": _named(row["dataset"], PRICED), "split": "paper"}
+        about = {"kind": "training", "dataset": _named(row["dataset"], row["model"]), "split": "paper"}
         about |= {"defense": row["defense"], "multiple": 1, "lr": row["choice"][0], "held_out": 0.0}
         if row["devices"] == 100:
             found += [about | {"seed": seed, "accuracy": accuracy} for seed, accuracy in enumerate(row["accuracy"])]

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from gradveil.errors import SpecError
 from gradveil.models.base import MODELS, Shape
-from gradveil.models.parts import Chain, Layers, Width
+from gradveil.models.parts import Chain, Layers, Rank, Width
+from gradveil.models.patches import PLACES, SIDE, Mirrored, Patches
 
 ANGLES, SCALES = 8, 2
 CHANNELS = 1 + SCALES * ANGLES + ANGLES**2 * SCALES * (SCALES - 1) // 2  # of one input channel
@@ -131,10 +132,12 @@ class Scatter(Chain):
     """Fixed wavelet features, ``dims`` directions of them, and one linear layer that is all that is trained.
 
     The directions are the main ones of public examples where a run has some (``gradveil train`` takes records that no
-    client holds), else random ones.
+    client holds), else random ones. With ``patches`` there are responses to so many patches of public examples beside
+    the wavelets, an image counts as its mirror image, and the layer has no bias, which would take half of a clip.
     """
 
     dims: Width = 200
+    patches: Rank = 0  # for photographs: a mirrored digit is another sign
     init: Literal["zeros", "default", "kaiming", "uniform"] = "default"
     normalize: str = "none"  # none, half, or mean/std
 
@@ -143,5 +146,12 @@ class Scatter(Chain):
         if len(input_shape) != 3:
             raise SpecError(f"Model 'scatter' takes images (channels, height, width); got {input_shape}.")
         channels, *sides = input_shape
-        places = math.prod(-(-side // 2**SCALES) for side in sides)
-        return {"scatter": Scattering(), "basis": Basis(channels * CHANNELS * places, self.dims)}
+        length = channels * CHANNELS * math.prod(-(-side // 2**SCALES) for side in sides)
+        if not self.patches:
+            return {"scatter": Scattering(), "basis": Basis(length, self.dims)}
+        first = Mirrored(Scattering(), Patches(channels, min(SIDE, *sides), self.patches))
+        return {"scatter": first, "basis": Basis(length + 2 * self.patches * PLACES**2, self.dims)}
+
+    def head(self, length: int, num_classes: int) -> Layers:
+        """Return the layer that is trained."""
+        return {"fc": nn.Linear(length, num_classes, bias=not self.patches)}
