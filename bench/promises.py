@@ -28,7 +28,7 @@ from gradveil.experiments.train import FIT, through
 from gradveil.federated.client import evaluate
 from gradveil.federated.settings import Training
 from gradveil.federated.simulate import public_records, simulate
-from gradveil.leaderboard.training import Averaged, held_out_records
+from gradveil.leaderboard.training import Averaged, held_out
 from gradveil.models import build
 from gradveil.models.patches import Mirrored, Patches
 from gradveil.models.scatter import Basis, Scattering
@@ -109,9 +109,9 @@ class Kept:
             waves: nn.Module = Scattering()
             first = nn.Sequential(waves if patches_of(fresh(spec, dataset)) is None else Mirrored(waves)).to(device)
             whole = through(first, dataset, [np.arange(len(dataset.train))])
-            found = {part: getattr(whole, part).images.astype(np.float16) for part in PARTS}
+            found = {part: getattr(whole, part).images for part in PARTS}
             if file is not None:
-                np.savez(file, **found)
+                np.savez(file, **{part: rows.astype(np.float16) for part, rows in found.items()})
         waves_of = {part: Split(found[part], getattr(dataset, part).labels, 1.0) for part in PARTS}
         return cls(dataset, waves_of, spec)
 
@@ -164,12 +164,11 @@ class Scene:
         patches, basis = patches_of(model), model.get_submodule("basis")
         if patches is not None:
             patches.fit(whole.train.batch(public).inputs)
-        basis.fit(kept.seen("train", public, patches))
-        numbered = replace(whole, train=replace(whole.train, images=np.arange(len(whole.train))))
-        aside = held_out_records(numbered, [public, *clients], seeds.numpy("held out"))
-        train = kept.within("train", np.concatenate([aside.images, *clients]), patches, basis)
+        basis.fit(torch.cat([kept.seen("train", some, patches) for some in np.array_split(public, 10)]))
+        aside = held_out(whole, [public, *clients], seeds.numpy("held out"))
+        train = kept.within("train", np.concatenate([aside, *clients]), patches, basis)
         test = kept.within("test", np.arange(len(whole.test)), patches, basis)
-        held = replace(train, images=train.images[aside.images], labels=aside.labels)
+        held = replace(train, images=train.images[aside], labels=train.labels[torch.from_numpy(aside)])
         return cls(replace(whole, train=train, test=test), clients, held, model.get_submodule("fc"), seeds)
 
     def accuracy(self, setting: Setting, choice: Choice, held: bool) -> float:

@@ -164,11 +164,16 @@ class Averaged:
         assign(model, {name: value / self.count for name, value in self.total.items()})
 
 
-def held_out_records(dataset: Dataset, clients: Sequence[Indices], rng: np.random.Generator) -> Split:
-    """Return training records that no device holds."""
+def held_out(dataset: Dataset, clients: Sequence[Indices], rng: np.random.Generator) -> Indices:
+    """Return the numbers of training records that no device holds."""
     left = undealt(len(dataset.train), clients)
     if not len(left):
         raise GradveilError(f"All training records of {dataset.name} are dealt out: none is left to choose rates on.")
-    chosen = rng.permutation(left)[:HELD_OUT]
-    train = dataset.train
+    chosen: Indices = rng.permutation(left)[:HELD_OUT]
+    return chosen
+
+
+def held_out_records(dataset: Dataset, clients: Sequence[Indices], rng: np.random.Generator) -> Split:
+    """Return those records."""
+    chosen, train = held_out(dataset, clients, rng), dataset.train
     return replace(train, images=train.images[chosen], labels=train.labels[torch.from_numpy(chosen)])
