@@ -30,7 +30,7 @@ from gradveil.federated.settings import Training
 from gradveil.federated.simulate import public_records, simulate
 from gradveil.leaderboard.training import Averaged, held_out
 from gradveil.models import build
-from gradveil.models.patches import Mirrored, Patches
+from gradveil.models.public_patches import Mirrored, PublicPatches
 from gradveil.models.scatter import Basis, Scattering
 from gradveil.seeds import Seeds
 
@@ -115,7 +115,7 @@ class Kept:
         waves_of = {part: Split(found[part], getattr(dataset, part).labels, 1.0) for part in PARTS}
         return cls(dataset, waves_of, spec)
 
-    def seen(self, part: str, chosen: Indices, patches: Patches | None) -> Tensor:
+    def seen(self, part: str, chosen: Indices, patches: PublicPatches | None) -> Tensor:
         """Return what the directions are found in."""
         waves = self.waves[part].batch(chosen).inputs
         if patches is None:
@@ -124,7 +124,7 @@ class Kept:
         with torch.no_grad():
             return torch.cat([waves, Mirrored(patches)(images.batch(chosen).inputs)], 1)
 
-    def within(self, part: str, chosen: Indices, patches: Patches | None, basis: Basis) -> Split:
+    def within(self, part: str, chosen: Indices, patches: PublicPatches | None, basis: Basis) -> Split:
         """Return a split in the directions; records that are not chosen are zeros."""
         split: Split = getattr(self.dataset, part)
         images = np.zeros((len(split), len(basis.offset)), np.float32)
@@ -138,9 +138,9 @@ def fresh(spec: str, dataset: Dataset) -> nn.Module:
     return build(spec, dataset.input_shape, dataset.num_classes)
 
 
-def patches_of(model: nn.Module) -> Patches | None:
+def patches_of(model: nn.Module) -> PublicPatches | None:
     """Return the part that is cut out of public examples, where there is one."""
-    return next((part for part in model.modules() if isinstance(part, Patches)), None)
+    return next((part for part in model.modules() if isinstance(part, PublicPatches)), None)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from gradveil.errors import SpecError
 from gradveil.models.base import MODELS, Shape
 from gradveil.models.parts import Chain, Layers, Rank, Width
-from gradveil.models.patches import PLACES, SIDE, Mirrored, Patches
+from gradveil.models.public_patches import PLACES, SIDE, Mirrored, PublicPatches
 
 ANGLES, SCALES = 8, 2
 CHANNELS = 1 + SCALES * ANGLES + ANGLES**2 * SCALES * (SCALES - 1) // 2  # of one input channel
@@ -149,7 +149,7 @@ class Scatter(Chain):
         length = channels * CHANNELS * math.prod(-(-side // 2**SCALES) for side in sides)
         if not self.patches:
             return {"scatter": Scattering(), "basis": Basis(length, self.dims)}
-        first = Mirrored(Scattering(), Patches(channels, min(SIDE, *sides), self.patches))
+        first = Mirrored(Scattering(), PublicPatches(channels, min(SIDE, *sides), self.patches))
         return {"scatter": first, "basis": Basis(length + 2 * self.patches * PLACES**2, self.dims)}
 
     def head(self, length: int, num_classes: int) -> Layers:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.models import build, fit_to_public
-from gradveil.models.patches import Mirrored, Patches
+from gradveil.models.public_patches import Mirrored, PublicPatches
 
 
 def images(count: int, side: int = 16) -> Tensor:
@@ -21,7 +21,7 @@ def test_an_image_and_its_mirror_image_are_alike_and_one_upside_down_is_not() ->
 
 
 def test_a_patch_is_found_where_it_was_cut_whatever_its_brightness_and_contrast() -> None:
-    patches, x = Patches(3, 6, 40), images(50)
+    patches, x = PublicPatches(3, 6, 40), images(50)
     patches.fit(x)
     found = patches(x[:4])
     assert found.shape == (4, 80, 3, 3)
@@ -32,7 +32,7 @@ def test_a_patch_is_found_where_it_was_cut_whatever_its_brightness_and_contrast(
 def test_responses_to_public_images_are_white() -> None:
     x = torch.rand(60, 1, 14, 14, generator=torch.Generator().manual_seed(0))
     x[..., 1:] += x[..., :-1].clone()  # neighbours are alike
-    patches = Patches(1, 3, 9)
+    patches = PublicPatches(1, 3, 9)
     patches.fit(x)
     cut = x.unfold(2, 3, 1).unfold(3, 3, 1).flatten(4).flatten(0, 3).double()
     cut = cut - cut.mean(1, keepdim=True)
@@ -57,7 +57,7 @@ def test_the_layer_has_no_bias_and_public_examples_change_nothing_that_is_traine
 
 def test_attacks_in_float64_see_the_same_features_one_by_one_and_through_derivatives() -> None:
     x = images(3)
-    first = Mirrored(Patches(3, 6, 10))
+    first = Mirrored(PublicPatches(3, 6, 10))
     first.fit(x)
     assert torch.allclose(first(x.double()).float(), first(x), atol=1e-5)
     one_by_one = torch.func.vmap(lambda one: first(one[None])[0])(x.double())

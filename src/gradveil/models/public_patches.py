@@ -16,7 +16,7 @@ FLOOR = 0.1  # added to the variance of a direction, before whitening
 DEAD = 0.5  # responses up to this are 0
 
 
-class Patches(nn.Module):
+class PublicPatches(nn.Module):
     """How alike each place is to whitened patches of public images, by sign (Coates and Ng 2012); at first to noise."""
 
     kernels: Tensor
@@ -69,7 +69,7 @@ class Mirrored(nn.Module):
     def fit(self, x: Tensor) -> None:
         """Let the parts that learn from public images do so."""
         for part in self.parts:
-            if isinstance(part, Patches):
+            if isinstance(part, PublicPatches):
                 part.fit(x)
 
 
