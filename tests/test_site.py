@@ -1,6 +1,7 @@
 """The documentation site: built strictly, and opened from disk in a real browser."""
 
 import html
+import json
 import re
 import subprocess
 import sys
@@ -116,6 +117,15 @@ def test_the_keyboard_alone_gets_past_the_menu_and_to_another_part(browser: Any,
 def test_the_picture_of_the_first_page_is_small() -> None:
     picture = ROOT / "docs" / "img" / "site.png"
     assert picture.stat().st_size < 100_000  # tools/site_picture.py makes it
+
+
+def test_no_word_of_the_search_has_a_digit(site: Path) -> None:
+    """lunr joins the letters of words and the numbers of nodes without a mark between them: digits can look alike."""
+    found = json.loads((site / "search" / "search_index.json").read_text())
+    separator = re.compile(found["config"]["separator"])
+    words = {word for doc in found["docs"] for word in separator.split(doc["title"] + " " + doc["text"])}
+    assert len(words) > 1000
+    assert not [word for word in words if re.search(r"[0-9]", word)]
 
 
 def test_search_works_from_disk_by_keyboard(browser: Any, site: Path) -> None:
