@@ -149,9 +149,8 @@ class Qsgd(Compression):
 
     def _told(self, sent: Tensor) -> Tensor:
         """Return the size that what was sent tells: the largest entry is never rounded, and some are one unit."""
-        size = sent.abs()
-        there = size[size > 1e-4 * size.max()]
-        return size.max() if self.norm == "max" or not len(there) else self.levels * there.min()
+        there = _there(sent)
+        return sent.abs().max() if self.norm == "max" or not len(there) else self.levels * there.min()
 
     def _is_last(self, seen: Observation) -> bool:
         """Whether what was sent was rounded last: no steps were added up after it."""
@@ -163,14 +162,19 @@ class Qsgd(Compression):
         return {name: _spread(g) for name, g in seen.update.gradient.items()} if self._is_last(seen) else {}
 
 
+def _there(sent: Tensor) -> Tensor:
+    """Return the sizes of the entries that are not zero; the least is one unit, where many were sent."""
+    size = sent.abs()
+    return size[size > 1e-4 * size.max()]
+
+
 def _spread(sent: Tensor) -> float:
     """Return the standard deviation of random rounding, by what was sent.
 
     Entries below the first level, of which a share p is sent as one unit, are taken to lie evenly between 0 and 2p
     units: p (1 - 4p/3) unit² of noise. Those above lie anywhere between two levels: a sixth of unit².
     """
-    size = sent.abs()
-    there = size[size > 1e-4 * size.max()]
+    size, there = sent.abs(), _there(sent)
     if not len(there):
         return 0.0
     unit = float(there.min())

@@ -208,8 +208,10 @@ class Equations:
             if self.after is None:
                 return program, lambda v: v, lambda u: u
             values = self._direct(z, width)
-            _, back = _vjp(self._sent, values)
-            _, along = _vjp(lambda u: _vjp(self._sent, values)[1](u), torch.zeros_like(self.seen))  # twice transposed
+            back = _pullback(self._sent, values)
+            along = _pullback(
+                lambda u: _pullback(self._sent, values)(u), torch.zeros_like(self.seen)
+            )  # twice transposed
         return program, along, back
 
     def _direct(self, z: Tensor, width: Tensor | None) -> Tensor:
@@ -233,9 +235,10 @@ class Equations:
         return (*self.given, self.scales if width is None else self.scales * width[:, None])
 
 
-def _vjp(function: Push, at: Tensor) -> tuple[Tensor, Push]:
+def _pullback(function: Push, at: Tensor) -> Push:
+    """Return u -> (dF/dz)ᵀ u at a point."""
     result: Any = vjp(function, at)
-    return result[0], lambda u: result[1](u)[0]
+    return lambda u: result[1](u)[0]
 
 
 def _transposed(push: Push, v: Tensor, to: Push) -> Tensor:
