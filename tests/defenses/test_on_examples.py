@@ -26,6 +26,14 @@ def seen_of(model: nn.Module, gradient: dict[str, Tensor], count: int, rng: Gene
     return Observation(model, Update(gradient, count), (1, 8, 8), 5, prior=prior)
 
 
+def test_ats_draws_for_one_image_after_the_other(rng: Generator) -> None:
+    defense, batch = Ats(), Batch(torch.rand(12, 3, 9, 9, generator=rng), torch.arange(12) % 5)
+    found = defense.on_batch(batch, Generator().manual_seed(3)).inputs
+    drawn = Generator().manual_seed(3)
+    for x, y in zip(batch.inputs, found, strict=True):
+        assert torch.allclose(transformed(x, defense._drawn(drawn)), y)
+
+
 def test_ats_pixel_by_pixel(rng: Generator) -> None:
     x = torch.rand(1, 8, 8, generator=rng)
     steps = (("across", 0.25), ("contrast", -0.5), ("down", -0.125))

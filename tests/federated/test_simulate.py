@@ -1,6 +1,7 @@
 """Rounds of federated averaging: by hand, by every engine, resumed, watched, and with faults."""
 
 import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 from torch import nn
 
 from federated.helpers_federated import ragged_clients, tiny_dataset, tiny_model
-from gradveil.defenses.base import build
+from gradveil.countermeasures import plain
+from gradveil.defenses.base import Defense, NoDefense, build
+from gradveil.defenses.compose import Compose
 from gradveil.errors import DataError, GradveilError, SpecError
 from gradveil.federated.checkpoint import Checkpoint
 from gradveil.federated.client import evaluate, local_update
@@ -19,14 +22,19 @@ from gradveil.federated.ledger import sample_clients
 from gradveil.federated.schedules import SCHEDULES
 from gradveil.federated.server import Faults
 from gradveil.federated.simulate import Training, Variant, client_seed, simulate, simulate_together
+from gradveil.layers.sequential import walk, walkable
 from gradveil.models import build as build_model
+from gradveil.scores import api
 from gradveil.seeds import Seeds
-from gradveil.tree import parameters
+from gradveil.tree import Params, parameters
+from gradveil.types import Batch
 
 TRAINING = Training(rounds=3, clients=3, epochs=2, batch_size=4, lr=0.3)
 
 
-def final(training: Training = TRAINING, defense: str = "none", model: nn.Module | None = None, **options: Any) -> Any:
+def final(
+    training: Training = TRAINING, defense: str | Defense = "none", model: nn.Module | None = None, **options: Any
+) -> Any:
     """The last round's weights and buffers."""
     start = model or tiny_model().double()
     last = list(simulate(start, tiny_dataset(), ragged_clients(), training, defense, 7, **options))[-1]
@@ -106,6 +114,55 @@ def test_a_convolution_is_defended_in_stacked_clients_as_in_one_at_a_time() -> N
     found = final(defense="representation:share=0.3,layer=conv2", model=model, engine="vectorised")
     assert distance(found, expected) < 1e-10
     assert distance(found, final(model=model)) > 1e-3
+
+
+@pytest.mark.parametrize("examples", [0, 3, 4])
+@pytest.mark.parametrize("methods", [("auto",), ("exact",), ("auto", "exact")])
+def test_scores_of_stacked_clients_are_those_that_each_would_choose(
+    examples: int, methods: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exact for no batch, for those of three examples at most, or for all; and wherever it is asked for."""
+    model = build_model("lenet:strides=1/1,activation=tanh,width=3", (1, 6, 6), 3).double()
+    layers = walkable(model, "fc", torch.zeros(1, 1, 6, 6)) or []
+    monkeypatch.setattr(api, "BUDGET", examples * api.effort(walk(layers, torch.zeros(1, 1, 6, 6).double())))
+    specs = [f"representation:share=0.3,method={method}" for method in methods]
+    settings = [Variant(model, ragged_clients(), spec, 7) for spec in specs]
+    last = list(simulate_together(settings, tiny_dataset(), TRAINING, engine="vectorised"))[-1]
+    alone = [final(defense=spec, model=model) for spec in specs]
+    for found, expected in zip(last, alone, strict=True):
+        assert distance(dict(found.model.state_dict()), expected) < 1e-10
+    if len(methods) == 2 and not examples:
+        assert distance(*alone) > 1e-4
+
+
+@dataclass(frozen=True)
+class StopsWhereItBegan(Defense):
+    """Sends nothing in a round whose weights it was shown, else what it has."""
+
+    shown: bool = False
+
+    def for_round(self, model: nn.Module, public: Batch | None, loss: Any = None) -> Defense:
+        return StopsWhereItBegan(True)
+
+    def on_gradient(self, gradient: Params, rng: torch.Generator) -> Params:
+        return {name: g * (not self.shown) for name, g in gradient.items()}
+
+    def adaptive(self, model: nn.Module) -> Any:
+        return (plain(),)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised", "processes:workers=2"])
+@pytest.mark.parametrize("defense", [StopsWhereItBegan(), Compose((NoDefense(), StopsWhereItBegan()))])
+def test_what_follows_from_the_weights_of_a_round_does_so_in_training(engine: str, defense: Defense) -> None:
+    model = tiny_model().double()
+    assert distance(final(defense=defense, model=model, engine=engine), dict(model.state_dict())) == 0
+    assert (defense.follows_rounds, NoDefense().follows_rounds) == (True, False)
+
+
+def test_a_client_by_itself_shows_its_weights_as_well() -> None:
+    batch = tiny_dataset().train.batch([0, 1, 2])
+    update = local_update(tiny_model(), batch, StopsWhereItBegan(), 0.3, torch.Generator())
+    assert all(not g.any() for g in update.gradient.values())
 
 
 def test_channels_last_changes_nothing_but_rounding() -> None:

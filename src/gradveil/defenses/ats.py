@@ -73,7 +73,13 @@ class Ats(Defense):
                 f"ats transforms images (N, C, H, W); these are {tuple(batch.inputs.shape)}. "
                 "Use veil, gaussian or pruning."
             )
-        return replace(batch, inputs=torch.stack([transformed(x, self._drawn(rng)) for x in batch.inputs]))
+        alike: dict[Steps, list[int]] = {}  # images that get the same
+        for n in range(len(batch)):
+            alike.setdefault(self._drawn(rng), []).append(n)
+        inputs = torch.empty_like(batch.inputs)
+        for steps, some in alike.items():
+            inputs[some] = transformed(batch.inputs[some], steps)
+        return replace(batch, inputs=inputs)
 
     def _drawn(self, rng: Generator) -> Steps:
         chosen = self.policies[int(torch.randint(len(self.policies), (), generator=rng))]

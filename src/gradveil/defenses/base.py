@@ -135,6 +135,11 @@ class Defense(ABC):
         """Return the defence for one round: with what follows from public data at the weights that were sent."""
         return self
 
+    @property
+    def follows_rounds(self) -> bool:
+        """Whether something of it follows from the weights of each round."""
+        return type(self).for_round is not Defense.for_round
+
     def check_steps(self, steps: int) -> None:  # noqa: B027 - most promise nothing that hangs on it
         """Raise where what is promised does not hold for so many local steps of a round."""
 

@@ -37,13 +37,11 @@ class Censor(Defense):
     def on_records(self, records: Records, slots: int, rng: Generator) -> Params:
         """Return the best of some orthogonal directions, as long as the gradient tensor by tensor."""
         mean = super().on_records(records, slots, rng)
-        best, least = mean, float("inf")
-        for _ in range(self.trials):
-            tried = {n: _turned(g, v) for (n, g), v in zip(mean.items(), self._draw(mean, rng), strict=True)}
-            rise = float(records.along({name: v[None] for name, v in tried.items()}).square().sum())
-            if not rise >= least:
-                best, least = tried, rise
-        return best
+        draws = zip(*(self._draw(mean, rng) for _ in range(self.trials)), strict=True)  # by tensor
+        tried = {n: _turned(g, torch.stack(some)) for (n, g), some in zip(mean.items(), draws, strict=True)}
+        rises = records.along(tried).square().sum(0)  # (trials,)
+        best = int(rises.nan_to_num(nan=float("inf")).argmin())
+        return {name: turned[best] for name, turned in tried.items()}
 
     def _draw(self, like: Params, rng: Generator) -> list[Tensor]:
         return draw_all(normal, list(like.values()), rng)
@@ -54,11 +52,12 @@ class Censor(Defense):
         return (Countermeasure("orthogonal", why, _orthogonal, "newton"),)
 
 
-def _turned(g: Tensor, v: Tensor) -> Tensor:
-    """Return v without its part along g, as long as g."""
-    v = v - (v * g).sum() / g.square().sum().clamp_min(TINY) * g
-    turned: Tensor = v * g.norm() / v.norm().clamp_min(TINY)
-    return turned
+def _turned(g: Tensor, draws: Tensor) -> Tensor:
+    """Return draws (R, *shape) without their parts along g, each as long as g."""
+    flat, along = draws.flatten(1), g.flatten()
+    flat = flat - torch.outer(flat @ along / along.square().sum().clamp_min(TINY), along)
+    turned: Tensor = flat * (along.norm() / flat.norm(dim=1, keepdim=True).clamp_min(TINY))
+    return turned.view_as(draws)
 
 
 def _orthogonal(seen: Observation) -> Observation:

@@ -97,6 +97,11 @@ class Compose(Defense):
         """Return the parts for one round."""
         return replace(self, parts=tuple(part.for_round(model, public, loss) for part in self.parts))
 
+    @property
+    def follows_rounds(self) -> bool:
+        """Whether a part follows them."""
+        return any(part.follows_rounds for part in self.parts)
+
     def check_steps(self, steps: int) -> None:
         """Raise where a part's promise does not hold for so many local steps."""
         for part in self.parts:

@@ -74,7 +74,7 @@ def train_client(
     per_epoch = len(data) if not isinstance(data, Batch) else -(-len(data) // (local.batch_size or len(data) or 1))
     most = local.epochs * per_epoch
     defense.check_steps(most)
-    defense = defense.for_round(model, None, loss) if "records" in defense.acts_on else defense  # what needs no data
+    defense = defense.for_round(model, None, loss)  # what needs no data
     slots, before = slots_of(data, local), float_buffers(model) if "records" in defense.acts_on else {}
     for batch in _batches(data, local, rng):
         pace.step(steps, most)

@@ -151,7 +151,7 @@ class Run:
         chosen = tuple(job.client for job in jobs)
         self.wanted = chosen[: self.watch] if isinstance(self.watch, int) else tuple(self.watch(number, chosen))
         self.received = copy.deepcopy(self.model) if self.wanted else None
-        if "records" not in self.defense.acts_on:
+        if not self.defense.follows_rounds:
             return list(jobs)
         acting = self.defense.for_round(self.model, self.public, build_loss(self.training.loss))
         return [replace(job, defense=acting) for job in jobs]

@@ -22,8 +22,10 @@ from gradveil.federated.settings import Local
 from gradveil.gradients.layer_kinds import KINDS, known
 from gradveil.gradients.records import Captured, records_of
 from gradveil.layers.modules import representation
+from gradveil.layers.sequential import walk, walkable
 from gradveil.losses import Loss
-from gradveil.scores.exact import scores
+from gradveil.scores import api
+from gradveil.scores.exact import RowNorms, scores
 from gradveil.scores.fast.stacked import StackedRows
 from gradveil.tree import Params
 from gradveil.types import Batch
@@ -56,6 +58,10 @@ def parts_of(defense: Defense) -> tuple[Defense, ...]:
     return tuple(p for part in defense.parts for p in parts_of(part)) if isinstance(defense, Compose) else (defense,)
 
 
+def _perturbing(defense: Defense) -> list[RepresentationPerturbation]:
+    return [part for part in parts_of(defense) if isinstance(part, RepresentationPerturbation)]
+
+
 def _is_plain(defense: RepresentationPerturbation) -> bool:
     """Whether the defence is the paper's rule; share, count and layer may differ from client to client."""
     return defense.scope == "sample" and defense.p == 2 and defense.method in ("auto", "exact")
@@ -72,16 +78,32 @@ class Masks:
         self.rows = rows
         self.like = representation(model, self.layer, x)  # of which only the size matters
         self.counts = torch.zeros(clients, 1, 1, dtype=torch.int64, device=x.device)
+        self.exact = torch.zeros(clients, 1, 1, dtype=torch.bool, device=x.device)  # whoever asks for exact scores
+        self.asked = {part.method for part in _perturbing(defense)}
+        self.effort = api.effort(walk(walkable(model, self.layer, x) or [], x[:1]))  # of one example's exact scores
 
     def use(self, defenses: list[Defense]) -> None:
-        """Take each client's number of entries from its own defence."""
-        parts = [[p for p in parts_of(d) if isinstance(p, RepresentationPerturbation)] for d in defenses]
+        """Take each client's number of entries, and whether its scores are exact, from its own defence."""
+        parts = [_perturbing(defense) for defense in defenses]
         counts = [sum(part.budget(self.like) for part in some) for some in parts]
         self.counts.copy_(torch.tensor(counts).view(-1, 1, 1), non_blocking=True)
+        exact = [any(part.method == "exact" for part in some) for some in parts]
+        self.exact.copy_(torch.tensor(exact).view(-1, 1, 1), non_blocking=True)
 
-    def perturbed(self, weights: Params, x: Tensor) -> Tensor:
-        """Return r' (K, B, L) for stacked weights and inputs (K, B, ...)."""
-        rows = self.rows(weights, x)
+    def _rows(self, weights: Params, x: Tensor, present: Tensor) -> RowNorms:
+        """Return r and the norms of its rows, as each client alone would have them: exact, or as ``auto`` chooses."""
+        if self.asked == {"exact"} or self.effort * x.shape[1] <= api.BUDGET:
+            return self.rows(weights, x)
+        quick = self.rows.moment(weights, x)
+        if self.asked == {"auto"} and self.effort > api.BUDGET:
+            return quick
+        exact = self.exact | (present.sum(1)[:, None, None] * self.effort <= api.BUDGET)
+        slow = self.rows(weights, x)
+        return RowNorms(quick.r, {2.0: torch.where(exact, slow.norms[2.0], quick.norms[2.0])})
+
+    def perturbed(self, weights: Params, x: Tensor, present: Tensor) -> Tensor:
+        """Return r' (K, B, L) for stacked weights and inputs (K, B, ...), of which some are present (K, B)."""
+        rows = self._rows(weights, x, present)
         chosen = largest_live_each(rows.r, scores(rows.r, rows.norms, 2.0), self.counts)
         return rows.r.masked_fill(chosen, 0.0)
 

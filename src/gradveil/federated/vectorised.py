@@ -221,7 +221,7 @@ class _Trainer:
         parts = self.parts.index_select(0, self.now)[0]  # (K, B)
         inputs, labels = self.data(self.indices.index_select(0, self.now)[0], parts.dtype)
         weights = dict(zip(self.names, self.weights, strict=True))
-        changed = () if self.masks is None else (self.masks.perturbed(weights, inputs),)
+        changed = () if self.masks is None else (self.masks.perturbed(weights, inputs, parts > 0),)
         with torch.enable_grad():
             if self.records is not None and chunk is not None:
                 given = (parts, chunk.slots, chunk.drawing, defenses)

@@ -265,14 +265,16 @@ def choose(jacobian: Jacobian, p: float) -> str:
     ``exact`` where p is not 2 (an estimate knows no other) and where rows × multiplications of one backward pass ×
     examples stay within a budget; else ``moment``, or ``sketch`` where an operation has no map.
     """
-    if not isinstance(jacobian, Tape):
-        # What an unknown operation costs cannot be read off; a dense matrix from input to output is taken for it.
-        cost, quick = _size(jacobian.r) * _size(jacobian.x), "sketch"
-    else:
-        cost, quick = jacobian.cost, "moment"
-    rows = min(_size(jacobian.r), _size(jacobian.x))
-    within = rows * cost * jacobian.r.shape[0] <= BUDGET
+    quick = "moment" if isinstance(jacobian, Tape) else "sketch"
+    within = effort(jacobian) * jacobian.r.shape[0] <= BUDGET
     return "exact" if p != 2 or within else quick
+
+
+def effort(jacobian: Jacobian) -> int:
+    """Return the multiplications that all rows of one example take."""
+    # What an unknown operation costs cannot be read off; a dense matrix from input to output is taken for it.
+    cost = jacobian.cost if isinstance(jacobian, Tape) else _size(jacobian.r) * _size(jacobian.x)
+    return min(_size(jacobian.r), _size(jacobian.x)) * cost
 
 
 def _size(t: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Exact row norms for many models of one architecture at once: stacked weights, convolutions taken two by two.
+"""Row norms for many models of one architecture at once: stacked weights, exact ones by convolutions two by two.
 
 The Jacobian of a chain conv, slopes, conv, slopes, ... is a product of sparse matrices. Two neighbouring convolutions
 reach only a small patch, so their product is one small dense matrix per position: rows (out channels, patch of the
@@ -49,6 +49,15 @@ class StackedRows:
         ]
         return RowNorms(torch.cat([p.r for p in parts]), {2.0: torch.cat([p.norms[2.0] for p in parts])})
 
+    @torch.no_grad()
+    def moment(self, weights: Params, x: Tensor) -> RowNorms:
+        """Return the same with the norms of ``moment``: one pass of ones through the squared weights and slopes."""
+        convs, r = self._forward(weights, x)
+        spread = torch.ones_like(x[:, :1])
+        for conv in convs:
+            spread = _run(spread, conv.weight.square(), None, conv.stride, conv.padding) * conv.slopes.square()
+        return RowNorms(r.flatten(2), {2.0: spread.flatten(2).sqrt()})
+
     def _some(self, weights: Params, x: Tensor) -> RowNorms:
         convs, r = self._forward(weights, x)
         half = x.is_cuda and x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "medium"
@@ -75,8 +84,9 @@ class StackedRows:
             if isinstance(part, nn.Conv2d):
                 before = tuple(value.shape[2:])
                 weight = weights[f"{names[part]}.weight"]
-                value = _convolved(part, value, weight, weights.get(f"{names[part]}.bias"))
-                geometry = part.stride[0], int(part.padding[0]), before, tuple(value.shape[2:])
+                stride, padding = part.stride[0], int(part.padding[0])
+                value = _run(value, weight, weights.get(f"{names[part]}.bias"), stride, padding)
+                geometry = stride, padding, before, tuple(value.shape[2:])
                 found.append(_Conv(weight, *geometry, slopes=torch.ones_like(value)))
             elif type(part) in BY_OUTPUT:
                 function, slopes = BY_OUTPUT[type(part)]
@@ -85,9 +95,11 @@ class StackedRows:
         return found, value
 
 
-def _convolved(part: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _run(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
+    """Return the convolutions (K, B, ...) of stacked inputs with stacked weights."""
+
     def run(x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
-        return F.conv2d(x, weight, bias[0] if bias else None, part.stride, part.padding)
+        return F.conv2d(x, weight, bias[0] if bias else None, stride, padding)
 
     found: Tensor = vmap(run)(x, weight, *(() if bias is None else (bias,)))
     return found
