@@ -104,15 +104,19 @@ def draw_all(draw: Callable[[torch.Size, Generator], Tensor], like: Sequence[Ten
     """Return noise for each tensor: drawn one by one on the CPU, at once on a device, and moved at once."""
     if rng.device.type == "cpu" and not (like and all(g.is_cuda for g in like)):
         return [draw(g.shape, rng).to(g) for g in like]
-    parts = draw_flat(draw, like, rng).split([g.numel() for g in like])
-    return [part.view(g.shape).to(g) for part, g in zip(parts, like, strict=True)]
+    sizes = [g.numel() for g in like]
+    on_cpu = rng.device.type == "cpu"
+    flat = torch.cat([draw(g.shape, rng).flatten() for g in like]) if on_cpu else draw(torch.Size([sum(sizes)]), rng)
+    return [part.view(g.shape).to(g) for part, g in zip(flat.to(like[0]).split(sizes), like, strict=True)]
 
 
-def draw_flat(draw: Callable[[torch.Size, Generator], Tensor], like: Sequence[Tensor], rng: Generator) -> Tensor:
-    """Return the same noise as one vector."""
-    if rng.device.type == "cpu":
-        return torch.cat([draw(g.shape, rng).flatten() for g in like]).to(like[0])
-    return draw(torch.Size([sum(g.numel() for g in like)]), rng).to(like[0])
+def normal_flat(like: Sequence[Tensor], rng: Generator) -> Tensor:
+    """Return standard normal noise for all tensors as one new vector; the numbers that they would get one by one."""
+    sizes = [g.numel() for g in like]
+    flat = torch.empty(sum(sizes), device=rng.device)
+    for part in flat.split(sizes) if rng.device.type == "cpu" else (flat,):
+        part.normal_(generator=rng)
+    return flat.to(like[0])
 
 
 def normal(shape: torch.Size, rng: Generator) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Generator, Tensor, nn
 from gradveil.certificates.plan import PROMISES, PlannedRun, Tier, z_run_of
 from gradveil.countermeasures import Countermeasure
 from gradveil.defenses.base import DEFENSES, Defense, check_choice
-from gradveil.defenses.noise import draw_flat, normal
+from gradveil.defenses.noise import normal_flat
 from gradveil.errors import DefenseError, SpecError
 from gradveil.gradients.coordinates import ClipMap, clip_factors, measure, split
 from gradveil.gradients.records import Records
@@ -176,7 +176,7 @@ class Veil(Defense):
         if records.count > slots:
             raise DefenseError(f"A step has {records.count} records and {slots} slots. Give each record its own slot.")
         total = self.clipped_sum(records)
-        return self._released(total, draw_flat(normal, list(total.values()), rng), slots)
+        return self._released(total, normal_flat(list(total.values()), rng), slots)
 
     def on_more_records(self, records: Records, slots: int) -> Params:
         """Return the clipped sum of further records, over the slots: the noise of their step is in it already."""
@@ -186,7 +186,7 @@ class Veil(Defense):
         """Return the same for K clients at once."""
         total = self.clipped_sum(records, present)
         like = [value[0] for value in total.values()]
-        return self._released(total, torch.stack([draw_flat(normal, like, rng) for rng in rngs]), slots[:, None])
+        return self._released(total, torch.stack([normal_flat(like, rng) for rng in rngs]), slots[:, None])
 
     def clipped_sum(self, records: Records, present: Tensor | None = None) -> Params:
         """Return Σ c_j g_j over the records that are present."""
@@ -199,14 +199,19 @@ class Veil(Defense):
         return records.weighted_sum(factors if present is None else factors * present)
 
     def _released(self, total: Params, noise: Tensor, slots: int | Tensor) -> Params:
-        """Return (total + z C P⁻¹ n) / slots for a vector n (p,), or of K clients (K, p) with their slots (K, 1)."""
+        """Return (total + z C P⁻¹ n) / slots for a vector n (p,), or of K clients (K, p) with their slots (K, 1).
+
+        It takes the place of n: in a network of many weights each new vector costs more than the sum.
+        """
         now = self.measured
         noise = noise if now.coordinates is None else now.coordinates.back(noise)
-        noise = noise * (self.client_multiplier * now.clip)
-        flat = torch.cat([value.flatten(noise.ndim - 1) for value in total.values()], -1)
-        released = (flat + noise) / (slots if isinstance(slots, int) else slots.to(flat))
-        shapes = [value.shape[noise.ndim - 1 :] for value in total.values()]
-        parts = released.split([shape.numel() for shape in shapes], -1)
+        noise *= self.client_multiplier * now.clip
+        lead = noise.ndim - 1
+        parts = noise.split([value.shape[lead:].numel() for value in total.values()], -1)
+        for part, value in zip(parts, total.values(), strict=True):
+            part += value.flatten(lead) if value.ndim > lead else value[..., None]
+        noise /= slots if isinstance(slots, int) else slots.to(noise)
+        shapes = [value.shape[lead:] for value in total.values()]
         named = zip(total, parts, shapes, strict=True)
         return {name: part.unflatten(-1, shape) if shape else part.squeeze(-1) for name, part, shape in named}
 
