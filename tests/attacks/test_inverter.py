@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
 from gradveil import pace
-from gradveil.attacks.inverter import Inverter, Sketch
+from gradveil.attacks.inverter import Course, Inverter, Sketch, entered
 from gradveil.attacks.regression import HELD, MADE, PUBLIC, Lesson, regress
 from gradveil.data import load
 from gradveil.defenses.base import NoDefense
@@ -52,6 +52,37 @@ TRANSFORMS: dict[str, tuple[Transform, float]] = {  # and the share of the blind
     "sign": (lambda g, rng: g.sign(), 0.2),
     "noise": (lambda g, rng: g + 0.05 * torch.randn(g.shape, generator=rng), 0.25),
 }
+
+
+def test_what_went_into_a_layer_is_read_off_its_gradient() -> None:
+    rng = torch.Generator().manual_seed(0)
+    r, logits = torch.randn(9, 30, generator=rng), torch.randn(9, 10, generator=rng)
+    delta = logits.softmax(1) - torch.eye(10)[torch.arange(9)]  # its largest entry is that of the class
+    found = entered(delta[:, :, None] * r[:, None])
+    assert torch.allclose(found, delta.norm(dim=1, keepdim=True) * r, atol=1e-5)
+    noisy = entered(delta[:, :, None] * r[:, None] + 0.01 * torch.randn(9, 10, 30, generator=rng))
+    assert float((noisy - found).norm() / found.norm()) < 0.05
+
+
+def test_a_layer_on_fixed_features_is_read_whatever_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients of two classes have nothing in common, what went into the layer has."""
+    rng = torch.Generator().manual_seed(1)
+    fixed = nn.Linear(64, 32).requires_grad_(False)
+    fixed.weight.copy_(torch.randn(32, 64, generator=rng) / 8)
+    model = nn.Sequential(nn.Flatten(), fixed, nn.Tanh(), nn.Linear(32, 10, bias=False))
+    nn.init.zeros_(model[3].weight)
+
+    def client(batch: Batch, rng: Generator) -> Params:
+        return step_gradient(model, batch, NoDefense(), rng)
+
+    seen = [
+        Observation(model, Update(client(VICTIMS[i : i + 1], rng)), (1, 8, 8), 10, client=client, public=PUBLIC_DIGITS)
+        for i in range(16)
+    ]
+    whole = error(solved(seen, pairs=200))
+    monkeypatch.setattr(Course, "_layers", lambda self: [None])
+    assert whole < 0.6 * error(solved(seen, pairs=200))
+    assert whole < 0.5 * BLIND
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)

@@ -184,7 +184,7 @@ def test_what_is_learned_of_a_run_is_the_mean_of_its_rounds() -> None:
     """The client that is learned from sends what was seen: the same mean, and the noise of as many rounds."""
     panel = replace(TINY, rounds=40)
     place = Place(panel, Context())
-    for spec in ("veil:z=2,clip=1", "gaussian:scale=0.1"):
+    for spec in ("veil:z=2,clip=1", "dp_sgd:noise=2", "gaussian:scale=0.1", "laplace:scale=0.1"):
         entry = Entry(spec)
         defense, rounds = place.ready(entry), place.planned(entry).participations
         client = Client(place, defense, rounds)
@@ -198,7 +198,7 @@ def test_what_is_learned_of_a_run_is_the_mean_of_its_rounds() -> None:
         assert float(single / mean) == pytest.approx(rounds**0.5, rel=0.1)
         seen = flatten(client.mean_seen(0, told=False).update.gradient)
         clean = flatten(Client(place, NoDefense(), 1).simulated(one, rng))
-        clean = clean / clean.norm().clamp_min(1.0) if "veil" in spec else clean
+        clean = clean / clean.norm().clamp_min(1.0) if spec[0] in "vd" else clean
         assert float((seen - clean).square().mean().sqrt() / mean) == pytest.approx(1.0, rel=0.1)
 
 
@@ -220,8 +220,18 @@ def test_random_rounding_gives_a_record_away_by_the_size_of_its_levels() -> None
     assert [(row["identified"], row["rounds"], row["tier"]) for row in rows] == [(1.0, 1, "informed")] * 4
 
 
+@pytest.mark.parametrize(
+    ("spec", "alone", "records"), [("mixup", False, 40), ("concealed", True, 1), ("sign", False, 40)]
+)
+def test_a_client_has_as_many_records_as_in_training_or_one(spec: str, alone: bool, records: int) -> None:
+    (entry,) = (e for e in ENTRIES if e.name == spec)
+    place = Place(replace(TINY, per_class=20), Context())
+    assert (entry.alone, Client(place, place.ready(entry), 1, entry.alone).size) == (alone, records)
+
+
 def test_a_defence_that_is_a_model_is_attacked_there_and_its_control_on_the_panels_own() -> None:
-    case = AttackedEntry(Entry("none", model="precode:activation=relu,init=kaiming"), Place(TINY, Context()))
+    (entry,) = (e for e in ENTRIES if e.name == "model precode")
+    case = AttackedEntry(entry, Place(TINY, Context()))
     trials = [trial for trial in case.jobs() if trial.attack == "analytic"]
     random = {trial.about["defense"]: hasattr(trial.view.model, "encoder") for trial in trials}
     assert random == {"model precode": True, "none": False}

@@ -8,8 +8,9 @@ Departures from the paper: kernel regression, linear and Gaussian, is in the pla
 thousand examples that a server is taken to have it errs less, in a fraction of the time. Where there are fewer examples
 than pairs to learn from, the server makes others, mixtures of two, moved by a pixel. Where the client draws random
 numbers, it learns from the updates without a defence as well, each tensor scaled to what is left of it on
-average: noise in what one learns from only hides what is to be learned. All that can be set is chosen by the error on
-public examples that were held out, as they are sent.
+average: noise in what one learns from only hides what is to be learned. Of a fully connected layer it learns from what
+went into it as well, which one example's gradient says whatever its class. All that can be set is chosen by the error
+on public examples that were held out, as they are sent.
 """
 
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from typing import Annotated
 
 import torch
 from torch import Generator, Tensor
+from torch.nn.functional import normalize
 
 from gradveil import pace
 from gradveil.attacks.base import ATTACKS, Attack, check_seen, in_groups
@@ -34,6 +36,7 @@ MOST_EXAMPLES = 8  # of one update
 HELD_OUT, MOST_HELD_OUT = 8, 250  # one in so many public examples is not learned from, and no more than so many
 TWICE = 8  # examples that are sent twice, to see what the client draws
 COLLECTING = 0.6  # share of a limited time that pairs are made in
+POWERS = 4  # steps towards the leading directions of a layer's gradient: of one example the first is right
 TOGETHER = 64  # updates without a defence that are made at once
 
 
@@ -177,7 +180,16 @@ class Course:
         known = None if any(y is None for y in labels) else torch.stack([self._row(y) for y in labels if y is not None])
         sources = [rows, *([self.undefended(rows, kinds)] if any(self.noise) else [])]
         rest = (images, kinds, known, self.sketch.sizes, self.noise, self.seen.bounds)
-        return [Lesson(torch.cat([source, shown]), *rest) for source in sources]
+        found = [Lesson(torch.cat([source, shown]), *rest) for source in sources]
+        layers = self._layers()
+        return [*found, *(_folded(lesson, layers) for lesson in found if any(layers))]
+
+    def _layers(self) -> list[torch.Size | None]:
+        """Return, by tensor, the shape of a fully connected layer's weight that is kept whole, of one example."""
+        shapes = [self.seen.update.gradient[name].shape for name in self.seen.visible]
+        whole = (kept == shape.numel() for kept, shape in zip(self.sketch.sizes, shapes, strict=True))
+        one = self.seen.num_examples == 1
+        return [s if one and w and len(s) == 2 and min(s) > 1 else None for s, w in zip(shapes, whole, strict=True)]
 
     def _sent(self, batch: Batch) -> Params:
         with pace.Limit():  # the steps of a client are no steps of the attack
@@ -230,6 +242,32 @@ class Course:
             return x
         down, right = (torch.randint(3, (2,), generator=self.rng) - 1).tolist()
         return x.roll((down, right), (2, 3))
+
+
+def _folded(lesson: Lesson, layers: Sequence[torch.Size | None]) -> Lesson:
+    """Return the lesson with what went into each fully connected layer in place of its gradient.
+
+    Of one example the gradient is δ rᵀ, and r is the same whatever the class was; the gradient is not.
+    """
+    parts = lesson.updates.split(lesson.sizes, 1)
+    rows = [
+        part if shape is None else entered(part.view(-1, *shape)) for part, shape in zip(parts, layers, strict=True)
+    ]
+    return replace(lesson, updates=torch.cat(rows, 1), sizes=[row.shape[1] for row in rows])
+
+
+def entered(gradients: Tensor) -> Tensor:
+    """Return ||δ|| r (P, I) of gradients δ rᵀ (P, O, I), or of the nearest to them of that form.
+
+    The largest entry of δ is taken to be below 0, as that of the right class is.
+    """
+    strongest = gradients.square().sum(2).argmax(1)
+    r = gradients[torch.arange(len(gradients), device=gradients.device), strongest]  # (P, I)
+    for _ in range(POWERS):
+        delta = normalize(torch.einsum("poi,pi->po", gradients, r))
+        r = torch.einsum("poi,po->pi", gradients, delta)
+    largest = delta.gather(1, delta.abs().argmax(1, keepdim=True))
+    return -largest.sign() * r
 
 
 def _rising(labels: Tensor | None) -> Tensor | None:

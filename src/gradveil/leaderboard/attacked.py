@@ -16,7 +16,9 @@ from gradveil.data.base import Dataset, Split
 from gradveil.data.partition import Indices, partition
 from gradveil.defenses.base import Defense, NoDefense
 from gradveil.defenses.base import build as build_defense
+from gradveil.defenses.dp_sgd import DpSgd
 from gradveil.defenses.guard.step import step_gradient
+from gradveil.defenses.noise import Gaussian
 from gradveil.defenses.veil import Veil
 from gradveil.experiments.train import FIT
 from gradveil.experiments.trial import Public, observe
@@ -136,12 +138,12 @@ class Client:
 
     Defences that act after the mean over the records, or mix them, run on a client with all of its records. The others
     act on each record by itself: there the client has the one record alone, which is what is left when the rest is
-    taken off.
+    taken off; so has one of which ``alone`` says it.
     """
 
     def __init__(self, place: Place, defense: Defense, rounds: int, alone: bool = False) -> None:
         self.place, self.defense, self.rounds = place, defense, rounds  # rounds: of the whole run, that add up
-        self.mixes = "batch" in defense.acts_on and not defense.keeps_apart
+        self.mixes = "batch" in defense.acts_on and not defense.keeps_apart and not alone
         whole = self.mixes or (defense.acts_on <= AFTER_THE_MEAN and not alone)
         self.size = 1 + len(place.others) if whole else 1
         self.rest: Params = {}  # what the other records add to the mean gradient
@@ -177,8 +179,7 @@ class Client:
 
     def _simulated_mean(self, one: Batch, rng: Generator) -> Params:
         """Return the mean of as many such updates as a run has; of Gaussian noise alone it is one with less of it."""
-        if isinstance(self.defense, Veil):
-            calmer = replace(self.defense, z=self.defense.multiplier / sqrt(self.rounds))
+        if (calmer := calmed(self.defense, self.rounds)) is not None:
             return self._left(self._sent(one, rng, calmer.for_server())).update.gradient
         own = self._gradient(one) if self.size > 1 and not self.mixes else None
         sent = [self._sent(one, rng, self.defense.for_server(), own) for _ in range(self.rounds)]
@@ -218,6 +219,17 @@ class Client:
         order = torch.randperm(public.choices, generator=self.place.context.seeds("candidates", number))
         inputs, labels = torch.cat([one.inputs, others.inputs]), torch.cat([one.labels, others.labels])
         return Batch(inputs[order], labels[order])
+
+
+def calmed(defense: Defense, rounds: int) -> Defense | None:
+    """Return the defence that sends what the mean of so many rounds at the same weights is; None: none is known."""
+    if isinstance(defense, Veil):
+        return replace(defense, z=defense.multiplier / sqrt(rounds))
+    if isinstance(defense, DpSgd):
+        return replace(defense, noise=defense.noise / sqrt(rounds))
+    if isinstance(defense, Gaussian):
+        return replace(defense, scale=defense.scale / sqrt(rounds))
+    return None
 
 
 def planted(place: Place, entry: Entry, attack: Malicious, rng: Generator) -> tuple[Observation, Batch]:

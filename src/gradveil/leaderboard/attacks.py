@@ -95,7 +95,7 @@ class AttackedEntry:
             self.knowing = with_found(self.defense.adaptive(place.model), self.probed)
         self.run = place.planned(entry)
         self.rounds = self.run.participations if self.probed.drawn else 1
-        self.client = Client(place, self.defense, self.rounds, alone=bool(entry.model))
+        self.client = Client(place, self.defense, self.rounds, entry.alone)
 
     def about(self) -> Row:
         """Return the row of the client that was attacked: and what its defence promises over the whole run.

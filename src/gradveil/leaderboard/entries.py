@@ -14,6 +14,7 @@ class Entry:
     unit: float = 1.0  # of its learning rates: not 1 where it sends larger or smaller numbers than a gradient's
     batch_size: int | None = None  # of the local steps; None: all of a client's records in one
     model: str = ""  # a defence that is part of the model: what is trained in place of the panel's
+    alone: bool = False  # attacked on a client with one record: what the others add cannot be told and taken off
 
     @property
     def name(self) -> str:
@@ -42,8 +43,8 @@ ENTRIES = (
     Entry("qsgd:levels=1,norm=max"),
     Entry("ats"),
     Entry("mixup"),
-    Entry("concealed"),
-    Entry("none", model="precode:activation=relu,init=kaiming"),
+    Entry("concealed", alone=True),
+    Entry("none", model="precode:activation=relu,init=kaiming", alone=True),
     Entry("censor"),
     Entry("outpost"),
     Entry("dp_sgd:noise=1"),
