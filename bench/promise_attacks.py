@@ -32,12 +32,13 @@ OUT = Path("bench/results/promise-attacks.json")
 LENET = "lenet:activation=relu,init=kaiming"
 NEWTON = "newton:steps=5,cg_steps=6,dense_limit=0"  # few, for time; what noise leaves is reached in as many
 VICTIMS = {"mnist": 16, "cifar10": 8}
-PAIRS = 500  # of updates and images that the learning server learns from
+PAIRS = 1750  # of updates and images that the learning server learns from: all public examples but those held out
 
 
-def panel(dataset: str, rounds: int, model: str) -> Panel:
-    """Return who is attacked: the clients of the promises."""
-    return Panel(dataset, 100, 10, 100, rounds, 1.0, 1, VICTIMS[dataset], PAIRS, NEWTON, model)
+def panel(dataset: str, devices: int, rounds: int, model: str) -> Panel:
+    """Return who is attacked: the clients of the promises, with 200 records each, or 50 where there are 1,000."""
+    per_class = 100 if devices == 100 else 25
+    return Panel(dataset, devices, devices // 10, per_class, rounds, 1.0, 1, VICTIMS[dataset], PAIRS, NEWTON, model)
 
 
 class Remembered(nn.Module):
@@ -95,17 +96,18 @@ def main() -> None:
     """Attack what has no rows yet, and keep each stage's as they come."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dataset", default="mnist", choices=list(VICTIMS))
+    parser.add_argument("--devices", type=int, default=100, choices=[100, 1000])
     parser.add_argument("--model", help=f"in place of the one that was priced, e.g. {LENET}")
     parser.add_argument("--only", nargs="*", default=["listed", "learned", "told", "naive", "patient"])
     parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args()
     priced = json.loads(Path("bench/results/promises.json").read_text())["rows"]
-    priced = [row for row in priced if row["dataset"] == given.dataset and row["devices"] == 100]
-    where = {"dataset": given.dataset, "model": given.model or priced[0]["model"]}
+    priced = [row for row in priced if row["dataset"] == given.dataset and row["devices"] == given.devices]
+    where = {"dataset": given.dataset, "devices": given.devices, "model": given.model or priced[0]["model"]}
     kept: list[Row] = json.loads(given.out.read_text())["rows"] if given.out.exists() else []
     mine = [row for row in kept if where.items() <= row.items()]
     kept = [row for row in kept if not where.items() <= row.items()]
-    place = Place(panel(given.dataset, priced[0]["rounds"], where["model"]), Context())
+    place = Place(panel(given.dataset, given.devices, priced[0]["rounds"], where["model"]), Context())
     vars(place)["model"] = remembering(place.model)
     mine = mine or [row | where for row in floor_rows(place)]
     cases = [AttackedEntry(Entry(row["defense"]), place) for row in priced]

@@ -55,17 +55,17 @@ def blocks(folder: Path = RESULTS) -> dict[str, str]:
 def promise_rows() -> list[Row]:
     """Return what `bench/promises.py` priced and `bench/promise_attacks.py` attacked, as rows of the leaderboard."""
     priced, sought = (json.loads((BENCH / name).read_text())["rows"] for name in ("promises.json", ATTACKED))
-    found = [row | {"dataset": _named(row["dataset"], row["model"])} for row in sought]
+    found = [row | {"dataset": _named(row)} for row in sought]
     for row in priced:
-        about = {"kind": "training", "dataset": _named(row["dataset"], row["model"]), "split": "paper"}
+        about = {"kind": "training", "dataset": _named(row), "split": "paper"}
         about |= {"defense": row["defense"], "multiple": 1, "lr": row["choice"][0], "held_out": 0.0}
-        if row["devices"] == 100:
-            found += [about | {"seed": seed, "accuracy": accuracy} for seed, accuracy in enumerate(row["accuracy"])]
+        found += [about | {"seed": seed, "accuracy": accuracy} for seed, accuracy in enumerate(row["accuracy"])]
     return found
 
 
-def _named(dataset: str, model: str) -> str:
-    return f"{dataset}, {model.partition(':')[0]}"
+def _named(row: Row) -> str:
+    many = ", 1,000 devices" if row["devices"] == 1000 else ""
+    return f"{row['dataset']}, {row['model'].partition(':')[0]}{many}"
 
 
 def _promises() -> str:
