@@ -14,7 +14,7 @@ from gradveil.attacks.gauss_newton.stacked import StackedEquations, normal_equat
 from gradveil.attacks.gauss_newton.updates import update_rows
 from gradveil.attacks.labels import with_labels
 from gradveil.attacks.newton import Newton
-from gradveil.attacks.rounds import pooled
+from gradveil.attacks.rounds import SentRounds, pooled
 from gradveil.certificates.meter import several_rounds
 from gradveil.errors import AttackError
 from gradveil.tree import Params
@@ -200,3 +200,28 @@ def test_rounds_of_other_examples_are_refused() -> None:
     one = seen_at(network())
     with pytest.raises(AttackError, match="same examples"):
         pooled(patient(one, replace(one, update=replace(one.update, num_examples=2))))
+
+
+def test_rounds_together_are_as_likely_as_one_by_one() -> None:
+    """With draws that change what is sent; some rounds were seen in part."""
+    rng = torch.Generator().manual_seed(0)
+    mean, noise = (torch.randn(n, 60, generator=rng, dtype=torch.float64) for n in (5, 12))
+    seen = mean[3] + 0.3 * torch.randn(7, 60, generator=rng, dtype=torch.float64)
+    weights, runs = torch.ones_like(seen), 0.3 * (noise - noise.mean(0))
+    weights[2:4, :9] = 0
+    sizes = torch.tensor([40.0, 20.0], dtype=torch.float64)
+    sent = SentRounds(("a", "b"), sizes, seen, weights, torch.zeros(7, 1, 2))
+    least = sent._least
+    together, total = sent.drawn_likelihood(mean, runs), torch.zeros(5, dtype=torch.float64)
+    level = (sent.by_tensor(runs.square().mean(0)) + least).repeat_interleave(sizes.long())
+    shares = torch.logspace(-8, 4, 100, dtype=torch.float64)
+    for y, w in zip(seen, weights, strict=True):
+        kept = w > 0
+        covariance = (runs[:, kept].T @ runs[:, kept]) / len(runs)
+        laws = [
+            torch.distributions.MultivariateNormal(mean[:, kept], covariance + t * torch.diag(level[kept]))
+            for t in shares
+        ]
+        total += torch.stack([law.log_prob(y[kept]) for law in laws]).max(0).values
+    assert torch.allclose(together, total, rtol=1e-6)
+    assert int(together.argmax()) == 3

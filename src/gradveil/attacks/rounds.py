@@ -4,7 +4,7 @@ The sum of their log likelihoods hangs on them only by their mean, each entry we
 seen, so nothing is lost: R rounds with independent noise of standard deviation σ are one with σ/√R.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import log, pi
 
@@ -143,17 +143,29 @@ class SentRounds:
         """
         level = (self.by_tensor(runs.square().mean(0)) + self._least).repeat_interleave(self.sizes.long())
         total = torch.zeros(len(mean), dtype=torch.float64, device=mean.device)
-        shares = torch.logspace(-8, 4, 100, dtype=torch.float64, device=mean.device)[:, None]
-        for y, w in zip(self.seen, self.weights, strict=True):
+        shares = torch.logspace(-8, 4, 100, dtype=torch.float64, device=mean.device).view(-1, 1, 1)
+        for w, seen in self._by_weights():
             scale = (w / level).sqrt()
             basis, size, _ = torch.linalg.svd((scale * runs).T / len(runs) ** 0.5, full_matrices=False)
-            residual, own = scale * (y - mean), size.square()
-            along = (residual @ basis).square()  # (m, r)
-            across = (residual.square().sum(1) - along.sum(1)).clamp_min(0)
-            spread = shares[..., None] + own  # (shares, 1, r)
-            value = across / shares + (w.sum() - len(own)) * shares.log() + (along / spread + spread.log()).sum(2)
-            total -= (value.min(0).values + (w * (2 * pi * level).log()).sum()) / 2
+            centre, own = mean.mean(0), size.square()
+            y, m = scale * (seen - centre), scale * (mean - centre)  # (T, R), (m, R)
+            along = ((y @ basis)[:, None] - m @ basis).square()  # (T, m, r)
+            squares = y.square().sum(1, keepdim=True) - 2 * y @ m.T + m.square().sum(1)  # (T, m)
+            across = (squares - along.sum(2)).clamp_min(0)
+            value = across / shares + (w.sum() - len(own)) * shares.log()  # (shares, T, m)
+            for part, of in zip(along.unbind(2), own, strict=True):
+                value += part / (shares + of) + (shares + of).log()
+            total -= (value.min(0).values + (w * (2 * pi * level).log()).sum()).sum(0) / 2
         return total
+
+    def _by_weights(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield weights (R,) and the rounds (T, R) that have them."""
+        left = torch.arange(len(self.seen), device=self.seen.device)
+        while len(left):
+            w = self.weights[left[0]]
+            same = (self.weights[left] == w).all(1)
+            yield w, self.seen[left[same]]
+            left = left[~same]
 
     @property
     def _least(self) -> Tensor:
