@@ -1,9 +1,9 @@
 """Which levers make a promise cheaper: one linear layer on the fixed features of MNIST, one lever at a time.
 
 The mechanism is `veil`'s, written out for a linear layer, where a record's gradient is δ φᵀ and its length |δ||φ|: a
-whole run takes a second. Clients as in `promises.py`: two classes each, all records in one step, devices take turns. Each
-row is the best of the same tries of learning rate and clip on training records that no device holds, mean over seeds;
-no test record is looked at. `--features` is the file of wavelets that `promises.py` keeps.
+whole run takes a second. Clients as in `promises.py`: two classes each, all records in one step, devices take turns.
+Each row is the best of the same tries of learning rate and clip on training records that no device holds, mean over
+seeds; no test record is looked at. `--features` is the file of wavelets that `promises.py` keeps.
 """
 
 import argparse
@@ -130,7 +130,9 @@ class Run:
             moved = torch.zeros(len(self.tries), lever.cohort, *weights.shape[1:])  # by client
             for step in records.split(lever.batch, 1):
                 own = weights[:, None] - rate[:, None] * moved
-                moved += (self._clipped(own, step) + self.clip[:, None] * self._noise(devices, last)) / lever.batch
+                moved += self._clipped(own, step) / lever.batch
+                if self.promise.z_run:
+                    moved += self.clip[:, None] * self._noise(devices, last) / lever.batch
             moved = moved.mean(1)
             if lever.adam:
                 speed, square = 0.9 * speed + 0.1 * moved, 0.99 * square + 0.01 * moved.square()
@@ -145,7 +147,7 @@ class Run:
         return (logits.argmax(2) == y).float().mean(1).tolist()
 
     def _clipped(self, weights: Tensor, records: Tensor) -> Tensor:
-        """Return the clients' sums of gradients (tries, K, C, D), each record (K, N) clipped in the coordinates of P."""
+        """Return the clients' sums of gradients (tries, K, C, D), records (K, N) clipped in the coordinates of P."""
         x, y = self.x[records], torch.eye(CLASSES)[self.y[records]]
         into = x @ self.maps[0]
         delta = torch.einsum("knd,skcd->sknc", x, weights).softmax(3) - y
@@ -153,10 +155,8 @@ class Run:
         factor = (self.clip / length.clamp_min(1e-30)).clamp_max(1.0)
         return torch.einsum("sknc,knd->skcd", delta * factor[..., None], into if self.lever.rank else x)
 
-    def _noise(self, devices: Tensor, last: Tensor) -> Tensor | float:
+    def _noise(self, devices: Tensor, last: Tensor) -> Tensor:
         """Return each client's noise (K, C, D) for a clip of 1: the same draws for all tries."""
-        if not self.promise.z_run:
-            return 0.0
         part = ROUNDS * self.lever.cohort // DEVICES  # participations of a device
         beta = self.lever.beta  # Gaussian DP of the run: |C⁻¹ 1|² with C = 1 - β × the participation before
         sums = [(1 - beta**t) / (1 - beta) for t in range(1, part + 1)]

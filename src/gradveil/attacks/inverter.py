@@ -247,9 +247,10 @@ class Course:
 def _folded(lesson: Lesson, layers: Sequence[torch.Size | None]) -> Lesson:
     """Return the lesson with what went into each fully connected layer in place of its gradient.
 
-    Of one example the gradient is δ rᵀ, and r is the same whatever the class was; the gradient is not.
+    Of one example the gradient is δ rᵀ, and r is the same whatever the class was; the gradient is not. In float64: it
+    is told so well that rounding, which differs in other company, would show.
     """
-    parts = lesson.updates.split(lesson.sizes, 1)
+    parts = lesson.updates.double().split(lesson.sizes, 1)
     rows = [
         part if shape is None else entered(part.view(-1, *shape)) for part, shape in zip(parts, layers, strict=True)
     ]
