@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from math import sqrt
+from math import isinf, sqrt
 from pathlib import Path
 from statistics import fmean
 
@@ -196,7 +196,8 @@ def main() -> None:
                 runs = [Run(scene, lever, promise, seed) for seed, scene in scenes.items()]
                 each = [fmean(one) for one in zip(*(run.accuracy() for run in runs), strict=True)]
                 best = max(range(len(each)), key=each.__getitem__)
-                row[promise.name] = {"accuracy": each[best], "choice": runs[0].tries[best]}
+                lr, clip = runs[0].tries[best]
+                row[promise.name] = {"accuracy": each[best], "choice": [lr, None if isinf(clip) else clip]}
         rows.append(row)
         print(json.dumps(row), flush=True)
         given.out.write_text(json.dumps({"seeds": given.seeds, "rows": rows}, indent=1) + "\n")
