@@ -1,13 +1,19 @@
 """A small world: synthetic images, ragged clients."""
 
 import os
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gradveil.countermeasures import plain
 from gradveil.data import Dataset
 from gradveil.data.base import from_arrays
+from gradveil.defenses.base import Defense
+from gradveil.tree import Params
+from gradveil.types import Batch
 
 
 def tiny_dataset(n: int = 60, side: int = 6, classes: int = 3) -> Dataset:
@@ -44,3 +50,19 @@ class Absent(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         os._exit(3)
+
+
+@dataclass(frozen=True)
+class StopsWhereItBegan(Defense):
+    """Sends nothing in a round whose weights it was shown, else what it has."""
+
+    shown: bool = False
+
+    def for_round(self, model: nn.Module, public: Batch | None, loss: Any = None) -> Defense:
+        return StopsWhereItBegan(True)
+
+    def on_gradient(self, gradient: Params, rng: torch.Generator) -> Params:
+        return {name: g * (not self.shown) for name, g in gradient.items()}
+
+    def adaptive(self, model: nn.Module) -> Any:
+        return (plain(),)

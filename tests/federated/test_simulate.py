@@ -1,7 +1,6 @@
 """Rounds of federated averaging: by hand, by every engine, resumed, watched, and with faults."""
 
 import copy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from federated.helpers_federated import ragged_clients, tiny_dataset, tiny_model
-from gradveil.countermeasures import plain
+from federated.helpers_federated import StopsWhereItBegan, ragged_clients, tiny_dataset, tiny_model
 from gradveil.defenses.base import Defense, NoDefense, build
 from gradveil.defenses.compose import Compose
 from gradveil.errors import DataError, GradveilError, SpecError
@@ -26,8 +24,7 @@ from gradveil.layers.sequential import walk, walkable
 from gradveil.models import build as build_model
 from gradveil.scores import api
 from gradveil.seeds import Seeds
-from gradveil.tree import Params, parameters
-from gradveil.types import Batch
+from gradveil.tree import parameters
 
 TRAINING = Training(rounds=3, clients=3, epochs=2, batch_size=4, lr=0.3)
 
@@ -133,22 +130,6 @@ def test_scores_of_stacked_clients_are_those_that_each_would_choose(
         assert distance(dict(found.model.state_dict()), expected) < 1e-10
     if len(methods) == 2 and not examples:
         assert distance(*alone) > 1e-4
-
-
-@dataclass(frozen=True)
-class StopsWhereItBegan(Defense):
-    """Sends nothing in a round whose weights it was shown, else what it has."""
-
-    shown: bool = False
-
-    def for_round(self, model: nn.Module, public: Batch | None, loss: Any = None) -> Defense:
-        return StopsWhereItBegan(True)
-
-    def on_gradient(self, gradient: Params, rng: torch.Generator) -> Params:
-        return {name: g * (not self.shown) for name, g in gradient.items()}
-
-    def adaptive(self, model: nn.Module) -> Any:
-        return (plain(),)
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised", "processes:workers=2"])
