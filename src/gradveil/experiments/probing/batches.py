@@ -26,7 +26,8 @@ def find_on_batch(batch: Batch, secrets: Sequence[Secret]) -> Found:
     """Return what a defence does to the examples of a client, and the view that undoes it."""
     outs = [_on_batch(batch, secret) for secret in secrets[:3]]
     if any(out.inputs.shape != batch.inputs.shape for out in outs):
-        return Found("It trains on other examples as well, or on fewer.", explained=False)
+        drawn = any(len(out) != len(outs[0]) or not torch.equal(out.inputs, outs[0].inputs) for out in outs[1:])
+        return Found("It trains on other examples as well, or on fewer.", explained=False, drawn=drawn)
     if all(torch.equal(out.inputs, batch.inputs) for out in outs):
         same = all(torch.equal(out.labels, batch.labels) for out in outs)
         return Found("" if same else "It changes labels, which are read off the update as they were trained on.")
