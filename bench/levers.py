@@ -3,7 +3,8 @@
 The mechanism is `veil`'s, written out for a linear layer, where a record's gradient is δ φᵀ and its length |δ||φ|: a
 whole run takes a second. Clients as in `promises.py`: two classes each, all records in one step, devices take turns.
 Each row is the best of the same tries of learning rate and clip on training records that no device holds, mean over
-seeds; no test record is looked at. `--features` is the file of wavelets that `promises.py` keeps.
+seeds; no test record is looked at. The shape of noise follows from the features of those records, without their
+classes. `--features` is the file of wavelets that `promises.py` keeps.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from math import isinf, sqrt
+from math import inf, isinf, sqrt
 from pathlib import Path
 from statistics import fmean
 
@@ -85,9 +86,7 @@ class Run:
         self.x, self.y = _rows(scene.dataset.train, lever.dims)
         self.held = _rows(scene.held, lever.dims)
         self.clients = torch.from_numpy(np.stack(scene.clients))
-        self.tries = [(lr, clip) for lr, clip in product(RATES, CLIPS)]
-        if not promise.z_run:  # nothing has to be clipped
-            self.tries = [(lr, clip) for lr, clip in product(RATES, (*CLIPS, float("inf")))]
+        self.tries = list(product(RATES, CLIPS if promise.z_run else (*CLIPS, inf)))  # undefended runs need not clip
         self.lr, self.clip = (torch.tensor(v).view(-1, 1, 1) for v in zip(*self.tries, strict=True))
         self.moment = self._moment(self.held[0])
         self.maps = self.shape
@@ -99,7 +98,7 @@ class Run:
 
     @property
     def shape(self) -> tuple[Tensor, Tensor]:
-        """Return P and its inverse on the side of the features (D, D), or twice the projection on the strongest."""
+        """Return P and its inverse on the side of the features (D, D); for a rank, the projection in place of both."""
         values, vectors = self.moment
         if self.lever.rank:
             top = vectors[:, -self.lever.rank :]

@@ -283,20 +283,31 @@ def test_a_known_change_of_the_input_is_undone(change: Callable[[Tensor], Tensor
     assert torch.allclose(flatten(rebuilt), flatten(seen.update.gradient), atol=1e-5)
 
 
-@pytest.mark.parametrize(("drawn", "public"), [(True, True), (False, False)])
-def test_examples_that_are_added_at_random_make_every_round_another(
-    drawn: bool, public: bool, model: nn.Module
+@dataclass(frozen=True)
+class OnBatch(Defense):
+    change: Callable[[Batch, Generator], Batch]
+
+    def on_batch(self, batch: Batch, rng: Generator) -> Batch:
+        return self.change(batch, rng)
+
+    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+        return (undeclared(),)
+
+
+def _twice(batch: Batch, rng: Generator) -> Batch:
+    return Batch(torch.cat([batch.inputs] * 2), torch.cat([batch.labels] * 2))
+
+
+def _any_label(batch: Batch, rng: Generator) -> Batch:
+    return replace(batch, labels=torch.randint(5, batch.labels.shape, generator=rng))
+
+
+@pytest.mark.parametrize(("change", "drawn"), [(None, True), (_twice, False), (_any_label, True)])
+def test_examples_and_labels_that_are_drawn_make_every_round_another(
+    change: Callable[[Batch, Generator], Batch] | None, drawn: bool, model: nn.Module
 ) -> None:
-    @dataclass(frozen=True)
-    class Twice(Defense):
-        def on_batch(self, batch: Batch, rng: Generator) -> Batch:
-            return Batch(torch.cat([batch.inputs] * 2), torch.cat([batch.labels] * 2))
-
-        def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
-            return (undeclared(),)
-
-    defense = build("concealed:steps=1").for_round(model, images(64, 2)) if public else Twice()
-    assert probed(defense, model).drawn is drawn
+    concealed = build("concealed:steps=1").for_round(model, images(64, 2))
+    assert probed(concealed if change is None else OnBatch(change), model, 3).drawn is drawn
 
 
 def test_a_layer_that_draws_nothing_secret_is_dropped_or_replayed(model: nn.Module) -> None:

@@ -22,15 +22,20 @@ from gradveil.types import Batch, Observation
 WIDEST = 4096  # numbers of an example up to which a linear change is written out
 
 
+def _same(a: Batch, b: Batch) -> bool:
+    return torch.equal(a.inputs, b.inputs) and torch.equal(a.labels, b.labels)
+
+
 def find_on_batch(batch: Batch, secrets: Sequence[Secret]) -> Found:
     """Return what a defence does to the examples of a client, and the view that undoes it."""
     outs = [_on_batch(batch, secret) for secret in secrets[:3]]
+    drawn = any(not _same(out, outs[0]) for out in outs[1:])
     if any(out.inputs.shape != batch.inputs.shape for out in outs):
-        drawn = any(len(out) != len(outs[0]) or not torch.equal(out.inputs, outs[0].inputs) for out in outs[1:])
         return Found("It trains on other examples as well, or on fewer.", explained=False, drawn=drawn)
     if all(torch.equal(out.inputs, batch.inputs) for out in outs):
         same = all(torch.equal(out.labels, batch.labels) for out in outs)
-        return Found("" if same else "It changes labels, which are read off the update as they were trained on.")
+        what = "" if same else "It changes labels, which are read off the update as they were trained on."
+        return Found(what, drawn=drawn)
     if any(not torch.equal(out.inputs, outs[0].inputs) for out in outs[1:]):
         return Found("It changes the examples at random.", explained=False, drawn=True)
     change = _change(batch, secrets[0])
