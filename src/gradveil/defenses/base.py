@@ -165,6 +165,10 @@ class Defense(ABC):
         """Return the defence as a server has it: where a setting is a secret of the client, with another secret."""
         return self
 
+    def mean_of(self, rounds: int) -> "Defense | None":
+        """Return the defence that sends what the mean of so many rounds at the same weights is; None: none is known."""
+        return None
+
     def fingerprint(self, seen: Observation) -> Observation:
         """Return what of an update is the same whatever the client draws, for a server that has a list of candidates.
 

@@ -1,7 +1,8 @@
 """DP-SGD as it is commonly run (Abadi et al. 2016; Opacus): one clip for all layers, noise alike in all directions."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import sqrt
 from typing import ClassVar
 
 from torch import Generator, Tensor, nn
@@ -46,6 +47,10 @@ class DpSgd(Defense):
     def spends(self, epochs: int) -> float:
         """Return μ² of one participation, without any gain by sampling: E / noise²."""
         return self._mechanism.spends(epochs)
+
+    def mean_of(self, rounds: int) -> Defense:
+        """Return it with the noise of a mean."""
+        return replace(self, noise=self.noise / sqrt(rounds))
 
     def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         """Return: weigh by the known noise, and clip its own trials alike."""

@@ -139,6 +139,10 @@ class Gaussian(Noise):
         """Return standard normal noise."""
         return normal(shape, rng)
 
+    def mean_of(self, rounds: int) -> Defense:
+        """Return it with the noise of a mean, which is Gaussian as well."""
+        return replace(self, scale=self.scale / sqrt(rounds))
+
 
 @DEFENSES.register("laplace")
 @dataclass(frozen=True)

@@ -147,6 +147,10 @@ class Veil(Defense):
         """Return the defence of a client whose cohort's sum is all that the server sees, less what it knows of it."""
         return replace(self, tier="local", cohort=None)
 
+    def mean_of(self, rounds: int) -> "Veil":
+        """Return it with the noise of a mean."""
+        return replace(self, z=self.multiplier / sqrt(rounds))
+
     # Public coordinates and clip.
 
     def for_round(self, model: nn.Module, public: Batch | None, loss: Loss = CROSS_ENTROPY) -> "Veil":

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import sqrt
 
 import torch
 from torch import Generator, Tensor, nn
@@ -16,9 +15,7 @@ from gradveil.data.base import Dataset, Split
 from gradveil.data.partition import Indices, partition
 from gradveil.defenses.base import Defense, NoDefense
 from gradveil.defenses.base import build as build_defense
-from gradveil.defenses.dp_sgd import DpSgd
 from gradveil.defenses.guard.step import step_gradient
-from gradveil.defenses.noise import Gaussian
 from gradveil.defenses.veil import Veil
 from gradveil.experiments.train import FIT
 from gradveil.experiments.trial import Public, observe
@@ -179,7 +176,7 @@ class Client:
 
     def _simulated_mean(self, one: Batch, rng: Generator) -> Params:
         """Return the mean of as many such updates as a run has; of Gaussian noise alone it is one with less of it."""
-        if (calmer := calmed(self.defense, self.rounds)) is not None:
+        if (calmer := self.defense.mean_of(self.rounds)) is not None:
             return self._left(self._sent(one, rng, calmer.for_server())).update.gradient
         own = self._gradient(one) if self.size > 1 and not self.mixes else None
         sent = [self._sent(one, rng, self.defense.for_server(), own) for _ in range(self.rounds)]
@@ -219,17 +216,6 @@ class Client:
         order = torch.randperm(public.choices, generator=self.place.context.seeds("candidates", number))
         inputs, labels = torch.cat([one.inputs, others.inputs]), torch.cat([one.labels, others.labels])
         return Batch(inputs[order], labels[order])
-
-
-def calmed(defense: Defense, rounds: int) -> Defense | None:
-    """Return the defence that sends what the mean of so many rounds at the same weights is; None: none is known."""
-    if isinstance(defense, Veil):
-        return replace(defense, z=defense.multiplier / sqrt(rounds))
-    if isinstance(defense, DpSgd):
-        return replace(defense, noise=defense.noise / sqrt(rounds))
-    if isinstance(defense, Gaussian):
-        return replace(defense, scale=defense.scale / sqrt(rounds))
-    return None
 
 
 def planted(place: Place, entry: Entry, attack: Malicious, rng: Generator) -> tuple[Observation, Batch]:
