@@ -45,7 +45,8 @@ class EmbeddingSeen(Seen):
     def _rows(self) -> tuple[Tensor, Tensor]:
         """Return numbers (K, N, T) and δ (K, N, T, D), zero at the padding."""
         layer: Any = self.layer
-        numbers, delta = self.a.flatten(2), self.delta.flatten(2, -2)
+        numbers = self.a.view(*self.a.shape[:2], -1)  # one number for a record, or several
+        delta = self.delta.reshape(*numbers.shape, -1)
         if layer.padding_idx is not None:
             delta = delta * (numbers != layer.padding_idx)[..., None]
         return numbers, delta
