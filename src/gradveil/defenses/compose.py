@@ -9,7 +9,7 @@ from torch import Generator, Tensor, nn
 
 from gradveil.certificates.plan import PlannedRun
 from gradveil.countermeasures import Countermeasure, plain
-from gradveil.defenses.base import DEFENSES, Defense, NoDefense, Place
+from gradveil.defenses.base import DEFENSES, Defense, NoDefense, Place, Step
 from gradveil.errors import SpecError
 from gradveil.gradients.records import Records
 from gradveil.losses import CROSS_ENTROPY, Loss
