@@ -9,7 +9,9 @@ docs/theory/noise.md.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import floor, isfinite, log2, pi, sqrt
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -69,18 +71,34 @@ def release(total: Tensor, std: float, rng: Source, sizes: Sequence[int] | None 
     """Return a sum (p,) with Gaussian noise, in its own type; with a generator the numbers of tensors of such sizes."""
     if isinstance(rng, Generator):
         return noise([len(total)] if sizes is None else sizes, std, rng, total.device).on(total)
-    grid, fast = grid_of(std), total.dtype in (torch.float32, torch.float64)
-    if total.device.type == "cpu" and fast and kernel.library() is not None:
-        return kernel.release(total, std, grid)
+    grid, compiled = grid_of(std), _compiled(total.device.type)
+    if compiled is not None and (total.is_cuda or total.dtype in (torch.float32, torch.float64)):
+        released: Tensor = compiled.release(total, std, grid)
+        return released
     return Drawn(secret_normals(len(total), total.device, std), grid).on(total)
+
+
+@cache
+def _compiled(device: str) -> Any:
+    """Return what makes noise on a kind of device in one pass; None where it was not built or does not run."""
+    if device != "cuda":
+        return kernel if device == "cpu" and kernel.library() is not None else None
+    try:
+        from gradveil.privacy import chacha
+
+        chacha.normals(torch.empty(1, dtype=torch.float64, device="cuda"), 1.0)
+    except Exception:  # no Triton, or one that has no compiler here: the CPU draws
+        return None
+    return chacha
 
 
 def secret_normals(count: int, device: torch.device, std: float = 1.0) -> Tensor:
     """Return secret normal numbers (count,) of a standard deviation, in float64."""
-    found = torch.empty(count, dtype=torch.float64)
-    if kernel.library() is not None:
-        kernel.normals(found, std)
-        return found.to(device)
+    compiled = _compiled(device.type)
+    found = torch.empty(count, dtype=torch.float64, device=device if compiled is not None else None)
+    if compiled is not None:
+        compiled.normals(found, std)
+        return found
     stream, words = Stream(), np.empty((2, min(PAIRS, (count + 1) // 2)), np.uint64)
     for at in range(0, count, 2 * PAIRS):
         stream.fill(words.reshape(-1))
