@@ -439,7 +439,7 @@ def test_a_loader_that_drops_the_last_batch_pays_for_every_epoch(data: Batch) ->
     model = made(small)
     with protect(model, SPEC, slots=5, records=12) as guard:
         for _ in range(3):
-            for part in (data[:5], data[5:10]):
+            for part in (data[some] for some in counted([[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]])):
                 model.zero_grad()
                 F.cross_entropy(model(part.inputs), part.labels).backward()
     assert guard.account.spent == 12.0
@@ -494,12 +494,12 @@ class Counting(nn.Module):
 
 def test_a_buffer_that_training_wrote_to_is_not_sent(data: Batch) -> None:
     model = Counting()
-    with pytest.raises(DefenseError, match="mean. of the model changed"), protect(model, SPEC):
+    with pytest.raises(DefenseError, match="changed in training"), protect(model, SPEC):
         F.cross_entropy(model(data.inputs), data.labels).backward()
     fresh = Counting()
     guard = protect(fresh, SPEC)
     F.cross_entropy(fresh(data.inputs), data.labels).backward()
-    with pytest.raises(DefenseError, match="mean. of the model changed"):
+    with pytest.raises(DefenseError, match="changed in training"):
         fresh.load_state_dict(model.state_dict())
     guard.remove()
     guard = protect(fresh, SPEC)

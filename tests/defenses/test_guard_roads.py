@@ -1,4 +1,4 @@
-"""Roads past a defence of records, in a loop of one's own: what leaves beside the noise is refused, or has its noise."""
+"""Roads past a defence of records, in a loop of one's own: what would leave beside the noise is refused."""
 
 import copy
 from collections.abc import Callable
@@ -155,7 +155,7 @@ def test_a_part_that_is_loaded_begins_anew_and_the_rest_does_not(data: Batch) ->
     guard = protect(model, SPEC)
     model.head.load_state_dict(model.head.state_dict())
     step(model, data)
-    with pytest.raises(DefenseError, match="head.seen"):
+    with pytest.raises(DefenseError, match=r"head\.seen"):
         model.head.load_state_dict(model.head.state_dict())
     guard.remove()
 
@@ -468,7 +468,7 @@ def test_weights_that_come_after_the_guard_are_refused(add: Any, data: Batch) ->
     guard = protect(model, SPEC)
     step(model, data)
     add(model)
-    with pytest.raises(DefenseError, match="added|another way|own call"):
+    with pytest.raises(DefenseError, match=r"added|another way|own call"):
         step(model, data)
     guard.remove()
 

@@ -1,4 +1,4 @@
-"""Whether a backward pass keeps records apart: hooks and functions of the model's own may mix what the loss does not."""
+"""Whether a backward pass keeps records apart: hooks and functions of a model may mix what the loss does not."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

@@ -39,6 +39,7 @@ class Attachment(Interceptor):
         self.stamps: WeakKeyDictionary[Optimizer, Stamp] = WeakKeyDictionary()
         self.held: list[Part] = []  # by the optimizer that is at work
         self.past = False  # at the end: whether weights were changed past the defence
+        self.stale: Params = {}  # checksums of gradients from before the guard, which no step may use
         self.bare: list[str] = []  # at the end: weights whose gradients are there without their noise
         self.alone = OneThread()
         self.keeper: RemovableHandle | None = None  # its hook, which stays where the others are lifted
@@ -73,6 +74,7 @@ class Attachment(Interceptor):
         self.handles.append(self.model.register_forward_hook(Leave(self), always_call=True))
         if self.releases is not None:
             self.handles.append(self.model.register_state_dict_pre_hook(BeforeSaving(self)))
+            self.stale = {name: Bits([g]).sum() for name, g in self._gradients().items()}
         self._watch()
 
     def _watch(self) -> None:
@@ -116,8 +118,12 @@ class Attachment(Interceptor):
         if not self.handles or self.releases is None:
             return self.bare
         self.traces.tie()
-        weights = dict(self.model.named_parameters())
-        return self._foreign({name: p.grad for name, p in weights.items() if p.grad is not None})
+        gradients = self._gradients()
+        old = [n for n, g in gradients.items() if n in self.stale and torch.equal(Bits([g]).sum(), self.stale[n])]
+        return [name for name in self._foreign(gradients) if name not in old]
+
+    def _gradients(self) -> Params:
+        return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
 
     @property
     def weights_changed(self) -> bool:
@@ -185,7 +191,7 @@ class Attachment(Interceptor):
     def _foreign(self, gradient: Params) -> list[str]:
         if self.releases is None:
             return self.traces.foreign(gradient)
-        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        trained: Params = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if self.releases.holds(trained) and gradient.keys() <= trained.keys():
             return []
         return self.traces.foreign(gradient) + [name for name in gradient if name not in trained]

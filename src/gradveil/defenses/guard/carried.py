@@ -1,10 +1,9 @@
 """What leaves with ``state_dict()`` beside the trained weights: buffers, frozen weights, extra state."""
 
-import pickle
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -55,13 +54,16 @@ class Carried:
 
 
 def _mark(value: Any) -> Any:
-    """Return what tells a value from others of its kind."""
-    found = tree_map(lambda leaf: _bits(leaf) if isinstance(leaf, Tensor) else leaf, value)
+    """Return what tells a value from others of its kind; of an object that says nothing of itself, which one it is."""
     if isinstance(value, Tensor):
-        return found
-    with suppress(Exception):
-        return pickle.dumps(found)
-    return object()  # what cannot be compared is never the same
+        return _bits(value)
+    return repr(tree_map(_leaf, value))
+
+
+def _leaf(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _bits(value)
+    return (value.dtype, value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value
 
 
 def _bits(t: Tensor) -> tuple[Any, ...]:

@@ -160,7 +160,7 @@ class Counted(Generic[B]):
     def __iter__(self) -> Iterator[B]:
         if self._copy is None:
             for numbers in self.loader:
-                board.draw([_number(i) for i in numbers])  # type: ignore[attr-defined]
+                board.draw([_number(i) for i in numbers])  # type: ignore[union-attr]
                 yield numbers
             return
         batches = iter(self._copy)
@@ -226,4 +226,5 @@ def _numbering(dataset: "Dataset[Any]") -> Callable[[Any], Hashable]:
 
 def _number(index: Any) -> Hashable:
     """Return a number as Python's own, wherever it came from: 3 and tensor(3) are one record."""
-    return index.item() if hasattr(index, "item") else index
+    found: Hashable = index.item() if hasattr(index, "item") else index
+    return found
