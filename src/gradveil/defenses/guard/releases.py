@@ -6,7 +6,7 @@ from math import isclose
 from typing import Any
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -22,6 +22,7 @@ from gradveil.defenses.guard.uses import InStep, Spending, Used
 from gradveil.errors import DefenseError
 from gradveil.gradients.in_training import Ran, TrainedLayers
 from gradveil.layers.modules import tensors_in
+from gradveil.privacy.draws import Source, own_draws
 from gradveil.registry import describe
 from gradveil.tree import Params
 from gradveil.types import Batch
@@ -141,7 +142,7 @@ class Releases:
         layers = set() if self.current is None else self.current.nodes
         return bool(layers) and any(root.grad_fn is not None and leads_to(root.grad_fn, layers) for root in roots)
 
-    def release(self, roots: list[Tensor], retain: bool, weights: Params, rng: Generator, report: Report) -> None:
+    def release(self, roots: list[Tensor], retain: bool, weights: Params, rng: Source, report: Report) -> None:
         """Differentiate a loss, and add what the defence makes of its records to the weights' gradients."""
         current, self.current = self.current, None
         assert current is not None
@@ -160,10 +161,12 @@ class Releases:
             check_backward(loss, edges, deltas, current.made | current.nodes, current.count, retain=retain)
         own = [None if delta is None else delta.detach() / share.weight for delta in deltas]
         records = self.watched.records(current.ran.values(), own, current.count)
-        self._add(self._made(records, current.used, rng, weights, report), weights)
+        with own_draws(self.defense.spec_name):
+            made = self._made(records, current.used, rng, weights, report)
+        self._add(made, weights)
         report.examples += current.count
 
-    def _made(self, records: Any, used: Used | None, rng: Generator, weights: Params, report: Report) -> Params:
+    def _made(self, records: Any, used: Used | None, rng: Source, weights: Params, report: Report) -> Params:
         assert self.slots is not None
         more = self._goes_on(weights, records.count)
         if more:
