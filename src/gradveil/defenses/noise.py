@@ -110,15 +110,6 @@ def draw_all(draw: Callable[[torch.Size, Generator], Tensor], like: Sequence[Ten
     return [part.view(g.shape).to(g) for part, g in zip(flat.to(like[0]).split(sizes), like, strict=True)]
 
 
-def normal_flat(like: Sequence[Tensor], rng: Generator) -> Tensor:
-    """Return standard normal noise for all tensors as one new vector; the numbers that they would get one by one."""
-    sizes = [g.numel() for g in like]
-    flat = torch.empty(sum(sizes), device=rng.device)
-    for part in flat.split(sizes) if rng.device.type == "cpu" else (flat,):
-        part.normal_(generator=rng)
-    return flat.to(like[0])
-
-
 def normal(shape: torch.Size, rng: Generator) -> Tensor:
     """Return standard normal noise on the generator's device."""
     return torch.randn(shape, generator=rng, device=rng.device)
