@@ -201,7 +201,7 @@ class StackedRecords:
                 given = (parts[start:end] > 0, slots[start:end], rngs[start:end])
                 found.append(defense.on_stacked(some, *given))
             else:
-                found.append(some.weighted_sum(parts[start:end]))
+                found.append({n: g.to(weights[n].dtype) for n, g in some.weighted_sum(parts[start:end]).items()})
         active = (parts.sum(1) > 0).to(parts)  # a client that has no step left stays where it is
         joined = {
             name: torch.cat([one[name] for one in found]) if len(found) > 1 else found[0][name] for name in weights

@@ -11,7 +11,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from gradveil.defenses.base import Defense
+from gradveil.defenses.base import Defense, Step
 from gradveil.defenses.guard.apart import check_backward, check_hooks
 from gradveil.defenses.guard.carried import Carried
 from gradveil.defenses.guard.counted import Following
@@ -70,10 +70,19 @@ class Releases:
         self.current: RecordPass | None = None
         self._checked = False  # whether the backward pass keeps records apart
         self._in_step, self._filled = InStep(), 0  # the step under way, and the slots of it that are taken
+        self._step: Step | None = None
+        self._before: Params = {}  # the gradients before the step
         self._left: Tensor | None = None  # a checksum of the gradients as they were left
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"current": None, "_filled": 0, "_left": None, "_in_step": InStep(), "_loading": None}
+        return (
+            self.__dict__
+            | {"current": None, "_filled": 0, "_left": None, "_in_step": InStep(), "_loading": None}
+            | {
+                "_step": None,
+                "_before": {},
+            }
+        )
 
     def before_loading(self, part: nn.Module) -> None:
         """Weights and buffers are about to be written to a part, or to all of the model."""
@@ -189,13 +198,14 @@ class Releases:
         self._filled += records.count
         report.spent = self.spending.account.spent
         if more:
-            added = self._this_round.on_more_records(records, self.slots)
-            if added is None:
+            if self._step is None:
                 raise DefenseError(f"{describe(self.defense)} takes the records of a step at once: do not accumulate.")
-            return added
+            return self._step.add(records)
         self._steps += 1
         report.steps += 1
-        return self._this_round.on_records(records, self.slots, rng)
+        self._step = self._this_round.begin(self.slots, rng)
+        self._before = {n: p.grad.clone() for n, p in weights.items() if p.grad is not None}
+        return self._this_round.on_records(records, self.slots, rng) if self._step is None else self._step.add(records)
 
     @property
     def _this_round(self) -> Defense:
@@ -226,12 +236,14 @@ class Releases:
         self._in_step, self._filled = InStep(), 0
 
     def _add(self, made: Params, weights: Params) -> None:
+        """Add the step's gradient, with all its records so far, to what was there before the step."""
         for name, p in weights.items():
             g = made[name].to(p)
+            g = self._before[name] + g if name in self._before else g
             if p.grad is None:
                 p.grad = g
             else:
-                p.grad.add_(g)
+                p.grad.copy_(g)
         self._left = Bits(p.grad for p in weights.values() if p.grad is not None).sum()
 
     def _count(self, count: int) -> None:
