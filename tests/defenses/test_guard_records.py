@@ -13,7 +13,7 @@ from gradveil.certificates.accountant import Account
 from gradveil.certificates.plan import PlannedRun
 from gradveil.defenses.base import build
 from gradveil.defenses.guard import backward
-from gradveil.defenses.guard.counted import counted
+from gradveil.defenses.guard.counted import board, counted
 from gradveil.defenses.guard.protect import guard_of, protect
 from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import BudgetError, DefenseError
@@ -33,6 +33,11 @@ def made(build: Made) -> nn.Module:
 def small() -> nn.Module:
     """Not one of gradveil's models; it writes to its activations."""
     return nn.Sequential(nn.Conv2d(1, 4, 3, stride=2), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(36, 5))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_drawn() -> None:
+    board.__init__()  # type: ignore[misc]
 
 
 @pytest.fixture
