@@ -13,10 +13,11 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
+from gradveil.certificates.accountant import SIMULATED
 from gradveil.data.base import Dataset
 from gradveil.data.partition import Indices
 from gradveil.defenses.base import build as build_defense
-from gradveil.errors import BudgetError, DataError, GradveilError
+from gradveil.errors import BudgetError, DataError, DefenseError, GradveilError
 from gradveil.experiments.run_folder import CHECKPOINT, MODEL, RunFolder
 from gradveil.federated.checkpoint import Checkpoint
 from gradveil.federated.client import Sent, evaluate
@@ -24,42 +25,51 @@ from gradveil.federated.engines import Job, World, work
 from gradveil.federated.simulate import NOT_RELEASED, client_seed, public_records
 from gradveil.integrations.flower.checks import checked
 from gradveil.integrations.flower.chosen_grid import DEVICE, ChosenGrid
-from gradveil.integrations.flower.demand import Demand
+from gradveil.integrations.flower.demand import OTHER, Demand
 from gradveil.integrations.flower.grids import AuditedGrid, audited
 from gradveil.integrations.flower.mods import RULE
+from gradveil.integrations.flower.outgoing import FAILED
 from gradveil.integrations.flower.public_map import hear, said_of
 from gradveil.integrations.flower.records import (
     LOG,
     SPENT,
     Next,
     arrays_of,
-    number,
     params_of,
-    pay,
     record_of,
     withhold,
 )
 from gradveil.integrations.flower.secure_client import check_sum, secure_mod
 from gradveil.integrations.flower.secure_grid import secured
 from gradveil.integrations.flower.settings import FlowerSettings, build_model, load_data
+from gradveil.integrations.flower.site import is_simulation, noise_of, pay
 from gradveil.integrations.flower.standing import ENGINE, LEAKS, Continued, standing
 from gradveil.integrations.flower.statements import state
 from gradveil.integrations.flower.strategies import build_strategy
+from gradveil.integrations.flower.values import asked, check_asked
 from gradveil.integrations.local_training import fresh_rng
 from gradveil.losses import build as build_loss
 from gradveil.tree import Params
 from gradveil.types import Batch
 
 
-def make_client_app(settings: FlowerSettings | None = None, mods: list[Any] | None = None) -> ClientApp:
-    """Return the app; without settings it reads them from the run config of each message."""
+def make_client_app(
+    settings: FlowerSettings | None = None, mods: list[Any] | None = None, simulation: bool = False
+) -> ClientApp:
+    """Return the app; without settings it reads them from the run config of each message.
+
+    In a simulation clients draw from the run's seed, unless a site says otherwise: no message and no run config can.
+    """
 
     def who(message: Message, context: Context) -> Message:
         answer = ConfigRecord({DEVICE: int(context.node_config.get(DEVICE, -1))})
         return Message(RecordDict({"node": answer}), reply_to=message)
 
     def train(message: Message, context: Context) -> Message:
-        return train_message(message, context, settings or FlowerSettings.from_config(context.run_config))
+        if simulation:
+            context.node_config.setdefault("noise", SIMULATED)
+        own = settings or FlowerSettings.from_config(context.run_config)
+        return train_message(message, context, own, simulation or is_simulation())
 
     def securely(message: Message, context: Context, call_next: Next) -> Message:
         own = settings or FlowerSettings.from_config(context.run_config)
@@ -71,7 +81,7 @@ def make_client_app(settings: FlowerSettings | None = None, mods: list[Any] | No
     return app
 
 
-def train_message(message: Message, context: Context, settings: FlowerSettings) -> Message:
+def train_message(message: Message, context: Context, settings: FlowerSettings, simulation: bool = False) -> Message:
     """Train on this node's share of the data and return the new weights."""
     folder = str(context.node_config.get("data", settings.data))
     dataset, shares = load_data(settings.dataset, folder, settings.partition, settings.seed)
@@ -80,16 +90,19 @@ def train_message(message: Message, context: Context, settings: FlowerSettings) 
         raise DataError(
             f"partition-id={device}: the partition {settings.partition!r} has devices 0..{len(shares) - 1}."
         )
-    round_number = int(number(message, "server-round", 1))
-    before = params_of(next(iter(message.content.array_records.values())))
+    check_asked(message)
+    round_number, noise = int(asked(message, "server-round", 1)), noise_of(context)
+    before = params_of(arrays_of(message)[1])
     model = build_model(settings, dataset)
     model.load_state_dict(before)
-    local = replace(settings, proximal=number(message, "proximal-mu", settings.proximal))  # the strategy may set it
-    lr = number(message, "lr", settings.lr)
+    local = replace(settings, proximal=asked(message, "proximal-mu", settings.proximal))  # the strategy may set it
+    lr = asked(message, "lr", settings.lr)
     site = str(context.node_config.get("defense", ""))
     stated = build_defense(site or settings.defense)
     if settings.require_defense and settings.secure_aggregation:
         Demand(build_defense(settings.require_defense)).check(stated)
+        if noise == SIMULATED and not simulation:
+            raise DefenseError(f"{OTHER}: this site simulates its noise, and the run is no simulation.")
     defense, ledger = settings.ledger(shares, site)
     defense = hear(defense, message, model)
     if defense.fewest:
@@ -97,12 +110,20 @@ def train_message(message: Message, context: Context, settings: FlowerSettings) 
     account = None
     if ledger.cost is not None:
         try:
-            account = pay(context, ledger.accounts[device].client, ledger.cost, ledger.limit or math.inf)
+            account = pay(message, context, ledger.cost, ledger.limit or math.inf)
         except BudgetError as error:
             return withhold(message, f"{SPENT}{error}")
     world = World(model, dataset.train, defense, local)
-    seed = fresh_rng().initial_seed() if settings.secret else client_seed(settings.seeds, round_number, device)
-    sent = work(model, world, Job(device, shares[device], seed), lr)
+    seed = client_seed(settings.seeds, round_number, device) if noise == SIMULATED else fresh_rng().initial_seed()
+    try:
+        sent = work(model, world, Job(device, shares[device], seed), lr)
+    except GradveilError:
+        raise
+    except Exception as error:
+        if account is None:
+            raise
+        LOG.exception("gradveil: training failed, and the server is not told how")
+        raise DefenseError(FAILED) from error
     if settings.secure_aggregation:  # float32 would round a small step of a large weight before the sum does
         before = {name: value.double() if value.is_floating_point() else value for name, value in before.items()}
     steps, examples = sent.update.num_steps, sent.update.num_examples
@@ -130,25 +151,25 @@ class Outcome:
 
 
 def make_server_app(
-    settings: FlowerSettings | None = None, done: Callable[[Outcome], None] = lambda _: None
+    settings: FlowerSettings | None = None, done: Callable[[Outcome], None] = lambda _: None, simulation: bool = False
 ) -> ServerApp:
     """Return the app; without settings it reads them from the run config."""
 
     def main(grid: Grid, context: Context) -> None:
-        done(serve(grid, settings or FlowerSettings.from_config(context.run_config)))
+        done(serve(grid, settings or FlowerSettings.from_config(context.run_config), simulation))
 
     app = ServerApp()
     app.main()(main)
     return app
 
 
-def serve(grid: Grid, settings: FlowerSettings) -> Outcome:
+def serve(grid: Grid, settings: FlowerSettings, simulation: bool = False) -> Outcome:
     """Run all rounds, or those that a run which is continued has left, and return what came of them."""
     with RunFolder(settings.out).hold() if settings.out else nullcontext() as folder:
-        return _serve(grid, settings, folder)
+        return _serve(grid, settings, folder, simulation or is_simulation())
 
 
-def _serve(grid: Grid, settings: FlowerSettings, folder: RunFolder | None) -> Outcome:
+def _serve(grid: Grid, settings: FlowerSettings, folder: RunFolder | None, simulation: bool) -> Outcome:
     dataset, shares = load_data(settings.dataset, settings.data, settings.partition, settings.seed)
     model = build_model(settings, dataset)
     sizes = [len(share) for share in shares]
@@ -182,6 +203,7 @@ def _serve(grid: Grid, settings: FlowerSettings, folder: RunFolder | None) -> Ou
         min_replies=settings.min_replies,
         defense=settings.defense,
         require_defense="" if secure else settings.require_defense,  # in a secure sum clients see to it themselves
+        simulation=simulation,
     )
     watched.kinds = {name: value.dtype for name, value in model.state_dict().items()}
     outcome = Outcome(rounds=folder.rounds if folder else [])
@@ -199,6 +221,7 @@ def _serve(grid: Grid, settings: FlowerSettings, folder: RunFolder | None) -> Ou
         row |= {"accuracy": seen.accuracy, "loss": seen.loss, "seconds": round(time.perf_counter() - started, 4)}
         row |= {"released": secure.released} if secure else {}
         row |= {"tier": "aggregate"} if defense.fewest else {}
+        row |= {"noise": SIMULATED} if "simulated" in watched.counts[-1] else {}
         row |= {"scored_by": seen.scored_by} if seen.scored_by != "accuracy" else {}
         started = time.perf_counter()
         outcome.rounds.append(row)

@@ -7,11 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from flwr.app import ConfigRecord, Context, Message
+from torch import Generator
 
 from gradveil.certificates.accountant import NOISE, SECRET, SIMULATED, Account, spend_from
 from gradveil.defenses.base import Defense, build
 from gradveil.errors import BudgetError, DefenseError
 from gradveil.integrations.flower.values import asked
+from gradveil.integrations.local_training import fresh_rng
 
 ACCOUNT = "gradveil-account"  # in the node's state: what its records had spent after the last payment of this run
 NOISE_FROM, ACCOUNTS_IN = "GRADVEIL_NOISE", "GRADVEIL_ACCOUNTS"  # in the environment
@@ -48,6 +50,11 @@ def check_seed(seed: int | None, context: Context) -> None:
             "the app gives its noise a seed, from which everybody who has the app can draw it again. Leave the seed "
             "out; in a simulation set --node-config \"noise='simulated'\" or GRADVEIL_NOISE=simulated."
         )
+
+
+def generator_of(context: Context, seed: int | None = None) -> Generator | None:
+    """Return what a simulation draws from; None where the site's noise is secret."""
+    return fresh_rng(seed) if noise_of(context) == SIMULATED else None
 
 
 def allows(context: Context, what: str) -> bool:

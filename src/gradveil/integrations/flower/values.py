@@ -40,6 +40,9 @@ ASKED = {  # of a training message's config
 }
 
 
+COUNT = Range(0, 1e9, True)  # of examples or steps
+
+
 def asked(message: Message, name: str, default: float) -> float:
     """Return what a server asks for under this name; anything that is no such number is refused."""
     for record in message.content.config_records.values():
