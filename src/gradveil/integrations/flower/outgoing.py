@@ -4,17 +4,19 @@ The app's own reply is looked at, and none of it is sent: neither its metrics, c
 types and bits of its arrays, nor the text of its errors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 
+from gradveil.certificates.accountant import SIMULATED
 from gradveil.defenses.base import Defense
 from gradveil.defenses.guard.protect import Guard
 from gradveil.errors import BudgetError, DefenseError, GradveilError, UpdateError
 from gradveil.integrations.flower.demand import name_of
 from gradveil.integrations.flower.records import LOG, Next, arrays_of, named_as_in, params_of, record_of, withhold
-from gradveil.integrations.flower.site import allows
+from gradveil.integrations.flower.site import allows, noise_of
 from gradveil.integrations.flower.statements import STATEMENT
 from gradveil.tree import Params
 
@@ -39,16 +41,29 @@ def other_kind(defense: Defense, message: Message, context: Context, call_next: 
     return reply
 
 
+@contextmanager
+def told_here_alone(context: Context) -> Iterator[None]:
+    """Within, what goes wrong is told in the node's log; the error that leaves says it in a simulation alone."""
+    if noise_of(context) == SIMULATED:
+        yield
+        return
+    try:
+        yield
+    except BudgetError as error:
+        LOG.warning("gradveil: %s", error)
+        raise BudgetError("It was spent while the app trained; the node's log says more.") from None
+    except Exception as error:
+        LOG.warning("gradveil: the app failed, and the server is not told how", exc_info=error)
+        raise DefenseError(FAILED) from None
+
+
 def answer_in(app: Next, message: Message, context: Context) -> Message | GradveilError:
     """Return the app's answer, or an error that says nothing of what went wrong: the log of the node does."""
     try:
-        reply = app(message, context)
-    except BudgetError as error:
-        LOG.warning("gradveil: %s", error)
-        return BudgetError("It was spent while the app trained; the node's log says more.")
-    except Exception:
-        LOG.exception("gradveil: the app failed, and the server is not told how")
-        return DefenseError(FAILED)
+        with told_here_alone(context):
+            reply = app(message, context)
+    except GradveilError as error:
+        return error
     if reply.has_error():
         LOG.warning("gradveil: the app answered with an error, and the server is not told which: %s", reply.error)
         return DefenseError(FAILED)
