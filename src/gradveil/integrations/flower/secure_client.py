@@ -131,7 +131,7 @@ def _in_older_form(message: Message, reply: Message, context: Context) -> Messag
     counts = {
         name: record[name] for record in reply.content.metric_records.values() for name in PUBLIC if name in record
     }
-    if odd := [name for name, value in counts.items() if not COUNT.holds(value)]:
+    if odd := [name for name, value in counts.items() if value not in COUNT]:
         raise DefenseError(f"{odd[0]!r} leaves beside the secure sum and is not {COUNT}.")
     metrics: dict[str, Any] = {name: float(value) for name, value in counts.items()}
     if STATEMENT in reply.content.config_records:

@@ -7,47 +7,45 @@ from typing import Any
 from flwr.app import Message
 
 from gradveil.errors import UpdateError
+from gradveil.ranges import Range
 
 
 @dataclass(frozen=True)
-class Range:
-    """From a number to a number, both included; whole ones only, where that is said."""
+class Number:
+    """A number in a range; a whole one only, where that is said."""
 
-    low: float
-    high: float
+    range: Range
     whole: bool = False
 
-    def holds(self, value: Any) -> bool:
-        """Return whether a value is such a number: no text, no list, not NaN."""
+    def __contains__(self, value: Any) -> bool:
+        """Whether a value is such a number: no text, no list, no truth value, not NaN."""
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return False
-        return self.low <= value <= self.high and (not self.whole or float(value).is_integer())
+        return value in self.range and (not self.whole or float(value).is_integer())
 
     def __str__(self) -> str:
-        return f"{'a whole number ' if self.whole else ''}from {self.low:g} to {self.high:g}"
+        return f"a {'whole ' if self.whole else ''}number {self.range}"
 
 
+COUNT = Number(Range(0), True)  # of examples or steps
 ASKED = {  # of a training message's config
-    "lr": Range(1e-12, 1e6),
-    "server-round": Range(0, 1e9, True),
-    "batch-size": Range(0, 1e9, True),
-    "epochs": Range(1, 1e6, True),
-    "momentum": Range(0, 1),
-    "weight-decay": Range(0, 1e6),
-    "proximal-mu": Range(0, 1e6),
-    "clip": Range(0, 1e6),
-    "public-clip": Range(1e-6, 1e6),
+    "lr": Number(Range(1e-12, 1e6)),
+    "server-round": COUNT,
+    "batch-size": COUNT,
+    "epochs": Number(Range(1, 10**6), True),
+    "momentum": Number(Range(0, 1, below=True)),
+    "weight-decay": Number(Range(0, 1e6)),
+    "proximal-mu": Number(Range(0, 1e6)),
+    "clip": Number(Range(0, 1e6)),
+    "public-clip": Number(Range(1e-6, 1e6)),
 }
-
-
-COUNT = Range(0, 1e9, True)  # of examples or steps
 
 
 def asked(message: Message, name: str, default: float) -> float:
     """Return what a server asks for under this name; anything that is no such number is refused."""
     for record in message.content.config_records.values():
         if name in record:
-            if not ASKED[name].holds(record[name]):
+            if record[name] not in ASKED[name]:
                 raise UpdateError(f"The server asks for a {name!r} that is not {ASKED[name]}. Nothing is done.")
             return float(record[name])
     return default
