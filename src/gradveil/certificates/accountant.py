@@ -6,6 +6,8 @@ rounds, whatever weights the server sends in between, so an account holds one nu
 """
 
 import json
+import os
+import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -194,6 +196,14 @@ def spend_from(
         count, last = add_to_journal(path, stand, said | {"cost": cost, "note": note[:200]})
         write_atomically(path, (json.dumps(said | {"releases": count, "last": last}) + "\n").encode())
     return account
+
+
+def account_path(name: str) -> Path:
+    """Return where the account of a client lies where nobody names a file: in GRADVEIL_ACCOUNTS, or the user's home."""
+    if not re.fullmatch(r"[\w-][\w.-]{0,79}", name):
+        raise BudgetError(f"{name[:40]!r} cannot name an account: use letters, digits, - and _. {NOT_SENT}")
+    folder = os.environ.get("GRADVEIL_ACCOUNTS")
+    return (Path(folder) if folder else Path.home() / ".gradveil" / "accounts") / f"{name}.json"
 
 
 def delta_of(mu: float, epsilon: float) -> float:

@@ -2,21 +2,20 @@
 
 import json
 import os
-import re
 from dataclasses import replace
 from pathlib import Path
 
 from flwr.app import ConfigRecord, Context, Message
 from torch import Generator
 
-from gradveil.certificates.accountant import NOISE, SECRET, SIMULATED, Account, spend_from
+from gradveil.certificates.accountant import NOISE, SECRET, SIMULATED, Account, account_path, spend_from
 from gradveil.defenses.base import Defense, build
 from gradveil.errors import BudgetError, DefenseError
 from gradveil.integrations.flower.values import asked
 from gradveil.integrations.local_training import fresh_rng
 
 ACCOUNT = "gradveil-account"  # in the node's state: what its records had spent after the last payment of this run
-NOISE_FROM, ACCOUNTS_IN = "GRADVEIL_NOISE", "GRADVEIL_ACCOUNTS"  # in the environment
+NOISE_FROM = "GRADVEIL_NOISE"  # in the environment
 ALLOWED = ("evaluate", "query", "leak-metrics")  # what leaves beside a defence of records where a site says 'allow'
 KEYS = {  # of --node-config: who may set it is the site; what it may be, and what it decides
     "partition-id": ("a whole number", "the node's share of the data, and the name of its account"),
@@ -78,20 +77,14 @@ def defense_for(given: str | Defense | None, context: Context) -> Defense:
 
 def name_in(context: Context) -> str:
     """Return the name of the site's account: none that a server or a run chooses, so that all runs share it."""
-    name = str(context.node_config.get("partition-id", "site"))
-    if not re.fullmatch(r"[\w.-]{1,80}", name) or name.startswith("."):
-        raise DefenseError(f"partition-id={name[:40]!r} cannot name an account. Use letters, digits, - and _.")
-    return name
+    return str(context.node_config.get("partition-id", "site"))
 
 
 def account_file(context: Context) -> Path | None:
     """Return where the site keeps its account; None where its noise is simulated and it has named no file."""
     if given := context.node_config.get("account"):
         return Path(str(given))
-    if noise_of(context) == SIMULATED:
-        return None
-    folder = os.environ.get(ACCOUNTS_IN)
-    return (Path(folder) if folder else Path.home() / ".gradveil" / "accounts") / f"{name_in(context)}.json"
+    return None if noise_of(context) == SIMULATED else account_path(name_in(context))
 
 
 def pay(message: Message, context: Context, cost: float, limit: float) -> Account:
