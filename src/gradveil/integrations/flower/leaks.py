@@ -30,6 +30,8 @@ from gradveil.integrations.flower.records import (
     params_of,
     withhold,
 )
+from gradveil.integrations.flower.site import allows
+from gradveil.integrations.flower.statements import STATEMENT
 from gradveil.integrations.local_training import fresh_rng
 from gradveil.losses import Loss
 from gradveil.losses import build as build_loss
@@ -91,7 +93,14 @@ class LeakGuard:
             with ModelWatch(before, tape.attach):
                 reply = call_next(message, context)
             tape.detach()  # before the model is copied for the attack
-            return reply if reply.has_error() else self._judge(message, context, before, reply, tape)
+            if reply.has_error():
+                return reply
+            if "spent" in reply.content.config_records.get(STATEMENT, {}) and not allows(context, "leak-metrics"):
+                raise DefenseError(
+                    "leak_guard's figures are computed from the records and would leave beside the noise of their "
+                    "defence. Leave leak_guard out; a site that wants it sets --node-config \"leak-metrics='allow'\"."
+                )
+            return self._judge(message, context, before, reply, tape)
         except GradveilError as error:
             return withhold(message, str(error))
         finally:
