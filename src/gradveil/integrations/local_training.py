@@ -1,12 +1,10 @@
 """Any defence around training that knows nothing of it: a function, by one line, or a framework's, by a callback."""
 
 import functools
-import secrets
 from collections.abc import Callable
 from fnmatch import fnmatch
 from typing import ParamSpec, TypeVar, Unpack
 
-import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.certificates.accountant import Account
@@ -61,14 +59,6 @@ def defended(
 def is_trained(name: str, value: Tensor) -> bool:
     """Return whether a tensor of a state dict is a weight, not a counter or a running statistic."""
     return value.is_floating_point() and not any(fnmatch(name, pattern) for pattern in BUFFERS)
-
-
-def fresh_rng(seed: int | None = None) -> Generator:
-    """Return a generator: from the operating system's entropy, unless a seed is given.
-
-    The server knows the run's seed, and what it can draw again it can take off again. A fixed seed is for tests.
-    """
-    return torch.Generator().manual_seed(secrets.randbits(63) if seed is None else seed)
 
 
 def _model(function: str, values: list[object]) -> nn.Module:
