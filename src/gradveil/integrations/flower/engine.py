@@ -3,7 +3,6 @@
 Flower reads some of its settings from the environment when it is imported, so this module sets them first.
 """
 
-import dataclasses
 import importlib.util
 import json
 import os
@@ -101,8 +100,8 @@ def simulate(settings: "FlowerSettings", workers: int | None = None) -> "Outcome
     outcomes: list[Outcome] = []
     cores = workers or os.cpu_count() or 1
     run_simulation(
-        make_server_app(settings, outcomes.append),
-        make_client_app(settings),
+        make_server_app(settings, outcomes.append, simulation=True),
+        make_client_app(settings, simulation=True),
         num_supernodes=devices,
         backend_config={
             "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
@@ -119,9 +118,8 @@ def submit(
 ) -> None:
     """Send the app to a SuperLink, pass on its log, and raise unless the run completes.
 
-    Real clients draw their randomness themselves: who submits the run, and the server, know its seed.
+    Real clients draw their noise themselves: who submits the run, and the server, know its seed.
     """
-    settings = dataclasses.replace(settings, secret=True)
     with tempfile.TemporaryDirectory(prefix="gradveil-") as folder:
         app, home = Path(folder) / "gradveil_app", Path(folder) / "home"
         write_app(app, settings)

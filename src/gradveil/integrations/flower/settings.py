@@ -82,7 +82,6 @@ class FlowerSettings(Averaging):
     strategy: str = "fedavg"  # any of flwr.serverapp.strategy, e.g. fedadam:eta=0.01
     rounds: int = 3
     seed: int = 0
-    secret: bool = False  # clients draw their randomness from the operating system, not from the seed
     audit: str = ""  # attack a sample of the updates in each round with this; empty: no audit
     audit_sample: int = 1
     audit_max_examples: int = 16  # an update of more examples is not attacked
