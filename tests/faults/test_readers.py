@@ -142,6 +142,7 @@ def test_accounts(place: Path, count: Count) -> None:
 
     def read(path: Path) -> None:
         before = path.read_bytes()
+        path.with_name("account.json.journal").unlink(missing_ok=True)
         try:
             after = spend_from(path, "a", 0.1, limit=2.0)
         except Exception:
@@ -150,6 +151,25 @@ def test_accounts(place: Path, count: Count) -> None:
         assert 0.1 <= after.spent <= after.limit * 1.001 <= 2.01
 
     drill("accounts", some, to_file(place / "account.json", read), place, times(100, 400), count)
+
+
+def test_journals_of_accounts(place: Path, count: Count) -> None:
+    path, journal = place / "account.json", place / "account.json.journal"
+    for _ in range(3):
+        spend_from(path, "a", 0.1, limit=2.0)
+    whole, summary = journal.read_bytes(), path.read_bytes()
+
+    def read(damaged_one: Path) -> None:
+        before = damaged_one.read_bytes()
+        path.write_bytes(summary)
+        try:
+            after = spend_from(path, "a", 0.1, limit=2.0)
+        except Exception:
+            assert (damaged_one.read_bytes(), path.read_bytes()) == (before, summary), "nothing was paid"
+            raise
+        assert after.spent > 0.399  # never less than what the other of the two files says
+
+    drill("journals of accounts", damaged((whole,)), to_file(journal, read), place, times(100, 400), count)
 
 
 # ---- tensors
