@@ -32,9 +32,7 @@ class Guessed:
         return _highest(lambda epsilon: self._chance(epsilon, delta) < 1 - confidence, 64.0)
 
     def _refutes_mu(self, mu: float, level: float) -> bool:
-        """The recursion of Mahloujifar et al. on the trade-off curve of a Gaussian shift."""
-        if not self.right or self.made == self.right == 0:
-            return False
+        """Whether so many right guesses, at this level, would need more chances than there are (Mahloujifar et al.)."""
         share = level * self.made / self.slots
         r, h = share * self.right / self.made, share * (self.made - self.right) / self.made
         for i in range(self.right - 1, -1, -1):
@@ -42,8 +40,8 @@ class Guessed:
             r += i / (self.made - i) * (higher - h)
             h = higher
             if r + h > self.made / self.slots:
-                return False
-        return True
+                return True
+        return False
 
     def _chance(self, epsilon: float, delta: float) -> float:
         """Return the most likely that so many guesses are right under (ε, δ)-DP (Steinke et al., theorem 5.2)."""
