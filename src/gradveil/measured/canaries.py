@@ -10,7 +10,7 @@ from torch.func import functional_call, grad, vmap
 
 from gradveil.errors import DataError
 from gradveil.losses import CROSS_ENTROPY, Loss
-from gradveil.tree import Params
+from gradveil.tree import Params, parameters
 from gradveil.types import Batch
 
 SCALES = (1.0, 4.0, 16.0, 64.0, 256.0)  # of random inputs, until the clip binds
@@ -92,7 +92,7 @@ def make(
             labels = some
         return Canaries(some.to(device), labels)
     noise = torch.randn((count, *like.inputs.shape[1:]), generator=rng).to(like.inputs)
-    weights = dict(model.named_parameters())
+    weights = parameters(model)
     best, longest = Canaries(noise, labels), -1.0
     for scale in SCALES:
         trial = Canaries(noise * scale, labels)

@@ -32,7 +32,7 @@ class Estimate:
     sigma: float = field(repr=False, default=0.0)
 
 
-def fit(scores: Array, grams: Array, present: Array, base: bool, confidence: float) -> Estimate:
+def fit(scores: Array, grams: Array, present: NDArray[np.bool_], base: bool, confidence: float) -> Estimate:
     """Fit scores (T, K) with Gram matrices (T, K, K) or (K, K) and coins (T, K).
 
     ``base``: something beside the canaries may be released, the same in every trial.

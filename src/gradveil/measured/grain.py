@@ -7,6 +7,7 @@ block are r cos θ and r sin θ, with θ/2π on a lattice of 2⁻²⁴ and a gen
 
 from collections.abc import Sequence
 from math import pi, sqrt
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +32,7 @@ def grain(residual: Array, starts: Sequence[int]) -> float:
         return 0.0
     right = _on_lattice(found[:, :HALF], found[:, HALF:])
     wrong = _on_lattice(found[:, :HALF], np.roll(found[:, HALF:], 1, axis=1))
-    return float((right - wrong).sum() / sqrt(right.size))  # each a cosine, of variance ½
+    return float(np.mean(right - wrong)) * sqrt(right.size)  # each a cosine, of variance ½
 
 
 def _blocks(part: Array) -> Array:
@@ -49,17 +50,18 @@ def _on_lattice(cosine: Array, sine: Array) -> Array:
 def seed_of(residual: Array, starts: Sequence[int], seeds: range, before: Sequence[int] = (0,)) -> int | None:
     """Return the seed of a torch CPU generator whose first normals are the residual's, up to a factor; None: no one.
 
-    ``before``: how many draws of the generator may come before them.
+    ``before``: how many draws of the generator may come before them; up to two hundred are looked at.
     """
     first = next((i for i, part in enumerate(np.split(residual, starts[1:])) if len(part) >= BLOCK), None)
     if first is None or first > 0:  # a short tensor's normals are drawn in another way
         return None
     seen = residual[:BLOCK]
     seen = seen / np.linalg.norm(seen)
+    window = [draws for draws in before if draws + BLOCK <= STATE - MIDDLE]
     for low in range(seeds.start, seeds.stop, AT_ONCE):
         some = np.arange(low, min(low + AT_ONCE, seeds.stop), dtype=np.uint64)
-        drawn = _outputs(some.astype(np.uint32), max(before) + BLOCK)
-        for skipped in before:
+        drawn = _outputs(some.astype(np.uint32), max(window) + BLOCK)
+        for skipped in window:
             normals = _normals(drawn[skipped : skipped + BLOCK])
             alike = seen @ (normals / np.linalg.norm(normals, axis=0))
             if alike.max() > 1 - 1e-4:
@@ -69,8 +71,6 @@ def seed_of(residual: Array, starts: Sequence[int], seeds: range, before: Sequen
 
 def _outputs(seeds: NDArray[np.uint32], count: int) -> NDArray[np.uint32]:
     """Return the first outputs (count, S) of Mersenne Twisters with these seeds."""
-    if count > STATE - MIDDLE:
-        raise ValueError(f"{count} draws: only the first {STATE - MIDDLE} are looked at.")
     kept = np.empty((count + 1 + count, len(seeds)), np.uint32)
     state = seeds.astype(np.uint32)
     for i in range(MIDDLE + count):
@@ -81,11 +81,12 @@ def _outputs(seeds: NDArray[np.uint32], count: int) -> NDArray[np.uint32]:
         state = np.uint32(1812433253) * (state ^ (state >> np.uint32(30))) + np.uint32(i + 1)
     now, later, far = kept[:count], kept[1 : count + 1], kept[count + 1 :]
     mixed = (now & np.uint32(0x80000000)) | (later & np.uint32(0x7FFFFFFF))
-    y = far ^ (mixed >> np.uint32(1)) ^ np.where(mixed & np.uint32(1), np.uint32(0x9908B0DF), np.uint32(0))
-    y ^= y >> np.uint32(11)
-    y ^= (y << np.uint32(7)) & np.uint32(0x9D2C5680)
-    y ^= (y << np.uint32(15)) & np.uint32(0xEFC60000)
-    return y ^ (y >> np.uint32(18))
+    y: Any = far ^ (mixed >> np.uint32(1)) ^ np.where(mixed & np.uint32(1), np.uint32(0x9908B0DF), np.uint32(0))
+    y = y ^ (y >> np.uint32(11))
+    y = y ^ ((y << np.uint32(7)) & np.uint32(0x9D2C5680))
+    y = y ^ ((y << np.uint32(15)) & np.uint32(0xEFC60000))
+    found: NDArray[np.uint32] = y ^ (y >> np.uint32(18))
+    return found
 
 
 def _normals(drawn: NDArray[np.uint32]) -> Array:
@@ -100,6 +101,6 @@ def reused(residuals: Sequence[Array]) -> float:
     """Return the largest correlation of two releases' noise, in standard deviations of independent ones."""
     if len(residuals) < 2:
         return 0.0
-    rows = np.stack([e / max(np.linalg.norm(e), 1e-300) for e in residuals])
+    rows = np.stack([e / max(float(np.linalg.norm(e)), 1e-300) for e in residuals])
     alike = np.abs(rows @ rows.T - np.eye(len(rows)))
     return float(alike.max() * sqrt(rows.shape[1]))

@@ -46,6 +46,7 @@ class Pipeline(ABC):
     name: str
     secret: bool = True  # whether its noise is meant to be drawn by nobody else
     fresh: bool = True  # whether every release carries noise of its own, and no part of an earlier one
+    trial_by_trial: bool = True  # not a round of all trials after the other
     base: bool = False  # whether something beside the canaries may be released
     before: Sequence[int] = (0,)  # draws of a generator that may come before its noise
     promised: float = nan  # μ, as the pipeline itself accounts for it
@@ -124,18 +125,19 @@ class Protected(OfDefense):
         spent: list[float] = []
         loss = build_loss(self.loss).of(canaries.labels)
         for trial, coins in enumerate(present):
-            one = copy.deepcopy(model).train()
+            one, account = copy.deepcopy(model).train(), None
             optimizer = torch.optim.SGD((p for p in one.parameters() if p.requires_grad), lr=self.lr)
-            public = {} if self.public is None else {"public": self.public}
-            with protect(one, self.defense, slots=len(canaries), **public, **self.settings) as guard:
-                for _ in range(self.rounds):
-                    one.load_state_dict(state)
-                    optimizer.zero_grad()
-                    batch = canaries.present(coins) if bool(coins.any()) else _nothing(canaries)
+            batch = canaries.present(coins) if bool(coins.any()) else _nothing(canaries)
+            more = {"slots": len(canaries), "public": self.public, **self.settings}
+            for _ in range(self.rounds):
+                one.load_state_dict(state)
+                optimizer.zero_grad()
+                with protect(one, self.defense, account=account, **more) as guard:
                     loss(guard(batch.inputs), batch.labels).backward()
-                    yield Released(trial, start, torch.cat([one.get_parameter(n).grad.flatten() for n in start]))
+                    yield Released(trial, start, _gradient(one, start))
                     optimizer.step()
-                spent.append(guard.account.mu)
+                account = guard.account
+            spent.append(0.0 if account is None else account.mu)
         self.promised = max(spent)
 
 
@@ -150,6 +152,7 @@ class Federated(OfDefense):
     local: Mapping[str, Any] = field(default_factory=lambda: {"batch_size": None})
     name: str = "engine"
     secret: bool = False  # simulated: the noise is the seed's
+    trial_by_trial: bool = False
 
     def run(self, model: nn.Module, canaries: Canaries, present: Tensor) -> Iterator[Released]:
         """Simulate the rounds with a client for each row of coins."""
@@ -182,6 +185,12 @@ def dataset_of(canaries: Canaries, present: Tensor) -> Dataset:
     split = Split(inputs.flatten(0, 1).cpu().numpy(), labels.flatten(0, 1).cpu(), 1.0)
     classes = int(canaries.labels.max()) + 1 if canaries.labels.ndim == 1 else canaries.labels.shape[-1]
     return Dataset("canaries", split, split, tuple(map(str, range(classes))))
+
+
+def _gradient(model: nn.Module, like: Params) -> Tensor:
+    """Return what the weights' gradients hold."""
+    grads = [model.get_parameter(name).grad for name in like]
+    return torch.cat([g.flatten() for g in grads if g is not None])
 
 
 def _nothing(canaries: Canaries) -> Batch:

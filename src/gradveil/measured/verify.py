@@ -1,6 +1,7 @@
-"""``verify``: μ as it is measured, with its interval, beside μ as it is promised, and what else the noise gives away."""
+"""``verify``: μ as it is measured, with its interval, beside μ as it is promised, and what the noise gives away."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import isfinite, sqrt
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from gradveil.losses import Loss
 from gradveil.losses import build as build_loss
 from gradveil.measured import canaries as canary
 from gradveil.measured.canaries import Canaries
-from gradveil.measured.estimate import Estimate, fit, from_outputs
+from gradveil.measured.estimate import ENOUGH, Estimate, fit, from_outputs
 from gradveil.measured.grain import SIGMAS, grain, reused, seed_of
 from gradveil.measured.guesses import Guessed, guess
 from gradveil.measured.pipelines import Foreign, Pipeline, Trainer
@@ -106,6 +107,7 @@ def verify(
     mu: float | None = None,
     canaries: int = 32,
     trials: int = 64,
+    minutes: float | None = None,
     seeds: int = 0,
     seed: int | None = None,
     clip: float = 1.0,
@@ -124,6 +126,7 @@ def verify(
         mu: what is promised; a pipeline of this package says it itself.
         canaries: records of a trial.
         trials: runs, with coins of their own.
+        minutes: no further trial is begun after so many; the rules do not look at what was found.
         seeds: of torch that are tried against one release.
         seed: of canaries and coins; None draws from the operating system.
         clip: that the trainer has; canaries are made to exceed it.
@@ -140,7 +143,8 @@ def verify(
         Canaries(inputs, labels) if own else canary.make(model, like, canaries, rng, minimised, pipeline.clip, into)
     )
     look = pipeline.secret if grain is None else grain
-    seen = _run(pipeline, model, chosen, trials, rng, minimised, empty=look or seeds > 0)
+    with pace.Limit(pace.seconds_of(minutes)) if minutes is not None else nullcontext():
+        seen = _run(pipeline, model, chosen, trials, rng, minimised, empty=look or seeds > 0)
     promised = pipeline.promised if mu is None else mu
     found = fit(seen.scores, seen.grams, seen.present, pipeline.base, CONFIDENCE)
     ratio = found.mu if not isfinite(promised) else promised
@@ -149,7 +153,7 @@ def verify(
     alone = seen.alone
     return Measured(
         pipeline=pipeline.name, promised=promised, estimate=found, guessed=guessed, canaries=len(chosen),
-        trials=trials, releases=seen.releases,
+        trials=len(seen.scores), releases=seen.releases,
         grain=_grain(alone, starts) if look and alone else None,
         reused=reused([*_residuals(seen, found), *alone]) if pipeline.fresh else None,
         seed=next((s for e in alone[:1] if (s := seed_of(e, starts, range(seeds), pipeline.before)) is not None), None),
@@ -175,41 +179,43 @@ class _Seen:
 def _run(
     pipeline: Pipeline, model: nn.Module, chosen: Canaries, trials: int, rng: torch.Generator, loss: Loss, empty: bool
 ) -> _Seen:
-    """Run the pipeline; the last of its trials has no record at all, where the noise is to be looked at."""
+    """Run the pipeline; the first of its trials has no record at all, where the noise is to be looked at."""
     count = len(chosen)
     empty = empty and not (chosen.inputs.dtype == torch.int64 and not isinstance(pipeline, Foreign))
     present = torch.rand((trials, count), generator=rng) < 0.5
     while not bool(present.any(1).all()):  # of eight slots or more next to never
         present[~present.any(1)] = torch.rand((int((~present.any(1)).sum()), count), generator=rng) < 0.5
-    rows = torch.cat([present, torch.zeros((1, count), dtype=torch.bool)]) if empty else present
+    rows = torch.cat([torch.zeros((1, count), dtype=torch.bool), present]) if empty else present
     scores, grams = np.zeros((trials, count)), np.zeros((trials, count, count))
     kept: list[tuple[int, Tensor, Tensor]] = []
     alone: list[Array] = []
-    counts = np.zeros(len(rows), int)
+    counts = np.zeros(trials, int)
     at: tuple[Params, Tensor, Array, canary.Into] | None = None
     for one in pipeline.run(model, chosen, rows.to(chosen.inputs.device)):
-        pace.step(one.trial, len(rows))
-        pace.check()
+        trial = one.trial - int(empty)
+        if pace.step(one.trial, len(rows)) and pipeline.trial_by_trial and trial >= ENOUGH:
+            break
         if not bool(one.vector.isfinite().all()):
             raise GradveilError(f"Trial {one.trial + 1} released numbers that are not finite. Lower its learning rate.")
         if at is None or at[0] is not one.weights:
             into = pipeline.into(model, one.weights)
             g = into(canary.gradients(model, one.weights, chosen, loss))
-            u = g / g.norm(dim=1, keepdim=True).clamp_min(1e-30)
-            at = one.weights, u.nan_to_num(), (u @ u.T).double().cpu().numpy(), into
+            u = (g / g.norm(dim=1, keepdim=True).clamp_min(1e-30)).nan_to_num()
+            at = one.weights, u, (u @ u.T).double().cpu().numpy(), into
         _, u, gram, into = at
-        counts[one.trial] += 1
-        vector = into(one.vector.to(u.device))
-        if one.trial == trials:
+        vector = into(one.vector.to(u))
+        if trial < 0:
             alone.append(vector.double().cpu().numpy())
             continue
-        scores[one.trial] += (u @ vector.to(u)).double().cpu().numpy()
-        grams[one.trial] += gram
-        if one.trial < KEPT:
-            kept.append((one.trial, vector, u))
-    if len(set(counts[:trials])) != 1 or not counts[0]:
+        counts[trial] += 1
+        scores[trial] += (u @ vector).double().cpu().numpy()
+        grams[trial] += gram
+        if trial < KEPT:
+            kept.append((trial, vector, u))
+    done = int((counts == counts[0]).sum())
+    if not counts[0] or (counts[:done] != counts[0]).any() or (done < trials and pace.left() > 0):
         raise GradveilError(f"Trials released {sorted(set(counts))} times. Each has to release as often as the others.")
-    return _Seen(scores, grams, present.numpy(), int(counts[0]), kept, alone)
+    return _Seen(scores[:done], grams[:done], present.numpy()[:done], int(counts[0]), kept, alone)
 
 
 def _residuals(seen: _Seen, found: Estimate) -> list[Array]:
