@@ -1,6 +1,6 @@
 """What verify must flag, each broken on purpose in a real pipeline, and what it must not."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,14 @@ from gradveil.types import Batch
 from measured import trainers
 
 Z = 1.0
+
+
+@pytest.fixture(autouse=True)
+def draws() -> Iterator[None]:
+    """What a user's trainer draws from torch is the same in every run of the tests."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +166,7 @@ def test_a_users_own_loop_is_consistent_where_it_is_sound(digits: Any) -> None:
     found = measure(digits, trainers.sound, mu=trainers.MU)
     assert found.verdict == "consistent"
     assert found.releases == trainers.STEPS
+    assert measure(digits, trainers.sound, mu=trainers.MU, grain=True).grain > 6  # torch's normals
 
 
 def test_a_users_own_loop_is_flagged_where_half_of_its_mu_is_claimed(digits: Any) -> None:
@@ -166,8 +175,8 @@ def test_a_users_own_loop_is_flagged_where_half_of_its_mu_is_claimed(digits: Any
 
 def test_a_single_record_that_counts_twice_is_flagged_with_enough_trials(digits: Any) -> None:
     found = measure(digits, trainers.one_twice, mu=trainers.MU, trials=250)
-    assert found.estimate.low < trainers.MU
-    assert found.estimate.worst_low > trainers.MU
+    assert found.estimate.low < 1.1 * trainers.MU
+    assert found.estimate.worst_low > 1.5 * trainers.MU
 
 
 def test_a_users_noise_that_is_used_again_is_flagged_where_it_says_that_it_is_fresh(digits: Any) -> None:
@@ -182,7 +191,6 @@ def test_opacus_passes_and_with_half_of_its_noise_does_not(digits: Any) -> None:
     assert found.verdict == "consistent"
     assert found.estimate.low <= trainers.MU <= found.estimate.high
     assert measure(digits, trainers.opacus_half, mu=trainers.MU).verdict == "exceeds the promise"
-    assert measure(digits, trainers.opacus, mu=trainers.MU, grain=True).grain > 6  # torch's normals
 
 
 def test_a_trainer_that_releases_nothing_is_told(digits: Any) -> None:

@@ -155,7 +155,7 @@ def verify(
         pipeline=pipeline.name, promised=promised, estimate=found, guessed=guessed, canaries=len(chosen),
         trials=len(seen.scores), releases=seen.releases,
         grain=_grain(alone, starts) if look and alone else None,
-        reused=reused([*_residuals(seen, found), *alone]) if pipeline.fresh else None,
+        reused=reused([*seen.kept, *alone]) if pipeline.fresh else None,
         seed=next((s for e in alone[:1] if (s := seed_of(e, starts, range(seeds), pipeline.before)) is not None), None),
         seeds=seeds if alone else 0,
     )  # fmt: skip
@@ -172,7 +172,7 @@ class _Seen:
     grams: Array  # (T, K, K)
     present: NDArray[np.bool_]  # (T, K)
     releases: int
-    kept: list[tuple[int, Tensor, Tensor]]  # trial, vector (p,), directions (K, p)
+    kept: list[Array]  # noise beside the canaries
     alone: list[Array]  # noise without any record
 
 
@@ -187,7 +187,7 @@ def _run(
         present[~present.any(1)] = torch.rand((int((~present.any(1)).sum()), count), generator=rng) < 0.5
     rows = torch.cat([torch.zeros((1, count), dtype=torch.bool), present]) if empty else present
     scores, grams = np.zeros((trials, count)), np.zeros((trials, count, count))
-    kept: list[tuple[int, Tensor, Tensor]] = []
+    kept: list[Array] = []
     alone: list[Array] = []
     counts = np.zeros(trials, int)
     at: tuple[Params, Tensor, Array, canary.Into] | None = None
@@ -211,18 +211,19 @@ def _run(
         scores[trial] += (u @ vector).double().cpu().numpy()
         grams[trial] += gram
         if trial < KEPT:
-            kept.append((trial, vector, u))
+            kept.append(_beside(vector, u))
     done = int((counts == counts[0]).sum())
     if not counts[0] or (counts[:done] != counts[0]).any() or (done < trials and pace.left() > 0):
         raise GradveilError(f"Trials released {sorted(set(counts))} times. Each has to release as often as the others.")
     return _Seen(scores[:done], grams[:done], present.numpy()[:done], int(counts[0]), kept, alone)
 
 
-def _residuals(seen: _Seen, found: Estimate) -> list[Array]:
-    """Return the noise of the trials that were kept, as far as the fit says it."""
-    lengths = torch.from_numpy(found.lengths).float()
-    signs = torch.from_numpy(seen.present)
-    return [(v.cpu().float() - (signs[t] * lengths) @ u.cpu()).double().numpy() for t, v, u in seen.kept]
+def _beside(vector: Tensor, u: Tensor) -> Array:
+    """Return the part of a release that no canary reaches, which is noise alone."""
+    span = torch.linalg.qr(u.double().T).Q  # (p, K)
+    wide = vector.double()
+    found: Array = (wide - span @ (span.T @ wide)).cpu().numpy()
+    return found
 
 
 def _grain(alone: Sequence[Array], starts: Sequence[int]) -> float:
