@@ -123,9 +123,10 @@ def _own(path: str, clip: float) -> "Pipeline":
 
 def _pipeline(defense: str, engine: str, settings: dict[str, Any]) -> "Pipeline":
     if engine.partition(":")[0] == "flower":
+        from gradveil.defenses.base import build
         from gradveil.integrations.flower.verified import OnFlower
 
-        return OnFlower.of(defense, **settings)
+        return OnFlower(build(defense), **settings)
     from gradveil.measured.pipelines import of_spec
 
     return of_spec(defense, engine, **settings)

@@ -184,7 +184,8 @@ def dataset_of(canaries: Canaries, present: Tensor) -> Dataset:
     labels = canaries.labels.expand(len(present), *canaries.labels.shape)
     split = Split(inputs.flatten(0, 1).cpu().numpy(), labels.flatten(0, 1).cpu(), 1.0)
     classes = int(canaries.labels.max()) + 1 if canaries.labels.ndim == 1 else canaries.labels.shape[-1]
-    return Dataset("canaries", split, split, tuple(map(str, range(classes))))
+    whose = np.repeat(np.arange(len(present)), len(canaries))
+    return Dataset("canaries", split, split, tuple(map(str, range(classes))), groups=whose)
 
 
 def _gradient(model: nn.Module, like: Params) -> Tensor:
