@@ -21,7 +21,7 @@ from torch import Generator, Tensor
 
 from gradveil.errors import DefenseError
 
-CHUNK = 2**15  # bytes of a stream that are made at once, so that they stay near the processor
+CHUNK = 2**16  # bytes of a stream that are made at once, so that they stay near the processor
 _ZEROS = bytes(CHUNK)
 _CPU = torch.device("cpu")
 
