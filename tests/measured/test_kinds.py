@@ -62,3 +62,23 @@ def test_a_defence_that_promises_nothing_is_refused(spec: str) -> None:
 def test_a_promise_of_a_sum_is_refused() -> None:
     with pytest.raises(gradveil.DefenseError, match="tier=local"):
         of_spec("veil:z=1,tier=aggregate,cohort=10", "sequential")
+
+
+@pytest.mark.parametrize("spec", ["veil:z=1,quantile=0.3", "veil:z=1,clip=0.5,shape=public,rank=16", "dp_sgd:noise=2"])
+def test_a_run_measures_its_own_defence_in_a_row(spec: str) -> None:
+    from gradveil.experiments.measured import figures, in_words
+
+    model, like = kinds.build("LeNet")
+    public = gradveil.dataset("digits").test.batch(slice(0, 300))
+    found = figures(gradveil.defense(spec), model, like, public, "cross_entropy", 0.1, 0)
+    assert found["verdict"] == "consistent", found
+    assert in_words(found).endswith(" proved: consistent.")
+    assert figures(gradveil.defense("none"), model, like, public, "cross_entropy", 0.1, 0) == {}
+
+
+def test_a_row_says_why_nothing_was_measured() -> None:
+    from gradveil.experiments.measured import figures, in_words
+
+    model, like = kinds.build("LeNet")
+    found = figures(gradveil.defense("veil:z=1,shape=absent.safetensors"), model, like, None, "cross_entropy", 0.1, 0)
+    assert in_words(found).startswith("Not measured: ")

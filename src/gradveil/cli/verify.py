@@ -138,7 +138,7 @@ def words(found: "Measured") -> str:
     lines = [
         f"{found.pipeline}: {found.trials} trials of {found.canaries} canary slots, {found.releases} releases each.",
         f"proved       μ = {found.promised:.3g}",
-        f"measured     μ = {e.mu:.3g} [{e.low:.3g}, {e.high:.3g}] at {e.confidence:.0%}",
+        f"measured     μ = {e.mu:.3g} [{e.low:.3g}, {e.high:.3g}] at {e.confidence:.1%}",
         f"worst record μ at least {e.worst_low:.3g}, of all {found.canaries} at once",
         f"guesses      {guessed.right} of {guessed.made} coins right: μ at least {found.guess_low:.3g}, whatever the "
         "law of the noise",

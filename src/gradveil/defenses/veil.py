@@ -76,7 +76,9 @@ class Veil(Defense):
         if self.shape not in ("iso", "public") and not self.shape.endswith(".safetensors"):
             raise SpecError(f"shape={self.shape!r} is not known. Give one of: iso, public, FILE.safetensors.")
         if self.clip is not None and self.clip < SHORTEST:
-            raise SpecError(f"clip={self.clip} is less than single precision can hold to. Give a number from {SHORTEST}.")
+            raise SpecError(
+                f"clip={self.clip} is less than single precision can hold to. Give a number from {SHORTEST}."
+            )
         if not self.lost + self.colluding < 1:
             raise SpecError(f"lost={self.lost}, colluding={self.colluding}: give shares from 0, together below 1.")
         if self.cohort is not None and self.tier == "aggregate" and self.honest < 2:

@@ -87,9 +87,7 @@ def _diagonal(products: Tensor, terms: int) -> Tensor:
     return (squared + terms * info.tiny) * (1 + 2 * (terms + 4) * unit(products.dtype))
 
 
-def _from_products(
-    rows: Tensor, alpha: Tensor, beta: Tensor, inputs: int, outputs: int, info: torch.finfo
-) -> Pair:
+def _from_products(rows: Tensor, alpha: Tensor, beta: Tensor, inputs: int, outputs: int, info: torch.finfo) -> Pair:
     """Return the bounds from Σ_t (a_s·a_t)(δ_s·δ_t) (..., G, T) and the rows' square lengths."""
     positions = rows.shape[-1]
     mass = (alpha * beta).sqrt().sum(-1)
@@ -142,7 +140,9 @@ def chunked(values: Tensor, size: int) -> Tensor:
     return values.unflatten(1, (values.shape[1] // size if size else 1, size))
 
 
-def in_chunks(count: int, size: int, numbers: int, device: torch.device, part: Callable[[slice, int], Tensor]) -> Tensor:
+def in_chunks(
+    count: int, size: int, numbers: int, device: torch.device, part: Callable[[slice, int], Tensor]
+) -> Tensor:
     """Return the sum (K, ...) over ``count`` records: ``part(some, n)`` sums chunks of n (K, chunks, ...).
 
     ``numbers``: how many one chunk's sum has.

@@ -22,9 +22,10 @@ from gradveil.defenses.guard.protect import protect
 from gradveil.defenses.veil import Veil
 from gradveil.errors import DefenseError, GradveilError
 from gradveil.federated.settings import Training
-from gradveil.federated.simulate import simulate
+from gradveil.federated.simulate import public_records, simulate
 from gradveil.losses import build as build_loss
 from gradveil.measured.canaries import Canaries, Into
+from gradveil.seeds import Seeds
 from gradveil.tree import Params, flatten, parameters
 from gradveil.types import Batch
 
@@ -158,8 +159,10 @@ class Federated(OfDefense):
         """Simulate the rounds with a client for each row of coins."""
         clients, count = len(present), len(canaries)
         self.before = (0, count - 1)  # the shuffle of an epoch
-        data = dataset_of(canaries, present)
+        data = dataset_of(canaries, present, self.public)
         parts = np.split(np.arange(clients * count), clients)
+        if self.public is not None:  # as the run draws them
+            self.public = data.train.batch(public_records(data, parts, Seeds(self.seed)))
         training = Training(rounds=self.rounds, clients=clients, lr=self.lr, loss=self.loss, **self.local)
         rounds = simulate(
             model, data, parts, training, self.defense, self.seed, engine=self.engine, watch=clients
@@ -172,8 +175,11 @@ class Federated(OfDefense):
             self.promised = max(account.mu for account in done.accounts)
 
 
-def dataset_of(canaries: Canaries, present: Tensor) -> Dataset:
-    """Return clients' records as a data set, client after client; those of zeroed slots are not a number."""
+def dataset_of(canaries: Canaries, present: Tensor, public: Batch | None = None) -> Dataset:
+    """Return clients' records as a data set, client after client, then public ones.
+
+    Records of zeroed slots are not a number.
+    """
     if not canaries.inputs.is_floating_point():
         raise GradveilError(
             "An engine counts records, so a slot is zeroed by inputs that are no numbers, and tokens have none. "
@@ -182,9 +188,12 @@ def dataset_of(canaries: Canaries, present: Tensor) -> Dataset:
     inputs = canaries.inputs.expand(len(present), *canaries.inputs.shape).clone()
     inputs[~present] = nan
     labels = canaries.labels.expand(len(present), *canaries.labels.shape)
-    split = Split(inputs.flatten(0, 1).cpu().numpy(), labels.flatten(0, 1).cpu(), 1.0)
-    classes = int(canaries.labels.max()) + 1 if canaries.labels.ndim == 1 else canaries.labels.shape[-1]
-    whose = np.repeat(np.arange(len(present)), len(canaries))
+    more = [] if public is None else [public]
+    rows = torch.cat([inputs.flatten(0, 1).cpu(), *(batch.inputs.cpu() for batch in more)])
+    answers = torch.cat([labels.flatten(0, 1).cpu(), *(batch.labels.cpu() for batch in more)])
+    split = Split(rows.numpy(), answers, 1.0)
+    classes = int(answers.max()) + 1 if answers.ndim == 1 and not answers.is_floating_point() else answers[0].numel()
+    whose = np.minimum(np.arange(len(rows)) // len(canaries), len(present))
     return Dataset("canaries", split, split, tuple(map(str, range(classes))), groups=whose)
 
 

@@ -25,7 +25,7 @@ from gradveil.tree import Params, parameters
 from gradveil.types import Batch
 
 Verdict = Literal["consistent", "exceeds the promise", "says little"]
-CONFIDENCE = 0.99  # of the interval of μ, of the worst canary's and of the bound from guesses, each
+CONFIDENCE = 0.999  # of the interval of μ, of the worst canary's and of the bound from guesses, each
 LITTLE = 0.8  # of the promise: an interval that ends below says that the canaries are not sharp
 KEPT = 4  # trials whose noise is held beside that of the others
 DELTA = 1e-5

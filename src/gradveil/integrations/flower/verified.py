@@ -53,9 +53,17 @@ class OnFlower(OfDefense):
             held = {"inputs": canaries.inputs, "labels": canaries.labels, "present": present.to(torch.uint8)}
             save_file({name: value.contiguous().cpu() for name, value in held.items()}, Path(folder) / FILE)
             settings = FlowerSettings(
-                dataset=f"{__name__}:read", data=folder, model=copy.deepcopy(model), partition="natural", batch_size=None, lr=self.lr,
-                defense=describe(self.defense), clients=len(present), rounds=self.rounds, loss=self.loss,
-            )  # fmt: skip
+                dataset=f"{__name__}:read",
+                data=folder,
+                model=copy.deepcopy(model),  # type: ignore[arg-type] # build takes a module as it is
+                partition="natural",
+                batch_size=None,
+                lr=self.lr,
+                defense=describe(self.defense),
+                clients=len(present),
+                rounds=self.rounds,
+                loss=self.loss,
+            )
             app, spent = make_client_app(settings), 0.0
             TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 1  # as an engine sets them
             nodes = [_node(trial, folder) for trial in range(len(present))]
