@@ -25,6 +25,7 @@ COMMANDS = {
     "check-model": ("check_model:command", "Check weights that a server sent before training at them."),
     "certify": ("certify:command", "Bound what a reconstruction can reach, and say what the bound rests on."),
     "plan": ("plan:command", "From a promise to the noise that keeps it, or from a configuration to what it buys."),
+    "verify": ("verify:command", "Measure a promise from outside, with canary records through the real pipeline."),
     "reproduce": ("reproduce:command", "Run the tables and figures of the paper, its numbers beside ours."),
     "leaderboard": ("leaderboard:command", "Rank every defence: what it costs, what its strongest server gets."),
     "play": ("play:command", "Open a playground in the browser: one example, one update, what servers rebuild."),

@@ -13,6 +13,7 @@ from gradveil.countermeasures import Countermeasure, plain
 from gradveil.defenses.base import NoDefense
 from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import GradveilError
+from gradveil.experiments.measured import figures
 from gradveil.experiments.panel import INFORMED, inverting, marked
 from gradveil.experiments.panel import patient as patient_servers
 from gradveil.experiments.probes import Probed, probe
@@ -109,7 +110,16 @@ class AttackedEntry:
             return about
         account = Account(self.entry.name, cost * self.run.participations)
         share = account.floor(self.place.eigenvalues) / float(self.place.eigenvalues.sum())
-        return about | {"spent": account.spent, "floor": share}
+        return about | {"spent": account.spent, "floor": share} | self._measured()
+
+    def _measured(self) -> Row:
+        """Return the μ of one release as it was measured, as a share of the proved one."""
+        place = self.place
+        local, seed = place.panel.lr, place.context.seeds.seed
+        found = figures(self.defense, place.model, place.public.batch, place.public.batch, "cross_entropy", local, seed)
+        if "mu_measured" not in found:
+            return {}
+        return {"measured": {end: found[end] / found["mu_proved"] for end in ("mu_measured", "low", "high")}}
 
     def jobs(self) -> list[Trial]:
         """Return the attacks of every tier but what is learned."""

@@ -49,6 +49,7 @@ class Standing:
     planted: tuple[Got, ...] = ()  # by malicious servers, of a client of several records
     skipped: dict[Tier, str] = field(default_factory=dict)  # why a tier could not try
     account: Account | None = None  # of a record after the whole run
+    measured: Interval | None = None  # μ, as a share of the proved one
     floor: float | None = None  # that is promised, as a share of the blind guess's error
     blind: Floor | None = None
     time: float | None = None  # of a step, as a multiple of a plain one
@@ -135,12 +136,19 @@ def _standing(dataset: str, name: str, rows: Sequence[Row], scenes: Mapping[str,
         planted=got[PLANTED],
         skipped={row["tier"]: row["why"] for row in mine if row["kind"] == "skip"},
         account=account,
+        measured=_measured(told),
         floor=told.get("floor"),
         blind=scenes[ONE].floor,
         time=next((row["ratio"] for row in mine if row["kind"] == "time"), None),
         beaten=beaten,
         errors=tuple(told.get("errors", ())),
     )
+
+
+def _measured(told: Row) -> Interval | None:
+    if (share := told.get("measured")) is None:
+        return None
+    return Interval(share["mu_measured"], share["low"], share["high"], 1)
 
 
 def _got(line: Line, scene: _Scene) -> Got:
@@ -244,5 +252,6 @@ def _promised(one: Standing) -> Row:
     if one.account is None or one.floor is None:
         return {"μ": "none" if one.got else "–", "ε": "–", "guess ≤": "–", "floor ≥": "–"}
     a = one.account
-    said = {"μ": f"{a.mu:.2f}", "ε": f"{a.epsilon(DELTA):.1f}", "guess ≤": f"{a.guess(0.01):.0%}"}
+    measured = "" if one.measured is None else f" (measured {a.mu * one.measured.mean:.2f})"
+    said = {"μ": f"{a.mu:.2f}{measured}", "ε": f"{a.epsilon(DELTA):.1f}", "guess ≤": f"{a.guess(0.01):.0%}"}
     return said | {"floor ≥": f"{one.floor:.2f}" + (" **beaten**" if one.beaten else "")}
