@@ -79,10 +79,10 @@ CERTIFICATE_HEAD = ("defence", "figure", "MSE at least", "proved", "says")
 NAMES = {
     "local": "the paper's theorem 1",
     "global": "the Lipschitz bound",
-    "floor": "the floor on a reconstruction",
+    "floor": "the floor for Gaussian images",
     "guess": "the guess bound",
 }
-PROVED = ("floor", "guess")  # they hold for every server, so that an attack beyond them is an error
+PROVED = ("floor", "guess")  # for every server, the floor for Gaussian images: an attack beyond one is an error
 LUCK = 1e-3  # how unlikely so many right picks must be under a guess bound, to contradict it
 
 
@@ -191,6 +191,8 @@ def _proved(row: Row) -> str:
         return "–"
     if row["kind"] == "meter":
         return "first order"
+    if row["certificate"] == "floor":
+        return "for Gaussian images"
     return "yes" if row["sound"] else "first order"
 
 
