@@ -6,7 +6,10 @@ from types import ModuleType
 
 import pytest
 
+from gradveil.certificates.accountant import Account
+from gradveil.certificates.plan import class_spectra, floor_share
 from gradveil.cli.leaderboard import BoardConfig
+from gradveil.data import load
 from gradveil.experiments.run_folder import RunFolder
 from gradveil.leaderboard.attacks import ONE
 from gradveil.leaderboard.entries import ENTRIES, PANELS
@@ -31,6 +34,14 @@ def test_no_committed_attack_is_below_its_certificate(tool: ModuleType) -> None:
     found = standings(tool.own_rows("leaderboard") + tool.promise_rows())
     assert {"digits", "mnist, scatter"} <= {one.dataset for one in found}
     assert {f"{one.defense} on {one.dataset}": one.beaten for one in found if one.beaten} == {}
+
+
+def test_committed_floors_are_those_of_plan(tool: ModuleType) -> None:
+    spectra = list(class_spectra(load("digits").test.batch(slice(None))).values())
+    digits = [row for row in tool.own_rows("leaderboard") if row["kind"] == "client" and row["dataset"] == "digits"]
+    floors = {row["floor"]: floor_share(Account("", row["spent"]), spectra) for row in digits if "spent" in row}
+    assert len(floors) > 2
+    assert list(floors) == pytest.approx(list(floors.values()), rel=1e-9)
 
 
 def test_no_committed_row_lacks_its_control_its_floor_and_its_strongest_server(tool: ModuleType) -> None:

@@ -16,7 +16,7 @@ DELTA = 1e-5
 def promise_rows(
     name: str, defense: Defense, run: PlannedRun, public: Batch, labels: Tensor, choices: int, patient: int = 0
 ) -> list[Row]:
-    """Return a row for each of the floor for Gaussian images and guess, of one update and of the whole run; none where nothing is promised.
+    """Return a row for floor and guess each, of one update and of the whole run; none where nothing is promised.
 
     ``labels`` are of the records that are looked at: the floor is that of their classes. ``choices``: candidates that
     a record stands among. ``patient``: how many updates of a client a patient server has.
@@ -43,7 +43,8 @@ def promise_rows(
         head = {"kind": "certificate", "defense": name, "layer": what, "sound": True}
         share = floor_share(account, [spectra[label] for label in classes]) if known and blind else None
         rows.append(head | {
-            "certificate": "floor", "mse": None if share is None else share * blind, "tiers": list(tiers), "assumptions": [*rests, FLOOR],
+            "certificate": "floor", "mse": None if share is None else share * blind, "tiers": list(tiers),
+            "assumptions": [*rests, FLOOR],
             "says": _floor_words(account, share),
         })  # fmt: skip
         guess = account.guess(1 / choices) if choices > 1 else None
@@ -58,7 +59,8 @@ def promise_rows(
 def _floor_words(account: Account, share: float | None) -> str:
     if share is None:
         return "Not computed: too few public examples of these classes."
-    return f"z_run = {account.z_run:.3g}: were images Gaussian, no server's error would be below {share:.2f} of the blind guess's."
+    least = f"no server's error would be below {share:.2f} of the blind guess's"
+    return f"z_run = {account.z_run:.3g}: were images Gaussian, {least} on average."
 
 
 def _guess_words(account: Account, choices: int, guess: float | None) -> str:

@@ -79,7 +79,7 @@ CERTIFICATE_HEAD = ("defence", "figure", "MSE at least", "proved", "says")
 NAMES = {
     "local": "the paper's theorem 1",
     "global": "the Lipschitz bound",
-    "floor": "the floor for Gaussian images",
+    "floor": "the Gaussian floor",
     "guess": "the guess bound",
 }
 PROVED = ("floor", "guess")  # for every server, the floor for Gaussian images: an attack beyond one is an error
@@ -149,7 +149,7 @@ def figure_errors(rows: Sequence[Row]) -> list[str]:
     somewhat below it, which takes the figure off the page and is no error.
     """
     return [
-        f"{_figure(row).capitalize()}'s figure for {row['defense']} ({row.get('server') or row['layer']}) does not "
+        f"T{_figure(row)[1:]}'s figure for {row['defense']} ({row.get('server') or row['layer']}) does not "
         f"hold: {_beaten(row, line)}."
         for row, line in beaten_figures(rows)
         if row.get("certificate") in PROVED or (row["kind"] == "meter" and line.mse.high < FAR * row["mse"])
@@ -192,7 +192,7 @@ def _proved(row: Row) -> str:
     if row["kind"] == "meter":
         return "first order"
     if row["certificate"] == "floor":
-        return "for Gaussian images"
+        return "if Gaussian"
     return "yes" if row["sound"] else "first order"
 
 
