@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gradveil.certificates.accountant import Account
@@ -46,6 +48,27 @@ def test_secure_aggregation_splits_the_noise_among_those_who_stay_and_are_honest
     whole = Plan(planned(), 2.0, "aggregate", 10_000)
     assert whole.noise_to_signal == pytest.approx(2.0 * sqrt(10_000) / (10 * 200))
     assert Plan(planned(), 2.0, "local", 10_000).noise_to_signal == pytest.approx(2.0 * 100 / (200 * sqrt(10)))
+
+
+@pytest.mark.parametrize("tier", ["local", "aggregate"])
+def test_the_noise_is_that_of_clients_who_stay(tier: Any) -> None:
+    """It had been that of a whole cohort: with half of it lost the mean has √2 times the noise."""
+    run = planned(cohort=20, lost=0.5, colluding=0.2, records=4)
+    plan = Plan(run, 3.0, tier, 2_000)
+    rng = torch.Generator().manual_seed(0)
+    mean = plan.client_z * torch.randn(10, 2_000, generator=rng).mean(0) / 4  # ten stay, colluding or not
+    assert plan.noise_to_signal == pytest.approx(float(mean.norm()), rel=0.05)
+    assert plan.client_z == pytest.approx(3.0 if tier == "local" else 3.0 / sqrt(20 * 0.3))
+
+
+@given(st.floats(0, 0.6), st.floats(0, 0.3), st.sampled_from(["local", "aggregate"]), st.floats(0.01, 100))
+def test_the_cheapest_cohort_is_one_that_can_be(lost: float, colluding: float, tier: Any, z: float) -> None:
+    shares = {"lost": lost, "colluding": colluding}
+    found = Plan(planned(cohort=50, **shares), z, tier, 10_000).cheap_from
+    assert found is not None
+    ratio = Plan(planned(cohort=found, **shares), z, tier, 10_000).noise_to_signal
+    assert ratio is not None
+    assert ratio <= TWO_POINTS * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("tier", ["local", "aggregate"])

@@ -26,6 +26,10 @@ THEOREM = (
     "R participations of E local epochs with noise multiplier z are √(E R)/z Gaussian-DP for zeroing one record of one "
     "client, against any server that chooses the weights as it likes and knows all other records."
 )
+TUNED = (
+    "Settings are chosen without these records. Tuning on them is not counted: k tries that the server sees cost √k "
+    "times the μ, and the choice costs as well where only the best is shown (Papernot and Steinke 2022)."
+)
 ASSUMPTIONS = (
     "One record is zeroed in its slot, and how many records a client has is public. Where another record stands in its "
     "place, twice the μ holds.",
@@ -36,6 +40,7 @@ ASSUMPTIONS = (
     "The noise is fresh, secret and Gaussian in exact arithmetic. A simulation draws it from its seed: what it shows "
     "is the method's promise, not that of the simulated clients.",
     "No gain from sampling is counted: the server knows who takes part in which round.",
+    TUNED,
 )
 AGGREGATE = (
     "The server sees only the sum of a round, one noisy release, of as many honest clients that stay as were counted "
