@@ -49,8 +49,8 @@ AGGREGATE = (
 GUESS = "The chance of a blind guess is the one that the server has with all that it knows beside the releases."
 FLOOR = (
     "The floor is for Gaussian images alone: it is proved where the images of a class are Gaussian with the covariance "
-    "of public ones, whatever else the server knows, and of the error on average over records. A server that knows "
-    "more of a record, for instance that it is one of two, gets far below it; the bound on guessing holds for it too."
+    "of public ones, given all that the server knows beside the releases, and of the error on average over records. A "
+    "server that knows a record to be one of two gets far below it; the bound on guessing holds for that one too."
 )
 
 SLACK = 1e-9  # of a limit: what the rounding of a sum may add

@@ -138,7 +138,7 @@ def _words(plan: "Plan", found: dict[str, Any]) -> str:
         least = f"error at least {whole['floor']:.2f} of the blind guess's"
         lines.append(f"picture      floor for Gaussian images: {least}, on average")
     if found["promise"].get("promise") == "reconstruction":
-        lines.append("             measured: no attack got nearer than a blind guess")
+        lines.append("             measured: no attack that was tried got nearer than a blind guess")
         lines.append("             proved for all images: the line on guessing")
     if found["promise"].get("promise") == "identification":
         lines.append("             a record was measured to be told from 100 candidates hardly better than by chance")
