@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gradveil.defenses.base import DEFENSES, Defense
     from gradveil.defenses.base import build as defense
     from gradveil.defenses.decoy import save_prior
+    from gradveil.defenses.guard.counted import counted
     from gradveil.defenses.guard.protect import guard_of, protect
     from gradveil.defenses.guard.step import step_gradient
     from gradveil.errors import DefenseError, GradveilError
@@ -51,6 +52,7 @@ _PUBLIC = {
     "attack": "gradveil.attacks.base:build",
     "loss": "gradveil.losses:build",
     # defend
+    "counted": "gradveil.defenses.guard.counted:counted",
     "protect": "gradveil.defenses.guard.protect:protect",
     "guard_of": "gradveil.defenses.guard.protect:guard_of",
     "Account": "gradveil.certificates.accountant:Account",
@@ -112,6 +114,7 @@ __all__ = [
     "audit",
     "certify",
     "check_model",
+    "counted",
     "dataset",
     "defense",
     "evaluate",

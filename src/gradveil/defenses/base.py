@@ -14,7 +14,7 @@ from gradveil.errors import DefenseError, SpecError
 from gradveil.gradients.records import Records
 from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.registry import Registry, split_specs
-from gradveil.tree import Params, map_values
+from gradveil.tree import Params
 from gradveil.types import Batch, Observation, Update
 
 
@@ -64,6 +64,14 @@ _METHOD_OF: dict[Place, str] = {
 }
 
 
+class Step(ABC):
+    """One local step of a defence on records, under way."""
+
+    @abstractmethod
+    def add(self, records: Records) -> Params:
+        """Return the gradient of the step with these records and all before them."""
+
+
 class Defense(ABC):
     """Override the places where the defence acts; the others change nothing.
 
@@ -109,14 +117,15 @@ class Defense(ABC):
 
         ``slots``: how many records a batch has room for, public and the same in a shorter last batch.
         """
-        return map_values(lambda total: total / slots, records.weighted_sum(torch.ones(records.count)))
+        total = records.weighted_sum(torch.ones(records.count))
+        return {name: (g / slots).to(records.like[name].dtype) for name, g in total.items()}
 
     def on_stacked(self, records: Records, present: Tensor, slots: Tensor, rngs: Sequence[Generator]) -> Params:
         """Return the same for a step of K clients at once (K, *shape): records (K, N), present (K, N) or padding."""
         raise DefenseError(f"{type(self).__name__} acts on the records of one client at a time. Use another engine.")
 
-    def on_more_records(self, records: Records, slots: int) -> Params | None:
-        """Return what further records add to a step that ``on_records`` has begun; None: it takes all at once."""
+    def begin(self, slots: int, rng: Generator) -> "Step | None":
+        """Return a step whose records may come in several batches; None: ``on_records`` takes them at once."""
         return None
 
     def on_gradient(self, gradient: Params, rng: Generator) -> Params:

@@ -9,7 +9,7 @@ from torch import Generator, Tensor, nn
 
 from gradveil.certificates.plan import PlannedRun
 from gradveil.countermeasures import Countermeasure, plain
-from gradveil.defenses.base import DEFENSES, Defense, NoDefense, Place
+from gradveil.defenses.base import DEFENSES, Defense, NoDefense, Place, Step
 from gradveil.errors import SpecError
 from gradveil.gradients.records import Records
 from gradveil.losses import CROSS_ENTROPY, Loss
@@ -73,9 +73,9 @@ class Compose(Defense):
         """Let the one part that acts on records make the step's gradient; what others do to it comes after."""
         return one_on_records(self.parts).on_records(records, slots, rng)
 
-    def on_more_records(self, records: Records, slots: int) -> Params | None:
+    def begin(self, slots: int, rng: Generator) -> Step | None:
         """Let that part add further records."""
-        return one_on_records(self.parts).on_more_records(records, slots)
+        return one_on_records(self.parts).begin(slots, rng)
 
     def on_stacked(self, records: Records, present: Tensor, slots: Tensor, rngs: Sequence[Generator]) -> Params:
         """Return the same for K clients at once."""

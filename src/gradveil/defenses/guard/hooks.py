@@ -256,33 +256,6 @@ class PartRan:
             _call(self.interceptor.outside, output)
 
 
-@dataclass(eq=False)
-class BeforeLoading:
-    """Before ``load_state_dict`` writes to a part's weights."""
-
-    interceptor: Interceptor
-
-    def __call__(self, module: nn.Module, *_: Any) -> None:
-        """Weights that a round ends with must be accounted for."""
-        self.interceptor.traces.tie()
-        self.interceptor.check_weights(self.interceptor.traces.of(module))
-        if self.interceptor.releases is not None:
-            self.interceptor.releases.check_buffers()
-
-
-@dataclass(eq=False)
-class AfterLoading:
-    """After ``load_state_dict`` wrote to a part's weights."""
-
-    interceptor: Interceptor
-
-    def __call__(self, module: nn.Module, _: Any) -> None:
-        """A round begins with these weights."""
-        self.interceptor.traces.load(module)
-        if self.interceptor.releases is not None:
-            self.interceptor.releases.load()
-
-
 def _plainly(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 

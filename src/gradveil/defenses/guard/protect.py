@@ -12,8 +12,9 @@ from gradveil.certificates.plan import PlannedRun
 from gradveil.defenses.base import Defense, build
 from gradveil.defenses.guard.attachment import Attachment, attachment_of, is_same, left_as_it_was, refuse_opacus
 from gradveil.defenses.guard.passes import Report
-from gradveil.defenses.guard.releases import Releases, Spending
+from gradveil.defenses.guard.releases import Releases
 from gradveil.defenses.guard.trace import CHANGED
+from gradveil.defenses.guard.uses import Spending
 from gradveil.errors import DefenseError, UpdateError
 from gradveil.layers.modules import check_ready
 from gradveil.registry import describe
@@ -71,7 +72,12 @@ class Guard:
         if self._attachment.went_past:
             raise DefenseError(f"{CHANGED} Do not send this update.")
         if self._attachment.releases is not None:
-            self._attachment.releases.check_buffers()
+            self._attachment.releases.check_carried()
+        if bare := self._attachment.without_noise:
+            raise DefenseError(
+                f"The gradient of {', '.join(bare[:3])} was not made by the defence, or was changed since. Do not send "
+                f"it; clear it with optimizer.zero_grad() where it was for something else."
+            )
         if self.report.unchanged:
             raise DefenseError(
                 f"{describe(self.defense)} changed nothing in {self.report.unchanged} training passes. Give it more to "
@@ -137,7 +143,8 @@ class RecordSettings(TypedDict, total=False):
     """What a defence of records (``veil``) asks of a training loop; all public.
 
     slots: the records of a step, which its sum is divided by; the first batch's where it is not given.
-    records: how many the client has: each is used once in an epoch. Not given, every step counts as an epoch.
+    records: how many the client has: no step can hold more. What each of them pays, ``counted`` loaders tell; without
+        one every step counts for all records.
     run: the planned run, for a promise over the whole of it; it says slots and records too.
     account: what the client has spent so far; a step that would overspend is refused.
     public: public examples, for coordinates and a clip that follow from them.
@@ -206,8 +213,8 @@ def _releases(model: nn.Module, defense: Defense, strict: bool, settings: Record
     if account is None:
         limit = cost * run.uses if run is not None and cost is not None else inf
         account = Account("this client", limit=limit)
-    spending = Spending(cost, account, records)
-    return Releases(model, defense, spending, slots, bool(settings.get("mean_loss")), settings.get("public"))
+    known_mean = bool(settings.get("mean_loss"))
+    return Releases(model, defense, Spending(cost, account), slots, known_mean, settings.get("public"), records)
 
 
 def refuse_idle(defense: Defense) -> None:

@@ -1,7 +1,6 @@
 """What a server tells its clients of a round's public coordinates: the clip, and where they are not plain the map."""
 
 from dataclasses import replace
-from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,7 +11,7 @@ from torch import nn
 from gradveil.defenses.base import Defense
 from gradveil.defenses.compose import Compose
 from gradveil.defenses.veil import Veil
-from gradveil.errors import DefenseError
+from gradveil.gradients.coordinates import check_clip
 
 CLIP, MAP = "public-clip", "public-map"  # in the config of a training message
 
@@ -42,8 +41,7 @@ def hear(defense: Defense, message: Message, model: nn.Module) -> Defense:
     veil, said = veil_in(defense), next(iter(message.content.config_records.values()), ConfigRecord())
     if veil is None or (veil.shape == "iso" and veil.quantile is None) or CLIP not in said:
         return defense
-    if not 0 < (clip := float(said[CLIP])) < inf:
-        raise DefenseError(f"the server sent the clip {clip}: it must be above 0.")
+    clip = check_clip(float(said[CLIP]), "that the server sent")
     told = replace(veil, quantile=None, clip=clip if veil.clip is None else veil.clip)
     if veil.shape != "iso":
         with TemporaryDirectory() as folder:

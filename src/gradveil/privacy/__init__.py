@@ -1,0 +1,1 @@
+"""Where secret randomness comes from, and Gaussian noise whose rounding gives nothing away."""
