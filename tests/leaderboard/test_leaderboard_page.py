@@ -1,10 +1,14 @@
 """The committed leaderboard: the page says what the rows say, and no attack on it is below a certificate."""
 
 import importlib
+import json
+from math import sqrt
 from pathlib import Path
+from statistics import fmean, stdev
 from types import ModuleType
 
 import pytest
+from scipy.stats import t as student
 
 from gradveil.certificates.accountant import Account
 from gradveil.certificates.plan import class_spectra, floor_share
@@ -34,6 +38,27 @@ def test_no_committed_attack_is_below_its_certificate(tool: ModuleType) -> None:
     found = standings(tool.own_rows("leaderboard") + tool.promise_rows())
     assert {"digits", "mnist, scatter"} <= {one.dataset for one in found}
     assert {f"{one.defense} on {one.dataset}": one.beaten for one in found if one.beaten} == {}
+
+
+def test_an_aim_is_called_reached_where_the_interval_of_five_seeds_lies_within_it() -> None:
+    rows = json.loads((ROOT / "bench" / "results" / "promises.json").read_text())["rows"]
+    text = (ROOT / "docs" / "research" / "veil.md").read_text()
+    whole: list[float] = []
+    for row in rows:
+        if row["defense"] == "none":
+            whole = row["accuracy"]
+            continue
+        lost = [100 * (a - b) for a, b in zip(whole, row["accuracy"], strict=True)]
+        low, high = student.interval(0.95, len(lost) - 1, fmean(lost), stdev(lost) / sqrt(len(lost)))
+        assert (row["low"], row["high"]) == pytest.approx((low, high))
+        reached = len(set(row["seeds"])) >= 5 and high <= row["aim"]
+        assert (row["verdict"] == "reached") == reached
+        cell = f"{fmean(row['accuracy']):.4f} ({min(row['accuracy']):.3f}-{max(row['accuracy']):.3f})"
+        said = f"| {cell} | {fmean(lost):.2f} [{low:.2f}, {high:.2f}] |".replace("[-", "[−")
+        (line,) = [line for line in text.splitlines() if said in line]
+        assert line.endswith(f": {row['verdict']} |")
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert sum(": reached |" in line for line in table) == sum(row.get("verdict") == "reached" for row in rows)
 
 
 def test_committed_floors_are_those_of_plan(tool: ModuleType) -> None:
