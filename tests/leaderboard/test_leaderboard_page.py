@@ -92,3 +92,17 @@ def test_a_run_is_kept_and_what_was_not_run_is_said(tool: ModuleType, tmp_path: 
     assert "## mnist" in tables
     assert "Not run." in tables
     assert "a machine; commit abc1234" in tool.blocks(tmp_path)["runs"]
+
+
+def test_the_readmes_command_is_the_row_it_stands_for() -> None:
+    rows = json.loads((ROOT / "bench" / "results" / "promises.json").read_text())["rows"]
+    (row,) = [r for r in rows if (r["dataset"], r["setting"]) == ("mnist", "aggregate, reconstruction")]
+    text = (ROOT / "README.md").read_text()
+    command = text[text.index("gradveil train --dataset mnist") :].split("```")[0].replace("\\\n", " ")
+    words = command.split("#")[0].split()
+    given = dict(zip(words[2::2], words[3::2], strict=True))
+    assert (given["--model"], float(given["--lr"])) == (row["model"], row["choice"][0])
+    assert sorted(given["--defense"].split(":")[1].split(",")) == sorted(row["defense"].split(":")[1].split(","))
+    assert (int(given["--rounds"]), given["--clients"], given["--batch-size"]) == (row["rounds"], "10", "0")
+    assert given["--aggregator"] == "fedavgm"
+    assert f"{100 * fmean(row['accuracy']):.1f} %" in command
