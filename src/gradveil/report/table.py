@@ -79,11 +79,11 @@ CERTIFICATE_HEAD = ("defence", "figure", "MSE at least", "proved", "says")
 NAMES = {
     "local": "the paper's theorem 1",
     "global": "the Lipschitz bound",
-    "floor": "the floor on a reconstruction",
+    "floor": "the Gaussian floor",
     "guess": "the guess bound",
     "measured": "the measured μ",
 }
-PROVED = ("floor", "guess")  # they hold for every server, so that an attack beyond them is an error
+PROVED = ("floor", "guess")  # for every server, the floor for Gaussian images: an attack beyond one is an error
 LUCK = 1e-3  # how unlikely so many right picks must be under a guess bound, to contradict it
 
 
@@ -156,7 +156,7 @@ def figure_errors(rows: Sequence[Row]) -> list[str]:
         if row.get("certificate") == "measured" and row.get("reasons")
     ]
     return exceeded + [
-        f"{_figure(row).capitalize()}'s figure for {row['defense']} ({row.get('server') or row['layer']}) does not "
+        f"T{_figure(row)[1:]}'s figure for {row['defense']} ({row.get('server') or row['layer']}) does not "
         f"hold: {_beaten(row, line)}."
         for row, line in beaten_figures(rows)
         if row.get("certificate") in PROVED or (row["kind"] == "meter" and line.mse.high < FAR * row["mse"])
@@ -198,6 +198,8 @@ def _proved(row: Row) -> str:
         return "–"
     if row["kind"] == "meter":
         return "first order"
+    if row["certificate"] == "floor":
+        return "if Gaussian"
     return "yes" if row["sound"] else "first order"
 
 
