@@ -14,7 +14,8 @@ from gradveil.data.text import words_of
 from gradveil.defenses.base import Defense
 from gradveil.defenses.base import build as build_defense
 from gradveil.errors import DataError, SpecError
-from gradveil.experiments.scene import default_attacks, fitting_model, for_client, load_dataset
+from gradveil.experiments.scene import fitting_model, for_client, load_dataset
+from gradveil.experiments.suited import default_attacks
 from gradveil.experiments.trial import Public
 from gradveil.federated.settings import Local
 from gradveil.ids import PADDING, UNKNOWN

@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from gradveil.experiments.judge import Verdict
-from gradveil.experiments.rows import NAIVE, Floor, Line, lines, modality_of, server_name
+from gradveil.experiments.rows import NAIVE, Floor, Line, lines, modality_of
 from gradveil.experiments.run_folder import Row
-from gradveil.experiments.words import badges, score_text
+from gradveil.experiments.words import badges, score_text, server_name
 from gradveil.metrics.intervals import chance_of, short
 from gradveil.modalities import IMAGE, Metric, Modality
 
@@ -205,7 +205,7 @@ def _proved(row: Row) -> str:
 
 COLUMNS = ("defence", "verdict", "naive server", "server that knows")
 COLOURS = {"recovered": "bold red", "recognised": "red", "traces": "yellow", "nothing": "green", "void": "dim"}
-COLOURS |= {"not_assessed": "magenta", "not_run": "dim"}
+COLOURS |= {"identified": "red", "not_assessed": "magenta", "not_run": "dim"}
 
 
 def verdict_table(judged: Sequence[Verdict], floor: Floor | None) -> RenderableType:
