@@ -14,6 +14,7 @@ from typer.utils import get_params_from_function
 from gradveil import __version__
 from gradveil.cli.stopping import stopping
 from gradveil.errors import GradveilError
+from gradveil.imports import OWN_CODE
 
 # command -> (module under gradveil.cli and its function, one line of help)
 COMMANDS = {
@@ -102,7 +103,11 @@ def main(
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
 ) -> None:
     """What does a federated learning update leak, how do I stop it, and what can be promised?"""
-    sys.path.insert(0, os.getcwd())  # so that module:function finds the user's file
+    os.environ["PYTHONSAFEPATH"] = "1"  # Pythons that are started begin with no module of the current folder
+    try:
+        os.environ[OWN_CODE] = os.getcwd()  # so that module:function finds the user's file, and nothing else does
+    except FileNotFoundError:
+        raise GradveilError("The current folder was removed. Change to one that is there.") from None
 
 
 def entry() -> None:
