@@ -31,8 +31,8 @@ from gradveil.certificates.accountant import Account, spend_from
 from gradveil.certificates.configurations import check as check_configuration
 from gradveil.cli.list import KINDS
 from gradveil.data import originals
-from gradveil.data.cache import decode_images
 from gradveil.data.folder import Folder
+from gradveil.data.pixels import decode_images, levels_of
 from gradveil.data.table import read_table
 from gradveil.defenses import decoy
 from gradveil.defenses.decoy import load_prior, save_prior
@@ -338,10 +338,15 @@ def test_images(place: Path, count: Count) -> None:
         out = io.BytesIO()
         picture.save(out, kind)
         valid.append(out.getvalue())
+    for kind, values in (("PNG", np.uint16), ("TIFF", np.uint16), ("TIFF", np.int32), ("TIFF", np.float32)):
+        out = io.BytesIO()
+        Image.fromarray((1000 * np.random.rand(16, 16)).astype(values)).save(out, kind)
+        valid.append(out.getvalue())
+    valid.append(b"P5 16 16 4095\n" + np.arange(256, dtype=">u2").tobytes())
 
     def read(content: bytes) -> None:
         for size in (None, 8):
-            found = decode_images([content], size)
+            found = decode_images([content], size, levels=levels_of([content]))
             assert found.dtype == np.uint8
             assert found.ndim == 4
 

@@ -65,6 +65,7 @@ class Dataset:
     class_names: tuple[str, ...]
     modality: Modality = IMAGE  # what an example is
     groups: Array | None = None  # (N,) where each example to train on comes from, as numbers: a natural partition
+    levels: tuple[float, float] | None = None  # of images of more than 8 bits: the values that became black and white
 
     def __post_init__(self) -> None:
         for part, split in (("train", self.train), ("test", self.test)):
