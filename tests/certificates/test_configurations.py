@@ -1,6 +1,7 @@
 """What configurations of Flower, Opacus and NVFlare buy: their own names, the right sums, and what is off."""
 
 import json
+import zipfile
 from math import inf, log, sqrt
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,23 @@ def test_what_opacus_counted_is_of_one_engine(tmp_path: Path) -> None:
     assert "secret Poisson batches" in said(one)
     torch.save({"privacy_accountant_state_dict": state, "module_state_dict": {}}, tmp_path / "checkpoint.pt")
     assert check(tmp_path / "checkpoint.pt", Told(rounds=2))[0].epsilon == one.epsilon
+
+
+@pytest.mark.parametrize("kind", ["a tensor", "a ring", "a bomb", "an old format", "no zip"])
+def test_a_checkpoint_that_is_made_to_do_harm_is_one_line(tmp_path: Path, kind: str) -> None:
+    path, ring = tmp_path / "checkpoint.pt", []
+    ring.append(ring)
+    held = {"a tensor": torch.ones(3, 3), "a ring": ring}.get(kind, [(1.0, 0.1, 3)])
+    torch.save({"history": held}, path, _use_new_zipfile_serialization=kind != "an old format")
+    if kind == "a bomb":
+        with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as file, file.open("archive/data/9", "w") as part:
+            for _ in range(1100):
+                part.write(bytes(2**20))
+        assert path.stat().st_size < 2**21
+    if kind == "no zip":
+        path.write_bytes(b"PK")
+    with pytest.raises(CertificateError, match="cannot be read"):
+        check(path)
 
 
 def test_opacus_settings_in_a_flower_app(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from gradveil import pace
-from gradveil.cli import shared
+from gradveil.cli import shared, watchdog
 from gradveil.errors import SpecError
 
 if TYPE_CHECKING:
@@ -186,6 +186,7 @@ def _federated(options: dict[str, Any], config: Path | None) -> "Callable[..., A
         base = from_toml(AuditConfig, config.read_text(encoding="utf-8"))
     given = {key: value for key, value in options.items() if value is not None}
     chosen = replace(base, **given)
+    watchdog.end_after(chosen.minutes)
     return lambda **rest: audit(config=chosen, **rest)
 
 
@@ -193,6 +194,7 @@ def _saved(options: dict[str, Any]) -> "Callable[..., Audit]":
     from gradveil.experiments.saved_update import UpdateAuditConfig, audit_update
 
     chosen = UpdateAuditConfig(**{key: value for key, value in options.items() if value is not None})
+    watchdog.end_after(chosen.minutes)
     return lambda **rest: audit_update(chosen, **rest)
 
 

@@ -166,6 +166,8 @@ def run_audit(work: Work) -> None:
         rows, answers = floors(scene.truth, scene.public, modality=modality)
         pictures = {name: x.numpy() for name, x in {"truth": scene.truth.inputs, **answers}.items()}
         about = [client_row(scene.config.planned, sending_norms(scene.model), scene.model), *modality_rows(modality)]
+        if scene.dataset.levels is not None:
+            about.append({"kind": "levels", "black": scene.dataset.levels[0], "white": scene.dataset.levels[1]})
         store.add("truth", [*about, *rows], pictures)
     _probe(scene, store)
     if scene.config.minutes is None:

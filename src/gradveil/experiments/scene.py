@@ -27,11 +27,11 @@ from gradveil.federated.ledger import planned_run
 from gradveil.federated.settings import Training
 from gradveil.federated.trained import ALL, only_trained
 from gradveil.gradients.coordinates import PUBLIC as LOOKED_AT
+from gradveil.imports import is_import_path
 from gradveil.losses import CrossEntropy
 from gradveil.losses import build as build_loss
 from gradveil.models import build_working
 from gradveil.ranges import Count, Positive, Seed, Weight
-from gradveil.registry import is_import_path
 from gradveil.seeds import Seeds
 from gradveil.types import Batch, Update
 
