@@ -54,6 +54,7 @@ PUBLIC = [
     "simulate",
     "spend_from",
     "step_gradient",
+    "verify",
     "write_examples",
     "write_report",
     "write_update",

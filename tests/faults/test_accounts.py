@@ -14,6 +14,7 @@ import pytest
 from faults.conftest import Count, times
 from gradveil.certificates.accountant import Account, NoAccount, spend_from
 
+Work = Callable[[], None]  # up to where the update leaves
 COST = 0.25
 POINTS = ("open", "pwrite", "ftruncate", "fsync", "replace", "mkdir")
 
@@ -44,7 +45,9 @@ def arm(fault: str, at: int) -> None:
         setattr(os, name, faulty(name, getattr(os, name)))
 
 
-def client(path: Path, rounds: int, fault: str = "", at: int = 0, after: float | None = None) -> tuple[int, bool]:
+def client(
+    path: Path, rounds: int, fault: str = "", at: int = 0, after: float | None = None, work: Work | None = None
+) -> tuple[int, bool]:
     """Run a client in a process of its own; return how often it has sent, and whether it was killed."""
     ours, its = os.pipe()
     pid = os.fork()
@@ -54,7 +57,10 @@ def client(path: Path, rounds: int, fault: str = "", at: int = 0, after: float |
             if fault:
                 arm(fault, at)
             for _ in range(rounds):
-                spend_from(path, "ward", COST, noise="secret")
+                if work is None:
+                    spend_from(path, "ward", COST, noise="secret")
+                else:
+                    work()
                 os.write(its, b"x")  # the update leaves
             os._exit(0)
         os._exit(1)
@@ -71,9 +77,9 @@ def client(path: Path, rounds: int, fault: str = "", at: int = 0, after: float |
     return sent, os.WIFSIGNALED(status)
 
 
-def spent(path: Path) -> float:
+def spent(path: Path, name: str = "ward") -> float:
     with suppress(NoAccount):
-        return Account.read(path, "ward").spent
+        return Account.read(path, name).spent
     return 0.0
 
 
@@ -105,6 +111,34 @@ def test_killed_at_any_moment_again_and_again(tmp_path: Path, count: Count) -> N
         assert sent <= spent(path) / COST <= sent + number + 1
         count("accounts: killed at a random moment")
     assert sent > 0
+
+
+@pytest.mark.parametrize("fault", ["before", "after", "torn"])
+def test_a_flower_client_that_is_killed_at_any_write_has_paid_for_what_it_sent(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: Count
+) -> None:
+    """Flower stores the state of a node after the reply was sent: on 0f6420f two of two kills lost what was spent."""
+    pytest.importorskip("flwr")
+    from gradveil.integrations.flower.app import make_client_app
+    from gradveil.integrations.flower.settings import FlowerSettings, build_model, load_data
+    from integrations.flower_parts import context, message
+
+    own = {"partition": "iid:devices=2,per_device=4", "clients": 2, "model": "logistic", "batch_size": 0}
+    run = FlowerSettings(**own, defense="veil:z=2,clip=1", rounds=9)
+    app, model = make_client_app(run), build_model(run, load_data("digits", "", run.partition, 0)[0])
+
+    def work() -> None:  # the state of the node is never stored
+        assert not app(message(model), context({"partition-id": 0})).has_error()
+
+    work_in = tmp_path / "before"
+    monkeypatch.setenv("GRADVEIL_ACCOUNTS", str(work_in))
+    work()  # once here, so that everything is loaded
+    for at in range(1, 40, times(3, 1)):
+        monkeypatch.setenv("GRADVEIL_ACCOUNTS", str(tmp_path / str(at)))
+        sent, killed = client(tmp_path, times(1, 3), fault, at, work=work)
+        paid = spent(tmp_path / str(at) / "0.json", "0") / COST
+        assert sent <= paid <= sent + 1
+        count("accounts: a Flower client killed at a write", killed)
 
 
 def test_two_processes_never_pay_with_the_same_budget(tmp_path: Path, count: Count) -> None:

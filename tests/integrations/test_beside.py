@@ -21,7 +21,9 @@ from gradveil.integrations.flower.checks import checked
 from gradveil.integrations.flower.leaks import leak_guard
 from gradveil.integrations.flower.mods import guard_mod, update_mod
 from gradveil.integrations.flower.settings import FlowerSettings, build_model, load_data
+from gradveil.integrations.flower.site import KEYS
 from gradveil.integrations.flower.statements import STATEMENT
+from gradveil.integrations.flower.values import ASKED
 from gradveil.types import Batch
 from integrations.flower_parts import SIMULATED, Nodes, ReadOff, context, linear_model, message, reply, train_plainly
 
@@ -357,3 +359,11 @@ def test_what_a_site_sets_is_not_changed_by_a_run(run: dict[str, Any], accounts:
     for key in ("noise", "account", "evaluate", "leak-metrics", "node-config"):
         with pytest.raises(Exception, match="does not know"):
             make_client_app()(message(model), context(site, config | {key: "allow"}))
+
+
+def test_the_page_has_a_row_for_every_key() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "train-with-flower.md").read_text(encoding="utf-8")
+    for name, (kind, what) in KEYS.items():
+        assert f"| `{name}` | {kind} | {what} |" in page
+    for name, number in ASKED.items():
+        assert f"| `{name}` | {number} |" in page

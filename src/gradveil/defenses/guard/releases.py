@@ -33,7 +33,7 @@ class RecordPass:
     """A training pass, until its loss is differentiated."""
 
     count: int
-    used: Used | None = None  # its records, where they are known
+    used: Used = 1  # its records
     ran: dict[str, Ran] = field(default_factory=dict)
     over: bool = False
     gave: list[Tensor] = field(default_factory=list)
@@ -175,7 +175,7 @@ class Releases:
         self._add(made, weights)
         report.examples += current.count
 
-    def _made(self, records: Any, used: Used | None, rng: Source, weights: Params, report: Report) -> Params:
+    def _made(self, records: Any, used: Used, rng: Source, weights: Params, report: Report) -> Params:
         assert self.slots is not None
         more = self._goes_on(weights, records.count)
         if more:

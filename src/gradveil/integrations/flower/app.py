@@ -98,7 +98,7 @@ def _serve(grid: Grid, settings: FlowerSettings, folder: RunFolder | None, simul
     dataset, shares = load_data(settings.dataset, settings.data, settings.partition, settings.seed)
     model = build_model(settings, dataset)
     sizes = [len(share) for share in shares]
-    defense, ledger = settings.ledger(shares)
+    defense, ledger = settings.ledger(shares, noise=SIMULATED if simulation else None)
     start = None if folder is None else standing(folder, settings.resume)
     if start is not None:
         start.restore(model)

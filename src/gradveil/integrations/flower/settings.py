@@ -143,7 +143,7 @@ class FlowerSettings(Averaging):
         values = dataclasses.asdict(self) | {"batch_size": self.batch_size or 0}
         return {name.replace("_", "-"): value for name, value in values.items()}
 
-    def ledger(self, shares: list[Indices], spec: str = "") -> tuple[Defense, Ledger]:
+    def ledger(self, shares: list[Indices], spec: str = "", noise: str | None = None) -> tuple[Defense, Ledger]:
         """Return the defence as this run needs it, or a site's own, and what it costs each device.
 
         Raises where its promise would not hold.
@@ -162,7 +162,7 @@ class FlowerSettings(Averaging):
                 f"tier=aggregate needs the same defence on every site: the run has {self.defense!r}, and this site "
                 f"{spec!r}."
             )
-        return defense, Ledger(shares, training, defense)
+        return defense, Ledger(shares, training, defense, noise)
 
     @property
     def seeds(self) -> Seeds:
