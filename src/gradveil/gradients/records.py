@@ -45,8 +45,11 @@ class Captured(Records):
 
     @cached_property
     def _lengths(self) -> Pair:
-        norms, masses = zip(*[layer.lengths() for layer in self.layers], strict=True)
-        return torch.stack(norms).sum(0), torch.stack(masses).sum(0)  # (K, N)
+        each = [layer.lengths_of(which) for layer in self.layers for which in layer.trained]
+        norms = torch.stack([norm for norm, _ in each]).sum(0)  # (K, N)
+        if all(norm is mass for norm, mass in each):
+            return norms, norms
+        return norms, torch.stack([mass for _, mass in each]).sum(0)
 
     @property
     def _lead(self) -> torch.Size:

@@ -69,7 +69,7 @@ def gram(a: Tensor, delta: Tensor) -> Pair:
 
 
 def gram_of_rows(delta: Tensor, together: Tensor) -> Pair:
-    """Return bounds of Σ ||Σ_t δ_t||² and of its mass over those rows δ (..., T, D) that are ``together`` (..., T, T)."""
+    """Return bounds of Σ ||Σ_t δ_t||² and of its mass, over rows δ (..., T, D) that are ``together`` (..., T, T)."""
     positions, size, info = *delta.shape[-2:], torch.finfo(delta.dtype)
     if (size + positions) * unit(delta.dtype) > 2**-5:
         return gram_of_rows(delta.double(), together)
@@ -161,3 +161,17 @@ def in_chunks(
         found = part(some, each)
         total += found[:, 0] if found.shape[1] == 1 else found.sum(1, dtype=torch.float64)
     return total
+
+
+def sum_of_held(each: Tensor, weights: Tensor, mass: float) -> Tensor:
+    """Return the sums (K, *shape) of gradients (K, N, *shape) by weights (K, N); ``mass``: of one of them, in clips."""
+    (clients, count), shape = each.shape[:2], each.shape[2:]
+    flat, weights = each.reshape(clients, count, shape.numel()), weights.to(each)
+
+    def part(some: slice, size: int) -> Tensor:
+        rows, factors = flat[:, some], weights[:, some]
+        chunks = rows.shape[1] // size if size else 1
+        rows, factors = rows.reshape(clients * chunks, size, -1), factors.reshape(clients * chunks, 1, size)
+        return torch.bmm(factors, rows).view(clients, chunks, *shape)
+
+    return in_chunks(count, records_in_a_chunk(1, mass, each.dtype), max(1, shape.numel()), each.device, part)
