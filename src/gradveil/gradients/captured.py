@@ -164,7 +164,7 @@ class Weighted(Seen):
         if which == "bias" or not self.ghost:
             return super().total(which, weights, mass)
         positions = self.deltas().shape[3]
-        size = records_in_a_chunk(positions, mass if positions == 1 else MASS, self.delta.dtype)
+        size = records_in_a_chunk(positions, mass if positions == 1 else max(mass, MASS), self.delta.dtype)
         dtype = self.delta.dtype if size else torch.float64
         numbers = self.layer.weight.numel()  # type: ignore[operator]
 
