@@ -27,6 +27,7 @@ from gradveil.gradients.rounding import (
     records_in_a_chunk,
     squares,
     sum_of_held,
+    wide,
 )
 
 CACHED = 2**20  # numbers of patches that are made at once on a CPU
@@ -38,8 +39,12 @@ class Seen(ABC):
 
     layer: nn.Module
     prefix: str  # of its parameters' names
-    a: Tensor  # (K, N, ...) its input
+    a: Tensor  # (K, N, ...) its input; in float32 at least, as all that is made of it
     delta: Tensor  # (K, N, ...)
+
+    def __post_init__(self) -> None:
+        self.a = wide(self.a) if self.a.is_floating_point() else self.a
+        self.delta = wide(self.delta)
 
     @abstractmethod
     def own(self, which: str) -> Tensor:

@@ -109,10 +109,9 @@ class Ran:
         delta = next(iter(there.values()))
         prefix = f"{self.layer}." if self.layer else ""
         first = _tensors(self.given)[0]
-        a = (wide(first) if first.is_floating_point() else first)[None]
         if is_known(self.module):
-            return KINDS[type(self.module)](self.module, prefix, a, wide(delta)[None])
-        return ModuleSeen(self.module, prefix, a, wide(delta)[None], given=self.given, deltas=there)
+            return KINDS[type(self.module)](self.module, prefix, first[None], delta[None])
+        return ModuleSeen(self.module, prefix, first[None], delta[None], given=self.given, deltas=there)
 
 
 class TrainedLayers:
@@ -228,12 +227,12 @@ def _not_apart(model: nn.Module, what: str, *, again: bool) -> str:
     name = type(model).__name__
     if again:
         return (
-            f"In {name} {what} for a record depends on the others of its batch: no record can be clipped by itself. Use "
-            f"layers that look at one record at a time."
+            f"In {name} {what} for a record depends on the others of its batch: no record can be clipped by itself. "
+            f"Use layers that look at one record at a time."
         )
     return (
-        f"{name} gives something else when it runs again: it draws random numbers that are not torch's default ones, or "
-        f"changes itself, so nothing shows that its records are kept apart. Draw as nn.Dropout does."
+        f"{name} gives something else when it runs again: it draws random numbers that are not torch's default ones, "
+        f"or changes itself, so nothing shows that its records are kept apart. Draw as nn.Dropout does."
     )
 
 

@@ -171,7 +171,7 @@ def capture(model: nn.Module, batch: Batch, loss: Loss) -> Captured | None:
     if any(d is None for d in deltas):  # a layer whose output leads nowhere
         return None
     found = [
-        KINDS[type(module)](module, layers[module], (wide(a) if a.is_floating_point() else a)[None], wide(d)[None])
+        KINDS[type(module)](module, layers[module], a[None], d[None])
         for (module, a, _, _), d in zip(seen, deltas, strict=True)
     ]
     return Captured(found, {n: p.detach() for n, p in weights.items()}, (len(batch),))
