@@ -17,6 +17,7 @@ from gradveil.defenses.guard.counted import board, counted
 from gradveil.defenses.guard.protect import guard_of, protect
 from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import BudgetError, DefenseError
+from gradveil.gradients.rounding import SLACK
 from gradveil.tree import Params
 from gradveil.types import Batch
 
@@ -126,7 +127,8 @@ def test_the_same_as_opacus_on_the_same_noise(data: Batch) -> None:
     theirs, ours = made(linear), made(linear)
     hooked = opacus.GradSampleModule(theirs)
     private = DPOptimizer(
-        torch.optim.SGD(theirs.parameters(), lr=0.1), noise_multiplier=0.5, max_grad_norm=0.7, expected_batch_size=12,
+        torch.optim.SGD(theirs.parameters(), lr=0.1), noise_multiplier=0.5 * (1 + SLACK), max_grad_norm=0.7 / (1 + SLACK),
+        expected_batch_size=12,
         generator=noise(),
     )  # fmt: skip
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)

@@ -209,7 +209,7 @@ class Veil(Defense):
     def _sent(self, noisy: Tensor, slots: int | Tensor, like: Params) -> Params:
         """Return what has its noise by name, out of P's coordinates and over the slots, in the weights' types."""
         now = self.measured
-        flat = noisy if now.coordinates is None else now.coordinates.back(noisy)
+        flat = noisy if now.coordinates is None else now.coordinates.back(noisy.to(now.coordinates.directions))
         flat = flat / (slots if isinstance(slots, int) else slots.to(flat))
         return {name: part.to(like[name].dtype) for name, part in split(flat, like).items()}
 

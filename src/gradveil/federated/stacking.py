@@ -159,7 +159,8 @@ def records_together(
         return result, [inside[m] for m in layers]
 
     order = {m: i for i, m in enumerate(layers)}
-    taps = [inputs.new_zeros(*inputs.shape[:2], *outputs[m]) for m in layers]
+    like = next(iter(weights.values()))
+    taps = [like.new_zeros(*inputs.shape[:2], *outputs[m]) for m in layers]
     deltas, inside = vmap(grad(value, has_aux=True))(taps, weights, inputs, labels)
     found = [KINDS[type(m)](m, layers[m], a.detach(), d) for m, a, d in zip(layers, inside, deltas, strict=True)]
     return Captured(found, {n: w[0].detach() for n, w in weights.items()}, tuple(inputs.shape[:2]))

@@ -17,7 +17,18 @@ from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
 from gradveil.gradients.convolution import Geometry, pair, patches
-from gradveil.gradients.rounding import MASS, Pair, chunked, gram, in_chunks, products, records_in_a_chunk, squares
+from gradveil.gradients.rounding import (
+    MASS,
+    Pair,
+    chunked,
+    gram,
+    in_chunks,
+    products,
+    records_in_a_chunk,
+    squares,
+    sum_of_held,
+    wide,
+)
 
 CACHED = 2**20  # numbers of patches that are made at once on a CPU
 
@@ -28,8 +39,12 @@ class Seen(ABC):
 
     layer: nn.Module
     prefix: str  # of its parameters' names
-    a: Tensor  # (K, N, ...) its input
+    a: Tensor  # (K, N, ...) its input; in float32 at least, as all that is made of it
     delta: Tensor  # (K, N, ...)
+
+    def __post_init__(self) -> None:
+        self.a = wide(self.a) if self.a.is_floating_point() else self.a
+        self.delta = wide(self.delta)
 
     @abstractmethod
     def own(self, which: str) -> Tensor:
@@ -48,13 +63,11 @@ class Seen(ABC):
         """The layer's parameters that are trained."""
         return tuple(n for n, p in self.layer._parameters.items() if p is not None and p.requires_grad)
 
-    def lengths(self) -> Pair:
-        """Return upper bounds of the square norms and of the square masses (K, N)."""
-        norms, masses = zip(*[self.lengths_of(which) for which in self.trained], strict=True)
-        return torch.stack(norms).sum(0), torch.stack(masses).sum(0)
-
     def lengths_of(self, which: str) -> Pair:
-        """Return both for one parameter; a gradient that is held has no more mass than length."""
+        """Return upper bounds of the square norms and of the square masses (K, N) of one parameter's gradients.
+
+        A gradient that is held has no more mass than length.
+        """
         found = squares(self.held(which), 2)
         return found, found
 
@@ -76,15 +89,7 @@ class Seen(ABC):
         ``mass``: the most that a record's weighted gradient may be long, in clips.
         """
         each = self.held(which)
-        flat, shape = each.flatten(2) if each.ndim > 2 else each[..., None], each.shape[2:]
-        weights = weights.to(each)
-
-        def part(some: slice, size: int) -> Tensor:
-            return (chunked(weights[:, some], size)[:, :, None] @ chunked(flat[:, some], size))[:, :, 0]
-
-        size = records_in_a_chunk(1, mass, each.dtype)
-        found = in_chunks(each.shape[1], size, flat.shape[2], each.device, part)
-        return self.ordered(which, found.unflatten(1, shape) if shape else found[:, 0])
+        return self.ordered(which, sum_of_held(each, weights, mass))
 
     def each(self, which: str) -> Tensor:
         """Return each record's gradient (K, N, *shape)."""
@@ -164,7 +169,7 @@ class Weighted(Seen):
         if which == "bias" or not self.ghost:
             return super().total(which, weights, mass)
         positions = self.deltas().shape[3]
-        size = records_in_a_chunk(positions, mass if positions == 1 else MASS, self.delta.dtype)
+        size = records_in_a_chunk(positions, mass if positions == 1 else max(mass, MASS), self.delta.dtype)
         dtype = self.delta.dtype if size else torch.float64
         numbers = self.layer.weight.numel()  # type: ignore[operator]
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from gradveil.gradients.coordinates import Coordinates
 from gradveil.gradients.precision import full_precision
 from gradveil.gradients.records import Records
-from gradveil.gradients.rounding import MASS, clip_factors
+from gradveil.gradients.rounding import MAPPED, clip_factors
 from gradveil.tree import Params
 
 
@@ -34,9 +34,9 @@ def _of_piece(records: Records, clip: float, coordinates: Coordinates | None, pr
         factors = clip_factors(lengths, clip, masses)
         return _flat(records.weighted_sum(_those(factors, present)), lengths.ndim - 1)
     along, lengths = coordinates.mapped(records)
-    factors = _those(clip_factors(lengths, clip, masses), present)
+    factors = _those(clip_factors(lengths, clip, masses, MAPPED), present)
     beside = torch.einsum("...n,...nr->...r", factors, torch.where(factors[..., None] > 0, along, 0.0))
-    plain = _flat(records.weighted_sum(factors, MASS), lengths.ndim - 1)
+    plain = _flat(records.weighted_sum(factors, MAPPED), lengths.ndim - 1)
     return plain.double() + coordinates.spread(beside)
 
 

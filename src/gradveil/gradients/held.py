@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradveil.gradients.rounding import in_chunks, products, records_in_a_chunk, squares, wide
+from gradveil.gradients.rounding import products, squares, sum_of_held, wide
 from gradveil.tree import Params
 
 
@@ -81,24 +81,10 @@ class Held(Records):
 
     def weighted_sum(self, weights: Tensor, mass: float = 1.0) -> Params:
         """Return Σ w_j g_j."""
-        kept = weights != 0
+        kept, found = weights != 0, self.gradients
         if not bool(kept.all()):  # in its place: where the others are summed must not hang on it
-            found = {n: g.masked_fill(~kept.view(-1, *[1] * (g.ndim - 1)), 0) for n, g in self.gradients.items()}
-            return {n: _sum(g, weights, mass) for n, g in found.items()}
-        return {n: _sum(g, weights, mass) for n, g in self.gradients.items()}
-
-
-def _sum(each: Tensor, weights: Tensor, mass: float) -> Tensor:
-    """Return Σ w_j g_j for gradients (N, *shape) of one parameter."""
-    flat, shape = wide(each).flatten(1) if each.ndim > 1 else wide(each)[:, None], each.shape[1:]
-    weights = weights.to(flat)
-
-    def part(some: slice, size: int) -> Tensor:
-        chunks = len(flat[some]) // size if size else 1
-        return (weights[some].view(chunks, 1, size) @ flat[some].view(chunks, size, flat.shape[1])).transpose(0, 1)
-
-    found = in_chunks(len(flat), records_in_a_chunk(1, mass, flat.dtype), flat.shape[1], flat.device, part)
-    return found[0].view(shape)
+            found = {n: g.masked_fill(~kept.view(-1, *[1] * (g.ndim - 1)), 0) for n, g in found.items()}
+        return {n: sum_of_held(wide(g)[None], weights[None], mass)[0] for n, g in found.items()}
 
 
 @dataclass(frozen=True)

@@ -109,10 +109,9 @@ class Ran:
         delta = next(iter(there.values()))
         prefix = f"{self.layer}." if self.layer else ""
         first = _tensors(self.given)[0]
-        a = (wide(first) if first.is_floating_point() else first)[None]
         if is_known(self.module):
-            return KINDS[type(self.module)](self.module, prefix, a, wide(delta)[None])
-        return ModuleSeen(self.module, prefix, a, wide(delta)[None], given=self.given, deltas=there)
+            return KINDS[type(self.module)](self.module, prefix, first[None], delta[None])
+        return ModuleSeen(self.module, prefix, first[None], delta[None], given=self.given, deltas=there)
 
 
 class TrainedLayers:

@@ -45,8 +45,11 @@ class Captured(Records):
 
     @cached_property
     def _lengths(self) -> Pair:
-        norms, masses = zip(*[layer.lengths() for layer in self.layers], strict=True)
-        return torch.stack(norms).sum(0), torch.stack(masses).sum(0)  # (K, N)
+        each = [layer.lengths_of(which) for layer in self.layers for which in layer.trained]
+        norms = torch.stack([norm for norm, _ in each]).sum(0)  # (K, N)
+        if all(norm is mass for norm, mass in each):
+            return norms, norms
+        return norms, torch.stack([mass for _, mass in each]).sum(0)
 
     @property
     def _lead(self) -> torch.Size:
@@ -168,7 +171,7 @@ def capture(model: nn.Module, batch: Batch, loss: Loss) -> Captured | None:
     if any(d is None for d in deltas):  # a layer whose output leads nowhere
         return None
     found = [
-        KINDS[type(module)](module, layers[module], (wide(a) if a.is_floating_point() else a)[None], wide(d)[None])
+        KINDS[type(module)](module, layers[module], a[None], d[None])
         for (module, a, _, _), d in zip(seen, deltas, strict=True)
     ]
     return Captured(found, {n: p.detach() for n, p in weights.items()}, (len(batch),))

@@ -9,14 +9,15 @@ most γ |x|·|y| + n τ, γ = n u to first order. From this:
   Σ_st (a_s·a_t)(δ_s·δ_t), which may cancel down to nothing; its error is at most γ A², where A = Σ_t ||a_t|| ||δ_t|| is
   the record's *mass* and n = inputs + outputs + positions, and is added (``gram``).
 - **Factors.** c = min(1, C' / bound), C' = C / (1 + ``SLACK``), and so small that c A ≤ ``MASS`` C; 0 where a bound is
-  not finite: ``clip_factors``. So ||c g|| ≤ C', and whatever cancels is never longer than ``MASS`` C.
+  not finite: ``clip_factors``. So ||c g|| ≤ C', and what cancels is never longer than ``MASS`` C. In public coordinates
+  (``Coordinates.mapped``) g itself may be longer than C: there c A ≤ ``MAPPED`` C.
 - **Sums.** A chunk of m records is summed in float32, and chunks are added in float64. Taking a record's slot to zero
   changes the rounding of its own chunk alone. There a layer is off by at most m T u Σ_i c_i A_i, before and after;
   ``records_in_a_chunk`` holds m² T · mass ≤ 2¹⁴ for powers of two m, so that the chunks of all layers lie in one
   another. By Cauchy and Schwarz, over 8 sizes of chunks and layers with and without mass, all layers together are then
   off by at most 2 · 3 · 2¹⁴ u C < 0.006 C.
 
-Together ||change|| ≤ C' (1 + 2 u · MASS) + 0.006 C + (float64's part, 10⁻⁹ C) < C, as C' < 0.985 C. Float64 has
+Together ||change|| ≤ C' (1 + 2 u · MAPPED) + 0.006 C + (float64's part, 10⁻⁹ C) < C, as C' < 0.985 C. Float64 has
 u = 2⁻⁵³ and the same argument. Numbers below τ count in all bounds as if they were as large.
 """
 
@@ -27,6 +28,7 @@ from torch import Tensor
 
 SLACK = 1 / 64
 MASS = 16.0  # a record's mass after clipping, at most, in clips; 1 to 4 in trained networks
+MAPPED = 64.0  # the same in public coordinates, where what is clipped is shorter than what is summed
 BLOCK = 256  # numbers of a sum in float32, before float64 goes on
 AT_ONCE = {"cpu": 2**18, "cuda": 2**26}  # numbers of chunks' sums that are made together
 
@@ -69,7 +71,7 @@ def gram(a: Tensor, delta: Tensor) -> Pair:
 
 
 def gram_of_rows(delta: Tensor, together: Tensor) -> Pair:
-    """Return bounds of Σ ||Σ_t δ_t||² and of its mass over those rows δ (..., T, D) that are ``together`` (..., T, T)."""
+    """Return bounds of Σ ||Σ_t δ_t||² and of its mass, over rows δ (..., T, D) that are ``together`` (..., T, T)."""
     positions, size, info = *delta.shape[-2:], torch.finfo(delta.dtype)
     if (size + positions) * unit(delta.dtype) > 2**-5:
         return gram_of_rows(delta.double(), together)
@@ -119,11 +121,13 @@ def products_error(norms: Tensor, masses: Tensor, rank: int, positions: int, dty
     return 1.1 * unit(dtype) * found
 
 
-def clip_factors(square_norms: Tensor, clip: float, square_masses: Tensor | None = None) -> Tensor:
+def clip_factors(
+    square_norms: Tensor, clip: float, square_masses: Tensor | None = None, mass: float = MASS
+) -> Tensor:
     """Return c_j = min(1, C' / ||g_j||) in float64, or less where the mass asks for it; 0 where one is not finite."""
     lengths = square_norms.double()
     if square_masses is not None:
-        lengths = torch.maximum(lengths, square_masses / MASS**2)
+        lengths = torch.maximum(lengths, square_masses / mass**2)
     factors = (clip / (1 + SLACK) / lengths.clamp_min(1e-300).sqrt()).clamp_max(1.0)
     return torch.where(lengths.isfinite(), factors, torch.zeros_like(factors))
 
@@ -161,3 +165,17 @@ def in_chunks(
         found = part(some, each)
         total += found[:, 0] if found.shape[1] == 1 else found.sum(1, dtype=torch.float64)
     return total
+
+
+def sum_of_held(each: Tensor, weights: Tensor, mass: float) -> Tensor:
+    """Return the sums (K, *shape) of gradients (K, N, *shape) by weights (K, N); ``mass``: of one of them, in clips."""
+    (clients, count), shape = each.shape[:2], each.shape[2:]
+    flat, weights = each.reshape(clients, count, shape.numel()), weights.to(each)
+
+    def part(some: slice, size: int) -> Tensor:
+        rows, factors = flat[:, some], weights[:, some]
+        chunks = rows.shape[1] // size if size else 1
+        rows, factors = rows.reshape(clients * chunks, size, -1), factors.reshape(clients * chunks, 1, size)
+        return torch.bmm(factors, rows).view(clients, chunks, *shape)
+
+    return in_chunks(count, records_in_a_chunk(1, mass, each.dtype), max(1, shape.numel()), each.device, part)
