@@ -143,7 +143,7 @@ class Attachment(Interceptor):
         self.held = self.traces.held_by(optimizer)
         self.check_weights(self.held)
         if self.held and self.releases is not None:
-            check_state(optimizer, self.model)
+            check_state(optimizer, self._trained())
         self.stepping = bool(self.held)
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -153,7 +153,7 @@ class Attachment(Interceptor):
             part.account()
         if self.held and self.releases is not None:
             self.releases.stepped()
-            note_state(optimizer, self.model)
+            note_state(optimizer, self._trained())
 
     def take_backward(self, roots: list[Tensor], plain: bool, retain: bool) -> bool:
         """A backward pass begins: where it goes through defended records, make their release in its place."""
@@ -169,7 +169,8 @@ class Attachment(Interceptor):
         self._check_origin({name: p.grad for name, p in weights.items() if p.grad is not None})
         with lifted(self.handles):
             self.releases.release(roots, retain, weights, self.rng, self.report)
-        self.traces.take({name: p.grad for name, p in weights.items() if p.grad is not None})
+        assert self.releases.left is not None
+        self.traces.take(self.releases.left.parts)
         for p in weights.values():
             for hook in list((p._post_accumulate_grad_hooks or {}).values()):  # as a backward pass would
                 hook(p)
@@ -183,24 +184,28 @@ class Attachment(Interceptor):
         self.report.optimizer_steps += 1
         if self.in_passes or self.releases is not None:
             self._check_origin(gradient)
-        if self.releases is not None:
-            self.traces.take(gradient)  # limited, perhaps, as they are now
         if "gradient" in self.defense.acts_on and not is_stamped(gradient, self.stamps.get(optimizer)):
             changed = self._defend_gradient(optimizer, gradient)
-            self.traces.take(gradient)
+            self.traces.take(gradient if self.releases is None else copied(gradient))
             self.stamps[optimizer] = stamp(gradient, changed)
 
     def _gradient_in(self, optimizer: Optimizer) -> Params:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return {name: p.grad for name, p in self.traces.named(held).items() if p.grad is not None}
 
+    def _trained(self) -> Params:
+        return {name: trace.p for name, trace in self.traces.by_name.items() if trace.p.requires_grad}
+
     def _foreign(self, gradient: Params) -> list[str]:
         if self.releases is None:
             return self.traces.foreign(gradient)
-        trained: Params = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        trained = self._trained()
         if self.releases.holds(trained) and gradient.keys() <= trained.keys():
             return []
-        return self.traces.foreign(gradient) + [name for name in gradient if name not in trained]
+        foreign = self.traces.foreign(gradient) + [name for name in gradient if name not in trained]
+        if self.stepping and not foreign:
+            self.traces.take(copied(gradient))  # limited, or with a penalty: as they are now
+        return foreign
 
     def _check_origin(self, gradient: Params) -> None:
         """Refuse a step whose gradient did not come through the defence."""

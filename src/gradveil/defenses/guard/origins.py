@@ -220,10 +220,10 @@ class Traces:
         return [name for name, trace in traces.items() if not trace.holds_scaled()]
 
     def take(self, gradient: Params) -> None:
-        """The defence has changed these gradients: they are what weights may hold now."""
+        """The defence has changed these gradients (for records: copies of them): they are what weights may hold now."""
         for name, g in gradient.items():
             if (trace := self.by_name.get(name)) is not None and trace.kind != "step":
-                trace.known = [trace.keep(g)]
+                trace.known = [g.reshape(-1) if trace.kind == "records" else trace.keep(g)]
 
     # Gradients on their way.
 

@@ -195,11 +195,11 @@ def random_state(device: torch.device) -> Callable[[], None]:
 @contextmanager
 def lifted(handles: Iterable[RemovableHandle]) -> Iterator[None]:
     """Within, these hooks are off: the model runs, and looks, as if it had none of them."""
-    tables = {id(table): table for handle in handles if (table := handle.hooks_dict_ref()) is not None}
+    own = [(table, handle.id) for handle in handles if (table := handle.hooks_dict_ref()) is not None]
+    tables = {id(table): table for table, _ in own}
     before = [(table, dict(table)) for table in tables.values()]
-    for handle in handles:
-        for table in tables.values():
-            table.pop(handle.id, None)
+    for table, number in own:
+        table.pop(number, None)
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ from gradveil.defenses.guard.carried import Carried
 from gradveil.defenses.guard.counted import Following
 from gradveil.defenses.guard.loss_graph import leads_to, leaves_of, share_of
 from gradveil.defenses.guard.passes import Report, lifted
-from gradveil.defenses.guard.trace import Bits
+from gradveil.defenses.guard.stamps import Kept
 from gradveil.defenses.guard.uses import InStep, Spending, Used
 from gradveil.errors import DefenseError
 from gradveil.gradients.in_training import Ran, TrainedLayers
@@ -72,17 +72,11 @@ class Releases:
         self._in_step, self._filled = InStep(), 0  # the step under way, and the slots of it that are taken
         self._step: Step | None = None
         self._before: Params = {}  # the gradients before the step
-        self._left: Tensor | None = None  # a checksum of the gradients as they were left
+        self.left: Kept | None = None  # the gradients as they were left
 
     def __getstate__(self) -> dict[str, Any]:
-        return (
-            self.__dict__
-            | {"current": None, "_filled": 0, "_left": None, "_in_step": InStep(), "_loading": None}
-            | {
-                "_step": None,
-                "_before": {},
-            }
-        )
+        under_way = {"current": None, "_filled": 0, "_in_step": InStep(), "_loading": None}
+        return self.__dict__ | under_way | {"left": None, "_step": None, "_before": {}}
 
     def before_loading(self, part: nn.Module) -> None:
         """Weights and buffers are about to be written to a part, or to all of the model."""
@@ -225,15 +219,12 @@ class Releases:
 
     def holds(self, weights: Params) -> bool:
         """Whether the gradients of all weights are, bit for bit, what the last release made of them."""
-        held = [p.grad for p in weights.values() if p.grad is not None]
-        if self._left is None or len(held) < len(weights):
-            return False
-        now = Bits(held).sum()
-        return bool(now == self._left.to(now.device))
+        return self.left is not None and self.left.is_same(_gradients(weights))
 
     def stepped(self) -> None:
         """An optimizer took a step: the next records make a release of their own."""
         self._in_step, self._filled = InStep(), 0
+        self._step, self._before = None, {}
 
     def _add(self, made: Params, weights: Params) -> None:
         """Add the step's gradient, with all its records so far, to what was there before the step."""
@@ -244,7 +235,7 @@ class Releases:
                 p.grad = g
             else:
                 p.grad.copy_(g)
-        self._left = Bits(p.grad for p in weights.values() if p.grad is not None).sum()
+        self.left = Kept(_gradients(weights))
 
     def _count(self, count: int) -> None:
         self.usual = count if self.usual is None else self.usual
@@ -283,3 +274,7 @@ class Releases:
                 f"The loss depends on {len(ends)} tensors with gradients that are no weights of the guarded model, and "
                 f"would not be defended. Guard one module that holds all that is trained."
             )
+
+
+def _gradients(weights: Params) -> Params:
+    return {name: p.grad for name, p in weights.items() if p.grad is not None}

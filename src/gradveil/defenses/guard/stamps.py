@@ -38,8 +38,28 @@ def alike(gradient: Params) -> bool:
 
 def copied(gradient: Params) -> Params:
     """Return a copy, made at once where that can be."""
-    if not alike(gradient):
-        return {name: g.detach().clone() for name, g in gradient.items()}
-    flat = torch.cat([g.detach().reshape(-1) for g in gradient.values()])
-    parts = flat.split([g.numel() for g in gradient.values()])
-    return {name: part.view(g.shape) for (name, g), part in zip(gradient.items(), parts, strict=True)}
+    return Kept(gradient).parts
+
+
+class Kept:
+    """A copy of a gradient, to compare it with."""
+
+    def __init__(self, gradient: Params) -> None:
+        self._flat = _flat(gradient) if alike(gradient) else None
+        if self._flat is None:
+            self.parts: Params = {name: g.detach().clone() for name, g in gradient.items()}
+            return
+        parts = self._flat.split([g.numel() for g in gradient.values()])
+        self.parts = {name: part.view(g.shape) for (name, g), part in zip(gradient.items(), parts, strict=True)}
+
+    def is_same(self, gradient: Params) -> bool:
+        """Whether a gradient is this one, bit for bit."""
+        if gradient.keys() != self.parts.keys():
+            return False
+        if self._flat is not None and alike(gradient) and next(iter(gradient.values())).dtype is self._flat.dtype:
+            return torch.equal(_flat(gradient).to(self._flat.device), self._flat)
+        return all(torch.equal(g.to(self.parts[name]), self.parts[name]) for name, g in gradient.items())
+
+
+def _flat(gradient: Params) -> Tensor:
+    return torch.cat([g.detach().reshape(-1) for g in gradient.values()])

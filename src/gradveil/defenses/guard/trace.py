@@ -87,21 +87,17 @@ def factor_of(now: Tensor, old: Tensor) -> Tensor:
 
 def is_scaled(now: Tensor, old: Tensor, factor: Tensor) -> bool:
     """Return whether a vector is another one times a number, up to rounding."""
-    within = 8 * torch.finfo(now.dtype).eps * now.abs() + torch.finfo(now.dtype).tiny
-    return bool((now - factor * old).abs().le(within).all())
+    apart = torch.sub(now, old * factor).abs_()
+    return bool(apart.sub_(now.abs().mul_(8 * torch.finfo(now.dtype).eps)).max() <= torch.finfo(now.dtype).tiny)
 
 
 def is_made_of(now: Tensor, old: Tensor, w: Tensor, start: Tensor) -> bool:
     """Return whether a gradient is another one but for a factor, a limit on its entries, or a penalty on weights w."""
-    if torch.equal(now, old) or len(now) < 2:  # any number is another one times something
-        return torch.equal(now, old)
-    if is_scaled(now, old, factor_of(now, old)) or is_combination(
-        now - old.clamp(-(most := now.abs().max()), most), [], now
-    ):
+    if is_combination(now - old.clamp(-(most := now.abs().max()), most), [], now):
         return True
     penalties = [w, w - start, w.sign()]
     some = [penalties] if len(now) > _FREE else [[one] for one in penalties if len(now) > 2]
-    return any(is_combination(now, [old, *few], now) for few in some)
+    return any(is_combination(now, [old, *few], now) for few in [*some, []])
 
 
 class Trace:
@@ -189,11 +185,19 @@ def foreign_to_releases(traces: dict[str, Trace], gradient: Params) -> list[str]
     foreign = [n for n, t in some.items() if not t.known]
     if foreign or not some:
         return foreign
-    all_of = [(t.look(gradient[n]), t.known[-1], t.look(t.p), t.start) for n, t in some.items()]
-    if len({(v.device, v.dtype) for v, *_ in all_of}) == 1 and is_made_of(*map(torch.cat, zip(*all_of, strict=True))):
+    pairs = {n: (t.look(gradient[n]), t.known[-1]) for n, t in some.items()}
+    longest = max(pairs.values(), key=lambda pair: len(pair[0]))
+    if len(longest[0]) < 2 or len({(now.device, now.dtype) for now, _ in pairs.values()}) > 1:
+        return [n for n, pair in pairs.items() if not torch.equal(*pair)]  # any number is another one times something
+    if all(is_scaled(*pair, factor_of(*longest)) for pair in pairs.values()):
         return []
-    large = {n: is_made_of(*v) for n, v in zip(some, all_of, strict=True) if len(v[0]) > _FREE}
-    factors = [factor_of(now, old) for now, old, *_ in all_of if len(now) > _FREE]
-    for n, (now, old, *_) in zip(some, all_of, strict=True):
-        large.setdefault(n, torch.equal(now, old) or any(is_scaled(now, old, factor) for factor in factors))
-    return [n for n, fits in large.items() if not fits]
+    made = {n: (*pair, some[n].look(some[n].p), some[n].start) for n, pair in pairs.items()}
+    if is_made_of(*map(torch.cat, zip(*made.values(), strict=True))):
+        return []
+    factors = [factor_of(*pair) for pair in pairs.values() if len(pair[0]) > _FREE]
+    return [
+        n
+        for n, pair in pairs.items()
+        if not any(is_scaled(*pair, factor) for factor in [torch.ones_like(pair[0][0]), *factors])
+        and not (len(pair[0]) > _FREE and is_made_of(*made[n]))
+    ]
