@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gradveil.defenses.base import DEFENSES, Defense
     from gradveil.defenses.base import build as defense
     from gradveil.defenses.decoy import save_prior
+    from gradveil.defenses.guard.counted import counted
     from gradveil.defenses.guard.protect import guard_of, protect
     from gradveil.defenses.guard.step import step_gradient
     from gradveil.errors import DefenseError, GradveilError
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from gradveil.federated.simulate import simulate
     from gradveil.losses import build as loss
     from gradveil.models import build as model
+    from gradveil.privacy import draws
     from gradveil.report.page import write_report
     from gradveil.scores import leak_scores
     from gradveil.types import Batch, GaussianPrior, Observation, Reconstruction, Update
@@ -51,6 +53,7 @@ _PUBLIC = {
     "attack": "gradveil.attacks.base:build",
     "loss": "gradveil.losses:build",
     # defend
+    "counted": "gradveil.defenses.guard.counted:counted",
     "protect": "gradveil.defenses.guard.protect:protect",
     "guard_of": "gradveil.defenses.guard.protect:guard_of",
     "Account": "gradveil.certificates.accountant:Account",
@@ -82,6 +85,7 @@ _PUBLIC = {
     "Defense": "gradveil.defenses.base:Defense",
     "DEFENSES": "gradveil.defenses.base:DEFENSES",
     "Countermeasure": "gradveil.countermeasures:Countermeasure",
+    "draws": "gradveil.privacy:draws",
     "Dataset": "gradveil.data:Dataset",
     # what goes wrong
     "GradveilError": "gradveil.errors:GradveilError",
@@ -112,8 +116,10 @@ __all__ = [
     "audit",
     "certify",
     "check_model",
+    "counted",
     "dataset",
     "defense",
+    "draws",
     "evaluate",
     "guard_of",
     "infer",

@@ -19,9 +19,10 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from gradveil.errors import DefenseError
-from gradveil.gradients.captured import Seen, wide
+from gradveil.gradients.captured import Seen
 from gradveil.gradients.layer_kinds import KINDS, is_known
 from gradveil.gradients.records import Captured
+from gradveil.gradients.rounding import wide
 from gradveil.gradients.separable import check_layers
 from gradveil.layers.modules import copied_buffers, plain_attention, plain_checkpoints, tensors_in
 from gradveil.tree import Params
@@ -42,7 +43,7 @@ class ModuleSeen(Seen):
     def own(self, which: str) -> Tensor:
         """Return each record's gradient; those of all parameters are computed at once."""
         kept: Params = self.__dict__.setdefault("_kept", {})
-        kept.update({n: g.detach()[None] for n, g in self._gradients().items()})
+        kept.update({n: wide(g.detach())[None] for n, g in self._gradients().items()})
         return kept[which]
 
     def _gradients(self) -> Params:
@@ -136,7 +137,9 @@ class TrainedLayers:
         """Raise where a pass would mix records, or show too little of them."""
         check_layers(self.model)
         if self.trained != [p.requires_grad for p in self.model.parameters()]:
-            raise DefenseError("Weights were frozen or freed under the guard. Do that before the model is protected.")
+            raise DefenseError(
+                "Weights were added, frozen or freed under the guard. Do that before the model is protected."
+            )
         for layer in self.layers:
             module = self.model.get_submodule(layer)
             if not is_known(module) and _is_random(module):
@@ -146,9 +149,9 @@ class TrainedLayers:
                 )
 
     def check_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> None:
-        """Raise where half of the records without the others give something else, in one place of the batch or another.
+        """Raise where half of the records, each in its place, give something else with others around them.
 
-        Three passes: a sum over the records before changes what comes later, a maximum what does not hold it.
+        Passes draw the same random numbers in the same places, so dropout keeps records apart as well.
         """
         if count < 2:
             return
@@ -175,20 +178,24 @@ class TrainedLayers:
                     hook.remove()
             return found, [t for t in gave if t.shape[:1] == (count,)]
 
-        own, gave = inputs(list(range(count)))
+        whole, first = list(range(count)), count // 2
+        own, gave = inputs(whole)
         for layer, a in own.items():
             if len(a) != count:
                 raise DefenseError(_not_rows(layer, self.model.get_submodule(layer), [tuple(a.shape)], count))
-        for half in (list(range(count // 2)), list(range(count // 2, count))):
-            other, gave_other = inputs((half * count)[:count])  # the same half again in the others' places
+
+        def differs(order: list[int], half: slice) -> str | None:
+            other, gave_other = inputs(order)
             pairs = [(f"what layer {layer!r} gets", own[layer], other[layer]) for layer in own if layer in other]
             pairs += [("what the model gives", *both) for both in zip(gave, gave_other, strict=True)]
-            for what, a, b in pairs:
-                if not _alike(a[half], b[: len(half)]):
-                    raise DefenseError(
-                        f"In {type(self.model).__name__} {what} for a record depends on the others of its batch: no "
-                        f"record can be clipped by itself. Use layers that look at one record at a time."
-                    )
+            return next((what for what, a, b in pairs if not _alike(a[half], b[half])), None)
+
+        for half, order in (
+            (slice(first), [i % first for i in whole]),  # the first half's records in the others' places too
+            (slice(first, count), [i if i >= first else first + i for i in whole]),
+        ):
+            if (what := differs(order, half)) is not None:
+                raise DefenseError(_not_apart(self.model, what, again=differs(whole, half) is None))
 
     def ran(self, layer: str, given: Any, output: Any, count: int) -> Ran:
         """Take note of a layer that has run on this many records."""
@@ -214,6 +221,20 @@ def _tensors(tree: Any) -> list[Tensor]:
     if isinstance(tree, Tensor):  # as most layers give it
         return [tree]
     return [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
+
+
+def _not_apart(model: nn.Module, what: str, *, again: bool) -> str:
+    """Return what to say of a model whose records are not apart, or (not ``again``) that never runs twice alike."""
+    name = type(model).__name__
+    if again:
+        return (
+            f"In {name} {what} for a record depends on the others of its batch: no record can be clipped by itself. "
+            f"Use layers that look at one record at a time."
+        )
+    return (
+        f"{name} gives something else when it runs again: it draws random numbers that are not torch's default ones, "
+        f"or changes itself, so nothing shows that its records are kept apart. Draw as nn.Dropout does."
+    )
 
 
 def _not_rows(layer: str, module: nn.Module, shapes: list[tuple[int, ...]], count: int) -> str:

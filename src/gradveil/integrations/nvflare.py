@@ -19,7 +19,8 @@ from gradveil.certificates.accountant import SECRET, account_path, spend_from
 from gradveil.defenses.base import build
 from gradveil.defenses.guard.protect import refuse_idle
 from gradveil.errors import GradveilError, MissingExtraError
-from gradveil.integrations.local_training import fresh_rng, is_trained
+from gradveil.integrations.local_training import is_trained
+from gradveil.privacy.draws import SecretDraws
 from gradveil.registry import describe
 from gradveil.types import Update
 
@@ -97,7 +98,7 @@ class UpdateFilter(Filter):  # type: ignore[misc]
         if not trained or not tree.is_finite(trained):
             raise GradveilError("The update is empty or holds NaN or infinite values. Find the client's fault.")
         update = Update(tree.scale(trained, -1.0 / self.lr), num_steps=steps, lr=self.lr)
-        sent = defense.on_update(update, fresh_rng())
+        sent = defense.on_update(update, SecretDraws())
         data: dict[str, Any] = dict(dxo.data)
         for name, gradient in sent.gradient.items():
             value = (-self.lr * gradient).to(change[name].dtype)

@@ -9,7 +9,9 @@ docs/theory/noise.md.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import floor, isfinite, log2, pi, sqrt
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +19,11 @@ import torch
 from torch import Generator, Tensor
 
 from gradveil.errors import DefenseError
+from gradveil.privacy import kernel
 from gradveil.privacy.draws import CHUNK, Source, Stream
 
 ERROR = 2.0**-46  # of a computed normal number, where it is below 6.7
-PAIRS = CHUNK // 16  # made at once
+PAIRS = CHUNK // 16  # made at once by numpy
 _STEP = np.float64(pi / 4 * 2.0**-63)
 
 
@@ -47,10 +50,10 @@ class Drawn:
         """Return a sum (p,) with this noise, in the sum's type; what is not finite in the sum counts as zero."""
         if self.grid is None:
             return total + self.values.to(total)
-        exact = total.double().nan_to_num(0.0, 0.0, 0.0)
-        whole = (exact / self.grid).round_()  # exact, and so is what is left: the sum's size does not matter
-        left = exact.sub_(whole * self.grid).add_(self.values.to(exact))
-        return whole.add_(left.div_(self.grid).round_()).mul_(self.grid).to(total.dtype)
+        exact = (total.double() / self.grid).nan_to_num_(0.0, 0.0, 0.0)
+        whole = exact.round()
+        left = exact.sub_(whole).add_(self.values.to(exact) / self.grid)  # exact before the noise, whatever the sum
+        return whole.add_(left.round_()).mul_(self.grid).to(total.dtype)
 
 
 def noise(sizes: Sequence[int], std: float, rng: Source, device: torch.device | str = "cpu") -> Drawn:
@@ -61,23 +64,56 @@ def noise(sizes: Sequence[int], std: float, rng: Source, device: torch.device | 
             part.normal_(generator=rng)
         return Drawn(flat.mul_(std).to(device), None)
     grid = grid_of(std)
-    return Drawn(secret_normals(sum(sizes), torch.device(device)).mul_(std), grid)
+    return Drawn(secret_normals(sum(sizes), torch.device(device), std), grid)
 
 
 def release(total: Tensor, std: float, rng: Source, sizes: Sequence[int] | None = None) -> Tensor:
     """Return a sum (p,) with Gaussian noise, in its own type; with a generator the numbers of tensors of such sizes."""
-    return noise([len(total)] if sizes is None else sizes, std, rng, total.device).on(total)
+    if isinstance(rng, Generator):
+        return noise([len(total)] if sizes is None else sizes, std, rng, total.device).on(total)
+    grid, compiled = grid_of(std), _compiled(total.device.type)
+    if compiled is not None and (total.is_cuda or total.dtype in (torch.float32, torch.float64)):
+        released: Tensor = compiled.release(total, std, grid)
+        return released
+    return Drawn(secret_normals(len(total), total.device, std), grid).on(total)
 
 
-def secret_normals(count: int, device: torch.device) -> Tensor:
-    """Return secret standard normal numbers (count,) in float64."""
-    found, stream = np.empty(count), Stream()
-    words = np.empty((2, min(PAIRS, (count + 1) // 2)), np.uint64)
-    for at in range(0, count, 2 * PAIRS):
+@cache
+def _compiled(device: str) -> Any:
+    """Return what makes noise on a kind of device in one pass; None where it was not built or does not run."""
+    if device != "cuda":
+        return kernel if device == "cpu" and kernel.library() is not None else None
+    try:
+        from gradveil.privacy import chacha
+
+        chacha.normals(torch.empty(1, dtype=torch.float64, device="cuda"), 1.0)
+    except Exception:  # no Triton, or one that has no compiler here: the CPU draws
+        return None
+    return chacha
+
+
+def secret_normals(count: int, device: torch.device, std: float = 1.0) -> Tensor:
+    """Return secret normal numbers (count,) of a standard deviation, in float64."""
+    compiled = _compiled(device.type)
+    found = torch.empty(count, dtype=torch.float64, device=device if compiled is not None else None)
+    if compiled is not None:
+        compiled.normals(found, std)
+        return found
+    return _by_numpy(found, Stream()).mul_(std).to(device)
+
+
+def keyed_normals(count: int, key: bytes) -> Tensor:
+    """Return standard normal numbers (count,) that follow from a secret key of 32 bytes alone, in float64."""
+    return _by_numpy(torch.empty(count, dtype=torch.float64), Stream(key))
+
+
+def _by_numpy(found: Tensor, stream: Stream) -> Tensor:
+    words = np.empty((2, min(PAIRS, (len(found) + 1) // 2)), np.uint64)
+    for at in range(0, len(found), 2 * PAIRS):
         stream.fill(words.reshape(-1))
-        two = normals_of(*words)
-        found[at : at + 2 * PAIRS] = two.reshape(-1)[: count - at]
-    return torch.from_numpy(found).to(device)
+        two = torch.from_numpy(normals_of(*words)).view(-1)
+        found[at : at + 2 * PAIRS] = two[: len(found) - at]
+    return found
 
 
 def normals_of(one: npt.NDArray[np.uint64], other: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:

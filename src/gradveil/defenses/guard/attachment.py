@@ -11,48 +11,47 @@ from torch.utils.hooks import RemovableHandle
 
 from gradveil.defenses.base import Defense
 from gradveil.defenses.guard.backward import unwatch_backward, watch_backward
-from gradveil.defenses.guard.hooks import (
-    AfterLoading,
-    BeforeLoading,
-    Enter,
-    Interceptor,
-    LayerRan,
-    Leave,
-    PartRan,
-    Substitute,
-)
+from gradveil.defenses.guard.hooks import Enter, Interceptor, LayerRan, Leave, PartRan, Substitute
+from gradveil.defenses.guard.loading import AfterLoading, BeforeLoading, BeforeSaving
 from gradveil.defenses.guard.one_thread import OneThread
+from gradveil.defenses.guard.optimizer_state import check_state, note_state
 from gradveil.defenses.guard.optimizers import unwatch_optimizers, watch_optimizers
 from gradveil.defenses.guard.origins import Part
 from gradveil.defenses.guard.passes import lifted
 from gradveil.defenses.guard.releases import Releases
+from gradveil.defenses.guard.stamps import Stamp, alike, copied, is_stamped, stamp
 from gradveil.defenses.guard.step import check_layer
 from gradveil.defenses.guard.trace import Bits
 from gradveil.errors import DefenseError
+from gradveil.privacy.draws import own_draws
 from gradveil.registry import describe
 from gradveil.tree import Params
-
-SMALL = 2**20  # entries of a gradient up to which it is kept whole, for comparison
-Stamp = tuple[list[tuple[str, int, int]], Params | Tensor]  # names, which tensors, how often written; what they hold
 
 
 class Attachment(Interceptor):
     """Hooks on the model and an ear on its optimizers, until it is detached."""
 
     def __init__(
-        self, model: nn.Module, defense: Defense, rng: Generator | None, strict: bool, releases: Releases | None = None
+        self,
+        model: nn.Module,
+        defense: Defense,
+        simulated: Generator | None,
+        strict: bool,
+        releases: Releases | None = None,
     ) -> None:
-        super().__init__(model, defense, rng, strict)
+        super().__init__(model, defense, simulated, strict)
         self.releases = releases
         self.at_start: int | None = _checksum(model)  # of a copy unknown: it is made in the middle
         self.stamps: WeakKeyDictionary[Optimizer, Stamp] = WeakKeyDictionary()
         self.held: list[Part] = []  # by the optimizer that is at work
         self.past = False  # at the end: whether weights were changed past the defence
+        self.stale: Params = {}  # checksums of gradients from before the guard, which no step may use
+        self.bare: list[str] = []  # at the end: weights whose gradients are there without their noise
         self.alone = OneThread()
         self.keeper: RemovableHandle | None = None  # its hook, which stays where the others are lifted
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"stamps": None, "at_start": None, "past": False, "held": []}
+        return super().__getstate__() | {"stamps": None, "at_start": None, "past": False, "bare": [], "held": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -73,12 +72,15 @@ class Attachment(Interceptor):
             target = self.model.get_submodule(layer)
             self.handles.append(target.register_forward_hook(LayerRan(self, layer), prepend=True, with_kwargs=True))
         for part in self.model.modules():
-            if self.traces.owned_by(part) or (self.releases is not None and part._buffers):
+            if self.traces.owned_by(part) or self.releases is not None:
                 self.handles.append(part.register_load_state_dict_pre_hook(BeforeLoading(self)))
                 self.handles.append(part.register_load_state_dict_post_hook(AfterLoading(self)))
                 if self.traces.has_passes and part is not self.model:
                     self.handles.append(part.register_forward_hook(PartRan(self)))
         self.handles.append(self.model.register_forward_hook(Leave(self), always_call=True))
+        if self.releases is not None:
+            self.handles.append(self.model.register_state_dict_pre_hook(BeforeSaving(self)))
+            self.stale = {name: Bits([g]).sum() for name, g in self._gradients().items()}
         self._watch()
 
     def _watch(self) -> None:
@@ -89,7 +91,7 @@ class Attachment(Interceptor):
     def detach(self) -> None:
         """Look at the weights for the last time, and remove every hook; once is enough."""
         if self.handles:
-            self.past = self.went_past
+            self.past, self.bare = self.went_past, self.without_noise
             self.report.skipped += self.past and not self.strict
             self.traces.untie()
         while self.handles:
@@ -117,6 +119,19 @@ class Attachment(Interceptor):
         return self.past
 
     @property
+    def without_noise(self) -> list[str]:
+        """Weights whose gradients are there, under a defence of records, and were not made by it."""
+        if not self.handles or self.releases is None:
+            return self.bare
+        self.traces.tie()
+        gradients = self._gradients()
+        old = [n for n, g in gradients.items() if n in self.stale and torch.equal(Bits([g]).sum(), self.stale[n])]
+        return [name for name in self._foreign(gradients) if name not in old]
+
+    def _gradients(self) -> Params:
+        return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+
+    @property
     def weights_changed(self) -> bool:
         """Whether the model's weights are others than when the defence was attached."""
         return self.at_start is not None and _checksum(self.model) != self.at_start
@@ -127,6 +142,8 @@ class Attachment(Interceptor):
         self.traces.begin()
         self.held = self.traces.held_by(optimizer)
         self.check_weights(self.held)
+        if self.held and self.releases is not None:
+            check_state(optimizer, self.model)
         self.stepping = bool(self.held)
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -136,6 +153,7 @@ class Attachment(Interceptor):
             part.account()
         if self.held and self.releases is not None:
             self.releases.stepped()
+            note_state(optimizer, self.model)
 
     def take_backward(self, roots: list[Tensor], plain: bool, retain: bool) -> bool:
         """A backward pass begins: where it goes through defended records, make their release in its place."""
@@ -165,21 +183,31 @@ class Attachment(Interceptor):
         self.report.optimizer_steps += 1
         if self.in_passes or self.releases is not None:
             self._check_origin(gradient)
-        if "gradient" in self.defense.acts_on and not self._is_defended_already(optimizer, gradient):
+        if self.releases is not None:
+            self.traces.take(gradient)  # limited, perhaps, as they are now
+        if "gradient" in self.defense.acts_on and not is_stamped(gradient, self.stamps.get(optimizer)):
             changed = self._defend_gradient(optimizer, gradient)
             self.traces.take(gradient)
-            self.stamps[optimizer] = _stamp(gradient, changed)
+            self.stamps[optimizer] = stamp(gradient, changed)
 
     def _gradient_in(self, optimizer: Optimizer) -> Params:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return {name: p.grad for name, p in self.traces.named(held).items() if p.grad is not None}
 
+    def _foreign(self, gradient: Params) -> list[str]:
+        if self.releases is None:
+            return self.traces.foreign(gradient)
+        trained: Params = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if self.releases.holds(trained) and gradient.keys() <= trained.keys():
+            return []
+        return self.traces.foreign(gradient) + [name for name in gradient if name not in trained]
+
     def _check_origin(self, gradient: Params) -> None:
         """Refuse a step whose gradient did not come through the defence."""
-        foreign = self.traces.foreign(gradient)
+        foreign = self._foreign(gradient)
         if not foreign:
             return
-        if any(self.traces.by_name[name].known for name in foreign):
+        if any(name in self.traces.by_name and self.traces.by_name[name].known for name in foreign):
             self.undefended(
                 f"The gradient of {', '.join(foreign[:3])} is not what defended passes left there: it was replaced, "
                 f"added to, or changed by more than a factor or a limit on its entries. Leave gradients to backward(): "
@@ -193,28 +221,20 @@ class Attachment(Interceptor):
                 "give protect() the compiled model where it was compiled first."
             )
 
-    def _is_defended_already(self, optimizer: Optimizer, gradient: Params) -> bool:
-        """Whether these are the gradients of the last step, with no backward pass since."""
-        last = self.stamps.get(optimizer)
-        if last is None or _tensors(gradient) != last[0]:
-            return False
-        if isinstance(last[1], Tensor):
-            return bool((Bits(gradient.values()).sum() == last[1].to(next(iter(gradient.values())).device)).all())
-        return all(torch.equal(g, last[1][name]) for name, g in gradient.items())
-
     def _defend_gradient(self, optimizer: Optimizer, gradient: Params) -> Params:
         if getattr(optimizer, "grad_scale", None) is not None:
             raise DefenseError(
                 "The gradient is still multiplied by GradScaler's factor here (a fused optimizer divides later). Call "
                 "scaler.unscale_(optimizer) before scaler.step(optimizer)."
             )
-        changed = self.defense.on_gradient(_copied(gradient), self.rng)
+        with own_draws(self.defense.spec_name):
+            changed = self.defense.on_gradient(copied(gradient), self.rng)
         if changed.keys() != gradient.keys():
             raise DefenseError(f"{self.defense.spec_name!r} changed the names in the gradient. It must keep them all.")
         if is_same(changed, gradient):
             self.undefended(left_as_it_was(self.defense, "gradient"))
             return changed
-        if _alike(gradient):
+        if alike(gradient):
             torch._foreach_copy_([g.detach() for g in gradient.values()], [changed[name] for name in gradient])
         else:
             for name, g in gradient.items():
@@ -222,22 +242,6 @@ class Attachment(Interceptor):
         if not self.in_passes and self.releases is None:
             self.report.steps += 1
         return changed
-
-
-def _alike(gradient: Params) -> bool:
-    """Whether all tensors lie plainly on one device in one precision, so that one call does for all."""
-    return len({(g.device, g.dtype, g.layout) for g in gradient.values()}) == 1 and not any(
-        g.is_sparse for g in gradient.values()
-    )
-
-
-def _copied(gradient: Params) -> Params:
-    """Return a copy, made at once where that can be."""
-    if not _alike(gradient):
-        return {name: g.detach().clone() for name, g in gradient.items()}
-    flat = torch.cat([g.detach().reshape(-1) for g in gradient.values()])
-    parts = flat.split([g.numel() for g in gradient.values()])
-    return {name: part.view(g.shape) for (name, g), part in zip(gradient.items(), parts, strict=True)}
 
 
 def attachment_of(model: nn.Module) -> Attachment | None:
@@ -269,16 +273,6 @@ def _origin(thing: Any) -> str:
 
 def _checksum(model: nn.Module) -> int:
     return int(Bits(model.parameters()).sum()) if any(True for _ in model.parameters()) else 0
-
-
-def _tensors(gradient: Params) -> list[tuple[str, int, int]]:
-    return [(name, id(g), g._version) for name, g in gradient.items()]
-
-
-def _stamp(gradient: Params, changed: Params) -> Stamp:
-    """Return what tells a gradient again that holds what a defence made of it."""
-    small = sum(g.numel() for g in changed.values()) <= SMALL
-    return _tensors(gradient), changed if small else Bits(gradient.values()).sum()
 
 
 def is_same(changed: Params, before: Params) -> bool:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from gradveil.defenses.base import Place
-from gradveil.defenses.guard.trace import Bits, Kind, Trace
+from gradveil.defenses.guard.trace import Bits, Kind, Trace, foreign_to_releases
 from gradveil.tree import Params
 
 
@@ -208,6 +208,8 @@ class Traces:
     def foreign(self, gradient: Params) -> list[str]:
         """Return the names whose gradient did not come through the defence, though it should have."""
         traces = {n: t for n, t in self.by_name.items() if n in gradient and t.kind != "step"}
+        if "records" in self.acts_on:
+            return foreign_to_releases(traces, gradient)
         known = [trace.known[-1] for trace in traces.values() if trace.known]
         if len(known) == len(traces) and (
             not traces or _equal([trace.look(gradient[name]) for name, trace in traces.items()], known)

@@ -12,10 +12,12 @@ from gradveil.certificates.plan import PlannedRun
 from gradveil.defenses.base import Defense, build
 from gradveil.defenses.guard.attachment import Attachment, attachment_of, is_same, left_as_it_was, refuse_opacus
 from gradveil.defenses.guard.passes import Report
-from gradveil.defenses.guard.releases import Releases, Spending
+from gradveil.defenses.guard.releases import Releases
 from gradveil.defenses.guard.trace import CHANGED
+from gradveil.defenses.guard.uses import Spending
 from gradveil.errors import DefenseError, UpdateError
 from gradveil.layers.modules import check_ready
+from gradveil.privacy.draws import own_draws
 from gradveil.registry import describe
 from gradveil.tree import Params
 from gradveil.types import Batch, Update
@@ -71,7 +73,12 @@ class Guard:
         if self._attachment.went_past:
             raise DefenseError(f"{CHANGED} Do not send this update.")
         if self._attachment.releases is not None:
-            self._attachment.releases.check_buffers()
+            self._attachment.releases.check_carried()
+        if bare := self._attachment.without_noise:
+            raise DefenseError(
+                f"The gradient of {', '.join(bare[:3])} was not made by the defence, or was changed since. Do not send "
+                f"it; clear it with optimizer.zero_grad() where it was for something else."
+            )
         if self.report.unchanged:
             raise DefenseError(
                 f"{describe(self.defense)} changed nothing in {self.report.unchanged} training passes. Give it more to "
@@ -125,7 +132,8 @@ class Guard:
             raise UpdateError(f"{', '.join(lost)} is missing from the weights before or after. Give whole state dicts.")
         start = {name: before[name].detach() for name in names}
         update = Update.from_weights(start, after, lr, num_examples, num_steps)
-        changed = self.defense.on_update(update, self._attachment.rng)
+        with own_draws(self.defense.spec_name):
+            changed = self.defense.on_update(update, self._attachment.rng)
         if is_same(changed.gradient, update.gradient):
             self._attachment.undefended(left_as_it_was(self.defense, "update"))
         else:
@@ -137,7 +145,8 @@ class RecordSettings(TypedDict, total=False):
     """What a defence of records (``veil``) asks of a training loop; all public.
 
     slots: the records of a step, which its sum is divided by; the first batch's where it is not given.
-    records: how many the client has: each is used once in an epoch. Not given, every step counts as an epoch.
+    records: how many the client has: no step can hold more. What each of them pays, ``counted`` loaders tell; without
+        one every step counts for all records.
     run: the planned run, for a promise over the whole of it; it says slots and records too.
     account: what the client has spent so far; a step that would overspend is refused.
     public: public examples, for coordinates and a clip that follow from them.
@@ -156,15 +165,16 @@ def protect(
     model: nn.Module,
     defence_or_spec: Defense | str,
     *,
-    rng: Generator | None = None,
+    simulated: Generator | None = None,
     strict: bool = True,
     **settings: Unpack[RecordSettings],
 ) -> Guard:
     """Attach a defence to a model's training: its gradients are defended from here to ``remove``.
 
     Acts in train mode with gradients on. A strict guard refuses a step that was not defended; one that is not
-    strict counts it in ``report.skipped``. Without ``rng`` the defence's noise comes from the system's entropy;
-    a generator makes it repeatable, and then a copy of the guarded model repeats its noise: give each its own.
+    strict counts it in ``report.skipped``. The defence's noise is secret: nobody can draw it again, and no copy
+    repeats it. ``simulated`` is a generator for simulations and tests, whose noise anybody with its seed takes off
+    again; ``report.noise`` says which it was.
     The other settings are for a defence of records (``RecordSettings``).
     """
     defense = build(defence_or_spec)
@@ -181,7 +191,7 @@ def protect(
     releases = _releases(bare, defense, strict, settings)
     if bare is not model or any(m._compiled_call_impl is not None for m in bare.modules()):
         torch.compiler.reset()  # code compiled before would run on without the hooks
-    attachment = Attachment(bare, defense, rng, strict, releases)
+    attachment = Attachment(bare, defense, simulated, strict, releases)
     attachment.attach()
     return Guard(attachment, model)
 
@@ -206,8 +216,8 @@ def _releases(model: nn.Module, defense: Defense, strict: bool, settings: Record
     if account is None:
         limit = cost * run.uses if run is not None and cost is not None else inf
         account = Account("this client", limit=limit)
-    spending = Spending(cost, account, records)
-    return Releases(model, defense, spending, slots, bool(settings.get("mean_loss")), settings.get("public"))
+    known_mean = bool(settings.get("mean_loss"))
+    return Releases(model, defense, Spending(cost, account), slots, known_mean, settings.get("public"), records)
 
 
 def refuse_idle(defense: Defense) -> None:

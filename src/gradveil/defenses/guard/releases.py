@@ -1,71 +1,31 @@
 """A step's gradient out of the gradients of its records, in a training loop that knows nothing of them."""
 
-import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import isclose
 from typing import Any
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from gradveil.certificates.accountant import Account
-from gradveil.defenses.base import Defense
+from gradveil.defenses.base import Defense, Step
+from gradveil.defenses.guard.apart import check_backward, check_hooks
+from gradveil.defenses.guard.carried import Carried
+from gradveil.defenses.guard.counted import Following
 from gradveil.defenses.guard.loss_graph import leads_to, leaves_of, share_of
 from gradveil.defenses.guard.passes import Report, lifted
 from gradveil.defenses.guard.trace import Bits
+from gradveil.defenses.guard.uses import InStep, Spending, Used
 from gradveil.errors import DefenseError
 from gradveil.gradients.in_training import Ran, TrainedLayers
 from gradveil.layers.modules import tensors_in
+from gradveil.privacy.draws import Source, own_draws
 from gradveil.registry import describe
 from gradveil.tree import Params
 from gradveil.types import Batch
-
-
-class Spending:
-    """What the releases cost a record: once in each epoch, paid before the first release of it."""
-
-    def __init__(self, cost: float | None, account: Account | None, records: int | None) -> None:
-        self.cost, self.records = cost, records  # cost of an epoch; records of the client
-        self._purse = [Account("this client") if account is None else account]  # one for all copies of a guard
-        self._seen = 0  # records of the epoch under way
-
-    def __deepcopy__(self, memo: Any) -> "Spending":
-        other = copy.copy(self)
-        other.begin_round()
-        return other  # a copy of a model trains on the same records, in epochs of its own
-
-    @property
-    def account(self) -> Account:
-        """What was spent so far."""
-        return self._purse[0]
-
-    def begin_round(self) -> None:
-        """What comes next is another epoch, whether the last one ran to its end or not."""
-        self._seen = 0
-
-    def pay(self, count: int) -> None:
-        """A release begins with some records; raise ``BudgetError`` where they begin an epoch that is one too many.
-
-        Where it is not known how many records there are, any of them may be in any step.
-        """
-        if not self._seen or self.records is None or self._seen + count > self.records:
-            if self.cost is not None:
-                self._purse[0] = self.account.spend(self.cost)
-            self._seen = 0
-        self._seen += count
-
-    def add(self, count: int) -> None:
-        """More records come into the same release."""
-        self._seen += count
-        if self.records is not None and self._seen > self.records:
-            raise DefenseError(
-                f"One optimizer step would hold records of two epochs, and a record might be in it twice: "
-                f"{self._seen} of {self.records} records. Take a step at the end of each epoch."
-            )
 
 
 @dataclass
@@ -73,9 +33,11 @@ class RecordPass:
     """A training pass, until its loss is differentiated."""
 
     count: int
+    used: Used | None = None  # its records, where they are known
     ran: dict[str, Ran] = field(default_factory=dict)
     over: bool = False
-    made: set[Node] = field(default_factory=set)  # what the model gave, one row for each record
+    gave: list[Tensor] = field(default_factory=list)
+    made: set[Node] = field(default_factory=set)  # of what the model gave, that with one row for each record
 
     @property
     def nodes(self) -> set[Node]:
@@ -94,48 +56,72 @@ class Releases:
         slots: int | None = None,
         mean_loss: bool = False,
         public: Batch | None = None,
+        records: int | None = None,
     ) -> None:
         self.defense, self.spending, self.slots, self.mean_loss = defense, spending, slots, mean_loss
-        self.public = public
+        self.public, self.most = public, records
         self.watched = TrainedLayers(model)
-        self._buffers = Bits(b for b in model.buffers() if b.is_floating_point())
-        self.load()
-        self.usual: int | None = None  # records of the first pass
-        self.current: RecordPass | None = None
-        self._filled = 0  # slots of the release that no optimizer has stepped on yet
-        self._left_as: list[tuple[Tensor | None, int]] = []  # the gradients as it left them, and how often written to
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"current": None, "_filled": 0, "_left_as": []}
-
-    def load(self) -> None:
-        """A round begins with the weights and buffers as they are."""
+        self.carried = Carried(model)
+        self.following = Following()
         self._for_round: Defense | None = None
         self._steps = 0  # of the round
-        self.spending.begin_round()
-        self._at_start = self._buffers.sum() if self._buffers.tensors else torch.zeros(())
+        self._loading: nn.Module | None = None  # the part that is being loaded, with all that is in it
+        self.usual: int | None = None  # records of the first pass
+        self.current: RecordPass | None = None
+        self._checked = False  # whether the backward pass keeps records apart
+        self._in_step, self._filled = InStep(), 0  # the step under way, and the slots of it that are taken
+        self._step: Step | None = None
+        self._before: Params = {}  # the gradients before the step
+        self._left: Tensor | None = None  # a checksum of the gradients as they were left
 
-    def check_buffers(self) -> None:
-        """Raise where training wrote to a buffer that would be sent as it is."""
-        if self._buffers.tensors and bool(self._buffers.sum() != self._at_start):
+    def __getstate__(self) -> dict[str, Any]:
+        return (
+            self.__dict__
+            | {"current": None, "_filled": 0, "_left": None, "_in_step": InStep(), "_loading": None}
+            | {
+                "_step": None,
+                "_before": {},
+            }
+        )
+
+    def before_loading(self, part: nn.Module) -> None:
+        """Weights and buffers are about to be written to a part, or to all of the model."""
+        if self._loading is None:
+            self.check_carried()
+            self._loading = part
+
+    def loaded(self, part: nn.Module) -> None:
+        """A round begins with the weights and buffers as they are."""
+        if self._loading in (None, part):
+            self._loading = None
+            self.carried.loaded(part)
+            self._for_round, self._steps = None, 0
+
+    def check_carried(self) -> None:
+        """Raise where training wrote to something that would be sent as it is."""
+        if changed := self.carried.changed():
             raise DefenseError(
-                "Buffers of the model (running statistics, moving averages) changed in training: they tell of the "
-                "records, and no noise is on them. Keep such layers in eval mode, and do not send this update."
+                f"{', '.join(map(repr, changed[:3]))} of the model changed in training (a buffer, a frozen weight or "
+                f"extra state): it may tell of the records, and no noise is on it. Set it back before you send, "
+                f"register it with persistent=False, or keep its layer in eval mode; do not send this update."
             )
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any], hooks: Iterable[RemovableHandle]) -> None:
         """A training pass begins."""
         self.watched.check()
+        self._loading = None
         if self._for_round is None:
             with lifted(hooks):
                 self._for_round = self.defense.for_round(self.watched.model, self.public)
         rows = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.ndim), None)
         if rows is None:
             raise DefenseError("The model was called without a tensor, so there are no records to keep apart.")
+        if not len(rows):
+            raise DefenseError("The model was called with no records: its first input is empty. Leave the batch out.")
         if self.usual is None:
             with lifted(hooks):
                 self.watched.check_apart(args, kwargs, len(rows))
-        self.current = RecordPass(len(rows))
+        self.current = RecordPass(len(rows), self.following.records_of((args, kwargs), len(rows)))
 
     def ran(self, layer: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """A layer with weights has run."""
@@ -155,7 +141,8 @@ class Releases:
         if output is None:
             self.current = None
         elif self.current is not None:
-            some = (t for t in tensors_in(output) if t.grad_fn is not None and t.shape[:1] == (self.current.count,))
+            self.current.gave = [t for t in tensors_in(output) if t.grad_fn is not None]
+            some = (t for t in self.current.gave if t.shape[:1] == (self.current.count,))
             self.current.over = True
             self.current.made = {t.grad_fn for t in some if t.grad_fn is not None}
 
@@ -164,70 +151,100 @@ class Releases:
         layers = set() if self.current is None else self.current.nodes
         return bool(layers) and any(root.grad_fn is not None and leads_to(root.grad_fn, layers) for root in roots)
 
-    def release(self, roots: list[Tensor], retain: bool, weights: Params, rng: Generator, report: Report) -> None:
+    def release(self, roots: list[Tensor], retain: bool, weights: Params, rng: Source, report: Report) -> None:
         """Differentiate a loss, and add what the defence makes of its records to the weights' gradients."""
         current, self.current = self.current, None
         assert current is not None
         if len(roots) != 1 or roots[0].numel() != 1:
             raise DefenseError("A step's loss must be one number: call loss.backward() on the mean over the batch.")
         loss = roots[0]
+        check_hooks(current.gave)
         self._check_ways(loss, current, weights)
         self._count(current.count)
         share = share_of(loss, current.made | current.nodes, current.count, self.mean_loss)
         self._check_times(share.times, current.count)
         edges = [edge for ran in current.ran.values() for edge in ran.edges]
-        deltas = torch.autograd.grad(loss, edges, retain_graph=retain, allow_unused=True)
+        checked, self._checked = self._checked, True
+        deltas = torch.autograd.grad(loss, edges, retain_graph=retain or not checked, allow_unused=True)
+        if not checked:
+            check_backward(loss, edges, deltas, current.made | current.nodes, current.count, retain=retain)
         own = [None if delta is None else delta.detach() / share.weight for delta in deltas]
         records = self.watched.records(current.ran.values(), own, current.count)
-        self._add(self._made(records, rng, weights, report), weights)
+        with own_draws(self.defense.spec_name):
+            made = self._made(records, current.used, rng, weights, report)
+        self._add(made, weights)
         report.examples += current.count
 
-    def _made(self, records: Any, rng: Generator, weights: Params, report: Report) -> Params:
+    def _made(self, records: Any, used: Used | None, rng: Source, weights: Params, report: Report) -> Params:
         assert self.slots is not None
-        if self._waits(weights):
+        more = self._goes_on(weights, records.count)
+        if more:
             if self._filled + records.count > self.slots:
                 raise DefenseError(
                     f"{self._filled + records.count} records were differentiated before one optimizer step, and the "
                     f"step has {self.slots} slots. Where gradients are accumulated, give the records of a whole step: "
                     f"protect(..., slots={self._filled + records.count})."
                 )
-            self._filled += records.count
-            self.spending.add(records.count)
-            more = self._this_round.on_more_records(records, self.slots)
-            if more is None:
+            if self.most is not None and self._filled + records.count > self.most:
+                raise DefenseError(
+                    f"One optimizer step would hold {self._filled + records.count} of {self.most} records, so that one "
+                    f"is in it twice. Take a step at the end of each epoch."
+                )
+        else:
+            self.defense.check_steps(self._steps + 1)
+            self._in_step, self._filled = InStep(), 0
+        self.spending.pay(used, self._in_step, begins=not more)
+        self.following.passed()
+        self._filled += records.count
+        report.spent = self.spending.account.spent
+        if more:
+            if self._step is None:
                 raise DefenseError(f"{describe(self.defense)} takes the records of a step at once: do not accumulate.")
-            return more
-        self.defense.check_steps(self._steps + 1)
-        self.spending.pay(records.count)
-        self._filled = records.count
+            return self._step.add(records)
         self._steps += 1
         report.steps += 1
-        report.spent = self.spending.account.spent
-        return self._this_round.on_records(records, self.slots, rng)
+        self._step = self._this_round.begin(self.slots, rng)
+        self._before = {n: p.grad.clone() for n, p in weights.items() if p.grad is not None}
+        return self._this_round.on_records(records, self.slots, rng) if self._step is None else self._step.add(records)
 
     @property
     def _this_round(self) -> Defense:
         return self.defense if self._for_round is None else self._for_round
 
-    def _waits(self, weights: Params) -> bool:
-        """Whether the last release is what the weights' gradients hold, and no step was taken on it."""
-        now = _marks(weights)
-        return len(now) == len(self._left_as) and all(
-            g is h and v == w for (g, v), (h, w) in zip(now, self._left_as, strict=True)
-        )
+    def _goes_on(self, weights: Params, count: int) -> bool:
+        """Whether the gradients hold the step under way, noise and all, so that records may be added to it."""
+        if not self._filled or self.holds(weights):
+            return bool(self._filled)
+        gone = all(p.grad is None or not bool(p.grad.any()) for p in weights.values())
+        if not gone and self.slots is not None and self._filled < self.slots:
+            raise DefenseError(
+                f"Gradients were changed when their step was half done ({self._filled} of {self.slots} slots). Limit "
+                f"and scale them after the step's last backward pass, or begin anew with optimizer.zero_grad()."
+            )
+        return False
+
+    def holds(self, weights: Params) -> bool:
+        """Whether the gradients of all weights are, bit for bit, what the last release made of them."""
+        held = [p.grad for p in weights.values() if p.grad is not None]
+        if self._left is None or len(held) < len(weights):
+            return False
+        now = Bits(held).sum()
+        return bool(now == self._left.to(now.device))
 
     def stepped(self) -> None:
         """An optimizer took a step: the next records make a release of their own."""
-        self._left_as = []
+        self._in_step, self._filled = InStep(), 0
 
     def _add(self, made: Params, weights: Params) -> None:
+        """Add the step's gradient, with all its records so far, to what was there before the step."""
         for name, p in weights.items():
             g = made[name].to(p)
+            g = self._before[name] + g if name in self._before else g
             if p.grad is None:
                 p.grad = g
             else:
-                p.grad.add_(g)
-        self._left_as = _marks(weights)
+                p.grad.copy_(g)
+        self._left = Bits(p.grad for p in weights.values() if p.grad is not None).sum()
 
     def _count(self, count: int) -> None:
         self.usual = count if self.usual is None else self.usual
@@ -266,7 +283,3 @@ class Releases:
                 f"The loss depends on {len(ends)} tensors with gradients that are no weights of the guarded model, and "
                 f"would not be defended. Guard one module that holds all that is trained."
             )
-
-
-def _marks(weights: Params) -> list[tuple[Tensor | None, int]]:
-    return [(p.grad, 0 if p.grad is None else p.grad._version) for p in weights.values()]

@@ -6,6 +6,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from gradveil.tree import Params
+
 SAMPLE = 128  # entries of a gradient that are compared where every entry is changed by the defence
 _FREE = 16  # entries beyond which a fit of a few numbers says something
 _SHORT = {"cpu": 2**14, "cuda": 2**22}  # entries of a tensor up to which a call costs more than a copy
@@ -77,6 +79,31 @@ def is_combination(value: Tensor, columns: list[Tensor], size: Tensor) -> bool:
     return bool((wide.abs() <= within).all())
 
 
+def factor_of(now: Tensor, old: Tensor) -> Tensor:
+    """Return the number by which a vector's largest entry was multiplied."""
+    at = old.abs().argmax()
+    return now[at] / old[at]
+
+
+def is_scaled(now: Tensor, old: Tensor, factor: Tensor) -> bool:
+    """Return whether a vector is another one times a number, up to rounding."""
+    within = 8 * torch.finfo(now.dtype).eps * now.abs() + torch.finfo(now.dtype).tiny
+    return bool((now - factor * old).abs().le(within).all())
+
+
+def is_made_of(now: Tensor, old: Tensor, w: Tensor, start: Tensor) -> bool:
+    """Return whether a gradient is another one but for a factor, a limit on its entries, or a penalty on weights w."""
+    if torch.equal(now, old) or len(now) < 2:  # any number is another one times something
+        return torch.equal(now, old)
+    if is_scaled(now, old, factor_of(now, old)) or is_combination(
+        now - old.clamp(-(most := now.abs().max()), most), [], now
+    ):
+        return True
+    penalties = [w, w - start, w.sign()]
+    some = [penalties] if len(now) > _FREE else [[one] for one in penalties if len(now) > 2]
+    return any(is_combination(now, [old, *few], now) for few in some)
+
+
 class Trace:
     """One weight: the gradients that the defence let through to it, and its values when last accounted for."""
 
@@ -84,7 +111,7 @@ class Trace:
         self.p, self.kind = p, kind
         n = p.numel()
         places = torch.arange(n) if n <= SAMPLE else torch.arange(SAMPLE) * 2654435761 % n
-        self.places = None if kind == "layer" else places.to(p.device)
+        self.places = None if kind in ("layer", "records") else places.to(p.device)
         self.known: list[Tensor] = []  # what ``p.grad`` may hold now; the last is the likeliest
         self.begin()
 
@@ -151,3 +178,22 @@ class Trace:
         now = self.look(self.p)
         old = old.to(now)
         return any(self._fits(now - old, [known.to(now)], old, old) for known in self.known)
+
+
+def foreign_to_releases(traces: dict[str, Trace], gradient: Params) -> list[str]:
+    """Return the names whose gradients are not those of a release, but for what is done to all of them or to a tensor.
+
+    Of a tensor with few entries little can be told by itself: it must be as it was left, or have the factor of another.
+    """
+    some = {n: t for n, t in traces.items() if bool(gradient[n].any())}
+    foreign = [n for n, t in some.items() if not t.known]
+    if foreign or not some:
+        return foreign
+    all_of = [(t.look(gradient[n]), t.known[-1], t.look(t.p), t.start) for n, t in some.items()]
+    if len({(v.device, v.dtype) for v, *_ in all_of}) == 1 and is_made_of(*map(torch.cat, zip(*all_of, strict=True))):
+        return []
+    large = {n: is_made_of(*v) for n, v in zip(some, all_of, strict=True) if len(v[0]) > _FREE}
+    factors = [factor_of(now, old) for now, old, *_ in all_of if len(now) > _FREE]
+    for n, (now, old, *_) in zip(some, all_of, strict=True):
+        large.setdefault(n, torch.equal(now, old) or any(is_scaled(now, old, factor) for factor in factors))
+    return [n for n, fits in large.items() if not fits]

@@ -22,7 +22,6 @@ from gradveil.integrations.flower.settings import FlowerSettings, build_model, l
 from gradveil.integrations.flower.site import noise_of, pay
 from gradveil.integrations.flower.statements import state
 from gradveil.integrations.flower.values import asked, check_asked
-from gradveil.integrations.local_training import fresh_rng
 from gradveil.tree import Params
 
 
@@ -59,7 +58,7 @@ def train_message(message: Message, context: Context, settings: FlowerSettings, 
         except BudgetError as error:
             return withhold(message, f"{SPENT}{error}")
     world = World(model, dataset.train, defense, local)
-    seed = client_seed(settings.seeds, round_number, device) if noise == SIMULATED else fresh_rng().initial_seed()
+    seed = client_seed(settings.seeds, round_number, device) if noise == SIMULATED else None
     with told_here_alone(context) if account is not None else nullcontext():
         sent = work(model, world, Job(device, shares[device], seed), lr)
     if settings.secure_aggregation:  # float32 would round a small step of a large weight before the sum does

@@ -30,9 +30,8 @@ from gradveil.integrations.flower.records import (
     params_of,
     withhold,
 )
-from gradveil.integrations.flower.site import allows
+from gradveil.integrations.flower.site import allows, generator
 from gradveil.integrations.flower.statements import STATEMENT
-from gradveil.integrations.local_training import fresh_rng
 from gradveil.losses import Loss
 from gradveil.losses import build as build_loss
 from gradveil.step_rule import BETA1, BETA2, EPS, StepRule
@@ -119,7 +118,7 @@ class LeakGuard:
         defense = self.defense or context.node_config.get("defense", context.run_config.get("defense", "none"))
         shape, loss = tuple(truth.inputs.shape[1:]), build_loss(self.loss)
         probe = Probe(self.attack, shape, tape.num_classes, defense, self.bounds, self.public, loss)
-        rng, knowing = fresh_rng(self.seed), ""
+        rng, knowing = generator(self.seed), ""
         if len(truth) <= self.max_examples and tape.optimizer is None:
             rows, count = probe.run(tape.model, before, update, rng, truth), len(truth)
         else:

@@ -31,7 +31,8 @@ from gradveil.integrations.flower.records import (
 from gradveil.integrations.flower.site import check_seed, defense_for, generator_of, pay
 from gradveil.integrations.flower.statements import state
 from gradveil.integrations.flower.values import asked
-from gradveil.integrations.local_training import fresh_rng, is_trained
+from gradveil.integrations.local_training import is_trained
+from gradveil.privacy.draws import SecretDraws
 from gradveil.registry import describe
 from gradveil.step_rule import StepRule
 from gradveil.tree import Params
@@ -82,7 +83,7 @@ class UpdateMod:
         after = params_of(record)
         check_reply(before, after)
         update = update_of(message, before, reply, after, self.lr)
-        sent = defense.on_update(update, generator_of(context, self.seed) or fresh_rng())
+        sent = defense.on_update(update, generator_of(context, self.seed) or SecretDraws())
         defended = {name: before[name] - update.lr * g.to(before[name].dtype) for name, g in sent.gradient.items()}
         reply.content[key] = record_of(after | defended)
         change = tree.norm(tree.subtract(sent.gradient, update.gradient)) / tree.norm(update.gradient).clamp_min(1e-30)
@@ -176,8 +177,8 @@ class GuardMod:
             before = params_of(arrays_of(message)[1])
 
             def found(model: nn.Module) -> None:
-                rng = generator_of(context, self.seed)
-                guards.append(protect(model, defense, rng=rng, **self.settings))
+                simulated = generator_of(context, self.seed)
+                guards.append(protect(model, defense, simulated=simulated, **self.settings))
 
             with ModelWatch(before, found):
                 reply = answer_in(call_next, message, context) if private else call_next(message, context)

@@ -12,6 +12,7 @@ from gradveil.defenses.base import Defense
 from gradveil.defenses.compose import Compose
 from gradveil.defenses.veil import Veil
 from gradveil.errors import DefenseError
+from gradveil.gradients.coordinates import check_clip
 from gradveil.integrations.flower.values import asked
 from gradveil.tree import parameters
 
@@ -43,7 +44,7 @@ def hear(defense: Defense, message: Message, model: nn.Module) -> Defense:
     veil, said = veil_in(defense), next(iter(message.content.config_records.values()), ConfigRecord())
     if veil is None or (veil.shape == "iso" and veil.quantile is None) or CLIP not in said:
         return defense
-    clip = asked(message, CLIP, 1.0)
+    clip = check_clip(asked(message, CLIP, 1.0), "that the server sent")
     told = replace(veil, quantile=None, clip=clip if veil.clip is None else veil.clip)
     if veil.shape != "iso":
         content, size = said.get(MAP, b""), sum(p.numel() for p in parameters(model).values())

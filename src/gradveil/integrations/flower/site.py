@@ -12,7 +12,6 @@ from gradveil.certificates.accountant import NOISE, SECRET, SIMULATED, Account, 
 from gradveil.defenses.base import Defense, build
 from gradveil.errors import BudgetError, DefenseError
 from gradveil.integrations.flower.values import asked
-from gradveil.integrations.local_training import fresh_rng
 
 ACCOUNT = "gradveil-account"  # in the node's state: what its records had spent after the last payment of this run
 NOISE_FROM = "GRADVEIL_NOISE"  # in the environment
@@ -53,7 +52,13 @@ def check_seed(seed: int | None, context: Context) -> None:
 
 def generator_of(context: Context, seed: int | None = None) -> Generator | None:
     """Return what a simulation draws from; None where the site's noise is secret."""
-    return fresh_rng(seed) if noise_of(context) == SIMULATED else None
+    return generator(seed) if noise_of(context) == SIMULATED else None
+
+
+def generator(seed: int | None) -> Generator:
+    """Return a generator of this seed, or of one that nobody chose: good for what need not be secret."""
+    found = Generator()
+    return found.manual_seed(found.seed() if seed is None else seed)
 
 
 def allows(context: Context, what: str) -> bool:

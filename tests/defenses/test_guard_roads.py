@@ -1,0 +1,548 @@
+"""Roads past a defence of records, in a loop of one's own: what would leave beside the noise is refused."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad
+
+from gradveil.defenses.guard.protect import Guard, protect
+from gradveil.errors import DefenseError
+from gradveil.types import Batch
+
+SPEC = "veil:z=1,clip=1"
+
+
+@pytest.fixture
+def data() -> Batch:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return Batch(torch.rand(12, 1, 8, 8), torch.randint(0, 5, (12,)))
+
+
+class Writing(nn.Module):
+    """Does something of its own to its state in every training pass."""
+
+    def __init__(self, write: Callable[["Writing", Tensor], Any], **state: Tensor) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.fc, self.head = nn.Linear(64, 6), nn.Linear(6, 5)
+        self.write = write
+        for name, value in state.items():
+            self.register_buffer(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        if torch.is_grad_enabled():
+            self.write(self, x.detach())
+        out: Tensor = self.head(self.fc(x).tanh())
+        return out
+
+
+def plain() -> Writing:
+    return Writing(lambda m, x: None)
+
+
+def step(model: nn.Module, data: Batch, optimizer: torch.optim.Optimizer | None = None) -> None:
+    own = torch.optim.SGD(model.parameters(), lr=0.1) if optimizer is None else optimizer
+    own.zero_grad()
+    F.cross_entropy(model(data.inputs), data.labels).backward()
+    own.step()
+
+
+# What leaves with state_dict() beside the trained weights.
+
+
+class Extra(Writing):
+    """Sends words of its own."""
+
+    seen = 0.0
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
+def kept(m: Writing, x: Tensor) -> None:
+    m.register_buffer("late", x.mean(0))
+
+
+def replaced(m: Writing, x: Tensor) -> None:
+    m.seen = x.sum(0)
+
+
+def added_to(name: str) -> Callable[[Writing, Tensor], Any]:
+    def write(m: Writing, x: Tensor) -> None:
+        buffer = getattr(m, name)
+        found = (x.sum(0) * 1000).to(buffer.dtype)
+        buffer.logical_or_(x[0] > 0.5) if buffer.dtype is torch.bool else buffer.add_(found)
+
+    return write
+
+
+def frozen() -> Writing:
+    model = Writing(lambda m, x: m.table.data.add_(x.mean(0)))
+    model.table = nn.Parameter(torch.zeros(64), requires_grad=False)
+    return model
+
+
+def rearranged(m: Writing, x: Tensor) -> None:
+    m.queue.copy_(m.queue[torch.argsort(x[0], stable=True)])
+
+
+KINDS = [torch.int64, torch.int32, torch.uint8, torch.int8, torch.bool, torch.complex64, torch.float64, torch.bfloat16]
+LEAVING: dict[str, Callable[[], Writing]] = {
+    **{str(kind): lambda kind=kind: Writing(added_to("seen"), seen=torch.zeros(64, dtype=kind)) for kind in KINDS},
+    "registered in forward": lambda: Writing(kept),
+    "another tensor": lambda: Writing(replaced, seen=torch.zeros(64)),
+    "rearranged by a record": lambda: Writing(rearranged, queue=torch.arange(64.0)),
+    "a frozen weight": frozen,
+    "extra state": lambda: Extra(lambda m, x: setattr(m, "seen", m.seen + float(x.sum()))),
+    "a count": lambda: Writing(lambda m, x: m.calls.add_(1), calls=torch.tensor(0)),
+    "a module that was not there": lambda: Writing(
+        lambda m, x: setattr(m, "stats", nn.Module()) or m.stats.register_buffer("mean", x.mean(0))
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LEAVING)
+def test_state_that_a_pass_writes_is_not_sent(kind: str, data: Batch) -> None:
+    model = LEAVING[kind]()
+    with pytest.raises(DefenseError, match="changed in training"), protect(model, SPEC):
+        step(model, data)
+
+
+@pytest.mark.parametrize("kind", LEAVING)
+def test_it_cannot_be_read_off_the_state_within_the_guard_either(kind: str, data: Batch) -> None:
+    model = LEAVING[kind]()
+    guard = protect(model, SPEC)
+    model.state_dict()
+    step(model, data)
+    with pytest.raises(DefenseError, match="changed in training"):
+        model.state_dict()
+    guard.remove()
+
+
+def test_state_that_is_set_back_may_be_sent(data: Batch) -> None:
+    model = Writing(lambda m, x: m.calls.add_(1), calls=torch.tensor(0))
+    with protect(model, SPEC):
+        step(model, data)
+        model.calls.zero_()
+        model.state_dict()
+
+
+def test_state_that_is_not_sent_may_change(data: Batch) -> None:
+    model = Writing(lambda m, x: m.calls.add_(1))
+    model.register_buffer("calls", torch.tensor(0), persistent=False)
+    model.norm = nn.BatchNorm1d(6).eval()
+    with protect(model, SPEC):
+        step(model, data)
+        model.load_state_dict(model.state_dict())  # a round begins
+        step(model, data)
+
+
+def test_a_part_that_is_loaded_begins_anew_and_the_rest_does_not(data: Batch) -> None:
+    model = Writing(lambda m, x: m.head.seen.add_(x.sum()) if m.on else m.also.add_(1), also=torch.zeros(()))
+    model.head.register_buffer("seen", torch.zeros(()))
+    model.on = True
+    guard = protect(model, SPEC)
+    model.head.load_state_dict(model.head.state_dict())
+    step(model, data)
+    with pytest.raises(DefenseError, match=r"head\.seen"):
+        model.head.load_state_dict(model.head.state_dict())
+    guard.remove()
+
+
+# Gradients between a backward pass and a step.
+
+
+def zeroed_data(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad.data.zero_()
+
+
+def zeroed_view(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad.data.view(-1)[:] = 0
+
+
+def zeroed_set(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad.set_(torch.zeros_like(p.data))
+
+
+def zeroed_numpy(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad.numpy()[...] = 0
+
+
+def zeroed_foreach(model: nn.Module) -> None:
+    torch._foreach_zero_([p.grad.data for p in model.parameters()])
+
+
+def zeroed(model: nn.Module) -> None:
+    model.zero_grad(set_to_none=False)
+
+
+ZEROED = [zeroed_data, zeroed_view, zeroed_set, zeroed_numpy, zeroed_foreach, zeroed]
+
+
+@pytest.mark.parametrize("drop", ZEROED)
+def test_a_step_whose_first_part_was_dropped_has_noise_of_its_own(drop: Any, data: Batch) -> None:
+    model = plain()
+    with protect(model, "veil:z=1000,clip=1", slots=12) as guard:
+        F.cross_entropy(model(data.inputs[:6]), data.labels[:6]).backward()
+        drop(model)
+        F.cross_entropy(model(data.inputs[6:]), data.labels[6:]).backward()
+        assert guard.report.steps == 2
+        assert float(model.fc.weight.grad.std()) == pytest.approx(1000 / 12, rel=0.3)
+
+
+def scaled(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad.data.mul_(1e-6)
+
+
+def partly(model: nn.Module) -> None:
+    model.fc.weight.grad.data.zero_()
+
+
+def partly_none(model: nn.Module) -> None:
+    model.head.bias.grad = None
+
+
+def limited(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+@pytest.mark.parametrize("change", [scaled, partly, partly_none, limited])
+def test_a_half_filled_step_whose_gradient_was_changed_is_refused(change: Any, data: Batch) -> None:
+    model = plain()
+    guard = protect(model, SPEC, slots=12)
+    F.cross_entropy(model(data.inputs[:6]), data.labels[:6]).backward()
+    change(model)
+    loss = F.cross_entropy(model(data.inputs[6:]), data.labels[6:])
+    with pytest.raises(DefenseError, match="half"):
+        loss.backward()
+    guard.remove()
+
+
+def clean(model: nn.Module, data: Batch) -> list[Tensor]:
+    return list(torch.autograd.grad(F.cross_entropy(model(data.inputs), data.labels), list(model.parameters())))
+
+
+def by_data(model: nn.Module, data: Batch) -> None:
+    for p, g in zip(model.parameters(), clean(model, data), strict=True):
+        p.grad.data.copy_(g)
+
+
+def one_entry(model: nn.Module, data: Batch) -> None:
+    g = clean(model, data)[0]
+    model.fc.weight.grad.data.view(-1)[7:9] = g.view(-1)[7:9]
+
+
+def one_bias(model: nn.Module, data: Batch) -> None:
+    model.head.bias.grad = clean(model, data)[-1]
+
+
+def by_func(model: nn.Module, data: Batch) -> None:
+    model.eval()
+    weights = {n: p.detach() for n, p in model.named_parameters()}
+    found = grad(lambda w: F.cross_entropy(functional_call(model, w, (data.inputs,)), data.labels))(weights)
+    model.train()
+    for name, p in model.named_parameters():
+        p.grad = found[name]
+
+
+def by_plain_backward(model: nn.Module, data: Batch) -> None:
+    model.eval()
+    F.cross_entropy(model(data.inputs), data.labels).backward()
+    model.train()
+
+
+def by_engine(model: nn.Module, data: Batch) -> None:
+    loss = F.cross_entropy(model(data.inputs), data.labels)
+    torch.autograd.Variable._execution_engine.run_backward(
+        (loss,), (torch.ones(()),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def control(model: nn.Module, data: Batch) -> None:
+    """SCAFFOLD by hand, its control variate without noise."""
+    for p, g in zip(model.parameters(), clean(model, data), strict=True):
+        p.grad.add_(g, alpha=-0.1)
+
+
+FOREIGN = [by_data, one_entry, one_bias, by_func, by_plain_backward, by_engine, control]
+
+
+@pytest.mark.parametrize("change", FOREIGN)
+@pytest.mark.parametrize("steps", [True, False], ids=["to a step", "to be sent as it is"])
+def test_a_gradient_without_noise_goes_nowhere(change: Any, steps: bool, data: Batch) -> None:
+    model = plain()
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        F.cross_entropy(model(data.inputs), data.labels).backward()
+        change(model, data)
+        if steps:
+            optimizer.step()
+
+    with pytest.raises(DefenseError), protect(model, SPEC):
+        train()
+    assert all(torch.equal(w, before[n]) for n, w in model.state_dict().items())
+
+
+def norm_limited(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def value_limited(model: nn.Module) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 0.05)
+
+
+def layer_limited(model: nn.Module) -> None:
+    for layer in model.children():
+        nn.utils.clip_grad_norm_(layer.parameters(), 0.1)
+
+
+def decayed(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad.add_(p.data, alpha=0.01)
+
+
+@pytest.mark.parametrize("change", [norm_limited, value_limited, layer_limited, decayed, zeroed_data])
+def test_a_gradient_with_its_noise_may_be_limited(change: Any, data: Batch) -> None:
+    model = plain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with protect(model, SPEC) as guard:
+        for _ in range(2):
+            optimizer.zero_grad()
+            F.cross_entropy(model(data.inputs), data.labels).backward()
+            change(model)
+            optimizer.step()
+    assert guard.report.steps == 2
+
+
+def test_a_hook_after_accumulation_sees_the_noise(data: Batch) -> None:
+    model, seen = plain(), []
+    model.head.bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    with protect(model, "veil:z=1000,clip=1"):
+        F.cross_entropy(model(data.inputs), data.labels).backward()
+    assert float(seen[0].abs().max()) > 10
+
+
+# Gradients on their way: a hook that lets one record's gradient count in another's.
+
+
+def mixing_hook(model: Writing) -> Writing:
+    model.head.register_full_backward_hook(lambda m, into, out: (into[0] / into[0].norm(),))
+    return model
+
+
+class Mixed(torch.autograd.Function):
+    """Gives what it gets, and mixes the gradients of records."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g - g.mean(0)
+
+
+class Mixing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = Mixed.apply(x)
+        return out
+
+
+def mixing_function(model: Writing) -> Writing:
+    model.head = nn.Sequential(Mixing(), model.head)
+    return model
+
+
+@pytest.mark.parametrize("mix", [mixing_hook, mixing_function])
+def test_a_backward_pass_that_mixes_records_is_refused(mix: Any, data: Batch) -> None:
+    model = mix(plain())
+    with pytest.raises(DefenseError, match="backward"), protect(model, SPEC):
+        F.cross_entropy(model(data.inputs), data.labels).backward()
+
+
+def test_a_hook_on_an_output_that_mixes_records_is_refused(data: Batch) -> None:
+    model = plain()
+    guard = protect(model, SPEC)
+    out = model(data.inputs)
+    out.register_hook(lambda g: g - g.mean(0))
+    loss = F.cross_entropy(out, data.labels)
+    with pytest.raises(DefenseError, match="hook on the model's output"):
+        loss.backward()
+    guard.remove()
+
+
+def test_a_hook_that_keeps_records_apart_is_fine(data: Batch) -> None:
+    model = plain()
+    model.head.register_full_backward_hook(lambda m, into, out: (into[0] * 2,))
+    with protect(model, SPEC):
+        step(model, data)
+
+
+# Optimizers that bring something with them.
+
+
+def of_kind(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    if kind == "adam":
+        return torch.optim.Adam(model.parameters())
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("kind", ["momentum", "adam"])
+def test_an_optimizer_with_state_from_before_the_guard_is_refused(kind: str, data: Batch) -> None:
+    model = plain()
+    optimizer = of_kind(kind, model)
+    step(model, data, optimizer)  # no guard
+    guard = protect(model, SPEC)
+    with pytest.raises(DefenseError, match=r"optimizer\.state\.clear"):
+        step(model, data, optimizer)
+    optimizer.state.clear()
+    step(model, data, optimizer)
+    step(model, data, optimizer)
+    guard.close()
+
+
+def test_state_of_steps_under_a_guard_goes_on_in_the_next_one_until_a_step_without(data: Batch) -> None:
+    model = plain()
+    optimizer = of_kind("momentum", model)
+    for _ in range(2):
+        with protect(model, SPEC):
+            step(model, data, optimizer)
+    step(model, data, optimizer)
+    with pytest.raises(DefenseError, match=r"optimizer\.state\.clear"), protect(model, SPEC):
+        step(model, data, optimizer)
+
+
+def test_state_that_was_loaded_or_put_in_by_hand_is_refused(data: Batch) -> None:
+    model = plain()
+    optimizer = of_kind("momentum", model)
+    with protect(model, SPEC):
+        step(model, data, optimizer)
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer.load_state_dict(saved)
+        with pytest.raises(DefenseError, match=r"optimizer\.state\.clear"):
+            step(model, data, optimizer)
+        optimizer.state.clear()
+        step(model, data, optimizer)
+        optimizer.state[model.head.bias]["momentum_buffer"] = clean(model, data)[-1]
+        with pytest.raises(DefenseError, match=r"optimizer\.state\.clear"):
+            step(model, data, optimizer)
+
+
+# Parts that were not there.
+
+
+def another_layer(model: Writing) -> None:
+    model.more = nn.Linear(5, 5)
+    model.forward = lambda x: model.more(model.head(model.fc(x.flatten(1))))  # type: ignore[method-assign]
+
+
+def another_in_its_place(model: Writing) -> None:
+    model.head = nn.Linear(6, 5)
+
+
+def another_weight(model: Writing) -> None:
+    model.scale = nn.Parameter(torch.ones(5))
+
+
+@pytest.mark.parametrize("add", [another_layer, another_in_its_place, another_weight])
+def test_weights_that_come_after_the_guard_are_refused(add: Any, data: Batch) -> None:
+    model = plain()
+    guard = protect(model, SPEC)
+    step(model, data)
+    add(model)
+    with pytest.raises(DefenseError, match=r"added|another way|own call"):
+        step(model, data)
+    guard.remove()
+
+
+# What is no hole.
+
+
+def test_dropout_keeps_records_apart(data: Batch) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 5), nn.Dropout1d(0.2))
+    with protect(model, SPEC) as guard:
+        step(model, data)
+    assert guard.report.steps == 1
+
+
+class MixedUp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(64, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(x.flatten(1), 0.3)
+        out: Tensor = self.fc(0.7 * x + 0.3 * x[torch.randperm(len(x))])
+        return out
+
+
+def test_a_random_model_that_mixes_records_is_still_refused(data: Batch) -> None:
+    model = MixedUp()
+    with pytest.raises(DefenseError, match="depends on the others"), protect(model, SPEC):
+        step(model, data)
+
+
+class Restless(nn.Module):
+    """Draws from elsewhere than torch's generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.own = nn.Linear(64, 5), torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        out: Tensor = self.fc(x * torch.rand(x.shape, generator=self.own))
+        return out
+
+
+def test_randomness_that_cannot_be_repeated_is_told_as_what_it_is(data: Batch) -> None:
+    model = Restless()
+    with pytest.raises(DefenseError, match="random numbers"), protect(model, SPEC):
+        step(model, data)
+
+
+def test_an_empty_batch_is_refused_in_one_line(data: Batch) -> None:
+    model = plain()
+    with pytest.raises(DefenseError, match="no records"), protect(model, SPEC):
+        step(model, data[:0])
+
+
+def test_one_number_of_a_table_for_each_record(data: Batch) -> None:
+    model = nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 5))
+    with protect(model, SPEC) as guard:
+        step(model, Batch(torch.arange(12) % 7, data.labels))
+    assert guard.report.steps == 1
+
+
+def test_a_gradient_in_low_precision_is_the_noised_sum_rounded_once(data: Batch) -> None:
+    found = []
+    for kind in (torch.float32, torch.bfloat16):
+        model = plain().to(torch.bfloat16).to(kind)
+        guard = protected(model)
+        F.cross_entropy(model(data.inputs.to(kind)), data.labels).backward()
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        guard.remove()
+    assert found[1].dtype is torch.bfloat16
+    torch.testing.assert_close(found[1].float(), found[0], rtol=2**-7, atol=0.02)
+
+
+def protected(model: nn.Module) -> Guard:
+    return protect(model, SPEC, simulated=torch.Generator().manual_seed(3))
