@@ -78,6 +78,12 @@ def test_a_defence_from_the_run_or_the_site_closes_them_as_well(batch: Batch) ->
     assert app(message(linear_model(), kind="evaluate"), context(run_config={"defense": "veli"})).has_error()
 
 
+def test_a_site_that_wants_veil_of_an_app_without_it_answers_nothing(batch: Batch) -> None:
+    app, own = app_that(batch, mods=[update_mod("gaussian:scale=1,on=update")]), context({"defense": SPEC})
+    assert "acts inside the local steps" in app(message(linear_model()), own).error.reason
+    assert "answers no evaluate messages" in app(message(linear_model(), kind="evaluate"), own).error.reason
+
+
 def test_a_strategy_that_asks_for_evaluation_goes_on_without(batch: Batch) -> None:
     sites = {n: context({"partition-id": n}) for n in (1, 2)}
     nodes = Nodes({n: (lambda msg, own=own: app_that(batch)(msg, own)) for n, own in sites.items()})
