@@ -78,6 +78,12 @@ def test_a_defence_from_the_run_or_the_site_closes_them_as_well(batch: Batch) ->
     assert app(message(linear_model(), kind="evaluate"), context(run_config={"defense": "veli"})).has_error()
 
 
+def test_a_site_that_wants_veil_of_an_app_without_it_answers_nothing(batch: Batch) -> None:
+    app, own = app_that(batch, mods=[update_mod("gaussian:scale=1,on=update")]), context({"defense": SPEC})
+    assert "acts inside the local steps" in app(message(linear_model()), own).error.reason
+    assert "answers no evaluate messages" in app(message(linear_model(), kind="evaluate"), own).error.reason
+
+
 def test_a_strategy_that_asks_for_evaluation_goes_on_without(batch: Batch) -> None:
     sites = {n: context({"partition-id": n}) for n in (1, 2)}
     nodes = Nodes({n: (lambda msg, own=own: app_that(batch)(msg, own)) for n, own in sites.items()})
@@ -228,13 +234,13 @@ def test_an_update_defence_beside_it_does_not_let_other_weights_through(batch: B
     assert not app_that(batch, None, [mod])(message(linear_model()), context()).has_error()
 
 
-def test_figures_of_a_leak_guard_leave_only_where_the_site_allows_it(batch: Batch) -> None:
+def test_figures_of_a_leak_guard_do_not_leave_beside_a_defence_of_records(batch: Batch) -> None:
     mods = [leak_guard(ReadOff(), max_psnr=1000), guard_mod(SPEC, settings=GUARD)]
-    out = app_that(batch, mods=mods)(message(linear_model()), context())
+    assert app_that(batch, mods=mods)(message(linear_model()), context()).has_error()
+    sent = message(linear_model())
+    guarded = app_that(batch)(sent, context())
+    out = leak_guard(ReadOff(), max_psnr=1000)(sent, context(), lambda msg, own: guarded)  # a model it cannot hear
     assert "leak_guard's figures" in out.error.reason
-    out = app_that(batch, mods=mods)(message(linear_model()), context({"leak-metrics": "allow"}))
-    assert "leak-psnr" in out.content["metrics"]
-    assert out.content[STATEMENT]["allows"] == ["leak-metrics"]
 
 
 @pytest.mark.parametrize("mod", [guard_mod(SPEC, seed=5), update_mod("gaussian:scale=1,on=update", seed=5)])
@@ -356,7 +362,7 @@ def test_what_a_site_sets_is_not_changed_by_a_run(run: dict[str, Any], accounts:
     said = make_client_app()(message(model), context(site, config)).content[STATEMENT]
     assert said["defense"] == "veil:z=4.0,clip=0.5"
     assert (said["from-site"], said["noise"], said["spent"]) == (True, "secret", 1 / 16)
-    for key in ("noise", "account", "evaluate", "leak-metrics", "node-config"):
+    for key in ("noise", "account", "evaluate", "node-config"):
         with pytest.raises(Exception, match="does not know"):
             make_client_app()(message(model), context(site, config | {key: "allow"}))
 

@@ -19,7 +19,7 @@ import torch
 from scipy.special import log_ndtr, ndtr
 from torch import Tensor
 
-from gradveil.certificates.journal import NOT_SENT, Standing, add_to_journal, check_summary, read_journal, read_summary
+from gradveil.certificates.journal import NOT_SENT, Ending, add_to_journal, check_summary, read_journal, read_summary
 from gradveil.certificates.privacy import rero_gaussian
 from gradveil.errors import BudgetError, CertificateError
 from gradveil.files import damage_told, locked, make_folder, refusals_told, write_atomically
@@ -163,7 +163,7 @@ class Account:
         return found
 
 
-def _standing(path: Path, client: str) -> tuple[Account | None, Standing]:
+def _standing(path: Path, client: str) -> tuple[Account | None, Ending]:
     """Return the account as its journal has it, and where that ends; raise where the two files contradict."""
     stand, said = read_journal(path), read_summary(path)
     check_summary(path, said, stand)

@@ -18,7 +18,7 @@ from typing import Any
 from gradveil.errors import BudgetError
 from gradveil.files import damage_told, open_alone, sync
 
-ENDING, MOST = ".journal", 2**16  # bytes of an account, and of the journal's end that is looked at
+SUFFIX, MOST = ".journal", 2**16  # bytes of an account, and of the journal's end that is looked at
 NOT_SENT = "Nothing is sent."
 MOVED = (
     'An account that was moved for good begins anew from one line, {"client": ..., "spent": ..., "limit": ...}, with '
@@ -27,7 +27,7 @@ MOVED = (
 
 
 @dataclass(frozen=True)
-class Standing:
+class Ending:
     """Where a journal ends."""
 
     line: dict[str, Any] | None  # the last payment
@@ -42,17 +42,17 @@ class Standing:
 
 def journal_of(path: Path) -> Path:
     """Return the journal of an account's file."""
-    return path.with_name(path.name + ENDING)
+    return path.with_name(path.name + SUFFIX)
 
 
-def read_journal(path: Path) -> Standing:
+def read_journal(path: Path) -> Ending:
     """Return where the journal beside an account's file ends; a copy of another one is refused."""
     beside = journal_of(path)
     with damage_told(beside, BudgetError, NOT_SENT):
         try:
             handle = open_alone(beside, os.O_RDONLY)
         except FileNotFoundError:
-            return Standing(None, "", 0)
+            return Ending(None, "", 0)
         try:
             found = os.fstat(handle)
             begin = max(0, found.st_size - MOST)
@@ -63,7 +63,7 @@ def read_journal(path: Path) -> Standing:
         if not whole:
             if begin:
                 raise ValueError("no line in its last bytes")
-            return Standing(None, "", 0)
+            return Ending(None, "", 0)
         last = end[:whole].splitlines(keepends=True)[-1]
         line = json.loads(last)
         if line["file"] != found.st_ino:
@@ -72,10 +72,10 @@ def read_journal(path: Path) -> Standing:
                 f"same account, or one that forgets, would promise what does not hold. {NOT_SENT} {MOVED}"
             )
         int(line["release"])
-    return Standing(line, hashlib.sha256(last).hexdigest(), begin + whole)
+    return Ending(line, hashlib.sha256(last).hexdigest(), begin + whole)
 
 
-def add_to_journal(path: Path, stand: Standing, payment: dict[str, Any]) -> tuple[int, str]:
+def add_to_journal(path: Path, stand: Ending, payment: dict[str, Any]) -> tuple[int, str]:
     """Add a payment after the last one, for good, and return its number and its mark."""
     beside = journal_of(path)
     handle = open_alone(beside, os.O_RDWR | os.O_CREAT)
@@ -113,7 +113,7 @@ def read_summary(path: Path) -> dict[str, Any] | None:
     return said
 
 
-def check_summary(path: Path, said: dict[str, Any] | None, stand: Standing) -> None:
+def check_summary(path: Path, said: dict[str, Any] | None, stand: Ending) -> None:
     """Raise where the journal is behind the account's file, or of another account."""
     with damage_told(path, BudgetError, NOT_SENT):
         count, mark = (0, "") if said is None else (int(said.get("releases", 0)), said.get("last", ""))

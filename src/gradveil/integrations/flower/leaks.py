@@ -30,7 +30,7 @@ from gradveil.integrations.flower.records import (
     params_of,
     withhold,
 )
-from gradveil.integrations.flower.site import allows, generator
+from gradveil.integrations.flower.site import generator
 from gradveil.integrations.flower.statements import STATEMENT
 from gradveil.losses import Loss
 from gradveil.losses import build as build_loss
@@ -94,10 +94,10 @@ class LeakGuard:
             tape.detach()  # before the model is copied for the attack
             if reply.has_error():
                 return reply
-            if "spent" in reply.content.config_records.get(STATEMENT, {}) and not allows(context, "leak-metrics"):
+            if "spent" in reply.content.config_records.get(STATEMENT, {}):
                 raise DefenseError(
                     "leak_guard's figures are computed from the records and would leave beside the noise of their "
-                    "defence. Leave leak_guard out; a site that wants it sets --node-config \"leak-metrics='allow'\"."
+                    "defence. Leave leak_guard out."
                 )
             return self._judge(message, context, before, reply, tape)
         except GradveilError as error:

@@ -60,9 +60,12 @@ class UpdateMod:
 
     def __call__(self, message: Message, context: Context, call_next: Next) -> Message:
         """Let the client train, then send a defended update in place of its own; fail closed."""
-        if not is_training(message):
-            return call_next(message, context)
         try:
+            if not is_training(message):
+                own = defense_for(None, context) if "defense" in context.node_config else None  # the site's
+                if own is not None and "records" in own.acts_on:
+                    return other_kind(own, message, context, call_next)
+                return call_next(message, context)
             before = params_of(arrays_of(message)[1])
             defense = defense_for(self.defense, context)
             refuse_idle(defense)

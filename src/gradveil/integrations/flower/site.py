@@ -15,7 +15,7 @@ from gradveil.integrations.flower.values import asked
 
 ACCOUNT = "gradveil-account"  # in the node's state: what its records had spent after the last payment of this run
 NOISE_FROM = "GRADVEIL_NOISE"  # in the environment
-ALLOWED = ("evaluate", "query", "leak-metrics")  # what leaves beside a defence of records where a site says 'allow'
+ALLOWED = ("evaluate", "query")  # what leaves beside a defence of records where a site says 'allow'
 KEYS = {  # of --node-config: who may set it is the site; what it may be, and what it decides
     "partition-id": ("a whole number", "the node's share of the data, and the name of its account"),
     "data": ("a folder", "where its data lie"),
@@ -24,7 +24,6 @@ KEYS = {  # of --node-config: who may set it is the site; what it may be, and wh
     "account": ("a file", "where it keeps its account, in place of ~/.gradveil/accounts/PARTITION-ID.json"),
     "evaluate": ("'allow'", "lets answers to evaluate messages leave beside a defence of records, unpaid"),
     "query": ("'allow'", "the same for query messages and all others"),
-    "leak-metrics": ("'allow'", "the same for the figures of leak_guard"),
 }
 
 
