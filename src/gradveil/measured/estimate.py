@@ -40,13 +40,17 @@ def fit(scores: Array, grams: Array, present: NDArray[np.bool_], base: bool, con
     trials, count = scores.shape
     grams = np.broadcast_to(grams, (trials, count, count))
     apart, b = trials >= ENOUGH, present.astype(float)
-    inverse = np.linalg.pinv(grams, rcond=1e-9, hermitian=True)
-    own = grams * b[:, :, None]  # diag(b) A
-    design = [own if apart else own.sum(1, keepdims=True), *([grams] if base and apart else [])]
-    stacked = np.concatenate(design, 1)  # (T, Q, K): columns of the design, as A times something
-    normal = np.einsum("tqk,tkl,trl->qr", stacked, inverse, stacked, optimize=True)
-    right = np.einsum("tqk,tkl,tl->q", stacked, inverse, scores, optimize=True)
-    spread = np.linalg.pinv(normal, rcond=1e-9, hermitian=True)
+    alike = bool((grams == grams[:1]).all())
+    inverse = np.broadcast_to(_inverse(grams[:1] if alike else grams), grams.shape)
+    own = grams * b[:, :, None]  # diag(b) A, and A⁻¹ cancels in what follows
+    normal, right = (own * b[:, None, :]).sum(0), (b * scores).sum(0)
+    if base and apart:
+        beside, all_ = own.sum(0), grams.sum(0)
+        normal = np.block([[normal, beside], [beside.T, all_]])
+        right = np.concatenate([right, scores.sum(0)])
+    if not apart:
+        normal, right = np.full((1, 1), normal.sum()), np.full(1, right.sum())
+    spread = _inverse(normal)
     found = spread @ right
     total = float(np.einsum("tk,tkl,tl->", scores, inverse, scores, optimize=True))
     rank = int(np.linalg.matrix_rank(grams[0], hermitian=True))
@@ -64,6 +68,11 @@ def fit(scores: Array, grams: Array, present: NDArray[np.bool_], base: bool, con
     worst, worst_low = (float(each[0][at]), float(each[1][at])) if apart else (float(mu), float(low))
     rest = found[count:] if base and apart else np.zeros(count)
     return Estimate(float(mu), float(low), float(high), worst, worst_low, confidence, b.size, lengths, rest, sigma)
+
+
+def _inverse(grams: Array) -> Array:
+    found: Array = np.linalg.pinv(grams, rcond=1e-9, hermitian=True)
+    return found
 
 
 def interval(mean: Array, std: Array, sigma: float, degrees: int, confidence: float) -> tuple[Array, Array, Array]:
