@@ -234,7 +234,7 @@ class NoTraces:
 
 def checks(name: str, spec: str, x: Tensor, y: Tensor, seconds: float) -> dict[str, Any]:
     ways = {kind: one(name, spec, x.device) for kind in ("checked", "unchecked")}
-    plain = attachment._stamp, attachment.is_same
+    plain = attachment.stamp, attachment.is_same
     for guard, _ in ways.values():
         unwatch_optimizers(guard._attachment)
     bare = ways["unchecked"][0]._attachment
@@ -248,11 +248,11 @@ def checks(name: str, spec: str, x: Tensor, y: Tensor, seconds: float) -> dict[s
     while time.perf_counter() - begun < seconds or len(times["checked"]) < 5:
         for kind, (guard, optimizer) in ways.items():
             if kind == "unchecked":
-                attachment._stamp, attachment.is_same = lambda *_: ([], 0), lambda *_: False
+                attachment.stamp, attachment.is_same = lambda *_: ([], 0), lambda *_: False
             watch_optimizers(guard._attachment)
             times[kind].append(step(guard, optimizer, x, y))
             unwatch_optimizers(guard._attachment)
-            attachment._stamp, attachment.is_same = plain
+            attachment.stamp, attachment.is_same = plain
     pairs = list(zip(times["checked"], times["unchecked"], strict=True))[2:]  # the first warm up
     found: dict[str, Any] = {"model": name, "batch": len(x), "defense": spec, "pairs": len(pairs)}
     found["ms"] = statistics.median(a for a, _ in pairs) * 1e3

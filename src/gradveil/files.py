@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import secrets
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,7 +79,7 @@ def locked(path: Path, wait: bool = False, needed: bool = False) -> Iterator[Non
 
 def _lock(path: Path, wait: bool, needed: bool) -> int:
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)  # a link's target would be overwritten
         try:
             _take(handle, path, wait, needed)
             if os.path.samestat(os.fstat(handle), os.stat(path)):
@@ -149,6 +150,30 @@ def read_whole(path: Path, most: int) -> bytes:
     if (size := path.stat().st_size) > most:
         raise ValueError(f"{size:,} bytes, and the most is {most:,}")
     return path.read_bytes()
+
+
+def open_alone(path: Path, flags: int) -> int:
+    """Open a plain file with one name; a link, a second name, a pipe or a device is a ``ValueError``."""
+    try:
+        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise ValueError("it is a link or no plain file") from error
+        raise
+    found = os.fstat(handle)
+    if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
+        return handle
+    os.close(handle)
+    raise ValueError("it is no plain file, or has a second name (a hard link)")
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder with those above it, for good, for its owner alone."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    path.mkdir(mode=0o700, exist_ok=True)
+    sync(path.parent)
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, str]]:

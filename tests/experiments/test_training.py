@@ -10,7 +10,8 @@ from gradveil.data import load
 from gradveil.data.partition import partition
 from gradveil.experiments.looks import first_look, last_looks
 from gradveil.experiments.run_folder import MODEL, RunFolder
-from gradveil.experiments.scene import AuditConfig, build_scene, is_small, one_thread
+from gradveil.experiments.scene import AuditConfig, build_scene
+from gradveil.experiments.suited import is_small, one_thread
 from gradveil.experiments.train import FIT, TrainConfig, frozen_part, through, train
 from gradveil.federated.checkpoint import Checkpoint
 from gradveil.federated.simulate import public_records, simulate

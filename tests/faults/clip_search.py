@@ -103,7 +103,9 @@ FAMILIES = ("linear", "positions", "convolution", "normalisation", "embedding")
 
 def numbers(draw: Draw, shape: tuple[int, ...], places: list[int]) -> tuple[Tensor, str]:
     """Return numbers (K, N, ...) of one kind; ``places``: the dimensions of positions."""
-    kind = draw.of("plain", "scaled", "scaled records", "level", "level", "level", "pairs", "sparse", "tiny", "alike", "large one")
+    kind = draw.of(
+        "plain", "scaled", "scaled records", "level", "level", "level", "pairs", "sparse", "tiny", "alike", "large one"
+    )
     values, lead = draw.normal(*shape), (*shape[:2], *[1] * (len(shape) - 2))
     if kind == "scaled":
         values *= draw.power(-30, 30, shape[0], *[1] * (len(shape) - 1))
@@ -189,7 +191,8 @@ def exact_norms(seen: Seen) -> Tensor:
     """Return the square norms of what a layer saw in float64."""
     a = seen.a.double() if seen.a.is_floating_point() else seen.a
     layer = copy.deepcopy(seen.layer).double()
-    return type(seen)(layer, "", a, seen.delta.double()).square_norms().clamp_min(0)
+    each = type(seen)(layer, "", a, seen.delta.double())
+    return sum((each.own(which).flatten(2).square().sum(2) for which in each.trained), torch.zeros(()))
 
 
 def clip_near(exact: Tensor, draw: Draw) -> float:

@@ -1,4 +1,4 @@
-"""The sum of clipped records before the noise: what a record's slot moves it by is the clip at most, in this arithmetic."""
+"""The sum of clipped records before the noise: a record's slot moves it by the clip at most, as it is rounded."""
 
 import torch
 from torch import Tensor

@@ -22,7 +22,7 @@ class Records(ABC):
         """Return upper bounds of each ||g_j||² (N,) in float64, as near as rounding lets them be."""
 
     def square_masses(self) -> Tensor:
-        """Return upper bounds of what cancels in each g_j, squared (N,): where nothing does, its norm (``rounding``)."""
+        """Return upper bounds of what cancels in each g_j, squared (N,): where nothing does, norms (``rounding``)."""
         return self.square_norms()
 
     @property

@@ -61,7 +61,7 @@ class Captured(Records):
         return self._lengths[1].view(self.shape)
 
     @cached_property
-    def formed(self) -> int:  # type: ignore[override]
+    def formed(self) -> int:
         """Positions of gradients that ``along`` forms and ``weighted_sum`` does not."""
         return max(layer.formed for layer in self.layers)
 

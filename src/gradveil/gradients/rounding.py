@@ -16,8 +16,8 @@ most γ |x|·|y| + n τ, γ = n u to first order. From this:
   another. By Cauchy and Schwarz, over 8 sizes of chunks and layers with and without mass, all layers together are then
   off by at most 2 · 3 · 2¹⁴ u C < 0.006 C.
 
-Together ||change|| ≤ C' (1 + 2 u · MASS) + 0.006 C + (float64's part, 10⁻⁹ C) < C, as C' < 0.985 C. Float64 has u = 2⁻⁵³
-and the same argument. Numbers below τ count in all bounds as if they were as large.
+Together ||change|| ≤ C' (1 + 2 u · MASS) + 0.006 C + (float64's part, 10⁻⁹ C) < C, as C' < 0.985 C. Float64 has
+u = 2⁻⁵³ and the same argument. Numbers below τ count in all bounds as if they were as large.
 """
 
 from collections.abc import Callable
@@ -54,7 +54,8 @@ def squares(values: Tensor, lead: int) -> Tensor:
     found = torch.linalg.vector_norm(parts, dim=-1).double().square()
     found = found.sum(-1) if parts.ndim > flat.ndim else found
     info, most = torch.finfo(flat.dtype), min(size, 16 * BLOCK)
-    return (found + size * info.tiny) * (1 + 2 * (most + 4) * unit(flat.dtype))
+    bound: Tensor = (found + size * info.tiny) * (1 + 2 * (most + 4) * unit(flat.dtype))
+    return bound
 
 
 def gram(a: Tensor, delta: Tensor) -> Pair:
@@ -68,7 +69,7 @@ def gram(a: Tensor, delta: Tensor) -> Pair:
 
 
 def gram_of_rows(delta: Tensor, together: Tensor) -> Pair:
-    """Return bounds of Σ ||Σ_t δ_t||² and of its mass over sets of rows δ (..., T, D), which say who is ``together``."""
+    """Return bounds of Σ ||Σ_t δ_t||² and of its mass over those rows δ (..., T, D) that are ``together`` (..., T, T)."""
     positions, size, info = *delta.shape[-2:], torch.finfo(delta.dtype)
     if (size + positions) * unit(delta.dtype) > 2**-5:
         return gram_of_rows(delta.double(), together)
@@ -114,7 +115,8 @@ def products_error(norms: Tensor, masses: Tensor, rank: int, positions: int, dty
 
     ``positions``: rows of a gradient that was formed for this and is not what is summed.
     """
-    return 1.1 * unit(dtype) * ((BLOCK + 4) * rank**0.5 * norms.sqrt() + (positions + 2) * masses.sqrt())
+    found: Tensor = (BLOCK + 4) * rank**0.5 * norms.sqrt() + (positions + 2) * masses.sqrt()
+    return 1.1 * unit(dtype) * found
 
 
 def clip_factors(square_norms: Tensor, clip: float, square_masses: Tensor | None = None) -> Tensor:
@@ -137,7 +139,8 @@ def records_in_a_chunk(rows: int, mass: float, dtype: torch.dtype) -> int:
 
 def chunked(values: Tensor, size: int) -> Tensor:
     """Return values (K, N, ...) as chunks of records (K, N / size, size, ...)."""
-    return values.unflatten(1, (values.shape[1] // size if size else 1, size))
+    found: Tensor = values.unflatten(1, (values.shape[1] // size if size else 1, size))
+    return found
 
 
 def in_chunks(

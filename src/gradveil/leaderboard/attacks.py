@@ -9,6 +9,7 @@ import torch
 
 from gradveil.attacks.base import ATTACKS, Malicious
 from gradveil.certificates.accountant import Account
+from gradveil.certificates.plan import floor_share
 from gradveil.countermeasures import Countermeasure, plain
 from gradveil.defenses.base import NoDefense
 from gradveil.defenses.guard.step import step_gradient
@@ -101,7 +102,8 @@ class AttackedEntry:
     def about(self) -> Row:
         """Return the row of the client that was attacked: and what its defence promises over the whole run.
 
-        ``spent``: μ² of Gaussian DP; ``floor``: the least error that it leaves, as a share of the blind guess's.
+        ``spent``: μ² of Gaussian DP; ``floor``: the least error that it leaves
+        on Gaussian images, as a share of the blind guess's; the same number as ``gradveil plan`` says.
         """
         about: Row = {"kind": "client", "dataset": self.place.panel.dataset, "defense": self.entry.name}
         about |= {"records": self.client.size, "participations": self.run.participations}
@@ -109,8 +111,7 @@ class AttackedEntry:
         if (cost := self.defense.spends(self.run.epochs)) is None:
             return about
         account = Account(self.entry.name, cost * self.run.participations)
-        share = account.floor(self.place.eigenvalues) / float(self.place.eigenvalues.sum())
-        return about | {"spent": account.spent, "floor": share} | self._measured()
+        return about | {"spent": account.spent, "floor": floor_share(account, self.place.spectra)} | self._measured()
 
     def _measured(self) -> Row:
         """Return the μ of one release as it was measured, as a share of the proved one."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,7 @@ class SecretDraws:
 
 
 Source = Generator | SecretDraws
+NoiseKind = Literal["secret", "simulated", "none"]
 
 
 def is_secret(rng: Source) -> bool:
@@ -44,7 +45,7 @@ def is_secret(rng: Source) -> bool:
     return isinstance(rng, SecretDraws)
 
 
-def noise_kind(rng: Source) -> str:
+def noise_kind(rng: Source) -> NoiseKind:
     """Return what rows, reports and accounts call noise from this source."""
     return "secret" if is_secret(rng) else "simulated"
 
@@ -64,10 +65,10 @@ def own_draws(what: str) -> Iterator[None]:
 
 
 class Stream:
-    """The numbers of one fresh key, 64 bits each."""
+    """The numbers of one key, 64 bits each; of a fresh one where none is given."""
 
-    def __init__(self) -> None:
-        self._cipher = Cipher(ChaCha20(os.urandom(32), bytes(16)), mode=None).encryptor()
+    def __init__(self, key: bytes | None = None) -> None:
+        self._cipher = Cipher(ChaCha20(os.urandom(32) if key is None else key, bytes(16)), mode=None).encryptor()
 
     def fill(self, words: npt.NDArray[np.uint64]) -> None:
         """Write the next words of the stream."""

@@ -99,12 +99,21 @@ def secret_normals(count: int, device: torch.device, std: float = 1.0) -> Tensor
     if compiled is not None:
         compiled.normals(found, std)
         return found
-    stream, words = Stream(), np.empty((2, min(PAIRS, (count + 1) // 2)), np.uint64)
-    for at in range(0, count, 2 * PAIRS):
+    return _by_numpy(found, Stream()).mul_(std).to(device)
+
+
+def keyed_normals(count: int, key: bytes) -> Tensor:
+    """Return standard normal numbers (count,) that follow from a secret key of 32 bytes alone, in float64."""
+    return _by_numpy(torch.empty(count, dtype=torch.float64), Stream(key))
+
+
+def _by_numpy(found: Tensor, stream: Stream) -> Tensor:
+    words = np.empty((2, min(PAIRS, (len(found) + 1) // 2)), np.uint64)
+    for at in range(0, len(found), 2 * PAIRS):
         stream.fill(words.reshape(-1))
         two = torch.from_numpy(normals_of(*words)).view(-1)
-        found[at : at + 2 * PAIRS] = two[: count - at]
-    return found.mul_(std).to(device)
+        found[at : at + 2 * PAIRS] = two[: len(found) - at]
+    return found
 
 
 def normals_of(one: npt.NDArray[np.uint64], other: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
