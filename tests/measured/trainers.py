@@ -15,7 +15,7 @@ MU = STEPS**0.5 / SIGMA
 def by_hand(
     noise: float = SIGMA, clip: float = CLIP, times: float = 1.0, reuse: bool = False, one: int | None = None
 ) -> Any:
-    """Noisy sums at the same weights: every record, or ``one`` alone, counts ``times``; ``reuse``: one noise for all."""
+    """Noisy sums at the same weights: every record, or ``one`` alone, counts ``times``; ``reuse``: one noise."""
 
     def train(model: nn.Module, inputs: Tensor, labels: Tensor, present: Tensor) -> Sequence[Any]:
         weights = {n: p.detach().clone() for n, p in model.named_parameters()}

@@ -214,9 +214,11 @@ def measured_rows(scene: Scene, name: str, defense: Defense) -> list[Row]:
     """Return the row of the measured μ; none where nothing is promised."""
     config, public = scene.config, scene.public.batch
     found = figures(defense, scene.model, public, public, config.loss, config.lr_of(1), config.seed)
+    if not found:
+        return []
     row: Row = {"kind": "certificate", "defense": name, "layer": "one release", "certificate": "measured", "mse": None}
     said = {"sound": False, "tiers": [], "assumptions": [SAYS], "says": in_words(found)}
-    return [row | said | found] if found else []
+    return [row | said | found]
 
 
 def _unknown(scene: Scene, defense: str, reason: str) -> list[LayerCertificate]:

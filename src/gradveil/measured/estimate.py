@@ -5,7 +5,7 @@ Gram matrix A = Σ_r U_r U_rᵀ of the directions. Generalised least squares giv
 exact t statistics. A server that knows all other records tells one slot's coin with μ_j = a_j √A_jj / σ.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import sqrt
 
 import numpy as np
@@ -27,9 +27,6 @@ class Estimate:
     worst_low: float
     confidence: float
     slots: int  # coins that were thrown
-    lengths: Array = field(repr=False)  # a (K,)
-    base: Array = field(repr=False)  # what is released without any canary, along them (K,)
-    sigma: float = field(repr=False, default=0.0)
 
 
 def fit(scores: Array, grams: Array, present: NDArray[np.bool_], base: bool, confidence: float) -> Estimate:
@@ -40,20 +37,24 @@ def fit(scores: Array, grams: Array, present: NDArray[np.bool_], base: bool, con
     trials, count = scores.shape
     grams = np.broadcast_to(grams, (trials, count, count))
     apart, b = trials >= ENOUGH, present.astype(float)
-    inverse = np.linalg.pinv(grams, rcond=1e-9, hermitian=True)
-    own = grams * b[:, :, None]  # diag(b) A
-    design = [own if apart else own.sum(1, keepdims=True), *([grams] if base and apart else [])]
-    stacked = np.concatenate(design, 1)  # (T, Q, K): columns of the design, as A times something
-    normal = np.einsum("tqk,tkl,trl->qr", stacked, inverse, stacked, optimize=True)
-    right = np.einsum("tqk,tkl,tl->q", stacked, inverse, scores, optimize=True)
-    spread = np.linalg.pinv(normal, rcond=1e-9, hermitian=True)
-    found = spread @ right
+    alike = bool((grams == grams[:1]).all())
+    inverse = np.broadcast_to(_inverse(grams[:1] if alike else grams), grams.shape)
+    own = grams * b[:, :, None]  # diag(b) A, and A⁻¹ cancels in what follows
+    normal: Array = (own * b[:, None, :]).sum(0)
+    right: Array = (b * scores).sum(0)
+    if base and apart:
+        beside, all_ = own.sum(0), grams.sum(0)
+        normal = np.block([[normal, beside], [beside.T, all_]])
+        right = np.concatenate([right, scores.sum(0)])
+    if not apart:
+        normal, right = np.full((1, 1), normal.sum()), np.full(1, right.sum())
+    spread = _inverse(normal)
+    found: Array = spread @ right
     total = float(np.einsum("tk,tkl,tl->", scores, inverse, scores, optimize=True))
     rank = int(np.linalg.matrix_rank(grams[0], hermitian=True))
     left = trials * rank - np.linalg.matrix_rank(normal, hermitian=True)
     sigma = sqrt(max(total - float(right @ found), 1e-30 * max(total, 1e-300)) / max(left, 1))
     size = np.sqrt(np.einsum("tkk->k", grams) / trials)  # √A_jj
-    lengths = found[:count] if apart else np.repeat(found[:1], count)
     weights = np.zeros((count + 1, len(found)))
     weights[0, : count if apart else 1] = size / count if apart else size.mean()
     weights[1:, : count if apart else 1] = np.diag(size) if apart else size.mean()
@@ -62,8 +63,12 @@ def fit(scores: Array, grams: Array, present: NDArray[np.bool_], base: bool, con
     each = interval(means[1:], stds[1:], sigma, left, 1 - (1 - confidence) / count) if apart else (mu, low, high)
     at = int(np.argmax(each[1])) if apart else 0
     worst, worst_low = (float(each[0][at]), float(each[1][at])) if apart else (float(mu), float(low))
-    rest = found[count:] if base and apart else np.zeros(count)
-    return Estimate(float(mu), float(low), float(high), worst, worst_low, confidence, b.size, lengths, rest, sigma)
+    return Estimate(float(mu), float(low), float(high), worst, worst_low, confidence, b.size)
+
+
+def _inverse(grams: Array) -> Array:
+    found: Array = np.linalg.pinv(grams, rcond=1e-9, hermitian=True)
+    return found
 
 
 def interval(mean: Array, std: Array, sigma: float, degrees: int, confidence: float) -> tuple[Array, Array, Array]:
