@@ -22,14 +22,13 @@ from gradveil.experiments.certificates import certificate_rows
 from gradveil.experiments.film import film
 from gradveil.experiments.gate import GATED
 from gradveil.experiments.judge import Verdict, headline, verdicts
-from gradveil.experiments.looks import Progress, first_look, last_looks, probe_rows
+from gradveil.experiments.looks import Progress, first_look, last_looks, probe_defenses
 from gradveil.experiments.panel import Target, chunks, last_resort, panel
-from gradveil.experiments.probes import Probed
 from gradveil.experiments.rows import Line, lines, modality_rows
 from gradveil.experiments.run_files import CHANGED, FolderError
 from gradveil.experiments.run_folder import CONFIG, ROWS, Row, RunFolder
 from gradveil.experiments.scene import DEFENSES, MINUTES, AuditConfig, Scene, build_scene, fitting_model, load_dataset
-from gradveil.experiments.suited import default_attacks, is_large, is_small, one_thread
+from gradveil.experiments.suited import default_attacks, is_busy, is_large, is_small, one_thread
 from gradveil.experiments.trial import client_row, floors
 from gradveil.experiments.update_files import load_weights
 from gradveil.experiments.work import NOT_TRIED, Work, Written, cut_short, say_plan
@@ -104,7 +103,7 @@ def audit(
         tiers=tuple(tiers or base.tiers or _default_tiers(out if resume else None, bool(attacked))),
     )  # fmt: skip
     began = pace.clock()
-    with pace.Limit(pace.seconds_of(chosen.minutes)):
+    with pace.Limit(pace.seconds_of(chosen.minutes)), one_thread(is_busy()):
         data = load_dataset(source, chosen.data)
         network = network or data.modality.default_model
         chosen = replace(chosen, model=_text(network), loss=data.fitting_loss(chosen.loss))
@@ -114,6 +113,7 @@ def audit(
             chosen = replace(chosen, defenses=tuple(defended), tiers=kept)
         built = fitting_model(network, data, chosen.loss, chosen.seed, chosen.trains)
         if chosen.weights is not None:
+            built = copy.deepcopy(built)
             load_weights(built, chosen.weights)
             chosen = replace(chosen, trained=bool(chosen.trained))
         if is_large(built) and chosen.minutes is None:
@@ -169,8 +169,8 @@ def run_audit(work: Work) -> None:
         if scene.dataset.levels is not None:
             about.append({"kind": "levels", "black": scene.dataset.levels[0], "white": scene.dataset.levels[1]})
         store.add("truth", [*about, *rows], pictures)
-    _probe(scene, store)
     if scene.config.minutes is None:
+        probe_defenses(scene, store)
         _all_of_it(work)
     else:
         _check_client(scene, store)
@@ -185,19 +185,6 @@ def run_audit(work: Work) -> None:
     if left and seconds > 0:
         for defense, rows in certificate_rows(scene, left, work.progress, seconds).items():
             store.add(f"promise/{defense}", rows)
-
-
-def _probe(scene: Scene, store: RunFolder) -> None:
-    """Run each defence by itself; a run that an earlier version began goes on as that would."""
-    kinds = {row["kind"] for row in store.rows}
-    if "probe" not in kinds and kinds & {"attack", "accuracy"}:
-        scene.probes.update(dict.fromkeys(scene.defenses, Probed()))
-        return
-    for defense in scene.defenses:
-        if defense != "none" and not store.done(f"probe/{defense}"):
-            servers = scene.countermeasures(defense, scene.model)
-            rows = probe_rows(defense, scene.probed(defense), servers, "patient" in scene.tiers)
-            store.add(f"probe/{defense}", rows)
 
 
 def _all_of_it(work: Work) -> None:

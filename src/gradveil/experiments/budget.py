@@ -15,7 +15,7 @@ from functools import cached_property
 
 from gradveil import pace
 from gradveil.attacks.base import KINDS, Kind
-from gradveil.experiments.looks import Look, first_look
+from gradveil.experiments.looks import Look, first_look, probe_defenses
 from gradveil.experiments.own_training import trained_looks
 from gradveil.experiments.panel import CHUNK, Target, kind_of, last_resort, panel
 from gradveil.experiments.rows import group, lines
@@ -27,6 +27,8 @@ from gradveil.experiments.work import NOT_TRIED, Work, cut_short, stand_ins
 from gradveil.pace import as_clock
 
 LOG = logging.getLogger("gradveil")
+FIRST = 0.1  # of the time, at most, for the first pictures
+PROBES = 0.25  # and for running the defences by themselves
 METER = 0.1  # of the time, at most, for certificates and leak meter
 FIRST_ROUND = 0.5  # of the time that is left, where there is training after it
 SHARES: dict[Kind, float] = {"closed form": 0.25, "list": 0.4, "planted": 0.4, "search": 1.0, "learned": 1.0}
@@ -75,6 +77,8 @@ class Budget:
         self.looks = [self.first]
         if self.left() > 0:
             self._say()
+            self._at_once()
+            probe_defenses(scene, store, PROBES * self.left())
             self._round([self.first], pace.clock() + (FIRST_ROUND if scene.trains else 1.0) * self.left())
         if scene.trains and self.left() > 0:
             later, self.why_not_trained = trained_looks(self.work, self.left())
@@ -86,6 +90,12 @@ class Budget:
         self._deeper()
         self._pieces(self.waiting, self._end)
         self._write_rest()
+
+    def _at_once(self) -> None:
+        """Read off what can be read off the first client's undefended update: the first picture."""
+        closed = [a for a in self.scene.attacks if kind_of(self.scene, a) == "closed form"]
+        its = [Target(self.first, "none", naive(), attack, self.scene.victims[0]) for attack in closed]
+        self._pieces(its, pace.clock() + FIRST * self.left())
 
     def _say(self) -> None:
         config, scene = self.scene.config, self.scene

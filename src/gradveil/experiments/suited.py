@@ -1,5 +1,6 @@
 """What suits a network and its clients: attacks by default, how many threads, whether time is limited."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
@@ -69,6 +70,18 @@ def is_small(model: nn.Module, input_shape: tuple[int, ...] = ()) -> bool:
     On a shared machine a second thread costs a small problem many times what it brings.
     """
     return size(parameters(model)) <= WEIGHTS and prod(input_shape) <= NUMBERS
+
+
+BUSY = 0.75  # of the cores
+
+
+def is_busy() -> bool:
+    """Return whether others keep this machine's cores busy: then threads wait for each other most of the time.
+
+    Where the number of threads was chosen (OMP_NUM_THREADS), it is left.
+    """
+    chosen = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys()
+    return not chosen and hasattr(os, "getloadavg") and os.getloadavg()[0] > BUSY * (os.cpu_count() or 1)
 
 
 @contextmanager

@@ -73,7 +73,7 @@ def _content(store: RunFolder) -> dict[str, Any]:
         "verdict": verdict_sentence(judged, modality),
         "headline": headline(rows),
         "tried": tiers_tried(judged),
-        "advice": advice(judged, config),
+        "advice": advice(judged, config, rows),
         "badges": badges(modality),
         "schedule": client.get("schedule", "one local step"),
         "late": sum(row["kind"] == "skip" and bool(row.get("out_of_time")) for row in rows),
