@@ -3,6 +3,7 @@
 import traceback
 from collections.abc import Iterable
 from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
 
 _OURS = Path(__file__).parent
@@ -65,7 +66,7 @@ class MissingExtraError(GradveilError):
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``"Did you mean 'x'? "`` where some known name is close, else an empty string."""
-    close = get_close_matches(name, list(known), n=1)
+    close = get_close_matches(name[:200], list(islice(known, 1000)), n=1)  # it takes time for each
     return f"Did you mean {close[0]!r}? " if close else ""
 
 

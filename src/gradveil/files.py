@@ -22,6 +22,7 @@ _LEFTOVER = re.compile(r"\..+\.\d+(-[0-9a-f]{8})?\.tmp|(checkpoint|model)\.safet
 
 _LOG = logging.getLogger("gradveil")
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # some network file systems
+_TENSORS, _HEADER = 100_000, 2**25  # of a file of tensors: how many, and the bytes that say what they are
 _ANOTHER_OUT = "Choose another --out."
 
 
@@ -180,7 +181,14 @@ def read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the tensors of a file by name, and its metadata; to be called where damage is told."""
     from safetensors import safe_open
 
+    if not path.is_file():
+        raise OSError(errno.ENOENT, "no such file")
+    with path.open("rb") as raw:
+        if (size := int.from_bytes(raw.read(8), "little")) > _HEADER:
+            raise ValueError(f"a header of {size:,} bytes, and the most is {_HEADER:,}")
     with safe_open(path, framework="pt") as file:
+        if (count := len(file.keys())) > _TENSORS:
+            raise ValueError(f"{count:,} tensors, and the most is {_TENSORS:,}")
         return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
 
 

@@ -15,7 +15,7 @@ from typer.utils import get_params_from_function
 from gradveil import __version__
 from gradveil.cli.stopping import stopping
 from gradveil.cli.watchdog import done, watched
-from gradveil.errors import GradveilError, own_place
+from gradveil.errors import GradveilError, is_out_of_memory, own_place
 from gradveil.imports import OWN_CODE
 
 # command -> (module under gradveil.cli and its function, one line of help)
@@ -135,8 +135,12 @@ def entry() -> None:
         raise
     except GradveilError as error:
         _fail(str(error))
-    except OSError as error:
-        if error.errno not in _REFUSALS:
+    except Exception as error:
+        if is_out_of_memory(error):
+            _fail(
+                "The memory does not suffice. Give smaller data, a smaller model or --batch-size, or a larger machine."
+            )
+        if not isinstance(error, OSError) or error.errno not in _REFUSALS:
             raise
         _fail(f"The system refuses: {error.strerror}{f' ({error.filename})' if error.filename else ''}.")
 

@@ -201,11 +201,17 @@ def hold_out(labels: Array, share: float, seed: int = 0) -> tuple[Array, Array]:
     if labels.ndim > 1 or labels.dtype != np.int64:  # no classes: all alike
         labels = np.zeros(len(labels), np.int64)
     aside = []
-    for label in np.unique(labels):
-        members = rng.permutation(np.flatnonzero(labels == label))
+    for its in by_label(labels):
+        members = rng.permutation(its)
         aside.append(members[: max(1, round(share * len(members)))] if len(members) > 1 else members[:0])
     chosen = np.sort(np.concatenate(aside))
     return np.setdiff1d(np.arange(len(labels)), chosen), chosen
+
+
+def by_label(labels: Array) -> list[Array]:
+    """Return the indices of each label's examples, in order, in time that does not grow with the labels."""
+    firsts = np.unique(np.sort(labels), return_index=True)[1]
+    return np.split(np.argsort(labels, kind="stable"), firsts[1:])
 
 
 def _inputs(name: str, values: Any) -> Array:

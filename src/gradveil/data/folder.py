@@ -17,6 +17,8 @@ from gradveil.files import damage_told
 from gradveil.ranges import Between, Range
 
 _ROWS, _UNPACKED = 10**8, 2**34  # of a parquet file: rows, and bytes
+_SMALL, _TIMES = 2**29, 100  # what any file may unpack to, in bytes, and a larger one: so many times its size
+_PIECE = 2**27  # bytes that are unpacked at once, at most
 _IMAGE_NAMES = ("image", "img")
 _LABEL_NAMES = ("label", "labels", "fine_label", "target", "class")
 
@@ -35,17 +37,33 @@ def parquet_files(folder: Path, split: str) -> list[Path]:
 def read_parquet(files: Sequence[Path]) -> Any:
     """Return the files as one pyarrow table."""
     import pyarrow
-    import pyarrow.parquet
 
     with damage_told(", ".join(map(str, files)), DataError, "Download it again."):
-        for path in files:
-            about = pyarrow.parquet.read_metadata(path)
-            size = sum(about.row_group(i).total_byte_size for i in range(about.num_row_groups))
-            if about.num_rows > _ROWS or not 0 <= size <= _UNPACKED:
-                raise ValueError(
-                    f"{about.num_rows:,} rows and {size:,} bytes, and the most is {_ROWS:,}, {_UNPACKED:,}"
-                )
-        return pyarrow.concat_tables([pyarrow.parquet.read_table(path) for path in files])
+        return pyarrow.concat_tables([_read_parquet(path) for path in files])
+
+
+def _read_parquet(path: Path) -> Any:
+    """Return a file as a table, read piece by piece: a few bytes can stand for any number of long texts."""
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    with ParquetFile(path) as file:
+        about = file.metadata
+        groups = [about.row_group(i) for i in range(about.num_row_groups)]
+        chunks = [group.column(i) for group in groups for i in range(about.num_columns)]
+        size = sum(group.total_byte_size for group in groups)
+        most = min(_UNPACKED, max(_SMALL, _TIMES * path.stat().st_size))
+        longest = max((chunk.total_uncompressed_size for chunk in chunks), default=0)  # that a value can be
+        numbers = 8 * sum(chunk.num_values for chunk in chunks)
+        if about.num_rows > _ROWS or not 0 <= size <= most or not 0 <= numbers <= most or longest < 0:
+            raise ValueError(f"{about.num_rows:,} rows, {size:,} bytes; the most is {_ROWS:,} and {most:,}")
+        held, parts = 0, []
+        for part in file.iter_batches(max(1, min(2**16, _PIECE // max(longest, 1)))):
+            held += part.nbytes
+            if held > most:
+                raise ValueError(f"it unpacks to more than {most:,} bytes")
+            parts.append(part)
+        return pyarrow.Table.from_batches(parts, file.schema_arrow)
 
 
 def decode_table(

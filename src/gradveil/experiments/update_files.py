@@ -87,7 +87,8 @@ def read_update(path: str | Path, model: nn.Module, facts: Facts | None = None, 
         raise UpdateError(f"{path} holds a {kind}: the learning rate is needed to read it. Give --lr (lr=...).")
     if min(steps, examples) < 1 or (lr is not None and not lr > 0):
         raise UpdateError(f"{path}: lr={lr}, steps={steps}, examples={examples}; each must be above zero.")
-    own = {n: b for n, b in model.state_dict().items() if n in dict(model.named_buffers())}
+    buffers = dict(model.named_buffers())
+    own = {n: b for n, b in model.state_dict().items() if n in buffers}
     trained = {name: value for name, value in tensors.items() if name not in own}
     gradient = _gradient(Path(path), kind, trained, lr or 1.0, before, model)
     buffers = _buffers(Path(path), kind, {n: value for n, value in tensors.items() if n in own}, own)
