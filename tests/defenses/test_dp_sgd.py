@@ -22,7 +22,11 @@ def test_it_is_a_step_of_opacus(model: nn.Module, batch: Batch) -> None:
     wrapped = opacus.GradSampleModule(copy.deepcopy(model))
     plain = torch.optim.SGD(wrapped.parameters(), lr=1.0)
     private = opacus.optimizers.DPOptimizer(
-        plain, noise_multiplier=0.7 * (1 + SLACK), max_grad_norm=0.05, expected_batch_size=4, generator=Generator().manual_seed(5)
+        plain,
+        noise_multiplier=0.7 * (1 + SLACK),
+        max_grad_norm=0.05,
+        expected_batch_size=4,
+        generator=Generator().manual_seed(5),
     )
     F.cross_entropy(wrapped(batch.inputs.clone().requires_grad_()), batch.labels).backward()
     private.pre_step()

@@ -127,8 +127,8 @@ def test_the_same_as_opacus_on_the_same_noise(data: Batch) -> None:
     theirs, ours = made(linear), made(linear)
     hooked = opacus.GradSampleModule(theirs)
     private = DPOptimizer(
-        torch.optim.SGD(theirs.parameters(), lr=0.1), noise_multiplier=0.5 * (1 + SLACK), max_grad_norm=0.7 / (1 + SLACK),
-        expected_batch_size=12,
+        torch.optim.SGD(theirs.parameters(), lr=0.1), noise_multiplier=0.5 * (1 + SLACK),
+        max_grad_norm=0.7 / (1 + SLACK), expected_batch_size=12,
         generator=noise(),
     )  # fmt: skip
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)

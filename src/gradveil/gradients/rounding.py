@@ -121,9 +121,7 @@ def products_error(norms: Tensor, masses: Tensor, rank: int, positions: int, dty
     return 1.1 * unit(dtype) * found
 
 
-def clip_factors(
-    square_norms: Tensor, clip: float, square_masses: Tensor | None = None, mass: float = MASS
-) -> Tensor:
+def clip_factors(square_norms: Tensor, clip: float, square_masses: Tensor | None = None, mass: float = MASS) -> Tensor:
     """Return c_j = min(1, C' / ||g_j||) in float64, or less where the mass asks for it; 0 where one is not finite."""
     lengths = square_norms.double()
     if square_masses is not None:
