@@ -1,4 +1,4 @@
-"""The compiled kernel of exact leak scores: built where there is a C compiler, left out where there is none.
+"""The compiled kernels of exact leak scores and of noise: built where there is a C compiler, left out where there is none.
 
 All else is in pyproject.toml. The files are plain C that ctypes loads, so they need neither Python's nor torch's headers.
 They are compiled once for each set of instructions, and the best that a processor has is taken when it is loaded: what is
@@ -10,7 +10,7 @@ import platform
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 
-# variant -> what the compiler may use; the names are those of scores/fast/cpu_kernel.py
+# variant -> what the compiler may use; the names are those of gradveil/compiled.py
 FLAGS = {
     "avx512": ["-mavx512f", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma"],
     "avx2": ["-mavx2", "-mfma"],
@@ -36,6 +36,17 @@ setup(
             sources=[f"{HOME}/cpu_kernel.c", f"{HOME}/gram.c"],
             depends=[f"{HOME}/cpu_kernel.h"],
             extra_compile_args=["-O3", "-std=gnu11", "-Wno-psabi", *FLAGS[variant]],
+            libraries=["m"],
+            optional=True,
+        )
+        for variant in variants
+    ]
+    + [
+        Extension(
+            f"gradveil.privacy._gaussian_{variant}",
+            sources=["src/gradveil/privacy/gaussian.c"],
+            # one rounding more or less is inside the error that is proved; what may raise flags keeps loops from vectors
+            extra_compile_args=["-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", *FLAGS[variant]],
             libraries=["m"],
             optional=True,
         )

@@ -43,9 +43,9 @@ def nvflare(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
             "from_shareable": None,
         },
         "nvflare.apis.filter": {"Filter": object, "ContentBlockedException": Exception},
-        "nvflare.apis.fl_constant": {"ReturnCode": None},
+        "nvflare.apis.fl_constant": {"ReturnCode": None, "FilterKey": None, "FLContextKey": None},
         "nvflare.apis.fl_context": {"FLContext": None},
-        "nvflare.apis.shareable": {"Shareable": None},
+        "nvflare.apis.shareable": {"Shareable": None, "make_reply": None},
         "nvflare.apis.utils.fl_context_utils": {"add_job_audit_event": None},
     }
     for name, attributes in stand_ins.items():

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from gradveil.federated.settings import Training
     from gradveil.federated.simulate import simulate
     from gradveil.losses import build as loss
+    from gradveil.measured.verify import verify
     from gradveil.models import build as model
+    from gradveil.privacy import draws
     from gradveil.report.page import write_report
     from gradveil.scores import leak_scores
     from gradveil.types import Batch, GaussianPrior, Observation, Reconstruction, Update
@@ -78,12 +80,14 @@ _PUBLIC = {
     "InferenceSettings": "gradveil.attacks.inference:InferenceSettings",
     "certify": "gradveil.certificates.certify:certify",
     "spend_from": "gradveil.certificates.accountant:spend_from",
+    "verify": "gradveil.measured.verify:verify",
     # add a method of your own
     "Attack": "gradveil.attacks.base:Attack",
     "ATTACKS": "gradveil.attacks.base:ATTACKS",
     "Defense": "gradveil.defenses.base:Defense",
     "DEFENSES": "gradveil.defenses.base:DEFENSES",
     "Countermeasure": "gradveil.countermeasures:Countermeasure",
+    "draws": "gradveil.privacy:draws",
     "Dataset": "gradveil.data:Dataset",
     # what goes wrong
     "GradveilError": "gradveil.errors:GradveilError",
@@ -117,6 +121,7 @@ __all__ = [
     "counted",
     "dataset",
     "defense",
+    "draws",
     "evaluate",
     "guard_of",
     "infer",
@@ -132,6 +137,7 @@ __all__ = [
     "simulate",
     "spend_from",
     "step_gradient",
+    "verify",
     "write_examples",
     "write_report",
     "write_update",

@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import secrets
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ _LEFTOVER = re.compile(r"\..+\.\d+(-[0-9a-f]{8})?\.tmp|(checkpoint|model)\.safet
 
 _LOG = logging.getLogger("gradveil")
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # some network file systems
+_TENSORS, _HEADER = 100_000, 2**25  # of a file of tensors: how many, and the bytes that say what they are
 _ANOTHER_OUT = "Choose another --out."
 
 
@@ -78,7 +80,7 @@ def locked(path: Path, wait: bool = False, needed: bool = False) -> Iterator[Non
 
 def _lock(path: Path, wait: bool, needed: bool) -> int:
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)  # a link's target would be overwritten
         try:
             _take(handle, path, wait, needed)
             if os.path.samestat(os.fstat(handle), os.stat(path)):
@@ -151,11 +153,42 @@ def read_whole(path: Path, most: int) -> bytes:
     return path.read_bytes()
 
 
+def open_alone(path: Path, flags: int) -> int:
+    """Open a plain file with one name; a link, a second name, a pipe or a device is a ``ValueError``."""
+    try:
+        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise ValueError("it is a link or no plain file") from error
+        raise
+    found = os.fstat(handle)
+    if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
+        return handle
+    os.close(handle)
+    raise ValueError("it is no plain file, or has a second name (a hard link)")
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder with those above it, for good, for its owner alone."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    path.mkdir(mode=0o700, exist_ok=True)
+    sync(path.parent)
+
+
 def read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the tensors of a file by name, and its metadata; to be called where damage is told."""
     from safetensors import safe_open
 
+    if not path.is_file():
+        raise OSError(errno.ENOENT, "no such file")
+    with path.open("rb") as raw:
+        if (size := int.from_bytes(raw.read(8), "little")) > _HEADER:
+            raise ValueError(f"a header of {size:,} bytes, and the most is {_HEADER:,}")
     with safe_open(path, framework="pt") as file:
+        if (count := len(file.keys())) > _TENSORS:
+            raise ValueError(f"{count:,} tensors, and the most is {_TENSORS:,}")
         return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
 
 

@@ -196,7 +196,7 @@ def protected_step(model: Model, defense: Defense) -> Step:
     weights = {n: p for n, p in net.named_parameters() if p.requires_grad}
     before = {n: p.detach().clone() for n, p in weights.items()}
     optimizer = torch.optim.SGD(list(weights.values()), lr=1.0)
-    with recorded(defense) as changes, protect(net, defense, rng=rng()):
+    with recorded(defense) as changes, protect(net, defense, simulated=rng()):
         loss(model, net, x, y).backward()
         optimizer.step()
     return Step({n: before[n] - p.detach() for n, p in weights.items()}, changes)

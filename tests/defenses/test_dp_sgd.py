@@ -10,18 +10,23 @@ from torch import Generator, nn
 from gradveil.defenses.base import build
 from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import SpecError
+from gradveil.gradients.rounding import SLACK
 from gradveil.types import Batch
 
 
 def test_it_is_a_step_of_opacus(model: nn.Module, batch: Batch) -> None:
     opacus = pytest.importorskip("opacus")
-    defense = build("dp_sgd:noise=0.7,clip=0.05")
+    defense = build(f"dp_sgd:noise=0.7,clip={0.05 * (1 + SLACK)}")
     found = step_gradient(model, batch, defense, Generator().manual_seed(5), slots=4)
 
     wrapped = opacus.GradSampleModule(copy.deepcopy(model))
     plain = torch.optim.SGD(wrapped.parameters(), lr=1.0)
     private = opacus.optimizers.DPOptimizer(
-        plain, noise_multiplier=0.7, max_grad_norm=0.05, expected_batch_size=4, generator=Generator().manual_seed(5)
+        plain,
+        noise_multiplier=0.7 * (1 + SLACK),
+        max_grad_norm=0.05,
+        expected_batch_size=4,
+        generator=Generator().manual_seed(5),
     )
     F.cross_entropy(wrapped(batch.inputs.clone().requires_grad_()), batch.labels).backward()
     private.pre_step()

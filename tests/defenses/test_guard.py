@@ -23,7 +23,7 @@ from gradveil.types import Batch
 def test_a_guarded_loop_takes_the_steps_of_the_defended_gradient(spec: str, model: nn.Module, batch: Batch) -> None:
     other = copy.deepcopy(model)
 
-    with protect(model, spec, rng=Generator().manual_seed(3)) as guard:
+    with protect(model, spec, simulated=Generator().manual_seed(3)) as guard:
         train(guard, model, batch)
     by_step_gradient(other, batch, spec, Generator().manual_seed(3))
 
@@ -120,7 +120,7 @@ def test_an_update_without_noise_is_sent_as_it_is_by_a_lenient_guard_and_not_cou
 
 def test_noise_on_an_update_is_counted_in_the_unit_of_the_gradient(model: nn.Module) -> None:
     before = copy.deepcopy(model.state_dict())
-    guard = protect(model, "gaussian:scale=2,on=update", rng=Generator().manual_seed(0))
+    guard = protect(model, "gaussian:scale=2,on=update", simulated=Generator().manual_seed(0))
     sent = guard.update(before, before, lr=0.1)
     guard.remove()
     noise = torch.cat([(sent[name] - before[name]).flatten() for name in before])

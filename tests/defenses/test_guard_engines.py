@@ -153,7 +153,7 @@ def test_a_loss_scaled_for_half_precision_is_defended_in_its_true_units(
 ) -> None:
     reference = copy.deepcopy(model)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
-    with protect(model, spec, rng=Generator().manual_seed(1)):
+    with protect(model, spec, simulated=Generator().manual_seed(1)):
         for _ in range(3):
             optimizer.zero_grad()
             scaler.scale(F.cross_entropy(model(batch.inputs), batch.labels)).backward()

@@ -27,9 +27,9 @@ def full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
 )  # fmt: skip
 def test_a_guarded_loop_is_the_same_on_the_gpu(spec: str, model: nn.Module, batch: Batch) -> None:
     there = copy.deepcopy(model).cuda()
-    with protect(model, spec, rng=Generator().manual_seed(1)) as here_guard:
+    with protect(model, spec, simulated=Generator().manual_seed(1)) as here_guard:
         train(model, model, batch)
-    with protect(there, spec, rng=Generator().manual_seed(1)) as there_guard:
+    with protect(there, spec, simulated=Generator().manual_seed(1)) as there_guard:
         train(there, there, Batch(batch.inputs.cuda(), batch.labels.cuda()))
     for name, w in weights_of(model).items():
         assert_close(weights_of(there)[name].cpu(), w, rtol=1e-3, atol=1e-4)

@@ -545,4 +545,4 @@ def test_a_gradient_in_low_precision_is_the_noised_sum_rounded_once(data: Batch)
 
 
 def protected(model: nn.Module) -> Guard:
-    return protect(model, SPEC, rng=torch.Generator().manual_seed(3))
+    return protect(model, SPEC, simulated=torch.Generator().manual_seed(3))

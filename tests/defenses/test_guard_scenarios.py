@@ -92,7 +92,7 @@ def run(s: Scenario, spec: str) -> tuple[Spy, Arena, Params]:
     old = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     slots = 4 if "records" in spy.acts_on else None  # room for both batches in one step
-    with protect(model, spy, rng=rng, slots=slots) as guard:
+    with protect(model, spy, simulated=rng, slots=slots) as guard:
         arena = Arena(model, guard, batches, old)
         s.run(arena)
         sent = arena.guard.update(arena.before, arena.weights(), lr=LR)

@@ -101,7 +101,7 @@ def test_a_loop_of_ones_own_is_protected(defense: str) -> None:
     data, *_ = made("bert_tiny")
     model, held = Sentences(64, data.num_classes), data.train.batch(slice(0, 4))
     plain = copy.deepcopy(model)
-    with protect(model, defense, rng=torch.Generator().manual_seed(0)):
+    with protect(model, defense, simulated=torch.Generator().manual_seed(0)):
         _step(model, held)
     _step(plain, held)
     assert not torch.equal(model.words.weight, plain.words.weight)
@@ -113,7 +113,7 @@ def test_a_loop_of_ones_own_is_protected(defense: str) -> None:
 def test_records_of_both_models_are_protected(defense: str, kind: str) -> None:
     data, model, loss = made(kind)
     held, measured = data.train.batch(slice(0, 4)), build_loss(loss)
-    with protect(model, defense, rng=torch.Generator().manual_seed(0)) as guard:
+    with protect(model, defense, simulated=torch.Generator().manual_seed(0)) as guard:
         measured(model(held.inputs), held.labels).backward()
     assert guard.report.steps == 1
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())

@@ -15,10 +15,10 @@ from gradveil.defenses.guard.step import step_gradient
 from gradveil.defenses.veil import Veil
 from gradveil.errors import DefenseError, GradveilError, SpecError
 from gradveil.federated.client import local_update
-from gradveil.gradients.coordinates import clip_factors
 from gradveil.gradients.records import Held, records_of
+from gradveil.gradients.rounding import SLACK, clip_factors
 from gradveil.losses import CROSS_ENTROPY
-from gradveil.tree import norm, parameters, subtract
+from gradveil.tree import parameters
 from gradveil.types import Batch, Observation, Update
 
 
@@ -27,23 +27,29 @@ def images(count: int, seed: int = 0) -> Batch:
     return Batch(torch.rand(count, 1, 8, 8, generator=rng), torch.randint(5, (count,), generator=rng))
 
 
+def wide(batch: Batch) -> Batch:
+    return Batch(batch.inputs.double(), batch.labels)
+
+
 def fresh() -> Generator:
     return Generator().manual_seed(7)
 
 
 def shaped(model: nn.Module, **settings: object) -> Veil:
-    return Veil(z=1.0, shape="public", rank=8, **settings).for_round(model, images(64, 1))  # type: ignore[arg-type]
+    public = images(64, 1)
+    public = wide(public) if next(model.parameters()).dtype == torch.float64 else public
+    return Veil(z=1.0, shape="public", rank=8, **settings).for_round(model, public)  # type: ignore[arg-type]
 
 
 def test_alike_in_all_directions_it_is_dp_sgd_by_opacus(model: nn.Module) -> None:
     opacus = pytest.importorskip("opacus")
     batch, clip, z = images(6), 0.7, 1.3
-    sent = step_gradient(model, batch, build(f"veil:z={z},clip={clip}"), fresh(), slots=8)
+    sent = step_gradient(model, batch, build(f"veil:z={z},clip={clip * (1 + SLACK)}"), fresh(), slots=8)
 
     wrapped = opacus.GradSampleModule(model)
     plain = torch.optim.SGD(wrapped.parameters(), lr=1.0)
     optimizer = opacus.optimizers.DPOptimizer(
-        plain, noise_multiplier=z, max_grad_norm=clip, expected_batch_size=8, generator=fresh()
+        plain, noise_multiplier=z * (1 + SLACK), max_grad_norm=clip, expected_batch_size=8, generator=fresh()
     )
     nn.functional.cross_entropy(wrapped(batch.inputs.clone().requires_grad_()), batch.labels).backward()
     optimizer.pre_step()
@@ -65,8 +71,8 @@ def test_a_record_moves_the_sum_by_the_clip_at_most(slot: int, clip: float, seed
     for defense in (Veil(clip=clip), shaped(model, clip=clip)):
         present = torch.ones(6)
         present[slot] = 0
-        moved = subtract(defense.clipped_sum(Held(each)), defense.clipped_sum(Held(each), present))
-        assert float(norm(defense._mapped(moved))) <= clip * (1 + 1e-5)
+        moved = defense.clipped_sum(Held(each)).double() - defense.clipped_sum(Held(each), present)
+        assert float(moved.norm()) <= clip
 
 
 def test_a_record_that_is_not_finite_counts_as_zero_and_slots_stay(model: nn.Module, batch: Batch) -> None:
@@ -196,18 +202,16 @@ def test_without_public_data_a_round_is_refused(setting: dict[str, object], mode
 
 def test_public_coordinates_are_what_they_say(model: nn.Module) -> None:
     """||P g|| by records is that of P g written out, P⁻¹ undoes P, and A is 1 beside the directions."""
-    veil = shaped(model, quantile=0.9)
-    p = veil.measured.coordinates
+    model = model.double()  # in float32 the bound of a length is up to a tenth above it, in so small a network
+    p = shaped(model, quantile=0.9).measured.coordinates
     assert p is not None
-    records = records_of(model, images(5, 2), CROSS_ENTROPY)
+    records = records_of(model, wide(images(5, 2)), CROSS_ENTROPY)
     flat = torch.cat([g.flatten(1) for g in records.each().values()], 1)
-    torch.testing.assert_close(
-        p.square_norms(records, parameters(model)).float(), p.into(flat).square().sum(1), rtol=1e-3, atol=1e-7
-    )
+    torch.testing.assert_close(p.mapped(records)[1], p.into(flat).square().sum(1), rtol=1e-3, atol=1e-7)
     torch.testing.assert_close(p.back(p.into(flat)), flat, rtol=1e-3, atol=1e-4)
     assert (p.values >= 1).all()
     assert p.values.max() > 2
-    torch.testing.assert_close(p.directions @ p.directions.T, torch.eye(8), rtol=0, atol=1e-5)
+    torch.testing.assert_close(p.directions @ p.directions.T, torch.eye(8).double(), rtol=0, atol=1e-5)
 
 
 def test_shaped_noise_hurts_less_at_the_same_promise() -> None:
@@ -245,7 +249,7 @@ def test_coordinates_that_are_none_are_refused(model: nn.Module, tmp_path: Path)
 
 def test_a_server_that_knows_it_clips_its_trials_in_the_same_coordinates(model: nn.Module, batch: Batch) -> None:
     """With next to no noise, what it expects of the true record is what it sees."""
-    one, tiny = batch[:1], {"z": 1e-6, "clip": 0.1}
+    model, one, tiny = model.double(), wide(batch[:1]), {"z": 1e-6, "clip": 0.1}
     plain = step_gradient(model, one, build("none"), fresh())
     for veil in (Veil(**tiny), replace(shaped(model, clip=0.1), z=1e-6)):  # type: ignore[arg-type]
         seen = Observation(model, Update(step_gradient(model, one, veil, fresh())), (1, 8, 8), 5)
@@ -255,5 +259,5 @@ def test_a_server_that_knows_it_clips_its_trials_in_the_same_coordinates(model: 
 
 
 def test_factors_keep_what_is_short_and_drop_what_is_not_finite() -> None:
-    found = clip_factors(torch.tensor([0.0, 0.25, 4.0, float("inf"), float("nan")]), 1.0)
+    found = clip_factors(torch.tensor([0.0, 0.25, 4.0, float("inf"), float("nan")]), 1 + SLACK)
     assert found.tolist() == [1.0, 1.0, 0.5, 0.0, 0.0]

@@ -73,6 +73,9 @@ def message(model: nn.Module, node: int = 7, kind: str = "train", **config: Any)
     return Message(RecordDict(content), dst_node_id=node, message_type=kind)
 
 
+SIMULATED = {"noise": "simulated"}  # of a site whose noise a test draws again
+
+
 def context(node_config: dict[str, Any] | None = None, run_config: dict[str, Any] | None = None) -> Context:
     return Context(1, 7, node_config or {}, RecordDict(), run_config or {})
 

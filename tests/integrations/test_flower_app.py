@@ -27,8 +27,8 @@ SETTINGS = FlowerSettings(
 
 
 def nodes(settings: FlowerSettings, devices: list[int]) -> Nodes:
-    """Flower nodes with random-looking ids, each of which holds a device's data."""
-    app = make_client_app(settings)
+    """Flower nodes with random-looking ids, each of which holds a device's data; they draw from the run's seed."""
+    app = make_client_app(settings, simulation=True)
 
     def answer(device: int):  # type: ignore[no-untyped-def]
         return lambda msg: app(msg, Context(1, 0, {"partition-id": device}, RecordDict(), {}))
@@ -125,7 +125,7 @@ def test_a_client_outside_the_partition_says_so() -> None:
 
 
 def test_a_site_can_set_a_defence_that_the_run_does_not_name() -> None:
-    app = make_client_app(SETTINGS)
+    app = make_client_app(SETTINGS, simulation=True)
     model = build_model(SETTINGS, load_data("digits", "", SETTINGS.partition, 0)[0])
     sent = [
         app(message(model), context({"partition-id": 0} | site)).content["arrays"].to_torch_state_dict()["fc.weight"]
@@ -135,12 +135,26 @@ def test_a_site_can_set_a_defence_that_the_run_does_not_name() -> None:
     assert not torch.allclose(sent[0], sent[2])
 
 
-def test_secret_clients_do_not_draw_from_the_seed() -> None:
-    settings = FlowerSettings(**SETTINGS.__dict__ | {"secret": True})
-    app = make_client_app(settings)
-    model = build_model(settings, load_data("digits", "", settings.partition, 0)[0])
-    first, second = (app(message(model), context({"partition-id": 0})).content["arrays"] for _ in range(2))
-    assert not torch.equal(first.to_torch_state_dict()["fc.weight"], second.to_torch_state_dict()["fc.weight"])
+def test_clients_do_not_draw_from_the_seed_unless_the_site_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On main the run's ``secret = false``, the default, let a server draw a site's noise again."""
+    app = make_client_app()
+    model = build_model(SETTINGS, load_data("digits", "", SETTINGS.partition, 0)[0])
+
+    def repeats(site: dict[str, str]) -> bool:
+        own = context({"partition-id": 0} | site, SETTINGS.to_config())
+        first, second = (app(message(model), own).content["arrays"] for _ in range(2))
+        return torch.equal(first.to_torch_state_dict()["fc.weight"], second.to_torch_state_dict()["fc.weight"])
+
+    assert not repeats({})
+    assert not repeats({"noise": "secret"})
+    assert repeats({"noise": "simulated"})
+    monkeypatch.setenv("GRADVEIL_NOISE", "simulated")
+    assert repeats({})
+    assert not repeats({"noise": "secret"})
+    with pytest.raises(SpecError, match="'secret'"):
+        app(message(model), context({"partition-id": 0}, SETTINGS.to_config() | {"secret": False}))
+    with pytest.raises(GradveilError, match="noise='loud'"):
+        app(message(model), context({"partition-id": 0, "noise": "loud"}, SETTINGS.to_config()))
 
 
 def test_settings_travel_through_a_run_config() -> None:
@@ -230,7 +244,7 @@ def test_a_superlink_that_is_not_there_is_an_error_in_one_line() -> None:
         submit(SETTINGS, "127.0.0.1:9", None, print)
 
 
-def test_clients_of_a_superlink_keep_their_randomness_to_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_submitted_cannot_say_how_clients_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = []
 
     def flwr(arguments: list[str], env: dict[str, str]) -> dict[str, str]:
@@ -241,7 +255,7 @@ def test_clients_of_a_superlink_keep_their_randomness_to_themselves(monkeypatch:
     with pytest.raises(GradveilError, match="enough"):
         submit(SETTINGS, "127.0.0.1:9", None, print)
     config = sent[0]["tool"]["flwr"]["app"]["config"]
-    assert config["secret"] is True
+    assert not {"secret", "noise", "simulation"} & config.keys()
     assert config["batch-size"] == SETTINGS.batch_size
 
 

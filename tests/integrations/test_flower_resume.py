@@ -30,7 +30,7 @@ class Party(Nodes):
     """Nodes for devices; some can be lost, or kill the server. Keeps how long it was asked to wait."""
 
     def __init__(self, run: FlowerSettings, devices: Iterable[int] = range(4)) -> None:
-        app = make_client_app(run)
+        app = make_client_app(run, simulation=True)
         self.trained: list[tuple[int, int]] = []  # round, device
         self.killed_in = 10**9  # the round in which the server dies
         self.lost: set[int] = set()  # devices that never answer

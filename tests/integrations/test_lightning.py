@@ -56,12 +56,12 @@ def test_lightning_takes_the_very_steps_of_a_plain_defended_loop(
     from gradveil.integrations.lightning import GuardCallback
 
     net, loader = parts()
-    callback = GuardCallback(spec, module=module, rng=Generator().manual_seed(1))
+    callback = GuardCallback(spec, module=module, simulated=Generator().manual_seed(1))
     fit(net, loader, through, tmp_path, callback)
 
     plain, loader = parts()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    with protect(plain, spec, rng=Generator().manual_seed(1)):
+    with protect(plain, spec, simulated=Generator().manual_seed(1)):
         for _ in range(2):
             for x, y in loader:
                 optimizer.zero_grad()

@@ -49,7 +49,7 @@ def test_a_defence_of_the_update_acts_after_the_training(model: nn.Module, batch
 
 def test_noise_on_the_update_is_in_units_of_the_gradient(model: nn.Module, batch: Batch) -> None:
     before = copy.deepcopy(model.state_dict())
-    defended("gaussian:scale=10,on=update", lr=LR, seed=1)(train)(model, batch)
+    defended("gaussian:scale=10,on=update", lr=LR, simulated=torch.Generator().manual_seed(1))(train)(model, batch)
     change = torch.cat([(model.state_dict()[n] - before[n]).flatten() for n in before])
     assert float(change.std()) == pytest.approx(10 * LR, rel=0.15)
 

@@ -68,6 +68,12 @@ def test_planted_weights_are_refused_before_the_train_function_is_called(
     assert ACCEPTED not in client.state.state
 
 
+def test_what_weights_do_to_a_clients_own_examples_is_not_told(model: nn.Module, batch: Batch) -> None:
+    client = Client(weights_guard(lambda: model, examples=lambda context: batch), batch)
+    out = client.answer(planted("fishing", model))
+    assert out.error.reason == "Update withheld: the weights look planted. The node's own log says why."
+
+
 def test_weights_that_were_replaced_since_the_last_round_are_refused(model: nn.Module, batch: Batch) -> None:
     client = Client(weights_guard(), batch)
     assert not client.answer(model).has_error()

@@ -4,6 +4,7 @@ pytest.importorskip("flwr")
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,12 @@ from integrations.flower_parts import (
 )
 
 NOISE = "gaussian:scale=1,on=update"
+
+
+@pytest.fixture(autouse=True)
+def simulated(accounts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mods with a seed are for sites that ask for it."""
+    monkeypatch.setenv("GRADVEIL_NOISE", "simulated")
 
 
 @pytest.fixture

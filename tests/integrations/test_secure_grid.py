@@ -43,7 +43,7 @@ def run(
     Some may answer only so many training messages, and are ``gone`` after: silent. ``lie`` changes what the server
     says of the protocol, and ``site`` is what a site sets for itself.
     """
-    app, left = make_client_app(settings), dict(answers or {})
+    app, left = make_client_app(settings, simulation=True), dict(answers or {})
     states = {device: RecordDict() for device in range(4)}
 
     def answer(device: int) -> Any:

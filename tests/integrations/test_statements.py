@@ -65,6 +65,24 @@ def test_in_a_secure_sum_the_site_itself_stays_out(demand: str, accepted: int, r
     assert row.get("stated") == (None if demand else {"none": 1})
 
 
+@pytest.mark.parametrize("secure", [False, True])
+@pytest.mark.parametrize(("simulation", "accepted"), [(False, 2), (True, 3)])
+def test_simulated_noise_is_for_simulations(secure: bool, simulation: bool, accepted: int) -> None:
+    """On 0f6420f a run's ``secret = false`` made every site's noise one that the server draws again, unsaid."""
+    run = settings(require_defense=SPEC, **({"secure_aggregation": True, "lost": 0.34} if secure else {}))
+    app, state = make_client_app(run, simulation=simulation), [RecordDict() for _ in range(3)]
+    site = {1: {"noise": "simulated"}}
+
+    def answer(device: int) -> Any:
+        own = Context(1, 0, {"partition-id": device} | site.get(device, {}), state[device], {})
+        return lambda msg: app(msg, own)
+
+    row = serve(Nodes({device + 10: answer(device) for device in range(3)}), run, simulation).rounds[0]
+    why = "other defence" if secure else "simulated noise"
+    assert (row["accepted"], row["rejected"]) == (accepted, {} if simulation else {why: 1})
+    assert row.get("noise") == (None if secure and not simulation else "simulated")
+
+
 def test_a_run_that_would_refuse_everybody_does_not_start() -> None:
     with pytest.raises(SpecError, match="demands 'gaussian' and its own defence is 'none'"):
         settings(defense="none", require_defense="gaussian")

@@ -53,12 +53,12 @@ def test_the_trainer_takes_the_very_steps_of_a_plain_defended_loop(spec: str, tm
     from gradveil.integrations.transformers import GuardCallback
 
     model, data = parts()
-    callback = GuardCallback(spec, rng=Generator().manual_seed(1))
+    callback = GuardCallback(spec, simulated=Generator().manual_seed(1))
     fit(model, data, tmp_path, callback)
 
     plain, data = parts()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    with protect(plain, spec, rng=Generator().manual_seed(1)):
+    with protect(plain, spec, simulated=Generator().manual_seed(1)):
         for _ in range(2):
             for batch in DataLoader(data, batch_size=4):  # type: ignore[arg-type]
                 optimizer.zero_grad()

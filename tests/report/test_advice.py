@@ -1,44 +1,96 @@
 """One recommendation, by what was found: what holds, what to try next, or that nothing can be concluded."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gradveil.experiments.judge import verdicts
 from gradveil.experiments.rows import modality_of
+from gradveil.experiments.run_folder import Row
 from gradveil.report.advice import Advice, advice, tiers_tried, verdict_sentence
 from gradveil.report.page import write_report
-from report.conftest import SCENE, write_run
+from report.conftest import SCENE, Scene, write_run
 
-CONFIG = {"model": "lenet", "dataset": "digits"}
+CONFIG = {"model": "lenet", "dataset": "digits", "clients": 5, "batch_size": 8, "lr": 0.3}
 BROKEN = "representation:share=0.4"
 HOLDS = "gaussian:std=0.1"
+OTHERS: list[Row] = [{"kind": "tier", "tier": t, "why": "it cannot be"} for t in ("informed", "patient", "malicious")]
 
 
-def advised(folder: Path, *defenses: str) -> Advice:
-    store = write_run(folder, {name: SCENE[name] for name in defenses})
-    found = advice(verdicts(store.rows), CONFIG)
+def scene(accuracy: float) -> Scene:
+    return {"none": SCENE["none"], BROKEN: SCENE[BROKEN], HOLDS: (accuracy, SCENE[HOLDS][1])}
+
+
+def advised(folder: Path, *defenses: str, accuracy: float = 0.7, more: Sequence[Row] = (), **config: Any) -> Advice:
+    named = {**SCENE, **scene(accuracy)}
+    rows = [*write_run(folder, {name: named[name] for name in defenses}).rows, *more]
+    found = advice(verdicts(rows), CONFIG | config, rows)
     assert found is not None
     return found
 
 
 def test_what_holds_is_recommended_with_its_cost_and_its_command(tmp_path: Path) -> None:
-    found = advised(tmp_path / "run", "none", BROKEN, HOLDS)
-    assert "Gaussian noise, std 0.1" in found.text
-    assert found.cost.startswith("23.0 points of accuracy")  # 0.93 - 0.7
-    assert "70.0%, against 93.0% without a defence" in found.cost
-    assert found.command == f"gradveil train --model lenet --dataset digits --defense {HOLDS}"
+    found = advised(tmp_path / "run", "none", BROKEN, HOLDS, accuracy=0.9, more=OTHERS)
+    assert found.text.startswith("Train with Gaussian noise, std 0.1")
+    assert found.cost.startswith("3.0 points of accuracy")  # 0.93 - 0.9
+    assert "90.0%, against 93.0% without a defence" in found.cost
+    local = "--clients 5 --batch-size 8 --lr 0.3"
+    assert found.command == f"gradveil train --model lenet --dataset digits {local} --defense {HOLDS}"
+
+
+def test_what_costs_too_much_is_not_recommended(tmp_path: Path) -> None:
+    found = advised(tmp_path / "run", "none", BROKEN, HOLDS, more=OTHERS)
+    assert found.text.startswith("No defence here keeps both")
+    assert found.cost.startswith("23.0 points of accuracy")
+    assert found.command.endswith("--defense veil:promise=reconstruction")
+
+
+@pytest.mark.parametrize("server", ["informed", "patient", "malicious"])
+def test_what_was_not_attacked_by_all_is_not_recommended(tmp_path: Path, server: str) -> None:
+    some = [row for row in OTHERS if row["tier"] != server]
+    found = advised(tmp_path / "run", "none", HOLDS, accuracy=0.92, more=some)
+    assert found.text.startswith("Do not rely on Gaussian noise, std 0.1 yet")
+    assert "not all attacks on it were tried" in found.text
+    assert found.command.startswith("gradveil audit")
+    assert found.command.endswith(f"--defense {HOLDS}")
+
+
+@pytest.mark.parametrize("left", [{"out_of_time": True}, {"control_failed": "gs:steps=50"}])
+def test_what_was_not_attacked_for_lack_of_time_is_not_recommended(tmp_path: Path, left: Row) -> None:
+    late = {"kind": "skip", "defense": HOLDS, "tier": "knows", "attack": "gs", "why": "out of time", "round": "first",
+            "weights": "start", "server": "mask", "example": 0, "unit": "not tried", **left}  # fmt: skip
+    found = advised(tmp_path / "run", "none", HOLDS, accuracy=0.92, more=[*OTHERS, late])
+    assert "not all attacks on it were tried" in found.text
+
+
+def test_what_was_never_trained_with_is_not_recommended(tmp_path: Path) -> None:
+    rows = [*write_run(tmp_path / "run", {name: scene(0.9)[name] for name in ("none", HOLDS)}).rows, *OTHERS]
+    rows = [row for row in rows if row["kind"] != "accuracy"]
+    found = advice(verdicts(rows), CONFIG, rows)
+    assert found is not None
+    assert "what it costs was not measured" in found.text
+    assert "--rounds" in found.command
 
 
 @pytest.mark.parametrize("defenses", [("none", HOLDS), ("none", BROKEN)])
 def test_a_table_dealt_out_by_a_column_stays_so(tmp_path: Path, defenses: tuple[str, ...]) -> None:
-    store = write_run(tmp_path / "run", {name: SCENE[name] for name in defenses})
     spec = "table:path=patients.csv,target=outcome,by=hospital"
-    config = CONFIG | {"dataset": spec, "partition": "natural"}
-    found = advice(verdicts(store.rows), config)
-    assert found is not None
-    assert f"--dataset {spec} --partition natural --defense" in found.command
+    found = advised(tmp_path / "run", *defenses, dataset=spec, partition="natural")
+    assert f"--dataset {spec} --partition natural" in found.command
     assert "--partition" not in advised(tmp_path / "other", *defenses).command
+
+
+def test_every_setting_of_the_run_is_in_the_command(tmp_path: Path) -> None:
+    settings = {"examples": 4, "epochs": 2, "clients": 3, "partition": "dirichlet:alpha=1", "lr": 0.05,
+                "optimizer": "adam", "batch_size": 16, "images": 4, "weights": "mine.pt"}  # fmt: skip
+    audit = advised(tmp_path / "a", "none", BROKEN, **settings).command
+    for name, value in settings.items():
+        assert f"--{name.replace('_', '-')} {value}" in audit
+    train = advised(tmp_path / "b", "none", HOLDS, accuracy=0.92, more=OTHERS, **settings).command
+    for name in settings.keys() - {"examples", "images", "weights"}:
+        assert f"--{name.replace('_', '-')} {settings[name]}" in train
 
 
 def test_where_nothing_holds_veil_is_next(tmp_path: Path) -> None:
@@ -49,15 +101,14 @@ def test_where_nothing_holds_veil_is_next(tmp_path: Path) -> None:
 
 
 def test_a_defence_that_another_tier_broke_is_not_recommended(tmp_path: Path) -> None:
-    scene = {name: SCENE[name] for name in ("none", HOLDS)}
-    store = write_run(tmp_path / "run", scene)
+    store = write_run(tmp_path / "run", {name: SCENE[name] for name in ("none", HOLDS)})
     rows = [dict(row) for row in store.rows]
     more = [
         row | {"server": "whiten", "tier": "patient", "mse": 1e-6, "identified": 1.0}
         for row in rows
         if row["kind"] == "attack" and row["defense"] == HOLDS and row["server"] == "whiten"
     ]
-    found = advice(verdicts([*rows, *more]), CONFIG)
+    found = advice(verdicts([*rows, *more]), CONFIG, [*rows, *more])
     assert found is not None
     assert found.text.startswith("Rely on none of these.")
 

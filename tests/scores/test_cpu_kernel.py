@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from gradveil.compiled import VARIANTS
 from gradveil.layers.jacobian import Tape
 from gradveil.models import build
 from gradveil.scores import row_norms
@@ -218,16 +219,18 @@ def test_nothing_is_compiled_for_the_building_machine_alone(monkeypatch: pytest.
     given: dict[str, Any] = {}
     monkeypatch.setattr(pytest.importorskip("setuptools"), "setup", given.update)
     runpy.run_path(str(Path(__file__).parents[2] / "setup.py"))
-    flags = {ext.name.rpartition("_cpu_kernel_")[2]: ext.extra_compile_args for ext in given["ext_modules"]}
-    assert list(flags) == [name for name in cpu_kernel.VARIANTS if name in flags]
-    assert not [flag for some in flags.values() for flag in some if "-march" in flag or "native" in flag]
-    assert not [flag for flag in flags["plain"] if flag.startswith("-m")]  # any processor of the family
+    for stem in ("_cpu_kernel_", "_gaussian_"):
+        some = [ext for ext in given["ext_modules"] if stem in ext.name]
+        flags = {ext.name.rpartition(stem)[2]: ext.extra_compile_args for ext in some}
+        assert list(flags) == [name for name in VARIANTS if name in flags]
+        assert not [flag for some in flags.values() for flag in some if "-march" in flag or "native" in flag]
+        assert not [flag for flag in flags["plain"] if flag.startswith("-m")]  # any processor of the family
 
 
 @needs_kernel
 def test_every_library_that_this_processor_runs_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    built = [n for n in cpu_kernel.VARIANTS if list(Path(cpu_kernel.__file__).parent.glob(f"_cpu_kernel_{n}.*"))]
-    assert built == list(cpu_kernel.VARIANTS if platform.machine() == "x86_64" else ("plain",))
+    built = [n for n in VARIANTS if list(Path(cpu_kernel.__file__).parent.glob(f"_cpu_kernel_{n}.*"))]
+    assert built == list(VARIANTS if platform.machine() == "x86_64" else ("plain",))
     run = [name for name in cpu_kernel.variants() if name]
     assert run == [name for name in built if name in run]  # the best first
     assert "plain" in run

@@ -6,6 +6,8 @@ rounds, whatever weights the server sends in between, so an account holds one nu
 """
 
 import json
+import os
+import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -17,14 +19,19 @@ import torch
 from scipy.special import log_ndtr, ndtr
 from torch import Tensor
 
+from gradveil.certificates.journal import NOT_SENT, Ending, add_to_journal, check_summary, read_journal, read_summary
 from gradveil.certificates.privacy import rero_gaussian
 from gradveil.errors import BudgetError, CertificateError
-from gradveil.files import damage_told, locked, refusals_told, write_atomically
+from gradveil.files import damage_told, locked, make_folder, refusals_told, write_atomically
 
-_NOT_SENT = "Nothing is sent."
+SECRET, SIMULATED = NOISE = ("secret", "simulated")  # whether the noise can be drawn again by who knows a seed
 THEOREM = (
     "R participations of E local epochs with noise multiplier z are √(E R)/z Gaussian-DP for zeroing one record of one "
     "client, against any server that chooses the weights as it likes and knows all other records."
+)
+TUNED = (
+    "Settings are chosen without these records. Tuning on them is not counted: k tries that the server sees cost √k "
+    "times the μ, and the choice costs as well where only the best is shown (Papernot and Steinke 2022)."
 )
 ASSUMPTIONS = (
     "One record is zeroed in its slot, and how many records a client has is public. Where another record stands in its "
@@ -36,6 +43,7 @@ ASSUMPTIONS = (
     "The noise is fresh, secret and Gaussian in exact arithmetic. A simulation draws it from its seed: what it shows "
     "is the method's promise, not that of the simulated clients.",
     "No gain from sampling is counted: the server knows who takes part in which round.",
+    TUNED,
 )
 AGGREGATE = (
     "The server sees only the sum of a round, one noisy release, of as many honest clients that stay as were counted "
@@ -43,9 +51,15 @@ AGGREGATE = (
 )
 GUESS = "The chance of a blind guess is the one that the server has with all that it knows beside the releases."
 FLOOR = (
-    "Images of a class are Gaussian with the covariance of public ones, independent of all that the server knows "
-    "beside the releases; the floor is of the error on average over records."
+    "The floor is for Gaussian images alone: it is proved where the images of a class are Gaussian with the covariance "
+    "of public ones, given all that the server knows beside the releases, and of the error on average over records. A "
+    "server that knows a record to be one of two gets far below it; the bound on guessing holds for that one too."
 )
+
+
+class NoAccount(BudgetError):
+    """A client has no account yet."""
+
 
 SLACK = 1e-9  # of a limit: what the rounding of a sum may add
 
@@ -55,22 +69,23 @@ class Account:
     """What one client's records have spent of their budget."""
 
     client: str
-    spent: float = 0.0  # μ²
+    spent: float = 0.0  # μ², of the record that was used most
     limit: float = inf
+    noise: str | None = None  # of all releases: secret, or simulated as soon as one was; None: nobody said
 
     def __post_init__(self) -> None:
-        if not (self.spent >= 0 and isfinite(self.spent) and self.limit > 0):
+        if not (self.spent >= 0 and isfinite(self.spent) and self.limit > 0 and self.noise in (None, *NOISE)):
             raise BudgetError(
-                f"The account of client {self.client} holds spent={self.spent} and limit={self.limit}: it cannot be "
-                "right, so nothing is sent."
+                f"The account of client {self.client} holds spent={self.spent}, limit={self.limit} and noise="
+                f"{str(self.noise)[:40]}: it cannot be right, so nothing is sent."
             )
 
     def allows(self, cost: float) -> bool:
         """Return whether a round that costs μ² = ``cost`` fits in the budget."""
         return self.spent + cost <= self.limit * (1 + SLACK)
 
-    def spend(self, cost: float) -> "Account":
-        """Return the account after a round; one that would overspend is refused."""
+    def spend(self, cost: float, noise: str | None = None) -> "Account":
+        """Return the account after a round with this noise; one that would overspend is refused."""
         if not (cost > 0 and isfinite(cost)):
             raise BudgetError(f"A round cannot cost μ² = {cost} of client {self.client}'s budget: nothing is sent.")
         if not self.allows(cost):
@@ -78,7 +93,10 @@ class Account:
                 f"Client {self.client} has spent μ² = {self.spent:.4g} of {self.limit:.4g}, and this round costs "
                 f"{cost:.4g}: nothing is sent. Plan a run with more noise for more rounds (gradveil plan)."
             )
-        return replace(self, spent=self.spent + cost)
+        known = noise is None or noise == self.noise
+        if self.spent and not known:  # a promise is as good as its worst noise
+            noise = SIMULATED if SIMULATED in (noise, self.noise) else None
+        return replace(self, spent=self.spent + cost, noise=self.noise if known else noise)
 
     @property
     def mu(self) -> float:
@@ -119,14 +137,15 @@ class Account:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data; a limit of None is none."""
-        return {"client": self.client, "spent": self.spent, "limit": self.limit if isfinite(self.limit) else None}
+        limit = self.limit if isfinite(self.limit) else None
+        return {"client": self.client, "spent": self.spent, "limit": limit, "noise": self.noise}
 
     @classmethod
     def from_json(cls, data: Any, client: str) -> "Account":
         """Read what ``to_json`` gave; the account of another client is refused."""
-        with damage_told(f"The account of client {client}", BudgetError, _NOT_SENT):
+        with damage_told(f"The account of client {client}", BudgetError, NOT_SENT):
             limit = inf if data["limit"] is None else float(data["limit"])
-            found = cls(str(data["client"]), float(data["spent"]), limit)
+            found = cls(str(data["client"]), float(data["spent"]), limit, data.get("noise"))
         if found.client != client:
             raise BudgetError(f"The account is of client {found.client}, not of {client}: nothing is sent.")
         return found
@@ -137,26 +156,60 @@ class Account:
 
     @classmethod
     def read(cls, path: Path | str, client: str) -> "Account":
-        """Read a client's file."""
-        with damage_told(f"{path}, the account of client {client},", BudgetError, _NOT_SENT):
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        return cls.from_json(data, client)
+        """Read a client's file, and the journal beside it where there is one."""
+        found, _ = _standing(Path(path), client)
+        if found is None:
+            raise NoAccount(f"There is no account of client {client} at {path}. {NOT_SENT}")
+        return found
 
 
-def spend_from(path: Path, client: str, cost: float, limit: float = inf) -> Account:
+def _standing(path: Path, client: str) -> tuple[Account | None, Ending]:
+    """Return the account as its journal has it, and where that ends; raise where the two files contradict."""
+    stand, said = read_journal(path), read_summary(path)
+    check_summary(path, said, stand)
+    both = [Account.from_json(data, client) for data in (said, stand.line) if data is not None]
+    if not both:
+        return None, stand
+    most, limit = max(both, key=lambda account: account.spent), min(account.limit for account in both)
+    return replace(most, limit=limit), stand
+
+
+def spend_from(
+    path: Path, client: str, cost: float, limit: float = inf, *, noise: str | None = None, note: str = ""
+) -> Account:
     """Pay for a round out of a client's file, which is begun where there is none, and return the account.
 
-    Call it before anything is sent: a client that is stopped in between has paid for nothing, never sent for nothing.
-    A limit that was lowered holds from now on; one that was raised does not.
+    Call it before anything is sent: when it returns, the payment is on the disk, so a client that is stopped in between
+    has paid for nothing, never sent for nothing. A limit that was lowered holds from now on; one that was raised does
+    not. Files that were cut off, copied, or put back one without the other are refused; see ``journal``.
+
+    Args:
+        path: the file; its journal is kept beside it.
+        client: whose account it is.
+        cost: μ² of the round.
+        limit: of μ² over all rounds.
+        noise: of the round: ``secret`` or ``simulated``; None: like that of the rounds before.
+        note: what the payment is for, in the journal.
     """
     with ExitStack() as held:  # two rounds at once would pay with the same budget
-        with refusals_told(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            held.enter_context(locked(path.with_name(f".{path.name}.lock"), wait=True, needed=True))
-        account = Account.read(path, client) if path.exists() else Account(client, limit=limit)
-        account = replace(account, limit=min(account.limit, limit)).spend(cost)
-        account.save(path)
+        held.enter_context(refusals_told(path, NOT_SENT))
+        make_folder(path.parent)
+        held.enter_context(locked(path.with_name(f".{path.name}.lock"), wait=True, needed=True))
+        before, stand = _standing(path, client)
+        account = Account(client, limit=limit) if before is None else replace(before, limit=min(before.limit, limit))
+        account = account.spend(cost, noise)
+        said = account.to_json()
+        count, last = add_to_journal(path, stand, said | {"cost": cost, "note": note[:200]})
+        write_atomically(path, (json.dumps(said | {"releases": count, "last": last}) + "\n").encode())
     return account
+
+
+def account_path(name: str) -> Path:
+    """Return where the account of a client lies where nobody names a file: in GRADVEIL_ACCOUNTS, or the user's home."""
+    if not re.fullmatch(r"[\w-][\w.-]{0,79}", name):
+        raise BudgetError(f"{name[:40]!r} cannot name an account: use letters, digits, - and _. {NOT_SENT}")
+    folder = os.environ.get("GRADVEIL_ACCOUNTS")
+    return (Path(folder) if folder else Path.home() / ".gradveil" / "accounts") / f"{name}.json"
 
 
 def delta_of(mu: float, epsilon: float) -> float:

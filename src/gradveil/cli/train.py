@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from gradveil.cli import shared
+from gradveil.defenses.base import build
 from gradveil.errors import SpecError
 from gradveil.experiments.run_folder import Row, RunFolder
 from gradveil.experiments.train import TrainConfig, listed, train, turned_away, with_model
@@ -62,6 +63,7 @@ def command(
     evaluate_every: int = of_run(1, min=1, help="Rounds between measurements."),
     save_every: int = of_run(1, min=1, help="Rounds between checkpoints."),
     tensorboard: bool = of_run(False, help="Write event files for TensorBoard as well."),
+    verify: bool = of_run(False, "--verify", help="Measure the defence's promise with canary records, too."),
     superlink: str = flower(None, help="host:port of a running SuperLink."),
     root_certificates: Path = flower(None, help="Of a SuperLink with TLS."),
     secure_aggregation: bool = flower(None, "--secure-aggregation", help="The server sees sums of updates only."),
@@ -89,9 +91,13 @@ def command(
     config = TrainConfig(**values | {"batch_size": batch_size or None})
     own = {name: given[name] for name in ON_FLOWER if given[name] is not None}
     if engine.partition(":")[0] == "flower":
+        if verify:
+            raise SpecError("--verify is not available with --engine flower: use gradveil verify --engine flower.")
         say = (lambda line: None) if json or quiet else partial(typer.echo, err=True)
         _train_on_flower(config, out, superlink, root_certificates, json, say, own | {"resume": resume})
         return
+    if verify and "records" not in build(defense).acts_on:
+        raise SpecError("--verify measures what a defence promises of a record: give one that does, e.g. veil.")
     if superlink or root_certificates or own:
         options = ("superlink", "root_certificates", *ON_FLOWER)
         raise SpecError(f"{', '.join(map(_option, options))} belong to --engine flower.")
@@ -103,7 +109,15 @@ def command(
             display("training", row["round"], rounds, note)
 
         summary = train(config, out, resume=resume, tensorboard=tensorboard, progress=advance)
+        summary |= _measured(config) if verify else {}
     _show(summary, json)
+
+
+def _measured(config: TrainConfig) -> dict[str, Any]:
+    """Return what canary records say of the run's promise."""
+    from gradveil.experiments.measured import of_run
+
+    return {"measured": of_run(config)}
 
 
 def _option(name: str) -> str:
@@ -127,6 +141,10 @@ def _show(summary: dict[str, Any], json: bool) -> None:
             f"{bought['z_run']:.3g}, ε = {bought['epsilon']:.3g} at δ = {bought['delta']:g}; a guess of chance "
             f"{bought['blind_guess']:g} becomes at most {bought['guess']:.2g}. Simulated: the noise is the seed's."
         )
+    if (found := summary.get("measured")) is not None:
+        from gradveil.experiments.measured import in_words
+
+        typer.echo(in_words(found))
     typer.echo(f"Run folder: {summary['folder']}")
 
 

@@ -10,12 +10,15 @@ from typing import Annotated, Any
 import numpy as np
 
 from gradveil.data.base import DATASETS, Array, Dataset, Source, hold_out, numbered
-from gradveil.data.cache import Decoded, cached, decode_images, key_of
+from gradveil.data.cache import Decoded, cached, key_of
+from gradveil.data.pixels import Encoded, decode_images, levels_of
 from gradveil.errors import DataError
 from gradveil.files import damage_told
 from gradveil.ranges import Between, Range
 
 _ROWS, _UNPACKED = 10**8, 2**34  # of a parquet file: rows, and bytes
+_SMALL, _TIMES = 2**29, 100  # what any file may unpack to, in bytes, and a larger one: so many times its size
+_PIECE = 2**27  # bytes that are unpacked at once, at most
 _IMAGE_NAMES = ("image", "img")
 _LABEL_NAMES = ("label", "labels", "fine_label", "target", "class")
 
@@ -34,17 +37,33 @@ def parquet_files(folder: Path, split: str) -> list[Path]:
 def read_parquet(files: Sequence[Path]) -> Any:
     """Return the files as one pyarrow table."""
     import pyarrow
-    import pyarrow.parquet
 
     with damage_told(", ".join(map(str, files)), DataError, "Download it again."):
-        for path in files:
-            about = pyarrow.parquet.read_metadata(path)
-            size = sum(about.row_group(i).total_byte_size for i in range(about.num_row_groups))
-            if about.num_rows > _ROWS or not 0 <= size <= _UNPACKED:
-                raise ValueError(
-                    f"{about.num_rows:,} rows and {size:,} bytes, and the most is {_ROWS:,}, {_UNPACKED:,}"
-                )
-        return pyarrow.concat_tables([pyarrow.parquet.read_table(path) for path in files])
+        return pyarrow.concat_tables([_read_parquet(path) for path in files])
+
+
+def _read_parquet(path: Path) -> Any:
+    """Return a file as a table, read piece by piece: a few bytes can stand for any number of long texts."""
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    with ParquetFile(path) as file:
+        about = file.metadata
+        groups = [about.row_group(i) for i in range(about.num_row_groups)]
+        chunks = [group.column(i) for group in groups for i in range(about.num_columns)]
+        size = sum(group.total_byte_size for group in groups)
+        most = min(_UNPACKED, max(_SMALL, _TIMES * path.stat().st_size))
+        longest = max((chunk.total_uncompressed_size for chunk in chunks), default=0)  # that a value can be
+        numbers = 8 * sum(chunk.num_values for chunk in chunks)
+        if about.num_rows > _ROWS or not 0 <= size <= most or not 0 <= numbers <= most or longest < 0:
+            raise ValueError(f"{about.num_rows:,} rows, {size:,} bytes; the most is {_ROWS:,} and {most:,}")
+        held, parts = 0, []
+        for part in file.iter_batches(max(1, min(2**16, _PIECE // max(longest, 1)))):
+            held += part.nbytes
+            if held > most:
+                raise ValueError(f"it unpacks to more than {most:,} bytes")
+            parts.append(part)
+        return pyarrow.Table.from_batches(parts, file.schema_arrow)
 
 
 def decode_table(
@@ -55,9 +74,15 @@ def decode_table(
     grey: bool | None = None,
 ) -> tuple[Array, Array]:
     """Return uint8 images (N, C, H, W) and int64 labels (N,) from a table."""
+    encoded, values = encoded_table(table, image, label)
     with damage_told("The parquet file", DataError, "Write it again."):
-        encoded, values = _columns(table, image, label)
         return decode_images(encoded, size, grey), values
+
+
+def encoded_table(table: Any, image: str | None, label: str | None) -> tuple[list[bytes], Array]:
+    """Return the encoded images and int64 labels (N,) of a table."""
+    with damage_told("The parquet file", DataError, "Write it again."):
+        return _columns(table, image, label)
 
 
 def _columns(table: Any, image: str | None, label: str | None) -> tuple[list[bytes], Array]:
@@ -102,6 +127,7 @@ def _column(table: Any, what: str, asked: str | None, usual: tuple[str, ...]) ->
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".pgm", ".ppm"}
 _TEST_NAMES = ("test", "val", "valid", "validation")
 Files = list[tuple[Path, int]]  # an image and its class
+Part = tuple[Sequence[Encoded], Array]  # images and their classes (N,)
 
 
 @DATASETS.register("folder")
@@ -146,28 +172,26 @@ class Folder(Source):
 
     def _from_parquet(self, train: list[Path], test: list[Path]) -> Decoded:
         table = read_parquet(train)
-        images, labels = decode_table(table, self.image, self.label, self.size, self.grey)
-        found = class_names(table, self.label)
-        if test:
-            grey = images.shape[1] == 1
-            rest = decode_table(read_parquet(test), self.image, self.label, self.size, grey)
-        else:
-            images, labels, rest = self._set_aside(images, labels)
-        names = found or numbered(1 + max(int(values.max(initial=0)) for values in (labels, rest[1])))
-        return Decoded((images, labels), rest, names)
+        parts = [
+            encoded_table(part, self.image, self.label) for part in (table, *map(read_parquet, [test] if test else []))
+        ]
+        names = class_names(table, self.label) or numbered(1 + max(int(labels.max(initial=0)) for _, labels in parts))
+        return self._decoded(names, *parts)
 
     def _from_images(self, names: tuple[str, ...], train: Files, test: Files) -> Decoded:
-        labels = np.array([label for _, label in train], np.int64)
-        images = decode_images([path for path, _ in train], self.size, self.grey)
-        if not test:
-            images, labels, rest = self._set_aside(images, labels)
-            return Decoded((images, labels), rest, names)
-        others = decode_images([path for path, _ in test], self.size, images.shape[1] == 1)
-        return Decoded((images, labels), (others, np.array([label for _, label in test], np.int64)), names)
+        parts = [([p for p, _ in part], np.array([y for _, y in part], np.int64)) for part in (train, test) if part]
+        return self._decoded(names, *parts)
 
-    def _set_aside(self, images: Array, labels: Array) -> tuple[Array, Array, tuple[Array, Array]]:
+    def _decoded(self, names: tuple[str, ...], train: Part, test: Part | None = None) -> Decoded:
+        """Decode both splits, by the levels of both."""
+        levels = levels_of([*train[0], *(test[0] if test else ())])
+        images, labels = decode_images(train[0], self.size, self.grey, levels), train[1]
+        ends = (levels.low, levels.high) if levels else None
+        if test:
+            others = decode_images(test[0], self.size, images.shape[1] == 1, levels)
+            return Decoded((images, labels), (others, test[1]), names, ends)
         kept, aside = hold_out(labels, self.test_share)
-        return images[kept], labels[kept], (images[aside], labels[aside])
+        return Decoded((images[kept], labels[kept]), (images[aside], labels[aside]), names, ends)
 
 
 def _class_folders(root: Path) -> tuple[tuple[str, ...], Files, Files]:

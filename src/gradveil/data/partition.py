@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gradveil.data.base import Dataset
+from gradveil.data.base import Dataset, by_label
 from gradveil.errors import DataError, MissingExtraError
 from gradveil.ranges import Count, Range, Whole
 from gradveil.registry import Registry
@@ -114,7 +114,7 @@ class Natural(Partition):
 
     def split(self, labels: Indices, rng: Rng) -> list[Indices]:
         """Return the indices that each device holds."""
-        return [rng.permutation(np.flatnonzero(labels == place)) for place in np.unique(labels)]
+        return [rng.permutation(its) for its in by_label(labels)]
 
 
 @PARTITIONS.register("classes")
@@ -140,7 +140,7 @@ class Classes(Partition):
         chosen = self._even(blocks, rng)
         if chosen is None:
             chosen = self._by_stock(blocks, rng)
-        pools = [rng.permutation(np.flatnonzero(labels == label)) for label in known]
+        pools = [rng.permutation(its) for its in by_label(labels)]
         taken = np.zeros(len(known), np.int64)
         parts = []
         for row in chosen:
@@ -229,8 +229,8 @@ class Dirichlet(Partition):
 
     def _draw(self, labels: Indices, rng: Rng) -> list[Indices]:
         pieces: list[list[Indices]] = [[] for _ in range(self.devices)]
-        for label in np.unique(labels):
-            members = rng.permutation(np.flatnonzero(labels == label))
+        for its in by_label(labels):
+            members = rng.permutation(its)
             shares = rng.dirichlet(np.full(self.devices, self.alpha))
             cuts = np.round(np.cumsum(shares)[:-1] * len(members)).astype(np.int64)
             for device, piece in enumerate(np.split(members, cuts)):

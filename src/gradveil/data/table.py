@@ -6,6 +6,7 @@ counts as public.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +18,14 @@ import torch
 from gradveil.data.base import DATASETS, Array, Dataset, Source, Split, hold_out
 from gradveil.data.folder import read_parquet
 from gradveil.errors import DataError, did_you_mean
+from gradveil.imports import import_object, is_import_path, own_code
 from gradveil.modalities.table import Column, Table
 from gradveil.ranges import Between
-from gradveil.registry import import_object, is_import_path
 
 MOST_CATEGORIES = 256  # of a column; with more it is a name or a number of a person, or free text
 MOST_CLASSES = 20  # different whole numbers up to which a target is classes
+MOST_COLUMNS = 20_000
+_TOO_WIDE = "{name} has {count:,} columns, and the most is " + f"{MOST_COLUMNS:,}. Leave some out of the file."
 MISSING = "(missing)"  # the category of an empty cell
 _NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 _LOG = logging.getLogger("gradveil")
@@ -199,11 +202,13 @@ def _check_names(name: str, table: Any, target: str, categorical: Sequence[str],
     names = table.column_names
     if table.num_rows == 0:
         raise DataError(f"{name} has no rows.")
+    if len(names) > MOST_COLUMNS:
+        raise DataError(_TOO_WIDE.format(name=name, count=len(names)))
     for column in (target, *categorical, *drop):
         if column not in names:
             shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
             raise DataError(f"{name} has no column {column!r}. {did_you_mean(column, names)}It has: {shown}.")
-    if twice := sorted({n for n in names if names.count(n) > 1}):
+    if twice := sorted(n for n, count in Counter(names).items() if count > 1):
         raise DataError(f"{name} has more than one column called {twice[0]!r}. Give each a name of its own.")
     if target in drop:
         raise DataError(f"The target {target!r} of {name} cannot be left out.")
@@ -237,6 +242,8 @@ def read_table(path: Path) -> Any:
         with path.open(encoding="utf-8-sig") as file:
             head = file.readline()
         parted = max(",;\t", key=head.count)
+        if (count := head.count(parted) + 1) > MOST_COLUMNS:
+            raise DataError(_TOO_WIDE.format(name=path, count=count))
         return csv.read_csv(
             path,
             parse_options=csv.ParseOptions(delimiter=parted),
@@ -270,7 +277,9 @@ class TableFile(Source):
             raise DataError("A table needs its file and its target: --dataset patients.csv --target outcome.")
         rest = (self.target, self.categorical, self.drop, self.by, self.test_share)
         if is_import_path(self.path):
-            return from_table(self.path, import_object(self.path)(), *rest)
+            with own_code():
+                found = import_object(self.path)()
+            return from_table(self.path, found, *rest)
         path = Path(self.path).expanduser()
         if data is not None and not path.is_file() and (data / path).is_file():
             path = data / path

@@ -17,6 +17,7 @@ from gradveil.modalities.tokens import Tokens
 from gradveil.ranges import Between, Range
 
 PAGES = 8  # of the manual that are told apart
+LARGEST = 2**25  # bytes of a file: each of its words is an object, of some hundred bytes where all differ
 
 Length = Annotated[int, Range(2, 4096)]
 Size = Annotated[int, Range(len(SPECIAL) + 1, 10**6)]
@@ -56,7 +57,8 @@ def from_texts(
     else:
         names = tuple(sorted(set(labels)))
         inputs = np.stack([_row([START, *one], length) for one in ids])
-        targets = np.array([names.index(label) for label in labels], np.int64)
+        place = {name: i for i, name in enumerate(names)}
+        targets = np.array([place[label] for label in labels], np.int64)
     if len(inputs) < 2:
         raise DataError(f"{name} makes one passage of {length} tokens, and two are needed. Give more text.")
     train, test = (Split(inputs[i], torch.from_numpy(targets[i]), 1.0) for i in hold_out(targets, test_share))
@@ -107,6 +109,8 @@ class TextFile(TextSource):
             path = data / path
         if not self.path or not path.is_file():
             raise DataError(f"There is no file {self.path or 'of text'}. Give --dataset notes.txt, or text:path=FILE.")
+        if (size := path.stat().st_size) > LARGEST:
+            raise DataError(f"{path} has {size:,} bytes, and the most is {LARGEST:,}. Give a part of it.")
         try:
             text = path.read_text("utf-8-sig")
         except UnicodeDecodeError as error:

@@ -13,6 +13,7 @@ from gradveil.countermeasures import Countermeasure
 from gradveil.defenses.base import DEFENSES, Defense
 from gradveil.defenses.guard.passes import Change, Changed
 from gradveil.errors import DefenseError, SpecError
+from gradveil.privacy.draws import Source, integers
 from gradveil.types import Batch, GaussianPrior, Observation
 
 Kind = Literal["across", "down", "contrast", "brightness"]
@@ -66,7 +67,7 @@ class Ats(Defense):
         """The rows of transformations, magnitudes without a sign."""
         return tuple(tuple(LIBRARY[int(n)] for n in row.split("-")) for row in self.policy.split("+"))
 
-    def on_batch(self, batch: Batch, rng: Generator) -> Batch:
+    def on_batch(self, batch: Batch, rng: Source) -> Batch:
         """Transform every image by itself."""
         if batch.inputs.ndim != 4:
             raise DefenseError(
@@ -81,9 +82,9 @@ class Ats(Defense):
             inputs[some] = transformed(batch.inputs[some], steps)
         return replace(batch, inputs=inputs)
 
-    def _drawn(self, rng: Generator) -> Steps:
-        chosen = self.policies[int(torch.randint(len(self.policies), (), generator=rng))]
-        signs = (2 * torch.randint(2, (len(chosen),), generator=rng) - 1).tolist()
+    def _drawn(self, rng: Source) -> Steps:
+        chosen = self.policies[int(integers(len(self.policies), (), rng))]
+        signs = (2 * integers(2, (len(chosen),), rng) - 1).tolist()
         return tuple((kind, sign * size) for (kind, size), sign in zip(chosen, signs, strict=True))
 
     def possible(self) -> Iterator[Steps]:

@@ -13,8 +13,9 @@ from gradveil.countermeasures import Countermeasure, plain
 from gradveil.errors import DefenseError, SpecError
 from gradveil.gradients.records import Records
 from gradveil.losses import CROSS_ENTROPY, Loss
+from gradveil.privacy.draws import NoiseKind, Source, noise_kind
 from gradveil.registry import Registry, split_specs
-from gradveil.tree import Params, map_values
+from gradveil.tree import Params
 from gradveil.types import Batch, Observation, Update
 
 
@@ -64,6 +65,14 @@ _METHOD_OF: dict[Place, str] = {
 }
 
 
+class Step(ABC):
+    """One local step of a defence on records, under way."""
+
+    @abstractmethod
+    def add(self, records: Records) -> Params:
+        """Return the gradient of the step with these records and all before them."""
+
+
 class Defense(ABC):
     """Override the places where the defence acts; the others change nothing.
 
@@ -74,6 +83,7 @@ class Defense(ABC):
     spec_name: ClassVar[str]
     title: ClassVar[str] = ""  # a few plain words for a page; without them its name stands there
     draws_on_device: ClassVar[bool] = False  # whether random numbers are drawn where the generator lies, CUDA as well
+    draws: ClassVar[bool] = True  # whether it draws random numbers at all
     keeps_apart: ClassVar[bool] = False  # whether on_batch changes each example by itself, so that none are mixed
 
     @property
@@ -88,7 +98,16 @@ class Defense(ABC):
         """Whether these settings, or those of a part, change nothing: a share, a scale or a floor of zero."""
         return any(getattr(self, name, None) == 0 for name in ("share", "scale", "floor"))
 
-    def on_batch(self, batch: Batch, rng: Generator) -> Batch:
+    def noise_from(self, rng: Source) -> NoiseKind:
+        """Return what its random numbers are where they are drawn from this source: secret, simulated or none."""
+        return noise_kind(rng) if self.draws else "none"
+
+    def said_of_noise(self) -> dict[str, str]:
+        """Return what a row of a simulation says of a defence that draws: whether its noise can be drawn again."""
+        noise = self.noise_from(Generator())
+        return {} if noise == "none" else {"noise": noise}
+
+    def on_batch(self, batch: Batch, rng: Source) -> Batch:
         """Change the examples before a local step."""
         return batch
 
@@ -96,7 +115,7 @@ class Defense(ABC):
         """Return the layers whose weight gradient is built from a perturbed input."""
         return ()
 
-    def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator) -> Tensor:
+    def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Source) -> Tensor:
         """Return r' for the inputs x (N, ...) and the layer's inputs r (N, ...)."""
         return r
 
@@ -104,26 +123,27 @@ class Defense(ABC):
         """Return how many entries of r (N, ...) this defence sets out to zero; reports set it beside what it did."""
         return 0
 
-    def on_records(self, records: Records, slots: int, rng: Generator) -> Params:
+    def on_records(self, records: Records, slots: int, rng: Source) -> Params:
         """Return the gradient of one local step, made of the gradients of its records.
 
         ``slots``: how many records a batch has room for, public and the same in a shorter last batch.
         """
-        return map_values(lambda total: total / slots, records.weighted_sum(torch.ones(records.count)))
+        total = records.weighted_sum(torch.ones(records.count))
+        return {name: (g / slots).to(records.like[name].dtype) for name, g in total.items()}
 
-    def on_stacked(self, records: Records, present: Tensor, slots: Tensor, rngs: Sequence[Generator]) -> Params:
+    def on_stacked(self, records: Records, present: Tensor, slots: Tensor, rngs: Sequence[Source]) -> Params:
         """Return the same for a step of K clients at once (K, *shape): records (K, N), present (K, N) or padding."""
         raise DefenseError(f"{type(self).__name__} acts on the records of one client at a time. Use another engine.")
 
-    def on_more_records(self, records: Records, slots: int) -> Params | None:
-        """Return what further records add to a step that ``on_records`` has begun; None: it takes all at once."""
+    def begin(self, slots: int, rng: Source) -> "Step | None":
+        """Return a step whose records may come in several batches; None: ``on_records`` takes them at once."""
         return None
 
-    def on_gradient(self, gradient: Params, rng: Generator) -> Params:
+    def on_gradient(self, gradient: Params, rng: Source) -> Params:
         """Change the gradient of one local step."""
         return gradient
 
-    def on_update(self, update: Update, rng: Generator) -> Update:
+    def on_update(self, update: Update, rng: Source) -> Update:
         """Change the update before it is sent."""
         return update
 
@@ -198,6 +218,8 @@ class NoDefense(Defense):
     """Send the gradient as it is."""
 
     title = "No defence"
+
+    draws: ClassVar[bool] = False
 
     def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         """Return the one view there is: nothing is hidden."""

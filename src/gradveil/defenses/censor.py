@@ -4,12 +4,13 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 from gradveil.countermeasures import Countermeasure
 from gradveil.defenses.base import DEFENSES, Defense
-from gradveil.defenses.noise import draw_all, normal
+from gradveil.defenses.noise import draw_all
 from gradveil.gradients.records import Records
+from gradveil.privacy.draws import Source, normal
 from gradveil.ranges import Count
 from gradveil.tree import Params
 from gradveil.types import Observation
@@ -34,7 +35,7 @@ class Censor(Defense):
 
     trials: Count = 20  # draws of which the best is sent
 
-    def on_records(self, records: Records, slots: int, rng: Generator) -> Params:
+    def on_records(self, records: Records, slots: int, rng: Source) -> Params:
         """Return the best of some orthogonal directions, as long as the gradient tensor by tensor."""
         mean = super().on_records(records, slots, rng)
         draws = zip(*(self._draw(mean, rng) for _ in range(self.trials)), strict=True)  # by tensor
@@ -43,7 +44,7 @@ class Censor(Defense):
         best = int(rises.nan_to_num(nan=float("inf")).argmin())
         return {name: turned[best] for name, turned in tried.items()}
 
-    def _draw(self, like: Params, rng: Generator) -> list[Tensor]:
+    def _draw(self, like: Params, rng: Source) -> list[Tensor]:
         return draw_all(normal, list(like.values()), rng)
 
     def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:

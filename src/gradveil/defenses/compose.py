@@ -5,14 +5,15 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import product
 
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 from gradveil.certificates.plan import PlannedRun
 from gradveil.countermeasures import Countermeasure, plain
-from gradveil.defenses.base import DEFENSES, Defense, NoDefense, Place
+from gradveil.defenses.base import DEFENSES, Defense, NoDefense, Place, Step
 from gradveil.errors import SpecError
 from gradveil.gradients.records import Records
 from gradveil.losses import CROSS_ENTROPY, Loss
+from gradveil.privacy.draws import NoiseKind, Source
 from gradveil.registry import describe
 from gradveil.scores.fast.again import already_changed
 from gradveil.tree import Params
@@ -45,7 +46,12 @@ class Compose(Defense):
         """The spec that builds this: the parts' specs joined by ``+``."""
         return "+".join(describe(part) for part in self.parts) or "compose"
 
-    def on_batch(self, batch: Batch, rng: Generator) -> Batch:
+    def noise_from(self, rng: Source) -> NoiseKind:
+        """Return simulated where any part's is, none where no part draws."""
+        kinds = {part.noise_from(rng) for part in self.parts}
+        return "simulated" if "simulated" in kinds else "secret" if "secret" in kinds else "none"
+
+    def on_batch(self, batch: Batch, rng: Source) -> Batch:
         """Change the examples by each part in turn."""
         return reduce(lambda changed, part: part.on_batch(changed, rng), self.parts, batch)
 
@@ -53,7 +59,7 @@ class Compose(Defense):
         """Return every layer that some part defends."""
         return tuple(dict.fromkeys(layer for part in self.parts for layer in part.layers(model)))
 
-    def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator) -> Tensor:
+    def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Source) -> Tensor:
         """Change r by each part that defends this layer."""
         first, *others = self._defending(model, layer)
         r = first.perturb(model, layer, x, r, rng)
@@ -69,23 +75,23 @@ class Compose(Defense):
     def _defending(self, model: nn.Module, layer: str) -> list[Defense]:
         return [part for part in self.parts if layer in part.layers(model)]
 
-    def on_records(self, records: Records, slots: int, rng: Generator) -> Params:
+    def on_records(self, records: Records, slots: int, rng: Source) -> Params:
         """Let the one part that acts on records make the step's gradient; what others do to it comes after."""
         return one_on_records(self.parts).on_records(records, slots, rng)
 
-    def on_more_records(self, records: Records, slots: int) -> Params | None:
+    def begin(self, slots: int, rng: Source) -> Step | None:
         """Let that part add further records."""
-        return one_on_records(self.parts).on_more_records(records, slots)
+        return one_on_records(self.parts).begin(slots, rng)
 
-    def on_stacked(self, records: Records, present: Tensor, slots: Tensor, rngs: Sequence[Generator]) -> Params:
+    def on_stacked(self, records: Records, present: Tensor, slots: Tensor, rngs: Sequence[Source]) -> Params:
         """Return the same for K clients at once."""
         return one_on_records(self.parts).on_stacked(records, present, slots, rngs)
 
-    def on_gradient(self, gradient: Params, rng: Generator) -> Params:
+    def on_gradient(self, gradient: Params, rng: Source) -> Params:
         """Change the gradient by each part in turn."""
         return reduce(lambda changed, part: part.on_gradient(changed, rng), self.parts, gradient)
 
-    def on_update(self, update: Update, rng: Generator) -> Update:
+    def on_update(self, update: Update, rng: Source) -> Update:
         """Change the update by each part in turn."""
         return reduce(lambda changed, part: part.on_update(changed, rng), self.parts, update)
 

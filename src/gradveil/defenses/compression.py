@@ -4,11 +4,11 @@ from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
-import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, simulate, whiten
 from gradveil.defenses.base import DEFENSES, Defense, Place, check_choice
+from gradveil.privacy.draws import Source, uniform
 from gradveil.ranges import Range
 from gradveil.tree import Params
 from gradveil.types import Observation, Update
@@ -21,6 +21,8 @@ MANY = 64  # entries of a tensor, among which one lies at the lowest level
 class Compression(Defense):
     """Round each tensor by itself; a subclass says how."""
 
+    draws: ClassVar[bool] = False
+
     on: Literal["gradient", "update"] = "gradient"  # of each local step, or of what is sent
 
     def __post_init__(self) -> None:
@@ -32,18 +34,18 @@ class Compression(Defense):
         return frozenset({self.on})
 
     @abstractmethod
-    def rounded(self, g: Tensor, rng: Generator) -> Tensor:
+    def rounded(self, g: Tensor, rng: Source) -> Tensor:
         """Return one tensor as it is sent."""
 
-    def on_gradient(self, gradient: Params, rng: Generator) -> Params:
+    def on_gradient(self, gradient: Params, rng: Source) -> Params:
         """Round the gradient of one local step."""
         return self._rounded(gradient, rng) if self.on == "gradient" else gradient
 
-    def on_update(self, update: Update, rng: Generator) -> Update:
+    def on_update(self, update: Update, rng: Source) -> Update:
         """Round the update before it is sent."""
         return replace(update, gradient=self._rounded(update.gradient, rng)) if self.on == "update" else update
 
-    def _rounded(self, gradient: Params, rng: Generator) -> Params:
+    def _rounded(self, gradient: Params, rng: Source) -> Params:
         return {name: self.rounded(g, rng) for name, g in gradient.items()}
 
     def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
@@ -70,7 +72,7 @@ class Sign(Compression):
 
     scaled: bool = True  # times the tensor's mean absolute value
 
-    def rounded(self, g: Tensor, rng: Generator) -> Tensor:
+    def rounded(self, g: Tensor, rng: Source) -> Tensor:
         """Return signs; those of zeros are zero."""
         return g.sign() * g.abs().mean() if self.scaled else g.sign()
 
@@ -93,7 +95,7 @@ class Quantise(Compression):
 
     bits: Annotated[int, Range(2, 16)] = 4  # of an entry; two are the levels -1, 0 and 1
 
-    def rounded(self, g: Tensor, rng: Generator) -> Tensor:
+    def rounded(self, g: Tensor, rng: Source) -> Tensor:
         """Return the nearest level."""
         unit: Tensor = g.abs().amax().clamp_min(TINY) / (2 ** (self.bits - 1) - 1)
         return (g / unit).round() * unit
@@ -110,6 +112,7 @@ class Qsgd(Compression):
 
     title = "Random rounding"
 
+    draws: ClassVar[bool] = True
     draws_on_device: ClassVar[bool] = True
 
     levels: Annotated[int, Range(1, 4096)] = 16  # above zero
@@ -119,10 +122,10 @@ class Qsgd(Compression):
         super().__post_init__()
         check_choice("norm", self.norm, ("l2", "max"))
 
-    def rounded(self, g: Tensor, rng: Generator) -> Tensor:
+    def rounded(self, g: Tensor, rng: Source) -> Tensor:
         """Return the level below, or that above with the chance that makes the mean right."""
         unit = self._size(g).clamp_min(TINY) / self.levels
-        chance = torch.rand(g.shape, generator=rng, device=rng.device).to(g)
+        chance = uniform(g.shape, rng).to(g)
         return g.sign() * (g.abs() / unit + chance).floor() * unit
 
     def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:

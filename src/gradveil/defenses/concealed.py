@@ -12,6 +12,7 @@ from gradveil.defenses.base import DEFENSES, Defense, NoDefense
 from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import DefenseError
 from gradveil.losses import CROSS_ENTROPY, Loss
+from gradveil.privacy.draws import Source, integers, uniform
 from gradveil.ranges import Share, Whole
 from gradveil.tree import Params, dot, norm, parameters, scale
 from gradveil.types import Batch, Observation
@@ -57,18 +58,18 @@ class Concealed(Defense):
             return self
         return replace(self, _known=_OfRound(model, loss, public))
 
-    def on_batch(self, batch: Batch, rng: Generator) -> Batch:
+    def on_batch(self, batch: Batch, rng: Source) -> Batch:
         """Return the examples, and as many concealed ones after them."""
         if not batch.labelled or batch.labels.is_floating_point():
             raise DefenseError("concealed makes examples with labels of classes, and here there are none.")
         public = None if self._known is None else self._known.public
         if public is None:
-            others = Batch(torch.rand(batch.inputs.shape, generator=rng).to(batch.inputs), batch.labels)
+            others = Batch(uniform(batch.inputs.shape, rng).to(batch.inputs), batch.labels)
         else:
-            some = torch.randint(len(public), (len(batch),), generator=rng)
+            some = integers(len(public), (len(batch),), rng)
             others = Batch(public.inputs[some].to(batch.inputs), public.labels[some].to(batch.labels))
         z = self.mix * others.inputs + (1 - self.mix) * batch.inputs
-        own = (torch.rand(len(batch), generator=rng) >= self.mix).to(batch.labels.device)
+        own = (uniform((len(batch),), rng) >= self.mix).to(batch.labels.device)
         labels = torch.where(own.view(-1, *[1] * (batch.labels.ndim - 1)), batch.labels, others.labels)
         z = z if self._known is None else _descended(self._known, batch, Batch(z, labels), self.steps)
         return Batch(torch.cat([batch.inputs, z]), torch.cat([batch.labels, labels]))

@@ -16,6 +16,8 @@ from gradveil.defenses.base import DEFENSES, Defense
 from gradveil.defenses.guard.passes import Rewired
 from gradveil.errors import DefenseError, SpecError
 from gradveil.files import damage_told, read_safetensors, write_atomically
+from gradveil.privacy.draws import NoiseKind, Source
+from gradveil.privacy.gaussian import keyed_normals
 from gradveil.ranges import Weight
 from gradveil.types import Batch, GaussianPrior, Observation
 
@@ -43,12 +45,17 @@ class Decoy(Defense):
     secret: str | None = None  # a file that only this client has; None: a public key, for simulations only
     _key: bytes | None = None  # in place of what the file holds
 
-    def on_batch(self, batch: Batch, rng: Generator) -> Batch:
+    def on_batch(self, batch: Batch, rng: Source) -> Batch:
         """Return x + v for every example; the same example gets the same v."""
         shape = self._shape(batch.inputs[0].numel())
         key = _read_secret(self.secret) if self._key is None else self._key
-        noise = torch.stack([_noise(x, shape.prior, key) for x in batch.inputs.detach().cpu()])
+        draw = _noise if self.secret is None else _secret_noise
+        noise = torch.stack([draw(x, shape.prior, key) for x in batch.inputs.detach().cpu()])
         return replace(batch, inputs=batch.inputs + shape.strength**0.5 * noise.to(batch.inputs))
+
+    def noise_from(self, rng: Source) -> NoiseKind:
+        """Return simulated where the key is public; the source plays no part."""
+        return "simulated" if self.secret is None else "secret"
 
     def for_server(self) -> Defense:
         """Return it with a key of the server's own."""
@@ -110,12 +117,24 @@ class Grown(Rewired):
 
 
 def _noise(x: Tensor, prior: GaussianPrior, key: bytes) -> Tensor:
-    """Return v ~ N(0, Σ) of the shape of x, a function of x and the key alone."""
-    digest = hashlib.blake2b(x.float().contiguous().numpy().tobytes(), key=key, digest_size=8).digest()
-    rng = Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
-    inside = prior.factor @ torch.randn(prior.factor.shape[1], generator=rng, dtype=prior.factor.dtype)
-    beside = torch.randn(x.numel(), generator=rng, dtype=prior.factor.dtype)
-    v: Tensor = inside + prior.ridge**0.5 * beside  # (d,)
+    """Return v ~ N(0, Σ) of the shape of x, a function of x and a public key alone."""
+    rng = Generator().manual_seed(int.from_bytes(_digest(x, key, 8), "big") >> 1)
+    inside = torch.randn(prior.factor.shape[1], generator=rng, dtype=prior.factor.dtype)
+    return _shaped(x, prior, inside, torch.randn(x.numel(), generator=rng, dtype=prior.factor.dtype))
+
+
+def _secret_noise(x: Tensor, prior: GaussianPrior, key: bytes) -> Tensor:
+    """Return the same of a secret key, by the cipher: a generator's seed of 32 bits could be searched for."""
+    drawn = keyed_normals(prior.factor.shape[1] + x.numel(), _digest(x, key, 32)).to(prior.factor.dtype)
+    return _shaped(x, prior, *drawn.split([prior.factor.shape[1], x.numel()]))
+
+
+def _digest(x: Tensor, key: bytes, size: int) -> bytes:
+    return hashlib.blake2b(x.float().contiguous().numpy().tobytes(), key=key, digest_size=size).digest()
+
+
+def _shaped(x: Tensor, prior: GaussianPrior, inside: Tensor, beside: Tensor) -> Tensor:
+    v: Tensor = prior.factor @ inside + prior.ridge**0.5 * beside  # (d,)
     return v.reshape(x.shape)
 
 

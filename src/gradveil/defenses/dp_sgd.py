@@ -5,12 +5,13 @@ from dataclasses import dataclass, replace
 from math import sqrt
 from typing import ClassVar
 
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 from gradveil.countermeasures import Countermeasure
 from gradveil.defenses.base import DEFENSES, Defense
 from gradveil.defenses.veil import Veil
 from gradveil.gradients.records import Records
+from gradveil.privacy.draws import Source
 from gradveil.ranges import Positive
 from gradveil.tree import Params
 
@@ -36,11 +37,11 @@ class DpSgd(Defense):
     def _mechanism(self) -> Veil:
         return Veil(z=self.noise, clip=self.clip)
 
-    def on_records(self, records: Records, slots: int, rng: Generator) -> Params:
+    def on_records(self, records: Records, slots: int, rng: Source) -> Params:
         """Return the clipped sum with its noise, over the slots."""
         return self._mechanism.on_records(records, slots, rng)
 
-    def on_stacked(self, records: Records, present: Tensor, slots: Tensor, rngs: Sequence[Generator]) -> Params:
+    def on_stacked(self, records: Records, present: Tensor, slots: Tensor, rngs: Sequence[Source]) -> Params:
         """Return the same for K clients at once."""
         return self._mechanism.on_stacked(records, present, slots, rngs)
 

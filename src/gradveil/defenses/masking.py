@@ -6,12 +6,13 @@ from typing import ClassVar, Literal
 
 import numpy as np
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, drop, mask, use
 from gradveil.defenses.base import DEFENSES, Defense, check_choice
 from gradveil.defenses.guard.step import weight_name
 from gradveil.layers.modules import find_layer, under_transform
+from gradveil.privacy.draws import Source, uniform
 from gradveil.ranges import Share, Whole
 from gradveil.tree import parameters
 
@@ -88,6 +89,8 @@ def _keys(r: Tensor, scores: Tensor, dead: float) -> Tensor:
 class LayerDefense(Defense):
     """Change the input r of some layers, in their weight gradient only; ``layer`` is a setting of each subclass."""
 
+    draws: ClassVar[bool] = False
+
     layer: Layers
 
     def __post_init__(self) -> None:
@@ -155,10 +158,10 @@ class LayerMask(EntryDefense):
         check_choice("scope", self.scope, ("sample", "batch"))
 
     @abstractmethod
-    def ranking(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator) -> Tensor:
+    def ranking(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Source) -> Tensor:
         """Return a key for each entry (N, L), zero or more: the largest are zeroed first."""
 
-    def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator) -> Tensor:
+    def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Source) -> Tensor:
         """Return r with its highest-ranked live entries set to zero."""
         flat, count = r.flatten(1), self.budget(r)  # (N, L)
         if count == 0:
@@ -178,9 +181,9 @@ class RandomMask(LayerMask):
 
     title = "Random entries hidden"
 
+    draws: ClassVar[bool] = True
     draws_on_device: ClassVar[bool] = True
 
-    def ranking(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator) -> Tensor:
+    def ranking(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Source) -> Tensor:
         """Return uniform random keys (N, L)."""
-        keys = torch.rand(r.flatten(1).shape, generator=rng, device=rng.device)
-        return keys.to(r.device)
+        return uniform(r.flatten(1).shape, rng).to(r.device)

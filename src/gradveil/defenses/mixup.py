@@ -10,6 +10,7 @@ from gradveil.countermeasures import Countermeasure
 from gradveil.defenses.base import DEFENSES, Defense
 from gradveil.defenses.guard.passes import Change, Changed
 from gradveil.errors import DefenseError
+from gradveil.privacy.draws import Source, beta, permutation, uniform
 from gradveil.ranges import Positive
 from gradveil.types import Batch, GaussianPrior, Observation
 
@@ -30,17 +31,16 @@ class Mixup(Defense):
 
     alpha: Positive = 1.0  # 1: every λ is as likely; below, most are near 0 or 1
 
-    def on_batch(self, batch: Batch, rng: Generator) -> Batch:
+    def on_batch(self, batch: Batch, rng: Source) -> Batch:
         """Mix every example with another."""
         if not batch.labelled:
             raise DefenseError("mixup mixes labels as well, and here there are none: a guard sees the inputs only.")
-        partner = torch.randperm(len(batch), generator=rng)
-        one, other = torch._standard_gamma(torch.full((2,), self.alpha), generator=rng).clamp_min(1e-30).tolist()
-        share = one / (one + other)
+        partner = permutation(len(batch), rng)
+        share = beta(self.alpha, rng)
         inputs = share * batch.inputs + (1 - share) * batch.inputs[partner]
         if batch.labels.is_floating_point():
             return Batch(inputs, share * batch.labels + (1 - share) * batch.labels[partner])
-        own = torch.rand(len(batch), generator=rng) < share
+        own = uniform((len(batch),), rng) < share
         own = own.to(batch.labels.device).view(-1, *[1] * (batch.labels.ndim - 1))
         return Batch(inputs, torch.where(own, batch.labels, batch.labels[partner]))
 

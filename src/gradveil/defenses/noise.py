@@ -7,10 +7,12 @@ from math import sqrt
 from typing import ClassVar, Literal
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, whiten
 from gradveil.defenses.base import DEFENSES, Defense, Place, check_choice
+from gradveil.privacy.draws import Source, is_secret, laplace, normal
+from gradveil.privacy.gaussian import Drawn, grid_of, release
 from gradveil.ranges import Weight
 from gradveil.tree import Params, flatten, size
 from gradveil.types import Observation, Update
@@ -42,8 +44,13 @@ class Noise(Defense):
         return frozenset({"gradient" if self.on == "gradient" else "update"})
 
     @abstractmethod
-    def draw(self, shape: torch.Size, rng: Generator) -> Tensor:
-        """Return independent noise of mean 0 and standard deviation 1, on the generator's device."""
+    def draw(self, shape: torch.Size, rng: Source) -> Tensor:
+        """Return independent noise of mean 0 and standard deviation 1, where the source lies."""
+
+    def released(self, g: Tensor, std: float, rng: Source) -> Tensor:
+        """Return one tensor with secret noise, on a grid that follows from its size; as it is where there is none."""
+        drawn = self.draw(g.flatten().shape, rng).double()
+        return Drawn(drawn * std, grid_of(std)).on(g.flatten()).view_as(g) if std else g
 
     def stds(self, gradient: Params) -> dict[str, float]:
         """Return the standard deviation of the noise for each tensor of a gradient."""
@@ -53,19 +60,21 @@ class Noise(Defense):
             return {name: self.scale * _rms(g) for name, g in gradient.items()}
         return dict.fromkeys(gradient, self.scale * _rms(flatten(gradient)))
 
-    def _add(self, gradient: Params, rng: Generator, factor: float = 1.0) -> Params:
+    def _add(self, gradient: Params, rng: Source, factor: float = 1.0) -> Params:
         stds = self.stds(gradient)
+        if is_secret(rng):
+            return {name: self.released(g, factor * stds[name], rng) for name, g in gradient.items()}
         grads = list(gradient.values())
         noise = draw_all(self.draw, grads, rng)
         torch._foreach_mul_(noise, [factor * stds[name] for name in gradient])
         torch._foreach_add_(noise, grads)
         return dict(zip(gradient, noise, strict=True))
 
-    def on_gradient(self, gradient: Params, rng: Generator) -> Params:
+    def on_gradient(self, gradient: Params, rng: Source) -> Params:
         """Add noise to the gradient of one local step."""
         return self._add(gradient, rng) if self.on == "gradient" else gradient
 
-    def on_update(self, update: Update, rng: Generator) -> Update:
+    def on_update(self, update: Update, rng: Source) -> Update:
         """Add noise to the update before it is sent."""
         if self.on == "gradient":
             return update
@@ -100,7 +109,7 @@ class Noise(Defense):
         return {name: min(std, most) for name, std in known.items()} if most and self.on == "gradient" else known
 
 
-def draw_all(draw: Callable[[torch.Size, Generator], Tensor], like: Sequence[Tensor], rng: Generator) -> list[Tensor]:
+def draw_all(draw: Callable[[torch.Size, Source], Tensor], like: Sequence[Tensor], rng: Source) -> list[Tensor]:
     """Return noise for each tensor: drawn one by one on the CPU, at once on a device, and moved at once."""
     if rng.device.type == "cpu" and not (like and all(g.is_cuda for g in like)):
         return [draw(g.shape, rng).to(g) for g in like]
@@ -110,18 +119,9 @@ def draw_all(draw: Callable[[torch.Size, Generator], Tensor], like: Sequence[Ten
     return [part.view(g.shape).to(g) for part, g in zip(flat.to(like[0]).split(sizes), like, strict=True)]
 
 
-def normal_flat(like: Sequence[Tensor], rng: Generator) -> Tensor:
-    """Return standard normal noise for all tensors as one new vector; the numbers that they would get one by one."""
-    sizes = [g.numel() for g in like]
-    flat = torch.empty(sum(sizes), device=rng.device)
-    for part in flat.split(sizes) if rng.device.type == "cpu" else (flat,):
-        part.normal_(generator=rng)
-    return flat.to(like[0])
-
-
-def normal(shape: torch.Size, rng: Generator) -> Tensor:
-    """Return standard normal noise on the generator's device."""
-    return torch.randn(shape, generator=rng, device=rng.device)
+def with_noise(g: Tensor, std: float, rng: Source) -> Tensor:
+    """Return a tensor with secret Gaussian noise, on a grid that follows from its size; as it is without noise."""
+    return release(g.flatten(), std, rng).view_as(g) if std else g
 
 
 def _rms(entries: Tensor) -> float:
@@ -135,9 +135,13 @@ class Gaussian(Noise):
 
     title = "Gaussian noise"
 
-    def draw(self, shape: torch.Size, rng: Generator) -> Tensor:
+    def draw(self, shape: torch.Size, rng: Source) -> Tensor:
         """Return standard normal noise."""
         return normal(shape, rng)
+
+    def released(self, g: Tensor, std: float, rng: Source) -> Tensor:
+        """Return one tensor with secret noise, made and rounded in one pass."""
+        return with_noise(g, std, rng)
 
     def mean_of(self, rounds: int) -> Defense:
         """Return it with the noise of a mean, which is Gaussian as well."""
@@ -151,7 +155,6 @@ class Laplace(Noise):
 
     title = "Laplace noise"
 
-    def draw(self, shape: torch.Size, rng: Generator) -> Tensor:
+    def draw(self, shape: torch.Size, rng: Source) -> Tensor:
         """Return Laplace noise of standard deviation 1, as a difference of two exponentials."""
-        logs = torch.rand((2, *shape), generator=rng, device=rng.device).neg_().log1p_()  # of numbers in (0, 1]
-        return (logs[1] - logs[0]).div_(sqrt(2))
+        return laplace(shape, rng)

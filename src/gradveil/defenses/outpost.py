@@ -4,13 +4,14 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
-from torch import Generator, nn
+from torch import nn
 
 from gradveil.countermeasures import Countermeasure
 from gradveil.defenses.base import DEFENSES, Defense
-from gradveil.defenses.noise import draw_all, normal
+from gradveil.defenses.noise import draw_all, with_noise
 from gradveil.defenses.pruning import Pruning
 from gradveil.losses import CROSS_ENTROPY, Loss
+from gradveil.privacy.draws import Source, is_secret, normal
 from gradveil.ranges import Share, Weight
 from gradveil.tree import Params, flatten, parameters
 from gradveil.types import Batch, Observation
@@ -55,9 +56,12 @@ class Outpost(Defense):
         parts = chosen.split([g.numel() for g in gradient.values()])
         return {name: part.view_as(g) for (name, g), part in zip(gradient.items(), parts, strict=True)}
 
-    def on_gradient(self, gradient: Params, rng: Generator) -> Params:
+    def on_gradient(self, gradient: Params, rng: Source) -> Params:
         """Prune the gradient of one local step, and add the noise."""
         left, chosen, stds = self._prune(gradient), self.informed(gradient), self.stds(gradient)
+        if is_secret(rng):
+            noisy = {name: with_noise(g, stds[name], rng) for name, g in left.items()}
+            return {name: torch.where(chosen[name] > 0, noisy[name], g) for name, g in left.items()}
         noise = draw_all(normal, list(gradient.values()), rng)
         drawn = zip(gradient, noise, strict=True)
         return {name: left[name] + stds[name] * chosen[name] * n for name, n in drawn}

@@ -4,17 +4,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, mask, simulate
 from gradveil.defenses.base import DEFENSES, Defense, Place, check_choice
 from gradveil.defenses.masking import LONG, largest, last_by_rank, last_by_top
 from gradveil.layers.modules import under_transform
+from gradveil.privacy.draws import Source
 from gradveil.ranges import Share
 from gradveil.tree import Params, flatten
 from gradveil.types import Update
@@ -29,6 +30,8 @@ class Pruning(Defense):
     """
 
     title = "Smallest gradients left out (pruning)"
+
+    draws: ClassVar[bool] = False
 
     share: Share = 0.8  # of the entries set to zero
     per: Literal["tensor", "global"] = "tensor"  # the smallest of each tensor, or of all tensors together
@@ -58,11 +61,11 @@ class Pruning(Defense):
             parts = list(parts[0].split([g.numel() for g in grads]))
         return {name: part.view_as(g) for (name, g), part in zip(gradient.items(), parts, strict=True)}
 
-    def on_gradient(self, gradient: Params, rng: Generator) -> Params:
+    def on_gradient(self, gradient: Params, rng: Source) -> Params:
         """Prune the gradient of one local step."""
         return self.prune(gradient) if self.on == "gradient" else gradient
 
-    def on_update(self, update: Update, rng: Generator) -> Update:
+    def on_update(self, update: Update, rng: Source) -> Update:
         """Prune the update before it is sent."""
         return replace(update, gradient=self.prune(update.gradient)) if self.on == "update" else update
 

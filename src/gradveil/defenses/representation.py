@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from math import inf
 
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 from gradveil.defenses.base import DEFENSES, check_choice
 from gradveil.defenses.masking import LayerMask
+from gradveil.privacy.draws import Source
 from gradveil.ranges import Order
 from gradveil.scores import METHODS, leak_scores
 
@@ -35,7 +36,7 @@ class RepresentationPerturbation(LayerMask):
         check_choice("p", self.p, (1, 2, inf))
         check_choice("method", self.method, METHODS)
 
-    def ranking(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator) -> Tensor:
+    def ranking(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Source) -> Tensor:
         """Return the scores (N, L) by which entries are zeroed one by one."""
         return leak_scores(model, layer, x, method=self.method, p=float(self.p), seen=r)
 

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 from gradveil.defenses.base import DEFENSES, check_choice
 from gradveil.defenses.masking import LayerDefense, Layers
+from gradveil.privacy.draws import Source
 from gradveil.ranges import MOST, Range, Share
 from gradveil.scores import METHODS, row_norms
 
@@ -38,7 +39,7 @@ class RepresentationAuthors(LayerDefense):
         """Return how many entries of r (N, ...) lie below the percentile."""
         return len(r) * round(self.share * r[0].numel())
 
-    def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator) -> Tensor:
+    def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Source) -> Tensor:
         """Return r with the same entries of every example set to zero."""
         if self.share == 0:
             return r

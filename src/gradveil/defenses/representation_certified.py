@@ -8,11 +8,12 @@ from math import inf
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 from gradveil.defenses.base import DEFENSES, check_choice
 from gradveil.defenses.masking import LayerDefense, Layers
 from gradveil.errors import DefenseError
+from gradveil.privacy.draws import Source
 from gradveil.ranges import Order, Positive
 from gradveil.scores import METHODS, leak_scores
 
@@ -45,7 +46,7 @@ class RepresentationCertified(LayerDefense):
         check_choice("p", self.p, (1, 2, inf))
         check_choice("method", self.method, METHODS)
 
-    def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator) -> Tensor:
+    def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Source) -> Tensor:
         """Return r with each example's entries zeroed, by falling score, up to the target."""
         from gradveil.certificates.target import needed_counts, zeroed, zeroing_order
 

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from math import inf
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 from gradveil.defenses.base import DEFENSES, check_choice
 from gradveil.defenses.masking import EntryDefense, LayerDefense, LayerMask, Layers, largest, largest_live
 from gradveil.layers.jacobian import FunctionJacobian
 from gradveil.layers.rules.base import wide
+from gradveil.privacy.draws import Source
 from gradveil.ranges import Order, Share, Weight
 from gradveil.scores.fast.again import check_seen
 
@@ -191,7 +192,7 @@ class RepresentationPseudoinverse(LayerMask):
         super().__post_init__()
         check_choice("p", self.p, (1, 2, inf))
 
-    def ranking(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator) -> Tensor:
+    def ranking(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Source) -> Tensor:
         """Return what each entry alone moves (N, L)."""
         return _each_example(lambda a, row: column_scores(a, row, self.p), model, layer, x, r.to(x.dtype), self.rcond)
 
@@ -210,7 +211,7 @@ class RepresentationSubset(EntryDefense):
         super().__post_init__()
         check_choice("p", self.p, (1, 2, inf))
 
-    def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator) -> Tensor:
+    def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Source) -> Tensor:
         """Return r with the best set of each example zeroed."""
         count = self.budget(r)
 
@@ -239,7 +240,7 @@ class RepresentationDirection(LayerDefense):
         check_choice("q", self.q, (1, 2, inf))
         check_choice("p", self.p, (1, 2, inf))
 
-    def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator) -> Tensor:
+    def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Source) -> Tensor:
         """Return the moved representation."""
         return _each_example(self._move_best, model, layer, x, r, self.rcond).view_as(r) if self.share else r
 

@@ -2,7 +2,7 @@
 
 With P a public linear map, C a public clip, B the fixed number of slots of a batch and g_j the gradient of record j:
 
-    c_j  = min(1, C / ||P g_j||), 0 where g_j is not finite
+    c_j  = min(1, C' / ||P g_j||), 0 where g_j is not finite; C' is C less the room that rounding takes
     sent = (Σ_j c_j g_j + z C P⁻¹ n) / B,  n ~ N(0, I)
 
 Zeroing one record slot moves the sum by at most C in the coordinates of P, so a round of E local epochs is √E/z
@@ -15,19 +15,24 @@ from math import ceil, sqrt
 from typing import ClassVar, Literal
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 from gradveil.certificates.plan import PROMISES, PlannedRun, Tier, z_run_of
 from gradveil.countermeasures import Countermeasure
-from gradveil.defenses.base import DEFENSES, Defense, check_choice
-from gradveil.defenses.noise import normal_flat
+from gradveil.defenses.base import DEFENSES, Defense, Step, check_choice
 from gradveil.errors import DefenseError, SpecError
-from gradveil.gradients.coordinates import ClipMap, clip_factors, measure, split
+from gradveil.gradients.clipping import clipped_sum
+from gradveil.gradients.coordinates import ClipMap, measure, split
 from gradveil.gradients.records import Records
+from gradveil.gradients.rounding import SLACK
 from gradveil.losses import CROSS_ENTROPY, Loss
+from gradveil.privacy.draws import Source
+from gradveil.privacy.gaussian import Drawn, noise, release
 from gradveil.ranges import Count, Part, Positive, Share
-from gradveil.tree import Params, flatten, scale
+from gradveil.tree import Params, flatten
 from gradveil.types import Batch, Observation
+
+SHORTEST = 1e-12  # clip: far above what float32 loses of products of large and small numbers
 
 
 @DEFENSES.register("veil")
@@ -70,6 +75,10 @@ class Veil(Defense):
         check_choice("promise", self.promise, (None, *PROMISES))
         if self.shape not in ("iso", "public") and not self.shape.endswith(".safetensors"):
             raise SpecError(f"shape={self.shape!r} is not known. Give one of: iso, public, FILE.safetensors.")
+        if self.clip is not None and self.clip < SHORTEST:
+            raise SpecError(
+                f"clip={self.clip} is less than single precision can hold to. Give a number from {SHORTEST}."
+            )
         if not self.lost + self.colluding < 1:
             raise SpecError(f"lost={self.lost}, colluding={self.colluding}: give shares from 0, together below 1.")
         if self.cohort is not None and self.tier == "aggregate" and self.honest < 2:
@@ -175,49 +184,34 @@ class Veil(Defense):
 
     # The mechanism.
 
-    def on_records(self, records: Records, slots: int, rng: Generator) -> Params:
+    def begin(self, slots: int, rng: Source) -> "VeilStep":
+        """Return a step, whose records come in one batch or several."""
+        return VeilStep(self, slots, rng)
+
+    def on_records(self, records: Records, slots: int, rng: Source) -> Params:
         """Return the clipped sum with its noise, over the slots."""
-        if records.count > slots:
-            raise DefenseError(f"A step has {records.count} records and {slots} slots. Give each record its own slot.")
-        total = self.clipped_sum(records)
-        return self._released(total, normal_flat(list(total.values()), rng), slots)
+        return self.begin(slots, rng).add(records)
 
-    def on_more_records(self, records: Records, slots: int) -> Params:
-        """Return the clipped sum of further records, over the slots: the noise of their step is in it already."""
-        return scale(self.clipped_sum(records), 1 / slots)
-
-    def on_stacked(self, records: Records, present: Tensor, slots: Tensor, rngs: Sequence[Generator]) -> Params:
+    def on_stacked(self, records: Records, present: Tensor, slots: Tensor, rngs: Sequence[Source]) -> Params:
         """Return the same for K clients at once."""
-        total = self.clipped_sum(records, present)
-        like = [value[0] for value in total.values()]
-        return self._released(total, torch.stack([normal_flat(like, rng) for rng in rngs]), slots[:, None])
+        sums, sizes = self.clipped_sum(records, present), [p.numel() for p in records.like.values()]
+        noisy = [release(total, self._std, rng, sizes) for total, rng in zip(sums, rngs, strict=True)]
+        return self._sent(torch.stack(noisy), slots[:, None], records.like)
 
-    def clipped_sum(self, records: Records, present: Tensor | None = None) -> Params:
-        """Return Σ c_j g_j over the records that are present."""
+    def clipped_sum(self, records: Records, present: Tensor | None = None) -> Tensor:
+        """Return Σ c_j P g_j (p,) over the records that are present: a slot moves it by C at most, as it is rounded."""
+        return clipped_sum(records, self.measured.clip, self.measured.coordinates, present)
+
+    @property
+    def _std(self) -> float:
+        return self.client_multiplier * self.measured.clip
+
+    def _sent(self, noisy: Tensor, slots: int | Tensor, like: Params) -> Params:
+        """Return what has its noise by name, out of P's coordinates and over the slots, in the weights' types."""
         now = self.measured
-        if now.coordinates is None:
-            norms = records.square_norms()
-        else:
-            norms = now.coordinates.square_norms(records, records.like)
-        factors = clip_factors(norms, now.clip)
-        return records.weighted_sum(factors if present is None else factors * present)
-
-    def _released(self, total: Params, noise: Tensor, slots: int | Tensor) -> Params:
-        """Return (total + z C P⁻¹ n) / slots for a vector n (p,), or of K clients (K, p) with their slots (K, 1).
-
-        It takes the place of n: in a network of many weights each new vector costs more than the sum.
-        """
-        now = self.measured
-        noise = noise if now.coordinates is None else now.coordinates.back(noise)
-        noise *= self.client_multiplier * now.clip
-        lead = noise.ndim - 1
-        parts = noise.split([value.shape[lead:].numel() for value in total.values()], -1)
-        for part, value in zip(parts, total.values(), strict=True):
-            part += value.flatten(lead) if value.ndim > lead else value[..., None]
-        noise /= slots if isinstance(slots, int) else slots.to(noise)
-        shapes = [value.shape[lead:] for value in total.values()]
-        named = zip(total, parts, shapes, strict=True)
-        return {name: part.unflatten(-1, shape) if shape else part.squeeze(-1) for name, part, shape in named}
+        flat = noisy if now.coordinates is None else now.coordinates.back(noisy.to(now.coordinates.directions))
+        flat = flat / (slots if isinstance(slots, int) else slots.to(flat))
+        return {name: part.to(like[name].dtype) for name, part in split(flat, like).items()}
 
     # What a server that knows it does.
 
@@ -249,5 +243,29 @@ class Veil(Defense):
     def _clipped(self, gradient: Params) -> Params:
         """Return the gradient of a step with one record, clipped; differentiable."""
         length = flatten(self._mapped(gradient)).square().sum().clamp_min(1e-30).sqrt()
-        factor = (self.measured.clip / length).clamp_max(1.0)
+        factor = (self.measured.clip / (1 + SLACK) / length).clamp_max(1.0)
         return {name: g * factor for name, g in gradient.items()}
+
+
+class VeilStep(Step):
+    """A step under way: the clean sum and the noise are kept apart, and rounded together for every batch that comes."""
+
+    def __init__(self, veil: Veil, slots: int, rng: Source) -> None:
+        self.veil, self.slots, self.rng = veil, slots, rng
+        self.count = 0
+        self.total: Tensor | None = None
+        self.noise: Drawn | None = None
+
+    def add(self, records: Records) -> Params:
+        """Return the step's gradient with these records in it."""
+        self.count += records.count
+        if self.count > self.slots:
+            raise DefenseError(
+                f"A step has {self.count} records and {self.slots} slots. Give each record its own slot."
+            )
+        found = self.veil.clipped_sum(records)
+        self.total = found if self.total is None else self.total.double() + found
+        if self.noise is None:
+            sizes = [p.numel() for p in records.like.values()]
+            self.noise = noise(sizes, self.veil._std, self.rng, found.device)
+        return self.veil._sent(self.noise.on(self.total), self.slots, records.like)

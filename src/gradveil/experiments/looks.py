@@ -16,7 +16,8 @@ from gradveil.countermeasures import Countermeasure
 from gradveil.errors import GradveilError, is_out_of_memory
 from gradveil.experiments.probes import Probed
 from gradveil.experiments.run_folder import Row, RunFolder
-from gradveil.experiments.scene import Scene, is_small, one_thread
+from gradveil.experiments.scene import Scene
+from gradveil.experiments.suited import is_small, one_thread
 from gradveil.federated.client import evaluate
 from gradveil.federated.simulate import simulate
 
@@ -38,6 +39,24 @@ class Look:
 def first_look(scene: Scene) -> Look:
     """Return the model that clients receive in the first round."""
     return Look("first", 1, "start", scene.model)
+
+
+def probe_defenses(scene: Scene, store: RunFolder, seconds: float = math.inf) -> None:
+    """Run each defence by itself, the last of them not begun after so many seconds; what was not is not assessed.
+
+    A run that an earlier version began goes on as that would.
+    """
+    kinds, began = {row["kind"] for row in store.rows}, pace.clock()
+    if "probe" not in kinds and "client" not in kinds and kinds & {"attack", "accuracy"}:
+        scene.probes.update(dict.fromkeys(scene.defenses, Probed()))
+        return
+    for defense in scene.defenses:
+        if defense != "none" and not store.done(f"probe/{defense}"):
+            if pace.clock() - began > seconds:
+                scene.probes[defense] = Probed(notes=("It was not run by itself: there was no time.",), assessed=False)
+            servers = scene.countermeasures(defense, scene.model)
+            rows = probe_rows(defense, scene.probed(defense), servers, "patient" in scene.tiers)
+            store.add(f"probe/{defense}", rows)
 
 
 def rounds_trained(store: RunFolder) -> int:

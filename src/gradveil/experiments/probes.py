@@ -33,6 +33,7 @@ from gradveil.experiments.probing.remains import draw, sampled
 from gradveil.federated.client import train_client
 from gradveil.federated.settings import Local
 from gradveil.losses import build as build_loss
+from gradveil.privacy.draws import Source
 from gradveil.seeds import Seeds
 from gradveil.tree import Params, flatten, parameters
 from gradveil.types import Batch, GaussianPrior, Observation, Update
@@ -59,7 +60,7 @@ class Before(Defense):
 
     whole: Defense
 
-    def on_batch(self, batch: Batch, rng: Generator) -> Batch:
+    def on_batch(self, batch: Batch, rng: Source) -> Batch:
         """Change the examples."""
         return self.whole.on_batch(batch, rng)
 
@@ -67,7 +68,7 @@ class Before(Defense):
         """Return the layers that are defended."""
         return self.whole.layers(model)
 
-    def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator) -> Tensor:
+    def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Source) -> Tensor:
         """Change a layer's input."""
         return self.whole.perturb(model, layer, x, r, rng)
 

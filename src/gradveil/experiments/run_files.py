@@ -5,6 +5,7 @@ import io
 import json
 import zipfile
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from gradveil.experiments.settings import parse
 from gradveil.files import damage_told, read_whole
 
 Row = dict[str, Any]
-_LARGEST = 2**30  # bytes of a file, and of what it unpacks to
+_LARGEST = 2**30  # bytes of an archive of images, and of what it unpacks to
+_TEXT = 2**27  # bytes of a text, whose values are objects
 CHANGED = "It was changed by hand, or damaged: take it from a copy, or choose another --out."
 
 
@@ -27,7 +29,7 @@ class FolderError(GradveilError):
 def read_text(path: Path) -> str:
     """Return the text of a file."""
     with damage_told(path, FolderError, CHANGED):
-        return read_whole(path, _LARGEST).decode()
+        return read_whole(path, _TEXT).decode()
 
 
 def read_table(path: Path) -> dict[str, Any]:
@@ -73,5 +75,11 @@ def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
 
 def _array(file: zipfile.ZipFile, name: str) -> NDArray[Any]:
     content = io.BytesIO(file.read(name))
+    version = np.lib.format.read_magic(content)
+    read: Any = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+    shape, _, dtype = read(content)
+    if not 0 <= prod(shape) * dtype.itemsize <= len(content.getbuffer()):
+        raise ValueError(f"it declares {shape} numbers, which are not there")
+    content.seek(0)
     found: NDArray[Any] = np.lib.format.read_array(content, allow_pickle=False)
     return found

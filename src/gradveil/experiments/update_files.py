@@ -16,15 +16,17 @@ from torch import nn
 from gradveil.data.base import Dataset
 from gradveil.errors import UpdateError
 from gradveil.files import damage_told, read_safetensors, write_atomically
+from gradveil.imports import is_import_path
 from gradveil.losses import Loss
 from gradveil.losses import build as build_loss
-from gradveil.registry import is_import_path
 from gradveil.step_rule import PLAIN, StepRule
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch, Update, check_update
 
 Kind = Literal["gradient", "difference", "weights"]
 KINDS = ("gradient", "difference", "weights")
+NESTED = ("state_dict", "model_state_dict", "model")  # where training scripts put the weights of a checkpoint
+SHOWN = 3  # tensors that an error names
 _NO_PICKLES = (
     "It is not a safetensors file; pickles (.pt, .pth) are refused, since they can run code: save with "
     "safetensors.torch.save_file(state_dict, path)."
@@ -85,7 +87,8 @@ def read_update(path: str | Path, model: nn.Module, facts: Facts | None = None, 
         raise UpdateError(f"{path} holds a {kind}: the learning rate is needed to read it. Give --lr (lr=...).")
     if min(steps, examples) < 1 or (lr is not None and not lr > 0):
         raise UpdateError(f"{path}: lr={lr}, steps={steps}, examples={examples}; each must be above zero.")
-    own = {n: b for n, b in model.state_dict().items() if n in dict(model.named_buffers())}
+    buffers = dict(model.named_buffers())
+    own = {n: b for n, b in model.state_dict().items() if n in buffers}
     trained = {name: value for name, value in tensors.items() if name not in own}
     gradient = _gradient(Path(path), kind, trained, lr or 1.0, before, model)
     buffers = _buffers(Path(path), kind, {n: value for n, value in tensors.items() if n in own}, own)
@@ -139,14 +142,35 @@ def from_state_dicts(
 
 
 def load_weights(model: nn.Module, path: str | Path) -> Params:
-    """Put the weights of a safetensors file into the model, and return them."""
-    tensors, _ = read_tensors(path)
-    try:
-        model.load_state_dict(tensors)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise UpdateError(f"{path} does not fit the model. {reason[:300]}") from error
+    """Put the weights of a file into the model, and return them: safetensors, or a pickle of tensors alone."""
+    path = Path(path)
+    tensors = _pickled(path) if path.suffix.lower() in (".pt", ".pth", ".bin", ".ckpt") else read_tensors(path)[0]
+    own = model.state_dict()
+    wrong = [f"{n!r} is {tuple(v.shape)} there and {tuple(own[n].shape)} in the model" for n, v in tensors.items()
+             if n in own and v.shape != own[n].shape]  # fmt: skip
+    wrong += [f"{n!r} is missing" for n in own if n not in tensors and not n.endswith("num_batches_tracked")]
+    wrong += [f"{n!r} is not in the model" for n in tensors if n not in own]
+    if wrong:
+        more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        raise UpdateError(f"{path} does not fit the model: {'; '.join(wrong[:SHOWN])}{more}. Is it of another network?")
+    if bad := next((n for n, v in tensors.items() if v.is_floating_point() and not bool(v.isfinite().all())), None):
+        raise UpdateError(f"{path}: {bad!r} holds NaN or infinite values.")
+    model.load_state_dict(tensors, strict=False)
     return tensors
+
+
+def _pickled(path: Path) -> Params:
+    """Return the tensors of a pickle, by torch's reader that runs no code; training scripts nest them."""
+    check_files(path)
+    with damage_told(path, UpdateError, "It is damaged, or holds more than tensors: save model.state_dict()."):
+        found: Any = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
+        nested = (found[key] for key in NESTED if isinstance(found, dict) and isinstance(found.get(key), dict))
+        found = next(nested, found)
+        if not isinstance(found, dict) or not found or not all(isinstance(v, torch.Tensor) for v in found.values()):
+            raise ValueError("it holds no weights by name")
+        if all(name.startswith("module.") for name in found):  # of a model that ran on several GPUs
+            found = {name.removeprefix("module."): value for name, value in found.items()}
+    return dict(found)
 
 
 def write_examples(path: str | Path, batch: Batch) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 from gradveil import pace
 from gradveil.data.base import Split
@@ -16,6 +16,7 @@ from gradveil.errors import DefenseError, LossError, UpdateError, is_out_of_memo
 from gradveil.federated.settings import Local
 from gradveil.losses import Loss
 from gradveil.losses import build as build_loss
+from gradveil.privacy.draws import Source, permutation
 from gradveil.step_rule import Momenta
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch, Update
@@ -39,7 +40,7 @@ def local_update(
     data: Batch | Sequence[Batch],
     defense: str | Defense,
     lr: float,
-    rng: Generator,
+    rng: Source,
     epochs: int = 1,
     batch_size: int | None = 32,
     weight_decay: float = 0.0,
@@ -58,7 +59,7 @@ def local_update(
 
 
 def train_client(
-    model: nn.Module, data: Batch | Sequence[Batch], defense: Defense, lr: float, rng: Generator, local: Local
+    model: nn.Module, data: Batch | Sequence[Batch], defense: Defense, lr: float, rng: Source, local: Local
 ) -> Sent:
     """Train the model in place and return what the client sends.
 
@@ -122,7 +123,7 @@ def float_buffers(model: nn.Module) -> Params:
     }
 
 
-def shuffled(num_examples: int, local: Local, rng: Generator) -> tuple[Tensor, list[int]]:
+def shuffled(num_examples: int, local: Local, rng: Source) -> tuple[Tensor, list[int]]:
     """Return the examples of all local steps one after the other, by position, and how many each step takes.
 
     Every epoch is shuffled anew, then cut into batches; the last batch of an epoch may be smaller.
@@ -130,11 +131,11 @@ def shuffled(num_examples: int, local: Local, rng: Generator) -> tuple[Tensor, l
     size = min(local.batch_size or num_examples, num_examples)
     full, rest = divmod(num_examples, size)
     sizes = [size] * full + [rest] * (rest > 0)
-    epochs = [torch.randperm(num_examples, generator=rng) for _ in range(local.epochs)]
+    epochs = [permutation(num_examples, rng) for _ in range(local.epochs)]
     return torch.cat(epochs), sizes * local.epochs
 
 
-def _batches(data: Batch | Sequence[Batch], local: Local, rng: Generator) -> Iterator[Batch]:
+def _batches(data: Batch | Sequence[Batch], local: Local, rng: Source) -> Iterator[Batch]:
     if not isinstance(data, Batch):
         for _ in range(local.epochs):
             yield from data

@@ -15,6 +15,7 @@ from gradveil.data.partition import Indices
 from gradveil.defenses.base import Defense
 from gradveil.federated.client import Sent, train_client
 from gradveil.federated.settings import Local
+from gradveil.privacy.draws import SecretDraws, Source
 from gradveil.registry import Registry
 from gradveil.types import Batch
 
@@ -37,7 +38,7 @@ class Job:
 
     client: int
     indices: Indices  # the examples it holds
-    seed: int  # of its shuffling and of its defence's randomness
+    seed: int | None  # of its shuffling and of its defence's randomness in a simulation; None: secret draws
     start: nn.Module | None = None  # the model that it receives; None: the one of the round
     defense: Defense | None = None  # None: the one of the world
 
@@ -109,10 +110,14 @@ def work(
     inputs = batch.inputs.to(first)
     if inputs.ndim == 4:
         inputs = inputs.contiguous(memory_format=layout)
-    rng = torch.Generator().manual_seed(job.seed)
-    return train_client(
-        model, Batch(inputs, batch.labels.to(first.device)), job.defense or world.defense, lr, rng, world.local
-    )
+    examples = Batch(inputs, batch.labels.to(first.device))
+    return train_client(model, examples, job.defense or world.defense, lr, draws_of(job), world.local)
+
+
+def draws_of(job: Job, device: torch.device | str = "cpu") -> Source:
+    """Return where a client's randomness comes from."""
+    where = torch.device(device)
+    return SecretDraws(where) if job.seed is None else torch.Generator(where).manual_seed(job.seed)
 
 
 def copy_state(source: nn.Module, target: nn.Module) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gradveil.certificates.accountant import Account
+from gradveil.certificates.accountant import SIMULATED, Account
 from gradveil.certificates.plan import PlannedRun
 from gradveil.data.partition import Indices
 from gradveil.defenses.base import Defense
@@ -42,10 +42,15 @@ def planned_run(seeds: Seeds, clients: Sequence[Indices], training: Training, de
 
 
 class Ledger:
-    """The accounts of a run's clients under a defence that promises something; under any other it is empty."""
+    """The accounts of a run's clients under a defence that promises something; under any other it is empty.
 
-    def __init__(self, clients: Sequence[Indices], training: Training, defense: Defense) -> None:
-        self.cost = defense.spends(training.epochs)  # of a participation
+    ``noise``: of the clients, as the accounts say it. Here it is simulated; a server of real ones does not know.
+    """
+
+    def __init__(
+        self, clients: Sequence[Indices], training: Training, defense: Defense, noise: str | None = SIMULATED
+    ) -> None:
+        self.cost, self.noise = defense.spends(training.epochs), noise  # of a participation
         self.fewest, self.limit = defense.fewest, defense.allowance
         self.training, self.sizes = training, [len(part) for part in clients]
         names = [f"{i}-{zlib.crc32(part.tobytes()):08x}" for i, part in enumerate(clients)]
@@ -90,7 +95,7 @@ class Ledger:
                 "or it is of other clients. Start a new run."
             )
         read = [Account.from_json(data, own.client) for data, own in zip(saved, self.accounts, strict=True)]
-        self.accounts = [Account(own.client, own.spent, self.limit or inf) for own in read]
+        self.accounts = [Account(own.client, own.spent, self.limit or inf, own.noise) for own in read]
 
     def draw(self, seeds: Seeds, number: int) -> list[int]:
         """Return the clients of a round: with a budget those who have spent least, in a random order among equals.
@@ -122,4 +127,4 @@ class Ledger:
                 "from the start, with the noise that they need."
             )
         for client in clients:
-            self.accounts[client] = self.accounts[client].spend(self.cost)
+            self.accounts[client] = self.accounts[client].spend(self.cost, self.noise)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from gradveil.data.base import Split
@@ -24,6 +24,7 @@ from gradveil.gradients.records import Captured, records_of
 from gradveil.layers.modules import representation
 from gradveil.layers.sequential import walk, walkable
 from gradveil.losses import Loss
+from gradveil.privacy.draws import Source
 from gradveil.scores import api
 from gradveil.scores.exact import RowNorms, scores
 from gradveil.scores.fast.stacked import StackedRows
@@ -158,7 +159,8 @@ def records_together(
         return result, [inside[m] for m in layers]
 
     order = {m: i for i, m in enumerate(layers)}
-    taps = [inputs.new_zeros(*inputs.shape[:2], *outputs[m]) for m in layers]
+    like = next(iter(weights.values()))
+    taps = [like.new_zeros(*inputs.shape[:2], *outputs[m]) for m in layers]
     deltas, inside = vmap(grad(value, has_aux=True))(taps, weights, inputs, labels)
     found = [KINDS[type(m)](m, layers[m], a.detach(), d) for m, a, d in zip(layers, inside, deltas, strict=True)]
     return Captured(found, {n: w[0].detach() for n, w in weights.items()}, tuple(inputs.shape[:2]))
@@ -185,7 +187,7 @@ class StackedRecords:
         batch: tuple[Tensor, Tensor],
         parts: Tensor,
         slots: Tensor,
-        rngs: Sequence[Generator],
+        rngs: Sequence[Source],
         defenses: Sequence[Defense],
         same: int = 1,
     ) -> Params:
@@ -201,7 +203,7 @@ class StackedRecords:
                 given = (parts[start:end] > 0, slots[start:end], rngs[start:end])
                 found.append(defense.on_stacked(some, *given))
             else:
-                found.append(some.weighted_sum(parts[start:end]))
+                found.append({n: g.to(weights[n].dtype) for n, g in some.weighted_sum(parts[start:end]).items()})
         active = (parts.sum(1) > 0).to(parts)  # a client that has no step left stays where it is
         joined = {
             name: torch.cat([one[name] for one in found]) if len(found) > 1 else found[0][name] for name in weights
@@ -238,9 +240,7 @@ class Steps:
         return Steps(moved[0], moved[1], self.counts)
 
 
-def pad_steps(
-    jobs: Sequence[Job], rngs: Sequence[Generator], local: Local, dtype: torch.dtype, least: int = 1
-) -> Steps:
+def pad_steps(jobs: Sequence[Job], rngs: Sequence[Source], local: Local, dtype: torch.dtype, least: int = 1) -> Steps:
     """Return the steps that each client would take alone, side by side, at least ``least`` examples wide."""
     width = max(least, *(min(local.batch_size or len(job.indices), len(job.indices)) for job in jobs))
     plans = [shuffled(len(job.indices), local, rng) for job, rng in zip(jobs, rngs, strict=True)]

@@ -11,15 +11,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from gradveil.defenses.base import Defense
 from gradveil.errors import GradveilError
 from gradveil.federated.client import Sent, update_batch_size
-from gradveil.federated.engines import ENGINES, Engine, Job, Pool, World
+from gradveil.federated.engines import ENGINES, Engine, Job, Pool, World, draws_of
 from gradveil.federated.stacking import Masks, Resident, StackedRecords, Steps, pad_steps, why_no_masks, why_no_records
 from gradveil.losses import build as build_loss
+from gradveil.privacy.draws import Source
 from gradveil.ranges import Count
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch, Update
@@ -73,9 +74,9 @@ class _Chunk:
     """Clients that are trained together."""
 
     jobs: Sequence[Job]
-    rngs: list[Generator]  # after the shuffling
+    rngs: list[Source]  # after the shuffling
     steps: Steps
-    drawing: list[Generator]  # of noise on records, where the model is
+    drawing: list[Source]  # of noise on records, where the model is
     slots: Tensor  # (K,) of each client's batches
 
     @property
@@ -117,18 +118,18 @@ class _StackedPool(Pool):
         chunks = []
         for start in range(0, len(jobs), self.limit):
             some = jobs[start : start + self.limit]
-            rngs = [torch.Generator().manual_seed(job.seed) for job in some]
+            rngs = [draws_of(job) for job in some]
             steps = pad_steps(some, rngs, self.world.local, dtype, self.width)
             self.width = steps.indices.shape[2]
             slots = torch.tensor([min(self.world.local.batch_size or len(j.indices), len(j.indices)) for j in some])
             chunks.append(_Chunk(some, rngs, steps.to(self.device), self._drawing(some, rngs), slots.to(self.device)))
         return chunks
 
-    def _drawing(self, jobs: Sequence[Job], rngs: list[Generator]) -> list[Generator]:
+    def _drawing(self, jobs: Sequence[Job], rngs: list[Source]) -> list[Source]:
         """Return the generators of noise on records: those of the clients, or on CUDA others from the same seeds."""
         if self.device.type == "cpu" or "records" not in self.world.defense.acts_on:
             return rngs
-        return [torch.Generator(self.device).manual_seed(job.seed) for job in jobs]
+        return [draws_of(job, self.device) for job in jobs]
 
     def _together(self, model: nn.Module, chunk: "_Chunk", lr: float) -> list[Sent]:
         local = self.world.local

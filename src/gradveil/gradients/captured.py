@@ -3,11 +3,10 @@
 A layer that is linear in its weight has the gradient Σ_t δ_t a_tᵀ for a record with positions t (pixels, words), so
 that its norm needs no gradient at all where there is one position, ||a||² ||δ||², or few: Σ_st (a_s·a_t)(δ_s·δ_t)
 (ghost norms). A weighted sum over records is the usual weight gradient with weighted δ. All tensors have two leading
-dimensions: (K clients, N records).
+dimensions: (K clients, N records). Norms are upper bounds and sums go by chunks, as ``rounding`` says.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,18 +17,20 @@ from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
 from gradveil.gradients.convolution import Geometry, pair, patches
+from gradveil.gradients.rounding import (
+    MASS,
+    Pair,
+    chunked,
+    gram,
+    in_chunks,
+    products,
+    records_in_a_chunk,
+    squares,
+    sum_of_held,
+    wide,
+)
 
 CACHED = 2**20  # numbers of patches that are made at once on a CPU
-
-
-def wide(values: Tensor) -> Tensor:
-    """Return numbers in float32 at least."""
-    return values.to(torch.promote_types(values.dtype, torch.float32))
-
-
-def sum_of(terms: Sequence[Tensor]) -> Tensor:
-    """Return the sum of tensors of one shape, in float32 at least."""
-    return torch.stack([wide(term) for term in terms]).sum(0)
 
 
 @dataclass
@@ -38,8 +39,12 @@ class Seen(ABC):
 
     layer: nn.Module
     prefix: str  # of its parameters' names
-    a: Tensor  # (K, N, ...) its input
+    a: Tensor  # (K, N, ...) its input; in float32 at least, as all that is made of it
     delta: Tensor  # (K, N, ...)
+
+    def __post_init__(self) -> None:
+        self.a = wide(self.a) if self.a.is_floating_point() else self.a
+        self.delta = wide(self.delta)
 
     @abstractmethod
     def own(self, which: str) -> Tensor:
@@ -58,15 +63,13 @@ class Seen(ABC):
         """The layer's parameters that are trained."""
         return tuple(n for n, p in self.layer._parameters.items() if p is not None and p.requires_grad)
 
-    def square_norms(self) -> Tensor:
-        """Return the square norms (K, N)."""
-        return sum_of([self.norms_of(which) for which in self.trained])
+    def lengths_of(self, which: str) -> Pair:
+        """Return upper bounds of the square norms and of the square masses (K, N) of one parameter's gradients.
 
-    def norms_of(self, which: str) -> Tensor:
-        """Return the square norms (K, N) of one parameter's gradients."""
-        each = self.held(which).flatten(2)
-        found: Tensor = torch.linalg.vecdot(each, each)
-        return found
+        A gradient that is held has no more mass than length.
+        """
+        found = squares(self.held(which), 2)
+        return found, found
 
     def held(self, which: str) -> Tensor:
         """Return each record's gradient, computed once."""
@@ -75,10 +78,18 @@ class Seen(ABC):
             kept[which] = self.own(which)
         return kept[which]
 
-    def total(self, which: str, weights: Tensor) -> Tensor:
-        """Return the weighted sum of one parameter's gradients (K, *shape) for weights (K, N)."""
+    @property
+    def formed(self) -> int:
+        """Positions of a gradient that is not what is summed, where ``along`` forms it all the same; 0: none."""
+        return 0
+
+    def total(self, which: str, weights: Tensor, mass: float = 1.0) -> Tensor:
+        """Return the weighted sum of one parameter's gradients (K, *shape), in float32 at least.
+
+        ``mass``: the most that a record's weighted gradient may be long, in clips.
+        """
         each = self.held(which)
-        return self.ordered(which, torch.bmm(weights[:, None], each.flatten(2)).view(len(each), *each.shape[2:]))
+        return self.ordered(which, sum_of_held(each, weights, mass))
 
     def each(self, which: str) -> Tensor:
         """Return each record's gradient (K, N, *shape)."""
@@ -86,7 +97,7 @@ class Seen(ABC):
 
     def along(self, which: str, directions: Tensor) -> Tensor:
         """Return the inner products (K, N, R) with directions (R, *shape)."""
-        return self.held(which).flatten(2) @ self.rows(which, directions).T
+        return products(self.held(which).flatten(2), self.rows(which, directions))
 
     def part(self, some: slice) -> "Seen":
         """Return what some clients saw."""
@@ -137,22 +148,46 @@ class Weighted(Seen):
         shape = self.layer._parameters[which].shape  # type: ignore[union-attr]
         return numbers.reshape(*numbers.shape[: numbers.ndim - min(len(shape), 2)], *shape)
 
-    def norms_of(self, which: str) -> Tensor:
-        """Return the square norms (K, N) of one parameter's gradients."""
+    @property
+    def formed(self) -> int:
+        """Positions of a gradient that is not what is summed."""
+        return int(self.deltas().shape[3]) if self.ghost else 0
+
+    def lengths_of(self, which: str) -> Pair:
+        """Return bounds of the square norms and masses (K, N) of one parameter's gradients."""
         if which == "bias" or not self.ghost:
-            return super().norms_of(which)
+            return super().lengths_of(which)
         a, delta = self.inputs(), self.deltas()
         if a.shape[3] == 1:
-            return (a.square().sum((3, 4)) * delta.square().sum((3, 4))).sum(2)
-        return ((a @ a.mT) * (delta @ delta.mT)).sum((2, 3, 4))
+            found = (squares(a, 3) * squares(delta, 3)).sum(2)
+            return found, found
+        norms, masses = gram(a, delta)
+        return norms, masses
 
-    def total(self, which: str, weights: Tensor) -> Tensor:
+    def total(self, which: str, weights: Tensor, mass: float = 1.0) -> Tensor:
         """Return the weighted sum of one parameter's gradients (K, *shape)."""
         if which == "bias" or not self.ghost:
-            return super().total(which, weights)
-        a, delta = self.inputs(), self.deltas() * weights[:, :, None, None, None]
-        a, delta = (rows.transpose(1, 2).flatten(2, 3) for rows in (a, delta))  # (K, G, N T, ...)
-        return self.ordered(which, (delta.mT @ a).flatten(1, 2))
+            return super().total(which, weights, mass)
+        positions = self.deltas().shape[3]
+        size = records_in_a_chunk(positions, mass if positions == 1 else max(mass, MASS), self.delta.dtype)
+        dtype = self.delta.dtype if size else torch.float64
+        numbers = self.layer.weight.numel()  # type: ignore[operator]
+
+        def part(some: slice, size: int) -> Tensor:
+            return self.chunks(some, size, weights[:, some].to(dtype))
+
+        return in_chunks(self.a.shape[1], max(size, 1), numbers, self.delta.device, part)
+
+    def chunks(self, some: slice, size: int, weights: Tensor) -> Tensor:
+        """Return the weighted sums of chunks of some records (K, chunks, *shape), in the type of the weights."""
+        seen = self if some == slice(0, self.a.shape[1]) else self.of_records(some)
+        delta = seen.deltas().to(weights) * weights[:, :, None, None, None]
+        a, delta = (chunked(rows, size).transpose(2, 3).flatten(3, 4) for rows in (seen.inputs().to(delta), delta))
+        return self.ordered("weight", (delta.mT @ a).flatten(2, 3))
+
+    def of_records(self, some: slice) -> "Weighted":
+        """Return what was seen of some records."""
+        return type(self)(self.layer, self.prefix, self.a[:, some], self.delta[:, some])
 
 
 class LinearSeen(Weighted):
@@ -225,13 +260,13 @@ class ConvolutionSeen(Weighted):
         rows: Tensor = self.delta.flatten(3).unflatten(2, (layer.groups, -1))
         return rows.mT
 
-    def total(self, which: str, weights: Tensor) -> Tensor:
-        """Return the weighted sum; of one client by torch's own convolution."""
+    def chunks(self, some: slice, size: int, weights: Tensor) -> Tensor:
+        """Return the weighted sums; on a CPU by torch's own convolution, which adds up products as they are."""
         layer: Any = self.layer
-        plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
-        if which == "bias" or not self.ghost or len(self.a) > 1 or not plain or self.a.ndim != 5:
-            return super().total(which, weights)
+        plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str) and not self.delta.is_cuda
+        if not plain or len(self.a) > 1 or self.a.ndim != 5 or size < len(weights[0]) or weights.dtype != self.a.dtype:
+            return super().chunks(some, size, weights)
         settings = (layer.stride, layer.padding, layer.dilation, layer.groups)
-        delta = self.delta[0] * weights[0][:, None, None, None]
-        found: Tensor = conv2d_weight(self.a[0], layer.weight.shape, delta, *settings)
-        return found[None]
+        delta = self.delta[0, some] * weights[0][:, None, None, None]
+        found: Tensor = conv2d_weight(self.a[0, some], layer.weight.shape, delta, *settings)
+        return found[None, None]

@@ -6,8 +6,7 @@ record is clipped and plain noise is added; P⁻¹ brings it back.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from math import inf
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from gradveil.errors import DefenseError
 from gradveil.files import damage_told, read_safetensors, write_atomically
 from gradveil.gradients.records import Records, records_of
+from gradveil.gradients.rounding import clip_factors, products_error, wide
 from gradveil.losses import Loss
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch
@@ -25,6 +25,8 @@ from gradveil.types import Batch
 LARGEST = 2**32  # bytes that public gradients may take
 PUBLIC = 512  # public examples that are looked at, at most
 FEWEST = 16  # that say anything
+AT_ONCE = 2**14  # columns of the directions that are made float64 at once
+VALUES, CLIPS = (1.0, 1e4), (1e-6, 1e6)  # that are taken from others: eigenvalues and clips
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,11 +36,35 @@ class Coordinates:
     directions: Tensor
     values: Tensor
 
-    def square_norms(self, records: Records, like: Params) -> Tensor:
-        """Return each ||P g_j||² = ||g_j||² - Σ_r (1 - 1/s_r) (u_r·g_j)², and no less for rounding."""
-        along, lengths = records.along(split(self.directions, like)), records.square_norms()
-        slack = 4 * torch.finfo(lengths.dtype).eps  # large numbers are taken from one another
-        return lengths.double() * (1 + slack) - along.double().square() @ (1 - 1 / self.values.to(along).double())
+    @cached_property
+    def stretch(self) -> Tensor:
+        """D = s^(-½) - 1 in float64: P is 1 + Uᵀ D U, for any U that is held."""
+        return self.values.double().rsqrt() - 1
+
+    @cached_property
+    def products(self) -> Tensor:
+        """U Uᵀ in float64."""
+        return sum_over(lambda u: u @ u.T, self.directions)
+
+    @cached_property
+    def longest(self) -> float:
+        """The length of the longest direction."""
+        return float(self.products.diagonal().max().sqrt()) if len(self.values) else 1.0
+
+    def mapped(self, records: Records) -> tuple[Tensor, Tensor]:
+        """Return D U g_j (..., N, R) as it is computed, and upper bounds of ||g_j + Uᵀ D U g_j||² (..., N)."""
+        lengths, masses = records.square_norms(), records.square_masses()
+        along = records.along(split(self.directions, records.like))
+        error = products_error(lengths, masses, along.shape[-1], records.formed, self.directions.dtype) * self.longest
+        beside = along * self.stretch
+        found = lengths + 2 * (along * beside).sum(-1) + ((beside @ self.products) * beside).sum(-1)
+        found += 2 * error * torch.linalg.vector_norm(beside, dim=-1)
+        return beside, found.clamp_min(0) + 1e-9 * lengths
+
+    def spread(self, along: Tensor) -> Tensor:
+        """Return Uᵀ v for vectors (..., R) in float64."""
+        parts = self.directions.split(AT_ONCE, 1)
+        return torch.cat([along @ u.to(along) for u in parts], -1)
 
     def back(self, flat: Tensor) -> Tensor:
         """Return P⁻¹ n for vectors (..., p)."""
@@ -67,6 +93,11 @@ class Coordinates:
             object.__setattr__(self, name, torch.from_numpy(value))
 
 
+def sum_over(part: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """Return the sum of what follows from some columns of a matrix, in float64, for all of them."""
+    return torch.stack([part(some.double()) for some in rows.split(AT_ONCE, 1)]).sum(0)
+
+
 def fit(
     first: Records, second: Records, like: Params, clip: Callable[[Tensor], Tensor], rank: int, alpha: float
 ) -> Coordinates:
@@ -86,13 +117,13 @@ def fit(
     rows = torch.cat([g.flatten(1) for g in first.each().values()], 1)[counts > 0].double() * counts[counts > 0, None]
     lengths, vectors = torch.linalg.eigh(rows @ rows.T)  # rising
     rank = min(rank, int((lengths > 1e-10 * lengths[-1]).sum()))
-    directions = (vectors[:, -rank:].T @ rows / lengths[-rank:, None].sqrt()).to(next(iter(like.values())))
+    directions = (vectors[:, -rank:].T @ rows / lengths[-rank:, None].sqrt()).to(wide(next(iter(like.values()))))
     weights = clip(second.square_norms()).double()
     along = torch.where(weights[:, None] > 0, second.along(split(directions, like)).double() * weights[:, None], 0.0)
     energy = torch.where(weights > 0, second.square_norms().double() * weights.square(), 0.0).mean()
     moments = along.square().mean(0)
     beside = ((energy - moments.sum()) / (size - rank)).clamp_min(1e-12 * moments.max())
-    return Coordinates(directions, (moments / beside).clamp_min(1.0).pow(alpha).to(directions))
+    return Coordinates(directions, (moments / beside).clamp_min(1.0).pow(alpha).clamp_max(VALUES[1]).to(directions))
 
 
 def split(flat: Tensor, like: Params) -> Params:
@@ -125,14 +156,21 @@ def _load(path: str, like: Params) -> tuple[Coordinates, float | None]:
         raise DefenseError(f"The public coordinates {path!r} are of a model with other parameters.")
     flat = torch.cat([part.flatten(1) for part in parts], 1).double()
     apart = float((flat @ flat.T - torch.eye(len(flat), dtype=flat.dtype)).abs().max()) if len(flat) else 0.0
-    if not apart < 1e-3 or len(values) != len(flat) or not bool((values.isfinite() & (values > 0)).all()):
-        raise DefenseError(f"The directions in {path!r} are not orthonormal, or their values are not above 0.")
-    first = next(iter(like.values()))
+    if not apart < 1e-3 or len(values) != len(flat):
+        raise DefenseError(f"The directions in {path!r} are not orthonormal, or not as many as their values.")
+    if not bool(((values >= VALUES[0]) & (values <= VALUES[1])).all()):
+        raise DefenseError(f"The values in {path!r} are not all from {VALUES[0]:g} to {VALUES[1]:g}.")
+    first = wide(next(iter(like.values())))
     directions = torch.linalg.qr(flat.T).Q.T  # the same but for signs, and orthonormal to rounding
-    clip = float(tensors["clip"]) if "clip" in tensors else None
-    if clip is not None and not 0 < clip < inf:
-        raise DefenseError(f"The clip in {path!r} is {clip}; it must be above 0.")
+    clip = check_clip(float(tensors["clip"]), f"in {path!r}") if "clip" in tensors else None
     return Coordinates(directions.to(first), values.to(first)), clip
+
+
+def check_clip(clip: float, where: str) -> float:
+    """Return a clip that somebody else sent; raise where it is no length that a gradient may have."""
+    if not CLIPS[0] <= clip <= CLIPS[1]:
+        raise DefenseError(f"The clip {where} is {clip:g}; it must be from {CLIPS[0]:g} to {CLIPS[1]:g}.")
+    return clip
 
 
 @lru_cache(maxsize=4)
@@ -179,7 +217,7 @@ def measure(
         coordinates = fit(first, second, like, lambda norms: clip_factors(norms, limit), rank, alpha)
     if quantile is None or coordinates is None:
         return ClipMap(fixed, coordinates)
-    return ClipMap(_quantile(coordinates.square_norms(second, like), quantile), coordinates)
+    return ClipMap(_quantile(coordinates.mapped(second)[1], quantile), coordinates)
 
 
 def _enough(public: Batch | None, asks: str) -> Batch:
@@ -191,16 +229,10 @@ def _enough(public: Batch | None, asks: str) -> Batch:
     return public[:PUBLIC]
 
 
-def clip_factors(square_norms: Tensor, clip: float) -> Tensor:
-    """Return c_j = min(1, C / ||P g_j||), 0 where the norm is not finite."""
-    factors = (clip / square_norms.clamp_min(1e-30).sqrt()).clamp_max(1.0)
-    return torch.where(square_norms.isfinite(), factors, torch.zeros_like(factors))
-
-
 def _quantile(square_norms: Tensor, quantile: float) -> float:
     """Return the quantile of the norms that are finite."""
     finite = square_norms[square_norms.isfinite()].double().clamp_min(0).sqrt()
     found = float(finite.quantile(quantile)) if len(finite) else 0.0
     if not found > 0:
         raise DefenseError("The gradients of all public examples are zero or not finite: no clip follows from them.")
-    return found
+    return check_clip(found, "that follows from public gradients")

@@ -19,9 +19,10 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from gradveil.errors import DefenseError
-from gradveil.gradients.captured import Seen, wide
+from gradveil.gradients.captured import Seen
 from gradveil.gradients.layer_kinds import KINDS, is_known
 from gradveil.gradients.records import Captured
+from gradveil.gradients.rounding import wide
 from gradveil.gradients.separable import check_layers
 from gradveil.layers.modules import copied_buffers, plain_attention, plain_checkpoints, tensors_in
 from gradveil.tree import Params
@@ -42,7 +43,7 @@ class ModuleSeen(Seen):
     def own(self, which: str) -> Tensor:
         """Return each record's gradient; those of all parameters are computed at once."""
         kept: Params = self.__dict__.setdefault("_kept", {})
-        kept.update({n: g.detach()[None] for n, g in self._gradients().items()})
+        kept.update({n: wide(g.detach())[None] for n, g in self._gradients().items()})
         return kept[which]
 
     def _gradients(self) -> Params:
@@ -108,10 +109,9 @@ class Ran:
         delta = next(iter(there.values()))
         prefix = f"{self.layer}." if self.layer else ""
         first = _tensors(self.given)[0]
-        a = (wide(first) if first.is_floating_point() else first)[None]
         if is_known(self.module):
-            return KINDS[type(self.module)](self.module, prefix, a, wide(delta)[None])
-        return ModuleSeen(self.module, prefix, a, wide(delta)[None], given=self.given, deltas=there)
+            return KINDS[type(self.module)](self.module, prefix, first[None], delta[None])
+        return ModuleSeen(self.module, prefix, first[None], delta[None], given=self.given, deltas=there)
 
 
 class TrainedLayers:

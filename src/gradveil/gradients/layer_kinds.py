@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradveil.gradients.captured import ConvolutionSeen, LinearSeen, Seen
+from gradveil.gradients.rounding import Pair, gram_of_rows
 
 
 class NormSeen(Seen):
@@ -45,11 +46,16 @@ class EmbeddingSeen(Seen):
     def _rows(self) -> tuple[Tensor, Tensor]:
         """Return numbers (K, N, T) and δ (K, N, T, D), zero at the padding."""
         layer: Any = self.layer
-        numbers = self.a.view(*self.a.shape[:2], -1)  # one number for a record, or several
-        delta = self.delta.reshape(*numbers.shape, -1)
+        numbers = self.a.reshape(*self.a.shape[:2], -1)
+        delta = self.delta.reshape(*numbers.shape, self.delta.shape[-1])
         if layer.padding_idx is not None:
-            delta = delta * (numbers != layer.padding_idx)[..., None]
+            delta = delta.masked_fill((numbers == layer.padding_idx)[..., None], 0)
         return numbers, delta
+
+    @property
+    def formed(self) -> int:
+        """Positions of a gradient that is not what is summed."""
+        return int(self._rows()[0].shape[2])
 
     def own(self, which: str) -> Tensor:
         """Return each record's gradient."""
@@ -57,16 +63,15 @@ class EmbeddingSeen(Seen):
         empty = delta.new_zeros(*numbers.shape[:2], *self.layer.weight.shape)  # type: ignore[misc]
         return empty.scatter_add_(2, numbers[..., None].expand_as(delta), delta)
 
-    def norms_of(self, which: str) -> Tensor:
-        """Return the square norms (K, N)."""
+    def lengths_of(self, which: str) -> Pair:
+        """Return bounds of the square norms and masses (K, N)."""
         numbers, delta = self._rows()
-        same = numbers[..., None] == numbers[..., None, :]
-        return ((delta @ delta.mT) * same).sum((2, 3))
+        return gram_of_rows(delta, numbers[..., None] == numbers[..., None, :])
 
-    def total(self, which: str, weights: Tensor) -> Tensor:
-        """Return the weighted sum (K, *shape)."""
+    def total(self, which: str, weights: Tensor, mass: float = 1.0) -> Tensor:
+        """Return the weighted sum (K, *shape), in float64: rows that meet may be many."""
         numbers, delta = self._rows()
-        delta = (delta * weights[..., None, None]).flatten(1, 2)
+        delta = (delta.double() * weights[..., None, None]).flatten(1, 2)
         empty = delta.new_zeros(len(delta), *self.layer.weight.shape)  # type: ignore[misc]
         return empty.scatter_add_(1, numbers.flatten(1)[..., None].expand_as(delta), delta)
 

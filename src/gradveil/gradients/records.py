@@ -1,7 +1,6 @@
 """The gradients of each record's loss, one by one, without the caller knowing how they are computed."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -13,10 +12,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call, grad, vmap
 
-from gradveil.gradients.captured import Seen, sum_of, wide
+from gradveil.gradients.captured import Seen
 from gradveil.gradients.functional import quiet
+from gradveil.gradients.held import Held, InParts, Records
 from gradveil.gradients.layer_kinds import KINDS, known
 from gradveil.gradients.precision import full_precision
+from gradveil.gradients.rounding import Pair, wide
 from gradveil.gradients.separable import check_separable, check_unmixed, same
 from gradveil.layers.modules import copied_buffers, plain_attention, plain_checkpoints, ways_into
 from gradveil.losses import CROSS_ENTROPY, Loss
@@ -24,102 +25,9 @@ from gradveil.losses import build as build_loss
 from gradveil.tree import Params
 from gradveil.types import Batch
 
+__all__ = ["HELD", "Captured", "Held", "InParts", "Records", "capture", "records_of"]
+
 HELD = 2**28  # bytes of gradients that are held at once; beyond, they are computed again when they are needed again
-
-
-class Records(ABC):
-    """Gradients g_j of N records."""
-
-    count: int
-    like: Params  # the trained parameters, of which names, order and shapes count
-
-    @abstractmethod
-    def square_norms(self) -> Tensor:
-        """Return each ||g_j||² (N,)."""
-
-    @abstractmethod
-    def along(self, directions: Params) -> Tensor:
-        """Return the inner products (N, R) with directions (R, *shape) by name."""
-
-    @abstractmethod
-    def each(self) -> Params:
-        """Return the gradients themselves (N, *shape) by name."""
-
-    @abstractmethod
-    def weighted_sum(self, weights: Tensor) -> Params:
-        """Return Σ w_j g_j; a record of weight 0 never counts, even where its gradient is not finite."""
-
-
-@dataclass(frozen=True)
-class Held(Records):
-    """Gradients that lie side by side: (N, *shape) by name."""
-
-    gradients: Params
-
-    @property
-    def count(self) -> int:  # type: ignore[override]
-        """How many there are."""
-        return len(next(iter(self.gradients.values())))
-
-    @property
-    def like(self) -> Params:  # type: ignore[override]
-        """The parameters' shapes."""
-        return {n: g[0] for n, g in self.gradients.items()}
-
-    def square_norms(self) -> Tensor:
-        """Return each ||g_j||² (N,)."""
-        return torch.stack([wide(g).flatten(1).square().sum(1) for g in self.gradients.values()]).sum(0)
-
-    def along(self, directions: Params) -> Tensor:
-        """Return the inner products (N, R)."""
-        return sum_of([g.flatten(1) @ directions[n].flatten(1).to(g).T for n, g in self.gradients.items()])
-
-    def each(self) -> Params:
-        """Return the gradients."""
-        return self.gradients
-
-    def weighted_sum(self, weights: Tensor) -> Params:
-        """Return Σ w_j g_j."""
-        kept = weights != 0
-        if not bool(kept.all()):
-            weights, kept_only = weights[kept], {n: g[kept] for n, g in self.gradients.items()}
-            return Held(kept_only).weighted_sum(weights)
-        return {n: torch.tensordot(weights.to(g), g, 1) for n, g in self.gradients.items()}
-
-
-@dataclass(frozen=True)
-class InParts(Records):
-    """Gradients of some records after the others: computed anew for every question."""
-
-    parts: Sequence[Callable[[], Held]]
-    sizes: Sequence[int]
-    like: Params
-
-    @property
-    def count(self) -> int:  # type: ignore[override]
-        """How many there are."""
-        return sum(self.sizes)
-
-    def square_norms(self) -> Tensor:
-        """Return each ||g_j||² (N,)."""
-        return torch.cat([part().square_norms() for part in self.parts])
-
-    def along(self, directions: Params) -> Tensor:
-        """Return the inner products (N, R)."""
-        return torch.cat([part().along(directions) for part in self.parts])
-
-    def each(self) -> Params:
-        """Return the gradients (N, *shape)."""
-        found = [part().gradients for part in self.parts]
-        return {n: torch.cat([some[n] for some in found]) for n in found[0]}
-
-    def weighted_sum(self, weights: Tensor) -> Params:
-        """Return Σ w_j g_j."""
-        total: Params = {}
-        for part, some in zip(self.parts, weights.split(list(self.sizes)), strict=True):
-            found = part().weighted_sum(some)
-            total = {n: g + total[n] if total else g for n, g in found.items()}
-        return total
 
 
 @dataclass
@@ -136,12 +44,29 @@ class Captured(Records):
         return self.shape[-1]
 
     @cached_property
-    def _norms(self) -> Tensor:
-        return sum_of([layer.square_norms() for layer in self.layers])  # (K, N)
+    def _lengths(self) -> Pair:
+        each = [layer.lengths_of(which) for layer in self.layers for which in layer.trained]
+        norms = torch.stack([norm for norm, _ in each]).sum(0)  # (K, N)
+        if all(norm is mass for norm, mass in each):
+            return norms, norms
+        return norms, torch.stack([mass for _, mass in each]).sum(0)
+
+    @property
+    def _lead(self) -> torch.Size:
+        return self.layers[0].delta.shape[:2]
 
     def square_norms(self) -> Tensor:
-        """Return each ||g_j||²."""
-        return self._norms.view(self.shape)
+        """Return bounds of each ||g_j||²."""
+        return self._lengths[0].view(self.shape)
+
+    def square_masses(self) -> Tensor:
+        """Return bounds of what cancels in each g_j, squared."""
+        return self._lengths[1].view(self.shape)
+
+    @cached_property
+    def formed(self) -> int:
+        """Positions of gradients that ``along`` forms and ``weighted_sum`` does not."""
+        return max(layer.formed for layer in self.layers)
 
     def along(self, directions: Params) -> Tensor:
         """Return the inner products with directions (R, *shape)."""
@@ -150,25 +75,25 @@ class Captured(Records):
             for layer in self.layers
             for which in layer.trained
         ]
-        return sum_of(found).reshape(*self.shape, -1)
+        return torch.stack(found).sum(0).reshape(*self.shape, -1)
 
     def each(self) -> Params:
         """Return the gradients (N, *shape) or (K, N, *shape)."""
         found = {layer.prefix + w: layer.each(w) for layer in self.layers for w in layer.trained}
         empty = self.layers[0].delta.new_zeros(())
         return {
-            n: found.get(n, empty).expand(*self._norms.shape, *p.shape).reshape(*self.shape, *p.shape)
+            n: found.get(n, empty).expand(*self._lead, *p.shape).reshape(*self.shape, *p.shape)
             for n, p in self.like.items()
         }
 
-    def weighted_sum(self, weights: Tensor) -> Params:
+    def weighted_sum(self, weights: Tensor, mass: float = 1.0) -> Params:
         """Return Σ w_j g_j; with K clients, for each (K, *shape)."""
-        factors, bad = weights.view_as(self._norms).to(self._norms), ~self._norms.isfinite()
+        factors, bad = weights.view(self._lead), ~self._lengths[1].isfinite()
         layers = [layer.without(bad & (factors == 0)) for layer in self.layers] if bool(bad.any()) else self.layers
-        found = {layer.prefix + w: layer.total(w, factors.to(layer.delta)) for layer in layers for w in layer.trained}
+        found = {layer.prefix + w: layer.total(w, factors, mass) for layer in layers for w in layer.trained}
         lead = self.shape[:-1]
         return {
-            n: found[n].reshape(*lead, *p.shape).to(p) if n in found else p.new_zeros(*lead, *p.shape)
+            n: found[n].reshape(*lead, *p.shape) if n in found else wide(p.new_zeros(*lead, *p.shape))
             for n, p in self.like.items()
         }
 
@@ -197,6 +122,8 @@ def records_of(model: nn.Module, batch: Batch, loss: Loss | Callable[[Tensor, Te
         checked[key] = _fits(model, batch, minimised)
     if len(batch) and checked[key] and (found := capture(model, batch, minimised)) is not None:
         return found
+    if not len(batch):
+        return Held({n: p.detach().new_zeros(0, *p.shape) for n, p in model.named_parameters() if p.requires_grad})
     return _one_by_one(model, batch, minimised)
 
 
@@ -244,7 +171,7 @@ def capture(model: nn.Module, batch: Batch, loss: Loss) -> Captured | None:
     if any(d is None for d in deltas):  # a layer whose output leads nowhere
         return None
     found = [
-        KINDS[type(module)](module, layers[module], (wide(a) if a.is_floating_point() else a)[None], wide(d)[None])
+        KINDS[type(module)](module, layers[module], a[None], d[None])
         for (module, a, _, _), d in zip(seen, deltas, strict=True)
     ]
     return Captured(found, {n: p.detach() for n, p in weights.items()}, (len(batch),))

@@ -1,12 +1,10 @@
 """Any defence around training that knows nothing of it: a function, by one line, or a framework's, by a callback."""
 
 import functools
-import secrets
 from collections.abc import Callable
 from fnmatch import fnmatch
 from typing import ParamSpec, TypeVar, Unpack
 
-import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.certificates.accountant import Account
@@ -23,7 +21,7 @@ BUFFERS = ("*running_mean", "*running_var", "*num_batches_tracked")  # state tha
 
 
 def defended(
-    defense: str | Defense, *, lr: float = 1.0, seed: int | None = None, **settings: Unpack[RecordSettings]
+    defense: str | Defense, *, lr: float = 1.0, simulated: Generator | None = None, **settings: Unpack[RecordSettings]
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Put a defence around a training function: ``@defended("representation:share=0.4")``.
 
@@ -34,7 +32,7 @@ def defended(
     Args:
         defense: a spec or a defence.
         lr: of the local steps; for defences of the update, which act on (W_before - W_after) / lr.
-        seed: for tests only; None draws from the operating system.
+        simulated: a generator for simulations and tests; None: secret noise, as ``protect`` draws it.
         settings: of a defence of records, as ``protect`` takes them.
     """
 
@@ -43,7 +41,7 @@ def defended(
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             model = _model(train.__name__, [*args, *kwargs.values()])
             before = {name: value.detach().clone() for name, value in model.state_dict().items()}
-            with protect(model, defense, rng=fresh_rng(seed), **settings) as guard:
+            with protect(model, defense, simulated=simulated, **settings) as guard:
                 try:
                     result = train(*args, **kwargs)
                 finally:
@@ -61,14 +59,6 @@ def defended(
 def is_trained(name: str, value: Tensor) -> bool:
     """Return whether a tensor of a state dict is a weight, not a counter or a running statistic."""
     return value.is_floating_point() and not any(fnmatch(name, pattern) for pattern in BUFFERS)
-
-
-def fresh_rng(seed: int | None = None) -> Generator:
-    """Return a generator: from the operating system's entropy, unless a seed is given.
-
-    The server knows the run's seed, and what it can draw again it can take off again. A fixed seed is for tests.
-    """
-    return torch.Generator().manual_seed(secrets.randbits(63) if seed is None else seed)
 
 
 def _model(function: str, values: list[object]) -> nn.Module:
@@ -90,7 +80,7 @@ class CallbackGuard:
         defence_or_spec: Defense | str,
         *,
         module: str | None = None,
-        rng: Generator | None = None,
+        simulated: Generator | None = None,
         strict: bool = True,
         **settings: Unpack[RecordSettings],
     ) -> None:
@@ -101,14 +91,14 @@ class CallbackGuard:
                 f"{describe(self.defense)} acts on the update, and a callback does not see what is sent. Use "
                 f"gradveil.protect and guard.update(before, after) where the weights are sent."
             )
-        self._module, self._rng, self._strict, self._settings = module, rng, strict, settings
+        self._module, self._simulated, self._strict, self._settings = module, simulated, strict, settings
         self._guard: Guard | None = None
         self.report = Report()
 
     def start(self, model: nn.Module) -> None:
         """Attach the defence."""
         part = model.get_submodule(self._module) if self._module else model
-        self._guard = protect(part, self.defense, rng=self._rng, strict=self._strict, **self._settings)
+        self._guard = protect(part, self.defense, simulated=self._simulated, strict=self._strict, **self._settings)
         self.report = self._guard.report
 
     def stop(self) -> None:

@@ -6,6 +6,7 @@ filter can ask for it. A defence of records (``veil``) has a filter of its own, 
 site's account and lets nothing through beside the update: ``RecordsFilter``.
 """
 
+from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -14,57 +15,30 @@ import numpy as np
 import torch
 
 from gradveil import tree
-from gradveil.certificates.accountant import spend_from
+from gradveil.certificates.accountant import SECRET, account_path, spend_from
 from gradveil.defenses.base import build
 from gradveil.defenses.guard.protect import refuse_idle
 from gradveil.errors import GradveilError, MissingExtraError
-from gradveil.integrations.local_training import fresh_rng, is_trained
+from gradveil.integrations.local_training import is_trained
+from gradveil.privacy.draws import SecretDraws
 from gradveil.registry import describe
 from gradveil.types import Update
 
 try:
     from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
     from nvflare.apis.filter import ContentBlockedException, Filter
-    from nvflare.apis.fl_constant import ReturnCode
+    from nvflare.apis.fl_constant import FilterKey, FLContextKey, ReturnCode
     from nvflare.apis.fl_context import FLContext
-    from nvflare.apis.shareable import Shareable
+    from nvflare.apis.shareable import Shareable, make_reply
     from nvflare.apis.utils.fl_context_utils import add_job_audit_event
 except ImportError as error:
     raise MissingExtraError("Working with NVFlare", "nvflare") from error
 
 STEPS, SPENT = "defended-steps", "spent"  # in a result's meta: report.steps and report.spent of its guard
-PUBLIC = (STEPS, MetaKey.NUM_STEPS_CURRENT_ROUND)  # of the meta, counts that are taken for known
+CAME = "gradveil-came"  # in the context of a task: the form of what was sent
 
 
-class _Outgoing(Filter):  # type: ignore[misc]
-    """Lets through what ``defended`` returns of a result, and nothing where that raises."""
-
-    defense: str
-
-    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Return the result with what may leave the site; raise where nothing may."""
-        if shareable.get_return_code() != ReturnCode.OK:
-            return shareable  # an error report, no update
-        try:
-            dxo = from_shareable(shareable)
-        except Exception as error:
-            raise ContentBlockedException(f"Update withheld: the result holds no DXO ({error}).") from error
-        try:
-            sent, done = self.outgoing(dxo, str(fl_ctx.get_identity_name() or "site"))
-        except GradveilError as error:
-            raise ContentBlockedException(f"Update withheld: {error}") from error
-        if sent is dxo:
-            return shareable
-        sent.add_filter_history(type(self).__name__)
-        add_job_audit_event(fl_ctx=fl_ctx, msg=f"gradveil: {self.defense} {done}")
-        return sent.update_shareable(shareable)
-
-    def outgoing(self, dxo: DXO, client: str) -> tuple[DXO, str]:
-        """Return what leaves the site, and what was done; the DXO itself where it needs nothing."""
-        raise NotImplementedError
-
-
-class UpdateFilter(_Outgoing):
+class UpdateFilter(Filter):  # type: ignore[misc]
     """Defends the weight difference that leaves a site; what it cannot read it blocks.
 
     ``recipe.add_client_output_filter(UpdateFilter("gaussian:scale=0.01,on=update", lr=0.01), tasks=["train"])``.
@@ -84,9 +58,23 @@ class UpdateFilter(_Outgoing):
         self.lr = lr
         self.require_steps = require_steps
 
-    def outgoing(self, dxo: DXO, client: str) -> tuple[DXO, str]:
-        """Return the defended update; metrics as they are."""
-        return (dxo, "") if dxo.data_kind == DataKind.METRICS else (self.defend(dxo), "applied to the outgoing update")
+    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Return the result with what may leave the site; raise where nothing may."""
+        if shareable.get_return_code() != ReturnCode.OK:
+            return shareable  # an error report, no update
+        try:
+            dxo = from_shareable(shareable)
+        except Exception as error:
+            raise ContentBlockedException(f"Update withheld: the result holds no DXO ({error}).") from error
+        if dxo.data_kind == DataKind.METRICS:
+            return shareable
+        try:
+            sent = self.defend(dxo)
+        except GradveilError as error:
+            raise ContentBlockedException(f"Update withheld: {error}") from error
+        sent.add_filter_history(type(self).__name__)
+        add_job_audit_event(fl_ctx=fl_ctx, msg=f"gradveil: {self.defense} applied to the outgoing update")
+        return sent.update_shareable(shareable)
 
     def defend(self, dxo: DXO) -> DXO:
         """Return the DXO with its weight difference defended."""
@@ -110,7 +98,7 @@ class UpdateFilter(_Outgoing):
         if not trained or not tree.is_finite(trained):
             raise GradveilError("The update is empty or holds NaN or infinite values. Find the client's fault.")
         update = Update(tree.scale(trained, -1.0 / self.lr), num_steps=steps, lr=self.lr)
-        sent = defense.on_update(update, fresh_rng())
+        sent = defense.on_update(update, SecretDraws())
         data: dict[str, Any] = dict(dxo.data)
         for name, gradient in sent.gradient.items():
             value = (-self.lr * gradient).to(change[name].dtype)
@@ -118,47 +106,125 @@ class UpdateFilter(_Outgoing):
         return DXO(dxo.data_kind, data, dxo.meta)
 
 
-class RecordsFilter(_Outgoing):
-    """Pays for the rounds of a defence of records, and lets no number through that has no noise.
+class RecordsFilter(Filter):  # type: ignore[misc]
+    """Pays for the rounds of a defence of records, and lets nothing through that has no noise.
 
-    ``recipe.add_client_output_filter(RecordsFilter("veil:z=2", "/var/lib/site/account.json"), tasks=["train"])``. The
-    client script trains under ``protect(model, "veil:z=2", ...)`` and says in the result's meta what that was:
-    ``{"defended-steps": guard.report.steps, "spent": guard.report.spent}``. Metrics and other meta are taken out.
+    ``RecordsFilter("veil:z=2")`` belongs on every task of a site: in its own ``privacy.json``, where no job can take it
+    off, or by ``recipe.add_client_output_filter`` on each task of a job. The client script trains under
+    ``protect(model, "veil:z=2", ...)`` and says in the result's meta what that was: ``{"defended-steps":
+    guard.report.steps, "spent": guard.report.spent}``. The result is made anew of the weights and of the number of
+    steps. Results of tasks that do not train (``validate``, ``submit_model``) and the content of error reports stay on
+    the site.
+
+    As a filter of what comes in as well (``add_client_input_filter``), it knows the names, shapes and types that were
+    sent, and lets no others out.
     """
 
-    def __init__(self, defense: str, account: str, limit: float | None = None) -> None:
+    def __init__(
+        self,
+        defense: str,
+        account: str | None = None,
+        limit: float | None = None,
+        tasks: Sequence[str] = ("train",),
+        allow: Sequence[str] = (),
+        most_steps: int = 10_000,
+        noise: str = SECRET,
+    ) -> None:
         """Set up the filter.
 
         Args:
             defense: the spec that the client script uses, with z.
-            account: the file of the site's account, which is begun where there is none.
+            account: the file of the site's account, which is begun where there is none; None: that of its name in
+                GRADVEIL_ACCOUNTS, or ``~/.gradveil/accounts``.
             limit: of μ² over all rounds; None: what the defence allows.
+            tasks: that train; their results are paid for.
+            allow: tasks whose results leave as they are, unpaid, e.g. ``validate``.
+            most_steps: that a round may take: a larger number is none of steps.
+            noise: ``simulated`` lets results through that say so in their meta (``"noise": guard.report.noise``).
         """
         super().__init__()
         self.defense = defense  # NVFlare writes the arguments into the job by these names
         self.account = account
         self.limit = limit
+        self.tasks = tasks
+        self.allow = allow
+        self.most_steps = most_steps
+        self.noise = noise
 
-    def outgoing(self, dxo: DXO, client: str) -> tuple[DXO, str]:
-        """Pay, and return the result without what tells of the records."""
-        self._pay(dxo, client)
-        meta = {name: value for name, value in dxo.meta.items() if name in PUBLIC}
-        return DXO(
-            dxo.data_kind, dxo.data, meta
-        ), f"paid for, not sent: {', '.join(sorted(dxo.meta.keys() - meta.keys()))}"
+    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Return what may leave the site; raise where nothing may."""
+        if fl_ctx.get_prop(FLContextKey.FILTER_DIRECTION) == FilterKey.IN:
+            fl_ctx.set_prop(CAME, _forms(shareable), private=True, sticky=False)
+            return shareable
+        task = str(fl_ctx.get_prop(FLContextKey.TASK_NAME) or self.tasks[0])
+        if task in self.allow:
+            return shareable
+        if (code := shareable.get_return_code()) != ReturnCode.OK:
+            return make_reply(code if code in vars(ReturnCode).values() else ReturnCode.ERROR)
+        try:
+            if task not in self.tasks:
+                raise GradveilError("this site sends results of training alone: others would tell of its records.")
+            sent = self.outgoing(from_shareable(shareable), str(fl_ctx.get_identity_name() or "site"), fl_ctx)
+        except GradveilError as error:
+            raise ContentBlockedException(f"Update withheld: {error}") from error
+        except Exception as error:
+            raise ContentBlockedException("Update withheld: the result cannot be read.") from error
+        add_job_audit_event(fl_ctx=fl_ctx, msg=f"gradveil: {self.defense} paid for, and nothing else is sent")
+        sent.add_filter_history(type(self).__name__)
+        return sent.to_shareable()
 
-    def _pay(self, dxo: DXO, client: str) -> None:
+    def outgoing(self, dxo: DXO, client: str, fl_ctx: FLContext) -> DXO:
+        """Pay, and return a result of nothing but weights and the number of steps."""
+        if dxo.data_kind not in (DataKind.WEIGHT_DIFF, DataKind.WEIGHTS):
+            raise GradveilError(f"the result is {dxo.data_kind}: only weights have noise on them.")
+        steps = self._pay(dxo, client)  # whatever else is found: an error tells something too
+        data = _sound(dxo.data, fl_ctx.get_prop(CAME))
+        return DXO(dxo.data_kind, data, {STEPS: steps, MetaKey.NUM_STEPS_CURRENT_ROUND: steps})
+
+    def _pay(self, dxo: DXO, client: str) -> int:
         defense = build(self.defense)
         least = defense.spends(1)
         if least is None:
             raise GradveilError(f"{describe(defense)} promises nothing of single records. Use UpdateFilter, or veil.")
-        if dxo.data_kind not in (DataKind.WEIGHT_DIFF, DataKind.WEIGHTS):
-            raise GradveilError(f"the result is {dxo.data_kind}: only weights have noise on them.")
-        cost = dxo.get_meta_prop(SPENT, 0.0)
-        if not dxo.get_meta_prop(STEPS, 0) > 0 or not cost >= least * (1 - 1e-9):
+        cost, steps = dxo.get_meta_prop(SPENT, 0.0), dxo.get_meta_prop(STEPS, 0)
+        if not _is_number(cost, least * (1 - 1e-9), 1e12) or not _is_number(steps, 1, self.most_steps) or steps % 1:
             raise GradveilError(
-                f"the result's meta says {STEPS}={dxo.get_meta_prop(STEPS, 0)} and {SPENT}={cost}, and one epoch under "
-                f"{describe(defense)} costs {least:g}. Send what guard.report says of a guard of this round."
+                f"the result's meta must have {STEPS} from 1 to {self.most_steps} and {SPENT} of {least:g} or more, "
+                f"which one epoch under {describe(defense)} costs. Send what guard.report says in this round."
             )
+        noise = dxo.get_meta_prop("noise", None)
+        if noise not in (None, SECRET, self.noise):
+            raise GradveilError("the script says that its noise can be drawn again. Leave the seed out.")
         limit = defense.allowance if self.limit is None else self.limit
-        spend_from(Path(self.account), client, cost, inf if limit is None else limit)
+        path = account_path(client) if self.account is None else Path(self.account)
+        spend_from(path, client, float(cost), inf if limit is None else limit, noise=noise)
+        return int(steps)
+
+
+def _is_number(value: Any, low: float, high: float) -> bool:
+    """Whether it is one number in this range: no text, no array, no truth value, not NaN."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+
+
+def _forms(shareable: Shareable) -> dict[str, Any]:
+    """Return shape and type of each array that a server sent, by name; nothing where it sent none."""
+    try:
+        data = from_shareable(shareable).data
+        return {name: (tuple(np.shape(value)), np.asarray(value).dtype) for name, value in data.items()}
+    except Exception:  # not for this filter to say
+        return {}
+
+
+def _sound(data: dict[str, Any], came: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the arrays of a result in the types that came; raise where they are no weights."""
+    out: dict[str, Any] = {}
+    for name, value in data.items():
+        array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+        if array.dtype.kind != "f" or not np.isfinite(array).all():
+            raise GradveilError("the result holds NaN, infinite or whole numbers, or no numbers at all.")
+        if came and (name not in came or came[name][0] != array.shape):
+            raise GradveilError("the result holds arrays that are not those that were sent.")
+        kind = came[name][1] if came and came[name][1].kind == "f" else np.dtype(np.float32)
+        array = array.astype(min(kind, array.dtype, key=lambda one: one.itemsize))
+        out[str(name)] = torch.from_numpy(array) if isinstance(value, torch.Tensor) else array
+    return out

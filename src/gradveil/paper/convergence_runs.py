@@ -19,6 +19,7 @@ from gradveil.data import load
 from gradveil.data.partition import Indices, partition
 from gradveil.errors import DataError
 from gradveil.federated.client import shuffled
+from gradveil.federated.engines import draws_of
 from gradveil.federated.ledger import sample_clients
 from gradveil.federated.settings import Training
 from gradveil.federated.simulate import round_jobs
@@ -88,7 +89,7 @@ def logistic_rounds(
         jobs = round_jobs(seeds, number, clients, chosen)
         orders = []
         for job in jobs:
-            order, sizes = shuffled(len(job.indices), training, torch.Generator().manual_seed(job.seed))
+            order, sizes = shuffled(len(job.indices), training, draws_of(job))
             orders.append(torch.from_numpy(job.indices)[order])
         local = w.expand(len(jobs), *w.shape).clone()  # (K, C, d + 1)
         for chosen in torch.stack(orders).split(sizes, dim=1):  # (K, B)

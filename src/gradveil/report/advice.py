@@ -1,17 +1,19 @@
 """What to do about it: who was tried, and one recommendation with its cost and its command."""
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gradveil.countermeasures import Tier
 from gradveil.experiments.judge import Verdict
+from gradveil.experiments.run_folder import Row
 from gradveil.experiments.words import GETS, WHO
 from gradveil.modalities import Modality
+from gradveil.report.commands import audit_command, train_command
 from gradveil.report.plain import name_of
 
-LEAKS = ("recovered", "recognised", "traces")
+LEAKS = ("recovered", "recognised", "identified", "traces")
+BEARABLE = 0.1  # of the accuracy, or of R², beyond which a defence is no recommendation
 VEIL = "veil:promise=reconstruction"
 WHAT_THEY_DO: dict[Tier, str] = {
     "naive": "takes what arrives as it is",
@@ -47,7 +49,7 @@ def verdict_sentence(judged: Sequence[Verdict], modality: Modality) -> str:
     if not tried:
         got = _worst(judged[0]) if judged else ""
         return f"Without a defence a server {GETS[got].format(many=many, others='all other')}." if got else ""
-    given = [v for v in tried if _worst(v) in ("recovered", "recognised")]
+    given = [v for v in tried if _worst(v) in LEAKS[:3]]
     holding = [v for v in tried if _holds(v)]
     if len(given) == len(tried):
         who = "The defence does not keep" if len(tried) == 1 else f"None of the {len(tried)} defences keeps"
@@ -62,22 +64,41 @@ def verdict_sentence(judged: Sequence[Verdict], modality: Modality) -> str:
     return f"No defence is shown to keep the {many} from the server: of {len(tried)}, {said}."
 
 
-def advice(judged: Sequence[Verdict], config: Mapping[str, Any]) -> Advice | None:
-    """Return one recommendation, or nothing where there is no truth to judge by."""
+def advice(judged: Sequence[Verdict], config: Mapping[str, Any], rows: Sequence[Row] = ()) -> Advice | None:
+    """Return one recommendation, or nothing where there is no truth to judge by.
+
+    What is recommended held against every tier of servers, with all attacks tried, and what it costs these clients was
+    measured and is bearable.
+    """
     if not judged:
         return None
     plain = next((v for v in judged if v.defense == "none"), None)
+    late = {row["defense"] for row in rows if row["kind"] == "skip" and _untried(row)}
     holding = [v for v in judged if v.defense != "none" and _holds(v)]
-    if holding:
-        best = max(holding, key=lambda v: v.accuracy or 0.0)
+    tried = [v for v in holding if v.defense not in late and _whole(v)]
+    priced = [v for v in tried if v.accuracy is not None and v.baseline is not None]
+    if bearable := [v for v in priced if _lost(v) <= BEARABLE]:
+        best = max(bearable, key=lambda v: v.accuracy or 0.0)
         text = f"Train with {name_of(best.defense)}: no server that was tried got anything. Evidence, no proof."
-        return Advice(text, _cost(best), _command("train", config, best.defense))
+        return Advice(text, _cost(best), train_command(config, best.defense))
+    if priced and len(priced) == len(holding):
+        best = max(priced, key=lambda v: v.accuracy or 0.0)
+        text = f"No defence here keeps both: {name_of(best.defense)} held, and it costs too much."
+        return Advice(text, _cost(best), audit_command(config, _other(judged)))
+    if holding:
+        open_ = max(holding, key=lambda v: (v in tried, v.accuracy or 0.0))
+        missing = "" if open_ in tried else "not all attacks on it were tried"
+        if open_ not in priced:
+            missing += (" and " if missing else "") + "what it costs was not measured"
+        text = f"Do not rely on {name_of(open_.defense)} yet: nothing was found, but {missing}. Audit it to the end."
+        more = {"trained": True, "minutes": max(30.0, 4 * (config.get("minutes") or 0.0))}
+        return Advice(text, _cost(open_), audit_command(config, open_.defense, **more))
     if plain is not None and not any(t.outcome in LEAKS for t in plain.tiers):
         text = (
             "Without a defence these attacks got nothing either, so no defence can be judged by them. Attack the first "
             "round, one example at a time, or give the attacks more time, before you call this safe."
         )
-        return Advice(text, "", _command("audit", config, None) + " --images 1 --minutes 30")
+        return Advice(text, "", audit_command(config, None, images=1, examples=1, minutes=30.0))
     if any(v.defense.startswith("veil") for v in judged):
         text = "The noise tried is too weak: ask veil for a promise over the whole run."
     else:
@@ -86,7 +107,24 @@ def advice(judged: Sequence[Verdict], config: Mapping[str, Any]) -> Advice | Non
             "account of it over the whole run."
         )
     cost = "Not measured in this audit; the command measures it, and gradveil plan says beforehand what to expect."
-    return Advice(text, cost, _command("audit", config, VEIL))
+    return Advice(text, cost, audit_command(config, VEIL, trained=True))
+
+
+def _untried(row: Row) -> bool:
+    return bool(row.get("out_of_time")) or "control_failed" in row
+
+
+def _whole(verdict: Verdict) -> bool:
+    """Return whether servers of every tier were tried, but those that cannot be."""
+    return all(t.outcome == "nothing" or "was not run: " in t.text for t in verdict.tiers)
+
+
+def _lost(verdict: Verdict) -> float:
+    return (verdict.baseline or 0.0) - (verdict.accuracy or 0.0)
+
+
+def _other(judged: Sequence[Verdict]) -> str:
+    return "veil:promise=identification" if any(v.defense.startswith("veil") for v in judged) else VEIL
 
 
 def _worst(verdict: Verdict) -> str:
@@ -108,13 +146,3 @@ def _cost(verdict: Verdict) -> str:
         return f"{lost:.2f} of {verdict.scored_by} {here}."
     points = f"{100 * lost:.1f} points of accuracy" if lost > 0 else "Nothing"
     return f"{points} {here} ({verdict.accuracy:.1%}, against {verdict.baseline:.1%} without a defence)."
-
-
-def _command(name: str, config: Mapping[str, Any], defense: str | None) -> str:
-    said = ["gradveil", name]
-    for option in ("model", "dataset"):
-        if config.get(option):
-            said += [f"--{option}", str(config[option])]
-    if config.get("partition") == "natural":  # of a table with --by, which its spec says without dealing by it
-        said += ["--partition", "natural"]
-    return shlex.join([*said, *(["--defense", defense] if defense else [])])

@@ -23,6 +23,7 @@ from gradveil.defenses.guard.stamps import Stamp, alike, copied, is_stamped, sta
 from gradveil.defenses.guard.step import check_layer
 from gradveil.defenses.guard.trace import Bits
 from gradveil.errors import DefenseError
+from gradveil.privacy.draws import own_draws
 from gradveil.registry import describe
 from gradveil.tree import Params
 
@@ -31,9 +32,14 @@ class Attachment(Interceptor):
     """Hooks on the model and an ear on its optimizers, until it is detached."""
 
     def __init__(
-        self, model: nn.Module, defense: Defense, rng: Generator | None, strict: bool, releases: Releases | None = None
+        self,
+        model: nn.Module,
+        defense: Defense,
+        simulated: Generator | None,
+        strict: bool,
+        releases: Releases | None = None,
     ) -> None:
-        super().__init__(model, defense, rng, strict)
+        super().__init__(model, defense, simulated, strict)
         self.releases = releases
         self.at_start: int | None = _checksum(model)  # of a copy unknown: it is made in the middle
         self.stamps: WeakKeyDictionary[Optimizer, Stamp] = WeakKeyDictionary()
@@ -226,7 +232,8 @@ class Attachment(Interceptor):
                 "The gradient is still multiplied by GradScaler's factor here (a fused optimizer divides later). Call "
                 "scaler.unscale_(optimizer) before scaler.step(optimizer)."
             )
-        changed = self.defense.on_gradient(copied(gradient), self.rng)
+        with own_draws(self.defense):
+            changed = self.defense.on_gradient(copied(gradient), self.rng)
         if changed.keys() != gradient.keys():
             raise DefenseError(f"{self.defense.spec_name!r} changed the names in the gradient. It must keep them all.")
         if is_same(changed, gradient):

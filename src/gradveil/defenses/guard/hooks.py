@@ -16,6 +16,7 @@ from gradveil.defenses.guard.step import substitute, weight_name, weight_of
 from gradveil.defenses.guard.trace import CHANGED
 from gradveil.errors import DefenseError
 from gradveil.layers.modules import under_transform
+from gradveil.privacy.draws import SecretDraws, Source, own_draws
 from gradveil.registry import describe
 from gradveil.types import Batch
 
@@ -25,14 +26,13 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class Interceptor:
     """Puts r' in place of r in the weight gradients of a model's defended layers, pass by pass."""
 
-    def __init__(self, model: nn.Module, defense: Defense, rng: Generator | None, strict: bool) -> None:
+    def __init__(self, model: nn.Module, defense: Defense, simulated: Generator | None, strict: bool) -> None:
         self.model, self.defense, self.strict = model, defense, strict
         self.layers = defense.layers(model)
         self.in_passes = bool(defense.acts_on & {"batch", "representation"})
         self.releases: Releases | None = None  # of a defence of records
-        self.given_rng = rng
-        self._rng = rng
-        self.report = Report()
+        self.simulated = simulated
+        self.report = self._new_report()
         self.passes = 0  # training passes that were defended
         self.current: Pass | None = None
         self.handles: list[RemovableHandle] = []
@@ -42,22 +42,23 @@ class Interceptor:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the private: the pass under way. Leave out what belongs to this object alone: the counts."""
-        alone = {"current": None, "passes": 0, "report": Report(), "stepping": False, "_traces": None}
-        # never the same noise twice: a server could subtract it
-        return self.__dict__ | alone | {"_rng": self.given_rng}
+        alone = {"current": None, "passes": 0, "report": self._new_report(), "stepping": False, "_traces": None}
+        return self.__dict__ | alone
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         stay_out_of_compiled_graphs()
 
     @property
-    def rng(self) -> Generator:
-        """Where noise comes from: as given, else from the system's entropy, on the weights' device where it can be."""
-        if self._rng is None:
-            devices = {p.device for p in self.model.parameters() if p.is_cuda and self.defense.draws_on_device}
-            self._rng = Generator(devices.pop() if len(devices) == 1 else "cpu")
-            self._rng.seed()
-        return self._rng
+    def rng(self) -> Source:
+        """Where noise comes from: a simulation's generator, else secret, on the weights' device where it can be."""
+        if self.simulated is not None:
+            return self.simulated
+        devices = {p.device for p in self.model.parameters() if p.is_cuda and self.defense.draws_on_device}
+        return SecretDraws(devices.pop() if len(devices) == 1 else torch.device("cpu"))
+
+    def _new_report(self) -> Report:
+        return Report(noise=self.defense.noise_from(SecretDraws() if self.simulated is None else self.simulated))
 
     @property
     def traces(self) -> Traces:
@@ -111,7 +112,8 @@ class Interceptor:
             )
         x = examples.x
         labels = torch.full((len(x),), -1)
-        batch = self.defense.on_batch(Batch(x, labels), self.rng)
+        with own_draws(self.defense):
+            batch = self.defense.on_batch(Batch(x, labels), self.rng)
         if batch.inputs.shape != x.shape or not torch.equal(batch.labels, labels):
             raise DefenseError(
                 f"{self.defense.spec_name!r} changes labels or the number of examples, and a guard sees the model's "

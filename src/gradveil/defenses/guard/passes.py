@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointError
@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from gradveil.defenses.base import Defense
 from gradveil.errors import DefenseError
 from gradveil.layers.modules import ways_into
+from gradveil.privacy.draws import Source, own_draws
 
 
 @dataclass
@@ -28,6 +29,7 @@ class Report:
     optimizer_steps: int = 0  # steps taken by optimizers that hold the model's weights
     updates: int = 0  # updates that passed through the defence
     asked: int = 0  # entries that were to be zeroed
+    noise: str = "none"  # that a defence drew: secret, simulated (by a seeded generator), or none
     spent: float | None = None  # μ² of Gaussian DP that a record's part in all releases has cost; None: no promise
     _representations: int = field(default=0, repr=False)  # one for each example and defended layer
     _sums: Tensor | None = field(default=None, repr=False)  # (4,) entries removed, live; sum of ||r - r'||_2; unchanged
@@ -81,6 +83,8 @@ class Report:
 
     def __str__(self) -> str:
         text = f"{self.steps} steps defended, {self.skipped} not"
+        if self.noise == "simulated":
+            text += "; simulated noise, which its seed takes off again"
         if self.spent:
             text += f"; spent μ = {self.spent**0.5:.3g} (z_run {self.spent**-0.5:.3g})"
         if self._sums is not None:
@@ -226,7 +230,7 @@ class Pass:
         defense: Defense,
         layer: str,
         r: Tensor,
-        rng: Generator,
+        rng: Source,
         report: Report,
         hooks: Iterable[RemovableHandle],
     ) -> Tensor:
@@ -252,7 +256,8 @@ class Pass:
         ):
             self.restore()
             try:
-                changed = defense.perturb(model, layer, x.to(dtype), r.detach(), rng)
+                with own_draws(defense):
+                    changed = defense.perturb(model, layer, x.to(dtype), r.detach(), rng)
             except CheckpointError:
                 raise DefenseError(
                     f"Layer {layer!r} lies inside activation checkpointing, which runs it again in the backward pass. "

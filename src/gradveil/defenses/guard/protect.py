@@ -17,6 +17,7 @@ from gradveil.defenses.guard.trace import CHANGED
 from gradveil.defenses.guard.uses import Spending
 from gradveil.errors import DefenseError, UpdateError
 from gradveil.layers.modules import check_ready
+from gradveil.privacy.draws import own_draws
 from gradveil.registry import describe
 from gradveil.tree import Params
 from gradveil.types import Batch, Update
@@ -131,7 +132,8 @@ class Guard:
             raise UpdateError(f"{', '.join(lost)} is missing from the weights before or after. Give whole state dicts.")
         start = {name: before[name].detach() for name in names}
         update = Update.from_weights(start, after, lr, num_examples, num_steps)
-        changed = self.defense.on_update(update, self._attachment.rng)
+        with own_draws(self.defense):
+            changed = self.defense.on_update(update, self._attachment.rng)
         if is_same(changed.gradient, update.gradient):
             self._attachment.undefended(left_as_it_was(self.defense, "update"))
         else:
@@ -163,15 +165,16 @@ def protect(
     model: nn.Module,
     defence_or_spec: Defense | str,
     *,
-    rng: Generator | None = None,
+    simulated: Generator | None = None,
     strict: bool = True,
     **settings: Unpack[RecordSettings],
 ) -> Guard:
     """Attach a defence to a model's training: its gradients are defended from here to ``remove``.
 
     Acts in train mode with gradients on. A strict guard refuses a step that was not defended; one that is not
-    strict counts it in ``report.skipped``. Without ``rng`` the defence's noise comes from the system's entropy;
-    a generator makes it repeatable, and then a copy of the guarded model repeats its noise: give each its own.
+    strict counts it in ``report.skipped``. The defence's noise is secret: nobody can draw it again, and no copy
+    repeats it. ``simulated`` is a generator for simulations and tests, whose noise anybody with its seed takes off
+    again; ``report.noise`` says which it was.
     The other settings are for a defence of records (``RecordSettings``).
     """
     defense = build(defence_or_spec)
@@ -188,7 +191,7 @@ def protect(
     releases = _releases(bare, defense, strict, settings)
     if bare is not model or any(m._compiled_call_impl is not None for m in bare.modules()):
         torch.compiler.reset()  # code compiled before would run on without the hooks
-    attachment = Attachment(bare, defense, rng, strict, releases)
+    attachment = Attachment(bare, defense, simulated, strict, releases)
     attachment.attach()
     return Guard(attachment, model)
 

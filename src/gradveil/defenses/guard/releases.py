@@ -6,12 +6,12 @@ from math import isclose
 from typing import Any
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from gradveil.defenses.base import Defense
+from gradveil.defenses.base import Defense, Step
 from gradveil.defenses.guard.apart import check_backward, check_hooks
 from gradveil.defenses.guard.carried import Carried
 from gradveil.defenses.guard.counted import Following
@@ -22,6 +22,7 @@ from gradveil.defenses.guard.uses import InStep, Spending, Used
 from gradveil.errors import DefenseError
 from gradveil.gradients.in_training import Ran, TrainedLayers
 from gradveil.layers.modules import tensors_in
+from gradveil.privacy.draws import Source, own_draws
 from gradveil.registry import describe
 from gradveil.tree import Params
 from gradveil.types import Batch
@@ -69,10 +70,13 @@ class Releases:
         self.current: RecordPass | None = None
         self._checked = False  # whether the backward pass keeps records apart
         self._in_step, self._filled = InStep(), 0  # the step under way, and the slots of it that are taken
+        self._step: Step | None = None
+        self._before: Params = {}  # the gradients before the step
         self.left: Kept | None = None  # the gradients as they were left
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"current": None, "_filled": 0, "left": None, "_in_step": InStep(), "_loading": None}
+        under_way = {"current": None, "_filled": 0, "_in_step": InStep(), "_loading": None}
+        return self.__dict__ | under_way | {"left": None, "_step": None, "_before": {}}
 
     def before_loading(self, part: nn.Module) -> None:
         """Weights and buffers are about to be written to a part, or to all of the model."""
@@ -141,7 +145,7 @@ class Releases:
         layers = set() if self.current is None else self.current.nodes
         return bool(layers) and any(root.grad_fn is not None and leads_to(root.grad_fn, layers) for root in roots)
 
-    def release(self, roots: list[Tensor], retain: bool, weights: Params, rng: Generator, report: Report) -> None:
+    def release(self, roots: list[Tensor], retain: bool, weights: Params, rng: Source, report: Report) -> None:
         """Differentiate a loss, and add what the defence makes of its records to the weights' gradients."""
         current, self.current = self.current, None
         assert current is not None
@@ -160,10 +164,12 @@ class Releases:
             check_backward(loss, edges, deltas, current.made | current.nodes, current.count, retain=retain)
         own = [None if delta is None else delta.detach() / share.weight for delta in deltas]
         records = self.watched.records(current.ran.values(), own, current.count)
-        self._add(self._made(records, current.used, rng, weights, report), weights)
+        with own_draws(self.defense):
+            made = self._made(records, current.used, rng, weights, report)
+        self._add(made, weights)
         report.examples += current.count
 
-    def _made(self, records: Any, used: Used, rng: Generator, weights: Params, report: Report) -> Params:
+    def _made(self, records: Any, used: Used, rng: Source, weights: Params, report: Report) -> Params:
         assert self.slots is not None
         more = self._goes_on(weights, records.count)
         if more:
@@ -186,13 +192,14 @@ class Releases:
         self._filled += records.count
         report.spent = self.spending.account.spent
         if more:
-            added = self._this_round.on_more_records(records, self.slots)
-            if added is None:
+            if self._step is None:
                 raise DefenseError(f"{describe(self.defense)} takes the records of a step at once: do not accumulate.")
-            return added
+            return self._step.add(records)
         self._steps += 1
         report.steps += 1
-        return self._this_round.on_records(records, self.slots, rng)
+        self._step = self._this_round.begin(self.slots, rng)
+        self._before = {n: p.grad.clone() for n, p in weights.items() if p.grad is not None}
+        return self._this_round.on_records(records, self.slots, rng) if self._step is None else self._step.add(records)
 
     @property
     def _this_round(self) -> Defense:
@@ -217,14 +224,17 @@ class Releases:
     def stepped(self) -> None:
         """An optimizer took a step: the next records make a release of their own."""
         self._in_step, self._filled = InStep(), 0
+        self._step, self._before = None, {}
 
     def _add(self, made: Params, weights: Params) -> None:
+        """Add the step's gradient, with all its records so far, to what was there before the step."""
         for name, p in weights.items():
             g = made[name].to(p)
+            g = self._before[name] + g if name in self._before else g
             if p.grad is None:
                 p.grad = g
             else:
-                p.grad.add_(g)
+                p.grad.copy_(g)
         self.left = Kept(_gradients(weights))
 
     def _count(self, count: int) -> None:

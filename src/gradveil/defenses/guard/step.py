@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradveil.defenses.base import Defense
@@ -15,6 +15,7 @@ from gradveil.defenses.guard.passes import Pass, Report
 from gradveil.errors import DefenseError, LayerError
 from gradveil.gradients.records import records_of
 from gradveil.layers.modules import LINEAR, find_layer, under_transform
+from gradveil.privacy.draws import Source, own_draws
 from gradveil.tree import Params, named
 from gradveil.types import Batch
 
@@ -100,7 +101,7 @@ def step_gradient(
     model: nn.Module,
     batch: Batch,
     defense: Defense,
-    rng: Generator,
+    rng: Source,
     *,
     loss: Loss = F.cross_entropy,
     report: Report | None = None,
@@ -113,14 +114,16 @@ def step_gradient(
     defence on records divides by; None: as many as there are.
     """
     report = Report() if report is None else report
-    batch = defense.on_batch(batch, rng)
+    with own_draws(defense):
+        batch = defense.on_batch(batch, rng)
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if "records" in defense.acts_on:
         records = records_of(getattr(model, "_orig_mod", model), batch, loss)
-        bare = defense.on_records(records, slots or len(batch), rng)
         report.steps += 1
         report.examples += len(batch)
-        return defense.on_gradient({name: bare[name.removeprefix("_orig_mod.")] for name in weights}, rng)
+        with own_draws(defense):
+            bare = defense.on_records(records, slots or len(batch), rng)
+            return defense.on_gradient({name: bare[name.removeprefix("_orig_mod.")] for name in weights}, rng)
     with torch.enable_grad(), _substituting(model, defense, batch.inputs, rng, report) as under_way:
         output = getattr(model, "_orig_mod", model)(batch.inputs)  # a compiled model: run what was compiled, plainly
         if under_way is not None and (message := under_way.used_elsewhere(output)) is not None:
@@ -129,13 +132,12 @@ def step_gradient(
     grads = torch.autograd.grad(value, list(weights.values()), materialize_grads=True)
     report.steps += 1
     report.examples += len(batch)
-    return defense.on_gradient(dict(zip(weights, grads, strict=True)), rng)
+    with own_draws(defense):
+        return defense.on_gradient(dict(zip(weights, grads, strict=True)), rng)
 
 
 @contextmanager
-def _substituting(
-    model: nn.Module, defense: Defense, x: Tensor, rng: Generator, report: Report
-) -> Iterator[Pass | None]:
+def _substituting(model: nn.Module, defense: Defense, x: Tensor, rng: Source, report: Report) -> Iterator[Pass | None]:
     """Within, each defended layer's weight gradient is built from its perturbed input."""
     layers = defense.layers(model)
     if not layers:

@@ -1,10 +1,9 @@
 """gradveil's own Flower app: the in-process client and rounds behind Flower's messages and strategies."""
 
-import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,53 +12,49 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
+from gradveil.certificates.accountant import SIMULATED
 from gradveil.data.base import Dataset
 from gradveil.data.partition import Indices
-from gradveil.defenses.base import build as build_defense
-from gradveil.errors import BudgetError, DataError, GradveilError
+from gradveil.errors import GradveilError
 from gradveil.experiments.run_folder import CHECKPOINT, MODEL, RunFolder
 from gradveil.federated.checkpoint import Checkpoint
-from gradveil.federated.client import Sent, evaluate
-from gradveil.federated.engines import Job, World, work
-from gradveil.federated.simulate import NOT_RELEASED, client_seed, public_records
+from gradveil.federated.client import evaluate
+from gradveil.federated.simulate import NOT_RELEASED, public_records
 from gradveil.integrations.flower.checks import checked
 from gradveil.integrations.flower.chosen_grid import DEVICE, ChosenGrid
-from gradveil.integrations.flower.demand import Demand
+from gradveil.integrations.flower.client import train_message
 from gradveil.integrations.flower.grids import AuditedGrid, audited
 from gradveil.integrations.flower.mods import RULE
-from gradveil.integrations.flower.public_map import hear, said_of
-from gradveil.integrations.flower.records import (
-    LOG,
-    SPENT,
-    Next,
-    arrays_of,
-    number,
-    params_of,
-    pay,
-    record_of,
-    withhold,
-)
-from gradveil.integrations.flower.secure_client import check_sum, secure_mod
+from gradveil.integrations.flower.public_map import said_of
+from gradveil.integrations.flower.records import LOG, Next, arrays_of, params_of, record_of
+from gradveil.integrations.flower.secure_client import secure_mod
 from gradveil.integrations.flower.secure_grid import secured
 from gradveil.integrations.flower.settings import FlowerSettings, build_model, load_data
+from gradveil.integrations.flower.site import is_simulation
 from gradveil.integrations.flower.standing import ENGINE, LEAKS, Continued, standing
-from gradveil.integrations.flower.statements import state
 from gradveil.integrations.flower.strategies import build_strategy
-from gradveil.integrations.local_training import fresh_rng
 from gradveil.losses import build as build_loss
 from gradveil.tree import Params
 from gradveil.types import Batch
 
 
-def make_client_app(settings: FlowerSettings | None = None, mods: list[Any] | None = None) -> ClientApp:
-    """Return the app; without settings it reads them from the run config of each message."""
+def make_client_app(
+    settings: FlowerSettings | None = None, mods: list[Any] | None = None, simulation: bool = False
+) -> ClientApp:
+    """Return the app; without settings it reads them from the run config of each message.
+
+    In a simulation clients draw from the run's seed, unless a site says otherwise: no message and no run config can.
+    """
 
     def who(message: Message, context: Context) -> Message:
         answer = ConfigRecord({DEVICE: int(context.node_config.get(DEVICE, -1))})
         return Message(RecordDict({"node": answer}), reply_to=message)
 
     def train(message: Message, context: Context) -> Message:
-        return train_message(message, context, settings or FlowerSettings.from_config(context.run_config))
+        if simulation:
+            context.node_config.setdefault("noise", SIMULATED)
+        own = settings or FlowerSettings.from_config(context.run_config)
+        return train_message(message, context, own, simulation or is_simulation())
 
     def securely(message: Message, context: Context, call_next: Next) -> Message:
         own = settings or FlowerSettings.from_config(context.run_config)
@@ -69,55 +64,6 @@ def make_client_app(settings: FlowerSettings | None = None, mods: list[Any] | No
     app.query()(who)
     app.train()(train)
     return app
-
-
-def train_message(message: Message, context: Context, settings: FlowerSettings) -> Message:
-    """Train on this node's share of the data and return the new weights."""
-    folder = str(context.node_config.get("data", settings.data))
-    dataset, shares = load_data(settings.dataset, folder, settings.partition, settings.seed)
-    device = int(context.node_config.get(DEVICE, -1))
-    if not 0 <= device < len(shares):
-        raise DataError(
-            f"partition-id={device}: the partition {settings.partition!r} has devices 0..{len(shares) - 1}."
-        )
-    round_number = int(number(message, "server-round", 1))
-    before = params_of(next(iter(message.content.array_records.values())))
-    model = build_model(settings, dataset)
-    model.load_state_dict(before)
-    local = replace(settings, proximal=number(message, "proximal-mu", settings.proximal))  # the strategy may set it
-    lr = number(message, "lr", settings.lr)
-    site = str(context.node_config.get("defense", ""))
-    stated = build_defense(site or settings.defense)
-    if settings.require_defense and settings.secure_aggregation:
-        Demand(build_defense(settings.require_defense)).check(stated)
-    defense, ledger = settings.ledger(shares, site)
-    defense = hear(defense, message, model)
-    if defense.fewest:
-        check_sum(defense, context, lr)
-    account = None
-    if ledger.cost is not None:
-        try:
-            account = pay(context, ledger.accounts[device].client, ledger.cost, ledger.limit or math.inf)
-        except BudgetError as error:
-            return withhold(message, f"{SPENT}{error}")
-    world = World(model, dataset.train, defense, local)
-    seed = fresh_rng().initial_seed() if settings.secret else client_seed(settings.seeds, round_number, device)
-    sent = work(model, world, Job(device, shares[device], seed), lr)
-    if settings.secure_aggregation:  # float32 would round a small step of a large weight before the sum does
-        before = {name: value.double() if value.is_floating_point() else value for name, value in before.items()}
-    steps, examples = sent.update.num_steps, sent.update.num_examples
-    metrics = MetricRecord({"num-examples": examples, "num-steps": steps})
-    reply = Message(
-        RecordDict({"arrays": record_of(weights_after(before, sent)), "metrics": metrics}), reply_to=message
-    )
-    state(reply, stated, context, steps=steps, examples=examples, account=account)
-    return reply
-
-
-def weights_after(before: Params, sent: Sent) -> Params:
-    """Return the state dict that carries an update: W - lr g, the client's buffers, counters as they came."""
-    moved = {name: before[name] - sent.update.lr * g for name, g in sent.update.gradient.items()}
-    return before | moved | sent.buffers
 
 
 @dataclass
@@ -130,29 +76,29 @@ class Outcome:
 
 
 def make_server_app(
-    settings: FlowerSettings | None = None, done: Callable[[Outcome], None] = lambda _: None
+    settings: FlowerSettings | None = None, done: Callable[[Outcome], None] = lambda _: None, simulation: bool = False
 ) -> ServerApp:
     """Return the app; without settings it reads them from the run config."""
 
     def main(grid: Grid, context: Context) -> None:
-        done(serve(grid, settings or FlowerSettings.from_config(context.run_config)))
+        done(serve(grid, settings or FlowerSettings.from_config(context.run_config), simulation))
 
     app = ServerApp()
     app.main()(main)
     return app
 
 
-def serve(grid: Grid, settings: FlowerSettings) -> Outcome:
+def serve(grid: Grid, settings: FlowerSettings, simulation: bool = False) -> Outcome:
     """Run all rounds, or those that a run which is continued has left, and return what came of them."""
     with RunFolder(settings.out).hold() if settings.out else nullcontext() as folder:
-        return _serve(grid, settings, folder)
+        return _serve(grid, settings, folder, simulation or is_simulation())
 
 
-def _serve(grid: Grid, settings: FlowerSettings, folder: RunFolder | None) -> Outcome:
+def _serve(grid: Grid, settings: FlowerSettings, folder: RunFolder | None, simulation: bool) -> Outcome:
     dataset, shares = load_data(settings.dataset, settings.data, settings.partition, settings.seed)
     model = build_model(settings, dataset)
     sizes = [len(share) for share in shares]
-    defense, ledger = settings.ledger(shares)
+    defense, ledger = settings.ledger(shares, noise=SIMULATED if simulation else None)
     start = None if folder is None else standing(folder, settings.resume)
     if start is not None:
         start.restore(model)
@@ -182,6 +128,7 @@ def _serve(grid: Grid, settings: FlowerSettings, folder: RunFolder | None) -> Ou
         min_replies=settings.min_replies,
         defense=settings.defense,
         require_defense="" if secure else settings.require_defense,  # in a secure sum clients see to it themselves
+        simulation=simulation,
     )
     watched.kinds = {name: value.dtype for name, value in model.state_dict().items()}
     outcome = Outcome(rounds=folder.rounds if folder else [])
@@ -199,6 +146,7 @@ def _serve(grid: Grid, settings: FlowerSettings, folder: RunFolder | None) -> Ou
         row |= {"accuracy": seen.accuracy, "loss": seen.loss, "seconds": round(time.perf_counter() - started, 4)}
         row |= {"released": secure.released} if secure else {}
         row |= {"tier": "aggregate"} if defense.fewest else {}
+        row |= {"noise": SIMULATED} if "simulated" in watched.counts[-1] else {}
         row |= {"scored_by": seen.scored_by} if seen.scored_by != "accuracy" else {}
         started = time.perf_counter()
         outcome.rounds.append(row)

@@ -9,6 +9,7 @@ import torch
 from flwr.app import Message, MetricRecord
 from flwr.serverapp import Grid
 
+from gradveil.certificates.accountant import SIMULATED
 from gradveil.defenses.base import Defense, build
 from gradveil.errors import GradveilError, SpecError, UpdateError
 from gradveil.experiments.train import listed
@@ -30,6 +31,7 @@ from gradveil.integrations.flower.records import (
     params_of,
     withhold,
 )
+from gradveil.integrations.flower.site import is_simulation
 from gradveil.integrations.flower.statements import check_statement, shown, statement_in, told
 from gradveil.integrations.local_training import is_trained
 from gradveil.tree import Params
@@ -51,9 +53,10 @@ class CheckedGrid(GridView):
     held against. What is sent by ``push_messages`` is checked reply by reply, without the others.
 
     ``counts`` has one row per round: sent, kept, failed, rejected, silent, and where there are any the reasons of the
-    rejected, spent (a budget) and not released (a secure sum of too few). Flower stops at metrics that not every reply
-    has. Where some clients measured a leak and some did not, those get the average of the others, weighted by
-    examples, so that Flower's average is that of the clients that measured; their ``leak-checked`` is 0.
+    rejected, simulated (noise, as stated), spent (a budget) and not released (a secure sum of too few). Flower stops at
+    metrics that not every reply has. Where some clients measured a leak and some did not, those get the average of the
+    others, weighted by examples, so that Flower's average is that of the clients that measured; their ``leak-checked``
+    is 0.
 
     Args:
         grid: the grid that the ServerApp was given.
@@ -62,6 +65,8 @@ class CheckedGrid(GridView):
         defense: of the run. Clients that say that they used another one are logged, and counted under ``stated``.
         min_replies: sound ones that a round needs; where there are fewer, none is averaged.
         require_defense: replies that do not say that this one was used are refused. It is the client's word, no proof.
+        simulation: the run is one, so that noise which can be drawn again is what is expected; None: as the process
+            was told (``GRADVEIL_NOISE=simulated``).
     """
 
     def __init__(
@@ -73,6 +78,7 @@ class CheckedGrid(GridView):
         min_replies: int = 1,
         defense: str | Defense | None = None,
         require_defense: str | Defense | None = None,
+        simulation: bool | None = None,
     ) -> None:
         super().__init__(grid)
         if not 0 <= max_change < math.inf or not 0 <= max_examples < math.inf:
@@ -80,6 +86,8 @@ class CheckedGrid(GridView):
         self.max_change, self.max_examples, self.min_replies = max_change, max_examples, min_replies
         self._usual = Demand(build(defense)) if defense else None
         self._demand = Demand(build(require_defense)) if require_defense else None
+        self._simulation = is_simulation() if simulation is None else simulation
+        self._simulated = 0  # replies that say that their noise is simulated
         self._stated: Counter[str] = Counter()  # other defences than the run's, by name
         self.counts: list[dict[str, Any]] = []
         self.last_reason = ""  # why a reply was not kept
@@ -105,8 +113,9 @@ class CheckedGrid(GridView):
         if said is not None and self._usual is not None and self._usual.lacks(said["settings"]):
             LOG.warning("Node %s: %s, and the run has another.", sent.metadata.dst_node_id, told(said))
             self._stated[shown(said)] += 1
+        self._simulated += said is not None and said.get("noise") == SIMULATED
         if self._demand is not None:
-            check_statement(self._demand, reply)
+            check_statement(self._demand, reply, self._simulation)
 
     def _check(self, sent: Message, reply: Message) -> None:
         """Raise where the reply by itself shows that it is unsound."""
@@ -198,6 +207,7 @@ class CheckedGrid(GridView):
         }
         row |= {"reasons": dict(self._rejected)} if rejected else {}
         row |= {"stated": dict(self._stated)} if self._stated else {}
+        row |= {"simulated": self._simulated} if self._simulated else {}
         row |= {"spent": spent} if spent else {}
         row |= {"not released": unreleased} if unreleased else {}
         self.counts.append(row)
@@ -206,6 +216,7 @@ class CheckedGrid(GridView):
             said = listed(row["reasons"])
             LOG.warning("Round %s: %s of %s replies refused: %s.", which, rejected, len(replies), said)
         self._rejected.clear()
+        self._simulated = 0
         self._stated.clear()
         self._lengths.clear()
 

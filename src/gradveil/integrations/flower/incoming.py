@@ -9,6 +9,7 @@ from torch import nn
 from gradveil.errors import DefenseError, GradveilError
 from gradveil.experiments.incoming import check_model
 from gradveil.integrations.flower.records import (
+    LOG,
     Next,
     arrays_of,
     is_training,
@@ -52,7 +53,11 @@ class WeightsGuard:
             own = None if self.examples is None else self.examples(context)
             found = check_model(*(([last] if last else []) + [weights]), model=honest, batch=own)
             if found.suspicious:
-                raise DefenseError(f"the weights look planted. {' '.join(f.text for f in found.findings[:3])}")
+                why = " ".join(f.text for f in found.findings[:3])
+                if own is not None:  # what the weights do to one's own examples tells of these
+                    LOG.warning("gradveil: the weights look planted. %s", why)
+                    why = "The node's own log says why."
+                raise DefenseError(f"the weights look planted. {why}")
         except GradveilError as error:
             return withhold(message, str(error))
         context.state[ACCEPTED] = record_of(weights)

@@ -30,7 +30,8 @@ from gradveil.integrations.flower.records import (
     params_of,
     withhold,
 )
-from gradveil.integrations.local_training import fresh_rng
+from gradveil.integrations.flower.site import generator
+from gradveil.integrations.flower.statements import STATEMENT
 from gradveil.losses import Loss
 from gradveil.losses import build as build_loss
 from gradveil.step_rule import BETA1, BETA2, EPS, StepRule
@@ -91,7 +92,14 @@ class LeakGuard:
             with ModelWatch(before, tape.attach):
                 reply = call_next(message, context)
             tape.detach()  # before the model is copied for the attack
-            return reply if reply.has_error() else self._judge(message, context, before, reply, tape)
+            if reply.has_error():
+                return reply
+            if "spent" in reply.content.config_records.get(STATEMENT, {}):
+                raise DefenseError(
+                    "leak_guard's figures are computed from the records and would leave beside the noise of their "
+                    "defence. Leave leak_guard out."
+                )
+            return self._judge(message, context, before, reply, tape)
         except GradveilError as error:
             return withhold(message, str(error))
         finally:
@@ -110,7 +118,7 @@ class LeakGuard:
         defense = self.defense or context.node_config.get("defense", context.run_config.get("defense", "none"))
         shape, loss = tuple(truth.inputs.shape[1:]), build_loss(self.loss)
         probe = Probe(self.attack, shape, tape.num_classes, defense, self.bounds, self.public, loss)
-        rng, knowing = fresh_rng(self.seed), ""
+        rng, knowing = generator(self.seed), ""
         if len(truth) <= self.max_examples and tape.optimizer is None:
             rows, count = probe.run(tape.model, before, update, rng, truth), len(truth)
         else:

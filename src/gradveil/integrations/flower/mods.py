@@ -13,25 +13,26 @@ from gradveil.defenses.base import Defense
 from gradveil.defenses.guard.protect import Guard, RecordSettings, protect, refuse_idle
 from gradveil.errors import BudgetError, DefenseError, GradveilError, UpdateError
 from gradveil.files import damage_told
+from gradveil.integrations.flower.outgoing import STEPS, answer_in, made_anew, other_kind, tell_what_stays, trained_in
 from gradveil.integrations.flower.records import (
-    LOG,
     SPENT,
     ModelWatch,
     Next,
     Refused,
     add_metrics,
     arrays_of,
-    defense_for,
     is_training,
     named_as_in,
     number,
     params_of,
-    pay,
     record_of,
     withhold,
 )
+from gradveil.integrations.flower.site import check_seed, defense_for, generator_of, pay
 from gradveil.integrations.flower.statements import state
-from gradveil.integrations.local_training import fresh_rng, is_trained
+from gradveil.integrations.flower.values import asked
+from gradveil.integrations.local_training import is_trained
+from gradveil.privacy.draws import SecretDraws
 from gradveil.registry import describe
 from gradveil.step_rule import StepRule
 from gradveil.tree import Params
@@ -47,8 +48,9 @@ class UpdateMod:
     Args:
         defense: a spec or a defence; None reads ``defense`` from the site's or the run's settings.
         lr: of the local steps, to turn the change of the weights into a gradient (W_before - W_after) / lr;
-            None reads ``lr`` from the message, and takes 1 where there is none: the change itself.
-        seed: for tests only; None draws from the operating system.
+            None reads ``lr`` from the message, and takes 1 where there is none: the change itself. Noise is in units
+            of it, so give it where the train function does not take the message's.
+        seed: for tests only, where the site asks for simulated noise.
     """
 
     defense: str | Defense | None = None
@@ -58,29 +60,33 @@ class UpdateMod:
 
     def __call__(self, message: Message, context: Context, call_next: Next) -> Message:
         """Let the client train, then send a defended update in place of its own; fail closed."""
-        if not is_training(message):
-            return call_next(message, context)
         try:
+            if not is_training(message):
+                own = defense_for(None, context) if "defense" in context.node_config else None  # the site's
+                if own is not None and "records" in own.acts_on:
+                    return other_kind(own, message, context, call_next)
+                return call_next(message, context)
             before = params_of(arrays_of(message)[1])
             defense = defense_for(self.defense, context)
             refuse_idle(defense)
+            check_seed(self.seed, context)
             if defense.acts_on - {"update"}:
                 raise DefenseError(f"{describe(defense)} acts inside the local steps. Use guard_mod for it.")
             reply = call_next(message, context)
             if reply.has_error():
                 return reply
-            sent = self._defend(defense, message, before, reply)
+            sent = self._defend(defense, message, context, before, reply)
             state(reply, defense, context, steps=sent.num_steps, examples=sent.num_examples)
             return reply
         except GradveilError as error:
             return withhold(message, str(error))
 
-    def _defend(self, defense: Defense, message: Message, before: Params, reply: Message) -> Update:
+    def _defend(self, defense: Defense, message: Message, context: Context, before: Params, reply: Message) -> Update:
         key, record = arrays_of(reply)
         after = params_of(record)
         check_reply(before, after)
         update = update_of(message, before, reply, after, self.lr)
-        sent = defense.on_update(update, fresh_rng(self.seed))
+        sent = defense.on_update(update, generator_of(context, self.seed) or SecretDraws())
         defended = {name: before[name] - update.lr * g.to(before[name].dtype) for name, g in sent.gradient.items()}
         reply.content[key] = record_of(after | defended)
         change = tree.norm(tree.subtract(sent.gradient, update.gradient)) / tree.norm(update.gradient).clamp_min(1e-30)
@@ -108,7 +114,7 @@ def check_reply(before: Params, after: Params) -> None:
 
 def update_of(message: Message, before: Params, reply: Message, after: Params, lr: float | None = None) -> Update:
     """Return what a reply says, as an update: the gradient (W_before - W_after) / lr of the trained tensors."""
-    lr = number(message, "lr", 1.0) if lr is None else lr
+    lr = asked(message, "lr", 1.0) if lr is None else lr
     if not 0 < lr < inf:
         raise UpdateError(f"The learning rate is {lr}; it must be above 0.")
     weights = {name: value for name, value in before.items() if is_trained(name, value)}
@@ -131,10 +137,6 @@ def rule_of(message: Message) -> StepRule:
     return StepRule(**{name: said[key] for name, key in RULE.items() if key in said})
 
 
-STEPS, REMOVED = "defended-steps", "removed-metrics"
-PUBLIC = ("num-examples", "num-steps", STEPS)  # counts that a defence of records takes for known
-
-
 @dataclass(frozen=True)
 class GuardMod:
     """A mod for ``ClientApp(mods=[guard_mod(...)])`` that defends every local step of the client's own training.
@@ -146,9 +148,11 @@ class GuardMod:
     Args:
         defense: a spec or a defence; None reads ``defense`` from the site's or the run's settings.
         lr: as in ``update_mod``, where the defence acts on the update as well (``representation+gaussian:on=update``).
-        seed: for tests only; None draws from the operating system.
+        seed: for tests only, where the site asks for simulated noise.
         settings: of a defence of records, as ``protect`` takes them: ``{"slots": 32, "records": 200}``. What such a
-            round costs is paid out of the node's account, and of the reply's metrics public counts alone are sent.
+            round costs is paid out of the site's account, and the answer is made anew of the noisy weights and public
+            counts (``num-examples`` is ``records``, where it is given). Messages that do not ask for training are not
+            answered, unless the site allows it.
     """
 
     defense: str | Defense | None = None
@@ -159,11 +163,12 @@ class GuardMod:
 
     def __call__(self, message: Message, context: Context, call_next: Next) -> Message:
         """Let the client train under guard; fail closed."""
-        if not is_training(message):
-            return call_next(message, context)
         guards: list[Guard] = []
         try:
             defense = defense_for(self.defense, context)
+            private = "records" in defense.acts_on
+            if not is_training(message):
+                return other_kind(defense, message, context, call_next) if private else call_next(message, context)
             if defense.acts_on == {"update"}:
                 raise DefenseError(f"{describe(defense)} acts on the update only. Use update_mod for it.")
             if defense.fewest:
@@ -171,7 +176,16 @@ class GuardMod:
                     "tier=aggregate is for a secure sum that is checked before anything is sent, as gradveil's own app "
                     "does (gradveil train --engine flower --secure-aggregation). Use tier=local here."
                 )
-            return self._guarded(defense, guards, message, context, call_next)
+            check_seed(self.seed, context)
+            before = params_of(arrays_of(message)[1])
+
+            def found(model: nn.Module) -> None:
+                simulated = generator_of(context, self.seed)
+                guards.append(protect(model, defense, simulated=simulated, **self.settings))
+
+            with ModelWatch(before, found):
+                reply = answer_in(call_next, message, context) if private else call_next(message, context)
+            return (self._private if private else self._plain)(defense, guards, message, context, reply)
         except BudgetError as error:
             return withhold(message, f"{SPENT}{error}")
         except GradveilError as error:
@@ -180,82 +194,73 @@ class GuardMod:
             for guard in guards:
                 guard.remove()
 
-    def _guarded(
-        self,
-        defense: Defense,
-        guards: list[Guard],
-        message: Message,
-        context: Context,
-        call_next: Next,
+    def _plain(
+        self, defense: Defense, guards: list[Guard], message: Message, context: Context, reply: Message
     ) -> Message:
-        before = params_of(arrays_of(message)[1])
-
-        def found(model: nn.Module) -> None:
-            guards.append(protect(model, defense, rng=fresh_rng(self.seed), **self.settings))
-
-        with ModelWatch(before, found):
-            reply = call_next(message, context)
+        """Return the app's reply with what was done in it."""
         if reply.has_error():
             return reply
+        steps = self._steps(defense, guards, message)
+        if "update" in defense.acts_on:
+            guard = max(guards, key=lambda g: g.report.steps)
+            key, record = arrays_of(reply)
+            after = params_of(record)
+            reply.content[key] = record_of(self._defended(guard, message, after, reply))
+        add_metrics(reply, {STEPS: steps})
+        examples = max(1, int(number(reply, "num-examples", 1)))
+        state(reply, defense, context, steps=steps, examples=examples)
+        return reply
+
+    def _private(
+        self, defense: Defense, guards: list[Guard], message: Message, context: Context, reply: Message | GradveilError
+    ) -> Message:
+        """Pay for what was computed from records, whatever is answered, and answer with nothing else."""
+        account = self._pay(defense, guards, message, context)
+        if isinstance(reply, GradveilError):
+            raise reply
+        steps = self._steps(defense, guards, message)
+        guard = trained_in(guards, reply)
+        weights = guard.model.state_dict()
+        if "update" in defense.acts_on:
+            weights = self._defended(guard, message, weights)
+        run = self.settings.get("run")
+        examples = (self.settings.get("records") if run is None else run.records) or guard.report.examples
+        tell_what_stays(reply, examples, steps)
+        answer = made_anew(message, guard, weights, examples, steps)
+        state(answer, defense, context, steps=steps, examples=examples, account=account)
+        return answer
+
+    def _steps(self, defense: Defense, guards: list[Guard], message: Message) -> int:
+        """Return how many steps were defended; raise where that is not all that took place."""
         for guard in guards:
             guard.verify()
         steps = sum(guard.report.steps for guard in guards)
         if defense.acts_on and not steps:
-            raise DefenseError(_not_found(before) if not guards else _not_trained(guards))
-        if "update" in defense.acts_on:
-            self._defend_update(guards, message, before, reply)
-        add_metrics(reply, {STEPS: steps})
-        account = self._pay(defense, guards, context, reply) if "records" in defense.acts_on else None
-        examples = max(1, int(number(reply, "num-examples", 1)))
-        state(reply, defense, context, steps=steps, examples=examples, account=account)
-        return reply
+            raise DefenseError(_not_trained(guards) if guards else _not_found(params_of(arrays_of(message)[1])))
+        return steps
 
-    def _pay(self, defense: Defense, guards: list[Guard], context: Context, reply: Message) -> Account:
-        """Charge the node for what is about to be sent, and see to it that nothing else tells of the records."""
-        if "update" not in defense.acts_on:
-            check_sent(guards, params_of(arrays_of(reply)[1]))
+    def _pay(self, defense: Defense, guards: list[Guard], message: Message, context: Context) -> Account | None:
+        """Charge the site for what its records were used for; nothing where they were not."""
+        if "account" in self.settings:
+            raise DefenseError("the site keeps the account of a node. Leave account out of the mod's settings.")
         run = self.settings.get("run")
         limit = (defense if run is None else defense.for_run(run)).allowance
-        client = str(context.node_config.get("partition-id", context.node_id))
-        keep_public(reply)
-        return pay(context, client, sum(guard.account.spent for guard in guards), inf if limit is None else limit)
+        cost = sum(guard.account.spent for guard in guards)
+        return pay(message, context, cost, inf if limit is None else limit) if cost else None
 
-    def _defend_update(self, guards: list[Guard], message: Message, before: Params, reply: Message) -> None:
-        key, record = arrays_of(reply)
-        after = params_of(record)
-        check_reply(before, after)
-        lr = number(message, "lr", 1.0) if self.lr is None else self.lr
-        examples, steps = (max(1, int(number(reply, name, 1))) for name in ("num-examples", "num-steps"))
-        guard = max(guards, key=lambda g: g.report.steps)
+    def _defended(self, guard: Guard, message: Message, after: Params, reply: Message | None = None) -> Params:
+        """Return the weights to send in place of these, by the same names."""
+        before = params_of(arrays_of(message)[1])
+        check_reply(before if reply is not None else named_as_in(guard.model, before) or before, after)
+        lr = asked(message, "lr", 1.0) if self.lr is None else self.lr
+        said = [1.0, 1.0] if reply is None else [number(reply, name, 1) for name in ("num-examples", "num-steps")]
+        examples, steps = (max(1, int(value)) for value in said)
         named = [named_as_in(guard.model, weights) or weights for weights in (before, after)]
         sent = guard.update(*named, lr=lr, num_examples=examples, num_steps=steps)
-        reply.content[key] = record_of(dict(zip(after, (sent[name] for name in named[1]), strict=True)))
+        return dict(zip(after, (sent[name] for name in named[1]), strict=True))
 
 
 guard_mod = GuardMod
-
-
-def check_sent(guards: list[Guard], sent: Params) -> None:
-    """Raise unless the weights of a reply are those that a guard saw trained: noise is on no others."""
-    for guard in guards:
-        own, named = guard.model.state_dict(), named_as_in(guard.model, sent)
-        if named is not None and all(torch.equal(named[name].to(w), w) for name, w in own.items()):
-            return
-    raise DefenseError("the weights in the reply are not those of the model that was trained under guard.")
-
-
-def keep_public(reply: Message) -> None:
-    """Take out of a reply what was computed from the records and has no noise: losses, accuracies, anything unknown."""
-    removed = 0
-    for key in [*reply.content.config_records]:
-        del reply.content[key]
-        removed += 1
-    for record in reply.content.metric_records.values():
-        for name in [name for name in record if name not in PUBLIC]:
-            del record[name]
-            LOG.info("gradveil: %s is computed from private records and was not sent.", name)
-            removed += 1
-    add_metrics(reply, {REMOVED: removed})
 
 
 def _not_found(names: Params) -> str:

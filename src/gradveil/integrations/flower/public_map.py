@@ -1,7 +1,6 @@
 """What a server tells its clients of a round's public coordinates: the clip, and where they are not plain the map."""
 
 from dataclasses import replace
-from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,6 +12,9 @@ from gradveil.defenses.base import Defense
 from gradveil.defenses.compose import Compose
 from gradveil.defenses.veil import Veil
 from gradveil.errors import DefenseError
+from gradveil.gradients.coordinates import check_clip
+from gradveil.integrations.flower.values import asked
+from gradveil.tree import parameters
 
 CLIP, MAP = "public-clip", "public-map"  # in the config of a training message
 
@@ -42,13 +44,16 @@ def hear(defense: Defense, message: Message, model: nn.Module) -> Defense:
     veil, said = veil_in(defense), next(iter(message.content.config_records.values()), ConfigRecord())
     if veil is None or (veil.shape == "iso" and veil.quantile is None) or CLIP not in said:
         return defense
-    if not 0 < (clip := float(said[CLIP])) < inf:
-        raise DefenseError(f"the server sent the clip {clip}: it must be above 0.")
+    clip = check_clip(asked(message, CLIP, 1.0), "that the server sent")
     told = replace(veil, quantile=None, clip=clip if veil.clip is None else veil.clip)
     if veil.shape != "iso":
+        content, size = said.get(MAP, b""), sum(p.numel() for p in parameters(model).values())
+        most = 8 * veil.rank * (size + 1) + 2**16 + 500 * len(parameters(model))
+        if not isinstance(content, bytes) or len(content) > most:
+            raise DefenseError(f"the server's {MAP} is no file of at most {most:,} bytes (rank {veil.rank}).")
         with TemporaryDirectory() as folder:
             path = Path(folder) / "map.safetensors"
-            path.write_bytes(bytes(said.get(MAP, b"")))
+            path.write_bytes(content)
             told = replace(told, shape=str(path)).for_round(model, None)
     if not isinstance(defense, Compose):
         return told

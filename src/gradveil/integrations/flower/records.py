@@ -1,13 +1,11 @@
 """Between Flower's records and gradveil's ``Params``; all that the mods need to read or change in a message."""
 
-import json
 import logging
 import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from io import BytesIO
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -15,19 +13,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from gradveil.certificates.accountant import Account, spend_from
-from gradveil.defenses.base import Defense, build
-from gradveil.errors import DefenseError, MissingExtraError, UpdateError
+from gradveil.errors import MissingExtraError, UpdateError
 from gradveil.tree import Params
 
 try:
-    from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MessageType, MetricRecord
+    from flwr.app import Array, ArrayRecord, Context, Error, Message, MessageType, MetricRecord
 except ImportError as error:
     raise MissingExtraError("Working with Flower", "flower") from error
 
 MOD_FAILED_PRECONDITION = 6  # flwr.common.constant.ErrorCode: what Flower's own mods answer with
 WITHHELD, SPENT, UNRELEASED = "Update withheld: ", "the budget is spent. ", "not released: "  # in errors' reasons
-ACCOUNT = "gradveil-account"  # in the node's state: what its records have spent in this run
 PSNR, FLOOR, CHECKED = LEAK_METRICS = "leak-psnr", "leak-floor", "leak-checked"  # what a leak guard adds to the metrics
 LOG = logging.getLogger("flwr")  # Flower shows what is said here with a run's log
 Next = Callable[[Message, Context], Message]  # the next mod, and in the end the client's own function
@@ -99,35 +94,6 @@ def add_metrics(reply: Message, values: dict[str, float]) -> None:
 def withhold(message: Message, reason: str) -> Message:
     """Return an error in place of the reply: nothing of the client leaves, and the server is told why."""
     return Message(Error(code=MOD_FAILED_PRECONDITION, reason=f"{WITHHELD}{reason}"), reply_to=message)
-
-
-def pay(context: Context, client: str, cost: float, limit: float) -> Account:
-    """Charge a participation to this node's account before anything is sent; raise where it would overspend.
-
-    The account is a file where the site's ``--node-config`` names one (``account='...'``), and lasts from run to run.
-    Else it is part of the node's state, which Flower keeps as long as the run.
-    """
-    if path := context.node_config.get("account"):
-        return spend_from(Path(str(path)), client, cost, limit)
-    kept = context.state.config_records.get(ACCOUNT)
-    account = Account(client, limit=limit) if kept is None else Account.from_json(json.loads(str(kept["json"])), client)
-    account = account.spend(cost)
-    context.state[ACCOUNT] = ConfigRecord({"json": json.dumps(account.to_json())})
-    return account
-
-
-def defense_for(given: str | Defense | None, context: Context) -> Defense:
-    """Return the defence in force, read when a message comes: the site's, else the one given, else the run's.
-
-    A mod is built when the app is imported, and the settings are known only later. What the site says in its
-    ``--node-config`` stands above all: whoever submits a run cannot weaken it by another spec.
-    """
-    spec = context.node_config.get("defense", given)
-    if spec is None:
-        spec = context.run_config.get("defense")
-    if spec is None:
-        raise DefenseError("No defense is set. Give the mod one, or set 'defense' in --node-config or the run config.")
-    return build(spec)
 
 
 _open: "list[ModelWatch]" = []

@@ -23,11 +23,13 @@ from flwr.server.workflow import SecAggPlusWorkflow
 
 from gradveil.defenses.base import Defense
 from gradveil.errors import DefenseError, GradveilError
-from gradveil.integrations.flower.mods import PUBLIC, check_reply
+from gradveil.integrations.flower.mods import check_reply
+from gradveil.integrations.flower.outgoing import PUBLIC
 from gradveil.integrations.flower.public_map import veil_in
 from gradveil.integrations.flower.records import WITHHELD, Next, arrays_of, is_training, number, params_of, withhold
 from gradveil.integrations.flower.settings import Cohort
 from gradveil.integrations.flower.statements import STATEMENT
+from gradveil.integrations.flower.values import COUNT
 
 
 @dataclass(frozen=True)
@@ -126,9 +128,12 @@ def _in_older_form(message: Message, reply: Message, context: Context) -> Messag
     if not 0 < examples <= most:
         raise DefenseError(f"the update is of {examples} examples, and the secure sum takes 1 to {most:g} of a client.")
     change = [(before[name].double() - after[name].double()).numpy() for name in floating(before)]
-    metrics: dict[str, Any] = {
-        name: number(reply, name, 0) for name in PUBLIC if not math.isnan(number(reply, name, math.nan))
+    counts = {
+        name: record[name] for record in reply.content.metric_records.values() for name in PUBLIC if name in record
     }
+    if odd := [name for name, value in counts.items() if value not in COUNT]:
+        raise DefenseError(f"{odd[0]!r} leaves beside the secure sum and is not {COUNT}.")
+    metrics: dict[str, Any] = {name: float(value) for name, value in counts.items()}
     if STATEMENT in reply.content.config_records:
         metrics[STATEMENT] = json.dumps(dict(reply.content.config_records[STATEMENT]))
     result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters(change), examples, metrics)

@@ -82,7 +82,6 @@ class FlowerSettings(Averaging):
     strategy: str = "fedavg"  # any of flwr.serverapp.strategy, e.g. fedadam:eta=0.01
     rounds: int = 3
     seed: int = 0
-    secret: bool = False  # clients draw their randomness from the operating system, not from the seed
     audit: str = ""  # attack a sample of the updates in each round with this; empty: no audit
     audit_sample: int = 1
     audit_max_examples: int = 16  # an update of more examples is not attacked
@@ -144,7 +143,7 @@ class FlowerSettings(Averaging):
         values = dataclasses.asdict(self) | {"batch_size": self.batch_size or 0}
         return {name.replace("_", "-"): value for name, value in values.items()}
 
-    def ledger(self, shares: list[Indices], spec: str = "") -> tuple[Defense, Ledger]:
+    def ledger(self, shares: list[Indices], spec: str = "", noise: str | None = None) -> tuple[Defense, Ledger]:
         """Return the defence as this run needs it, or a site's own, and what it costs each device.
 
         Raises where its promise would not hold.
@@ -163,7 +162,7 @@ class FlowerSettings(Averaging):
                 f"tier=aggregate needs the same defence on every site: the run has {self.defense!r}, and this site "
                 f"{spec!r}."
             )
-        return defense, Ledger(shares, training, defense)
+        return defense, Ledger(shares, training, defense, noise)
 
     @property
     def seeds(self) -> Seeds:

@@ -8,13 +8,14 @@ from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message
 
-from gradveil.certificates.accountant import Account
+from gradveil.certificates.accountant import SECRET, Account
 from gradveil.defenses.base import Defense
 from gradveil.integrations.flower.demand import OTHER, Demand, name_of, parts_of
 from gradveil.integrations.flower.records import Refused
+from gradveil.integrations.flower.site import ALLOWED, allows, noise_of
 
 STATEMENT = "gradveil-defense"  # the ConfigRecord of a reply that holds it
-UNSAID = "no defence stated"  # the word under which replies without one are counted
+UNSAID, REPEATABLE = "no defence stated", "simulated noise"  # the words under which replies are counted
 WORD = "(This is the client's word, not a proof.)"
 SHOWN = 200  # letters of what a client says that are repeated
 
@@ -30,14 +31,16 @@ def state(
         "from-site": "defense" in context.node_config,
         "steps": steps,
         "examples": examples,
+        "noise": noise_of(context),
     }
     if account is not None:
         said |= {"spent": account.spent} | ({"limit": account.limit} if math.isfinite(account.limit) else {})
+        said |= {"allows": [what for what in ALLOWED if allows(context, what)]}  # beside it, and not paid for
     reply.content[STATEMENT] = ConfigRecord(said)
 
 
-def check_statement(demand: Demand, reply: Message) -> None:
-    """Raise unless the reply says that what the run demands was done."""
+def check_statement(demand: Demand, reply: Message, simulation: bool = False) -> None:
+    """Raise unless the reply says that what the run demands was done, with noise that is secret outside simulations."""
     wanted, said = name_of(demand.defense), statement_in(reply)
     if said is None:
         raise Refused(UNSAID, f"The run demands {wanted!r}, and the reply does not say what was done. {WORD}")
@@ -45,6 +48,12 @@ def check_statement(demand: Demand, reply: Message) -> None:
         raise Refused(OTHER, f"{told(said)}, and the run demands {wanted!r}. {WORD}")
     if said["steps"] < 1:
         raise Refused(OTHER, f"The client says that no step was taken under {wanted!r}. {WORD}")
+    if said.get("noise") != SECRET and not simulation:
+        raise Refused(
+            REPEATABLE,
+            f"The client does not say that the noise of {wanted!r} is secret, and this run is no simulation. A site "
+            f"sets noise='simulated' in its --node-config, or GRADVEIL_NOISE; earlier versions do not say it. {WORD}",
+        )
 
 
 def statement_in(reply: Message) -> ConfigRecord | None:

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradveil.compiled import on_threads, variants_of
 from gradveil.layers.jacobian import Tape
 from gradveil.scores.exact import TINY, RowNorms, Start, live_first
 from gradveil.scores.fast.kernel_plan import Image, Piece, PieceShape, RowSplit, best_split, pieces_of
 
 ABI = 4
 CONVOLUTION, MAX_POOL = 0, 1
-VARIANTS = ("avx512", "avx2", "plain")  # the best first; setup.py says what each may use
 
 
 class KernelStage(Structure):
@@ -64,25 +64,11 @@ def lanes() -> int:
 
 @cache
 def variants() -> dict[str, Any]:
-    """Return the compiled kernels that this processor can run, the best first: the same code for other instructions.
-
-    Empty where none was built, or what was built is out of date.
-    """
-    found = {}
-    for path in sorted(Path(__file__).parent.glob("_cpu_kernel*"), key=_rank):
-        try:
-            kernel = ctypes.CDLL(str(path))
-            if kernel.lanes_abi() == ABI and kernel.lanes_supported():
-                kernel.lanes_run.argtypes = (POINTER(KernelPlan),)
-                found[path.name.split(".")[0].removeprefix("_cpu_kernel").lstrip("_")] = kernel
-        except (OSError, AttributeError):
-            continue
+    """Return the compiled kernels that this processor can run, the best first."""
+    found = variants_of(Path(__file__).with_name("_cpu_kernel"), "lanes", ABI)
+    for kernel in found.values():
+        kernel.lanes_run.argtypes = (POINTER(KernelPlan),)
     return found
-
-
-def _rank(path: Path) -> int:
-    """Return how late a file is tried; one that was built for a single machine comes last."""
-    return next((k for k, name in enumerate(VARIANTS) if path.name.startswith(f"_cpu_kernel_{name}.")), len(VARIANTS))
 
 
 @cache
@@ -100,20 +86,13 @@ def pointer(tensor: Tensor | None) -> Any:
 
 
 def run(plan: KernelPlan, pieces: int) -> None:
-    """Run a plan on as many threads as torch uses; each call starts its own, so that forked processes are safe."""
-    failed: list[int] = []
+    """Run a plan on as many threads as torch uses."""
 
     def work() -> None:
-        failed.append(library().lanes_run(ctypes.byref(plan)))  # without the interpreter's lock
+        if library().lanes_run(ctypes.byref(plan)):  # without the interpreter's lock
+            raise MemoryError("No memory for the buffers of the compiled score kernel.")
 
-    helpers = [threading.Thread(target=work) for _ in range(min(torch.get_num_threads(), pieces) - 1)]
-    for helper in helpers:
-        helper.start()
-    work()
-    for helper in helpers:
-        helper.join()
-    if any(failed):
-        raise MemoryError("No memory for the buffers of the compiled score kernel.")
+    on_threads(work, pieces)
 
 
 _MOST_KEPT = 2**23  # floats

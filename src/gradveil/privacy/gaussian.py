@@ -1,0 +1,139 @@
+"""Gaussian noise on a public grid, so that neither its law nor its last bits say more than the ideal Gaussian does.
+
+    released = g · round((total + std · n) / g),  g the largest power of two up to std / 16
+
+Were n exactly normal, the rounding would be post-processing. It is computed in float64 from 128 bits for each pair
+(Box and Muller), within ``ERROR`` of the exact map; ``delta_of`` bounds what that changes. The proof is in
+docs/theory/noise.md.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import floor, isfinite, log2, pi, sqrt
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Generator, Tensor
+
+from gradveil.errors import DefenseError
+from gradveil.privacy import kernel
+from gradveil.privacy.draws import CHUNK, Source, Stream
+
+ERROR = 2.0**-46  # of a computed normal number, where it is below 6.7
+PAIRS = CHUNK // 16  # made at once by numpy
+_STEP = np.float64(pi / 4 * 2.0**-63)
+
+
+def delta_of(numbers: int) -> float:
+    """Return how far the released numbers of a whole run are, in total variation, from the ideal mechanism's."""
+    return min(1.0, numbers * 2.0**-57 + sqrt(numbers) * 2.0**-38)
+
+
+def grid_of(std: float) -> float:
+    """Return the public grid for noise of a standard deviation: the largest power of two up to a 16th of it."""
+    if not (isfinite(std) and 1e-100 < std < 1e100):
+        raise DefenseError(f"Noise of standard deviation {std} cannot be drawn. Give a number from 1e-100 to 1e100.")
+    return 2.0 ** floor(log2(std / 16))
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """Noise kept apart from what it is added to, for a step whose sum grows: every sum is rounded with it anew."""
+
+    values: Tensor  # (p,), float64 where secret
+    grid: float | None  # of what is released; None: simulated noise, which is not rounded
+
+    def on(self, total: Tensor) -> Tensor:
+        """Return a sum (p,) with this noise, in the sum's type; what is not finite in the sum counts as zero."""
+        if self.grid is None:
+            return total + self.values.to(total)
+        if _by_kernel(total) and self.values.device.type == "cpu":
+            return kernel.add(total, self.values, self.grid)
+        exact = (total.double() / self.grid).nan_to_num_(0.0, 0.0, 0.0)
+        whole = exact.round()
+        left = exact.sub_(whole).add_(self.values.to(exact) / self.grid)  # exact before the noise, whatever the sum
+        return whole.add_(left.round_()).mul_(self.grid).to(total.dtype)
+
+
+def noise(sizes: Sequence[int], std: float, rng: Source, device: torch.device | str = "cpu") -> Drawn:
+    """Return Gaussian noise for tensors of these sizes as one vector: secret, or as the generator gives it."""
+    if isinstance(rng, Generator):
+        flat = torch.empty(sum(sizes), device=rng.device)
+        for part in flat.split(list(sizes)) if rng.device.type == "cpu" else (flat,):
+            part.normal_(generator=rng)
+        return Drawn(flat.mul_(std).to(device), None)
+    grid = grid_of(std)
+    return Drawn(secret_normals(sum(sizes), torch.device(device), std), grid)
+
+
+def release(total: Tensor, std: float, rng: Source, sizes: Sequence[int] | None = None) -> Tensor:
+    """Return a sum (p,) with Gaussian noise, in its own type; with a generator the numbers of tensors of such sizes."""
+    if isinstance(rng, Generator):
+        return noise([len(total)] if sizes is None else sizes, std, rng, total.device).on(total)
+    grid = grid_of(std)
+    if total.is_cuda and (compiled := _compiled("cuda")) is not None:
+        released: Tensor = compiled.release(total, std, grid)
+        return released
+    if _by_kernel(total):
+        return kernel.release(total, std, grid)
+    return Drawn(secret_normals(len(total), total.device, std), grid).on(total)
+
+
+def _by_kernel(total: Tensor) -> bool:
+    known = total.device.type == "cpu" and total.dtype in (torch.float32, torch.float64)
+    return known and _compiled("cpu") is not None
+
+
+@cache
+def _compiled(device: str) -> Any:
+    """Return what makes noise on a kind of device in one pass; None where it was not built or does not run."""
+    if device != "cuda":
+        return kernel if device == "cpu" and kernel.library() is not None else None
+    try:
+        from gradveil.privacy import chacha
+
+        chacha.normals(torch.empty(1, dtype=torch.float64, device="cuda"), 1.0)
+    except Exception:  # no Triton, or one that has no compiler here: the CPU draws
+        return None
+    return chacha
+
+
+def secret_normals(count: int, device: torch.device, std: float = 1.0) -> Tensor:
+    """Return secret normal numbers (count,) of a standard deviation, in float64."""
+    compiled = _compiled(device.type)
+    found = torch.empty(count, dtype=torch.float64, device=device if compiled is not None else None)
+    if compiled is not None:
+        compiled.normals(found, std)
+        return found
+    return _by_numpy(found, Stream()).mul_(std).to(device)
+
+
+def keyed_normals(count: int, key: bytes) -> Tensor:
+    """Return standard normal numbers (count,) that follow from a secret key of 32 bytes alone, in float64."""
+    return _by_numpy(torch.empty(count, dtype=torch.float64), Stream(key))
+
+
+def _by_numpy(found: Tensor, stream: Stream) -> Tensor:
+    words = np.empty((2, min(PAIRS, (len(found) + 1) // 2)), np.uint64)
+    for at in range(0, len(found), 2 * PAIRS):
+        stream.fill(words.reshape(-1))
+        two = torch.from_numpy(normals_of(*words)).view(-1)
+        found[at : at + 2 * PAIRS] = two[: len(found) - at]
+    return found
+
+
+def normals_of(one: npt.NDArray[np.uint64], other: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+    """Return the normal numbers (2, pairs) of two words each: the radius of the first, the angle of the second.
+
+    u = (one + ½) / 2⁶⁴ is taken from its nearer end, so that neither logarithm loses digits.
+    """
+    near = np.minimum(one, ~one).astype(np.float64) * 2.0**-64 + 2.0**-65
+    radius = np.sqrt(-2.0 * np.where(one >> np.uint64(63), np.log1p(-near), np.log(near)))
+    angle = ((other << np.uint64(2)).view(np.int64) | np.int64(2)) * _STEP  # within an eighth of a turn
+    far = np.where(other >> np.uint64(63), -1.0, 1.0) * radius * np.cos(angle)
+    near = radius * np.sin(angle)
+    turned = (other >> np.uint64(62)) & np.uint64(1) > 0
+    return np.stack([np.where(turned, near, far), np.where(turned, far, near)])

@@ -1,0 +1,72 @@
+"""verify through Flower's messages and NVFlare's filter: what leaves a node is what is measured."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradveil
+from gradveil.measured.verify import verify
+from measured import kinds
+
+SPEC, ROUNDS, LR = "veil:z=1,clip=1", 2, 0.1
+
+
+@pytest.mark.parametrize("kind", ["LeNet", "MLP on a table"])
+def test_nodes_of_flower_are_measured(kind: str) -> None:
+    pytest.importorskip("flwr")
+    from gradveil.integrations.flower.verified import OnFlower
+
+    model, like = kinds.build(kind)
+    found = verify(OnFlower(gradveil.defense(SPEC), rounds=ROUNDS), model, like.inputs, like.labels, trials=32, seed=0)
+    assert found.promised == pytest.approx(2**0.5)
+    assert found.reasons == []
+    assert found.estimate.low > 0.7 * found.promised
+
+
+def test_a_node_of_flower_whose_noise_is_halved_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("flwr")
+    from gradveil.defenses.veil import Veil
+    from gradveil.integrations.flower.verified import OnFlower
+
+    monkeypatch.setattr(Veil, "client_multiplier", property(lambda self: self.multiplier / 2))
+    model, like = kinds.build("MLP")
+    found = verify(OnFlower(gradveil.defense(SPEC), rounds=1), model, like.inputs, like.labels, trials=32, seed=0)
+    assert found.promised == pytest.approx(1)
+    assert found.estimate.low > 1.3
+
+
+def test_what_passes_nvflares_filter_is_measured(tmp_path: Path) -> None:
+    pytest.importorskip("nvflare")
+    from nvflare.apis.dxo import DXO, DataKind
+
+    from gradveil.integrations.nvflare import SPENT, STEPS, RecordsFilter
+
+    paid: list[float] = []
+
+    def site(model: nn.Module, inputs: Tensor, labels: Tensor, present: Tensor) -> Sequence[Any]:
+        """A client script in two rounds, and the filter of its site; the weights are the server's each time."""
+        start = {name: value.clone() for name, value in model.state_dict().items()}
+        name, gone = f"site-{len(paid)}", []
+        own = RecordsFilter(SPEC, str(tmp_path / f"{name}.json"))
+        for _ in range(ROUNDS):
+            model.load_state_dict(start)
+            with gradveil.protect(model.train(), SPEC, slots=len(inputs)) as guard:
+                optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+                nn.functional.cross_entropy(guard(inputs[present]), labels[present]).backward()
+                optimizer.step()
+            difference = {n: (v - start[n]).numpy() for n, v in model.state_dict().items()}
+            meta = {STEPS: guard.report.steps, SPENT: guard.report.spent}
+            sent, _ = own.outgoing(DXO(DataKind.WEIGHT_DIFF, difference, meta), name)
+            gone.append(torch.cat([torch.from_numpy(sent.data[n]).flatten() for n, _ in model.named_parameters()]))
+        paid.append(gradveil.Account.read(tmp_path / f"{name}.json", name).mu)
+        return gone
+
+    model, like = kinds.build("MLP")
+    found = verify(site, model, like.inputs, like.labels, mu=2**0.5, trials=32, seed=0)
+    assert max(paid) == pytest.approx(2**0.5)
+    assert found.reasons == []
+    assert found.estimate.low > 0.7 * found.promised
