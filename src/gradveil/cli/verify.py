@@ -113,8 +113,8 @@ def _claimed(
 
 
 def _own(path: str, clip: float) -> "Pipeline":
-    from gradveil.measured.pipelines import Foreign
     from gradveil.imports import import_object, is_import_path
+    from gradveil.measured.pipelines import Foreign
 
     if not is_import_path(path) or not callable(function := import_object(path)):
         raise SpecError(f"--trainer {path!r}: give module:function, train(model, inputs, labels, present).")
