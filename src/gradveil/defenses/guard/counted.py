@@ -22,7 +22,7 @@ _ALIKE = 16  # records that one row may be of; with more it says too little
 
 
 @dataclass(frozen=True, eq=False)
-class Drawn:
+class DrawnBatch:
     """A batch that was drawn, by its number among all of them."""
 
     number: int
@@ -33,14 +33,14 @@ class Drawn:
 class Board(threading.local):
     """The batches that a thread has drawn."""
 
-    drawn: deque[Drawn] = field(default_factory=lambda: deque(maxlen=64))
+    drawn: deque[DrawnBatch] = field(default_factory=lambda: deque(maxlen=64))
     rows: dict[Hashable, set[Hashable]] = field(default_factory=dict)  # whose they are
     used: int = 0  # number of the last batch that a release was made of
     most: int = 1  # slots that one record had in a batch
 
     def draw(self, records: Sequence[Hashable], batch: Any = None) -> None:
         """Take note of a batch."""
-        self.drawn.append(Drawn(self.latest + 1, tuple(records)))
+        self.drawn.append(DrawnBatch(self.latest + 1, tuple(records)))
         self.most = max([self.most, *Counter(records).values()])
         if len(self.rows) > _KEPT:
             self.rows.clear()
