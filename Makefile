@@ -17,12 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # pip compiles with one process; all cores do it in a part of the time. Without it every start of Python would.
 $(STAMP): pyproject.toml constraints.txt $(LOCK)
 	$(PYTHON) -m venv $(VENV)
-ifneq ($(LOCK),)
-	$(BIN)/pip install -q --no-compile --no-deps --only-binary :all: --require-hashes -r $(LOCK)
-	$(BIN)/pip install -q --no-compile --no-deps --no-build-isolation -e .
-else
-	$(BIN)/pip install -q --no-compile -c constraints.txt -e ".[$(EXTRAS)]"
-endif
+	$(BIN)/python tools/install.py "$(EXTRAS)" $(LOCK)
 	$(BIN)/python -m compileall -qq -j $(WORKERS) $(VENV)/lib || true
 	@touch $(STAMP)
 

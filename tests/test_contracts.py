@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.attacks.base import ATTACKS, Attack, Malicious
+from gradveil.attacks.base import ATTACKS, KINDS, Attack, Malicious
 from gradveil.defenses.base import DEFENSES, NoDefense
 from gradveil.defenses.guard.step import step_gradient
 from gradveil.losses import NextToken
@@ -74,6 +74,16 @@ def ready(name: str, seen: Observation, one: Batch | None = None) -> Observation
         one = one or Batch(public.inputs[:1].to(seen.model[0].weight), public.labels[:1])
         return replace(seen, model=model, update=Update(step_gradient(model, one, NoDefense(), fresh())))
     return seen
+
+
+@pytest.mark.parametrize("name", ATTACKS.names())
+def test_an_attack_declares_its_kind_itself(name: str) -> None:
+    """What it takes is known before anything is timed: the order of an audit in limited time rests on it."""
+    declared = [
+        vars(cls)["kind"] for cls in ATTACKS.get(name).__mro__ if cls not in (Attack, Malicious) and "kind" in vars(cls)
+    ]
+    assert declared
+    assert declared[0] in KINDS
 
 
 @pytest.mark.parametrize("name", ATTACKS.names())

@@ -50,6 +50,7 @@ ELSEWHERE = {  # pages whose Python a test of their own runs
     "how-to/defend-my-model.md": "test_docs_defend.py",
     "how-to/gate-in-ci.md": "cli/test_gate_page.py",
     "how-to/train-with-flower.md": "integrations/test_flower_page.py",
+    "how-to/verify.md": "measured/test_verify_page.py",
     "theory/leakage.md": "test_leakage_page.py",
 }
 

@@ -1,6 +1,8 @@
 """The lists of files by hash that `make` installs: nothing that is needed is missing, and no version has drifted."""
 
+import importlib.util
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -11,6 +13,11 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 LOCKS = sorted((ROOT / "locks").glob("*.txt"))
+_spec = importlib.util.spec_from_file_location("install", ROOT / "tools" / "install.py")
+assert _spec is not None
+assert _spec.loader is not None
+install = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(install)
 
 
 def versions(path: Path) -> dict[str, str]:
@@ -47,3 +54,38 @@ def test_every_line_of_a_lock_has_a_hash(path: Path) -> None:
     lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
     assert len(lines) > 100
     assert all(re.fullmatch(r"[\w.-]+==[\w.+!]+( --hash=sha256:[0-9a-f]{64})+", line) for line in lines)
+
+
+def fake_pip(monkeypatch: pytest.MonkeyPatch, answers: list[tuple[int, str]]) -> list[list[str]]:
+    calls: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        calls.append(command)
+        code, said = answers.pop(0)
+        return subprocess.CompletedProcess(command, code, stderr=said)
+
+    monkeypatch.setattr(install.subprocess, "run", run)
+    return calls
+
+
+def test_files_that_are_not_to_be_had_are_taken_by_version_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = fake_pip(monkeypatch, [(1, "No matching distribution found for torch==2.13.0+cpu"), (0, "")])
+    assert install.main(["dev", "locks/x.txt"]) == 0
+    assert "--require-hashes" in calls[0]
+    assert "constraints.txt" in calls[1]
+    assert "--require-hashes" not in calls[1]
+    assert "Installing the versions of constraints.txt" in capsys.readouterr().err
+
+
+def test_another_file_under_a_locked_name_ends_the_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = fake_pip(monkeypatch, [(1, "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.")])
+    assert install.main(["dev", "locks/x.txt"]) == 1
+    assert len(calls) == 1
+
+
+def test_without_the_constrained_versions_the_newest_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = fake_pip(monkeypatch, [(1, "No matching distribution found for torch==2.13.0"), (0, "")])
+    assert install.main(["dev"]) == 0
+    assert "-c" not in calls[-1]

@@ -6,7 +6,8 @@ from typing import Literal
 import pytest
 
 from gradveil.errors import SpecError
-from gradveil.registry import Registry, describe, is_import_path, parse, split_specs
+from gradveil.imports import is_import_path
+from gradveil.registry import Registry, describe, parse, split_specs
 
 THINGS: Registry[object] = Registry("thing", "gradveil.defenses")
 

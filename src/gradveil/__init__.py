@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from gradveil.federated.settings import Training
     from gradveil.federated.simulate import simulate
     from gradveil.losses import build as loss
+    from gradveil.measured.verify import verify
     from gradveil.models import build as model
     from gradveil.privacy import draws
     from gradveil.report.page import write_report
@@ -79,6 +80,7 @@ _PUBLIC = {
     "InferenceSettings": "gradveil.attacks.inference:InferenceSettings",
     "certify": "gradveil.certificates.certify:certify",
     "spend_from": "gradveil.certificates.accountant:spend_from",
+    "verify": "gradveil.measured.verify:verify",
     # add a method of your own
     "Attack": "gradveil.attacks.base:Attack",
     "ATTACKS": "gradveil.attacks.base:ATTACKS",
@@ -135,6 +137,7 @@ __all__ = [
     "simulate",
     "spend_from",
     "step_gradient",
+    "verify",
     "write_examples",
     "write_report",
     "write_update",

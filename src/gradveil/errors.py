@@ -84,8 +84,12 @@ def own_error(error: Exception) -> str:
     what = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
     if isinstance(error, SyntaxError):  # its frame is not on the stack, but its text has file and line
         return what
+    return own_place(error) + what
+
+
+def own_place(error: BaseException) -> str:
+    """Return the last frame of a user's code that an error passed, ``file:line in function: ``, where there is one."""
     stack = [(Path(frame.filename), frame) for frame in traceback.extract_tb(error.__traceback__)]
     frames = [(path, frame) for path, frame in stack if _OURS not in path.parents and path.name[0] != "<"]
     users = [(path, frame) for path, frame in frames if not {"torch", "importlib"} & set(path.parts)]
-    where = "".join(f"{path}:{frame.lineno} in {frame.name}: " for path, frame in (users or frames)[-1:])
-    return where + what
+    return "".join(f"{path}:{frame.lineno} in {frame.name}: " for path, frame in (users or frames)[-1:])

@@ -31,8 +31,9 @@ class OutOfTime(Exception):
 class Limit:
     """Within it (``with``), loops have so many seconds, and no more than the limit around it leaves them.
 
-    ``least``: steps that a loop takes in any case. ``strict``: work that has nothing to show before its end is broken
-    off by ``OutOfTime`` (see ``check``). ``watch`` is shown where a loop stands after each step.
+    ``least``: steps that a loop takes in any case; ``most``: after which it ends, whatever time is left. ``strict``:
+    work that has nothing to show before its end is broken off by ``OutOfTime`` (see ``check``). ``watch`` is shown
+    where a loop stands after each step.
     """
 
     def __init__(
@@ -42,10 +43,11 @@ class Limit:
         least: int = 1,
         strict: bool = False,
         watch: Watch | None = None,
+        most: float = math.inf,
     ) -> None:
         outer = _current.get()
         self.end: float = min(clock() + seconds, math.inf if outer is None else outer.end)
-        self.least, self.strict, self.watch = least, strict, watch
+        self.least, self.strict, self.watch, self.most = least, strict, watch, most
         self.steps = 0  # of the last loop, at most
         self._tell, self._told = tell, -math.inf
         self._past = 0.0  # what the finished loops take, run to their end
@@ -70,6 +72,11 @@ class Limit:
     def left(self) -> float:
         """Seconds until the end."""
         return self.end - clock()
+
+    @property
+    def done(self) -> int:
+        """Steps that the last loop took."""
+        return int(self._done)
 
     @property
     def whole(self) -> float:
@@ -112,7 +119,7 @@ def step(done: int, total: int) -> bool:
     if limit is None:
         return False
     limit.hear(done, total)
-    return done >= min(limit.least, total) and limit.left <= 0
+    return done >= min(limit.least, total) and (limit.left <= 0 or limit.most <= done < total)
 
 
 def show(point: Callable[[], Any]) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Generic, TypeVar
 
-from gradveil.errors import SpecError, did_you_mean, own_error
+from gradveil.errors import SpecError, did_you_mean
 from gradveil.ranges import check, hints_of, is_text, names_of, options_of, plain, range_of
 
 T = TypeVar("T")
@@ -46,28 +46,6 @@ def parse(text: str) -> Spec:
             )
         settings[key.strip()] = value.strip()
     return Spec(name, settings)
-
-
-def is_import_path(text: str) -> bool:
-    """Return whether a text names an importable object (``package.module:function``), not a spec."""
-    name, colon, rest = text.partition(":")
-    return bool(colon) and "=" not in rest and all(part.isidentifier() for part in [*name.split("."), *rest.split(".")])
-
-
-def import_object(path: str) -> Any:
-    """Return what ``package.module:name`` names."""
-    module_name, _, attribute = path.partition(":")
-    try:
-        thing: Any = importlib.import_module(module_name)
-    except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
-            raise SpecError(f"Cannot import {module_name!r} ({error}). Is it installed, or on PYTHONPATH?") from error
-        raise SpecError(f"Cannot import {module_name!r}. The error is its own: {own_error(error)}") from error
-    for part in attribute.split("."):
-        if not hasattr(thing, part):
-            raise SpecError(f"Module {module_name!r} has no {attribute!r}. Give module:function.")
-        thing = getattr(thing, part)
-    return thing
 
 
 def split_specs(text: str) -> list[str]:

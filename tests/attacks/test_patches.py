@@ -12,7 +12,7 @@ from gradveil.attacks.patches import _beside, clear_spans
 from gradveil.defenses.base import NoDefense
 from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import AttackError
-from gradveil.experiments.scene import default_attacks
+from gradveil.experiments.suited import default_attacks
 from gradveil.models import build
 from gradveil.types import Batch, GaussianPrior, Observation, Update
 

@@ -61,7 +61,7 @@ def test_accounted_noise_is_certified_over_the_run(run: Run) -> None:
     assert code == 0, err
     words = " ".join(out.split())
     assert "√(E R)/z Gaussian-DP for zeroing one record" in words
-    assert "z_run = 1.5: no server's error is below" in words  # one update of nine
+    assert "z_run = 1.5: were images Gaussian, no server's error would be below" in words  # one update of nine
     assert "picked rightly with a chance of at most 0.37" in words
     code, _, err = run(*SMALL, "--no-meter", "--defense", "veil:z=1,tier=aggregate")
     assert (code, err.count("\n")) == (2, 1)

@@ -161,19 +161,19 @@ def test_without_a_limit_the_plan_comes_first(run: Run) -> None:
     assert "first pictures: run/report.html" in lines
 
 
-def test_a_limit_that_is_over_at_once_leaves_a_verdict_and_what_was_not_tried(run: Run, tmp_path: Path) -> None:
-    code, out, err = run("audit", *SMALL, "--minutes", "0.001", "--out", "run", "--json", "--fail-on", "recovered")
-    assert code == 4, err  # cannot tell
-    told = json.loads(out)
-    assert {v["outcome"] for v in told["verdicts"]} == {"not_run"}
-    assert {part["why"] for part in told["not_run"]} >= {"out of time"}
-    assert {part["round"] for part in told["not_run"]} == {"first", "last"}
-    assert "What was not tried" in (tmp_path / "run" / "report.html").read_text()
-    code, out, err = run("audit", *SMALL, "--minutes", "60", "--out", "run", "--resume")
-    assert code == 0, err
-    assert "plan: all of it would take" in err
-    assert "Images recovered" in out
-    assert "Not tried" not in out
+def test_five_seconds_are_one_line_that_says_so(run: Run, tmp_path: Path) -> None:
+    code, _, err = run("audit", *SMALL, "--minutes", "0.083", "--out", "run")
+    assert code == 2
+    assert err == "gradveil: minutes=0.083: in 5 seconds no audit is set up. Give at least 0.1.\n"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_limit_that_setting_up_takes_whole_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradveil.pace.seconds_of", lambda minutes: -1.0 if minutes else float("inf"))
+    code, _, err = run("audit", *SMALL, "--minutes", "2", "--out", "run")
+    assert code == 2
+    assert "Setting up took" in err
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize("minutes", ["0", "-3", "nan"])

@@ -48,6 +48,7 @@ RUNS: dict[str, list[str]] = {
         "--images 1 --model lenet:width=3 --no-meter --defense veil:promise=reconstruction",
     ],
     "plan": ["", "--dataset digits --model logistic", "--check flower.toml"],
+    "verify": ["--model logistic --engine sequential --canaries 8 --trials 12 --seed 1"],
     "reproduce": ["", "claims --only nothing --data absent --out reproduced"],
     "leaderboard": ["--defense none --only floors/* --jobs 1 --out board"],
     "list": ["", "defense"],

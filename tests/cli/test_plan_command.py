@@ -41,7 +41,9 @@ def test_the_floor_and_the_size_come_from_data_and_model() -> None:
     found = json.loads(plan("--dataset", "digits", "--model", "logistic", "--promise", "identification", "--json"))
     assert found["parameters"] > 100
     assert 0.5 < found["whole_run"]["floor"] < 1
-    assert "error at least" in plan("--dataset", "digits", "--z", "5")
+    assert "floor for Gaussian images: error at least" in plan("--dataset", "digits", "--z", "5")
+    assert "proved for all images: the line on guessing" in plan("--dataset", "digits")
+    assert "The floor is for Gaussian images alone" in plan("--dataset", "digits")
     assert "--defense veil:z=5\n" in plan("--z", "5")
     assert "veil:epsilon=8,delta=1e-05 where" in plan("--epsilon", "8")
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from types import ModuleType
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -111,6 +113,21 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="data_batch_3"):
         load("cifar10", tmp_path)
     assert not (tmp_path / "was_run").exists()
+
+
+def test_a_type_of_parquet_that_holds_a_pickle_runs_nothing(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[object, tuple[str, ...]]:
+            return os.mkdir, (str(tmp_path / "was_run"),)
+
+    write_parquet(tmp_path / "train.parquet", pixels(4, 1, 8), [0, 1, 0, 1])
+    table = pq.read_table(tmp_path / "train.parquet")
+    for name in ("arrow.py_extension_type", "pyarrow.py_extension_type"):
+        about = {"ARROW:extension:name": name, "ARROW:extension:metadata": pickle.dumps(Evil())}
+        marked = [field.with_metadata(about) for field in table.schema]
+        pq.write_table(table.cast(pa.schema(marked)), tmp_path / "train.parquet")
+        assert len(load(f"folder:path={tmp_path}").train) == 2
+        assert not (tmp_path / "was_run").exists()
 
 
 def test_the_original_svhn_files_are_read_and_ten_means_zero(tmp_path: Path) -> None:

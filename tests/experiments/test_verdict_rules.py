@@ -133,6 +133,35 @@ def no_time_is_no_protection(code: Any) -> None:
     assert code.gate.gates(rows, "recognised")["d"].result == "uninformative"
 
 
+def a_control_that_was_stopped_as_early_counts(code: Any) -> None:
+    def stopped(steps: int) -> dict[str, Any]:
+        return {"details": {"out_of_time": 1.0}, "stopped_at": steps}
+
+    control = measured("none", "naive", GOOD, **stopped(20))
+    rest = measured("d", "naive", BAD, **stopped(20))
+    assert outcome(code, rows_of(control, rest, measured("d", "knows", BAD, **stopped(20)))) == "nothing"
+    assert outcome(code, rows_of(control, rest, measured("d", "knows", BAD, **stopped(19)))) == "void"
+
+
+def a_control_that_failed_speaks_for_those_that_waited(code: Any) -> None:
+    why = "its control failed, so a failure would prove nothing, and no time was left"
+    waited = [
+        {"kind": "skip", "defense": "d", "tier": "knows", "round": "first", "weights": "start", "attack": "gs",
+         "control_failed": "gs:steps=60", "why": why, "out_of_time": False}
+    ]  # fmt: skip
+    rows = rows_of(measured("none", "naive", BAD, attack="gs:steps=60"), waited)
+    assert outcome(code, rows) == "void"
+    verdict = next(v for v in code.judge.verdicts(rows) if v.defense == "d")
+    assert "what would settle it" in next(t.text for t in verdict.tiers if t.tier == "knows")
+
+
+def who_picks_from_a_list_identifies(code: Any) -> None:
+    listed = measured("d", "informed", 0.0, attack="candidates")
+    assert (
+        outcome(code, rows_of(measured("none", "naive", 0.0, attack="candidates"), listed), "informed") == "identified"
+    )
+
+
 def the_gate_looks_at_the_tiers_it_is_told(code: Any) -> None:
     rows = rows_of(FAILED, measured("d", "patient", GOOD))
     assert code.gate.gates(rows, "recognised")["d"].result == "passed"
@@ -144,6 +173,8 @@ RULES: list[Callable[[Any], None]] = [
     a_wrong_declaration_is_no_protection, an_unknown_secret_is_no_protection, a_known_secret_may_hold,
     a_failed_control_is_no_protection, half_an_audit_is_no_protection, a_control_is_of_the_same_attack_and_tier,
     a_leak_counts_whatever_the_control, no_time_is_no_protection, the_gate_looks_at_the_tiers_it_is_told,
+    a_control_that_was_stopped_as_early_counts, a_control_that_failed_speaks_for_those_that_waited,
+    who_picks_from_a_list_identifies,
 ]  # fmt: skip
 
 WEAKENED = [
@@ -159,7 +190,8 @@ WEAKENED = [
     ("judge", 'outcome = got if got in ("recovered", "recognised", "traces", "void") else "not_run"', "outcome = got"),
     ("rows", "or self.void is None", "or True"),
     ("rows", 'for tier in (one.tier, "naive", "knows")', 'for tier in ("naive", "knows")'),
-    ("rows", 'if void is None and late and got == "nothing":', "if False:"),
+    ("rows", 'if void is None and late and got == "nothing" and not _as_long(mine, control):', "if False:"),
+    ("rows", "m.stopped_at >= enough > 0", "True"),
     ("rows", "if recovered.mean >= HALF or (identified", "if True or (identified"),
     ("gate", 'if judged is not None and judged.errors:', "if False:"),
     ("gate", 'if judged is not None and judged.outcome == "not_assessed":', "if False:"),
@@ -211,7 +243,7 @@ SAYS = {
     "recovered": "gets the images back",
     "traces": "gets traces",
     "nothing": "gets nothing",
-    "void": "shows nothing either way",
+    "void": "resists this budget",
 }
 
 

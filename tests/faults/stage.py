@@ -38,6 +38,7 @@ class Act:
     after: float | None = None  # seconds until it is killed
     number: int = signal.SIGKILL  # what kills it
     user: int | None = None  # run as this user
+    watched: bool = False  # in a process of its own, as the installed program does
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def tear(path: Path) -> None:
 
 def perform(act: Act, passed: mmap.mmap, out: Path, err: Path) -> None:
     """Run a command in this process and end."""
-    from gradveil.cli.main import entry
+    from gradveil.cli.main import entry, program
 
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
@@ -153,7 +154,7 @@ def perform(act: Act, passed: mmap.mmap, out: Path, err: Path) -> None:
     sys.argv = ["gradveil", *act.words]
     code: Any = 0
     try:
-        entry()
+        (program if act.watched else entry)()
     except SystemExit as end:
         code = end.code or 0
     except BaseException:

@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import struct
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,8 @@ from gradveil.certificates.accountant import Account, spend_from
 from gradveil.certificates.configurations import check as check_configuration
 from gradveil.cli.list import KINDS
 from gradveil.data import originals
-from gradveil.data.cache import decode_images
 from gradveil.data.folder import Folder
+from gradveil.data.pixels import decode_images, levels_of
 from gradveil.data.table import read_table
 from gradveil.defenses import decoy
 from gradveil.defenses.decoy import load_prior, save_prior
@@ -357,10 +358,15 @@ def test_images(place: Path, count: Count) -> None:
         out = io.BytesIO()
         picture.save(out, kind)
         valid.append(out.getvalue())
+    for kind, values in (("PNG", np.uint16), ("TIFF", np.uint16), ("TIFF", np.int32), ("TIFF", np.float32)):
+        out = io.BytesIO()
+        Image.fromarray((1000 * np.random.rand(16, 16)).astype(values)).save(out, kind)
+        valid.append(out.getvalue())
+    valid.append(b"P5 16 16 4095\n" + np.arange(256, dtype=">u2").tobytes())
 
     def read(content: bytes) -> None:
         for size in (None, 8):
-            found = decode_images([content], size)
+            found = decode_images([content], size, levels=levels_of([content]))
             assert found.dtype == np.uint8
             assert found.ndim == 4
 
@@ -433,6 +439,10 @@ def test_idx(place: Path, count: Count) -> None:
         drill(f"idx{suffix}", damaged(valid), to_file(path, read), place, times(80, 600), count)
 
 
+NAMES = ("numpy.f2py.__main__ main", "os abort", "builtins eval", "builtins exec", "subprocess run", "posix system")
+ARRAYS = ("_reconstruct", "ndarray", "dtype")
+
+
 class Harm:
     """What a pickle must not do."""
 
@@ -443,7 +453,9 @@ class Harm:
 def test_batches_of_cifar(place: Path, count: Count) -> None:
     flat = pixels(2, 3, 32).reshape(2, -1)
     batch = {b"data": flat, b"labels": [1, 2]}
-    valid = tuple(pickle.dumps(batch, protocol=p) for p in (0, 2, 4))
+    valid = tuple(pickle.dumps(batch, protocol=p) for p in range(6))
+    names = st.sampled_from([*NAMES, *(f"numpy.{a} {b}" for a in ("f2py.__main__", "testing", "lib") for b in ARRAYS)])
+    calls = names.map(lambda name: b"\x80\x02}U\x04datac%s\n)RsU\x06labels]s." % name.replace(" ", "\n").encode())
     evil = [
         pickle.dumps(Harm()),
         pickle.dumps({b"data": Harm(), b"labels": [0]}),
@@ -457,9 +469,11 @@ def test_batches_of_cifar(place: Path, count: Count) -> None:
         assert images.dtype == np.uint8
         assert labels.dtype == np.int64
 
-    some = damaged(valid) | st.sampled_from(evil)
-    drill("CIFAR-10 pickles", some, to_file(place / "data_batch_1", read), place, times(100, 600), count)
+    before = set(sys.modules)
+    some = damaged(valid) | st.sampled_from(evil) | calls
+    drill("CIFAR-10 pickles", some, to_file(place / "data_batch_1", read), place, times(100, 1_500), count)
     assert not (place / "harm").exists()
+    assert not {name for name in set(sys.modules) - before if name.startswith("numpy.f2py")}
     rows = np.concatenate([np.zeros((2, 1), np.uint8), flat], axis=1).tobytes()
     read_rows = to_file(place / "data_batch_1.bin", read)
     drill("CIFAR-10 rows", damaged((rows,)), read_rows, place, times(30, 100), count)

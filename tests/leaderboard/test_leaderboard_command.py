@@ -76,7 +76,7 @@ def test_a_promise_is_held_against_every_attack_and_a_beaten_one_ends_in_an_erro
     assert ended.exit_code == 0, ended.output
     (row,) = [row for row in json.loads(ended.stdout)["table"] if row["defence"] == spec]
     assert float(row["μ"]) > 0.5
-    assert 0 < float(row["floor ≥"]) < 1
+    assert 0 < float(row["floor for Gaussian images"]) < 1
     assert row["accuracy, paper"] == "not run" if "accuracy, paper" in row else True
     monkeypatch.setattr("gradveil.leaderboard.standings.Account.guess", lambda self, kappa: 1e-12)
     monkeypatch.setattr("gradveil.leaderboard.standings.SIGNIFICANT", 1.1)

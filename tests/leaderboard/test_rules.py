@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from gradveil.certificates.accountant import Account
+from gradveil.certificates.plan import Plan, PlannedRun, class_spectra
+from gradveil.cli.plan import figures
 from gradveil.data import load
 from gradveil.data.partition import partition
 from gradveil.defenses.base import NoDefense
@@ -122,7 +124,7 @@ def test_an_attack_below_its_certificate_is_an_error(
     assert len(one.beaten) == beaten
     assert len(Leaderboard().verdicts(rows)) == beaten
     shown = next(row for row in table([one]))
-    assert ("**beaten**" in shown["floor ≥"]) == bool(beaten)
+    assert ("**beaten**" in shown["floor for Gaussian images"]) == bool(beaten)
     assert shown["μ"] == f"{Account('', 1 / z_run**2).mu:.2f}"
 
 
@@ -245,3 +247,17 @@ def test_models_are_trained_apart(tiny: Panel) -> None:
     assert all("accuracy" in row for some in rows.values() for row in some)
     work = _Work(tiny, "paper", Context())
     assert [hasattr(work._model(Tuning(entry, 0, 1)), "encoder") for entry in entries] == [False, True]
+
+
+def test_the_leaderboard_says_the_floor_that_plan_says() -> None:
+    """One number: it had been that of one covariance for all classes here, and class by class there."""
+    row = AttackedEntry(Entry("veil:z=2,clip=1"), Place(TINY, Context())).about()
+    digits = load("digits")
+    plan = Plan(planned_for(row["participations"]), 2.0)
+    said = figures(plan, class_spectra(digits.test.batch(slice(None))).values(), 1e-5, 0.01)
+    assert row["floor"] == pytest.approx(said["whole_run"]["floor"], rel=1e-12)
+    assert row["spent"] == pytest.approx(plan.account.spent)
+
+
+def planned_for(participations: int) -> PlannedRun:
+    return PlannedRun(16, None, 1, TINY.rounds, participations, TINY.clients)

@@ -94,7 +94,7 @@ def test_a_source_says_what_it_is() -> None:
 
 
 def test_other_errors_of_a_defence_are_its_own() -> None:
-    with pytest.raises(TypeError, match="has no len"), own_draws("x"):
+    with pytest.raises(TypeError, match="has no len"), own_draws(SECRET):
         len(3)  # type: ignore[arg-type]
-    with pytest.raises(DefenseError, match=r"^x draws from rng by torch itself"), own_draws("x"):
+    with pytest.raises(DefenseError, match=r"^SecretDraws draws from rng by torch itself"), own_draws(SECRET):
         SECRET.manual_seed(0)  # type: ignore[attr-defined]

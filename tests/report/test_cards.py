@@ -49,7 +49,7 @@ def test_a_card_says_it_in_words_and_with_intervals(drawn: dict[str, Card]) -> N
     assert drawn["pruning:share=0.8"].cost == "Accuracy: 92.0%, against 93.0% without a defence"
     assert drawn["none"].servers[0].who == "Any server"
     void = drawn["<script>alert(1)</script>"].servers[0]
-    assert void.says.startswith("shows nothing either way")
+    assert void.says.startswith("resists this budget")
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_a_figure_that_an_attack_beats_is_an_error_and_not_shown_beside_it() -> 
 @pytest.mark.parametrize(
     ("mse", "identified", "tier", "wrong"),
     [
-        (0.04, 0.0, "knows", "The floor on a reconstruction's figure for d (one update) does not hold: it says 0.05"),
+        (0.04, 0.0, "knows", "The Gaussian floor's figure for d (one update) does not hold: it says 0.05"),
         (0.04, 0.0, "informed", ""),  # it has candidates, which the floor does not speak of
         (0.06, 1.0, "informed", "The guess bound's figure for d (one update) does not hold: it says 0.1, and newton"),
         (0.06, 0.0, "knows", ""),
@@ -159,6 +159,8 @@ def test_a_proved_bound_that_an_attack_beats_is_an_error(mse: float, identified:
     assert all(error.startswith(wrong) for error in errors)
     table = certificate_table(rows)
     assert table is not None
+    assert [row[3] for row in table.rows] == ["beaten" if tier == "knows" and wrong else "if Gaussian",
+                                              "beaten" if tier == "informed" and wrong else "yes"]  # fmt: skip
     assert ["beaten" in row for row in table.rows].count(True) == len(errors)
     assert [figure for figure, *_ in (row[1:] for row in table.rows)][1] == "the guess bound (one update)"
 

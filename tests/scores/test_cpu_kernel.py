@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from gradveil.compiled import VARIANTS
 from gradveil.layers.jacobian import Tape
 from gradveil.models import build
 from gradveil.scores import row_norms
 from gradveil.scores.api import linearise
 from gradveil.scores.exact import Start, exact_rows
-from gradveil.compiled import VARIANTS
 from gradveil.scores.fast import cpu_kernel, kernel_plan
 from gradveil.scores.fast.cpu_kernel import lanes_rows
 from gradveil.scores.fast.kernel_plan import pieces_of

@@ -122,6 +122,8 @@ class Analytic(Attack):
     the Gaussian prior, over the entries of r that were seen. ``analytic_rows`` says what a batch gives.
     """
 
+    kind = "closed form"
+
     steps: Count = 60  # of Levenberg-Marquardt, at most
     restarts: Count = 2  # the first from the prior's mean, others from draws of it
     dense_limit: Whole = 1024  # unknowns up to which the Jacobian is written out

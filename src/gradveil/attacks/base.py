@@ -4,7 +4,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Literal, TypeVar, get_args
 
 import torch
 from torch import Generator, Tensor, nn
@@ -18,11 +18,15 @@ from gradveil.types import Batch, Observation, Reconstruction, check_update
 
 ATTACKS: Registry["Attack"] = Registry("attack", "gradveil.attacks")
 
+Kind = Literal["closed form", "list", "planted", "search", "learned"]
+KINDS: tuple[Kind, ...] = get_args(Kind)  # how an attack works, from what takes least to what takes most
+
 
 class Attack(ABC):
     """Settings are the dataclass fields; the call gets what the server sees and a generator."""
 
     spec_name: ClassVar[str]
+    kind: ClassVar[Kind] = "search"  # what it is known to take, before anything is timed
 
     def reconstruct(self, seen: Observation, rng: Generator) -> Reconstruction:
         """Rebuild the inputs behind one update."""

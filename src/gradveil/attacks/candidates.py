@@ -21,11 +21,12 @@ from gradveil.attacks.base import ATTACKS, Attack, check_seen, differentiating
 from gradveil.attacks.rounds import SentRounds, by_weights, flat
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import trial_gradients, trial_updates
-from gradveil.ranges import Bytes, Range
+from gradveil.ranges import Bytes, Range, Whole
 from gradveil.types import Batch, Observation, Reconstruction
 
 SAME = 1e-3  # relative distance of updates that count as the same
 OFFSETS = 32  # runs of the client on one candidate, where what the defence adds is the same for all
+FEW = 8  # of them, where few candidates are run at all
 RUNS = 8  # candidates that the client is run on before the clock is looked at
 SWEEPS = 3  # of exchanging one chosen record for a better one
 Score = Callable[[Tensor], Tensor]  # positions of candidates (m,) -> log likelihoods (m,)
@@ -41,13 +42,18 @@ class Candidates(Attack):
     as the batch has are picked one after the other, then exchanged while that helps. Where the server can run the
     client, the noise law is that of its runs with draws of its own: one candidate's where the defence adds the same to
     all, else the mean of every candidate's and the covariance of some. Else it is the declared one. Where no variance
-    is known, that of each tensor is the one that suits a candidate best.
+    is known, that of each tensor is the one that suits a candidate best. For large networks, the last tensors alone
+    (``entries``) tell the candidates apart, and the client is run on the likeliest alone (``shortlist``).
     """
+
+    kind = "list"
 
     draws: Annotated[int, Range(2)] = (
         4  # of the client per candidate, where the defence is no addition; one says nothing of the variance
     )
     memory: Bytes = 2e9  # bytes for the candidates' updates
+    entries: Whole = 0  # of the update that are looked at, whole tensors from its end; 0: all
+    shortlist: Whole = 0  # candidates that the client is run on: those that are likeliest without it; 0: all
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Pick the records behind several updates, one after the other; what a client sends is worked out once."""
@@ -56,6 +62,7 @@ class Candidates(Attack):
 
     def _one(self, seen: Observation, kept: "Kept") -> Reconstruction:
         listed = _listed(seen)
+        seen = replace(self._last(seen), rounds=tuple(map(self._last, seen.rounds)))
         check_seen((seen, *seen.rounds))
         together = seen.num_examples > 1 and seen.others is None
         device = next(seen.model.parameters()).device
@@ -74,8 +81,35 @@ class Candidates(Attack):
         finite = bool(best[0].isfinite()) and not late
         return Reconstruction(inputs.clamp(*seen.bounds), labels, -float(best[0]), finite, details)
 
+    def _last(self, seen: Observation) -> Observation:
+        """Return the observation with the tensors at the update's end, of so many entries together; at least one."""
+        kept, total = dict[str, Tensor](), 0
+        for name in reversed(seen.visible):
+            total += seen.update.gradient[name].numel()
+            if self.entries and kept and total > self.entries:
+                break
+            kept[name] = seen.update.gradient[name]
+        shown = {name: kept[name] for name in reversed(kept)}
+        return seen if len(shown) == len(seen.visible) else replace(seen, update=replace(seen.update, gradient=shown))
+
     def _scores(self, rounds: list[Observation], trials: "Trials", kept: "Kept") -> Tensor:
-        """Return the log likelihood (M,) of rounds that were made at the same weights; -inf: there was no time."""
+        """Return the log likelihood (M,) of rounds that were made at the same weights; -inf: there was no time.
+
+        Of those that are not on the shortlist, it is below that of all that are.
+        """
+        bare = [replace(s, client=None) for s in rounds]
+        if not 0 < self.shortlist < len(trials) or rounds[0].client is None:
+            return self._each(rounds, trials, kept)
+        scores = self._each(bare, trials, kept)
+        best = scores.topk(self.shortlist).indices
+        if bool(scores.isneginf().any()):
+            return scores
+        told = self._each(rounds, trials.of(best.cpu()), kept)
+        scores = scores - scores.max() + told.min() - 1
+        scores[best] = told
+        return scores
+
+    def _each(self, rounds: list[Observation], trials: "Trials", kept: "Kept") -> Tensor:
         sent = SentRounds.of(rounds)
         scores = torch.full((len(trials),), -torch.inf, dtype=torch.float64, device=sent.seen.device)
         score, at_once = self._law(rounds[0], sent, trials, kept)
@@ -88,8 +122,9 @@ class Candidates(Attack):
 
     def _law(self, seen: Observation, sent: SentRounds, trials: "Trials", kept: "Kept") -> tuple[Score, int]:
         """Return how likely what was sent is for each candidate, and how many of them to score at once."""
-        many = max(1, int(self.memory / 80 / sent.seen.shape[1]))
-        mean = trials.means(seen, sent)
+        many = max(1, min(RUNS if self.shortlist else len(trials), int(self.memory / 80 / sent.seen.shape[1])))
+        mean = trials.means(seen, sent, kept if len(trials) < self.memory / 8 / sent.seen.shape[1] else None)
+        offsets = FEW if self.shortlist else OFFSETS
         if seen.client is None:
             return (lambda part: sent.likelihood(mean(part), sent.noise)), many
         most = self.memory / 8 / sent.seen.shape[1]
@@ -100,13 +135,13 @@ class Candidates(Attack):
         fixed = _close(first[0] - again[0], first[0])  # the draws change nothing
         none, step = torch.zeros_like(sent.noise[:1]), expected[1] - expected[0]
         if all(_close(both[1] - both[0] - step, step) for both in (first, again)):
-            added = (first[:1] if fixed else torch.cat([run(ends[:1], k) for k in range(OFFSETS)])) - expected[:1]
-            variance = none if fixed else sent.by_tensor(added.var(0, keepdim=True)) * (1 + 1 / OFFSETS)
+            added = (first[:1] if fixed else torch.cat([run(ends[:1], k) for k in range(offsets)])) - expected[:1]
+            variance = none if fixed else sent.by_tensor(added.var(0, keepdim=True)) * (1 + 1 / offsets)
             return (lambda part: sent.likelihood(mean(part) + added.mean(0), variance)), many
         if fixed:
             return (lambda part: sent.likelihood(run(part, 0), none)), RUNS
-        drawn = torch.stack([run(ends, k) for k in range(OFFSETS // 2)])
-        centred = (drawn - drawn.mean(0)).flatten(0, 1)  # (OFFSETS, R)
+        drawn = torch.stack([run(ends, k) for k in range(offsets // 2)])
+        centred = (drawn - drawn.mean(0)).flatten(0, 1)  # (offsets, R)
 
         def score(part: Tensor) -> Tensor:
             return sent.drawn_likelihood(torch.stack([run(part, k) for k in range(self.draws)]).mean(0), centred)
@@ -171,8 +206,16 @@ class Trials:
         known = [value.expand(len(part), *value.shape) for value in rest]
         return Batch(*(torch.cat(both, 1) for both in zip(known, (x, y), strict=True)))
 
-    def means(self, seen: Observation, sent: SentRounds) -> Callable[[Tensor], Tensor]:
-        """Return positions (m,) -> what clients with these candidates send, by the server's own gradients (m, R)."""
+    def of(self, part: Tensor) -> "Trials":
+        """Return the trials of some candidates."""
+        chosen = part.to(self.candidates.inputs.device)
+        return Trials(Batch(self.candidates.inputs[chosen], self.candidates.labels[chosen]), self.others)
+
+    def means(self, seen: Observation, sent: SentRounds, kept: "Kept | None" = None) -> Callable[[Tensor], Tensor]:
+        """Return positions (m,) -> what clients with these candidates send, by the server's own gradients (m, R).
+
+        What was worked out before, at the same weights, is looked up in ``kept``.
+        """
         like, plain = next(seen.model.parameters()), not seen.needs_all_gradients
         trial = trial_gradients(seen.model, sent.names, loss=seen.loss) if plain else trial_updates(seen, sent.names)
 
@@ -182,7 +225,19 @@ class Trials:
             found = trial(batch.inputs.to(like), rows.to(like))
             return torch.cat([found[n].flatten(1) for n in sent.names], 1).double()
 
-        return of
+        rule = (id(seen.model), id(seen.simulate), seen.simulate_on, seen.update.num_steps, sent.names)
+
+        def looked_up(part: Tensor) -> Tensor:
+            assert kept is not None
+            batch = self[part.to(self.candidates.inputs.device)]
+            keys = [(*rule, *_bytes(x, y)) for x, y in zip(batch.inputs, batch.labels, strict=True)]
+            missing = [i for i, key in enumerate(keys) if key not in kept]
+            if missing:
+                fresh = of(part[torch.tensor(missing)])
+                kept.update({keys[i]: row[None] for i, row in zip(missing, fresh, strict=True)})
+            return torch.cat([kept[key] for key in keys])
+
+        return of if kept is None else looked_up
 
     def runs(self, seen: Observation, sent: SentRounds, kept: "Kept") -> Callable[[Tensor, int], Tensor]:
         """Return positions (m,), the number of a draw -> what the defended client sends, (m, R).
@@ -196,7 +251,7 @@ class Trials:
             batch = self[part.to(self.candidates.inputs.device)]
             each = []
             for x, y in zip(batch.inputs, batch.labels, strict=True):
-                key = (id(client), sent.names, draw, x.cpu().numpy().tobytes(), y.cpu().numpy().tobytes())
+                key = (id(client), sent.names, draw, *_bytes(x, y))
                 if key not in kept:
                     with torch.enable_grad():
                         found = client(Batch(x.to(like), y), torch.Generator().manual_seed(draw))
@@ -230,6 +285,10 @@ def _by_client(seen: Observation) -> list[list[Observation]]:
         for s in same:
             groups.setdefault((number, id(s.client)), []).append(s)
     return list(groups.values())
+
+
+def _bytes(x: Tensor, y: Tensor) -> tuple[bytes, bytes]:
+    return x.cpu().numpy().tobytes(), y.cpu().numpy().tobytes()
 
 
 def _close(apart: Tensor, like: Tensor) -> bool:

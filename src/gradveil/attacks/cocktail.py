@@ -33,6 +33,8 @@ class Cocktail(Attack):
     no order.
     """
 
+    kind = "closed form"
+
     steps: Count = 300  # of the fixed point, at most
     tol: Weight = 0.35  # of the gradient that the examples found have, relative, below which they are believed
 

@@ -60,6 +60,8 @@ class Diffusion(Attack):
     It begins where ``newton`` ends. A network is trained for each set of public images: meant for a GPU.
     """
 
+    kind = "learned"
+
     steps: Count = 2000  # of the network's training
     width: Annotated[int, Range(4, 1024)] = 32  # of the network
     pairs: Count = 4  # of draws from the posterior, averaged

@@ -27,6 +27,8 @@ class DLG(Attack):
     twice the steps); and labels that the server knows are used.
     """
 
+    kind = "search"
+
     steps: Count = 300  # outer steps per start
     inner: Count = 20  # L-BFGS iterations in an outer step
     restarts: Count = 4

@@ -38,6 +38,8 @@ class FedAvgInversion(Attack):
     al. 2020, section 6), ``lbfgs`` the squared distance.
     """
 
+    kind = "search"
+
     steps: Count = 1000  # evaluations per start
     restarts: Count = 1
     optimiser: Literal["adam", "lbfgs"] = "adam"

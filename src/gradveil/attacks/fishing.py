@@ -42,6 +42,8 @@ class Fishing(Malicious):
     the batch has.
     """
 
+    kind = "search"
+
     attack: str = "newton"  # on what was fished
     target: Whole | None = None  # the class; None: the rarest that the client has, or a random one of public examples
     examples: Count = 1  # of a batch, as the server expects

@@ -36,6 +36,8 @@ class GradInversion(Attack):
     same on every model; the group's mean is taken pixel by pixel, without registration; no noise is added to the steps.
     """
 
+    kind = "search"
+
     steps: Count = 1000
     restarts: Count = 4  # the group whose starts must agree
     lr: Positive = 0.1

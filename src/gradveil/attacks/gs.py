@@ -68,6 +68,8 @@ class GS(Attack):
     best point by the objective is returned.
     """
 
+    kind = "search"
+
     steps: Count = 1000
     restarts: Count = 1
     lr: Positive = 0.1

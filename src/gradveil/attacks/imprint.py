@@ -37,6 +37,8 @@ class Imprint(Malicious):
     The answer goes by client, and says how many examples are whose.
     """
 
+    kind = "planted"
+
     architecture: Architecture = "changed"  # a block in front of the model, or its own first layer
     rows: Rows = 1024  # of the block
     directions: Count = 4  # that are measured

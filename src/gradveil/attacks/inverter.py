@@ -49,6 +49,8 @@ class Inverter(Attack):
     model and a client share what is learned. Of several examples, at most 8, each comes at its place by label.
     """
 
+    kind = "learned"
+
     pairs: Annotated[int, Range(2)] = 2000  # updates made from public examples
     features: Count = 32768  # numbers that are kept of an update; beyond that it is hashed
 

@@ -36,6 +36,8 @@ class Newton(Attack):
     the same, and the equations of rounds at other weights go below one another.
     """
 
+    kind = "search"
+
     steps: Count = 60  # in all, at most
     stage_steps: Count = 5  # at one noise floor, at most
     restarts: Count = 1  # the first from the prior's mean, others from draws of the prior

@@ -44,6 +44,8 @@ class PatchSpan(Attack):
     a batch than the rank of the factors and the width of the model.
     """
 
+    kind = "closed form"
+
     steps: Count = 40  # of Gauss-Newton on the spans, at most
     restarts: Count = 8  # rounds of as many starts as there are pictures, until all are found
     dense_limit: Whole = 4096  # pixels up to which the Jacobian is written out

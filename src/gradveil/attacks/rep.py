@@ -34,6 +34,8 @@ class Rep(Attack):
     step that is exact. Nothing else of the update is used.
     """
 
+    kind = "search"
+
     layer: str | None = None  # whose input is matched; None: the last fully connected one
     m: Positive = 0.5  # rows per class in an earlier layer: a share of them up to 1, a count above
     steps: Count = 300  # outer steps per start

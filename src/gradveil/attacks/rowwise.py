@@ -92,6 +92,8 @@ class Rowwise(Attack):
     the weights half-way. Examples that are not found are answered by the prior's mean.
     """
 
+    kind = "closed form"
+
     draws: Count = 8192  # at most
     tol: Weight = 1e-3  # relative distance from an exact span at which an example is found
 

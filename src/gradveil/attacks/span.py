@@ -41,6 +41,8 @@ class SpanCheck(Attack):
     the span, and then the nearest are taken, or what the rows of the embeddings' gradients show.
     """
 
+    kind = "closed form"
+
     token_close: Between = 0.05  # share of a token's input that may lie outside the span
     close: Between = 1e-3  # the same of what attention gives
 

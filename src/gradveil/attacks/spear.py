@@ -240,6 +240,8 @@ class Spear(Attack):
     come in no order. Several steps of plain SGD mix the same examples, and are unmixed alike.
     """
 
+    kind = "closed form"
+
     draws: Count = 4096  # at most
     tol: Weight = 1e-3  # of the gradient that the examples found have, relative, below which they are right
 

@@ -34,6 +34,8 @@ class Surrogate(Attack):
     first, as the client's was.
     """
 
+    kind = "search"
+
     steps: Count = 1000  # evaluations per start
     restarts: Count = 1
     lr: Positive = 0.1

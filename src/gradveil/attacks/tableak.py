@@ -30,6 +30,8 @@ class TabLeak(Attack):
     agreement in place of entropy; starts that end at more than ``within`` times the best one's distance are not pooled.
     """
 
+    kind = "search"
+
     steps: Count = 1000  # evaluations per start
     starts: Count = 8
     lr: Positive = 0.1  # in standard deviations of a column

@@ -36,6 +36,8 @@ class EmbeddingMatching(Attack):
     classes are known or read off the last layer. Every sequence is taken to be as long as the longest can be.
     """
 
+    kind = "search"
+
     steps: Count = 200  # evaluations per start
     restarts: Count = 1
     lr: Positive = 0.3

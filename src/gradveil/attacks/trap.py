@@ -27,6 +27,8 @@ class Trap(Malicious):
     must be fully connected with a ReLU between them; elsewhere a block goes in front (``architecture=changed``).
     """
 
+    kind = "planted"
+
     architecture: Architecture = "kept"
     rows: Rows = 1024  # of the block
     share: Between = 1 / 64  # of the public examples, that activate a row

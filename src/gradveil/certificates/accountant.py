@@ -29,6 +29,10 @@ THEOREM = (
     "R participations of E local epochs with noise multiplier z are √(E R)/z Gaussian-DP for zeroing one record of one "
     "client, against any server that chooses the weights as it likes and knows all other records."
 )
+TUNED = (
+    "Settings are chosen without these records. Tuning on them is not counted: k tries that the server sees cost √k "
+    "times the μ, and the choice costs as well where only the best is shown (Papernot and Steinke 2022)."
+)
 ASSUMPTIONS = (
     "One record is zeroed in its slot, and how many records a client has is public. Where another record stands in its "
     "place, twice the μ holds.",
@@ -39,6 +43,7 @@ ASSUMPTIONS = (
     "The noise is fresh, secret and Gaussian in exact arithmetic. A simulation draws it from its seed: what it shows "
     "is the method's promise, not that of the simulated clients.",
     "No gain from sampling is counted: the server knows who takes part in which round.",
+    TUNED,
 )
 AGGREGATE = (
     "The server sees only the sum of a round, one noisy release, of as many honest clients that stay as were counted "
@@ -46,8 +51,9 @@ AGGREGATE = (
 )
 GUESS = "The chance of a blind guess is the one that the server has with all that it knows beside the releases."
 FLOOR = (
-    "Images of a class are Gaussian with the covariance of public ones, independent of all that the server knows "
-    "beside the releases; the floor is of the error on average over records."
+    "The floor is for Gaussian images alone: it is proved where the images of a class are Gaussian with the covariance "
+    "of public ones, given all that the server knows beside the releases, and of the error on average over records. A "
+    "server that knows a record to be one of two gets far below it; the bound on guessing holds for that one too."
 )
 
 

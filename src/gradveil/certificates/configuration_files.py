@@ -1,30 +1,49 @@
 """Configuration files of Flower, Opacus and NVFlare as plain settings."""
 
+import io
 import json
 import tomllib
+import zipfile
 from collections.abc import Iterator, Mapping
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from gradveil.errors import CertificateError
+from gradveil.files import read_whole
+
+_LARGEST = 2**26  # bytes of a file of text
+_CHECKPOINT = 2**30  # bytes of a checkpoint, and of what it unpacks to
 
 
 def read(path: Path) -> Any:
     """Return what a file holds, as it is nested."""
     try:
         if path.suffix in (".pt", ".pth"):
-            import torch
-
-            saved = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251 - no code in it
-            return saved.get("privacy_accountant_state_dict", saved)
-        text = path.read_text(encoding="utf-8")
+            return _history(read_whole(path, _CHECKPOINT))
+        text = read_whole(path, _LARGEST).decode()
         return tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except Exception as error:
         raise CertificateError(
             f"{path} cannot be read as TOML (.toml), JSON or an Opacus checkpoint (.pt): "
             f"{' '.join(str(error).split())[:150]}"
         ) from error
+
+
+def _history(content: bytes) -> dict[str, Any]:
+    """Return what an Opacus checkpoint has counted, as plain numbers; nothing else of it is looked at."""
+    import torch
+
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6):  # CVE-2025-32434
+        raise ValueError(f"torch {torch.__version__} may run code of a file: install 2.6 or newer, or give JSON")
+    with zipfile.ZipFile(io.BytesIO(content)) as file:
+        if (size := sum(part.file_size for part in file.infolist())) > _CHECKPOINT:
+            raise ValueError(f"it unpacks to {size:,} bytes, and the most is {_CHECKPOINT:,}")
+    saved = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)  # noqa: TID251 - no code in it
+    counted = saved.get("privacy_accountant_state_dict", saved)["history"]
+    if not all(isinstance(n, int | float) for one in counted for n in one):
+        raise ValueError("its history is no list of numbers")
+    return {"history": [tuple(one) for one in counted]}
 
 
 def flat_settings(values: Any) -> Iterator[tuple[str, Any]]:

@@ -1,51 +1,20 @@
 """What a privacy configuration of Flower, Opacus or NVFlare really buys, and what in it is off."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 from math import ceil, inf, log, sqrt
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from gradveil.certificates.accountant import Account, epsilon_of, mu_of
+from gradveil.certificates.accountant import TUNED, epsilon_of
+from gradveil.certificates.bought import Bought, Told, releases_of
 from gradveil.certificates.configuration_files import above_zero, filters, flat_settings, number, read
-from gradveil.certificates.privacy import GaussianTraining
+from gradveil.certificates.opacus_settings import opacus
+from gradveil.certificates.privacy import beside_a_count
 from gradveil.errors import CertificateError
 from gradveil.files import damage_told
 
-Level = Literal["record", "client"]
-
-
-@dataclass(frozen=True)
-class Bought:
-    """What a configuration gives one record, or one client, over a run."""
-
-    what: str  # the mechanism, in words
-    level: Level = "client"
-    against: str = "the server"  # whom it protects from
-    sigma: float | None = None  # of the noise in what is released
-    mu: float | None = None  # of a release; None: no such promise
-    releases: int | None = None  # over the run; None: the file does not say
-    epsilon_round: float | None = None  # where the promise of a round is no μ: pure ε
-    epsilon: float | None = None  # over the run, where it does not follow from μ: pure, or with secret sampling
-    notes: tuple[str, ...] = ()  # what is off, or easily misread
-    details: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def account(self) -> Account | None:
-        """What the run costs by Gaussian DP; None where there is no such promise."""
-        if self.mu is None or self.mu == inf:
-            return None
-        return Account("configuration", spent=(self.releases or 1) * self.mu**2)
-
-
-@dataclass(frozen=True)
-class Told:
-    """What was said beside the file."""
-
-    rounds: int | None = None
-    participations: int | None = None
-    parameters: int | None = None
-    delta: float = 1e-5
+__all__ = ["Bought", "Told", "check"]
 
 
 def check(path: Path, known: Told | None = None) -> list[Bought]:
@@ -65,32 +34,14 @@ def _check(path: Path, known: Told) -> list[Bought]:
             "with sensitivity, epsilon and delta (Flower), max-grad-norm with noise-multiplier, or an accountant's "
             "history (Opacus), privacy filters (NVFlare)."
         )
-    return found
-
-
-def _releases(flat: Mapping[str, Any], known: Told) -> tuple[int | None, tuple[str, ...]]:
-    """Return how many rounds a client takes part in, and how that was found."""
-    if known.participations is not None:
-        return known.participations, ()
-    rounds = known.rounds or number(flat, "num_server_rounds", "num_rounds", "rounds")
-    if rounds is None:
-        return None, ("The file does not say how many rounds there are: the figures are of one. Give --rounds.",)
-    share = number(flat, "fraction_train", "fraction_fit")
-    chosen, devices = number(flat, "num_sampled_clients"), number(flat, "population_size", "num_supernodes")
-    if share is None and chosen and devices:
-        share = chosen / devices
-    note = () if share is None or share >= 1 else (
-        f"A client takes part in {ceil(rounds * share):g} of {rounds:g} rounds on average, and may be drawn in all: "
-        "all are counted. Give --participations where somebody keeps to fewer.",
-    )  # fmt: skip
-    return int(rounds), note
+    return [one if one.mu is None else replace(one, notes=(*one.notes, TUNED)) for one in found]
 
 
 def _local_dp(flat: Mapping[str, Any], known: Told) -> Bought:
     """Flower's LocalDpMod, and filters with the same settings: the client clips its update and adds the noise."""
     clip, delta = above_zero(flat, "clipping_norm"), above_zero(flat, "delta", "target_delta")
     claimed, sensitivity = above_zero(flat, "epsilon"), number(flat, "sensitivity")
-    releases, notes = _releases(flat, known)
+    releases, notes = releases_of(flat, known)
     sensitivity = clip if sensitivity is None else sensitivity
     if not 0 <= sensitivity < inf:
         raise CertificateError(f"sensitivity = {sensitivity}: it must not be below 0.")
@@ -131,7 +82,7 @@ def _central_dp(flat: Mapping[str, Any], known: Told) -> Bought:
     clients = number(flat, "num_sampled_clients")
     if z is None or not 0 <= z < inf:
         raise CertificateError(f"noise-multiplier = {z}: it must not be below 0.")
-    releases, notes = _releases(flat, known)
+    releases, notes = releases_of(flat, known)
     notes = (
         "The server adds the noise after it has seen every update (with SecAgg+: their exact sum): nothing is promised "
         "against the server, only against those who see the model afterwards.",
@@ -145,66 +96,33 @@ def _central_dp(flat: Mapping[str, Any], known: Told) -> Bought:
         "The noise is for a mean in which every client counts alike. Flower's FedAvg weighs by examples: a client with "
         "more of them counts more, and the promise does not hold for it.",
     )
-    if "initial_clipping_norm" in flat:
-        notes += ("Adaptive clipping releases counts of clipped updates too; they are not in these figures.",)
-    sigma = None if clients is None else z * clip / clients
     said = {"clip": clip, "noise_multiplier": z} | ({} if clients is None else {"clients": clients})
+    own = z
+    if "initial_clipping_norm" in flat and z:
+        own, about = _adaptive(flat, z, clients)
+        notes += about
+        said |= {"effective_noise_multiplier": own}
+    sigma = None if clients is None else own * clip / clients
     return Bought(
         "the server adds Gaussian noise to the mean of clipped updates", "client", "others than the server", sigma,
         1 / z if z else inf, releases, notes=notes, details=said,
     )  # fmt: skip
 
 
-def _opacus(flat: Mapping[str, Any], known: Told) -> Bought:
-    """DP-SGD in each client, by settings or by what an accountant counted."""
-    releases, notes = _releases(flat, known)
-    history, delta = flat.get("history"), number(flat, "target_delta", "delta") or known.delta
-    if history:
-        try:
-            training = GaussianTraining.of_opacus(_History(history))
-        except (TypeError, ValueError, IndexError, OverflowError) as error:
-            raise CertificateError(f"history is not Opacus's list of (noise, rate, steps): {error}.") from error
-        z, rate, steps = training.noise, training.sampling_rate, training.steps
-        notes = tuple(note for note in notes if "--rounds" not in note)
-        notes += (
-            "The accountant counts the steps of one PrivacyEngine. A client that makes a new one in every round has "
-            "spent this in each: give --rounds.",
-        )
-    elif number(flat, "noise_multiplier") is None and (target := number(flat, "target_epsilon")) is not None:
-        return Bought(
-            "DP-SGD with the noise that its own accountant finds", "record", mu=mu_of(target, delta), releases=releases,
-            notes=(*notes, "The target is of one PrivacyEngine: a client that makes a new one in every round spends it "
-                   "in each. The figures take the whole promise for Gaussian."),
-            details={"claimed_epsilon": target, "delta": delta},
-        )  # fmt: skip
-    else:
-        z = above_zero(flat, "noise_multiplier")
-        size, records = number(flat, "batch_size"), number(flat, "records", "num_examples", "sample_size")
-        found = number(flat, "sample_rate") or (size / records if size and records else None)
-        if found is None:
-            found = 1.0
-            notes += ("Neither sample-rate, nor batch-size with records, is given: every step is taken to use all.",)
-        rate = min(found, 1.0)
-        steps = int(number(flat, "steps") or ceil((number(flat, "local_epochs", "epochs") or 1) / rate))
-    whole = GaussianTraining(z, rate, steps * (releases or 1))
-    plain, sampled = sqrt(max(1, round(steps * rate))) / z, rate < 1
-    if sampled:
-        notes += (
-            f"ε counts on secret Poisson batches (rate {rate:.3g}). With batches that are cut in turn, or that the "
-            f"server knows, a round is μ = {plain:.3g} by itself and nothing is gained from sampling.",
-        )
-    notes += ("Batch norm, losses and metrics that are sent beside the update are not covered.",)
-    said = {"noise_multiplier": z, "sampling_rate": rate, "steps": float(steps)}
-    return Bought(
-        "DP-SGD: each record's gradient is clipped, and every step has Gaussian noise", "record", "the server",
-        mu=plain, releases=releases, epsilon=whole.epsilon(delta) if sampled else None, notes=notes,
-        details=said | {"delta": delta},
-    )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _History:
-    history: list[Any]
+def _adaptive(flat: Mapping[str, Any], z: float, clients: float | None) -> tuple[float, tuple[str, ...]]:
+    """Return the multiplier of the updates' own noise where the clip follows a noisy count of clipped ones."""
+    deviation = number(flat, "clipped_count_stddev")
+    if deviation is None and clients is not None:
+        deviation = clients / 20  # as Flower does
+    if deviation is None:
+        return z, ("Adaptive clipping: give num-sampled-clients or clipped-count-stddev for the noise on updates.",)
+    own = beside_a_count(z, deviation)
+    zeroed = sqrt(own**-2 + deviation**-2)
+    return own, (
+        f"Adaptive clipping: noise-multiplier = {z:g} is of updates and count together (noise of {deviation:g} on the "
+        f"count); the updates alone have {own:.4g}. That takes a client that is missing to count as a half (Andrew et "
+        f"al. 2021): where its update is zeroed, the count moves by one, and a round is μ = {zeroed:.3g}.",
+    )
 
 
 def _filter(name: str, args: Mapping[str, Any], flat: Mapping[str, Any], known: Told) -> Bought:
@@ -225,7 +143,7 @@ def _filter(name: str, args: Mapping[str, Any], flat: Mapping[str, Any], known: 
 
 def _svt(args: Mapping[str, Any], known: Told) -> Bought:
     """NVFlare's sparse vector filter: pure ε of the threshold, the selection and every value that is released."""
-    releases, notes = _releases(args, known)
+    releases, notes = releases_of(args, known)
     share, each = number(args, "fraction") or 0.1, number(args, "noise_var") or 0.1
     parts = (number(args, "epsilon_threshold"), number(args, "epsilon_query"))
     chosen = sum(part for part in parts if part) or number(args, "epsilon") or 0.1
@@ -258,6 +176,6 @@ KINDS: tuple[tuple[Callable[[Mapping[str, Any]], bool], Callable[[Mapping[str, A
     (lambda flat: _has("clipping_norm", "epsilon")(flat) and "noise_multiplier" not in flat, _local_dp),
     (_has("clipping_norm", "noise_multiplier"), _central_dp),
     (_has("initial_clipping_norm", "noise_multiplier"), _central_dp),
-    (_has("max_grad_norm"), _opacus),
-    (_has("history"), _opacus),
+    (_has("max_grad_norm"), opacus),
+    (_has("history"), opacus),
 )

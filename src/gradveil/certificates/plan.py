@@ -1,6 +1,6 @@
 """From a promise and a planned run to the noise that keeps it, and what that noise is expected to cost."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil, inf, isfinite, sqrt
 from typing import Literal
@@ -69,6 +69,11 @@ class PlannedRun:
         return self.epochs * self.participations
 
     @property
+    def stay(self) -> float:
+        """The number of clients that are sure to be in a round's sum."""
+        return self.cohort * (1 - self.lost)
+
+    @property
     def honest(self) -> float:
         """The number of clients whose noise is in the sum and secret."""
         return self.cohort * (1 - self.lost - self.colluding)
@@ -76,7 +81,7 @@ class PlannedRun:
     @property
     def fewest(self) -> int:
         """The fewest arrivals whose sum may be released."""
-        return ceil(self.cohort * (1 - self.lost) - 1e-9)
+        return ceil(self.stay - 1e-9)
 
     def z(self, z_run: float) -> float:
         """Return the multiplier of a release that makes this one of the whole run."""
@@ -149,10 +154,14 @@ class Plan:
 
     @property
     def noise_to_signal(self) -> float | None:
-        """The noise in the mean of a round's step beside the largest mean that clipped gradients can have."""
+        """The noise in the mean of a round's step beside the largest mean that clipped gradients can have.
+
+        In the mean is the noise of those who stay, colluding or not: fewer clients, less noise, and a larger share of
+        each. It is that of a round in which all leave that may.
+        """
         if self.parameters is None:
             return None
-        return self.client_z * sqrt(self.parameters) / (self.run.slots * sqrt(self.run.cohort))
+        return self.client_z * sqrt(self.parameters) / (self.run.slots * sqrt(self.run.stay))
 
     @property
     def cheap_from(self) -> int | None:
@@ -161,14 +170,18 @@ class Plan:
         if ratio is None:
             return None
         excess = ratio / TWO_POINTS
-        return max(
-            1 if self.tier == "local" else 2, ceil(self.run.cohort * (excess**2 if self.tier == "local" else excess))
-        )
+        least = 1 if self.tier == "local" else 2 * self.run.cohort / self.run.honest  # secure aggregation needs two
+        return ceil(max(least, self.run.cohort * (excess**2 if self.tier == "local" else excess)) - 1e-9)
 
-    def floor_share(self, spectra: Sequence[Tensor]) -> float:
-        """Return the least error on a record as a share of the blind guess's; one spectrum for each class."""
-        whole = sum(float(values.sum()) for values in spectra)
-        return sum(self.account.floor(values) for values in spectra) / whole if whole else inf
+
+def floor_share(account: Account, spectra: Iterable[Tensor]) -> float:
+    """Return the floor for Gaussian images, as a share of the blind guess's error; a spectrum for each class.
+
+    It is no bound for other images: a server that knows the record to be one of two gets far below it.
+    """
+    spectra = list(spectra)
+    whole = sum(float(values.sum()) for values in spectra)
+    return sum(account.floor(values) for values in spectra) / whole if whole else inf
 
 
 def class_spectra(public: Batch) -> dict[int, Tensor]:

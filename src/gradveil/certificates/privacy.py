@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from math import exp, log, sqrt
 from typing import Any, Literal
 
-from scipy.special import ndtr, ndtri
+import numpy as np
+from scipy.optimize import brentq
+from scipy.special import log_ndtr, ndtr, ndtri
+from scipy.stats import binom
 
 from gradveil.errors import CertificateError, MissingExtraError
 
@@ -68,6 +71,28 @@ class GaussianTraining:
         found: float = self._accountant(accountant).get_epsilon(delta)
         return found
 
+    def epsilon_seen(self, delta: float) -> float:
+        """Return the least ε at this δ where the batches are Poisson, and the server knows them.
+
+        How often an example was used is then known, k times: √k/z Gaussian DP. δ is the mean over how k is drawn.
+        """
+        last = int(binom.isf(1e-6 * delta, self.steps, self.sampling_rate)) + 1
+        uses = np.arange(1, min(last, self.steps) + 1)
+        chances = binom.pmf(uses, self.steps, self.sampling_rate)
+        left = float(binom.sf(uses[-1], self.steps, self.sampling_rate))
+        mus = np.sqrt(uses) / self.noise
+
+        def at(epsilon: float) -> float:
+            second = np.exp(np.minimum(epsilon + log_ndtr(-mus / 2 - epsilon / mus), 0.0))
+            return left + float(chances @ np.maximum(ndtr(mus / 2 - epsilon / mus) - second, 0.0))
+
+        if at(0.0) <= delta:
+            return 0.0
+        high = 1.0
+        while at(high) > delta:
+            high *= 2
+        return float(brentq(lambda epsilon: at(epsilon) - delta, 0.0, high, xtol=1e-10))
+
     def reconstruction(self, guess: float) -> "Chance":
         """Return the chance γ of a reconstruction that blind guessing reaches with chance ``guess``, with its grounds.
 
@@ -108,6 +133,20 @@ class GaussianTraining:
         accountant: Any = pld.PLDAccountant() if kind == "pld" else rdp.RdpAccountant()
         accountant.compose(dp.SelfComposedDpEvent(step, self.steps))
         return accountant
+
+
+def beside_a_count(noise: float, deviation: float) -> float:
+    """Return the multiplier of gradients whose clip follows a noisy count, if both together are to be ``noise``.
+
+    The count of clipped ones has noise of this standard deviation, and one that is missing counts as a half (Andrew et
+    al. 2021): (z⁻² − (2 σ)⁻²)^(−1/2).
+    """
+    if not 0 < noise < 2 * deviation:
+        raise CertificateError(
+            f"noise-multiplier = {noise:g} with noise of {deviation:g} on the count of clipped ones: the count alone "
+            "spends more than the whole. Give more noise on the count, or a smaller multiplier."
+        )
+    return float((noise**-2 - (2 * deviation) ** -2) ** -0.5)
 
 
 def rero(guess: float, epsilon: float, delta: float = 0.0) -> float:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from gradveil import pace
-from gradveil.cli import shared
+from gradveil.cli import shared, watchdog
 from gradveil.errors import SpecError
 
 if TYPE_CHECKING:
@@ -57,7 +57,16 @@ def command(
     seed: int = typer.Option(None, show_default="0", help="One seed for everything."),
     device: str = typer.Option(None, show_default="cpu", help=shared.DEVICES),
     loss: str = typer.Option(None, show_default="cross_entropy; with --update as the file says", help=shared.LOSSES),
-    minutes: float = typer.Option(None, help="Time limit for all of it: what does not fit is not tried."),
+    minutes: float = typer.Option(
+        None,
+        show_default="none; of networks above half a million weights 5",
+        help="Time limit for all of it: every server gets an answer before any gets a second.",
+    ),
+    weights: str = typer.Option(
+        None,
+        show_default="the model's own",
+        help="The weights that clients receive: safetensors, or .pt of tensors alone.",
+    ),
     out: Path = typer.Option(None, show_default="a new one under runs", help="The run folder."),
     json: shared.Json = False,
     quiet: shared.Quiet = False,
@@ -65,7 +74,11 @@ def command(
         None, help="recovered or recognised: exit with 3 where a server gets that far, 4 where the audit cannot tell."
     ),
     resume: shared.Resume = False,
-    rounds: int = of_run(None, show_default="10", help="Rounds of training; the first and the last are attacked."),
+    rounds: int = of_run(
+        None,
+        show_default="10; of large networks none",
+        help="Rounds of training; the first and the last are attacked.",
+    ),
     images: int = of_run(None, show_default="8", help="Images, or rows, under attack."),
     examples: int = of_run(
         None, show_default="1; with --update as the file says", help="Examples of one attacked update."
@@ -90,9 +103,6 @@ def command(
     config: Path = of_run(None, help="Settings from a TOML file; options go before it."),
     update: str = of_update(None, help="A safetensors file: gradients, a difference, or weights."),
     kind: str = of_update(None, show_default=shared.AS_SAID, help="gradient, difference or weights."),
-    weights: str = of_update(
-        None, show_default="the model's own", help="Safetensors: the weights that the server sent."
-    ),
     before: str = of_update(None, help="Safetensors: the weights before, if --update has those after."),
     truth: str = of_update(None, help="Safetensors with inputs and labels: what was trained on."),
     steps: int = of_update(None, show_default=shared.AS_SAID, help="Local steps behind the update."),
@@ -115,10 +125,9 @@ def command(
     options["attacks"] = tuple(attack) if attack else None
     run: Callable[..., Audit]
     if update is None:
-        _refuse(
-            "--update", kind=kind, weights=weights, before=before, truth=truth, steps=steps, input_shape=input_shape
-        )
+        _refuse("--update", kind=kind, before=before, truth=truth, steps=steps, input_shape=input_shape)
         options |= {"rounds": rounds, "images": images, "examples": examples, "partition": partition}
+        options |= {"trained": True if rounds else None, "weights": weights}
         options |= {
             "trains": trains,
             "clients": clients,
@@ -177,6 +186,7 @@ def _federated(options: dict[str, Any], config: Path | None) -> "Callable[..., A
         base = from_toml(AuditConfig, config.read_text(encoding="utf-8"))
     given = {key: value for key, value in options.items() if value is not None}
     chosen = replace(base, **given)
+    watchdog.end_after(chosen.minutes)
     return lambda **rest: audit(config=chosen, **rest)
 
 
@@ -184,6 +194,7 @@ def _saved(options: dict[str, Any]) -> "Callable[..., Audit]":
     from gradveil.experiments.saved_update import UpdateAuditConfig, audit_update
 
     chosen = UpdateAuditConfig(**{key: value for key, value in options.items() if value is not None})
+    watchdog.end_after(chosen.minutes)
     return lambda **rest: audit_update(chosen, **rest)
 
 

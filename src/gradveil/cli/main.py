@@ -3,6 +3,7 @@
 import errno
 import os
 import sys
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -13,7 +14,9 @@ from typer.utils import get_params_from_function
 
 from gradveil import __version__
 from gradveil.cli.stopping import stopping
-from gradveil.errors import GradveilError
+from gradveil.cli.watchdog import done, watched
+from gradveil.errors import GradveilError, own_place
+from gradveil.imports import OWN_CODE
 
 # command -> (module under gradveil.cli and its function, one line of help)
 COMMANDS = {
@@ -25,6 +28,7 @@ COMMANDS = {
     "check-model": ("check_model:command", "Check weights that a server sent before training at them."),
     "certify": ("certify:command", "Bound what a reconstruction can reach, and say what the bound rests on."),
     "plan": ("plan:command", "From a promise to the noise that keeps it, or from a configuration to what it buys."),
+    "verify": ("verify:command", "Measure a promise from outside, with canary records through the real pipeline."),
     "reproduce": ("reproduce:command", "Run the tables and figures of the paper, its numbers beside ours."),
     "leaderboard": ("leaderboard:command", "Rank every defence: what it costs, what its strongest server gets."),
     "play": ("play:command", "Open a playground in the browser: one example, one update, what servers rebuild."),
@@ -57,7 +61,12 @@ class LazyGroup(TyperGroup):
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; one that says nothing better when it is stopped says that it was."""
         with stopping(""):
-            return super().invoke(ctx)
+            try:
+                return super().invoke(ctx)
+            except SystemExit as end:  # commands end otherwise
+                raise GradveilError(
+                    f"{own_place(end)}code that this command ran called sys.exit({end.code!r}), so it was not done."
+                ) from end
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return a stand-in with the help line: for the list, and to complete a name."""
@@ -102,13 +111,28 @@ def main(
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
 ) -> None:
     """What does a federated learning update leak, how do I stop it, and what can be promised?"""
-    sys.path.insert(0, os.getcwd())  # so that module:function finds the user's file
+    os.environ["PYTHONSAFEPATH"] = "1"  # Pythons that are started begin with no module of the current folder
+    try:
+        os.environ[OWN_CODE] = os.getcwd()  # so that module:function finds the user's file, and nothing else does
+    except FileNotFoundError:
+        raise GradveilError("The current folder was removed. Change to one that is there.") from None
+
+
+def program() -> None:
+    """Run the command line in a process of its own, which is watched."""
+    watched(entry) if hasattr(os, "fork") else entry()
 
 
 def entry() -> None:
     """Run the command line; an error a user can mend is one line and exit code 2."""
     try:
         app()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        with suppress(BrokenPipeError):  # who read it has heard enough
+            sys.stdout.flush()
+        done(code)
+        raise
     except GradveilError as error:
         _fail(str(error))
     except OSError as error:
@@ -121,4 +145,5 @@ def _fail(why: str) -> NoReturn:
     line = " ".join(why.split())[:_LONGEST]
     shown = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)  # a file may name it
     typer.echo(f"gradveil: {shown}", err=True)
+    done(2)
     sys.exit(2)

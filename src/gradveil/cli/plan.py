@@ -96,7 +96,7 @@ def figures(plan: "Plan", spectra: Any, delta: float, guess: float) -> dict[str,
     from dataclasses import asdict
 
     from gradveil.certificates.accountant import AGGREGATE, ASSUMPTIONS, FLOOR, GUESS, THEOREM
-    from gradveil.certificates.plan import TWO_POINTS
+    from gradveil.certificates.plan import TWO_POINTS, floor_share
 
     rests = [*ASSUMPTIONS, GUESS]
     rests += [AGGREGATE] if plan.tier == "aggregate" else []
@@ -106,7 +106,8 @@ def figures(plan: "Plan", spectra: Any, delta: float, guess: float) -> dict[str,
         "tier": plan.tier,
         "z": plan.z,
         "client_z": plan.client_z,
-        "whole_run": plan.account.figures(delta, guess) | {"floor": plan.floor_share(spectra) if spectra else None},
+        "whole_run": plan.account.figures(delta, guess)
+        | {"floor": floor_share(plan.account, spectra) if spectra else None},
         "parameters": plan.parameters,
         "noise_to_signal": plan.noise_to_signal,
         "expected_under_two_points": None if plan.noise_to_signal is None else plan.noise_to_signal <= TWO_POINTS,
@@ -134,9 +135,11 @@ def _words(plan: "Plan", found: dict[str, Any]) -> str:
         f"{whole['guess']:.2g}",
     ]  # fmt: skip
     if whole["floor"] is not None:
-        lines.append(f"picture      error at least {whole['floor']:.2f} of the blind guess's, on average")
+        least = f"error at least {whole['floor']:.2f} of the blind guess's"
+        lines.append(f"picture      floor for Gaussian images: {least}, on average")
     if found["promise"].get("promise") == "reconstruction":
-        lines.append("             attacks were measured to get no nearer than a blind guess; proved is the floor")
+        lines.append("             measured: no attack that was tried got nearer than a blind guess")
+        lines.append("             proved for all images: the line on guessing")
     if found["promise"].get("promise") == "identification":
         lines.append("             a record was measured to be told from 100 candidates hardly better than by chance")
     lines.append(_cost(plan))

@@ -19,8 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from gradveil.cli.stopping import stopping
 from gradveil.errors import SpecError
 from gradveil.experiments.run_folder import plain_json
+from gradveil.imports import is_import_path
 from gradveil.pace import Limit, as_clock
-from gradveil.registry import is_import_path
 
 NATURAL = "natural"  # the partition of a table with --by
 OWN = "or module:function that makes your own."

@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from torch import Generator, Tensor
 
 from gradveil.errors import DataError
+from gradveil.imports import import_object, is_import_path, own_code
 from gradveil.losses import build as build_loss
 from gradveil.modalities import IMAGE, Modality
 from gradveil.modalities.table import Table
 from gradveil.ranges import MOST_CLASSES
-from gradveil.registry import Registry, import_object, is_import_path
+from gradveil.registry import Registry
 from gradveil.types import Batch
 
 DATASETS: Registry["Source"] = Registry("dataset", "gradveil.data")
@@ -64,6 +65,7 @@ class Dataset:
     class_names: tuple[str, ...]
     modality: Modality = IMAGE  # what an example is
     groups: Array | None = None  # (N,) where each example to train on comes from, as numbers: a natural partition
+    levels: tuple[float, float] | None = None  # of images of more than 8 bits: the values that became black and white
 
     def __post_init__(self) -> None:
         for part, split in (("train", self.train), ("test", self.test)):
@@ -132,7 +134,8 @@ def load(name: str | Source | Dataset | Callable[..., Any], data: str | Path | N
     if callable(factory):
         takes_data = "data" in inspect.signature(factory).parameters
         label = name if isinstance(name, str) else getattr(factory, "__name__", "own")
-        return from_result(label, factory(data=folder) if takes_data else factory())
+        with own_code():
+            return from_result(label, factory(data=folder) if takes_data else factory())
     if isinstance(factory, Dataset):
         return factory
     return DATASETS.build(factory).load(folder)

@@ -1,97 +1,38 @@
-"""Encoded images (PNG, JPEG, ...) are decoded once, on several threads, and kept as arrays for the next time."""
+"""Encoded images (PNG, JPEG, ...) are decoded once and kept as arrays for the next time."""
 
 import hashlib
-import io
 import json
+import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.lib.format import open_memmap
-from PIL import Image
 
 from gradveil.data.base import Array, Dataset, Split
 from gradveil.errors import DataError
 from gradveil.files import damage_told, locked, refusals_told, sync
 
-Encoded = bytes | Path
-_GREY = {"1", "L", "LA", "I", "I;16", "F"}
-_CHUNK = 256
-_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM")  # others run programs, or are no pictures
-_PIXELS = 2**26  # of one image
-_PIXELS_OF_ALL = 2**34  # of a data set: 16 GiB in grey
+_LOG = logging.getLogger("gradveil")
 _ELSEWHERE = "Set GRADVEIL_CACHE to another folder."
-
-
-def decode_images(encoded: Sequence[Encoded], size: int | None = None, grey: bool | None = None) -> Array:
-    """Return uint8 images (N, C, H, W).
-
-    ``size`` scales every image to a square of that side; without it all must have one size. ``grey`` decides the
-    number of channels; ``None`` takes one channel where the first image is grey.
-    """
-    if not encoded:
-        raise DataError("There are no images to decode. Check the folder or the parquet file.")
-    first = _open_image(encoded[0])
-    num_pixels = (size * size if size else first.width * first.height) * len(encoded)
-    if num_pixels > _PIXELS_OF_ALL:
-        raise DataError(f"The images have {num_pixels:,} pixels together; the most is {_PIXELS_OF_ALL:,}. Give size=.")
-    as_grey = first.mode in _GREY if grey is None else grey
-    shape = (size, size) if size else first.size
-    out = np.empty((len(encoded), 1 if as_grey else 3, shape[1], shape[0]), np.uint8)
-    work = partial(_fill, out, encoded, "L" if as_grey else "RGB", shape, size is not None)
-    with ThreadPoolExecutor(min(32, os.cpu_count() or 1)) as pool:
-        list(pool.map(work, range(0, len(encoded), _CHUNK)))
-    return out
-
-
-def _fill(out: Array, encoded: Sequence[Encoded], mode: str, shape: tuple[int, int], resize: bool, start: int) -> None:
-    for i in range(start, min(start + _CHUNK, len(encoded))):
-        with _damage_told(encoded[i]):
-            image = _open_image(encoded[i]).convert(mode)
-            if resize and image.size != shape:
-                image = image.resize(shape, Image.Resampling.BILINEAR)
-        if image.size != shape:
-            raise DataError(
-                f"Image {i} is {image.size[0]}x{image.size[1]} and the first is {shape[0]}x{shape[1]}. "
-                "Give size=... to scale all to one size."
-            )
-        pixels = np.asarray(image)
-        out[i] = pixels if mode == "L" else np.moveaxis(pixels, -1, 0)
-
-
-def _open_image(encoded: Encoded) -> Image.Image:
-    """Return an image whose pixels are not read yet, and not too many."""
-    with _damage_told(encoded):
-        image = Image.open(io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded, formats=_FORMATS)
-        if image.width * image.height > _PIXELS:
-            raise ValueError(f"{image.width} x {image.height} pixels, and the most is {_PIXELS:,}")
-        return image
-
-
-def _damage_told(encoded: Encoded) -> AbstractContextManager[None]:
-    what = "An image in the parquet file" if isinstance(encoded, bytes) else encoded
-    return damage_told(what, DataError, "Remove the image or replace it.")
-
-
-FORMAT = 1  # raise when the files' meaning changes
+FORMAT = 2  # raise when the files' meaning changes
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """What is stored: uint8 images (N, C, H, W) and int64 labels (N,) of both splits, and the class names."""
+    """What is stored: uint8 images (N, C, H, W) and int64 labels (N,) of both splits, class names and levels."""
 
     train: tuple[Array, Array]
     test: tuple[Array, Array]
     class_names: tuple[str, ...]
+    levels: tuple[float, float] | None = None  # of images of more than 8 bits: what became black and white
 
 
 def cache_folder() -> Path:
@@ -133,7 +74,7 @@ def _store(folder: Path, decoded: Decoded) -> None:
         for split, (images, labels) in (("train", decoded.train), ("test", decoded.test)):
             np.save(part / f"{split}_images.npy", images)
             np.save(part / f"{split}_labels.npy", labels)
-        (part / "classes.json").write_text(json.dumps(decoded.class_names))
+        (part / "about.json").write_text(json.dumps({"classes": decoded.class_names, "levels": decoded.levels}))
         for path in part.iterdir():
             sync(path)
         sync(part)
@@ -156,7 +97,12 @@ def _open(name: str, folder: Path) -> Dataset:
         return Split(images, torch.from_numpy(labels))
 
     with damage_told(folder, DataError, "Remove it."):
-        names = json.loads((folder / "classes.json").read_text())
+        about = json.loads((folder / "about.json").read_text())
+        names, levels = about["classes"], about["levels"]
         if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
             raise ValueError("class names")
-        return Dataset(name, split("train"), split("test"), tuple(names))
+        if levels is not None:
+            low, high = map(float, levels)
+            levels = (low, high)
+            _LOG.info("images of more than 8 bits: %g is black and %g white, in 256 levels", low, high)
+        return Dataset(name, split("train"), split("test"), tuple(names), levels=levels)

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import numpy as np
 
 from gradveil.data.base import DATASETS, Array, Dataset, Source, hold_out, numbered
-from gradveil.data.cache import Decoded, cached, decode_images, key_of
+from gradveil.data.cache import Decoded, cached, key_of
+from gradveil.data.pixels import Encoded, decode_images, levels_of
 from gradveil.errors import DataError
 from gradveil.files import damage_told
 from gradveil.ranges import Between, Range
@@ -55,9 +56,15 @@ def decode_table(
     grey: bool | None = None,
 ) -> tuple[Array, Array]:
     """Return uint8 images (N, C, H, W) and int64 labels (N,) from a table."""
+    encoded, values = encoded_table(table, image, label)
     with damage_told("The parquet file", DataError, "Write it again."):
-        encoded, values = _columns(table, image, label)
         return decode_images(encoded, size, grey), values
+
+
+def encoded_table(table: Any, image: str | None, label: str | None) -> tuple[list[bytes], Array]:
+    """Return the encoded images and int64 labels (N,) of a table."""
+    with damage_told("The parquet file", DataError, "Write it again."):
+        return _columns(table, image, label)
 
 
 def _columns(table: Any, image: str | None, label: str | None) -> tuple[list[bytes], Array]:
@@ -102,6 +109,7 @@ def _column(table: Any, what: str, asked: str | None, usual: tuple[str, ...]) ->
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".pgm", ".ppm"}
 _TEST_NAMES = ("test", "val", "valid", "validation")
 Files = list[tuple[Path, int]]  # an image and its class
+Part = tuple[Sequence[Encoded], Array]  # images and their classes (N,)
 
 
 @DATASETS.register("folder")
@@ -146,28 +154,26 @@ class Folder(Source):
 
     def _from_parquet(self, train: list[Path], test: list[Path]) -> Decoded:
         table = read_parquet(train)
-        images, labels = decode_table(table, self.image, self.label, self.size, self.grey)
-        found = class_names(table, self.label)
-        if test:
-            grey = images.shape[1] == 1
-            rest = decode_table(read_parquet(test), self.image, self.label, self.size, grey)
-        else:
-            images, labels, rest = self._set_aside(images, labels)
-        names = found or numbered(1 + max(int(values.max(initial=0)) for values in (labels, rest[1])))
-        return Decoded((images, labels), rest, names)
+        parts = [
+            encoded_table(part, self.image, self.label) for part in (table, *map(read_parquet, [test] if test else []))
+        ]
+        names = class_names(table, self.label) or numbered(1 + max(int(labels.max(initial=0)) for _, labels in parts))
+        return self._decoded(names, *parts)
 
     def _from_images(self, names: tuple[str, ...], train: Files, test: Files) -> Decoded:
-        labels = np.array([label for _, label in train], np.int64)
-        images = decode_images([path for path, _ in train], self.size, self.grey)
-        if not test:
-            images, labels, rest = self._set_aside(images, labels)
-            return Decoded((images, labels), rest, names)
-        others = decode_images([path for path, _ in test], self.size, images.shape[1] == 1)
-        return Decoded((images, labels), (others, np.array([label for _, label in test], np.int64)), names)
+        parts = [([p for p, _ in part], np.array([y for _, y in part], np.int64)) for part in (train, test) if part]
+        return self._decoded(names, *parts)
 
-    def _set_aside(self, images: Array, labels: Array) -> tuple[Array, Array, tuple[Array, Array]]:
+    def _decoded(self, names: tuple[str, ...], train: Part, test: Part | None = None) -> Decoded:
+        """Decode both splits, by the levels of both."""
+        levels = levels_of([*train[0], *(test[0] if test else ())])
+        images, labels = decode_images(train[0], self.size, self.grey, levels), train[1]
+        ends = (levels.low, levels.high) if levels else None
+        if test:
+            others = decode_images(test[0], self.size, images.shape[1] == 1, levels)
+            return Decoded((images, labels), (others, test[1]), names, ends)
         kept, aside = hold_out(labels, self.test_share)
-        return images[kept], labels[kept], (images[aside], labels[aside])
+        return Decoded((images[kept], labels[kept]), (images[aside], labels[aside]), names, ends)
 
 
 def _class_folders(root: Path) -> tuple[tuple[str, ...], Files, Files]:

@@ -1,17 +1,15 @@
 """The files as their makers publish them: MNIST's idx, CIFAR-10's batches, SVHN's mat."""
 
 import gzip
-import io
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from gradveil.data.base import Array
+from gradveil.data.cifar import read_batch
 from gradveil.data.mat import read_mat
 from gradveil.errors import DataError
 from gradveil.files import damage_told, read_whole
@@ -93,27 +91,10 @@ def _idx_pair(images: Path, labels: Path) -> Pair:
         return pixels, _idx(labels, 1).astype(np.int64)
 
 
-class _ArraysOnly(pickle._Unpickler):
-    """Reads NumPy arrays and plain containers: a pickle from the network may not run code.
-
-    It is Python's reader in Python: a few bytes can make the one in C take any amount of memory.
-    """
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module.partition(".")[0] == "numpy" and name in {"_reconstruct", "ndarray", "dtype"}:
-            return super().find_class(module, name)
-        if (module, name) == ("_codecs", "encode"):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in a CIFAR-10 batch")
-
-
 def _cifar_python(path: Path) -> Pair:
     with damage_told(path, DataError, _AGAIN.format("CIFAR-10")):
-        batch = _ArraysOnly(io.BytesIO(read_whole(path, LARGEST)), encoding="bytes").load()
-        images, labels = np.asarray(batch[b"data"]), np.asarray(batch[b"labels"])
-        if images.dtype != np.uint8 or labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
-            raise ValueError(f"images are {images.dtype}, labels {labels.dtype}")
-        return images.reshape(-1, 3, 32, 32), labels.astype(np.int64)
+        images, labels = read_batch(read_whole(path, LARGEST))
+    return images.reshape(-1, 3, 32, 32), labels
 
 
 def _cifar_bin(path: Path) -> Pair:

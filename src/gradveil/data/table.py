@@ -17,9 +17,9 @@ import torch
 from gradveil.data.base import DATASETS, Array, Dataset, Source, Split, hold_out
 from gradveil.data.folder import read_parquet
 from gradveil.errors import DataError, did_you_mean
+from gradveil.imports import import_object, is_import_path, own_code
 from gradveil.modalities.table import Column, Table
 from gradveil.ranges import Between
-from gradveil.registry import import_object, is_import_path
 
 MOST_CATEGORIES = 256  # of a column; with more it is a name or a number of a person, or free text
 MOST_CLASSES = 20  # different whole numbers up to which a target is classes
@@ -270,7 +270,9 @@ class TableFile(Source):
             raise DataError("A table needs its file and its target: --dataset patients.csv --target outcome.")
         rest = (self.target, self.categorical, self.drop, self.by, self.test_share)
         if is_import_path(self.path):
-            return from_table(self.path, import_object(self.path)(), *rest)
+            with own_code():
+                found = import_object(self.path)()
+            return from_table(self.path, found, *rest)
         path = Path(self.path).expanduser()
         if data is not None and not path.is_file() and (data / path).is_file():
             path = data / path

@@ -1,6 +1,7 @@
 """The audit: train under each defence, attack what clients send, measure, judge."""
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -27,21 +28,15 @@ from gradveil.experiments.probes import Probed
 from gradveil.experiments.rows import Line, lines, modality_rows
 from gradveil.experiments.run_files import CHANGED, FolderError
 from gradveil.experiments.run_folder import CONFIG, ROWS, Row, RunFolder
-from gradveil.experiments.scene import (
-    DEFENSES,
-    AuditConfig,
-    Scene,
-    build_scene,
-    default_attacks,
-    fitting_model,
-    is_small,
-    load_dataset,
-    one_thread,
-)
+from gradveil.experiments.scene import DEFENSES, MINUTES, AuditConfig, Scene, build_scene, fitting_model, load_dataset
+from gradveil.experiments.suited import default_attacks, is_large, is_small, one_thread
 from gradveil.experiments.trial import client_row, floors
+from gradveil.experiments.update_files import load_weights
 from gradveil.experiments.work import NOT_TRIED, Work, Written, cut_short, say_plan
 from gradveil.files import damage_told
 from gradveil.registry import describe
+
+LOG = logging.getLogger("gradveil")
 
 
 @dataclass(frozen=True)
@@ -108,6 +103,7 @@ def audit(
         base, dataset=_text(source), defenses=tuple(defended), attacks=tuple(attacked),
         tiers=tuple(tiers or base.tiers or _default_tiers(out if resume else None, bool(attacked))),
     )  # fmt: skip
+    began = pace.clock()
     with pace.Limit(pace.seconds_of(chosen.minutes)):
         data = load_dataset(source, chosen.data)
         network = network or data.modality.default_model
@@ -117,17 +113,29 @@ def audit(
             kept = tuple(tiers or base.tiers or (GATED if not resume else chosen.tiers))
             chosen = replace(chosen, defenses=tuple(defended), tiers=kept)
         built = fitting_model(network, data, chosen.loss, chosen.seed, chosen.trains)
+        if chosen.weights is not None:
+            load_weights(built, chosen.weights)
+            chosen = replace(chosen, trained=bool(chosen.trained))
+        if is_large(built) and chosen.minutes is None:
+            chosen = replace(chosen, minutes=MINUTES)
+            LOG.info("plan: %g minutes, since the network is large; --minutes sets another limit", MINUTES)
         if not attacked:
             attacked = {spec: spec for spec in data.modality.attacks(default_attacks(built, chosen.planned))}
             chosen = replace(chosen, attacks=tuple(attacked))
-        scene = build_scene(chosen, data, copy.deepcopy(built).train(), defended, attacked)
-        with (
-            RunFolder.start(out or default_folder(), chosen, resume, AuditConfig.FREE) as store,
-            one_thread(is_small(built, data.input_shape)),
-        ):
-            check_rows(store)
-            told, drawn = progress or (lambda stage, done, total: None), written or (lambda store: None)
-            run_audit(Work(scene, store, told, drawn))
+        with pace.Limit(pace.seconds_of(chosen.minutes) - (pace.clock() - began)) as limit:
+            scene = build_scene(chosen, data, copy.deepcopy(built).train(), defended, attacked)
+            if limit.left <= 0:
+                raise SpecError(
+                    f"Setting up took {pace.clock() - began:.0f} seconds, and the limit is {chosen.minutes:g} minutes. "
+                    f"Give more."
+                )
+            with (
+                RunFolder.start(out or default_folder(), chosen, resume, AuditConfig.FREE) as store,
+                one_thread(is_small(built, data.input_shape)),
+            ):
+                check_rows(store)
+                told, drawn = progress or (lambda stage, done, total: None), written or (lambda store: None)
+                run_audit(Work(scene, store, told, drawn))
     return Audit(store)
 
 
@@ -158,6 +166,8 @@ def run_audit(work: Work) -> None:
         rows, answers = floors(scene.truth, scene.public, modality=modality)
         pictures = {name: x.numpy() for name, x in {"truth": scene.truth.inputs, **answers}.items()}
         about = [client_row(scene.config.planned, sending_norms(scene.model), scene.model), *modality_rows(modality)]
+        if scene.dataset.levels is not None:
+            about.append({"kind": "levels", "black": scene.dataset.levels[0], "white": scene.dataset.levels[1]})
         store.add("truth", [*about, *rows], pictures)
     _probe(scene, store)
     if scene.config.minutes is None:
@@ -194,9 +204,9 @@ def _all_of_it(work: Work) -> None:
     """Train, then attack everything, in large pieces."""
     scene, store = work.scene, work.store
     store.drop([NOT_TRIED, *(row["unit"] for row in store.rows if cut_short(row))])
-    planted = work.plant()
+    planted = work.plant(scene.victims)
     say_plan(work, planted)
-    looks = [first_look(scene), *last_looks(scene, store, work.progress)]
+    looks = [first_look(scene), *(last_looks(scene, store, work.progress) if scene.trains else ())]
     _attack(work, panel(scene, [*looks, *planted]))
     _attack(work, last_resort(scene, looks[0], work.holding()))
 

@@ -15,6 +15,7 @@ from gradveil.certificates.meter import ASSUMPTIONS, Leak, leak_meter, nothing
 from gradveil.countermeasures import Countermeasure
 from gradveil.defenses.base import Defense
 from gradveil.errors import CertificateError, GradveilError
+from gradveil.experiments.measured import SAYS, figures, in_words
 from gradveil.experiments.panel import rounds_seen
 from gradveil.experiments.promises import promise_rows
 from gradveil.experiments.run_folder import Row
@@ -200,11 +201,22 @@ def _promises(scene: Scene, defense: str) -> list[Row]:
     """Return what accounted noise promises over the run that is audited."""
     built, patient = scene.defenses[defense], rounds_seen(scene) if "patient" in scene.tiers else 0
     run = planned_run(scene.seeds, scene.clients, scene.config, built)
+    public = scene.public.batch
     try:
-        return promise_rows(defense, built, run, scene.public.batch, scene.truth.labels, scene.public.choices, patient)
+        rows = promise_rows(defense, built, run, public, scene.truth.labels, scene.public.choices, patient)
     except GradveilError as error:  # what cannot be promised does not stop the audit
         row: Row = {"kind": "certificate", "defense": defense, "layer": "the whole run", "certificate": "floor"}
         return [row | {"mse": None, "sound": False, "tiers": [], "assumptions": [], "says": str(error)}]
+    return rows + measured_rows(scene, defense, built.for_run(run))
+
+
+def measured_rows(scene: Scene, name: str, defense: Defense) -> list[Row]:
+    """Return the row of the measured μ; none where nothing is promised."""
+    config, public = scene.config, scene.public.batch
+    found = figures(defense, scene.model, public, public, config.loss, config.lr_of(1), config.seed)
+    row: Row = {"kind": "certificate", "defense": name, "layer": "one release", "certificate": "measured", "mse": None}
+    said = {"sound": False, "tiers": [], "assumptions": [SAYS], "says": in_words(found)}
+    return [row | said | found] if found else []
 
 
 def _unknown(scene: Scene, defense: str, reason: str) -> list[LayerCertificate]:

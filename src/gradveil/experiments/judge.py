@@ -23,9 +23,12 @@ from gradveil.experiments.rows import (
     read,
 )
 from gradveil.experiments.run_folder import Row
-from gradveil.experiments.words import WHO, accuracy_text, article, gets, plural
+from gradveil.experiments.words import WHO, accuracy_text, article, gets, got, plural
+from gradveil.pace import as_clock
 
-Outcome = Literal["recovered", "recognised", "traces", "nothing", "void", "not_assessed", "not_run"]
+Outcome = Literal["recovered", "recognised", "identified", "traces", "nothing", "void", "not_assessed", "not_run"]
+
+GIVEN: tuple[Outcome, ...] = ("recovered", "recognised", "identified")  # the server knows which example it is
 
 INCLUDES: dict[Tier, tuple[Tier, ...]] = {  # what a server of a tier can do
     "naive": ("naive",),
@@ -95,7 +98,7 @@ def headline(rows: Sequence[Row]) -> str:
         return _without_truth(blind, judged, many)
     if not tried:
         return f"{judged[0].text}" if judged else "Nothing was attacked."
-    broken = [v for v in tried if v.outcome in ("recovered", "recognised")]
+    broken = [v for v in tried if v.outcome in GIVEN]
     said = f"{len(broken)} of {len(tried)} {plural('defence', len(tried))} gave {many} away to this panel of attacks"
     fooled = [v for v in broken if v.naive is None or v.naive.grade == "nothing"]
     more = [v for v in broken if v not in fooled and v.naive and v.adaptive and _worse(v.adaptive, v.naive)]
@@ -104,15 +107,19 @@ def headline(rows: Sequence[Row]) -> str:
     if more:
         said += f", {len(more)} of them more to a server that knows the defence than to one that does not"
     for tier in BEYOND:
-        also = [v for v in tried if v not in broken and _of(v, tier) in ("recovered", "recognised")]
+        also = [v for v in tried if v not in broken and _of(v, tier) in GIVEN]
         if also:
             said += f"; {len(also)} more to {article(tier)} {tier} server"
     late = any(row["kind"] == "skip" and row.get("out_of_time") for row in rows)
     if void := sum(v.outcome == "void" for v in tried):
         why = " or the time was over" if late or any(line.out_of_time for line in lines(rows)) else ""
-        said += f"; on {void} the audit is void, since attacks fail without a defence as well{why}"
-    if open_ := sum(v.outcome in ("not_assessed", "not_run") for v in tried):
+        said += (
+            f"; {void} {plural('resist', 2 - (void > 1))} this budget, since attacks fail without a defence too{why}"
+        )
+    if open_ := sum(v.outcome == "not_assessed" for v in tried):
         said += f"; {open_} could not be assessed"
+    if open_ := sum(v.outcome == "not_run" for v in tried):
+        said += f"; {open_} {'was' if open_ == 1 else 'were'} not reached"
     return said + (". The time was over before all was tried." if late else ".")
 
 
@@ -180,6 +187,8 @@ class _Case:
         mine = [line for line in self.found if line.defense == self.name and line.at_own_weights]
         own, able = [line for line in mine if line.tier == tier], [x for x in mine if x.tier in INCLUDES[tier]]
         best = strongest(able)
+        if not own and (control := self._failed_control(tier)) and (best is None or best.grade == "nothing"):
+            return TierVerdict(tier, "void", f"{got(control, self.floor, tier)}; {self._settles(control)}", None)
         if not own and not (tier == "knows" and best is not None and best.grade != "nothing"):
             return TierVerdict(tier, "not_run", self._not_run(tier), None)
         assert best is not None
@@ -191,7 +200,7 @@ class _Case:
 
     def _outcome(self, tier: Tier, best: Line, able: Sequence[Line]) -> Outcome:
         if best.grade != "nothing":
-            return best.grade
+            return "identified" if best.from_list and best.tier == tier else best.grade
         halves = [strongest(x for x in able if x.tier == t) for t in INCLUDES[tier]]
         if any(line is not None and not line.counts for line in halves):
             return "void"  # a part of the audit failed for reasons of its own: no protection may be read off it
@@ -202,13 +211,44 @@ class _Case:
         if best.counts and best.grade == "nothing" and tier != "naive" and not self.assessed:
             why = "its declaration is wrong" if self.errors else "what is secret in it is not known"
             said += f"; that is no assessment, since {why}"
+        if not best.counts:
+            said += f"; {self._settles(best)}"
+        elif best.grade == "nothing" and (others := self._tried(tier, best)):
+            said += f"; tried as well: {', '.join(others)}"
         return said
+
+    def _tried(self, tier: Tier, best: Line) -> list[str]:
+        """Return the other attacks that failed where their controls succeeded."""
+        mine = (x for x in self.found if x.defense == self.name and x.at_own_weights and x.tier in INCLUDES[tier])
+        names = dict.fromkeys(x.attack.partition(":")[0] for x in mine if x.counts)
+        return [name for name in names if name != best.attack.partition(":")[0]]
+
+    def _failed_control(self, tier: Tier) -> Line | None:
+        """Return the control whose failure kept servers of a tier from being tried."""
+        skipped = [row for row in self.rows if row["kind"] == "skip" and row["defense"] == self.name]
+        kept = {(row["round"], row["weights"], row["control_failed"]) for row in skipped
+                if row.get("tier") == tier and "control_failed" in row}  # fmt: skip
+        controls = (x for x in self.found if x.defense == "none" and (x.round, x.weights, x.attack) in kept)
+        return next((x for x in controls if not x.counts), None)
+
+    def _settles(self, line: Line) -> str:
+        """Return what would tell, where an attack and its control failed."""
+        whole = next((r for r in self.rows if r["kind"] == "cost" and line.attack in (r["attack"], r["short"])), None)
+        if whole is not None and (line.out_of_time or whole["short"] != whole["attack"]):
+            took = f"its {whole['steps']} steps take about {as_clock(whole['seconds'])} for one update here"
+            return f"what would settle it: more --minutes ({took}), or --device cuda"
+        if line.out_of_time:
+            return "what would settle it: more --minutes, or --device cuda"
+        return (
+            "what would settle it: an easier setting (--examples 1, one local step, the first round), or another attack"
+        )
 
     def _not_run(self, tier: Tier) -> str:
         skipped = [row for row in self.rows if row["kind"] == "skip" and row["defense"] == self.name]
         skipped += [row for row in self.rows if row["kind"] == "tier"]  # of any defence
         why = [row["why"] for row in skipped if row.get("tier", "") == tier and not row.get("out_of_time")]
-        return f"was not run: {why[0].rstrip('.')}" if why else "was not run"
+        late = any(row.get("tier", "") == tier for row in skipped)
+        return f"was not run: {why[0].rstrip('.')}" if why else "was not reached in the time" if late else "was not run"
 
 
 def _verdict(case: _Case, accuracy: Mapping[str, float], scored_by: str) -> Verdict:

@@ -16,7 +16,8 @@ from gradveil.countermeasures import Countermeasure
 from gradveil.errors import GradveilError, is_out_of_memory
 from gradveil.experiments.probes import Probed
 from gradveil.experiments.run_folder import Row, RunFolder
-from gradveil.experiments.scene import Scene, is_small, one_thread
+from gradveil.experiments.scene import Scene
+from gradveil.experiments.suited import is_small, one_thread
 from gradveil.federated.client import evaluate
 from gradveil.federated.simulate import simulate
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Generator
 
-from gradveil.attacks.base import Malicious
+from gradveil.attacks.base import Kind, Malicious
 from gradveil.attacks.base import build as build_attack
 from gradveil.countermeasures import Countermeasure, plain
 from gradveil.defenses.base import Defense
@@ -23,6 +23,7 @@ from gradveil.types import Batch, Observation
 CHUNK = 96  # trials that run together
 KEPT = 2**30  # bytes of updates that are kept for the next server; beyond that they are made again
 INFORMED = "candidates"  # the attack of informed servers
+OF_LARGE = "candidates:entries=100000,shortlist=6"  # where running a client on all of a list takes long
 LAWS = ("whiten", "orthogonal")  # countermeasures that say how likely an update is
 ROUNDS = 16  # updates of one client that a patient server has, at most
 
@@ -76,6 +77,7 @@ def _wanted(scene: Scene, look: Look) -> Wanted:
     found: dict[tuple[str, str, str, str], tuple[str, Countermeasure, str]] = {}
 
     def add(defense: str, server: Countermeasure, attack: str) -> None:
+        attack = OF_LARGE if attack == INFORMED and scene.is_large else attack
         found.setdefault((defense, server.tier, server.name, attack), (defense, server, attack))
 
     for attack in scene.attacks:
@@ -114,6 +116,11 @@ def _used(scene: Scene, server: Countermeasure) -> list[str]:
 def _own_name(scene: Scene, attack: str) -> str:
     """Return the panel's own settings of an attack that a countermeasure names without any."""
     return next((spec for spec in scene.attacks if spec.partition(":")[0] == attack), attack)
+
+
+def kind_of(scene: Scene, attack: str) -> Kind:
+    """Return what an attack of the audit, or of a server, is known to take."""
+    return build_attack(scene.attacks.get(attack, attack)).kind
 
 
 def _as_it_is(seen: Observation) -> Observation:

@@ -1,5 +1,6 @@
 """What malicious servers send in place of a model, and to which clients."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from gradveil.attacks.base import ATTACKS, Malicious
@@ -10,15 +11,15 @@ from gradveil.experiments.run_folder import Row
 from gradveil.experiments.trial import naive
 
 
-def plant(observed: Observed, look: Look) -> tuple[list[Look], list[Row]]:
-    """Return what malicious servers would send in place of a model, and to whom, and why others cannot."""
+def plant(observed: Observed, look: Look, victims: Sequence[int]) -> tuple[list[Look], list[Row]]:
+    """Return what malicious servers would send these clients in place of a model, and why others cannot."""
     scene, looks, rows = observed.scene, list[Look](), list[Row]()
     if "malicious" not in scene.tiers:
         return looks, rows
     for name, cls in ATTACKS:
         if not issubclass(cls, Malicious):
             continue
-        for attack, clients in _aimed(observed, look, cls()).items():
+        for attack, clients in _aimed(observed, look, cls(), victims).items():
             where = (scene.dataset.input_shape, scene.num_classes, scene.public.batch.to(scene.device))
             try:
                 made = attack.plant(look.model, *where, scene.seeds("plant", name))
@@ -31,13 +32,17 @@ def plant(observed: Observed, look: Look) -> tuple[list[Look], list[Row]]:
     return looks, rows
 
 
-def _aimed(observed: Observed, look: Look, attack: Malicious) -> dict[Malicious, list[tuple[str, int]]]:
+def _aimed(
+    observed: Observed, look: Look, attack: Malicious, victims: Sequence[int]
+) -> dict[Malicious, list[tuple[str, int]]]:
     """Return which attack goes to which clients, by defence and number: it may hang on what they sent before."""
+    everybody = [(defense, victim) for defense in observed.scene.defenses for victim in victims]
+    if type(attack).for_client is Malicious.for_client:
+        return {attack: everybody}
     aimed: dict[Malicious, list[tuple[str, int]]] = {}
-    for defense in observed.scene.defenses:
-        for victim in observed.scene.victims:
-            seen = observed.seen(Target(look, defense, naive(), attack.spec_name, victim))
-            rng = observed.scene.seeds("plant", attack.spec_name, victim)
-            mine = attack if isinstance(seen, GradveilError) else attack.for_client(seen, rng)
-            aimed.setdefault(mine, []).append((defense, victim))
+    for defense, victim in everybody:
+        seen = observed.seen(Target(look, defense, naive(), attack.spec_name, victim))
+        rng = observed.scene.seeds("plant", attack.spec_name, victim)
+        mine = attack if isinstance(seen, GradveilError) else attack.for_client(seen, rng)
+        aimed.setdefault(mine, []).append((defense, victim))
     return aimed

@@ -1,11 +1,11 @@
-"""What a defence with accounted noise promises a record, as rows: the floor on a reconstruction, the guess bound."""
+"""What a defence with accounted noise promises a record, as rows: the floor for Gaussian images, the guess bound."""
 
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from gradveil.certificates.accountant import AGGREGATE, ASSUMPTIONS, FLOOR, GUESS, THEOREM, Account
-from gradveil.certificates.plan import PlannedRun, class_spectra
+from gradveil.certificates.plan import PlannedRun, class_spectra, floor_share
 from gradveil.defenses.base import Defense
 from gradveil.experiments.run_folder import Row
 from gradveil.types import Batch
@@ -16,7 +16,7 @@ DELTA = 1e-5
 def promise_rows(
     name: str, defense: Defense, run: PlannedRun, public: Batch, labels: Tensor, choices: int, patient: int = 0
 ) -> list[Row]:
-    """Return a row for each of floor and guess, of one update and of the whole run; none where nothing is promised.
+    """Return a row for floor and guess each, of one update and of the whole run; none where nothing is promised.
 
     ``labels`` are of the records that are looked at: the floor is that of their classes. ``choices``: candidates that
     a record stands among. ``patient``: how many updates of a client a patient server has.
@@ -41,10 +41,11 @@ def promise_rows(
     for what, times, tiers in looks:
         account = Account(what, spent=times * cost)
         head = {"kind": "certificate", "defense": name, "layer": what, "sound": True}
-        floor = sum(account.floor(spectra[label]) for label in classes) / len(classes) / size if known else None
+        share = floor_share(account, [spectra[label] for label in classes]) if known and blind else None
         rows.append(head | {
-            "certificate": "floor", "mse": floor, "tiers": list(tiers), "assumptions": [*rests, FLOOR],
-            "says": _floor_words(account, floor / blind if floor is not None and blind else None),
+            "certificate": "floor", "mse": None if share is None else share * blind, "tiers": list(tiers),
+            "assumptions": [*rests, FLOOR],
+            "says": _floor_words(account, share),
         })  # fmt: skip
         guess = account.guess(1 / choices) if choices > 1 else None
         also = ["informed"] if times == 1 and tiers else []
@@ -58,7 +59,8 @@ def promise_rows(
 def _floor_words(account: Account, share: float | None) -> str:
     if share is None:
         return "Not computed: too few public examples of these classes."
-    return f"z_run = {account.z_run:.3g}: no server's error is below {share:.2f} of the blind guess's on average."
+    least = f"no server's error would be below {share:.2f} of the blind guess's"
+    return f"z_run = {account.z_run:.3g}: were images Gaussian, {least} on average."
 
 
 def _guess_words(account: Account, choices: int, guess: float | None) -> str:

@@ -43,6 +43,7 @@ class MeasuredExample:
     attack: str = ""
     converged: bool = False
     out_of_time: bool = False  # the attack was stopped before it was done
+    stopped_at: int = 0  # after so many steps
     gallery: int = 1  # examples that the original stands among
     unit: str = ""  # of the run folder, whose images hold the reconstruction at ``index``
     index: int = 0
@@ -137,6 +138,11 @@ class Line:
         return value
 
     @property
+    def from_list(self) -> bool:
+        """Whether its answer was picked from a list of candidates."""
+        return self.attack.partition(":")[0] == "candidates"
+
+    @property
     def at_own_weights(self) -> bool:
         """Whether the model is not one trained under another defence, as a control's may be."""
         return self.defense != "none" or self.weights in ("none", "start")
@@ -150,11 +156,6 @@ class Line:
     def strength(self) -> tuple[int, float, float]:
         """How much was got; for finding the strongest line."""
         return GRADES.index(self.grade), self.recovered.mean + self.identified.mean, -self.error.mean
-
-
-def server_name(one: Line | MeasuredExample) -> str:
-    """Return what a server does, and its tier where that is not clear from it."""
-    return one.server if one.tier in ("naive", "knows") else f"{one.tier}: {one.server}"
 
 
 T = TypeVar("T")
@@ -174,14 +175,17 @@ def best_floor(rows: Iterable[Row]) -> Floor | None:
     rows = list(rows)
     modality = modality_of(rows)
     floors = [
-        Floor(guess, _mean(mine, "error"), _mean(mine, "mse"), _share(mine, "identified"), _errors(mine), modality)
+        Floor(
+            guess,
+            _mean(mine, "error"),
+            _mean(mine, "mse"),
+            _share(mine, "identified"),
+            {m.example: m.error for m in mine},
+            modality,
+        )
         for (guess,), mine in group(read(rows, "floor"), "guess").items()
     ]
     return min(floors, key=lambda floor: floor.error.mean, default=None)
-
-
-def _errors(mine: Iterable[MeasuredExample]) -> dict[int, float]:
-    return {m.example: m.error for m in mine}
 
 
 def lines(rows: Sequence[Row]) -> list[Line]:
@@ -220,13 +224,10 @@ def grade(error: Interval, recovered: Interval, identified: Interval, floor: Flo
         return "recovered"
     if identified.count and identified.mean >= HALF:
         return "recognised"
-    if recovered.mean > 0 or error.mean < HALF * floor.error.mean or _beyond_chance(identified, gallery):
+    luck = chance_of(identified.hits, identified.count, 1 / gallery) if identified.count else 1.0
+    if recovered.mean > 0 or error.mean < HALF * floor.error.mean or luck < SIGNIFICANT:
         return "traces"
     return "nothing"
-
-
-def _beyond_chance(identified: Interval, gallery: int) -> bool:
-    return bool(identified.count) and chance_of(identified.hits, identified.count, 1 / gallery) < SIGNIFICANT
 
 
 def _line(mine: Sequence[MeasuredExample], control: Sequence[MeasuredExample] | None, floor: Floor) -> Line:
@@ -234,21 +235,14 @@ def _line(mine: Sequence[MeasuredExample], control: Sequence[MeasuredExample] | 
     error, recovered, identified = _basics(mine, floor)
     got, late = grade(error, recovered, identified, floor, one.gallery), sum(m.out_of_time for m in mine)
     void = _void(control, floor)
-    if void is None and late and got == "nothing":
+    if void is None and late and got == "nothing" and not _as_long(mine, control):
         void = f"ran out of time on {late} of {len(mine)}"
+    same: dict[str, Any] = {n: getattr(one, n) for n in ("round", "defense", "weights", "server", "tier", "attack")}
     return Line(
-        round=one.round,
-        defense=one.defense,
-        weights=one.weights,
-        server=one.server,
-        tier=one.tier,
-        attack=one.attack,
+        **same,
+        **{name: _mean(mine, name) for name in ("mse", "psnr", "ssim", "fft")},  # type: ignore[arg-type]
         error=error,
-        mse=_mean(mine, "mse"),
         worst=min(m.error for m in mine),
-        psnr=_mean(mine, "psnr"),
-        ssim=_mean(mine, "ssim"),
-        fft=_mean(mine, "fft"),
         label=_share(mine, "label"),
         identified=identified,
         recovered=recovered,
@@ -282,6 +276,12 @@ def _void(control: Sequence[MeasuredExample] | None, floor: Floor) -> str | None
         f"fails without any defence too: {why_it_failed(control)}, {floor.modality.error_name} {error.mean:.2g} "
         f"against {floor.error.mean:.2g} for a blind guess, {recovered.hits} of {recovered.count} recovered"
     )
+
+
+def _as_long(mine: Sequence[MeasuredExample], control: Sequence[MeasuredExample] | None) -> bool:
+    """Return whether an attack that was stopped had as many steps as its control, which was stopped as well."""
+    enough = min((m.stopped_at for m in control or () if m.out_of_time), default=math.inf)
+    return all(m.stopped_at >= enough > 0 for m in mine if m.out_of_time)
 
 
 def why_it_failed(mine: Sequence[MeasuredExample]) -> str:

@@ -25,8 +25,9 @@ from gradveil.experiments.looks import Progress, probe_rows
 from gradveil.experiments.probes import Probed, probe
 from gradveil.experiments.rows import modality_rows
 from gradveil.experiments.run_folder import Row, RunFolder
-from gradveil.experiments.scene import default_attacks, is_small, load_dataset, one_thread, with_found
+from gradveil.experiments.scene import load_dataset, with_found
 from gradveil.experiments.settings import find_device
+from gradveil.experiments.suited import default_attacks, is_small, one_thread
 from gradveil.experiments.trial import Public, Trial, attack_rows, attacks_of, attempt, client_row, floors, naive
 from gradveil.experiments.update_files import Facts, fitting_loss, load_weights, read_examples, read_loss, read_update
 from gradveil.experiments.words import NOT_HERE

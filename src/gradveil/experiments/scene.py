@@ -1,10 +1,8 @@
 """What an audit is run with: one frozen table of settings, the same in Python, on the command line and in TOML."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -22,21 +20,23 @@ from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import DataError, GradveilError, SpecError, did_you_mean, own_error
 from gradveil.experiments.probes import Probed, probe
 from gradveil.experiments.settings import find_device
+from gradveil.experiments.suited import is_large
 from gradveil.experiments.trial import Public, check_fits
 from gradveil.federated.client import check_loss, update_batch_size
 from gradveil.federated.ledger import planned_run
 from gradveil.federated.settings import Training
 from gradveil.federated.trained import ALL, only_trained
 from gradveil.gradients.coordinates import PUBLIC as LOOKED_AT
+from gradveil.imports import is_import_path
 from gradveil.losses import CrossEntropy
 from gradveil.losses import build as build_loss
 from gradveil.models import build_working
 from gradveil.ranges import Count, Positive, Seed, Weight
-from gradveil.registry import is_import_path
 from gradveil.seeds import Seeds
-from gradveil.tree import parameters, size
 from gradveil.types import Batch, Update
 
+MINUTES = 5.0  # for an audit of a large network, where none are given
+LEAST_MINUTES = 0.1
 DEFENSES = (
     "none",
     "representation:share=0.4",
@@ -44,8 +44,6 @@ DEFENSES = (
     "pruning:share=0.8",
     "gaussian:scale=0.1",
 )
-ATTACKS = ("newton", "dlg:steps=15,restarts=3")
-ATTACKS_ON_LARGE = ("gs",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,14 +65,23 @@ class AuditConfig(Training):
     examples: Count = 1  # of one attacked update
     gallery: Count = 100  # images that an original must be told from, itself included
     meter_seconds: Weight = 60.0  # at most, for certificates and the leak meter after all else; 0: they are left out
-    minutes: Positive | None = None  # at most, for all of it; what does not fit is not tried, and the report says so
+    minutes: Positive | None = None  # at most, for all of it; None: no limit, of large networks MINUTES
+    trained: bool | None = None  # whether a federation is trained, for rounds; None: where the network is not large
+    weights: str | None = None  # a file with the weights that clients receive; None: the model's own
     device: str = "cpu"  # cpu, cuda or auto
     seed: Seed = 0
 
-    FREE: ClassVar[frozenset[str]] = frozenset({"meter_seconds", "minutes", "device", "tiers"})  # free on --resume
+    FREE: ClassVar[frozenset[str]] = frozenset(
+        {"meter_seconds", "minutes", "device", "tiers", "trained"}
+    )  # on --resume
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.minutes is not None and self.minutes < LEAST_MINUTES:
+            raise SpecError(
+                f"minutes={self.minutes}: in {60 * self.minutes:.2g} seconds no audit is set up. Give at least "
+                f"{LEAST_MINUTES}."
+            )
         if self.images % self.examples:
             raise SpecError(f"images={self.images} cannot be dealt out to updates of {self.examples} examples each.")
         for kind in ("defenses", "attacks"):
@@ -91,43 +98,6 @@ class AuditConfig(Training):
         """The update of an attacked client, without its numbers: what its local training is."""
         n = self.examples
         return Update({}, n, self.steps(n), self.lr_of(1), update_batch_size(self, n), self.rule)
-
-
-LARGE = 500_000  # weights beyond which second-order attacks take hours on a CPU
-UNROLLED = 16  # local steps up to which they are unrolled
-
-
-def default_attacks(model: nn.Module, client: Update) -> tuple[str, ...]:
-    """Return the attacks that suit a model and the local training of its clients.
-
-    Several steps are unrolled, and matched between the first and the last weights, which costs the same for any number;
-    of Adam's signs a search makes more than equations do. A batch behind a first fully connected layer is unmixed, and
-    a transformer, or its low-rank factors, is held against the spans of what its layers saw.
-    """
-    large = size(parameters(model)) > LARGE
-    unmixing = () if client.num_examples == 1 or client.rule.adaptive else _unmixing(model)
-    factors = any("lora_b" in name.lower() for name, p in model.named_parameters() if p.requires_grad)
-    tokens = not large and any("attention" in type(module).__name__.lower() for module in model.modules())
-    spans = ("patches",) if (factors or tokens) and client.num_steps == 1 and not client.rule.adaptive else ()
-    return (*unmixing, *_searches(large, client), *spans)
-
-
-def _unmixing(model: nn.Module) -> tuple[str, ...]:
-    """Return the attacks on a first layer that is fully connected: exact where ReLU lies behind it."""
-    leaves = [m for m in model.modules() if not any(m.children())]
-    weighted = [i for i, m in enumerate(leaves) if any(True for _ in m.parameters())]
-    if len(weighted) < 2 or not isinstance(leaves[weighted[0]], nn.Linear):
-        return ()
-    return ("spear", "cocktail") if isinstance(leaves[weighted[0] + 1], nn.ReLU) else ("cocktail",)
-
-
-def _searches(large: bool, client: Update) -> tuple[str, ...]:
-    """Return the attacks that search for the gradient."""
-    if client.num_steps > 1:
-        exact = () if large or client.rule.adaptive else ("newton",)
-        unrolled = ("fedavg:steps=400",) if client.num_steps <= UNROLLED else ()
-        return (*exact, "surrogate:steps=400", *unrolled)
-    return ATTACKS_ON_LARGE if large or client.rule.adaptive else ATTACKS
 
 
 def load_dataset(source: str | Dataset | Callable[..., Any], data: str | None) -> Dataset:
@@ -181,6 +151,16 @@ class Scene:
     def device(self) -> torch.device:
         """Where clients and servers compute; examples are kept on the CPU."""
         return next(self.model.parameters()).device
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the network is."""
+        return is_large(self.model)
+
+    @property
+    def trains(self) -> bool:
+        """Whether a federation is trained."""
+        return not self.is_large if self.config.trained is None else self.config.trained
 
     @property
     def victims(self) -> range:
@@ -270,27 +250,3 @@ def _try_defense(model: nn.Module, dataset: Dataset, defense: Defense, seeds: Se
             build_attack(server.attack)
     few = dataset.train.batch(slice(0, 2))
     step_gradient(copy.deepcopy(model), few, defense, seeds("trial"), loss=build_loss(loss))
-
-
-WEIGHTS = 100_000
-NUMBERS = 256  # of one input
-
-
-def is_small(model: nn.Module, input_shape: tuple[int, ...] = ()) -> bool:
-    """Return whether one thread is enough for this model, and for inputs of this shape.
-
-    On a shared machine a second thread costs a small problem many times what it brings.
-    """
-    return size(parameters(model)) <= WEIGHTS and prod(input_shape) <= NUMBERS
-
-
-@contextmanager
-def one_thread(wanted: bool = True) -> Iterator[None]:
-    """Within, torch runs on one thread, where wanted; the setting is put back afterwards."""
-    before = torch.get_num_threads()
-    try:
-        if wanted:
-            torch.set_num_threads(1)
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -16,9 +16,9 @@ from torch import nn
 from gradveil.data.base import Dataset
 from gradveil.errors import UpdateError
 from gradveil.files import damage_told, read_safetensors, write_atomically
+from gradveil.imports import is_import_path
 from gradveil.losses import Loss
 from gradveil.losses import build as build_loss
-from gradveil.registry import is_import_path
 from gradveil.step_rule import PLAIN, StepRule
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch, Update, check_update

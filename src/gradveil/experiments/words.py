@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 
 from gradveil.countermeasures import Tier
-from gradveil.experiments.rows import NAIVE, Floor, Line
+from gradveil.experiments.rows import NAIVE, Floor, Line, MeasuredExample
 from gradveil.metrics.intervals import short
 from gradveil.modalities import Modality
 
 GETS: dict[str, str] = {
     "recovered": "gets the {many} back",
     "recognised": "gets {many} that can be told from {others} others",
+    "identified": "picks the {many} out of a list",
     "traces": "gets traces of the {many}",
     "nothing": "gets nothing",
 }
@@ -17,9 +18,10 @@ GETS: dict[str, str] = {
 _BADGES: dict[str, str] = {
     "recovered": "{many} recovered",
     "recognised": "{many} recognised",
+    "identified": "{many} identified",
     "traces": "Traces found",
     "nothing": "Nothing found",
-    "void": "Void",
+    "void": "Resists this budget",
     "not_assessed": "Not assessed",
     "not_run": "Not run",
 }
@@ -55,8 +57,10 @@ def gets(line: Line, floor: Floor, tier: Tier) -> str:
 def got(line: Line, floor: Floor, tier: Tier) -> str:
     """Return the same without numbers."""
     if not line.counts:
-        return f"shows nothing either way: {by(line)} {line.void}"
+        return f"resists this budget, which is no protection: {by(line)} {line.void}"
     kind = floor.modality
+    if line.from_list and line.tier == tier and line.grade != "nothing":
+        return f"picks the right {kind.one} out of a list of {line.gallery}"
     said = GETS[line.grade].format(others=line.gallery - 1, many=kind.many)
     if line.grade == "recognised" and line.error.mean > floor.error.mean:
         said = f"gets {kind.many} that are poor {kind.part} by {kind.part} but can still be told from "
@@ -65,6 +69,11 @@ def got(line: Line, floor: Floor, tier: Tier) -> str:
         return said
     as_naive = line.tier == "naive"
     return f"{said}, as {'a naive one' if as_naive else 'one that knows the defence'} does"
+
+
+def server_name(one: Line | MeasuredExample) -> str:
+    """Return what a server does, and its tier where that is not clear from it."""
+    return one.server if one.tier in ("naive", "knows") else f"{one.tier}: {one.server}"
 
 
 def by(line: Line) -> str:

@@ -3,20 +3,23 @@
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 
 from gradveil import pace
+from gradveil.errors import GradveilError
 from gradveil.experiments.judge import verdicts
 from gradveil.experiments.looks import Look, Progress, first_look
 from gradveil.experiments.panel import CHUNK, Observed, Target, panel
 from gradveil.experiments.planting import plant
 from gradveil.experiments.rows import tier_of
 from gradveil.experiments.run_folder import Row, RunFolder
-from gradveil.experiments.scene import Scene, is_small, one_thread
-from gradveil.experiments.trial import Trial, attack_rows, attempt
+from gradveil.experiments.scene import Scene
+from gradveil.experiments.suited import is_small, one_thread
+from gradveil.experiments.trial import Trial, attack_rows, attempt, naive
 from gradveil.federated.client import evaluate
 from gradveil.federated.simulate import simulate
 from gradveil.pace import as_clock
@@ -50,6 +53,16 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class Spent:
+    """What a piece of work took."""
+
+    seconds: float
+    whole: float  # seconds that it would have taken to its end
+    steps: int  # of the last search in it that were taken
+    late: bool  # some of it was stopped before it was done
+
+
+@dataclass(frozen=True)
 class Work:
     """The attacks of an audit, and how long they and the training take."""
 
@@ -62,14 +75,22 @@ class Work:
     def __post_init__(self) -> None:
         object.__setattr__(self, "observed", Observed(self.scene))
 
-    def attack(self, unit: str, part: Sequence[Target], seconds: float = math.inf) -> None:
-        """Attack these targets, all with one attack, and write down what came of it."""
+    def attack(self, unit: str, part: Sequence[Target], seconds: float = math.inf, most: float = math.inf) -> Spent:
+        """Attack these targets, all with one attack, in at most so many seconds and steps; write down what came of it.
+
+        An attack that was stopped says after how many steps.
+        """
+        began = pace.clock()
         trials = [self.observed.trial(target) for target in part]
-        with pace.Limit(seconds, steps_told(self.progress, part[0].attack)):
+        with pace.Limit(seconds, steps_told(self.progress, part[0].attack), most=most) as limit:
             rows, images = attack_rows(trials, attempt(trials), self.scene.public)
+        for row in (late := [row for row in rows if _was_stopped(row)]):
+            row["stopped_at"] = limit.done
         none = np.zeros((0, *self.scene.truth.inputs.shape[1:]), np.float32)
         self.store.add(unit, rows, {"found": np.stack(images) if images else none})
         self.written(self.store)
+        took = pace.clock() - began
+        return Spent(took, max(took, limit.whole), limit.done, bool(late))
 
     def tried(self) -> set[tuple[object, ...]]:
         """Return the keys of the targets that were attacked, to the attack's own end."""
@@ -78,6 +99,14 @@ class Work:
     def was_cut(self, target: Target) -> bool:
         """Return whether an attack was stopped before it was done."""
         return any(cut_short(row) and self._key(row) == (*_cell(target), target.victim) for row in self.store.rows)
+
+    def stopped_at(self, target: Target) -> float:
+        """Return after how many steps the control of a defended target was stopped; infinity: it was not."""
+        look = target.look
+        control = (look.round, look.weights, "none", target.attack)
+        cells = [row for row in self.store.rows if row["kind"] == "attack" and "stopped_at" in row]
+        found = [r["stopped_at"] for r in cells if (r["round"], r["weights"], r["defense"], r["attack"]) == control]
+        return max(found, default=math.inf) if target.defense != "none" else math.inf
 
     def drop_cut(self, targets: Sequence[Target]) -> None:
         """Remove what attacks on these had no time for: they are to be done again."""
@@ -106,17 +135,28 @@ class Work:
         """Return what an attack takes, tried on the first of its targets: undefended updates."""
         return cost_of(lambda victim: self.observed.trial(replace(its[0], victim=victim)), self.scene.victims, least)
 
-    def plant(self) -> list[Look]:
-        """Return what malicious servers would send in the first round; why others cannot is written down."""
-        planted, refused = plant(self.observed, first_look(self.scene))
-        if refused and not self.store.done("planted"):
-            self.store.add("planted", refused)
+    def plant(self, victims: Sequence[int]) -> list[Look]:
+        """Return what malicious servers would send to clients in the first round; why others cannot is written down."""
+        planted, refused = plant(self.observed, first_look(self.scene), victims)
+        said = {self._key(row) for row in self.store.rows if row["kind"] == "skip"}
+        if fresh := [row for row in refused if self._key(row) not in said]:
+            self.store.add(self.store.new("planted"), fresh)
         return planted
 
     def holding(self) -> list[str]:
         """Return the defences of which no server that knows them got images so far."""
         got = {v.defense for v in verdicts(self.store.rows) if v.outcome in ("recovered", "recognised")}
         return [defense for defense in self.scene.defenses if defense not in got and defense != "none"]
+
+    def step_seconds(self) -> float:
+        """Return how many seconds the gradient of one local step takes, found out on the first client's update."""
+        target = Target(first_look(self.scene), "none", naive(), "", self.scene.victims[0])
+        self.observed.seen(target)  # kept: it is attacked first
+        batch, rng = self.scene.held_by(target.victim).to(self.scene.device), self.scene.seeds("step")
+        began = pace.clock()
+        with suppress(GradveilError):
+            self.observed.send(target, batch, rng)
+        return (pace.clock() - began) / max(1, self.scene.config.planned.num_steps)
 
     def round_cost(self, defense: str) -> float:
         """Return how many seconds a round of training under a defence takes, the test after it included."""
@@ -169,7 +209,11 @@ def steps_told(progress: Progress, attack: str) -> pace.Tell:
 
 def cut_short(row: Row) -> bool:
     """Return whether a row is of an attack that was stopped before it was done, or not tried: it may be tried again."""
-    return row["unit"] == NOT_TRIED or "out_of_time" in (row.get("details") or {})
+    return row["unit"] == NOT_TRIED or _was_stopped(row)
+
+
+def _was_stopped(row: Row) -> bool:
+    return "out_of_time" in (row.get("details") or {})
 
 
 def _cell(target: Target) -> tuple[object, ...]:
@@ -186,7 +230,7 @@ def say_plan(work: Work, planted: Sequence[Look]) -> None:
     wanted = {a: work.left(its) for a, its in panel(scene, [first, *planted, *stand_ins(scene)]).items()}
     total = 0.0
     names = [d for d in scene.defenses if not work.store.done(f"train/{d}")]
-    if names:
+    if names and scene.trains:
         total += (seconds := config.rounds * sum(work.round_cost(d) for d in names))
         LOG.info("plan: training, %d rounds under %d defences: %s", config.rounds, len(names), as_clock(seconds))
     for attack, its in wanted.items():
@@ -202,6 +246,6 @@ def say_plan(work: Work, planted: Sequence[Look]) -> None:
 def stand_ins(scene: Scene) -> list[Look]:
     """Return the last round's looks, to count with: their weights are not there yet."""
     first, config = first_look(scene), scene.config
-    if config.rounds < 2:
+    if config.rounds < 2 or not scene.trains:
         return []
     return [replace(first, round="last", round_number=config.rounds, weights=d) for d in scene.defenses]

@@ -22,6 +22,7 @@ from gradveil.data.base import Array, Split
 from gradveil.errors import GradveilError
 from gradveil.federated.client import Sent
 from gradveil.federated.engines import ENGINES, Engine, Job, Pool, World, work
+from gradveil.imports import own_code
 from gradveil.ranges import Range
 from gradveil.tree import Params
 
@@ -160,7 +161,8 @@ def _serve(pipe: Connection, channels_last: bool) -> None:
     try:
         content = pipe.recv_bytes()
         try:
-            world: World = pickle.loads(content)
+            with own_code():
+                world: World = pickle.loads(content)
             world = replace(world, train=_opened(world.train))
         except Exception:  # told when the first work comes
             pipe.recv()

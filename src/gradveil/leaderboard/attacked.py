@@ -8,7 +8,7 @@ from torch import Generator, Tensor, nn
 
 from gradveil.attacks.base import Malicious
 from gradveil.attacks.rounds import mean_round, pooled
-from gradveil.certificates.plan import PlannedRun
+from gradveil.certificates.plan import PlannedRun, class_spectra
 from gradveil.countermeasures import Countermeasure, plain
 from gradveil.data import load
 from gradveil.data.base import Dataset, Split
@@ -98,12 +98,9 @@ class Place:
         return means, prior
 
     @cached_property
-    def eigenvalues(self) -> Tensor:
-        """The eigenvalues of the covariance of public images about the means of their classes."""
-        means, _ = self.within
-        left = self.public.batch.inputs.flatten(1) - means[self.public.batch.labels]
-        squares: Tensor = torch.linalg.svdvals(left.double()).square()
-        return squares / max(len(left) - len(means), 1)
+    def spectra(self) -> list[Tensor]:
+        """The spectrum of each class of the test split: what ``gradveil plan`` takes."""
+        return list(class_spectra(self.dataset.test.batch(slice(None))).values())
 
     @cached_property
     def class_priors(self) -> list[GaussianPrior]:

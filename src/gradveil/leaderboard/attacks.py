@@ -9,10 +9,12 @@ import torch
 
 from gradveil.attacks.base import ATTACKS, Malicious
 from gradveil.certificates.accountant import Account
+from gradveil.certificates.plan import floor_share
 from gradveil.countermeasures import Countermeasure, plain
 from gradveil.defenses.base import NoDefense
 from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import GradveilError
+from gradveil.experiments.measured import figures
 from gradveil.experiments.panel import INFORMED, inverting, marked
 from gradveil.experiments.panel import patient as patient_servers
 from gradveil.experiments.probes import Probed, probe
@@ -100,16 +102,25 @@ class AttackedEntry:
     def about(self) -> Row:
         """Return the row of the client that was attacked: and what its defence promises over the whole run.
 
-        ``spent``: μ² of Gaussian DP; ``floor``: the least error that it leaves, as a share of the blind guess's.
+        ``spent``: μ² of Gaussian DP; ``floor``: the least error that it leaves
+        on Gaussian images, as a share of the blind guess's; the same number as ``gradveil plan`` says.
         """
         about: Row = {"kind": "client", "dataset": self.place.panel.dataset, "defense": self.entry.name}
         about |= {"records": self.client.size, "participations": self.run.participations}
-        about |= {"errors": list(self.probed.errors)}
+        about |= {"errors": list(self.probed.errors)} | self.defense.said_of_noise()
         if (cost := self.defense.spends(self.run.epochs)) is None:
             return about
         account = Account(self.entry.name, cost * self.run.participations)
-        share = account.floor(self.place.eigenvalues) / float(self.place.eigenvalues.sum())
-        return about | {"spent": account.spent, "floor": share}
+        return about | {"spent": account.spent, "floor": floor_share(account, self.place.spectra)} | self._measured()
+
+    def _measured(self) -> Row:
+        """Return the μ of one release as it was measured, as a share of the proved one."""
+        place = self.place
+        local, seed = place.panel.lr, place.context.seeds.seed
+        found = figures(self.defense, place.model, place.public.batch, place.public.batch, "cross_entropy", local, seed)
+        if "mu_measured" not in found:
+            return {}
+        return {"measured": {end: found[end] / found["mu_proved"] for end in ("mu_measured", "low", "high")}}
 
     def jobs(self) -> list[Trial]:
         """Return the attacks of every tier but what is learned."""

@@ -16,6 +16,7 @@ from gradveil.metrics.intervals import Interval, chance_of, interval
 from gradveil.paper.rows import paired_loss, spread
 
 DELTA = 1e-5
+FLOOR = "floor for Gaussian images"  # a column
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class Standing:
     planted: tuple[Got, ...] = ()  # by malicious servers, of a client of several records
     skipped: dict[Tier, str] = field(default_factory=dict)  # why a tier could not try
     account: Account | None = None  # of a record after the whole run
-    floor: float | None = None  # that is promised, as a share of the blind guess's error
+    measured: Interval | None = None  # μ, as a share of the proved one
+    floor: float | None = None  # for Gaussian images, as a share of the blind guess's error
     blind: Floor | None = None
     time: float | None = None  # of a step, as a multiple of a plain one
     beaten: tuple[str, ...] = ()  # attacks that got below the certificate
@@ -135,12 +137,19 @@ def _standing(dataset: str, name: str, rows: Sequence[Row], scenes: Mapping[str,
         planted=got[PLANTED],
         skipped={row["tier"]: row["why"] for row in mine if row["kind"] == "skip"},
         account=account,
+        measured=_measured(told),
         floor=told.get("floor"),
         blind=scenes[ONE].floor,
         time=next((row["ratio"] for row in mine if row["kind"] == "time"), None),
         beaten=beaten,
         errors=tuple(told.get("errors", ())),
     )
+
+
+def _measured(told: Row) -> Interval | None:
+    if (share := told.get("measured")) is None:
+        return None
+    return Interval(share["mu_measured"], share["low"], share["high"], 1)
 
 
 def _got(line: Line, scene: _Scene) -> Got:
@@ -164,7 +173,7 @@ def below(got: Got, account: Account, floor: float, blind: Floor | None, errors:
         return  # the floor is for a server without a list
     beyond = interval([mse - floor * blind.by_example[i] for i, mse in errors.items()])
     if len(errors) > 1 and beyond.high < 0:
-        yield f"{who} errs {got.error:.2f} of the blind guess, and no server less than {floor:.2f}"
+        yield f"{who} errs {got.error:.2f} of the blind guess, and for Gaussian images no server less than {floor:.2f}"
 
 
 def _costs(name: str, rows: Sequence[Row]) -> dict[str, Price]:
@@ -242,7 +251,8 @@ def _strongest(one: Standing) -> Row:
 
 def _promised(one: Standing) -> Row:
     if one.account is None or one.floor is None:
-        return {"μ": "none" if one.got else "–", "ε": "–", "guess ≤": "–", "floor ≥": "–"}
+        return {"μ": "none" if one.got else "–", "ε": "–", "guess ≤": "–", FLOOR: "–"}
     a = one.account
-    said = {"μ": f"{a.mu:.2f}", "ε": f"{a.epsilon(DELTA):.1f}", "guess ≤": f"{a.guess(0.01):.0%}"}
-    return said | {"floor ≥": f"{one.floor:.2f}" + (" **beaten**" if one.beaten else "")}
+    measured = "" if one.measured is None else f" (measured {a.mu * one.measured.mean:.2f})"
+    said = {"μ": f"{a.mu:.2f}{measured}", "ε": f"{a.epsilon(DELTA):.1f}", "guess ≤": f"{a.guess(0.01):.0%}"}
+    return said | {FLOOR: f"{one.floor:.2f}" + (" **beaten**" if one.beaten else "")}

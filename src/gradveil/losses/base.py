@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradveil.errors import LossError, own_error
-from gradveil.registry import Registry, import_object, is_import_path
+from gradveil.imports import import_object, is_import_path
+from gradveil.registry import Registry
 
 LOSSES: Registry["Loss"] = Registry("loss", "gradveil.losses")
 

@@ -191,7 +191,8 @@ class Table(Modality):
 
     def attacks(self, suited: tuple[str, ...]) -> tuple[str, ...]:
         """Return the attacks on tables first."""
-        return ("analytic", "tableak:steps=400,starts=4", "rowwise:draws=2048", *suited)
+        first = ("analytic", "tableak:steps=400,starts=4", "rowwise:draws=2048")
+        return (*first, *(attack for attack in suited if attack not in first))
 
     def order(self, found: Tensor, truth: Tensor) -> Tensor:
         """Return which of those found goes with each true row (N,): the fewest wrong cells in all, then the nearest."""

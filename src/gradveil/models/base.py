@@ -10,8 +10,9 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.errors import GradveilError, ModelError, SpecError, own_error
+from gradveil.imports import import_object, is_import_path, own_code
 from gradveil.modalities import IMAGE, Modality
-from gradveil.registry import Registry, import_object, is_import_path
+from gradveil.registry import Registry
 
 MODELS: Registry["Builder"] = Registry("model", "gradveil.models")
 
@@ -137,7 +138,8 @@ def _own(factory: Any, name: str, input_shape: Shape, num_classes: int, modality
     try:
         taken = inspect.signature(factory).parameters
         takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values())
-        model = factory(**{key: value for key, value in offered.items() if takes_all or key in taken})
+        with own_code():
+            model = factory(**{key: value for key, value in offered.items() if takes_all or key in taken})
     except GradveilError:
         raise
     except Exception as error:

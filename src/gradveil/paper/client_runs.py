@@ -16,7 +16,8 @@ from gradveil.attacks.base import build as build_attack
 from gradveil.data.base import Dataset
 from gradveil.defenses.base import build as build_defense
 from gradveil.errors import UpdateError
-from gradveil.experiments.scene import LARGE, fitting_model, is_small, load_dataset, one_thread
+from gradveil.experiments.scene import fitting_model, load_dataset
+from gradveil.experiments.suited import LARGE, is_small, one_thread
 from gradveil.experiments.trial import Public, Result, Trial, attempt, client_row, floors, measured, naive, observe
 from gradveil.federated.checkpoint import Checkpoint
 from gradveil.federated.client import evaluate

@@ -35,7 +35,9 @@ def figure(path: Path, width: float, height: float) -> Iterator[Any]:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingExtraError("Drawing figures", "report") from error
-    with mpl.rc_context({"svg.hashsalt": "gradveil", "font.size": 9}):
+    with mpl.rc_context():
+        mpl.rcdefaults()  # not those of a matplotlibrc that lies in the current folder
+        mpl.rcParams.update({"svg.hashsalt": "gradveil", "font.size": 9})
         empty = Figure(figsize=(width, height), layout="constrained")
         yield empty
         for ending, extra in ((".svg", {"metadata": {"Date": None}}), (".png", {"dpi": 150})):

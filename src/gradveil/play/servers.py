@@ -15,7 +15,7 @@ from gradveil import pace
 from gradveil.attacks.rounds import pooled
 from gradveil.errors import GradveilError, SpecError
 from gradveil.experiments.panel import patient
-from gradveil.experiments.scene import is_small, one_thread
+from gradveil.experiments.suited import is_small, one_thread
 from gradveil.experiments.trial import Trial, attempt, floors, naive, observe
 from gradveil.metrics import measure
 from gradveil.modalities.tokens import Tokens

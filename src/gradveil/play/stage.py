@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from gradveil.data.base import Dataset
-from gradveil.data.cache import decode_images
+from gradveil.data.pixels import decode_images, levels_of
 from gradveil.data.text import words_of
 from gradveil.defenses.base import Defense
 from gradveil.defenses.base import build as build_defense
 from gradveil.errors import DataError, SpecError
-from gradveil.experiments.scene import default_attacks, fitting_model, for_client, load_dataset
+from gradveil.experiments.scene import fitting_model, for_client, load_dataset
+from gradveil.experiments.suited import default_attacks
 from gradveil.experiments.trial import Public
 from gradveil.federated.settings import Local
 from gradveil.ids import PADDING, UNKNOWN
@@ -105,7 +106,8 @@ class PlayStage:
         if self.dataset.modality.spec_name != "image" or shape[-1] != shape[-2]:
             raise DataError(f"Pictures cannot be uploaded for {self.dataset.name}: its examples are of another shape.")
         try:
-            pixels = decode_images([Path(path).read_bytes()], size=shape[-1], grey=shape[0] == 1)
+            picture = [Path(path).read_bytes()]
+            pixels = decode_images(picture, shape[-1], shape[0] == 1, levels_of(picture))
         except DataError as error:
             raise DataError(f"This file cannot be used as a picture. {error}") from error
         return Batch(torch.from_numpy(pixels).float() / 255, torch.tensor([label]))

@@ -11,7 +11,7 @@ from gradveil.experiments.words import GETS, WHO
 from gradveil.modalities import Modality
 from gradveil.report.plain import name_of
 
-LEAKS = ("recovered", "recognised", "traces")
+LEAKS = ("recovered", "recognised", "identified", "traces")
 VEIL = "veil:promise=reconstruction"
 WHAT_THEY_DO: dict[Tier, str] = {
     "naive": "takes what arrives as it is",
@@ -47,7 +47,7 @@ def verdict_sentence(judged: Sequence[Verdict], modality: Modality) -> str:
     if not tried:
         got = _worst(judged[0]) if judged else ""
         return f"Without a defence a server {GETS[got].format(many=many, others='all other')}." if got else ""
-    given = [v for v in tried if _worst(v) in ("recovered", "recognised")]
+    given = [v for v in tried if _worst(v) in LEAKS[:3]]
     holding = [v for v in tried if _holds(v)]
     if len(given) == len(tried):
         who = "The defence does not keep" if len(tried) == 1 else f"None of the {len(tried)} defences keeps"

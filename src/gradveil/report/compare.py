@@ -15,7 +15,13 @@ from gradveil.files import damage_told
 from gradveil.metrics.intervals import Interval
 from gradveil.report.plain import LAST_DIGIT, name_of
 
-OUTCOMES = ("recovered", "recognised", "traces", "nothing")  # from worst to best for a client; others cannot be ranked
+OUTCOMES = (
+    "recovered",
+    "recognised",
+    "identified",
+    "traces",
+    "nothing",
+)  # from worst to best for a client; others cannot be ranked
 UNLIKE = ("minutes", "device", "meter_seconds", "data")  # settings that change how long it takes, not what is asked
 _DAMAGED = "It is no audit, or its rows were damaged: take them from a copy, or audit again."
 

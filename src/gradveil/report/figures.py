@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from html import escape
 
 from gradveil.experiments.judge import Verdict, naive_and_adaptive
-from gradveil.experiments.rows import NAIVE, Floor, Line, server_name
-from gradveil.experiments.words import score_text
+from gradveil.experiments.rows import NAIVE, Floor, Line
+from gradveil.experiments.words import score_text, server_name
 from gradveil.modalities import Modality
 from gradveil.report.plain import name_of
 

@@ -1,5 +1,6 @@
 """One run folder -> one HTML page that needs nothing else: no font, no request; the script in it only adds comfort."""
 
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from gradveil.errors import MissingExtraError
 from gradveil.experiments.judge import Verdict, declaration_errors, headline, verdicts
 from gradveil.experiments.rows import Floor, Line, best_floor, lines, modality_of
 from gradveil.experiments.run_files import FolderError
-from gradveil.experiments.run_folder import REPORT, ROWS, RunFolder
+from gradveil.experiments.run_folder import REPORT, ROWS, Row, RunFolder
 from gradveil.experiments.words import badges
 from gradveil.files import damage_told, write_atomically
 from gradveil.modalities import IMAGE
@@ -97,7 +98,7 @@ def _content(store: RunFolder) -> dict[str, Any]:
         "many": modality.many,
         "reading": reading(modality),
         "servers": list(dict.fromkeys((f"{row['defense']} · {row['server']}", row["why"]) for row in about)),
-        "settings": [*_flat(config), *_flat(versions)],
+        "settings": [*_levels(rows), *_flat(config), *_flat(versions)],
     }
 
 
@@ -128,6 +129,13 @@ def _figures(found: list[Line], judged: list[Verdict], floor: Floor) -> list[dic
             }
         )
     return [figure for figure in figures if figure["svg"]]
+
+
+def _levels(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Return what became black and white of images of more than eight bits."""
+    found = next((row for row in rows if row["kind"] == "levels"), None)
+    told = "images of more than 8 bits: the lowest value {black:g} is black, the highest {white:g} white, in 256 levels"
+    return [("levels", told.format(**found))] if found else []
 
 
 def _flat(table: dict[str, Any]) -> list[tuple[str, str]]:

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from gradveil.experiments.judge import by_tier
-from gradveil.experiments.rows import NAIVE, Line, MeasuredExample, group, modality_of, read, server_name
+from gradveil.experiments.rows import NAIVE, Line, MeasuredExample, group, modality_of, read
 from gradveil.experiments.run_folder import Row, RunFolder
-from gradveil.experiments.words import badges
+from gradveil.experiments.words import badges, server_name
 from gradveil.files import write_atomically
 from gradveil.metrics.intervals import short
 from gradveil.modalities import Cell

@@ -31,6 +31,7 @@ def summary(found: Audit, page: Path, fail_on: FailOn | None, tiers: Sequence[st
         "gate": None if fail_on is None else _gate(found.rows, fail_on, tiers),
         "floor": _floor(found.rows),
         "verdicts": [_verdict(v) for v in found.verdicts],
+        "measured": [_measured(row) for row in found.rows if row.get("certificate") == "measured"],
         "lines": [_line(line) for line in found.lines],
         "not_run": not_run(found.rows),
         "notes": [row["says"] for row in found.rows if row["kind"] == "note"],
@@ -63,6 +64,11 @@ def _gate(rows: Sequence[Row], fail_on: FailOn, tiers: Sequence[str]) -> dict[st
     whole = overall(each)
     said = {"fail_on": fail_on, **asdict(whole), "exit_code": EXIT_CODES[whole.result]}
     return said | {"defenses": [{"defense": name} | asdict(gate) for name, gate in each.items()]}
+
+
+def _measured(row: Row) -> dict[str, Any]:
+    keys = ("defense", "mu_proved", "mu_measured", "low", "high", "verdict", "reasons", "why")
+    return {key: row[key] for key in keys if key in row}
 
 
 def _floor(rows: Sequence[Row]) -> dict[str, Any] | None:

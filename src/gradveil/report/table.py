@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from gradveil.experiments.judge import Verdict
-from gradveil.experiments.rows import NAIVE, Floor, Line, lines, modality_of, server_name
+from gradveil.experiments.rows import NAIVE, Floor, Line, lines, modality_of
 from gradveil.experiments.run_folder import Row
-from gradveil.experiments.words import badges, score_text
+from gradveil.experiments.words import badges, score_text, server_name
 from gradveil.metrics.intervals import chance_of, short
 from gradveil.modalities import IMAGE, Metric, Modality
 
@@ -79,10 +79,11 @@ CERTIFICATE_HEAD = ("defence", "figure", "MSE at least", "proved", "says")
 NAMES = {
     "local": "the paper's theorem 1",
     "global": "the Lipschitz bound",
-    "floor": "the floor on a reconstruction",
+    "floor": "the Gaussian floor",
     "guess": "the guess bound",
+    "measured": "the measured μ",
 }
-PROVED = ("floor", "guess")  # they hold for every server, so that an attack beyond them is an error
+PROVED = ("floor", "guess")  # for every server, the floor for Gaussian images: an attack beyond one is an error
 LUCK = 1e-3  # how unlikely so many right picks must be under a guess bound, to contradict it
 
 
@@ -143,13 +144,19 @@ def _beyond(row: Row, rows: Sequence[Row]) -> list[Line]:
 
 
 def figure_errors(rows: Sequence[Row]) -> list[str]:
-    """Return what is wrong with figures that speak of every server: an attack got far under them.
+    """Return what is wrong with figures that speak of every server: an attack got far under them, or μ was measured
+    above its promise.
 
     The meter's figure is an average over Gaussian images, to first order: on a few images an attack may come out
     somewhat below it, which takes the figure off the page and is no error.
     """
-    return [
-        f"{_figure(row).capitalize()}'s figure for {row['defense']} ({row.get('server') or row['layer']}) does not "
+    exceeded = [
+        f"{row['defense']} exceeds its promise: {'; '.join(row['reasons'])}. {row['mu_proved']:.3g} is proved."
+        for row in rows
+        if row.get("certificate") == "measured" and row.get("reasons")
+    ]
+    return exceeded + [
+        f"T{_figure(row)[1:]}'s figure for {row['defense']} ({row.get('server') or row['layer']}) does not "
         f"hold: {_beaten(row, line)}."
         for row, line in beaten_figures(rows)
         if row.get("certificate") in PROVED or (row["kind"] == "meter" and line.mse.high < FAR * row["mse"])
@@ -191,12 +198,14 @@ def _proved(row: Row) -> str:
         return "–"
     if row["kind"] == "meter":
         return "first order"
+    if row["certificate"] == "floor":
+        return "if Gaussian"
     return "yes" if row["sound"] else "first order"
 
 
 COLUMNS = ("defence", "verdict", "naive server", "server that knows")
 COLOURS = {"recovered": "bold red", "recognised": "red", "traces": "yellow", "nothing": "green", "void": "dim"}
-COLOURS |= {"not_assessed": "magenta", "not_run": "dim"}
+COLOURS |= {"identified": "red", "not_assessed": "magenta", "not_run": "dim"}
 
 
 def verdict_table(judged: Sequence[Verdict], floor: Floor | None) -> RenderableType:

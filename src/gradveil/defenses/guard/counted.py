@@ -22,7 +22,7 @@ _ALIKE = 16  # records that one row may be of; with more it says too little
 
 
 @dataclass(frozen=True, eq=False)
-class Drawn:
+class DrawnBatch:
     """A batch that was drawn, by its number among all of them."""
 
     number: int
@@ -33,13 +33,15 @@ class Drawn:
 class Board(threading.local):
     """The batches that a thread has drawn."""
 
-    drawn: deque[Drawn] = field(default_factory=lambda: deque(maxlen=64))
+    drawn: deque[DrawnBatch] = field(default_factory=lambda: deque(maxlen=64))
     rows: dict[Hashable, set[Hashable]] = field(default_factory=dict)  # whose they are
     used: int = 0  # number of the last batch that a release was made of
+    most: int = 1  # slots that one record had in a batch
 
     def draw(self, records: Sequence[Hashable], batch: Any = None) -> None:
         """Take note of a batch."""
-        self.drawn.append(Drawn(self.latest + 1, tuple(records)))
+        self.drawn.append(DrawnBatch(self.latest + 1, tuple(records)))
+        self.most = max([self.most, *Counter(records).values()])
         if len(self.rows) > _KEPT:
             self.rows.clear()
         for t in _with_rows(batch, len(records)):
@@ -68,8 +70,8 @@ class Following:
     def __setstate__(self, _: Any) -> None:
         self.begin()  # a copy may be in another thread or process
 
-    def records_of(self, inputs: Any, count: int) -> Used | None:
-        """Return the records of a pass with so many rows; None where they are not known.
+    def records_of(self, inputs: Any, count: int) -> Used:
+        """Return the records of a pass with so many rows; where they are not known, what any of them may have of it.
 
         They are known by the rows' content, where it is what the loader gave. Where it was changed since (another kind
         of number, augmentation), they are those of the one batch that was drawn since the last pass.
@@ -80,7 +82,7 @@ class Following:
         if found is not None and all(owners is not None for owners in found):
             return Counter(record for owners in found if owners is not None for record in owners)
         if len(since) != 1 or lost:
-            return None
+            return board.most
         known = since[0].records
         if count > len(known):
             raise DefenseError(
@@ -89,7 +91,7 @@ class Following:
                 f"numbers too, and one that stands m times in a batch pays m² uses."
             )
         some = {record for owners in found or () if owners is not None for record in owners}
-        return Counter(known) if some <= set(known) else None
+        return Counter(known) if some <= set(known) else board.most
 
     def passed(self) -> None:
         """A release was made of the pass: its batch is used up."""

@@ -33,7 +33,7 @@ class RecordPass:
     """A training pass, until its loss is differentiated."""
 
     count: int
-    used: Used | None = None  # its records, where they are known
+    used: Used = 1  # its records
     ran: dict[str, Ran] = field(default_factory=dict)
     over: bool = False
     gave: list[Tensor] = field(default_factory=list)
@@ -170,12 +170,12 @@ class Releases:
             check_backward(loss, edges, deltas, current.made | current.nodes, current.count, retain=retain)
         own = [None if delta is None else delta.detach() / share.weight for delta in deltas]
         records = self.watched.records(current.ran.values(), own, current.count)
-        with own_draws(self.defense.spec_name):
+        with own_draws(self.defense):
             made = self._made(records, current.used, rng, weights, report)
         self._add(made, weights)
         report.examples += current.count
 
-    def _made(self, records: Any, used: Used | None, rng: Source, weights: Params, report: Report) -> Params:
+    def _made(self, records: Any, used: Used, rng: Source, weights: Params, report: Report) -> Params:
         assert self.slots is not None
         more = self._goes_on(weights, records.count)
         if more:

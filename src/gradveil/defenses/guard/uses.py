@@ -9,7 +9,8 @@ from typing import Any
 from gradveil.certificates.accountant import Account
 from gradveil.errors import BudgetError
 
-Used = Mapping[Hashable, int]  # records by number, and in how many slots each of them is
+# Records by number, and in how many slots each of them is; or in how many any of them may be, unknown which.
+Used = Mapping[Hashable, int] | int
 
 
 @dataclass
@@ -30,8 +31,7 @@ class Spending:
     def __init__(self, cost: float | None, account: Account | None) -> None:
         self.cost = cost  # of a use
         self._purse = [Account("this client") if account is None else account]
-        self._all = 0  # uses that every record paid
-        self._own: Counter[Hashable] = Counter()  # beside those
+        self._own: Counter[Hashable] = Counter()  # uses of each record, beside those that all paid
         self._most = 0  # of these
         self._lock = threading.Lock()
 
@@ -55,31 +55,27 @@ class Spending:
         """Whether the records of any pass were known."""
         return bool(self._own)
 
-    def pay(self, used: Used | None, step: InStep, begins: bool) -> None:
+    def pay(self, used: Used, step: InStep, begins: bool) -> None:
         """Some records come into a step; raise ``BudgetError`` where one of them cannot pay for that."""
         with self._lock:
-            if used is None:
-                self._pay_all(step, begins)
+            if isinstance(used, int):
+                if begins or self.numbered:  # else another part of a step, of other records
+                    self._pay_all(used, step)
                 return
             both = {i: (step.own[i] + step.all, step.own[i] + step.all + n) for i, n in used.items()}
-            own = {i: self._own[i] + after**2 - before**2 for i, (before, after) in both.items()}
-            most = max(self._most, *own.values())
-            self._spend(most - self._most)
-            self._most = most
-            self._own.update({i: n - self._own[i] for i, n in own.items()})
+            self._take({i: after**2 - before**2 for i, (before, after) in both.items()}, 0)
             step.own.update(used)
 
-    def _pay_all(self, step: InStep, begins: bool) -> None:
-        if not begins and not self.numbered:
-            return  # without numbers: another part of a step, other records
-        own = {i: self._own[i] + 2 * n for i, n in step.own.items()}
-        most = max(self._most, *own.values()) if own else self._most
-        once = (step.all + 1) ** 2 - step.all**2
-        self._spend(once + most - self._most)
-        self._all += once
+    def _pay_all(self, slots: int, step: InStep) -> None:
+        """Each record pays as if the slots were its own, beside those that it has in this step."""
+        self._take({i: 2 * n * slots for i, n in step.own.items()}, (step.all + slots) ** 2 - step.all**2)
+        step.all += slots
+
+    def _take(self, own: Mapping[Hashable, int], everybody: int) -> None:
+        most = max([self._most, *(self._own[i] + n for i, n in own.items())])
+        self._spend(everybody + most - self._most)
         self._most = most
-        self._own.update({i: n - self._own[i] for i, n in own.items()})
-        step.all += 1
+        self._own.update(own)
 
     def _spend(self, uses: int) -> None:
         if self.cost is None or not uses:

@@ -10,7 +10,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,19 +99,45 @@ def simulate(settings: "FlowerSettings", workers: int | None = None) -> "Outcome
     except ImportError as error:
         raise MissingExtraError("A simulation on Flower", "flower") from error
     outcomes: list[Outcome] = []
-    cores = workers or os.cpu_count() or 1
-    run_simulation(
-        make_server_app(settings, outcomes.append, simulation=True),
-        make_client_app(settings, simulation=True),
-        num_supernodes=devices,
-        backend_config={
-            "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
-            "init_args": {"num_cpus": cores, "log_to_driver": False, "include_dashboard": False},
-        },
-    )
+    with _ray(workers or os.cpu_count() or 1) as at_home:
+        run_simulation(
+            make_server_app(settings, outcomes.append, simulation=True),
+            make_client_app(settings, [at_home], simulation=True),
+            num_supernodes=devices,
+            backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0}},
+        )
     if not outcomes:
         raise GradveilError("The simulation ended without a result. The lines above say why.")
     return outcomes[0]
+
+
+@contextmanager
+def _ray(cores: int) -> Iterator[Any]:
+    """Start Ray, and give a mod that takes its workers to the current folder.
+
+    They import from the folder in which Ray is started before all others, so that is an empty one.
+    """
+    import ray
+
+    home = os.getcwd()
+    path = os.pathsep.join(place or home for place in sys.path)
+
+    def at_home(message: Any, context: Any, call_next: Any) -> Any:
+        os.chdir(home)
+        return call_next(message, context)
+
+    with tempfile.TemporaryDirectory(prefix="gradveil-") as empty:
+        os.chdir(empty)
+        try:
+            if not ray.is_initialized():
+                about = {"env_vars": {"PYTHONPATH": path}}
+                ray.init(num_cpus=cores, log_to_driver=False, include_dashboard=False, runtime_env=about)
+        finally:
+            os.chdir(home)
+        try:
+            yield at_home
+        finally:
+            ray.shutdown()
 
 
 def submit(

@@ -1,0 +1,154 @@
+"""Image files (PNG, JPEG, TIFF, ...) as arrays of bytes; those of more than eight bits by the range that their set has.
+
+What cannot be told is refused: a part of the images of another depth, colours of 16 bits, several pages, white as 0.
+"""
+
+import io
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from gradveil.data.base import Array
+from gradveil.errors import DataError
+from gradveil.files import damage_told
+
+Encoded = bytes | Path
+_GREY = {"1", "L", "LA"}
+_DEEP = {"I;16": "whole", "I;16L": "whole", "I;16B": "whole", "I;16N": "whole", "I": "whole", "F": "real"}
+_CHUNK = 256
+_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM")  # others run programs, or are no pictures
+_PIXELS = 2**26  # of one image
+_PIXELS_OF_ALL = 2**34  # of a data set: 16 GiB in grey
+_WHITE_IS_ZERO, _PHOTOMETRIC = 0, 262  # of TIFF
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The values that become black and white: the lowest and highest of a set of grey images of more than 8 bits."""
+
+    low: float
+    high: float
+
+    def squeeze(self, values: Array) -> Array:
+        """Return the values in 256 steps of grey."""
+        share = (values.astype(np.float64) - self.low) / (self.high - self.low)
+        grey: Array = np.rint(255 * share.clip(0, 1)).astype(np.uint8)
+        return grey
+
+
+def levels_of(encoded: Sequence[Encoded]) -> Levels | None:
+    """Return the range of the images of a set; None where they have eight bits. Real numbers in [0, 1] keep theirs."""
+    kinds = [_kind(_open_image(one)) for one in encoded[:1]]
+    if not kinds or not kinds[0]:
+        return None
+    work = partial(_range, encoded, kinds[0])
+    with ThreadPoolExecutor(min(32, os.cpu_count() or 1)) as pool:
+        ends = list(pool.map(work, range(len(encoded))))
+    low, high = min(low for low, _ in ends), max(high for _, high in ends)
+    if kinds[0] == "real" and low >= 0 and high <= 1:
+        return Levels(0.0, 1.0)
+    if low == high:
+        raise DataError(
+            f"Every pixel of the {len(encoded):,} images is {low:g}: there is nothing to see, nor to learn."
+        )
+    return Levels(low, high)
+
+
+def _range(encoded: Sequence[Encoded], kind: str, i: int) -> tuple[float, float]:
+    with _damage_told(encoded[i]):
+        image = _open_image(encoded[i])
+        if (found := _kind(image)) != kind:
+            raise ValueError(f"it has {_words(found)}, and the first image {_words(kind)}: give all in one depth")
+        values = np.asarray(image)
+        low, high = float(values.min()), float(values.max())
+        if not (np.isfinite(low) and np.isfinite(high)):
+            raise ValueError("it holds NaN or infinite values")
+        return low, high
+
+
+def decode_images(
+    encoded: Sequence[Encoded], size: int | None = None, grey: bool | None = None, levels: Levels | None = None
+) -> Array:
+    """Return uint8 images (N, C, H, W).
+
+    ``size`` scales every image to a square of that side; without it all must have one size. ``grey`` decides the
+    number of channels; ``None`` takes one channel where the first image is grey. Images of more than eight bits need
+    the ``levels`` of their set.
+    """
+    if not encoded:
+        raise DataError("There are no images to decode. Check the folder or the parquet file.")
+    first = _open_image(encoded[0])
+    num_pixels = (size * size if size else first.width * first.height) * len(encoded)
+    if num_pixels > _PIXELS_OF_ALL:
+        raise DataError(f"The images have {num_pixels:,} pixels together; the most is {_PIXELS_OF_ALL:,}. Give size=.")
+    as_grey = first.mode in _GREY or bool(_kind(first)) if grey is None else grey
+    shape = (size, size) if size else first.size
+    out = np.empty((len(encoded), 1 if as_grey else 3, shape[1], shape[0]), np.uint8)
+    work = partial(_fill, out, encoded, "L" if as_grey else "RGB", shape, size is not None, levels)
+    with ThreadPoolExecutor(min(32, os.cpu_count() or 1)) as pool:
+        list(pool.map(work, range(0, len(encoded), _CHUNK)))
+    return out
+
+
+def _fill(
+    out: Array,
+    encoded: Sequence[Encoded],
+    mode: str,
+    shape: tuple[int, int],
+    resize: bool,
+    levels: Levels | None,
+    start: int,
+) -> None:
+    for i in range(start, min(start + _CHUNK, len(encoded))):
+        with _damage_told(encoded[i]):
+            image = _open_image(encoded[i])
+            deep = _kind(image)
+            if bool(deep) != (levels is not None):
+                raise ValueError(f"it has {_words(deep)}, and that of the other images is another depth")
+            image = Image.fromarray(np.asarray(image).astype(np.float32)) if deep else image.convert(mode)
+            if resize and image.size != shape:
+                image = image.resize(shape, Image.Resampling.BILINEAR)
+        if image.size != shape:
+            raise DataError(
+                f"Image {i} is {image.size[0]}x{image.size[1]} and the first is {shape[0]}x{shape[1]}. "
+                "Give size=... to scale all to one size."
+            )
+        pixels = np.asarray(image) if levels is None else levels.squeeze(np.asarray(image))
+        out[i] = pixels if pixels.ndim == 2 else np.moveaxis(pixels, -1, 0)
+
+
+def _open_image(encoded: Encoded) -> Image.Image:
+    """Return an image whose pixels are not read yet, not too many, and of a kind that is read right."""
+    with _damage_told(encoded):
+        image = Image.open(io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded, formats=_FORMATS)
+        if image.width * image.height > _PIXELS:
+            raise ValueError(f"{image.width} x {image.height} pixels, and the most is {_PIXELS:,}")
+        if not _kind(image) and image.format in ("PNG", "TIFF") and any(";16" in str(tile[3]) for tile in image.tile):
+            raise ValueError("its colours have 16 bits, of which 8 would be cut off: save it with 8, or as grey")
+        if image.format == "TIFF":
+            if _kind(image) and image.tag_v2.get(_PHOTOMETRIC) == _WHITE_IS_ZERO:  # type: ignore[attr-defined]
+                raise ValueError("white is 0 in it: save it with black as 0")
+            if image.n_frames > 1:  # type: ignore[attr-defined]
+                raise ValueError(f"it has {image.n_frames} pages: save each as a file")  # type: ignore[attr-defined]
+        return image
+
+
+def _kind(image: Image.Image) -> str:
+    """Return of what numbers an image of more than eight bits is; empty for all others."""
+    return _DEEP.get(image.mode, "")
+
+
+def _words(kind: str) -> str:
+    return {"": "8 bits", "whole": "whole numbers of more than 8 bits", "real": "real numbers"}[kind]
+
+
+def _damage_told(encoded: Encoded) -> AbstractContextManager[None]:
+    what = "An image in the parquet file" if isinstance(encoded, bytes) else encoded
+    return damage_told(what, DataError, "Remove the image or replace it.")

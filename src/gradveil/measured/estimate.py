@@ -1,0 +1,87 @@
+"""From scores to μ: what is released is Σ_j b_j a_j u_j + noise, with known directions u_j and secret coins b_j.
+
+Over the releases of a run a canary's score is x_j = Σ_r <released_r, u_jr>, so that x = A (b∘a) + σ A^½ n with the
+Gram matrix A = Σ_r U_r U_rᵀ of the directions. Generalised least squares gives the lengths a_j and the noise σ with
+exact t statistics. A server that knows all other records tells one slot's coin with μ_j = a_j √A_jj / σ.
+"""
+
+from dataclasses import dataclass, field
+from math import sqrt
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import ndtri
+
+Array = NDArray[np.float64]
+ENOUGH = 8  # trials from which on each canary has a length of its own
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """μ and its interval, on average over canaries and for the worst of them."""
+
+    mu: float
+    low: float
+    high: float
+    worst: float  # the canary with the largest lower end, of all K at once
+    worst_low: float
+    confidence: float
+    slots: int  # coins that were thrown
+    lengths: Array = field(repr=False)  # a (K,)
+    base: Array = field(repr=False)  # what is released without any canary, along them (K,)
+    sigma: float = field(repr=False, default=0.0)
+
+
+def fit(scores: Array, grams: Array, present: NDArray[np.bool_], base: bool, confidence: float) -> Estimate:
+    """Fit scores (T, K) with Gram matrices (T, K, K) or (K, K) and coins (T, K).
+
+    ``base``: something beside the canaries may be released, the same in every trial.
+    """
+    trials, count = scores.shape
+    grams = np.broadcast_to(grams, (trials, count, count))
+    apart, b = trials >= ENOUGH, present.astype(float)
+    inverse = np.linalg.pinv(grams, rcond=1e-9, hermitian=True)
+    own = grams * b[:, :, None]  # diag(b) A
+    design = [own if apart else own.sum(1, keepdims=True), *([grams] if base and apart else [])]
+    stacked = np.concatenate(design, 1)  # (T, Q, K): columns of the design, as A times something
+    normal = np.einsum("tqk,tkl,trl->qr", stacked, inverse, stacked, optimize=True)
+    right = np.einsum("tqk,tkl,tl->q", stacked, inverse, scores, optimize=True)
+    spread = np.linalg.pinv(normal, rcond=1e-9, hermitian=True)
+    found = spread @ right
+    total = float(np.einsum("tk,tkl,tl->", scores, inverse, scores, optimize=True))
+    rank = int(np.linalg.matrix_rank(grams[0], hermitian=True))
+    left = trials * rank - np.linalg.matrix_rank(normal, hermitian=True)
+    sigma = sqrt(max(total - float(right @ found), 1e-30 * max(total, 1e-300)) / max(left, 1))
+    size = np.sqrt(np.einsum("tkk->k", grams) / trials)  # √A_jj
+    lengths = found[:count] if apart else np.repeat(found[:1], count)
+    weights = np.zeros((count + 1, len(found)))
+    weights[0, : count if apart else 1] = size / count if apart else size.mean()
+    weights[1:, : count if apart else 1] = np.diag(size) if apart else size.mean()
+    means, stds = weights @ found, np.sqrt(np.einsum("cq,qr,cr->c", weights, spread, weights))
+    mu, low, high = interval(means[0], stds[0], sigma, left, confidence)
+    each = interval(means[1:], stds[1:], sigma, left, 1 - (1 - confidence) / count) if apart else (mu, low, high)
+    at = int(np.argmax(each[1])) if apart else 0
+    worst, worst_low = (float(each[0][at]), float(each[1][at])) if apart else (float(mu), float(low))
+    rest = found[count:] if base and apart else np.zeros(count)
+    return Estimate(float(mu), float(low), float(high), worst, worst_low, confidence, b.size, lengths, rest, sigma)
+
+
+def interval(mean: Array, std: Array, sigma: float, degrees: int, confidence: float) -> tuple[Array, Array, Array]:
+    """Return mean/σ with its interval, where mean/(σ std) is noncentral t (Johnson and Welch's normal form)."""
+    t, z = mean / (sigma * std), float(ndtri((1 + confidence) / 2))
+    middle, width = t * (1 - 1 / (4 * degrees)), z * np.sqrt(1 + t**2 / (2 * degrees))
+    return middle * std, np.maximum((middle - width) * std, 0.0), np.maximum((middle + width) * std, 0.0)
+
+
+def from_outputs(scores: Array, grams: Array, ratio: float) -> Array:
+    """Return what the outputs alone say of each coin (T, K), higher for in: no coin is used, as the bounds ask.
+
+    ``ratio``: μ of one canary that is expected; it says how much the others' scores are worth beside the noise.
+    """
+    trials, count = scores.shape
+    grams = np.broadcast_to(grams, (trials, count, count))
+    size = max(float(np.einsum("tkk->", grams)) / grams[..., 0].size, 1e-300)
+    length = max(2 * float(scores.sum()) / float(grams.sum()), 0.0)  # half of the slots are filled
+    ridge = 4 * size / max(ratio, 1e-3) ** 2 * np.eye(count)
+    centred = scores - length / 2 * grams.sum(2)
+    return np.linalg.solve(grams + ridge, centred[..., None])[..., 0]
