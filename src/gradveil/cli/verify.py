@@ -114,7 +114,7 @@ def _claimed(
 
 def _own(path: str, clip: float) -> "Pipeline":
     from gradveil.measured.pipelines import Foreign
-    from gradveil.registry import import_object, is_import_path
+    from gradveil.imports import import_object, is_import_path
 
     if not is_import_path(path) or not callable(function := import_object(path)):
         raise SpecError(f"--trainer {path!r}: give module:function, train(model, inputs, labels, present).")
