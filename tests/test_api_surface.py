@@ -38,6 +38,7 @@ PUBLIC = [
     "check_model",
     "dataset",
     "defense",
+    "draws",
     "evaluate",
     "guard_of",
     "infer",

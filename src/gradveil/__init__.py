@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from gradveil.losses import build as loss
     from gradveil.measured.verify import verify
     from gradveil.models import build as model
+    from gradveil.privacy import draws
     from gradveil.report.page import write_report
     from gradveil.scores import leak_scores
     from gradveil.types import Batch, GaussianPrior, Observation, Reconstruction, Update
@@ -86,6 +87,7 @@ _PUBLIC = {
     "Defense": "gradveil.defenses.base:Defense",
     "DEFENSES": "gradveil.defenses.base:DEFENSES",
     "Countermeasure": "gradveil.countermeasures:Countermeasure",
+    "draws": "gradveil.privacy:draws",
     "Dataset": "gradveil.data:Dataset",
     # what goes wrong
     "GradveilError": "gradveil.errors:GradveilError",
@@ -119,6 +121,7 @@ __all__ = [
     "counted",
     "dataset",
     "defense",
+    "draws",
     "evaluate",
     "guard_of",
     "infer",

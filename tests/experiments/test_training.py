@@ -95,3 +95,13 @@ def test_a_record_keeps_its_place_through_fixed_layers() -> None:
         assert torch.equal(passed.train.batch([place]).inputs, fixed(dataset.train.batch([place]).inputs))
     assert not passed.train.images[0].any()  # not used, not worked out
     assert len(passed.test) == len(dataset.test)
+
+
+@pytest.mark.parametrize(("spec", "noise"), [("gaussian", "simulated"), ("pruning", None), ("decoy", "simulated")])
+def test_rows_of_a_simulation_say_that_its_noise_can_be_drawn_again(
+    tmp_path: Path, spec: str, noise: str | None
+) -> None:
+    partition = "classes:devices=10,classes=2,per_class=10"
+    train(TrainConfig(model="logistic", partition=partition, clients=2, rounds=1, defense=spec), tmp_path / "run")
+    (row,) = RunFolder.open(tmp_path / "run").rounds
+    assert row.get("noise") == noise

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from gradveil.certificates.plan import PlannedRun
 from gradveil.countermeasures import Countermeasure, plain
@@ -101,6 +101,11 @@ class Defense(ABC):
     def noise_from(self, rng: Source) -> NoiseKind:
         """Return what its random numbers are where they are drawn from this source: secret, simulated or none."""
         return noise_kind(rng) if self.draws else "none"
+
+    def said_of_noise(self) -> dict[str, str]:
+        """Return what a row of a simulation says of a defence that draws: whether its noise can be drawn again."""
+        noise = self.noise_from(Generator())
+        return {} if noise == "none" else {"noise": noise}
 
     def on_batch(self, batch: Batch, rng: Source) -> Batch:
         """Change the examples before a local step."""

@@ -204,7 +204,7 @@ def _drive(
     for final in rounds:
         is_last = final.number == config.rounds
         row: Row = {"round": final.number, "lr": final.lr, "clients": list(final.clients)}
-        row |= {"accepted": final.accepted, "rejected": final.rejected}
+        row |= {"accepted": final.accepted, "rejected": final.rejected} | defense.said_of_noise()
         row |= {"tier": SIMULATED} if defense.fewest else {}
         if final.accounts:
             row["spent"] = max(account.spent for account in final.accounts)  # μ² of the client that took part most

@@ -107,7 +107,7 @@ class AttackedEntry:
         """
         about: Row = {"kind": "client", "dataset": self.place.panel.dataset, "defense": self.entry.name}
         about |= {"records": self.client.size, "participations": self.run.participations}
-        about |= {"errors": list(self.probed.errors)}
+        about |= {"errors": list(self.probed.errors)} | self.defense.said_of_noise()
         if (cost := self.defense.spends(self.run.epochs)) is None:
             return about
         account = Account(self.entry.name, cost * self.run.participations)

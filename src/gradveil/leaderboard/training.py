@@ -79,6 +79,7 @@ class _Work:
             for run, row in zip(some, made, strict=True):
                 about: Row = {"kind": "training", "dataset": self.panel.dataset, "split": self.split}
                 about |= {"defense": run.entry.name, "seed": run.seed, "multiple": run.multiple, "lr": training.lr}
+                about |= build_defense(run.entry.spec).said_of_noise()
                 found[run.entry].append(about | row)
         return found
 

@@ -51,15 +51,16 @@ def noise_kind(rng: Source) -> NoiseKind:
 
 
 @contextmanager
-def own_draws(what: str) -> Iterator[None]:
+def own_draws(defense: object) -> Iterator[None]:
     """Say it in one line where a defence hands secret draws to a function of torch that wants a generator."""
     try:
         yield
     except (TypeError, AttributeError) as error:
         if SecretDraws.__name__ not in str(error):
             raise
+        name = getattr(defense, "spec_name", type(defense).__name__)
         raise DefenseError(
-            f"{what} draws from rng by torch itself, and what rng draws here is secret, which torch cannot. Draw by "
+            f"{name} draws from rng by torch itself, and what rng draws here is secret, which torch cannot. Draw by "
             f"gradveil.draws, for example draws.normal(shape, rng), or say protect(..., simulated=generator)."
         ) from error
 

@@ -132,7 +132,23 @@ static void one_block(const Noise *n, const uint64_t *words, const void *sum, vo
     else block_of_floats(words, sum, out, n->std, n->grid);
 }
 
-int noise_abi(void) { return 1; }
+/* Noise that is there already, added to a sum and rounded. */
+void noise_add(const double *restrict noise, const void *restrict sum, void *restrict out, int64_t count, double grid,
+               int32_t is_double)
+{
+    const double per_grid = 1 / grid;
+    if (is_double) {
+        const double *from = sum;
+        double *to = out;
+        for (int64_t i = 0; i < count; i++) to[i] = on_grid(from[i] * per_grid, noise[i] * per_grid) * grid;
+    } else {
+        const float *from = sum;
+        float *to = out;
+        for (int64_t i = 0; i < count; i++) to[i] = (float)(on_grid(from[i] * per_grid, noise[i] * per_grid) * grid);
+    }
+}
+
+int noise_abi(void) { return 2; }
 int noise_block(void) { return BLOCK; }
 
 int noise_supported(void)

@@ -50,6 +50,8 @@ class Drawn:
         """Return a sum (p,) with this noise, in the sum's type; what is not finite in the sum counts as zero."""
         if self.grid is None:
             return total + self.values.to(total)
+        if _by_kernel(total) and self.values.device.type == "cpu":
+            return kernel.add(total, self.values, self.grid)
         exact = (total.double() / self.grid).nan_to_num_(0.0, 0.0, 0.0)
         whole = exact.round()
         left = exact.sub_(whole).add_(self.values.to(exact) / self.grid)  # exact before the noise, whatever the sum
@@ -71,11 +73,18 @@ def release(total: Tensor, std: float, rng: Source, sizes: Sequence[int] | None 
     """Return a sum (p,) with Gaussian noise, in its own type; with a generator the numbers of tensors of such sizes."""
     if isinstance(rng, Generator):
         return noise([len(total)] if sizes is None else sizes, std, rng, total.device).on(total)
-    grid, compiled = grid_of(std), _compiled(total.device.type)
-    if compiled is not None and (total.is_cuda or total.dtype in (torch.float32, torch.float64)):
+    grid = grid_of(std)
+    if total.is_cuda and (compiled := _compiled("cuda")) is not None:
         released: Tensor = compiled.release(total, std, grid)
         return released
+    if _by_kernel(total):
+        return kernel.release(total, std, grid)
     return Drawn(secret_normals(len(total), total.device, std), grid).on(total)
+
+
+def _by_kernel(total: Tensor) -> bool:
+    known = total.device.type == "cpu" and total.dtype in (torch.float32, torch.float64)
+    return known and _compiled("cpu") is not None
 
 
 @cache

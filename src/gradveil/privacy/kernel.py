@@ -13,7 +13,7 @@ from torch import Tensor
 from gradveil.compiled import on_threads, variants_of
 from gradveil.privacy.draws import Stream
 
-ABI = 1
+ABI = 2
 WORDS = 16384  # made and used at once, so that they stay near the processor; whole blocks
 PIECE = 2**17  # numbers of a thread's turn
 
@@ -48,6 +48,15 @@ def release(total: Tensor, std: float, grid: float) -> Tensor:
     """Return a vector of float32 or float64 with secret noise, on the grid."""
     total, out = total.contiguous(), torch.empty_like(total, memory_format=torch.contiguous_format)
     _run(total, out, std, grid)
+    return out
+
+
+def add(total: Tensor, values: Tensor, grid: float) -> Tensor:
+    """Return a vector of float32 or float64 with noise that was drawn before (float64), on the grid."""
+    total, values = total.contiguous(), values.contiguous()
+    out = torch.empty_like(total, memory_format=torch.contiguous_format)
+    where = (c_void_p(t.data_ptr()) for t in (values, total, out))
+    library().noise_add(*where, c_int64(len(out)), c_double(grid), c_int32(total.dtype == torch.float64))
     return out
 
 

@@ -227,7 +227,7 @@ class Attachment(Interceptor):
                 "The gradient is still multiplied by GradScaler's factor here (a fused optimizer divides later). Call "
                 "scaler.unscale_(optimizer) before scaler.step(optimizer)."
             )
-        with own_draws(self.defense.spec_name):
+        with own_draws(self.defense):
             changed = self.defense.on_gradient(copied(gradient), self.rng)
         if changed.keys() != gradient.keys():
             raise DefenseError(f"{self.defense.spec_name!r} changed the names in the gradient. It must keep them all.")

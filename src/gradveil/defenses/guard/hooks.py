@@ -112,7 +112,7 @@ class Interceptor:
             )
         x = examples.x
         labels = torch.full((len(x),), -1)
-        with own_draws(self.defense.spec_name):
+        with own_draws(self.defense):
             batch = self.defense.on_batch(Batch(x, labels), self.rng)
         if batch.inputs.shape != x.shape or not torch.equal(batch.labels, labels):
             raise DefenseError(

@@ -256,7 +256,7 @@ class Pass:
         ):
             self.restore()
             try:
-                with own_draws(defense.spec_name):
+                with own_draws(defense):
                     changed = defense.perturb(model, layer, x.to(dtype), r.detach(), rng)
             except CheckpointError:
                 raise DefenseError(

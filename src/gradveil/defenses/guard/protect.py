@@ -132,7 +132,7 @@ class Guard:
             raise UpdateError(f"{', '.join(lost)} is missing from the weights before or after. Give whole state dicts.")
         start = {name: before[name].detach() for name in names}
         update = Update.from_weights(start, after, lr, num_examples, num_steps)
-        with own_draws(self.defense.spec_name):
+        with own_draws(self.defense):
             changed = self.defense.on_update(update, self._attachment.rng)
         if is_same(changed.gradient, update.gradient):
             self._attachment.undefended(left_as_it_was(self.defense, "update"))

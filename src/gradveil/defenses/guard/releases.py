@@ -170,7 +170,7 @@ class Releases:
             check_backward(loss, edges, deltas, current.made | current.nodes, current.count, retain=retain)
         own = [None if delta is None else delta.detach() / share.weight for delta in deltas]
         records = self.watched.records(current.ran.values(), own, current.count)
-        with own_draws(self.defense.spec_name):
+        with own_draws(self.defense):
             made = self._made(records, current.used, rng, weights, report)
         self._add(made, weights)
         report.examples += current.count

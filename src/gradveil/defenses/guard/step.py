@@ -114,14 +114,14 @@ def step_gradient(
     defence on records divides by; None: as many as there are.
     """
     report = Report() if report is None else report
-    with own_draws(defense.spec_name):
+    with own_draws(defense):
         batch = defense.on_batch(batch, rng)
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if "records" in defense.acts_on:
         records = records_of(getattr(model, "_orig_mod", model), batch, loss)
         report.steps += 1
         report.examples += len(batch)
-        with own_draws(defense.spec_name):
+        with own_draws(defense):
             bare = defense.on_records(records, slots or len(batch), rng)
             return defense.on_gradient({name: bare[name.removeprefix("_orig_mod.")] for name in weights}, rng)
     with torch.enable_grad(), _substituting(model, defense, batch.inputs, rng, report) as under_way:
@@ -132,7 +132,7 @@ def step_gradient(
     grads = torch.autograd.grad(value, list(weights.values()), materialize_grads=True)
     report.steps += 1
     report.examples += len(batch)
-    with own_draws(defense.spec_name):
+    with own_draws(defense):
         return defense.on_gradient(dict(zip(weights, grads, strict=True)), rng)
 
 
