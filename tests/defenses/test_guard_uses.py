@@ -247,6 +247,17 @@ def by_a_copy(b: Bench) -> None:
             b.train(x + 1, y, i)
 
 
+def parts_that_nobody_can_tell(b: Bench) -> None:
+    """Four rows of one record in the second part of a step, when two batches were drawn for it."""
+    batches = iter(counted([[5], [6], [7], [0, 0, 0, 0]]))
+    for count, rows in ((2, [5]), (2, [0, 0, 0, 0])):
+        for _ in range(count):
+            next(batches)
+        i = torch.tensor(rows)
+        b.backward(b.inputs[i] + 1, b.labels[i], i)
+    b.step()
+
+
 def halves_of_what_was_changed(b: Bench) -> None:
     for x, y, i in counted(b.loader()):
         b.backward(x[:2] + 1, y[:2], i[:2])
@@ -273,7 +284,7 @@ def plain_broken_off(b: Bench) -> None:
 
 NOT_LESS = [
     again_and_again, skipped, replayed, ahead_and_augmented, past_the_loader, in_another_thread, alike, by_a_copy,
-    halves_of_what_was_changed, plain_epochs, plain_with_replacement, plain_broken_off,
+    halves_of_what_was_changed, parts_that_nobody_can_tell, plain_epochs, plain_with_replacement, plain_broken_off,
 ]  # fmt: skip
 
 

@@ -36,7 +36,7 @@ class Board(threading.local):
     drawn: deque[DrawnBatch] = field(default_factory=lambda: deque(maxlen=64))
     rows: dict[Hashable, set[Hashable]] = field(default_factory=dict)  # whose they are
     used: int = 0  # number of the last batch that a release was made of
-    most: int = 1  # slots that one record had in a batch
+    most: int = 0  # slots that one record had in a batch
 
     def draw(self, records: Sequence[Hashable], batch: Any = None) -> None:
         """Take note of a batch."""

@@ -33,7 +33,7 @@ class RecordPass:
     """A training pass, until its loss is differentiated."""
 
     count: int
-    used: Used = 1  # its records
+    used: Used = 0  # its records
     ran: dict[str, Ran] = field(default_factory=dict)
     over: bool = False
     gave: list[Tensor] = field(default_factory=list)

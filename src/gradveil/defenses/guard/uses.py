@@ -9,7 +9,8 @@ from typing import Any
 from gradveil.certificates.accountant import Account
 from gradveil.errors import BudgetError
 
-# Records by number, and in how many slots each of them is; or in how many any of them may be, unknown which.
+# Records by number, and in how many slots each of them is; or in how many any of them may be, unknown which; 0: there
+# are no numbers at all.
 Used = Mapping[Hashable, int] | int
 
 
@@ -50,17 +51,12 @@ class Spending:
         """What was spent so far."""
         return self._purse[0]
 
-    @property
-    def numbered(self) -> bool:
-        """Whether the records of any pass were known."""
-        return bool(self._own)
-
     def pay(self, used: Used, step: InStep, begins: bool) -> None:
         """Some records come into a step; raise ``BudgetError`` where one of them cannot pay for that."""
         with self._lock:
             if isinstance(used, int):
-                if begins or self.numbered:  # else another part of a step, of other records
-                    self._pay_all(used, step)
+                if begins or used:  # else another part of a step, of other records
+                    self._pay_all(max(used, 1), step)
                 return
             both = {i: (step.own[i] + step.all, step.own[i] + step.all + n) for i, n in used.items()}
             self._take({i: after**2 - before**2 for i, (before, after) in both.items()}, 0)
@@ -83,5 +79,5 @@ class Spending:
         try:
             self._purse[0] = self.account.spend(self.cost * uses)
         except BudgetError as error:
-            hint = "" if self.numbered else " Every step counts for all records: gradveil.counted(loader) tells which."
+            hint = "" if self._own else " Every step counts for all records: gradveil.counted(loader) tells which."
             raise BudgetError(f"{error}{hint}") from None
