@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Generator, Tensor
 
 from gradveil.errors import DataError
-from gradveil.imports import import_object, is_import_path, own_code
+from gradveil.imports import calling, import_object, is_import_path
 from gradveil.losses import build as build_loss
 from gradveil.modalities import IMAGE, Modality
 from gradveil.modalities.table import Table
@@ -134,7 +134,7 @@ def load(name: str | Source | Dataset | Callable[..., Any], data: str | Path | N
     if callable(factory):
         takes_data = "data" in inspect.signature(factory).parameters
         label = name if isinstance(name, str) else getattr(factory, "__name__", "own")
-        with own_code():
+        with calling(f"The data set {label} cannot be made", DataError):
             return from_result(label, factory(data=folder) if takes_data else factory())
     if isinstance(factory, Dataset):
         return factory

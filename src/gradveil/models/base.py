@@ -10,7 +10,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.errors import GradveilError, ModelError, SpecError, own_error
-from gradveil.imports import import_object, is_import_path, own_code
+from gradveil.imports import calling, import_object, is_import_path
 from gradveil.modalities import IMAGE, Modality
 from gradveil.registry import Registry
 
@@ -135,15 +135,10 @@ def _own(factory: Any, name: str, input_shape: Shape, num_classes: int, modality
     if not callable(factory):
         raise SpecError(f"{name} is a {type(factory).__name__}; give a function or class that returns an nn.Module.")
     offered = {"input_shape": input_shape, "num_classes": num_classes, "modality": modality}
-    try:
+    with calling(f"The model {name} cannot be made", ModelError):
         taken = inspect.signature(factory).parameters
         takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values())
-        with own_code():
-            model = factory(**{key: value for key, value in offered.items() if takes_all or key in taken})
-    except GradveilError:
-        raise
-    except Exception as error:
-        raise ModelError(f"The model {name} cannot be made. The error is its own: {own_error(error)}") from error
+        model = factory(**{key: value for key, value in offered.items() if takes_all or key in taken})
     if not isinstance(model, nn.Module):
         raise SpecError(f"{name} returned a {type(model).__name__}; it must return an nn.Module.")
     return model
