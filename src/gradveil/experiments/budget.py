@@ -32,6 +32,8 @@ PROBES = 0.25  # and for running the defences by themselves
 METER = 0.1  # of the time, at most, for certificates and leak meter
 FIRST_ROUND = 0.5  # of the time that is left, where there is training after it
 SHARES: dict[Kind, float] = {"closed form": 0.25, "list": 0.4, "planted": 0.4, "search": 1.0, "learned": 1.0}
+DEEPER = 0.6  # of the time after that, at most, for a search that failed without a defence
+OTHERS = 0.2  # of the time after that, at most, to plan what malicious servers send the other clients
 CONTROL = 0.3  # of an attack's time, at most, for what all else is compared with
 PIECE = 30.0  # seconds of attacks between two writes, about
 LITTLE = 3.0  # seconds with which nothing is begun that may take long
@@ -87,7 +89,7 @@ class Budget:
         if self.left() > LITTLE:
             resort = last_resort(scene, self.first, self.work.holding())
             self._by_kind([t for its in resort.values() for t in its], self._end)
-        self._deeper()
+        self._deeper(self._end)
         self._pieces(self.waiting, self._end)
         self._write_rest()
 
@@ -111,17 +113,25 @@ class Budget:
         return pace.clock() + self.left()
 
     def _round(self, looks: Sequence[Look], end: float) -> None:
-        """Attack what was sent at these models, until so late."""
-        first, later = list(self.scene.victims[:1]), list[Target]()
-        for victims in (first, list(self.scene.victims[1:])):
-            if victims and looks and end > pace.clock():
-                now, more = self._ranked([*looks, *self._planted(looks, victims)], victims)
-                self._by_kind(now, end)
-                later += more
+        """Attack what was sent at these models, until so late: one client, searches that failed, all other clients."""
+        first, others = list(self.scene.victims[:1]), list(self.scene.victims[1:])
+        if not looks or end <= pace.clock():
+            return
+        began = pace.clock()
+        planted = self._planted(looks, first)
+        took = pace.clock() - began
+        now, later = self._ranked([*looks, *planted], first)
+        self._by_kind(now, end)
+        self._deeper(pace.clock() + DEEPER * (end - pace.clock()))
+        if others and end > pace.clock():
+            some = others[: int(OTHERS * (end - pace.clock()) / took)] if took else others
+            now, more = self._ranked([*looks, *self._planted(looks, some)], others)
+            self._by_kind(now, end)
+            later += more
         self._by_kind(later, end)
 
     def _planted(self, looks: Sequence[Look], victims: Sequence[int]) -> list[Look]:
-        made = self.work.plant(victims) if self.first in looks else []
+        made = self.work.plant(victims) if self.first in looks and victims else []
         self.looks += made
         return made
 
@@ -168,25 +178,31 @@ class Budget:
 
     def _controls(self, its: Sequence[Target], stop: float, fair: float) -> None:
         """Attack undefended updates: with as many steps as the defences can have, and where that fails with more."""
+        spent = 0.0
         for again, share in enumerate((fair, CONTROL) if fair < CONTROL else (fair,)):
             time = share * (stop - pace.clock())
             if not its or time <= 0:
                 return
             asked, failed = its[0].attack, {_control(self._short(t)) for t in its} & self._failed()
             grown = self.pace.fit(asked, time / len(its)) if failed or not self.pace.knows(asked) else False
-            if again and not (failed and grown):
+            if again and not (failed and (grown or time > 1.5 * spent)):
                 return
+            spent = time
             self._pieces(its, pace.clock() + max(time, min(LITTLE, stop - pace.clock())), at_least_one=True)
 
-    def _deeper(self) -> None:
-        """Give what is left to the first search that failed without a defence and was shortened."""
+    def _deeper(self, end: float) -> None:
+        """Go on with the first search that was shortened, or stopped, and failed without a defence."""
         failed = self._failed()
         search = next((t for t in self.waiting if _control(self._short(t)) in failed and not t.look.planted), None)
-        if search is None or self.left() < LITTLE:
+        time = min(end, self._end) - pace.clock()
+        if search is None or time < LITTLE:
             return
-        had = self.pace.cost(self._short(search).attack, self.work.stopped_at(self._short(search)))
-        if self.pace.fit(search.attack, 0.9 * self.left()) or self.left() > 2 * had:
-            self._pieces([replace(search, defense="none", server=naive())], self._end, at_least_one=True)
+        short = self._short(search)
+        had = self.pace.cost(short.attack, self.work.stopped_at(short))
+        if self.pace.fit(search.attack, 0.9 * time) or time > 2 * had:
+            self._pieces([replace(search, defense="none", server=naive())], end, at_least_one=True)
+        if _control(self._short(search)) not in self._failed():
+            self._pieces([t for t in self.waiting if t.attack == search.attack], end)
 
     def _failed(self) -> set[tuple[str, ...]]:
         """Return the controls that failed, as round, weights and attack."""
@@ -210,7 +226,7 @@ class Budget:
             cost = self.pace.cost(left[0].attack, most)
             if time <= 0:
                 return
-            if cost > time and not at_least_one:
+            if (cost > time and not at_least_one) or not self.pace.is_worth(left[0].attack, time):
                 left = [t for t in left if t.attack != left[0].attack]
                 continue
             part = [t for t in left if t.attack == left[0].attack and t.look.model is left[0].look.model]

@@ -233,9 +233,11 @@ class _Case:
 
     def _settles(self, line: Line) -> str:
         """Return what would tell, where an attack and its control failed."""
-        whole = next((r for r in self.rows if r["kind"] == "cost" and line.attack in (r["attack"], r["short"])), None)
+        costs = [row for row in self.rows if row["kind"] == "cost"]
+        whole = next((r for r in costs if line.attack in (r["attack"], r["short"])), costs[0] if costs else None)
         if whole is not None and (line.out_of_time or whole["short"] != whole["attack"]):
-            took = f"its {whole['steps']} steps take about {as_clock(whole['seconds'])} for one update here"
+            name, seconds = whole["attack"].partition(":")[0], as_clock(whole["seconds"])
+            took = f"{name}'s {whole['steps']} steps take about {seconds} for one update here"
             return f"what would settle it: more --minutes ({took}), or --device cuda"
         if line.out_of_time:
             return "what would settle it: more --minutes, or --device cuda"
