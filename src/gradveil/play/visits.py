@@ -27,13 +27,14 @@ class Visits:
 
         async def counted() -> Any:
             message = await receive()
-            self.left -= len(message.get("body", b"")) if "upload" in scope["path"] else 0
+            self.left -= len(message.get("body", b""))
             return message if self.left >= 0 else {"type": "http.disconnect"}
 
-        if "upload" in scope["path"] and _size(heads) > self.left:
+        uploads = "upload" in scope["path"]
+        if uploads and _size(heads) > self.left:
             await _refuse(scope, receive, send, 413, "There is no more room for uploads: start the playground again.")
             return
-        await self.app(scope, counted, send)
+        await self.app(scope, counted if uploads else receive, send)
 
 
 def _is_own(heads: dict[str, str]) -> bool:
