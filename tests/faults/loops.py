@@ -13,7 +13,6 @@ from torch import Generator, Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gradveil.certificates.accountant import Account
-from gradveil.defenses.base import build
 from gradveil.defenses.guard.counted import board, counted
 from gradveil.defenses.guard.protect import Guard, protect
 from gradveil.defenses.veil import Veil
@@ -90,14 +89,12 @@ class Loop:
         loop = self
 
         class Watched(Veil):
-            def on_records(self, *args: Any) -> Any:
+            def begin(self, *args: Any) -> Any:
                 loop.close_release()
-                return super().on_records(*args)
+                return super().begin(*args)
 
-        veil: Veil = build(f"veil:z={Z},clip=1")  # type: ignore[assignment]
-        watched = Watched(z=veil.z, clip=1)
         self.begun = False
-        self.guard: Guard = protect(self.model, watched, slots=SLOTS, account=self.account)
+        self.guard: Guard = protect(self.model, Watched(z=Z, clip=1), slots=SLOTS, account=self.account)
 
     def close_release(self) -> None:
         for i, slots in self.held.items():
