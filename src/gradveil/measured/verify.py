@@ -50,7 +50,12 @@ class Measured:
     @property
     def guess_low(self) -> float:
         """The largest μ that the guesses refute, whatever the law of the noise."""
-        return self.guessed.mu_low(self.estimate.confidence)
+        return self.guessed.mu_low(self._either_sign)
+
+    @property
+    def _either_sign(self) -> float:
+        """The confidence of a bound that may be met by guesses or by their opposites."""
+        return (1 + self.estimate.confidence) / 2
 
     @property
     def reasons(self) -> list[str]:
@@ -91,7 +96,8 @@ class Measured:
             "reasons": self.reasons, "worst_record": {"mu": e.worst, "low": e.worst_low},
             "guesses": {
                 "slots": self.guessed.slots, "made": self.guessed.made, "right": self.guessed.right,
-                "mu_low": self.guess_low, "epsilon_low": self.guessed.epsilon_low(DELTA, e.confidence), "delta": DELTA,
+                "mu_low": self.guess_low, "epsilon_low": self.guessed.epsilon_low(DELTA, self._either_sign),
+                "delta": DELTA,
             },
             "canaries": self.canaries, "trials": self.trials, "releases": self.releases,
             "noise": {"grain": self.grain, "reused": self.reused, "seed": self.seed, "seeds_tried": self.seeds},
@@ -146,6 +152,8 @@ def verify(
     with pace.Limit(pace.seconds_of(minutes)) if minutes is not None else nullcontext():
         seen = _run(pipeline, model, chosen, trials, rng, minimised, empty=look or seeds > 0)
     promised = pipeline.promised if mu is None else mu
+    if float((seen.scores * (seen.present - 0.5)).sum()) < 0:  # a difference of weights points against the gradient
+        seen.scores *= -1
     found = fit(seen.scores, seen.grams, seen.present, pipeline.base, CONFIDENCE)
     ratio = found.mu if not isfinite(promised) else promised
     guessed = guess(from_outputs(seen.scores, seen.grams, ratio), seen.present)
