@@ -9,7 +9,7 @@ many steps. Where a control fails, the defences wait: a failure there would prov
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -122,10 +122,13 @@ class Budget:
         took = pace.clock() - began
         now, later = self._ranked([*looks, *planted], first)
         self._by_kind(now, end)
+        while (refused := self.work.refused()) & {t.attack for t in now if t.defense == "none"}:  # the next of its kind
+            now, later = self._ranked([*looks, *planted], first, refused)
+            self._by_kind(now, end)
         self._deeper(pace.clock() + DEEPER * (end - pace.clock()))
         if others and end > pace.clock():
             some = others[: int(OTHERS * (end - pace.clock()) / took)] if took else others
-            now, more = self._ranked([*looks, *self._planted(looks, some)], others)
+            now, more = self._ranked([*looks, *self._planted(looks, some)], others, self.work.refused())
             self._by_kind(now, end)
             later += more
         self._by_kind(later, end)
@@ -135,10 +138,13 @@ class Budget:
         self.looks += made
         return made
 
-    def _ranked(self, looks: Sequence[Look], victims: Sequence[int]) -> tuple[list[Target], list[Target]]:
+    def _ranked(
+        self, looks: Sequence[Look], victims: Sequence[int], refused: Collection[str] = ()
+    ) -> tuple[list[Target], list[Target]]:
         """Return each tier's first search and planted weights on each defence, all that takes less, and their controls;
         and the rest."""
         mine = [t for its in panel(self.scene, looks).values() for t in its if t.victim in victims]
+        mine = [t for t in mine if t.attack not in refused]
         groups: dict[tuple[object, ...], list[Target]] = {}
         for t in mine:
             key = (id(t.look), t.defense, t.server.tier, kind_of(self.scene, t.attack), t.victim)
@@ -152,6 +158,10 @@ class Budget:
         """Attack these until so late: what takes least first."""
         for kind in KINDS:
             its = self._left([t for t in targets if kind_of(self.scene, t.attack) == kind])
+            if kind in ("closed form", "planted"):  # what failed for one client does so for others
+                hopeless = self._failed()
+                self.waiting += [t for t in its if _control(t) in hopeless]
+                its = [t for t in its if _control(t) not in hopeless]
             stop = pace.clock() + SHARES[kind] * (end - pace.clock())
             attacks = group(its, "attack")
             for number, mine in enumerate(attacks.values()):
@@ -193,7 +203,8 @@ class Budget:
     def _deeper(self, end: float) -> None:
         """Go on with the first search that was shortened, or stopped, and failed without a defence."""
         failed = self._failed()
-        search = next((t for t in self.waiting if _control(self._short(t)) in failed and not t.look.planted), None)
+        waits = (t for t in self.waiting if _control(self._short(t)) in failed and not t.look.planted)
+        search = next((t for t in waits if kind_of(self.scene, t.attack) == "search"), None)
         time = min(end, self._end) - pace.clock()
         if search is None or time < LITTLE:
             return
