@@ -35,6 +35,7 @@ from gradveil.experiments.work import NOT_TRIED, Work, Written, cut_short, say_p
 from gradveil.files import damage_told
 from gradveil.registry import describe
 
+OF_TEXT = (*GATED, "informed")  # servers that ids of tokens can be attacked by
 LOG = logging.getLogger("gradveil")
 
 
@@ -109,7 +110,7 @@ def audit(
         chosen = replace(chosen, model=_text(network), loss=data.fitting_loss(chosen.loss))
         if data.modality.last and defenses is None:  # ids have no derivative, which some defences and servers need
             defended = {d: d for d in base.defenses if base.defenses != DEFENSES or not d.startswith("representation")}
-            kept = tuple(tiers or base.tiers or (GATED if not resume else chosen.tiers))
+            kept = tuple(tiers or base.tiers or (OF_TEXT if not (resume or attacked) else chosen.tiers))
             chosen = replace(chosen, defenses=tuple(defended), tiers=kept)
         built = fitting_model(network, data, chosen.loss, chosen.seed, chosen.trains)
         if chosen.weights is not None:

@@ -9,6 +9,7 @@ many steps. Where a control fails, the defences wait: a failure there would prov
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -103,10 +104,8 @@ class Budget:
         config, scene = self.scene.config, self.scene
         LOG.info("plan: %s in all, %s left", as_clock(60 * (config.minutes or 0)), as_clock(self.left()))
         LOG.info("plan: every kind of attack on one client first: closed forms, lists, planted weights, searches")
-        if scene.trains:
-            LOG.info("plan: then training under %d defences, and the last round", len(scene.defenses))
-        else:
-            LOG.info("plan: the weights as they are; --rounds asks for training of our own")
+        training = f"then training under {len(scene.defenses)} defences, and the last round"
+        LOG.info("plan: %s", training if scene.trains else "the weights as they are; --rounds asks for training")
 
     @property
     def _end(self) -> float:
@@ -180,11 +179,21 @@ class Budget:
         for number, mine in enumerate(models.values()):
             count = sum(len(rest) for rest in list(models.values())[number:])
             stop = pace.clock() + (end - pace.clock()) * len(mine) / count
-            cells = [t for t in mine if t.defense != "none"]
+            cells = self._unanswered_first([t for t in mine if t.defense != "none"])
             self._controls([t for t in mine if t.defense == "none"], stop, 1 / (1 + len(cells)))
             failed = self._failed()
             self.waiting += [t for t in cells if _control(self._short(t)) in failed]
             self._pieces([t for t in cells if _control(self._short(t)) not in failed], stop)
+
+    def _unanswered_first(self, cells: Sequence[Target]) -> list[Target]:
+        """Return targets in the order in which tiers of servers get an answer: one each, then a second."""
+        rows = [row for row in self.work.store.rows if row["kind"] == "attack" and not cut_short(row)]
+        count = Counter((row["round"], row["defense"], row.get("tier")) for row in rows)
+        place: dict[int, int] = {}
+        for t in cells:
+            place[id(t)] = count[tier := (t.look.round, t.defense, t.server.tier)]
+            count[tier] += 1
+        return sorted(cells, key=lambda t: place[id(t)])
 
     def _controls(self, its: Sequence[Target], stop: float, fair: float) -> None:
         """Attack undefended updates: with as many steps as the defences can have, and where that fails with more."""
