@@ -9,7 +9,8 @@ many steps. Where a control fails, the defences wait: a failure there would prov
 
 import logging
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -103,10 +104,8 @@ class Budget:
         config, scene = self.scene.config, self.scene
         LOG.info("plan: %s in all, %s left", as_clock(60 * (config.minutes or 0)), as_clock(self.left()))
         LOG.info("plan: every kind of attack on one client first: closed forms, lists, planted weights, searches")
-        if scene.trains:
-            LOG.info("plan: then training under %d defences, and the last round", len(scene.defenses))
-        else:
-            LOG.info("plan: the weights as they are; --rounds asks for training of our own")
+        training = f"then training under {len(scene.defenses)} defences, and the last round"
+        LOG.info("plan: %s", training if scene.trains else "the weights as they are; --rounds asks for training")
 
     @property
     def _end(self) -> float:
@@ -122,10 +121,13 @@ class Budget:
         took = pace.clock() - began
         now, later = self._ranked([*looks, *planted], first)
         self._by_kind(now, end)
+        while (refused := self.work.refused()) & {t.attack for t in now if t.defense == "none"}:  # the next of its kind
+            now, later = self._ranked([*looks, *planted], first, refused)
+            self._by_kind(now, end)
         self._deeper(pace.clock() + DEEPER * (end - pace.clock()))
         if others and end > pace.clock():
             some = others[: int(OTHERS * (end - pace.clock()) / took)] if took else others
-            now, more = self._ranked([*looks, *self._planted(looks, some)], others)
+            now, more = self._ranked([*looks, *self._planted(looks, some)], others, self.work.refused())
             self._by_kind(now, end)
             later += more
         self._by_kind(later, end)
@@ -135,10 +137,13 @@ class Budget:
         self.looks += made
         return made
 
-    def _ranked(self, looks: Sequence[Look], victims: Sequence[int]) -> tuple[list[Target], list[Target]]:
+    def _ranked(
+        self, looks: Sequence[Look], victims: Sequence[int], refused: Collection[str] = ()
+    ) -> tuple[list[Target], list[Target]]:
         """Return each tier's first search and planted weights on each defence, all that takes less, and their controls;
         and the rest."""
         mine = [t for its in panel(self.scene, looks).values() for t in its if t.victim in victims]
+        mine = [t for t in mine if t.attack not in refused]
         groups: dict[tuple[object, ...], list[Target]] = {}
         for t in mine:
             key = (id(t.look), t.defense, t.server.tier, kind_of(self.scene, t.attack), t.victim)
@@ -152,6 +157,10 @@ class Budget:
         """Attack these until so late: what takes least first."""
         for kind in KINDS:
             its = self._left([t for t in targets if kind_of(self.scene, t.attack) == kind])
+            if kind in ("closed form", "planted"):  # what failed for one client does so for others
+                hopeless = self._failed()
+                self.waiting += [t for t in its if _control(t) in hopeless]
+                its = [t for t in its if _control(t) not in hopeless]
             stop = pace.clock() + SHARES[kind] * (end - pace.clock())
             attacks = group(its, "attack")
             for number, mine in enumerate(attacks.values()):
@@ -170,11 +179,21 @@ class Budget:
         for number, mine in enumerate(models.values()):
             count = sum(len(rest) for rest in list(models.values())[number:])
             stop = pace.clock() + (end - pace.clock()) * len(mine) / count
-            cells = [t for t in mine if t.defense != "none"]
+            cells = self._unanswered_first([t for t in mine if t.defense != "none"])
             self._controls([t for t in mine if t.defense == "none"], stop, 1 / (1 + len(cells)))
             failed = self._failed()
             self.waiting += [t for t in cells if _control(self._short(t)) in failed]
             self._pieces([t for t in cells if _control(self._short(t)) not in failed], stop)
+
+    def _unanswered_first(self, cells: Sequence[Target]) -> list[Target]:
+        """Return targets in the order in which tiers of servers get an answer: one each, then a second."""
+        rows = [row for row in self.work.store.rows if row["kind"] == "attack" and not cut_short(row)]
+        count = Counter((row["round"], row["defense"], row.get("tier")) for row in rows)
+        place: dict[int, int] = {}
+        for t in cells:
+            place[id(t)] = count[tier := (t.look.round, t.defense, t.server.tier)]
+            count[tier] += 1
+        return sorted(cells, key=lambda t: place[id(t)])
 
     def _controls(self, its: Sequence[Target], stop: float, fair: float) -> None:
         """Attack undefended updates: with as many steps as the defences can have, and where that fails with more."""
@@ -193,7 +212,8 @@ class Budget:
     def _deeper(self, end: float) -> None:
         """Go on with the first search that was shortened, or stopped, and failed without a defence."""
         failed = self._failed()
-        search = next((t for t in self.waiting if _control(self._short(t)) in failed and not t.look.planted), None)
+        waits = (t for t in self.waiting if _control(self._short(t)) in failed and not t.look.planted)
+        search = next((t for t in waits if kind_of(self.scene, t.attack) == "search"), None)
         time = min(end, self._end) - pace.clock()
         if search is None or time < LITTLE:
             return
