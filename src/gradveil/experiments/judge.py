@@ -23,7 +23,7 @@ from gradveil.experiments.rows import (
     read,
 )
 from gradveil.experiments.run_folder import Row
-from gradveil.experiments.words import WHO, accuracy_text, article, gets, plural, resists
+from gradveil.experiments.words import DIAGNOSTIC, WHO, accuracy_text, article, gets, plural, resists
 from gradveil.pace import as_clock
 
 Outcome = Literal["recovered", "recognised", "identified", "traces", "nothing", "void", "not_assessed", "not_run"]
@@ -276,6 +276,11 @@ def _verdict(case: _Case, accuracy: Mapping[str, float], scored_by: str) -> Verd
             text += f". {article(tier).capitalize()} {tier} server {judged[tier].text}"
     if outcome == "nothing":
         text += ". No attack of this panel got anything, which is no proof that none can"
+    easier = strongest(line for line in case.found if line.weights == DIAGNOSTIC)
+    if name == "none" and easier is not None:
+        told = gets(easier, case.floor, "naive")
+        points.insert(1, ("Diagnostic", f"in evaluation mode, which is not what was configured, any server {told}"))
+        text += f". Diagnostic: {points[1][1]}"
     if missing := [t.tier for t in tiers if t.outcome == "not_run"]:
         text += f". Not run: {', '.join(missing)}" if name != "none" else ""
     text += f". {points[-1][0]} {points[-1][1]}." if name in accuracy else "."

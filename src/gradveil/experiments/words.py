@@ -26,6 +26,8 @@ _BADGES: dict[str, str] = {
     "not_run": "Not run",
 }
 
+DIAGNOSTIC = "evaluation mode"  # the weights of rows in a setting that is easier than what was configured
+
 WHO: dict[Tier, str] = {
     "naive": "Naive server",
     "knows": "Server that knows",
