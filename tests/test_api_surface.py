@@ -36,6 +36,7 @@ PUBLIC = [
     "audit",
     "certify",
     "check_model",
+    "counted",
     "dataset",
     "defense",
     "draws",

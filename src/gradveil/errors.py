@@ -3,6 +3,7 @@
 import traceback
 from collections.abc import Iterable
 from difflib import get_close_matches
+from functools import cache
 from itertools import islice
 from pathlib import Path
 
@@ -88,9 +89,24 @@ def own_error(error: Exception) -> str:
     return own_place(error) + what
 
 
-def own_place(error: BaseException) -> str:
-    """Return the last frame of a user's code that an error passed, ``file:line in function: ``, where there is one."""
+@cache
+def _installed() -> set[str]:
+    """Return the folders of Python and of what is installed in it."""
+    import sysconfig
+
+    return {
+        place for name, place in sysconfig.get_paths().items() if name in ("stdlib", "platstdlib", "purelib", "platlib")
+    }
+
+
+def own_place(error: BaseException, installed: bool = True) -> str:
+    """Return the last frame of a user's code that an error passed, ``file:line in function: ``, where there is one.
+
+    Else that of another package, unless what is ``installed`` does not count.
+    """
     stack = [(Path(frame.filename), frame) for frame in traceback.extract_tb(error.__traceback__)]
     frames = [(path, frame) for path, frame in stack if _OURS not in path.parents and path.name[0] != "<"]
+    if not installed:
+        frames = [(path, frame) for path, frame in frames if not _installed() & {*map(str, path.parents)}]
     users = [(path, frame) for path, frame in frames if not {"torch", "importlib"} & set(path.parts)]
     return "".join(f"{path}:{frame.lineno} in {frame.name}: " for path, frame in (users or frames)[-1:])

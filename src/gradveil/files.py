@@ -189,7 +189,11 @@ def read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     with safe_open(path, framework="pt") as file:
         if (count := len(file.keys())) > _TENSORS:
             raise ValueError(f"{count:,} tensors, and the most is {_TENSORS:,}")
-        return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        for name, value in found.items():
+            if (kind := str(value.dtype).removeprefix("torch.")).startswith(("float8", "float4", "complex")):
+                raise ValueError(f"{name!r} is {kind}, which cannot be reckoned with here: give float32")
+        return found, dict(file.metadata() or {})
 
 
 def sync(path: Path) -> None:

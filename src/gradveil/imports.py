@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from gradveil.errors import SpecError, own_error
+from gradveil.errors import GradveilError, SpecError, is_out_of_memory, own_error
 
 OWN_CODE = "GRADVEIL_OWN_CODE"  # of the environment, so that workers have it: the folder in which a command was given
 
@@ -35,6 +35,20 @@ def own_code() -> Iterator[None]:
     finally:
         with suppress(ValueError):
             sys.path.remove(folder)
+
+
+@contextmanager
+def calling(what: str, error: type[GradveilError]) -> Iterator[None]:
+    """Within, a user's own code is called: what it raises is told in one line, and where."""
+    try:
+        with own_code():
+            yield
+    except GradveilError:
+        raise
+    except Exception as reason:
+        if is_out_of_memory(reason):
+            raise
+        raise error(f"{what}. The error is its own: {own_error(reason)}") from reason
 
 
 def import_object(path: str) -> Any:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from gradveil import files
+from gradveil.experiments import run_folder
 from gradveil.experiments.run_folder import FolderError, RunFolder
 from gradveil.files import WriteError
 
@@ -292,3 +293,26 @@ def test_rounds_are_appended_and_a_torn_one_is_dropped(tmp_path: Path) -> None:
     run.keep_rounds(2)
     run.add_round({"round": 3})
     assert run.rounds == [{"round": 1, "loss": None}, {"round": 2, "loss": None}, {"round": 3}]
+
+
+def test_a_run_that_goes_on_under_other_versions_says_so_in_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with start(tmp_path / "run") as run:
+        run.add("a", [{"mse": 0.1}])
+        run.add_round({"round": 1})
+    before = (tmp_path / "run/versions.toml").read_text()
+    with start(tmp_path / "run", resume=True) as run:
+        run.add("b", [{"mse": 0.1}])
+    assert not caplog.text
+    now = run_folder.versions()
+    later = {**now, "gradveil": "9.9", "torch": "99.0", "date": "2099-01-01"}
+    monkeypatch.setattr(run_folder, "versions", lambda: later)
+    with start(tmp_path / "run", resume=True) as run:
+        run.add("c", [{"mse": 0.1}])
+        run.add_round({"round": 2})
+    assert f"gradveil {now['gradveil']} -> 9.9, torch {now['torch']} -> 99.0" in caplog.text
+    made = [row.get("versions") for row in RunFolder.open(tmp_path / "run").rows]
+    assert made == [None, None, {"gradveil": "9.9", "torch": "99.0"}]
+    assert [row.get("versions") for row in run.rounds] == [None, {"gradveil": "9.9", "torch": "99.0"}]
+    assert (tmp_path / "run/versions.toml").read_text() == before

@@ -54,7 +54,8 @@ def chain(*layers: nn.Module) -> Callable[[], nn.Module]:
 
 # name: the network and the shape of one record; the words of a text are numbers
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "two tokens": (lambda: nn.Sequential(nn.Linear(60, 50), nn.Tanh(), nn.Flatten(), nn.Linear(100, CLASSES)), (2, 60)),
+    "two tokens": (lambda: nn.Sequential(nn.Linear(4, 60), nn.Linear(60, 50), nn.Flatten(), nn.Linear(100, CLASSES)),
+                   (2, 4)),
     "cnn": (lambda: nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Conv2d(6, 40, 3, 2), nn.Flatten(),
                                   nn.Linear(160, CLASSES)), (1, 7, 7)),
     "grouped cnn": (lambda: nn.Sequential(nn.Conv2d(2, 8, 3, padding=1, groups=2), nn.GroupNorm(2, 8), nn.GELU(),
@@ -73,6 +74,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "vit": (lambda: build("vit_tiny:width=16,depth=1", (3, 8, 8), CLASSES), (3, 8, 8)),
 }  # fmt: skip
 LARGE = ("lenet", "vit")  # tried less often
+CANCELLING = ("two tokens", "two tokens", "cnn", "cnn", "signal")  # tried more often
 ROADS = ("layers", "one by one", "in parts", "protect", "stacked")
 TYPES = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -88,7 +90,11 @@ def made(name: str, draw: Draw, count: int) -> tuple[nn.Module, Batch]:
         else:
             x = numbers(draw, (1, count, *shape), list(range(2, 2 + len(shape))))[0][0].float()
         model(x[:1])  # lazy layers
-    spoil(model, draw)
+    if name in CANCELLING and draw.chance(0.7):
+        apart = float(draw.power(-12, -3)) if draw.chance(0.3) else 0.0
+        cancel(model, float(draw.power(3, 9)), float(draw.power(0, 3)), apart, halves=name == "two tokens")
+    else:
+        spoil(model, draw)
     y = torch.randint(CLASSES, (count,), generator=draw.rng)
     if draw.chance(0.2):
         x, y = x[:1].expand(x.shape).clone(), y[:1].expand(count).clone()  # one record again and again
@@ -98,6 +104,29 @@ def made(name: str, draw: Draw, count: int) -> tuple[nn.Module, Batch]:
     return model.to(dtype), Batch(x.to(dtype) if x.is_floating_point() else x, y)
 
 
+def cancel(model: nn.Module, bias: float, stretch: float, apart: float = 0.0, *, halves: bool = False) -> None:
+    """Write weights that make a layer's inputs large and nearly equal at all positions, and its slopes opposite.
+
+    The first bias is large and the next layer does not see it; of the last layer, columns are others' negatives:
+    of the other half, or of their neighbours.
+    """
+    with torch.no_grad():
+        first, then, *_, last = [p for p in model.parameters() if p.ndim > 1 and p.is_floating_point()] * 2
+        first.mul_(stretch)
+        next(p for name, p in model.named_parameters() if name.endswith("bias") and len(p) == len(first)).add_(bias)
+        then.sub_(then.flatten(1).mean(1).view(-1, *[1] * (then.ndim - 1))).div_(stretch)
+        opposite(last, apart, halves)
+
+
+def opposite(weight: Tensor, apart: float, halves: bool) -> None:
+    """Make columns of a weight nearly the negatives of others."""
+    half = weight.shape[1] // 2
+    if halves:
+        weight[:, half : 2 * half] = -weight[:, :half] * (1 + apart)
+    else:
+        weight[:, 1 : 2 * half : 2] = -weight[:, : 2 * half : 2] * (1 + apart)
+
+
 def spoil(model: nn.Module, draw: Draw) -> None:
     """Write weights as a server may: large biases, columns that cancel, rows nearly alike, any scale."""
     with torch.no_grad():
@@ -105,8 +134,7 @@ def spoil(model: nn.Module, draw: Draw) -> None:
             if name.endswith("bias") and draw.chance(0.4):
                 p.add_(float(draw.power(0, 7)))
             if p.ndim > 1 and draw.chance(0.4):
-                half = p.shape[1] // 2
-                p[:, half : 2 * half] = -p[:, :half] * (1 + float(draw.power(-8, 0)))
+                opposite(p, float(draw.power(-12, 0)), draw.chance(0.5))
             if p.ndim > 1 and draw.chance(0.2):
                 p.copy_(p[:1] + p * float(draw.power(-8, -1)))
             if draw.chance(0.3):
@@ -155,7 +183,7 @@ def records_by(road: str, model: nn.Module, batch: Batch) -> Records:
 def on_a_road(seed: int) -> Case | None:
     """Return a case of a network; None where it is refused, or has no such road."""
     draw = Draw(seed)
-    name: Any = draw.of(*[n for n in NETWORKS if n not in LARGE or draw.chance(0.2)])
+    name: Any = draw.of(*CANCELLING, *[n for n in NETWORKS if n not in LARGE or draw.chance(0.2)])
     road = draw.of(*ROADS)
     model, batch = made(name, draw, draw.of(1, 2, 3, 8))
     try:

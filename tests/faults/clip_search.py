@@ -93,8 +93,10 @@ def layer_of(family: str, draw: Draw) -> tuple[nn.Module, tuple[int, ...]]:
         kind, positions = of("layer", "group", "rms", "instance", "batch"), of(1, 4)
         if kind in ("layer", "rms"):
             return (nn.LayerNorm(12) if kind == "layer" else nn.RMSNorm(12)), (positions, 12)
-        made = {"group": nn.GroupNorm(2, 6), "instance": nn.InstanceNorm1d(6, affine=True), "batch": nn.BatchNorm1d(6)}
-        return made[kind].eval(), (6, positions + 2)
+        dims = of(1, 1, 2, 3)
+        instance, batch = getattr(nn, f"InstanceNorm{dims}d"), getattr(nn, f"BatchNorm{dims}d")
+        made = {"group": nn.GroupNorm(2, 6), "instance": instance(6, affine=True), "batch": batch(6)}
+        return made[kind].eval(), (6, positions + 2, *[2] * (dims - 1))
     return nn.Embedding(of(4, 50), of(1, 6, 30), padding_idx=of(None, 0)), (of(1, 2, 9, 40),)
 
 
@@ -187,12 +189,12 @@ def unit(values: Tensor) -> Tensor:
     return values / lengths(values)
 
 
-def exact_norms(seen: Seen) -> Tensor:
-    """Return the square norms of what a layer saw in float64."""
+def exact_norms(seen: Seen, *names: str) -> Tensor:
+    """Return the square norms of what a layer saw in float64, of all its parameters or those named."""
     a = seen.a.double() if seen.a.is_floating_point() else seen.a
     layer = copy.deepcopy(seen.layer).double()
     each = type(seen)(layer, "", a, seen.delta.double())
-    return sum((each.own(which).flatten(2).square().sum(2) for which in each.trained), torch.zeros(()))
+    return sum((each.own(which).flatten(2).square().sum(2) for which in names or each.trained), torch.zeros(()))
 
 
 def clip_near(exact: Tensor, draw: Draw) -> float:

@@ -169,7 +169,8 @@ def perform(act: Act, passed: mmap.mmap, out: Path, err: Path) -> None:
 
 def warm() -> None:
     """Run some commands here, so that all they import is there for every child."""
-    import faults.sums  # noqa: F401 - registers it
+    import faults.mine
+    import faults.sums  # noqa: F401 - registers them
     from faults.plays import COMMANDS
     from gradveil.cli.main import entry
 

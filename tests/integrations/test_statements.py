@@ -69,7 +69,9 @@ def test_in_a_secure_sum_the_site_itself_stays_out(demand: str, accepted: int, r
 @pytest.mark.parametrize(("simulation", "accepted"), [(False, 2), (True, 3)])
 def test_simulated_noise_is_for_simulations(secure: bool, simulation: bool, accepted: int) -> None:
     """On 0f6420f a run's ``secret = false`` made every site's noise one that the server draws again, unsaid."""
-    run = settings(require_defense=SPEC, **({"secure_aggregation": True, "lost": 0.34} if secure else {}))
+    noisy = "gaussian:scale=0.01"
+    more = {"secure_aggregation": True, "lost": 0.34} if secure else {}
+    run = settings(defense=noisy, require_defense=noisy, **more)
     app, state = make_client_app(run, simulation=simulation), [RecordDict() for _ in range(3)]
     site = {1: {"noise": "simulated"}}
 

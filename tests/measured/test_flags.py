@@ -10,10 +10,8 @@ from torch import Generator, nn
 
 import gradveil
 from gradveil.defenses.veil import Veil
-from gradveil.gradients.records import Records
 from gradveil.measured.pipelines import Federated, Foreign, Protected
-from gradveil.measured.verify import Measured, verify
-from gradveil.tree import Params
+from gradveil.measured.verify import Verified, verify
 from gradveil.types import Batch
 from measured import trainers
 
@@ -34,7 +32,7 @@ def digits() -> tuple[nn.Module, Batch]:
     return gradveil.model("mlp:widths=24", data.input_shape, data.num_classes), data.train.batch(slice(0, 64))
 
 
-def measure(digits: tuple[nn.Module, Batch], pipeline: Any, **more: Any) -> Measured:
+def measure(digits: tuple[nn.Module, Batch], pipeline: Any, **more: Any) -> Verified:
     model, like = digits
     return verify(pipeline, model, like.inputs, like.labels, **{"seed": 1, "trials": 40, **more})
 
@@ -43,16 +41,16 @@ def measure(digits: tuple[nn.Module, Batch], pipeline: Any, **more: Any) -> Meas
 class HalfTheNoise(Veil):
     """Adds half of the noise that it accounts for."""
 
-    def on_records(self, records: Records, slots: int, rng: Any) -> Params:
-        return Veil(z=Z / 2, clip=1.0).on_records(records, slots, rng)
+    def begin(self, slots: int, rng: Any) -> Any:
+        return Veil(z=Z / 2, clip=1.0).begin(slots, rng)
 
 
 @dataclass(frozen=True)
 class NoClip(Veil):
     """The clip never binds: its factor is 1 for every record."""
 
-    def on_records(self, records: Records, slots: int, rng: Any) -> Params:
-        return Veil(z=Z * 1e-5, clip=1e5).on_records(records, slots, rng)
+    def begin(self, slots: int, rng: Any) -> Any:
+        return Veil(z=Z * 1e-5, clip=1e5).begin(slots, rng)
 
 
 @dataclass(frozen=True)
@@ -67,16 +65,16 @@ class HalfTheAccount(Veil):
 class TheSameNoise(Veil):
     """Begins its generator anew in every step."""
 
-    def on_records(self, records: Records, slots: int, rng: Any) -> Params:
-        return Veil(z=Z, clip=1.0).on_records(records, slots, Generator().manual_seed(5))
+    def begin(self, slots: int, rng: Any) -> Any:
+        return Veil(z=Z, clip=1.0).begin(slots, Generator().manual_seed(5))
 
 
 @dataclass(frozen=True)
 class Todays(Veil):
     """Its noise is that of torch's generator with a small seed."""
 
-    def on_records(self, records: Records, slots: int, rng: Any) -> Params:
-        return Veil(z=Z, clip=1.0).on_records(records, slots, Generator().manual_seed(4321))
+    def begin(self, slots: int, rng: Any) -> Any:
+        return Veil(z=Z, clip=1.0).begin(slots, Generator().manual_seed(4321))
 
 
 @dataclass

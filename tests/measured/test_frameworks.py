@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import gradveil
 from gradveil.measured.verify import verify
+from integrations.test_nvflare_records import FLContext, nvflare, result  # noqa: F401 - a stand-in for NVFlare
 from measured import kinds
 
 SPEC, ROUNDS, LR = "veil:z=1,clip=1", 2, 0.1
@@ -39,30 +41,29 @@ def test_a_node_of_flower_whose_noise_is_halved_is_flagged(monkeypatch: pytest.M
     assert found.estimate.low > 1.3
 
 
-def test_what_passes_nvflares_filter_is_measured(tmp_path: Path) -> None:
-    pytest.importorskip("nvflare")
-    from nvflare.apis.dxo import DXO, DataKind
-
-    from gradveil.integrations.nvflare import SPENT, STEPS, RecordsFilter
-
+def test_what_passes_nvflares_filter_is_measured(
+    nvflare: ModuleType,  # noqa: F811 - the fixture
+    tmp_path: Path,
+) -> None:
     paid: list[float] = []
 
     def site(model: nn.Module, inputs: Tensor, labels: Tensor, present: Tensor) -> Sequence[Any]:
         """A client script in two rounds, and the filter of its site; the weights are the server's each time."""
         start = {name: value.clone() for name, value in model.state_dict().items()}
-        name, gone = f"site-{len(paid)}", []
-        own = RecordsFilter(SPEC, str(tmp_path / f"{name}.json"))
+        account, gone = tmp_path / f"{len(paid)}.json", []
+        own = nvflare.RecordsFilter(SPEC, str(account))
         for _ in range(ROUNDS):
             model.load_state_dict(start)
+            model.zero_grad()
             with gradveil.protect(model.train(), SPEC, slots=len(inputs)) as guard:
                 optimizer = torch.optim.SGD(model.parameters(), lr=LR)
                 nn.functional.cross_entropy(guard(inputs[present]), labels[present]).backward()
                 optimizer.step()
             difference = {n: (v - start[n]).numpy() for n, v in model.state_dict().items()}
-            meta = {STEPS: guard.report.steps, SPENT: guard.report.spent}
-            sent, _ = own.outgoing(DXO(DataKind.WEIGHT_DIFF, difference, meta), name)
-            gone.append(torch.cat([torch.from_numpy(sent.data[n]).flatten() for n, _ in model.named_parameters()]))
-        paid.append(gradveil.Account.read(tmp_path / f"{name}.json", name).mu)
+            given = result(data=difference, defended_steps=guard.report.steps, spent=guard.report.spent)
+            sent = own.process(given, FLContext(task="train"))["DXO"].data
+            gone.append(torch.cat([torch.from_numpy(sent[n]).flatten() for n, _ in model.named_parameters()]))
+        paid.append(gradveil.Account.read(account, "site-1").mu)
         return gone
 
     model, like = kinds.build("MLP")

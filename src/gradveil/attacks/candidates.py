@@ -63,7 +63,7 @@ class Candidates(Attack):
     def _one(self, seen: Observation, kept: "Kept") -> Reconstruction:
         listed = _listed(seen)
         seen = replace(self._last(seen), rounds=tuple(map(self._last, seen.rounds)))
-        check_seen((seen, *seen.rounds))
+        check_seen((seen, *seen.rounds), for_ids=True)
         together = seen.num_examples > 1 and seen.others is None
         device = next(seen.model.parameters()).device
         with differentiating(seen.model), torch.no_grad():

@@ -40,8 +40,8 @@ ASSUMPTIONS = (
     "divided by the same number of slots.",
     "Nothing else that depends on the data leaves the client: no batch norm statistics, buffers, losses or counts. "
     "Clip and coordinates follow from public data and earlier releases; a gradient that is not finite counts as zero.",
-    "The noise is fresh, secret and Gaussian in exact arithmetic. A simulation draws it from its seed: what it shows "
-    "is the method's promise, not that of the simulated clients.",
+    "The noise is fresh and secret (a cipher under keys of the operating system), and Gaussian up to a bound that δ "
+    "takes in. A simulation draws it from its seed: what it shows is the method's promise, not that of its clients.",
     "No gain from sampling is counted: the server knows who takes part in which round.",
     TUNED,
 )

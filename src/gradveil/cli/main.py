@@ -5,6 +5,7 @@ import os
 import sys
 from contextlib import suppress
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Any, NoReturn
 
 import click
@@ -45,6 +46,12 @@ _REFUSALS = {
     errno.EFBIG,
     errno.EMFILE,
     errno.ENFILE,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EIO,
+    errno.ENOENT,  # a folder that was removed meanwhile
 }
 
 
@@ -60,6 +67,7 @@ class LazyGroup(TyperGroup):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; one that says nothing better when it is stopped says that it was."""
+        _begin()
         with stopping(""):
             try:
                 return super().invoke(ctx)
@@ -111,11 +119,22 @@ def main(
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
 ) -> None:
     """What does a federated learning update leak, how do I stop it, and what can be promised?"""
+
+
+def _begin() -> None:
+    """Let the current folder be looked into for ``module:function`` alone, and any letter be printed."""
     os.environ["PYTHONSAFEPATH"] = "1"  # Pythons that are started begin with no module of the current folder
     try:
-        os.environ[OWN_CODE] = os.getcwd()  # so that module:function finds the user's file, and nothing else does
+        os.environ[OWN_CODE] = os.getcwd()
     except FileNotFoundError:
         raise GradveilError("The current folder was removed. Change to one that is there.") from None
+
+
+def _print_what_can_be() -> None:
+    """Let a letter that the output's encoding has not become a question mark."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper) and "utf" not in stream.encoding.lower():
+            stream.reconfigure(errors="replace")
 
 
 def program() -> None:
@@ -125,6 +144,7 @@ def program() -> None:
 
 def entry() -> None:
     """Run the command line; an error a user can mend is one line and exit code 2."""
+    _print_what_can_be()
     try:
         app()
     except SystemExit as end:
@@ -140,6 +160,8 @@ def entry() -> None:
             _fail(
                 "The memory does not suffice. Give smaller data, a smaller model or --batch-size, or a larger machine."
             )
+        if place := own_place(error, installed=False):
+            _fail(f"{place}{type(error).__name__}: {error}")
         if not isinstance(error, OSError) or error.errno not in _REFUSALS:
             raise
         _fail(f"The system refuses: {error.strerror}{f' ({error.filename})' if error.filename else ''}.")

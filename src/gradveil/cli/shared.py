@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -74,7 +75,8 @@ Classes = Annotated[int, typer.Option(help="Number of classes, or of outputs, wi
 
 def print_json(value: Any) -> None:
     """Print a value for programs: what is not a finite number becomes null."""
-    typer.echo(json.dumps(plain_json(value), indent=2, ensure_ascii=False, allow_nan=False, default=str))
+    plain = "utf" not in (sys.stdout.encoding or "").lower()  # its letters would be lost
+    typer.echo(json.dumps(plain_json(value), indent=2, ensure_ascii=plain, allow_nan=False, default=str))
 
 
 def width() -> int:

@@ -18,7 +18,8 @@ import torch
 from gradveil.data.base import DATASETS, Array, Dataset, Source, Split, hold_out
 from gradveil.data.folder import read_parquet
 from gradveil.errors import DataError, did_you_mean
-from gradveil.imports import import_object, is_import_path, own_code
+from gradveil.files import damage_told
+from gradveil.imports import calling, import_object, is_import_path
 from gradveil.modalities.table import Column, Table
 from gradveil.ranges import Between
 
@@ -277,10 +278,11 @@ class TableFile(Source):
             raise DataError("A table needs its file and its target: --dataset patients.csv --target outcome.")
         rest = (self.target, self.categorical, self.drop, self.by, self.test_share)
         if is_import_path(self.path):
-            with own_code():
-                found = import_object(self.path)()
-            return from_table(self.path, found, *rest)
+            with calling(f"The table {self.path} cannot be made", DataError):
+                return from_table(self.path, import_object(self.path)(), *rest)
         path = Path(self.path).expanduser()
         if data is not None and not path.is_file() and (data / path).is_file():
             path = data / path
-        return from_table(path.name, read_table(path), *rest)
+        table = read_table(path)
+        with damage_told(path.name, DataError, "Write it again, its texts in UTF-8."):
+            return from_table(path.name, table, *rest)

@@ -34,6 +34,9 @@ from gradveil.types import Batch, Observation
 
 SHORTEST = 1e-12  # clip: far above what float32 loses of products of large and small numbers
 
+# of the grid in a standard deviation: a secure sum rounds each client's numbers again (how-to/secure-aggregation.md)
+STEPS: dict[Tier, int] = {"local": 16, "aggregate": 4096}
+
 
 @DEFENSES.register("veil")
 @dataclass(frozen=True)
@@ -267,5 +270,5 @@ class VeilStep(Step):
         self.total = found if self.total is None else self.total.double() + found
         if self.noise is None:
             sizes = [p.numel() for p in records.like.values()]
-            self.noise = noise(sizes, self.veil._std, self.rng, found.device)
+            self.noise = noise(sizes, self.veil._std, self.rng, found.device, STEPS[self.veil.tier])
         return self.veil._sent(self.noise.on(self.total), self.slots, records.like)

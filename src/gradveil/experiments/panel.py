@@ -77,7 +77,7 @@ def _wanted(scene: Scene, look: Look) -> Wanted:
     found: dict[tuple[str, str, str, str], tuple[str, Countermeasure, str]] = {}
 
     def add(defense: str, server: Countermeasure, attack: str) -> None:
-        attack = OF_LARGE if attack == INFORMED and scene.is_large else attack
+        attack = OF_LARGE if attack == INFORMED and scene.is_dear else attack
         found.setdefault((defense, server.tier, server.name, attack), (defense, server, attack))
 
     for attack in scene.attacks:

@@ -48,11 +48,16 @@ def other_names(weights: Params, expected: Params, what: str) -> Iterator[Findin
 
 
 def _matrices(weights: Params) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-    """Yield every weight as rows (O, fan-in), with its bias."""
+    """Yield every weight as rows (O, fan-in), with its bias where that has a number for each row."""
     for name, value in weights.items():
         if name.endswith("weight") and value.ndim >= 2 and value.is_floating_point():
             bias = weights.get(name.removesuffix("weight") + "bias")
-            yield name, value.detach().double().flatten(1), None if bias is None else bias.detach().double()
+            fits = bias is not None and bias.shape == value.shape[:1] and bias.is_floating_point()
+            yield (
+                name,
+                value.detach().double().flatten(1),
+                bias.detach().double() if bias is not None and fits else None,
+            )
 
 
 def patterned_rows(weights: Params) -> Iterator[Finding]:

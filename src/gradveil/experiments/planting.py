@@ -11,9 +11,10 @@ from gradveil.experiments.run_folder import Row
 from gradveil.experiments.trial import naive
 
 
-def plant(observed: Observed, look: Look, victims: Sequence[int]) -> tuple[list[Look], list[Row]]:
-    """Return what malicious servers would send these clients in place of a model, and why others cannot."""
+def plant(observed: Observed, look: Look, victims: Sequence[int] | None = None) -> tuple[list[Look], list[Row]]:
+    """Return what malicious servers would send these clients (default: all) in place of a model; why others cannot."""
     scene, looks, rows = observed.scene, list[Look](), list[Row]()
+    victims = scene.victims if victims is None else victims
     if "malicious" not in scene.tiers:
         return looks, rows
     for name, cls in ATTACKS:

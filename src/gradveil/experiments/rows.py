@@ -66,7 +66,7 @@ def read(rows: Iterable[Row], kind: Literal["attack", "floor"]) -> list[Measured
             values: Row = {name: math.nan if row[name] is None else row[name] for name in names if name in row}
             late = "out_of_time" in row.get("details", {})
             values["error"] = math.nan if row[modality.error] is None else row[modality.error]
-            values["own"] = {name: math.nan if row[name] is None else row[name] for name in others}
+            values["own"] = {name: math.nan if row.get(name) is None else row[name] for name in others}
             values.setdefault("tier", tier_of(row.get("server", "")))
             found.append(MeasuredExample(**values, out_of_time=late))
     return found

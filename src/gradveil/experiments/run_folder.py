@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import io
 import json
+import logging
 import math
 import platform
 import re
@@ -39,6 +40,7 @@ ROWS, IMAGES = "rows.jsonl", "images"  # of an audit or an item of the paper
 ROUNDS, CHECKPOINT, MODEL = "rounds.jsonl", "checkpoint.safetensors", "model.safetensors"  # of a training run
 
 
+_LOG = logging.getLogger("gradveil")
 _IMAGE = re.compile(r".+-[0-9a-f]{8}\.npz")
 
 
@@ -53,6 +55,7 @@ class RunFolder:
         self.path = Path(path)
         self._rows: list[Row] = []
         self._units: set[str] = set()
+        self._other: dict[str, str] = {}  # versions that are not those under which the run was begun
         self._held = contextlib.ExitStack()
 
     @classmethod
@@ -67,7 +70,9 @@ class RunFolder:
             folder.hold()
             if (folder.path / CONFIG).exists():
                 folder._check_run(settings, resume, may_change)
-            if not (folder.path / VERSIONS).exists():
+            if (folder.path / VERSIONS).exists():
+                folder._compare(versions())
+            else:
                 write_atomically(folder.path / VERSIONS, dumps(versions()).encode())
             write_atomically(folder.path / CONFIG, to_toml(settings).encode())  # last: with settings it is a run
         except BaseException:
@@ -152,7 +157,8 @@ class RunFolder:
             with refusals_told(self.path):
                 (self.path / IMAGES).mkdir(exist_ok=True)
             write_atomically(self._image_file(unit), buffer.getvalue())
-        new = [plain_json(row | {"unit": unit, "of": len(rows)}) for row in rows]
+        made = {"versions": self._other} if self._other else {}
+        new = [plain_json(row | made | {"unit": unit, "of": len(rows)}) for row in rows]
         write_atomically(self.path / ROWS, _lines([*self._rows, *new]))
         self._rows += new
         self._units.add(unit)
@@ -180,7 +186,8 @@ class RunFolder:
 
     def add_round(self, row: Row) -> None:
         """Write one round."""
-        append_line(self.path / ROUNDS, json.dumps(plain_json(row), allow_nan=False))
+        made = {"versions": self._other} if self._other else {}
+        append_line(self.path / ROUNDS, json.dumps(plain_json(row | made), allow_nan=False))
 
     def keep_rounds(self, last: int) -> None:
         """Drop the rounds after the last one to be kept, and a line that was cut off."""
@@ -212,6 +219,14 @@ class RunFolder:
             p.name not in (LOCK, VERSIONS) for p in self.path.iterdir() if not is_leftover(p)
         ):
             raise FolderError(f"{self.path} exists and is not an empty folder. Choose another --out.")
+
+    def _compare(self, now: Mapping[str, str]) -> None:
+        """Say where the run goes on under other versions; the rows that are made from now on carry these."""
+        begun = self.versions
+        self._other = {name: to for name, to in now.items() if name != "date" and begun.get(name, to) != to}
+        if self._other:
+            each = ", ".join(f"{name} {begun[name]} -> {to}" for name, to in self._other.items())
+            _LOG.warning("%s was begun under other versions (%s): what is done from now on says so.", self.path, each)
 
     def _check_run(self, settings: Any, resume: bool, may_change: Collection[str]) -> None:
         if not resume:

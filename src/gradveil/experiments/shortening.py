@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gradveil.attacks.base import build as build_attack
+from gradveil.experiments.panel import kind_of
 from gradveil.experiments.run_folder import Row
 from gradveil.experiments.scene import Scene
 from gradveil.experiments.work import Spent
@@ -13,6 +14,7 @@ from gradveil.registry import describe
 
 FEWEST = 50  # steps that a search is shortened to
 DEAR = 2.0  # a step of a search, in gradients of a client's step, before one was taken
+FIRST = 20.0  # gradients that the first step of a search takes, where that is not known: newton's
 MORE = 1.5  # times the steps, at least, where a search is done again
 
 
@@ -25,6 +27,7 @@ class Pace:
     each: dict[str, float] = field(default_factory=dict)  # seconds of an attack on one update, to its end
     a_step: dict[str, float] = field(default_factory=dict)  # seconds of a step, by attack as it was asked for
     short: dict[str, str] = field(default_factory=dict)  # attack -> what it was shortened to
+    least: dict[str, float] = field(default_factory=dict)  # seconds of its first steps, of one that was stopped
 
     def fit(self, attack: str, seconds: float) -> bool:
         """Shorten a search to what one update can have in this time; return whether that is more than it had."""
@@ -58,10 +61,17 @@ class Pace:
     def _asked(self, attack: str) -> str:
         return next((name for name, short in self.short.items() if short == attack), attack)
 
+    def is_worth(self, attack: str, seconds: float) -> bool:
+        """Return whether an attack may be begun: whether its first steps do not take longer than that."""
+        searches = kind_of(self.scene, attack) == "search"
+        return self.least.get(attack, FIRST * self.gradient if searches else 0.0) <= seconds
+
     def learn(self, attack: str, spent: Spent, count: int) -> None:
         """Note what a piece of so many updates took."""
         self.each[attack] = max(spent.whole / count, 1e-9)
         asked = self._asked(attack)
+        if spent.late:
+            self.least[attack] = spent.seconds / max(1, spent.steps)
         if spent.steps:
             self.a_step[asked] = spent.seconds / count / spent.steps
 

@@ -97,7 +97,7 @@ class _ProcessPool(Pool):
         for _ in range(workers):
             ours, theirs = context.Pipe()
             worker = context.Process(target=_serve, args=(theirs, channels_last), daemon=True)  # type: ignore[attr-defined]
-            with deaf_to_ctrl_c():
+            with self._watching(), deaf_to_ctrl_c():
                 worker.start()
             theirs.close()
             self.pipes.append(ours)

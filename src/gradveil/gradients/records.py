@@ -1,5 +1,6 @@
 """The gradients of each record's loss, one by one, without the caller knowing how they are computed."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -187,7 +188,8 @@ def _one_by_one(model: nn.Module, batch: Batch, loss: Loss) -> Records:
         return loss.each(functional_call(model, state, (x[None],)), y[None]).sum()
 
     def part(x: Tensor, y: Tensor) -> Held:
-        with plain_attention(), plain_checkpoints():
+        with plain_attention(), plain_checkpoints(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "There is a performance drop")  # where torch takes one by one itself
             try:
                 found = vmap(partial(grad(value), weights), randomness="different")(x, y)
             except (RuntimeError, NotImplementedError) as error:

@@ -173,7 +173,8 @@ def sum_of_held(each: Tensor, weights: Tensor, mass: float) -> Tensor:
     def part(some: slice, size: int) -> Tensor:
         rows, factors = flat[:, some], weights[:, some]
         chunks = rows.shape[1] // size if size else 1
-        rows, factors = rows.reshape(clients * chunks, size, -1), factors.reshape(clients * chunks, 1, size)
+        rows = rows.reshape(clients * chunks, size, rows.shape[2])
+        factors = factors.reshape(clients * chunks, 1, size)
         return torch.bmm(factors, rows).view(clients, chunks, *shape)
 
     return in_chunks(count, records_in_a_chunk(1, mass, each.dtype), max(1, shape.numel()), each.device, part)

@@ -7,6 +7,7 @@ exact t statistics. A server that knows all other records tells one slot's coin 
 
 from dataclasses import dataclass
 from math import sqrt
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,11 +68,11 @@ def fit(scores: Array, grams: Array, present: NDArray[np.bool_], base: bool, con
 
 
 def _inverse(grams: Array) -> Array:
-    found: Array = np.linalg.pinv(grams, rcond=1e-9, hermitian=True)
+    found: Array = np.asarray(np.linalg.pinv(grams, rcond=1e-9, hermitian=True), np.float64)
     return found
 
 
-def interval(mean: Array, std: Array, sigma: float, degrees: int, confidence: float) -> tuple[Array, Array, Array]:
+def interval(mean: Any, std: Any, sigma: float, degrees: int, confidence: float) -> tuple[Any, Any, Any]:
     """Return mean/σ with its interval, where mean/(σ std) is noncentral t (Johnson and Welch's normal form)."""
     t, z = mean / (sigma * std), float(ndtri((1 + confidence) / 2))
     middle, width = t * (1 - 1 / (4 * degrees)), z * np.sqrt(1 + t**2 / (2 * degrees))

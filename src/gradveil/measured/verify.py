@@ -32,7 +32,7 @@ DELTA = 1e-5
 
 
 @dataclass(frozen=True)
-class Measured:
+class Verified:
     """What was measured of a pipeline, beside what it promises."""
 
     pipeline: str
@@ -50,7 +50,12 @@ class Measured:
     @property
     def guess_low(self) -> float:
         """The largest μ that the guesses refute, whatever the law of the noise."""
-        return self.guessed.mu_low(self.estimate.confidence)
+        return self.guessed.mu_low(self._either_sign)
+
+    @property
+    def _either_sign(self) -> float:
+        """The confidence of a bound that may be met by guesses or by their opposites."""
+        return (1 + self.estimate.confidence) / 2
 
     @property
     def reasons(self) -> list[str]:
@@ -91,7 +96,8 @@ class Measured:
             "reasons": self.reasons, "worst_record": {"mu": e.worst, "low": e.worst_low},
             "guesses": {
                 "slots": self.guessed.slots, "made": self.guessed.made, "right": self.guessed.right,
-                "mu_low": self.guess_low, "epsilon_low": self.guessed.epsilon_low(DELTA, e.confidence), "delta": DELTA,
+                "mu_low": self.guess_low, "epsilon_low": self.guessed.epsilon_low(DELTA, self._either_sign),
+                "delta": DELTA,
             },
             "canaries": self.canaries, "trials": self.trials, "releases": self.releases,
             "noise": {"grain": self.grain, "reused": self.reused, "seed": self.seed, "seeds_tried": self.seeds},
@@ -114,7 +120,7 @@ def verify(
     loss: str = "cross_entropy",
     own: bool = False,
     grain: bool | None = None,
-) -> Measured:
+) -> Verified:
     """Send canary records through a pipeline, each put in or left out by a coin, and measure its μ from what is sent.
 
     Args:
@@ -146,12 +152,14 @@ def verify(
     with pace.Limit(pace.seconds_of(minutes)) if minutes is not None else nullcontext():
         seen = _run(pipeline, model, chosen, trials, rng, minimised, empty=look or seeds > 0)
     promised = pipeline.promised if mu is None else mu
+    if float((seen.scores * (seen.present - 0.5)).sum()) < 0:  # a difference of weights points against the gradient
+        seen.scores *= -1
     found = fit(seen.scores, seen.grams, seen.present, pipeline.base, CONFIDENCE)
     ratio = found.mu if not isfinite(promised) else promised
     guessed = guess(from_outputs(seen.scores, seen.grams, ratio), seen.present)
     starts = _starts(model)
     alone = seen.alone
-    return Measured(
+    return Verified(
         pipeline=pipeline.name, promised=promised, estimate=found, guessed=guessed, canaries=len(chosen),
         trials=len(seen.scores), releases=seen.releases,
         grain=_grain(alone, starts) if look and alone else None,
@@ -165,7 +173,7 @@ Array = NDArray[np.float64]
 
 
 @dataclass
-class _Seen:
+class _Runs:
     """Scores of all trials, and some releases whole."""
 
     scores: Array  # (T, K)
@@ -178,7 +186,7 @@ class _Seen:
 
 def _run(
     pipeline: Pipeline, model: nn.Module, chosen: Canaries, trials: int, rng: torch.Generator, loss: Loss, empty: bool
-) -> _Seen:
+) -> _Runs:
     """Run the pipeline; the first of its trials has no record at all, where the noise is to be looked at."""
     count = len(chosen)
     empty = empty and not (chosen.inputs.dtype == torch.int64 and not isinstance(pipeline, Foreign))
@@ -215,7 +223,7 @@ def _run(
     done = int((counts == counts[0]).sum())
     if not counts[0] or (counts[:done] != counts[0]).any() or (done < trials and pace.left() > 0):
         raise GradveilError(f"Trials released {sorted(set(counts))} times. Each has to release as often as the others.")
-    return _Seen(scores[:done], grams[:done], present.numpy()[:done], int(counts[0]), kept, alone)
+    return _Runs(scores[:done], grams[:done], present.numpy()[:done], int(counts[0]), kept, alone)
 
 
 def _beside(vector: Tensor, u: Tensor) -> Array:

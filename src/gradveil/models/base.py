@@ -10,8 +10,9 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.errors import GradveilError, ModelError, SpecError, own_error
-from gradveil.imports import import_object, is_import_path, own_code
+from gradveil.imports import calling, import_object, is_import_path
 from gradveil.modalities import IMAGE, Modality
+from gradveil.models.outputs import take_one
 from gradveil.registry import Registry
 
 MODELS: Registry["Builder"] = Registry("model", "gradveil.models")
@@ -93,6 +94,9 @@ def _try(model: nn.Module, name: str, input_shape: Shape, least: int, modality: 
     try:
         copied = copy.deepcopy(model)
         logits = copied(blank)
+        if take_one(model, name, logits):
+            take_one(copied, name, logits)
+            logits = copied(blank)
         if isinstance(logits, Tensor) and logits.requires_grad:
             doing = "differentiated"
             trained = [p for p in copied.parameters() if p.requires_grad]
@@ -112,7 +116,7 @@ def _try(model: nn.Module, name: str, input_shape: Shape, least: int, modality: 
     flat = least <= 1 and isinstance(logits, Tensor) and logits.shape == (BLANK,)  # one number for each input
     if not flat and (
         not isinstance(logits, Tensor)
-        or logits.ndim not in ((2, 3) if modality.last else (2,))  # of each token, or of the whole
+        or logits.ndim not in ((2, 3) if modality.last else (2,) if least > 1 else (2, 3, 4, 5))  # of places, or one
         or len(logits) != BLANK
         or logits.shape[-1] < least
     ):
@@ -135,15 +139,10 @@ def _own(factory: Any, name: str, input_shape: Shape, num_classes: int, modality
     if not callable(factory):
         raise SpecError(f"{name} is a {type(factory).__name__}; give a function or class that returns an nn.Module.")
     offered = {"input_shape": input_shape, "num_classes": num_classes, "modality": modality}
-    try:
+    with calling(f"The model {name} cannot be made", ModelError):
         taken = inspect.signature(factory).parameters
         takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values())
-        with own_code():
-            model = factory(**{key: value for key, value in offered.items() if takes_all or key in taken})
-    except GradveilError:
-        raise
-    except Exception as error:
-        raise ModelError(f"The model {name} cannot be made. The error is its own: {own_error(error)}") from error
+        model = factory(**{key: value for key, value in offered.items() if takes_all or key in taken})
     if not isinstance(model, nn.Module):
         raise SpecError(f"{name} returned a {type(model).__name__}; it must return an nn.Module.")
     return model

@@ -5,6 +5,7 @@ import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
@@ -16,6 +17,7 @@ import torch
 
 from gradveil.defenses.base import DEFENSES, Defense
 from gradveil.defenses.base import build as build_defense
+from gradveil.errors import GradveilError
 from gradveil.federated.processes import available_cores, deaf_to_ctrl_c, end_with_parent
 from gradveil.registry import Registry
 from gradveil.seeds import Seeds
@@ -169,6 +171,11 @@ def run_groups(item: Item, groups: Sequence[list[str]], context: Context, jobs: 
         try:
             for done in as_completed(waiting):
                 yield done.result()
+        except BrokenProcessPool as error:
+            raise GradveilError(
+                "A worker process ended before its work was done (killed, or out of memory). What was finished is "
+                "kept: repeat with --resume, and fewer --jobs."
+            ) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Iterator
 from html import escape
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from gradveil.errors import DataError, GradveilError, MissingExtraError
@@ -13,6 +14,7 @@ from gradveil.play.cards import CSS, all_cards, table
 from gradveil.play.figures import certificate, cost, leak
 from gradveil.play.servers import CONTROL, MOST_ROUNDS, LiveRun, Rebuilt, blind_guess, trials
 from gradveil.play.stage import DATASETS, DIALS, MODELS, STRENGTHS, PlayStage, spec_of, stage
+from gradveil.play.visits import Visits
 from gradveil.types import Batch
 
 HOST = "127.0.0.1"
@@ -30,10 +32,11 @@ ABOUT = (
 Tried = list[tuple[str, ...]]
 
 
-def gradio() -> Any:
-    """Return Gradio, told to call nobody; raise where it is not installed."""
+def gradio(folder: str) -> Any:
+    """Return Gradio, told to call nobody and to keep uploads in a folder; raise where it is not installed."""
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ["GRADIO_TEMP_DIR"] = folder
     try:
         import gradio
     except ImportError as error:
@@ -45,7 +48,8 @@ class Playground:
     """The page, and the runs under way in it, one for each visitor."""
 
     def __init__(self, dataset: str | None = None, model: str | None = None, data: str | None = None) -> None:
-        self.gr, self.data = gradio(), data
+        self.folder = TemporaryDirectory(prefix="gradveil-play-")  # of uploads; removed when this ends
+        self.gr, self.data = gradio(self.folder.name), data
         self.datasets = ({dataset: dataset} if dataset and dataset not in DATASETS else {}) | DATASETS
         self.first = dataset or next(iter(DATASETS))
         kind = load_dataset(self.first, data).modality.spec_name
@@ -64,7 +68,12 @@ class Playground:
         try:
             threading.Event().wait()
         finally:
-            self.page.close(verbose=False)
+            self.close()
+
+    def close(self) -> None:
+        """Stop serving, and remove what was uploaded."""
+        self.page.close(verbose=False)
+        self.folder.cleanup()
 
     def launch(self, port: int | None = None) -> str:
         """Serve it on this machine's own address, in a thread, and return the address."""
@@ -74,7 +83,7 @@ class Playground:
             _, address, _ = self.page.launch(
                 server_name=HOST, server_port=port, share=False, quiet=True, prevent_thread_lock=True, inline=False,
                 max_file_size=LARGEST, enable_monitoring=False, ssr_mode=False, pwa=False, mcp_server=False,
-                footer_links=[], theme=look, css=CSS, show_error=True,
+                footer_links=[], theme=look, css=CSS, show_error=True, app_kwargs={"middleware": [(Visits, (), {})]},
                 head=f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
             )  # fmt: skip
         except OSError as error:

@@ -27,16 +27,16 @@ PAIRS = CHUNK // 16  # made at once by numpy
 _STEP = np.float64(pi / 4 * 2.0**-63)
 
 
-def delta_of(numbers: int) -> float:
+def delta_of(numbers: int, steps: int = 16) -> float:
     """Return how far the released numbers of a whole run are, in total variation, from the ideal mechanism's."""
-    return min(1.0, numbers * 2.0**-57 + sqrt(numbers) * 2.0**-38)
+    return min(1.0, numbers * 2.0**-57 + sqrt(numbers) * steps / 16 * 2.0**-38)
 
 
-def grid_of(std: float) -> float:
-    """Return the public grid for noise of a standard deviation: the largest power of two up to a 16th of it."""
+def grid_of(std: float, steps: int = 16) -> float:
+    """Return the public grid for noise of a standard deviation: the largest power of two with so many steps in it."""
     if not (isfinite(std) and 1e-100 < std < 1e100):
         raise DefenseError(f"Noise of standard deviation {std} cannot be drawn. Give a number from 1e-100 to 1e100.")
-    return 2.0 ** floor(log2(std / 16))
+    return 2.0 ** floor(log2(std / steps))
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,15 +58,17 @@ class Drawn:
         return whole.add_(left.round_()).mul_(self.grid).to(total.dtype)
 
 
-def noise(sizes: Sequence[int], std: float, rng: Source, device: torch.device | str = "cpu") -> Drawn:
-    """Return Gaussian noise for tensors of these sizes as one vector: secret, or as the generator gives it."""
+def noise(sizes: Sequence[int], std: float, rng: Source, device: torch.device | str = "cpu", steps: int = 16) -> Drawn:
+    """Return Gaussian noise for tensors of these sizes as one vector: secret, or as the generator gives it.
+
+    ``steps`` of the grid in a standard deviation: more where what is released is summed and rounded again.
+    """
     if isinstance(rng, Generator):
         flat = torch.empty(sum(sizes), device=rng.device)
         for part in flat.split(list(sizes)) if rng.device.type == "cpu" else (flat,):
             part.normal_(generator=rng)
         return Drawn(flat.mul_(std).to(device), None)
-    grid = grid_of(std)
-    return Drawn(secret_normals(sum(sizes), torch.device(device), std), grid)
+    return Drawn(secret_normals(sum(sizes), torch.device(device), std), grid_of(std, steps))
 
 
 def release(total: Tensor, std: float, rng: Source, sizes: Sequence[int] | None = None) -> Tensor:

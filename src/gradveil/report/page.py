@@ -75,6 +75,7 @@ def _content(store: RunFolder) -> dict[str, Any]:
         "tried": tiers_tried(judged),
         "advice": advice(judged, config, rows),
         "badges": badges(modality),
+        "start": f"those of {config['weights']}" if config.get("weights") else "as the model was made",
         "schedule": client.get("schedule", "one local step"),
         "late": sum(row["kind"] == "skip" and bool(row.get("out_of_time")) for row in rows),
         "caveat": CAVEAT,
@@ -98,7 +99,7 @@ def _content(store: RunFolder) -> dict[str, Any]:
         "many": modality.many,
         "reading": reading(modality),
         "servers": list(dict.fromkeys((f"{row['defense']} · {row['server']}", row["why"]) for row in about)),
-        "settings": [*_levels(rows), *_flat(config), *_flat(versions)],
+        "settings": [*_of_rows(rows), *_flat(config), *_flat(versions)],
     }
 
 
@@ -131,11 +132,13 @@ def _figures(found: list[Line], judged: list[Verdict], floor: Floor) -> list[dic
     return [figure for figure in figures if figure["svg"]]
 
 
-def _levels(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Return what became black and white of images of more than eight bits."""
+def _of_rows(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Return what became black and white of images of more than eight bits, and rows that other versions made."""
     found = next((row for row in rows if row["kind"] == "levels"), None)
     told = "images of more than 8 bits: the lowest value {black:g} is black, the highest {white:g} white, in 256 levels"
-    return [("levels", told.format(**found))] if found else []
+    levels = [("levels", told.format(**found))] if found else []
+    others = [", ".join(f"{k} {v}" for k, v in row["versions"].items()) for row in rows if row.get("versions")]
+    return levels + [("made by others", f"{others.count(one)} rows: {one}") for one in dict.fromkeys(others)]
 
 
 def _flat(table: dict[str, Any]) -> list[tuple[str, str]]:
