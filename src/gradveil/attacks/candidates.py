@@ -27,6 +27,7 @@ from gradveil.types import Batch, Observation, Reconstruction
 SAME = 1e-3  # relative distance of updates that count as the same
 OFFSETS = 32  # runs of the client on one candidate, where what the defence adds is the same for all
 FEW = 8  # of them, where few candidates are run at all
+PAIR = 2  # candidates whose gradients are worked out together, where one takes long
 RUNS = 8  # candidates that the client is run on before the clock is looked at
 SWEEPS = 3  # of exchanging one chosen record for a better one
 Score = Callable[[Tensor], Tensor]  # positions of candidates (m,) -> log likelihoods (m,)
@@ -122,7 +123,7 @@ class Candidates(Attack):
 
     def _law(self, seen: Observation, sent: SentRounds, trials: "Trials", kept: "Kept") -> tuple[Score, int]:
         """Return how likely what was sent is for each candidate, and how many of them to score at once."""
-        many = max(1, min(RUNS if self.shortlist else len(trials), int(self.memory / 80 / sent.seen.shape[1])))
+        many = max(1, min(PAIR if self.shortlist else len(trials), int(self.memory / 80 / sent.seen.shape[1])))
         mean = trials.means(seen, sent, kept if len(trials) < self.memory / 8 / sent.seen.shape[1] else None)
         offsets = FEW if self.shortlist else OFFSETS
         if seen.client is None:

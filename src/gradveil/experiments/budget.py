@@ -31,6 +31,7 @@ from gradveil.experiments.work import NOT_TRIED, Work, cut_short
 from gradveil.pace import as_clock
 
 LOG = logging.getLogger("gradveil")
+QUICK: tuple[Kind, ...] = ("closed form", "list")  # what needs no other weights, and no search
 FIRST = 0.1  # of the time, at most, for the first pictures
 PROBES = 0.25  # and for running the defences by themselves
 METER = 0.1  # of the time, at most, for certificates and leak meter
@@ -121,11 +122,12 @@ class Budget:
         first, others = list(self.scene.victims[:1]), list(self.scene.victims[1:])
         if not looks or end <= pace.clock():
             return
+        self._by_kind(self._ranked(looks, first)[0], end, QUICK)
         began = pace.clock()
-        planted = self._planted(looks, first)
+        planted = self._planted(looks, first) if end > began else []
         took = pace.clock() - began
         now, later = self._ranked([*looks, *planted], first)
-        self._by_kind(now, end)
+        self._by_kind(now, end, [kind for kind in KINDS if kind not in QUICK])
         while (refused := self.work.refused()) & {t.attack for t in now if t.defense == "none"}:  # the next of its kind
             now, later = self._ranked([*looks, *planted], first, refused)
             self._by_kind(now, end)
@@ -159,9 +161,9 @@ class Budget:
         chosen = {id(t) for t in first} | {id(t) for t in mine if t.defense == "none" and control_of(t) in needed}
         return [t for t in mine if id(t) in chosen], [t for t in mine if id(t) not in chosen]
 
-    def _by_kind(self, targets: Sequence[Target], end: float) -> None:
+    def _by_kind(self, targets: Sequence[Target], end: float, kinds: Sequence[Kind] = KINDS) -> None:
         """Attack these until so late: what takes least first."""
-        for kind in KINDS:
+        for kind in kinds:
             its = self._left([t for t in targets if kind_of(self.scene, t.attack) == kind])
             if kind in ("closed form", "planted"):  # what failed for one client does so for others
                 hopeless = self._failed()

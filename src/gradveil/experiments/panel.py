@@ -102,7 +102,7 @@ def _wanted(scene: Scene, look: Look) -> Wanted:
 
 def _planted(scene: Scene, look: Look) -> Wanted:
     server = Countermeasure(
-        look.planted, "Sends weights that make clients give more away.", _as_it_is, tier="malicious"
+        look.planted.partition(":")[0], "Sends weights that make clients give more away.", _as_it_is, tier="malicious"
     )
     return [(defense, server, look.planted) for defense in scene.defenses]
 
