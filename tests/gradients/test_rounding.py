@@ -14,6 +14,7 @@ from gradveil.gradients.layer_kinds import KINDS
 from gradveil.gradients.records import Held
 from gradveil.gradients.rounding import (
     BLOCK,
+    LONG,
     MAPPED,
     MASS,
     SLACK,
@@ -79,9 +80,17 @@ def test_sums_in_chunks_are_those_in_float64(seed: int, count: int) -> None:
     found = sum_of_held(each, weights, 1.0)
     wanted = torch.einsum("kn,knab->kab", weights.double(), each.double())
     size = records_in_a_chunk(1, 1.0, torch.float32)
-    room = 1.1 * size * unit(torch.float32) * torch.einsum("kn,knab->kab", weights.double(), each.double().abs())
+    chunks = count // size + 1
+    u = (size + chunks + 1) * unit(torch.float32)
+    room = 1.1 * u * torch.einsum("kn,knab->kab", weights.double(), each.double().abs())
     assert bool(((found - wanted).abs() <= room).all())
-    assert found.dtype == (torch.float32 if count <= size else torch.float64)
+    assert found.dtype == torch.float32
+
+
+def test_a_sum_that_is_long_stays_in_float64() -> None:
+    each = torch.ones(1, LONG + 1, 1)
+    assert sum_of_held(each, torch.ones(1, LONG + 1), 1.0).dtype == torch.float64
+    assert sum_of_held(each[:, :-1], torch.ones(1, LONG), 1.0).dtype == torch.float32
 
 
 @given(seed=SEEDS)
@@ -106,7 +115,7 @@ def test_chunks_leave_the_room_that_the_proof_uses() -> None:
             assert size**2 * rows * mass <= 2**14
             assert size == 0 or size & (size - 1) == 0
     assert records_in_a_chunk(1, 1.0, torch.float32) == 128
-    assert (1 + 2 * u * MAPPED) / (1 + SLACK) + 2 * 3 * 2**14 * u < 1 - 1e-3
+    assert (1 + 2 * u * MAPPED) / (1 + SLACK) + 2 * 3 * 2**14 * u + 2 * 2 * LONG * u < 1 - 1e-3
     assert 2 * BLOCK * u < SLACK
 
 

@@ -176,7 +176,7 @@ class Weighted(Seen):
         def part(some: slice, size: int) -> Tensor:
             return self.chunks(some, size, weights[:, some].to(dtype))
 
-        return in_chunks(self.a.shape[1], max(size, 1), numbers, self.delta.device, part)
+        return in_chunks(self.a.shape[1], max(size, 1), numbers, self.delta, part, mass)
 
     def chunks(self, some: slice, size: int, weights: Tensor) -> Tensor:
         """Return the weighted sums of chunks of some records (K, chunks, *shape), in the type of the weights."""

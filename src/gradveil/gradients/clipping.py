@@ -6,7 +6,7 @@ from torch import Tensor
 from gradveil.gradients.coordinates import Coordinates
 from gradveil.gradients.precision import full_precision
 from gradveil.gradients.records import Records
-from gradveil.gradients.rounding import MAPPED, clip_factors
+from gradveil.gradients.rounding import MAPPED, clip_factors, narrow
 from gradveil.tree import Params
 
 
@@ -25,7 +25,7 @@ def clipped_sum(
             found = _of_piece(some, clip, coordinates, None if present is None else present[..., which])
         total = found if total is None else total.double() + found
     assert total is not None
-    return total
+    return narrow(total, records.count, torch.promote_types(next(iter(records.like.values())).dtype, torch.float32))
 
 
 def _of_piece(records: Records, clip: float, coordinates: Coordinates | None, present: Tensor | None) -> Tensor:

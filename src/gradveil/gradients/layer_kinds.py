@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradveil.gradients.captured import ConvolutionSeen, LinearSeen, Seen
-from gradveil.gradients.rounding import Pair, gram_of_rows
+from gradveil.gradients.rounding import Pair, gram_of_rows, narrow
 
 
 class NormSeen(Seen):
@@ -73,7 +73,8 @@ class EmbeddingSeen(Seen):
         numbers, delta = self._rows()
         delta = (delta.double() * weights[..., None, None]).flatten(1, 2)
         empty = delta.new_zeros(len(delta), *self.layer.weight.shape)  # type: ignore[misc]
-        return empty.scatter_add_(1, numbers.flatten(1)[..., None].expand_as(delta), delta)
+        found = empty.scatter_add_(1, numbers.flatten(1)[..., None].expand_as(delta), delta)
+        return narrow(found, numbers.shape[1], self.delta.dtype, mass)
 
 
 KINDS: dict[type[nn.Module], type[Seen]] = {

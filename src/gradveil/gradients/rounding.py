@@ -11,13 +11,15 @@ most γ |x|·|y| + n τ, γ = n u to first order. From this:
 - **Factors.** c = min(1, C' / bound), C' = C / (1 + ``SLACK``), and so small that c A ≤ ``MASS`` C; 0 where a bound is
   not finite: ``clip_factors``. So ||c g|| ≤ C', and what cancels is never longer than ``MASS`` C. In public coordinates
   (``Coordinates.mapped``) g itself may be longer than C: there c A ≤ ``MAPPED`` C.
-- **Sums.** A chunk of m records is summed in float32, and chunks are added in float64. Taking a record's slot to zero
-  changes the rounding of its own chunk alone. There a layer is off by at most m T u Σ_i c_i A_i, before and after;
+- **Sums.** A chunk of m records is summed in float32. Taking a record's slot to zero changes the rounding of its own
+  chunk alone. There a layer is off by at most m T u Σ_i c_i A_i, before and after;
   ``records_in_a_chunk`` holds m² T · mass ≤ 2¹⁴ for powers of two m, so that the chunks of all layers lie in one
   another. By Cauchy and Schwarz, over 8 sizes of chunks and layers with and without mass, all layers together are then
-  off by at most 2 · 3 · 2¹⁴ u C < 0.006 C.
+  off by at most 2 · 3 · 2¹⁴ u C < 0.006 C. Chunks, of which none is longer than its records' clips, are added in
+  float32 where chunks · records ≤ 2¹⁴, which is 2 · 2¹⁴ u C < 0.002 C, else in float64; and the sum is rounded to
+  float32 once (``narrow``), for as much again.
 
-Together ||change|| ≤ C' (1 + 2 u · MAPPED) + 0.006 C + (float64's part, 10⁻⁹ C) < C, as C' < 0.985 C. Float64 has
+Together ||change|| ≤ C' (1 + 2 u · MAPPED) + 0.010 C + (float64's part, 10⁻⁹ C) < C, as C' < 0.985 C. Float64 has
 u = 2⁻⁵³ and the same argument. Numbers below τ count in all bounds as if they were as large.
 """
 
@@ -29,6 +31,7 @@ from torch import Tensor
 SLACK = 1 / 64
 MASS = 16.0  # a record's mass after clipping, at most, in clips; 1 to 4 in trained networks
 MAPPED = 64.0  # the same in public coordinates, where what is clipped is shorter than what is summed
+LONG = 2**14  # clips that float32 may add up or be rounded at; beyond, float64
 BLOCK = 256  # numbers of a sum in float32, before float64 goes on
 AT_ONCE = {"cpu": 2**18, "cuda": 2**26}  # numbers of chunks' sums that are made together
 
@@ -146,23 +149,34 @@ def chunked(values: Tensor, size: int) -> Tensor:
 
 
 def in_chunks(
-    count: int, size: int, numbers: int, device: torch.device, part: Callable[[slice, int], Tensor]
+    count: int, size: int, numbers: int, like: Tensor, part: Callable[[slice, int], Tensor], length: float = 1.0
 ) -> Tensor:
     """Return the sum (K, ...) over ``count`` records: ``part(some, n)`` sums chunks of n (K, chunks, ...).
 
-    ``numbers``: how many one chunk's sum has.
+    ``numbers``: how many one chunk's sum has; ``length``: of what one record adds to the sum, at most, in clips.
     """
     if count <= size:
         return part(slice(0, count), count)[:, 0]
-    several = size * max(1, AT_ONCE["cuda" if device.type == "cuda" else "cpu"] // numbers)
+    several = size * max(1, AT_ONCE["cuda" if like.is_cuda else "cpu"] // numbers)
     whole = count // size * size
     pieces = [(slice(at, min(at + several, whole)), size) for at in range(0, whole, several)]
     pieces += [(slice(whole, count), count - whole)] if whole < count else []
-    total = part(*pieces[0]).sum(1, dtype=torch.float64)
-    for some, each in pieces[1:]:
+    few = (count // size + 1) * count * length <= LONG
+    total: Tensor | None = None
+    for some, each in pieces:
         found = part(some, each)
-        total += found[:, 0] if found.shape[1] == 1 else found.sum(1, dtype=torch.float64)
-    return total
+        found = found[:, 0] if found.shape[1] == 1 else found.sum(1, dtype=found.dtype if few else torch.float64)
+        if total is None:
+            total = found if few else found.double()
+        else:
+            total += found
+    assert total is not None
+    return narrow(total, count, like.dtype, length)
+
+
+def narrow(total: Tensor, count: int, dtype: torch.dtype, length: float = 1.0) -> Tensor:
+    """Return a sum of so many records in a type, or in float64 where its rounding would move it too far."""
+    return total.to(dtype) if count * length <= LONG else total
 
 
 def sum_of_held(each: Tensor, weights: Tensor, mass: float) -> Tensor:
@@ -177,4 +191,4 @@ def sum_of_held(each: Tensor, weights: Tensor, mass: float) -> Tensor:
         factors = factors.reshape(clients * chunks, 1, size)
         return torch.bmm(factors, rows).view(clients, chunks, *shape)
 
-    return in_chunks(count, records_in_a_chunk(1, mass, each.dtype), max(1, shape.numel()), each.device, part)
+    return in_chunks(count, records_in_a_chunk(1, mass, each.dtype), max(1, shape.numel()), each, part, mass)
