@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 from torch.func import functional_call
 
 from gradveil.countermeasures import Countermeasure
-from gradveil.defenses.base import Defense, Place, Step
+from gradveil.defenses.base import Defense, Place, RunningStep
 from gradveil.defenses.guard.protect import Guard, guard_of
 from gradveil.gradients.records import Records
 from gradveil.registry import describe
@@ -21,10 +21,10 @@ from gradveil.types import Batch, Update
 LR = 0.1
 
 
-class SpyStep(Step):
+class SpyStep(RunningStep):
     """Notes what a step is with each batch that comes into it."""
 
-    def __init__(self, inner: Step, releases: list[Params]) -> None:
+    def __init__(self, inner: RunningStep, releases: list[Params]) -> None:
         self.inner, self.releases = inner, releases
 
     def add(self, records: Records) -> Params:
@@ -80,7 +80,7 @@ class Spy(Defense):
         self.releases.append({name: g.clone() for name, g in made.items()})
         return made
 
-    def begin(self, slots: int, rng: Generator) -> Step | None:
+    def begin(self, slots: int, rng: Generator) -> RunningStep | None:
         step = self.inner.begin(slots, rng)
         return None if step is None else SpyStep(step, self.releases)
 

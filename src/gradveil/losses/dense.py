@@ -12,7 +12,7 @@ from gradveil.ranges import ClassCount
 
 @LOSSES.register("dense")
 @dataclass(frozen=True)
-class Dense(Loss):
+class EveryPlace(Loss):
     """Cross-entropy of a class at every place, mean over places, then over examples; of segmentation.
 
     Outputs are (N, C, H, W), targets (N, H, W). A row of an attack is all probabilities of an example, one after the
