@@ -41,7 +41,7 @@ class EveryPlace(Loss):
         """Return the mean loss for rows y (N, K) of probabilities."""
         return -(y.reshape(output.shape) * output.log_softmax(1)).sum(1).mean()
 
-    def of(self, target: Tensor) -> "Dense":
+    def of(self, target: Tensor) -> "EveryPlace":
         """Return itself, for classes of places."""
         if target.is_floating_point() or target.ndim < 3:
             raise LossError(f"dense takes a class for each place, whole numbers (N, H, W); they are {said(target)}.")
