@@ -22,12 +22,13 @@ from gradveil.federated.checkpoint import Checkpoint
 from gradveil.federated.client import Sent, evaluate
 from gradveil.federated.engines import Job, World, work
 from gradveil.federated.simulate import NOT_RELEASED, client_seed, public_records
+from gradveil.integrations.allowed import check_map, check_weights, said_outward, taken
 from gradveil.integrations.flower.checks import checked
 from gradveil.integrations.flower.chosen_grid import DEVICE, ChosenGrid
 from gradveil.integrations.flower.demand import Demand
 from gradveil.integrations.flower.grids import AuditedGrid, audited
 from gradveil.integrations.flower.mods import RULE
-from gradveil.integrations.flower.public_map import hear, said_of
+from gradveil.integrations.flower.public_map import MAP, hear, said_of
 from gradveil.integrations.flower.records import (
     LOG,
     SPENT,
@@ -59,16 +60,33 @@ def make_client_app(settings: FlowerSettings | None = None, mods: list[Any] | No
         return Message(RecordDict({"node": answer}), reply_to=message)
 
     def train(message: Message, context: Context) -> Message:
-        return train_message(message, context, settings or FlowerSettings.from_config(context.run_config))
+        if settings is not None:
+            return train_message(message, context, settings)
+        return said_outward(lambda: train_message(checked_message(message), context, taken_of(context)))
 
     def securely(message: Message, context: Context, call_next: Next) -> Message:
-        own = settings or FlowerSettings.from_config(context.run_config)
+        own = settings or said_outward(lambda: taken_of(context))
         return secure_mod()(message, context, call_next) if own.secure_aggregation else call_next(message, context)
 
     app = ClientApp(mods=[securely, *(mods or [])])
     app.query()(who)
     app.train()(train)
     return app
+
+
+def taken_of(context: Context) -> FlowerSettings:
+    """Return the settings of a run that this node takes from its run config."""
+    return FlowerSettings.from_config(taken(context.run_config, context.node_config))
+
+
+def checked_message(message: Message) -> Message:
+    """Return a training message whose weights and map are such as can be trained with."""
+    for record in message.content.array_records.values():
+        check_weights(params_of(record))
+    for said in message.content.config_records.values():
+        if MAP in said:
+            check_map(said[MAP])
+    return message
 
 
 def train_message(message: Message, context: Context, settings: FlowerSettings) -> Message:
