@@ -289,7 +289,7 @@ def _by_client(seen: Observation) -> list[list[Observation]]:
 
 
 def _bytes(x: Tensor, y: Tensor) -> tuple[bytes, bytes]:
-    return x.cpu().numpy().tobytes(), y.cpu().numpy().tobytes()
+    return x.double().cpu().numpy().tobytes(), y.double().cpu().numpy().tobytes()
 
 
 def _close(apart: Tensor, like: Tensor) -> bool:
