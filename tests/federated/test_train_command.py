@@ -1,9 +1,9 @@
 """``gradveil train`` end to end: the folder it leaves, resume, early stop, faults and refusals."""
 
-import re
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 import time
