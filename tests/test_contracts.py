@@ -19,7 +19,7 @@ from gradveil.tree import Params
 from gradveil.types import Batch, Observation, Update
 
 DENSE = ("spear", "cocktail")  # attacks on fully connected networks
-TEXT = ("span", "tag")  # attacks on language models
+TEXT = ("span", "tag", "words")  # attacks on language models
 OF_TABLES = ("tableak", "rowwise")
 OF_TOKENS = ("patches",)  # attacks on vision transformers
 SHORT = {"steps": 3, "starts": 2, "restarts": 2, "pairs": 40, "width": 4}

@@ -1,10 +1,11 @@
-"""Write docs/methods.md from the registry; with --check, only say whether it is up to date."""
+"""Write docs/methods.md from the registry, and docs/how-to/node-settings.md; with --check, only say what is stale."""
 
-import argparse
 import sys
-from pathlib import Path
+
+from marked_blocks import ROOT, write_or_check
 
 from gradveil.cli.list import everything, say_ranges
+from gradveil.integrations.allowed import FILES, SITE, WORDS, keys
 
 TITLES = {
     "dataset": "Data sets",
@@ -18,7 +19,26 @@ TITLES = {
     "schedule": "Learning-rate schedules",
     "metric": "Metrics",
 }
-PAGE = Path(__file__).parent.parent / "docs" / "methods.md"
+NODE = """\
+# What a node takes from a run
+
+Made by `make docs` from the code that decides it, `gradveil.integrations.allowed`. The ready app
+(`gradveil.flower:client_app`) reads a run's settings by it: who submits a run chooses among what gradveil has, and the
+**site** alone names code and files.
+
+`module:function`, a path, and the settings that name files ({files})
+are refused where a run gives them, in one line that quotes the run alone. Everything else that goes wrong on a node
+leaves it as the name of the error; its text is in the node's own log.
+
+A site sets {site}, `defense` and [the rest](train-with-flower.md) by `--node-config`, and what it sets
+stands above the run: `--node-config "partition-id=0 dataset='my_module:my_data' data='/srv/images'"`.
+Weights with NaN, infinite values or a layer of zeros are not trained at, and a message's map is bytes, of at most
+2<sup>28</sup>.
+
+| key of the run config | who may set it on a node | what it may be |
+|---|---|---|
+{rows}
+"""
 
 
 def page() -> str:
@@ -35,17 +55,18 @@ def page() -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    """Write or check the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true")
-    if parser.parse_args().check:
-        fresh = PAGE.exists() and PAGE.read_text() == page()
-        print("docs/methods.md is up to date" if fresh else "docs/methods.md is stale: run `make docs`")
-        return 0 if fresh else 1
-    PAGE.write_text(page())
-    return 0
+def node_settings() -> str:
+    """Return the page of what a run may set on a node."""
+    files = [f"`{kind}:{name}=`" for kind, names in FILES.items() for name in sorted(names)]
+    files += [
+        f"`{kind}:{name}=` but for {', '.join(words)}" for kind, of in WORDS.items() for name, words in of.items()
+    ]
+    rows = "\n".join(f"| `{key.name}` | {key.who} | {key.range} |" for key in keys())
+    return NODE.format(files=", ".join(files), site=", ".join(f"`{name}`" for name in SITE), rows=rows)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    docs = ROOT / "docs"
+    sys.exit(
+        write_or_check({docs / "methods.md": page(), docs / "how-to" / "node-settings.md": node_settings()}, __doc__)
+    )

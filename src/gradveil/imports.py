@@ -64,6 +64,6 @@ def import_object(path: str) -> Any:
     for part in attribute.split("."):
         if not hasattr(thing, part):
             where = getattr(sys.modules[module_name], "__file__", None) or "built in"
-            raise SpecError(f"Module {module_name!r} ({where}) has no {attribute!r}. Give module:function.")
+            raise SpecError(f"Module {module_name!r} has no {attribute!r}. Give module:function. It lies in {where}.")
         thing = getattr(thing, part)
     return thing

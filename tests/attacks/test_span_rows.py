@@ -97,3 +97,15 @@ def test_a_frozen_embedding_shows_no_rows() -> None:
     ids = drawn()
     seen = changed(observed(BERT, ids, frozen="tokens")[0], "noise")
     assert right(build_attack("span").reconstruct(seen, rng()).inputs, ids) < 0.5
+
+
+@pytest.mark.parametrize("which", [GPT, BERT], ids=["decoder", "encoder"])
+def test_pruning_leaves_every_word(which: tuple[str, int, str]) -> None:
+    """Of an update of which 80 % are zero, the rows of the embedding show the words."""
+    seen, _ = observed(which, ids := drawn())
+    gradient = {n: g * (g.abs() >= g.abs().flatten().sort().values[int(0.8 * g.numel())]) for n, g in
+                seen.update.gradient.items()}  # fmt: skip
+    found = build_attack("words").reconstruct(replace(seen, update=replace(seen.update, gradient=gradient)), rng())
+    words, true = ({int(i) for i in x.flatten() if i} for x in (found.inputs, ids[:, :-1]))
+    assert true <= words
+    assert len(words - true) <= COUNT  # a decoder's targets have no rows of their own in an embedding that is not tied

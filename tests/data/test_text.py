@@ -136,9 +136,9 @@ def test_from_a_file_to_the_report(tmp_path: Path) -> None:
         out=tmp_path / "run",
     )
     lines = {line.attack: line for line in done.lines if line.round == "first"}
-    assert set(lines) == {"span", "tag:steps=100"}
+    assert set(lines) == {"span", "tag:steps=100", "words"}
     assert lines["span"].error.mean == 0
     page = write_report(done.folder).read_text("utf-8")
     assert '<span class="got">cat</span>' in page
     assert "Sequences recovered" in page
-    assert "images" not in page.split("</head>")[1].split('id="run"')[0]
+    assert "images" not in page.split("</head>")[1].split('id="run"')[0].replace("--images", "")  # the option

@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 from torch.func import functional_call
 
 from gradveil.countermeasures import Countermeasure
-from gradveil.defenses.base import Defense, Place
+from gradveil.defenses.base import Defense, Place, RunningStep
 from gradveil.defenses.guard.protect import Guard, guard_of
 from gradveil.gradients.records import Records
 from gradveil.registry import describe
@@ -19,6 +19,18 @@ from gradveil.tree import Params
 from gradveil.types import Batch, Update
 
 LR = 0.1
+
+
+class SpyStep(RunningStep):
+    """Notes what a step is with each batch that comes into it."""
+
+    def __init__(self, inner: RunningStep, releases: list[Params]) -> None:
+        self.inner, self.releases = inner, releases
+
+    def add(self, records: Records) -> Params:
+        made = self.inner.add(records)
+        self.releases.append({name: g.clone() for name, g in made.items()})
+        return made
 
 
 class Spy(Defense):
@@ -68,10 +80,9 @@ class Spy(Defense):
         self.releases.append({name: g.clone() for name, g in made.items()})
         return made
 
-    def on_more_records(self, records: Records, slots: int) -> Params | None:
-        more = self.inner.on_more_records(records, slots)
-        self.releases.append({name: g.clone() for name, g in (more or {}).items()})
-        return more
+    def begin(self, slots: int, rng: Generator) -> RunningStep | None:
+        step = self.inner.begin(slots, rng)
+        return None if step is None else SpyStep(step, self.releases)
 
     def on_gradient(self, gradient: Params, rng: Generator) -> Params:
         changed = self.inner.on_gradient(gradient, rng)

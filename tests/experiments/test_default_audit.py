@@ -35,7 +35,7 @@ def test_the_default_audit_says_what_a_naive_and_a_knowing_server_get(tmp_path: 
 
     tiers = {t.tier: t.outcome for t in judged[OURS].tiers}
     assert tiers["knows"] == "recovered"
-    assert set(tiers.values()) <= {"recovered", "recognised", "traces", "nothing", "not_run"}
+    assert set(tiers.values()) <= {"recovered", "recognised", "identified", "traces", "nothing", "not_run"}
     controls = {(x.round, x.weights, x.attack) for x in run.lines if x.defense == "none"}
     assert {(x.round, x.weights, x.attack) for x in run.lines} == controls
     assert {x.round for x in run.lines} == {"first", "last"}

@@ -168,13 +168,20 @@ def the_gate_looks_at_the_tiers_it_is_told(code: Any) -> None:
     assert code.gate.gates(rows, "recognised", ("naive", "patient"))["d"].result == "failed"
 
 
+def one_lucky_guess_is_no_control(code: Any) -> None:
+    """One example that is told from few others by chance says nothing: neither of a control nor of a defence."""
+    lucky = measured("none", "naive", BAD, identified=1.0, gallery=61)[:1]
+    rows = rows_of(lucky, *(measured("d", tier, BAD)[:1] for tier in ("naive", "knows")))
+    assert outcome(code, rows) == "void"
+
+
 RULES: list[Callable[[Any], None]] = [
     knows_acts_naively, naive_does_not_know, a_tier_speaks_for_itself, more_includes_less, what_was_not_run_is_said,
     a_wrong_declaration_is_no_protection, an_unknown_secret_is_no_protection, a_known_secret_may_hold,
     a_failed_control_is_no_protection, half_an_audit_is_no_protection, a_control_is_of_the_same_attack_and_tier,
     a_leak_counts_whatever_the_control, no_time_is_no_protection, the_gate_looks_at_the_tiers_it_is_told,
     a_control_that_was_stopped_as_early_counts, a_control_that_failed_speaks_for_those_that_waited,
-    who_picks_from_a_list_identifies,
+    who_picks_from_a_list_identifies, one_lucky_guess_is_no_control,
 ]  # fmt: skip
 
 WEAKENED = [
@@ -192,7 +199,8 @@ WEAKENED = [
     ("rows", 'for tier in (one.tier, "naive", "knows")', 'for tier in ("naive", "knows")'),
     ("rows", 'if void is None and late and got == "nothing" and not _as_long(mine, control):', "if False:"),
     ("rows", "m.stopped_at >= enough > 0", "True"),
-    ("rows", "if recovered.mean >= HALF or (identified", "if True or (identified"),
+    ("rows", "if recovered.mean >= HALF or (grade", "if True or (grade"),
+    ("rows", "if luck < SIGNIFICANT and identified.mean >= HALF:", "if identified.mean >= HALF:"),
     ("gate", 'if judged is not None and judged.errors:', "if False:"),
     ("gate", 'if judged is not None and judged.outcome == "not_assessed":', "if False:"),
     ("gate", "if its and all(line.void for line in its):", "if False:"),

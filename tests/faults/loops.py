@@ -112,7 +112,7 @@ class Loop:
 
     def check_noise(self) -> None:
         for name, p in self.weights():
-            if name not in self.clean and (p.grad is None or float(p.grad.abs().max()) < 0.2 * Z / SLOTS):
+            if name not in self.clean and (p.grad is None or float(p.grad.abs().max()) < 0.01 * Z / SLOTS):
                 raise Broken(f"no noise in the gradient of {name}")
 
     # Things that a loop does.

@@ -577,6 +577,31 @@ def test_flower_messages(place: Path, count: Count) -> None:
     drill("Flower messages", st.tuples(record, metrics, config), read, place, times(100, 2_000), count)
 
 
+def test_run_settings_on_a_node(place: Path, count: Count) -> None:
+    """Whatever a run says: settings of registered names, or one line; no file is read, and no code is run."""
+    pytest.importorskip("flwr")
+    from gradveil.integrations.allowed import REGISTRIES, check_spec, said_outward, taken
+    from gradveil.integrations.flower.settings import FlowerSettings
+
+    secret = place / "secret.csv"
+    secret.write_text("root:x:0:0\n")
+    keys = [*FlowerSettings().to_config(), "evil", "partition-id"]
+    theirs = ["os:abort", "own:make", "secret.csv", str(secret), "decoy:prior=secret.csv", "mlp+os:abort"]
+    theirs += [f"{kind}:path={secret},target=x" for kind in ("table", "text", "folder")]
+    names = [name for kind in ("dataset", "model", "defense", "loss", "partition") for name, _ in registry(kind)]
+    word = st.sampled_from([*names, *theirs, *TEXTS])
+    plain = st.sampled_from([w for w in WRONG if not isinstance(w, dict | list)])
+    runs = st.dictionaries(st.sampled_from(keys), word | plain | st.builds("{}:{}".format, word, word), max_size=4)
+
+    def read(run: dict[str, Any]) -> None:
+        found = said_outward(lambda: FlowerSettings.from_config(taken(run, {})))
+        assert found.data == ""
+        for kind in REGISTRIES.keys() - {"require_defense"}:
+            check_spec(kind, getattr(found, kind))
+
+    drill("run settings on a node", runs, read, place, times(300, 20_000), count)
+
+
 def test_values_of_the_command_line(place: Path, count: Count) -> None:
     kinds = (int, float, bool, str, tuple[float, ...], int | None)
     some = st.tuples(st.sampled_from(kinds), st.sampled_from(TEXTS) | st.text(max_size=8))

@@ -18,3 +18,13 @@ def test_tf32_is_on_within_where_full_precision_is_not_wanted() -> None:
         assert torch.backends.cuda.matmul.allow_tf32
         assert torch.backends.cudnn.allow_tf32
     assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before
+
+
+def test_products_of_a_cpu_are_not_rounded_further_within() -> None:
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with full_precision():
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")

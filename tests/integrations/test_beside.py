@@ -16,6 +16,7 @@ from flwr.serverapp.strategy import FedAvg
 from torch import nn
 
 from gradveil.certificates.accountant import Account
+from gradveil.integrations.allowed import NodeError
 from gradveil.integrations.flower.app import make_client_app
 from gradveil.integrations.flower.checks import checked
 from gradveil.integrations.flower.leaks import leak_guard
@@ -362,8 +363,10 @@ def test_what_a_site_sets_is_not_changed_by_a_run(run: dict[str, Any], accounts:
     said = make_client_app()(message(model), context(site, config)).content[STATEMENT]
     assert said["defense"] == "veil:z=4.0,clip=0.5"
     assert (said["from-site"], said["noise"], said["spent"]) == (True, "secret", 1 / 16)
-    for key in ("noise", "account", "evaluate", "node-config"):
-        with pytest.raises(Exception, match="does not know"):
+    again = make_client_app()(message(model), context(site, config | {"account": "theirs.json"})).content[STATEMENT]
+    assert again["spent"] == 2 / 16  # out of the site's own
+    for key in ("noise", "evaluate", "node-config"):
+        with pytest.raises(NodeError, match="SpecError"):
             make_client_app()(message(model), context(site, config | {key: "allow"}))
 
 

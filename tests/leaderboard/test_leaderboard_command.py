@@ -75,7 +75,7 @@ def test_a_promise_is_held_against_every_attack_and_a_beaten_one_ends_in_an_erro
     ended = run(*words, "--json")
     assert ended.exit_code == 0, ended.output
     (row,) = [row for row in json.loads(ended.stdout)["table"] if row["defence"] == spec]
-    assert float(row["μ"]) > 0.5
+    assert float(row["μ"].partition(" ")[0]) > 0.5
     assert 0 < float(row["floor for Gaussian images"]) < 1
     assert row["accuracy, paper"] == "not run" if "accuracy, paper" in row else True
     monkeypatch.setattr("gradveil.leaderboard.standings.Account.guess", lambda self, kappa: 1e-12)

@@ -11,7 +11,7 @@ from torch import Generator, nn
 import gradveil
 from gradveil.defenses.veil import Veil
 from gradveil.measured.pipelines import Federated, Foreign, Protected
-from gradveil.measured.verify import Measured, verify
+from gradveil.measured.verify import Verified, verify
 from gradveil.types import Batch
 from measured import trainers
 
@@ -32,7 +32,7 @@ def digits() -> tuple[nn.Module, Batch]:
     return gradveil.model("mlp:widths=24", data.input_shape, data.num_classes), data.train.batch(slice(0, 64))
 
 
-def measure(digits: tuple[nn.Module, Batch], pipeline: Any, **more: Any) -> Measured:
+def measure(digits: tuple[nn.Module, Batch], pipeline: Any, **more: Any) -> Verified:
     model, like = digits
     return verify(pipeline, model, like.inputs, like.labels, **{"seed": 1, "trials": 40, **more})
 

@@ -4,7 +4,7 @@ import pytest
 
 import gradveil
 from gradveil.measured.pipelines import Protected, of_spec
-from gradveil.measured.verify import Measured, verify
+from gradveil.measured.verify import Verified, verify
 from measured import kinds
 
 ALL = [*kinds.IMAGES, *kinds.TEXT, *kinds.TABLE]
@@ -12,7 +12,7 @@ QUICK = ["LeNet", "MLP on a table", "bag of words"]
 SPEC = "veil:z=1,clip=1"
 
 
-def measure(kind: str, engine: str, trials: int) -> Measured:
+def measure(kind: str, engine: str, trials: int) -> Verified:
     model, like = kinds.build(kind)
     return verify(of_spec(SPEC, engine), model, like.inputs, like.labels, seed=0, grain=False, trials=trials)
 

@@ -10,6 +10,7 @@ import pytest
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "verify.md"
 
 
+@pytest.mark.slow
 def test_the_page_finds_opacus_sound_and_the_broken_trainer_broken(tmp_path: Path) -> None:
     pytest.importorskip("opacus")
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)

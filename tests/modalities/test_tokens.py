@@ -51,3 +51,13 @@ def test_a_sequence_is_shown_as_words_with_those_that_are_right_marked() -> None
     assert cells is not None
     assert [(c.text, c.right) for c in cells] == [("the", True), ("mat", True), ("on", False)]
     assert Tokens.from_row(KIND.row()) == KIND
+
+
+def test_words_in_no_order_are_measured_and_tell_a_text_from_others() -> None:
+    found = torch.tensor([[7, 6, 5, 4, 3, 1]]).float()  # all words of the first, and one that it has not
+    gallery = torch.tensor([[3, 7, 5, 0, 0, 0], [6, 6, 6, 6, 6, 6]]).float()
+    values, _ = measure(found, None, Batch(TRUTH[:1], torch.zeros(1).long()), gallery, modality=KIND)
+    assert float(values["recall"]) == 1
+    assert float(values["precision"]) == pytest.approx(5 / 6)
+    assert float(values["wrong"]) > 0.5
+    assert float(values["identified"]) == 1

@@ -151,8 +151,9 @@ class Analytic(Attack):
             model = deepcopy(seen.model).double()
             refuse_recurrent(model)
             with differentiating(seen.model):
-                x, objective, steps = self._search(replace(seen, model=model), visit.path, r, rng)
-            converged = steps < self.steps and math.isfinite(objective)
+                x, objective, steps, late = self._search(replace(seen, model=model), visit.path, r, rng)
+            converged = steps < self.steps and math.isfinite(objective) and not late
+            details |= {"out_of_time": 1.0} if late else {}
             details["iterations"] = float(steps)
         inputs = x.reshape(shape).to(torch.float32).clamp(*seen.bounds)
         labels = seen.labels
@@ -160,7 +161,7 @@ class Analytic(Attack):
             labels = read_at(seen, inputs, rng)
         return Reconstruction(inputs, labels, objective, converged, details)
 
-    def _search(self, seen: Observation, layer: str, r: LayerInputs, rng: Generator) -> tuple[Tensor, float, int]:
+    def _search(self, seen: Observation, layer: str, r: LayerInputs, rng: Generator) -> tuple[Tensor, float, int, bool]:
         """Return the inputs (N, d) that the prior and the layer's inputs speak for, every example on its own."""
         alone = replace(seen, update=replace(seen.update, num_examples=1))
         prior = Prior.of(alone, 0, r.values.device)
@@ -171,7 +172,7 @@ class Analytic(Attack):
         away = prior.draw(len(r.values) * self.restarts, rng).reshape(-1, self.restarts, prior.pixels)
         away[:, 0] = 0.0
         best = solver.best(rows, prior.center() + away)
-        return best.point, float(best.objective.mean()), int(best.steps.max())
+        return best.point, float(best.objective.mean()), int(best.steps.max()), bool(best.late.any())
 
 
 def _inversion_rows(seen: Observation, layer: str, r: LayerInputs, center: Tensor) -> Equations:

@@ -27,6 +27,7 @@ from gradveil.types import Batch, Observation, Reconstruction
 SAME = 1e-3  # relative distance of updates that count as the same
 OFFSETS = 32  # runs of the client on one candidate, where what the defence adds is the same for all
 FEW = 8  # of them, where few candidates are run at all
+PAIR = 2  # candidates whose gradients are worked out together, where one takes long
 RUNS = 8  # candidates that the client is run on before the clock is looked at
 SWEEPS = 3  # of exchanging one chosen record for a better one
 Score = Callable[[Tensor], Tensor]  # positions of candidates (m,) -> log likelihoods (m,)
@@ -63,7 +64,7 @@ class Candidates(Attack):
     def _one(self, seen: Observation, kept: "Kept") -> Reconstruction:
         listed = _listed(seen)
         seen = replace(self._last(seen), rounds=tuple(map(self._last, seen.rounds)))
-        check_seen((seen, *seen.rounds))
+        check_seen((seen, *seen.rounds), for_ids=True)
         together = seen.num_examples > 1 and seen.others is None
         device = next(seen.model.parameters()).device
         with differentiating(seen.model), torch.no_grad():
@@ -122,7 +123,7 @@ class Candidates(Attack):
 
     def _law(self, seen: Observation, sent: SentRounds, trials: "Trials", kept: "Kept") -> tuple[Score, int]:
         """Return how likely what was sent is for each candidate, and how many of them to score at once."""
-        many = max(1, min(RUNS if self.shortlist else len(trials), int(self.memory / 80 / sent.seen.shape[1])))
+        many = max(1, min(PAIR if self.shortlist else len(trials), int(self.memory / 80 / sent.seen.shape[1])))
         mean = trials.means(seen, sent, kept if len(trials) < self.memory / 8 / sent.seen.shape[1] else None)
         offsets = FEW if self.shortlist else OFFSETS
         if seen.client is None:
@@ -288,7 +289,7 @@ def _by_client(seen: Observation) -> list[list[Observation]]:
 
 
 def _bytes(x: Tensor, y: Tensor) -> tuple[bytes, bytes]:
-    return x.cpu().numpy().tobytes(), y.cpu().numpy().tobytes()
+    return x.double().cpu().numpy().tobytes(), y.double().cpu().numpy().tobytes()
 
 
 def _close(apart: Tensor, like: Tensor) -> bool:

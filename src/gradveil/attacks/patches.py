@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator, Tensor, nn
 
+from gradveil import pace
 from gradveil.attacks.base import ATTACKS, Attack, differentiating
 from gradveil.attacks.gauss_newton.equations import Equations, Prior
 from gradveil.attacks.gauss_newton.solver import DenseStep, Descent, MatrixFree, Solver
@@ -62,10 +63,11 @@ class PatchSpan(Attack):
             found, off = self._pictures(seen, model, spans, rng)
         solved = off < SOLVED
         details = {"layers": float(len(spans)), "off": float(off.mean()), "found": float(solved.sum())}
+        details |= {"out_of_time": 1.0} if pace.left() <= 0 and not bool(solved.all()) else {}
         labels = _in_order(seen, found)
-        if enough and bool(solved.all()):
+        if (enough and bool(solved.all())) or pace.left() <= 0:
             inputs = found.reshape(-1, *seen.input_shape).to(torch.float32).clamp(*seen.bounds)
-            return Reconstruction(inputs, labels, float(off.mean()), True, details)
+            return Reconstruction(inputs, labels, float(off.mean()), bool(solved.all()), details)
         newton, seen = Newton(), replace(seen, labels=labels)
         whole = newton.rebuilt(seen, newton.solve([seen], [rng], found.reshape(1, -1)), 0)
         return replace(whole, details=whole.details | details)
@@ -90,7 +92,7 @@ class PatchSpan(Attack):
             points = torch.cat([points.reshape(-1, prior.pixels), found])
             off = torch.cat([off, residual.square().mean(1).sqrt() / rows.rms[:, 0] + outside])
             order = _distinct(points, off, apart)[:count]
-            if bool((off[order] < SOLVED).all()) and len(order) == count:
+            if (bool((off[order] < SOLVED).all()) and len(order) == count) or pace.left() <= 0:
                 break
         missing = start[: count - len(order)]  # all starts led to fewer pictures than there are
         points, off = torch.cat([points[order], missing]), torch.cat([off[order], missing.new_ones(len(missing))])

@@ -76,8 +76,8 @@ def command(
     resume: shared.Resume = False,
     rounds: int = of_run(
         None,
-        show_default="10; of large networks none",
-        help="Rounds of training; the first and the last are attacked.",
+        show_default="10",
+        help="Rounds of training; the first and the last are attacked. Large networks: none unless given.",
     ),
     images: int = of_run(None, show_default="8", help="Images, or rows, under attack."),
     examples: int = of_run(

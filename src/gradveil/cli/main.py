@@ -123,7 +123,6 @@ def main(
 
 def _begin() -> None:
     """Let the current folder be looked into for ``module:function`` alone, and any letter be printed."""
-    os.environ["PYTHONSAFEPATH"] = "1"  # Pythons that are started begin with no module of the current folder
     try:
         os.environ[OWN_CODE] = os.getcwd()
     except FileNotFoundError:
@@ -163,6 +162,7 @@ def entry() -> None:
         if place := own_place(error, installed=False):
             _fail(f"{place}{type(error).__name__}: {error}")
         if not isinstance(error, OSError) or error.errno not in _REFUSALS:
+            done(1)
             raise
         _fail(f"The system refuses: {error.strerror}{f' ({error.filename})' if error.filename else ''}.")
 

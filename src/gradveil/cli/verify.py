@@ -11,7 +11,7 @@ from gradveil.errors import SpecError
 
 if TYPE_CHECKING:
     from gradveil.measured.pipelines import Pipeline
-    from gradveil.measured.verify import Measured
+    from gradveil.measured.verify import Verified
 
 EXCEEDED = 1
 DEFENSE = "veil:z=1,clip=1"
@@ -132,7 +132,7 @@ def _pipeline(defense: str, engine: str, settings: dict[str, Any]) -> "Pipeline"
     return of_spec(defense, engine, **settings)
 
 
-def words(found: "Measured") -> str:
+def words(found: "Verified") -> str:
     """Return a few lines of plain words."""
     e, guessed = found.estimate, found.guessed
     lines = [

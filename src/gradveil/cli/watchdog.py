@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from gradveil.pace import clock
 
-GRACE = 15.0  # seconds after --minutes until a command is told to end
+GRACE = 15.0  # seconds after --minutes until a command is told to end; less where they are few
 LAST = 5.0  # seconds after that until it is killed
 EVERY = 0.2  # seconds between two looks
 _DONE, _ENDS = b"d", b"e"  # what the command says: its exit code, and when it must have ended
@@ -46,7 +46,7 @@ def done(code: int) -> None:
 def end_after(minutes: float | None) -> None:
     """Say that the command must have ended after so many minutes from now, and some seconds."""
     if minutes is not None:
-        _say(_ENDS, clock() + 60 * minutes + GRACE)
+        _say(_ENDS, clock() + 60 * minutes + min(GRACE, max(LAST, 60 * minutes)))
 
 
 def _say(what: bytes, number: float) -> None:

@@ -32,7 +32,7 @@ class Split:
     """Examples and labels; the examples may lie in a memory-mapped file."""
 
     images: Array  # (N, *shape), uint8 in 0..scale, or floats in [0, 1] with scale 1
-    labels: Tensor  # (N,) int64; or zeros and ones (N, K), or float32 numbers (N,) or (N, D)
+    labels: Tensor  # (N,) int64; zeros and ones (N, K), float32 numbers (N,) or (N, D), or a mask of classes (N, H, W)
     scale: float = 255.0
 
     def __post_init__(self) -> None:
@@ -91,12 +91,19 @@ class Dataset:
         return len(self.class_names)
 
     def fitting_loss(self, wanted: str) -> str:
-        """Return the loss of these targets: of tokens, cross-entropy is that of the next one at each place."""
+        """Return the loss of these targets: of tokens, cross-entropy is that of the next one at each place; of masks,
+        that of the class at each place."""
+        if wanted in ("cross_entropy", "dense") and self.train.labels.ndim > 2:
+            return f"dense:classes={self.num_classes}"
         tokens = self.modality.spec_name == "tokens" and self.train.labels.ndim == 2
         return "next_token" if wanted == "cross_entropy" and tokens else wanted
 
+    def model_outputs(self, loss: str) -> int:
+        """Return how many outputs a model has for this loss: of each place, where there are several."""
+        return build_loss(loss).of(self.train.labels).outputs(self.train.labels, self.num_classes)
+
     def outputs(self, loss: str) -> int:
-        """Return how many outputs a model needs for this loss; raise where it is no loss of these targets."""
+        """Return how many numbers a target has as a row of this loss; raise where it is no loss of these targets."""
         return build_loss(loss).of(self.train.labels).width(self.train.labels, self.num_classes)
 
     @property
@@ -152,7 +159,7 @@ def from_arrays(
 
     Inputs are uint8 or floats in [0, 1], shaped (N, C, H, W), (N, H, W), (N, H, W, C) with 1 or 3 channels,
     or (N, D), the rows of a table whose columns are called x0, x1, ... Labels are class numbers from 0, (N,); zeros and
-    ones, (N, K); or numbers, (N,) or (N, D), as floats.
+    ones, (N, K); numbers, (N,) or (N, D), as floats; or masks, (N, H, W), a class number from 0 for each pixel.
     """
     images, labels = _inputs(name, train[0]), _labels(name, train[1])
     if len(images) != len(labels) or len(images) == 0:
@@ -163,7 +170,7 @@ def from_arrays(
     else:
         pairs = [(images, labels), (_inputs(name, test[0]), _labels(name, test[1]))]
     splits = [Split(x, torch.from_numpy(y), 255.0 if x.dtype == np.uint8 else 1.0) for x, y in pairs]
-    if labels.ndim == 1 and labels.dtype == np.int64:
+    if labels.ndim != 2 and labels.dtype == np.int64:
         count = 1 + max(int(split.labels.max()) for split in splits if len(split))
     else:
         count = labels[0].size
@@ -244,10 +251,10 @@ def _labels(name: str, values: Any) -> Array:
         if array.size and not np.isin(array, (0, 1)).all():
             raise DataError(f"The labels of {name!r}, {array.shape}, must be zeros and ones; give numbers as floats.")
         return array.astype(np.int64)
-    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+    if array.ndim not in (1, 3) or not np.issubdtype(array.dtype, np.integer):
         raise DataError(
             f"The labels of {name!r} are {array.dtype} of shape {array.shape}; give whole numbers, (N,), zeros and "
-            f"ones, (N, K), or floats, (N,) or (N, D)."
+            f"ones, (N, K), floats, (N,) or (N, D), or masks of whole numbers, (N, H, W)."
         )
     if array.size and array.min() < 0:
         raise DataError(f"The labels of {name!r} start at {array.min()}; they must start at 0.")

@@ -65,7 +65,7 @@ _METHOD_OF: dict[Place, str] = {
 }
 
 
-class Step(ABC):
+class RunningStep(ABC):
     """One local step of a defence on records, under way."""
 
     @abstractmethod
@@ -135,7 +135,7 @@ class Defense(ABC):
         """Return the same for a step of K clients at once (K, *shape): records (K, N), present (K, N) or padding."""
         raise DefenseError(f"{type(self).__name__} acts on the records of one client at a time. Use another engine.")
 
-    def begin(self, slots: int, rng: Source) -> "Step | None":
+    def begin(self, slots: int, rng: Source) -> "RunningStep | None":
         """Return a step whose records may come in several batches; None: ``on_records`` takes them at once."""
         return None
 

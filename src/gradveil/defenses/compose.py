@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gradveil.certificates.plan import PlannedRun
 from gradveil.countermeasures import Countermeasure, plain
-from gradveil.defenses.base import DEFENSES, Defense, NoDefense, Place, Step
+from gradveil.defenses.base import DEFENSES, Defense, NoDefense, Place, RunningStep
 from gradveil.errors import SpecError
 from gradveil.gradients.records import Records
 from gradveil.losses import CROSS_ENTROPY, Loss
@@ -79,7 +79,7 @@ class Compose(Defense):
         """Let the one part that acts on records make the step's gradient; what others do to it comes after."""
         return one_on_records(self.parts).on_records(records, slots, rng)
 
-    def begin(self, slots: int, rng: Source) -> Step | None:
+    def begin(self, slots: int, rng: Source) -> RunningStep | None:
         """Let that part add further records."""
         return one_on_records(self.parts).begin(slots, rng)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gradveil.certificates.plan import PROMISES, PlannedRun, Tier, z_run_of
 from gradveil.countermeasures import Countermeasure
-from gradveil.defenses.base import DEFENSES, Defense, Step, check_choice
+from gradveil.defenses.base import DEFENSES, Defense, RunningStep, check_choice
 from gradveil.errors import DefenseError, SpecError
 from gradveil.gradients.clipping import clipped_sum
 from gradveil.gradients.coordinates import ClipMap, measure, split
@@ -250,7 +250,7 @@ class Veil(Defense):
         return {name: g * factor for name, g in gradient.items()}
 
 
-class VeilStep(Step):
+class VeilStep(RunningStep):
     """A step under way: the clean sum and the noise are kept apart, and rounded together for every batch that comes."""
 
     def __init__(self, veil: Veil, slots: int, rng: Source) -> None:

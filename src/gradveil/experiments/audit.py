@@ -28,13 +28,14 @@ from gradveil.experiments.rows import Line, lines, modality_rows
 from gradveil.experiments.run_files import CHANGED, FolderError
 from gradveil.experiments.run_folder import CONFIG, ROWS, Row, RunFolder
 from gradveil.experiments.scene import DEFENSES, MINUTES, AuditConfig, Scene, build_scene, fitting_model, load_dataset
-from gradveil.experiments.suited import default_attacks, is_busy, is_large, is_small, one_thread
+from gradveil.experiments.suited import default_attacks, in_limited_time, is_busy, is_large, is_small, one_thread
 from gradveil.experiments.trial import client_row, floors
 from gradveil.experiments.update_files import load_weights
 from gradveil.experiments.work import NOT_TRIED, Work, Written, cut_short, say_plan
 from gradveil.files import damage_told
 from gradveil.registry import describe
 
+OF_TEXT = (*GATED, "informed")  # servers that ids of tokens can be attacked by
 LOG = logging.getLogger("gradveil")
 
 
@@ -109,7 +110,7 @@ def audit(
         chosen = replace(chosen, model=_text(network), loss=data.fitting_loss(chosen.loss))
         if data.modality.last and defenses is None:  # ids have no derivative, which some defences and servers need
             defended = {d: d for d in base.defenses if base.defenses != DEFENSES or not d.startswith("representation")}
-            kept = tuple(tiers or base.tiers or (GATED if not resume else chosen.tiers))
+            kept = tuple(tiers or base.tiers or (OF_TEXT if not (resume or attacked) else chosen.tiers))
             chosen = replace(chosen, defenses=tuple(defended), tiers=kept)
         built = fitting_model(network, data, chosen.loss, chosen.seed, chosen.trains)
         if chosen.weights is not None:
@@ -120,7 +121,9 @@ def audit(
             chosen = replace(chosen, minutes=MINUTES)
             LOG.info("plan: %g minutes, since the network is large; --minutes sets another limit", MINUTES)
         if not attacked:
-            attacked = {spec: spec for spec in data.modality.attacks(default_attacks(built, chosen.planned))}
+            suited = default_attacks(built, chosen.planned)
+            suited = suited if chosen.minutes is None else in_limited_time(suited, data.input_shape)
+            attacked = {spec: spec for spec in data.modality.attacks(suited)}
             chosen = replace(chosen, attacks=tuple(attacked))
         with pace.Limit(pace.seconds_of(chosen.minutes) - (pace.clock() - began)) as limit:
             scene = build_scene(chosen, data, copy.deepcopy(built).train(), defended, attacked)
@@ -176,7 +179,8 @@ def run_audit(work: Work) -> None:
         _check_client(scene, store)
         Budget(work).run()
     skipped = [row for row in store.rows if row["kind"] == "skip" and not row.get("out_of_time")]
-    if skipped and not any(row["kind"] == "attack" for row in store.rows):
+    late = any(row["kind"] == "skip" and row.get("out_of_time") for row in store.rows)
+    if skipped and not late and not any(row["kind"] == "attack" for row in store.rows):
         raise AttackError(f"No attack could run: {skipped[0]['why']}")
     left = [defense for defense in scene.defenses if not store.done(f"promise/{defense}")]
     if left:

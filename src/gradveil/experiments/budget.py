@@ -7,32 +7,38 @@ says what the next ones take. Where a search is stopped, it stays at its best po
 many steps. Where a control fails, the defences wait: a failure there would prove nothing.
 """
 
+import copy
 import logging
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from gradveil import pace
 from gradveil.attacks.base import KINDS, Kind
+from gradveil.attacks.search.statistics import sending_norms
+from gradveil.experiments.left_over import control_of, left_over
 from gradveil.experiments.looks import Look, first_look, probe_defenses
 from gradveil.experiments.own_training import trained_looks
 from gradveil.experiments.panel import CHUNK, Target, kind_of, last_resort, panel
 from gradveil.experiments.rows import group, lines
-from gradveil.experiments.run_folder import Row
 from gradveil.experiments.scene import Scene
 from gradveil.experiments.shortening import Pace
 from gradveil.experiments.trial import naive
-from gradveil.experiments.work import NOT_TRIED, Work, cut_short, stand_ins
+from gradveil.experiments.words import DIAGNOSTIC
+from gradveil.experiments.work import NOT_TRIED, Work, cut_short
 from gradveil.pace import as_clock
 
 LOG = logging.getLogger("gradveil")
+QUICK: tuple[Kind, ...] = ("closed form", "list")  # what needs no other weights, and no search
 FIRST = 0.1  # of the time, at most, for the first pictures
 PROBES = 0.25  # and for running the defences by themselves
 METER = 0.1  # of the time, at most, for certificates and leak meter
 FIRST_ROUND = 0.5  # of the time that is left, where there is training after it
 SHARES: dict[Kind, float] = {"closed form": 0.25, "list": 0.4, "planted": 0.4, "search": 1.0, "learned": 1.0}
 DEEPER = 0.6  # of the time after that, at most, for a search that failed without a defence
+DIAGNOSED = 0.4  # of the time after that, at most, for the same in an easier setting
 OTHERS = 0.2  # of the time after that, at most, to plan what malicious servers send the other clients
 CONTROL = 0.3  # of an attack's time, at most, for what all else is compared with
 PIECE = 30.0  # seconds of attacks between two writes, about
@@ -91,7 +97,8 @@ class Budget:
             self._by_kind([t for its in resort.values() for t in its], self._end)
         self._deeper(self._end)
         self._pieces(self.waiting, self._end)
-        self._write_rest()
+        if rest := left_over(self.work, self.pace, self.looks, self._failed(), self.why_not_trained):
+            store.add(NOT_TRIED, rest)
 
     def _at_once(self) -> None:
         """Read off what can be read off the first client's undefended update: the first picture."""
@@ -103,10 +110,8 @@ class Budget:
         config, scene = self.scene.config, self.scene
         LOG.info("plan: %s in all, %s left", as_clock(60 * (config.minutes or 0)), as_clock(self.left()))
         LOG.info("plan: every kind of attack on one client first: closed forms, lists, planted weights, searches")
-        if scene.trains:
-            LOG.info("plan: then training under %d defences, and the last round", len(scene.defenses))
-        else:
-            LOG.info("plan: the weights as they are; --rounds asks for training of our own")
+        training = f"then training under {len(scene.defenses)} defences, and the last round"
+        LOG.info("plan: %s", training if scene.trains else "the weights as they are; --rounds asks for training")
 
     @property
     def _end(self) -> float:
@@ -117,15 +122,20 @@ class Budget:
         first, others = list(self.scene.victims[:1]), list(self.scene.victims[1:])
         if not looks or end <= pace.clock():
             return
+        self._by_kind(self._ranked(looks, first)[0], end, QUICK)
         began = pace.clock()
-        planted = self._planted(looks, first)
+        planted = self._planted(looks, first) if end > began else []
         took = pace.clock() - began
         now, later = self._ranked([*looks, *planted], first)
-        self._by_kind(now, end)
+        self._by_kind(now, end, [kind for kind in KINDS if kind not in QUICK])
+        while (refused := self.work.refused()) & {t.attack for t in now if t.defense == "none"}:  # the next of its kind
+            now, later = self._ranked([*looks, *planted], first, refused)
+            self._by_kind(now, end)
         self._deeper(pace.clock() + DEEPER * (end - pace.clock()))
+        self._diagnose(pace.clock() + DIAGNOSED * (end - pace.clock()))
         if others and end > pace.clock():
             some = others[: int(OTHERS * (end - pace.clock()) / took)] if took else others
-            now, more = self._ranked([*looks, *self._planted(looks, some)], others)
+            now, more = self._ranked([*looks, *self._planted(looks, some)], others, self.work.refused())
             self._by_kind(now, end)
             later += more
         self._by_kind(later, end)
@@ -135,23 +145,30 @@ class Budget:
         self.looks += made
         return made
 
-    def _ranked(self, looks: Sequence[Look], victims: Sequence[int]) -> tuple[list[Target], list[Target]]:
+    def _ranked(
+        self, looks: Sequence[Look], victims: Sequence[int], refused: Collection[str] = ()
+    ) -> tuple[list[Target], list[Target]]:
         """Return each tier's first search and planted weights on each defence, all that takes less, and their controls;
         and the rest."""
         mine = [t for its in panel(self.scene, looks).values() for t in its if t.victim in victims]
+        mine = [t for t in mine if t.attack not in refused]
         groups: dict[tuple[object, ...], list[Target]] = {}
         for t in mine:
             key = (id(t.look), t.defense, t.server.tier, kind_of(self.scene, t.attack), t.victim)
             groups.setdefault(key, []).append(t)
         first = [t for key, its in groups.items() for t in (its[:1] if key[3] in ("planted", "search") else its)]
-        needed = {_control(t) for t in first}
-        chosen = {id(t) for t in first} | {id(t) for t in mine if t.defense == "none" and _control(t) in needed}
+        needed = {control_of(t) for t in first}
+        chosen = {id(t) for t in first} | {id(t) for t in mine if t.defense == "none" and control_of(t) in needed}
         return [t for t in mine if id(t) in chosen], [t for t in mine if id(t) not in chosen]
 
-    def _by_kind(self, targets: Sequence[Target], end: float) -> None:
+    def _by_kind(self, targets: Sequence[Target], end: float, kinds: Sequence[Kind] = KINDS) -> None:
         """Attack these until so late: what takes least first."""
-        for kind in KINDS:
+        for kind in kinds:
             its = self._left([t for t in targets if kind_of(self.scene, t.attack) == kind])
+            if kind in ("closed form", "planted"):  # what failed for one client does so for others
+                hopeless = self._failed()
+                self.waiting += [t for t in its if control_of(t) in hopeless]
+                its = [t for t in its if control_of(t) not in hopeless]
             stop = pace.clock() + SHARES[kind] * (end - pace.clock())
             attacks = group(its, "attack")
             for number, mine in enumerate(attacks.values()):
@@ -170,11 +187,21 @@ class Budget:
         for number, mine in enumerate(models.values()):
             count = sum(len(rest) for rest in list(models.values())[number:])
             stop = pace.clock() + (end - pace.clock()) * len(mine) / count
-            cells = [t for t in mine if t.defense != "none"]
+            cells = self._unanswered_first([t for t in mine if t.defense != "none"])
             self._controls([t for t in mine if t.defense == "none"], stop, 1 / (1 + len(cells)))
             failed = self._failed()
-            self.waiting += [t for t in cells if _control(self._short(t)) in failed]
-            self._pieces([t for t in cells if _control(self._short(t)) not in failed], stop)
+            self.waiting += [t for t in cells if control_of(self._short(t)) in failed]
+            self._pieces([t for t in cells if control_of(self._short(t)) not in failed], stop)
+
+    def _unanswered_first(self, cells: Sequence[Target]) -> list[Target]:
+        """Return targets in the order in which tiers of servers get an answer: one each, then a second."""
+        rows = [row for row in self.work.store.rows if row["kind"] == "attack" and not cut_short(row)]
+        count = Counter((row["round"], row["defense"], row.get("tier")) for row in rows)
+        place: dict[int, int] = {}
+        for t in cells:
+            place[id(t)] = count[tier := (t.look.round, t.defense, t.server.tier)]
+            count[tier] += 1
+        return sorted(cells, key=lambda t: place[id(t)])
 
     def _controls(self, its: Sequence[Target], stop: float, fair: float) -> None:
         """Attack undefended updates: with as many steps as the defences can have, and where that fails with more."""
@@ -183,7 +210,7 @@ class Budget:
             time = share * (stop - pace.clock())
             if not its or time <= 0:
                 return
-            asked, failed = its[0].attack, {_control(self._short(t)) for t in its} & self._failed()
+            asked, failed = its[0].attack, {control_of(self._short(t)) for t in its} & self._failed()
             grown = self.pace.fit(asked, time / len(its)) if failed or not self.pace.knows(asked) else False
             if again and not (failed and (grown or time > 1.5 * spent)):
                 return
@@ -192,17 +219,29 @@ class Budget:
 
     def _deeper(self, end: float) -> None:
         """Go on with the first search that was shortened, or stopped, and failed without a defence."""
-        failed = self._failed()
-        search = next((t for t in self.waiting if _control(self._short(t)) in failed and not t.look.planted), None)
-        time = min(end, self._end) - pace.clock()
+        search, time = self._failed_search(), min(end, self._end) - pace.clock()
         if search is None or time < LITTLE:
             return
         short = self._short(search)
         had = self.pace.cost(short.attack, self.work.stopped_at(short))
         if self.pace.fit(search.attack, 0.9 * time) or time > 2 * had:
             self._pieces([replace(search, defense="none", server=naive())], end, at_least_one=True)
-        if _control(self._short(search)) not in self._failed():
+        if control_of(self._short(search)) not in self._failed():
             self._pieces([t for t in self.waiting if t.attack == search.attack], end)
+
+    def _diagnose(self, end: float) -> None:
+        """Where a search fails, attack the first client with batch norm in evaluation mode: not what was configured."""
+        config, model = self.scene.config, self.first.model
+        search = self._failed_search()
+        one = config.examples == config.planned.num_steps == 1
+        if search is not None and one and sending_norms(model) and end - pace.clock() > LITTLE:
+            look = replace(self.first, model=copy.deepcopy(model).eval(), weights=DIAGNOSTIC)
+            self._pieces([replace(search, look=look, defense="none", server=naive())], end, at_least_one=True)
+
+    def _failed_search(self) -> Target | None:
+        failed = self._failed()
+        waits = (t for t in self.waiting if control_of(self._short(t)) in failed and not t.look.planted)
+        return next((t for t in waits if kind_of(self.scene, t.attack) == "search"), None)
 
     def _failed(self) -> set[tuple[str, ...]]:
         """Return the controls that failed, as round, weights and attack."""
@@ -247,33 +286,3 @@ class Budget:
         spent = self.work.attack(self.work.store.new(f"piece/{part[0].attack}"), part, seconds, most)
         if math.isinf(most):
             self.pace.learn(part[0].attack, spent, len(part))
-
-    def _write_rest(self) -> None:
-        """Write a row for each attack that was not tried, and what the servers do whose defence was not trained."""
-        rows: list[Row] = list(self.pace.rows())
-        scene, reached = self.scene, {look.weights for look in self.looks if look.round == "last"}
-        everybody = frozenset((d, v) for d in scene.defenses for v in scene.victims)
-        planted = {look.planted: replace(look, clients=everybody) for look in self.looks if look.planted}
-        late = stand_ins(scene) if scene.trains else []
-        failed = self._failed()
-        for target in (t for its in panel(scene, [self.first, *planted.values(), *late]).values() for t in its):
-            short = self._short(target)
-            if not self.work.left([target]):
-                continue
-            trained = target.look.round == "first" or target.look.weights in reached
-            more: Row = {}
-            if not self.work.left([short]):
-                why, out = f"shortened to {short.attack}: all its steps take too long", False
-            elif trained and target.defense != "none" and _control(short) in failed:
-                why, out = "its control failed, so a failure would prove nothing, and no time was left", False
-                more = {"control_failed": short.attack}
-            else:
-                why, out = "out of time" if trained else self.why_not_trained or "out of time in training", True
-                why = f"{why}, stopped before it was done" if self.work.was_cut(short) else why
-            rows.append(self.work.not_tried(target, why, out) | more)
-        if rows:
-            self.work.store.add(NOT_TRIED, rows)
-
-
-def _control(target: Target) -> tuple[str, ...]:
-    return target.look.round, target.look.weights, target.attack

@@ -97,6 +97,8 @@ def _film(work: Work, target: Target) -> tuple[Row, np.ndarray[tuple[int, ...], 
         return None
     picks = np.unique(np.linspace(0, len(watcher.steps) - 1, FRAMES - 1).round().astype(int))
     shape = tuple(result.inputs.shape)
+    if watcher.points[0].numel() < math.prod(shape):  # one example after the other
+        return None
     seen = [watcher.points[i][: math.prod(shape)].reshape(shape) for i in picks]
     kind, bounds = trial.view.modality, trial.view.bounds
     steps = [kind.unit(x, bounds) for x in (*seen, result.inputs)]

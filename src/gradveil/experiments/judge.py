@@ -23,7 +23,7 @@ from gradveil.experiments.rows import (
     read,
 )
 from gradveil.experiments.run_folder import Row
-from gradveil.experiments.words import WHO, accuracy_text, article, gets, got, plural
+from gradveil.experiments.words import DIAGNOSTIC, WHO, accuracy_text, article, gets, plural, resists
 from gradveil.pace import as_clock
 
 Outcome = Literal["recovered", "recognised", "identified", "traces", "nothing", "void", "not_assessed", "not_run"]
@@ -188,7 +188,7 @@ class _Case:
         own, able = [line for line in mine if line.tier == tier], [x for x in mine if x.tier in INCLUDES[tier]]
         best = strongest(able)
         if not own and (control := self._failed_control(tier)) and (best is None or best.grade == "nothing"):
-            return TierVerdict(tier, "void", f"{got(control, self.floor, tier)}; {self._settles(control)}", None)
+            return TierVerdict(tier, "void", f"{resists(control)}; {self._settles(control)}", None)
         if not own and not (tier == "knows" and best is not None and best.grade != "nothing"):
             return TierVerdict(tier, "not_run", self._not_run(tier), None)
         assert best is not None
@@ -229,7 +229,7 @@ class _Case:
         kept = {(row["round"], row["weights"], row["control_failed"]) for row in skipped
                 if row.get("tier") == tier and "control_failed" in row}  # fmt: skip
         controls = (x for x in self.found if x.defense == "none" and (x.round, x.weights, x.attack) in kept)
-        return next((x for x in controls if not x.counts), None)
+        return next((x for x in controls if x.void is not None), None)
 
     def _settles(self, line: Line) -> str:
         """Return what would tell, where an attack and its control failed."""
@@ -248,9 +248,9 @@ class _Case:
     def _not_run(self, tier: Tier) -> str:
         skipped = [row for row in self.rows if row["kind"] == "skip" and row["defense"] == self.name]
         skipped += [row for row in self.rows if row["kind"] == "tier"]  # of any defence
-        why = [row["why"] for row in skipped if row.get("tier", "") == tier and not row.get("out_of_time")]
-        late = any(row.get("tier", "") == tier for row in skipped)
-        return f"was not run: {why[0].rstrip('.')}" if why else "was not reached in the time" if late else "was not run"
+        own = [row for row in skipped if row.get("tier", "") == tier]
+        why = [row["why"] for row in own if not row.get("out_of_time") and "control_failed" not in row]
+        return f"was not run: {why[0].rstrip('.')}" if why else "was not reached in the time" if own else "was not run"
 
 
 def _verdict(case: _Case, accuracy: Mapping[str, float], scored_by: str) -> Verdict:
@@ -276,6 +276,11 @@ def _verdict(case: _Case, accuracy: Mapping[str, float], scored_by: str) -> Verd
             text += f". {article(tier).capitalize()} {tier} server {judged[tier].text}"
     if outcome == "nothing":
         text += ". No attack of this panel got anything, which is no proof that none can"
+    easier = strongest(line for line in case.found if line.weights == DIAGNOSTIC)
+    if name == "none" and easier is not None:
+        told = gets(easier, case.floor, "naive")
+        points.insert(1, ("Diagnostic", f"in evaluation mode, which is not what was configured, any server {told}"))
+        text += f". Diagnostic: {points[1][1]}"
     if missing := [t.tier for t in tiers if t.outcome == "not_run"]:
         text += f". Not run: {', '.join(missing)}" if name != "none" else ""
     text += f". {points[-1][0]} {points[-1][1]}." if name in accuracy else "."

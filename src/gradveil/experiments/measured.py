@@ -15,7 +15,7 @@ from gradveil.experiments.train import FIT, TrainConfig, with_model
 from gradveil.federated.ledger import planned_run
 from gradveil.federated.simulate import public_records
 from gradveil.measured.pipelines import Federated, OfDefense, Protected
-from gradveil.measured.verify import Measured, verify
+from gradveil.measured.verify import Verified, verify
 from gradveil.models import fit_to_public
 from gradveil.seeds import Seeds
 from gradveil.types import Batch
@@ -29,7 +29,7 @@ SAYS = (
 
 def measure(
     defense: Defense, model: nn.Module, like: Batch, public: Batch | None, loss: str, lr: float, seed: int
-) -> Measured:
+) -> Verified:
     """Return μ of one release under a defence as a run has planned it, measured at these weights.
 
     Of a cohort's sum, one client's records with the noise of the whole sum are looked at.

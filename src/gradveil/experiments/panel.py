@@ -77,7 +77,7 @@ def _wanted(scene: Scene, look: Look) -> Wanted:
     found: dict[tuple[str, str, str, str], tuple[str, Countermeasure, str]] = {}
 
     def add(defense: str, server: Countermeasure, attack: str) -> None:
-        attack = OF_LARGE if attack == INFORMED and scene.is_large else attack
+        attack = OF_LARGE if attack == INFORMED and scene.is_dear else attack
         found.setdefault((defense, server.tier, server.name, attack), (defense, server, attack))
 
     for attack in scene.attacks:
@@ -102,7 +102,7 @@ def _wanted(scene: Scene, look: Look) -> Wanted:
 
 def _planted(scene: Scene, look: Look) -> Wanted:
     server = Countermeasure(
-        look.planted, "Sends weights that make clients give more away.", _as_it_is, tier="malicious"
+        look.planted.partition(":")[0], "Sends weights that make clients give more away.", _as_it_is, tier="malicious"
     )
     return [(defense, server, look.planted) for defense in scene.defenses]
 

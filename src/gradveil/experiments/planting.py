@@ -2,24 +2,35 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 
+from gradveil import pace
 from gradveil.attacks.base import ATTACKS, Malicious
 from gradveil.errors import GradveilError
 from gradveil.experiments.looks import Look
 from gradveil.experiments.panel import Observed, Target
 from gradveil.experiments.run_folder import Row
+from gradveil.experiments.scene import Scene
 from gradveil.experiments.trial import naive
+from gradveil.registry import describe
+
+LARGEST, FEWEST = 2 * 10**7, 64  # weights that are planted in limited time, at most; and rows, at least
 
 
-def plant(observed: Observed, look: Look, victims: Sequence[int]) -> tuple[list[Look], list[Row]]:
-    """Return what malicious servers would send these clients in place of a model, and why others cannot."""
+def plant(observed: Observed, look: Look, victims: Sequence[int] | None = None) -> tuple[list[Look], list[Row]]:
+    """Return what malicious servers would send these clients (default: all) in place of a model; why others cannot."""
     scene, looks, rows = observed.scene, list[Look](), list[Row]()
+    victims = scene.victims if victims is None else victims
     if "malicious" not in scene.tiers:
         return looks, rows
-    for name, cls in ATTACKS:
+    for _, cls in ATTACKS:
         if not issubclass(cls, Malicious):
             continue
-        for attack, clients in _aimed(observed, look, cls(), victims).items():
+        whole = _of_size(cls(), scene)
+        name = describe(whole)
+        if pace.left() <= 0:
+            break
+        for attack, clients in _aimed(observed, look, whole, victims).items():
             where = (scene.dataset.input_shape, scene.num_classes, scene.public.batch.to(scene.device))
             try:
                 made = attack.plant(look.model, *where, scene.seeds("plant", name))
@@ -30,6 +41,13 @@ def plant(observed: Observed, look: Look, victims: Sequence[int]) -> tuple[list[
                 firsts = [(defense, victim * scene.config.examples) for defense, victim in clients]
                 rows += [{"kind": "skip", **about, "defense": d, "example": first} for d, first in firsts]
     return looks, rows
+
+
+def _of_size(attack: Malicious, scene: Scene) -> Malicious:
+    """Return an attack with fewer rows where, in limited time, those on large inputs would be more than the model."""
+    few = max(FEWEST, LARGEST // prod(scene.dataset.input_shape))
+    rows = getattr(attack, "rows", 0)
+    return replace(attack, rows=few) if scene.config.minutes is not None and rows > few else attack  # type: ignore[type-var]
 
 
 def _aimed(

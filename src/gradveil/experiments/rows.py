@@ -66,7 +66,7 @@ def read(rows: Iterable[Row], kind: Literal["attack", "floor"]) -> list[Measured
             values: Row = {name: math.nan if row[name] is None else row[name] for name in names if name in row}
             late = "out_of_time" in row.get("details", {})
             values["error"] = math.nan if row[modality.error] is None else row[modality.error]
-            values["own"] = {name: math.nan if row[name] is None else row[name] for name in others}
+            values["own"] = {name: math.nan if row.get(name) is None else row[name] for name in others}
             values.setdefault("tier", tier_of(row.get("server", "")))
             found.append(MeasuredExample(**values, out_of_time=late))
     return found
@@ -216,15 +216,15 @@ def grade(error: Interval, recovered: Interval, identified: Interval, floor: Flo
     """Say what was got.
 
     *recovered*: at least half of the examples come back with under a tenth of the blind guess's error;
-    *recognised*: at least half pick their original out of the gallery; *traces*: some example was recovered, or
-    more were identified than chance explains (binomial test at 1 %), or the mean error is under half of the
-    blind guess's; *nothing*: none of these.
+    *recognised*: at least half pick their original out of the gallery, more than chance explains (binomial test at
+    1 %); *traces*: some example was recovered, or more were identified than chance explains, or the mean error is under
+    half of the blind guess's; *nothing*: none of these.
     """
     if recovered.mean >= HALF:
         return "recovered"
-    if identified.count and identified.mean >= HALF:
-        return "recognised"
     luck = chance_of(identified.hits, identified.count, 1 / gallery) if identified.count else 1.0
+    if luck < SIGNIFICANT and identified.mean >= HALF:
+        return "recognised"
     if recovered.mean > 0 or error.mean < HALF * floor.error.mean or luck < SIGNIFICANT:
         return "traces"
     return "nothing"
@@ -264,13 +264,13 @@ def _basics(mine: Sequence[MeasuredExample], floor: Floor) -> tuple[Interval, In
 def _void(control: Sequence[MeasuredExample] | None, floor: Floor) -> str | None:
     """Return why the attack's failures prove nothing, or None where its control succeeded.
 
-    The control succeeds when the attack recovers, or picks out of the gallery, at least half of the examples
-    from undefended updates at the same weights.
+    The control succeeds when the attack recovers, or picks out of the gallery, at least half of the examples from
+    undefended updates at the same weights; and not by chance.
     """
     if control is None:
         return "there is no undefended control to compare with"
     error, recovered, identified = _basics(control, floor)
-    if recovered.mean >= HALF or (identified.count and identified.mean >= HALF):
+    if recovered.mean >= HALF or (grade(error, recovered, identified, floor, control[0].gallery) == "recognised"):
         return None
     return (
         f"fails without any defence too: {why_it_failed(control)}, {floor.modality.error_name} {error.mean:.2g} "

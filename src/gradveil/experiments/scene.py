@@ -20,7 +20,7 @@ from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import DataError, GradveilError, SpecError, did_you_mean, own_error
 from gradveil.experiments.probes import Probed, probe
 from gradveil.experiments.settings import find_device
-from gradveil.experiments.suited import is_large
+from gradveil.experiments.suited import LARGE, is_large
 from gradveil.experiments.trial import Public, check_fits
 from gradveil.federated.client import check_loss, update_batch_size
 from gradveil.federated.ledger import planned_run
@@ -118,7 +118,7 @@ def fitting_model(source: Any, dataset: Dataset, loss: str, seed: int, trains: s
 
     ``trains``: what of it is trained (see ``only_trained``).
     """
-    outputs, sure = dataset.outputs(loss), isinstance(build_loss(loss), CrossEntropy)
+    outputs, sure = dataset.model_outputs(loss), isinstance(build_loss(loss), CrossEntropy)
     model = build_working(source, dataset.input_shape, outputs, seed, dataset.modality, sure_of_classes=sure)
     only_trained(model, trains)
     check_loss(model, dataset.train.batch(slice(0, 2)), loss)
@@ -156,6 +156,11 @@ class Scene:
     def is_large(self) -> bool:
         """Whether the network is."""
         return is_large(self.model)
+
+    @property
+    def is_dear(self) -> bool:
+        """Whether running a client on every candidate of a list takes long for the time that there is."""
+        return is_large(self.model, LARGE if self.config.minutes is None else LARGE // 10)
 
     @property
     def trains(self) -> bool:

@@ -14,7 +14,7 @@ from gradveil.registry import describe
 
 FEWEST = 50  # steps that a search is shortened to
 DEAR = 2.0  # a step of a search, in gradients of a client's step, before one was taken
-FIRST = 20.0  # gradients that the first step of a search takes, where that is not known: newton's
+FIRST = {"search": 20.0, "learned": 300.0}  # gradients that a first step takes, where that is not known
 MORE = 1.5  # times the steps, at least, where a search is done again
 
 
@@ -63,8 +63,8 @@ class Pace:
 
     def is_worth(self, attack: str, seconds: float) -> bool:
         """Return whether an attack may be begun: whether its first steps do not take longer than that."""
-        searches = kind_of(self.scene, attack) == "search"
-        return self.least.get(attack, FIRST * self.gradient if searches else 0.0) <= seconds
+        known = FIRST.get(kind_of(self.scene, attack), 0.0) * self.gradient
+        return self.least.get(attack, known) <= seconds
 
     def learn(self, attack: str, spent: Spent, count: int) -> None:
         """Note what a piece of so many updates took."""

@@ -8,6 +8,7 @@ from math import prod
 import torch
 from torch import nn
 
+from gradveil.attacks.newton import Newton
 from gradveil.tree import parameters, size
 from gradveil.types import Update
 
@@ -17,9 +18,24 @@ LARGE = 500_000  # weights beyond which second-order attacks, and training, take
 UNROLLED = 16  # local steps up to which they are unrolled
 
 
-def is_large(model: nn.Module) -> bool:
+def is_large(model: nn.Module, weights: int = LARGE) -> bool:
     """Return whether a network has so many weights that what is done to it is limited, unless more is asked for."""
-    return size(parameters(model)) > LARGE
+    return size(parameters(model)) > weights
+
+
+def in_limited_time(attacks: tuple[str, ...], input_shape: tuple[int, ...]) -> tuple[str, ...]:
+    """Return the attacks for limited time: on large pictures the search of the cheapest steps before all others."""
+    if (
+        len(input_shape) != 3
+        or prod(input_shape) <= Newton().dense_limit
+        or not {"newton", "dlg"} & set(_names(attacks))
+    ):
+        return attacks
+    return ("gs", *attacks)
+
+
+def _names(attacks: tuple[str, ...]) -> list[str]:
+    return [attack.partition(":")[0] for attack in attacks]
 
 
 def default_attacks(model: nn.Module, client: Update) -> tuple[str, ...]:

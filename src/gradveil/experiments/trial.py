@@ -132,7 +132,8 @@ def client_row(update: Update, norms: int = 0, model: nn.Module | None = None) -
     said = update.schedule + ("" if model is None else said_of_trained(model))
     if norms:
         layers = "a batch norm layer" if norms == 1 else f"{norms} batch norm layers"
-        said += f", and sent the running statistics of {layers}: they show the means and variances of its own batch"
+        said += f", in train mode, and sent the running statistics of {layers}: they show the means and variances of"
+        said += " its own batch"
     return {"kind": "client", **known, "lr": update.lr, **asdict(update.rule), "batch_norms": norms, "schedule": said}
 
 

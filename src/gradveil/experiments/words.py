@@ -26,6 +26,8 @@ _BADGES: dict[str, str] = {
     "not_run": "Not run",
 }
 
+DIAGNOSTIC = "evaluation mode"  # the weights of rows in a setting that is easier than what was configured
+
 WHO: dict[Tier, str] = {
     "naive": "Naive server",
     "knows": "Server that knows",
@@ -57,7 +59,7 @@ def gets(line: Line, floor: Floor, tier: Tier) -> str:
 def got(line: Line, floor: Floor, tier: Tier) -> str:
     """Return the same without numbers."""
     if not line.counts:
-        return f"resists this budget, which is no protection: {by(line)} {line.void}"
+        return resists(line)
     kind = floor.modality
     if line.from_list and line.tier == tier and line.grade != "nothing":
         return f"picks the right {kind.one} out of a list of {line.gallery}"
@@ -69,6 +71,11 @@ def got(line: Line, floor: Floor, tier: Tier) -> str:
         return said
     as_naive = line.tier == "naive"
     return f"{said}, as {'a naive one' if as_naive else 'one that knows the defence'} does"
+
+
+def resists(line: Line) -> str:
+    """Return that nothing can be read off an attack, since it fails without a defence as well, or had no time."""
+    return f"resists this budget, which is no protection: {by(line)} {line.void}"
 
 
 def server_name(one: Line | MeasuredExample) -> str:

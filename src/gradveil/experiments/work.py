@@ -108,6 +108,11 @@ class Work:
         found = [r["stopped_at"] for r in cells if (r["round"], r["weights"], r["defense"], r["attack"]) == control]
         return max(found, default=math.inf) if target.defense != "none" else math.inf
 
+    def refused(self) -> set[str]:
+        """Return the attacks that cannot be run on undefended updates."""
+        skipped = (row for row in self.store.rows if row["kind"] == "skip" and row["unit"] != NOT_TRIED)
+        return {row["attack"] for row in skipped if row["defense"] == "none" and not row.get("out_of_time")}
+
     def drop_cut(self, targets: Sequence[Target]) -> None:
         """Remove what attacks on these had no time for: they are to be done again."""
         keys = {(*_cell(t), t.victim) for t in targets}

@@ -47,6 +47,20 @@ def deaf_to_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+@contextmanager
+def apart_from_the_folder() -> Iterator[None]:
+    """Within, Pythons are started that import nothing from the current folder, where they would look first."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
+
+
 def end_with_parent() -> None:
     """Let this worker process end when the one that started it ends, however it ends: nobody else has work for it."""
     parent = parent_process()
@@ -97,7 +111,7 @@ class _ProcessPool(Pool):
         for _ in range(workers):
             ours, theirs = context.Pipe()
             worker = context.Process(target=_serve, args=(theirs, channels_last), daemon=True)  # type: ignore[attr-defined]
-            with self._watching(), deaf_to_ctrl_c():
+            with self._watching(), deaf_to_ctrl_c(), apart_from_the_folder():
                 worker.start()
             theirs.close()
             self.pipes.append(ours)

@@ -2,6 +2,7 @@
 
 from gradveil.losses.base import LOSSES, Loss, OwnLoss, build
 from gradveil.losses.cross_entropy import CROSS_ENTROPY, CrossEntropy
+from gradveil.losses.dense import EveryPlace
 from gradveil.losses.entries import BinaryCrossEntropy, MeanSquaredError
 from gradveil.losses.next_token import NextToken
 
@@ -10,6 +11,7 @@ __all__ = [
     "LOSSES",
     "BinaryCrossEntropy",
     "CrossEntropy",
+    "EveryPlace",
     "Loss",
     "MeanSquaredError",
     "NextToken",

@@ -59,6 +59,10 @@ class Loss(ABC):
         """Return how many numbers a row of y has, and one example's output, for targets of this kind."""
         return num_classes if self.targets == "classes" else max(target[:1].numel(), 1)
 
+    def outputs(self, target: Tensor, num_classes: int) -> int:
+        """Return how many outputs a model has for targets of this kind: of each place, where there are several."""
+        return self.width(target, num_classes)
+
     def fits(self, output: Tensor, width: int) -> bool:
         """Return whether outputs have the shape that it needs."""
         flat = self.targets != "classes" and width == 1 and output.ndim == 1

@@ -32,7 +32,7 @@ DELTA = 1e-5
 
 
 @dataclass(frozen=True)
-class Measured:
+class Verified:
     """What was measured of a pipeline, beside what it promises."""
 
     pipeline: str
@@ -120,7 +120,7 @@ def verify(
     loss: str = "cross_entropy",
     own: bool = False,
     grain: bool | None = None,
-) -> Measured:
+) -> Verified:
     """Send canary records through a pipeline, each put in or left out by a coin, and measure its μ from what is sent.
 
     Args:
@@ -159,7 +159,7 @@ def verify(
     guessed = guess(from_outputs(seen.scores, seen.grams, ratio), seen.present)
     starts = _starts(model)
     alone = seen.alone
-    return Measured(
+    return Verified(
         pipeline=pipeline.name, promised=promised, estimate=found, guessed=guessed, canaries=len(chosen),
         trials=len(seen.scores), releases=seen.releases,
         grain=_grain(alone, starts) if look and alone else None,
@@ -173,7 +173,7 @@ Array = NDArray[np.float64]
 
 
 @dataclass
-class _Seen:
+class _Runs:
     """Scores of all trials, and some releases whole."""
 
     scores: Array  # (T, K)
@@ -186,7 +186,7 @@ class _Seen:
 
 def _run(
     pipeline: Pipeline, model: nn.Module, chosen: Canaries, trials: int, rng: torch.Generator, loss: Loss, empty: bool
-) -> _Seen:
+) -> _Runs:
     """Run the pipeline; the first of its trials has no record at all, where the noise is to be looked at."""
     count = len(chosen)
     empty = empty and not (chosen.inputs.dtype == torch.int64 and not isinstance(pipeline, Foreign))
@@ -223,7 +223,7 @@ def _run(
     done = int((counts == counts[0]).sum())
     if not counts[0] or (counts[:done] != counts[0]).any() or (done < trials and pace.left() > 0):
         raise GradveilError(f"Trials released {sorted(set(counts))} times. Each has to release as often as the others.")
-    return _Seen(scores[:done], grams[:done], present.numpy()[:done], int(counts[0]), kept, alone)
+    return _Runs(scores[:done], grams[:done], present.numpy()[:done], int(counts[0]), kept, alone)
 
 
 def _beside(vector: Tensor, u: Tensor) -> Array:

@@ -32,6 +32,16 @@ def rouge(n: int, found: Tensor, truth: Tensor) -> Tensor:
     )
 
 
+def precision(found: Tensor, truth: Tensor) -> Tensor:
+    """Return the share of the different words found that are in the text: -> (N,)."""
+    return _each(lambda a, b: len({*a} & {*b}) / max(len({*a}), 1), found, truth)
+
+
+def recall(found: Tensor, truth: Tensor) -> Tensor:
+    """Return the share of the text's different words that were found: -> (N,)."""
+    return _each(lambda a, b: len({*a} & {*b}) / max(len({*b}), 1), found, truth)
+
+
 def rouge_l(found: Tensor, truth: Tensor) -> Tensor:
     """Return the F1 of the longest common subsequence (Lin 2004): -> (N,)."""
     return _each(lambda a, b: _f1(_common(a, b), len(a), len(b)), found, truth)
@@ -78,6 +88,8 @@ class Tokens(Modality):
         for m in (
             Metric("wrong", wrong, "lower", "Share of the tokens that are wrong, place by place."),
             Metric("exact", exact, "higher", "Sequences that are right from end to end.", True, "exact", ".0%"),
+            _metric("precision", precision, "Words found that are in the text, each once.", "precision"),
+            _metric("recall", recall, "Words of the text that were found, each once.", "recall"),
             _metric("rouge1", lambda a, b: rouge(1, a, b), "F1 of tokens, in any order.", "ROUGE-1"),
             _metric("rouge2", lambda a, b: rouge(2, a, b), "F1 of pairs of neighbouring tokens.", "ROUGE-2"),
             _metric("rougeL", rouge_l, "F1 of the longest common subsequence.", "ROUGE-L"),
@@ -114,9 +126,15 @@ class Tokens(Modality):
         return torch.from_numpy(order)
 
     def identified(self, found: Tensor, truth: Tensor, gallery: Tensor) -> Tensor:
-        """Return 1 where a sequence shares more tokens with its original than with every other one (N,)."""
+        """Return 1 where a sequence shares more tokens with its original than with every other one (N,).
+
+        At their places, or in any order: words alone tell a text from others.
+        """
         own, others = wrong(found, truth), wrong(found[:, None], gallery[None])
-        return (own[:, None] < others).all(dim=1).float()
+        bags = [rouge(1, one.expand_as(gallery), gallery) for one in found]
+        words = rouge(1, found, truth)
+        told = [bool((words[i] > bag).all()) for i, bag in enumerate(bags)]
+        return ((own[:, None] < others).all(dim=1) | torch.tensor(told)).float()
 
     def cells(self, x: Tensor, truth: Tensor | None = None) -> list[Cell] | None:
         """Return a sequence (L,) as words, without the padding at its end."""
@@ -130,7 +148,7 @@ class Tokens(Modality):
 
     def attacks(self, suited: tuple[str, ...]) -> tuple[str, ...]:
         """Return the attacks on text, the exact one and the one that stands noise: no search for pixels finds ids."""
-        return ("span", "tag:steps=100")
+        return ("span", "tag:steps=100", "words", *(a for a in suited if a.partition(":")[0] == "candidates"))
 
     def row(self) -> dict[str, Any]:
         """Return the vocabulary."""

@@ -12,6 +12,7 @@ from torch import Generator, Tensor, nn
 from gradveil.errors import GradveilError, ModelError, SpecError, own_error
 from gradveil.imports import calling, import_object, is_import_path
 from gradveil.modalities import IMAGE, Modality
+from gradveil.models.outputs import take_one
 from gradveil.registry import Registry
 
 MODELS: Registry["Builder"] = Registry("model", "gradveil.models")
@@ -93,6 +94,9 @@ def _try(model: nn.Module, name: str, input_shape: Shape, least: int, modality: 
     try:
         copied = copy.deepcopy(model)
         logits = copied(blank)
+        if take_one(model, name, logits):
+            take_one(copied, name, logits)
+            logits = copied(blank)
         if isinstance(logits, Tensor) and logits.requires_grad:
             doing = "differentiated"
             trained = [p for p in copied.parameters() if p.requires_grad]
@@ -112,7 +116,7 @@ def _try(model: nn.Module, name: str, input_shape: Shape, least: int, modality: 
     flat = least <= 1 and isinstance(logits, Tensor) and logits.shape == (BLANK,)  # one number for each input
     if not flat and (
         not isinstance(logits, Tensor)
-        or logits.ndim not in ((2, 3) if modality.last else (2,))  # of each token, or of the whole
+        or logits.ndim not in ((2, 3) if modality.last else (2,) if least > 1 else (2, 3, 4, 5))  # of places, or one
         or len(logits) != BLANK
         or logits.shape[-1] < least
     ):

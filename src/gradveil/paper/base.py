@@ -18,7 +18,7 @@ import torch
 from gradveil.defenses.base import DEFENSES, Defense
 from gradveil.defenses.base import build as build_defense
 from gradveil.errors import GradveilError
-from gradveil.federated.processes import available_cores, deaf_to_ctrl_c, end_with_parent
+from gradveil.federated.processes import apart_from_the_folder, available_cores, deaf_to_ctrl_c, end_with_parent
 from gradveil.registry import Registry
 from gradveil.seeds import Seeds
 
@@ -166,7 +166,7 @@ def run_groups(item: Item, groups: Sequence[list[str]], context: Context, jobs: 
         return
     spawn = get_context("spawn")
     with ProcessPoolExecutor(min(jobs, len(groups)), spawn, _begin_worker) as pool:
-        with deaf_to_ctrl_c():
+        with deaf_to_ctrl_c(), apart_from_the_folder():
             waiting = [pool.submit(_timed, item, group, context) for group in groups]
         try:
             for done in as_completed(waiting):

@@ -75,6 +75,7 @@ def _content(store: RunFolder) -> dict[str, Any]:
         "tried": tiers_tried(judged),
         "advice": advice(judged, config, rows),
         "badges": badges(modality),
+        "start": f"those of {config['weights']}" if config.get("weights") else "as the model was made",
         "schedule": client.get("schedule", "one local step"),
         "late": sum(row["kind"] == "skip" and bool(row.get("out_of_time")) for row in rows),
         "caveat": CAVEAT,

@@ -15,7 +15,7 @@ from PIL import Image
 from gradveil.experiments.judge import by_tier
 from gradveil.experiments.rows import NAIVE, Line, MeasuredExample, group, modality_of, read
 from gradveil.experiments.run_folder import Row, RunFolder
-from gradveil.experiments.words import badges, server_name
+from gradveil.experiments.words import DIAGNOSTIC, badges, server_name
 from gradveil.files import write_atomically
 from gradveil.metrics.intervals import short
 from gradveil.modalities import Cell
@@ -188,7 +188,8 @@ def _strip(gallery: Gallery, mine: Sequence[MeasuredExample], line: Line | None)
     what = name_of(one.defense)
     if one.defense == "none":
         what = "Control: no defence"
-        what += f", model trained under {name_of(one.weights)}" if one.weights not in ("none", "start") else ""
+        under = "model in" if one.weights == DIAGNOSTIC else "model trained under"
+        what += f", {under} {name_of(one.weights)}" if one.weights not in ("none", "start") else ""
     server = "" if one.defense == "none" else "naive server, " if one.server == NAIVE else f"{server_name(one)}, "
     how = f"{server}{one.attack}"
     if line is not None:

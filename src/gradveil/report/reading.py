@@ -36,6 +36,11 @@ READING = (
         "failure against a defence proves nothing.",
     ),
     (
+        "Resists this budget",
+        "The attacks of such a server fail without a defence too, or had no time. That is no protection; the text says "
+        "what would settle it.",
+    ),
+    (
         "Void",
         f"An attack whose control recovers fewer than {HALF:.0%} of the {{many}} and identifies fewer than {HALF:.0%}. "
         "A void line is never counted as protection; what it does recover still counts as a leak.",
@@ -53,7 +58,8 @@ READING = (
         "Identified",
         "The reconstruction is nearer to its original than to every other {one} of the gallery (ties count against "
         "the attack): what privacy means to a person. Recognised: at least "
-        f"{HALF:.0%} of the {{many}} are identified.",
+        f"{HALF:.0%} of the {{many}} are identified, more than chance explains. A server with a list of candidates "
+        "identifies by picking the right one.",
     ),
     (
         "Traces",

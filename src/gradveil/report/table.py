@@ -11,7 +11,7 @@ from rich.text import Text
 from gradveil.experiments.judge import Verdict
 from gradveil.experiments.rows import NAIVE, Floor, Line, lines, modality_of
 from gradveil.experiments.run_folder import Row
-from gradveil.experiments.words import badges, score_text, server_name
+from gradveil.experiments.words import DIAGNOSTIC, badges, score_text, server_name
 from gradveil.metrics.intervals import chance_of, short
 from gradveil.modalities import IMAGE, Metric, Modality
 
@@ -50,7 +50,7 @@ def table_rows(found: Sequence[Line], floor: Floor) -> list[tuple[str, ...]]:
 def _row(line: Line, modality: Modality) -> tuple[str, ...]:
     defense = line.defense
     if not line.at_own_weights:
-        defense = f"none (model of {line.weights})"
+        defense = f"none ({line.weights})" if line.weights == DIAGNOSTIC else f"none (model of {line.weights})"
     return (
         line.round,
         defense,

@@ -8,6 +8,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.func import jvp, vjp, vmap
 
+from gradveil import pace
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import quiet
 from gradveil.types import GaussianPrior, Observation
@@ -151,10 +152,16 @@ class Equations:
         chunk = None if len(z) > 1 else TANGENTS
 
         def one(z: Tensor, *given: Tensor) -> Tensor:
-            columns: Tensor = self._vmap(lambda v: jvp(lambda t: function(t, *given), (z,), (v,))[1], chunk_size=chunk)(
-                eye
-            )
-            return columns
+            along = self._vmap(lambda v: jvp(lambda t: function(t, *given), (z,), (v,))[1], chunk_size=chunk)
+            if chunk is None:
+                whole: Tensor = along(eye)
+                return whole
+            columns = []
+            for i, part in enumerate(eye.split(chunk)):
+                columns.append(along(part))
+                if pace.part_of_step((i + 1) * chunk / len(eye)) and (i + 1) * chunk < len(eye):
+                    raise pace.OutOfTime  # a part of it is nothing
+            return torch.cat(columns)
 
         with quiet(self.model), torch.no_grad():
             if self.direct is not None:

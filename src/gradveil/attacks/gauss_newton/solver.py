@@ -127,7 +127,10 @@ class Solver:
         )  # fmt: skip
         pace.step(0, self.schedule.steps)
         while bool((live := (~state.done).nonzero().flatten()).numel()):
-            self._step(rows.take(live), state, live)
+            try:
+                self._step(rows.take(live), state, live)
+            except pace.OutOfTime:
+                break  # in the middle of a step: each stays where it was
             pace.show(lambda: state.x[0].clone())
             if pace.step(int(state.steps.max()), self.schedule.steps):
                 live = (~state.done).nonzero().flatten()

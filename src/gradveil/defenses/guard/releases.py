@@ -11,7 +11,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from gradveil.defenses.base import Defense, Step
+from gradveil.defenses.base import Defense, RunningStep
 from gradveil.defenses.guard.apart import check_backward, check_hooks
 from gradveil.defenses.guard.carried import Carried
 from gradveil.defenses.guard.counted import Following
@@ -70,7 +70,7 @@ class Releases:
         self.current: RecordPass | None = None
         self._checked = False  # whether the backward pass keeps records apart
         self._in_step, self._filled = InStep(), 0  # the step under way, and the slots of it that are taken
-        self._step: Step | None = None
+        self._step: RunningStep | None = None
         self._before: Params = {}  # the gradients before the step
         self.left: Kept | None = None  # the gradients as they were left
 

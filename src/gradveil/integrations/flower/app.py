@@ -20,12 +20,13 @@ from gradveil.experiments.run_folder import CHECKPOINT, MODEL, RunFolder
 from gradveil.federated.checkpoint import Checkpoint
 from gradveil.federated.client import evaluate
 from gradveil.federated.simulate import NOT_RELEASED, public_records
+from gradveil.integrations.allowed import check_map, said_outward, taken
 from gradveil.integrations.flower.checks import checked
 from gradveil.integrations.flower.chosen_grid import DEVICE, ChosenGrid
 from gradveil.integrations.flower.client import train_message
 from gradveil.integrations.flower.grids import AuditedGrid, audited
 from gradveil.integrations.flower.mods import RULE
-from gradveil.integrations.flower.public_map import said_of
+from gradveil.integrations.flower.public_map import MAP, said_of
 from gradveil.integrations.flower.records import LOG, Next, arrays_of, params_of, record_of
 from gradveil.integrations.flower.secure_client import secure_mod
 from gradveil.integrations.flower.secure_grid import secured
@@ -53,17 +54,32 @@ def make_client_app(
     def train(message: Message, context: Context) -> Message:
         if simulation:
             context.node_config.setdefault("noise", SIMULATED)
-        own = settings or FlowerSettings.from_config(context.run_config)
-        return train_message(message, context, own, simulation or is_simulation())
+        simulated = simulation or is_simulation()
+        if settings is not None:
+            return train_message(message, context, settings, simulated)
+        return said_outward(lambda: train_message(checked_message(message), context, taken_of(context), simulated))
 
     def securely(message: Message, context: Context, call_next: Next) -> Message:
-        own = settings or FlowerSettings.from_config(context.run_config)
+        own = settings or said_outward(lambda: taken_of(context))
         return secure_mod()(message, context, call_next) if own.secure_aggregation else call_next(message, context)
 
     app = ClientApp(mods=[securely, *(mods or [])])
     app.query()(who)
     app.train()(train)
     return app
+
+
+def taken_of(context: Context) -> FlowerSettings:
+    """Return the settings of a run that this node takes from its run config."""
+    return FlowerSettings.from_config(taken(context.run_config, context.node_config))
+
+
+def checked_message(message: Message) -> Message:
+    """Return a training message whose map is such as can be trained with."""
+    for said in message.content.config_records.values():
+        if MAP in said:
+            check_map(said[MAP])
+    return message
 
 
 @dataclass

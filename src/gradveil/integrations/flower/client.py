@@ -12,6 +12,7 @@ from gradveil.errors import BudgetError, DataError, DefenseError
 from gradveil.federated.client import Sent
 from gradveil.federated.engines import Job, World, work
 from gradveil.federated.simulate import client_seed
+from gradveil.integrations.allowed import check_weights
 from gradveil.integrations.flower.chosen_grid import DEVICE
 from gradveil.integrations.flower.demand import OTHER, Demand
 from gradveil.integrations.flower.outgoing import told_here_alone
@@ -38,6 +39,9 @@ def train_message(message: Message, context: Context, settings: FlowerSettings, 
     round_number, noise = int(asked(message, "server-round", 1)), noise_of(context)
     before = params_of(arrays_of(message)[1])
     model = build_model(settings, dataset)
+    own = model.state_dict()
+    if not simulation and before.keys() == own.keys():
+        check_weights(before, own)
     model.load_state_dict(before)
     local = replace(settings, proximal=asked(message, "proximal-mu", settings.proximal))  # the strategy may set it
     lr = asked(message, "lr", settings.lr)

@@ -3,6 +3,7 @@
 Flower reads some of its settings from the environment when it is imported, so this module sets them first.
 """
 
+import atexit
 import importlib.util
 import json
 import os
@@ -126,18 +127,19 @@ def _ray(cores: int) -> Iterator[Any]:
         os.chdir(home)
         return call_next(message, context)
 
-    with tempfile.TemporaryDirectory(prefix="gradveil-") as empty:
-        os.chdir(empty)
-        try:
-            if not ray.is_initialized():
-                about = {"env_vars": {"PYTHONPATH": path}}
-                ray.init(num_cpus=cores, log_to_driver=False, include_dashboard=False, runtime_env=about)
-        finally:
-            os.chdir(home)
-        try:
-            yield at_home
-        finally:
-            ray.shutdown()
+    empty = tempfile.mkdtemp(prefix="gradveil-")  # as long as this process: Ray may live longer than a run
+    atexit.register(shutil.rmtree, empty, ignore_errors=True)
+    os.chdir(empty)
+    try:
+        if not ray.is_initialized():
+            about = {"env_vars": {"PYTHONPATH": path}}
+            ray.init(num_cpus=cores, log_to_driver=False, include_dashboard=False, runtime_env=about)
+    finally:
+        os.chdir(home)
+    try:
+        yield at_home
+    finally:
+        ray.shutdown()
 
 
 def submit(
