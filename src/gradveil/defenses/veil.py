@@ -198,7 +198,7 @@ class Veil(Defense):
     def on_stacked(self, records: Records, present: Tensor, slots: Tensor, rngs: Sequence[Source]) -> Params:
         """Return the same for K clients at once."""
         sums, sizes = self.clipped_sum(records, present), [p.numel() for p in records.like.values()]
-        noisy = [release(total, self._std, rng, sizes) for total, rng in zip(sums, rngs, strict=True)]
+        noisy = [release(total, self._std, rng, sizes, STEPS[self.tier]) for total, rng in zip(sums, rngs, strict=True)]
         return self._sent(torch.stack(noisy), slots[:, None], records.like)
 
     def clipped_sum(self, records: Records, present: Tensor | None = None) -> Tensor:
@@ -210,10 +210,10 @@ class Veil(Defense):
         return self.client_multiplier * self.measured.clip
 
     def _sent(self, noisy: Tensor, slots: int | Tensor, like: Params) -> Params:
-        """Return what has its noise by name, out of P's coordinates and over the slots, in the weights' types."""
+        """Return what has its noise by name, out of P's coordinates, over the slots, in the weights' types."""
         now = self.measured
         flat = noisy if now.coordinates is None else now.coordinates.back(noisy.to(now.coordinates.directions))
-        flat = flat / (slots if isinstance(slots, int) else slots.to(flat))
+        flat /= slots if isinstance(slots, int) else slots.to(flat)
         return {name: part.to(like[name].dtype) for name, part in split(flat, like).items()}
 
     # What a server that knows it does.
@@ -267,8 +267,10 @@ class VeilStep(RunningStep):
                 f"A step has {self.count} records and {self.slots} slots. Give each record its own slot."
             )
         found = self.veil.clipped_sum(records)
+        sizes, std, steps = [p.numel() for p in records.like.values()], self.veil._std, STEPS[self.veil.tier]
+        if self.noise is None and self.count == self.slots:  # nothing can come after: in one pass
+            return self.veil._sent(release(found, std, self.rng, sizes, steps), self.slots, records.like)
         self.total = found if self.total is None else self.total.double() + found
         if self.noise is None:
-            sizes = [p.numel() for p in records.like.values()]
-            self.noise = noise(sizes, self.veil._std, self.rng, found.device, STEPS[self.veil.tier])
+            self.noise = noise(sizes, std, self.rng, found.device, steps)
         return self.veil._sent(self.noise.on(self.total), self.slots, records.like)

@@ -71,11 +71,12 @@ def noise(sizes: Sequence[int], std: float, rng: Source, device: torch.device | 
     return Drawn(secret_normals(sum(sizes), torch.device(device), std), grid_of(std, steps))
 
 
-def release(total: Tensor, std: float, rng: Source, sizes: Sequence[int] | None = None) -> Tensor:
+def release(total: Tensor, std: float, rng: Source, sizes: Sequence[int] | None = None, steps: int = 16) -> Tensor:
     """Return a sum (p,) with Gaussian noise, in its own type; with a generator the numbers of tensors of such sizes."""
     if isinstance(rng, Generator):
-        return noise([len(total)] if sizes is None else sizes, std, rng, total.device).on(total)
-    grid = grid_of(std)
+        drawn = noise([len(total)] if sizes is None else sizes, std, rng, total.device)
+        return drawn.values.to(total).add_(total)
+    grid = grid_of(std, steps)
     if total.is_cuda and (compiled := _compiled("cuda")) is not None:
         released: Tensor = compiled.release(total, std, grid)
         return released
