@@ -142,7 +142,9 @@ def test_the_ready_app_does_none_of_it(name: str, tmp_path: Path) -> None:
     from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
 
     from gradveil.integrations.flower.app import make_client_app
+    from integrations import flower_parts  # which stands for an engine that has begun a run
 
+    assert flower_parts.TaskIdentity.run_id == 1
     file = tmp_path / "secret.csv"
     file.write_text(f"{SECRET}\n{SECRET},{SECRET}\n")
     run = {
