@@ -23,6 +23,7 @@ _LEFTOVER = re.compile(r"\..+\.\d+(-[0-9a-f]{8})?\.tmp|(checkpoint|model)\.safet
 _LOG = logging.getLogger("gradveil")
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # some network file systems
 _TENSORS, _HEADER = 100_000, 2**25  # of a file of tensors: how many, and the bytes that say what they are
+started_as: int | None = None  # the process that a user knows, where it is another one that works for it
 _ANOTHER_OUT = "Choose another --out."
 
 
@@ -85,7 +86,7 @@ def _lock(path: Path, wait: bool, needed: bool) -> int:
             _take(handle, path, wait, needed)
             if os.path.samestat(os.fstat(handle), os.stat(path)):
                 os.ftruncate(handle, 0)
-                os.write(handle, f"pid {os.getpid()} on {platform.node()}\n".encode())
+                os.write(handle, f"pid {started_as or os.getpid()} on {platform.node()}\n".encode())
                 return handle
         except FileNotFoundError:  # its owner removed it before it was ours
             pass

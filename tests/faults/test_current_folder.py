@@ -60,7 +60,7 @@ def given(folder: Path, *words: str, module: bool = False) -> str:
     program.write_text("from gradveil.cli.main import entry\nif __name__ == '__main__':\n    entry()\n")
     start = ["-m", "gradveil"] if module else [str(program)]
     done = subprocess.run(
-        [sys.executable, *start, *words], cwd=folder, capture_output=True, text=True, timeout=300, check=False,
+        [sys.executable, *start, *words], cwd=folder, capture_output=True, text=True, timeout=900, check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert not list(folder.glob("*.ran")), words

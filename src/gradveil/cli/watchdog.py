@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
+from gradveil import files
 from gradveil.pace import clock
 
 GRACE = 15.0  # seconds after --minutes until a command is told to end; less where they are few
@@ -57,7 +58,7 @@ def _say(what: bytes, number: float) -> None:
 def _perform(run: Callable[[], None], says: int, lives: int) -> NoReturn:
     """Run the command, and end when the process that watches has ended."""
     global _says
-    _says = says
+    _says, files.started_as = says, os.getppid()
 
     def end_with_parent() -> None:
         os.read(lives, 1)
