@@ -169,7 +169,7 @@ def test_certify_meters_the_loss(run: Run) -> None:
 BAD = {
     ("numbers", "cross_entropy"): "cross_entropy takes classes, whole numbers (N,); the targets are numbers from",
     ("tags", "cross_entropy"): "Use the loss bce for several yes-or-no labels",
-    ("yesno", "hinge"): "No loss is called 'hinge'. Known: bce, cross_entropy, mse, next_token.",
+    ("yesno", "hinge"): "No loss is called 'hinge'. Known: bce, cross_entropy, dense, mse, next_token.",
     ("numbers", "bce"): "bce takes targets of 0 and 1; the targets are numbers from",
     ("yesno", "cross_entropy:weights=1/2/3"): "The loss has 3 weights and the model gives 2 classes.",
     ("yesno", "cross_entropy:smoothing=2"): "smoothing=2: give a number from 0 to below 1",
