@@ -209,9 +209,14 @@ def _class_folders(root: Path) -> tuple[tuple[str, ...], Files, Files]:
 
 
 def _images(root: Path, names: tuple[str, ...]) -> Files:
-    return [
-        (path, label)
-        for label, name in enumerate(names)
-        for path in sorted((root / name).rglob("*"))
-        if path.suffix.lower() in _SUFFIXES
-    ]
+    try:
+        return [
+            (path, label)
+            for label, name in enumerate(names)
+            for path in sorted((root / name).rglob("*"))
+            if path.suffix.lower() in _SUFFIXES
+        ]
+    except OSError as error:  # a part of it went away meanwhile, as processes do under /proc
+        raise DataError(
+            f"{root} cannot be listed ({error.strerror}: {error.filename}). Give a folder of images."
+        ) from error
