@@ -52,8 +52,8 @@ faults: $(STAMP)
 check: lint types imports lengths house fast
 
 lint: $(STAMP)
-	$(BIN)/ruff format --check src tests bench tools examples
-	$(BIN)/ruff check src tests bench tools examples
+	$(BIN)/ruff format --check src tests studies tools examples conftest.py
+	$(BIN)/ruff check src tests studies tools examples conftest.py
 
 types: $(STAMP)
 	$(BIN)/mypy
@@ -74,15 +74,15 @@ goldens: $(STAMP)
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python tools/goldens.py check
 
 format: $(STAMP)
-	$(BIN)/ruff format src tests bench tools examples
-	$(BIN)/ruff check --fix src tests bench tools examples
+	$(BIN)/ruff format src tests studies tools examples conftest.py
+	$(BIN)/ruff check --fix src tests studies tools examples conftest.py
 
 site: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "Site: site/index.html"
 
 bench: $(STAMP)
-	OMP_NUM_THREADS=2 $(BIN)/python bench/run.py
+	OMP_NUM_THREADS=2 $(BIN)/python studies/bench/run.py
 
 docs: $(STAMP)
 	$(BIN)/python tools/make_docs.py

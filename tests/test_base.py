@@ -7,7 +7,7 @@ from torch import nn
 from gradveil import tree, types
 from gradveil.countermeasures import drop, mask, whiten
 from gradveil.errors import LayerError, UpdateError
-from gradveil.layers.modules import find_layer, prefix, representation
+from gradveil.modules import find_layer, prefix, representation
 from gradveil.seeds import Seeds
 from gradveil.types import Batch, GaussianPrior, Observation, Update, check_update
 

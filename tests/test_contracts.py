@@ -8,15 +8,15 @@ import torch
 from torch import nn
 
 from gradveil.attacks.base import ATTACKS, KINDS, Attack, Malicious
-from gradveil.defenses.base import DEFENSES, NoDefense
-from gradveil.defenses.guard.step import step_gradient
+from gradveil.guard.defense import DEFENSES, NoDefense
+from gradveil.guard.step import step_gradient
 from gradveil.losses import NextToken
 from gradveil.modalities.table import Column, Table
 from gradveil.models import build
-from gradveil.paper.base import ITEMS, Context
 from gradveil.registry import describe
 from gradveil.tree import Params
 from gradveil.types import Batch, Observation, Update
+from gradveil_studies.paper.base import ITEMS, Context
 
 DENSE = ("spear", "cocktail")  # attacks on fully connected networks
 TEXT = ("span", "tag", "words")  # attacks on language models

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import gradveil
 from gradveil.cli.main import COMMANDS, app, whole_command
-from gradveil.layers.rules.base import PLAIN, RULES
+from gradveil.representation.layers.rules.base import PLAIN, RULES
 from schemas import FOLDER, schema_of
 
 DOCS = Path(__file__).parent.parent / "docs"

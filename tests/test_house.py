@@ -144,7 +144,7 @@ def test_what_cannot_run_code_is_fine_and_no_data_file_is_unpickled() -> None:
     assert "TID251" not in _lint("import pickle", "src/gradveil/federated/processes.py")  # to its own workers
 
 
-@pytest.mark.parametrize("folder", ["src", "bench", "tools", "examples"])
+@pytest.mark.parametrize("folder", ["src", "studies", "tools", "examples"])
 def test_torch_loads_weights_alone(folder: str) -> None:
     files = [path.read_text() for path in (TOOLS.parent / folder).rglob("*.py")]
     calls = [call for text in files for call in re.findall(r"torch\.load\([^\n]*", text)]

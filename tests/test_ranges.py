@@ -18,21 +18,21 @@ from torch import nn
 from gradveil import ranges
 from gradveil.attacks.base import Malicious
 from gradveil.attacks.dlg import DLG
+from gradveil.auditing.saved_update import UpdateAuditConfig
+from gradveil.auditing.train import TrainConfig
 from gradveil.cli.list import KINDS
-from gradveil.defenses.base import NoDefense
-from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import GradveilError, SpecError
-from gradveil.experiments.saved_update import UpdateAuditConfig
-from gradveil.experiments.scene import AuditConfig
-from gradveil.experiments.train import TrainConfig
+from gradveil.guard.defense import NoDefense
+from gradveil.guard.step import step_gradient
 from gradveil.models import build_working
-from gradveil.paper.base import Context
 from gradveil.ranges import Count, Part, Range
 from gradveil.registry import Registry, Setting, settings
+from gradveil.threats.setup import AuditConfig
 from gradveil.tree import Params
 from gradveil.types import Batch, Observation, Update
+from gradveil_studies.paper.base import Context
 
-REGISTRIES = KINDS | {"item": "gradveil.paper.base:ITEMS"}
+REGISTRIES = KINDS | {"item": "gradveil_studies.paper.base:ITEMS"}
 HOSTILE = (
     "0",
     "-1",

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from gradveil.paper.base import Context
-from gradveil.paper.meter import NAIVE, SETTINGS, MeterCheck
+from gradveil_studies.paper.base import Context
+from gradveil_studies.paper.meter import NAIVE, SETTINGS, MeterCheck
 
 ROOT = Path(__file__).parent.parent
 THEORY = ROOT / "docs" / "theory"

@@ -9,16 +9,19 @@ import sys
 
 PIP = [sys.executable, "-m", "pip", "install", "-q", "--no-compile"]
 OTHER_FILE = "DO NOT MATCH THE HASHES"
-PACKAGE = ["--no-deps", "--no-build-isolation", "-e", "."]
+PACKAGE = ["--no-deps", "--no-build-isolation", "-e", ".", "-e", "./studies"]
 
 
 def ways(extras: str, lock: str | None) -> list[tuple[str, list[list[str]]]]:
     """What is tried, one after the other: in words, and the calls of pip."""
-    own = f".[{extras}]" if extras else "."
+    own = ["-e", f".[{extras}]" if extras else ".", "-e", "./studies"]
     locked = [["--no-deps", "--only-binary", ":all:", "--require-hashes", "-r", str(lock)], PACKAGE]
     named = [
-        ("the versions of constraints.txt, hashes unchecked", [["-c", "constraints.txt", "-e", own]]),
-        ("the newest versions that pyproject.toml allows", [["-e", own]]),
+        (
+            "the versions of constraints.txt, hashes unchecked",
+            [["-c", "constraints.txt", *own]],
+        ),
+        ("the newest versions that pyproject.toml allows", [[*own]]),
     ]
     return [("the files of the lock", locked), *named] if lock else named
 

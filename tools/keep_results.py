@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from paper_results import RESULTS, ROOT, Row, all_rows, build, own_rows, runs, write_runs
 
-from gradveil.experiments.run_folder import VERSIONS, RunFolder
-from gradveil.paper.base import ITEMS, Context, Item
+from gradveil.auditing.run_folder import VERSIONS, RunFolder
 from gradveil.seeds import Seeds
+from gradveil_studies.paper.base import ITEMS, Context, Item
 
 
 def keep(folder: Path, machine: str, commit: str, into: Path = RESULTS, later: Sequence[Path] = ()) -> str:

@@ -16,15 +16,15 @@ from keep_results import commit_named
 from marked_blocks import fill
 from paper_results import RESULTS, ROOT, Row, markdown, own_rows, runs, write_runs
 
-from gradveil.experiments.rows import group
-from gradveil.experiments.run_folder import VERSIONS, RunFolder
-from gradveil.leaderboard.board import Leaderboard
-from gradveil.leaderboard.entries import BATCHES, ENTRIES, MULTIPLES, PANELS, Panel
-from gradveil.leaderboard.standings import Standing, standings, table, tier_table
-from gradveil.paper.base import Context
+from gradveil.auditing.run_folder import VERSIONS, RunFolder
+from gradveil.threats.rows import group
+from gradveil_studies.leaderboard.board import Leaderboard
+from gradveil_studies.leaderboard.entries import BATCHES, ENTRIES, MULTIPLES, PANELS, Panel
+from gradveil_studies.leaderboard.standings import Standing, standings, table, tier_table
+from gradveil_studies.paper.base import Context
 
 NAME = "leaderboard"
-BENCH, ATTACKED = ROOT / "bench" / "results", "promise-attacks.json"
+BENCH, ATTACKED = ROOT / "studies" / "bench" / "results", "promise-attacks.json"
 DEALT = (
     "{dataset}: {devices} devices of {records} records, {clients} a round, {rounds} rounds, learning rates {lrs}, "
     "{seeds} seeds, {victims} records sought ({newton}; {pairs} pairs to learn from)."
@@ -53,7 +53,7 @@ def blocks(folder: Path = RESULTS) -> dict[str, str]:
 
 
 def promise_rows() -> list[Row]:
-    """Return what `bench/promises.py` priced and `bench/promise_attacks.py` attacked, as rows of the leaderboard."""
+    """Return the rows that `promises.py` priced and `promise_attacks.py` attacked (studies/bench)."""
     priced, sought = (json.loads((BENCH / name).read_text())["rows"] for name in ("promises.json", ATTACKED))
     found = [row | {"dataset": _named(row)} for row in sought]
     for row in priced:

@@ -7,7 +7,7 @@ from pathlib import Path
 from marked_blocks import fill, write_or_check
 from paper_results import RESULTS, ROOT, Row, build, markdown, own_rows
 
-from gradveil.paper.base import Judgement
+from gradveil_studies.paper.base import Judgement
 
 PAGE = ROOT / "docs" / "theory" / "leakage.md"
 MISSING = "Not run at full size yet."

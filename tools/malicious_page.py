@@ -1,4 +1,4 @@
-"""Fill the tables of docs/how-to/malicious-servers.md from bench/results; with --check, only say if it is stale."""
+"""Fill the tables of docs/how-to/malicious-servers.md from studies/bench/results; --check: only say if it is stale."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ Row = dict[str, Any]
 
 def tables() -> dict[str, str]:
     """Return what is recovered, by batch, and under each defence."""
-    rows: list[Row] = json.loads((ROOT / "bench" / "results" / "malicious.json").read_text())["rows"]
+    rows: list[Row] = json.loads((ROOT / "studies" / "bench" / "results" / "malicious.json").read_text())["rows"]
     return {"malicious: batches": batches(rows), "malicious: defences": defences(rows)}
 
 

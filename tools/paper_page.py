@@ -10,8 +10,8 @@ from marked_blocks import fill, write_or_check
 from paper_results import RESULTS, ROOT, Row, all_rows, build, judged, markdown, own_rows, runs
 from verdict_lines import lines, readme_lines
 
-from gradveil.paper.base import ITEMS, Context, Item, Judgement, published
 from gradveil.seeds import Seeds
+from gradveil_studies.paper.base import ITEMS, Context, Item, Judgement, published
 
 README = ROOT / "README.md"
 

@@ -6,8 +6,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from gradveil.experiments.settings import dumps
-from gradveil.paper.base import ITEMS, Item, Judgement
+from gradveil.auditing.settings import dumps
+from gradveil_studies.paper.base import ITEMS, Item, Judgement
 
 Row = dict[str, Any]
 ROOT = Path(__file__).parent.parent

@@ -12,8 +12,8 @@ import tomllib
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from gradveil.experiments.train import TrainConfig, train
-from gradveil.play.stage import DATASETS, DIALS, MODELS, STRENGTHS, spec_of
+from gradveil.auditing.train import TrainConfig, train
+from gradveil_studies.play.stage import DATASETS, DIALS, MODELS, STRENGTHS, spec_of
 
 OUT = Path(__file__).resolve().parents[1] / "src" / "gradveil" / "play" / "accuracy.toml"
 SEEDS = 3

@@ -11,7 +11,7 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-from gradveil.play.page import Playground
+from gradveil_studies.play.page import Playground
 
 OUT = Path(__file__).resolve().parents[1] / "docs" / "img" / "play.png"
 

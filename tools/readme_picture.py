@@ -10,12 +10,12 @@ import matplotlib as mpl
 import torch
 
 from gradveil.data import load
-from gradveil.defenses.base import build as defense
-from gradveil.experiments.trial import Trial, naive, solved
+from gradveil.guard.defense import build as defense
 from gradveil.metrics import measure
 from gradveil.models import build
-from gradveil.paper.base import Context
-from gradveil.paper.panels import Shared
+from gradveil.threats.trial import Trial, naive, solved
+from gradveil_studies.paper.base import Context
+from gradveil_studies.paper.panels import Shared
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt

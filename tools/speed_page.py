@@ -1,4 +1,4 @@
-"""Fill the table of docs/speed.md from bench/results; with --check, only say whether it is up to date."""
+"""Fill the table of docs/speed.md from studies/bench/results; with --check, only say whether it is up to date."""
 
 import json
 import sys
@@ -42,7 +42,7 @@ def targets(path: Path) -> list[tuple[str, str, float, bool]]:
 def speed() -> str:
     """Return what was aimed at and what was measured."""
     rows = []
-    for path in sorted((ROOT / "bench" / "results").glob("*.json")):
+    for path in sorted((ROOT / "studies" / "bench" / "results").glob("*.json")):
         device = "H200" if path.stem.endswith("-cuda") else "2 CPU cores"
         for what, wanted, measured, met in targets(path):
             answer = "yes" if met else "**no**"

@@ -9,12 +9,12 @@ import torch
 from marked_blocks import fill, write_or_check
 from paper_results import RESULTS, ROOT, Row, build, markdown, own_rows, runs
 
-from gradveil.paper.base import Context, Item
-from gradveil.paper.convergence import smoothed
 from gradveil.seeds import Seeds
+from gradveil_studies.paper.base import Context, Item
+from gradveil_studies.paper.convergence import smoothed
 
 MISSING = "Not run at full size yet."
-BENCH = ROOT / "bench" / "results" / "certificates.json"
+BENCH = ROOT / "studies" / "bench" / "results" / "certificates.json"
 THEORY = ROOT / "docs" / "theory"
 Block = Callable[[Path], str]
 
@@ -96,7 +96,7 @@ TIMES = ("model", "input", "what", "ms per image", "training step of 32 (ms)", "
 
 def _timing(path: Path = BENCH) -> str:
     if not path.exists():
-        return "Not run yet. To run it: `python bench/certificates.py`."
+        return "Not run yet. To run it: `python studies/bench/certificates.py`."
     found = json.loads(path.read_text())
     table = markdown([{key: row[key] for key in TIMES} for row in found["rows"]])
     aims = [

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from paper_results import RESULTS, build, judged, own_rows
 
-from gradveil.experiments.rows import group
-from gradveil.paper.base import Judgement
-from gradveil.paper.rows import GUESS, Case, Measured, Trained, cases, last_round, paired_loss
+from gradveil.threats.rows import group
+from gradveil_studies.paper.base import Judgement
+from gradveil_studies.paper.rows import GUESS, Case, Measured, Trained, cases, last_round, paired_loss
 
 OURS, RANDOM = "representation:share=0.4", "random_mask:share=0.4"
 PANELS = {"dlg-mnist": "DLG, MNIST", "dlg-cifar10": "DLG, CIFAR-10", "gs-cifar10": "GS, CIFAR-10"}

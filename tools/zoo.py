@@ -22,11 +22,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+from gradveil.auditing.audit import audit
 from gradveil.countermeasures import TIERS
-from gradveil.experiments.audit import audit
-from gradveil.experiments.judge import Verdict
-from gradveil.experiments.rows import Line
-from gradveil.experiments.scene import AuditConfig
+from gradveil.threats.rows import Line
+from gradveil.threats.setup import AuditConfig
+from gradveil.threats.verdict import Verdict
 from zoo.keeper import BROKEN, SCENE, Kept, is_right, names, opened
 
 GROUP = 6  # defences that are audited together

@@ -3,40 +3,40 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from gradveil.attacks.base import ATTACKS, Attack
     from gradveil.attacks.base import build as attack
     from gradveil.attacks.inference import InferenceSettings, infer
-    from gradveil.certificates.accountant import Account, spend_from
-    from gradveil.certificates.certify import certify
-    from gradveil.certificates.plan import PlannedRun
+    from gradveil.auditing.audit import audit
+    from gradveil.auditing.incoming import check_model
+    from gradveil.auditing.update_files import read_examples, read_update, write_examples, write_update
     from gradveil.countermeasures import Countermeasure
     from gradveil.data import Dataset
     from gradveil.data import load as dataset
     from gradveil.data.partition import partition
-    from gradveil.defenses.base import DEFENSES, Defense
-    from gradveil.defenses.base import build as defense
     from gradveil.defenses.decoy import save_prior
-    from gradveil.defenses.guard.counted import counted
-    from gradveil.defenses.guard.protect import guard_of, protect
-    from gradveil.defenses.guard.step import step_gradient
     from gradveil.errors import DefenseError, GradveilError
-    from gradveil.experiments.audit import audit
-    from gradveil.experiments.incoming import check_model
-    from gradveil.experiments.scene import AuditConfig
-    from gradveil.experiments.update_files import read_examples, read_update, write_examples, write_update
     from gradveil.federated.client import evaluate, local_update
     from gradveil.federated.settings import Training
     from gradveil.federated.simulate import simulate
+    from gradveil.guard.counted import counted
+    from gradveil.guard.defense import DEFENSES, Defense
+    from gradveil.guard.defense import build as defense
+    from gradveil.guard.protect import guard_of, protect
+    from gradveil.guard.step import step_gradient
     from gradveil.losses import build as loss
-    from gradveil.measured.verify import verify
     from gradveil.models import build as model
     from gradveil.privacy import draws
+    from gradveil.privacy.accountant import Account, spend_from
+    from gradveil.privacy.plan import PlannedRun
     from gradveil.report.page import write_report
-    from gradveil.scores import leak_scores
+    from gradveil.representation.certificates.certify import certify
+    from gradveil.representation.scores import leak_scores
+    from gradveil.threats.setup import AuditConfig
     from gradveil.types import Batch, GaussianPrior, Observation, Reconstruction, Update
+    from gradveil.verification.verify import verify
 
 # Loaded on first use, so that `import gradveil` and `gradveil --help` stay free of torch.
 _PUBLIC = {
@@ -50,42 +50,42 @@ _PUBLIC = {
     "dataset": "gradveil.data:load",
     "partition": "gradveil.data.partition:partition",
     "model": "gradveil.models:build",
-    "defense": "gradveil.defenses.base:build",
+    "defense": "gradveil.guard.defense:build",
     "attack": "gradveil.attacks.base:build",
     "loss": "gradveil.losses:build",
     # defend
-    "counted": "gradveil.defenses.guard.counted:counted",
-    "protect": "gradveil.defenses.guard.protect:protect",
-    "guard_of": "gradveil.defenses.guard.protect:guard_of",
-    "Account": "gradveil.certificates.accountant:Account",
-    "PlannedRun": "gradveil.certificates.plan:PlannedRun",
-    "step_gradient": "gradveil.defenses.guard.step:step_gradient",
+    "counted": "gradveil.guard.counted:counted",
+    "protect": "gradveil.guard.protect:protect",
+    "guard_of": "gradveil.guard.protect:guard_of",
+    "Account": "gradveil.privacy.accountant:Account",
+    "PlannedRun": "gradveil.privacy.plan:PlannedRun",
+    "step_gradient": "gradveil.guard.step:step_gradient",
     "save_prior": "gradveil.defenses.decoy:save_prior",
-    "leak_scores": "gradveil.scores:leak_scores",
-    "check_model": "gradveil.experiments.incoming:check_model",
+    "leak_scores": "gradveil.representation.scores:leak_scores",
+    "check_model": "gradveil.auditing.incoming:check_model",
     # train
     "local_update": "gradveil.federated.client:local_update",
     "evaluate": "gradveil.federated.client:evaluate",
     "simulate": "gradveil.federated.simulate:simulate",
     "Training": "gradveil.federated.settings:Training",
     # audit, infer, certify
-    "audit": "gradveil.experiments.audit:audit",
-    "AuditConfig": "gradveil.experiments.scene:AuditConfig",
+    "audit": "gradveil.auditing.audit:audit",
+    "AuditConfig": "gradveil.threats.setup:AuditConfig",
     "write_report": "gradveil.report.page:write_report",
-    "read_update": "gradveil.experiments.update_files:read_update",
-    "write_update": "gradveil.experiments.update_files:write_update",
-    "read_examples": "gradveil.experiments.update_files:read_examples",
-    "write_examples": "gradveil.experiments.update_files:write_examples",
+    "read_update": "gradveil.auditing.update_files:read_update",
+    "write_update": "gradveil.auditing.update_files:write_update",
+    "read_examples": "gradveil.auditing.update_files:read_examples",
+    "write_examples": "gradveil.auditing.update_files:write_examples",
     "infer": "gradveil.attacks.inference:infer",
     "InferenceSettings": "gradveil.attacks.inference:InferenceSettings",
-    "certify": "gradveil.certificates.certify:certify",
-    "spend_from": "gradveil.certificates.accountant:spend_from",
-    "verify": "gradveil.measured.verify:verify",
+    "certify": "gradveil.representation.certificates.certify:certify",
+    "spend_from": "gradveil.privacy.accountant:spend_from",
+    "verify": "gradveil.verification.verify:verify",
     # add a method of your own
     "Attack": "gradveil.attacks.base:Attack",
     "ATTACKS": "gradveil.attacks.base:ATTACKS",
-    "Defense": "gradveil.defenses.base:Defense",
-    "DEFENSES": "gradveil.defenses.base:DEFENSES",
+    "Defense": "gradveil.guard.defense:Defense",
+    "DEFENSES": "gradveil.guard.defense:DEFENSES",
     "Countermeasure": "gradveil.countermeasures:Countermeasure",
     "draws": "gradveil.privacy:draws",
     "Dataset": "gradveil.data:Dataset",

@@ -12,9 +12,9 @@ from scipy.stats import binom
 from torch import Generator, Tensor, nn
 
 from gradveil.attacks.candidates import Candidates
-from gradveil.certificates.privacy import rero_gaussian
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import unroll
+from gradveil.privacy.dp import rero_gaussian
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch, Observation, Reconstruction, Update
 

@@ -13,10 +13,10 @@ from gradveil.attacks.diffusion import SIGMAS, Diffusion, Forms
 from gradveil.attacks.gauss_newton.equations import Prior
 from gradveil.attacks.newton import Newton, ready
 from gradveil.data import load
-from gradveil.defenses.base import build as build_defense
 from gradveil.errors import AttackError, SpecError
-from gradveil.experiments.trial import observe
+from gradveil.guard.defense import build as build_defense
 from gradveil.models import build
+from gradveil.threats.trial import observe
 from gradveil.types import Batch, GaussianPrior, Observation, Reconstruction
 
 DIGITS = load("digits")

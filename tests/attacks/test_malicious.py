@@ -9,13 +9,13 @@ from torch import Generator, Tensor, nn
 from gradveil import tree
 from gradveil.attacks.base import Malicious, build
 from gradveil.data import load
-from gradveil.defenses.base import NoDefense
-from gradveil.defenses.base import build as build_defense
-from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import AttackError
-from gradveil.experiments.trial import observe
+from gradveil.guard.defense import NoDefense
+from gradveil.guard.defense import build as build_defense
+from gradveil.guard.step import step_gradient
 from gradveil.metrics import measure
 from gradveil.models import build as build_model
+from gradveil.threats.trial import observe
 from gradveil.types import Batch, GaussianPrior, Observation, Reconstruction, Update
 
 SHAPE, CLASSES = (1, 8, 8), 10

@@ -13,11 +13,11 @@ from gradveil.attacks.gauss_newton.solver import Solver
 from gradveil.attacks.memory import peak_bytes
 from gradveil.attacks.search.objective import MatchingObjective
 from gradveil.data.base import Split
-from gradveil.defenses.base import build as build_defense
 from gradveil.errors import AttackError
-from gradveil.experiments.trial import Trial, attack_rows, attempt, naive, observe
 from gradveil.federated.client import evaluate
+from gradveil.guard.defense import build as build_defense
 from gradveil.models import build as build_model
+from gradveil.threats.trial import Trial, attack_rows, attempt, naive, observe
 from gradveil.types import Batch, Observation
 
 CPU = RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried to allocate")

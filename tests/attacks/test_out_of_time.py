@@ -5,9 +5,9 @@ import torch
 
 from gradveil import pace
 from gradveil.attacks.base import build
-from gradveil.defenses.base import build as build_defense
-from gradveil.experiments.trial import observe
+from gradveil.guard.defense import build as build_defense
 from gradveil.models import build as build_model
+from gradveil.threats.trial import observe
 from gradveil.types import Batch, Observation
 
 

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from attacks.helpers_attacks import noisy, rng
 from gradveil.attacks.base import build as build_attack
 from gradveil.attacks.patches import _beside, clear_spans
-from gradveil.defenses.base import NoDefense
-from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import AttackError
-from gradveil.experiments.suited import default_attacks
+from gradveil.guard.defense import NoDefense
+from gradveil.guard.step import step_gradient
 from gradveil.models import build
+from gradveil.threats.suited import default_attacks
 from gradveil.types import Batch, GaussianPrior, Observation, Update
 
 VIT = "vit_tiny:width=48,heads=2,depth=2"

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from gradveil.attacks.dlg import DLG
 from gradveil.data import load
 from gradveil.models import build
-from gradveil.scores import leak_scores
+from gradveil.representation.scores import leak_scores
 from gradveil.types import Observation, Update
 
 IMAGES = 3

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from gradveil.attacks.inference import RULES, InferenceSettings, Inferred, chain_of, infer, infer_stacked
 from gradveil.errors import AttackError, LayerError
-from gradveil.layers.modules import trace
 from gradveil.metrics.representations import class_means, class_set_accuracy, correlation, representation_scores
+from gradveil.modules import trace
 from gradveil.types import Update
 
 SHAPE = (1, 8, 8)

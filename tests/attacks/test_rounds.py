@@ -15,8 +15,8 @@ from gradveil.attacks.gauss_newton.updates import update_rows
 from gradveil.attacks.labels import with_labels
 from gradveil.attacks.newton import Newton
 from gradveil.attacks.rounds import SentRounds, pooled
-from gradveil.certificates.meter import several_rounds
 from gradveil.errors import AttackError
+from gradveil.threats.meter import several_rounds
 from gradveil.tree import Params
 from gradveil.types import Batch, GaussianPrior, Observation, Update
 

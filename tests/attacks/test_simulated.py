@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 import gradveil
-from gradveil.certificates.meter import leak_meter
 from gradveil.errors import AttackError
+from gradveil.threats.meter import leak_meter
 from gradveil.tree import Params
 from gradveil.types import Batch, GaussianPrior, Observation, Update
 

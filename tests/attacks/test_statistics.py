@@ -8,9 +8,9 @@ from torch import Generator, nn
 
 from gradveil.attacks.gs import GS
 from gradveil.attacks.search.statistics import sending_norms, sent_statistics, statistics_term
-from gradveil.defenses.base import build
-from gradveil.experiments.trial import observe
 from gradveil.federated.settings import Local
+from gradveil.guard.defense import build
+from gradveil.threats.trial import observe
 from gradveil.types import Batch, Observation
 
 

@@ -9,13 +9,13 @@ from torch import Generator
 from gradveil.attacks.tableak import TabLeak, in_range
 from gradveil.data import load
 from gradveil.data.base import Dataset
-from gradveil.defenses.base import build as build_defense
 from gradveil.errors import AttackError
-from gradveil.experiments.trial import Public, measured, observe
 from gradveil.federated.settings import Local
+from gradveil.guard.defense import build as build_defense
 from gradveil.modalities import IMAGE
 from gradveil.modalities.table import Table
 from gradveil.models import build
+from gradveil.threats.trial import Public, measured, observe
 from gradveil.types import Batch, Observation, Reconstruction
 
 

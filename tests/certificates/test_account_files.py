@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gradveil.certificates.accountant import Account, spend_from
 from gradveil.errors import BudgetError
+from gradveil.privacy.accountant import Account, spend_from
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import ndtri
 
-from gradveil.certificates.accountant import Account, delta_of, epsilon_of, mu_of, spend_from, water_filling
-from gradveil.certificates.plan import PlannedRun
-from gradveil.certificates.privacy import GaussianTraining
 from gradveil.errors import BudgetError, CertificateError
+from gradveil.privacy.accountant import Account, delta_of, epsilon_of, mu_of, spend_from, water_filling
+from gradveil.privacy.dp import GaussianTraining
+from gradveil.privacy.plan import PlannedRun
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -6,12 +6,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from certificates.random_networks import fill, pairs, random_network
-from gradveil.certificates.bounds.chain import step_chain
 from gradveil.errors import CertificateError
-from gradveil.layers.rules.arithmetic import Scale
-from gradveil.layers.rules.base import Affine
-from gradveil.layers.rules.convolution import Convolution
-from gradveil.layers.rules.shapes import Reshape
+from gradveil.representation.certificates.bounds.chain import step_chain
+from gradveil.representation.layers.rules.arithmetic import Scale
+from gradveil.representation.layers.rules.base import Affine
+from gradveil.representation.layers.rules.convolution import Convolution
+from gradveil.representation.layers.rules.shapes import Reshape
 
 
 class Functional(nn.Module):

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from gradveil.certificates.accountant import Account
-from gradveil.certificates.configurations import Bought, Told, check
-from gradveil.certificates.privacy import GaussianTraining, beside_a_count
 from gradveil.errors import CertificateError
+from gradveil.privacy.accountant import Account
+from gradveil.privacy.configurations import Bought, Told, check
+from gradveil.privacy.dp import GaussianTraining, beside_a_count
 
 
 def flower(tmp_path: Path, **settings: Any) -> Path:

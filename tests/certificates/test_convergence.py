@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 from torch import Generator, Tensor
 
-from gradveil.certificates.convergence import (
+from gradveil.errors import CertificateError
+from gradveil.representation.certificates.convergence import (
     Constants,
     LogisticProblem,
     a_posteriori,
@@ -20,7 +21,6 @@ from gradveil.certificates.convergence import (
     theorem_a,
     theorem_b,
 )
-from gradveil.errors import CertificateError
 
 ONE = Constants(
     smoothness=0.35, convexity=0.1, parts=torch.ones(1), sigmas=torch.zeros(1), gradient=0.5, output=0.5, spread=0.0,

@@ -3,9 +3,9 @@
 import torch
 from torch import Generator, nn
 
-from gradveil.certificates.base import Problem
-from gradveil.certificates.certify import certify
-from gradveil.certificates.reach import empirical_certificate, invert
+from gradveil.representation.certificates.base import Problem
+from gradveil.representation.certificates.certify import certify
+from gradveil.representation.certificates.reach import empirical_certificate, invert
 from gradveil.types import Batch
 
 

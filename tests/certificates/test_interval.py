@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from certificates.random_networks import ACTIVATIONS, pairs, random_network
-from gradveil.certificates.base import Region
-from gradveil.certificates.bounds.chain import StepChain, step_chain
-from gradveil.certificates.bounds.intervals import (
+from gradveil.representation.certificates.base import Region
+from gradveil.representation.certificates.bounds.chain import StepChain, step_chain
+from gradveil.representation.certificates.bounds.intervals import (
     box_lipschitz,
     lines,
     plane,
@@ -19,9 +19,9 @@ from gradveil.certificates.bounds.intervals import (
     tighten,
     unit_rows,
 )
-from gradveil.certificates.bounds.norms import operator_norm
-from gradveil.certificates.lipschitz import lipschitz
-from gradveil.layers.rules.activations import Pointwise
+from gradveil.representation.certificates.bounds.norms import operator_norm
+from gradveil.representation.certificates.lipschitz import lipschitz
+from gradveil.representation.layers.rules.activations import Pointwise
 
 
 def curve_of(module: type[nn.Module]) -> Pointwise:

@@ -7,9 +7,10 @@ import torch
 from torch import Generator, nn
 from torch.func import functional_call, grad, jacrev
 
-from gradveil.certificates import meter
-from gradveil.certificates.averaged import averaged
-from gradveil.certificates.meter import (
+from gradveil.errors import CertificateError
+from gradveil.threats import meter
+from gradveil.threats.averaged import averaged
+from gradveil.threats.meter import (
     bayes_mse,
     equations,
     flat_prior,
@@ -19,7 +20,6 @@ from gradveil.certificates.meter import (
     probed_mse,
     several_rounds,
 )
-from gradveil.errors import CertificateError
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch, GaussianPrior, Observation, Update
 
@@ -282,7 +282,7 @@ def test_probes_end_where_the_figure_is_settled(
 ) -> None:
     noisy, steps = observe(small, truth, noise=dict.fromkeys(parameters(small), 1e-3)), []
     early = leak_meter(noisy, truth, prior, exact_limit=1, each=lambda: steps.append("early"))
-    monkeypatch.setattr("gradveil.certificates.meter.SETTLED", 0.0)
+    monkeypatch.setattr("gradveil.threats.meter.SETTLED", 0.0)
     late = leak_meter(noisy, truth, prior, exact_limit=1, each=lambda: steps.append("late"))
     assert steps.count("early") < steps.count("late")
     assert early.mse == pytest.approx(late.mse, rel=0.01)
@@ -292,7 +292,7 @@ def test_probes_end_where_the_figure_is_settled(
 def test_a_jacobian_too_large_to_hold_is_not_written_out(
     small: nn.Module, truth: Batch, prior: GaussianPrior, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradveil.certificates.meter.ENTRIES", 100)
+    monkeypatch.setattr("gradveil.threats.meter.ENTRIES", 100)
     assert leak_meter(observe(small, truth), truth, prior).how.startswith("estimate")
 
 

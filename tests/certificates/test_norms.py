@@ -9,14 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gradveil.certificates.bounds import norms
-from gradveil.certificates.bounds.chain import step_chain
-from gradveil.certificates.bounds.norms import gram, lanczos, largest_eigenvalue, operator_norm, spectral, torus_bound
 from gradveil.errors import CertificateError
-from gradveil.layers.rules.base import Affine
-from gradveil.layers.rules.convolution import Convolution
-from gradveil.layers.rules.dense import Dense
-from gradveil.layers.rules.pooling import MaxPool
+from gradveil.representation.certificates.bounds import norms
+from gradveil.representation.certificates.bounds.chain import step_chain
+from gradveil.representation.certificates.bounds.norms import (
+    gram,
+    lanczos,
+    largest_eigenvalue,
+    operator_norm,
+    spectral,
+    torus_bound,
+)
+from gradveil.representation.layers.rules.base import Affine
+from gradveil.representation.layers.rules.convolution import Convolution
+from gradveil.representation.layers.rules.dense import Dense
+from gradveil.representation.layers.rules.pooling import MaxPool
 
 
 def matrix(step: Affine) -> Tensor:

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gradveil.certificates.accountant import Account
-from gradveil.certificates.plan import TWO_POINTS, Plan, PlannedRun, class_spectra, floor_share, z_run_of
 from gradveil.data import load
-from gradveil.defenses.base import build
-from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import CertificateError
+from gradveil.guard.defense import build
+from gradveil.guard.step import step_gradient
+from gradveil.privacy.accountant import Account
+from gradveil.privacy.plan import TWO_POINTS, Plan, PlannedRun, class_spectra, floor_share, z_run_of
 from gradveil.tree import flatten
 from gradveil.types import Batch
 

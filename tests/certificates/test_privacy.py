@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import norm as normal
 
-from gradveil.certificates.privacy import GaussianTraining, rero, rero_gaussian
 from gradveil.errors import CertificateError, MissingExtraError
+from gradveil.privacy.dp import GaussianTraining, rero, rero_gaussian
 
 GUESS = st.floats(1e-6, 0.5)
 

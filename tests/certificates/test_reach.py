@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.certificates.base import Problem
-from gradveil.certificates.certify import certify
-from gradveil.certificates.reach import invert
+from gradveil.representation.certificates.base import Problem
+from gradveil.representation.certificates.certify import certify
+from gradveil.representation.certificates.reach import invert
 from gradveil.types import Batch
 
 

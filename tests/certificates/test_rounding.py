@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from certificates.random_networks import ACTIVATIONS, pairs, random_network
-from gradveil.certificates.base import norm
-from gradveil.certificates.bounds.chain import step_chain
-from gradveil.certificates.bounds.intervals import propagate, pull_rounding, unit_rows
-from gradveil.certificates.bounds.norms import operator_norm
-from gradveil.certificates.bounds.rounding import Precision, forward_error, slack
-from gradveil.certificates.certify import certify
 from gradveil.errors import CertificateError
-from gradveil.layers.modules import find_layer, representation
+from gradveil.modules import find_layer, representation
+from gradveil.representation.certificates.base import norm
+from gradveil.representation.certificates.bounds.chain import step_chain
+from gradveil.representation.certificates.bounds.intervals import propagate, pull_rounding, unit_rows
+from gradveil.representation.certificates.bounds.norms import operator_norm
+from gradveil.representation.certificates.bounds.rounding import Precision, forward_error, slack
+from gradveil.representation.certificates.certify import certify
 
 SINGLE = Precision.exactly(torch.float32)
 

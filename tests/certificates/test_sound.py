@@ -17,10 +17,10 @@ from torch import Generator, Tensor, nn
 
 from certificates.odd_models import MODES, ODD, mode_model, odd_model
 from certificates.random_networks import pairs, random_network
-from gradveil.certificates.base import norm
-from gradveil.certificates.certify import certify
 from gradveil.errors import CertificateError
-from gradveil.layers.modules import find_layer, representation
+from gradveil.modules import find_layer, representation
+from gradveil.representation.certificates.base import norm
+from gradveil.representation.certificates.certify import certify
 
 TRIPLES = int(os.environ.get("GRADVEIL_TRIPLES", "60"))
 NORMS = (1, 2, inf)

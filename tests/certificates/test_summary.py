@@ -3,8 +3,8 @@
 import torch
 from torch import Generator, nn
 
-from gradveil.defenses.base import build
-from gradveil.experiments.certificates import finite, layer_certificates, lowest, metered
+from gradveil.auditing.certificates import finite, layer_certificates, lowest, metered
+from gradveil.guard.defense import build
 from gradveil.types import Batch, GaussianPrior
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradveil.certificates.certify import certify
-from gradveil.certificates.target import smallest_share, zeroed, zeroing_order
 from gradveil.errors import CertificateError
-from gradveil.layers.modules import representation
-from gradveil.scores import leak_scores
+from gradveil.modules import representation
+from gradveil.representation.certificates.certify import certify
+from gradveil.representation.certificates.target import smallest_share, zeroed, zeroing_order
+from gradveil.representation.scores import leak_scores
 from gradveil.types import Batch
 
 

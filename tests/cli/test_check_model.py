@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import Command
 from safetensors.torch import save_file
 
-from conftest import Command
 from gradveil.attacks.base import Malicious, build
+from gradveil.auditing.update_files import write_examples
 from gradveil.data import load
-from gradveil.experiments.update_files import write_examples
 from gradveil.models import build as build_model
 
 SPEC, SHAPE = "lenet:strides=2/1", (1, 8, 8)

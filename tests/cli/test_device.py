@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradveil.experiments.run_folder import RunFolder
-from gradveil.experiments.settings import find_device
+from gradveil.auditing.run_folder import RunFolder
+from gradveil.auditing.settings import find_device
 
 Command = Callable[..., tuple[int, str, str]]
 INPUTS = Path(__file__).parents[1] / "goldens" / "inputs"

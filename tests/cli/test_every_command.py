@@ -14,17 +14,17 @@ from typing import Any
 import click
 import pytest
 import torch
+from conftest import Command
 from safetensors.torch import save_file
 from typer.core import TyperArgument, TyperOption
 from typer.testing import CliRunner
 
 import gradveil
-from conftest import Command
+from gradveil.auditing.saved_update import UpdateAuditConfig
+from gradveil.auditing.train import TrainConfig
+from gradveil.auditing.update_files import write_examples, write_update
 from gradveil.cli.main import COMMANDS, app, whole_command
-from gradveil.experiments.saved_update import UpdateAuditConfig
-from gradveil.experiments.scene import AuditConfig
-from gradveil.experiments.train import TrainConfig
-from gradveil.experiments.update_files import write_examples, write_update
+from gradveil.threats.setup import AuditConfig
 from schemas import FOLDER, described, schema_of
 
 SERVES = {"play"}  # shows a page until it is stopped: it has no result

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
+from gradveil.auditing.update_files import write_examples, write_update
 from gradveil.cli.main import entry
-from gradveil.experiments.update_files import write_examples, write_update
 from gradveil.models import build
 from gradveil.types import Batch, Update
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from gradveil.auditing.update_files import write_examples, write_update
 from gradveil.data import load
-from gradveil.experiments.update_files import write_examples, write_update
 from gradveil.federated.client import local_update
 from gradveil.models import build
 

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from gradveil.experiments.judge import verdicts
-from gradveil.experiments.run_folder import RunFolder
+from gradveil.auditing.run_folder import RunFolder
 from gradveil.report.advice import advice
 from gradveil.report.commands import audit_command, train_command
+from gradveil.threats.verdict import verdicts
 
 OWN = """
 import numpy as np

@@ -12,11 +12,11 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from gradveil.cli import reproduce
 from gradveil.cli.shared import Display
 from gradveil.errors import SpecError
-from gradveil.paper import base
-from gradveil.paper.base import Context, Item, Judgement, Row
+from gradveil_studies.cli import reproduce
+from gradveil_studies.paper import base
+from gradveil_studies.paper.base import Context, Item, Judgement, Row
 
 
 def app() -> typer.Typer:

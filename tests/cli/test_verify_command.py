@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-
 from conftest import Command
 
 QUICK = "--model logistic --engine sequential --canaries 16 --trials 24 --seed 1"

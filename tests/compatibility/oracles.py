@@ -30,14 +30,14 @@ from gradveil.attacks.newton import Newton
 from gradveil.attacks.patches import clear_spans, span_rows
 from gradveil.attacks.search.matching import Matching, squared_distance
 from gradveil.attacks.search.objective import MatchingObjective, Unknowns
-from gradveil.certificates import reach
-from gradveil.certificates.base import Problem
-from gradveil.certificates.certify import KINDS, certify
-from gradveil.defenses.base import DEFENSES, Defense, build
 from gradveil.errors import GradveilError
-from gradveil.gradients.records import Held
-from gradveil.layers.modules import find_layer
-from gradveil.scores import METHODS
+from gradveil.guard.defense import DEFENSES, Defense, build
+from gradveil.guard.records.records import Held
+from gradveil.modules import find_layer
+from gradveil.representation.certificates import reach
+from gradveil.representation.certificates.base import Problem
+from gradveil.representation.certificates.certify import KINDS, certify
+from gradveil.representation.scores import METHODS
 from gradveil.types import Batch, GaussianPrior, Observation, Update
 from reference.leak_scores import freeze_batch_norm
 

@@ -16,8 +16,8 @@ import gradveil
 from gradveil.data import load
 from gradveil.data.pixels import decode_images, levels_of
 from gradveil.errors import DataError
-from gradveil.experiments.scene import AuditConfig
 from gradveil.report.page import render
+from gradveil.threats.setup import AuditConfig
 
 
 @pytest.fixture(autouse=True)

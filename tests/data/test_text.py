@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gradveil.auditing.audit import audit
 from gradveil.data import load
 from gradveil.data.text import from_texts, words_of
-from gradveil.defenses.base import build as build_defense
 from gradveil.errors import DataError, GradveilError, ModelError, ScoreError
-from gradveil.experiments.audit import audit
-from gradveil.experiments.scene import AuditConfig, fitting_model
-from gradveil.experiments.trial import observe
 from gradveil.federated.settings import Local
+from gradveil.guard.defense import build as build_defense
 from gradveil.report.page import write_report
+from gradveil.threats.setup import AuditConfig, fitting_model
+from gradveil.threats.trial import observe
 
 STORY = " ".join(f"the {a} cat saw {b} dogs near house {c} ." for a in "abcde" for b in "fghij" for c in "klmno")
 

@@ -7,9 +7,9 @@ import torch
 from torch import Generator, nn
 
 from gradveil.attacks.base import build as build_attack
-from gradveil.defenses.base import build
-from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import SpecError
+from gradveil.guard.defense import build
+from gradveil.guard.step import step_gradient
 from gradveil.types import Batch, Observation, Update
 
 

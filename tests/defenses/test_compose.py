@@ -1,10 +1,10 @@
 import torch
 from torch import Generator, nn
 
-from gradveil.defenses.base import build
 from gradveil.defenses.compose import Compose
-from gradveil.defenses.guard.step import step_gradient
-from gradveil.layers.modules import representation
+from gradveil.guard.defense import build
+from gradveil.guard.step import step_gradient
+from gradveil.modules import representation
 from gradveil.registry import describe
 from gradveil.types import Batch, Observation, Update
 

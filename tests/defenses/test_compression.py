@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Generator, Tensor, nn
 
-from gradveil.defenses.base import build
 from gradveil.errors import SpecError
+from gradveil.guard.defense import build
 from gradveil.types import Observation, Update
 
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Generator, nn
 
-from gradveil.defenses.base import DEFENSES, Defense, build
-from gradveil.defenses.guard.protect import protect
-from gradveil.defenses.guard.step import step_gradient
-from gradveil.gradients.records import Held
-from gradveil.layers.modules import representation
+from gradveil.guard.defense import DEFENSES, Defense, build
+from gradveil.guard.protect import protect
+from gradveil.guard.records.records import Held
+from gradveil.guard.step import step_gradient
+from gradveil.modules import representation
 from gradveil.registry import describe
 from gradveil.tree import Params, is_finite
 from gradveil.types import Batch, Observation, Update

@@ -7,9 +7,9 @@ from torch import Generator, Tensor, nn
 from torch.func import functional_call
 from torch.testing import assert_close
 
-from gradveil.defenses.base import build
 from gradveil.defenses.decoy import Decoy, load_prior, save_prior
 from gradveil.errors import DefenseError, SpecError
+from gradveil.guard.defense import build
 from gradveil.types import Batch, GaussianPrior, Observation, Update
 
 

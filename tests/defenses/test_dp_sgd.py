@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, nn
 
-from gradveil.defenses.base import build
-from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import SpecError
-from gradveil.gradients.rounding import SLACK
+from gradveil.guard.defense import build
+from gradveil.guard.records.rounding import SLACK
+from gradveil.guard.step import step_gradient
 from gradveil.types import Batch
 
 

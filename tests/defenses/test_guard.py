@@ -8,11 +8,11 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.testing import assert_close
 
 from defenses.loops import REPRESENTATION, by_step_gradient, hooks_of, train, weights_of
-from gradveil.defenses.base import build
-from gradveil.defenses.guard.protect import guard_of, protect
-from gradveil.defenses.guard.step import step_gradient
 from gradveil.defenses.masking import RandomMask
 from gradveil.errors import DefenseError, UpdateError
+from gradveil.guard.defense import build
+from gradveil.guard.protect import guard_of, protect
+from gradveil.guard.step import step_gradient
 from gradveil.types import Batch
 
 

@@ -8,11 +8,11 @@ from torch import Generator, Tensor, nn
 from torch.testing import assert_close
 
 from defenses.loops import REPRESENTATION, by_step_gradient, train, weights_of
-from gradveil.defenses.base import build
-from gradveil.defenses.guard.protect import protect
-from gradveil.defenses.guard.step import step_gradient
 from gradveil.defenses.masking import RandomMask
 from gradveil.errors import DefenseError
+from gradveil.guard.defense import build
+from gradveil.guard.protect import protect
+from gradveil.guard.step import step_gradient
 from gradveil.types import Batch
 
 

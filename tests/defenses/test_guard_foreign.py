@@ -10,11 +10,11 @@ from torch import Generator, Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.testing import assert_close
 
-from gradveil.defenses.base import build
-from gradveil.defenses.guard.protect import Guard, protect
-from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import DefenseError, GradveilError, LayerError
-from gradveil.scores import leak_scores
+from gradveil.guard.defense import build
+from gradveil.guard.protect import Guard, protect
+from gradveil.guard.step import step_gradient
+from gradveil.representation.scores import leak_scores
 from gradveil.types import Batch
 from reference.leak_scores import reference_scores
 

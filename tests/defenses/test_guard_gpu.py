@@ -7,10 +7,10 @@ from torch import Generator, nn
 from torch.testing import assert_close
 
 from defenses.loops import REPRESENTATION, train, weights_of
-from gradveil.defenses.base import build
-from gradveil.defenses.guard.protect import protect
-from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import DefenseError
+from gradveil.guard.defense import build
+from gradveil.guard.protect import protect
+from gradveil.guard.step import step_gradient
 from gradveil.types import Batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

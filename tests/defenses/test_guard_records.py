@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from gradveil.certificates.accountant import Account
-from gradveil.certificates.plan import PlannedRun
-from gradveil.defenses.base import build
-from gradveil.defenses.guard import backward
-from gradveil.defenses.guard.counted import board, counted
-from gradveil.defenses.guard.protect import guard_of, protect
-from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import BudgetError, DefenseError
-from gradveil.gradients.rounding import SLACK
+from gradveil.guard import backward
+from gradveil.guard.counted import board, counted
+from gradveil.guard.defense import build
+from gradveil.guard.protect import guard_of, protect
+from gradveil.guard.records.rounding import SLACK
+from gradveil.guard.step import step_gradient
+from gradveil.privacy.accountant import Account
+from gradveil.privacy.plan import PlannedRun
 from gradveil.tree import Params
 from gradveil.types import Batch
 

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from defenses.loops import REPRESENTATION, hooks_of, train, weights_of
-from gradveil.defenses.guard.protect import protect
 from gradveil.errors import DefenseError, LayerError
+from gradveil.guard.protect import protect
 from gradveil.types import Batch
 
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad
 
-from gradveil.defenses.guard.protect import protect
 from gradveil.defenses.veil import Veil
 from gradveil.errors import DefenseError
+from gradveil.guard.protect import protect
 from gradveil.types import Batch
 
 SPEC = "veil:z=1,clip=1"

@@ -12,9 +12,9 @@ import torch
 from torch import Generator, Tensor
 
 from defenses.scenarios import LR, SCENARIOS, Arena, Scenario, Spy, make_model
-from gradveil.defenses.base import DEFENSES, build
-from gradveil.defenses.guard.protect import protect
 from gradveil.errors import DefenseError
+from gradveil.guard.defense import DEFENSES, build
+from gradveil.guard.protect import protect
 from gradveil.tree import Params
 from gradveil.types import Batch
 

@@ -7,13 +7,13 @@ import torch
 
 from gradveil.data import load
 from gradveil.data.base import Dataset
-from gradveil.defenses.base import DEFENSES
-from gradveil.defenses.base import build as build_defense
 from gradveil.errors import DefenseError
-from gradveil.experiments.scene import for_client
 from gradveil.federated.client import train_client
 from gradveil.federated.settings import Local
+from gradveil.guard.defense import DEFENSES
+from gradveil.guard.defense import build as build_defense
 from gradveil.models import build
+from gradveil.threats.setup import for_client
 
 OF_PICTURES = ("ats",)
 IDLE = ("none", "compose", "representation_authors")  # of nothing; and that rule does nothing where ReLU leaves 0 / 0

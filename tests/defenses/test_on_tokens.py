@@ -7,18 +7,18 @@ import pytest
 import torch
 from torch import nn
 
+from gradveil.auditing.train import TrainConfig, train
 from gradveil.data import load
 from gradveil.data.base import Dataset
-from gradveil.defenses.base import DEFENSES
-from gradveil.defenses.base import build as build_defense
-from gradveil.defenses.guard.protect import protect
 from gradveil.errors import GradveilError
-from gradveil.experiments.scene import for_client
-from gradveil.experiments.train import TrainConfig, train
 from gradveil.federated.client import train_client
 from gradveil.federated.settings import Local
+from gradveil.guard.defense import DEFENSES
+from gradveil.guard.defense import build as build_defense
+from gradveil.guard.protect import protect
 from gradveil.losses import build as build_loss
 from gradveil.models import build
+from gradveil.threats.setup import for_client
 from gradveil.types import Batch
 
 MODELS = {

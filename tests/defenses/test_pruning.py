@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from torch import Generator, nn
 
 from gradveil.defenses import pruning
-from gradveil.defenses.base import build
 from gradveil.defenses.pruning import Pruning
+from gradveil.guard.defense import build
 from gradveil.types import Observation, Update
 
 

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from torch import Generator, nn
 
 from gradveil.defenses.masking import RandomMask
-from gradveil.layers.modules import representation
+from gradveil.modules import representation
 
 
 @given(st.sampled_from([0.1, 0.5, 1.0]), st.integers(0, 5))

@@ -10,14 +10,14 @@ from torch import Generator, nn
 from torch.testing import assert_close
 
 from defenses import slow_reading
-from gradveil.defenses.base import build
-from gradveil.defenses.guard.passes import Report
-from gradveil.defenses.guard.protect import protect
-from gradveil.defenses.guard.step import step_gradient
 from gradveil.defenses.representation import RepresentationPerturbation
 from gradveil.defenses.representation_objective import RepresentationDirection
 from gradveil.errors import LayerError, SpecError
-from gradveil.layers.modules import representation
+from gradveil.guard.defense import build
+from gradveil.guard.passes import Report
+from gradveil.guard.protect import protect
+from gradveil.guard.step import step_gradient
+from gradveil.modules import representation
 from gradveil.tree import Params
 from gradveil.types import Batch
 

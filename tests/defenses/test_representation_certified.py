@@ -8,20 +8,20 @@ import torch
 from torch import Generator, nn
 
 import gradveil
-from gradveil.certificates.certify import certify
-from gradveil.certificates.target import smallest_share
 from gradveil.data import load
 from gradveil.data.partition import partition
-from gradveil.defenses.base import build
-from gradveil.defenses.guard.step import step_gradient
 from gradveil.defenses.representation_certified import RepresentationCertified
 from gradveil.errors import DefenseError, SpecError
 from gradveil.federated.simulate import Training, simulate
 from gradveil.federated.stacking import why_no_masks
-from gradveil.layers.modules import representation
+from gradveil.guard.defense import build
+from gradveil.guard.step import step_gradient
 from gradveil.models import build as build_model
+from gradveil.modules import representation
 from gradveil.registry import describe
-from gradveil.scores import leak_scores
+from gradveil.representation.certificates.certify import certify
+from gradveil.representation.certificates.target import smallest_share
+from gradveil.representation.scores import leak_scores
 from gradveil.types import Batch
 
 

@@ -15,8 +15,8 @@ from gradveil.defenses.representation_objective import (
     column_scores,
     jacobian,
 )
-from gradveil.layers.modules import representation
-from gradveil.scores import leak_scores
+from gradveil.modules import representation
+from gradveil.representation.scores import leak_scores
 
 norms = st.sampled_from([1.0, 2.0, inf])
 

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, plain
-from gradveil.defenses.base import DEFENSES, Defense, build
-from gradveil.defenses.guard.protect import guard_of, protect
-from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import DefenseError
+from gradveil.guard.defense import DEFENSES, Defense, build
+from gradveil.guard.protect import guard_of, protect
+from gradveil.guard.step import step_gradient
 from gradveil.privacy.draws import SecretDraws, Source
 from gradveil.privacy.gaussian import grid_of
 from gradveil.tree import Params, flatten

@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Generator, nn
 
-from gradveil.certificates.plan import PlannedRun
-from gradveil.defenses.base import build
-from gradveil.defenses.guard.step import step_gradient
 from gradveil.defenses.veil import Veil
 from gradveil.errors import DefenseError, GradveilError, SpecError
 from gradveil.federated.client import local_update
-from gradveil.gradients.records import Held, records_of
-from gradveil.gradients.rounding import SLACK, clip_factors
+from gradveil.guard.defense import build
+from gradveil.guard.records.records import Held, records_of
+from gradveil.guard.records.rounding import SLACK, clip_factors
+from gradveil.guard.step import step_gradient
 from gradveil.losses import CROSS_ENTROPY
+from gradveil.privacy.plan import PlannedRun
 from gradveil.tree import parameters
 from gradveil.types import Batch, Observation, Update
 

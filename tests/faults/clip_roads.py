@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from faults.clip_search import Case, Draw, numbers, watched
-from gradveil.defenses.guard.protect import protect
 from gradveil.defenses.veil import Veil
 from gradveil.errors import GradveilError
 from gradveil.federated.stacking import output_shapes, records_together
-from gradveil.gradients import records as ways
-from gradveil.gradients.records import Records, records_of
+from gradveil.guard.protect import protect
+from gradveil.guard.records import records as ways
+from gradveil.guard.records.records import Records, records_of
 from gradveil.losses import CROSS_ENTROPY
 from gradveil.models import build
 from gradveil.tree import parameters

@@ -13,10 +13,10 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.defenses.veil import Veil
-from gradveil.gradients.captured import Seen
-from gradveil.gradients.coordinates import ClipMap, Coordinates
-from gradveil.gradients.layer_kinds import KINDS
-from gradveil.gradients.records import Captured, Held, Records
+from gradveil.guard.records.captured import Seen
+from gradveil.guard.records.coordinates import ClipMap, Coordinates
+from gradveil.guard.records.layer_kinds import KINDS
+from gradveil.guard.records.records import Captured, Held, Records
 
 NUMBERS = 2**17  # of inputs and δ in a case, about
 

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from gradveil.certificates.accountant import Account
-from gradveil.defenses.guard.counted import board, counted
-from gradveil.defenses.guard.protect import Guard, protect
 from gradveil.defenses.veil import Veil
 from gradveil.errors import GradveilError
+from gradveil.guard.counted import board, counted
+from gradveil.guard.protect import Guard, protect
+from gradveil.privacy.accountant import Account
 
 N, SLOTS, Z = 16, 8, 1e4  # the noise is thousands of times what it hides: where it is not, it is seen
 COST = 1 / Z**2

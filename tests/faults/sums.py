@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from gradveil.paper.base import ITEMS, Context, Item, Judgement, Row
-from gradveil.paper.figures import Dot, dot_panels
+from gradveil_studies.paper.base import ITEMS, Context, Item, Judgement, Row
+from gradveil_studies.paper.figures import Dot, dot_panels
 
 
 @ITEMS.register("sums")

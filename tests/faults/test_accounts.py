@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from faults.conftest import Count, times
-from gradveil.certificates.accountant import Account, NoAccount, spend_from
+from gradveil.privacy.accountant import Account, NoAccount, spend_from
 
 Work = Callable[[], None]  # up to where the update leaves
 COST = 0.25

@@ -12,11 +12,11 @@ from torch import nn
 from faults.clip_roads import cancel, on_a_road
 from faults.clip_search import Case, Draw, at_layers, ratios, side_by_side, watched, worst
 from faults.conftest import LONG, Count
-from gradveil.defenses.guard.protect import protect
 from gradveil.defenses.veil import Veil
 from gradveil.errors import DefenseError, SpecError
-from gradveil.gradients.coordinates import Coordinates, check_clip, save
-from gradveil.gradients.records import Held, Records, records_of
+from gradveil.guard.protect import protect
+from gradveil.guard.records.coordinates import Coordinates, check_clip, save
+from gradveil.guard.records.records import Held, Records, records_of
 from gradveil.losses import CROSS_ENTROPY
 from gradveil.tree import parameters
 from gradveil.types import Batch

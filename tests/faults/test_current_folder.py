@@ -7,9 +7,9 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from conftest import Command
 
 from cli.test_every_command import RUNS, files  # noqa: F401
-from conftest import Command
 from faults.conftest import Count
 
 pytestmark = pytest.mark.slow
@@ -20,7 +20,7 @@ OPTIONAL = (
 )  # fmt: skip
 DRAW = """
 from pathlib import Path
-from gradveil.paper.figures import figure
+from gradveil_studies.paper.figures import figure
 with figure(Path("drawn"), 2, 1) as empty:
     empty.text(0, 0, "x")
 """

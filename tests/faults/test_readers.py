@@ -27,8 +27,11 @@ from data.helpers_data import pixels, png
 from faults.conftest import Count, times
 from faults.fuzz import TEXTS, WRONG, damaged, drill, wrong_values
 from gradveil import data
-from gradveil.certificates.accountant import Account, spend_from
-from gradveil.certificates.configurations import check as check_configuration
+from gradveil.auditing.run_folder import RunFolder
+from gradveil.auditing.saved_update import UpdateAuditConfig
+from gradveil.auditing.settings import changes, from_toml, to_toml
+from gradveil.auditing.train import TrainConfig
+from gradveil.auditing.update_files import load_weights, read_examples, read_loss, read_update, write_update
 from gradveil.cli.list import KINDS
 from gradveil.data import originals
 from gradveil.data.folder import Folder
@@ -36,16 +39,13 @@ from gradveil.data.pixels import decode_images, levels_of
 from gradveil.data.table import read_table
 from gradveil.defenses import decoy
 from gradveil.defenses.decoy import load_prior, save_prior
-from gradveil.experiments.run_folder import RunFolder
-from gradveil.experiments.saved_update import UpdateAuditConfig
-from gradveil.experiments.scene import AuditConfig
-from gradveil.experiments.settings import changes, from_toml, to_toml
-from gradveil.experiments.train import TrainConfig
-from gradveil.experiments.update_files import load_weights, read_examples, read_loss, read_update, write_update
 from gradveil.federated.checkpoint import Checkpoint
-from gradveil.gradients import coordinates
+from gradveil.guard.records import coordinates
+from gradveil.privacy.accountant import Account, spend_from
+from gradveil.privacy.configurations import check as check_configuration
 from gradveil.registry import convert, settings, split_specs
 from gradveil.report.page import write_report
+from gradveil.threats.setup import AuditConfig
 from gradveil.tree import parameters
 from gradveil.types import Batch, GaussianPrior, Update
 from test_ranges import registry

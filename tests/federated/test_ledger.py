@@ -11,12 +11,12 @@ import pytest
 import torch
 from tests.federated.helpers_federated import ragged_clients, tiny_dataset, tiny_model
 
-from gradveil.certificates.accountant import Account
 from gradveil.errors import BudgetError, GradveilError
 from gradveil.federated.checkpoint import Checkpoint
 from gradveil.federated.server import Faults
 from gradveil.federated.settings import Training
 from gradveil.federated.simulate import Round, Variant, simulate, simulate_together
+from gradveil.privacy.accountant import Account
 
 DATA = tiny_dataset()
 EVEN = np.split(np.random.default_rng(1).permutation(60), 10)

@@ -8,11 +8,11 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.data.base import from_arrays
-from gradveil.defenses.base import build
 from gradveil.errors import GradveilError
 from gradveil.federated.client import evaluate, local_update
 from gradveil.federated.engines import ENGINES, Job, World
 from gradveil.federated.settings import Local
+from gradveil.guard.defense import build
 from gradveil.types import Batch
 
 X = np.random.default_rng(0).random((24, 6))

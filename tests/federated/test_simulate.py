@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from federated.helpers_federated import StopsWhereItBegan, ragged_clients, tiny_dataset, tiny_model
-from gradveil.defenses.base import Defense, NoDefense, build
 from gradveil.defenses.compose import Compose
 from gradveil.errors import DataError, GradveilError, SpecError
 from gradveil.federated.checkpoint import Checkpoint
@@ -20,9 +19,10 @@ from gradveil.federated.ledger import sample_clients
 from gradveil.federated.schedules import SCHEDULES
 from gradveil.federated.server import Faults
 from gradveil.federated.simulate import Training, Variant, client_seed, simulate, simulate_together
-from gradveil.layers.sequential import walk, walkable
+from gradveil.guard.defense import Defense, NoDefense, build
 from gradveil.models import build as build_model
-from gradveil.scores import api
+from gradveil.representation.layers.walk import walk, walkable
+from gradveil.representation.scores import api
 from gradveil.seeds import Seeds
 from gradveil.tree import parameters
 

@@ -18,10 +18,10 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from gradveil.auditing.run_folder import MODEL, ROUNDS, RunFolder
+from gradveil.auditing.train import TrainConfig, train
 from gradveil.cli.train import command
 from gradveil.errors import BudgetError, GradveilError
-from gradveil.experiments.run_folder import MODEL, ROUNDS, RunFolder
-from gradveil.experiments.train import TrainConfig, train
 from gradveil.federated.checkpoint import Checkpoint
 from gradveil.federated.settings import Training
 from gradveil.federated.simulate import choose
@@ -209,9 +209,9 @@ def test_tensorboard_gets_each_round_and_is_asked_for_where_missing(
 
 def test_the_engine_is_chosen_by_device_and_length(monkeypatch: pytest.MonkeyPatch) -> None:
     from federated.helpers_federated import tiny_dataset, tiny_model
-    from gradveil.defenses.base import build
     from gradveil.federated.client import Local
     from gradveil.federated.engines import World
+    from gradveil.guard.defense import build
 
     world = World(tiny_model(), tiny_dataset().train, build("none"), Local())
     monkeypatch.setattr("gradveil.federated.simulate.available_cores", lambda: 2)

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from gradveil.auditing.train import TrainConfig, train
 from gradveil.data import load
-from gradveil.defenses.base import build as build_defense
 from gradveil.errors import ModelError
-from gradveil.experiments.train import TrainConfig, train
-from gradveil.experiments.trial import client_row, observe
 from gradveil.federated.trained import only_trained
+from gradveil.guard.defense import build as build_defense
 from gradveil.models import build
+from gradveil.threats.trial import client_row, observe
 from gradveil.tree import parameters
 from gradveil.types import Update
 

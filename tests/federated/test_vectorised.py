@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from federated.helpers_federated import ragged_clients, tiny_dataset, tiny_model
-from gradveil.defenses.base import build
 from gradveil.federated import stacking
 from gradveil.federated.client import Local, shuffled
 from gradveil.federated.engines import ENGINES, Job, World
 from gradveil.federated.stacking import pad_steps
+from gradveil.guard.defense import build
 
 
 @given(

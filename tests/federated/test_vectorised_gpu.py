@@ -7,8 +7,8 @@ from federated.helpers_federated import ragged_clients, tiny_dataset, tiny_model
 from gradveil.defenses.masking import largest_live
 from gradveil.federated.simulate import Training, simulate
 from gradveil.models import build
-from gradveil.scores import row_norms
-from gradveil.scores.fast.stacked import StackedRows
+from gradveil.representation.scores import row_norms
+from gradveil.representation.scores.fast.stacked import StackedRows
 from gradveil.tree import parameters
 
 pytestmark = [

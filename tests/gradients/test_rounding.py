@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from faults.clip_search import FAMILIES, Draw, exact_norms, layer_of, numbers, seen_of
-from gradveil.gradients.captured import Seen
-from gradveil.gradients.layer_kinds import KINDS
-from gradveil.gradients.records import Held
-from gradveil.gradients.rounding import (
+from gradveil.guard.records.captured import Seen
+from gradveil.guard.records.layer_kinds import KINDS
+from gradveil.guard.records.records import Held
+from gradveil.guard.records.rounding import (
     BLOCK,
     LONG,
     MAPPED,

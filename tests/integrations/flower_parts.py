@@ -16,8 +16,8 @@ from torch import Generator, Tensor, nn
 from gradveil import tree
 from gradveil.attacks.base import Attack
 from gradveil.countermeasures import Countermeasure, plain
-from gradveil.defenses.base import Defense
 from gradveil.errors import AttackError
+from gradveil.guard.defense import Defense
 from gradveil.tree import Params
 from gradveil.types import Batch, Observation, Reconstruction, Update
 

@@ -15,7 +15,6 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 from torch import nn
 
-from gradveil.certificates.accountant import Account
 from gradveil.integrations.allowed import NodeError
 from gradveil.integrations.flower.app import make_client_app
 from gradveil.integrations.flower.checks import checked
@@ -25,6 +24,7 @@ from gradveil.integrations.flower.settings import FlowerSettings, build_model, l
 from gradveil.integrations.flower.site import KEYS
 from gradveil.integrations.flower.statements import STATEMENT
 from gradveil.integrations.flower.values import ASKED
+from gradveil.privacy.accountant import Account
 from gradveil.types import Batch
 from integrations.flower_parts import SIMULATED, Nodes, ReadOff, context, linear_model, message, reply, train_plainly
 

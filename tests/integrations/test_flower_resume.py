@@ -12,9 +12,9 @@ pytest.importorskip("flwr")
 import torch
 from flwr.app import Context, Message, RecordDict
 
+from gradveil.auditing.run_files import FolderError
 from gradveil.cli.main import entry
 from gradveil.errors import DataError, GradveilError, SpecError
-from gradveil.experiments.run_files import FolderError
 from gradveil.integrations.flower import chosen_grid
 from gradveil.integrations.flower.app import make_client_app, serve
 from gradveil.integrations.flower.settings import FlowerSettings

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.defenses.base import build
-from gradveil.defenses.guard.protect import guard_of
-from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import DefenseError
+from gradveil.guard.defense import build
+from gradveil.guard.protect import guard_of
+from gradveil.guard.step import step_gradient
 from gradveil.integrations.local_training import defended, is_trained
 from gradveil.types import Batch
 

@@ -12,12 +12,12 @@ from flwr.app import ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
 from torch import nn
 
-from gradveil.certificates.plan import PlannedRun
-from gradveil.defenses.base import build
-from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import BudgetError
+from gradveil.guard.defense import build
+from gradveil.guard.step import step_gradient
 from gradveil.integrations.flower.mods import guard_mod
 from gradveil.integrations.local_training import defended
+from gradveil.privacy.plan import PlannedRun
 from gradveil.types import Batch
 from integrations.flower_parts import LR, SIMULATED, context, linear_model, message, reply, train_plainly, weights
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradveil.certificates.accountant import Account
+from gradveil.privacy.accountant import Account
 
 OK, FAILED = "OK", "EXECUTION_EXCEPTION"
 DIFF, WHOLE, METRICS = "WEIGHT_DIFF", "WEIGHTS", "METRICS"

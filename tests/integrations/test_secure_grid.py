@@ -16,13 +16,13 @@ pytest.importorskip("flwr")
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
 
-from gradveil.certificates.accountant import delta_of
 from gradveil.errors import BudgetError, GradveilError
 from gradveil.federated.simulate import Training, simulate
 from gradveil.integrations.flower.app import Outcome, make_client_app, serve
 from gradveil.integrations.flower.mods import guard_mod
 from gradveil.integrations.flower.secure_client import FINE, masks, secure_mod
 from gradveil.integrations.flower.settings import Cohort, FlowerSettings, build_model, load_data
+from gradveil.privacy.accountant import delta_of
 from integrations.flower_parts import Nodes, client_app, context, linear_model, message
 
 PLAIN = FlowerSettings(

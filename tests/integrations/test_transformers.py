@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 from torch.utils.data import DataLoader
 
-from gradveil.defenses.guard.protect import protect
 from gradveil.errors import DefenseError
+from gradveil.guard.protect import protect
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

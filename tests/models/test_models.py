@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from gradveil.errors import SpecError
-from gradveil.layers.modules import representation
 from gradveil.models import MODELS, build
+from gradveil.modules import representation
 from gradveil.registry import describe
 
 SIZES = [

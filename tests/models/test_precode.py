@@ -6,9 +6,9 @@ from torch import Generator
 from torch.nn import functional as F
 
 from gradveil.attacks.base import build as build_attack
-from gradveil.defenses.base import NoDefense
-from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import SpecError
+from gradveil.guard.defense import NoDefense
+from gradveil.guard.step import step_gradient
 from gradveil.models import build
 from gradveil.types import Batch, Observation, Update
 

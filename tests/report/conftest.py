@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradveil.experiments.run_folder import Row, RunFolder
-from gradveil.experiments.scene import AuditConfig
+from gradveil.auditing.run_folder import Row, RunFolder
+from gradveil.threats.setup import AuditConfig
 
 IMAGES = 8
 GALLERY = 100

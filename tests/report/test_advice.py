@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from gradveil.experiments.judge import verdicts
-from gradveil.experiments.rows import modality_of
-from gradveil.experiments.run_folder import Row
+from gradveil.auditing.run_folder import Row
 from gradveil.report.advice import Advice, advice, tiers_tried, verdict_sentence
 from gradveil.report.page import write_report
+from gradveil.threats.rows import modality_of
+from gradveil.threats.verdict import verdicts
 from report.conftest import SCENE, Scene, write_run
 
 CONFIG = {"model": "lenet", "dataset": "digits", "clients": 5, "batch_size": 8, "lr": 0.3}

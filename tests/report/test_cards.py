@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from gradveil.defenses.base import DEFENSES
-from gradveil.experiments.judge import verdicts
-from gradveil.experiments.rows import Floor, MeasuredExample, best_floor
-from gradveil.experiments.run_folder import RunFolder
+from gradveil.auditing.run_folder import RunFolder
+from gradveil.guard.defense import DEFENSES
 from gradveil.metrics.intervals import interval, rate
 from gradveil.report.cards import Card, cards, typical_and_worst
 from gradveil.report.pictures import Gallery
 from gradveil.report.plain import error_words, name_of
+from gradveil.threats.rows import Floor, MeasuredExample, best_floor
+from gradveil.threats.verdict import verdicts
 
 
 @pytest.mark.parametrize(

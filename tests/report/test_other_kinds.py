@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from browsing import faint, open_page
-from gradveil.experiments.rows import modality_rows
-from gradveil.experiments.run_folder import Row, RunFolder
-from gradveil.experiments.scene import AuditConfig
+from gradveil.auditing.run_folder import Row, RunFolder
 from gradveil.modalities import Modality
 from gradveil.modalities.table import Table
 from gradveil.modalities.tokens import Tokens
 from gradveil.report.page import write_report
+from gradveil.threats.rows import modality_rows
+from gradveil.threats.setup import AuditConfig
 
 ROWS = 4
 WORDS = ("<padding>", "<unknown>", "the", "patient", "sleeps", "badly")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gradveil.experiments.run_folder import Row, RunFolder
+from gradveil.auditing.run_folder import Row, RunFolder
 from gradveil.report.page import render, write_report
 from gradveil.report.table import certificate_table, figure_errors
 

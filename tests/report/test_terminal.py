@@ -4,10 +4,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gradveil.experiments.judge import verdicts
-from gradveil.experiments.rows import best_floor
-from gradveil.experiments.run_folder import RunFolder
+from gradveil.auditing.run_folder import RunFolder
 from gradveil.report.table import verdict_table
+from gradveil.threats.rows import best_floor
+from gradveil.threats.verdict import verdicts
 
 
 def test_the_table_fits_eighty_columns_and_says_it_all(run_folder: Path) -> None:

@@ -15,10 +15,10 @@ import torch
 from torch import Generator, Tensor
 
 from gradveil.countermeasures import Tier
-from gradveil.defenses.base import DEFENSES, Defense
 from gradveil.errors import SpecError, did_you_mean
-from gradveil.experiments.judge import Verdict
-from gradveil.experiments.scene import AuditConfig
+from gradveil.guard.defense import DEFENSES, Defense
+from gradveil.threats.setup import AuditConfig
+from gradveil.threats.verdict import Verdict
 from gradveil.tree import Params
 
 FOLDER = Path(__file__).parent

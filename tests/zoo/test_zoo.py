@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Generator, nn
 
-from gradveil.defenses.base import DEFENSES, Defense, build
-from gradveil.defenses.guard.step import step_gradient
-from gradveil.experiments import scene
-from gradveil.experiments.audit import audit
-from gradveil.experiments.probes import Probed
+from gradveil.auditing.audit import audit
+from gradveil.guard.defense import DEFENSES, Defense, build
+from gradveil.guard.step import step_gradient
 from gradveil.registry import describe
+from gradveil.threats import setup as scene
+from gradveil.threats.probes import Probed
 from gradveil.tree import Params, is_finite
 from gradveil.types import Batch, Observation, Update
 from zoo import keeper
@@ -98,7 +98,7 @@ def with_the_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     (folder / "broken" / "backwards.py").write_text(code)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(keeper, "FOLDER", folder)
-        patch.setattr("gradveil.experiments.audit.last_resort", lambda *args: {})  # it learns for ten seconds
+        patch.setattr("gradveil.auditing.audit.last_resort", lambda *args: {})  # it learns for ten seconds
         yield
 
 

@@ -26,7 +26,7 @@ from gradveil.attacks.labels import read_at, with_labels
 from gradveil.attacks.rounds import at_one_model
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import quiet
-from gradveil.layers.modules import Visit, copied_state, input_of, prefix, trace
+from gradveil.modules import Visit, copied_state, input_of, prefix, trace
 from gradveil.ranges import Count, Whole
 from gradveil.tree import named
 from gradveil.types import Observation, Reconstruction

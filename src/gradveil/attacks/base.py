@@ -12,11 +12,11 @@ from torch.func import functional_call
 
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import quiet
-from gradveil.layers.modules import copied_buffers, copied_state, ways_into
+from gradveil.modules import copied_buffers, copied_state, ways_into
 from gradveil.registry import Registry
 from gradveil.types import Batch, Observation, Reconstruction, check_update
 
-ATTACKS: Registry["Attack"] = Registry("attack", "gradveil.attacks")
+ATTACKS: Registry["Attack"] = Registry("attack", "attacks")
 
 Kind = Literal["closed form", "list", "planted", "search", "learned"]
 KINDS: tuple[Kind, ...] = get_args(Kind)  # how an attack works, from what takes least to what takes most

@@ -14,7 +14,7 @@ from gradveil.attacks.labels import recover_labels
 from gradveil.attacks.planting.rows import nothing
 from gradveil.errors import AttackError, LayerError
 from gradveil.gradients.functional import quiet
-from gradveil.layers.modules import find_layer, representation, trace
+from gradveil.modules import find_layer, representation, trace
 from gradveil.ranges import Count, Positive, Whole
 from gradveil.tree import named, norm
 from gradveil.types import Batch, Observation, Reconstruction

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradveil import pace
 from gradveil.errors import AttackError, LayerError
-from gradveil.layers.modules import Visit, trace
+from gradveil.modules import Visit, trace
 from gradveil.tree import Params, named
 from gradveil.types import Update, check_update
 

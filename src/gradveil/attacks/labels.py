@@ -18,8 +18,8 @@ from torch.func import functional_call
 from gradveil.attacks.rounds import mean_round
 from gradveil.errors import AttackError, LayerError
 from gradveil.gradients.functional import quiet
-from gradveil.layers.modules import copied_state, find_layer, representation
 from gradveil.losses import BinaryCrossEntropy, CrossEntropy
+from gradveil.modules import copied_state, find_layer, representation
 from gradveil.registry import describe
 from gradveil.tree import named
 from gradveil.types import Observation

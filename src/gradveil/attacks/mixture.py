@@ -19,7 +19,7 @@ from gradveil.attacks.analytic import readable_layer, undo_scaling
 from gradveil.attacks.base import check_alone, refuse_adaptive
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import quiet
-from gradveil.layers.modules import prefix
+from gradveil.modules import prefix
 from gradveil.tree import named
 from gradveil.types import Observation
 

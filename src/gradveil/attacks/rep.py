@@ -15,7 +15,7 @@ from gradveil.attacks.search.minimisers import LBFGS
 from gradveil.attacks.search.restarts import Search
 from gradveil.errors import AttackError, did_you_mean
 from gradveil.gradients.functional import quiet
-from gradveil.layers.modules import prefix
+from gradveil.modules import prefix
 from gradveil.ranges import Count, Positive, Weight
 from gradveil.registry import describe
 from gradveil.tree import Params, named

@@ -28,7 +28,7 @@ from gradveil.attacks.rounds import at_one_model
 from gradveil.attacks.tableak import refuse_all_but_tables
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import quiet
-from gradveil.layers.modules import prefix, trace
+from gradveil.modules import prefix, trace
 from gradveil.ranges import Count, Weight
 from gradveil.tree import named, parameters
 from gradveil.types import Observation, Reconstruction

@@ -24,7 +24,7 @@ from gradveil.attacks.sequences.spans import Span
 from gradveil.errors import AttackError, LayerError
 from gradveil.gradients.functional import quiet, trial_gradients
 from gradveil.ids import PADDING
-from gradveil.layers.modules import copied_state, find_layer, representation
+from gradveil.modules import copied_state, find_layer, representation
 from gradveil.ranges import Between
 from gradveil.tree import dot
 from gradveil.types import Observation, Reconstruction

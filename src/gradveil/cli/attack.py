@@ -34,8 +34,8 @@ def command(
 ) -> None:
     """Reconstruct the inputs behind a saved update."""
     from gradveil.attacks.base import build as build_attack
-    from gradveil.experiments.saved_update import UpdateAuditConfig, build_case
-    from gradveil.experiments.update_files import write_examples
+    from gradveil.auditing.saved_update import UpdateAuditConfig, build_case
+    from gradveil.auditing.update_files import write_examples
     from gradveil.report.pictures import write_pictures
     from gradveil.types import Batch
 
@@ -68,7 +68,7 @@ def command(
 
 def _view(case: Any, server: str) -> tuple[Any, str | None]:
     """Return what the attack is given, and the attack that this server would choose, where it has one."""
-    from gradveil.defenses.base import build as build_defense
+    from gradveil.guard.defense import build as build_defense
 
     seen = case.observation(case.update)
     if server == "naive":

@@ -19,9 +19,9 @@ from gradveil.cli import shared, watchdog
 from gradveil.errors import SpecError
 
 if TYPE_CHECKING:
-    from gradveil.experiments.audit import Audit
-    from gradveil.experiments.gate import FailOn
-    from gradveil.experiments.run_folder import RunFolder
+    from gradveil.auditing.audit import Audit
+    from gradveil.auditing.gate import FailOn
+    from gradveil.auditing.run_folder import RunFolder
 
 of_run = partial(typer.Option, rich_help_panel="A federated run")
 of_update = partial(typer.Option, rich_help_panel="A saved update")
@@ -111,8 +111,8 @@ def command(
 ) -> None:
     """Audit a federated run (default: digits, a small LeNet, four defences) or one saved update."""
     limit = pace.Limit(pace.seconds_of(minutes))  # imports and setting up count, too
-    from gradveil.experiments.audit import default_folder
-    from gradveil.experiments.gate import GATED, read_fail_on
+    from gradveil.auditing.audit import default_folder
+    from gradveil.auditing.gate import GATED, read_fail_on
 
     gate = read_fail_on(fail_on)
     out = out or default_folder()
@@ -175,9 +175,9 @@ class _Pages:
 
 
 def _federated(options: dict[str, Any], config: Path | None) -> "Callable[..., Audit]":
-    from gradveil.experiments.audit import audit
-    from gradveil.experiments.scene import AuditConfig
-    from gradveil.experiments.settings import from_toml
+    from gradveil.auditing.audit import audit
+    from gradveil.auditing.settings import from_toml
+    from gradveil.threats.setup import AuditConfig
 
     base = AuditConfig()
     if config is not None:
@@ -191,7 +191,7 @@ def _federated(options: dict[str, Any], config: Path | None) -> "Callable[..., A
 
 
 def _saved(options: dict[str, Any]) -> "Callable[..., Audit]":
-    from gradveil.experiments.saved_update import UpdateAuditConfig, audit_update
+    from gradveil.auditing.saved_update import UpdateAuditConfig, audit_update
 
     chosen = UpdateAuditConfig(**{key: value for key, value in options.items() if value is not None})
     watchdog.end_after(chosen.minutes)
@@ -211,10 +211,10 @@ def _one(defense: list[str] | None) -> str | None:
 
 
 def _show(found: "Audit", json: bool, fail_on: "FailOn | None", tiers: Sequence[str]) -> None:
-    from gradveil.experiments.rows import best_floor
     from gradveil.report.page import write_report
     from gradveil.report.summary import left_out, summary
     from gradveil.report.table import verdict_table
+    from gradveil.threats.rows import best_floor
 
     page = write_report(found.folder)
     told = summary(found, page, fail_on, tiers)

@@ -13,7 +13,7 @@ from gradveil.cli import shared
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradveil.experiments.certificates import LayerCertificate, ServerLeak
+    from gradveil.auditing.certificates import LayerCertificate, ServerLeak
 
 
 def command(
@@ -53,20 +53,20 @@ def figures(
     loss: str = "cross_entropy", participations: int = 1, cohort: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
     """Compute everything that the command shows."""
-    from gradveil.certificates.base import blind_mse, largest_mse
-    from gradveil.certificates.certify import readable_p
-    from gradveil.certificates.plan import PlannedRun
+    from gradveil.auditing.certificates import KINDS, layer_certificates, metered
+    from gradveil.auditing.promises import promise_rows
+    from gradveil.auditing.settings import find_device
+    from gradveil.auditing.update_files import load_weights
     from gradveil.data import load
-    from gradveil.defenses.base import build as build_defense
-    from gradveil.experiments.certificates import KINDS, layer_certificates, metered
-    from gradveil.experiments.promises import promise_rows
-    from gradveil.experiments.scene import fitting_model
-    from gradveil.experiments.settings import find_device
-    from gradveil.experiments.trial import RANK, Public
-    from gradveil.experiments.update_files import load_weights
     from gradveil.federated.settings import Local
+    from gradveil.guard.defense import build as build_defense
     from gradveil.losses import build as build_loss
+    from gradveil.privacy.plan import PlannedRun
+    from gradveil.representation.certificates.base import blind_mse, largest_mse
+    from gradveil.representation.certificates.certify import readable_p
     from gradveil.seeds import Seeds
+    from gradveil.threats.setup import fitting_model
+    from gradveil.threats.trial import RANK, Public
 
     at = find_device(device)
     seeds, p, defense = Seeds(seed), readable_p(norm), build_defense(defense_spec)
@@ -108,8 +108,8 @@ def figures(
 
 def check_kinds(kinds: tuple[str, ...]) -> tuple[str, ...]:
     """Return the kinds where all are known and can be shown for a defence alone."""
-    from gradveil.certificates.certify import KINDS
     from gradveil.errors import CertificateError, did_you_mean
+    from gradveil.representation.certificates.certify import KINDS
 
     known = [k for k in KINDS if k != "residual"]
     for kind in kinds:
@@ -211,7 +211,7 @@ def _span(values: "Tensor") -> str:
 
 def as_json(found: dict[str, Any]) -> dict[str, Any]:
     """Return plain data: lists, numbers, words; null where a number is not finite."""
-    from gradveil.experiments.certificates import finite
+    from gradveil.auditing.certificates import finite
 
     promised: list[LayerCertificate] = found["promises"]
     rows = []

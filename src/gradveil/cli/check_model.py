@@ -24,8 +24,8 @@ def command(
     quiet: shared.Quiet = False,
 ) -> None:
     """Check weights before training at them; exit code 3 where they look planted."""
-    from gradveil.experiments.incoming import check_model
-    from gradveil.experiments.update_files import read_examples
+    from gradveil.auditing.incoming import check_model
+    from gradveil.auditing.update_files import read_examples
     from gradveil.losses import build as build_loss
 
     own = None if examples is None else read_examples(examples)

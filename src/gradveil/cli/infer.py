@@ -10,7 +10,7 @@ from gradveil.errors import AttackError
 
 if TYPE_CHECKING:
     from gradveil.attacks.inference import Inferred
-    from gradveil.experiments.saved_update import SavedUpdate
+    from gradveil.auditing.saved_update import SavedUpdate
 
 
 def command(
@@ -38,8 +38,8 @@ def command(
 ) -> None:
     """Infer which classes clients trained on, and a representation per class and layer."""
     from gradveil.attacks.inference import InferenceSettings, infer
-    from gradveil.experiments.saved_update import UpdateAuditConfig, build_case
-    from gradveil.experiments.update_files import read_tensors, read_update
+    from gradveil.auditing.saved_update import UpdateAuditConfig, build_case
+    from gradveil.auditing.update_files import read_tensors, read_update
 
     settings = InferenceSettings(rule=rule, m=m, convolutions=convolutions)  # type: ignore[arg-type]
     case = build_case(

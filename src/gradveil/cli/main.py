@@ -19,7 +19,7 @@ from gradveil.cli.watchdog import done, watched
 from gradveil.errors import GradveilError, is_out_of_memory, own_place
 from gradveil.imports import OWN_CODE
 
-# command -> (module under gradveil.cli and its function, one line of help)
+# command -> (module, under gradveil.cli unless it is a whole path, and its function; one line of help)
 COMMANDS = {
     "audit": ("audit:command", "Train, attack what the clients send, and say what an attacker gets."),
     "attack": ("attack:command", "Reconstruct the inputs behind one saved update."),
@@ -30,9 +30,18 @@ COMMANDS = {
     "certify": ("certify:command", "Bound what a reconstruction can reach, and say what the bound rests on."),
     "plan": ("plan:command", "From a promise to the noise that keeps it, or from a configuration to what it buys."),
     "verify": ("verify:command", "Measure a promise from outside, with canary records through the real pipeline."),
-    "reproduce": ("reproduce:command", "Run the tables and figures of the paper, its numbers beside ours."),
-    "leaderboard": ("leaderboard:command", "Rank every defence: what it costs, what its strongest server gets."),
-    "play": ("play:command", "Open a playground in the browser: one example, one update, what servers rebuild."),
+    "reproduce": (
+        "gradveil_studies.cli.reproduce:command",
+        "Run the tables and figures of the paper, its numbers beside ours.",
+    ),
+    "leaderboard": (
+        "gradveil_studies.cli.leaderboard:command",
+        "Rank every defence: what it costs, what its strongest server gets.",
+    ),
+    "play": (
+        "gradveil_studies.cli.play:command",
+        "Open a playground in the browser: one example, one update, what servers rebuild.",
+    ),
     "list": ("list:command", "Show every data set, model, defence, attack and metric with its settings."),
 }
 
@@ -92,7 +101,14 @@ def whole_command(name: str) -> click.Command:
     """Import a command of the table; its help says every default and what every argument is."""
     place, line = COMMANDS[name]
     module, _, function = place.partition(":")
-    command: Any = getattr(import_module(f"gradveil.cli.{module}"), function)
+    try:
+        command: Any = getattr(import_module(module if "." in module else f"gradveil.cli.{module}"), function)
+    except ModuleNotFoundError as error:
+        if error.name != "gradveil_studies":
+            raise
+        raise GradveilError(
+            f"gradveil {name} is part of gradveil-studies. Install it: pip install gradveil-studies."
+        ) from None
     app = typer.Typer(add_completion=False)
     app.command(name, help=line)(command)
     found = typer.main.get_command(app)

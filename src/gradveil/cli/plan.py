@@ -10,8 +10,8 @@ from gradveil.cli import shared
 from gradveil.errors import SpecError
 
 if TYPE_CHECKING:
-    from gradveil.certificates.configurations import Bought
-    from gradveil.certificates.plan import Plan
+    from gradveil.privacy.configurations import Bought
+    from gradveil.privacy.plan import Plan
 
 of_run = partial(typer.Option, rich_help_panel="The run")
 promised = partial(typer.Option, rich_help_panel="The promise, one of these")
@@ -51,7 +51,7 @@ def command(
     if check is not None:
         _check(check, rounds, participations, parameters, delta, guess, json)
         return
-    from gradveil.certificates.plan import Plan, PlannedRun, Tier, z_run_of
+    from gradveil.privacy.plan import Plan, PlannedRun, Tier, z_run_of
     from gradveil.registry import convert
 
     count = rounds or 100
@@ -79,9 +79,9 @@ def _sizes(parameters: int | None, model: str | None, dataset: str | None, data:
         raise SpecError("--model needs --dataset for the size of its inputs. Or give --parameters.")
     if dataset is None:
         return parameters, None
-    from gradveil.certificates.plan import class_spectra
     from gradveil.data import load
-    from gradveil.experiments.scene import fitting_model
+    from gradveil.privacy.plan import class_spectra
+    from gradveil.threats.setup import fitting_model
     from gradveil.tree import parameters as weights
     from gradveil.tree import size
 
@@ -95,8 +95,8 @@ def figures(plan: "Plan", spectra: Any, delta: float, guess: float) -> dict[str,
     """Return everything that the command shows."""
     from dataclasses import asdict
 
-    from gradveil.certificates.accountant import AGGREGATE, ASSUMPTIONS, FLOOR, GUESS, THEOREM
-    from gradveil.certificates.plan import TWO_POINTS, floor_share
+    from gradveil.privacy.accountant import AGGREGATE, ASSUMPTIONS, FLOOR, GUESS, THEOREM
+    from gradveil.privacy.plan import TWO_POINTS, floor_share
 
     rests = [*ASSUMPTIONS, GUESS]
     rests += [AGGREGATE] if plan.tier == "aggregate" else []
@@ -152,7 +152,7 @@ def _words(plan: "Plan", found: dict[str, Any]) -> str:
 
 
 def _cost(plan: "Plan") -> str:
-    from gradveil.certificates.plan import TWO_POINTS
+    from gradveil.privacy.plan import TWO_POINTS
 
     ratio = plan.noise_to_signal
     if ratio is None:
@@ -168,7 +168,7 @@ def _check(
     path: Path, rounds: int | None, participations: int | None, parameters: int | None, delta: float, guess: float,
     json: bool,
 ) -> None:  # fmt: skip
-    from gradveil.certificates.configurations import Told, check
+    from gradveil.privacy.configurations import Told, check
 
     found = check(path, Told(rounds, participations, parameters, delta))
     if json:
@@ -216,7 +216,7 @@ def _bought_words(one: "Bought", delta: float, guess: float) -> str:
 
 def _short(z_run: float) -> str:
     """Return what a multiplier of the whole run amounts to."""
-    from gradveil.certificates.plan import PROMISES
+    from gradveil.privacy.plan import PROMISES
 
     if z_run >= PROMISES["identification"]:
         return "over the run neither pictures nor identities were got at this noise."

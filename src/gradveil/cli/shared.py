@@ -17,9 +17,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from gradveil.auditing.run_folder import plain_json
 from gradveil.cli.stopping import stopping
 from gradveil.errors import SpecError
-from gradveil.experiments.run_folder import plain_json
 from gradveil.imports import is_import_path
 from gradveil.pace import Limit, as_clock
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import typer
 
+from gradveil.auditing.run_folder import Row, RunFolder
+from gradveil.auditing.train import TrainConfig, listed, train, turned_away, with_model
 from gradveil.cli import shared
-from gradveil.defenses.base import build
 from gradveil.errors import SpecError
-from gradveil.experiments.run_folder import Row, RunFolder
-from gradveil.experiments.train import TrainConfig, listed, train, turned_away, with_model
+from gradveil.guard.defense import build
 from gradveil.registry import convert
 
 averaging = partial(typer.Option, rich_help_panel="Federated averaging")
@@ -115,7 +115,7 @@ def command(
 
 def _measured(config: TrainConfig) -> dict[str, Any]:
     """Return what canary records say of the run's promise."""
-    from gradveil.experiments.measured import of_run
+    from gradveil.auditing.measured import of_run
 
     return {"measured": of_run(config)}
 
@@ -142,7 +142,7 @@ def _show(summary: dict[str, Any], json: bool) -> None:
             f"{bought['blind_guess']:g} becomes at most {bought['guess']:.2g}. Simulated: the noise is the seed's."
         )
     if (found := summary.get("measured")) is not None:
-        from gradveil.experiments.measured import in_words
+        from gradveil.auditing.measured import in_words
 
         typer.echo(in_words(found))
     typer.echo(f"Run folder: {summary['folder']}")

@@ -10,8 +10,8 @@ from gradveil.cli import shared
 from gradveil.errors import SpecError
 
 if TYPE_CHECKING:
-    from gradveil.measured.pipelines import Pipeline
-    from gradveil.measured.verify import Verified
+    from gradveil.verification.pipelines import Pipeline
+    from gradveil.verification.verify import Verified
 
 EXCEEDED = 1
 DEFENSE = "veil:z=1,clip=1"
@@ -52,13 +52,13 @@ def command(
     quiet: shared.Quiet = False,
 ) -> None:
     """Measure μ with canary records sent through the real pipeline; exit code 1 where it exceeds the promise."""
+    from gradveil.auditing.train import TrainConfig, with_model
     from gradveil.data import load
     from gradveil.errors import DataError
-    from gradveil.experiments.scene import fitting_model
-    from gradveil.experiments.train import TrainConfig, with_model
     from gradveil.files import write_atomically
-    from gradveil.measured.verify import verify
     from gradveil.models import fit_to_public
+    from gradveil.threats.setup import fitting_model
+    from gradveil.verification.verify import verify
 
     claimed = _claimed(mu, sigma, steps, epsilon, delta)
     if trainer is None and claimed is not None:
@@ -85,7 +85,7 @@ def command(
     if out is not None:
         import json as json_
 
-        from gradveil.experiments.run_folder import plain_json
+        from gradveil.auditing.run_folder import plain_json
 
         write_atomically(out, (json_.dumps(plain_json(result), indent=2, ensure_ascii=False) + "\n").encode())
     shared.print_json(result) if json else typer.echo(words(found))
@@ -99,7 +99,7 @@ def _claimed(
     """Return the μ that a trainer's owner promises; None where nothing is said."""
     from math import sqrt
 
-    from gradveil.certificates.accountant import mu_of
+    from gradveil.privacy.accountant import mu_of
 
     if sum(given is not None for given in (mu, sigma, epsilon)) > 1:
         raise SpecError("--mu, --sigma and --epsilon each say what is promised. Give one of them.")
@@ -114,7 +114,7 @@ def _claimed(
 
 def _own(path: str, clip: float) -> "Pipeline":
     from gradveil.imports import import_object, is_import_path
-    from gradveil.measured.pipelines import Foreign
+    from gradveil.verification.pipelines import Foreign
 
     if not is_import_path(path) or not callable(function := import_object(path)):
         raise SpecError(f"--trainer {path!r}: give module:function, train(model, inputs, labels, present).")
@@ -123,11 +123,11 @@ def _own(path: str, clip: float) -> "Pipeline":
 
 def _pipeline(defense: str, engine: str, settings: dict[str, Any]) -> "Pipeline":
     if engine.partition(":")[0] == "flower":
-        from gradveil.defenses.base import build
+        from gradveil.guard.defense import build
         from gradveil.integrations.flower.verified import OnFlower
 
         return OnFlower(build(defense), **settings)
-    from gradveil.measured.pipelines import of_spec
+    from gradveil.verification.pipelines import of_spec
 
     return of_spec(defense, engine, **settings)
 

@@ -22,7 +22,7 @@ from gradveil.ranges import MOST_CLASSES
 from gradveil.registry import Registry
 from gradveil.types import Batch
 
-DATASETS: Registry["Source"] = Registry("dataset", "gradveil.data")
+DATASETS: Registry["Source"] = Registry("dataset", "data")
 
 Array = NDArray[Any]
 

@@ -17,7 +17,7 @@ from gradveil.errors import DataError, MissingExtraError
 from gradveil.ranges import Count, Range, Whole
 from gradveil.registry import Registry
 
-PARTITIONS: Registry["Partition"] = Registry("partition", "gradveil.data")
+PARTITIONS: Registry["Partition"] = Registry("partition", "data")
 
 Indices = NDArray[np.int64]
 Devices = Annotated[int, Range(1, 10**6)]

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.countermeasures import Countermeasure
-from gradveil.defenses.base import DEFENSES, Defense
 from gradveil.defenses.noise import draw_all
-from gradveil.gradients.records import Records
+from gradveil.guard.defense import DEFENSES, Defense
+from gradveil.guard.records.records import Records
 from gradveil.privacy.draws import Source, normal
 from gradveil.ranges import Count
 from gradveil.tree import Params

@@ -7,15 +7,15 @@ from itertools import product
 
 from torch import Tensor, nn
 
-from gradveil.certificates.plan import PlannedRun
 from gradveil.countermeasures import Countermeasure, plain
-from gradveil.defenses.base import DEFENSES, Defense, NoDefense, Place, RunningStep
 from gradveil.errors import SpecError
-from gradveil.gradients.records import Records
+from gradveil.guard.defense import DEFENSES, Defense, NoDefense, Place, RunningStep
+from gradveil.guard.records.records import Records
 from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.privacy.draws import NoiseKind, Source
+from gradveil.privacy.plan import PlannedRun
 from gradveil.registry import describe
-from gradveil.scores.fast.again import already_changed
+from gradveil.representation.scores.fast.again import already_changed
 from gradveil.tree import Params
 from gradveil.types import Batch, Observation, Update
 
@@ -30,6 +30,7 @@ class Compose(Defense):
     def __post_init__(self) -> None:
         if not all(isinstance(part, Defense) for part in self.parts):
             raise SpecError("compose takes defences, not text. Join specs by '+' instead: representation+gaussian.")
+        one_on_records(self.parts)
 
     @property
     def acts_on(self) -> frozenset[Place]:

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from torch import Generator, Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, simulate, whiten
-from gradveil.defenses.base import DEFENSES, Defense, Place, check_choice
+from gradveil.guard.defense import DEFENSES, Defense, Place, check_choice
 from gradveil.privacy.draws import Source, uniform
 from gradveil.ranges import Range
 from gradveil.tree import Params

@@ -8,9 +8,9 @@ from torch.func import functional_call
 
 from gradveil.attacks.base import build as build_attack
 from gradveil.countermeasures import Countermeasure
-from gradveil.defenses.base import DEFENSES, Defense, NoDefense
-from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import DefenseError
+from gradveil.guard.defense import DEFENSES, Defense, NoDefense
+from gradveil.guard.step import step_gradient
 from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.privacy.draws import Source, integers, uniform
 from gradveil.ranges import Share, Whole

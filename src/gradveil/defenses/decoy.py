@@ -12,10 +12,10 @@ from safetensors.torch import save
 from torch import Generator, Tensor, nn
 
 from gradveil.countermeasures import Countermeasure
-from gradveil.defenses.base import DEFENSES, Defense
-from gradveil.defenses.guard.passes import Rewired
 from gradveil.errors import DefenseError, SpecError
 from gradveil.files import damage_told, read_safetensors, write_atomically
+from gradveil.guard.defense import DEFENSES, Defense
+from gradveil.guard.passes import Rewired
 from gradveil.privacy.draws import NoiseKind, Source
 from gradveil.privacy.gaussian import keyed_normals
 from gradveil.ranges import Weight

@@ -8,9 +8,9 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from gradveil.countermeasures import Countermeasure
-from gradveil.defenses.base import DEFENSES, Defense
 from gradveil.defenses.veil import Veil
-from gradveil.gradients.records import Records
+from gradveil.guard.defense import DEFENSES, Defense
+from gradveil.guard.records.records import Records
 from gradveil.privacy.draws import Source
 from gradveil.ranges import Positive
 from gradveil.tree import Params

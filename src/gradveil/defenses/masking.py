@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, drop, mask, use
-from gradveil.defenses.base import DEFENSES, Defense, check_choice
-from gradveil.defenses.guard.step import weight_name
-from gradveil.layers.modules import find_layer, under_transform
+from gradveil.guard.defense import DEFENSES, Defense, check_choice
+from gradveil.guard.step import weight_name
+from gradveil.modules import find_layer, under_transform
 from gradveil.privacy.draws import Source, uniform
 from gradveil.ranges import Share, Whole
 from gradveil.tree import parameters

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, whiten
-from gradveil.defenses.base import DEFENSES, Defense, Place, check_choice
+from gradveil.guard.defense import DEFENSES, Defense, Place, check_choice
 from gradveil.privacy.draws import Source, is_secret, laplace, normal
 from gradveil.privacy.gaussian import Drawn, grid_of, release
 from gradveil.ranges import Weight

@@ -5,11 +5,11 @@ from math import inf
 
 from torch import Tensor, nn
 
-from gradveil.defenses.base import DEFENSES, check_choice
 from gradveil.defenses.masking import LayerMask
+from gradveil.guard.defense import DEFENSES, check_choice
 from gradveil.privacy.draws import Source
 from gradveil.ranges import Order
-from gradveil.scores import METHODS, leak_scores
+from gradveil.representation.scores import METHODS, leak_scores
 
 
 @DEFENSES.register("representation")

@@ -6,11 +6,11 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from gradveil.defenses.base import DEFENSES, check_choice
 from gradveil.defenses.masking import LayerDefense, Layers
+from gradveil.guard.defense import DEFENSES, check_choice
 from gradveil.privacy.draws import Source
 from gradveil.ranges import MOST, Range, Share
-from gradveil.scores import METHODS, row_norms
+from gradveil.representation.scores import METHODS, row_norms
 
 
 @DEFENSES.register("representation_authors")

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from gradveil.defenses.base import DEFENSES, check_choice
 from gradveil.defenses.masking import LayerDefense, Layers
 from gradveil.errors import DefenseError
+from gradveil.guard.defense import DEFENSES, check_choice
 from gradveil.privacy.draws import Source
 from gradveil.ranges import Order, Positive
-from gradveil.scores import METHODS, leak_scores
+from gradveil.representation.scores import METHODS, leak_scores
 
 if TYPE_CHECKING:
-    from gradveil.certificates.base import Kind
+    from gradveil.representation.certificates.base import Kind
 
 
 @DEFENSES.register("representation_certified")
@@ -39,7 +39,7 @@ class RepresentationCertified(LayerDefense):
     method: str = "exact"  # how leak scores are computed: exact, auto, sketch, ...
 
     def __post_init__(self) -> None:
-        from gradveil.certificates.target import TARGET_KINDS
+        from gradveil.representation.certificates.target import TARGET_KINDS
 
         super().__post_init__()
         check_choice("kind", self.kind, TARGET_KINDS)
@@ -48,7 +48,7 @@ class RepresentationCertified(LayerDefense):
 
     def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Source) -> Tensor:
         """Return r with each example's entries zeroed, by falling score, up to the target."""
-        from gradveil.certificates.target import needed_counts, zeroed, zeroing_order
+        from gradveil.representation.certificates.target import needed_counts, zeroed, zeroing_order
 
         _check(model, x)
         flat, p = r.flatten(1), float(self.p)  # (N, L)
@@ -66,7 +66,7 @@ class RepresentationCertified(LayerDefense):
 
 def _check(model: nn.Module, x: Tensor) -> None:
     """Raise unless the certificate is about the function and the inputs that are trained on."""
-    from gradveil.certificates.bounds.chain import has_modes
+    from gradveil.representation.certificates.bounds.chain import has_modes
 
     if model.training and has_modes(model):
         raise DefenseError(

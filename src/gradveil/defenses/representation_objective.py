@@ -13,13 +13,13 @@ from math import inf
 import torch
 from torch import Tensor, nn
 
-from gradveil.defenses.base import DEFENSES, check_choice
 from gradveil.defenses.masking import EntryDefense, LayerDefense, LayerMask, Layers, largest, largest_live
-from gradveil.layers.jacobian import FunctionJacobian
-from gradveil.layers.rules.base import wide
+from gradveil.guard.defense import DEFENSES, check_choice
 from gradveil.privacy.draws import Source
 from gradveil.ranges import Order, Share, Weight
-from gradveil.scores.fast.again import check_seen
+from gradveil.representation.layers.jacobian import FunctionJacobian
+from gradveil.representation.layers.rules.base import wide
+from gradveil.representation.scores.fast.again import check_seen
 
 _ROUNDS = 50  # of an ascent; each round raises the objective, or it is over
 _ROWS = 128  # of a Jacobian in one vectorised backward pass

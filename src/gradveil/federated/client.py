@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from gradveil import pace
 from gradveil.data.base import Split
-from gradveil.defenses.base import Defense, build
-from gradveil.defenses.guard.step import step_gradient
 from gradveil.errors import DefenseError, LossError, UpdateError, is_out_of_memory
 from gradveil.federated.settings import Local
+from gradveil.guard.defense import Defense, build
+from gradveil.guard.step import step_gradient
 from gradveil.losses import Loss
 from gradveil.losses import build as build_loss
 from gradveil.privacy.draws import Source, permutation

@@ -12,14 +12,14 @@ from torch import nn
 
 from gradveil.data.base import Split
 from gradveil.data.partition import Indices
-from gradveil.defenses.base import Defense
 from gradveil.federated.client import Sent, train_client
 from gradveil.federated.settings import Local
+from gradveil.guard.defense import Defense
 from gradveil.privacy.draws import SecretDraws, Source
 from gradveil.registry import Registry
 from gradveil.types import Batch
 
-ENGINES: Registry["Engine"] = Registry("engine", "gradveil.federated")
+ENGINES: Registry["Engine"] = Registry("engine", "federated")
 
 
 @dataclass(frozen=True)

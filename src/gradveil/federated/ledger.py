@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from gradveil.certificates.accountant import SIMULATED, Account
-from gradveil.certificates.plan import PlannedRun
 from gradveil.data.partition import Indices
-from gradveil.defenses.base import Defense
 from gradveil.errors import BudgetError, DefenseError
 from gradveil.federated.settings import Training
+from gradveil.guard.defense import Defense
+from gradveil.privacy.accountant import SIMULATED, Account
+from gradveil.privacy.plan import PlannedRun
 from gradveil.seeds import Seeds
 
 

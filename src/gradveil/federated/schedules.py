@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 from gradveil.ranges import Count, Range
 from gradveil.registry import Registry
 
-SCHEDULES: Registry["Schedule"] = Registry("schedule", "gradveil.federated")
+SCHEDULES: Registry["Schedule"] = Registry("schedule", "federated")
 
 
 class Schedule(ABC):

@@ -16,7 +16,7 @@ from gradveil.ranges import Decay, Positive, Weight
 from gradveil.registry import Registry, convert, parse
 from gradveil.tree import Params, add, map_values, parameters, scale, subtract
 
-SERVERS: Registry["Server"] = Registry("aggregator", "gradveil.federated")
+SERVERS: Registry["Server"] = Registry("aggregator", "federated")
 
 Memory = dict[str, Params]  # what a server optimiser keeps between rounds
 

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradveil.certificates.accountant import Account
 from gradveil.data.base import Dataset
 from gradveil.data.partition import Indices, undealt
-from gradveil.defenses.base import Defense, build
 from gradveil.defenses.compose import Compose
 from gradveil.errors import DataError, GradveilError
 from gradveil.federated.checkpoint import Checkpoint
@@ -23,8 +21,10 @@ from gradveil.federated.processes import Processes, available_cores
 from gradveil.federated.server import SERVERS, Arrival, Faults, Memory, Merged, merge
 from gradveil.federated.settings import Training
 from gradveil.federated.vectorised import why_not
-from gradveil.gradients.coordinates import PUBLIC
+from gradveil.guard.defense import Defense, build
+from gradveil.guard.records.coordinates import PUBLIC
 from gradveil.losses import build as build_loss
+from gradveil.privacy.accountant import Account
 from gradveil.seeds import Seeds
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch, Update

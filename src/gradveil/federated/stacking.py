@@ -10,24 +10,24 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from gradveil.data.base import Split
-from gradveil.defenses.base import Defense
 from gradveil.defenses.compose import Compose
-from gradveil.defenses.guard.step import substitute
 from gradveil.defenses.masking import largest_live_each
 from gradveil.defenses.representation import RepresentationPerturbation
 from gradveil.errors import GradveilError
 from gradveil.federated.client import shuffled
 from gradveil.federated.engines import Job
 from gradveil.federated.settings import Local
-from gradveil.gradients.layer_kinds import KINDS, known
-from gradveil.gradients.records import Captured, records_of
-from gradveil.layers.modules import representation
-from gradveil.layers.sequential import walk, walkable
+from gradveil.guard.defense import Defense
+from gradveil.guard.records.layer_kinds import KINDS, known
+from gradveil.guard.records.records import Captured, records_of
+from gradveil.guard.step import substitute
 from gradveil.losses import Loss
+from gradveil.modules import representation
 from gradveil.privacy.draws import Source
-from gradveil.scores import api
-from gradveil.scores.exact import RowNorms, scores
-from gradveil.scores.fast.stacked import StackedRows
+from gradveil.representation.layers.walk import walk, walkable
+from gradveil.representation.scores import api
+from gradveil.representation.scores.exact import RowNorms, scores
+from gradveil.representation.scores.fast.stacked import StackedRows
 from gradveil.tree import Params
 from gradveil.types import Batch
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradveil.errors import ModelError
-from gradveil.layers.modules import find_layer
+from gradveil.modules import find_layer
 from gradveil.tree import named, parameters
 
 ALL, HEAD, NORMS = "all", "head", "batch_norm"

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from gradveil.defenses.base import Defense
 from gradveil.errors import GradveilError
 from gradveil.federated.client import Sent, update_batch_size
 from gradveil.federated.engines import ENGINES, Engine, Job, Pool, World, draws_of
 from gradveil.federated.stacking import Masks, Resident, StackedRecords, Steps, pad_steps, why_no_masks, why_no_records
+from gradveil.guard.defense import Defense
 from gradveil.losses import build as build_loss
 from gradveil.privacy.draws import Source
 from gradveil.ranges import Count

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import vjp
 
+from gradveil.chain import Link, sequential
 from gradveil.gradients.convolution import Geometry, convolve, pull_back, weight_gradient
-from gradveil.layers.sequential import Link, sequential
 from gradveil.models.parts import Normalize
 from gradveil.tree import Params, named
 

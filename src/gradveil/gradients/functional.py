@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_map
 from gradveil.errors import AttackError
 from gradveil.gradients.batch_norm import batch_norm
 from gradveil.gradients.by_hand import known_chain, manual_gradients, pays, wide
-from gradveil.layers.modules import copied_buffers, plain_attention, plain_checkpoints
 from gradveil.losses import CROSS_ENTROPY, CrossEntropy, Loss
+from gradveil.modules import copied_buffers, plain_attention, plain_checkpoints
 from gradveil.step_rule import Momenta
 from gradveil.tree import Params, parameters
 from gradveil.types import Observation, Update

@@ -7,11 +7,11 @@ from typing import ParamSpec, TypeVar, Unpack
 
 from torch import Generator, Tensor, nn
 
-from gradveil.certificates.accountant import Account
-from gradveil.defenses.base import Defense, build
-from gradveil.defenses.guard.passes import Report
-from gradveil.defenses.guard.protect import Guard, RecordSettings, protect
 from gradveil.errors import DefenseError
+from gradveil.guard.defense import Defense, build
+from gradveil.guard.passes import Report
+from gradveil.guard.protect import Guard, RecordSettings, protect
+from gradveil.privacy.accountant import Account
 from gradveil.registry import describe
 
 P = ParamSpec("P")

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from gradveil import tree
-from gradveil.certificates.accountant import SECRET, account_path, spend_from
-from gradveil.defenses.base import build
-from gradveil.defenses.guard.protect import refuse_idle
 from gradveil.errors import GradveilError, MissingExtraError
+from gradveil.guard.defense import build
+from gradveil.guard.protect import refuse_idle
 from gradveil.integrations.local_training import is_trained
+from gradveil.privacy.accountant import SECRET, account_path, spend_from
 from gradveil.privacy.draws import SecretDraws
 from gradveil.registry import describe
 from gradveil.types import Update

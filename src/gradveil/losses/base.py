@@ -18,7 +18,7 @@ from gradveil.errors import LossError, own_error
 from gradveil.imports import import_object, is_import_path
 from gradveil.registry import Registry
 
-LOSSES: Registry["Loss"] = Registry("loss", "gradveil.losses")
+LOSSES: Registry["Loss"] = Registry("loss", "losses")
 
 Targets = Literal["classes", "bits", "numbers", "tokens"]
 # class numbers (N,); zeros and ones, (N,) or (N, K); real numbers; ids of the token at each place (N, L)

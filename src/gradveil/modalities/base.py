@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradveil.registry import Registry
 
-MODALITIES: Registry["Modality"] = Registry("modality", "gradveil.modalities")
+MODALITIES: Registry["Modality"] = Registry("modality", "modalities")
 
 Bounds = tuple[float, float]  # the data range
 

@@ -15,7 +15,7 @@ from gradveil.modalities import IMAGE, Modality
 from gradveil.models.outputs import take_one
 from gradveil.registry import Registry
 
-MODELS: Registry["Builder"] = Registry("model", "gradveil.models")
+MODELS: Registry["Builder"] = Registry("model", "models")
 
 Shape = tuple[int, ...]
 BLANK = 2  # inputs that a model is tried on

@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gradveil.auditing.run_folder import Row
 from gradveil.countermeasures import Tier
-from gradveil.experiments.judge import Verdict
-from gradveil.experiments.run_folder import Row
-from gradveil.experiments.words import GETS, WHO
 from gradveil.modalities import Modality
 from gradveil.report.commands import audit_command, train_command
 from gradveil.report.plain import name_of
+from gradveil.threats.verdict import Verdict
+from gradveil.threats.words import GETS, WHO
 
 LEAKS = ("recovered", "recognised", "identified", "traces")
 BEARABLE = 0.1  # of the accuracy, or of R², beyond which a defence is no recommendation

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradveil.experiments.judge import BEYOND, TierVerdict, Verdict
-from gradveil.experiments.rows import Floor, Line, MeasuredExample, best_floor, group, read
-from gradveil.experiments.run_folder import Row
-from gradveil.experiments.words import WHO, accuracy_text, by, got
+from gradveil.auditing.run_folder import Row
 from gradveil.metrics.intervals import short
 from gradveil.report.pictures import KEY, Gallery, Shot
 from gradveil.report.plain import error_words, name_of
+from gradveil.threats.rows import Floor, Line, MeasuredExample, best_floor, group, read
+from gradveil.threats.verdict import BEYOND, TierVerdict, Verdict
+from gradveil.threats.words import WHO, accuracy_text, by, got
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from gradveil.experiments.judge import naive_and_adaptive
-from gradveil.experiments.rows import Line, MeasuredExample, best_floor, group, modality_of, read
-from gradveil.experiments.run_folder import RunFolder
+from gradveil.auditing.run_folder import RunFolder
 from gradveil.metrics.intervals import rate, short
 from gradveil.modalities import Cell, Modality
 from gradveil.report.pictures import KEY, TRUTH
+from gradveil.threats.rows import Line, MeasuredExample, best_floor, group, modality_of, read
+from gradveil.threats.verdict import naive_and_adaptive
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from gradveil.experiments.scene import AuditConfig
+from gradveil.threats.setup import AuditConfig
 
 SAME = ("model", "dataset", "data", "seed", "partition", "clients", "epochs", "batch_size", "lr", "loss")
 SAME_AS = (*SAME, "optimizer", "momentum", "weight_decay", "proximal", "clip", "trains")  # of training and of audits

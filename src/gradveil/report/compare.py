@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gradveil.auditing.run_files import FolderError
+from gradveil.auditing.run_folder import ROWS, RunFolder
 from gradveil.errors import GradveilError
-from gradveil.experiments.judge import TierVerdict, Verdict, verdicts
-from gradveil.experiments.rows import Floor, best_floor
-from gradveil.experiments.run_files import FolderError
-from gradveil.experiments.run_folder import ROWS, RunFolder
-from gradveil.experiments.words import WHO, badges, score_text
 from gradveil.files import damage_told
 from gradveil.metrics.intervals import Interval
 from gradveil.report.plain import LAST_DIGIT, name_of
+from gradveil.threats.rows import Floor, best_floor
+from gradveil.threats.verdict import TierVerdict, Verdict, verdicts
+from gradveil.threats.words import WHO, badges, score_text
 
 OUTCOMES = (
     "recovered",

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from gradveil.experiments.judge import Verdict, naive_and_adaptive
-from gradveil.experiments.rows import NAIVE, Floor, Line
-from gradveil.experiments.words import score_text, server_name
 from gradveil.modalities import Modality
 from gradveil.report.plain import name_of
+from gradveil.threats.rows import NAIVE, Floor, Line
+from gradveil.threats.verdict import Verdict, naive_and_adaptive
+from gradveil.threats.words import score_text, server_name
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from gradveil.experiments.film import FILM
-from gradveil.experiments.run_folder import Row
+from gradveil.auditing.film import FILM
+from gradveil.auditing.run_folder import Row
 from gradveil.metrics.intervals import short
 from gradveil.report.pictures import Gallery, Shot, picture
 from gradveil.report.plain import name_of

@@ -5,12 +5,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from gradveil.auditing.run_files import FolderError
+from gradveil.auditing.run_folder import REPORT, ROWS, Row, RunFolder
 from gradveil.errors import MissingExtraError
-from gradveil.experiments.judge import Verdict, declaration_errors, headline, verdicts
-from gradveil.experiments.rows import Floor, Line, best_floor, lines, modality_of
-from gradveil.experiments.run_files import FolderError
-from gradveil.experiments.run_folder import REPORT, ROWS, Row, RunFolder
-from gradveil.experiments.words import badges
 from gradveil.files import damage_told, write_atomically
 from gradveil.modalities import IMAGE
 from gradveil.report.advice import advice, tiers_tried, verdict_sentence
@@ -23,6 +20,9 @@ from gradveil.report.plain import name_of
 from gradveil.report.reading import CARDS, CAVEAT, NO_TRUTH, picture_note, reading
 from gradveil.report.summary import left_out
 from gradveil.report.table import NUM_TEXTS, certificate_table, figure_errors, head, table_rows
+from gradveil.threats.rows import Floor, Line, best_floor, lines, modality_of
+from gradveil.threats.verdict import Verdict, declaration_errors, headline, verdicts
+from gradveil.threats.words import badges
 
 _NOT_AN_AUDIT = "It is no audit, or its rows were damaged: take them from a copy, or audit again."
 

@@ -12,14 +12,14 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from gradveil.experiments.judge import by_tier
-from gradveil.experiments.rows import NAIVE, Line, MeasuredExample, group, modality_of, read
-from gradveil.experiments.run_folder import Row, RunFolder
-from gradveil.experiments.words import DIAGNOSTIC, badges, server_name
+from gradveil.auditing.run_folder import Row, RunFolder
 from gradveil.files import write_atomically
 from gradveil.metrics.intervals import short
 from gradveil.modalities import Cell
 from gradveil.report.plain import name_of
+from gradveil.threats.rows import NAIVE, Line, MeasuredExample, group, modality_of, read
+from gradveil.threats.verdict import by_tier
+from gradveil.threats.words import DIAGNOSTIC, badges, server_name
 
 
 def picture(array: NDArray[Any]) -> str:

@@ -1,9 +1,9 @@
 """Names and numbers in words: for a person who reads the page and does not write specs."""
 
-from gradveil.defenses.base import DEFENSES
 from gradveil.errors import SpecError
-from gradveil.experiments.rows import Floor
+from gradveil.guard.defense import DEFENSES
 from gradveil.registry import parse, split_specs
+from gradveil.threats.rows import Floor
 
 LAST_DIGIT = 1e-10  # mean squared error: a pixel is off by 1e-5 of the range on the mean, as single precision rounds
 SHADE = (0.5 / 255) ** 2  # half a step of a picture with 256 shades

@@ -1,7 +1,7 @@
 """The sentences of the page that say how to read it."""
 
-from gradveil.experiments.rows import HALF, RECOVERED, SIGNIFICANT
 from gradveil.modalities import IMAGE, Modality
+from gradveil.threats.rows import HALF, RECOVERED, SIGNIFICANT
 
 READING = (
     (

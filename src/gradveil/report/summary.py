@@ -5,14 +5,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gradveil.experiments.audit import Audit
-from gradveil.experiments.gate import EXIT_CODES, GATED, FailOn, gates, overall
-from gradveil.experiments.judge import Verdict, declaration_errors
-from gradveil.experiments.rows import Line, best_floor, group
-from gradveil.experiments.run_folder import Row
-from gradveil.experiments.words import article
+from gradveil.auditing.audit import Audit
+from gradveil.auditing.gate import EXIT_CODES, GATED, FailOn, gates, overall
+from gradveil.auditing.run_folder import Row
 from gradveil.metrics.intervals import Interval
 from gradveil.report.table import figure_errors
+from gradveil.threats.rows import Line, best_floor, group
+from gradveil.threats.verdict import Verdict, declaration_errors
+from gradveil.threats.words import article
 
 SCHEMA = 1  # of the layout: a key that goes or changes its meaning raises it, a new key does not
 

@@ -8,12 +8,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gradveil.experiments.judge import Verdict
-from gradveil.experiments.rows import NAIVE, Floor, Line, lines, modality_of
-from gradveil.experiments.run_folder import Row
-from gradveil.experiments.words import DIAGNOSTIC, badges, score_text, server_name
+from gradveil.auditing.run_folder import Row
 from gradveil.metrics.intervals import chance_of, short
 from gradveil.modalities import IMAGE, Metric, Modality
+from gradveil.threats.rows import NAIVE, Floor, Line, lines, modality_of
+from gradveil.threats.verdict import Verdict
+from gradveil.threats.words import DIAGNOSTIC, badges, score_text, server_name
 
 NUM_TEXTS = 4  # columns of text before the numbers
 

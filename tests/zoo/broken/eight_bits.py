@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from gradveil.countermeasures import Countermeasure, plain
-from gradveil.defenses.base import DEFENSES
 from gradveil.defenses.compression import Quantise
+from gradveil.guard.defense import DEFENSES
 from zoo.keeper import Truth
 
 TRUTH = Truth("The error is a thousandth of the range: noise that is far too small.", "rounding", "plain")

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from gradveil.countermeasures import Countermeasure, plain
-from gradveil.defenses.base import DEFENSES
 from gradveil.defenses.compression import Sign
+from gradveil.guard.defense import DEFENSES
 from zoo.keeper import Truth
 
 TRUTH = Truth("Five thousand signs are more than enough for sixty-four pixels.", "rounding", "plain")

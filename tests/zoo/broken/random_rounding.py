@@ -6,8 +6,8 @@ from typing import Literal
 from torch import nn
 
 from gradveil.countermeasures import Countermeasure, undeclared
-from gradveil.defenses.base import DEFENSES
 from gradveil.defenses.compression import Qsgd
+from gradveil.guard.defense import DEFENSES
 from zoo.keeper import Truth
 
 TRUTH = Truth(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from gradveil.defenses.base import DEFENSES
+from gradveil.guard.defense import DEFENSES
 from zoo.keeper import Truth, load
 
 load("dp_sgd")

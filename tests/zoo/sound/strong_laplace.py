@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from gradveil.defenses.base import DEFENSES
 from gradveil.defenses.noise import Laplace
+from gradveil.guard.defense import DEFENSES
 from zoo.keeper import Truth
 
 TRUTH = Truth("The noise is a hundred times the gradient, new in each entry and round.", "strong noise", "whiten")

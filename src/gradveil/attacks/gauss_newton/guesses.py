@@ -11,8 +11,8 @@ from gradveil.attacks.gauss_newton.equations import Prior
 from gradveil.attacks.gauss_newton.linear import SPREAD
 from gradveil.attacks.labels import label_signal, unreadable
 from gradveil.gradients.functional import quiet
-from gradveil.layers.modules import copied_state
 from gradveil.losses import CrossEntropy
+from gradveil.modules import copied_state
 from gradveil.types import Observation
 
 Free = Literal["logits", "slopes", "targets", "nothing"]

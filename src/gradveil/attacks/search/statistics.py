@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradveil.attacks.search.matching import pick
 from gradveil.gradients.functional import per_problem, quiet
-from gradveil.layers.modules import copied_state
+from gradveil.modules import copied_state
 from gradveil.tree import Params
 from gradveil.types import Observation
 

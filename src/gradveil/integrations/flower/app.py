@@ -12,11 +12,10 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
-from gradveil.certificates.accountant import SIMULATED
+from gradveil.auditing.run_folder import CHECKPOINT, MODEL, RunFolder
 from gradveil.data.base import Dataset
 from gradveil.data.partition import Indices
 from gradveil.errors import GradveilError
-from gradveil.experiments.run_folder import CHECKPOINT, MODEL, RunFolder
 from gradveil.federated.checkpoint import Checkpoint
 from gradveil.federated.client import evaluate
 from gradveil.federated.simulate import NOT_RELEASED, public_records
@@ -35,6 +34,7 @@ from gradveil.integrations.flower.site import is_simulation
 from gradveil.integrations.flower.standing import ENGINE, LEAKS, Continued, standing
 from gradveil.integrations.flower.strategies import build_strategy
 from gradveil.losses import build as build_loss
+from gradveil.privacy.accountant import SIMULATED
 from gradveil.tree import Params
 from gradveil.types import Batch
 

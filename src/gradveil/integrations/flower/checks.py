@@ -9,10 +9,9 @@ import torch
 from flwr.app import Message, MetricRecord
 from flwr.serverapp import Grid
 
-from gradveil.certificates.accountant import SIMULATED
-from gradveil.defenses.base import Defense, build
+from gradveil.auditing.train import listed
 from gradveil.errors import GradveilError, SpecError, UpdateError
-from gradveil.experiments.train import listed
+from gradveil.guard.defense import Defense, build
 from gradveil.integrations.flower.demand import OTHER, Demand
 from gradveil.integrations.flower.grids import GridView
 from gradveil.integrations.flower.mods import check_reply
@@ -34,6 +33,7 @@ from gradveil.integrations.flower.records import (
 from gradveil.integrations.flower.site import is_simulation
 from gradveil.integrations.flower.statements import check_statement, shown, statement_in, told
 from gradveil.integrations.local_training import is_trained
+from gradveil.privacy.accountant import SIMULATED
 from gradveil.tree import Params
 
 MALFORMED, KIND, FAR, CLAIM, METRICS = "malformed", "wrong type", "too far", "too many examples", "other metrics"

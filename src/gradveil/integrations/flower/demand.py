@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from gradveil.defenses.base import Defense
 from gradveil.defenses.compose import Compose
 from gradveil.errors import DefenseError
+from gradveil.guard.defense import Defense
 from gradveil.registry import Spec, describe
 
 OTHER = "other defence"  # the word under which updates with another one are counted

@@ -77,9 +77,9 @@ def check(settings: "FlowerSettings") -> int:
     if importlib.util.find_spec("flwr") is None:
         raise MissingExtraError("The Flower engine", "flower")
     os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
-    from gradveil.experiments.scene import fitting_model
     from gradveil.integrations.flower.settings import load_data
     from gradveil.integrations.flower.strategies import build_strategy
+    from gradveil.threats.setup import fitting_model
 
     dataset, shares = load_data(settings.dataset, settings.data, settings.partition, settings.seed)
     fitting_model(settings.model, dataset, settings.loss, settings.seed, settings.trains)

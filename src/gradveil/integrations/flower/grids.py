@@ -12,10 +12,10 @@ from flwr.serverapp import Grid
 from torch import Generator, Tensor, nn
 
 from gradveil.attacks.base import Attack
-from gradveil.defenses.base import Defense
+from gradveil.auditing.run_folder import Row
 from gradveil.errors import GradveilError
-from gradveil.experiments.run_folder import Row
 from gradveil.files import append_line
+from gradveil.guard.defense import Defense
 from gradveil.integrations.flower.mods import check_reply, update_of
 from gradveil.integrations.flower.others_known import SAMPLE, SECONDS, OthersKnown, TrainingPass
 from gradveil.integrations.flower.probe import Probe

@@ -6,8 +6,8 @@ from dataclasses import KW_ONLY, dataclass
 from flwr.app import Context, Message
 from torch import nn
 
+from gradveil.auditing.incoming import check_model
 from gradveil.errors import DefenseError, GradveilError
-from gradveil.experiments.incoming import check_model
 from gradveil.integrations.flower.records import (
     LOG,
     Next,

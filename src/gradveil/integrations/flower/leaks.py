@@ -11,9 +11,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradveil.attacks.base import Attack
-from gradveil.defenses.base import Defense
-from gradveil.defenses.guard.passes import Examples
 from gradveil.errors import DefenseError, GradveilError
+from gradveil.guard.defense import Defense
+from gradveil.guard.passes import Examples
 from gradveil.integrations.flower.mods import check_reply, update_of
 from gradveil.integrations.flower.others_known import SAMPLE, SECONDS, OthersKnown, TrainingPass
 from gradveil.integrations.flower.probe import Probe, worst

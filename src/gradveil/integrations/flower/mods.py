@@ -8,11 +8,10 @@ from flwr.app import ConfigRecord, Context, Message
 from torch import nn
 
 from gradveil import tree
-from gradveil.certificates.accountant import Account
-from gradveil.defenses.base import Defense
-from gradveil.defenses.guard.protect import Guard, RecordSettings, protect, refuse_idle
 from gradveil.errors import BudgetError, DefenseError, GradveilError, UpdateError
 from gradveil.files import damage_told
+from gradveil.guard.defense import Defense
+from gradveil.guard.protect import Guard, RecordSettings, protect, refuse_idle
 from gradveil.integrations.flower.outgoing import STEPS, answer_in, made_anew, other_kind, tell_what_stays, trained_in
 from gradveil.integrations.flower.records import (
     SPENT,
@@ -32,6 +31,7 @@ from gradveil.integrations.flower.site import check_seed, defense_for, generator
 from gradveil.integrations.flower.statements import state
 from gradveil.integrations.flower.values import asked
 from gradveil.integrations.local_training import is_trained
+from gradveil.privacy.accountant import Account
 from gradveil.privacy.draws import SecretDraws
 from gradveil.registry import describe
 from gradveil.step_rule import StepRule

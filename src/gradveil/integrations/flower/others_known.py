@@ -9,8 +9,8 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gradveil import tree
+from gradveil.auditing.run_folder import Row
 from gradveil.errors import AttackError
-from gradveil.experiments.run_folder import Row
 from gradveil.gradients.functional import quiet
 from gradveil.integrations.flower.probe import Probe
 from gradveil.losses import CROSS_ENTROPY, Loss

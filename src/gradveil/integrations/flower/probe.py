@@ -12,15 +12,15 @@ from torch import Generator, Tensor, nn
 
 from gradveil.attacks.base import Attack
 from gradveil.attacks.base import build as build_attack
+from gradveil.auditing.run_folder import Row
 from gradveil.countermeasures import Countermeasure, plain
-from gradveil.defenses.base import Defense
-from gradveil.defenses.base import build as build_defense
 from gradveil.errors import GradveilError
-from gradveil.experiments.run_folder import Row
-from gradveil.experiments.trial import Public, Trial, attempt, floors, measured
 from gradveil.gradients.functional import quiet
+from gradveil.guard.defense import Defense
+from gradveil.guard.defense import build as build_defense
 from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.registry import describe
+from gradveil.threats.trial import Public, Trial, attempt, floors, measured
 from gradveil.tree import Params
 from gradveil.types import Batch, GaussianPrior, Observation, Reconstruction, Update
 

@@ -8,11 +8,11 @@ from typing import Any
 from flwr.app import ConfigRecord, Message
 from torch import nn
 
-from gradveil.defenses.base import Defense
 from gradveil.defenses.compose import Compose
 from gradveil.defenses.veil import Veil
 from gradveil.errors import DefenseError
-from gradveil.gradients.coordinates import check_clip
+from gradveil.guard.defense import Defense
+from gradveil.guard.records.coordinates import check_clip
 from gradveil.integrations.flower.values import asked
 from gradveil.tree import parameters
 

@@ -21,8 +21,8 @@ from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFI
 from flwr.compat.common.recorddict_compat import fitres_to_recorddict
 from flwr.server.workflow import SecAggPlusWorkflow
 
-from gradveil.defenses.base import Defense
 from gradveil.errors import DefenseError, GradveilError
+from gradveil.guard.defense import Defense
 from gradveil.integrations.flower.mods import check_reply
 from gradveil.integrations.flower.outgoing import PUBLIC
 from gradveil.integrations.flower.public_map import veil_in

@@ -18,7 +18,7 @@ from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECOR
 from flwr.server.workflow.constant import Key as WorkflowKey
 from flwr.serverapp import Grid
 
-from gradveil.defenses.base import Defense
+from gradveil.guard.defense import Defense
 from gradveil.integrations.flower.grids import GridView
 from gradveil.integrations.flower.records import (
     LOG,

@@ -13,12 +13,12 @@ from gradveil import data as datasets
 from gradveil import models
 from gradveil.data.base import Dataset
 from gradveil.data.partition import Indices, deal
-from gradveil.defenses.base import Defense, build
 from gradveil.errors import DefenseError, SpecError, did_you_mean
 from gradveil.federated.ledger import Ledger, planned_run, sample_clients
 from gradveil.federated.server import SERVERS
 from gradveil.federated.settings import Averaging, Training
 from gradveil.federated.trained import only_trained
+from gradveil.guard.defense import Defense, build
 from gradveil.integrations.flower.demand import Demand, parts_of
 from gradveil.ranges import Count, Positive, Weight, Whole
 from gradveil.registry import parse

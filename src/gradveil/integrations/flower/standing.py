@@ -10,9 +10,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp import strategy as flower
 
+from gradveil.auditing.run_files import FolderError, read_rows
+from gradveil.auditing.run_folder import CHECKPOINT, ROUNDS, RunFolder
 from gradveil.errors import DataError
-from gradveil.experiments.run_files import FolderError, read_rows
-from gradveil.experiments.run_folder import CHECKPOINT, ROUNDS, RunFolder
 from gradveil.federated.checkpoint import Checkpoint
 from gradveil.federated.server import Memory
 from gradveil.files import write_atomically

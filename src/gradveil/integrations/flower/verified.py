@@ -22,10 +22,10 @@ from gradveil.integrations.flower.chosen_grid import DEVICE
 from gradveil.integrations.flower.records import arrays_of, params_of
 from gradveil.integrations.flower.settings import FlowerSettings
 from gradveil.integrations.flower.statements import statement_in
-from gradveil.measured.canaries import Canaries
-from gradveil.measured.pipelines import OfDefense, Released, dataset_of, weights_of
 from gradveil.registry import describe
 from gradveil.tree import Params
+from gradveil.verification.canaries import Canaries
+from gradveil.verification.pipelines import OfDefense, Released, dataset_of, weights_of
 
 FILE = "canaries.safetensors"
 

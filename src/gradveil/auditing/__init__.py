@@ -1,0 +1,1 @@
+"""Audits: a run from its settings to a folder of rows."""

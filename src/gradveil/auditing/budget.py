@@ -1,0 +1,288 @@
+"""An audit in so many minutes: every tier gets an answer before any gets a second.
+
+The order is that of what is known beforehand: what reads an answer off, what goes through a list, what plants weights,
+what searches, what learns (``Attack.kind``). First all of these on one client, the undefended update before the
+defences; then the other clients; then the second attack of each kind. Nothing is tried out: the first piece of work
+says what the next ones take. Where a search is stopped, it stays at its best point; who is compared with it takes as
+many steps. Where a control fails, the defences wait: a failure there would prove nothing.
+"""
+
+import copy
+import logging
+import math
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from gradveil import pace
+from gradveil.attacks.base import KINDS, Kind
+from gradveil.attacks.search.statistics import sending_norms
+from gradveil.auditing.left_over import control_of, left_over
+from gradveil.auditing.own_training import trained_looks
+from gradveil.auditing.shortening import Pace
+from gradveil.auditing.work import NOT_TRIED, Work, cut_short
+from gradveil.pace import as_clock
+from gradveil.threats.looks import Look, first_look, probe_defenses
+from gradveil.threats.panel import CHUNK, Target, kind_of, last_resort, panel
+from gradveil.threats.rows import group, lines
+from gradveil.threats.setup import Scene
+from gradveil.threats.trial import naive
+from gradveil.threats.words import DIAGNOSTIC
+
+LOG = logging.getLogger("gradveil")
+QUICK: tuple[Kind, ...] = ("closed form", "list")  # what needs no other weights, and no search
+FIRST = 0.1  # of the time, at most, for the first pictures
+PROBES = 0.25  # and for running the defences by themselves
+METER = 0.1  # of the time, at most, for certificates and leak meter
+FIRST_ROUND = 0.5  # of the time that is left, where there is training after it
+SHARES: dict[Kind, float] = {"closed form": 0.25, "list": 0.4, "planted": 0.4, "search": 1.0, "learned": 1.0}
+DEEPER = 0.6  # of the time after that, at most, for a search that failed without a defence
+DIAGNOSED = 0.4  # of the time after that, at most, for the same in an easier setting
+OTHERS = 0.2  # of the time after that, at most, to plan what malicious servers send the other clients
+CONTROL = 0.3  # of an attack's time, at most, for what all else is compared with
+PIECE = 30.0  # seconds of attacks between two writes, about
+LITTLE = 3.0  # seconds with which nothing is begun that may take long
+
+
+@dataclass
+class Budget:
+    """How far an audit in limited time is; the limit is the one it is run in (see ``pace``)."""
+
+    work: Work
+    waiting: list[Target] = field(default_factory=list)  # defended updates whose control failed
+    looks: list[Look] = field(default_factory=list)  # that were attacked
+    why_not_trained: str = ""
+
+    @property
+    def scene(self) -> Scene:
+        """What is audited."""
+        return self.work.scene
+
+    @cached_property
+    def first(self) -> Look:
+        """The first round's model."""
+        return first_look(self.scene)
+
+    @cached_property
+    def pace(self) -> Pace:
+        """What attacks take, as far as that is known."""
+        return Pace(self.scene, self.work.step_seconds())
+
+    @property
+    def meter_seconds(self) -> float:
+        """What is kept for certificates and leak meter."""
+        return min(self.scene.config.meter_seconds, METER * 60 * (self.scene.config.minutes or 0))
+
+    def left(self) -> float:
+        """Seconds that are left for training and attacks."""
+        return pace.left() - self.meter_seconds
+
+    def run(self) -> None:
+        """Do what fits, and write down what did not."""
+        store, scene = self.work.store, self.scene
+        store.drop([NOT_TRIED, *(row["unit"] for row in store.rows if cut_short(row))])
+        self.looks = [self.first]
+        if self.left() > 0:
+            self._say()
+            self._at_once()
+            probe_defenses(scene, store, PROBES * self.left())
+            self._round([self.first], pace.clock() + (FIRST_ROUND if scene.trains else 1.0) * self.left())
+        if scene.trains and self.left() > 0:
+            later, self.why_not_trained = trained_looks(self.work, self.left())
+            self.looks += later
+            self._round(later, self._end)
+        if self.left() > LITTLE:
+            resort = last_resort(scene, self.first, self.work.holding())
+            self._by_kind([t for its in resort.values() for t in its], self._end)
+        self._deeper(self._end)
+        self._pieces(self.waiting, self._end)
+        if rest := left_over(self.work, self.pace, self.looks, self._failed(), self.why_not_trained):
+            store.add(NOT_TRIED, rest)
+
+    def _at_once(self) -> None:
+        """Read off what can be read off the first client's undefended update: the first picture."""
+        closed = [a for a in self.scene.attacks if kind_of(self.scene, a) == "closed form"]
+        its = [Target(self.first, "none", naive(), attack, self.scene.victims[0]) for attack in closed]
+        self._pieces(its, pace.clock() + FIRST * self.left())
+
+    def _say(self) -> None:
+        config, scene = self.scene.config, self.scene
+        LOG.info("plan: %s in all, %s left", as_clock(60 * (config.minutes or 0)), as_clock(self.left()))
+        LOG.info("plan: every kind of attack on one client first: closed forms, lists, planted weights, searches")
+        training = f"then training under {len(scene.defenses)} defences, and the last round"
+        LOG.info("plan: %s", training if scene.trains else "the weights as they are; --rounds asks for training")
+
+    @property
+    def _end(self) -> float:
+        return pace.clock() + self.left()
+
+    def _round(self, looks: Sequence[Look], end: float) -> None:
+        """Attack what was sent at these models, until so late: one client, searches that failed, all other clients."""
+        first, others = list(self.scene.victims[:1]), list(self.scene.victims[1:])
+        if not looks or end <= pace.clock():
+            return
+        self._by_kind(self._ranked(looks, first)[0], end, QUICK)
+        began = pace.clock()
+        planted = self._planted(looks, first) if end > began else []
+        took = pace.clock() - began
+        now, later = self._ranked([*looks, *planted], first)
+        self._by_kind(now, end, [kind for kind in KINDS if kind not in QUICK])
+        while (refused := self.work.refused()) & {t.attack for t in now if t.defense == "none"}:  # the next of its kind
+            now, later = self._ranked([*looks, *planted], first, refused)
+            self._by_kind(now, end)
+        self._deeper(pace.clock() + DEEPER * (end - pace.clock()))
+        self._diagnose(pace.clock() + DIAGNOSED * (end - pace.clock()))
+        if others and end > pace.clock():
+            some = others[: int(OTHERS * (end - pace.clock()) / took)] if took else others
+            now, more = self._ranked([*looks, *self._planted(looks, some)], others, self.work.refused())
+            self._by_kind(now, end)
+            later += more
+        self._by_kind(later, end)
+
+    def _planted(self, looks: Sequence[Look], victims: Sequence[int]) -> list[Look]:
+        made = self.work.plant(victims) if self.first in looks and victims else []
+        self.looks += made
+        return made
+
+    def _ranked(
+        self, looks: Sequence[Look], victims: Sequence[int], refused: Collection[str] = ()
+    ) -> tuple[list[Target], list[Target]]:
+        """Return each tier's first search and planted weights on each defence, all that takes less, and their controls;
+        and the rest."""
+        mine = [t for its in panel(self.scene, looks).values() for t in its if t.victim in victims]
+        mine = [t for t in mine if t.attack not in refused]
+        groups: dict[tuple[object, ...], list[Target]] = {}
+        for t in mine:
+            key = (id(t.look), t.defense, t.server.tier, kind_of(self.scene, t.attack), t.victim)
+            groups.setdefault(key, []).append(t)
+        first = [t for key, its in groups.items() for t in (its[:1] if key[3] in ("planted", "search") else its)]
+        needed = {control_of(t) for t in first}
+        chosen = {id(t) for t in first} | {id(t) for t in mine if t.defense == "none" and control_of(t) in needed}
+        return [t for t in mine if id(t) in chosen], [t for t in mine if id(t) not in chosen]
+
+    def _by_kind(self, targets: Sequence[Target], end: float, kinds: Sequence[Kind] = KINDS) -> None:
+        """Attack these until so late: what takes least first."""
+        for kind in kinds:
+            its = self._left([t for t in targets if kind_of(self.scene, t.attack) == kind])
+            if kind in ("closed form", "planted"):  # what failed for one client does so for others
+                hopeless = self._failed()
+                self.waiting += [t for t in its if control_of(t) in hopeless]
+                its = [t for t in its if control_of(t) not in hopeless]
+            stop = pace.clock() + SHARES[kind] * (end - pace.clock())
+            attacks = group(its, "attack")
+            for number, mine in enumerate(attacks.values()):
+                count = sum(len(rest) for rest in list(attacks.values())[number:])
+                time = (stop - pace.clock()) * len(mine) / count
+                if time > 0 and kind == "list":
+                    self._pieces(mine, pace.clock() + time)
+                elif time > 0:
+                    self._compared(mine, pace.clock() + time)
+
+    def _compared(self, its: Sequence[Target], end: float) -> None:
+        """Attack with one attack: controls, and where these succeed the defences."""
+        models: dict[tuple[str, ...], list[Target]] = {}
+        for t in its:
+            models.setdefault((t.look.round, t.look.weights, t.look.planted), []).append(t)
+        for number, mine in enumerate(models.values()):
+            count = sum(len(rest) for rest in list(models.values())[number:])
+            stop = pace.clock() + (end - pace.clock()) * len(mine) / count
+            cells = self._unanswered_first([t for t in mine if t.defense != "none"])
+            self._controls([t for t in mine if t.defense == "none"], stop, 1 / (1 + len(cells)))
+            failed = self._failed()
+            self.waiting += [t for t in cells if control_of(self._short(t)) in failed]
+            self._pieces([t for t in cells if control_of(self._short(t)) not in failed], stop)
+
+    def _unanswered_first(self, cells: Sequence[Target]) -> list[Target]:
+        """Return targets in the order in which tiers of servers get an answer: one each, then a second."""
+        rows = [row for row in self.work.store.rows if row["kind"] == "attack" and not cut_short(row)]
+        count = Counter((row["round"], row["defense"], row.get("tier")) for row in rows)
+        place: dict[int, int] = {}
+        for t in cells:
+            place[id(t)] = count[tier := (t.look.round, t.defense, t.server.tier)]
+            count[tier] += 1
+        return sorted(cells, key=lambda t: place[id(t)])
+
+    def _controls(self, its: Sequence[Target], stop: float, fair: float) -> None:
+        """Attack undefended updates: with as many steps as the defences can have, and where that fails with more."""
+        spent = 0.0
+        for again, share in enumerate((fair, CONTROL) if fair < CONTROL else (fair,)):
+            time = share * (stop - pace.clock())
+            if not its or time <= 0:
+                return
+            asked, failed = its[0].attack, {control_of(self._short(t)) for t in its} & self._failed()
+            grown = self.pace.fit(asked, time / len(its)) if failed or not self.pace.knows(asked) else False
+            if again and not (failed and (grown or time > 1.5 * spent)):
+                return
+            spent = time
+            self._pieces(its, pace.clock() + max(time, min(LITTLE, stop - pace.clock())), at_least_one=True)
+
+    def _deeper(self, end: float) -> None:
+        """Go on with the first search that was shortened, or stopped, and failed without a defence."""
+        search, time = self._failed_search(), min(end, self._end) - pace.clock()
+        if search is None or time < LITTLE:
+            return
+        short = self._short(search)
+        had = self.pace.cost(short.attack, self.work.stopped_at(short))
+        if self.pace.fit(search.attack, 0.9 * time) or time > 2 * had:
+            self._pieces([replace(search, defense="none", server=naive())], end, at_least_one=True)
+        if control_of(self._short(search)) not in self._failed():
+            self._pieces([t for t in self.waiting if t.attack == search.attack], end)
+
+    def _diagnose(self, end: float) -> None:
+        """Where a search fails, attack the first client with batch norm in evaluation mode: not what was configured."""
+        config, model = self.scene.config, self.first.model
+        search = self._failed_search()
+        one = config.examples == config.planned.num_steps == 1
+        if search is not None and one and sending_norms(model) and end - pace.clock() > LITTLE:
+            look = replace(self.first, model=copy.deepcopy(model).eval(), weights=DIAGNOSTIC)
+            self._pieces([replace(search, look=look, defense="none", server=naive())], end, at_least_one=True)
+
+    def _failed_search(self) -> Target | None:
+        failed = self._failed()
+        waits = (t for t in self.waiting if control_of(self._short(t)) in failed and not t.look.planted)
+        return next((t for t in waits if kind_of(self.scene, t.attack) == "search"), None)
+
+    def _failed(self) -> set[tuple[str, ...]]:
+        """Return the controls that failed, as round, weights and attack."""
+        found = [x for x in lines(self.work.store.rows) if x.defense == "none"]
+        return {(x.round, x.weights, x.attack) for x in found if x.void is not None}
+
+    def _short(self, target: Target) -> Target:
+        return replace(target, attack=self.pace.short.get(target.attack, target.attack))
+
+    def _left(self, its: Sequence[Target]) -> list[Target]:
+        """Return those that were not attacked yet, shortened or not."""
+        shorts = [self._short(t) for t in its]
+        full, short = (set(map(id, self.work.left(some))) for some in (its, shorts))
+        return [t for t, other in zip(its, shorts, strict=True) if id(t) in full and id(other) in short]
+
+    def _pieces(self, its: Sequence[Target], end: float = math.inf, at_least_one: bool = False) -> None:
+        """Attack in pieces, each written down when it is done, as long as the next one fits."""
+        left = self.work.left([self._short(t) for t in its])
+        while left:
+            time, most = min(end, self._end) - pace.clock(), self.work.stopped_at(left[0])
+            cost = self.pace.cost(left[0].attack, most)
+            if time <= 0:
+                return
+            if (cost > time and not at_least_one) or not self.pace.is_worth(left[0].attack, time):
+                left = [t for t in left if t.attack != left[0].attack]
+                continue
+            part = [t for t in left if t.attack == left[0].attack and t.look.model is left[0].look.model]
+            part = self._fitting(part, cost, time)
+            self._piece(part, time, most)
+            left, at_least_one = [t for t in left if t not in part], False
+
+    def _fitting(self, its: Sequence[Target], cost: float, time: float) -> list[Target]:
+        """Return how many to attack at once: one where it is not known what that takes, of a list one client's."""
+        if kind_of(self.scene, its[0].attack) == "list" and not cost:
+            return [t for t in its if t.victim == its[0].victim]
+        if its[0].attack not in self.pace.each:
+            return list(its[:1])
+        return list(its[: max(1, min(CHUNK, int(min(PIECE, time) / cost)) if cost else CHUNK)])
+
+    def _piece(self, part: Sequence[Target], seconds: float, most: float) -> None:
+        self.work.drop_cut(part)
+        spent = self.work.attack(self.work.store.new(f"piece/{part[0].attack}"), part, seconds, most)
+        if math.isinf(most):
+            self.pace.learn(part[0].attack, spent, len(part))

@@ -1,0 +1,279 @@
+"""All that can be promised about one model, some images and one defence, gathered for a table or a report."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+from torch import Generator, Tensor, nn
+
+from gradveil.auditing.measured import SAYS, figures, in_words
+from gradveil.auditing.promises import promise_rows
+from gradveil.auditing.run_folder import Row
+from gradveil.countermeasures import Countermeasure
+from gradveil.errors import CertificateError, GradveilError
+from gradveil.federated.ledger import planned_run
+from gradveil.federated.settings import Local
+from gradveil.guard.defense import Defense
+from gradveil.modules import representation
+from gradveil.pace import OutOfTime
+from gradveil.representation.certificates.base import SCOPE, Certificate, Kind
+from gradveil.representation.certificates.certify import certify
+from gradveil.threats.meter import ASSUMPTIONS, Leak, leak_meter, nothing
+from gradveil.threats.panel import rounds_seen
+from gradveil.threats.setup import Scene
+from gradveil.threats.trial import observe
+from gradveil.types import Batch, GaussianPrior
+
+KINDS: tuple[Kind, ...] = ("local", "global", "box", "reach", "empirical")
+
+
+@dataclass(frozen=True)
+class LayerCertificate:
+    """One certificate of one defended layer, or why there is none."""
+
+    layer: str
+    kind: Kind
+    certificate: Certificate | None
+    reason: str = ""  # where there is none
+
+    def words(self) -> str:
+        """Return what the figure says, in one sentence."""
+        c = self.certificate
+        if c is None:
+            return self.reason
+        low = float(c.to_mse().min())
+        if c.kind == "local":
+            return "The paper's figure: a first-order estimate, not a certificate."
+        if c.kind == "empirical":
+            residual = float(c.details["residual"].mean())
+            return f"What an inversion of r′ reaches; it leaves a residual of {residual:.3g}."
+        if c.kind == "reach" and bool(c.details["unreachable"].all()):
+            least, away = (float(c.details[k].min()) for k in ("least_residual", "distance"))
+            return f"No image has r′: the best still misses it by {least:.3g} (the true image by {away:.3g})."
+        return f"Every image that has r′ is at an MSE of at least {low:.3g}."
+
+
+def layer_certificates(
+    model: nn.Module,
+    batch: Batch,
+    defense: Defense,
+    rng: Generator,
+    kinds: Sequence[Kind] = KINDS,
+    p: float = 2,
+    bounds: tuple[float, float] = (0.0, 1.0),
+    each: Callable[[], None] = nothing,
+) -> list[LayerCertificate]:
+    """Return a certificate of every kind for each layer that the defence perturbs; none where it perturbs none.
+
+    ``each`` is called before each of them.
+    """
+    found = []
+    for layer in defense.layers(model):
+        r = representation(model, layer, batch.inputs)
+        perturbed = defense.perturb(model, layer, batch.inputs, r, rng).flatten(1)
+        for kind in kinds:
+            each()
+            try:
+                certificate = certify(model, layer, batch.inputs, perturbed, p, kind, bounds=bounds, rng=rng)
+                found.append(LayerCertificate(layer, kind, certificate))
+            except CertificateError as error:
+                found.append(LayerCertificate(layer, kind, None, str(error)))
+    return found
+
+
+@dataclass(frozen=True)
+class ServerLeak:
+    """The leak of one image's update to one server."""
+
+    server: str  # the countermeasure's name
+    why: str
+    leak: Leak
+
+
+def metered(
+    model: nn.Module,
+    truth: Batch,
+    defense: Defense,
+    num_classes: int,
+    rng: Generator,
+    prior: GaussianPrior | None = None,
+    bounds: tuple[float, float] = (0.0, 1.0),
+    each: Callable[[], None] = nothing,
+    lr: float | None = None,
+    local: Local | None = None,
+    servers: Sequence[Countermeasure] | None = None,
+) -> list[ServerLeak]:
+    """Return what the update of these examples leaks to every server that knows the defence.
+
+    Only servers whose knowledge shows in what they see (dropped tensors, masks, noise levels, a simulated defence)
+    can be metered: one that merely switches to another attack sees the same numbers. ``each`` is called before each
+    step of a reading. ``lr`` and ``local``: see ``observe``. ``servers``: in place of those that the defence declares.
+    """
+    seen = observe(model, truth, defense, rng, num_classes, prior, lr, with_labels=True, bounds=bounds, local=local)
+    found = []
+    for known in defense.adaptive(model) if servers is None else servers:
+        view = known.view(seen)
+        if view is seen and known.name != "plain":
+            continue
+        found.append(ServerLeak(known.name, known.why, leak_meter(view, truth, prior, rng=rng, each=each)))
+    return found
+
+
+def lowest(found: Sequence[ServerLeak]) -> ServerLeak | None:
+    """Return the server that gets most: the one whose figure counts."""
+    return min(found, key=lambda m: m.leak.mse, default=None)
+
+
+def finite(values: Tensor) -> list[float | None]:
+    """Return numbers for JSON: None where there is no finite one."""
+    return [float(v) if torch.isfinite(v) else None for v in values]
+
+
+AT_FLOOR = "Says nothing: no noise limits what this server gets."
+AUDITED: tuple[Kind, ...] = ("local", "global")
+MOST = 8  # clients that the leak meter reads
+
+
+@dataclass
+class _Promises:
+    """What is known of one defence so far."""
+
+    certificates: list[LayerCertificate]
+    leaks: dict[str, list[Leak]] = field(default_factory=dict)  # by server
+    clients: int = 0  # that were read
+    error: str = ""  # why it cannot be read
+
+
+def certificate_rows(
+    scene: Scene,
+    defenses: Sequence[str],
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+    seconds: float | None = None,
+) -> dict[str, list[Row]]:
+    """Return for each defence the certificates of the layers it perturbs and the leak meter's readings, as rows.
+
+    Within ``seconds`` (default: ``meter_seconds``), give or take a step: the certificates, then one client under every
+    defence, then the next client. What was not measured by then has a row that says so.
+    """
+    clients, done = scene.victims[:MOST], 0
+    seconds = scene.config.meter_seconds if seconds is None else seconds
+    end, over = time.monotonic() + seconds, f"the time limit of {round(seconds, 1):g} s was reached"
+    found = {defense: _Promises(_unknown(scene, defense, f"Not measured: {over}.")) for defense in defenses}
+
+    def each() -> None:
+        progress("leak meter", done, len(found) * (1 + len(clients)))
+        if time.monotonic() > end:
+            raise OutOfTime
+
+    def read(defense: str, client: int | None) -> None:
+        mine = found[defense]
+        try:
+            if client is None:
+                mine.certificates = _certificates(scene, defense, each)
+            elif not mine.error:
+                for one in _readings(scene, defense, client, each):
+                    mine.leaks.setdefault(one.server, []).append(one.leak)
+                mine.clients += 1
+        except (GradveilError, RuntimeError, ValueError) as error:  # what cannot be read does not stop the audit
+            mine.error = f"Not read: {' '.join(str(error).split())[:200]}"
+            mine.certificates = [] if client is None else mine.certificates
+
+    with suppress(OutOfTime):
+        for client in (None, *clients):
+            for defense in defenses:
+                read(defense, client)
+                done += 1
+        each()
+    said = scene.dataset.modality.own_words
+    return {
+        defense: [
+            row | {"says": said(row["says"]), "assumptions": [said(text) for text in row["assumptions"]]}
+            for row in _promises(scene, defense) + _rows(defense, mine, len(clients), over)
+        ]
+        for defense, mine in found.items()
+    }
+
+
+def _promises(scene: Scene, defense: str) -> list[Row]:
+    """Return what accounted noise promises over the run that is audited."""
+    built, patient = scene.defenses[defense], rounds_seen(scene) if "patient" in scene.tiers else 0
+    run = planned_run(scene.seeds, scene.clients, scene.config, built)
+    public = scene.public.batch
+    try:
+        rows = promise_rows(defense, built, run, public, scene.truth.labels, scene.public.choices, patient)
+    except GradveilError as error:  # what cannot be promised does not stop the audit
+        row: Row = {"kind": "certificate", "defense": defense, "layer": "the whole run", "certificate": "floor"}
+        return [row | {"mse": None, "sound": False, "tiers": [], "assumptions": [], "says": str(error)}]
+    return rows + measured_rows(scene, defense, built.for_run(run))
+
+
+def measured_rows(scene: Scene, name: str, defense: Defense) -> list[Row]:
+    """Return the row of the measured μ; none where nothing is promised."""
+    config, public = scene.config, scene.public.batch
+    found = figures(defense, scene.model, public, public, config.loss, config.lr_of(1), config.seed)
+    if not found:
+        return []
+    row: Row = {"kind": "certificate", "defense": name, "layer": "one release", "certificate": "measured", "mse": None}
+    said = {"sound": False, "tiers": [], "assumptions": [SAYS], "says": in_words(found)}
+    return [row | said | found]
+
+
+def _unknown(scene: Scene, defense: str, reason: str) -> list[LayerCertificate]:
+    layers = scene.defenses[defense].layers(scene.model)
+    return [LayerCertificate(layer, kind, None, reason) for layer in layers for kind in AUDITED]
+
+
+def _certificates(scene: Scene, defense: str, each: Callable[[], None]) -> list[LayerCertificate]:
+    built, rng = scene.acting(defense, scene.model), scene.seeds("promise", defense)
+    return layer_certificates(scene.model, scene.truth.to(scene.device), built, rng, AUDITED, each=each)
+
+
+def _readings(scene: Scene, defense: str, client: int, each: Callable[[], None]) -> list[ServerLeak]:
+    rng = scene.seeds("defense", defense, "first", client)
+    truth, classes = scene.held_by(client).to(scene.device), scene.num_classes
+    lr, built, probed = scene.config.lr_of(1), scene.acting(defense, scene.model), scene.probed(defense)
+    if probed.errors:
+        raise CertificateError(f"its declaration is wrong ({probed.errors[0].rstrip('.')}), so no figure rests on it.")
+    servers = scene.countermeasures(defense, scene.model) or built.adaptive(scene.model)
+    return metered(
+        scene.model, truth, built, classes, rng, scene.public.prior,
+        each=each, lr=lr, local=scene.config, servers=servers,
+    )  # fmt: skip
+
+
+def _rows(defense: str, mine: _Promises, clients: int, over: str) -> list[Row]:
+    """Return a row for each certificate, and for each server the mean reading over the clients."""
+    rows = [_certificate_row(defense, one) for one in mine.certificates]
+    for server, leaks in mine.leaks.items():
+        mse, low = (math.fsum(v) / len(leaks) for v in ([k.mse for k in leaks], [k.low or k.mse for k in leaks]))
+        at_floor = any(leak.at_floor for leak in leaks)
+        said = AT_FLOOR if at_floor else "No server gets under this on average, to first order."
+        if low < mse and not at_floor:
+            said += f" Estimated by random probes: at 95 % the figure is at least {low:.3g}."
+        if mine.clients < clients and not mine.error:
+            said += f" Of {mine.clients} of {clients} clients: {over}."
+        rows.append(_meter_row(defense, server, None if at_floor else mse, said))
+    if mine.error:
+        rows.append(_meter_row(defense, "", None, mine.error))
+    elif not mine.clients:
+        rows.append(_meter_row(defense, "", None, f"Not measured: {over}."))
+    elif not mine.leaks:
+        rows.append(_meter_row(defense, "", None, "No server that knows this defence can be metered."))
+    return rows
+
+
+def _certificate_row(defense: str, one: LayerCertificate) -> Row:
+    row = {"kind": "certificate", "defense": defense, "layer": one.layer, "certificate": one.kind, "says": one.words()}
+    if one.certificate is None:
+        return row | {"mse": None, "sound": False, "assumptions": []}
+    assumptions = [text for text in one.certificate.assumptions if text != SCOPE] + [SCOPE]
+    mse = float(one.certificate.to_mse().mean())
+    return row | {"mse": mse, "sound": one.certificate.sound, "assumptions": assumptions}
+
+
+def _meter_row(defense: str, server: str, mse: float | None, says: str) -> Row:
+    row = {"kind": "meter", "defense": defense, "server": server, "mse": mse, "says": says}
+    return row | {"assumptions": [] if mse is None else list(ASSUMPTIONS)}

@@ -1,0 +1,86 @@
+"""The gate: whether an audit passes, for a program that has to decide. What shows nothing either way never passes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from gradveil.auditing.run_folder import Row
+from gradveil.countermeasures import Tier
+from gradveil.errors import SpecError, did_you_mean
+from gradveil.threats.rows import GRADES, Line, group, lines
+from gradveil.threats.verdict import Verdict, verdicts
+from gradveil.threats.words import WHO
+
+FailOn = Literal["recovered", "recognised"]
+GateResult = Literal["passed", "failed", "uninformative"]
+EXIT_CODES: dict[GateResult, int] = {"passed": 0, "failed": 3, "uninformative": 4}
+SEVERITY: tuple[GateResult, ...] = ("passed", "uninformative", "failed")
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What the gate says of the audit, or of one defence of it."""
+
+    result: GateResult
+    why: str
+
+
+def read_fail_on(text: str | None) -> FailOn | None:
+    """Read the option."""
+    known = get_args(FailOn)
+    if text is not None and text not in known:
+        raise SpecError(f"--fail-on {text!r} is not known. {did_you_mean(text, known)}Give {' or '.join(known)}.")
+    return text  # type: ignore[return-value]
+
+
+GATED: tuple[Tier, ...] = ("naive", "knows")  # tiers that the gate looks at, where none are named
+
+
+def gates(rows: Sequence[Row], fail_on: FailOn, tiers: Sequence[str] = GATED) -> dict[str, Gate]:
+    """Return the gate of each defence; the undefended update has one only where no defence was audited.
+
+    A defence *fails* when an attack of a server of these tiers gets that much of the images, or more. It *passes* when
+    the servers of each fell short with an attack whose control succeeded. Else it is *uninformative*: attacks fail
+    without a defence too, could not run, had no time, its declaration is wrong, or there was no truth to measure
+    against.
+    """
+    named = dict.fromkeys(row["defense"] for row in rows if "defense" in row)
+    names = [name for name in named if name != "none"] or ["none"]
+    judged = {v.defense: v for v in verdicts(rows)}
+    return {name: _gate(name, rows, fail_on, tiers, judged.get(name)) for name in names}
+
+
+def overall(each: dict[str, Gate]) -> Gate:
+    """Return the gate of the whole audit: that of its worst defences."""
+    result = max((gate.result for gate in each.values()), key=SEVERITY.index)
+    return Gate(result, "; ".join(f"{name}: {g.why}" for name, g in each.items() if g.result == result))
+
+
+def _gate(name: str, rows: Sequence[Row], fail_on: FailOn, tiers: Sequence[str], judged: Verdict | None) -> Gate:
+    mine = [x for x in lines(rows) if x.defense == name and x.at_own_weights and x.tier in tiers]
+    if got := [line for line in mine if GRADES.index(line.grade) >= GRADES.index(fail_on)]:
+        worst = max(got, key=lambda line: line.strength)
+        return Gate("failed", f"{worst.grade} by {worst.attack} ({worst.server} server, {worst.round} round)")
+    if judged is not None and judged.errors:
+        return Gate("uninformative", f"its declaration is wrong: {judged.errors[0].rstrip('.')}")
+    if late := _out_of_time(name, rows, mine):
+        return Gate("uninformative", f"the time was over before {late} of the attacks on it were done")
+    has_servers = any(row["kind"] == "defense" and row["defense"] == name for row in rows)
+    for tier in tiers:
+        its, server = [line for line in mine if line.tier == tier], f"the {WHO[tier].lower()}"  # type: ignore[index]
+        if not its and (has_servers or tier == "naive"):
+            return Gate("uninformative", f"nothing that {server} got could be measured")
+        if its and all(line.void for line in its):
+            return Gate("uninformative", f"no attack of {server} has a control that succeeded")
+    if judged is not None and judged.outcome == "not_assessed":
+        return Gate("uninformative", "what is secret in it is neither declared nor found")
+    empty = [number for (number,), its in group(mine, "round").items() if all(line.void for line in its)]
+    but = f", but the {' and '.join(empty)} round shows nothing either way" if empty else ""
+    return Gate("passed", f"not {fail_on} by any attack, with controls that succeeded{but}")
+
+
+def _out_of_time(name: str, rows: Sequence[Row], mine: Sequence[Line]) -> int:
+    """Return how many attacks on a defence were not tried for lack of time, or were stopped before they were done."""
+    late = [row for row in rows if row["kind"] == "skip" and row["defense"] == name and row.get("out_of_time")]
+    left = group(late, "round", "server", "attack").keys() - group(mine, "round", "server", "attack").keys()
+    return len(left) + sum(line.out_of_time > 0 for line in mine)

@@ -1,0 +1,300 @@
+"""A training run from its settings to its folder: what ``gradveil train`` does."""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from gradveil.auditing.run_files import CHANGED, FolderError
+from gradveil.auditing.run_folder import CHECKPOINT, MODEL, ROUNDS, Row, RunFolder
+from gradveil.auditing.settings import find_device
+from gradveil.errors import MissingExtraError
+from gradveil.federated.settings import Training
+from gradveil.files import damage_told
+from gradveil.ranges import Count, Positive, Seed
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from gradveil.data.base import Dataset, Split
+    from gradveil.data.partition import Indices
+    from gradveil.federated.checkpoint import Checkpoint
+    from gradveil.federated.simulate import Round
+    from gradveil.guard.defense import Defense
+    from gradveil.tree import Params
+
+FIT = 2000  # public examples that fixed layers learn from, at most
+
+OF_IMAGES = "lenet:activation=relu,init=kaiming"  # the model of images, which trains quickly
+SIMULATED = "aggregate, simulated"  # in process nobody is kept from seeing single updates; Flower's SecAgg+ does that
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Training):
+    """All settings of a run, as config.toml holds them."""
+
+    dataset: str = "digits"
+    data: str | None = None
+    model: str = ""  # empty: what suits the data set
+    partition: str = "iid:devices=10"
+    defense: str = "none"
+    rounds: Count = 20
+    batch_size: Count | None = 8
+    lr: Positive = 0.2
+    faults: str = ""
+    engine: str = "auto"
+    device: str = "auto"
+    early_stop: Count | None = None
+    evaluate_every: Count = 1
+    save_every: Count = 1
+    seed: Seed = 0
+
+    # may differ when a run is continued: they change where and how long, not what
+    FREE: ClassVar[frozenset[str]] = frozenset({"rounds", "data", "engine", "device", "early_stop", "save_every"})
+
+    @property
+    def may_change(self) -> frozenset[str]:
+        """The settings that may differ when a run is continued."""
+        return self.FREE - {"rounds"} if self.schedule.startswith("cosine") else self.FREE
+
+
+def with_model(config: TrainConfig, dataset: "Dataset") -> TrainConfig:
+    """Return the settings with the model that suits the data set, where none is named."""
+    from gradveil.modalities import IMAGE
+
+    suits = OF_IMAGES if dataset.modality == IMAGE else dataset.modality.default_model
+    return config if config.model else replace(config, model=suits)
+
+
+def train(
+    config: TrainConfig,
+    out: Path,
+    *,
+    resume: bool = False,
+    tensorboard: bool = False,
+    progress: Callable[[Row], None] = lambda row: None,
+) -> dict[str, Any]:
+    """Run the rounds and return a summary; the folder holds settings, versions, rounds and weights.
+
+    ``progress`` gets ``{"round": n}`` where the run begins, and then the row of each round.
+    """
+    from gradveil.data import load
+    from gradveil.data.partition import deal
+    from gradveil.federated.engines import ENGINES, World
+    from gradveil.federated.server import Faults
+    from gradveil.federated.simulate import Run, choose, public_records, simulate
+    from gradveil.guard.defense import build as build_defense
+    from gradveil.models import fit_to_public
+    from gradveil.seeds import Seeds
+    from gradveil.threats.setup import fitting_model
+    from gradveil.threats.trial import check_fits
+
+    faults = Faults.parse(config.faults) if config.faults else None
+    defense = build_defense(config.defense)
+    config.lr_of(1)  # what cannot be leaves no folder behind
+    if config.engine != "auto":
+        ENGINES.build(config.engine)
+    check_fits(config.defense, defense, dataset := load(config.dataset, config.data))
+    config = replace(with_model(config, dataset), loss=dataset.fitting_loss(config.loss))
+    seeds = Seeds(config.seed)
+    clients = deal(dataset, config.partition, seeds("partition"))
+    model = fitting_model(config.model, dataset, config.loss, config.seed, config.trains).to(find_device(config.device))
+    public = public_records(dataset, clients, seeds, FIT)
+    fit_to_public(model, dataset.train.batch(public).inputs if len(public) else None)
+    if not resume:  # a round that cannot begin is refused before there is a folder
+        trial = Run(model, dataset, clients, config, defense, seeds)
+        trial.begin(1, trial.jobs(1))
+    with RunFolder.start(out, config, resume, config.may_change) as folder:
+        start = _standing(folder, config) if resume else None
+        first = start.round if start else 0
+        progress({"round": first})  # where it begins
+        fixed, model = frozen_part(model)
+        dataset = through(fixed, dataset, [public, *clients])
+        engine = config.engine
+        if engine == "auto":
+            engine = choose(World(model, dataset.train, defense, config), (config.rounds - first) * config.clients)
+        rounds = simulate(model, dataset, clients, config, defense, seeds, engine=engine, faults=faults, resume=start)
+        watch = _board(out) if tensorboard else lambda row: None
+        for row in _drive(rounds, dataset.test, folder, config, dict(fixed.state_dict()), defense):
+            watch(row)
+            progress(row)
+        return _summary(folder, config, engine) | _bought(folder, defense)
+
+
+def _standing(folder: RunFolder, config: TrainConfig) -> "Checkpoint | None":
+    """Return where the run stands, and drop the lines of rounds that are to be done again."""
+    from gradveil.federated.checkpoint import Checkpoint
+
+    path = folder.path / CHECKPOINT
+    if not path.exists():
+        (folder.path / ROUNDS).unlink(missing_ok=True)
+        return None
+    checkpoint = Checkpoint.read(path)
+    if checkpoint.notes.get("engine") == "flower":
+        raise FolderError(f"{path} is of a run on Flower. Continue it with --engine flower.")
+    folder.keep_rounds(checkpoint.round)
+    with damage_told(folder.path / ROUNDS, FolderError, CHANGED):  # now, not after hours
+        _best(folder.rounds)
+        _summary(folder, config, "")
+    if checkpoint.round and [row["round"] for row in folder.rounds][-1:] != [checkpoint.round]:
+        raise FolderError(
+            f"{path} is of round {checkpoint.round}, and {ROUNDS} has no such round: one of them was changed by hand, "
+            "or damaged. Choose another --out."
+        )
+    return checkpoint
+
+
+def frozen_part(model: "nn.Module") -> "tuple[nn.Sequential, nn.Module]":
+    """Return the first layers of a chain, up to the first that is trained, and the rest: the names stay."""
+    from torch import nn
+    from torch.nn.modules.batchnorm import _BatchNorm
+    from torch.nn.modules.dropout import _DropoutNd
+
+    first, rest = nn.Sequential(), nn.Sequential()
+    if not isinstance(model, nn.Sequential):
+        return first, model
+    for name, part in model.named_children():
+        moving = any(isinstance(m, (_BatchNorm, _DropoutNd)) for m in part.modules())
+        learns = any(p.requires_grad for p in part.parameters())
+        (rest if len(rest) or moving or learns else first).add_module(name, part)
+    heavy = any(True for _ in first.buffers()) or any(True for _ in first.parameters())
+    return (first, rest) if heavy else (nn.Sequential(), model)
+
+
+def through(fixed: "nn.Sequential", dataset: "Dataset", used: "Sequence[Indices]") -> "Dataset":
+    """Return the data set as the fixed first layers put it out, so that they run once; ``used``: training records."""
+    import numpy as np
+    import torch
+
+    if not len(fixed):
+        return dataset
+    at = next(iter([*fixed.parameters(), *fixed.buffers()])).device
+
+    def passed(split: "Split", chosen: "Indices") -> "Split":
+        parts = np.array_split(chosen, max(1, len(chosen) // 200))
+        with torch.no_grad():
+            rows = np.concatenate([fixed(split.batch(part).inputs.to(at)).cpu().numpy() for part in parts])
+        images = np.zeros((len(split), *rows.shape[1:]), np.float32)
+        images[chosen] = rows
+        return replace(split, images=images, scale=1.0)
+
+    train = passed(dataset.train, np.unique(np.concatenate(used)))
+    return replace(dataset, train=train, test=passed(dataset.test, np.arange(len(dataset.test))))
+
+
+def _drive(
+    rounds: "Iterable[Round]",
+    test: "Split",
+    folder: RunFolder,
+    config: TrainConfig,
+    fixed: "Params",
+    defense: "Defense",
+) -> Iterator[Row]:
+    """Measure, write and yield a row for each round; end early where the accuracy has not risen for long enough."""
+    from gradveil.federated.client import evaluate
+
+    best, since = _best(folder.rounds)
+    patience = math.inf if config.early_stop is None else config.early_stop
+    if since >= patience:  # it had stopped before
+        return
+    started = time.perf_counter()
+    for final in rounds:
+        is_last = final.number == config.rounds
+        row: Row = {"round": final.number, "lr": final.lr, "clients": list(final.clients)}
+        row |= {"accepted": final.accepted, "rejected": final.rejected} | defense.said_of_noise()
+        row |= {"tier": SIMULATED} if defense.fewest else {}
+        if final.accounts:
+            row["spent"] = max(account.spent for account in final.accounts)  # μ² of the client that took part most
+        if final.number % config.evaluate_every == 0 or is_last:
+            seen = evaluate(final.model, test, loss=config.loss)
+            row |= {"accuracy": seen.accuracy, "loss": seen.loss}
+            row |= {"scored_by": seen.scored_by} if seen.scored_by != "accuracy" else {}
+            best, since = (seen.accuracy, 0) if seen.accuracy > best else (best, since + 1)
+        row["seconds"] = round(time.perf_counter() - started, 4)
+        started = time.perf_counter()
+        folder.add_round(row)  # before the checkpoint: a round that is not done again has its line
+        is_last = is_last or since >= patience
+        if final.number % config.save_every == 0 or is_last:
+            done = final.checkpoint()
+            if is_last:  # the weights before the checkpoint, for the same reason
+                replace(done, state=fixed | done.state).save(folder.path / MODEL)
+            done.save(folder.path / CHECKPOINT)
+        yield row
+        if since >= patience:
+            break
+
+
+def _best(rows: Iterable[Row]) -> tuple[float, int]:
+    """Return the best accuracy so far and how many measurements ago it was."""
+    best, since = -math.inf, 0
+    for accuracy in (row["accuracy"] for row in rows if row.get("accuracy") is not None):
+        best, since = (accuracy, 0) if accuracy > best else (best, since + 1)
+    return best, since
+
+
+def _summary(folder: RunFolder, config: TrainConfig, engine: str) -> dict[str, Any]:
+    rows = folder.rounds
+    measured = [row for row in rows if row.get("accuracy") is not None]
+    best = max(measured, key=lambda row: row["accuracy"], default={})
+    last = measured[-1] if measured else {}
+    return {
+        "folder": str(folder.path),
+        "rounds": rows[-1]["round"] if rows else 0,
+        "stopped_early": bool(rows) and rows[-1]["round"] < config.rounds,
+        "accuracy": last.get("accuracy"),
+        "loss": last.get("loss"),
+        "best_accuracy": best.get("accuracy"),
+        "best_round": best.get("round"),
+        "scored_by": best.get("scored_by", "accuracy"),
+        "rejected": turned_away(rows),
+        "engine": engine,
+        "defense": config.defense,
+        "seconds": round(sum(row["seconds"] for row in rows), 3),
+    }
+
+
+def turned_away(rows: Iterable[Row]) -> dict[str, int]:
+    """Return how many updates of these rounds were turned away, by reason."""
+    counts = Counter[str]()
+    for row in rows:
+        counts.update(row["rejected"])
+    return dict(counts)
+
+
+def listed(counts: dict[str, int]) -> str:
+    """Return counts in words: ``2 too far, 1 malformed``."""
+    return ", ".join(f"{count} {reason}" for reason, count in counts.items())
+
+
+DELTA, GUESS = 1e-5, 0.01  # at which what was bought is shown
+
+
+def _bought(folder: RunFolder, defense: "Defense") -> dict[str, Any]:
+    """Return what the client that took part most has bought and spent, where the defence promises something."""
+    from gradveil.privacy.accountant import Account
+
+    spent = [row["spent"] for row in folder.rounds if "spent" in row]
+    if not spent:
+        return {}
+    tier = "aggregate" if defense.fewest else "local"
+    bought = {"tier": tier, "simulated": True, "limit": defense.allowance}
+    return {"bought": bought | Account("most", spent=spent[-1]).figures(DELTA, GUESS)}
+
+
+def _board(out: Path) -> Callable[[Row], None]:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise MissingExtraError("TensorBoard", "tensorboard") from error
+    writer = SummaryWriter(str(out / "tensorboard"))
+
+    def write(row: Row) -> None:
+        for name in ("accuracy", "loss", "lr"):
+            if row.get(name) is not None:
+                writer.add_scalar(name, row[name], row["round"])
+        writer.flush()
+
+    return write

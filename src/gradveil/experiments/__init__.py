@@ -1,1 +1,0 @@
-"""The whole way, top to bottom: configuration, run, results on disk."""

@@ -1,0 +1,290 @@
+"""A defence attached to a model and to the optimizers that step on its weights."""
+
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from gradveil.errors import DefenseError
+from gradveil.guard.backward import unwatch_backward, watch_backward
+from gradveil.guard.defense import Defense
+from gradveil.guard.hooks import Enter, Interceptor, LayerRan, Leave, PartRan, Substitute
+from gradveil.guard.loading import AfterLoading, BeforeLoading, BeforeSaving
+from gradveil.guard.one_thread import OneThread
+from gradveil.guard.optimizer_state import check_state, note_state
+from gradveil.guard.optimizers import unwatch_optimizers, watch_optimizers
+from gradveil.guard.origins import Part
+from gradveil.guard.passes import lifted
+from gradveil.guard.releases import Releases
+from gradveil.guard.stamps import Stamp, alike, copied, is_stamped, stamp
+from gradveil.guard.step import check_layer
+from gradveil.guard.trace import Bits
+from gradveil.privacy.draws import own_draws
+from gradveil.registry import describe
+from gradveil.tree import Params
+
+
+class Attachment(Interceptor):
+    """Hooks on the model and an ear on its optimizers, until it is detached."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        defense: Defense,
+        simulated: Generator | None,
+        strict: bool,
+        releases: Releases | None = None,
+    ) -> None:
+        super().__init__(model, defense, simulated, strict)
+        self.releases = releases
+        self.at_start: int | None = _checksum(model)  # of a copy unknown: it is made in the middle
+        self.stamps: WeakKeyDictionary[Optimizer, Stamp] = WeakKeyDictionary()
+        self.held: list[Part] = []  # by the optimizer that is at work
+        self.past = False  # at the end: whether weights were changed past the defence
+        self.stale: Params = {}  # checksums of gradients from before the guard, which no step may use
+        self.bare: list[str] = []  # at the end: weights whose gradients are there without their noise
+        self.alone = OneThread()
+        self.keeper: RemovableHandle | None = None  # its hook, which stays where the others are lifted
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"stamps": None, "at_start": None, "past": False, "bare": [], "held": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.stamps = WeakKeyDictionary()
+        if self.handles:
+            self._watch()
+
+    def attach(self) -> None:
+        """Register the hooks."""
+        for layer in self.layers:
+            check_layer(self.model, layer)
+        self.keeper = self.model.register_forward_pre_hook(self.alone, prepend=True)
+        self.handles.append(self.model.register_forward_pre_hook(Enter(self), with_kwargs=True))
+        for layer in self.layers:
+            target = self.model.get_submodule(layer)
+            self.handles.append(target.register_forward_hook(Substitute(self, layer), prepend=True, with_kwargs=True))
+        for layer in self.releases.watched.layers if self.releases is not None else ():
+            target = self.model.get_submodule(layer)
+            self.handles.append(target.register_forward_hook(LayerRan(self, layer), prepend=True, with_kwargs=True))
+        for part in self.model.modules():
+            if self.traces.owned_by(part) or self.releases is not None:
+                self.handles.append(part.register_load_state_dict_pre_hook(BeforeLoading(self)))
+                self.handles.append(part.register_load_state_dict_post_hook(AfterLoading(self)))
+                if self.traces.has_passes and part is not self.model:
+                    self.handles.append(part.register_forward_hook(PartRan(self)))
+        self.handles.append(self.model.register_forward_hook(Leave(self), always_call=True))
+        if self.releases is not None:
+            self.handles.append(self.model.register_state_dict_pre_hook(BeforeSaving(self)))
+            self.stale = {name: Bits([g]).sum() for name, g in self._gradients().items()}
+        self._watch()
+
+    def _watch(self) -> None:
+        watch_optimizers(self)
+        if self.releases is not None:
+            watch_backward(self)
+
+    def detach(self) -> None:
+        """Look at the weights for the last time, and remove every hook; once is enough."""
+        if self.handles:
+            self.past, self.bare = self.went_past, self.without_noise
+            self.report.skipped += self.past and not self.strict
+            self.traces.untie()
+        while self.handles:
+            self.handles.pop().remove()
+        if self.keeper is not None:
+            self.keeper.remove()
+        self.alone.on = False
+        unwatch_optimizers(self)
+        unwatch_backward(self)
+
+    def leave(self, output: Any) -> None:
+        """A pass is over, or was refused since another thread's is under way."""
+        if self.alone.is_mine:
+            try:
+                super().leave(output)
+            finally:
+                self.alone.release()
+
+    @property
+    def went_past(self) -> bool:
+        """Whether weights were changed past the defence since the last step, or before it was detached."""
+        if self.handles:
+            self.traces.tie()
+            return bool(self.traces.moved_past(self.traces.parts))
+        return self.past
+
+    @property
+    def without_noise(self) -> list[str]:
+        """Weights whose gradients are there, under a defence of records, and were not made by it."""
+        if not self.handles or self.releases is None:
+            return self.bare
+        self.traces.tie()
+        gradients = self._gradients()
+        old = [n for n, g in gradients.items() if n in self.stale and torch.equal(Bits([g]).sum(), self.stale[n])]
+        return [name for name in self._foreign(gradients) if name not in old]
+
+    def _gradients(self) -> Params:
+        return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+
+    @property
+    def weights_changed(self) -> bool:
+        """Whether the model's weights are others than when the defence was attached."""
+        return self.at_start is not None and _checksum(self.model) != self.at_start
+
+    def begin_step(self, optimizer: Optimizer) -> None:
+        """The weights must be those that the last step left."""
+        self.traces.tie()  # before asking which it holds
+        self.traces.begin()
+        self.held = self.traces.held_by(optimizer)
+        self.check_weights(self.held)
+        if self.held and self.releases is not None:
+            check_state(optimizer, self._trained())
+        self.stepping = bool(self.held)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """The weights are what the optimizer made of defended gradients."""
+        self.stepping = False
+        for part in self.held:
+            part.account()
+        if self.held and self.releases is not None:
+            self.releases.stepped()
+            note_state(optimizer, self._trained())
+
+    def take_backward(self, roots: list[Tensor], plain: bool, retain: bool) -> bool:
+        """A backward pass begins: where it goes through defended records, make their release in its place."""
+        if self.releases is None or not self.handles or not self.releases.of(roots):
+            return False
+        if not plain:
+            raise DefenseError(
+                "A backward pass through a guarded model was given gradients, inputs or create_graph. Records are "
+                "kept apart in a plain loss.backward() only."
+            )
+        self.traces.tie()
+        weights: Params = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self._check_origin({name: p.grad for name, p in weights.items() if p.grad is not None})
+        with lifted(self.handles):
+            self.releases.release(roots, retain, weights, self.rng, self.report)
+        assert self.releases.left is not None
+        self.traces.take(self.releases.left.parts)
+        for p in weights.values():
+            for hook in list((p._post_accumulate_grad_hooks or {}).values()):  # as a backward pass would
+                hook(p)
+        return True
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Gradients are ready: make sure that they are defended, and defend them where that is done here."""
+        gradient = self._gradient_in(optimizer)
+        if not gradient:
+            return
+        self.report.optimizer_steps += 1
+        if self.in_passes or self.releases is not None:
+            self._check_origin(gradient)
+        if "gradient" in self.defense.acts_on and not is_stamped(gradient, self.stamps.get(optimizer)):
+            changed = self._defend_gradient(optimizer, gradient)
+            self.traces.take(gradient if self.releases is None else copied(gradient))
+            self.stamps[optimizer] = stamp(gradient, changed)
+
+    def _gradient_in(self, optimizer: Optimizer) -> Params:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return {name: p.grad for name, p in self.traces.named(held).items() if p.grad is not None}
+
+    def _trained(self) -> Params:
+        return {name: trace.p for name, trace in self.traces.by_name.items() if trace.p.requires_grad}
+
+    def _foreign(self, gradient: Params) -> list[str]:
+        if self.releases is None:
+            return self.traces.foreign(gradient)
+        trained = self._trained()
+        if self.releases.holds(trained) and gradient.keys() <= trained.keys():
+            return []
+        foreign = self.traces.foreign(gradient) + [name for name in gradient if name not in trained]
+        if self.stepping and not foreign:
+            self.traces.take(copied(gradient))  # limited, or with a penalty: as they are now
+        return foreign
+
+    def _check_origin(self, gradient: Params) -> None:
+        """Refuse a step whose gradient did not come through the defence."""
+        foreign = self._foreign(gradient)
+        if not foreign:
+            return
+        if any(name in self.traces.by_name and self.traces.by_name[name].known for name in foreign):
+            self.undefended(
+                f"The gradient of {', '.join(foreign[:3])} is not what defended passes left there: it was replaced, "
+                f"added to, or changed by more than a factor or a limit on its entries. Leave gradients to backward(): "
+                f"clipping, scaling and weight decay are fine; noise goes into the defence "
+                f"({describe(self.defense)}+gaussian)."
+            )
+        else:
+            self.undefended(
+                "The optimizer is about to use a gradient that went through no defended pass. Call the model in train "
+                "mode as model(x) or guard(x), clear gradients from before the guard with optimizer.zero_grad(), and "
+                "give protect() the compiled model where it was compiled first."
+            )
+
+    def _defend_gradient(self, optimizer: Optimizer, gradient: Params) -> Params:
+        if getattr(optimizer, "grad_scale", None) is not None:
+            raise DefenseError(
+                "The gradient is still multiplied by GradScaler's factor here (a fused optimizer divides later). Call "
+                "scaler.unscale_(optimizer) before scaler.step(optimizer)."
+            )
+        with own_draws(self.defense):
+            changed = self.defense.on_gradient(copied(gradient), self.rng)
+        if changed.keys() != gradient.keys():
+            raise DefenseError(f"{self.defense.spec_name!r} changed the names in the gradient. It must keep them all.")
+        if is_same(changed, gradient):
+            self.undefended(left_as_it_was(self.defense, "gradient"))
+            return changed
+        if alike(gradient):
+            torch._foreach_copy_([g.detach() for g in gradient.values()], [changed[name] for name in gradient])
+        else:
+            for name, g in gradient.items():
+                g.detach().copy_(changed[name])
+        if not self.in_passes and self.releases is None:
+            self.report.steps += 1
+        return changed
+
+
+def attachment_of(model: nn.Module) -> Attachment | None:
+    """Return the defence that hooks in this model, or in a part of it, belong to."""
+    for module in model.modules():
+        for hook in [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]:
+            if isinstance(hook, (Enter, Substitute, Leave)) and isinstance(hook.interceptor, Attachment):
+                return hook.interceptor
+    return None
+
+
+def refuse_opacus(model: nn.Module) -> None:
+    """Raise where Opacus has hooked or wrapped the model: its per-example gradients would not be ours."""
+    for name, module in model.named_modules():
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values(), *module._backward_hooks.values()]
+        if any(_origin(thing).startswith("opacus") for thing in [type(module), *hooks]):
+            raise DefenseError(
+                f"Opacus is at work on {name or type(module).__name__!r}: it computes gradients per example by hooks "
+                f"of its own, and the two cannot share a model. Pick one: protect the plain module, or keep Opacus."
+            )
+
+
+def _origin(thing: Any) -> str:
+    """Return the module that a class or a hook was defined in."""
+    while isinstance(thing, partial):
+        thing = thing.func
+    return str(getattr(thing, "__module__", None) or type(thing).__module__)
+
+
+def _checksum(model: nn.Module) -> int:
+    return int(Bits(model.parameters()).sum()) if any(True for _ in model.parameters()) else 0
+
+
+def is_same(changed: Params, before: Params) -> bool:
+    """Whether a defence left everything as it was, though there was something to change."""
+    return all(torch.equal(changed[name], g) for name, g in before.items()) and any(g.any() for g in before.values())
+
+
+def left_as_it_was(defense: Defense, what: str) -> str:
+    """Return what to say of a defence that did nothing."""
+    return f"{describe(defense)} left the {what} as it was, so nothing is defended. Give it more to change."

@@ -1,0 +1,235 @@
+"""``protect``: a defence attached to a model's training, which refuses a step that would go out undefended."""
+
+from math import inf
+from types import TracebackType
+from typing import Any, TypedDict, Unpack
+
+import torch
+from torch import Generator, nn
+
+from gradveil.errors import DefenseError, UpdateError
+from gradveil.guard.attachment import Attachment, attachment_of, is_same, left_as_it_was, refuse_opacus
+from gradveil.guard.defense import Defense, build
+from gradveil.guard.passes import Report
+from gradveil.guard.releases import Releases
+from gradveil.guard.trace import CHANGED
+from gradveil.guard.uses import Spending
+from gradveil.modules import check_ready
+from gradveil.privacy.accountant import Account
+from gradveil.privacy.draws import own_draws
+from gradveil.privacy.plan import PlannedRun
+from gradveil.registry import describe
+from gradveil.tree import Params
+from gradveil.types import Batch, Update
+
+
+class Guard:
+    """A defended model: call it in place of the model, leave it (``with``) or ``remove`` it when training is over."""
+
+    def __init__(self, attachment: Attachment, model: nn.Module) -> None:
+        self._attachment = attachment
+        self.model = model  # as it was given
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        return self.model(*args, **kwargs)
+
+    def __enter__(self) -> "Guard":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.remove() if kind is not None else self.close()
+
+    @property
+    def defense(self) -> Defense:
+        """The defence at work."""
+        return self._attachment.defense
+
+    @property
+    def report(self) -> Report:
+        """What was done so far: steps, entries asked for and removed, distances."""
+        return self._attachment.report
+
+    @property
+    def account(self) -> Account:
+        """What a defence of records has spent of its budget so far; save it with the client."""
+        if (releases := self._attachment.releases) is None:
+            raise DefenseError(f"{describe(self.defense)} promises nothing of single records, so it spends no budget.")
+        return releases.spending.account
+
+    def remove(self) -> None:
+        """Take every hook off the model again. Checks nothing: see ``check``."""
+        self._attachment.detach()
+
+    def close(self) -> None:
+        """Take every hook off, and raise ``DefenseError`` where a strict guard saw training but defended none of it."""
+        self.remove()
+        if self._attachment.strict:
+            self._check_attempts()
+            self.verify()
+
+    def verify(self) -> None:
+        """Raise ``DefenseError`` where something went past the defence; ``check`` asks for training as well."""
+        if self._attachment.went_past:
+            raise DefenseError(f"{CHANGED} Do not send this update.")
+        if self._attachment.releases is not None:
+            self._attachment.releases.check_carried()
+        if bare := self._attachment.without_noise:
+            raise DefenseError(
+                f"The gradient of {', '.join(bare[:3])} was not made by the defence, or was changed since. Do not send "
+                f"it; clear it with optimizer.zero_grad() where it was for something else."
+            )
+        if self.report.unchanged:
+            raise DefenseError(
+                f"{describe(self.defense)} changed nothing in {self.report.unchanged} training passes. Give it more to "
+                f"change, and do not send this update."
+            )
+
+    def check(self) -> None:
+        """Raise ``DefenseError`` unless something was defended; for callers that have trained and are about to send."""
+        self.verify()
+        needed = self.defense.acts_on
+        if needed - {"update"} and not self.report.steps:
+            raise DefenseError(self._nothing_done())
+        self._check_update(needed)
+
+    def _check_attempts(self) -> None:
+        """Raise where training took place and the defence did not."""
+        tried = self.report.optimizer_steps > 0 or self._attachment.weights_changed
+        needed = self.defense.acts_on
+        if tried and needed - {"update"} and not self.report.steps:
+            raise DefenseError(self._nothing_done())
+        if tried:
+            self._check_update(needed)
+
+    def _check_update(self, needed: frozenset[str]) -> None:
+        if "update" in needed and not self.report.updates:
+            raise DefenseError(
+                f"{describe(self.defense)} acts on the update, and no update passed through it. Send what "
+                f"guard.update(before, after) returns, called while the guard is on."
+            )
+
+    def _nothing_done(self) -> str:
+        in_passes = self._attachment.in_passes or self._attachment.releases is not None
+        where = "model(x) or guard(x) in train mode" if in_passes else "a torch optimizer"
+        return (
+            f"No training step was defended by {describe(self.defense)} ({self.report.optimizer_steps} optimizer steps "
+            f"were taken). Train through {where}, and do not send this update."
+        )
+
+    def update(
+        self, before: Params, after: Params, *, lr: float = 1.0, num_examples: int = 1, num_steps: int = 1
+    ) -> Params:
+        """Return the weights to send in place of ``after``: the update from ``before`` to it, defended.
+
+        Both are state dicts; entries that are not trained pass through. ``lr`` is that of the local steps: it says
+        what a unit of noise on the update is.
+        """
+        if "update" not in self.defense.acts_on:
+            return dict(after)
+        names = [name for name, p in self._attachment.model.named_parameters() if p.requires_grad]
+        if lost := [name for name in names if name not in before or name not in after]:
+            raise UpdateError(f"{', '.join(lost)} is missing from the weights before or after. Give whole state dicts.")
+        start = {name: before[name].detach() for name in names}
+        update = Update.from_weights(start, after, lr, num_examples, num_steps)
+        with own_draws(self.defense):
+            changed = self.defense.on_update(update, self._attachment.rng)
+        if is_same(changed.gradient, update.gradient):
+            self._attachment.undefended(left_as_it_was(self.defense, "update"))
+        else:
+            self.report.updates += 1
+        return dict(after) | {name: start[name] - lr * changed.gradient[name] for name in names}
+
+
+class RecordSettings(TypedDict, total=False):
+    """What a defence of records (``veil``) asks of a training loop; all public.
+
+    slots: the records of a step, which its sum is divided by; the first batch's where it is not given.
+    records: how many the client has: no step can hold more. What each of them pays, ``counted`` loaders tell; without
+        one every step counts for all records.
+    run: the planned run, for a promise over the whole of it; it says slots and records too.
+    account: what the client has spent so far; a step that would overspend is refused.
+    public: public examples, for coordinates and a clip that follow from them.
+    mean_loss: the loss is the mean of one loss per record, where its graph does not show it.
+    """
+
+    slots: int | None
+    records: int | None
+    run: PlannedRun | None
+    account: Account | None
+    public: Batch | None
+    mean_loss: bool
+
+
+def protect(
+    model: nn.Module,
+    defence_or_spec: Defense | str,
+    *,
+    simulated: Generator | None = None,
+    strict: bool = True,
+    **settings: Unpack[RecordSettings],
+) -> Guard:
+    """Attach a defence to a model's training: its gradients are defended from here to ``remove``.
+
+    Acts in train mode with gradients on. A strict guard refuses a step that was not defended; one that is not
+    strict counts it in ``report.skipped``. The defence's noise is secret: nobody can draw it again, and no copy
+    repeats it. ``simulated`` is a generator for simulations and tests, whose noise anybody with its seed takes off
+    again; ``report.noise`` says which it was.
+    The other settings are for a defence of records (``RecordSettings``).
+    """
+    defense = build(defence_or_spec)
+    if strict:
+        refuse_idle(defense)
+    bare = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    check_ready(bare)
+    refuse_opacus(bare)
+    if (other := attachment_of(bare)) is not None:
+        raise DefenseError(
+            f"This model is guarded by {describe(other.defense)} already. Remove that guard first, or join the two "
+            f"with '+' in one spec."
+        )
+    releases = _releases(bare, defense, strict, settings)
+    if bare is not model or any(m._compiled_call_impl is not None for m in bare.modules()):
+        torch.compiler.reset()  # code compiled before would run on without the hooks
+    attachment = Attachment(bare, defense, simulated, strict, releases)
+    attachment.attach()
+    return Guard(attachment, model)
+
+
+def _releases(model: nn.Module, defense: Defense, strict: bool, settings: RecordSettings) -> Releases | None:
+    """Return what makes releases of the records' gradients; None for a defence that does not act on them."""
+    if "records" not in defense.acts_on:
+        if given := [name for name, value in settings.items() if value not in (None, False)]:
+            raise DefenseError(f"{', '.join(given)}: {describe(defense)} does not act on records. Leave it out.")
+        return None
+    if not strict:
+        raise DefenseError(
+            f"{describe(defense)} promises something of every step: it cannot be used with strict=False."
+        )
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise DefenseError("Records cannot be kept apart over several devices. Protect the module inside, on one.")
+    run, slots, records = settings.get("run"), settings.get("slots"), settings.get("records")
+    account = settings.get("account")
+    if run is not None:
+        defense, slots, records = defense.for_run(run), run.slots, run.records
+    cost = defense.spends(1)
+    if account is None:
+        limit = cost * run.uses if run is not None and cost is not None else inf
+        account = Account("this client", limit=limit)
+    known_mean = bool(settings.get("mean_loss"))
+    return Releases(model, defense, Spending(cost, account), slots, known_mean, settings.get("public"), records)
+
+
+def refuse_idle(defense: Defense) -> None:
+    """Raise where the settings of a defence, or of a part of it, leave everything as it is."""
+    if defense.idle:
+        raise DefenseError(
+            f"{describe(defense)} changes nothing, or a part of it does not, so it would count as a defence that it is "
+            f"not. Give it more to change, leave that part out, or say 'none'."
+        )
+
+
+def guard_of(model: nn.Module) -> Guard | None:
+    """Return the guard of a guarded model, also of a copy or a pickle of one; ``None`` where there is none."""
+    attachment = attachment_of(getattr(model, "_orig_mod", model))
+    return None if attachment is None else Guard(attachment, model)

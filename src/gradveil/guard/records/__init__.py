@@ -1,0 +1,1 @@
+"""Gradients of single records, their sums and their norms."""

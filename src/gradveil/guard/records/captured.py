@@ -1,0 +1,272 @@
+"""Gradients of records from what each layer saw: its input a and the loss's gradient δ by its output.
+
+A layer that is linear in its weight has the gradient Σ_t δ_t a_tᵀ for a record with positions t (pixels, words), so
+that its norm needs no gradient at all where there is one position, ||a||² ||δ||², or few: Σ_st (a_s·a_t)(δ_s·δ_t)
+(ghost norms). A weighted sum over records is the usual weight gradient with weighted δ. All tensors have two leading
+dimensions: (K clients, N records). Norms are upper bounds and sums go by chunks, as ``rounding`` says.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.grad import conv2d_weight
+
+from gradveil.gradients.convolution import Geometry, pair, patches
+from gradveil.guard.records.rounding import (
+    MASS,
+    Pair,
+    chunked,
+    gram,
+    in_chunks,
+    products,
+    records_in_a_chunk,
+    squares,
+    sum_of_held,
+    wide,
+)
+
+CACHED = 2**20  # numbers of patches that are made at once on a CPU
+
+
+@dataclass
+class Seen(ABC):
+    """What one layer saw."""
+
+    layer: nn.Module
+    prefix: str  # of its parameters' names
+    a: Tensor  # (K, N, ...) its input; in float32 at least, as all that is made of it
+    delta: Tensor  # (K, N, ...)
+
+    def __post_init__(self) -> None:
+        self.a = wide(self.a) if self.a.is_floating_point() else self.a
+        self.delta = wide(self.delta)
+
+    @abstractmethod
+    def own(self, which: str) -> Tensor:
+        """Return each record's gradient of the parameter (K, N, ...), its numbers in an order of the layer's own."""
+
+    def ordered(self, which: str, numbers: Tensor) -> Tensor:
+        """Return numbers (..., *those of a gradient) in the order and shape of the parameter."""
+        return numbers
+
+    def rows(self, which: str, directions: Tensor) -> Tensor:
+        """Return tensors of the parameter's shape (R, *shape) as rows of numbers in the layer's order."""
+        return directions.flatten(1)
+
+    @cached_property
+    def trained(self) -> tuple[str, ...]:
+        """The layer's parameters that are trained."""
+        return tuple(n for n, p in self.layer._parameters.items() if p is not None and p.requires_grad)
+
+    def lengths_of(self, which: str) -> Pair:
+        """Return upper bounds of the square norms and of the square masses (K, N) of one parameter's gradients.
+
+        A gradient that is held has no more mass than length.
+        """
+        found = squares(self.held(which), 2)
+        return found, found
+
+    def held(self, which: str) -> Tensor:
+        """Return each record's gradient, computed once."""
+        kept: dict[str, Tensor] = self.__dict__.setdefault("_kept", {})
+        if which not in kept:
+            kept[which] = self.own(which)
+        return kept[which]
+
+    @property
+    def formed(self) -> int:
+        """Positions of a gradient that is not what is summed, where ``along`` forms it all the same; 0: none."""
+        return 0
+
+    def total(self, which: str, weights: Tensor, mass: float = 1.0) -> Tensor:
+        """Return the weighted sum of one parameter's gradients (K, *shape), in float32 at least.
+
+        ``mass``: the most that a record's weighted gradient may be long, in clips.
+        """
+        each = self.held(which)
+        return self.ordered(which, sum_of_held(each, weights, mass))
+
+    def each(self, which: str) -> Tensor:
+        """Return each record's gradient (K, N, *shape)."""
+        return self.ordered(which, self.held(which))
+
+    def along(self, which: str, directions: Tensor) -> Tensor:
+        """Return the inner products (K, N, R) with directions (R, *shape)."""
+        return products(self.held(which).flatten(2), self.rows(which, directions))
+
+    def part(self, some: slice) -> "Seen":
+        """Return what some clients saw."""
+        return type(self)(self.layer, self.prefix, self.a[some], self.delta[some])
+
+    def dealt(self, clients: int) -> "Seen":
+        """Return the records of each client as those of so many clients."""
+        a, delta = (v.unflatten(1, (clients, -1)).flatten(0, 1) for v in (self.a, self.delta))
+        return type(self)(self.layer, self.prefix, a, delta)
+
+    def without(self, left_out: Tensor) -> "Seen":
+        """Return what the layer saw, with zeros for the records of a mask (K, N), whatever these held."""
+
+        def kept(values: Tensor) -> Tensor:
+            return values.masked_fill(left_out.view(*left_out.shape, *[1] * (values.ndim - 2)), 0)
+
+        return type(self)(self.layer, self.prefix, kept(self.a), kept(self.delta))
+
+
+class Weighted(Seen):
+    """A layer that is linear in its weight: rows of inputs (K, N, G, T, I) and of δ (K, N, G, T, O), in G groups."""
+
+    @abstractmethod
+    def inputs(self) -> Tensor:
+        """Return the rows of inputs."""
+
+    @abstractmethod
+    def deltas(self) -> Tensor:
+        """Return the rows of δ."""
+
+    @property
+    def ghost(self) -> bool:
+        """Whether products of positions take less work than the gradient itself."""
+        weight = self.layer.weight
+        rows = self.deltas()
+        groups, positions, outputs = rows.shape[2:]
+        inputs = weight.numel() // (groups * outputs)  # type: ignore[operator]
+        return positions * (inputs + outputs) < inputs * outputs or positions == 1
+
+    def own(self, which: str) -> Tensor:
+        """Return each record's gradient."""
+        if which == "bias":
+            return self.deltas().sum(3).flatten(2)
+        return (self.deltas().mT @ self.inputs()).flatten(2, 3)
+
+    def ordered(self, which: str, numbers: Tensor) -> Tensor:
+        """Return numbers (..., O, I) as the parameter has them."""
+        shape = self.layer._parameters[which].shape  # type: ignore[union-attr]
+        return numbers.reshape(*numbers.shape[: numbers.ndim - min(len(shape), 2)], *shape)
+
+    @property
+    def formed(self) -> int:
+        """Positions of a gradient that is not what is summed."""
+        return int(self.deltas().shape[3]) if self.ghost else 0
+
+    def lengths_of(self, which: str) -> Pair:
+        """Return bounds of the square norms and masses (K, N) of one parameter's gradients."""
+        if which == "bias" or not self.ghost:
+            return super().lengths_of(which)
+        a, delta = self.inputs(), self.deltas()
+        if a.shape[3] == 1:
+            found = (squares(a, 3) * squares(delta, 3)).sum(2)
+            return found, found
+        norms, masses = gram(a, delta)
+        return norms, masses
+
+    def total(self, which: str, weights: Tensor, mass: float = 1.0) -> Tensor:
+        """Return the weighted sum of one parameter's gradients (K, *shape)."""
+        if which == "bias" or not self.ghost:
+            return super().total(which, weights, mass)
+        positions = self.deltas().shape[3]
+        size = records_in_a_chunk(positions, mass if positions == 1 else max(mass, MASS), self.delta.dtype)
+        dtype = self.delta.dtype if size else torch.float64
+        numbers = self.layer.weight.numel()  # type: ignore[operator]
+
+        def part(some: slice, size: int) -> Tensor:
+            return self.chunks(some, size, weights[:, some].to(dtype))
+
+        return in_chunks(self.a.shape[1], max(size, 1), numbers, self.delta, part, mass)
+
+    def chunks(self, some: slice, size: int, weights: Tensor) -> Tensor:
+        """Return the weighted sums of chunks of some records (K, chunks, *shape), in the type of the weights."""
+        seen = self if some == slice(0, self.a.shape[1]) else self.of_records(some)
+        delta = seen.deltas().to(weights) * weights[:, :, None, None, None]
+        a, delta = (chunked(rows, size).transpose(2, 3).flatten(3, 4) for rows in (seen.inputs().to(delta), delta))
+        return self.ordered("weight", (delta.mT @ a).flatten(2, 3))
+
+    def of_records(self, some: slice) -> "Weighted":
+        """Return what was seen of some records."""
+        return type(self)(self.layer, self.prefix, self.a[:, some], self.delta[:, some])
+
+
+class LinearSeen(Weighted):
+    """A fully connected layer."""
+
+    def inputs(self) -> Tensor:
+        """Return the rows of inputs."""
+        return self.a.flatten(2, -2)[:, :, None] if self.a.ndim > 3 else self.a[:, :, None, None]
+
+    def deltas(self) -> Tensor:
+        """Return the rows of δ."""
+        return self.delta.flatten(2, -2)[:, :, None] if self.delta.ndim > 3 else self.delta[:, :, None, None]
+
+
+class ConvolutionSeen(Weighted):
+    """A convolution in one or two dimensions: its positions are the output's pixels, its inputs their patches."""
+
+    @cached_property
+    def by_pixel(self) -> bool:
+        """Whether a patch is copied pixel by pixel, its channels side by side, which is the fastest."""
+        layer: Any = self.layer
+        return isinstance(layer, nn.Conv2d) and layer.groups == 1 and layer.dilation == (1, 1)
+
+    def _padded(self) -> Tensor:
+        layer: Any = self.layer
+        x, sides = self.a.flatten(0, 1), layer._reversed_padding_repeated_twice
+        if layer.padding_mode == "zeros":
+            return F.pad(x, sides) if any(sides) else x
+        return F.pad(x, sides, mode=layer.padding_mode)
+
+    def inputs(self) -> Tensor:
+        """Return the patches."""
+        layer: Any = self.layer
+        x = self._padded()
+        if self.by_pixel:
+            geometry = Geometry(pair(layer.kernel_size), pair(layer.stride), (0, 0))
+            return patches(x[:, None], geometry).view(*self.a.shape[:2], 1, -1, layer.weight[0].numel())
+        x = x if x.ndim == 4 else x[:, :, None]
+        kernel, dilation, stride = ((1, *s)[-2:] for s in (layer.kernel_size, layer.dilation, layer.stride))
+        columns: Tensor = F.unfold(x, kernel, dilation, 0, stride)  # (K N, C kernel, T)
+        return columns.view(*self.a.shape[:2], layer.groups, -1, columns.shape[2]).mT
+
+    def own(self, which: str) -> Tensor:
+        """Return each record's gradient; a few records at a time, whose patches stay in the cache."""
+        layer: Any = self.layer
+        each = self.delta[0, 0, 0].numel() * layer.weight[0].numel()
+        some = max(1, CACHED // each)
+        if which == "bias" or len(self.a) > 1 or self.a.is_cuda or self.a.shape[1] <= some:
+            return super().own(which)
+        parts = zip(self.a.split(some, 1), self.delta.split(some, 1), strict=True)
+        return torch.cat([type(self)(layer, self.prefix, a, d).own(which) for a, d in parts], 1)
+
+    def ordered(self, which: str, numbers: Tensor) -> Tensor:
+        """Return numbers (..., O, I) as the parameter has them."""
+        layer: Any = self.layer
+        if which == "bias" or not self.by_pixel:
+            return super().ordered(which, numbers)
+        found: Tensor = numbers.unflatten(-1, (*layer.kernel_size, -1))
+        return found.movedim(-1, -3)
+
+    def rows(self, which: str, directions: Tensor) -> Tensor:
+        """Return directions (R, *shape) in the order of the patches."""
+        if which == "bias" or not self.by_pixel:
+            return super().rows(which, directions)
+        return directions.movedim(2, -1).flatten(1)
+
+    def deltas(self) -> Tensor:
+        """Return δ by position."""
+        layer: Any = self.layer
+        rows: Tensor = self.delta.flatten(3).unflatten(2, (layer.groups, -1))
+        return rows.mT
+
+    def chunks(self, some: slice, size: int, weights: Tensor) -> Tensor:
+        """Return the weighted sums; on a CPU by torch's own convolution, which adds up products as they are."""
+        layer: Any = self.layer
+        plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str) and not self.delta.is_cuda
+        if not plain or len(self.a) > 1 or self.a.ndim != 5 or size < len(weights[0]) or weights.dtype != self.a.dtype:
+            return super().chunks(some, size, weights)
+        settings = (layer.stride, layer.padding, layer.dilation, layer.groups)
+        delta = self.delta[0, some] * weights[0][:, None, None, None]
+        found: Tensor = conv2d_weight(self.a[0, some], layer.weight.shape, delta, *settings)
+        return found[None, None]

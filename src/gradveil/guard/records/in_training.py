@@ -1,0 +1,273 @@
+"""The gradients of records from what a training pass that is not ours shows of each layer.
+
+That is what a layer got, and the loss's gradient by what it gave: neither the loss has to be known nor a second pass
+through the model. A module that holds weights and is of no known kind is run again by itself, record by record.
+"""
+
+import copy
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.func import functional_call, vjp, vmap
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from gradveil.errors import DefenseError
+from gradveil.guard.records.captured import Seen
+from gradveil.guard.records.layer_kinds import KINDS, is_known
+from gradveil.guard.records.records import Captured
+from gradveil.guard.records.rounding import wide
+from gradveil.guard.records.separable import check_layers
+from gradveil.modules import copied_buffers, plain_attention, plain_checkpoints, tensors_in
+from gradveil.tree import Params
+
+
+@dataclass
+class ModuleSeen(Seen):
+    """A module of no known kind, with all that is inside it."""
+
+    given: Any = field(kw_only=True)  # the arguments it got, by place and by name
+    deltas: dict[int, Tensor] = field(kw_only=True)  # by place among the tensors that it gave
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The parameters that are trained, by name within the module."""
+        return tuple(n for n, p in self.layer.named_parameters() if p.requires_grad)
+
+    def own(self, which: str) -> Tensor:
+        """Return each record's gradient; those of all parameters are computed at once."""
+        kept: Params = self.__dict__.setdefault("_kept", {})
+        kept.update({n: wide(g.detach())[None] for n, g in self._gradients().items()})
+        return kept[which]
+
+    def _gradients(self) -> Params:
+        weights = {n: self.layer.get_parameter(n).detach() for n in self.trained}
+        fixed = {n: p.detach() for n, p in self.layer.named_parameters() if n not in weights}
+        leaves, tree = tree_flatten(self.given)
+        count = self.delta.shape[1]
+        rows = {i: t for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.shape[:1] == (count,)}
+
+        def gradient(deltas: tuple[Tensor, ...], *own: Tensor) -> Params:
+            mine = dict(zip(rows, own, strict=True))
+            args, kwargs = tree_unflatten([mine[i][None] if i in mine else t for i, t in enumerate(leaves)], tree)
+            state = fixed | copied_buffers(self.layer)
+
+            def outputs(w: Params) -> tuple[Tensor, ...]:
+                gave = _tensors(functional_call(self.layer, state | w, args, kwargs))
+                return tuple(gave[i][0] for i in self.deltas)
+
+            made, back, *_ = vjp(outputs, weights)
+            found: Params = back(tuple(d.to(out) for d, out in zip(deltas, made, strict=True)))[0]
+            return found
+
+        each = tuple(self.deltas.values())
+
+        with plain_attention(), plain_checkpoints(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "There is a performance drop")  # where torch takes one by one itself
+            try:
+                return vmap(gradient)(each, *rows.values())
+            except (RuntimeError, NotImplementedError) as error:
+                if isinstance(error, torch.cuda.OutOfMemoryError):
+                    raise
+                alone = [gradient(*one) for one in zip(zip(*each, strict=True), *rows.values(), strict=True)]
+                return {n: torch.stack([g[n] for g in alone]) for n in weights}
+
+    def without(self, left_out: Tensor) -> Seen:
+        """Return the same with zeros for the records of a mask (1, N)."""
+        other, kept = copy.copy(self), {}
+        for which in self.trained:
+            each = self.held(which)
+            kept[which] = each.masked_fill(left_out.view(*left_out.shape, *[1] * (each.ndim - 2)), 0)
+        other.__dict__["_kept"] = kept
+        return other
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A layer that ran in a training pass: what it got, and where the loss's gradient by what it gave arrives."""
+
+    layer: str
+    module: nn.Module
+    given: Any  # its arguments, by place and by name
+    places: tuple[int, ...]  # of the tensors with gradients among all that it gave
+    edges: tuple[GradientEdge, ...]  # of these
+    before: tuple[Node, ...]  # what made its arguments
+
+    def seen(self, deltas: Sequence[Tensor | None], count: int) -> Seen | None:
+        """Return what it saw, with the loss's gradients (N, ...) by what it gave; None where all of these are none."""
+        there = {place: d for place, d in zip(self.places, deltas, strict=True) if d is not None}
+        if not there:
+            return None
+        if odd := [tuple(d.shape) for d in there.values() if d.shape[:1] != (count,)]:
+            raise DefenseError(_not_rows(self.layer, self.module, odd, count))
+        delta = next(iter(there.values()))
+        prefix = f"{self.layer}." if self.layer else ""
+        first = _tensors(self.given)[0]
+        if is_known(self.module):
+            return KINDS[type(self.module)](self.module, prefix, first[None], delta[None])
+        return ModuleSeen(self.module, prefix, first[None], delta[None], given=self.given, deltas=there)
+
+
+class TrainedLayers:
+    """The layers of a model that hold its trained weights: all that has to be seen of a pass.
+
+    A layer is the module that holds the weight, with all that is inside it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.trained = [p.requires_grad for p in model.parameters()]
+        self.layers = tuple(_holders(model))
+        names: dict[int, str] = {}
+        for name, p in model.named_parameters(remove_duplicate=False):
+            if p.requires_grad and names.setdefault(id(p), name) != name:
+                raise DefenseError(
+                    f"{name} and {names[id(p)]} are one weight, and what a record adds to it in two layers cannot be "
+                    f"told from what each of them shows. Untie them, or freeze the weight."
+                )
+
+    def check(self) -> None:
+        """Raise where a pass would mix records, or show too little of them."""
+        check_layers(self.model)
+        if self.trained != [p.requires_grad for p in self.model.parameters()]:
+            raise DefenseError(
+                "Weights were added, frozen or freed under the guard. Do that before the model is protected."
+            )
+        for layer in self.layers:
+            module = self.model.get_submodule(layer)
+            if not is_known(module) and _is_random(module):
+                raise DefenseError(
+                    f"The weights of {layer or 'the model'!r} ({type(module).__name__}) are used in a pass that draws "
+                    f"random numbers, and it would have to be run again for each record. Set its dropout to 0."
+                )
+
+    def check_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> None:
+        """Raise where half of the records, each in its place, give something else with others around them.
+
+        Passes draw the same random numbers in the same places, so dropout keeps records apart as well.
+        """
+        if count < 2:
+            return
+        leaves, tree = tree_flatten((args, kwargs))
+
+        def inputs(order: list[int]) -> tuple[dict[str, Tensor], list[Tensor]]:
+            found: dict[str, Tensor] = {}
+
+            def look(layer: str, _: nn.Module, own: tuple[Any, ...], named: dict[str, Any]) -> None:
+                found[layer] = _tensors((own, named))[0].detach().clone()
+
+            mine = (t[order] if isinstance(t, Tensor) and t.shape[:1] == (count,) else t for t in leaves)
+            a, k = tree_unflatten(list(mine), tree)
+            hooks = [
+                self.model.get_submodule(layer).register_forward_pre_hook(partial(look, layer), with_kwargs=True)
+                for layer in self.layers
+            ]
+            device = next((t.device for t in leaves if isinstance(t, Tensor) and t.is_cuda), None)
+            try:
+                with torch.no_grad(), torch.random.fork_rng([] if device is None else [device]):
+                    gave = tensors_in(functional_call(self.model, copied_buffers(self.model), a, k))
+            finally:
+                for hook in hooks:
+                    hook.remove()
+            return found, [t for t in gave if t.shape[:1] == (count,)]
+
+        whole, first = list(range(count)), count // 2
+        own, gave = inputs(whole)
+        for layer, a in own.items():
+            if len(a) != count:
+                raise DefenseError(_not_rows(layer, self.model.get_submodule(layer), [tuple(a.shape)], count))
+
+        def differs(order: list[int], half: slice) -> str | None:
+            other, gave_other = inputs(order)
+            pairs = [(f"what layer {layer!r} gets", own[layer], other[layer]) for layer in own if layer in other]
+            pairs += [("what the model gives", *both) for both in zip(gave, gave_other, strict=True)]
+            return next((what for what, a, b in pairs if not _alike(a[half], b[half])), None)
+
+        for half, order in (
+            (slice(first), [i % first for i in whole]),  # the first half's records in the others' places too
+            (slice(first, count), [i if i >= first else first + i for i in whole]),
+        ):
+            if (what := differs(order, half)) is not None:
+                raise DefenseError(_not_apart(self.model, what, again=differs(whole, half) is None))
+
+    def ran(self, layer: str, given: Any, output: Any, count: int) -> Ran:
+        """Take note of a layer that has run on this many records."""
+        module, got = self.model.get_submodule(layer), _tensors(given)
+        if not got or len(got[0]) != count:
+            raise DefenseError(_not_rows(layer, module, [tuple(t.shape) for t in got], count))
+        before = tuple(t.grad_fn for t in got if t.grad_fn is not None)
+        held = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, given)
+        gave = {i: get_gradient_edge(t) for i, t in enumerate(_tensors(output)) if t.requires_grad}
+        return Ran(layer, module, held, tuple(gave), tuple(gave.values()), before)
+
+    def records(self, ran: Iterable[Ran], deltas: Sequence[Tensor | None], count: int) -> Captured:
+        """Return the gradients of records whose losses' gradients by all that the layers gave are these."""
+        seen, at = [], 0
+        for each in ran:
+            seen.append(each.seen(deltas[at : at + len(each.edges)], count))
+            at += len(each.edges)
+        like = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+        return Captured([layer for layer in seen if layer is not None], like, (count,))
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):  # as most layers give it
+        return [tree]
+    return [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
+
+
+def _not_apart(model: nn.Module, what: str, *, again: bool) -> str:
+    """Return what to say of a model whose records are not apart, or (not ``again``) that never runs twice alike."""
+    name = type(model).__name__
+    if again:
+        return (
+            f"In {name} {what} for a record depends on the others of its batch: no record can be clipped by itself. "
+            f"Use layers that look at one record at a time."
+        )
+    return (
+        f"{name} gives something else when it runs again: it draws random numbers that are not torch's default ones, "
+        f"or changes itself, so nothing shows that its records are kept apart. Draw as nn.Dropout does."
+    )
+
+
+def _not_rows(layer: str, module: nn.Module, shapes: list[tuple[int, ...]], count: int) -> str:
+    return (
+        f"Layer {layer!r} ({type(module).__name__}) saw {', '.join(map(str, shapes)) or 'no tensor'} for {count} "
+        f"records: its rows are not one record each. Keep records in the first dimension of what layers get and give."
+    )
+
+
+def _holders(model: nn.Module) -> Iterator[str]:
+    """Yield the modules that hold trained weights; what is inside one of them belongs to it."""
+    inside: list[str] = []
+    for path, module in model.named_modules():
+        if any(not outer or path.startswith(f"{outer}.") for outer in inside):
+            continue
+        own = any(p is not None and p.requires_grad for p in module._parameters.values())
+        made = "parametrizations" in module._modules and any(p.requires_grad for p in module.parameters())
+        if own or made:
+            inside.append(path)
+            yield path
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """Whether rows are the same but for rounding; where they are not finite, nothing is known."""
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    apart, size = (a - b).abs().max() if a.numel() else torch.zeros(()), a.abs().max() if a.numel() else torch.zeros(())
+    return not bool(apart > 1e-3 * size + 1e-7)
+
+
+def _is_random(module: nn.Module) -> bool:
+    """Whether a module draws random numbers in a training pass, as far as can be seen."""
+    kinds = (_DropoutNd, nn.MultiheadAttention, nn.RNNBase)
+    chances = (
+        m.p if isinstance(m, _DropoutNd) else m.dropout for m in module.modules() if isinstance(m, kinds) and m.training
+    )
+    return any(float(chance) > 0 for chance in chances)

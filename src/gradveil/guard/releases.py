@@ -1,0 +1,280 @@
+"""A step's gradient out of the gradients of its records, in a training loop that knows nothing of them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import isclose
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from gradveil.errors import DefenseError
+from gradveil.guard.apart import check_backward, check_hooks
+from gradveil.guard.carried import Carried
+from gradveil.guard.counted import Following
+from gradveil.guard.defense import Defense, RunningStep
+from gradveil.guard.loss_graph import leads_to, leaves_of, share_of
+from gradveil.guard.passes import Report, lifted
+from gradveil.guard.records.in_training import Ran, TrainedLayers
+from gradveil.guard.stamps import Kept
+from gradveil.guard.uses import InStep, Spending, Used
+from gradveil.modules import tensors_in
+from gradveil.privacy.draws import Source, own_draws
+from gradveil.registry import describe
+from gradveil.tree import Params
+from gradveil.types import Batch
+
+
+@dataclass
+class RecordPass:
+    """A training pass, until its loss is differentiated."""
+
+    count: int
+    used: Used = 0  # its records
+    ran: dict[str, Ran] = field(default_factory=dict)
+    over: bool = False
+    gave: list[Tensor] = field(default_factory=list)
+    made: set[Node] = field(default_factory=set)  # of what the model gave, that with one row for each record
+
+    @property
+    def nodes(self) -> set[Node]:
+        """What the layers gave."""
+        return {edge.node for ran in self.ran.values() for edge in ran.edges}
+
+
+class Releases:
+    """Turns the backward pass of a loss into a noisy gradient, in which each record counts as the defence lets it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        defense: Defense,
+        spending: Spending,
+        slots: int | None = None,
+        mean_loss: bool = False,
+        public: Batch | None = None,
+        records: int | None = None,
+    ) -> None:
+        self.defense, self.spending, self.slots, self.mean_loss = defense, spending, slots, mean_loss
+        self.public, self.most = public, records
+        self.watched = TrainedLayers(model)
+        self.carried = Carried(model)
+        self.following = Following()
+        self._for_round: Defense | None = None
+        self._steps = 0  # of the round
+        self._loading: nn.Module | None = None  # the part that is being loaded, with all that is in it
+        self.usual: int | None = None  # records of the first pass
+        self.current: RecordPass | None = None
+        self._checked = False  # whether the backward pass keeps records apart
+        self._in_step, self._filled = InStep(), 0  # the step under way, and the slots of it that are taken
+        self._step: RunningStep | None = None
+        self._before: Params = {}  # the gradients before the step
+        self.left: Kept | None = None  # the gradients as they were left
+
+    def __getstate__(self) -> dict[str, Any]:
+        under_way = {"current": None, "_filled": 0, "_in_step": InStep(), "_loading": None}
+        return self.__dict__ | under_way | {"left": None, "_step": None, "_before": {}}
+
+    def before_loading(self, part: nn.Module) -> None:
+        """Weights and buffers are about to be written to a part, or to all of the model."""
+        if self._loading is None:
+            self.check_carried()
+            self._loading = part
+
+    def loaded(self, part: nn.Module) -> None:
+        """A round begins with the weights and buffers as they are."""
+        if self._loading in (None, part):
+            self._loading = None
+            self.carried.loaded(part)
+            self._for_round, self._steps = None, 0
+
+    def check_carried(self) -> None:
+        """Raise where training wrote to something that would be sent as it is."""
+        if changed := self.carried.changed():
+            raise DefenseError(
+                f"{', '.join(map(repr, changed[:3]))} of the model changed in training (a buffer, a frozen weight or "
+                f"extra state): it may tell of the records, and no noise is on it. Set it back before you send, "
+                f"register it with persistent=False, or keep its layer in eval mode; do not send this update."
+            )
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any], hooks: Iterable[RemovableHandle]) -> None:
+        """A training pass begins."""
+        self.watched.check()
+        self._loading = None
+        if self._for_round is None:
+            with lifted(hooks):
+                self._for_round = self.defense.for_round(self.watched.model, self.public)
+        rows = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.ndim), None)
+        if rows is None:
+            raise DefenseError("The model was called without a tensor, so there are no records to keep apart.")
+        if not len(rows):
+            raise DefenseError("The model was called with no records: its first input is empty. Leave the batch out.")
+        if self.usual is None:
+            with lifted(hooks):
+                self.watched.check_apart(args, kwargs, len(rows))
+        self.current = RecordPass(len(rows), self.following.records_of((args, kwargs), len(rows)))
+
+    def ran(self, layer: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """A layer with weights has run."""
+        if self.current is None or self.current.over:
+            if torch._C._current_graph_task_id() != -1:  # a checkpointed part runs again
+                return
+            raise DefenseError(
+                f"Layer {layer!r} ran outside the model's own call. Call model(x), not model.forward(x) or a part of "
+                f"it."
+            )
+        if layer in self.current.ran:
+            raise DefenseError(f"Layer {layer!r} runs twice in one pass; a record's two gradients cannot be joined.")
+        self.current.ran[layer] = self.watched.ran(layer, (args, kwargs), output, self.current.count)
+
+    def leave(self, output: Any) -> None:
+        """A training pass is over; without an output it was broken off by an error."""
+        if output is None:
+            self.current = None
+        elif self.current is not None:
+            self.current.gave = [t for t in tensors_in(output) if t.grad_fn is not None]
+            some = (t for t in self.current.gave if t.shape[:1] == (self.current.count,))
+            self.current.over = True
+            self.current.made = {t.grad_fn for t in some if t.grad_fn is not None}
+
+    def of(self, roots: Iterable[Tensor]) -> bool:
+        """Whether a backward pass goes through the last training pass."""
+        layers = set() if self.current is None else self.current.nodes
+        return bool(layers) and any(root.grad_fn is not None and leads_to(root.grad_fn, layers) for root in roots)
+
+    def release(self, roots: list[Tensor], retain: bool, weights: Params, rng: Source, report: Report) -> None:
+        """Differentiate a loss, and add what the defence makes of its records to the weights' gradients."""
+        current, self.current = self.current, None
+        assert current is not None
+        if len(roots) != 1 or roots[0].numel() != 1:
+            raise DefenseError("A step's loss must be one number: call loss.backward() on the mean over the batch.")
+        loss = roots[0]
+        check_hooks(current.gave)
+        self._check_ways(loss, current, weights)
+        self._count(current.count)
+        share = share_of(loss, current.made | current.nodes, current.count, self.mean_loss)
+        self._check_times(share.times, current.count)
+        edges = [edge for ran in current.ran.values() for edge in ran.edges]
+        checked, self._checked = self._checked, True
+        deltas = torch.autograd.grad(loss, edges, retain_graph=retain or not checked, allow_unused=True)
+        if not checked:
+            check_backward(loss, edges, deltas, current.made | current.nodes, current.count, retain=retain)
+        own = [None if delta is None else delta.detach() / share.weight for delta in deltas]
+        records = self.watched.records(current.ran.values(), own, current.count)
+        with own_draws(self.defense):
+            made = self._made(records, current.used, rng, weights, report)
+        self._add(made, weights)
+        report.examples += current.count
+
+    def _made(self, records: Any, used: Used, rng: Source, weights: Params, report: Report) -> Params:
+        assert self.slots is not None
+        more = self._goes_on(weights, records.count)
+        if more:
+            if self._filled + records.count > self.slots:
+                raise DefenseError(
+                    f"{self._filled + records.count} records were differentiated before one optimizer step, and the "
+                    f"step has {self.slots} slots. Where gradients are accumulated, give the records of a whole step: "
+                    f"protect(..., slots={self._filled + records.count})."
+                )
+            if self.most is not None and self._filled + records.count > self.most:
+                raise DefenseError(
+                    f"One optimizer step would hold {self._filled + records.count} of {self.most} records, so that one "
+                    f"is in it twice. Take a step at the end of each epoch."
+                )
+        else:
+            self.defense.check_steps(self._steps + 1)
+            self._in_step, self._filled = InStep(), 0
+        self.spending.pay(used, self._in_step, begins=not more)
+        self.following.passed()
+        self._filled += records.count
+        report.spent = self.spending.account.spent
+        if more:
+            if self._step is None:
+                raise DefenseError(f"{describe(self.defense)} takes the records of a step at once: do not accumulate.")
+            return self._step.add(records)
+        self._steps += 1
+        report.steps += 1
+        self._step = self._this_round.begin(self.slots, rng)
+        self._before = {n: p.grad.clone() for n, p in weights.items() if p.grad is not None}
+        return self._this_round.on_records(records, self.slots, rng) if self._step is None else self._step.add(records)
+
+    @property
+    def _this_round(self) -> Defense:
+        return self.defense if self._for_round is None else self._for_round
+
+    def _goes_on(self, weights: Params, count: int) -> bool:
+        """Whether the gradients hold the step under way, noise and all, so that records may be added to it."""
+        if not self._filled or self.holds(weights):
+            return bool(self._filled)
+        gone = all(p.grad is None or not bool(p.grad.any()) for p in weights.values())
+        if not gone and self.slots is not None and self._filled < self.slots:
+            raise DefenseError(
+                f"Gradients were changed when their step was half done ({self._filled} of {self.slots} slots). Limit "
+                f"and scale them after the step's last backward pass, or begin anew with optimizer.zero_grad()."
+            )
+        return False
+
+    def holds(self, weights: Params) -> bool:
+        """Whether the gradients of all weights are, bit for bit, what the last release made of them."""
+        return self.left is not None and self.left.is_same(_gradients(weights))
+
+    def stepped(self) -> None:
+        """An optimizer took a step: the next records make a release of their own."""
+        self._in_step, self._filled = InStep(), 0
+        self._step, self._before = None, {}
+
+    def _add(self, made: Params, weights: Params) -> None:
+        """Add the step's gradient, with all its records so far, to what was there before the step."""
+        for name, p in weights.items():
+            g = made[name].to(p)
+            g = self._before[name] + g if name in self._before else g
+            if p.grad is None:
+                p.grad = g
+            else:
+                p.grad.copy_(g)
+        self.left = Kept(_gradients(weights))
+
+    def _count(self, count: int) -> None:
+        self.usual = count if self.usual is None else self.usual
+        self.slots = count if self.slots is None else self.slots
+        if count > self.slots:
+            raise DefenseError(
+                f"A batch has {count} records and a step {self.slots} slots, which every step's sum is divided by. Say "
+                f"how many the largest has: protect(..., slots={count})."
+            )
+
+    def _check_times(self, times: float, count: int) -> None:
+        """The loss must be the mean over its records, or such a part of it as steps of several batches take."""
+        assert self.slots is not None
+        assert self.usual is not None
+        parts = max(round(self.slots / self.usual), 1)
+        if not any(isclose(times * k, 1, rel_tol=1e-4) for k in {1, parts}):
+            what = "their sum, it seems" if isclose(times, count, rel_tol=1e-4) else "GradScaler, perhaps"
+            raise DefenseError(
+                f"The loss is {times:g} times the mean over its {count} records ({what}), and a factor means nothing "
+                f"to a gradient that is clipped. Take the mean and change the learning rate; in mixed precision use "
+                f"bfloat16, which needs no scaler."
+            )
+
+    def _check_ways(self, loss: Tensor, current: RecordPass, weights: Params) -> None:
+        """Every weight must come into the loss through its own layer, in the last pass, and no other weight at all."""
+        ends = leaves_of(loss, {edge.node: ran.before for ran in current.ran.values() for edge in ran.edges})
+        own = {get_gradient_edge(p).node: name for name, p in weights.items()}
+        if odd := sorted(own[end] for end in ends if end in own):
+            raise DefenseError(
+                f"The weight {odd[0]!r} comes into the loss by another way than one run of its layer: a second pass of "
+                f"the model, a weight that is used by hand, or a penalty. Take one pass for a loss; leave penalties to "
+                f"the optimizer (weight_decay) or to a backward() of their own."
+            )
+        if ends:
+            raise DefenseError(
+                f"The loss depends on {len(ends)} tensors with gradients that are no weights of the guarded model, and "
+                f"would not be defended. Guard one module that holds all that is trained."
+            )
+
+
+def _gradients(weights: Params) -> Params:
+    return {name: p.grad for name, p in weights.items() if p.grad is not None}

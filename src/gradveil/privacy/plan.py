@@ -1,0 +1,201 @@
+"""From a promise and a planned run to the noise that keeps it, and what that noise is expected to cost."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import ceil, inf, isfinite, sqrt
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gradveil import pace
+from gradveil.errors import CertificateError
+from gradveil.privacy.accountant import Account, mu_of
+from gradveil.types import Batch
+
+Tier = Literal["local", "aggregate"]
+
+# Multipliers of a whole run, by what they were measured to stop: a server that seeks the picture gets no nearer than
+# the best blind guess; one with 100 candidates picks the right one hardly more often than by chance.
+PROMISES = {"reconstruction": 0.5, "identification": 1.0}
+
+# The noise in the mean of a round beside the largest mean that clipped gradients can have: up to here training lost
+# two points of accuracy or less, on LeNet and on fixed features, on MNIST and CIFAR-10 (docs/research/veil.md). Fixed
+# features on MNIST lost one at twice that.
+TWO_POINTS = 0.06
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A federated run as it is planned: how often a record's gradient is released, and among how many."""
+
+    records: int  # of a client
+    batch_size: int | None  # slots of a local step; None: all records in one
+    epochs: int
+    rounds: int
+    participations: int  # the most rounds that one client takes part in
+    cohort: int  # clients of a round
+    lost: float = 0.0  # share of the cohort that may drop out of a round
+    colluding: float = 0.0  # share of the cohort that may tell the server its noise
+
+    def __post_init__(self) -> None:
+        counts = {name: getattr(self, name) for name in ("records", "epochs", "rounds", "participations", "cohort")}
+        for name, value in (counts | {"batch_size": self.slots}).items():
+            if value < 1:
+                raise CertificateError(f"{name}={value}: a run needs at least one.")
+        if self.participations > self.rounds:
+            raise CertificateError(
+                f"participations={self.participations} exceed rounds={self.rounds}: a client takes part at most once "
+                "in a round."
+            )
+        if not (self.lost >= 0 and self.colluding >= 0 and self.lost + self.colluding < 1):
+            raise CertificateError(
+                f"lost={self.lost}, colluding={self.colluding}: give shares of the cohort that leave some of it."
+            )
+
+    @property
+    def slots(self) -> int:
+        """The fixed number of records that a step is divided by."""
+        return self.records if self.batch_size is None else min(self.batch_size, self.records)
+
+    @property
+    def steps(self) -> int:
+        """Local steps of a round."""
+        return self.epochs * ceil(self.records / self.slots)
+
+    @property
+    def uses(self) -> int:
+        """How often a record is used over the whole run: once in each local epoch."""
+        return self.epochs * self.participations
+
+    @property
+    def stay(self) -> float:
+        """The number of clients that are sure to be in a round's sum."""
+        return self.cohort * (1 - self.lost)
+
+    @property
+    def honest(self) -> float:
+        """The number of clients whose noise is in the sum and secret."""
+        return self.cohort * (1 - self.lost - self.colluding)
+
+    @property
+    def fewest(self) -> int:
+        """The fewest arrivals whose sum may be released."""
+        return ceil(self.stay - 1e-9)
+
+    def z(self, z_run: float) -> float:
+        """Return the multiplier of a release that makes this one of the whole run."""
+        return z_run * sqrt(self.uses)
+
+    def check_tier(self, tier: Tier) -> None:
+        """Raise where secure aggregation would hide nothing, or less than it seems to."""
+        if tier != "aggregate":
+            return
+        if self.honest < 2:
+            raise CertificateError(
+                f"tier=aggregate with a cohort of {self.cohort} ({self.honest:.3g} of them counted on): a sum of one "
+                "hides nothing. Take a larger cohort, or tier=local."
+            )
+        if self.steps > 1:
+            raise CertificateError(
+                f"tier=aggregate allows one noisy release a round, and a round here has {self.steps} local steps: "
+                "later steps would lean on the client's own part of the noise alone. Give epochs=1 and all records in "
+                "one batch, or tier=local."
+            )
+
+
+def z_run_of(
+    promise: str | None = None,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    rho: float | None = None,
+) -> float:
+    """Return the multiplier of the whole run that keeps a promise; give one of promise, epsilon with delta, rho."""
+    if sum(given is not None for given in (promise, epsilon, rho)) != 1:
+        raise CertificateError(
+            "Give one promise: promise=reconstruction|identification, epsilon= with delta=, or rho=."
+        )
+    if promise is not None:
+        if promise not in PROMISES:
+            raise CertificateError(f"promise={promise!r} is not known. Give one of: {', '.join(PROMISES)}.")
+        return PROMISES[promise]
+    if epsilon is not None:
+        return 1 / mu_of(epsilon, 1e-5 if delta is None else delta)
+    if rho is None or not (rho > 0 and isfinite(rho)):
+        raise CertificateError(f"rho={rho}: give a number above 0.")
+    return 1 / sqrt(2 * rho)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a multiplier buys over a planned run, and what it is expected to cost."""
+
+    run: PlannedRun
+    z: float  # of a release
+    tier: Tier = "local"
+    parameters: int | None = None  # of the model
+
+    def __post_init__(self) -> None:
+        if not (self.z > 0 and isfinite(self.z)):
+            raise CertificateError(f"z={self.z}: the noise multiplier must be above 0.")
+        if self.parameters is not None and self.parameters < 1:
+            raise CertificateError(f"parameters={self.parameters}: a model has at least one.")
+        self.run.check_tier(self.tier)
+
+    @property
+    def account(self) -> Account:
+        """The account of a client that has taken part as often as it may."""
+        return Account("plan", spent=self.run.uses / self.z**2)
+
+    @property
+    def client_z(self) -> float:
+        """The multiplier of the noise that each client adds."""
+        return self.z if self.tier == "local" else self.z / sqrt(self.run.honest)
+
+    @property
+    def noise_to_signal(self) -> float | None:
+        """The noise in the mean of a round's step beside the largest mean that clipped gradients can have.
+
+        In the mean is the noise of those who stay, colluding or not: fewer clients, less noise, and a larger share of
+        each. It is that of a round in which all leave that may.
+        """
+        if self.parameters is None:
+            return None
+        return self.client_z * sqrt(self.parameters) / (self.run.slots * sqrt(self.run.stay))
+
+    @property
+    def cheap_from(self) -> int | None:
+        """The cohort from which on the noise is expected to cost less than two points, all else equal."""
+        ratio = self.noise_to_signal
+        if ratio is None:
+            return None
+        excess = ratio / TWO_POINTS
+        least = 1 if self.tier == "local" else 2 * self.run.cohort / self.run.honest  # secure aggregation needs two
+        return ceil(max(least, self.run.cohort * (excess**2 if self.tier == "local" else excess)) - 1e-9)
+
+
+def floor_share(account: Account, spectra: Iterable[Tensor]) -> float:
+    """Return the floor for Gaussian images, as a share of the blind guess's error; a spectrum for each class.
+
+    It is no bound for other images: a server that knows the record to be one of two gets far below it.
+    """
+    spectra = list(spectra)
+    whole = sum(float(values.sum()) for values in spectra)
+    return sum(account.floor(values) for values in spectra) / whole if whole else inf
+
+
+def class_spectra(public: Batch) -> dict[int, Tensor]:
+    """Return the eigenvalues of the covariance of public inputs, class by class; of all where there are no classes."""
+    labels = public.labels
+    inputs = public.inputs.flatten(1).double().cpu()
+    if labels.ndim > 1 or labels.is_floating_point():
+        labels = torch.zeros(len(inputs), dtype=torch.int64)
+    found = {}
+    classes = labels.unique().tolist()
+    for done, label in enumerate(classes):
+        pace.step(done, len(classes))
+        mine = inputs[labels.cpu() == label]
+        if len(mine) > 1:
+            spread = torch.linalg.svdvals(mine - mine.mean(0))
+            found[int(label)] = spread.square() / (len(mine) - 1)
+    return found

@@ -1,0 +1,281 @@
+"""``leak_scores``: how much each entry of a representation gives away, by a method of choice."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradveil.errors import ScoreError, did_you_mean
+from gradveil.modules import check_ready, find_layer, find_module, prefix, under_transform
+from gradveil.representation.layers.jacobian import FunctionJacobian, Jacobian, Tape
+from gradveil.representation.layers.recorder import Graph, record
+from gradveil.representation.layers.rules.base import wide
+from gradveil.representation.layers.walk import walk, walkable
+from gradveil.representation.scores.estimators import deflation_rows, moment_rows, random_signs, sketch_rows
+from gradveil.representation.scores.exact import NORMS, RowNorms, exact_rows, generic_rows, loop_rows, scores
+from gradveil.representation.scores.fast.again import check_seen, remember, rows_again
+from gradveil.representation.scores.fast.cpu_kernel import lanes_rows
+from gradveil.representation.scores.fast.cuda import replayed_chain
+from gradveil.representation.scores.fast.dense import dense_rows
+
+METHODS = ("auto", "exact", "loop", "sketch", "moment", "deflation")
+MEMORY = {"cpu": 2**29, "cuda": 2**31}  # bytes, where none are given
+_LIGHT = 1e11  # multiplications of a call that launching kernels one by one would slow down
+# Multiplications of all rows up to which `auto` is exact: what takes half a training step of the smallest networks
+# (measured by bench/guard.py; a millisecond of one CPU core). The same on every device, so that masks are as well.
+BUDGET = 1e8
+PROBES = 8  # of the sketch that `auto` falls back to: each costs about as much as a forward pass
+
+
+def leak_scores(
+    model: nn.Module,
+    layer: str | None,
+    x: Tensor,
+    method: str = "auto",
+    *,
+    p: float = 2.0,
+    probes: int = 64,
+    seed: int = 0,
+    memory: int | None = None,
+    seen: Tensor | None = None,
+) -> Tensor:
+    """Return how much each entry of a layer's input r gives away of each example, (N, L).
+
+    The score is |r_i| / ||∂r_i/∂x||_2 (Sun et al. 2020, algorithm 1): the norm of r_i times the pseudo-inverse of its
+    gradient. ``p`` in 1, 2, inf measures that norm, |r_i| ||g||_p / ||g||_2². An entry that is 0 scores 0; one that is
+    not, with no gradient, scores +inf.
+
+    ``layer`` is the path of any module; its input is the representation. None: the last fully connected layer.
+    ``method``: ``exact``, ``loop`` (the slow reference), the estimators ``sketch``, ``deflation`` (both with ``probes``
+    random products from ``seed``) and ``moment``, or ``auto``. ``memory``: bytes that intermediate rows may take.
+    ``seen``: the layer's input as another pass on x had it; raise where the model has another one now.
+
+    The model is run as it is (train or eval mode, random state, hooks) but is left untouched: no gradients, buffers or
+    random numbers change. Batch norm in train mode: ∂r_n/∂x_n with the batch's statistics held.
+    """
+    rows = compute(model, layer, x, method, p, probes, seed, memory, seen)
+    return scores(rows.r, rows.norms, float(p))
+
+
+def row_norms(
+    model: nn.Module,
+    layer: str | None,
+    x: Tensor,
+    method: str = "auto",
+    *,
+    p: float = 2.0,
+    probes: int = 64,
+    seed: int = 0,
+    memory: int | None = None,
+    seen: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return r and ||∂r_i/∂x||_p of each entry, both (N, L); the settings are those of ``leak_scores``."""
+    rows = compute(model, layer, x, method, p, probes, seed, memory, seen)
+    return rows.r, rows.norms[float(p)]
+
+
+@torch.no_grad()
+def compute(
+    model: nn.Module,
+    layer: str | None,
+    x: Tensor,
+    name: str,
+    p: float,
+    probes: int,
+    seed: int,
+    memory: int | None,
+    seen: Tensor | None = None,
+) -> RowNorms:
+    """Return r and the norms for 2 and p, by the method of that name."""
+    _check(x, name, p, probes, memory)
+    if torch.is_inference_mode_enabled() or x.is_inference():  # tensors of that mode cannot be differentiated
+        with torch.inference_mode(False):
+            return compute(model, layer, x.clone(), name, p, probes, seed, memory, seen)
+    model = getattr(model, "_orig_mod", model)  # a compiled model: run what was compiled, plainly
+    path = find_layer(model) if layer is None else layer.removeprefix("_orig_mod.")
+    while isinstance(model, nn.DataParallel | DistributedDataParallel):  # run on this device alone
+        model, path = model.module, path.removeprefix("module.")
+    find_module(model, path)
+    check_ready(model)
+    ps = tuple(dict.fromkeys((2.0, float(p))))
+    if x.shape[0] == 0:
+        r = prefix(model, path)(x).flatten(1)
+        return RowNorms(r, dict.fromkeys(ps, wide(r)))
+    if name == "loop":
+        plain = FunctionJacobian(model, path, x, plainly=True)
+        check_shapes(plain)
+        plain.check_examples()
+        check_seen(plain.r, seen)
+        return loop_rows(plain, ps)
+    method = Method(name, ps, probes, seed, memory or MEMORY.get(x.device.type, MEMORY["cpu"]))
+    if x.is_cuda and (layers := walkable(model, path, x)) is not None:
+        return replayed_chain(model, layers, x, method)
+    if (rows := rows_again(model, path, x, method, seen)) is not None:
+        return rows
+    jacobian = linearise(model, path, x, must_be_explicit=name == "moment", keep=seen is not None)
+    check_seen(jacobian.r, seen)
+    return method(jacobian)
+
+
+def linearise(
+    model: nn.Module, layer: str, x: Tensor, *, must_be_explicit: bool = False, keep: bool = False
+) -> Jacobian:
+    """Return the Jacobian of the layer's input: explicit where every operation is known, else by differentiation.
+
+    Raise where examples are mixed; forward passes of one structure are looked at once. ``keep`` an explicit pass, for
+    ``rows_again``.
+    """
+    found: Jacobian | str
+    graph: Graph | None = None
+    if (layers := walkable(model, layer, x)) is not None:
+        found = walk(layers, x)
+    else:
+        found, graph = _recorded(model, layer, x, keep)
+    if isinstance(found, str):
+        if must_be_explicit:
+            raise ScoreError(f"Method 'moment' cannot pass through {found}. Use exact, sketch or deflation.")
+        found = FunctionJacobian(model, layer, x, plainly=graph is None)
+    if not found.separate:
+        known = _UNMIXED.setdefault(find_module(model, layer), set())
+        structure = None if graph is None else graph.structure
+        if structure is None or structure not in known:
+            check_shapes(found)
+            found.check_examples()
+            known.update([] if structure is None else [structure])
+    if keep and graph is not None and isinstance(found, Tape):
+        remember(model, layer, graph)
+    return found
+
+
+def _recorded(model: nn.Module, layer: str, x: Tensor, keep: bool) -> tuple[Tape | str, Graph | None]:
+    """Return the forward pass as a tape, or what stands in the way, and the recording, where there is one."""
+    hooked = [name for name, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks]
+    if hooked:
+        return f"a backward hook of {hooked[0] or type(model).__name__}", None
+    try:
+        graph = record(model, layer, x, calls=keep)
+    except RuntimeError as error:  # a forward pass may ask its tensors for gradients
+        return f"a pass without gradients ({str(error).splitlines()[0]})", None
+    return graph.linearise(), graph
+
+
+_UNMIXED: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()  # layer: passes to it that mix no examples
+
+
+def check_shapes(jacobian: Jacobian) -> None:
+    """Raise unless the first dimension of r counts the examples."""
+    r, n = jacobian.r, jacobian.x.shape[0]
+    if r.ndim < 2 or r.shape[0] != n:
+        raise ScoreError(
+            f"The layer's input has shape {tuple(r.shape)} for {n} examples; its first dimension must count them. "
+            "Choose a layer before examples are merged."
+        )
+
+
+def _check(x: Tensor, name: str, p: float, probes: int, memory: int | None) -> None:
+    if name not in METHODS:
+        hint = did_you_mean(name, METHODS)
+        raise ScoreError(f"No method is called {name!r}. {hint}Known: {', '.join(METHODS)}.")
+    if p not in NORMS:
+        raise ScoreError(f"p={p} is no norm that rows are measured in. Give 1, 2 or inf.")
+    if p != 2 and name in ("sketch", "moment", "deflation"):
+        raise ScoreError(f"Method {name!r} estimates p=2 only, and p={p} was asked for. Use exact.")
+    if not isinstance(x, Tensor):
+        raise ScoreError(f"x is a {type(x).__name__}; give one tensor (N, ...), and wrap a model that takes several.")
+    if under_transform():
+        raise ScoreError("Scores cannot be computed inside torch.func transforms (vmap, grad, ...). Call outside them.")
+    if x.ndim == 0 or not x.is_floating_point():
+        raise ScoreError(f"x is {x.ndim}-dimensional {x.dtype}; give a batch of floating point numbers, (N, ...).")
+    if probes < 1 or (memory is not None and memory < 1):
+        raise ScoreError(f"probes and memory are at least 1; got {probes} and {memory}.")
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method by name, with its settings."""
+
+    name: str
+    ps: tuple[float, ...] = (2.0,)  # the norms asked for; 2 is always among them
+    probes: int = 64
+    seed: int = 0
+    memory: int = MEMORY["cpu"]
+
+    def __call__(self, jacobian: Jacobian, *, static: bool = False) -> RowNorms:
+        """Return r and the norms of its rows. ``static``: never look at values, so never wait for a device."""
+        check_shapes(jacobian)
+        auto = self.name == "auto"
+        name = choose(jacobian, self.ps[-1]) if auto else self.name
+        if name == "moment" and isinstance(jacobian, Tape):  # an estimate: no more exact than the model's own pass
+            return moment_rows(jacobian)
+        with _precision(jacobian.x):
+            if name == "exact":
+                return self._exact(jacobian, static)
+            if name == "sketch":
+                return sketch_rows(jacobian, PROBES if auto else self.probes, self.seed, self.memory)
+            if name == "deflation":
+                return deflation_rows(jacobian, self.probes, self.seed, self.memory)
+        raise ScoreError(f"Method {name!r} needs a model of known operations. Use exact or sketch.")
+
+    def _exact(self, jacobian: Jacobian, static: bool) -> RowNorms:
+        if not isinstance(jacobian, Tape):
+            return generic_rows(jacobian, self.ps, self.memory)
+        fast = dense_rows if _takes_tf32(jacobian.x) else lanes_rows
+        found = fast(jacobian, self.ps, self.memory)
+        return exact_rows(jacobian, self.ps, self.memory, skip=not static) if found is None else found
+
+    def constants(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return what calls share beside the model: a recording must keep it alive."""
+        if self.name != "sketch":  # a chain of known layers has no need of the sketch under `auto`
+            return ()
+        return (random_signs(self.probes, tuple(x.shape[1:]), self.seed, wide(x).dtype, str(x.device)),)
+
+    def is_static(self, tape: Tape) -> bool:
+        """Return whether a call is worth recording for replay: short, and without steps that wait for the device."""
+        name = choose(tape, self.ps[-1]) if self.name == "auto" else self.name
+        passes = {"moment": 1, "sketch": self.probes}.get(name, min(_size(tape.r), _size(tape.x)))
+        return name != "deflation" and passes * tape.cost * tape.r.shape[0] <= _LIGHT
+
+
+def _takes_tf32(x: Tensor) -> bool:
+    """Return whether the user has let CUDA round float32 products: ``torch.set_float32_matmul_precision("high")``."""
+    return x.is_cuda and x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+
+
+@contextmanager
+def _precision(x: Tensor) -> Iterator[None]:
+    """Within, convolutions on CUDA round no more than the user lets matrix products round."""
+    if not x.is_cuda or _takes_tf32(x):
+        yield
+        return
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
+def choose(jacobian: Jacobian, p: float) -> str:
+    """Return the method that ``auto`` stands for, from shapes alone: the same call always gets the same one.
+
+    ``exact`` where p is not 2 (an estimate knows no other) and where rows × multiplications of one backward pass ×
+    examples stay within a budget; else ``moment``, or ``sketch`` where an operation has no map.
+    """
+    quick = "moment" if isinstance(jacobian, Tape) else "sketch"
+    within = effort(jacobian) * jacobian.r.shape[0] <= BUDGET
+    return "exact" if p != 2 or within else quick
+
+
+def effort(jacobian: Jacobian) -> int:
+    """Return the multiplications that all rows of one example take."""
+    # What an unknown operation costs cannot be read off; a dense matrix from input to output is taken for it.
+    cost = jacobian.cost if isinstance(jacobian, Tape) else _size(jacobian.r) * _size(jacobian.x)
+    return min(_size(jacobian.r), _size(jacobian.x)) * cost
+
+
+def _size(t: Tensor) -> int:
+    return t[0].numel()

@@ -1,0 +1,245 @@
+"""The compiled kernel (``cpu_kernel.c``, ``gram.c``), where it was built: structures and calls, by ctypes."""
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64
+from functools import cache
+from math import inf, prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradveil.compiled import on_threads, variants_of
+from gradveil.representation.layers.jacobian import Tape
+from gradveil.representation.scores.exact import TINY, RowNorms, Start, live_first
+from gradveil.representation.scores.fast.kernel_plan import Image, Piece, PieceShape, RowSplit, best_split, pieces_of
+
+ABI = 4
+CONVOLUTION, MAX_POOL = 0, 1
+
+
+class KernelStage(Structure):
+    """One map of the chain, as ``cpu_kernel.h`` has it."""
+
+    _fields_ = (
+        *((name, c_int32) for name in (
+            "kind", "co", "oh", "ow", "ci", "h", "w", "kh", "kw", "sh", "sw", "ph", "pw", "dh", "dw",
+            "in_left", "in_pitch", "out_left", "out_pitch", "blocked", "unused",
+        )),
+        ("scale_stride", c_int64), ("weight", POINTER(c_float)), ("scale", POINTER(c_float)),
+        ("index", POINTER(c_int64)), ("index_stride", c_int64),
+    )  # fmt: skip
+
+
+class Gram(Structure):
+    """Where rows stop, and the Gram matrix that gives their norms there, as ``cpu_kernel.h`` has it."""
+
+    _fields_ = (
+        ("split", c_int32), ("block", c_int32), ("kernel", POINTER(c_float)),
+        *((name, POINTER(c_int32)) for name in ("last_y", "first_x", "last_x")),
+        ("offset", POINTER(c_int64)), ("matrix_size", c_int64), ("patch_size", c_int64),
+        ("matrix", POINTER(c_float)), ("patch", POINTER(c_float)), ("done", POINTER(c_int64)),
+    )  # fmt: skip
+
+
+class KernelPlan(Structure):
+    """One call, as ``cpu_kernel.h`` has it."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("stages", "examples", "rows", "row_lists", "wants_one", "wants_max")),
+        ("stage", POINTER(KernelStage)), ("row", POINTER(c_int64)), ("kernel", POINTER(c_float)),
+        ("two", POINTER(c_float)), ("one", POINTER(c_float)), ("max", POINTER(c_float)),
+        ("next", POINTER(c_int64)), ("buffer", c_int64), ("gram", Gram),
+    )  # fmt: skip
+
+
+def lanes() -> int:
+    """Return how many rows go together."""
+    width: int = library().lanes_width()
+    return width
+
+
+@cache
+def variants() -> dict[str, Any]:
+    """Return the compiled kernels that this processor can run, the best first."""
+    found = variants_of(Path(__file__).with_name("_cpu_kernel"), "lanes", ABI)
+    for kernel in found.values():
+        kernel.lanes_run.argtypes = (POINTER(KernelPlan),)
+    return found
+
+
+@cache
+def library() -> Any:
+    """Return the best kernel, or None where there is none."""
+    return next(iter(variants().values()), None)
+
+
+def pointer(tensor: Tensor | None) -> Any:
+    """Return where a tensor's numbers lie; None for none."""
+    if tensor is None:
+        return None
+    kind: Any = {torch.int64: c_int64, torch.int32: c_int32, torch.float32: c_float}[tensor.dtype]
+    return ctypes.cast(tensor.data_ptr(), POINTER(kind))
+
+
+def run(plan: KernelPlan, pieces: int) -> None:
+    """Run a plan on as many threads as torch uses."""
+
+    def work() -> None:
+        if library().lanes_run(ctypes.byref(plan)):  # without the interpreter's lock
+            raise MemoryError("No memory for the buffers of the compiled score kernel.")
+
+    on_threads(work, pieces)
+
+
+_MOST_KEPT = 2**23  # floats
+_LARGEST = 2**18  # entries of a tensor; larger ones leave the processor's cache, where torch is as good
+_BLOCKS = (16, 12, 8, 4, 3, 2, 1)  # channels worked on at once
+
+
+def lanes_rows(tape: Tape, ps: Sequence[float], memory: int) -> RowNorms | None:
+    """Return r and the norms of all rows; None where the kernel is absent or cannot do this tape as well as torch."""
+    n, length = tape.r.shape[0], tape.r[0].numel()
+    if library() is None or tape.x.is_cuda or tape.x.dtype != torch.float32 or length > 8 * tape.x[0].numel():
+        return None
+    start = Start.of(tape)
+    pieces = pieces_of(tape, start.node)
+    if not pieces or pieces[0].weight is None:
+        return None
+    largest = max(prod(piece.below) for piece in pieces)
+    if largest > _LARGEST or 2 * largest * lanes() * 4 * torch.get_num_threads() > memory:
+        return None
+    order, count = live_first(start.factor)
+    index = start.index if order is None else start.index.expand(n, -1).gather(1, order[:, :count])
+    sorting = _by_place(index, pieces[0].above)
+    split = best_split(tuple(map(PieceShape.of, pieces)), count, lanes()) if set(ps) == {2.0} else None
+    found = _run(pieces, split, index.gather(1, sorting), n, ps)
+    if bool(((found[2.0] < TINY) & (found[inf] > 0)).any()):  # squares have lost digits: torch has a way round
+        return None
+    norms = {}
+    for p in ps:
+        rows = torch.zeros(n, count).scatter_(1, sorting.expand(n, -1), found[p])
+        if order is not None:
+            rows = torch.zeros(n, length).scatter_(1, order[:, :count].expand(n, -1), rows)
+        norms[p] = rows * start.factor.abs()
+    return RowNorms(tape.r.flatten(1), norms)
+
+
+def _by_place(index: Tensor, shape: Image) -> Tensor:
+    """Return the order in which rows of one place come together, so that lanes share a small window."""
+    c, h, w = shape
+    return (index % (h * w) * c + index // (h * w)).argsort(dim=1)
+
+
+class _Kept:
+    """Pointers to tensors that live as long as this does."""
+
+    def __init__(self) -> None:
+        self._tensors: list[Tensor] = []
+
+    def __call__(self, tensor: Tensor | None) -> object:
+        if tensor is not None:
+            self._tensors.append(tensor)
+        return pointer(tensor)
+
+
+def _run(pieces: list[Piece], split: RowSplit | None, rows: Tensor, n: int, ps: Sequence[float]) -> dict[float, Tensor]:
+    kept = _Kept()
+    blocked = [_blocked(pieces, k) for k in range(len(pieces))]
+    margins = [*(_margins(piece, b) for piece, b in zip(pieces, blocked, strict=True)), (0, pieces[-1].below[2])]
+    stages = (KernelStage * len(pieces))()
+    sizes = []
+    for k, piece in enumerate(pieces):
+        follows = k + 1 == len(pieces) or pieces[k + 1].above == piece.below
+        after = margins[k + 1] if follows else (0, piece.below[2])
+        sizes.append(piece.below[0] * piece.below[1] * after[1])
+        stages[k] = _stage(piece, blocked[k], margins[k], after, kept)
+    found = {p: torch.empty(n, rows.shape[1]) for p in (2.0, 1.0, inf) if p != 1 or p in ps}
+    if split is not None:
+        found[inf].zero_()  # where the form is good, no square has lost digits
+    plan = KernelPlan(
+        len(pieces), n, rows.shape[1], rows.shape[0], 1.0 in ps, True, stages, kept(rows.contiguous()),
+        kept(_by_output(pieces[0])), *(kept(found.get(p)) for p in (2.0, 1.0, inf)),
+        kept(torch.zeros(1, dtype=torch.int64)), max(sizes), _gram(pieces, split, n, kept),
+    )  # fmt: skip
+    run(plan, n * rows.shape[1])
+    return found
+
+
+def _stage(piece: Piece, blocked: int, before: tuple[int, int], after: tuple[int, int], kept: _Kept) -> KernelStage:
+    scale, index = piece.scale, piece.index
+    return KernelStage(
+        MAX_POOL if piece.weight is None else CONVOLUTION, *piece.above, *piece.below, *piece.geometry,
+        *before, *after, blocked, 0, 0 if scale is None or scale.shape[0] == 1 else scale[0].numel(),
+        kept(_packed(piece.weight)), kept(scale), kept(index), 0 if index is None else index[0].numel(),
+    )  # fmt: skip
+
+
+def _gram(pieces: list[Piece], split: RowSplit | None, n: int, kept: _Kept) -> Gram:
+    if split is None:
+        return Gram()
+    channels, height, width = pieces[split.at].above
+    offsets = split.offsets(channels)
+    firsts, lasts = zip(*split.neighbours_x, strict=True)
+    bounds = (kept(torch.tensor(some, dtype=torch.int32)) for some in (split.last_y, firsts, lasts))
+    patch = split.area * pieces[-1].below[0]
+    matrices, patches = (
+        _scratch("matrix", 2 * offsets[-1]),
+        _scratch("patch", 2 * height * width * patch * lanes()),
+    )
+    return Gram(
+        split.at, split.block, kept(_by_output(pieces[split.at])), *bounds, kept(torch.tensor(offsets)), offsets[-1],
+        patch, kept(matrices), kept(patches), kept(torch.zeros(3 * n, dtype=torch.int64)),
+    )  # fmt: skip
+
+
+_SCRATCH = threading.local()
+
+
+def _scratch(name: str, size: int) -> Tensor:
+    """Return memory to work in, the same at every call of a thread: fresh memory costs a fault for every page."""
+    kept: Tensor | None = getattr(_SCRATCH, name, None)
+    if kept is None or len(kept) < size:
+        kept = torch.empty(size)
+        setattr(_SCRATCH, name, kept if size <= _MOST_KEPT else None)
+    return kept
+
+
+def _by_output(piece: Piece) -> Tensor:
+    assert piece.weight is not None
+    return piece.weight.permute(0, 2, 3, 1).contiguous()
+
+
+def _blocked(pieces: list[Piece], k: int) -> int:
+    """Return how many columns to work on at once where channels are few; 0 where they are many."""
+    piece = pieces[k]
+    if k == 0 or piece.weight is None or piece.below[0] > 4 or piece.above != pieces[k - 1].below:
+        return 0
+    columns = -(-piece.below[2] // piece.geometry[3])  # of one phase
+    return 8 if piece.below[0] < 4 and columns >= 8 else 4
+
+
+def _margins(piece: Piece, blocked: int) -> tuple[int, int]:
+    """Return how many columns of zeros stand before each row that this piece reads, and how many columns a row has."""
+    width = piece.above[2]
+    if not blocked:
+        return 0, width
+    _, kernel, _, stride, _, padding, _, dilation = piece.geometry
+    left = max(0, -(-(dilation * (kernel - 1) - padding) // stride))
+    last = (piece.below[2] - 1 + padding) // stride
+    return left, left + max(width, last + 1) + blocked
+
+
+def _packed(weight: Tensor | None) -> Tensor | None:
+    """Return weights (out, in, kh, kw) as blocks of input channels, [block][kh][kw][out][channel]."""
+    if weight is None:
+        return None
+    parts, at = [], 0
+    while at < weight.shape[1]:
+        size = next(b for b in _BLOCKS if b <= weight.shape[1] - at)
+        parts.append(weight[:, at : at + size].permute(2, 3, 0, 1).flatten())
+        at += size
+    return torch.cat(parts)

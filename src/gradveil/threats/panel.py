@@ -1,0 +1,291 @@
+"""Who attacks what: each update of an attacked client, by the servers of every tier, with each attack."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Generator
+
+from gradveil.attacks.base import Kind, Malicious
+from gradveil.attacks.base import build as build_attack
+from gradveil.auditing.run_folder import Row
+from gradveil.countermeasures import Countermeasure, plain
+from gradveil.errors import GradveilError
+from gradveil.guard.defense import Defense
+from gradveil.threats.looks import Look
+from gradveil.threats.setup import Scene
+from gradveil.threats.trial import Trial, attacks_of, naive, observe
+from gradveil.tree import Params, parameters, size
+from gradveil.types import Batch, Observation
+
+CHUNK = 96  # trials that run together
+KEPT = 2**30  # bytes of updates that are kept for the next server; beyond that they are made again
+INFORMED = "candidates"  # the attack of informed servers
+OF_LARGE = "candidates:entries=100000,shortlist=6"  # where running a client on all of a list takes long
+LAWS = ("whiten", "orthogonal")  # countermeasures that say how likely an update is
+ROUNDS = 16  # updates of one client that a patient server has, at most
+
+
+@dataclass(frozen=True)
+class Target:
+    """One update to reconstruct, by one server with one attack."""
+
+    look: Look
+    defense: str
+    server: Countermeasure
+    attack: str
+    victim: int  # which attacked client
+
+
+def panel(scene: Scene, looks: Sequence[Look]) -> dict[str, list[Target]]:
+    """Return who attacks what, by attack: for each look the controls, then each defence, by tier.
+
+    In the first round all defences start from the same weights and share one control; later each federation
+    has weights of its own, and its own control at those weights.
+    """
+    targets: dict[str, list[Target]] = {}
+    for look in looks:
+        wanted = _planted(scene, look) if look.planted else _wanted(scene, look)
+        for defense, server, attack in wanted:
+            clients = [v for v in scene.victims if look.clients is None or (defense, v) in look.clients]
+            mine = [Target(look, defense, server, attack, victim) for victim in clients]
+            targets.setdefault(attack, []).extend(mine)
+    return targets
+
+
+def last_resort(scene: Scene, look: Look, holding: Sequence[str]) -> dict[str, list[Target]]:
+    """Return the attack that learns to undo any defence, on the defences that hold so far: it takes long.
+
+    In the first round only. Where attacks were named, and so the tiers beyond ``knows`` are left out, it is as well.
+    """
+    server = inverting()
+    if not holding or "knows" not in scene.tiers or set(scene.tiers) <= {"naive", "knows"}:
+        return {}
+    mine = [
+        Target(look, defense, server, server.name, victim) for defense in ("none", *holding) for victim in scene.victims
+    ]
+    return {server.name: mine}
+
+
+Wanted = list[tuple[str, Countermeasure, str]]  # defence, server, attack
+
+
+def _wanted(scene: Scene, look: Look) -> Wanted:
+    tried = [d for d in scene.defenses if d != "none" and look.weights in ("start", d)]
+    found: dict[tuple[str, str, str, str], tuple[str, Countermeasure, str]] = {}
+
+    def add(defense: str, server: Countermeasure, attack: str) -> None:
+        attack = OF_LARGE if attack == INFORMED and scene.is_dear else attack
+        found.setdefault((defense, server.tier, server.name, attack), (defense, server, attack))
+
+    for attack in scene.attacks:
+        add("none", naive(), attack)
+    if "informed" in scene.tiers:
+        add("none", informed(()), INFORMED)
+    for defense in tried:
+        for attack in scene.attacks:
+            if "naive" in scene.tiers:
+                add(defense, naive(), attack)
+        knowing = scene.countermeasures(defense, look.model)
+        servers = list(knowing) if "knows" in scene.tiers else []
+        servers += [informed(knowing), *marked(scene.acting(defense, look.model))] if "informed" in scene.tiers else []
+        servers += patient(knowing) if "patient" in scene.tiers and scene.probed(defense).drawn else []
+        for server in servers:
+            for attack in _used(scene, server):
+                if server.tier in ("knows", "patient"):
+                    add("none", naive(), attack)  # an attack is nothing without its control
+                add(defense, server, attack)
+    return sorted(found.values(), key=lambda one: one[0] != "none")
+
+
+def _planted(scene: Scene, look: Look) -> Wanted:
+    server = Countermeasure(
+        look.planted.partition(":")[0], "Sends weights that make clients give more away.", _as_it_is, tier="malicious"
+    )
+    return [(defense, server, look.planted) for defense in scene.defenses]
+
+
+def _used(scene: Scene, server: Countermeasure) -> list[str]:
+    """Return the attacks that a server uses; a patient one the first of the audit's own."""
+    used = attacks_of(server, list(scene.attacks), scene.dataset.modality)
+    return [_own_name(scene, attack) for attack in used][: 1 if server.tier == "patient" else None]
+
+
+def _own_name(scene: Scene, attack: str) -> str:
+    """Return the panel's own settings of an attack that a countermeasure names without any."""
+    return next((spec for spec in scene.attacks if spec.partition(":")[0] == attack), attack)
+
+
+def kind_of(scene: Scene, attack: str) -> Kind:
+    """Return what an attack of the audit, or of a server, is known to take."""
+    return build_attack(scene.attacks.get(attack, attack)).kind
+
+
+def _as_it_is(seen: Observation) -> Observation:
+    return seen
+
+
+def informed(knowing: Sequence[Countermeasure]) -> Countermeasure:
+    """The server that has all other records of the client, and a list of candidates for this one."""
+    view = next((c.view for c in knowing if any(name in c.name for name in LAWS)), _as_it_is)
+    why = "Has every other record of the client and a list of candidates; picks the likeliest."
+    return Countermeasure(INFORMED, why, view, INFORMED, "informed")
+
+
+def marked(defense: Defense) -> list[Countermeasure]:
+    """The server with a list that looks at what of an update no draw changes; none where the defence leaves nothing."""
+    if type(defense).fingerprint is Defense.fingerprint:
+        return []
+    why = "Has a list of candidates; picks the one that makes what no draw of the client changes."
+    return [Countermeasure("fingerprint", why, defense.fingerprint, INFORMED, "informed")]
+
+
+def patient(knowing: Sequence[Countermeasure]) -> list[Countermeasure]:
+    """The servers that know the defence and have updates of many rounds: a view each, of all rounds."""
+    mine = [c for c in knowing if c.attack in (None, "newton") and c.name != "undeclared"]
+    return [replace(c, why=f"{c.why} Adds up the client's updates of many rounds.", tier="patient") for c in mine]
+
+
+def rounds_seen(scene: Scene) -> int:
+    """Return how many updates of a client a patient server has: as many as memory allows."""
+    update = 4 * size(parameters(scene.model)) * len(scene.victims)
+    return max(2, min(ROUNDS, KEPT // update))
+
+
+def inverting() -> Countermeasure:
+    """The server that learns to undo the defence, from public examples that it sends through it itself."""
+    why = "Runs the defence on public examples and learns to undo it."
+    return replace(plain(), name="inverter", why=why, attack="inverter")
+
+
+def _one_of(target: Target, held: Batch) -> int | None:
+    """Return which example of a client's a server is after, None: all of them. The informed one misses the first."""
+    if target.server.tier == "informed":
+        return 0
+    built = build_attack(target.attack) if target.look.planted else None
+    return built.after(target.look.model, held) if isinstance(built, Malicious) else None
+
+
+def chunks(targets: Sequence[Target]) -> list[Sequence[Target]]:
+    """Cut targets into parts of nearly equal size that run together; a part is the unit of work."""
+    count = -(-len(targets) // CHUNK)
+    edges = [round(i * len(targets) / count) for i in range(count + 1)]
+    return [targets[a:b] for a, b in pairwise(edges)]
+
+
+@dataclass
+class Observed:
+    """What the attacked clients sent: each update is made once, however many servers and attacks look at it."""
+
+    scene: Scene
+    _kept: dict[tuple[str | int, ...], Observation | GradveilError] = field(default_factory=dict)
+    _views: dict[tuple[object, ...], tuple[Observation, Observation]] = field(default_factory=dict)
+    _clients: dict[tuple[int, str], "_Client"] = field(default_factory=dict)
+    _bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self._num_classes = self.scene.num_classes
+        self._public = self.scene.public.batch.to(self.scene.device)
+
+    def trial(self, target: Target) -> Trial:
+        """Return the trial of a target."""
+        scene, look, victim = self.scene, target.look, target.victim
+        rng = scene.seeds("attack", target.attack, look.round, victim)
+        attack = scene.attacks.get(target.attack, target.attack)
+        first, held = victim * scene.config.examples, scene.held_by(victim)
+        if (one := _one_of(target, held)) is not None:
+            first, held = first + one, held[one : one + 1]
+        server = replace(target.server, view=partial(self._viewed, target.server.view))
+        return Trial(self._given(target), server, attack, rng, held, self.about(target), first)
+
+    def _viewed(self, view: Callable[[Observation], Observation], seen: Observation) -> Observation:
+        """Return a view of one update; worked out once, whichever attacks and tiers it is for."""
+        key = (view, id(seen.update), seen.candidates is None, seen.labels is None)
+        if key not in self._views:
+            found = view(seen)
+            self._bytes += 0 if found is seen else 4 * size(found.update.gradient)
+            if found is seen or self._bytes > KEPT:
+                return found
+            self._views[key] = (seen, found)  # what was seen is held as well, so that no other update gets its id
+        return self._views[key][1]
+
+    def about(self, target: Target) -> Row:
+        """Return what the rows of a target say of it."""
+        return {
+            "round": target.look.round,
+            "round_number": target.look.round_number,
+            "weights": target.look.weights,
+            "defense": target.defense,
+            "server": target.server.name,
+            "tier": target.server.tier,
+            "attack": target.attack,
+        }
+
+    def _given(self, target: Target) -> Observation | GradveilError:
+        """Return the update, and what a server of this tier has beside it."""
+        seen, tier = self.seen(target), target.server.tier
+        if isinstance(seen, GradveilError) or tier == "naive":
+            return seen if isinstance(seen, GradveilError) else replace(seen, public=self._public)
+        client = self._clients.setdefault((id(target.look.model), target.defense), _Client(self, target))
+        seen = replace(seen, client=client, public=self._public)
+        if tier == "informed":
+            return replace(seen, candidates=self._candidates(target.victim), others=self._others(target.victim))
+        if tier == "patient":
+            more = [self.seen(target, again) for again in range(1, rounds_seen(self.scene))]
+            return replace(seen, rounds=tuple(one for one in more if isinstance(one, Observation)))
+        return seen
+
+    def _candidates(self, victim: int) -> Batch:
+        """Return the client's example among public ones, in an order that says nothing."""
+        held, public = self.scene.held_by(victim)[:1], self.scene.public
+        others = public.batch[: public.choices - 1]
+        order = torch.randperm(public.choices, generator=self.scene.seeds("candidates", victim))
+        inputs, labels = torch.cat([held.inputs, others.inputs]), torch.cat([held.labels, others.labels])
+        return Batch(inputs[order], labels[order]).to(self.scene.device)
+
+    def _others(self, victim: int) -> Batch | None:
+        held = self.scene.held_by(victim)
+        return held[1:].to(self.scene.device) if len(held) > 1 else None
+
+    def seen(self, target: Target, again: int = 0) -> Observation | GradveilError:
+        """Return what arrived from the client after its local training, or why nothing did; ``again``: once more."""
+        look = target.look
+        key = (look.round, look.weights, look.planted, target.defense, target.victim, again)
+        if key in self._kept:
+            return self._kept[key]
+        seen = self._observe(target, again)
+        self._bytes += 0 if isinstance(seen, GradveilError) else 4 * size(seen.update.gradient)
+        if self._bytes <= KEPT:
+            self._kept[key] = seen
+        return seen
+
+    def _observe(self, target: Target, again: int) -> Observation | GradveilError:
+        repeat = ("again", again) if again else ()
+        rng = self.scene.seeds("defense", target.defense, target.look.round, target.victim, *repeat)
+        batch = self.scene.held_by(target.victim).to(self.scene.device)
+        try:
+            return self.send(target, batch, rng)
+        except GradveilError as error:
+            return error
+
+    def send(self, target: Target, batch: Batch, rng: Generator, by_server: bool = False) -> Observation:
+        """Return what the server sees of a client with these examples; or makes by itself, without its secrets."""
+        scene, look = self.scene, target.look
+        defense = scene.acting(target.defense, look.model)
+        defense = defense.for_server() if by_server else defense
+        lr, prior = scene.config.lr_of(look.round_number), scene.public.prior
+        rest = (lr, False, (0.0, 1.0), scene.config, scene.dataset.modality)
+        return observe(look.model, batch, defense, rng, self._num_classes, prior, *rest)
+
+
+@dataclass(frozen=True, eq=False)
+class _Client:
+    """What a client with other examples would send: the server runs the defence by itself."""
+
+    observed: Observed
+    target: Target
+
+    def __call__(self, batch: Batch, rng: Generator) -> Params:
+        return self.observed.send(self.target, batch, rng, by_server=True).update.gradient

@@ -1,0 +1,289 @@
+"""What is secret in a defence: found by running it on public examples, whatever its author declares.
+
+A defence is run as a client runs it, with chosen secrets, on gradients of public examples and on made ones. What it
+does to them is looked for among known formulas; what is found becomes a server of the audit, and what contradicts the
+declaration is said first.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import Generator, Tensor, nn
+
+from gradveil.countermeasures import Countermeasure, drop
+from gradveil.defenses.compose import Compose
+from gradveil.federated.client import train_client
+from gradveil.federated.settings import Local
+from gradveil.guard.defense import Defense, NoDefense, check_servers
+from gradveil.guard.step import step_gradient
+from gradveil.losses import build as build_loss
+from gradveil.privacy.draws import Source
+from gradveil.seeds import Seeds
+from gradveil.threats.probing.batches import find_on_batch, simulate_perturb
+from gradveil.threats.probing.channels import Channel, Secret, own_numbers, secrets
+from gradveil.threats.probing.findings import DRAWS, KEPT, MOST, WORK, Explorer, Found
+from gradveil.threats.probing.laws import (
+    claims,
+    contradictions,
+    declared_noise,
+    distance,
+    looked_at,
+    reproduces,
+    viewed,
+)
+from gradveil.threats.probing.remains import draw, sampled
+from gradveil.tree import Params, flatten, parameters
+from gradveil.types import Batch, GaussianPrior, Observation, Update
+
+PUBLIC = 48  # clients with public examples, whose gradients an undone update is compared with
+SEEN = 8  # updates that declarations are tried on
+PLAIN = ("plain", "undeclared")  # declarations that name nothing to undo
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What probing a defence found."""
+
+    servers: tuple[Countermeasure, ...] = ()  # what a server can do, beside what was declared
+    errors: tuple[str, ...] = ()  # what was declared and is not so, one sentence each
+    notes: tuple[str, ...] = ()
+    assessed: bool = True  # whether all that is secret is declared, or was found
+    drawn: bool = True  # whether it sends something else in every round
+
+
+@dataclass(frozen=True)
+class Before(Defense):
+    """The part of a defence that acts before there is a gradient."""
+
+    whole: Defense
+
+    def on_batch(self, batch: Batch, rng: Source) -> Batch:
+        """Change the examples."""
+        return self.whole.on_batch(batch, rng)
+
+    def layers(self, model: nn.Module) -> tuple[str, ...]:
+        """Return the layers that are defended."""
+        return self.whole.layers(model)
+
+    def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Source) -> Tensor:
+        """Change a layer's input."""
+        return self.whole.perturb(model, layer, x, r, rng)
+
+    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+        """Return what is declared of the whole."""
+        return self.whole.adaptive(model)
+
+
+def probe(
+    defense: Defense,
+    model: nn.Module,
+    public: Batch,
+    examples: int,
+    local: Local,
+    lr: float,
+    seeds: Seeds,
+    num_classes: int,
+) -> Probed:
+    """Return what a server finds out about a defence by running it on public examples at these weights.
+
+    ``examples``: that a client has.
+    """
+    declared = defense.adaptive(model)
+    check_servers(getattr(defense, "spec_name", type(defense).__name__), declared)
+    while len(public) < 2 * examples:  # mirrored ones are others
+        public = Batch(
+            torch.cat([public.inputs, public.inputs.flip(-1)]), public.labels.repeat(2, *[1] * (public.labels.ndim - 1))
+        )
+    public = public[: PUBLIC * examples].to(next(model.parameters()).device)
+    return _Probe(defense, declared, copy.deepcopy(model), public, local, lr, seeds, num_classes, examples).result()
+
+
+@dataclass(frozen=True)
+class _Probe:
+    defense: Defense
+    declared: tuple[Countermeasure, ...]
+    model: nn.Module
+    public: Batch
+    local: Local
+    lr: float
+    seeds: Seeds
+    num_classes: int
+    examples: int
+
+    def result(self) -> Probed:
+        """Probe every place."""
+        clients = [self._client(i) for i in range(2)]
+        true = [self._gradient(batch) for batch in clients]
+        drawn = secrets(self.defense, self.seeds, MOST)
+        channel = self._channel(Update(true[0], self.examples, 1, self.lr), drawn)
+        vectors = tuple(flatten(g) for g in true)
+        acted = Explorer(self.defense, channel, drawn, vectors, cache(self._prior)).find()
+        batch = find_on_batch(clients[0], drawn)
+        inside = Found() if batch.what else self._inside(clients, true[0], drawn)
+        seen = self._seen(channel, drawn, clients[0])
+        views = [view for server in self.declared if (view := viewed(server, seen[0])) is not None] if seen else []
+        errors = self._errors(acted, batch, inside, true[0], seen, channel, drawn)
+        trusted = not errors and any(server.name not in PLAIN for server in self.declared)
+        simulated = any(view.simulate is not None for view in views)
+        covered = [
+            trusted and any(view.model is not self.model for view in views),
+            trusted and any(self._hides(view, inside) for view in views),
+            trusted and (simulated or (acted.only_noise and any(view.noise for view in views))),
+        ]
+        found = [one for one in (batch, inside, acted) if one.what]
+        left = [one for one, known in zip((batch, inside, acted), covered, strict=True) if one.what and not known]
+        servers = _servers(batch, inside, acted) if any(one.view or one.simulate for one in left) else []
+        if simulated:
+            servers = [server for server in servers if server.name != "simulate"]
+        assessed = trusted or all(one.explained for one in found)
+        changes = any(one.drawn for one in found)
+        return Probed(tuple(servers), tuple(errors), tuple(one.what for one in found), assessed, changes)
+
+    def _hides(self, view: Observation, inside: Found) -> bool:
+        """Return whether a view leaves out, or weighs, all tensors that changes of the representation reach."""
+        return bool(inside.changed) and all(n not in view.visible or n in view.weights for n in inside.changed)
+
+    def _client(self, number: int) -> Batch:
+        return self.public[number * self.examples : (number + 1) * self.examples]
+
+    def _gradient(self, batch: Batch, secret: Secret | None = None) -> Params:
+        """Return the gradient of one step, before the defence acts on gradients; without a secret, undefended."""
+        run = NoDefense() if secret is None else Before(copy.deepcopy(secret.state))
+        rng = Generator() if secret is None else secret.rng()
+        loss = build_loss(self.local.loss).of(batch.labels)
+        with own_numbers(0):  # dropout's are the same in all runs
+            gradient = step_gradient(copy.deepcopy(self.model), batch, run, rng, loss=loss)
+        return {name: g.detach() for name, g in gradient.items()}
+
+    def _prior(self) -> GaussianPrior:
+        """Return what gradients of public examples look like."""
+        size = sum(p.numel() for p in parameters(self.model).values())
+        count = max(2, min(PUBLIC, int(KEPT / size), len(self.public) // self.examples))
+        rows = torch.stack([flatten(self._gradient(self._client(i))) for i in range(count)])
+        return GaussianPrior.fit(rows, ridge=0.1 * float(rows.var(0).mean()))
+
+    def _channel(self, like: Update, drawn: Sequence[Secret]) -> Channel:
+        """Return the defence as a function of gradients, and whether it acts on nothing but updates."""
+        step = Channel(replace(like, num_steps=2))  # of several: what is done to a gradient alone
+        vector = flatten(like.gradient)
+        still = all((out := step.run(vector, s)) is not None and torch.equal(out, vector) for s in drawn[:3])
+        return Channel(like, "update" if still else "gradient")
+
+    def _inside(self, clients: Sequence[Batch], true: Params, drawn: Sequence[Secret]) -> Found:
+        """Return what is done to representations: which weight gradients it changes, and a server that does it too."""
+        if not self.defense.layers(self.model):
+            return Found()
+        batch = clients[0]
+        runs = [self._gradient(batch, secret) for secret in drawn[:3]]
+        changed = [n for n, g in true.items() if any(not torch.equal(g, run[n]) for run in runs)]
+        if not changed:
+            return Found()
+        secret = any(not torch.equal(runs[0][n], run[n]) for run in runs[1:] for n in changed)
+        loss = build_loss(self.local.loss).of(batch.labels)
+        inner = None if secret else simulate_perturb(self.model, clients, drawn[0], runs[0], loss)
+        what = f"It changes the gradients of {', '.join(changed)} and no others."
+        view = drop(*changed).view if len(changed) < len(true) else None
+        return Found(what, view, inner, view is not None or inner is not None, secret, changed=tuple(changed))
+
+    def _seen(self, channel: Channel, drawn: Sequence[Secret], batch: Batch) -> list[Observation]:
+        """Return what a server sees of clients that take one step on the same examples, with several secrets."""
+        shape, loss = tuple(batch.inputs.shape[1:]), build_loss(self.local.loss).of(batch.labels)
+        begun = flatten(self._gradient(batch, drawn[0]))
+        sent = [
+            out
+            for s in drawn[: SEEN if len(begun) * DRAWS <= WORK else 3]
+            if (out := channel.run(begun, s)) is not None
+        ]
+        updates = [replace(channel.like, gradient=channel.tree(out)) for out in sent]
+        return [Observation(self.model, u, shape, self.num_classes, loss=loss) for u in updates]
+
+    def _errors(
+        self,
+        acted: Found,
+        batch: Found,
+        inside: Found,
+        true: Params,
+        seen: Sequence[Observation],
+        channel: Channel,
+        drawn: Sequence[Secret],
+    ) -> list[str]:
+        """Return what is declared and is not so."""
+        if isinstance(self.defense, Compose):  # each part has its own declaration
+            parts = [replace(self, defense=part, declared=part.adaptive(self.model)) for part in self.defense.parts]
+            return [error for part in parts for error in part.result().errors]
+        if not seen:
+            return []
+        views = [view for server in self.declared if (view := viewed(server, seen[0])) is not None]
+        errors = []
+        plain = [view for view in views if claims(view, seen[0])]
+        silent = acted.silent or any(server.name == "undeclared" for server in self.declared)
+        if len(plain) == len(self.declared) and not silent:
+            away = [distance(view, true) for view in plain]
+            if min(away) > 1e-3:
+                errors.append(
+                    f"By what is declared, nothing is hidden in what is matched; it differs from the gradient by "
+                    f"{min(away):.1%} of its length."
+                )
+        if not acted.drawn and not batch.what and not inside.what:
+            for view in views:
+                if view.simulate is not None and not view.noise and not reproduces(view, true, seen[0]):
+                    errors.append("The declared simulation does not give what is sent.")
+        noise = declared_noise(self.declared, seen)
+        if noise:
+            begun = flatten(self._gradient(self._client(0), drawn[0]))
+            count = int(max(6, min(DRAWS, WORK / len(begun))))
+            shown, expected = looked_at(self.declared, seen[0], channel)
+            before = expected(begun)
+            draws = draw(channel, drawn[:count], begun, shown, before)
+            rounds = [sampled(channel, [shown(out)], before) for out in channel.carried_on(begun, drawn[0])]
+            errors += [] if draws is None else contradictions(draws, noise, rounds)
+            if acted.error:
+                errors.append(f"Independent noise is declared, and {acted.error}.")
+            errors += [] if errors else self._several_steps(drawn)
+        return errors
+
+    def _several_steps(self, drawn: Sequence[Secret]) -> list[str]:
+        """Return whether noise that is declared for clients of several steps is there at all."""
+        if self.local.steps(self.examples) == 1:
+            return []
+        batch, shape = self._client(0), tuple(self.public.inputs.shape[1:])
+        sent = []
+        for secret in drawn[:3]:
+            with own_numbers(secret.seed):
+                run = (copy.deepcopy(self.model), batch, copy.deepcopy(secret.state), self.lr, secret.rng(), self.local)
+                sent.append(train_client(*run).whole)
+        seen = [Observation(self.model, update, shape, self.num_classes) for update in sent]
+        noise = declared_noise(self.declared, seen)
+        measured = {n: float(torch.stack([u.gradient[n] for u in sent]).var(0).mean().sqrt()) for n in noise}
+        if not noise or any(measured[n] > 0.1 * std for n, std in noise.items()):
+            return []
+        name = next(iter(noise))
+        return [
+            f"After all local steps noise of {noise[name]:.3g} is declared for {name}, and {measured[name]:.3g} is "
+            "measured."
+        ]
+
+
+def _servers(batch: Found, inside: Found, acted: Found) -> list[Countermeasure]:
+    """Return what a server does: all that was found, together."""
+
+    def together(name: str, why: str, *places: Found) -> Countermeasure:
+        def view(seen: Observation) -> Observation:
+            for place in places:
+                seen = place.view(seen) if place.view is not None else seen
+            return seen
+
+        return Countermeasure(name, why, view)
+
+    why = " ".join(one.what for one in (batch, inside, acted) if one.view is not None)
+    servers = [together("undo", why, acted, inside, batch)] if why else []
+    if acted.simulate is not None:
+        other = Found(view=acted.simulate.view)
+        servers.append(together("simulate", acted.simulate.why, other, inside, batch))
+    if inside.simulate is not None:
+        other = Found(view=inside.simulate.view)
+        servers.append(together("replay", inside.simulate.why, acted, other))
+    return servers

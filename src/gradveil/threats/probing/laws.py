@@ -1,0 +1,202 @@
+"""Whether what is declared of a defence is so: what a view takes for granted, and the law of its noise."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from gradveil.countermeasures import Countermeasure
+from gradveil.errors import GradveilError
+from gradveil.threats.probing.channels import Channel, close
+from gradveil.threats.probing.remains import Draws, directions
+from gradveil.tree import Params, flatten
+from gradveil.types import Observation
+
+SIGMAS = 8.0  # by which a figure must miss: of a sound defence, fewer than one in a million does in any of the tests
+TAILS = 6.0  # the kurtosis that noise may have: Laplace's
+FEW = 0.05  # of the entries, below which those that are never zero are no sample
+CLOSE = 1.25  # a standard deviation within this factor is as declared
+
+
+def contradictions(draws: Draws, declared: Mapping[str, float], rounds: Sequence[Draws]) -> list[str]:
+    """Return what samples of the noise say against the declared standard deviations.
+
+    ``rounds``: two runs of one client, one after the other.
+    """
+    noisy = [name for name, std in declared.items() if std > 0 and name in draws.sent]
+    if not noisy:
+        return []
+    if all(draws.std(name) <= 1e-3 * declared[name] for name in noisy):
+        name = noisy[0]
+        return [f"Noise of standard deviation {declared[name]:.3g} is declared, and none is drawn."]
+    for test in (_strength, _everywhere, _mean, _independent):
+        found = next(filter(None, (test(name, draws, declared[name]) for name in noisy)), None)
+        if found is not None:
+            return [found]
+    return list(filter(None, [_rounds(draws, rounds, noisy)]))
+
+
+def _entries(name: str, draws: Draws) -> Tensor:
+    """Return the noise (K, n) of the entries that are never zero: others may have been left out, or rounded away.
+
+    None where those are few: the largest, of which noise says nothing about the rest.
+    """
+    kept = (draws.sent[name] != 0).all(0)
+    enough = bool(kept.all()) or int(kept.sum()) >= max(8, FEW * len(kept))
+    return draws.noise(name)[:, kept if enough else torch.zeros_like(kept)]
+
+
+def _strength(name: str, draws: Draws, declared: float) -> str | None:
+    noise = _entries(name, draws)
+    if noise.shape[1] == 0:
+        return None
+    measured = float(noise.var(0).mean().sqrt())
+    unsure = SIGMAS * sqrt(TAILS / max(noise.numel() - noise.shape[1], 1)) / 2
+    if unsure > 1 or declared / CLOSE / (1 + unsure) <= measured <= declared * CLOSE * (1 + unsure):
+        return None
+    return f"Noise of standard deviation {declared:.3g} is declared for {name}, and {measured:.3g} is measured."
+
+
+def _everywhere(name: str, draws: Draws, declared: float) -> str | None:
+    noise = _entries(name, draws)
+    if noise.shape[1] == 0:
+        return None
+    still = float((noise.abs() <= 1e-5 * declared).double().mean())
+    if still <= 0.05 + SIGMAS * sqrt(0.05 / noise.numel()):
+        return None
+    return f"Noise is declared for all of {name}, and {still:.0%} of its entries are sent without."
+
+
+def _mean(name: str, draws: Draws, declared: float) -> str | None:
+    noise = _entries(name, draws)
+    count, entries = noise.shape
+    if entries < 8:
+        return None
+    true = draws.true[name][(draws.sent[name] != 0).all(0)]
+    mean = noise.mean(0)
+    mean = mean - float(mean @ true) / max(float(true @ true), 1e-37) * true  # clipping makes all of it shorter
+    excess = float(mean.square().mean()) / max(float(noise.var(0).mean()) / count, 1e-37)
+    if excess <= 2 + SIGMAS * sqrt(2 * TAILS / entries):
+        return None
+    size = float(mean.square().mean().sqrt())
+    return (
+        f"The noise of {name} is declared to have mean zero, and a part of size {size:.2g} is the same in every draw."
+    )
+
+
+def _independent(name: str, draws: Draws, declared: float) -> str | None:
+    noise = _entries(name, draws)
+    noise = noise[0::2] - noise[1::2] if len(noise) % 2 == 0 else noise[0:-1:2] - noise[1::2]  # whatever the mean
+    entries = noise.shape[1]
+    if entries < 16 or len(noise) < 12:
+        return None
+    basis = directions(noise)
+    few = float(len(basis)) if basis is not None else effective(noise)
+    if few >= entries / 4:
+        return None
+    return f"The noise of {name} is declared to be independent, and only about {few:.0f} of its {entries} entries are."
+
+
+def effective(noise: Tensor) -> float:
+    """Return how many entries of noise (K, n) move by themselves: (tr Σ)² / tr Σ², outliers held back."""
+    scaled = noise / noise.square().mean(0).sqrt().clamp_min(1e-37)
+    scaled = scaled.clamp(-3, 3).double()
+    gram = scaled @ scaled.T
+    count = len(gram)
+    off = (gram.square().sum() - gram.diagonal().square().sum()) / (count * (count - 1))
+    return float(gram.diagonal().mean() ** 2 / off.clamp_min(1e-37))
+
+
+def _rounds(draws: Draws, rounds: Sequence[Draws], names: Sequence[str]) -> str | None:
+    """Return how alike the noise of two rounds of one client is; other clients' is taken off, and with it the mean."""
+    first, second = rounds
+    if all(not bool(second.noise(name).any()) for name in names):
+        return "Noise is declared for every run, and in the second run of a client none is drawn."
+    away = [torch.cat([(run.sent[n][0] - draws.sent[n][-i]) for n in names]) for i, run in ((1, first), (2, second))]
+    clipped = [noise.clamp(-3 * noise.std(), 3 * noise.std()) for noise in away]
+    alike = 2 * float(torch.nn.functional.cosine_similarity(clipped[0], clipped[1], dim=0))
+    if abs(alike) <= 0.05 + 2 * SIGMAS / sqrt(len(clipped[0])):
+        return None
+    return f"The noise of a client's rounds is declared to be independent, and that of two has correlation {alike:.1f}."
+
+
+def viewed(server: Countermeasure, seen: Observation) -> Observation | None:
+    """Return a declared view; None where it comes with an attack of its own that sees no noise, or fails."""
+    try:
+        view = server.view(seen)
+    except GradveilError:
+        return None
+    return view if server.attack is None or view.noise else None
+
+
+def distance(view: Observation, true: Params) -> float:
+    """Return how far what is matched is from the gradient, relative to it."""
+    weigh = {n: view.weights[n].to(g) if n in view.weights else 1.0 for n, g in true.items()}
+    names = [n for n in view.visible if n in true]
+    away = sum(float((weigh[n] * (view.update.gradient[n] - true[n])).square().sum()) for n in names)
+    whole = sum(float((weigh[n] * true[n]).square().sum()) for n in names)
+    return sqrt(away / max(whole, 1e-37))
+
+
+def reproduces(view: Observation, true: Params, seen: Observation) -> bool:
+    """Return whether a declared simulation makes of the gradient what was sent."""
+    try:
+        made = view.sent(true)
+    except Exception:  # it cannot be run on this: an attack says so
+        return True
+    return close(flatten({n: made[n] for n in seen.update.gradient}), flatten(seen.update.gradient))
+
+
+def claims(view: Observation, seen: Observation) -> bool:
+    """Return whether a view takes what is matched to be the gradient itself."""
+    same = view.model is seen.model and view.simulate is None and not view.noise
+    return same and all(view.update.gradient[n] is seen.update.gradient[n] for n in view.update.gradient)
+
+
+Look = Callable[[Tensor], Tensor]  # of a vector over all tensors
+
+
+def looked_at(declared: Sequence[Countermeasure], seen: Observation, channel: Channel) -> tuple[Look, Look]:
+    """Return what a view with declared noise makes of a vector that arrives, and of a gradient before the noise.
+
+    The first has coordinates in which the noise is plain; the second also what the server simulates.
+    """
+
+    def shown(server: Countermeasure, vector: Tensor) -> Tensor:
+        arrived = replace(seen, update=replace(seen.update, gradient=channel.tree(vector)))
+        return flatten(server.view(arrived).update.gradient)
+
+    def simulated(view: Observation, vector: Tensor) -> Tensor:
+        return flatten(view.simulated(channel.tree(vector), view.simulate_on))
+
+    for server in declared:
+        view = viewed(server, seen)
+        if view is None or not view.noise:
+            continue
+        plain = claims(replace(view, noise={}, simulate=None), seen)
+        arrives = _as_it_is if plain else partial(shown, server)
+        if view.simulate is not None:
+            return arrives, partial(simulated, view)
+        if not plain:
+            return arrives, arrives
+    return _as_it_is, _as_it_is
+
+
+def _as_it_is(vector: Tensor) -> Tensor:
+    return vector
+
+
+def declared_noise(declared: Sequence[Countermeasure], seen: Sequence[Observation]) -> dict[str, float]:
+    """Return the declared standard deviations by name: root mean squares over the updates."""
+    squares: dict[str, list[float]] = {}
+    for one in seen:
+        known: dict[str, float] = {}
+        for server in declared:
+            view = viewed(server, one)
+            known |= {} if view is None else view.noise
+        for name, std in known.items():
+            squares.setdefault(name, []).append(std**2)
+    return {name: sqrt(sum(values) / len(values)) for name, values in squares.items()}

@@ -1,0 +1,275 @@
+"""The real pipelines that canaries are sent through: a training loop under ``protect``, rounds of an engine, a trainer.
+
+Each yields what it released, trial by trial, with the weights it was released at. A slot is zeroed by leaving its
+record out of a step of fixed slots, or where an engine counts records by an input that is not a number.
+"""
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf, nan
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gradveil.data.base import Dataset, Split
+from gradveil.defenses.dp_sgd import DpSgd
+from gradveil.defenses.veil import Veil
+from gradveil.errors import DefenseError, GradveilError
+from gradveil.federated.settings import Training
+from gradveil.federated.simulate import public_records, simulate
+from gradveil.guard.defense import Defense, build
+from gradveil.guard.protect import protect
+from gradveil.losses import build as build_loss
+from gradveil.seeds import Seeds
+from gradveil.tree import Params, flatten, parameters
+from gradveil.types import Batch
+from gradveil.verification.canaries import Canaries, Into
+
+Trainer = Callable[[nn.Module, Tensor, Tensor, Tensor], Sequence[Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Released:
+    """One vector that left a pipeline, whatever its unit."""
+
+    trial: int
+    weights: Params  # that it was made at; the same object where they are the same
+    vector: Tensor  # (p,)
+
+
+class Pipeline(ABC):
+    """A pipeline; ``promised`` is known when it has run."""
+
+    name: str
+    secret: bool = True  # whether its noise is meant to be drawn by nobody else
+    fresh: bool = True  # whether every release carries noise of its own, and no part of an earlier one
+    trial_by_trial: bool = True  # not a round of all trials after the other
+    base: bool = False  # whether something beside the canaries may be released
+    before: Sequence[int] = (0,)  # draws of a generator that may come before its noise
+    promised: float = nan  # μ, as the pipeline itself accounts for it
+
+    @abstractmethod
+    def run(self, model: nn.Module, canaries: Canaries, present: Tensor) -> Iterator[Released]:
+        """Send the canaries through, once for each row of coins; present (T, K)."""
+
+    @property
+    def clip(self) -> float:
+        """The clip that a canary has to exceed."""
+        return 1.0
+
+    def into(self, model: nn.Module, weights: Params) -> Into:
+        """Return the map into the coordinates in which the noise is alike."""
+        return lambda g: g
+
+
+def weights_of(model: nn.Module) -> Params:
+    """Return copies of the trained parameters by name, in their order."""
+    return {name: p.detach().clone() for name, p in parameters(model).items()}
+
+
+@dataclass
+class OfDefense(Pipeline):
+    """A pipeline of this package, with a defence of records in it."""
+
+    defense: Defense
+    loss: str = "cross_entropy"
+    public: Batch | None = None
+
+    def __post_init__(self) -> None:
+        if "records" not in self.defense.acts_on or self.defense.spends(1) is None:
+            raise DefenseError(
+                "verify measures a promise about single records, which veil and dp_sgd give; this defence gives none."
+            )
+        if self.defense.fewest:
+            raise DefenseError(
+                "tier=aggregate promises something of a cohort's sum, and verify looks at single updates. Give the "
+                "defence that each client has, tier=local."
+            )
+
+    def _acting(self, model: nn.Module, weights: Params) -> Defense:
+        at = copy.deepcopy(model)
+        at.load_state_dict(weights, strict=False)
+        return self.defense.for_round(at, self.public, build_loss(self.loss))
+
+    @property
+    def clip(self) -> float:
+        """The clip of the defence, where it is a setting."""
+        return float(getattr(self.defense, "clip", None) or 1.0)
+
+    def into(self, model: nn.Module, weights: Params) -> Into:
+        """Return P."""
+        acting = self._acting(model, weights)
+        if isinstance(acting, DpSgd) or not isinstance(acting, Veil) or acting.measured.coordinates is None:
+            return lambda g: g
+        return acting.measured.coordinates.into
+
+
+@dataclass
+class Protected(OfDefense):
+    """A plain training loop under ``protect``: some rounds from the server's weights, one step of all slots in each.
+
+    The server sends the same weights in every round, as a server that listens would.
+    """
+
+    rounds: int = 2
+    lr: float = 0.1
+    settings: Mapping[str, Any] = field(default_factory=dict)  # more of protect's
+    name: str = "protect"
+
+    def run(self, model: nn.Module, canaries: Canaries, present: Tensor) -> Iterator[Released]:
+        """Train a copy of the model in each trial, and look at each gradient before the optimizer's step."""
+        start, state = weights_of(model), copy.deepcopy(model.state_dict())
+        spent: list[float] = []
+        loss = build_loss(self.loss).of(canaries.labels)
+        for trial, coins in enumerate(present):
+            one, account = copy.deepcopy(model).train(), None
+            optimizer = torch.optim.SGD((p for p in one.parameters() if p.requires_grad), lr=self.lr)
+            batch = canaries.present(coins) if bool(coins.any()) else _nothing(canaries)
+            more = {"slots": len(canaries), "public": self.public, **self.settings}
+            for _ in range(self.rounds):
+                one.load_state_dict(state)
+                optimizer.zero_grad()
+                with protect(one, self.defense, account=account, **more) as guard:
+                    loss(guard(batch.inputs), batch.labels).backward()
+                    yield Released(trial, start, _gradient(one, start))
+                    optimizer.step()
+                account = guard.account
+            spent.append(0.0 if account is None else account.mu)
+        self.promised = max(spent)
+
+
+@dataclass
+class Federated(OfDefense):
+    """Rounds of federated averaging in one of this package's engines; each trial is a client, and all take part."""
+
+    rounds: int = 2
+    lr: float = 0.1
+    engine: str = "sequential"
+    seed: int = 0
+    local: Mapping[str, Any] = field(default_factory=lambda: {"batch_size": None})
+    name: str = "engine"
+    secret: bool = False  # simulated: the noise is the seed's
+    trial_by_trial: bool = False
+
+    def run(self, model: nn.Module, canaries: Canaries, present: Tensor) -> Iterator[Released]:
+        """Simulate the rounds with a client for each row of coins."""
+        clients, count = len(present), len(canaries)
+        self.before = (0, count - 1)  # the shuffle of an epoch
+        data = dataset_of(canaries, present, self.public)
+        parts = np.split(np.arange(clients * count), clients)
+        if self.public is not None:  # as the run draws them
+            self.public = data.train.batch(public_records(data, parts, Seeds(self.seed)))
+        training = Training(rounds=self.rounds, clients=clients, lr=self.lr, loss=self.loss, **self.local)
+        rounds = simulate(
+            model, data, parts, training, self.defense, self.seed, engine=self.engine, watch=clients
+        )  # fmt: skip
+        for done in rounds:
+            assert done.sent is not None
+            weights = weights_of(done.sent)
+            for one in done.watched:
+                yield Released(one.client, weights, flatten(one.update.gradient))
+            self.promised = max(account.mu for account in done.accounts)
+
+
+def dataset_of(canaries: Canaries, present: Tensor, public: Batch | None = None) -> Dataset:
+    """Return clients' records as a data set, client after client, then public ones.
+
+    Records of zeroed slots are not a number.
+    """
+    if not canaries.inputs.is_floating_point():
+        raise GradveilError(
+            "An engine counts records, so a slot is zeroed by inputs that are no numbers, and tokens have none. "
+            "Verify this model in a training loop: --engine protect."
+        )
+    inputs = canaries.inputs.expand(len(present), *canaries.inputs.shape).clone()
+    inputs[~present] = nan
+    labels = canaries.labels.expand(len(present), *canaries.labels.shape)
+    more = [] if public is None else [public]
+    rows = torch.cat([inputs.flatten(0, 1).cpu(), *(batch.inputs.cpu() for batch in more)])
+    answers = torch.cat([labels.flatten(0, 1).cpu(), *(batch.labels.cpu() for batch in more)])
+    split = Split(rows.numpy(), answers, 1.0)
+    classes = int(answers.max()) + 1 if answers.ndim == 1 and not answers.is_floating_point() else answers[0].numel()
+    whose = np.minimum(np.arange(len(rows)) // len(canaries), len(present))
+    return Dataset("canaries", split, split, tuple(map(str, range(classes))), groups=whose)
+
+
+def _gradient(model: nn.Module, like: Params) -> Tensor:
+    """Return what the weights' gradients hold."""
+    grads = [model.get_parameter(name).grad for name in like]
+    return torch.cat([g.flatten() for g in grads if g is not None])
+
+
+def _nothing(canaries: Canaries) -> Batch:
+    """Return a record that counts as zero, for a client all of whose slots are zeroed."""
+    if not canaries.inputs.is_floating_point():
+        raise GradveilError("no slot was filled, and no input of tokens counts as zero.")
+    return Batch(torch.full_like(canaries.inputs[:1], nan), canaries.labels[:1])
+
+
+@dataclass
+class Foreign(Pipeline):
+    """A trainer that is handed over: ``train(model, inputs, labels, present)`` trains a copy of the model.
+
+    It leaves out the records of slots that are not present, and divides by what does not depend on them. It returns
+    what it releases, in order: the weights after each release (state dicts), or the released gradients (vectors), all
+    at the weights it began with.
+    """
+
+    train: Trainer
+    mu: float = inf
+    clip_: float = 1.0
+    name: str = "trainer"
+    secret: bool = False  # not known
+    fresh: bool = False  # momentum repeats earlier noise
+    base: bool = True  # weight decay, records of its own
+
+    @property
+    def clip(self) -> float:
+        """The clip as it is claimed."""
+        return self.clip_
+
+    def run(self, model: nn.Module, canaries: Canaries, present: Tensor) -> Iterator[Released]:
+        """Call the trainer once a trial."""
+        start = weights_of(model)
+        for trial, coins in enumerate(present):
+            try:
+                found = list(self.train(copy.deepcopy(model), canaries.inputs, canaries.labels, coins))
+            except Exception:
+                if not bool(coins.any()):  # a trainer need not bear a client without records
+                    continue
+                raise
+            if not found:
+                raise GradveilError("The trainer returned nothing. Return the weights after each release, in a list.")
+            weights = start
+            for one in found:
+                if isinstance(one, Tensor):
+                    yield Released(trial, start, one.detach().flatten().float())
+                    continue
+                after = {name: _named(one, name).detach().to(w).clone() for name, w in start.items()}
+                change = torch.cat([(weights[n].double() - after[n].double()).flatten() for n in start])
+                yield Released(trial, weights, change)
+                weights = after
+        self.promised = self.mu
+
+
+def _named(found: Any, name: str) -> Tensor:
+    """Return a weight by its name; wrappers (Opacus, DDP, compiled) put a prefix before it."""
+    for prefix in ("", "_module.", "module.", "_orig_mod."):
+        if isinstance(found, Mapping) and isinstance(value := found.get(prefix + name), Tensor):
+            return value
+    raise GradveilError(
+        f"What the trainer returned has no tensor {name!r}. Return state dicts of the model after each release, or "
+        "released gradients as vectors."
+    )
+
+
+def of_spec(spec: str | Defense, engine: str, **settings: Any) -> OfDefense:
+    """Return the pipeline for a defence: ``protect``, or one of the engines."""
+    defense = build(spec)
+    if engine == "protect":
+        return Protected(defense, **settings)
+    return replace(Federated(defense, **settings), engine=engine, name=engine)

@@ -1,0 +1,48 @@
+"""``make bench``: run every benchmark and write ``studies/bench/results/*.json``."""
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+HERE = Path(__file__).parent
+# benchmark file -> result file
+BENCHES = {
+    "defense_scores": "defense.json",
+    "attacks": "attacks.json",
+    "whole_attacks": "whole-attacks.json",
+    "federated": "federated.json",
+    "certificates": "certificates.json",
+    "guard": "guard.json",
+    "veil": "veil.json",
+}
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"bench_{name}", HERE / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=list(BENCHES), help=f"of {', '.join(BENCHES)}")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    sys.path.insert(0, str(HERE))  # they share what makes examples
+    for name in args.names:
+        suffix = "" if args.device == "cpu" else f"-{args.device}"
+        path = args.out / BENCHES[name].replace(".json", f"{suffix}.json")
+        print(f"== {name} -> {path}", flush=True)
+        load(name).main(["--device", args.device, "--out", str(path)])
+
+
+if __name__ == "__main__":
+    main()

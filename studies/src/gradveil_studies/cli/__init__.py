@@ -1,0 +1,1 @@
+"""Commands of the studies: reproduce, leaderboard, play."""

@@ -1,0 +1,282 @@
+"""The rules of a verdict, each held by a check that notices when the rule is weakened."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gradveil.auditing
+
+BAD, GOOD = 0.25, 1e-4
+Rows = list[dict[str, Any]]
+MODULES = ("rows", "judge", "gate")
+
+
+def measured(
+    defense: str, tier: str, mse: float, server: str | None = None, attack: str = "newton", **more: Any
+) -> Rows:
+    """Return the rows of one line over eight images."""
+    who = "naive" if tier == "naive" else server or "drop"
+    about = {"defense": defense, "tier": tier, "server": who, "attack": attack, "round": "first", "round_number": 1}
+    said = {"identified": float(mse < 0.01), "gallery": 100, "converged": True, "details": {}, "weights": "start"}
+    return [{"kind": "attack", **about, **said, "example": i, "mse": mse, **more} for i in range(8)]
+
+
+def rows_of(*parts: Rows) -> Rows:
+    floor: Rows = [{"kind": "floor", "guess": "mean", "example": i, "mse": 0.08, "identified": 0.0} for i in range(8)]
+    return [*floor, *(row for part in parts for row in part)]
+
+
+def probed(defense: str, errors: tuple[str, ...] = (), assessed: bool = True) -> Rows:
+    return [{"kind": "probe", "defense": defense, "errors": list(errors), "notes": [], "assessed": assessed}]
+
+
+CONTROL = measured("none", "naive", GOOD)
+FAILED = [*CONTROL, *measured("d", "naive", BAD), *measured("d", "knows", BAD)]
+
+
+def outcome(code: Any, rows: Rows, tier: str = "knows") -> str:
+    verdict = next(v for v in code.judge.verdicts(rows) if v.defense == "d")
+    return next(str(t.outcome) for t in verdict.tiers if t.tier == tier)
+
+
+def knows_acts_naively(code: Any) -> None:
+    rows = rows_of(CONTROL, measured("d", "naive", GOOD), measured("d", "knows", BAD))
+    assert outcome(code, rows) == "recovered"
+
+
+def naive_does_not_know(code: Any) -> None:
+    rows = rows_of(CONTROL, measured("d", "naive", BAD), measured("d", "knows", GOOD))
+    assert outcome(code, rows, "naive") == "nothing"
+
+
+def a_tier_speaks_for_itself(code: Any) -> None:
+    rows = rows_of(FAILED, measured("d", "patient", GOOD))
+    assert outcome(code, rows) == "nothing"
+    assert outcome(code, rows, "patient") == "recovered"
+    assert outcome(code, rows, "malicious") == "not_run"
+    assert "1 more to a patient server" in code.judge.headline(rows)
+
+
+def more_includes_less(code: Any) -> None:
+    rows = rows_of(CONTROL, measured("d", "knows", GOOD), *(measured("d", t, BAD) for t in ("informed", "malicious")))
+    assert {outcome(code, rows, t) for t in ("informed", "malicious")} == {"recovered"}
+
+
+def what_was_not_run_is_said(code: Any) -> None:
+    rows = rows_of(CONTROL, measured("d", "naive", BAD))
+    assert outcome(code, rows) == "not_run"
+    verdict = next(v for v in code.judge.verdicts(rows) if v.defense == "d")
+    assert verdict.outcome == "not_run"
+    assert "knows the defence was not run" in verdict.text
+
+
+def a_wrong_declaration_is_no_protection(code: Any) -> None:
+    rows = rows_of(FAILED, probed("d", ("It is said to add noise and adds none.",)))
+    assert outcome(code, rows) == "not_assessed"
+    assert code.judge.declaration_errors(rows)[0].endswith("adds none.")
+    gate = code.gate.gates(rows, "recognised")["d"]
+    assert gate.result == "uninformative"
+    assert "its declaration is wrong" in gate.why
+
+
+def an_unknown_secret_is_no_protection(code: Any) -> None:
+    rows = rows_of(FAILED, probed("d", assessed=False))
+    assert outcome(code, rows) == "not_assessed"
+    assert code.gate.gates(rows, "recognised")["d"].result == "uninformative"
+
+
+def a_known_secret_may_hold(code: Any) -> None:
+    rows = rows_of(FAILED, probed("d"))
+    assert outcome(code, rows) == "nothing"
+    assert code.gate.gates(rows, "recognised")["d"].result == "passed"
+
+
+def a_failed_control_is_no_protection(code: Any) -> None:
+    for tier in ("naive", "knows"):
+        rows = rows_of(measured("none", "naive", BAD), FAILED[8:])
+        assert outcome(code, rows, tier) == "void"
+    assert code.gate.gates(rows, "recognised")["d"].result == "uninformative"
+
+
+def half_an_audit_is_no_protection(code: Any) -> None:
+    weak = measured("d", "knows", BAD, attack="weak")
+    assert outcome(code, rows_of(CONTROL, measured("d", "naive", BAD), weak)) == "void"
+
+
+def a_control_is_of_the_same_attack_and_tier(code: Any) -> None:
+    failing = measured("none", "informed", BAD, attack="candidates")
+    mine = measured("d", "informed", BAD, attack="candidates")
+    assert (
+        outcome(code, rows_of(FAILED, failing, measured("none", "naive", GOOD, attack="candidates"), mine), "informed")
+        == "void"
+    )
+
+
+def a_leak_counts_whatever_the_control(code: Any) -> None:
+    rows = rows_of(measured("none", "naive", BAD), measured("d", "knows", GOOD))
+    assert outcome(code, rows) == "recovered"
+    assert code.gate.gates(rows, "recovered")["d"].result == "failed"
+
+
+def no_time_is_no_protection(code: Any) -> None:
+    late = measured("d", "knows", BAD, details={"out_of_time": 1.0})
+    rows = rows_of(CONTROL, measured("d", "naive", BAD), late)
+    assert outcome(code, rows) == "void"
+    assert code.gate.gates(rows, "recognised")["d"].result == "uninformative"
+
+
+def a_control_that_was_stopped_as_early_counts(code: Any) -> None:
+    def stopped(steps: int) -> dict[str, Any]:
+        return {"details": {"out_of_time": 1.0}, "stopped_at": steps}
+
+    control = measured("none", "naive", GOOD, **stopped(20))
+    rest = measured("d", "naive", BAD, **stopped(20))
+    assert outcome(code, rows_of(control, rest, measured("d", "knows", BAD, **stopped(20)))) == "nothing"
+    assert outcome(code, rows_of(control, rest, measured("d", "knows", BAD, **stopped(19)))) == "void"
+
+
+def a_control_that_failed_speaks_for_those_that_waited(code: Any) -> None:
+    why = "its control failed, so a failure would prove nothing, and no time was left"
+    waited = [
+        {"kind": "skip", "defense": "d", "tier": "knows", "round": "first", "weights": "start", "attack": "gs",
+         "control_failed": "gs:steps=60", "why": why, "out_of_time": False}
+    ]  # fmt: skip
+    rows = rows_of(measured("none", "naive", BAD, attack="gs:steps=60"), waited)
+    assert outcome(code, rows) == "void"
+    verdict = next(v for v in code.judge.verdicts(rows) if v.defense == "d")
+    assert "what would settle it" in next(t.text for t in verdict.tiers if t.tier == "knows")
+
+
+def who_picks_from_a_list_identifies(code: Any) -> None:
+    listed = measured("d", "informed", 0.0, attack="candidates")
+    assert (
+        outcome(code, rows_of(measured("none", "naive", 0.0, attack="candidates"), listed), "informed") == "identified"
+    )
+
+
+def the_gate_looks_at_the_tiers_it_is_told(code: Any) -> None:
+    rows = rows_of(FAILED, measured("d", "patient", GOOD))
+    assert code.gate.gates(rows, "recognised")["d"].result == "passed"
+    assert code.gate.gates(rows, "recognised", ("naive", "patient"))["d"].result == "failed"
+
+
+def one_lucky_guess_is_no_control(code: Any) -> None:
+    """One example that is told from few others by chance says nothing: neither of a control nor of a defence."""
+    lucky = measured("none", "naive", BAD, identified=1.0, gallery=61)[:1]
+    rows = rows_of(lucky, *(measured("d", tier, BAD)[:1] for tier in ("naive", "knows")))
+    assert outcome(code, rows) == "void"
+
+
+RULES: list[Callable[[Any], None]] = [
+    knows_acts_naively, naive_does_not_know, a_tier_speaks_for_itself, more_includes_less, what_was_not_run_is_said,
+    a_wrong_declaration_is_no_protection, an_unknown_secret_is_no_protection, a_known_secret_may_hold,
+    a_failed_control_is_no_protection, half_an_audit_is_no_protection, a_control_is_of_the_same_attack_and_tier,
+    a_leak_counts_whatever_the_control, no_time_is_no_protection, the_gate_looks_at_the_tiers_it_is_told,
+    a_control_that_was_stopped_as_early_counts, a_control_that_failed_speaks_for_those_that_waited,
+    who_picks_from_a_list_identifies, one_lucky_guess_is_no_control,
+]  # fmt: skip
+
+WEAKENED = [
+    ("judge", '"knows": ("naive", "knows"),', '"knows": ("knows",),'),
+    ("judge", '"naive": ("naive",),', '"naive": ("naive", "knows"),'),
+    ("judge", '"knows": ("naive", "knows"),', '"knows": ("naive", "knows", "patient"),'),
+    ("judge", '"malicious": ("naive", "knows", "malicious"),', '"malicious": ("malicious",),'),
+    ("judge", 'return "nothing" if tier == "naive" or self.assessed else "not_assessed"', 'return "nothing"'),
+    ("judge", "return not self.errors and all(", "return all("),
+    ("judge", 'all(row["assessed"] for row in mine)', "True"),
+    ("judge", 'return "void"  # a part', 'return "nothing"  # a part'),
+    ("judge", 'if best.grade != "nothing":\n            return', "if False:\n            return"),
+    ("judge", 'outcome = got if got in ("recovered", "recognised", "traces", "void") else "not_run"', "outcome = got"),
+    ("rows", "or self.void is None", "or True"),
+    ("rows", 'for tier in (one.tier, "naive", "knows")', 'for tier in ("naive", "knows")'),
+    ("rows", 'if void is None and late and got == "nothing" and not _as_long(mine, control):', "if False:"),
+    ("rows", "m.stopped_at >= enough > 0", "True"),
+    ("rows", "if recovered.mean >= HALF or (grade", "if True or (grade"),
+    ("rows", "if luck < SIGNIFICANT and identified.mean >= HALF:", "if identified.mean >= HALF:"),
+    ("gate", 'if judged is not None and judged.errors:', "if False:"),
+    ("gate", 'if judged is not None and judged.outcome == "not_assessed":', "if False:"),
+    ("gate", "if its and all(line.void for line in its):", "if False:"),
+    ("gate", "and x.tier in tiers]", "]"),
+    ("gate", "GRADES.index(line.grade) >= GRADES.index(fail_on)", "GRADES.index(line.grade) > GRADES.index(fail_on)"),
+]  # fmt: skip
+
+
+@contextmanager
+def changed(module: str = "", old: str = "", new: str = "") -> Iterator[Any]:
+    """Within, the modules of the verdict with one place changed."""
+    folder = Path(gradveil.auditing.__file__).parent
+    names = [f"gradveil.auditing.{name}" for name in MODULES]
+    kept = {name: import_module(name) for name in names}
+    made: dict[str, ModuleType] = {}
+    try:
+        for short, name in zip(MODULES, names, strict=True):
+            source = (folder / f"{short}.py").read_text()
+            if short == module:
+                assert source.count(old) == 1, f"{old!r} is not in {short}.py once"
+                source = source.replace(old, new)
+            sys.modules[name] = made[short] = ModuleType(name)
+            exec(compile(source, name, "exec"), made[short].__dict__)
+        yield SimpleNamespace(**made)
+    finally:
+        sys.modules.update(kept)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_every_rule_holds(rule: Callable[[Any], None]) -> None:
+    with changed() as code:
+        rule(code)
+
+
+@pytest.mark.parametrize(("module", "old", "new"), WEAKENED, ids=[f"{m}: {old[:50]}" for m, old, _ in WEAKENED])
+def test_a_weakened_rule_is_noticed(module: str, old: str, new: str) -> None:
+    noticed = []
+    with changed(module, old, new) as code:
+        for rule in RULES:
+            try:
+                rule(code)
+            except AssertionError:
+                noticed.append(rule.__name__)
+    assert noticed
+
+
+SAYS = {
+    "recovered": "gets the images back",
+    "traces": "gets traces",
+    "nothing": "gets nothing",
+    "void": "resists this budget",
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(["naive", "knows", "informed", "patient", "malicious"]), st.sampled_from([BAD, 0.03, GOOD])
+    ),
+    st.sampled_from([BAD, GOOD]),
+    st.booleans(),
+)
+def test_a_badge_never_contradicts_its_text(got: dict[str, float], control: float, assessed: bool) -> None:
+    from gradveil.threats.verdict import verdicts
+
+    lines = [measured("d", tier, mse, identified=float(mse == GOOD)) for tier, mse in got.items()]
+    for verdict in verdicts(rows_of(measured("none", "naive", control), probed("d", assessed=assessed), *lines)):
+        for tier in verdict.tiers:
+            if tier.outcome in SAYS:
+                assert SAYS[tier.outcome] in tier.text
+                assert not [said for name, said in SAYS.items() if name != tier.outcome and said in tier.text]
+            if tier.outcome == "nothing":
+                assert not [t for t in verdict.tiers[:1] if t.outcome in ("recovered", "recognised", "traces")]
+        by = {t.tier: t for t in verdict.tiers}
+        order = ["nothing", "traces", "recognised", "recovered"]
+        if by["knows"].oracle is not None and by["naive"].oracle is not None:
+            assert by["knows"].oracle <= by["naive"].oracle
+        if by["naive"].outcome in order[1:] and verdict.defense != "none":
+            assert order.index(by["knows"].outcome) >= order.index(by["naive"].outcome)

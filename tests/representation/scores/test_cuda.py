@@ -1,0 +1,207 @@
+"""What is made for CUDA: matrix products (checked on any machine) and replay (where there is a device)."""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from math import inf
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from gradveil.representation.layers.jacobian import Tape
+from gradveil.representation.layers.rules.convolution import Convolution
+from gradveil.representation.layers.walk import walkable
+from gradveil.representation.scores import METHODS, api, leak_scores, row_norms
+from gradveil.representation.scores.api import Method, linearise
+from gradveil.representation.scores.exact import RowNorms, exact_rows
+from gradveil.representation.scores.fast import cuda
+from gradveil.representation.scores.fast.cuda import _RECORDINGS, Recording
+from gradveil.representation.scores.fast.dense import dense_rows, matrix_of
+from reference.score_models import BUILDERS, make
+
+SMALL_CHAINS = ["linear", "strided", "even", "batch norm", "dropout", "branching", "wide", "convolution defended"]
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+@pytest.mark.parametrize("name", SMALL_CHAINS)
+@pytest.mark.parametrize("memory", [1, 2**20])
+def test_matrix_products_give_the_same_norms(name: str, memory: int) -> None:
+    tape = linearise(*make(name))
+    assert isinstance(tape, Tape)
+    found = dense_rows(tape, (2.0, 1.0, inf), memory)
+    assert found is not None
+    expected = exact_rows(tape, (2.0, 1.0, inf), 2**20)
+    assert_close(found.norms, expected.norms)
+    assert_close(found.r, expected.r)
+
+
+def test_matrix_products_pass_a_chain_with_flatten_in_the_middle() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 3, 2, 1), nn.Sigmoid(), nn.Conv2d(3, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(24, 7),
+        nn.ReLU(), nn.Linear(7, 5), nn.Sigmoid(), nn.Linear(5, 2),
+    ).double()  # fmt: skip
+    tape = linearise(model, "9", torch.rand(3, 2, 9, 7, dtype=torch.float64))
+    assert isinstance(tape, Tape)
+    found = dense_rows(tape, (2.0,), 2**20)
+    assert found is not None
+    assert_close(found.norms, exact_rows(tape, (2.0,), 2**20).norms)
+
+
+def test_a_convolution_written_out_is_the_convolution() -> None:
+    weight, x = torch.randn(3, 2, 3, 2), torch.randn(4, 2, 7, 6)
+    y = nn.functional.conv2d(x, weight, None, (2, 1), (1, 2), (1, 2))
+    conv = Convolution(weight, (2, 1), (1, 2), (1, 2), 1, tuple(x.shape), tuple(y.shape))
+    found = x.permute(0, 2, 3, 1).flatten(1) @ matrix_of(conv).t()
+    assert_close(found, y.permute(0, 2, 3, 1).flatten(1))
+
+
+@pytest.mark.parametrize("name", ["pooled", "residual", "grouped"])
+def test_other_models_are_left_to_the_general_way(name: str) -> None:
+    tape = linearise(*make(name))
+    assert isinstance(tape, Tape)
+    assert dense_rows(tape, (2.0,), 2**20) is None
+
+
+class _Fake(Recording):
+    """Stands for a recording where there is no device: it makes the call again, and counts."""
+
+    made: ClassVar[int] = 0
+    replays: ClassVar[int] = 0
+
+    @classmethod
+    def of(cls, run: Callable[[Tensor], RowNorms], x: Tensor, kept: tuple[Tensor, ...]) -> "Recording":
+        _Fake.made += 1
+        found = cls(None, x, run(x), kept)  # type: ignore[arg-type]
+        object.__setattr__(found, "run", run)
+        return found
+
+    def __call__(self, x: Tensor) -> RowNorms:
+        _Fake.replays += 1
+        return self.run(x)  # type: ignore[attr-defined,no-any-return]
+
+
+@pytest.fixture
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, no_device: None) -> type[_Fake]:
+    monkeypatch.setattr(cuda.Recording, "of", _Fake.of)
+    _Fake.made = _Fake.replays = 0
+    return _Fake
+
+
+def _replayed(model: nn.Module, layer: str, x: Tensor, name: str = "exact") -> Tensor:
+    layers = walkable(model, layer, x)
+    assert layers is not None
+    return cuda.replayed_chain(model, layers, x, Method(name)).norms[2.0]
+
+
+@pytest.mark.parametrize("name", ["exact", "moment", "sketch", "auto"])
+def test_a_call_is_recorded_at_second_sight_and_replayed_from_then_on(fake: type[_Fake], name: str) -> None:
+    model, layer, x = make("even")
+    found = [_replayed(model, layer, x, name) for _ in range(4)]
+    assert (fake.made, fake.replays) == (1, 3)
+    assert_close(found, [row_norms(model, layer, x, name)[1]] * 4)
+
+
+def test_another_shape_other_settings_or_moved_weights_are_another_call(fake: type[_Fake]) -> None:
+    model, layer, x = make("even")
+    for _ in range(3):
+        _replayed(model, layer, x)
+    _replayed(model, layer, x[:2])
+    _replayed(model, layer, x, "moment")
+    model[0].stride = (1, 1)
+    _replayed(model, layer, x)
+    model[0].stride = (2, 2)
+    model[0].weight = nn.Parameter(model[0].weight.detach() * 2)
+    assert_close(_replayed(model, layer, x), row_norms(model, layer, x, "exact")[1])
+    assert (fake.made, fake.replays) == (1, 2)
+
+
+def test_only_a_few_recordings_are_kept(fake: type[_Fake]) -> None:
+    model, layer, x = make("even", examples=9)
+    for examples in range(1, 9):
+        for _ in range(2):
+            _replayed(model, layer, x[:examples])
+    assert len(_RECORDINGS[model]) == 4
+
+
+def test_what_waits_for_the_device_or_takes_long_is_never_recorded(
+    fake: type[_Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, layer, x = make("even")
+    for _ in range(3):
+        _replayed(model, layer, x, "deflation")
+    monkeypatch.setattr(api, "_LIGHT", 1)
+    for _ in range(3):
+        _replayed(model, layer, x)
+    assert fake.made == 0
+
+
+@pytest.mark.usefixtures("no_device")
+def test_a_call_that_cannot_be_recorded_is_made_plainly_and_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def fail(*_: object) -> Recording:
+        tried.append(1)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(cuda.Recording, "of", fail)
+    model, layer, x = make("even")
+    for _ in range(4):
+        assert_close(_replayed(model, layer, x), row_norms(model, layer, x, "exact")[1])
+    assert len(tried) == 1
+
+
+@pytest.fixture
+def rounded() -> Iterator[None]:
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("method", [m for m in METHODS if m != "moment"])
+@pytest.mark.parametrize("name", sorted(BUILDERS))
+def test_cuda_agrees_with_the_cpu(name: str, method: str) -> None:
+    model, layer, x = make(name)
+    model.eval()
+    expected = leak_scores(model, layer, x, method)
+    model = model.cuda()
+    for _ in range(3):  # the second call records, the third replays
+        assert_close(leak_scores(model, layer, x.cuda(), method).cpu(), expected)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("method", ["exact", "moment", "sketch"])
+def test_a_replayed_call_sees_new_inputs_and_new_weights(method: str) -> None:
+    model, layer, x = make("even")
+    model, x = model.cuda(), x.cuda()
+    for _ in range(3):
+        leak_scores(model, layer, x, method)
+    assert any(isinstance(kept, Recording) for kept in _RECORDINGS[model].values())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    other = x.flip(0) * 0.9
+    expected = leak_scores(model.cpu(), layer, other.cpu(), method)
+    assert_close(leak_scores(model.cuda(), layer, other, method).cpu(), expected)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.usefixtures("rounded")
+def test_rounded_products_stay_within_a_thousandth() -> None:
+    model, layer, x = make("even")
+    model, x = model.float(), x.float()
+    expected = leak_scores(model, layer, x, "exact")
+    model = model.cuda()
+    for _ in range(3):
+        assert_close(leak_scores(model, layer, x.cuda(), "exact").cpu(), expected, rtol=5e-3, atol=0)
