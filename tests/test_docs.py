@@ -55,7 +55,7 @@ ELSEWHERE = {  # pages whose Python a test of their own runs
 }
 
 NEW = {  # files that a reader writes
-    "src/gradveil/layers/rules/shuffle.py",
+    "src/gradveil/representation/layers/rules/shuffle.py",
     "src/gradveil/modalities/series.py",
     "tests/zoo/broken/backwards.py",
 }

@@ -111,7 +111,7 @@ FORBIDDEN = {  # planted, with the rule that must find it
 }
 
 
-def _lint(planted: str, where: str = "src/gradveil/experiments/planted.py") -> set[str]:
+def _lint(planted: str, where: str = "src/gradveil/threats/planted.py") -> set[str]:
     words = [
         sys.executable,
         "-m",

@@ -2,7 +2,7 @@
 
 python tools/play_accuracy.py [DIAL ...]
 
-It writes src/gradveil/play/accuracy.toml; all dials take about twenty minutes of one core. What is measured is that of
+It writes studies/src/gradveil_studies/play/accuracy.toml; all dials take about twenty minutes of one core. What is measured is that of
 `gradveil train`: 20 rounds, ten clients, learning rate 0.2. veil is trained at four times that: it cuts gradients down
 to length 1, and at 0.2 it has not arrived after 20 rounds (67 % at z=0.1, in place of 90 %).
 """
@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from gradveil.auditing.train import TrainConfig, train
 from gradveil_studies.play.stage import DATASETS, DIALS, MODELS, STRENGTHS, spec_of
 
-OUT = Path(__file__).resolve().parents[1] / "src" / "gradveil" / "play" / "accuracy.toml"
+OUT = Path(__file__).resolve().parents[1] / "studies" / "src" / "gradveil_studies" / "play" / "accuracy.toml"
 SEEDS = 3
 TIMES = {"veil": 4}  # the learning rate
 

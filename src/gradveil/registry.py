@@ -75,7 +75,7 @@ class Registry(Generic[T]):
 
     def __init__(self, kind: str, package: str) -> None:
         self.kind = kind
-        self._package = f"gradveil.{package}"
+        self._package = package if "." in package else f"gradveil.{package}"
         self._classes: dict[str, type[T]] = {}
         self._renamed: list[tuple[Spec, Spec]] = []
         self._told: set[str] = set()

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from experiments.test_rows import BAD, CONTROL, GOOD, attack_rows, floor_rows
+from auditing.test_rows import BAD, CONTROL, GOOD, attack_rows, floor_rows
 
 from gradveil.auditing.gate import FailOn, gates, overall
 from gradveil.auditing.run_folder import Row

@@ -247,7 +247,7 @@ def replace(*args):
     os._exit(9) if left[0] == 0 else real(*args)
 os.replace = replace
 import numpy as np
-from experiments.test_run_folder import start
+from auditing.test_run_folder import start
 from pathlib import Path
 start(Path({str(tmp_path / "run")!r})).add("a", [{{"mse": 0.1}}], {{"image": np.zeros(1)}})
 """
