@@ -147,8 +147,8 @@ def test_each_snippet_of_the_readme_runs_by_itself(capsys: pytest.CaptureFixture
     exec(compile(defend, "README.md", "exec"), {"__name__": "docs"})
     assert "4 steps" in capsys.readouterr().out
     exec(compile(attack, "README.md", "exec"), {"__name__": "docs"})
-    naive, knowing = (float(line.split()[-1]) for line in capsys.readouterr().out.splitlines())
-    assert knowing < 0.01 < naive
+    oblivious, knowing = (float(line.split()[-1]) for line in capsys.readouterr().out.splitlines())
+    assert knowing < 0.01 < oblivious
 
 
 def test_every_link_between_pages_leads_somewhere() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gradveil_studies.paper.base import Context
-from gradveil_studies.paper.meter import NAIVE, SETTINGS, MeterCheck
+from gradveil_studies.paper.meter import OBLIVIOUS, SETTINGS, MeterCheck
 
 ROOT = Path(__file__).parent.parent
 THEORY = ROOT / "docs" / "theory"
@@ -72,8 +72,8 @@ def test_every_constant_is_labelled_by_how_it_is_known(tables: ModuleType, tmp_p
 def test_the_meter_has_its_table_its_correlation_and_its_figure(tables: ModuleType, tmp_path: Path) -> None:
     rest = {"image": 0, "prior": 0.07, "blind": 0.06, "rank": 64, "objective": 0.0, "converged": True}
     rows = [
-        {"setting": s, "naive": s in NAIVE, "meter": 10.0**-i, "mse": 2 * 10.0**-i} | rest
-        for i, s in enumerate([*list(SETTINGS)[:3], *NAIVE])
+        {"setting": s, "oblivious": s in OBLIVIOUS, "meter": 10.0**-i, "mse": 2 * 10.0**-i} | rest
+        for i, s in enumerate([*list(SETTINGS)[:3], *OBLIVIOUS])
     ]
     keep(tmp_path, "meter", rows)
     (tmp_path / "meter" / "meter.svg").write_text("<svg/>")

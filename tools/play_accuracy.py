@@ -2,7 +2,7 @@
 
 python tools/play_accuracy.py [DIAL ...]
 
-It writes studies/src/gradveil_studies/play/accuracy.toml; all dials take about twenty minutes of one core. What is measured is that of
+It writes accuracy.toml of the playground; all dials take about twenty minutes of one core. What is measured is that of
 `gradveil train`: 20 rounds, ten clients, learning rate 0.2. veil is trained at four times that: it cuts gradients down
 to length 1, and at 0.2 it has not arrived after 20 rounds (67 % at z=0.1, in place of 90 %).
 """

@@ -28,7 +28,7 @@ def main(out: Path) -> None:
         page.get_by_label("range slider for Strength, weak to strong").fill("5")
         page.locator(".gv-said", has_text="gaussian:scale=0.1: done.").wait_for(timeout=120_000)
         page.get_by_label("range slider for Rounds that the server sees").fill("8")
-        page.locator(".gv-card h3", has_text="Patient server, 8 rounds").wait_for(timeout=120_000)
+        page.locator(".gv-card h3", has_text="Multi-round server, 8 rounds").wait_for(timeout=120_000)
         page.locator(".gv-said", has_text="gaussian:scale=0.1: done.").wait_for(timeout=120_000)
         taken = Image.open(io.BytesIO(page.screenshot(full_page=True)))
         browser.close()

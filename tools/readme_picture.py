@@ -13,7 +13,7 @@ from gradveil.data import load
 from gradveil.guard.defense import build as defense
 from gradveil.metrics import measure
 from gradveil.models import build
-from gradveil.threats.trial import Trial, naive, solved
+from gradveil.threats.trial import Trial, oblivious, solved
 from gradveil_studies.paper.base import Context
 from gradveil_studies.paper.panels import Shared
 
@@ -21,7 +21,7 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 
 DLG = "dlg:steps=120,restarts=3"
-# title -> defence, which countermeasure (None: the naive server), and the attack where that names none
+# title -> defence, which countermeasure (None: the oblivious server), and the attack where that names none
 COLUMNS: dict[str, tuple[str, str | None, str]] = {
     "no defence": ("none", None, DLG),
     "ours 40 %\nnaive server": ("representation:share=0.4", None, DLG),
@@ -36,7 +36,7 @@ COLUMNS: dict[str, tuple[str, str | None, str]] = {
 def column(scene: Shared, spec: str, counter: str | None, by: str) -> torch.Tensor:
     """Return the reconstructions (N, C, H, W) that one server gets."""
     known = {c.name: c for c in defense(spec).adaptive(scene.model)}
-    server = naive() if counter is None else known[counter]
+    server = oblivious() if counter is None else known[counter]
     seen = enumerate(scene.observe(spec))
     trials = [Trial(s, server, server.attack or by, scene.seeds("picture", i)) for i, s in seen]
     return torch.cat([found.inputs for found in solved(trials)])

@@ -43,8 +43,8 @@ def _found(folder: Path) -> list[Case]:
 
 
 def _at(found: Sequence[Case], defense: str, knowing: bool = False) -> dict[str, Case]:
-    """Return, per panel, the setting of a defence: the naive server, or the best of those that know."""
-    mine = [s for s in found if s.defense == defense and (s.server != "naive") == knowing]
+    """Return, per panel, the setting of a defence: the oblivious server, or the best of those that know."""
+    mine = [s for s in found if s.defense == defense and (s.server != "oblivious") == knowing]
     return {s.panel: s for s in sorted(mine, key=lambda s: -s.mse.mean)}
 
 
@@ -71,7 +71,7 @@ def control(folder: Path) -> Line:
     return Line("undefended, the attacks recover images", verdicts, _each(text, verdicts))
 
 
-def naive_server(folder: Path) -> Line:
+def oblivious_server(folder: Path) -> Line:
     """The paper's own picture."""
     ours, verdicts = _at(_found(folder), OURS), _verdicts("tradeoff", "to a server that does not know it", folder)
     text = {
@@ -100,7 +100,7 @@ def random_mask(folder: Path) -> Line:
     text = {
         p: f"ours {ours[p].mse.mean:.2f}, random {s.mse.mean:.2f}, the {GUESS} {s.blind:.2f}" for p, s in random.items()
     }
-    claim = "the score matters (ours against a random mask, 40 %, naive server)"
+    claim = "the score matters (ours against a random mask, 40 %, oblivious server)"
     return Line(claim, verdicts, f"MSE {_each(text, verdicts)}")
 
 
@@ -130,9 +130,9 @@ def accuracy(folder: Path) -> Line:
 def times(folder: Path) -> Line:
     """The claim of 160 times the MSE."""
     found = _verdicts("claims", "160 x", folder)
-    naive = [v for v in found if "does not know" in v.claim]
-    text = "; ".join(f"{v.claim.partition(': ')[2].partition(' (')[0]}: {v.ours}" for v in naive)
-    return Line("160 x the baselines' MSE at no loss of accuracy", naive, text)
+    oblivious = [v for v in found if "does not know" in v.claim]
+    text = "; ".join(f"{v.claim.partition(': ')[2].partition(' (')[0]}: {v.ours}" for v in oblivious)
+    return Line("160 x the baselines' MSE at no loss of accuracy", oblivious, text)
 
 
 def table1(folder: Path) -> Line:
@@ -174,7 +174,7 @@ def theorems(folder: Path) -> Line:
     """Both theorems, as printed and sound."""
     one = _verdicts("bounds", "as printed (local), bounds the error of the server", folder)
     (sound,) = _verdicts("bounds", "(global/box), bounds the error", folder)
-    says = ", ".join(f"{v.ours} ({'knowing' if 'that knows' in v.claim else 'naive'} server)" for v in one)
+    says = ", ".join(f"{v.ours} ({'knowing' if 'that knows' in v.claim else 'oblivious'} server)" for v in one)
     text = (
         f"kept by {says}. A [sound version](../theory/certificates.md) is kept by {sound.ours}, for a server that "
         "inverts r', and is far smaller. Theorem 2 has a [counterexample](../theory/convergence.md)"
@@ -193,7 +193,7 @@ def meter(folder: Path) -> Line:
 Maker = Callable[[Path], Line]
 LINES: dict[Maker, tuple[str, ...]] = {  # with the items whose rows a line is made of
     control: ("tradeoff", "accuracy"),
-    naive_server: ("tradeoff", "accuracy"),
+    oblivious_server: ("tradeoff", "accuracy"),
     knowing_server: ("tradeoff", "accuracy"),
     random_mask: ("tradeoff", "accuracy"),
     accuracy: ("accuracy",),
@@ -203,7 +203,7 @@ LINES: dict[Maker, tuple[str, ...]] = {  # with the items whose rows a line is m
     theorems: ("bounds", "tradeoff", "convergence"),
     meter: ("meter",),
 }
-README = (naive_server, knowing_server, accuracy, theorems, meter)
+README = (oblivious_server, knowing_server, accuracy, theorems, meter)
 
 
 def lines(folder: Path = RESULTS) -> list[str]:

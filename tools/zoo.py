@@ -4,7 +4,7 @@
 
 A broken defence is exposed where images are recovered or recognised in the tier that its truth names, or where its
 declaration is found to be false and "nothing found" is not said. A sound one is accused where images are recovered or
-recognised by a server that is naive or knows, or where its declaration is called false. The exit code is 1 where a
+recognised by a server that is oblivious or knows, or where its declaration is called false. The exit code is 1 where a
 broken one is not exposed, or a sound one is accused.
 """
 
@@ -66,7 +66,7 @@ def judge(group: Sequence[str], config: AuditConfig, out: Path) -> list[Result]:
 
 def _result(kept: Kept, scene: str, verdict: Verdict, seconds: float) -> Result:
     truth, tiers = kept.truth, {judged.tier: judged for judged in verdict.tiers}
-    best = tiers["knows" if tiers["knows"].outcome in BROKEN else truth.tier]
+    best = tiers["adaptive" if tiers["adaptive"].outcome in BROKEN else truth.tier]
     return Result(
         kept.name,
         scene,
@@ -150,7 +150,7 @@ def main() -> int:
             found.append(result)
             if options.out:
                 (out / "results.json").write_text(json.dumps([asdict(r) for r in found], indent=1))
-            said = f"{result.outcomes['knows']}{', WRONG' if result.wrong else ''} ({result.seconds:.0f} s)"
+            said = f"{result.outcomes['adaptive']}{', WRONG' if result.wrong else ''} ({result.seconds:.0f} s)"
             print(f"{len(found)} of {len(wanted) * len(scenes)}: {result.name} {said}", file=sys.stderr, flush=True)
     found.sort(key=lambda r: (r.scene, r.sound, r.family, r.name))
     print(table(found))

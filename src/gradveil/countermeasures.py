@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from gradveil.tree import Params
 from gradveil.types import Observation
 
-Tier = Literal["naive", "knows", "informed", "patient", "malicious"]
+Tier = Literal["oblivious", "adaptive", "informed", "multi-round", "malicious"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
 
 
@@ -24,7 +24,7 @@ class Countermeasure:
     why: str  # one sentence for the report
     view: Callable[[Observation], Observation]  # what the attack is then given
     attack: str | None = None  # the spec of an attack that only this server would choose; None: the audit's own
-    tier: Tier = "knows"  # of the servers that can do it
+    tier: Tier = "adaptive"  # of the servers that can do it
 
 
 def plain() -> Countermeasure:

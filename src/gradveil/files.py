@@ -34,7 +34,7 @@ class WriteError(GradveilError):
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file whole or not at all, and for good: beside it first, on the disk, then put in its place."""
     beside = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    with refusals_told(path):
+    with wrap_os_errors(path):
         try:
             with beside.open("xb") as file:
                 file.write(content)
@@ -50,7 +50,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 def append_line(path: Path, line: str) -> None:
     """Add a line to the end of a file; a kill can leave a part of it, which has no line end."""
     is_new = not path.exists()
-    with refusals_told(path):
+    with wrap_os_errors(path):
         with path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
             file.flush()
@@ -122,7 +122,7 @@ def is_leftover(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def refusals_told(path: Path, advice: str = _ANOTHER_OUT) -> Iterator[None]:
+def wrap_os_errors(path: Path, advice: str = _ANOTHER_OUT) -> Iterator[None]:
     """Turn what the file system refuses into one line."""
     try:
         yield
@@ -134,7 +134,7 @@ def refusals_told(path: Path, advice: str = _ANOTHER_OUT) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def damage_told(what: Any, error: type[GradveilError], advice: str) -> Iterator[None]:
+def wrap_parse_errors(what: Any, error: type[GradveilError], advice: str) -> Iterator[None]:
     """Turn whatever a parser raises at a damaged or hostile file into one line: they raise errors of every kind."""
     try:
         yield

@@ -83,13 +83,13 @@ def remembering(model: nn.Module) -> nn.Module:
 def stages(case: AttackedEntry) -> dict[str, Callable[[], list[Trial]]]:
     """Return what is tried on a defence, the cheapest first."""
     if case.entry == NONE:
-        return {"listed": case.listed, "learned": case.learned, "told": case.told, "naive": case.naive}
-    whole = ("patient", "informed")
+        return {"listed": case.listed, "learned": case.learned, "told": case.told, "oblivious": case.oblivious}
+    whole = ("multi-round", "informed")
 
     def learned() -> list[Trial]:
         return [trial for trial in case.learned() if trial.about["tier"] in whole]
 
-    return {"listed": case.listed, "learned": learned, "told": case.told, "patient": case.patient}
+    return {"listed": case.listed, "learned": learned, "told": case.told, "multi-round": case.patient}
 
 
 def main() -> None:
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--dataset", default="mnist", choices=list(VICTIMS))
     parser.add_argument("--devices", type=int, default=100, choices=[100, 1000])
     parser.add_argument("--model", help=f"in place of the one that was priced, e.g. {LENET}")
-    parser.add_argument("--only", nargs="*", default=["listed", "learned", "told", "naive", "patient"])
+    parser.add_argument("--only", nargs="*", default=["listed", "learned", "told", "oblivious", "multi-round"])
     parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args()
     priced = json.loads(Path("studies/bench/results/promises.json").read_text())["rows"]

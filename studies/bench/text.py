@@ -26,7 +26,7 @@ from gradveil.guard.defense import Defense
 from gradveil.guard.defense import build as build_defense
 from gradveil.metrics import blind_guesses
 from gradveil.threats.setup import fitting_model
-from gradveil.threats.trial import Public, measured, naive, observe
+from gradveil.threats.trial import Public, measured, oblivious, observe
 from gradveil.types import Reconstruction
 
 FILE = Path(__file__).parent / "results" / "text.json"
@@ -123,7 +123,7 @@ def _stepped(model: nn.Module, data: Dataset, local: Local, rng: torch.Generator
 
 def _servers(client: Defense, model: nn.Module, defense: str, attack: str) -> list[Countermeasure]:
     """Return the server that takes the update as it is, and the one that knows of noise."""
-    return [naive(), *(client.adaptive(model)[:1] if defense.startswith("gaussian") and attack == "span" else ())]
+    return [oblivious(), *(client.adaptive(model)[:1] if defense.startswith("gaussian") and attack == "span" else ())]
 
 
 def _together(rows: list[dict[str, float]]) -> dict[str, object]:

@@ -60,7 +60,7 @@ def test_another_row_gives_another_verdict_on_every_page(tools: dict[str, Module
     path = results / "dlg-reference" / "rows.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for row in rows:
-        if (row["defense"], row["server"]) == ("representation:share=0.4", "naive"):
+        if (row["defense"], row["server"]) == ("representation:share=0.4", "oblivious"):
             row["mse"] = 0.0
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     after = tools["paper_page"].pages(results)
@@ -173,7 +173,7 @@ def test_whether_the_score_matters_has_one_rule(tools: dict[str, ModuleType], re
     path = results / "tradeoff" / "rows.jsonl"
     rows = [json.loads(text) for text in path.read_text().splitlines()]
     for row in rows:
-        if row["defense"] == "random_mask:share=0.4" and row["server"] == "naive":
+        if row["defense"] == "random_mask:share=0.4" and row["server"] == "oblivious":
             row["mse"] = 0.1  # above the mean image's: hidden, and below ours everywhere
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert line(results).mark == "Holds"
@@ -187,7 +187,7 @@ def test_what_holds_follows_the_rows(tools: dict[str, ModuleType], results: Path
     path = results / "tradeoff" / "rows.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for row in rows:
-        if row["defense"] == "representation:share=0.4" and row["server"] != "naive":
+        if row["defense"] == "representation:share=0.4" and row["server"] != "oblivious":
             row |= {"mse": 0.9, "ssim": 0.0, "identified": 0.0}
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     after = lines(results)
@@ -212,7 +212,7 @@ def run_folder(path: Path, rows: dict[str, list[float]], **changed: Any) -> Path
     config = {"item": "dlg-reference", "scale": "full", "seed": 0, "device": "cuda"} | changed
     with RunFolder.start(path, ItemConfig(**config)) as folder:
         for unit, values in rows.items():
-            shared = {"defense": unit, "server": "naive", "identified": 0.0}
+            shared = {"defense": unit, "server": "oblivious", "identified": 0.0}
             folder.add(unit, [shared | {"image": i, "mse": mse} for i, mse in enumerate(values)])
     return path
 
@@ -220,13 +220,13 @@ def run_folder(path: Path, rows: dict[str, list[float]], **changed: Any) -> Path
 def test_runs_of_one_item_are_merged_by_unit(tools: dict[str, ModuleType], tmp_path: Path) -> None:
     keep, kept = tools["keep_results"], tools["paper_results"]
     into = tmp_path / "results"
-    keep.keep(run_folder(tmp_path / "a", {"ours naive": [0.1], "none": [0.2]}), "machine A", "abc1234", into)
+    keep.keep(run_folder(tmp_path / "a", {"ours oblivious": [0.1], "none": [0.2]}), "machine A", "abc1234", into)
     again = run_folder(tmp_path / "b", {"none": [0.3], "floors": [0.4]})
     assert keep.keep(again, "machine B", "abc1234", into) == "dlg-reference"
     rows = kept.own_rows("dlg-reference", into)
-    assert [(r["unit"], r["mse"]) for r in rows] == [("floors", 0.4), ("none", 0.3), ("ours naive", 0.1)]
+    assert [(r["unit"], r["mse"]) for r in rows] == [("floors", 0.4), ("none", 0.3), ("ours oblivious", 0.1)]
     assert [(r["machine"], r["units"]) for r in kept.runs("dlg-reference", into)] == [
-        ("machine A", ["ours naive"]),
+        ("machine A", ["ours oblivious"]),
         ("machine B", ["none", "floors"]),
     ]
     first = kept.runs("dlg-reference", into)[0]

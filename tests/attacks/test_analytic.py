@@ -132,9 +132,9 @@ def test_hidden_entries_are_filled_in_by_the_prior() -> None:
     gradient = dict(seen.update.gradient)
     gradient["1.weight"] = gradient["1.weight"] * (torch.arange(64) % 2)  # half of the pixels are hidden
     hidden = replace(seen, update=replace(seen.update, gradient=gradient), prior=GaussianPrior.fit(images[1:], 1e-5))
-    naive, aware = attack(hidden), attack(hidden.masked("1.weight"))
+    oblivious, aware = attack(hidden), attack(hidden.masked("1.weight"))
     assert float((aware - images[:1]).square().mean()) < 1e-4
-    assert float((naive - images[:1]).square().mean()) > 0.1
+    assert float((oblivious - images[:1]).square().mean()) > 0.1
 
 
 def test_rows_of_opposite_sign_are_combined_and_do_not_cancel() -> None:

@@ -98,10 +98,10 @@ def zeroed(seen: Observation, share: float) -> Observation:
 def test_zeroed_columns_stop_a_naive_server_and_not_one_that_looks(network: nn.Module) -> None:
     x, y = images(1)[0]
     seen = zeroed(observe(network, x, y), 0.4)
-    naive, masked, dropped = attack(QUICK["dlg"], [seen, seen.masked("5.weight"), seen.without("5.weight")])
-    assert error(naive.inputs, x) > 0.03
-    assert not naive.converged
-    assert (float(naive.inputs.min()), float(naive.inputs.max())) == (0.0, 1.0)  # it ran away and was clamped
+    oblivious, masked, dropped = attack(QUICK["dlg"], [seen, seen.masked("5.weight"), seen.without("5.weight")])
+    assert error(oblivious.inputs, x) > 0.03
+    assert not oblivious.converged
+    assert (float(oblivious.inputs.min()), float(oblivious.inputs.max())) == (0.0, 1.0)  # it ran away and was clamped
     assert error(masked.inputs, x) < 1e-4
     assert error(dropped.inputs, x) < 1e-4
     assert masked.converged
@@ -116,9 +116,9 @@ def test_a_server_can_simulate_what_the_defence_did(network: nn.Module) -> None:
         return {n: torch.tanh(50 * g) for n, g in gradient.items()}
 
     seen = replace(seen, update=replace(seen.update, gradient=bent(seen.update.gradient)))
-    naive, knowing = attack(QUICK["dlg"], [seen, replace(seen, simulate=bent)])
+    oblivious, knowing = attack(QUICK["dlg"], [seen, replace(seen, simulate=bent)])
     assert error(knowing.inputs, x) < 1e-4
-    assert error(naive.inputs, x) > 1e-2
+    assert error(oblivious.inputs, x) > 1e-2
 
 
 def test_known_noise_is_not_matched_away_and_counts_as_converged(network: nn.Module) -> None:

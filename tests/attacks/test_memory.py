@@ -17,7 +17,7 @@ from gradveil.errors import AttackError
 from gradveil.federated.client import evaluate
 from gradveil.guard.defense import build as build_defense
 from gradveil.models import build as build_model
-from gradveil.threats.trial import Trial, attack_rows, attempt, naive, observe
+from gradveil.threats.trial import Trial, attack_rows, attempt, oblivious, observe
 from gradveil.types import Batch, Observation
 
 CPU = RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried to allocate")
@@ -78,7 +78,7 @@ def test_one_that_does_not_fit_is_one_line_and_a_skipped_row(attack: str, seen: 
     room(0, CUDA)
     with pytest.raises(AttackError, match=r"^One update does not fit into memory"):
         build(attack).reconstruct_many(seen, rngs(5))
-    trials = [Trial(s, naive(), attack, rng) for s, rng in zip(seen[:2], rngs(2), strict=True)]
+    trials = [Trial(s, oblivious(), attack, rng) for s, rng in zip(seen[:2], rngs(2), strict=True)]
     rows, _ = attack_rows(trials, attempt(trials), None)
     assert [row["kind"] for row in rows] == ["skip", "skip"]
 

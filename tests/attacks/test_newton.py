@@ -105,9 +105,9 @@ def test_dropping_or_masking_the_defended_layer_changes_nothing_for_the_attacker
     defended = replace(seen, update=replace(seen.update, gradient=hidden))
     aware = Newton().reconstruct_many([defended.masked("5.weight"), defended.without("5.weight")], [seeded(), seeded()])
     assert max(error(f.inputs, single.inputs) for f in aware) < 1e-7
-    naive = Newton().reconstruct(defended, seeded())
-    assert error(naive.inputs, single.inputs) > 1e-3
-    assert naive.objective > 100 * aware[0].objective
+    oblivious = Newton().reconstruct(defended, seeded())
+    assert error(oblivious.inputs, single.inputs) > 1e-3
+    assert oblivious.objective > 100 * aware[0].objective
 
 
 def test_known_noise_weighs_the_equations_and_costs_what_it_must(batch: Batch) -> None:

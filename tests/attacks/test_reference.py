@@ -22,7 +22,7 @@ def test_dlg_beats_no_defence_and_the_defence_once_it_reads_the_mask_and_not_bef
     chosen = torch.randperm(len(data.test.labels), generator=torch.Generator().manual_seed(5))[:IMAGES]
     batch = data.test.batch(chosen.numpy())
     model = build("lenet", (3, 32, 32), 10)
-    plain, naive = [], []
+    plain, oblivious = [], []
     for x, y in zip(batch.inputs.split(1), batch.labels.split(1), strict=True):
         found = torch.autograd.grad(cross_entropy(model(x), y), list(model.parameters()))
         gradient = {n: g for (n, _), g in zip(model.named_parameters(), found, strict=True)}
@@ -30,10 +30,10 @@ def test_dlg_beats_no_defence_and_the_defence_once_it_reads_the_mask_and_not_bef
         zeroed = gradient["fc.weight"].clone()
         zeroed[:, leak_scores(model, "fc", x)[0].topk(round(0.4 * 768)).indices] = 0
         plain.append(seen)
-        naive.append(replace(seen, update=Update(gradient | {"fc.weight": zeroed})))
-    masked = [s.masked("fc.weight") for s in naive]
+        oblivious.append(replace(seen, update=Update(gradient | {"fc.weight": zeroed})))
+    masked = [s.masked("fc.weight") for s in oblivious]
 
-    views = [*plain, *naive, *masked]
+    views = [*plain, *oblivious, *masked]
     rngs = [torch.Generator().manual_seed(i % IMAGES) for i in range(len(views))]
     found = DLG(restarts=2).reconstruct_many(views, rngs)
     error = torch.stack([f.inputs[0] for f in found]).view(3, IMAGES, -1).sub(batch.inputs.flatten(1)).square().mean(2)

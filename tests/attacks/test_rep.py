@@ -73,8 +73,8 @@ def test_hidden_entries_are_left_out_of_the_matching(probe: nn.Module, batch: Ba
     pruned = dict(seen.update.gradient)
     pruned["3.weight"] = pruned["3.weight"] * (torch.arange(384) % 5 > 1)
     hidden = replace(seen, update=replace(seen.update, gradient=pruned))
-    naive, aware = attack(hidden, layer="3"), attack(hidden.masked("3.weight"), layer="3")
-    errors = [float((x - batch.inputs[:1]).square().mean()) for x in (naive, aware)]
+    oblivious, aware = attack(hidden, layer="3"), attack(hidden.masked("3.weight"), layer="3")
+    errors = [float((x - batch.inputs[:1]).square().mean()) for x in (oblivious, aware)]
     assert errors[1] < 0.01 * errors[0]
 
 

@@ -38,18 +38,18 @@ def test_every_defence_has_its_adaptive_rows_and_why(finished: Audit) -> None:
     rows = [row for row in finished.rows if row["kind"] == "attack" and row["defense"] == PRUNED]
     why = {row["server"]: row["why"] for row in finished.rows if row["kind"] == "defense"}
     tried = {row["server"] for row in rows}
-    assert "naive" in tried
-    assert why.keys() == tried - {"naive"}
+    assert "oblivious" in tried
+    assert why.keys() == tried - {"oblivious"}
     assert "mask" in why
     assert all(why.values())
 
 
 def test_the_pruned_image_is_not_the_image_and_the_verdict_says_what_it_is(finished: Audit) -> None:
-    naive = [x for x in finished.lines if (x.defense, x.server, x.attack) == (PRUNED, "naive", "Divide()")]
-    assert all(x.mse.mean > 1e-3 for x in naive)
+    oblivious = [x for x in finished.lines if (x.defense, x.server, x.attack) == (PRUNED, "oblivious", "Divide()")]
+    assert all(x.mse.mean > 1e-3 for x in oblivious)
     (judged,) = [v for v in finished.verdicts if v.defense == PRUNED]
     assert judged.accuracy is not None
-    assert judged.text.startswith("The naive server")
+    assert judged.text.startswith("The oblivious server")
 
 
 def test_an_attack_that_never_works_is_void_everywhere(finished: Audit) -> None:

@@ -24,8 +24,8 @@ def test_the_default_audit_says_what_a_naive_and_a_knowing_server_get(tmp_path: 
     assert judged["none"].accuracy > 0.8
 
     ours = judged[OURS]
-    naive = [x for x in run.lines if (x.defense, x.server, x.round) == (OURS, "naive", "first")]
-    assert min(x.mse.mean for x in naive) > 2 * floor.mse.mean  # far above the blind guess
+    oblivious = [x for x in run.lines if (x.defense, x.server, x.round) == (OURS, "oblivious", "first")]
+    assert min(x.mse.mean for x in oblivious) > 2 * floor.mse.mean  # far above the blind guess
     assert ours.adaptive is not None
     assert ours.adaptive.control is not None
     assert ours.adaptive.mse.mean < 1e-6  # near the control
@@ -34,12 +34,12 @@ def test_the_default_audit_says_what_a_naive_and_a_knowing_server_get(tmp_path: 
     assert "but a server that knows the defence gets the images back" in ours.text
 
     tiers = {t.tier: t.outcome for t in judged[OURS].tiers}
-    assert tiers["knows"] == "recovered"
+    assert tiers["adaptive"] == "recovered"
     assert set(tiers.values()) <= {"recovered", "recognised", "identified", "traces", "nothing", "not_run"}
     controls = {(x.round, x.weights, x.attack) for x in run.lines if x.defense == "none"}
     assert {(x.round, x.weights, x.attack) for x in run.lines} == controls
     assert {x.round for x in run.lines} == {"first", "last"}
     for defense in judged:
         if defense != "none":
-            assert any(x.server != "naive" for x in run.lines if x.defense == defense)
+            assert any(x.server != "oblivious" for x in run.lines if x.defense == defense)
     assert "Gets the images back" in write_report(run.folder).read_text()

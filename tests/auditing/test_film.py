@@ -19,7 +19,7 @@ MASKED = "random_mask:share=0.4"
 
 @pytest.fixture
 def brief(small: AuditConfig) -> AuditConfig:
-    return replace(small, rounds=1, images=2, meter_seconds=0.0, tiers=("naive", "knows"))
+    return replace(small, rounds=1, images=2, meter_seconds=0.0, tiers=("oblivious", "adaptive"))
 
 
 def audited(folder: Path, config: AuditConfig) -> Audit:
@@ -29,7 +29,11 @@ def audited(folder: Path, config: AuditConfig) -> Audit:
 def test_the_last_frame_is_what_the_audit_itself_found(tmp_path: Path, brief: AuditConfig) -> None:
     found = audited(tmp_path / "run", brief)
     films = [row for row in found.rows if row["kind"] == "film"]
-    assert [(row["defense"], row["tier"]) for row in films] == [("none", "naive"), (MASKED, "naive"), (MASKED, "knows")]
+    assert [(row["defense"], row["tier"]) for row in films] == [
+        ("none", "oblivious"),
+        (MASKED, "oblivious"),
+        (MASKED, "adaptive"),
+    ]
     frames = found.store.arrays(FILM)
     for place, row in enumerate(films):
         own = ("round", "weights", "defense", "tier", "server", "attack", "example")

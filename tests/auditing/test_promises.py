@@ -1,4 +1,4 @@
-"""Accounted noise as certificates: of one update, of what a patient server has, of the whole run."""
+"""Accounted noise as certificates: of one update, of what a multi-round server has, of the whole run."""
 
 from math import sqrt
 
@@ -30,7 +30,7 @@ def test_floor_and_guess_fall_with_what_the_server_has() -> None:
     assert floors[0] > floors[1] > floors[2] > 0
     assert 0.01 < guesses[0] < guesses[1] < guesses[2] == pytest.approx(0.0924, abs=1e-3)
     assert "z_run = 1:" in found["floor", "the whole run"]["says"]
-    assert found["floor", "one update"]["tiers"] == ["naive", "knows", "malicious"]
+    assert found["floor", "one update"]["tiers"] == ["oblivious", "adaptive", "malicious"]
     assert "informed" in found["guess", "one update"]["tiers"]
     assert any("Gaussian-DP for zeroing one record" in text for text in found["floor", "one update"]["assumptions"])
     mean = torch.stack([PUBLIC.inputs[PUBLIC.labels == c].mean(0) for c in (0, 1)])

@@ -79,7 +79,7 @@ def answered(found: Audit, tiers: tuple[str, ...]) -> None:
     """Each of these tiers has an outcome on each defence; where it was not run, why it cannot be is said."""
     for verdict in found.verdicts:
         for tier in verdict.tiers:
-            if tier.tier in tiers and not (verdict.defense == "none" and tier.tier in ("knows", "patient")):
+            if tier.tier in tiers and not (verdict.defense == "none" and tier.tier in ("adaptive", "multi-round")):
                 said = tier.outcome != "not_run" or any(reason in tier.text for reason in REASONS)
                 assert said, (verdict.defense, tier.tier, tier.text)
             if tier.outcome == "void":
@@ -101,13 +101,13 @@ def test_every_tier_gets_an_answer(make: Callable[[int], nn.Module], data: objec
     assert "could not be assessed" not in found.headline
     if make is mlp:  # what a first layer gives away is read off at once
         assert plain.outcome == "recovered"
-        answered(found, ("naive", "knows", *ALWAYS))
+        answered(found, ("oblivious", "adaptive", *ALWAYS))
 
 
 @pytest.mark.slow
 def test_a_wide_table_is_answered(tmp_path: Path) -> None:
     found = within(tmp_path / "run", dataset=table)
-    answered(found, ("naive", "knows", "informed", "malicious"))
+    answered(found, ("oblivious", "adaptive", "informed", "malicious"))
     assert {v.defense: v.outcome for v in found.verdicts}["none"] == "recovered"
 
 
@@ -119,5 +119,5 @@ def test_notes_are_answered(tmp_path: Path) -> None:
     found = within(
         tmp_path / "run", dataset=f"text:path={tmp_path}/notes.txt,length=16", model="gpt_tiny:width=128,heads=4"
     )
-    answered(found, ("naive", "knows", "informed"))
+    answered(found, ("oblivious", "adaptive", "informed"))
     assert {v.defense: v.outcome for v in found.verdicts}["none"] == "recovered"

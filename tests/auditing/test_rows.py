@@ -31,7 +31,7 @@ def attack_rows(defense: str, server: str, mses: list[float], attack: str = "new
 
 
 GOOD, BAD = [1e-4] * 8, [0.25] * 8
-CONTROL = attack_rows("none", "naive", GOOD, identified=1.0)
+CONTROL = attack_rows("none", "oblivious", GOOD, identified=1.0)
 
 
 def judge(*groups: list[Row]) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def test_an_image_that_is_easily_guessed_is_held_against_its_own_guess() -> None
     floors = [
         {"kind": "floor", "guess": "grey", "example": i, "mse": m, "identified": 0.0} for i, m in ((0, 0.4), (1, 0.02))
     ]
-    (line,) = lines([*floors, *attack_rows("none", "naive", [0.01, 0.01])])
+    (line,) = lines([*floors, *attack_rows("none", "oblivious", [0.01, 0.01])])
     assert line.recovered.mean == 0.5
 
 
@@ -84,15 +84,15 @@ def test_one_lucky_identification_of_eight_is_chance_and_two_are_not(hits: int, 
 
 
 def test_a_failed_attack_with_a_good_control_is_evidence() -> None:
-    v = judge(CONTROL, attack_rows("d", "naive", BAD), attack_rows("d", "drop", BAD))["d"]
+    v = judge(CONTROL, attack_rows("d", "oblivious", BAD), attack_rows("d", "drop", BAD))["d"]
     assert v.outcome == "nothing"
     assert "no proof" in v.text
     assert "worse than a blind guess at 0.08" in v.text
 
 
 def test_a_failed_attack_whose_control_fails_is_void_and_never_protection() -> None:
-    stuck = attack_rows("none", "naive", BAD, converged=False)
-    v = judge(stuck, attack_rows("d", "naive", BAD), attack_rows("d", "drop", BAD))["d"]
+    stuck = attack_rows("none", "oblivious", BAD, converged=False)
+    v = judge(stuck, attack_rows("d", "oblivious", BAD), attack_rows("d", "drop", BAD))["d"]
     assert v.outcome == "void"
     assert "gets nothing" not in v.text
     assert "did not converge on 8 of 8" in v.text
@@ -100,71 +100,74 @@ def test_a_failed_attack_whose_control_fails_is_void_and_never_protection() -> N
 
 
 def test_an_attack_without_any_control_is_void() -> None:
-    v = judge(attack_rows("d", "naive", BAD), attack_rows("d", "drop", BAD))["d"]
+    v = judge(attack_rows("d", "oblivious", BAD), attack_rows("d", "drop", BAD))["d"]
     assert v.outcome == "void"
     assert "no undefended control" in v.text
 
 
 def test_the_control_belongs_to_the_same_attack_round_and_weights() -> None:
     for change in ({"attack": "dlg"}, {"round": "last"}, {"weights": "other"}):
-        mine = attack_rows("d", "naive", BAD, **({} if "attack" in change else change))
+        mine = attack_rows("d", "oblivious", BAD, **({} if "attack" in change else change))
         if "attack" in change:
-            mine = attack_rows("d", "naive", BAD, attack="dlg")
+            mine = attack_rows("d", "oblivious", BAD, attack="dlg")
         assert judge(CONTROL, mine)["d"].outcome == "void"
 
 
 def test_the_control_is_a_servers_with_less_to_go_on_where_its_own_tier_has_none() -> None:
     """An undefended client sends the same in each round: what one round gives is the control of the whole run."""
-    tiers = {"knows": GOOD, "informed": BAD}
+    tiers = {"adaptive": GOOD, "informed": BAD}
     controls = [
         row for tier, mses in tiers.items() for row in attack_rows("none", "inverter", mses, "inverter", tier=tier)
     ]
-    mine = attack_rows("d", "inverter", BAD, "inverter", tier="patient")
+    mine = attack_rows("d", "inverter", BAD, "inverter", tier="multi-round")
     found = {line.tier: line for line in lines([*floor_rows(8), *controls, *mine]) if line.defense == "d"}
-    assert found["patient"].counts
+    assert found["multi-round"].counts
     told = lines([*floor_rows(8), *controls[8:], *mine])  # the class known alone: more to go on, and no control
     assert not next(line for line in told if line.defense == "d").counts
 
 
 def test_half_an_audit_is_not_protection() -> None:
-    """The naive attack failed soundly, but the only attack of the server that knows is void."""
-    v = judge(CONTROL, attack_rows("d", "naive", BAD), attack_rows("d", "drop", BAD, attack="weak"))["d"]
+    """The oblivious attack failed soundly, but the only attack of the server that knows is void."""
+    v = judge(CONTROL, attack_rows("d", "oblivious", BAD), attack_rows("d", "drop", BAD, attack="weak"))["d"]
     assert v.outcome == "void"
 
 
 def test_a_leak_counts_even_where_the_control_fails() -> None:
-    v = judge(attack_rows("none", "naive", BAD), attack_rows("d", "drop", GOOD, identified=1.0))["d"]
+    v = judge(attack_rows("none", "oblivious", BAD), attack_rows("d", "drop", GOOD, identified=1.0))["d"]
     assert v.outcome == "recovered"
 
 
 def test_the_papers_picture_and_the_server_that_undoes_it_are_both_said() -> None:
-    v = judge(CONTROL, attack_rows("ours", "naive", BAD), attack_rows("ours", "drop", GOOD, identified=1.0))["ours"]
+    v = judge(CONTROL, attack_rows("ours", "oblivious", BAD), attack_rows("ours", "drop", GOOD, identified=1.0))["ours"]
     assert v.outcome == "recovered"
     assert v.text == (
-        "The naive server gets nothing (MSE 0.25, worse than a blind guess at 0.08, identifies 0 of 8; newton, first "
+        "The oblivious server gets nothing (MSE 0.25, worse than a blind guess at 0.08, identifies 0 of 8; newton, first "  # noqa: E501
         "round), but a server that knows the defence gets the images back (MSE 0.0001, without a defence 0.0001, "
         "identifies 8 of 8; drop + newton, first round). Not run: informed, patient, malicious."
     )
 
 
 def test_a_picture_worse_than_a_blind_guess_may_still_tell_who_it_is() -> None:
-    v = judge(CONTROL, attack_rows("d", "naive", BAD, identified=1.0))["d"]
+    v = judge(CONTROL, attack_rows("d", "oblivious", BAD, identified=1.0))["d"]
     assert v.outcome == "recognised"
     assert "poor pixel by pixel but can still be told from 99 others (MSE 0.25, worse than a blind guess" in v.text
 
 
 def test_the_strongest_attack_speaks_for_its_server() -> None:
-    weak_control = attack_rows("none", "naive", BAD, attack="weak")
+    weak_control = attack_rows("none", "oblivious", BAD, attack="weak")
     v = judge(
-        CONTROL, weak_control, attack_rows("d", "naive", BAD, attack="weak"), attack_rows("d", "naive", [0.03] * 8)
+        CONTROL,
+        weak_control,
+        attack_rows("d", "oblivious", BAD, attack="weak"),
+        attack_rows("d", "oblivious", [0.03] * 8),
     )["d"]
-    assert v.naive.attack == "newton"
+    assert v.oblivious.attack == "newton"
     assert v.outcome == "traces"
 
 
 def test_controls_at_other_weights_are_not_the_verdict_on_no_defence() -> None:
-    at_others = attack_rows("none", "naive", GOOD, weights="d", round="last")
-    assert judge(attack_rows("none", "naive", BAD), at_others)["none"].outcome == "void"
+    at_others = attack_rows("none", "oblivious", GOOD, weights="d", round="last")
+    assert judge(attack_rows("none", "oblivious", BAD), at_others)["none"].outcome == "void"
 
 
 def test_the_accuracy_is_that_of_the_last_round_beside_the_undefended() -> None:
@@ -173,7 +176,7 @@ def test_the_accuracy_is_that_of_the_last_round_beside_the_undefended() -> None:
         for d, a in (("none", 0.9), ("d", 0.8))
         for n in (2, 1)
     ]
-    v = judge(CONTROL, attack_rows("d", "naive", BAD), trained)["d"]
+    v = judge(CONTROL, attack_rows("d", "oblivious", BAD), trained)["d"]
     assert (v.accuracy, v.baseline) == pytest.approx((0.82, 0.92))
     assert "Accuracy 82.0%, against 92.0% without a defence." in v.text
 
@@ -181,10 +184,10 @@ def test_the_accuracy_is_that_of_the_last_round_beside_the_undefended() -> None:
 def test_the_headline_counts_what_was_given_away_and_to_whom() -> None:
     rows = [
         *floor_rows(8), *CONTROL,
-        *attack_rows("a", "naive", BAD), *attack_rows("a", "drop", GOOD),
-        *attack_rows("b", "naive", GOOD), *attack_rows("b", "drop", GOOD),
-        *attack_rows("c", "naive", BAD), *attack_rows("c", "drop", BAD),
-        *attack_rows("d", "naive", [0.03] * 8), *attack_rows("d", "drop", GOOD),
+        *attack_rows("a", "oblivious", BAD), *attack_rows("a", "drop", GOOD),
+        *attack_rows("b", "oblivious", GOOD), *attack_rows("b", "drop", GOOD),
+        *attack_rows("c", "oblivious", BAD), *attack_rows("c", "drop", BAD),
+        *attack_rows("d", "oblivious", [0.03] * 8), *attack_rows("d", "drop", GOOD),
     ]  # fmt: skip
     assert headline(rows) == (
         "3 of 4 defences gave images away to this panel of attacks, 1 of them only to a server that knows the defence, "
@@ -193,7 +196,7 @@ def test_the_headline_counts_what_was_given_away_and_to_whom() -> None:
 
 
 def test_without_the_truth_nothing_is_judged() -> None:
-    rows = attack_rows("d", "naive", [math.nan])
+    rows = attack_rows("d", "oblivious", [math.nan])
     rows[0]["mse"] = None
     assert verdicts(rows) == []
     assert "truth was not given" in headline(rows)

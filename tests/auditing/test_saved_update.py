@@ -47,10 +47,10 @@ def assert_other_tiers_are_not_run(run: Audit, page: str) -> None:
     """What one update cannot show is said, with the reason."""
     assert run.verdicts
     for verdict in run.verdicts:
-        beyond = {t.tier: t for t in verdict.tiers if t.tier not in ("naive", "knows")}
+        beyond = {t.tier: t for t in verdict.tiers if t.tier not in ("oblivious", "adaptive")}
         assert {t.outcome for t in beyond.values()} == {"not_run"}
         assert {tier: t.text for tier, t in beyond.items()} == {t: f"was not run: {why}" for t, why in NOT_HERE.items()}
-    servers = ("an informed server", "a patient server", "a malicious server")
+    servers = ("an informed server", "a multi-round server", "a malicious server")
     assert dict(left_out(run.rows)) == dict(zip(servers, NOT_HERE.values(), strict=True))
     assert all(why in page for why in NOT_HERE.values())
 
@@ -60,8 +60,8 @@ def test_a_saved_update_is_attacked_naively_and_adaptively_beside_its_control(
 ) -> None:
     run = audit_update(case, tmp_path / "run")
     tried = {(x.defense, x.server): x for x in run.lines}
-    assert tried.keys() == {("none", "naive"), (PRUNED, "naive"), (PRUNED, "mask"), (PRUNED, "simulate")}
-    assert tried["none", "naive"].mse.mean < 1e-3
+    assert tried.keys() == {("none", "oblivious"), (PRUNED, "oblivious"), (PRUNED, "mask"), (PRUNED, "simulate")}
+    assert tried["none", "oblivious"].mse.mean < 1e-3
     assert tried[PRUNED, "mask"].mse.mean < 1e-3
     assert {v.defense: v.outcome for v in run.verdicts}[PRUNED] == "recovered"
     page = write_report(run.folder).read_text()
@@ -103,7 +103,7 @@ def test_without_truth_and_data_nothing_is_claimed(tmp_path: Path, case: UpdateA
 
 def test_an_undefended_update_is_its_own_control(tmp_path: Path, case: UpdateAuditConfig) -> None:
     run = audit_update(replace(case, defense="none"), tmp_path / "run")
-    assert {(row["defense"], row["server"]) for row in run.rows if row["kind"] == "attack"} == {("none", "naive")}
+    assert {(row["defense"], row["server"]) for row in run.rows if row["kind"] == "attack"} == {("none", "oblivious")}
 
 
 def test_a_finished_audit_is_not_done_again(

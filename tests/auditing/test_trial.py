@@ -18,7 +18,7 @@ from gradveil.threats.panel import CHUNK, Observed, Target, chunks, panel
 from gradveil.threats.planting import plant
 from gradveil.threats.rows import lines
 from gradveil.threats.setup import AuditConfig, Scene, build_scene
-from gradveil.threats.trial import Trial, attack_rows, attempt, floors, naive
+from gradveil.threats.trial import Trial, attack_rows, attempt, floors, oblivious
 from gradveil.types import Batch, Observation, Reconstruction
 
 MASK = "random_mask"
@@ -42,10 +42,10 @@ def found(scene: Scene) -> list[Target]:
 def test_every_update_meets_its_control_the_naive_server_and_those_that_know(found: list[Target]) -> None:
     count = Counter((p.look.round, p.look.weights, p.defense, p.server.name, p.attack) for p in found)
     assert set(count.values()) == {3}  # images
-    controls = {(r, w, a) for (r, w, d, s, a) in count if (d, s) == ("none", "naive")}
+    controls = {(r, w, a) for (r, w, d, s, a) in count if (d, s) == ("none", "oblivious")}
     assert {(r, w, a) for (r, w, _, _, a) in count} == controls
     servers = {s for (r, _, d, s, _) in count if (r, d) == ("first", MASK)}
-    assert {"naive", "drop", "mask"} <= servers
+    assert {"oblivious", "drop", "mask"} <= servers
     assert {(r, w, d) for (r, w, d, _, _) in count if r == "last"} == {
         ("last", "none", "none"), ("last", MASK, "none"), ("last", MASK, MASK),
     }  # fmt: skip
@@ -63,23 +63,25 @@ def same_update(scene: Scene, a: Target, b: Target) -> bool:
 def test_naive_and_knowing_servers_look_at_one_and_the_same_update(scene: Scene, found: list[Target]) -> None:
     """A server that knows must not be handed a second draw of the defence's randomness."""
     here = [p for p in found if (p.look.round, p.defense, p.victim) == ("first", MASK, 0)]
-    naive = next(p for p in here if p.server.name == "naive")
+    oblivious = next(p for p in here if p.server.name == "oblivious")
     for other in here:
-        assert same_update(scene, naive, other)
-    masks = [(observe(scene, replace(naive, victim=v)).update.gradient["fc.weight"] == 0).all(dim=0) for v in (0, 1)]
+        assert same_update(scene, oblivious, other)
+    masks = [
+        (observe(scene, replace(oblivious, victim=v)).update.gradient["fc.weight"] == 0).all(dim=0) for v in (0, 1)
+    ]
     assert not torch.equal(*masks)  # every client draws for itself
 
 
 def test_a_server_that_knows_gets_its_own_view(scene: Scene, found: list[Target]) -> None:
     here = {p.server.name: p for p in found if (p.look.round, p.defense, p.victim) == ("first", MASK, 0)}
-    assert "fc.weight" in observe(scene, here["naive"]).update.gradient
+    assert "fc.weight" in observe(scene, here["oblivious"]).update.gradient
     assert "fc.weight" not in observe(scene, here["drop"]).update.gradient
-    assert not observe(scene, here["naive"]).weights
+    assert not observe(scene, here["oblivious"]).weights
     assert observe(scene, here["mask"]).weights.keys() == {"fc.weight"}
 
 
 def test_the_control_is_undefended_and_the_rest_is_not(scene: Scene, found: list[Target]) -> None:
-    here = [p for p in found if p.look.round == "first" and p.victim == 0 and p.server.name == "naive"]
+    here = [p for p in found if p.look.round == "first" and p.victim == 0 and p.server.name == "oblivious"]
     (control,), (defended,) = ([p for p in here if p.defense == d and p.attack == "newton"] for d in ("none", MASK))
     zeros = [int((observe(scene, p).update.gradient["fc.weight"] == 0).all(dim=0).sum()) for p in (control, defended)]
     assert zeros[0] == 0
@@ -87,7 +89,7 @@ def test_the_control_is_undefended_and_the_rest_is_not(scene: Scene, found: list
 
 
 def test_a_list_is_held_against_what_no_draw_of_the_client_changes(scene: Scene) -> None:
-    config = replace(scene.config, images=8, examples=4, tiers=("naive", "knows", "informed"))
+    config = replace(scene.config, images=8, examples=4, tiers=("oblivious", "adaptive", "informed"))
     rounding = {"qsgd": build_defense("qsgd:levels=1,norm=max")}
     own = build_scene(config, scene.dataset, scene.model, rounding, {"newton": "newton"})
     listed = panel(own, [Look("first", 1, "start", own.model)])["candidates"]
@@ -136,7 +138,7 @@ def test_where_an_attack_refuses_one_view_the_others_still_run(
 
 
 def test_an_update_that_cannot_be_made_is_skipped_and_says_why(scene: Scene, guess: Attack) -> None:
-    trial = Trial(UpdateError("no examples"), naive(), guess, torch.Generator(), about={"defense": "none"})
+    trial = Trial(UpdateError("no examples"), oblivious(), guess, torch.Generator(), about={"defense": "none"})
     assert attack_rows([trial], attempt([trial]), None)[0] == [
         {"kind": "skip", "defense": "none", "example": 0, "why": "no examples"}
     ]
@@ -173,7 +175,7 @@ def test_a_view_is_worked_out_once_for_all_attacks_and_tiers(scene: Scene, found
     first = next(p for p in found if p.defense == MASK)
     views = [observed.trial(replace(first, server=knows, attack=attack)).view for attack in ("newton", "dlg")]
     assert views[0].labels is views[1].labels
-    patient = observed.trial(replace(first, server=replace(knows, tier="patient"))).view
+    patient = observed.trial(replace(first, server=replace(knows, tier="multi-round"))).view
     assert [labels is None for labels in asked] == [True] + [False] * 15  # the other rounds are of the same examples
     assert len(patient.rounds) == 15
 
@@ -181,17 +183,17 @@ def test_a_view_is_worked_out_once_for_all_attacks_and_tiers(scene: Scene, found
 @pytest.mark.parametrize(
     ("tier", "has"),
     [
-        ("naive", {"public"}),
-        ("knows", {"client", "public"}),
+        ("oblivious", {"public"}),
+        ("adaptive", {"client", "public"}),
         ("informed", {"client", "public", "candidates"}),
-        ("patient", {"client", "public", "rounds"}),
+        ("multi-round", {"client", "public", "rounds"}),
         ("malicious", {"client", "public"}),
     ],
 )
 def test_a_server_has_what_its_tier_has_and_no_more(
     scene: Scene, found: list[Target], tier: Tier, has: set[str]
 ) -> None:
-    seen = observe(scene, replace(found[-1], server=replace(naive(), tier=tier)))
+    seen = observe(scene, replace(found[-1], server=replace(oblivious(), tier=tier)))
     fields = ("client", "public", "candidates", "others", "rounds", "labels", "noise", "weights")
     held = {name: getattr(seen, name) for name in fields}
     assert {name for name, value in held.items() if value is not None and value not in ((), {})} == has

@@ -23,7 +23,7 @@ def measured(
     defense: str, tier: str, mse: float, server: str | None = None, attack: str = "newton", **more: Any
 ) -> Rows:
     """Return the rows of one line over eight images."""
-    who = "naive" if tier == "naive" else server or "drop"
+    who = "oblivious" if tier == "oblivious" else server or "drop"
     about = {"defense": defense, "tier": tier, "server": who, "attack": attack, "round": "first", "round_number": 1}
     said = {"identified": float(mse < 0.01), "gallery": 100, "converged": True, "details": {}, "weights": "start"}
     return [{"kind": "attack", **about, **said, "example": i, "mse": mse, **more} for i in range(8)]
@@ -38,40 +38,42 @@ def probed(defense: str, errors: tuple[str, ...] = (), assessed: bool = True) ->
     return [{"kind": "probe", "defense": defense, "errors": list(errors), "notes": [], "assessed": assessed}]
 
 
-CONTROL = measured("none", "naive", GOOD)
-FAILED = [*CONTROL, *measured("d", "naive", BAD), *measured("d", "knows", BAD)]
+CONTROL = measured("none", "oblivious", GOOD)
+FAILED = [*CONTROL, *measured("d", "oblivious", BAD), *measured("d", "adaptive", BAD)]
 
 
-def outcome(code: Any, rows: Rows, tier: str = "knows") -> str:
+def outcome(code: Any, rows: Rows, tier: str = "adaptive") -> str:
     verdict = next(v for v in code.judge.verdicts(rows) if v.defense == "d")
     return next(str(t.outcome) for t in verdict.tiers if t.tier == tier)
 
 
 def knows_acts_naively(code: Any) -> None:
-    rows = rows_of(CONTROL, measured("d", "naive", GOOD), measured("d", "knows", BAD))
+    rows = rows_of(CONTROL, measured("d", "oblivious", GOOD), measured("d", "adaptive", BAD))
     assert outcome(code, rows) == "recovered"
 
 
-def naive_does_not_know(code: Any) -> None:
-    rows = rows_of(CONTROL, measured("d", "naive", BAD), measured("d", "knows", GOOD))
-    assert outcome(code, rows, "naive") == "nothing"
+def oblivious_does_not_know(code: Any) -> None:
+    rows = rows_of(CONTROL, measured("d", "oblivious", BAD), measured("d", "adaptive", GOOD))
+    assert outcome(code, rows, "oblivious") == "nothing"
 
 
 def a_tier_speaks_for_itself(code: Any) -> None:
-    rows = rows_of(FAILED, measured("d", "patient", GOOD))
+    rows = rows_of(FAILED, measured("d", "multi-round", GOOD))
     assert outcome(code, rows) == "nothing"
-    assert outcome(code, rows, "patient") == "recovered"
+    assert outcome(code, rows, "multi-round") == "recovered"
     assert outcome(code, rows, "malicious") == "not_run"
-    assert "1 more to a patient server" in code.judge.headline(rows)
+    assert "1 more to a multi-round server" in code.judge.headline(rows)
 
 
 def more_includes_less(code: Any) -> None:
-    rows = rows_of(CONTROL, measured("d", "knows", GOOD), *(measured("d", t, BAD) for t in ("informed", "malicious")))
+    rows = rows_of(
+        CONTROL, measured("d", "adaptive", GOOD), *(measured("d", t, BAD) for t in ("informed", "malicious"))
+    )
     assert {outcome(code, rows, t) for t in ("informed", "malicious")} == {"recovered"}
 
 
 def what_was_not_run_is_said(code: Any) -> None:
-    rows = rows_of(CONTROL, measured("d", "naive", BAD))
+    rows = rows_of(CONTROL, measured("d", "oblivious", BAD))
     assert outcome(code, rows) == "not_run"
     verdict = next(v for v in code.judge.verdicts(rows) if v.defense == "d")
     assert verdict.outcome == "not_run"
@@ -100,35 +102,37 @@ def a_known_secret_may_hold(code: Any) -> None:
 
 
 def a_failed_control_is_no_protection(code: Any) -> None:
-    for tier in ("naive", "knows"):
-        rows = rows_of(measured("none", "naive", BAD), FAILED[8:])
+    for tier in ("oblivious", "adaptive"):
+        rows = rows_of(measured("none", "oblivious", BAD), FAILED[8:])
         assert outcome(code, rows, tier) == "void"
     assert code.gate.gates(rows, "recognised")["d"].result == "uninformative"
 
 
 def half_an_audit_is_no_protection(code: Any) -> None:
-    weak = measured("d", "knows", BAD, attack="weak")
-    assert outcome(code, rows_of(CONTROL, measured("d", "naive", BAD), weak)) == "void"
+    weak = measured("d", "adaptive", BAD, attack="weak")
+    assert outcome(code, rows_of(CONTROL, measured("d", "oblivious", BAD), weak)) == "void"
 
 
 def a_control_is_of_the_same_attack_and_tier(code: Any) -> None:
     failing = measured("none", "informed", BAD, attack="candidates")
     mine = measured("d", "informed", BAD, attack="candidates")
     assert (
-        outcome(code, rows_of(FAILED, failing, measured("none", "naive", GOOD, attack="candidates"), mine), "informed")
+        outcome(
+            code, rows_of(FAILED, failing, measured("none", "oblivious", GOOD, attack="candidates"), mine), "informed"
+        )
         == "void"
     )
 
 
 def a_leak_counts_whatever_the_control(code: Any) -> None:
-    rows = rows_of(measured("none", "naive", BAD), measured("d", "knows", GOOD))
+    rows = rows_of(measured("none", "oblivious", BAD), measured("d", "adaptive", GOOD))
     assert outcome(code, rows) == "recovered"
     assert code.gate.gates(rows, "recovered")["d"].result == "failed"
 
 
 def no_time_is_no_protection(code: Any) -> None:
-    late = measured("d", "knows", BAD, details={"out_of_time": 1.0})
-    rows = rows_of(CONTROL, measured("d", "naive", BAD), late)
+    late = measured("d", "adaptive", BAD, details={"out_of_time": 1.0})
+    rows = rows_of(CONTROL, measured("d", "oblivious", BAD), late)
     assert outcome(code, rows) == "void"
     assert code.gate.gates(rows, "recognised")["d"].result == "uninformative"
 
@@ -137,46 +141,47 @@ def a_control_that_was_stopped_as_early_counts(code: Any) -> None:
     def stopped(steps: int) -> dict[str, Any]:
         return {"details": {"out_of_time": 1.0}, "stopped_at": steps}
 
-    control = measured("none", "naive", GOOD, **stopped(20))
-    rest = measured("d", "naive", BAD, **stopped(20))
-    assert outcome(code, rows_of(control, rest, measured("d", "knows", BAD, **stopped(20)))) == "nothing"
-    assert outcome(code, rows_of(control, rest, measured("d", "knows", BAD, **stopped(19)))) == "void"
+    control = measured("none", "oblivious", GOOD, **stopped(20))
+    rest = measured("d", "oblivious", BAD, **stopped(20))
+    assert outcome(code, rows_of(control, rest, measured("d", "adaptive", BAD, **stopped(20)))) == "nothing"
+    assert outcome(code, rows_of(control, rest, measured("d", "adaptive", BAD, **stopped(19)))) == "void"
 
 
 def a_control_that_failed_speaks_for_those_that_waited(code: Any) -> None:
     why = "its control failed, so a failure would prove nothing, and no time was left"
     waited = [
-        {"kind": "skip", "defense": "d", "tier": "knows", "round": "first", "weights": "start", "attack": "gs",
+        {"kind": "skip", "defense": "d", "tier": "adaptive", "round": "first", "weights": "start", "attack": "gs",
          "control_failed": "gs:steps=60", "why": why, "out_of_time": False}
     ]  # fmt: skip
-    rows = rows_of(measured("none", "naive", BAD, attack="gs:steps=60"), waited)
+    rows = rows_of(measured("none", "oblivious", BAD, attack="gs:steps=60"), waited)
     assert outcome(code, rows) == "void"
     verdict = next(v for v in code.judge.verdicts(rows) if v.defense == "d")
-    assert "what would settle it" in next(t.text for t in verdict.tiers if t.tier == "knows")
+    assert "what would settle it" in next(t.text for t in verdict.tiers if t.tier == "adaptive")
 
 
 def who_picks_from_a_list_identifies(code: Any) -> None:
     listed = measured("d", "informed", 0.0, attack="candidates")
     assert (
-        outcome(code, rows_of(measured("none", "naive", 0.0, attack="candidates"), listed), "informed") == "identified"
+        outcome(code, rows_of(measured("none", "oblivious", 0.0, attack="candidates"), listed), "informed")
+        == "identified"
     )
 
 
 def the_gate_looks_at_the_tiers_it_is_told(code: Any) -> None:
-    rows = rows_of(FAILED, measured("d", "patient", GOOD))
+    rows = rows_of(FAILED, measured("d", "multi-round", GOOD))
     assert code.gate.gates(rows, "recognised")["d"].result == "passed"
-    assert code.gate.gates(rows, "recognised", ("naive", "patient"))["d"].result == "failed"
+    assert code.gate.gates(rows, "recognised", ("oblivious", "multi-round"))["d"].result == "failed"
 
 
 def one_lucky_guess_is_no_control(code: Any) -> None:
     """One example that is told from few others by chance says nothing: neither of a control nor of a defence."""
-    lucky = measured("none", "naive", BAD, identified=1.0, gallery=61)[:1]
-    rows = rows_of(lucky, *(measured("d", tier, BAD)[:1] for tier in ("naive", "knows")))
+    lucky = measured("none", "oblivious", BAD, identified=1.0, gallery=61)[:1]
+    rows = rows_of(lucky, *(measured("d", tier, BAD)[:1] for tier in ("oblivious", "adaptive")))
     assert outcome(code, rows) == "void"
 
 
 RULES: list[Callable[[Any], None]] = [
-    knows_acts_naively, naive_does_not_know, a_tier_speaks_for_itself, more_includes_less, what_was_not_run_is_said,
+    knows_acts_naively, oblivious_does_not_know, a_tier_speaks_for_itself, more_includes_less, what_was_not_run_is_said,
     a_wrong_declaration_is_no_protection, an_unknown_secret_is_no_protection, a_known_secret_may_hold,
     a_failed_control_is_no_protection, half_an_audit_is_no_protection, a_control_is_of_the_same_attack_and_tier,
     a_leak_counts_whatever_the_control, no_time_is_no_protection, the_gate_looks_at_the_tiers_it_is_told,
@@ -185,18 +190,18 @@ RULES: list[Callable[[Any], None]] = [
 ]  # fmt: skip
 
 WEAKENED = [
-    ("judge", '"knows": ("naive", "knows"),', '"knows": ("knows",),'),
-    ("judge", '"naive": ("naive",),', '"naive": ("naive", "knows"),'),
-    ("judge", '"knows": ("naive", "knows"),', '"knows": ("naive", "knows", "patient"),'),
-    ("judge", '"malicious": ("naive", "knows", "malicious"),', '"malicious": ("malicious",),'),
-    ("judge", 'return "nothing" if tier == "naive" or self.assessed else "not_assessed"', 'return "nothing"'),
+    ("judge", '"adaptive": ("oblivious", "adaptive"),', '"adaptive": ("adaptive",),'),
+    ("judge", '"oblivious": ("oblivious",),', '"oblivious": ("oblivious", "adaptive"),'),
+    ("judge", '"adaptive": ("oblivious", "adaptive"),', '"adaptive": ("oblivious", "adaptive", "multi-round"),'),
+    ("judge", '"malicious": ("oblivious", "adaptive", "malicious"),', '"malicious": ("malicious",),'),
+    ("judge", 'return "nothing" if tier == "oblivious" or self.assessed else "not_assessed"', 'return "nothing"'),
     ("judge", "return not self.errors and all(", "return all("),
     ("judge", 'all(row["assessed"] for row in mine)', "True"),
     ("judge", 'return "void"  # a part', 'return "nothing"  # a part'),
     ("judge", 'if best.grade != "nothing":\n            return', "if False:\n            return"),
     ("judge", 'outcome = got if got in ("recovered", "recognised", "traces", "void") else "not_run"', "outcome = got"),
     ("rows", "or self.void is None", "or True"),
-    ("rows", 'for tier in (one.tier, "naive", "knows")', 'for tier in ("naive", "knows")'),
+    ("rows", 'for tier in (one.tier, "oblivious", "adaptive")', 'for tier in ("oblivious", "adaptive")'),
     ("rows", 'if void is None and late and got == "nothing" and not _as_long(mine, control):', "if False:"),
     ("rows", "m.stopped_at >= enough > 0", "True"),
     ("rows", "if recovered.mean >= HALF or (grade", "if True or (grade"),
@@ -258,7 +263,8 @@ SAYS = {
 @settings(max_examples=60, deadline=None)
 @given(
     st.dictionaries(
-        st.sampled_from(["naive", "knows", "informed", "patient", "malicious"]), st.sampled_from([BAD, 0.03, GOOD])
+        st.sampled_from(["oblivious", "adaptive", "informed", "multi-round", "malicious"]),
+        st.sampled_from([BAD, 0.03, GOOD]),
     ),
     st.sampled_from([BAD, GOOD]),
     st.booleans(),
@@ -267,7 +273,7 @@ def test_a_badge_never_contradicts_its_text(got: dict[str, float], control: floa
     from gradveil.threats.verdict import verdicts
 
     lines = [measured("d", tier, mse, identified=float(mse == GOOD)) for tier, mse in got.items()]
-    for verdict in verdicts(rows_of(measured("none", "naive", control), probed("d", assessed=assessed), *lines)):
+    for verdict in verdicts(rows_of(measured("none", "oblivious", control), probed("d", assessed=assessed), *lines)):
         for tier in verdict.tiers:
             if tier.outcome in SAYS:
                 assert SAYS[tier.outcome] in tier.text
@@ -276,7 +282,7 @@ def test_a_badge_never_contradicts_its_text(got: dict[str, float], control: floa
                 assert not [t for t in verdict.tiers[:1] if t.outcome in ("recovered", "recognised", "traces")]
         by = {t.tier: t for t in verdict.tiers}
         order = ["nothing", "traces", "recognised", "recovered"]
-        if by["knows"].oracle is not None and by["naive"].oracle is not None:
-            assert by["knows"].oracle <= by["naive"].oracle
-        if by["naive"].outcome in order[1:] and verdict.defense != "none":
-            assert order.index(by["knows"].outcome) >= order.index(by["naive"].outcome)
+        if by["adaptive"].oracle is not None and by["oblivious"].oracle is not None:
+            assert by["adaptive"].oracle <= by["oblivious"].oracle
+        if by["oblivious"].outcome in order[1:] and verdict.defense != "none":
+            assert order.index(by["adaptive"].outcome) >= order.index(by["oblivious"].outcome)

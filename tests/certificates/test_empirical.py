@@ -25,8 +25,8 @@ def test_a_server_that_reads_the_mask_off_does_better(rng: Generator) -> None:
     r = model[:-1](x).detach()
     r[:, :16] = 0
     problem = Problem.make(model, None, x, r, 2, rng=rng)
-    naive, aware = empirical_certificate(problem), empirical_certificate(problem, mask_aware=True)
-    assert (aware.details["mse"] < 0.2 * naive.details["mse"]).all()
+    oblivious, aware = empirical_certificate(problem), empirical_certificate(problem, mask_aware=True)
+    assert (aware.details["mse"] < 0.2 * oblivious.details["mse"]).all()
 
 
 def test_of_several_starts_the_one_that_matches_best_is_kept(model: nn.Module, batch: Batch, rng: Generator) -> None:

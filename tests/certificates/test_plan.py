@@ -41,9 +41,9 @@ def test_secure_aggregation_splits_the_noise_among_those_who_stay_and_are_honest
     local, split = (Plan(run, 2.0, tier, 10_000) for tier in ("local", "aggregate"))  # type: ignore[arg-type]
     assert local.client_z == 2.0
     assert split.client_z == pytest.approx(2.0 / sqrt(5))
-    assert run.fewest == 8
-    assert planned(lost=0.1).fewest == 9
-    assert planned().fewest == 10
+    assert run.min_clients == 8
+    assert planned(lost=0.1).min_clients == 9
+    assert planned().min_clients == 10
     assert local.account == split.account
     whole = Plan(planned(), 2.0, "aggregate", 10_000)
     assert whole.noise_to_signal == pytest.approx(2.0 * sqrt(10_000) / (10 * 200))

@@ -46,7 +46,7 @@ def test_the_commands_of_the_page_give_its_lines_and_exit_codes(run: Run, tmp_pa
     assert found["settings"]["defenses"] == ["gaussian:scale=10"]
     assert found["gate"]["result"] == "passed"
     assert [v["outcome"] for v in found["verdicts"]] == ["recovered", "nothing"]
-    assert found["verdicts"][0]["naive"]["recovered"]["hits"] == 4
+    assert found["verdicts"][0]["oblivious"]["recovered"]["hits"] == 4
     assert found["verdicts"][1]["adaptive"]["verdict"] == "nothing"
 
     rows = (tmp_path / "runs" / "gate" / "rows.jsonl").read_bytes()

@@ -126,7 +126,7 @@ def test_noise_pruning_and_veil_defend_text_and_representation_is_refused_by_nam
 
 def test_from_a_file_to_the_report(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text(STORY)
-    config = AuditConfig(rounds=1, clients=1, images=2, meter_seconds=0, tiers=("naive",))
+    config = AuditConfig(rounds=1, clients=1, images=2, meter_seconds=0, tiers=("oblivious",))
     model = "gpt_tiny:width=64,heads=4,depth=2"
     done = audit(
         dataset=f"text:length=12,path={tmp_path}/notes.txt",

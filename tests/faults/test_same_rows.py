@@ -22,7 +22,7 @@ def make_data():
 """
 SMALL = (
     "--model", "own:make_model", "--dataset", "own:make_data", "--rounds", "1", "--images", "1", "--clients", "2",
-    "--batch-size", "16", "--defense", "pruning:share=0.5", "--attack", "analytic", "--tier", "naive",
+    "--batch-size", "16", "--defense", "pruning:share=0.5", "--attack", "analytic", "--tier", "oblivious",
     "--meter-seconds", "3600",
 )  # fmt: skip
 

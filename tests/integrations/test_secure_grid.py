@@ -124,7 +124,7 @@ def test_in_a_large_cohort_clients_share_keys_with_neighbours_and_the_server_cou
 ) -> None:
     monkeypatch.setattr("gradveil.integrations.flower.settings.NEIGHBOURS", 3)
     settings = replace(SECURE, lost=0.0, defense=f"{VEIL},lost=0.25")
-    assert (Cohort(4, 0.25).shares, Cohort(4, 0.25).threshold, Cohort(4, 0.25).fewest) == (3, 2, 3)
+    assert (Cohort(4, 0.25).shares, Cohort(4, 0.25).threshold, Cohort(4, 0.25).min_clients) == (3, 2, 3)
     assert apart(run(settings), in_process(settings)) < 1e-6
     assert run(settings, {1: 2}).rounds[0]["accepted"] == 3
     with pytest.raises(GradveilError, match="not released: 2 of 4"):

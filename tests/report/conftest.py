@@ -14,14 +14,14 @@ GALLERY = 100
 # defence -> accuracy, and (server, attack) -> MSE; the blind guess lies at 0.07
 Scene = dict[str, tuple[float, dict[tuple[str, str], float]]]
 SCENE: Scene = {
-    "none": (0.93, {("naive", "newton"): 1e-8, ("naive", "dlg"): 2e-4, ("naive", "weak"): 0.2}),
+    "none": (0.93, {("oblivious", "newton"): 1e-8, ("oblivious", "dlg"): 2e-4, ("oblivious", "weak"): 0.2}),
     "representation:share=0.4": (
         0.9,
-        {("naive", "newton"): 0.28, ("naive", "dlg"): 0.3, ("drop", "newton"): 2e-8, ("mask", "newton"): 1e-8},
+        {("oblivious", "newton"): 0.28, ("oblivious", "dlg"): 0.3, ("drop", "newton"): 2e-8, ("mask", "newton"): 1e-8},
     ),
-    "pruning:share=0.8": (0.92, {("naive", "newton"): 0.03, ("mask", "newton"): 5e-4}),
-    "gaussian:std=0.1": (0.7, {("naive", "newton"): 0.2, ("whiten", "newton"): 0.066}),
-    "<script>alert(1)</script>": (0.6, {("naive", "weak"): 0.25, ("drop", "weak"): 0.25}),
+    "pruning:share=0.8": (0.92, {("oblivious", "newton"): 0.03, ("mask", "newton"): 5e-4}),
+    "gaussian:std=0.1": (0.7, {("oblivious", "newton"): 0.2, ("whiten", "newton"): 0.066}),
+    "<script>alert(1)</script>": (0.6, {("oblivious", "weak"): 0.25, ("drop", "weak"): 0.25}),
 }
 
 
@@ -68,10 +68,10 @@ def write_run(folder: Path, scene: Scene, images: int = IMAGES) -> RunFolder:
                 rows = [attack_row(defense, server, attack, round_, i, float(m)) for i, m in enumerate(spread)]
                 found = np.clip(truth + np.sqrt(mse) * rng.standard_normal(truth.shape), 0, 1).astype(np.float32)
                 store.add(f"attack/{round_}/{defense}/{server}/{attack}", rows, {"found": found})
-                if round_ == "last" and defense != "none" and server == "naive":  # its control, at the same weights
-                    none = SCENE["none"][1][("naive", attack)]
+                if round_ == "last" and defense != "none" and server == "oblivious":  # its control, at the same weights
+                    none = SCENE["none"][1][("oblivious", attack)]
                     extra = [
-                        attack_row("none", "naive", attack, round_, i, none) | {"weights": defense}
+                        attack_row("none", "oblivious", attack, round_, i, none) | {"weights": defense}
                         for i in range(images)
                     ]
                     store.add(f"control/{round_}/{defense}/{attack}", extra, {"found": truth})

@@ -16,7 +16,9 @@ from report.conftest import SCENE, Scene, write_run
 CONFIG = {"model": "lenet", "dataset": "digits", "clients": 5, "batch_size": 8, "lr": 0.3}
 BROKEN = "representation:share=0.4"
 HOLDS = "gaussian:std=0.1"
-OTHERS: list[Row] = [{"kind": "tier", "tier": t, "why": "it cannot be"} for t in ("informed", "patient", "malicious")]
+OTHERS: list[Row] = [
+    {"kind": "tier", "tier": t, "why": "it cannot be"} for t in ("informed", "multi-round", "malicious")
+]
 
 
 def scene(accuracy: float) -> Scene:
@@ -47,7 +49,7 @@ def test_what_costs_too_much_is_not_recommended(tmp_path: Path) -> None:
     assert found.command.endswith("--defense veil:promise=reconstruction")
 
 
-@pytest.mark.parametrize("server", ["informed", "patient", "malicious"])
+@pytest.mark.parametrize("server", ["informed", "multi-round", "malicious"])
 def test_what_was_not_attacked_by_all_is_not_recommended(tmp_path: Path, server: str) -> None:
     some = [row for row in OTHERS if row["tier"] != server]
     found = advised(tmp_path / "run", "none", HOLDS, accuracy=0.92, more=some)
@@ -59,7 +61,7 @@ def test_what_was_not_attacked_by_all_is_not_recommended(tmp_path: Path, server:
 
 @pytest.mark.parametrize("left", [{"out_of_time": True}, {"control_failed": "gs:steps=50"}])
 def test_what_was_not_attacked_for_lack_of_time_is_not_recommended(tmp_path: Path, left: Row) -> None:
-    late = {"kind": "skip", "defense": HOLDS, "tier": "knows", "attack": "gs", "why": "out of time", "round": "first",
+    late = {"kind": "skip", "defense": HOLDS, "tier": "adaptive", "attack": "gs", "why": "out of time", "round": "first",  # noqa: E501
             "weights": "start", "server": "mask", "example": 0, "unit": "not tried", **left}  # fmt: skip
     found = advised(tmp_path / "run", "none", HOLDS, accuracy=0.92, more=[*OTHERS, late])
     assert "not all attacks on it were tried" in found.text
@@ -104,7 +106,7 @@ def test_a_defence_that_another_tier_broke_is_not_recommended(tmp_path: Path) ->
     store = write_run(tmp_path / "run", {name: SCENE[name] for name in ("none", HOLDS)})
     rows = [dict(row) for row in store.rows]
     more = [
-        row | {"server": "whiten", "tier": "patient", "mse": 1e-6, "identified": 1.0}
+        row | {"server": "whiten", "tier": "multi-round", "mse": 1e-6, "identified": 1.0}
         for row in rows
         if row["kind"] == "attack" and row["defense"] == HOLDS and row["server"] == "whiten"
     ]
@@ -114,8 +116,8 @@ def test_a_defence_that_another_tier_broke_is_not_recommended(tmp_path: Path) ->
 
 
 def test_where_attacks_fail_without_a_defence_nothing_is_called_safe(tmp_path: Path) -> None:
-    weak = (0.93, {("naive", "newton"): 0.2})
-    store = write_run(tmp_path / "run", {"none": weak, HOLDS: (0.7, {("naive", "newton"): 0.3})})
+    weak = (0.93, {("oblivious", "newton"): 0.2})
+    store = write_run(tmp_path / "run", {"none": weak, HOLDS: (0.7, {("oblivious", "newton"): 0.3})})
     found = advice(verdicts(store.rows), CONFIG)
     assert found is not None
     assert "before you call this safe" in found.text
@@ -126,8 +128,12 @@ def test_the_page_says_against_whom_and_what_to_do(run_folder: Path) -> None:
     assert "Against whom" in page
     assert "What to do" in page
     tried, missing = tiers_tried(verdicts(write_run(run_folder.parent / "again", SCENE).rows))
-    assert [name.partition(" (")[0] for name in tried] == ["naive server", "server that knows"]
-    assert [name.partition(" (")[0] for name in missing] == ["informed server", "patient server", "malicious server"]
+    assert [name.partition(" (")[0] for name in tried] == ["oblivious server", "server that knows"]
+    assert [name.partition(" (")[0] for name in missing] == [
+        "informed server",
+        "multi-round server",
+        "malicious server",
+    ]
 
 
 @pytest.mark.parametrize(

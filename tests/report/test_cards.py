@@ -34,13 +34,13 @@ def test_pictures_on_a_card_are_of_the_same_two_examples(drawn: dict[str, Card])
         assert len(chosen) == 2
         assert all([shot.example for shot in s.shots] == chosen for s in card.servers if s.shots)
     assert drawn["gaussian:std=0.1"].main is not None
-    assert drawn["gaussian:std=0.1"].main.who == "Server that knows"
+    assert drawn["gaussian:std=0.1"].main.who == "Adaptive server"
 
 
 def test_a_card_says_it_in_words_and_with_intervals(drawn: dict[str, Card]) -> None:
-    naive, knows, *rest = drawn["pruning:share=0.8"].servers
+    oblivious, knows, *rest = drawn["pruning:share=0.8"].servers
     near = "times closer than a blind guess"
-    assert naive.says == f"gets traces of the images, 2 {near}; the worst image: 4 {near}"
+    assert oblivious.says == f"gets traces of the images, 2 {near}; the worst image: 4 {near}"
     assert knows.says.startswith("gets the images back, ")
     assert knows.numbers.startswith("MSE 0.00038 [0.00032, 0.00043], blind guess 0.076, ")
     assert knows.numbers.count("[") == 2  # of the error and of the share identified

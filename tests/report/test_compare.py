@@ -19,9 +19,9 @@ def run_of(folder: Path, **changed: float) -> Path:
     """Write a run without a defence, with pruning and with noise; ``changed``: the error of the server that knows."""
     scene: Scene = {"none": SCENE["none"], PRUNING: SCENE[PRUNING], NOISE: SCENE[NOISE]}
     if "noise" in changed:
-        scene[NOISE] = (0.5, {("naive", "newton"): 0.2, ("whiten", "newton"): changed["noise"]})
+        scene[NOISE] = (0.5, {("oblivious", "newton"): 0.2, ("whiten", "newton"): changed["noise"]})
     if "pruning" in changed:
-        scene[PRUNING] = (0.92, {("naive", "newton"): 0.03, ("mask", "newton"): changed["pruning"]})
+        scene[PRUNING] = (0.92, {("oblivious", "newton"): 0.03, ("mask", "newton"): changed["pruning"]})
     write_run(folder, scene).close()
     return folder
 
@@ -45,13 +45,13 @@ def test_what_changed_is_said_and_what_did_not_is_not(found: Comparison) -> None
 
 def test_an_error_within_the_intervals_did_not_move(tmp_path: Path) -> None:
     found = compare([run_of(tmp_path / "first"), run_of(tmp_path / "near", pruning=5.5e-4)])
-    (line,) = [line for line in found.lines if line.spec == PRUNING and line.who == "Server that knows"]
+    (line,) = [line for line in found.lines if line.spec == PRUNING and line.who == "Adaptive server"]
     assert line.cells[0].figure != line.cells[1].figure
     assert found.said[1] == "near: no verdict changed, and no error moved beyond the intervals."
 
 
 def test_every_cell_has_its_interval_and_the_score_its_difference(found: Comparison) -> None:
-    line = next(line for line in found.lines if line.spec == NOISE and line.who == "Server that knows")
+    line = next(line for line in found.lines if line.spec == NOISE and line.who == "Adaptive server")
     assert [cell.outcome for cell in line.cells] == ["nothing", "nothing", "recovered"]
     assert all("[" in cell.figure and "identified" in cell.figure for cell in line.cells)
     score = next(line for line in found.lines if line.spec == NOISE and line.who == "Accuracy")

@@ -17,7 +17,7 @@ from gradveil.threats.rows import modality_rows
 from gradveil.threats.setup import AuditConfig
 
 ROWS = 4
-WORDS = ("<padding>", "<unknown>", "the", "patient", "sleeps", "badly")
+WORDS = ("<padding>", "<unknown>", "the", "multi-round", "sleeps", "badly")
 NOISE = "gaussian:std=0.1"
 
 
@@ -41,7 +41,7 @@ def write_other(folder: Path, modality: Modality, truth: torch.Tensor) -> Path:
     )  # fmt: skip
     for defense, score in (("none", 0.9), (NOISE, 0.8)):
         head = {"kind": "attack", "round": "first", "round_number": 1, "weights": "start", "attack": "newton"}
-        servers = {"naive": "naive", "whiten": "knows"} if defense != "none" else {"naive": "naive"}
+        servers = {"oblivious": "oblivious", "whiten": "adaptive"} if defense != "none" else {"oblivious": "oblivious"}
         for server, tier in servers.items():
             about = head | {"defense": defense, "server": server, "tier": tier, "gallery": 100, "converged": True}
             arrays = {"found": found.numpy().astype(np.float32)}

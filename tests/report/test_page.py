@@ -81,7 +81,7 @@ def test_every_figure_has_the_blind_guess_and_the_control(page: str) -> None:
 
 def test_void_attacks_are_drawn_and_named_as_void(page: str) -> None:
     for figure in re.findall(r"<svg.*?</svg>", page, flags=re.S):
-        assert len(re.findall(r'class="s4 void"', figure)) == 2  # naive and adaptive, both void
+        assert len(re.findall(r'class="s4 void"', figure)) == 2  # oblivious and adaptive, both void
         assert not re.search(r'class="s[0-3] void"', figure)
     assert "Void: fails without any defence too" in page
 
@@ -112,7 +112,7 @@ def test_a_figure_that_an_attack_beats_is_an_error_and_not_shown_beside_it() -> 
 
     floor = [row("floor", 0.08, guess="mean", example=i, identified=0.0) for i in range(8)]
     about = {"defense": "d", "round": "first", "weights": "start", "attack": "newton", "details": {}}
-    got = [row("attack", 2e-4, example=i, server="naive", identified=1.0, **about) for i in range(8)]
+    got = [row("attack", 2e-4, example=i, server="oblivious", identified=1.0, **about) for i in range(8)]
     promised = [
         row("meter", 0.063, defense="d", server="whiten"),
         row("meter", 1e-5, defense="d", server="drop"),
@@ -138,10 +138,10 @@ def test_a_figure_that_an_attack_beats_is_an_error_and_not_shown_beside_it() -> 
 @pytest.mark.parametrize(
     ("mse", "identified", "tier", "wrong"),
     [
-        (0.04, 0.0, "knows", "The Gaussian floor's figure for d (one update) does not hold: it says 0.05"),
+        (0.04, 0.0, "adaptive", "The Gaussian floor's figure for d (one update) does not hold: it says 0.05"),
         (0.04, 0.0, "informed", ""),  # it has candidates, which the floor does not speak of
         (0.06, 1.0, "informed", "The guess bound's figure for d (one update) does not hold: it says 0.1, and newton"),
-        (0.06, 0.0, "knows", ""),
+        (0.06, 0.0, "adaptive", ""),
     ],
 )
 def test_a_proved_bound_that_an_attack_beats_is_an_error(mse: float, identified: float, tier: str, wrong: str) -> None:
@@ -150,8 +150,8 @@ def test_a_proved_bound_that_an_attack_beats_is_an_error(mse: float, identified:
     got = [about | {"mse": mse, "example": i, "identified": identified, "tier": tier, "details": {}} for i in range(8)]
     head = {"kind": "certificate", "defense": "d", "layer": "one update", "sound": True, "assumptions": [], "says": "."}
     promised: list[Row] = [
-        head | {"certificate": "floor", "mse": 0.05, "tiers": ["knows"]},
-        head | {"certificate": "guess", "mse": None, "chance": 0.1, "tiers": ["knows", "informed"]},
+        head | {"certificate": "floor", "mse": 0.05, "tiers": ["adaptive"]},
+        head | {"certificate": "guess", "mse": None, "chance": 0.1, "tiers": ["adaptive", "informed"]},
     ]
     rows = [*floor, *got, *promised]
     errors = figure_errors(rows)
@@ -159,7 +159,7 @@ def test_a_proved_bound_that_an_attack_beats_is_an_error(mse: float, identified:
     assert all(error.startswith(wrong) for error in errors)
     table = certificate_table(rows)
     assert table is not None
-    assert [row[3] for row in table.rows] == ["beaten" if tier == "knows" and wrong else "if Gaussian",
+    assert [row[3] for row in table.rows] == ["beaten" if tier == "adaptive" and wrong else "if Gaussian",
                                               "beaten" if tier == "informed" and wrong else "yes"]  # fmt: skip
     assert ["beaten" in row for row in table.rows].count(True) == len(errors)
     assert [figure for figure, *_ in (row[1:] for row in table.rows)][1] == "the guess bound (one update)"

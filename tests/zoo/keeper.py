@@ -33,7 +33,7 @@ class Truth:
     why: str  # it is broken, or sound: one sentence
     family: str
     declares: str  # the countermeasures that its author declares, by name
-    tier: Tier = "knows"  # of the server that must expose it: "patient" where the flaw shows over rounds only
+    tier: Tier = "adaptive"  # of the server that must expose it: "multi-round" where the flaw shows over rounds only
     repeats: bool = True  # whether all that it draws comes from the generator it is given, as the contract asks
 
 
@@ -91,7 +91,7 @@ def exposed(kept: Kept, verdict: Verdict) -> bool:
 
     Images were recovered or recognised; or the declaration was found to be false, and "nothing found" is not said.
     """
-    tiers = ("naive", "knows", *({kept.truth.tier} - {"knows"}))
+    tiers = ("oblivious", "adaptive", *({kept.truth.tier} - {"adaptive"}))
     if any(judged.outcome in BROKEN for judged in verdict.tiers if judged.tier in tiers):
         return True
     return bool(verdict.errors) and verdict.outcome != "nothing"

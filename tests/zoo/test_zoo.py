@@ -23,7 +23,7 @@ from zoo import keeper
 from zoo.keeper import SCENE, Kept, is_right, names, opened
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/add-a-broken-defence.md"
-QUICK = replace(SCENE, images=2, tiers=("naive", "knows"), attacks=("newton",))
+QUICK = replace(SCENE, images=2, tiers=("oblivious", "adaptive"), attacks=("newton",))
 UNDECLARED = ["constant_seed", "backwards"]  # what only a probe can find
 FEW = [*UNDECLARED, "strong_gaussian"]
 
@@ -53,7 +53,7 @@ def test_it_has_its_truth(kept: Kept, model: nn.Module) -> None:
     assert truth.why.endswith(".")
     assert truth.family
     assert truth.declares == " ".join(c.name for c in declared)
-    assert truth.tier in ("knows", "patient")
+    assert truth.tier in ("adaptive", "multi-round")
 
 
 def test_it_keeps_to_the_contract(kept: Kept, model: nn.Module, batch: Batch) -> None:

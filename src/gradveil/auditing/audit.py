@@ -24,7 +24,7 @@ from gradveil.auditing.work import NOT_TRIED, Work, Written, cut_short, say_plan
 from gradveil.countermeasures import TIERS
 from gradveil.data.base import Dataset
 from gradveil.errors import AttackError, SpecError
-from gradveil.files import damage_told
+from gradveil.files import wrap_parse_errors
 from gradveil.guard.defense import Defense
 from gradveil.registry import describe
 from gradveil.threats.looks import Progress, first_look, last_looks, probe_defenses
@@ -88,7 +88,7 @@ def audit(
 
     What is left out is as ``config`` has it, whose defaults are those of the command line. Model, data set, defences
     and attacks may be objects or functions in place of text. ``tiers`` are those of the servers: all by default,
-    naive and knows alone where attacks are named. The run is written to ``out`` (default: a new folder under
+    oblivious and knows alone where attacks are named. The run is written to ``out`` (default: a new folder under
     ``runs/``); with ``resume`` an earlier run in that folder is continued, and nothing is done twice.
     ``progress`` hears a stage, how much of it is done and of how much; ``written`` gets the run folder whenever attacks
     were written to it.
@@ -144,7 +144,7 @@ def audit(
 
 def check_rows(store: RunFolder) -> None:
     """Raise, now and not after hours, where the rows of an earlier try cannot be judged."""
-    with damage_told(store.path / ROWS, FolderError, CHANGED):
+    with wrap_parse_errors(store.path / ROWS, FolderError, CHANGED):
         verdicts(store.rows)
 
 

@@ -27,7 +27,7 @@ from gradveil.threats.looks import Look, first_look, probe_defenses
 from gradveil.threats.panel import CHUNK, Target, kind_of, last_resort, panel
 from gradveil.threats.rows import group, lines
 from gradveil.threats.setup import Scene
-from gradveil.threats.trial import naive
+from gradveil.threats.trial import oblivious
 from gradveil.threats.words import DIAGNOSTIC
 
 LOG = logging.getLogger("gradveil")
@@ -103,7 +103,7 @@ class Budget:
     def _at_once(self) -> None:
         """Read off what can be read off the first client's undefended update: the first picture."""
         closed = [a for a in self.scene.attacks if kind_of(self.scene, a) == "closed form"]
-        its = [Target(self.first, "none", naive(), attack, self.scene.victims[0]) for attack in closed]
+        its = [Target(self.first, "none", oblivious(), attack, self.scene.victims[0]) for attack in closed]
         self._pieces(its, pace.clock() + FIRST * self.left())
 
     def _say(self) -> None:
@@ -225,7 +225,7 @@ class Budget:
         short = self._short(search)
         had = self.pace.cost(short.attack, self.work.stopped_at(short))
         if self.pace.fit(search.attack, 0.9 * time) or time > 2 * had:
-            self._pieces([replace(search, defense="none", server=naive())], end, at_least_one=True)
+            self._pieces([replace(search, defense="none", server=oblivious())], end, at_least_one=True)
         if control_of(self._short(search)) not in self._failed():
             self._pieces([t for t in self.waiting if t.attack == search.attack], end)
 
@@ -236,7 +236,7 @@ class Budget:
         one = config.examples == config.planned.num_steps == 1
         if search is not None and one and sending_norms(model) and end - pace.clock() > LITTLE:
             look = replace(self.first, model=copy.deepcopy(model).eval(), weights=DIAGNOSTIC)
-            self._pieces([replace(search, look=look, defense="none", server=naive())], end, at_least_one=True)
+            self._pieces([replace(search, look=look, defense="none", server=oblivious())], end, at_least_one=True)
 
     def _failed_search(self) -> Target | None:
         failed = self._failed()

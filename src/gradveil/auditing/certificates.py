@@ -199,7 +199,7 @@ def certificate_rows(
 
 def _promises(scene: Scene, defense: str) -> list[Row]:
     """Return what accounted noise promises over the run that is audited."""
-    built, patient = scene.defenses[defense], rounds_seen(scene) if "patient" in scene.tiers else 0
+    built, patient = scene.defenses[defense], rounds_seen(scene) if "multi-round" in scene.tiers else 0
     run = planned_run(scene.seeds, scene.clients, scene.config, built)
     public = scene.public.batch
     try:

@@ -73,8 +73,8 @@ def _wanted(work: Work) -> list[Target]:
     scene, first = work.scene, first_look(work.scene)
     here = [x for x in lines(work.store.rows) if x.round == first.round and x.attack in scene.attacks]
     defended = next((name for name in scene.defenses if name != "none"), None)
-    best = [by_tier(here, "none")["naive"]]
-    best += [by_tier(here, defended)[tier] for tier in ("naive", "knows")] if defended else []
+    best = [by_tier(here, "none")["oblivious"]]
+    best += [by_tier(here, defended)[tier] for tier in ("oblivious", "adaptive")] if defended else []
     targets = [t for its in panel(scene, [first]).values() for t in its if t.victim == scene.victims[0]]
     keys = [_key(line) for line in best if line is not None]
     return [t for key in dict.fromkeys(keys) for t in targets if _target_key(t) == key]

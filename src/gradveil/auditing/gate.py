@@ -33,7 +33,7 @@ def read_fail_on(text: str | None) -> FailOn | None:
     return text  # type: ignore[return-value]
 
 
-GATED: tuple[Tier, ...] = ("naive", "knows")  # tiers that the gate looks at, where none are named
+GATED: tuple[Tier, ...] = ("oblivious", "adaptive")  # tiers that the gate looks at, where none are named
 
 
 def gates(rows: Sequence[Row], fail_on: FailOn, tiers: Sequence[str] = GATED) -> dict[str, Gate]:
@@ -68,7 +68,7 @@ def _gate(name: str, rows: Sequence[Row], fail_on: FailOn, tiers: Sequence[str],
     has_servers = any(row["kind"] == "defense" and row["defense"] == name for row in rows)
     for tier in tiers:
         its, server = [line for line in mine if line.tier == tier], f"the {WHO[tier].lower()}"  # type: ignore[index]
-        if not its and (has_servers or tier == "naive"):
+        if not its and (has_servers or tier == "oblivious"):
             return Gate("uninformative", f"nothing that {server} got could be measured")
         if its and all(line.void for line in its):
             return Gate("uninformative", f"no attack of {server} has a control that succeeded")

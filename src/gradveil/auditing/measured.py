@@ -34,7 +34,7 @@ def measure(
 
     Of a cohort's sum, one client's records with the noise of the whole sum are looked at.
     """
-    alone = defense.alone() if defense.fewest else defense
+    alone = defense.alone() if defense.min_clients else defense
     pipeline: OfDefense
     if like.inputs.is_floating_point():
         pipeline = Federated(alone, loss=loss, public=public, rounds=1, lr=lr, seed=seed)

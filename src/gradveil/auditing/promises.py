@@ -19,7 +19,7 @@ def promise_rows(
     """Return a row for floor and guess each, of one update and of the whole run; none where nothing is promised.
 
     ``labels`` are of the records that are looked at: the floor is that of their classes. ``choices``: candidates that
-    a record stands among. ``patient``: how many updates of a client a patient server has.
+    a record stands among. ``patient``: how many updates of a client a multi-round server has.
     """
     built = defense.for_run(run)
     cost = built.spends(run.epochs)
@@ -30,12 +30,12 @@ def promise_rows(
     classes = [0] * len(labels) if labels.is_floating_point() or labels.ndim > 1 else labels.tolist()
     known = all(label in spectra for label in classes)
     blind = sum(float(spectra[label].sum()) for label in classes) / len(classes) / size if known else 0.0
-    alone = not built.fewest  # each update is released by itself: attacks on it are bound
+    alone = not built.min_clients  # each update is released by itself: attacks on it are bound
     looks: list[tuple[str, int, Sequence[str]]] = [("the whole run", run.participations, ())]
     if alone and patient:
-        looks.insert(0, (f"{patient} updates", patient, ("patient",)))
+        looks.insert(0, (f"{patient} updates", patient, ("multi-round",)))
     if alone:
-        looks.insert(0, ("one update", 1, ("naive", "knows", "malicious")))
+        looks.insert(0, ("one update", 1, ("oblivious", "adaptive", "malicious")))
     rests = [THEOREM, *ASSUMPTIONS, *([] if alone else [AGGREGATE])]
     rows = []
     for what, times, tiers in looks:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from gradveil.auditing.settings import parse
 from gradveil.errors import GradveilError
-from gradveil.files import damage_told, read_whole
+from gradveil.files import read_whole, wrap_parse_errors
 
 Row = dict[str, Any]
 _LARGEST = 2**30  # bytes of an archive of images, and of what it unpacks to
@@ -28,13 +28,13 @@ class FolderError(GradveilError):
 
 def read_text(path: Path) -> str:
     """Return the text of a file."""
-    with damage_told(path, FolderError, CHANGED):
+    with wrap_parse_errors(path, FolderError, CHANGED):
         return read_whole(path, _TEXT).decode()
 
 
 def read_table(path: Path) -> dict[str, Any]:
     """Return the table of a TOML file."""
-    with damage_told(path, FolderError, CHANGED):
+    with wrap_parse_errors(path, FolderError, CHANGED):
         return parse(read_text(path))
 
 
@@ -43,7 +43,7 @@ def read_rows(path: Path, needed: Mapping[str, type]) -> list[Row]:
     *lines, last = read_text(path).split("\n") if path.exists() else [""]
     rows = []
     for number, line in enumerate(lines, start=1):
-        with damage_told(f"Line {number} of {path}", FolderError, CHANGED):
+        with wrap_parse_errors(f"Line {number} of {path}", FolderError, CHANGED):
             rows.append(_row(line, needed))
     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # nothing, or torn
         rows.append(_row(last, needed))
@@ -65,7 +65,7 @@ def _no_number(name: str) -> None:
 def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
     """Return the arrays of an npz file by name."""
     with (
-        damage_told(path, FolderError, f"{CHANGED} Remove the file to go on without its images."),
+        wrap_parse_errors(path, FolderError, f"{CHANGED} Remove the file to go on without its images."),
         zipfile.ZipFile(io.BytesIO(read_whole(path, _LARGEST))) as file,
     ):
         if (size := sum(part.file_size for part in file.infolist())) > _LARGEST:

@@ -24,11 +24,11 @@ from gradveil.auditing.settings import changes, dumps, to_toml
 from gradveil.files import (
     Locked,
     append_line,
-    damage_told,
     is_leftover,
     locked,
-    refusals_told,
     sync,
+    wrap_os_errors,
+    wrap_parse_errors,
     write_atomically,
 )
 
@@ -92,7 +92,7 @@ class RunFolder:
     def hold(self) -> "RunFolder":
         """Make the folder if it is not there, lock it, read it, and remove what a killed process left."""
         try:
-            with refusals_told(self.path):
+            with wrap_os_errors(self.path):
                 if not self.path.exists():
                     self.path.mkdir(parents=True, exist_ok=True)
                     sync(self.path.parent)
@@ -154,7 +154,7 @@ class RunFolder:
         if arrays:
             buffer = io.BytesIO()
             np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
-            with refusals_told(self.path):
+            with wrap_os_errors(self.path):
                 (self.path / IMAGES).mkdir(exist_ok=True)
             write_atomically(self._image_file(unit), buffer.getvalue())
         made = {"versions": self._other} if self._other else {}
@@ -231,7 +231,7 @@ class RunFolder:
     def _check_run(self, settings: Any, resume: bool, may_change: Collection[str]) -> None:
         if not resume:
             raise FolderError(f"{self.path} already holds a run. Continue it with --resume, or choose another --out.")
-        with damage_told(self.path / CONFIG, FolderError, CHANGED):
+        with wrap_parse_errors(self.path / CONFIG, FolderError, CHANGED):
             changed = changes(self.config, settings, may_change)
         if changed:
             raise FolderError(

@@ -38,7 +38,7 @@ from gradveil.threats.probes import Probed, probe
 from gradveil.threats.rows import modality_rows
 from gradveil.threats.setup import load_dataset, with_found
 from gradveil.threats.suited import default_attacks, is_busy, is_small, one_thread
-from gradveil.threats.trial import Public, Trial, attack_rows, attacks_of, attempt, client_row, floors, naive
+from gradveil.threats.trial import Public, Trial, attack_rows, attacks_of, attempt, client_row, floors, oblivious
 from gradveil.threats.words import NOT_HERE
 from gradveil.types import Batch, Observation, Update
 
@@ -231,7 +231,7 @@ def _run(case: SavedUpdate, store: RunFolder, progress: Progress, written: Writt
     if not store.done("truth"):
         store.add("truth", *_floors(case))
     wanted: dict[str, list[Countermeasure]] = {attack: [] for attack in case.config.attacks}
-    for server in (naive(), *case.knowing):
+    for server in (oblivious(), *case.knowing):
         for attack in attacks_of(server, case.config.attacks, case.modality):
             wanted.setdefault(attack, []).append(server)
     left = {attack: its for attack, its in wanted.items() if not store.done(f"attack/{attack}")}
@@ -293,7 +293,7 @@ def _trials(case: SavedUpdate, attack: str, servers: Sequence[Countermeasure]) -
     trials = []
     for i, batch in enumerate(case.controls):
         update = case.update if itself else case.control_updates[i]
-        trials.append(trial(update, naive(), "none", batch, i, i * len(batch)))
+        trials.append(trial(update, oblivious(), "none", batch, i, i * len(batch)))
     if not itself:
         trials += [trial(case.update, server, stated, case.truth, 0, 0) for server in servers]
     return trials

@@ -13,7 +13,7 @@ from gradveil.auditing.run_folder import CHECKPOINT, MODEL, ROUNDS, Row, RunFold
 from gradveil.auditing.settings import find_device
 from gradveil.errors import MissingExtraError
 from gradveil.federated.settings import Training
-from gradveil.files import damage_told
+from gradveil.files import wrap_parse_errors
 from gradveil.ranges import Count, Positive, Seed
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _standing(folder: RunFolder, config: TrainConfig) -> "Checkpoint | None":
     if checkpoint.notes.get("engine") == "flower":
         raise FolderError(f"{path} is of a run on Flower. Continue it with --engine flower.")
     folder.keep_rounds(checkpoint.round)
-    with damage_told(folder.path / ROUNDS, FolderError, CHANGED):  # now, not after hours
+    with wrap_parse_errors(folder.path / ROUNDS, FolderError, CHANGED):  # now, not after hours
         _best(folder.rounds)
         _summary(folder, config, "")
     if checkpoint.round and [row["round"] for row in folder.rounds][-1:] != [checkpoint.round]:
@@ -205,7 +205,7 @@ def _drive(
         is_last = final.number == config.rounds
         row: Row = {"round": final.number, "lr": final.lr, "clients": list(final.clients)}
         row |= {"accepted": final.accepted, "rejected": final.rejected} | defense.said_of_noise()
-        row |= {"tier": SIMULATED} if defense.fewest else {}
+        row |= {"tier": SIMULATED} if defense.min_clients else {}
         if final.accounts:
             row["spent"] = max(account.spent for account in final.accounts)  # μ² of the client that took part most
         if final.number % config.evaluate_every == 0 or is_last:
@@ -279,7 +279,7 @@ def _bought(folder: RunFolder, defense: "Defense") -> dict[str, Any]:
     spent = [row["spent"] for row in folder.rounds if "spent" in row]
     if not spent:
         return {}
-    tier = "aggregate" if defense.fewest else "local"
+    tier = "aggregate" if defense.min_clients else "local"
     bought = {"tier": tier, "simulated": True, "limit": defense.allowance}
     return {"bought": bought | Account("most", spent=spent[-1]).figures(DELTA, GUESS)}
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from gradveil.data.base import Dataset
 from gradveil.errors import UpdateError
-from gradveil.files import damage_told, read_safetensors, write_atomically
+from gradveil.files import read_safetensors, wrap_parse_errors, write_atomically
 from gradveil.imports import is_import_path
 from gradveil.losses import Loss
 from gradveil.losses import build as build_loss
@@ -162,7 +162,7 @@ def load_weights(model: nn.Module, path: str | Path) -> Params:
 def _pickled(path: Path) -> Params:
     """Return the tensors of a pickle, by torch's reader that runs no code; training scripts nest them."""
     check_files(path)
-    with damage_told(path, UpdateError, "It is damaged, or holds more than tensors: save model.state_dict()."):
+    with wrap_parse_errors(path, UpdateError, "It is damaged, or holds more than tensors: save model.state_dict()."):
         found: Any = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
         nested = (found[key] for key in NESTED if isinstance(found, dict) and isinstance(found.get(key), dict))
         found = next(nested, found)
@@ -208,7 +208,7 @@ def read_tensors(path: str | Path) -> tuple[Params, dict[str, str]]:
     """Return the tensors and the metadata of a safetensors file."""
     path = Path(path)
     check_files(path)
-    with damage_told(path, UpdateError, _NO_PICKLES):
+    with wrap_parse_errors(path, UpdateError, _NO_PICKLES):
         return read_safetensors(path)
 
 

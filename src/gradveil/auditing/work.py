@@ -21,7 +21,7 @@ from gradveil.threats.planting import plant
 from gradveil.threats.rows import tier_of
 from gradveil.threats.setup import Scene
 from gradveil.threats.suited import is_small, one_thread
-from gradveil.threats.trial import Trial, attack_rows, attempt, naive
+from gradveil.threats.trial import Trial, attack_rows, attempt, oblivious
 from gradveil.threats.verdict import verdicts
 
 LOG = logging.getLogger("gradveil")
@@ -155,7 +155,7 @@ class Work:
 
     def step_seconds(self) -> float:
         """Return how many seconds the gradient of one local step takes, found out on the first client's update."""
-        target = Target(first_look(self.scene), "none", naive(), "", self.scene.victims[0])
+        target = Target(first_look(self.scene), "none", oblivious(), "", self.scene.victims[0])
         self.observed.seen(target)  # kept: it is attacked first
         batch, rng = self.scene.held_by(target.victim).to(self.scene.device), self.scene.seeds("step")
         began = pace.clock()

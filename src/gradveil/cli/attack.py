@@ -14,7 +14,7 @@ def command(
     model: shared.Model = "lenet",
     attack: str = typer.Option("newton", help="An attack spec, e.g. dlg:restarts=8."),
     defense: str = typer.Option("none", help="What the client is said to have used."),
-    server: str = typer.Option("naive", help="naive, or one of the defence's countermeasures, e.g. drop."),
+    server: str = typer.Option("oblivious", help="oblivious, or one of the defence's countermeasures, e.g. drop."),
     weights: shared.Weights = None,
     before: shared.Before = None,
     kind: shared.Kind = None,
@@ -71,12 +71,12 @@ def _view(case: Any, server: str) -> tuple[Any, str | None]:
     from gradveil.guard.defense import build as build_defense
 
     seen = case.observation(case.update)
-    if server == "naive":
+    if server == "oblivious":
         return seen, None
     known = {c.name: c for c in build_defense(case.config.defense).adaptive(case.model)}
     if server not in known:
         raise SpecError(
             f"{case.config.defense!r} has no countermeasure {server!r}. {did_you_mean(server, known)}"
-            f"Known: naive, {', '.join(known)}."
+            f"Known: oblivious, {', '.join(known)}."
         )
     return known[server].view(seen), known[server].attack

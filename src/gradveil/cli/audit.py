@@ -52,7 +52,7 @@ def command(
     tier: list[str] = typer.Option(
         None,
         show_default="all; with --attack the first two",
-        help="Servers: naive, knows, informed, patient, malicious; repeat for several.",
+        help="Servers: oblivious, knows, informed, patient, malicious; repeat for several.",
     ),
     seed: int = typer.Option(None, show_default="0", help="One seed for everything."),
     device: str = typer.Option(None, show_default="cpu", help=shared.DEVICES),

@@ -18,7 +18,7 @@ from numpy.lib.format import open_memmap
 
 from gradveil.data.base import Array, Dataset, Split
 from gradveil.errors import DataError
-from gradveil.files import damage_told, locked, refusals_told, sync
+from gradveil.files import locked, sync, wrap_os_errors, wrap_parse_errors
 
 _LOG = logging.getLogger("gradveil")
 _ELSEWHERE = "Set GRADVEIL_CACHE to another folder."
@@ -54,13 +54,13 @@ def cached(name: str, key: str, decode: Callable[[], Decoded]) -> Dataset:
         return _open(name, folder)
     except DataError:  # not there yet, or damaged
         with ExitStack() as held:
-            with refusals_told(folder, _ELSEWHERE):
+            with wrap_os_errors(folder, _ELSEWHERE):
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 held.enter_context(locked(folder.with_name(f".{key}.lock"), wait=True))
             with suppress(DataError):  # another process has stored it meanwhile
                 return _open(name, folder)
             decoded = decode()
-            with refusals_told(folder, _ELSEWHERE):
+            with wrap_os_errors(folder, _ELSEWHERE):
                 _store(folder, decoded)
     return _open(name, folder)
 
@@ -96,7 +96,7 @@ def _open(name: str, folder: Path) -> Dataset:
             raise ValueError(f"images are {images.dtype}, labels {labels.dtype}")
         return Split(images, torch.from_numpy(labels))
 
-    with damage_told(folder, DataError, "Remove it."):
+    with wrap_parse_errors(folder, DataError, "Remove it."):
         about = json.loads((folder / "about.json").read_text())
         names, levels = about["classes"], about["levels"]
         if not isinstance(names, list) or not all(isinstance(one, str) for one in names):

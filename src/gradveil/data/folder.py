@@ -13,7 +13,7 @@ from gradveil.data.base import DATASETS, Array, Dataset, Source, hold_out, numbe
 from gradveil.data.cache import Decoded, cached, key_of
 from gradveil.data.pixels import Encoded, decode_images, levels_of
 from gradveil.errors import DataError
-from gradveil.files import damage_told
+from gradveil.files import wrap_parse_errors
 from gradveil.ranges import Between, Range
 
 _ROWS, _UNPACKED = 10**8, 2**34  # of a parquet file: rows, and bytes
@@ -38,7 +38,7 @@ def read_parquet(files: Sequence[Path]) -> Any:
     """Return the files as one pyarrow table."""
     import pyarrow
 
-    with damage_told(", ".join(map(str, files)), DataError, "Download it again."):
+    with wrap_parse_errors(", ".join(map(str, files)), DataError, "Download it again."):
         return pyarrow.concat_tables([_read_parquet(path) for path in files])
 
 
@@ -75,13 +75,13 @@ def decode_table(
 ) -> tuple[Array, Array]:
     """Return uint8 images (N, C, H, W) and int64 labels (N,) from a table."""
     encoded, values = encoded_table(table, image, label)
-    with damage_told("The parquet file", DataError, "Write it again."):
+    with wrap_parse_errors("The parquet file", DataError, "Write it again."):
         return decode_images(encoded, size, grey), values
 
 
 def encoded_table(table: Any, image: str | None, label: str | None) -> tuple[list[bytes], Array]:
     """Return the encoded images and int64 labels (N,) of a table."""
-    with damage_told("The parquet file", DataError, "Write it again."):
+    with wrap_parse_errors("The parquet file", DataError, "Write it again."):
         return _columns(table, image, label)
 
 
@@ -105,7 +105,9 @@ def class_names(table: Any, label: str | None = None) -> tuple[str, ...] | None:
     raw = (table.schema.metadata or {}).get(b"huggingface")
     if not raw:
         return None
-    with damage_told("The parquet file's metadata 'huggingface'", DataError, "Write it again, or leave them out."):
+    with wrap_parse_errors(
+        "The parquet file's metadata 'huggingface'", DataError, "Write it again, or leave them out."
+    ):
         features = json.loads(raw).get("info", {}).get("features", {})
         found = features.get(_column(table, "label", label, _LABEL_NAMES), {})
         names = found.get("names") if isinstance(found, dict) else None

@@ -12,7 +12,7 @@ from gradveil.data.base import Array
 from gradveil.data.cifar import read_batch
 from gradveil.data.mat import read_mat
 from gradveil.errors import DataError
-from gradveil.files import damage_told, read_whole
+from gradveil.files import read_whole, wrap_parse_errors
 
 Pair = tuple[Array, Array]  # uint8 images (N, C, H, W), int64 labels (N,)
 
@@ -85,26 +85,26 @@ def _idx(path: Path, dims: int) -> Array:
 
 
 def _idx_pair(images: Path, labels: Path) -> Pair:
-    with damage_told(images, DataError, _AGAIN.format("idx")):
+    with wrap_parse_errors(images, DataError, _AGAIN.format("idx")):
         pixels = _idx(images, 3)[:, None]
-    with damage_told(labels, DataError, _AGAIN.format("idx")):
+    with wrap_parse_errors(labels, DataError, _AGAIN.format("idx")):
         return pixels, _idx(labels, 1).astype(np.int64)
 
 
 def _cifar_python(path: Path) -> Pair:
-    with damage_told(path, DataError, _AGAIN.format("CIFAR-10")):
+    with wrap_parse_errors(path, DataError, _AGAIN.format("CIFAR-10")):
         images, labels = read_batch(read_whole(path, LARGEST))
     return images.reshape(-1, 3, 32, 32), labels
 
 
 def _cifar_bin(path: Path) -> Pair:
-    with damage_told(path, DataError, _AGAIN.format("CIFAR-10")):
+    with wrap_parse_errors(path, DataError, _AGAIN.format("CIFAR-10")):
         rows = np.frombuffer(read_whole(path, LARGEST), np.uint8).reshape(-1, 3073)
     return rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0].astype(np.int64)
 
 
 def _svhn(path: Path) -> Pair:
-    with damage_told(path, DataError, _AGAIN.format("SVHN")):
+    with wrap_parse_errors(path, DataError, _AGAIN.format("SVHN")):
         content = read_mat(read_whole(path, LARGEST), ("X", "y"), LARGEST)
         images, labels = content["X"], content["y"].reshape(-1)
         if images.dtype != np.uint8 or images.shape != (32, 32, 3, len(labels)):

@@ -17,7 +17,7 @@ from PIL import Image
 
 from gradveil.data.base import Array
 from gradveil.errors import DataError
-from gradveil.files import damage_told
+from gradveil.files import wrap_parse_errors
 
 Encoded = bytes | Path
 _GREY = {"1", "L", "LA"}
@@ -151,4 +151,4 @@ def _words(kind: str) -> str:
 
 def _damage_told(encoded: Encoded) -> AbstractContextManager[None]:
     what = "An image in the parquet file" if isinstance(encoded, bytes) else encoded
-    return damage_told(what, DataError, "Remove the image or replace it.")
+    return wrap_parse_errors(what, DataError, "Remove the image or replace it.")

@@ -18,7 +18,7 @@ import torch
 from gradveil.data.base import DATASETS, Array, Dataset, Source, Split, hold_out
 from gradveil.data.folder import read_parquet
 from gradveil.errors import DataError, did_you_mean
-from gradveil.files import damage_told
+from gradveil.files import wrap_parse_errors
 from gradveil.imports import calling, import_object, is_import_path
 from gradveil.modalities.table import Column, Table
 from gradveil.ranges import Between
@@ -284,5 +284,5 @@ class TableFile(Source):
         if data is not None and not path.is_file() and (data / path).is_file():
             path = data / path
         table = read_table(path)
-        with damage_told(path.name, DataError, "Write it again, its texts in UTF-8."):
+        with wrap_parse_errors(path.name, DataError, "Write it again, its texts in UTF-8."):
             return from_table(path.name, table, *rest)

@@ -124,9 +124,9 @@ class Compose(Defense):
         return min((part.allowance for part in self.parts if part.allowance is not None), default=None)
 
     @property
-    def fewest(self) -> int:
+    def min_clients(self) -> int:
         """The fewest clients that every part asks for."""
-        return max((part.fewest for part in self.parts), default=0)
+        return max((part.min_clients for part in self.parts), default=0)
 
     def alone(self) -> Defense:
         """Return the parts of one client before a server that knows all others."""
@@ -150,7 +150,7 @@ def one_on_records(parts: Sequence[Defense]) -> Defense:
     if len(acting) > 1:
         raise SpecError(f"{' and '.join(names)} both make a step's gradient out of its records. Keep one of them.")
     for part in parts:
-        if acting and acting[0].fewest and part.acts_on & {"gradient", "update"}:
+        if acting and acting[0].min_clients and part.acts_on & {"gradient", "update"}:
             raise SpecError(
                 f"tier=aggregate needs the sum of the noisy gradients, and {describe(part)} changes each client's by "
                 f"itself. Keep one of them."

@@ -13,7 +13,7 @@ from torch import Generator, Tensor, nn
 
 from gradveil.countermeasures import Countermeasure
 from gradveil.errors import DefenseError, SpecError
-from gradveil.files import damage_told, read_safetensors, write_atomically
+from gradveil.files import read_safetensors, wrap_parse_errors, write_atomically
 from gradveil.guard.defense import DEFENSES, Defense
 from gradveil.guard.passes import Rewired
 from gradveil.privacy.draws import NoiseKind, Source
@@ -159,7 +159,7 @@ def save_prior(prior: GaussianPrior, path: str | Path) -> None:
 
 def load_prior(path: str | Path) -> GaussianPrior:
     """Read a prior that ``save_prior`` wrote."""
-    with damage_told(f"The prior {str(path)!r}", SpecError, "Write it with gradveil.defenses.decoy.save_prior."):
+    with wrap_parse_errors(f"The prior {str(path)!r}", SpecError, "Write it with gradveil.defenses.decoy.save_prior."):
         return _load(str(path), Path(path).stat().st_mtime_ns)
 
 

@@ -119,7 +119,7 @@ class Veil(Defense):
         return (self.cohort or 1) * (1 - self.lost - self.colluding)
 
     @property
-    def fewest(self) -> int:
+    def min_clients(self) -> int:
         """The fewest arrivals whose sum may be released; in the local tier each is released by itself."""
         return ceil((self.cohort or 1) * (1 - self.lost) - 1e-9) if self.tier == "aggregate" else 0
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from gradveil.errors import DataError
 from gradveil.federated.server import Memory
-from gradveil.files import damage_told, read_safetensors, write_atomically
+from gradveil.files import read_safetensors, wrap_parse_errors, write_atomically
 from gradveil.ranges import MOST
 from gradveil.tree import Params
 
@@ -37,7 +37,7 @@ class Checkpoint:
         """Read a file that ``save`` wrote."""
         state: Params = {}
         memory: Memory = {}
-        with damage_told(path, DataError, "It is not a checkpoint of gradveil. Start again without --resume."):
+        with wrap_parse_errors(path, DataError, "It is not a checkpoint of gradveil. Start again without --resume."):
             tensors, about = read_safetensors(path)
             for key, value in tensors.items():
                 kind, _, name = key.partition("/")

@@ -51,7 +51,7 @@ class Ledger:
         self, clients: Sequence[Indices], training: Training, defense: Defense, noise: str | None = SIMULATED
     ) -> None:
         self.cost, self.noise = defense.spends(training.epochs), noise  # of a participation
-        self.fewest, self.limit = defense.fewest, defense.allowance
+        self.min_clients, self.limit = defense.min_clients, defense.allowance
         self.training, self.sizes = training, [len(part) for part in clients]
         names = [f"{i}-{zlib.crc32(part.tobytes()):08x}" for i, part in enumerate(clients)]
         self.accounts = [] if self.cost is None else [Account(name, limit=self.limit or inf) for name in names]
@@ -59,15 +59,15 @@ class Ledger:
 
     def _check(self) -> None:
         """Raise where the noise of a sum, or the count of participations, would not be what the promise needs."""
-        if self.training.sampling == "with" and (self.fewest or self.limit is not None):
+        if self.training.sampling == "with" and (self.min_clients or self.limit is not None):
             raise DefenseError(
                 "A budget and tier=aggregate need clients that are drawn once a round: sampling=without."
             )
-        if not self.fewest:
+        if not self.min_clients:
             return
-        if self.fewest > self.training.clients:
+        if self.min_clients > self.training.clients:
             raise DefenseError(
-                f"tier=aggregate counts on {self.fewest} clients a round, and {self.training.clients} take part. Give "
+                f"tier=aggregate counts on {self.min_clients} clients a round, and {self.training.clients} take part. Give "  # noqa: E501
                 "the cohort that there is."
             )
         if self.training.adaptive or self.training.clip:
@@ -106,7 +106,7 @@ class Ledger:
             return sample_clients(seeds, number, self.sizes, self.training)
         order = torch.randperm(len(self.sizes), generator=seeds("sample", number)).tolist()
         chosen = self.able(order)[: self.training.clients]
-        return chosen if len(chosen) >= self.fewest else []
+        return chosen if len(chosen) >= self.min_clients else []
 
     def able(self, clients: Sequence[int]) -> list[int]:
         """Return those who can pay for a round, first those who have spent least; without a budget all as they are."""

@@ -35,7 +35,7 @@ def available_cores() -> int:
 
 
 @contextmanager
-def deaf_to_ctrl_c() -> Iterator[None]:
+def ignore_sigint() -> Iterator[None]:
     """Within, processes are started that do not hear Ctrl-C: the one that starts them does, and ends them."""
     if current_thread() is not main_thread():
         yield
@@ -111,7 +111,7 @@ class _ProcessPool(Pool):
         for _ in range(workers):
             ours, theirs = context.Pipe()
             worker = context.Process(target=_serve, args=(theirs, channels_last), daemon=True)  # type: ignore[attr-defined]
-            with self._watching(), deaf_to_ctrl_c(), apart_from_the_folder():
+            with self._watching(), ignore_sigint(), apart_from_the_folder():
                 worker.start()
             theirs.close()
             self.pipes.append(ours)

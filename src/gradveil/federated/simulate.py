@@ -163,7 +163,7 @@ class Run:
         if self.faults is not None:
             arrivals = [self.faults.strike(a, self.seeds("fault", number, slot)) for slot, a in enumerate(arrivals)]
         merged = merge(self.model, arrivals, self.training.weighting, [len(part) for part in self.clients])
-        if 0 < merged.accepted < self.ledger.fewest:  # too little noise: the sum is not opened
+        if 0 < merged.accepted < self.ledger.min_clients:  # too little noise: the sum is not opened
             merged = Merged({}, {}, 0, merged.rejected | {NOT_RELEASED: merged.accepted})
         if merged.accepted:
             server = SERVERS.build(self.training.aggregator)

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from gradveil.errors import DefenseError
 from gradveil.guard.backward import unwatch_backward, watch_backward
 from gradveil.guard.defense import Defense
-from gradveil.guard.hooks import Enter, Interceptor, LayerRan, Leave, PartRan, Substitute
+from gradveil.guard.hooks import Enter, ForwardHooks, LayerRan, Leave, PartRan, Substitute
 from gradveil.guard.loading import AfterLoading, BeforeLoading, BeforeSaving
 from gradveil.guard.one_thread import OneThread
 from gradveil.guard.optimizer_state import check_state, note_state
@@ -28,7 +28,7 @@ from gradveil.registry import describe
 from gradveil.tree import Params
 
 
-class Attachment(Interceptor):
+class Attachment(ForwardHooks):
     """Hooks on the model and an ear on its optimizers, until it is detached."""
 
     def __init__(

@@ -173,7 +173,7 @@ class Defense(ABC):
         return None
 
     @property
-    def fewest(self) -> int:
+    def min_clients(self) -> int:
         """The fewest clients of a round whose sum may be released; 0: each update is released by itself."""
         return 0
 

@@ -23,7 +23,7 @@ from gradveil.types import Batch
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class Interceptor:
+class ForwardHooks:
     """Puts r' in place of r in the weight gradients of a model's defended layers, pass by pass."""
 
     def __init__(self, model: nn.Module, defense: Defense, simulated: Generator | None, strict: bool) -> None:
@@ -195,7 +195,7 @@ class Interceptor:
 class Enter:
     """Before the model's forward pass."""
 
-    interceptor: Interceptor
+    interceptor: ForwardHooks
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note the pass, and change its batch where the defence does."""
@@ -206,7 +206,7 @@ class Enter:
 class Substitute:
     """After a defended layer's forward pass."""
 
-    interceptor: Interceptor
+    interceptor: ForwardHooks
     layer: str
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -226,7 +226,7 @@ class Substitute:
 class LayerRan:
     """After the forward pass of a layer with weights, under a defence of records."""
 
-    interceptor: Interceptor
+    interceptor: ForwardHooks
     layer: str
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -239,7 +239,7 @@ class LayerRan:
 class Leave:
     """After the model's forward pass, also a broken one."""
 
-    interceptor: Interceptor
+    interceptor: ForwardHooks
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Count the pass."""
@@ -250,7 +250,7 @@ class Leave:
 class PartRan:
     """After the forward pass of a part that has weights."""
 
-    interceptor: Interceptor
+    interceptor: ForwardHooks
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Mark what ran outside the model's own call."""

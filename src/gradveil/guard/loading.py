@@ -5,14 +5,14 @@ from typing import Any
 
 from torch import nn
 
-from gradveil.guard.hooks import Interceptor
+from gradveil.guard.hooks import ForwardHooks
 
 
 @dataclass(eq=False)
 class BeforeLoading:
     """Before ``load_state_dict`` writes to a part's weights."""
 
-    interceptor: Interceptor
+    interceptor: ForwardHooks
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
         """Weights that a round ends with must be accounted for."""
@@ -26,7 +26,7 @@ class BeforeLoading:
 class AfterLoading:
     """After ``load_state_dict`` wrote to a part's weights."""
 
-    interceptor: Interceptor
+    interceptor: ForwardHooks
 
     def __call__(self, module: nn.Module, _: Any) -> None:
         """A round begins with these weights."""
@@ -39,7 +39,7 @@ class AfterLoading:
 class BeforeSaving:
     """Before the whole model's ``state_dict()`` is read, under a defence of records."""
 
-    interceptor: Interceptor
+    interceptor: ForwardHooks
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
         """What may be sent from here must be accounted for."""

@@ -20,7 +20,7 @@ from scipy.special import log_ndtr, ndtr
 from torch import Tensor
 
 from gradveil.errors import BudgetError, CertificateError
-from gradveil.files import damage_told, locked, make_folder, refusals_told, write_atomically
+from gradveil.files import locked, make_folder, wrap_os_errors, wrap_parse_errors, write_atomically
 from gradveil.privacy.dp import rero_gaussian
 from gradveil.privacy.journal import NOT_SENT, Ending, add_to_journal, check_summary, read_journal, read_summary
 
@@ -143,7 +143,7 @@ class Account:
     @classmethod
     def from_json(cls, data: Any, client: str) -> "Account":
         """Read what ``to_json`` gave; the account of another client is refused."""
-        with damage_told(f"The account of client {client}", BudgetError, NOT_SENT):
+        with wrap_parse_errors(f"The account of client {client}", BudgetError, NOT_SENT):
             limit = inf if data["limit"] is None else float(data["limit"])
             found = cls(str(data["client"]), float(data["spent"]), limit, data.get("noise"))
         if found.client != client:
@@ -192,7 +192,7 @@ def spend_from(
         note: what the payment is for, in the journal.
     """
     with ExitStack() as held:  # two rounds at once would pay with the same budget
-        held.enter_context(refusals_told(path, NOT_SENT))
+        held.enter_context(wrap_os_errors(path, NOT_SENT))
         make_folder(path.parent)
         held.enter_context(locked(path.with_name(f".{path.name}.lock"), wait=True, needed=True))
         before, stand = _standing(path, client)

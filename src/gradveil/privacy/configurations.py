@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gradveil.errors import CertificateError
-from gradveil.files import damage_told
+from gradveil.files import wrap_parse_errors
 from gradveil.privacy.accountant import TUNED, epsilon_of
 from gradveil.privacy.bought import Bought, Told, releases_of
 from gradveil.privacy.configuration_files import above_zero, filters, flat_settings, number, read
@@ -19,7 +19,7 @@ __all__ = ["Bought", "Told", "check"]
 
 def check(path: Path, known: Told | None = None) -> list[Bought]:
     """Return what each mechanism in a configuration file buys."""
-    with damage_told(path, CertificateError, "It is no configuration of Flower, Opacus or NVFlare."):
+    with wrap_parse_errors(path, CertificateError, "It is no configuration of Flower, Opacus or NVFlare."):
         return _check(path, known or Told())
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gradveil.errors import BudgetError
-from gradveil.files import damage_told, open_alone, sync
+from gradveil.files import open_alone, sync, wrap_parse_errors
 
 SUFFIX, MOST = ".journal", 2**16  # bytes of an account, and of the journal's end that is looked at
 NOT_SENT = "Nothing is sent."
@@ -48,7 +48,7 @@ def journal_of(path: Path) -> Path:
 def read_journal(path: Path) -> Ending:
     """Return where the journal beside an account's file ends; a copy of another one is refused."""
     beside = journal_of(path)
-    with damage_told(beside, BudgetError, NOT_SENT):
+    with wrap_parse_errors(beside, BudgetError, NOT_SENT):
         try:
             handle = open_alone(beside, os.O_RDONLY)
         except FileNotFoundError:
@@ -97,7 +97,7 @@ def add_to_journal(path: Path, stand: Ending, payment: dict[str, Any]) -> tuple[
 
 def read_summary(path: Path) -> dict[str, Any] | None:
     """Return what an account's file says; None where there is none."""
-    with damage_told(path, BudgetError, NOT_SENT):
+    with wrap_parse_errors(path, BudgetError, NOT_SENT):
         try:
             handle = open_alone(path, os.O_RDONLY)
         except FileNotFoundError:
@@ -115,7 +115,7 @@ def read_summary(path: Path) -> dict[str, Any] | None:
 
 def check_summary(path: Path, said: dict[str, Any] | None, stand: Ending) -> None:
     """Raise where the journal is behind the account's file, or of another account."""
-    with damage_told(path, BudgetError, NOT_SENT):
+    with wrap_parse_errors(path, BudgetError, NOT_SENT):
         count, mark = (0, "") if said is None else (int(said.get("releases", 0)), said.get("last", ""))
     if count > stand.count:
         raise BudgetError(

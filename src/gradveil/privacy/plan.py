@@ -79,7 +79,7 @@ class PlannedRun:
         return self.cohort * (1 - self.lost - self.colluding)
 
     @property
-    def fewest(self) -> int:
+    def min_clients(self) -> int:
         """The fewest arrivals whose sum may be released."""
         return ceil(self.stay - 1e-9)
 

@@ -16,10 +16,10 @@ LEAKS = ("recovered", "recognised", "identified", "traces")
 BEARABLE = 0.1  # of the accuracy, or of R², beyond which a defence is no recommendation
 VEIL = "veil:promise=reconstruction"
 WHAT_THEY_DO: dict[Tier, str] = {
-    "naive": "takes what arrives as it is",
-    "knows": "has read the defence's code",
+    "oblivious": "takes what arrives as it is",
+    "adaptive": "has read the defence's code",
     "informed": "has the client's other records",
-    "patient": "adds up many rounds",
+    "multi-round": "adds up many rounds",
     "malicious": "chooses the weights it sends",
 }
 

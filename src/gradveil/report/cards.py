@@ -59,15 +59,15 @@ Attacked = dict[tuple[object, ...], list[MeasuredExample]]  # by round and line
 
 
 def _card(verdict: Verdict, floor: Floor, gallery: Gallery, attacked: Attacked) -> Card:
-    main = verdict.adaptive or verdict.naive
+    main = verdict.adaptive or verdict.oblivious
     chosen = typical_and_worst(_its(main, attacked))
     is_plain = verdict.defense == "none"
-    shown = [t for t in verdict.tiers if not is_plain or t.tier == "naive" or (t.line and t.tier in BEYOND)]
+    shown = [t for t in verdict.tiers if not is_plain or t.tier == "oblivious" or (t.line and t.tier in BEYOND)]
     servers = []
     for t in shown:
         its = {m.example: m for m in _its(_own_line(t), attacked)}
         shots = [gallery.found(its[number]) for number in chosen if number in its]
-        who = "Any server" if is_plain and t.tier == "naive" else WHO[t.tier]
+        who = "Any server" if is_plain and t.tier == "oblivious" else WHO[t.tier]
         servers.append(ServerOnCard(who, t.outcome, _says(t, floor), _numbers(t, floor), shots))
     accuracy = {verdict.defense: verdict.accuracy, "none": verdict.baseline}
     known = {name: value for name, value in accuracy.items() if value is not None}
@@ -91,7 +91,7 @@ def _its(line: Line | None, attacked: Attacked) -> list[MeasuredExample]:
 def _own_line(tier: TierVerdict) -> Line | None:
     """Return the line that a tier's verdict is by, unless it only says that such a server can do what others do."""
     line = tier.line
-    return line if line is not None and (line.tier == tier.tier or tier.tier == "knows") else None
+    return line if line is not None and (line.tier == tier.tier or tier.tier == "adaptive") else None
 
 
 def _says(tier: TierVerdict, floor: Floor) -> str:

@@ -12,7 +12,7 @@ from gradveil.metrics.intervals import rate, short
 from gradveil.modalities import Cell, Modality
 from gradveil.report.pictures import KEY, TRUTH
 from gradveil.threats.rows import Line, MeasuredExample, best_floor, group, modality_of, read
-from gradveil.threats.verdict import naive_and_adaptive
+from gradveil.threats.verdict import oblivious_and_adaptive
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ def column_table(store: RunFolder, found: Sequence[Line]) -> ColumnTable | None:
     guessed = [m for m in read(store.rows, "floor") if m.guess == floor.guess]
     shown = {f"blind guess: {floor.guess}": _cells(kind, truth["truth"], guessed, [truth[floor.guess]] * len(guessed))}
     for defense in dict.fromkeys(line.defense for line in here):
-        naive, adaptive = naive_and_adaptive(here, defense)
-        line = adaptive or naive
+        oblivious, adaptive = oblivious_and_adaptive(here, defense)
+        line = adaptive or oblivious
         if line is not None:
             mine = by_line[line.key]
             arrays = [store.arrays(m.unit)["found"] for m in mine]

@@ -8,7 +8,7 @@ from typing import Any
 from gradveil.auditing.run_files import FolderError
 from gradveil.auditing.run_folder import ROWS, RunFolder
 from gradveil.errors import GradveilError
-from gradveil.files import damage_told
+from gradveil.files import wrap_parse_errors
 from gradveil.metrics.intervals import Interval
 from gradveil.report.plain import LAST_DIGIT, name_of
 from gradveil.threats.rows import Floor, best_floor
@@ -101,7 +101,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _read(folder: Path, name: str) -> ComparedRun:
-    with damage_told(folder / ROWS, FolderError, _DAMAGED):
+    with wrap_parse_errors(folder / ROWS, FolderError, _DAMAGED):
         store = RunFolder.open(folder)
         rows = store.rows
         floor, judged = best_floor(rows), verdicts(rows)
@@ -130,7 +130,7 @@ def _lines(spec: str, runs: Sequence[ComparedRun]) -> list[ComparedLine]:
     found = []
     for place, who in enumerate(WHO.values()):
         tiers = [None if v is None else v.tiers[place] for v in judged]
-        if any(t is not None and t.line is not None for t in tiers) and (spec, who) != ("none", WHO["knows"]):
+        if any(t is not None and t.line is not None for t in tiers) and (spec, who) != ("none", WHO["adaptive"]):
             cells = [_cell(t, tiers[0], run.floor) for t, run in zip(tiers, runs, strict=True)]
             found.append(ComparedLine(spec, who if spec != "none" or place else "Any server", cells))
     if any(v is not None and v.accuracy is not None for v in judged):

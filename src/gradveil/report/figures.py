@@ -7,8 +7,8 @@ from html import escape
 
 from gradveil.modalities import Modality
 from gradveil.report.plain import name_of
-from gradveil.threats.rows import NAIVE, Floor, Line
-from gradveil.threats.verdict import Verdict, naive_and_adaptive
+from gradveil.threats.rows import OBLIVIOUS, Floor, Line
+from gradveil.threats.verdict import Verdict, oblivious_and_adaptive
 from gradveil.threats.words import score_text, server_name
 
 
@@ -80,10 +80,10 @@ NUM_STYLES = 8  # colours in the style sheet
 
 
 def errors_figure(found: Sequence[Line], names: Sequence[str], floor: Floor, round_: str) -> str:
-    """Draw the error of the strongest naive and adaptive attack per defence, with intervals."""
+    """Draw the error of the strongest oblivious and adaptive attack per defence, with intervals."""
     here = [line for line in found if line.round == round_]
-    pairs = [(name, *naive_and_adaptive(here, name)) for name in names]
-    shown = [line for _, naive, adaptive in pairs for line in (naive, adaptive) if line is not None]
+    pairs = [(name, *oblivious_and_adaptive(here, name)) for name in names]
+    shown = [line for _, oblivious, adaptive in pairs for line in (oblivious, adaptive) if line is not None]
     if not shown:
         return ""
     left, right, top, step = 12, WIDTH - 12, 34, 46
@@ -93,20 +93,20 @@ def errors_figure(found: Sequence[Line], names: Sequence[str], floor: Floor, rou
     scale = _error_scale(kind, ends, left, right)
     parts = [_vertical(scale, t, top, bottom, "grid", number(t), bottom + 14) for t in scale.ticks()]
     parts.append(_reference_lines(scale, top, bottom, floor, _control(here)))
-    for i, (name, naive, adaptive) in enumerate(pairs):
+    for i, (name, oblivious, adaptive) in enumerate(pairs):
         y = top + step * i + 14
         parts.append(_name(left, y, name))
-        parts.append(_whisker(scale, naive, y + 11, i, "hollow", kind))
+        parts.append(_whisker(scale, oblivious, y + 11, i, "hollow", kind))
         parts.append(_whisker(scale, adaptive, y + 22, i, "full", kind))
     parts.append(f'<text x="{right}" y="{bottom + 30}" class="axis" text-anchor="end">{_axis(kind)} →</text>')
     return _svg(bottom + 36, f"Error of the strongest attack on each defence, {round_} round", parts)
 
 
 def trade_figure(found: Sequence[Line], judged: Sequence[Verdict], floor: Floor, round_: str) -> str:
-    """Draw privacy against accuracy: a defence's naive and adaptive marks are joined by a line."""
+    """Draw privacy against accuracy: a defence's oblivious and adaptive marks are joined by a line."""
     here = [line for line in found if line.round == round_]
-    marks = [(i, v, *naive_and_adaptive(here, v.defense)) for i, v in enumerate(judged) if v.accuracy is not None]
-    shown = [line.error.mean for *_, naive, adaptive in marks for line in (naive, adaptive) if line is not None]
+    marks = [(i, v, *oblivious_and_adaptive(here, v.defense)) for i, v in enumerate(judged) if v.accuracy is not None]
+    shown = [line.error.mean for *_, oblivious, adaptive in marks for line in (oblivious, adaptive) if line is not None]
     if not shown:
         return ""
     left, right, top, bottom = 44, WIDTH - 12, 16, 236
@@ -121,9 +121,9 @@ def trade_figure(found: Sequence[Line], judged: Sequence[Verdict], floor: Floor,
         if value is not None:
             parts.append(_horizontal(y, value, left, right, kind))
             parts.append(f'<text x="{right}" y="{y(value) - 4}" class="tick" text-anchor="end">{text}</text>')
-    for i, judged_one, naive, adaptive in marks:
+    for i, judged_one, oblivious, adaptive in marks:
         place = x(judged_one.accuracy or 0.0)
-        both = ((naive, "hollow"), (adaptive, "full"))
+        both = ((oblivious, "hollow"), (adaptive, "full"))
         ends = [(line, kind if line.counts else "void") for line, kind in both if line is not None]
         if len(ends) == 2:
             heights = [y(line.error.mean) for line, _ in ends]
@@ -147,7 +147,7 @@ def figure_table(found: Sequence[Line], judged: Sequence[Verdict], floor: Floor,
     rows = []
     for v in judged:
         score = "–" if v.accuracy is None else score_text(v.accuracy, v.scored_by)
-        for line in naive_and_adaptive(here, v.defense):
+        for line in oblivious_and_adaptive(here, v.defense):
             if line is not None:
                 said = [name_of(v.defense), _server(line), line.attack, str(line.error), line.identified.as_count]
                 rows.append([*said, "yes" if not line.counts else "", score])
@@ -164,7 +164,7 @@ def _axis(modality: Modality, of: str = "") -> str:
 
 
 def _control(here: Sequence[Line]) -> Line | None:
-    return naive_and_adaptive(here, "none")[0]
+    return oblivious_and_adaptive(here, "none")[0]
 
 
 def _mean(line: Line | None) -> float | None:
@@ -172,7 +172,7 @@ def _mean(line: Line | None) -> float | None:
 
 
 def _server(line: Line) -> str:
-    return "naive server" if line.server == NAIVE else f"server that knows ({server_name(line)})"
+    return "oblivious server" if line.server == OBLIVIOUS else f"server that knows ({server_name(line)})"
 
 
 def _told(line: Line, modality: Modality) -> str:

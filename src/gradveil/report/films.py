@@ -31,7 +31,7 @@ def film_strips(gallery: Gallery, rows: Sequence[Row]) -> list[FilmStrip]:
 
 
 def _strip(row: Row, frames: NDArray[Any], gallery: Gallery) -> FilmStrip:
-    server = {"naive": "naive server"}.get(row["tier"], f"server that knows ({row['server']})")
+    server = {"oblivious": "oblivious server"}.get(row["tier"], f"server that knows ({row['server']})")
     undefended = row["defense"] == "none"
     labels = [f"step {step}" for step in row["steps"][:-1]] + ["answer"]
     shots = [

@@ -8,7 +8,7 @@ from typing import Any
 from gradveil.auditing.run_files import FolderError
 from gradveil.auditing.run_folder import REPORT, ROWS, Row, RunFolder
 from gradveil.errors import MissingExtraError
-from gradveil.files import damage_told, write_atomically
+from gradveil.files import wrap_parse_errors, write_atomically
 from gradveil.modalities import IMAGE
 from gradveil.report.advice import advice, tiers_tried, verdict_sentence
 from gradveil.report.cards import cards
@@ -29,7 +29,7 @@ _NOT_AN_AUDIT = "It is no audit, or its rows were damaged: take them from a copy
 
 def write_report(folder: str | Path) -> Path:
     """Draw the page of a run folder, and return where it is. A pure function of the folder's data."""
-    with RunFolder.open(folder).hold() as store, damage_told(Path(folder) / ROWS, FolderError, _NOT_AN_AUDIT):
+    with RunFolder.open(folder).hold() as store, wrap_parse_errors(Path(folder) / ROWS, FolderError, _NOT_AN_AUDIT):
         return draw(store)
 
 
@@ -108,7 +108,7 @@ def _figures(found: list[Line], judged: list[Verdict], floor: Floor) -> list[dic
     figures = []
     for round_ in dict.fromkeys(line.round for line in found):
         where = f"{round_} round" if round_ != "update" else "the update"
-        both = "Hollow: naive server; filled: server that knows the defence; dashed outline: void. "
+        both = "Hollow: oblivious server; filled: server that knows the defence; dashed outline: void. "
         numbers = figure_table(found, judged, floor, round_)
         both += "" if floor.modality.is_share else "Errors under 10⁻¹⁰ lie at the edge."
         figures.append(

@@ -17,7 +17,7 @@ from gradveil.files import write_atomically
 from gradveil.metrics.intervals import short
 from gradveil.modalities import Cell
 from gradveil.report.plain import name_of
-from gradveil.threats.rows import NAIVE, Line, MeasuredExample, group, modality_of, read
+from gradveil.threats.rows import OBLIVIOUS, Line, MeasuredExample, group, modality_of, read
 from gradveil.threats.verdict import by_tier
 from gradveil.threats.words import DIAGNOSTIC, badges, server_name
 
@@ -190,7 +190,9 @@ def _strip(gallery: Gallery, mine: Sequence[MeasuredExample], line: Line | None)
         what = "Control: no defence"
         under = "model in" if one.weights == DIAGNOSTIC else "model trained under"
         what += f", {under} {name_of(one.weights)}" if one.weights not in ("none", "start") else ""
-    server = "" if one.defense == "none" else "naive server, " if one.server == NAIVE else f"{server_name(one)}, "
+    server = (
+        "" if one.defense == "none" else "oblivious server, " if one.server == OBLIVIOUS else f"{server_name(one)}, "
+    )
     how = f"{server}{one.attack}"
     if line is not None:
         how += f" · {'void' if not line.counts else badges(kind)[line.grade].lower()}"

@@ -5,11 +5,11 @@ from gradveil.threats.rows import HALF, RECOVERED, SIGNIFICANT
 
 READING = (
     (
-        "Naive server",
+        "Oblivious server",
         "Matches everything that arrives, as if there were no defence. It is what most published tables show.",
     ),
     (
-        "Server that knows",
+        "Adaptive server",
         "Has read the defence's code, as any server may (Kerckhoffs), and works around it. Only the client's data "
         "and its random draws are secret. This is the figure that counts.",
     ),
@@ -18,7 +18,7 @@ READING = (
         "Has every other record of the client, and a list of candidates for the one it does not have.",
     ),
     (
-        "Patient server",
+        "Multi-round server",
         "Knows the defence and has the client's updates of many rounds: what is drawn anew in each averages out.",
     ),
     (
@@ -85,7 +85,7 @@ CELLS = (
     "Each {one} under its original; bold and red: a {part} that came back. ✓ where it picks its original out of the "
     "gallery. "
 )
-FIRST = "Shown first: the strongest attack of the naive server and of the server that knows each defence."
+FIRST = "Shown first: the strongest attack of the oblivious server and of the server that knows each defence."
 
 CARDS = (
     "Typical: the {one} with the median error of the server that knows the defence; worst: the one that came back "

@@ -85,7 +85,8 @@ def _floor(rows: Sequence[Row]) -> dict[str, Any] | None:
 
 def _verdict(v: Verdict) -> dict[str, Any]:
     lines = {
-        name: None if line is None else _line(line) for name, line in (("naive", v.naive), ("adaptive", v.adaptive))
+        name: None if line is None else _line(line)
+        for name, line in (("oblivious", v.oblivious), ("adaptive", v.adaptive))
     }
     tiers = [asdict(t) | {"line": None if t.line is None else _line(t.line)} for t in v.tiers]
     return asdict(v) | lines | {"tiers": tiers}

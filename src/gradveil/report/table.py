@@ -11,7 +11,7 @@ from rich.text import Text
 from gradveil.auditing.run_folder import Row
 from gradveil.metrics.intervals import chance_of, short
 from gradveil.modalities import IMAGE, Metric, Modality
-from gradveil.threats.rows import NAIVE, Floor, Line, lines, modality_of
+from gradveil.threats.rows import OBLIVIOUS, Floor, Line, lines, modality_of
 from gradveil.threats.verdict import Verdict
 from gradveil.threats.words import DIAGNOSTIC, badges, score_text, server_name
 
@@ -54,7 +54,7 @@ def _row(line: Line, modality: Modality) -> tuple[str, ...]:
     return (
         line.round,
         defense,
-        server_name(line) if line.defense != "none" or line.tier != "naive" else "–",
+        server_name(line) if line.defense != "none" or line.tier != "oblivious" else "–",
         line.attack,
         str(line.error),
         short(line.worst),
@@ -119,7 +119,7 @@ def certificate_table(rows: Sequence[Row]) -> CertificateTable | None:
 
 def beaten_figures(rows: Sequence[Row]) -> list[tuple[Row, Line]]:
     """Return each figure under which an attack on one update got, at the same weights, with that attack."""
-    found = [x for x in lines(rows) if x.round == "first" and x.tier in ("naive", "knows") and x.at_own_weights]
+    found = [x for x in lines(rows) if x.round == "first" and x.tier in ("oblivious", "adaptive") and x.at_own_weights]
     pairs = []
     for row in rows:
         if row.get("certificate") in PROVED:
@@ -203,7 +203,7 @@ def _proved(row: Row) -> str:
     return "yes" if row["sound"] else "first order"
 
 
-COLUMNS = ("defence", "verdict", "naive server", "server that knows")
+COLUMNS = ("defence", "verdict", "oblivious server", "server that knows")
 COLOURS = {"recovered": "bold red", "recognised": "red", "traces": "yellow", "nothing": "green", "void": "dim"}
 COLOURS |= {"identified": "red", "not_assessed": "magenta", "not_run": "dim"}
 
@@ -215,7 +215,7 @@ def verdict_table(judged: Sequence[Verdict], floor: Floor | None) -> RenderableT
     for v in judged:
         badge = Text(badges(modality)[v.outcome], COLOURS[v.outcome])
         accuracy = "–" if v.accuracy is None else score_text(v.accuracy, v.scored_by)
-        table.add_row(_spec(v.defense), badge, _cell(v.naive, modality), _cell(v.adaptive, modality), accuracy)
+        table.add_row(_spec(v.defense), badge, _cell(v.oblivious, modality), _cell(v.adaptive, modality), accuracy)
     if floor is not None:
         guess = Text(f"blind guess\n  {floor.guess}")
         table.add_row(guess, "the floor", f"{modality.error_name} {short(floor.error.mean)}", style="dim")
@@ -243,7 +243,7 @@ def _cell(line: Line | None, modality: Modality) -> Text:
     if line is None:
         return Text("–")
     attack = line.attack.partition(":")[0]
-    by = attack if line.server in (NAIVE, attack) else f"{line.server} + {attack}"
+    by = attack if line.server in (OBLIVIOUS, attack) else f"{line.server} + {attack}"
     if not line.counts:
         return Text(f"void\n{by}")
     got = f"{modality.error_name} {short(line.error.mean)}"

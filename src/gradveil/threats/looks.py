@@ -55,7 +55,7 @@ def probe_defenses(scene: Scene, store: RunFolder, seconds: float = math.inf) ->
             if pace.clock() - began > seconds:
                 scene.probes[defense] = Probed(notes=("It was not run by itself: there was no time.",), assessed=False)
             servers = scene.countermeasures(defense, scene.model)
-            rows = probe_rows(defense, scene.probed(defense), servers, "patient" in scene.tiers)
+            rows = probe_rows(defense, scene.probed(defense), servers, "multi-round" in scene.tiers)
             store.add(f"probe/{defense}", rows)
 
 
@@ -136,7 +136,7 @@ def probe_rows(defense: str, found: Probed, servers: Sequence[Countermeasure], p
     rows: list[Row] = [{"kind": "probe", "defense": defense, **said}, *server_rows(defense, servers)]
     if patient and not found.drawn:
         why = "it sends the same in every round, so there is nothing to add up"
-        rows.append({"kind": "skip", "defense": defense, "tier": "patient", "server": "patient", "attack": "newton",
+        rows.append({"kind": "skip", "defense": defense, "tier": "multi-round", "server": "multi-round", "attack": "newton",  # noqa: E501
                      "round": "first", "round_number": 1, "weights": "start", "why": why})  # fmt: skip
     return rows
 

@@ -16,7 +16,7 @@ from gradveil.errors import GradveilError
 from gradveil.guard.defense import Defense
 from gradveil.threats.looks import Look
 from gradveil.threats.setup import Scene
-from gradveil.threats.trial import Trial, attacks_of, naive, observe
+from gradveil.threats.trial import Trial, attacks_of, oblivious, observe
 from gradveil.tree import Params, parameters, size
 from gradveil.types import Batch, Observation
 
@@ -25,7 +25,7 @@ KEPT = 2**30  # bytes of updates that are kept for the next server; beyond that 
 INFORMED = "candidates"  # the attack of informed servers
 OF_LARGE = "candidates:entries=100000,shortlist=6"  # where running a client on all of a list takes long
 LAWS = ("whiten", "orthogonal")  # countermeasures that say how likely an update is
-ROUNDS = 16  # updates of one client that a patient server has, at most
+ROUNDS = 16  # updates of one client that a multi-round server has, at most
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def last_resort(scene: Scene, look: Look, holding: Sequence[str]) -> dict[str, l
     In the first round only. Where attacks were named, and so the tiers beyond ``knows`` are left out, it is as well.
     """
     server = inverting()
-    if not holding or "knows" not in scene.tiers or set(scene.tiers) <= {"naive", "knows"}:
+    if not holding or "adaptive" not in scene.tiers or set(scene.tiers) <= {"oblivious", "adaptive"}:
         return {}
     mine = [
         Target(look, defense, server, server.name, victim) for defense in ("none", *holding) for victim in scene.victims
@@ -81,21 +81,21 @@ def _wanted(scene: Scene, look: Look) -> Wanted:
         found.setdefault((defense, server.tier, server.name, attack), (defense, server, attack))
 
     for attack in scene.attacks:
-        add("none", naive(), attack)
+        add("none", oblivious(), attack)
     if "informed" in scene.tiers:
         add("none", informed(()), INFORMED)
     for defense in tried:
         for attack in scene.attacks:
-            if "naive" in scene.tiers:
-                add(defense, naive(), attack)
+            if "oblivious" in scene.tiers:
+                add(defense, oblivious(), attack)
         knowing = scene.countermeasures(defense, look.model)
-        servers = list(knowing) if "knows" in scene.tiers else []
+        servers = list(knowing) if "adaptive" in scene.tiers else []
         servers += [informed(knowing), *marked(scene.acting(defense, look.model))] if "informed" in scene.tiers else []
-        servers += patient(knowing) if "patient" in scene.tiers and scene.probed(defense).drawn else []
+        servers += patient(knowing) if "multi-round" in scene.tiers and scene.probed(defense).drawn else []
         for server in servers:
             for attack in _used(scene, server):
-                if server.tier in ("knows", "patient"):
-                    add("none", naive(), attack)  # an attack is nothing without its control
+                if server.tier in ("adaptive", "multi-round"):
+                    add("none", oblivious(), attack)  # an attack is nothing without its control
                 add(defense, server, attack)
     return sorted(found.values(), key=lambda one: one[0] != "none")
 
@@ -110,7 +110,7 @@ def _planted(scene: Scene, look: Look) -> Wanted:
 def _used(scene: Scene, server: Countermeasure) -> list[str]:
     """Return the attacks that a server uses; a patient one the first of the audit's own."""
     used = attacks_of(server, list(scene.attacks), scene.dataset.modality)
-    return [_own_name(scene, attack) for attack in used][: 1 if server.tier == "patient" else None]
+    return [_own_name(scene, attack) for attack in used][: 1 if server.tier == "multi-round" else None]
 
 
 def _own_name(scene: Scene, attack: str) -> str:
@@ -145,11 +145,11 @@ def marked(defense: Defense) -> list[Countermeasure]:
 def patient(knowing: Sequence[Countermeasure]) -> list[Countermeasure]:
     """The servers that know the defence and have updates of many rounds: a view each, of all rounds."""
     mine = [c for c in knowing if c.attack in (None, "newton") and c.name != "undeclared"]
-    return [replace(c, why=f"{c.why} Adds up the client's updates of many rounds.", tier="patient") for c in mine]
+    return [replace(c, why=f"{c.why} Adds up the client's updates of many rounds.", tier="multi-round") for c in mine]
 
 
 def rounds_seen(scene: Scene) -> int:
-    """Return how many updates of a client a patient server has: as many as memory allows."""
+    """Return how many updates of a client a multi-round server has: as many as memory allows."""
     update = 4 * size(parameters(scene.model)) * len(scene.victims)
     return max(2, min(ROUNDS, KEPT // update))
 
@@ -226,13 +226,13 @@ class Observed:
     def _given(self, target: Target) -> Observation | GradveilError:
         """Return the update, and what a server of this tier has beside it."""
         seen, tier = self.seen(target), target.server.tier
-        if isinstance(seen, GradveilError) or tier == "naive":
+        if isinstance(seen, GradveilError) or tier == "oblivious":
             return seen if isinstance(seen, GradveilError) else replace(seen, public=self._public)
         client = self._clients.setdefault((id(target.look.model), target.defense), _Client(self, target))
         seen = replace(seen, client=client, public=self._public)
         if tier == "informed":
             return replace(seen, candidates=self._candidates(target.victim), others=self._others(target.victim))
-        if tier == "patient":
+        if tier == "multi-round":
             more = [self.seen(target, again) for again in range(1, rounds_seen(self.scene))]
             return replace(seen, rounds=tuple(one for one in more if isinstance(one, Observation)))
         return seen

@@ -12,7 +12,7 @@ from gradveil.registry import describe
 from gradveil.threats.looks import Look
 from gradveil.threats.panel import Observed, Target
 from gradveil.threats.setup import Scene
-from gradveil.threats.trial import naive
+from gradveil.threats.trial import oblivious
 
 LARGEST, FEWEST = 2 * 10**7, 64  # weights that are planted in limited time, at most; and rows, at least
 
@@ -59,7 +59,7 @@ def _aimed(
         return {attack: everybody}
     aimed: dict[Malicious, list[tuple[str, int]]] = {}
     for defense, victim in everybody:
-        seen = observed.seen(Target(look, defense, naive(), attack.spec_name, victim))
+        seen = observed.seen(Target(look, defense, oblivious(), attack.spec_name, victim))
         rng = observed.scene.seeds("plant", attack.spec_name, victim)
         mine = attack if isinstance(seen, GradveilError) else attack.for_client(seen, rng)
         aimed.setdefault(mine, []).append((defense, victim))

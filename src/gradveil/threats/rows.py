@@ -13,7 +13,7 @@ from gradveil.modalities import IMAGE, MODALITIES, Modality
 Grade = Literal["recovered", "recognised", "traces", "nothing"]
 GRADES: tuple[Grade, ...] = ("nothing", "traces", "recognised", "recovered")  # from harmless to worst
 
-NAIVE = "naive"  # the server that does not know the defence
+OBLIVIOUS = "oblivious"  # the server that does not know the defence
 RECOVERED = 0.1  # of the blind guess's error: under it an example counts as recovered
 HALF = 0.5  # of the examples
 SIGNIFICANT = 0.01  # more identifications than chance explains at this level
@@ -39,7 +39,7 @@ class MeasuredExample:
     weights: str = ""  # the federation whose model was attacked
     defense: str = ""
     server: str = ""
-    tier: Tier = "naive"  # of the server
+    tier: Tier = "oblivious"  # of the server
     attack: str = ""
     converged: bool = False
     out_of_time: bool = False  # the attack was stopped before it was done
@@ -85,7 +85,7 @@ def modality_of(rows: Iterable[Row]) -> Modality:
 
 def tier_of(server: str) -> Tier:
     """Return the tier of a server where a row does not name it: earlier versions had two."""
-    return "naive" if server in (NAIVE, "") else "knows"
+    return "oblivious" if server in (OBLIVIOUS, "") else "adaptive"
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def best_floor(rows: Iterable[Row]) -> Floor | None:
 
 
 def lines(rows: Sequence[Row]) -> list[Line]:
-    """Return every line with its control's verdict: by round, by defence (none first), the naive server first."""
+    """Return every line with its control's verdict: by round, by defence (none first), the oblivious server first."""
     floor = best_floor(rows)
     if floor is None:
         return []
@@ -209,7 +209,9 @@ def _control_of(
 ) -> list[MeasuredExample] | None:
     """Return the same attack without a defence: by a server of the same tier, else by the first with less to go on."""
     place = (one.round, one.weights, one.attack)
-    return next((controls[*place, tier] for tier in (one.tier, "naive", "knows") if (*place, tier) in controls), None)
+    return next(
+        (controls[*place, tier] for tier in (one.tier, "oblivious", "adaptive") if (*place, tier) in controls), None
+    )
 
 
 def grade(error: Interval, recovered: Interval, identified: Interval, floor: Floor, gallery: int) -> Grade:

@@ -55,7 +55,7 @@ class AuditConfig(Training):
     model: str = ""  # empty: what suits the data set
     defenses: tuple[str, ...] = DEFENSES
     attacks: tuple[str, ...] = ()  # none: those that suit the model (see ``default_attacks``)
-    tiers: tuple[str, ...] = ()  # of servers; none: all, but naive and knows alone where attacks are named
+    tiers: tuple[str, ...] = ()  # of servers; none: all, but oblivious and knows alone where attacks are named
     partition: str = "iid:devices=10"
     rounds: Count = 10
     clients: Count = 5
@@ -197,7 +197,7 @@ class Scene:
     @property
     def tiers(self) -> tuple[Tier, ...]:
         """The tiers of servers that attack."""
-        return tuple(tier for tier in TIERS if tier in (self.config.tiers or ("naive", "knows")))
+        return tuple(tier for tier in TIERS if tier in (self.config.tiers or ("oblivious", "adaptive")))
 
     def probed(self, defense: str) -> Probed:
         """Return what running the defence says about it; done once."""

@@ -29,7 +29,7 @@ from gradveil.losses import build as build_loss
 from gradveil.metrics import blind_guesses, measure
 from gradveil.metrics.recovery import COMMON
 from gradveil.modalities import IMAGE, Modality
-from gradveil.threats.rows import NAIVE
+from gradveil.threats.rows import OBLIVIOUS
 from gradveil.types import Batch, GaussianPrior, Observation, Reconstruction, Update, check_update
 
 PUBLIC = 2000  # examples of the test split that the server may know
@@ -87,9 +87,9 @@ def attacks_of(server: Countermeasure, own: Sequence[str], modality: Modality) -
     return [] if server.name == server.attack.partition(":")[0] else own
 
 
-def naive() -> Countermeasure:
+def oblivious() -> Countermeasure:
     """The server that does not know of the defence, or does not care."""
-    return replace(plain(), name=NAIVE, why="Matches everything that arrives.", tier="naive")
+    return replace(plain(), name=OBLIVIOUS, why="Matches everything that arrives.", tier="oblivious")
 
 
 def observe(

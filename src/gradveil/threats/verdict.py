@@ -31,14 +31,14 @@ Outcome = Literal["recovered", "recognised", "identified", "traces", "nothing", 
 GIVEN: tuple[Outcome, ...] = ("recovered", "recognised", "identified")  # the server knows which example it is
 
 INCLUDES: dict[Tier, tuple[Tier, ...]] = {  # what a server of a tier can do
-    "naive": ("naive",),
-    "knows": ("naive", "knows"),
-    "informed": ("naive", "knows", "informed"),
-    "patient": ("naive", "knows", "patient"),
-    "malicious": ("naive", "knows", "malicious"),
+    "oblivious": ("oblivious",),
+    "adaptive": ("oblivious", "adaptive"),
+    "informed": ("oblivious", "adaptive", "informed"),
+    "multi-round": ("oblivious", "adaptive", "multi-round"),
+    "malicious": ("oblivious", "adaptive", "malicious"),
 }
 
-BEYOND: tuple[Tier, ...] = ("informed", "patient", "malicious")  # they know more than the defence, or do more
+BEYOND: tuple[Tier, ...] = ("informed", "multi-round", "malicious")  # they know more than the defence, or do more
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Verdict:
     outcome: Outcome  # of the server that knows the defence; of any server where there is none
     text: str
     points: tuple[tuple[str, str], ...]  # the same, as who and what
-    naive: Line | None  # the strongest line of a server that does not know the defence
+    oblivious: Line | None  # the strongest line of a server that does not know the defence
     adaptive: Line | None  # and of one that does; it may act as if it did not
     accuracy: float | None  # on the test split, after the last round
     baseline: float | None  # the same without a defence
@@ -100,8 +100,8 @@ def headline(rows: Sequence[Row]) -> str:
         return f"{judged[0].text}" if judged else "Nothing was attacked."
     broken = [v for v in tried if v.outcome in GIVEN]
     said = f"{len(broken)} of {len(tried)} {plural('defence', len(tried))} gave {many} away to this panel of attacks"
-    fooled = [v for v in broken if v.naive is None or v.naive.grade == "nothing"]
-    more = [v for v in broken if v not in fooled and v.naive and v.adaptive and _worse(v.adaptive, v.naive)]
+    fooled = [v for v in broken if v.oblivious is None or v.oblivious.grade == "nothing"]
+    more = [v for v in broken if v not in fooled and v.oblivious and v.adaptive and _worse(v.adaptive, v.oblivious)]
     if fooled:
         said += f", {len(fooled)} of them only to a server that knows the defence"
     if more:
@@ -146,10 +146,10 @@ def by_tier(found: Iterable[Line], defense: str) -> dict[Tier, Line | None]:
     }
 
 
-def naive_and_adaptive(found: Iterable[Line], defense: str) -> tuple[Line | None, Line | None]:
+def oblivious_and_adaptive(found: Iterable[Line], defense: str) -> tuple[Line | None, Line | None]:
     """Return the strongest line of a server that does not know a defence, and of one that does."""
     best = by_tier(found, defense)
-    return best["naive"], best["knows"]
+    return best["oblivious"], best["adaptive"]
 
 
 def _of(verdict: Verdict, tier: Tier) -> Outcome:
@@ -189,7 +189,7 @@ class _Case:
         best = strongest(able)
         if not own and (control := self._failed_control(tier)) and (best is None or best.grade == "nothing"):
             return TierVerdict(tier, "void", f"{resists(control)}; {self._settles(control)}", None)
-        if not own and not (tier == "knows" and best is not None and best.grade != "nothing"):
+        if not own and not (tier == "adaptive" and best is not None and best.grade != "nothing"):
             return TierVerdict(tier, "not_run", self._not_run(tier), None)
         assert best is not None
         return TierVerdict(tier, self._outcome(tier, best, able), self._text(tier, best), best, self._oracle(tier))
@@ -204,11 +204,11 @@ class _Case:
         halves = [strongest(x for x in able if x.tier == t) for t in INCLUDES[tier]]
         if any(line is not None and not line.counts for line in halves):
             return "void"  # a part of the audit failed for reasons of its own: no protection may be read off it
-        return "nothing" if tier == "naive" or self.assessed else "not_assessed"
+        return "nothing" if tier == "oblivious" or self.assessed else "not_assessed"
 
     def _text(self, tier: Tier, best: Line) -> str:
         said = gets(best, self.floor, tier)
-        if best.counts and best.grade == "nothing" and tier != "naive" and not self.assessed:
+        if best.counts and best.grade == "nothing" and tier != "oblivious" and not self.assessed:
             why = "its declaration is wrong" if self.errors else "what is secret in it is not known"
             said += f"; that is no assessment, since {why}"
         if not best.counts:
@@ -255,22 +255,22 @@ class _Case:
 
 def _verdict(case: _Case, accuracy: Mapping[str, float], scored_by: str) -> Verdict:
     name = case.name
-    naive, adaptive = naive_and_adaptive(case.found, name)
+    oblivious, adaptive = oblivious_and_adaptive(case.found, name)
     tiers = tuple(case.verdict(tier) for tier in TIERS)
     judged = {t.tier: t for t in tiers}
-    main = judged["naive" if name == "none" else "knows"]
+    main = judged["oblivious" if name == "none" else "adaptive"]
     outcome = main.outcome
     if name != "none" and outcome == "not_run":  # the server that counts was not tried
-        got = judged["naive"].outcome
+        got = judged["oblivious"].outcome
         outcome = got if got in ("recovered", "recognised", "traces", "void") else "not_run"
-    points = [("Any server" if name == "none" else WHO["naive"], judged["naive"].text)]
+    points = [("Any server" if name == "none" else WHO["oblivious"], judged["oblivious"].text)]
     points += [(WHO[t.tier], t.text) for t in tiers[1:] if name != "none" or (t.line and t.tier in BEYOND)]
     if name in accuracy:
         points.append((scored_by[0].upper() + scored_by[1:], accuracy_text(name, accuracy, scored_by)))
-    text = f"{'Any server' if name == 'none' else 'The naive server'} {judged['naive'].text}"
+    text = f"{'Any server' if name == 'none' else 'The oblivious server'} {judged['oblivious'].text}"
     if name != "none":
-        joined = "but" if naive is not None and adaptive is not None and _worse(adaptive, naive) else "and"
-        text += f", {joined} a server that knows the defence {judged['knows'].text}"
+        joined = "but" if oblivious is not None and adaptive is not None and _worse(adaptive, oblivious) else "and"
+        text += f", {joined} a server that knows the defence {judged['adaptive'].text}"
     for tier in BEYOND:
         if judged[tier].line is not None:
             text += f". {article(tier).capitalize()} {tier} server {judged[tier].text}"
@@ -278,14 +278,14 @@ def _verdict(case: _Case, accuracy: Mapping[str, float], scored_by: str) -> Verd
         text += ". No attack of this panel got anything, which is no proof that none can"
     easier = strongest(line for line in case.found if line.weights == DIAGNOSTIC)
     if name == "none" and easier is not None:
-        told = gets(easier, case.floor, "naive")
+        told = gets(easier, case.floor, "oblivious")
         points.insert(1, ("Diagnostic", f"in evaluation mode, which is not what was configured, any server {told}"))
         text += f". Diagnostic: {points[1][1]}"
     if missing := [t.tier for t in tiers if t.outcome == "not_run"]:
         text += f". Not run: {', '.join(missing)}" if name != "none" else ""
     text += f". {points[-1][0]} {points[-1][1]}." if name in accuracy else "."
     both = accuracy.get(name), accuracy.get("none")
-    return Verdict(name, outcome, text, tuple(points), naive, adaptive, *both, scored_by, tiers, case.errors)
+    return Verdict(name, outcome, text, tuple(points), oblivious, adaptive, *both, scored_by, tiers, case.errors)
 
 
 def _worse(a: Line, b: Line) -> bool:

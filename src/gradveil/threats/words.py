@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from gradveil.countermeasures import Tier
 from gradveil.metrics.intervals import short
 from gradveil.modalities import Modality
-from gradveil.threats.rows import NAIVE, Floor, Line, MeasuredExample
+from gradveil.threats.rows import OBLIVIOUS, Floor, Line, MeasuredExample
 
 GETS: dict[str, str] = {
     "recovered": "gets the {many} back",
@@ -29,15 +29,15 @@ _BADGES: dict[str, str] = {
 DIAGNOSTIC = "evaluation mode"  # the weights of rows in a setting that is easier than what was configured
 
 WHO: dict[Tier, str] = {
-    "naive": "Naive server",
-    "knows": "Server that knows",
+    "oblivious": "Oblivious server",
+    "adaptive": "Adaptive server",
     "informed": "Informed server",
-    "patient": "Patient server",
+    "multi-round": "Multi-round server",
     "malicious": "Malicious server",
 }
 NOT_HERE: dict[Tier, str] = {
     "informed": "it compares candidates for one record, and an audit of a saved update has none",
-    "patient": "it adds up the updates of many rounds, and one was saved",
+    "multi-round": "it adds up the updates of many rounds, and one was saved",
     "malicious": "it chooses the weights that a client trains at, and this update was made at those that were sent",
 }  # tiers of servers that one saved update cannot be attacked by, and why
 
@@ -51,7 +51,7 @@ def gets(line: Line, floor: Floor, tier: Tier) -> str:
     """Return what a server of a tier gets, by its strongest line, with the numbers."""
     if not line.counts:
         return got(line, floor, tier)
-    if line.tier != tier != "knows":
+    if line.tier != tier != "adaptive":
         return got(line, floor, tier)
     return f"{got(line, floor, tier)} ({_numbers(line, floor)}; {by(line)}, {line.round} round)"
 
@@ -69,8 +69,8 @@ def got(line: Line, floor: Floor, tier: Tier) -> str:
         said += f"{line.gallery - 1} others"
     if line.tier == tier:
         return said
-    as_naive = line.tier == "naive"
-    return f"{said}, as {'a naive one' if as_naive else 'one that knows the defence'} does"
+    as_oblivious = line.tier == "oblivious"
+    return f"{said}, as {'an oblivious one' if as_oblivious else 'one that knows the defence'} does"
 
 
 def resists(line: Line) -> str:
@@ -80,13 +80,13 @@ def resists(line: Line) -> str:
 
 def server_name(one: Line | MeasuredExample) -> str:
     """Return what a server does, and its tier where that is not clear from it."""
-    return one.server if one.tier in ("naive", "knows") else f"{one.tier}: {one.server}"
+    return one.server if one.tier in ("oblivious", "adaptive") else f"{one.tier}: {one.server}"
 
 
 def by(line: Line) -> str:
     """Return what a server does and with which attack."""
     name = line.attack.partition(":")[0]
-    return name if line.server in (NAIVE, name) else f"{line.server} + {name}"
+    return name if line.server in (OBLIVIOUS, name) else f"{line.server} + {name}"
 
 
 def _numbers(line: Line, floor: Floor) -> str:
@@ -95,7 +95,7 @@ def _numbers(line: Line, floor: Floor) -> str:
         said += f", worse than a blind guess at {short(floor.error.mean)}"
     elif line.grade == "nothing":
         said += f", little better than a blind guess at {short(floor.error.mean)}"
-    if line.server != NAIVE and line.control is not None:
+    if line.server != OBLIVIOUS and line.control is not None:
         said += f", without a defence {short(line.control)}"
     if line.identified.count:
         said += f", identifies {line.identified.hits} of {line.identified.count}"

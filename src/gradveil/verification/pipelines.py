@@ -84,7 +84,7 @@ class OfDefense(Pipeline):
             raise DefenseError(
                 "verify measures a promise about single records, which veil and dp_sgd give; this defence gives none."
             )
-        if self.defense.fewest:
+        if self.defense.min_clients:
             raise DefenseError(
                 "tier=aggregate promises something of a cohort's sum, and verify looks at single updates. Give the "
                 "defence that each client has, tier=local."

@@ -56,11 +56,13 @@ def test_a_run_that_was_killed_goes_on_and_ends_in_a_table(
     assert table["none"]["points below, paper"] == "+0.0"
     assert table[GAUSSIAN]["μ"] == "none"  # it promises nothing
     tiers = {row["defence"]: row for row in result["tiers"]}
-    assert set(tiers[GAUSSIAN]) == {"data", "defence", "naive", "knows", "informed", "patient", "malicious"}
-    assert all("not run" not in tiers[GAUSSIAN][tier] for tier in ("naive", "knows", "informed", "patient"))
+    assert set(tiers[GAUSSIAN]) == {"data", "defence", "oblivious", "adaptive", "informed", "multi-round", "malicious"}
+    assert all("not run" not in tiers[GAUSSIAN][tier] for tier in ("oblivious", "adaptive", "informed", "multi-round"))
     assert result["figure"]
     rows = [json.loads(line) for line in (tmp_path / "run" / "rows.jsonl").read_text().splitlines()]
-    whole = {row["rounds"] for row in rows if row.get("tier") in ("patient", "informed") and row["defense"] == GAUSSIAN}
+    whole = {
+        row["rounds"] for row in rows if row.get("tier") in ("multi-round", "informed") and row["defense"] == GAUSSIAN
+    }
     (client,) = [row for row in rows if row["kind"] == "client" and row["defense"] == GAUSSIAN]
     assert whole == {client["participations"]}  # the whole run, not a round
     assert client["participations"] > 1

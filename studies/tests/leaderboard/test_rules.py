@@ -45,7 +45,7 @@ def floors(count: int) -> list[Row]:
 
 COUNT = 20
 CONTROLS = [
-    *attack("none", "naive", "naive", "newton", [0.0] * COUNT, COUNT),
+    *attack("none", "oblivious", "oblivious", "newton", [0.0] * COUNT, COUNT),
     *attack("none", "informed", "plain, class known", "newton", [0.0] * COUNT, COUNT),
     *attack("none", "informed", INFORMED, INFORMED, [0.0] * COUNT, COUNT),
 ]
@@ -129,17 +129,17 @@ def test_an_attack_below_its_certificate_is_an_error(
 
 
 def test_a_failed_control_makes_a_cell_uninformative() -> None:
-    rows = [*floors(COUNT), *attack("none", "naive", "naive", "newton", [0.1] * COUNT)]
-    rows += attack("gaussian", "naive", "naive", "newton", [0.2] * COUNT)
+    rows = [*floors(COUNT), *attack("none", "oblivious", "oblivious", "newton", [0.1] * COUNT)]
+    rows += attack("gaussian", "oblivious", "oblivious", "newton", [0.2] * COUNT)
     one = next(s for s in standings(rows) if s.defense == "gaussian")
     assert one.strongest is None
     assert table([one])[0]["error / blind guess"] == "uninformative"
-    assert tier_table([one])[0]["naive"] == "uninformative"
-    assert tier_table([one])[0]["patient"] == "not run"
+    assert tier_table([one])[0]["oblivious"] == "uninformative"
+    assert tier_table([one])[0]["multi-round"] == "not run"
 
 
 def test_the_strongest_server_counts_and_a_list_is_no_reconstruction() -> None:
-    rows = [*veil(0.09, 1), *attack("veil", "naive", "naive", "newton", [0.3] * COUNT)]
+    rows = [*veil(0.09, 1), *attack("veil", "oblivious", "oblivious", "newton", [0.3] * COUNT)]
     one = next(s for s in standings(rows) if s.defense == "veil")
     assert one.strongest is not None
     assert one.strongest.line.server == "whiten, class known"
@@ -207,9 +207,9 @@ def test_what_is_learned_of_a_run_is_the_mean_of_its_rounds() -> None:
 def test_the_learning_server_has_one_round_or_the_whole_run_and_may_know_the_class() -> None:
     trials = AttackedEntry(Entry("veil:z=2,clip=1"), Place(TINY, Context())).learned()
     found = {trial.about["tier"]: trial for trial in trials}
-    run = found["patient"].about["rounds"]
+    run = found["multi-round"].about["rounds"]
     rounds = {tier: trial.about["rounds"] for tier, trial in found.items()}
-    assert rounds == {"knows": 1, "patient": run, "informed": run}
+    assert rounds == {"adaptive": 1, "multi-round": run, "informed": run}
     assert run > 1
     assert {tier for tier, trial in found.items() if trial.view.labels is not None} == {"informed"}
     assert not any(trial.view.rounds for trial in trials)  # their mean

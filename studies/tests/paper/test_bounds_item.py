@@ -45,11 +45,11 @@ def test_the_sound_bounds_lie_under_the_printed_figure_and_nothing_exceeds_the_d
     )
     assert all(most[i] > 2 * least[i] for i in most)
     table = item.summary(rows)
-    assert [line["attained, naive"] for line in table] == ["not measured", "not measured"]
+    assert [line["attained, oblivious"] for line in table] == ["not measured", "not measured"]
 
 
 def test_a_server_under_the_figure_breaks_it_and_the_one_above_does_not() -> None:
-    rows = [bound(), attained("naive", 0.05, 0.5), attained("drop", 0.0001), attained("mask", 0.0003)]
+    rows = [bound(), attained("oblivious", 0.05, 0.5), attained("drop", 0.0001), attained("mask", 0.0003)]
     assert status(rows) == [
         "not reproduced",
         "reproduced",
@@ -58,15 +58,15 @@ def test_a_server_under_the_figure_breaks_it_and_the_one_above_does_not() -> Non
         "not reproduced",
         "not measured",
     ]
-    rows = [bound(local=0.01, sound=0.07), attained("naive", 0.05), attained("drop", 0.02)]
+    rows = [bound(local=0.01, sound=0.07), attained("oblivious", 0.05), attained("drop", 0.02)]
     assert status(rows)[:5] == ["reproduced", "reproduced", "reproduced", "not reproduced", "reproduced"]
 
 
 def test_the_knowing_server_is_the_better_of_both_and_stands_in_the_table() -> None:
-    rows = [bound(), attained("naive", 0.3), attained("drop", 0.0001), attained("mask", 0.0003)]
+    rows = [bound(), attained("oblivious", 0.3), attained("drop", 0.0001), attained("mask", 0.0003)]
     (line,) = Bounds().summary(rows)
     assert line["attained, knowing"] == "0.0001"
-    assert line["attained, naive"] == "0.3"
+    assert line["attained, oblivious"] == "0.3"
     assert line["r′ unreachable"] == "100%"
 
 

@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from gradveil.threats.trial import Trial, naive
+from gradveil.threats.trial import Trial, oblivious
 from gradveil.types import Reconstruction
 from gradveil_studies.cli import reproduce
 from gradveil_studies.paper import client_runs
@@ -108,7 +108,7 @@ def test_an_attack_that_has_no_time_for_its_steps_takes_fewer_and_says_so(monkey
     shared, (model, _) = stage(much.dataset, context), network("vit_tiny", "untrained", much, context)
     client = AttackedClient(cell, 0, model, shared.truth[:8], shared, context)
     seen = client.sent(client.truth, "client")
-    found, spec = in_time(lambda s: Trial(seen, naive(), s, context.seeds("a")), "gs:steps=1000000,tol=0", 0.2)
+    found, spec = in_time(lambda s: Trial(seen, oblivious(), s, context.seeds("a")), "gs:steps=1000000,tol=0", 0.2)
     assert isinstance(found, Reconstruction)
     assert "out_of_time" in found.details
     assert 1 <= int(spec.partition("steps=")[2].partition(",")[0]) < 1_000_000

@@ -7,9 +7,9 @@ from gradveil_studies.paper.fashion import SHARES, Fashion
 from gradveil_studies.paper.rows import GUESS
 
 
-def rows(dataset: str, naive: float, knowing: float, control: float = 1e-6) -> list[Row]:
-    """The rows of one panel: MSE of the naive server, of one that knows, and without a defence."""
-    found = [("none", "naive", control), ("representation:share=0.4", "naive", naive)]
+def rows(dataset: str, oblivious: float, knowing: float, control: float = 1e-6) -> list[Row]:
+    """The rows of one panel: MSE of the oblivious server, of one that knows, and without a defence."""
+    found = [("none", "oblivious", control), ("representation:share=0.4", "oblivious", oblivious)]
     found += [("representation:share=0.4", "drop", knowing), (BLIND, GUESS, 0.05)]
     place = {"panel": f"newton-{dataset}", "dataset": dataset, "model": "lenet", "attack": "newton", "image": 0}
     return [
@@ -28,11 +28,15 @@ def test_every_attack_is_tried_on_every_data_set_at_every_share() -> None:
 def test_a_panel_runs() -> None:
     item = Fashion(datasets=("digits",), network="lenet:width=3,strides=2/1", images=1)
     found = item.run("newton-digits", Context())
-    assert {row["server"] for row in found if row["defense"].startswith("representation")} == {"naive", "drop", "mask"}
-    assert {row["server"] for row in item.run("analytic-digits", Context()) if row["defense"] != BLIND} == {"naive"}
-    (naive, knowing) = item.verdicts(found)
+    assert {row["server"] for row in found if row["defense"].startswith("representation")} == {
+        "oblivious",
+        "drop",
+        "mask",
+    }
+    assert {row["server"] for row in item.run("analytic-digits", Context()) if row["defense"] != BLIND} == {"oblivious"}
+    (oblivious, knowing) = item.verdicts(found)
     assert knowing.status == "reproduced"
-    assert "digits: MSE" in naive.ours
+    assert "digits: MSE" in oblivious.ours
 
 
 def test_the_verdicts_follow_from_the_rows(tmp_path: Path) -> None:
@@ -45,4 +49,4 @@ def test_the_verdicts_follow_from_the_rows(tmp_path: Path) -> None:
     assert Fashion().draw(both, tmp_path / "fashion")
     assert (tmp_path / "fashion.svg").stat().st_size > 1000
     table = Fashion().summary(both)
-    assert [line["hidden"] for line in table if line["server"] == "naive"] == ["no", "yes", "no", "no"]
+    assert [line["hidden"] for line in table if line["server"] == "oblivious"] == ["no", "yes", "no", "no"]

@@ -25,10 +25,10 @@ def row(choice: str, defense: str, server: str, mse: float) -> Row:
 def world(choice: str, ours: float = 0.2, knowing: float = 0.001, control: float = 0.001) -> list[Row]:
     return [
         row(choice, "(blind guess)", "mean image", 0.06),
-        row(choice, "none", "naive", control),
-        row(choice, OURS, "naive", ours),
+        row(choice, "none", "oblivious", control),
+        row(choice, OURS, "oblivious", ours),
         row(choice, OURS, "mask", knowing),
-        row(choice, GC, "naive", 0.02),
+        row(choice, GC, "oblivious", 0.02),
     ]
 
 
@@ -74,8 +74,8 @@ def test_every_choice_runs_and_the_result_is_drawn(tmp_path: Path) -> None:
     assert list(dict.fromkeys(r["panel"] for r in rows)) == list(CHOICES)
     for name in CHOICES:
         seen = {(r["defense"].partition(":")[0], r["server"]) for r in rows if r["panel"] == name}
-        assert seen >= {("none", "naive"), ("representation", "naive"), ("representation", "mask")}
-        assert seen >= {("pruning", "naive"), ("pruning", "mask"), ("(blind guess)", "mean image")}
+        assert seen >= {("none", "oblivious"), ("representation", "oblivious"), ("representation", "mask")}
+        assert seen >= {("pruning", "oblivious"), ("pruning", "mask"), ("(blind guess)", "mean image")}
     assert {r["model"] for r in rows if r["panel"] == "raw inputs"} == {NETWORK}
     table = TINY.summary(rows)
     assert len(table) == 5 * len(CHOICES)
@@ -111,7 +111,7 @@ def test_the_table_holds_the_mean_of_both_units_and_of_the_objective() -> None:
     rows += [
         r | {"image": 1, "mse": 0.4, "normalised_mse": 8.0, "objective": 0.3} for r in rows if r["defense"] == OURS
     ]
-    (line,) = [r for r in GSChoices().summary(rows) if (r["defense"], r["server"]) == (OURS, "naive")]
+    (line,) = [r for r in GSChoices().summary(rows) if (r["defense"], r["server"]) == (OURS, "oblivious")]
     assert line["mse"].startswith("0.3000")
     assert (line["normalised, mean"], line["objective"]) == ("5.600", "0.2000")
     assert (line["images"], line["mean image"]) == (2, "0.0600")

@@ -22,11 +22,14 @@ def world(ours: float, knowing: float, gc: float, control: float = 0.001) -> lis
     def seen(defense: str, server: str, mse: float) -> Row:
         return row(defense, server, mse, float(mse < 0.06))
 
-    rows = [seen("none", "naive", control), row("(blind guess)", "mean image", 0.06, 0.0)]
+    rows = [seen("none", "oblivious", control), row("(blind guess)", "mean image", 0.06, 0.0)]
     for rate in RATES:
-        rows += [seen(f"representation:share={rate}", "naive", ours), seen(f"representation:share={rate}", "drop", 0.2)]
+        rows += [
+            seen(f"representation:share={rate}", "oblivious", ours),
+            seen(f"representation:share={rate}", "drop", 0.2),
+        ]
         rows += [seen(f"representation:share={rate}", "mask", knowing)]
-        rows += [seen(f"pruning:share={rate}", s, gc if rate <= 0.8 else 0.3) for s in ("naive", "mask")]
+        rows += [seen(f"pruning:share={rate}", s, gc if rate <= 0.8 else 0.3) for s in ("oblivious", "mask")]
     return rows
 
 
@@ -40,7 +43,7 @@ def world(ours: float, knowing: float, gc: float, control: float = 0.001) -> lis
 def test_both_sentences_are_judged_for_both_servers(ours: float, knowing: float, gc: float, status: list[str]) -> None:
     verdicts = GSImages().verdicts(world(ours, knowing, gc))
     assert [v.status for v in verdicts] == status
-    assert "naive server" in verdicts[0].claim
+    assert "oblivious server" in verdicts[0].claim
     assert "server that knows" in verdicts[2].claim
 
 
@@ -52,7 +55,8 @@ def test_without_a_working_control_or_rows_nothing_is_judged() -> None:
 def test_an_image_hidden_at_seventy_but_not_at_eighty_percent_is_not_hidden() -> None:
     rows = world(0.2, 0.001, 0.01)
     rows = [
-        r | {"mse": 0.01} if (r["defense"], r["server"]) == ("representation:share=0.8", "naive") else r for r in rows
+        r | {"mse": 0.01} if (r["defense"], r["server"]) == ("representation:share=0.8", "oblivious") else r
+        for r in rows
     ]
     assert GSImages().verdicts(rows)[0].status == "not reproduced"
 
@@ -67,7 +71,7 @@ def test_it_runs_keeps_pictures_and_draws_them(tmp_path: Path, monkeypatch: pyte
     shown = [r for r in rows if "picture" in r]
     assert {r["image"] for r in shown} == {0}
     assert len(shown) == 1 + 1 + len(RATES) * (3 + 2)  # original, undefended, ours by three servers, GC by two
-    assert {r["server"] for r in rows if r["defense"].startswith("representation")} == {"naive", "drop", "mask"}
+    assert {r["server"] for r in rows if r["defense"].startswith("representation")} == {"oblivious", "drop", "mask"}
     table = item.summary(rows)
     assert {line["rate"] for line in table} == {"-", "50%", "60%", "70%", "80%", "90%"}
     assert len(item.verdicts(rows)) == 4

@@ -12,7 +12,7 @@ from gradveil.attacks.base import build as build_attack
 from gradveil.countermeasures import drop
 from gradveil.metrics import Interval
 from gradveil.models import build
-from gradveil.threats.trial import Trial, naive, solved
+from gradveil.threats.trial import Trial, oblivious, solved
 from gradveil_studies.paper.base import Context, Row
 from gradveil_studies.paper.figures import Dot, dots
 from gradveil_studies.paper.gs_images import GSImages
@@ -49,15 +49,15 @@ def trained(defense: str, accuracy: float, dataset: str = "mnist", model: str = 
     return {"item": "accuracy", "panel": panel, "dataset": dataset, "model": model, "defense": defense} | done
 
 
-def world(naive_mse: float = 0.3, knowing_mse: float = 0.001, control: float = 0.001) -> list[Row]:
+def world(oblivious_mse: float = 0.3, knowing_mse: float = 0.001, control: float = 0.001) -> list[Row]:
     panel = "dlg-mnist"
     return [
         row(panel, "(blind guess)", "mean image", 0.06, ssim=0.3),
-        row(panel, "none", "naive", control, identified=1.0),
-        row(panel, "representation:share=0.4", "naive", naive_mse),
+        row(panel, "none", "oblivious", control, identified=1.0),
+        row(panel, "representation:share=0.4", "oblivious", oblivious_mse),
         row(panel, "representation:share=0.4", "drop", knowing_mse, identified=float(knowing_mse < 0.06)),
         row(panel, "representation:share=0.4", "mask", knowing_mse * 2, identified=float(knowing_mse < 0.06)),
-        row(panel, "random_mask:share=0.4", "naive", 0.2),
+        row(panel, "random_mask:share=0.4", "oblivious", 0.2),
     ]
 
 
@@ -79,12 +79,12 @@ def test_every_unit_runs_and_the_result_is_drawn(tmp_path: Path) -> None:
     json.dumps(rows)
     assert {r["panel"] for r in rows} == {"dlg-digits", "gs-digits"}
     seen = {(r["defense"].partition(":")[0], r["server"]) for r in rows if r["panel"] == "gs-digits"}
-    assert seen >= {("none", "naive"), ("representation", "drop"), ("representation", "mask"), ("pruning", "mask")}
-    assert seen >= {("gaussian", "whiten"), ("laplace", "whiten"), ("random_mask", "naive")}
+    assert seen >= {("none", "oblivious"), ("representation", "drop"), ("representation", "mask"), ("pruning", "mask")}
+    assert seen >= {("gaussian", "whiten"), ("laplace", "whiten"), ("random_mask", "oblivious")}
     assert ("pruning", "simulate") not in seen
     assert ("pruning", MASK_NEWTON) not in seen
     pruned = {(r["server"], r["attack"]) for r in rows if r["panel"] == "dlg-digits" and "pruning" in r["defense"]}
-    assert pruned == {("naive", "dlg"), ("mask", "dlg"), (MASK_NEWTON, "newton")}
+    assert pruned == {("oblivious", "dlg"), ("mask", "dlg"), (MASK_NEWTON, "newton")}
     attacks = {(r["panel"], r["attack"]) for r in rows if r["server"] == "whiten"}
     assert attacks == {("dlg-digits", "newton"), ("gs-digits", "gs")}
     table = TINY.summary(rows)
@@ -136,15 +136,15 @@ def test_what_a_server_sees_twice_is_solved_once(monkeypatch: pytest.MonkeyPatch
     rows = points.rows([Point(f"representation:share={s}", layer) for s in (0.1, 0.4)])
     assert sizes == [2]
     assert [r["mse"] for r in rows[:2]] == [r["mse"] for r in rows[2:]]
-    points.rows([Point(f"representation:share={s}", naive()) for s in (0.1, 0.4)])
+    points.rows([Point(f"representation:share={s}", oblivious()) for s in (0.1, 0.4)])
     assert sizes == [2, 4]
-    points.rows([Point("representation:share=0.4", s) for s in (naive(), layer)])  # both known by now
+    points.rows([Point("representation:share=0.4", s) for s in (oblivious(), layer)])  # both known by now
     assert sizes == [2, 4]
 
 
 def test_the_unclamped_error_is_of_what_the_search_left() -> None:
     points = AttackPoints.of("digits", "lenet:width=3", "dlg:steps=2,restarts=1,start=normal", 2, Context())
-    rows = points.rows([Point("none", naive())], pictures=1)
+    rows = points.rows([Point("none", oblivious())], pictures=1)
     assert all(r["unclamped_mse"] > r["mse"] for r in rows)
     assert [("picture" in r) for r in rows] == [True, False]
     assert isinstance(points.scene, Shared)
@@ -178,8 +178,8 @@ def test_accuracies_are_joined_by_data_family_and_defence() -> None:
 
 
 def test_the_papers_unit_is_unclamped_for_dlg_and_normalised_for_gs() -> None:
-    assert Measured.of(row("dlg-mnist", "none", "naive", 0.1)).papers_mse == pytest.approx(0.2)
-    assert Measured.of(row("gs-mnist", "none", "naive", 0.1)).papers_mse == pytest.approx(1.6)
+    assert Measured.of(row("dlg-mnist", "none", "oblivious", 0.1)).papers_mse == pytest.approx(0.2)
+    assert Measured.of(row("gs-mnist", "none", "oblivious", 0.1)).papers_mse == pytest.approx(1.6)
     kept = {k: v for k, v in row("dlg-mnist", "none", "whiten", 0.1).items() if k != "unclamped_mse"}
     assert Measured.of(kept).papers_mse == pytest.approx(0.1)
 
@@ -187,8 +187,8 @@ def test_the_papers_unit_is_unclamped_for_dlg_and_normalised_for_gs() -> None:
 def test_a_setting_without_accuracy_is_listed_and_not_dropped() -> None:
     table = Tradeoff().summary([*world(), trained("none", 0.9), trained("representation:share=0.4", 0.85)])
     by = {(line["defense"], line["server"]): line for line in table}
-    assert by["representation:share=0.4", "naive"]["lost"] == "+0.050"
-    assert by["random_mask:share=0.4", "naive"]["accuracy"] == "not measured"
+    assert by["representation:share=0.4", "oblivious"]["lost"] == "+0.050"
+    assert by["random_mask:share=0.4", "oblivious"]["accuracy"] == "not measured"
     assert by["(blind guess)", "mean image"]["mse"].startswith("0.0600")
 
 
@@ -209,8 +209,8 @@ def test_verdicts_tell_naive_and_knowing_servers_apart() -> None:
     [(0.05, 0.0, "reproduced"), (0.8, 0.0, "not reproduced"), (0.05, 1.0, "reproduced only to the eye")],
 )
 def test_a_hidden_image_has_neither_the_look_nor_the_traces(ssim: float, identified: float, status: str) -> None:
-    ours = [row("dlg-mnist", "representation:share=0.4", "naive", 0.3, identified, ssim)]
-    rows = [r for r in world() if (r["defense"], r["server"]) != ("representation:share=0.4", "naive")] + ours
+    ours = [row("dlg-mnist", "representation:share=0.4", "oblivious", 0.3, identified, ssim)]
+    rows = [r for r in world() if (r["defense"], r["server"]) != ("representation:share=0.4", "oblivious")] + ours
     (verdict,) = [v for v in Tradeoff().verdicts(rows) if "does not know" in v.claim]
     assert verdict.status.partition(" (")[0] == status
 
@@ -226,7 +226,7 @@ def test_a_failing_control_voids_its_panel() -> None:
 
 def test_the_knowing_server_takes_the_better_of_its_ways() -> None:
     found = strongest(cases(Measured.read(world())), "knowing")
-    assert {s.defense: s.server for s in found} == {"none": "naive", "representation:share=0.4": "drop"}
+    assert {s.defense: s.server for s in found} == {"none": "oblivious", "representation:share=0.4": "drop"}
 
 
 def test_cuda_groups_hold_every_unit_once() -> None:

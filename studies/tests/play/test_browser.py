@@ -95,7 +95,7 @@ def choose(page: Any, label: str, option: str) -> None:
 def test_pictures_and_figures_come_and_move_with_the_strength(page: Any) -> None:
     button(page).click()
     said(page, "gaussian:scale=0.01: done.")
-    titles = ["The client's own", "Blind guess", "Without a defence", "Naive server", "Server that knows"]
+    titles = ["The client's own", "Blind guess", "Without a defence", "Oblivious server", "Adaptive server"]
     shows(page.locator(".gv-card h3")).to_have_text(titles)
     broken = "[...document.images].filter(i => !i.complete || i.naturalWidth === 0).length"
     shows(page.locator(".gv-card img")).to_have_count(5)
@@ -110,7 +110,7 @@ def test_pictures_and_figures_come_and_move_with_the_strength(page: Any) -> None
     shows(page.locator(".gv-table").last.locator("tbody tr")).to_have_count(2)
     page.get_by_label("range slider for Rounds that the server sees").focus()
     page.keyboard.press("ArrowRight")
-    page.locator(".gv-card h3", has_text="Patient server, 2 rounds").wait_for()
+    page.locator(".gv-card h3", has_text="Multi-round server, 2 rounds").wait_for()
     said(page, "gaussian:scale=0.03: done.")
     assert faint(page) == []
 
@@ -184,6 +184,6 @@ def test_a_sentence_is_typed_and_comes_back_word_by_word(page: Any) -> None:
     page.get_by_label("Sentence", exact=True).fill("the secret is a list of names")
     choose(page, "Defence", "No defence")  # which runs it
     said(page, "none: done.")
-    got = page.locator(".gv-card", has_text="Naive server").locator(".gv-cells .right")
+    got = page.locator(".gv-card", has_text="Oblivious server").locator(".gv-cells .right")
     for place, word in ((-3, "list"), (-2, "of"), (-1, "names")):  # typing starts a run, too: it may be drawn again
         shows(got.nth(place)).to_have_text(word)

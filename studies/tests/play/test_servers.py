@@ -46,24 +46,24 @@ def test_pictures_come_before_the_end_and_get_better(digits: PlayStage, one: Bat
 
 def test_a_server_that_knows_the_defence_undoes_what_a_naive_one_does_not(digits: PlayStage, one: Batch) -> None:
     got = played(digits, one, spec_of("representation", 3))
-    assert got["knows drop"].error < 1e-6 < 0.01 < got["naive naive"].error
+    assert got["knows drop"].error < 1e-6 < 0.01 < got["oblivious oblivious"].error
 
 
 def test_noise_averages_out_over_rounds(digits: PlayStage, one: Batch) -> None:
     got = played(digits, one, spec_of("gaussian", 6), rounds=MOST_ROUNDS)
     assert got["patient whiten"].error < got["knows whiten"].error / 3
-    assert got["knows whiten"].error < got["naive naive"].error
+    assert got["knows whiten"].error < got["oblivious oblivious"].error
 
 
 def test_beside_a_defence_stands_the_same_attack_without_it(digits: PlayStage, one: Batch) -> None:
-    *_, (control, naive, *_) = LiveRun(digits, trials(digits, one, spec_of("veil", 6))).frames()
+    *_, (control, oblivious, *_) = LiveRun(digits, trials(digits, one, spec_of("veil", 6))).frames()
     assert control.trial.about == CONTROL
-    assert control.trial.attack == naive.trial.attack
-    assert control.error < 1e-6 < naive.error
+    assert control.trial.attack == oblivious.trial.attack
+    assert control.error < 1e-6 < oblivious.error
 
 
 def test_where_nothing_is_drawn_further_rounds_bring_no_server(digits: PlayStage, one: Batch) -> None:
-    assert all(t.server.tier != "patient" for t in trials(digits, one, "pruning:share=0.8", 3))
+    assert all(t.server.tier != "multi-round" for t in trials(digits, one, "pruning:share=0.8", 3))
     with pytest.raises(GradveilError, match=r"33 rounds are not offered. Choose 1 to 32"):
         trials(digits, one, "none", 33)
 
@@ -128,5 +128,5 @@ def test_loops_show_where_they_stand_with_the_example_first(digits: PlayStage, o
 def test_rows_and_sentences_come_back_without_a_defence() -> None:
     for name in ("breast_cancer", "manual"):
         at = stage(name)
-        got = played(at, at.chosen(3), "none")["naive naive"]
+        got = played(at, at.chosen(3), "none")["oblivious oblivious"]
         assert got.error == 0.0 < blind_guess(at, at.chosen(3))[2]

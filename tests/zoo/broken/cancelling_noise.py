@@ -14,7 +14,7 @@ TRUTH = Truth(
     "The sum of two rounds has no noise in it: so that training does not suffer, nor does the server.",
     "noise over rounds",
     "whiten",
-    tier="patient",
+    tier="multi-round",
     repeats=False,
 )
 

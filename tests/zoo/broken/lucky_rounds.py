@@ -11,7 +11,10 @@ from gradveil.tree import Params
 from zoo.keeper import Truth, noisy
 
 TRUTH = Truth(
-    "One update in three is sent as it is, and it is easily told from the others.", "acts at times", "whiten", "patient"
+    "One update in three is sent as it is, and it is easily told from the others.",
+    "acts at times",
+    "whiten",
+    "multi-round",
 )
 
 

@@ -14,7 +14,7 @@ TRUTH = Truth(
     "The difference of two rounds has no noise in it.",
     "noise over rounds",
     "whiten",
-    tier="patient",
+    tier="multi-round",
     repeats=False,
 )
 

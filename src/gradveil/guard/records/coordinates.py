@@ -15,7 +15,7 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
 from gradveil.errors import DefenseError
-from gradveil.files import damage_told, read_safetensors, write_atomically
+from gradveil.files import read_safetensors, wrap_parse_errors, write_atomically
 from gradveil.guard.records.records import Records, records_of
 from gradveil.guard.records.rounding import clip_factors, products_error, wide
 from gradveil.losses import Loss
@@ -144,7 +144,7 @@ def save(coordinates: Coordinates, like: Params, path: str | Path, clip: float |
 def load(path: str, like: Params) -> tuple[Coordinates, float | None]:
     """Read what ``save`` wrote, for a model with these parameters; what is no pair of P and P⁻¹ is refused."""
     advice = "They are no public coordinates of this model: write them with gradveil.guard.records.coordinates.save."
-    with damage_told(repr(path), DefenseError, advice):
+    with wrap_parse_errors(repr(path), DefenseError, advice):
         return _load(path, like)
 
 

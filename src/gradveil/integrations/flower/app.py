@@ -161,7 +161,7 @@ def _serve(grid: Grid, settings: FlowerSettings, folder: RunFolder | None, simul
         row |= tally(watched.counts[-1], chosen.absent)
         row |= {"accuracy": seen.accuracy, "loss": seen.loss, "seconds": round(time.perf_counter() - started, 4)}
         row |= {"released": secure.released} if secure else {}
-        row |= {"tier": "aggregate"} if defense.fewest else {}
+        row |= {"tier": "aggregate"} if defense.min_clients else {}
         row |= {"noise": SIMULATED} if "simulated" in watched.counts[-1] and defense.said_of_noise() else {}
         row |= {"scored_by": seen.scored_by} if seen.scored_by != "accuracy" else {}
         started = time.perf_counter()

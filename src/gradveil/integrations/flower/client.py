@@ -53,7 +53,7 @@ def train_message(message: Message, context: Context, settings: FlowerSettings, 
             raise DefenseError(f"{OTHER}: this site simulates its noise, and the run is no simulation.")
     defense, ledger = settings.ledger(shares, site)
     defense = hear(defense, message, model)
-    if defense.fewest:
+    if defense.min_clients:
         check_sum(defense, context, lr)
     account = None
     if ledger.cost is not None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from gradveil import tree
 from gradveil.errors import BudgetError, DefenseError, GradveilError, UpdateError
-from gradveil.files import damage_told
+from gradveil.files import wrap_parse_errors
 from gradveil.guard.defense import Defense
 from gradveil.guard.protect import Guard, RecordSettings, protect, refuse_idle
 from gradveil.integrations.flower.outgoing import STEPS, answer_in, made_anew, other_kind, tell_what_stays, trained_in
@@ -118,7 +118,7 @@ def update_of(message: Message, before: Params, reply: Message, after: Params, l
     if not 0 < lr < inf:
         raise UpdateError(f"The learning rate is {lr}; it must be above 0.")
     weights = {name: value for name, value in before.items() if is_trained(name, value)}
-    with damage_told("What the messages say of the local steps", UpdateError, "Leave this update out."):
+    with wrap_parse_errors("What the messages say of the local steps", UpdateError, "Leave this update out."):
         examples, steps = (int(number(reply, name, 1)) for name in ("num-examples", "num-steps"))
         size, rule = int(number(message, "batch-size", 0)) or None, rule_of(message)
     update = Update.from_weights(weights, after, lr, max(examples, 1), max(steps, 1), size, rule)
@@ -171,7 +171,7 @@ class GuardMod:
                 return other_kind(defense, message, context, call_next) if private else call_next(message, context)
             if defense.acts_on == {"update"}:
                 raise DefenseError(f"{describe(defense)} acts on the update only. Use update_mod for it.")
-            if defense.fewest:
+            if defense.min_clients:
                 raise DefenseError(
                     "tier=aggregate is for a secure sum that is checked before anything is sent, as gradveil's own app "
                     "does (gradveil train --engine flower --secure-aggregation). Use tier=local here."

@@ -88,7 +88,7 @@ class NoisySum:
         values = [1.0] if now.coordinates is None else [1.0, *now.coordinates.values.tolist()]
         least, most = (math.sqrt(value) for value in (min(values), max(values)))  # by which the way back stretches
         std = veil.client_multiplier * now.clip
-        return cls(Cohort(veil.cohort, 1 - veil.fewest / veil.cohort), most * now.clip, (least * std, most * std))
+        return cls(Cohort(veil.cohort, 1 - veil.min_clients / veil.cohort), most * now.clip, (least * std, most * std))
 
     def reach(self, lr: float, examples: int) -> float:
         """Return what no number of a client's change exceeds, counted as part of ``examples``."""
@@ -99,7 +99,7 @@ class NoisySum:
         wanted, size, opened = self.cohort, said.get("sample_num", 0), said.get("threshold", 0)
         if size != wanted.size or said["share_num"] < wanted.shares or opened < wanted.threshold:
             raise DefenseError(
-                f"tier=aggregate counts on {wanted.size} clients, of which {wanted.fewest} arrive, and the secure sum "
+                f"tier=aggregate counts on {wanted.size} clients, of which {wanted.min_clients} arrive, and the secure sum "  # noqa: E501
                 f"is of {size}, and opened for {opened}."
             )
         most, reach = said["max_weight"], said["clipping_range"]

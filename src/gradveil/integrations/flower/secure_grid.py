@@ -75,7 +75,7 @@ class SecureGrid(GridView):
 
     def _sum(self, asked: dict[int, Message], timeout: float | None) -> list[Message]:
         first, cohort, reach = next(iter(asked.values())), Cohort(len(asked), self.lost), self.reach
-        if self.defense is not None and self.defense.fewest:
+        if self.defense is not None and self.defense.min_clients:
             noise = NoisySum.of(self.defense)
             cohort, reach = noise.cohort, noise.reach(number(first, "lr", 1.0), self.max_examples)
         stages, protocol = Stages(self._grid), SecureSum(asked, cohort, reach, self.max_examples, timeout)
@@ -86,7 +86,9 @@ class SecureGrid(GridView):
         ]  # not the SuperLink
         self.released = protocol.mean is not None
         if protocol.mean is None:
-            why = f"{UNRELEASED}{len(stages.answered)} of {cohort.size} clients arrived, {cohort.fewest} are needed."
+            why = (
+                f"{UNRELEASED}{len(stages.answered)} of {cohort.size} clients arrived, {cohort.min_clients} are needed."
+            )
             LOG.warning("Secure sum %s", why)
             return replies + [withhold(asked[node], why) for node in stages.answered]
         key, record = arrays_of(first)
@@ -151,7 +153,7 @@ class SecureSum(SecAggPlusWorkflow):  # type: ignore[misc]
             modulus_range=MODULUS,
             timeout=timeout,
         )
-        self._asked, self._fewest = asked, cohort.fewest
+        self._asked, self._fewest = asked, cohort.min_clients
         self.mean: list[Any] | None = None
         self.metrics: dict[int, dict[str, Any]] = {}
 

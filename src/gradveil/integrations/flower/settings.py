@@ -50,7 +50,7 @@ class Cohort:
             raise DefenseError(f"lost={self.lost:g} is no share: give a number from 0 to below 1.")
 
     @property
-    def fewest(self) -> int:
+    def min_clients(self) -> int:
         """How many must arrive before anything is unmasked."""
         return max(2, math.ceil(self.size * (1 - self.lost) - 1e-9))
 
@@ -62,7 +62,7 @@ class Cohort:
     @property
     def threshold(self) -> int:
         """How many of these must arrive before any of them helps to unmask; of neighbours it takes more than half."""
-        return self.fewest if self.shares == self.size else self.shares // 2 + 1
+        return self.min_clients if self.shares == self.size else self.shares // 2 + 1
 
     @property
     def levels(self) -> int:
@@ -152,12 +152,12 @@ class FlowerSettings(Averaging):
         defense = build(spec or self.defense)
         run = dataclasses.replace(planned_run(self.seeds, shares, training, defense), lost=self.lost)
         defense = defense.for_run(run)
-        if defense.fewest and not self.secure_aggregation:
+        if defense.min_clients and not self.secure_aggregation:
             raise DefenseError(
                 "tier=aggregate is for servers that see the sum of a cohort only. Set secure-aggregation = true "
                 "(--secure-aggregation), or use tier=local."
             )
-        if spec not in ("", self.defense) and (defense.fewest or build(self.defense).fewest):
+        if spec not in ("", self.defense) and (defense.min_clients or build(self.defense).min_clients):
             raise DefenseError(
                 f"tier=aggregate needs the same defence on every site: the run has {self.defense!r}, and this site "
                 f"{spec!r}."

@@ -22,7 +22,7 @@ from gradveil.threats.panel import patient as patient_servers
 from gradveil.threats.probes import Probed, probe
 from gradveil.threats.rows import lines
 from gradveil.threats.setup import with_found
-from gradveil.threats.trial import Trial, attack_rows, attempt, floors, naive
+from gradveil.threats.trial import Trial, attack_rows, attempt, floors, oblivious
 from gradveil.types import Observation
 from gradveil_studies.leaderboard.attacked import Client, Place, planted
 from gradveil_studies.leaderboard.entries import NONE, Entry
@@ -124,17 +124,17 @@ class AttackedEntry:
 
     def jobs(self) -> list[Trial]:
         """Return the attacks of every tier but what is learned."""
-        found = self.naive()
+        found = self.oblivious()
         for server in self.knowing:
             attack = self._own(server.attack)
             if attack != self.place.panel.newton:
-                found += AttackedEntry(NONE, self.bare)._each(naive(), attack)  # its control
+                found += AttackedEntry(NONE, self.bare)._each(oblivious(), attack)  # its control
             found += self._each(server, attack)
         return [*found, *self.listed(), *self.told(), *self.patient(), *self._malicious()]
 
-    def naive(self) -> list[Trial]:
+    def oblivious(self) -> list[Trial]:
         """One update, as it is: of the undefended one, the control."""
-        return self._each(naive(), self.place.panel.newton)
+        return self._each(oblivious(), self.place.panel.newton)
 
     def patient(self) -> list[Trial]:
         """The updates of the whole run together."""
@@ -142,7 +142,7 @@ class AttackedEntry:
             servers = patient_servers(self.knowing)
             return [trial for s in servers for trial in self._each(s, self._own(s.attack), self.rounds)]
         if self.entry.spec != "none":
-            self._skip("patient", self.place.panel.newton, "nothing adds up: every round sends the same")
+            self._skip("multi-round", self.place.panel.newton, "nothing adds up: every round sends the same")
         return []
 
     def listed(self) -> list[Trial]:
@@ -189,7 +189,9 @@ class AttackedEntry:
         server, attack = inverting(), f"inverter:pairs={self.place.panel.pairs}"
         told = replace(server, name=f"{server.name}, class known", tier="informed")
         found = self._each(server, attack)
-        found += self._each(replace(server, tier="patient"), attack, self.rounds, mean=True) if self.rounds > 1 else []
+        found += (
+            self._each(replace(server, tier="multi-round"), attack, self.rounds, mean=True) if self.rounds > 1 else []
+        )
         return [*found, *self._each(told, attack, self.rounds, told=True, mean=True)]
 
     def tried(self, trials: Sequence[Trial]) -> list[Row]:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from gradveil.errors import GradveilError
-from gradveil.federated.processes import apart_from_the_folder, available_cores, deaf_to_ctrl_c, end_with_parent
+from gradveil.federated.processes import apart_from_the_folder, available_cores, end_with_parent, ignore_sigint
 from gradveil.guard.defense import DEFENSES, Defense
 from gradveil.guard.defense import build as build_defense
 from gradveil.registry import Registry
@@ -166,7 +166,7 @@ def run_groups(item: Item, groups: Sequence[list[str]], context: Context, jobs: 
         return
     spawn = get_context("spawn")
     with ProcessPoolExecutor(min(jobs, len(groups)), spawn, _begin_worker) as pool:
-        with deaf_to_ctrl_c(), apart_from_the_folder():
+        with ignore_sigint(), apart_from_the_folder():
             waiting = [pool.submit(_timed, item, group, context) for group in groups]
         try:
             for done in as_completed(waiting):

@@ -15,7 +15,7 @@ from gradveil.modules import find_layer, representation
 from gradveil.ranges import Count
 from gradveil.representation.certificates.base import SCOPE, Kind, blind_mse, largest_mse
 from gradveil.representation.certificates.certify import certify
-from gradveil.threats.rows import NAIVE, group
+from gradveil.threats.rows import OBLIVIOUS, group
 from gradveil.threats.trial import PUBLIC
 from gradveil_studies.paper.base import ITEMS, Context, Item, Judgement, Row, finite, judge, papers_defense
 from gradveil_studies.paper.convergence import BoundedGap, Convergence, by_setting, read
@@ -39,8 +39,8 @@ class Promise(Record):
     unreachable: bool  # no image has r′
     blind: float
     largest: float
-    naive: float | None = None  # None: not measured
-    unclamped: float | None = None  # the naive server's, in the paper's unit
+    oblivious: float | None = None  # None: not measured
+    unclamped: float | None = None  # the oblivious server's, in the paper's unit
     knowing: float | None = None  # the best of the servers that know
 
     @classmethod
@@ -112,8 +112,8 @@ class Bounds(Item):
                     "as printed": _mean(p.local for p in mine),
                     "sound": _mean(p.sound for p in mine),
                     "r′ unreachable": f"{fmean(p.unreachable for p in mine):.0%}",
-                    "attained, naive": _mean(p.naive for p in mine),
-                    "attained, naive, unclamped": _mean(p.unclamped for p in mine),
+                    "attained, oblivious": _mean(p.oblivious for p in mine),
+                    "attained, oblivious, unclamped": _mean(p.unclamped for p in mine),
                     "attained, knowing": _mean(p.knowing for p in mine),
                     "blind guess": _mean(p.blind for p in mine),
                     "largest possible": _mean(p.largest for p in mine),
@@ -121,7 +121,7 @@ class Bounds(Item):
             )
         for setting, end in _theorem2(rows).items():
             line = {"theorem": "2", "setting": setting, "as printed": f"{end.printed:.3g}"}
-            table.append(line | {"sound": f"{end.theorem_a} (estimate)", "attained, naive": f"{end.gap:.4f}"})
+            table.append(line | {"sound": f"{end.theorem_a} (estimate)", "attained, oblivious": f"{end.gap:.4f}"})
         return table
 
     def verdicts(self, rows: Sequence[Row]) -> list[Judgement]:
@@ -130,10 +130,10 @@ class Bounds(Item):
         without = "the server that does not know the defence"
         local = "as printed (local)"
         return [
-            _holds(local, [(p.local, p.naive) for p in promised], without),
+            _holds(local, [(p.local, p.oblivious) for p in promised], without),
             _holds(local, [(p.local, p.unclamped) for p in promised], "the same, unclamped as in the paper"),
             _holds(local, [(p.local, p.knowing) for p in promised], "the server that knows the defence"),
-            _holds("sound version (global/box)", [(p.sound, p.naive) for p in promised], without),
+            _holds("sound version (global/box)", [(p.sound, p.oblivious) for p in promised], without),
             _says_more(promised),
             _second(list(_theorem2(rows).values())),
         ]
@@ -146,7 +146,7 @@ class Bounds(Item):
             shown = {
                 "as printed": (PROMISED, [p.local for p in mine]),
                 "sound": (SOUND, [p.sound for p in mine]),
-                "naive server": (REACHED, [p.naive for p in mine if p.naive is not None]),
+                "oblivious server": (REACHED, [p.oblivious for p in mine if p.oblivious is not None]),
                 "knowing server": (PAPER, [p.knowing for p in mine if p.knowing is not None]),
             }
             dots = [Dot.of(f"{level(defense):.0%}, {n}", values, look) for n, (look, values) in shown.items() if values]
@@ -173,11 +173,11 @@ def _promises(rows: Sequence[Row]) -> list[Promise]:
     promises = []
     for p in Promise.read(rows):
         mine = problems.get((p.panel, p.defense, p.image), [])
-        knowing = min((r.mse for r in mine if r.server != NAIVE), default=None)
+        knowing = min((r.mse for r in mine if r.server != OBLIVIOUS), default=None)
         p = replace(p, knowing=knowing)
         for r in mine:
-            if r.server == NAIVE:
-                p = replace(p, naive=r.mse, unclamped=r.papers_mse)
+            if r.server == OBLIVIOUS:
+                p = replace(p, oblivious=r.mse, unclamped=r.papers_mse)
         promises.append(p)
     return promises
 

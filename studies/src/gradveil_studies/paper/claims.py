@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gradveil.threats.rows import NAIVE, group
+from gradveil.threats.rows import OBLIVIOUS, group
 from gradveil_studies.paper.base import ITEMS, MAX_DROP, Context, Item, Judgement, Row, in_all, judge, published
 from gradveil_studies.paper.rows import (
     HIDDEN,
@@ -22,7 +22,7 @@ from gradveil_studies.paper.rows import (
 
 OURS = "representation"
 BASELINES = ("pruning", "gaussian", "laplace")
-WHO = {NAIVE: "server that does not know the defence", KNOWING: "server that knows the defence"}
+WHO = {OBLIVIOUS: "server that does not know the defence", KNOWING: "server that knows the defence"}
 UNITS: dict[str, Callable[[Case], float]] = {
     "clamped MSE": lambda case: case.mse.mean,
     "MSE in the paper's unit": lambda case: case.papers_mse,
@@ -75,7 +75,7 @@ class Claims(Item):
         """Judge the four claims."""
         verdicts = []
         uploaded = _uploaded(Trained.read(rows, "accuracy"))
-        for kind in (NAIVE, KNOWING):
+        for kind in (OBLIVIOUS, KNOWING):
             judged = _judged(rows, kind)
             verdicts.append(_no_drop(judged, kind))
             verdicts += [_times(judged, kind, unit) for unit in UNITS]

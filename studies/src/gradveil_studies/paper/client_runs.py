@@ -23,7 +23,7 @@ from gradveil.guard.defense import build as build_defense
 from gradveil.registry import Spec, parse
 from gradveil.threats.setup import fitting_model, load_dataset
 from gradveil.threats.suited import LARGE, is_small, one_thread
-from gradveil.threats.trial import Public, Result, Trial, attempt, client_row, floors, measured, naive, observe
+from gradveil.threats.trial import Public, Result, Trial, attempt, client_row, floors, measured, oblivious, observe
 from gradveil.types import Batch, GaussianPrior, Observation, Reconstruction
 from gradveil_studies.paper.base import Context, Row, finite
 from gradveil_studies.paper.rows import family
@@ -225,7 +225,7 @@ class AttackedClient:
 
         def trial(spec: str) -> Trial:
             rng = self.context.seeds("attack", name, self.cell.name, self.number)
-            return Trial(seen, naive(), spec, rng, self.truth)
+            return Trial(seen, oblivious(), spec, rng, self.truth)
 
         began = pace.clock()
         result, spec = in_time(trial, attack, seconds)

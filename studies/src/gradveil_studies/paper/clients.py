@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from gradveil.metrics.intervals import short
 from gradveil.ranges import Count, Positive
 from gradveil.threats.rows import (
-    NAIVE,
+    OBLIVIOUS,
     Floor,
     Line,
     MeasuredExample,
@@ -174,7 +174,7 @@ class FoundCell:
                           for guess, values in row["floors"].items() for i, mse in enumerate(values)]  # fmt: skip
             if row["kind"] == "attack":
                 said = {name: row[name] for name in ("kind", "attack", "converged", "gallery", "weights")}
-                said |= {"defense": "none", "server": NAIVE, "round": "first"}
+                said |= {"defense": "none", "server": OBLIVIOUS, "round": "first"}
                 said |= {"details": {"out_of_time": 1.0} if row["out_of_time"] else {}}
                 each = zip(row["mse"], row["identified"], row["label"], strict=True)
                 found += [said | {"example": first + i, "mse": mse, "identified": told, "label": label}

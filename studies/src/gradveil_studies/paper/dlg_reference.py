@@ -9,7 +9,7 @@ from gradveil.countermeasures import drop, mask
 from gradveil.metrics import interval, rate
 from gradveil.ranges import Share
 from gradveil.threats.rows import group
-from gradveil.threats.trial import naive
+from gradveil.threats.trial import oblivious
 from gradveil_studies.paper.base import BLIND, ITEMS, SUCCESS, Context, Item, Judgement, Row, judge
 from gradveil_studies.paper.figures import Dot, dot_panels
 from gradveil_studies.paper.panels import AttackPoints, Point
@@ -19,7 +19,7 @@ from gradveil_studies.paper.rows import Measured, family
 @ITEMS.register("dlg-reference")
 @dataclass(frozen=True)
 class DLGReference(Item):
-    """DLG on an untrained LeNet: none, ours 40 % with a naive and two knowing servers, a random mask."""
+    """DLG on an untrained LeNet: none, ours 40 % with an oblivious and two knowing servers, a random mask."""
 
     title = "DLG reference (untrained LeNet, CIFAR-10, batch 1)"
     source = "tradeoff"
@@ -46,11 +46,11 @@ class DLGReference(Item):
         ours = f"representation:share={self.share}"
         return {
             "floors": (BLIND, ""),
-            "none": ("none", "naive"),
-            "ours naive": (ours, "naive"),
+            "none": ("none", "oblivious"),
+            "ours oblivious": (ours, "oblivious"),
             "ours mask": (ours, "mask"),
             "ours drop": (ours, "drop"),
-            "random mask naive": (f"random_mask:share={self.share}", "naive"),
+            "random mask oblivious": (f"random_mask:share={self.share}", "oblivious"),
         }
 
     def run(self, unit: str, context: Context) -> list[Row]:
@@ -59,7 +59,7 @@ class DLGReference(Item):
         defense, server = self.work(context)[unit]
         if defense == BLIND:
             return points.floors()
-        known = {"naive": naive(), "mask": mask("fc.weight"), "drop": drop("fc.weight")}
+        known = {"oblivious": oblivious(), "mask": mask("fc.weight"), "drop": drop("fc.weight")}
         return points.rows([Point(defense, known[server])], normalised=False)
 
     def summary(self, rows: Sequence[Row]) -> list[Row]:
@@ -77,13 +77,13 @@ class DLGReference(Item):
         ]
 
     def verdicts(self, rows: Sequence[Row]) -> list[Judgement]:
-        """Judge the control, the paper's naive picture, and the server that knows the defence."""
+        """Judge the control, the paper's oblivious picture, and the server that knows the defence."""
         settings = group(Measured.read(rows), "defense", "server")
         share = {key: fmean(r.recovered for r in mine) for key, mine in settings.items()}
         ours = f"representation:share={self.share}"
         wanted = [
-            ("The attack recovers undefended images (control)", ("none", "naive"), True),
-            ("The defence stops a server that does not know it", (ours, "naive"), False),
+            ("The attack recovers undefended images (control)", ("none", "oblivious"), True),
+            ("The defence stops a server that does not know it", (ours, "oblivious"), False),
             ("A server that reads the mask off the update recovers the images", (ours, "mask"), True),
             ("A server that drops the defended tensor recovers the images", (ours, "drop"), True),
         ]

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from gradveil.metrics import interval
 from gradveil.ranges import Count
-from gradveil.threats.rows import NAIVE, group
+from gradveil.threats.rows import OBLIVIOUS, group
 from gradveil_studies.paper.base import BLIND, ITEMS, SUCCESS, Context, Item, Judgement, Row, in_all, judge
 from gradveil_studies.paper.figures import Dot, dot_panels
 from gradveil_studies.paper.panels import FLOORS, AttackPanel, gs_attack
@@ -21,7 +21,7 @@ SMALLEST = 1e-7  # a lower MSE is drawn here
 @ITEMS.register("fashion")
 @dataclass(frozen=True)
 class Fashion(Item):
-    """The defence at four shares on three data sets: DLG, GS and Gauss-Newton, by naive and knowing servers."""
+    """The defence at four shares on three data sets: DLG, GS and Gauss-Newton, by oblivious and knowing servers."""
 
     title = "The paper's defence on Fashion-MNIST, beside MNIST and CIFAR-10"
     notes: ClassVar[tuple[str, ...]] = (
@@ -79,7 +79,7 @@ class Fashion(Item):
         return table
 
     def draw(self, rows: Sequence[Row], path: Path) -> bool:
-        """Draw, for each data set, what the best attack gets at each share, by naive and knowing servers."""
+        """Draw, for each data set, what the best attack gets at each share, by oblivious and knowing servers."""
         found = cases(Measured.read(rows))
         useful = [case for case in found if control_works(found, case.panel)]
         panels: dict[str, list[Dot]] = {}
@@ -87,26 +87,26 @@ class Fashion(Item):
             for (defense, kind), same in group(mine, "defense", "kind").items():
                 best = min(same, key=lambda case: case.mse.mean)
                 values = [max(row.mse, SMALLEST) for row in best.rows]
-                look = "none" if kind == NAIVE else "representation"
+                look = "none" if kind == OBLIVIOUS else "representation"
                 panels.setdefault(dataset, []).append(Dot.of(f"{defense}, {kind}", values, look))
         blind = {dataset: {"mean image": mine[0].blind} for dataset, mine in _by_dataset(useful).items()}
         dot_panels(path, panels, "MSE", log=True, lines=blind)
         return True
 
     def verdicts(self, rows: Sequence[Row]) -> list[Judgement]:
-        """Judge, data set by data set, whether images are hidden from a naive server, and from one that knows."""
+        """Judge, data set by data set, whether images are hidden from an oblivious server, and from one that knows."""
         found = cases(Measured.read(rows))
         useful = [case for case in found if control_works(found, case.panel)]
-        naive = _by_dataset([c for c in useful if c.server == NAIVE and c.defense != "none"])
+        oblivious = _by_dataset([c for c in useful if c.server == OBLIVIOUS and c.defense != "none"])
         knowing = _by_dataset([c for c in strongest(useful, KNOWING) if c.defense != "none" and c.kind == KNOWING])
-        hidden = {d: all(c.hidden for c in mine) for d, mine in naive.items()}
+        hidden = {d: all(c.hidden for c in mine) for d, mine in oblivious.items()}
         back = {d: all(any(c.success.mean >= 0.5 for c in same) for same in group(mine, "defense").values())
                 for d, mine in knowing.items()}  # fmt: skip
         paper = "its figures: unrecognisable on MNIST and CIFAR-10"
         return [
             judge(
-                "The naive server gets nothing at any share, on any of the data sets",
-                in_all(hidden, "on"), HIDDEN + ", for every attack whose control succeeds", paper, _said(naive),
+                "The oblivious server gets nothing at any share, on any of the data sets",
+                in_all(hidden, "on"), HIDDEN + ", for every attack whose control succeeds", paper, _said(oblivious),
             ),
             judge(
                 "A server that knows the defence recovers the images at every share, on all of the data sets",

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import ClassVar
 
 from gradveil.ranges import Count
-from gradveil.threats.rows import NAIVE, group
+from gradveil.threats.rows import OBLIVIOUS, group
 from gradveil_studies.paper.base import CIFAR10, ITEMS, SUCCESS, Context, Item, Judgement, Row, in_all, judge
 from gradveil_studies.paper.figures import PROMISED, REACHED, Dot, dot_panels
 from gradveil_studies.paper.panels import FLOORS, GS_STEPS, NORMALISED, AttackPanel, gs_attack
@@ -53,16 +53,16 @@ CHOICES = {
 @ITEMS.register("gs-choices")
 @dataclass(frozen=True)
 class GSChoices(Item):
-    """GS with one open choice changed at a time: none, ours 10 % and pruning 80 %, naive and knowing servers."""
+    """GS with one open choice changed at a time: none, ours 10 % and pruning 80 %, oblivious and knowing servers."""
 
     title = "GS: what the choices do that the paper leaves open (ConvNet, CIFAR-10)"
     notes: ClassVar[tuple[str, ...]] = (
         "A check of our own. The same images in every line, and the same weights but for the last two.",
-        "Where the naive server ends under ours has little to do with the image: with the same weights the objective "
+        "Where the oblivious server ends under ours has little to do with the image: with the same weights the objective "  # noqa: E501
         "that it reaches is the same within a few percent under every choice, while the MSE is set by how far a step "
         "goes and by how smooth an image has to be. So an MSE above the mean image's says that the search failed, and "
         "how far above says what settings it failed with.",
-        "Another draw of the weights changes nothing for ours; for pruning it moves the naive server's MSE by up "
+        "Another draw of the weights changes nothing for ours; for pruning it moves the oblivious server's MSE by up "
         "to a fifth.",
         "More smoothness than in the figures blurs what could be had exactly (the control, the server that knows).",
         "; ".join(f"*{name}*: {choice.why}" for name, choice in CHOICES.items()) + ".",
@@ -121,16 +121,16 @@ class GSChoices(Item):
         found = cases(Measured.read(rows))
         control = {case.panel: case for case in found if case.defense == "none"}
         works = {name: control_works(found, name) is True for name in control}
-        naive, knowing = (
+        oblivious, knowing = (
             {case.panel: case for case in strongest(found, kind) if case.defense == OURS and works.get(case.panel)}
-            for kind in (NAIVE, KNOWING)
+            for kind in (OBLIVIOUS, KNOWING)
         )
         half = f"at least half of the images with clamped MSE < {SUCCESS}"
         return [
             _under("the attack recovers undefended images (control)",
                    f"{half}; else what is below is not judged under it", works, control),
             _under("ours (10 %) makes images unrecognisable to a server that does not know it", HIDDEN,
-                   {name: case.hidden for name, case in naive.items()}, naive),
+                   {name: case.hidden for name, case in oblivious.items()}, oblivious),
             _under("a server that knows ours (10 %) recovers the images", f"at least half with clamped MSE < {SUCCESS}",
                    {name: case.success.mean >= 0.5 for name, case in knowing.items()}, knowing),
         ]  # fmt: skip
@@ -145,7 +145,7 @@ class GSChoices(Item):
                     Dot(
                         case.panel + ("" if defense == "none" else f", {case.kind}"),
                         case.mse,
-                        PROMISED if case.kind == NAIVE else REACHED,
+                        PROMISED if case.kind == OBLIVIOUS else REACHED,
                     )
                     for case in mine
                 ]

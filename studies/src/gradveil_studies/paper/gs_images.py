@@ -15,7 +15,7 @@ from PIL import Image
 
 from gradveil.metrics import interval
 from gradveil.ranges import Count, Whole
-from gradveil.threats.rows import NAIVE, group
+from gradveil.threats.rows import OBLIVIOUS, group
 from gradveil_studies.paper.base import ITEMS, Context, Item, Judgement, Row, judge, published
 from gradveil_studies.paper.figures import figure
 from gradveil_studies.paper.panels import FLOORS, GS_STEPS, NORMALISED, AttackPanel, encoded, gs_attack
@@ -23,10 +23,10 @@ from gradveil_studies.paper.rows import HIDDEN, KNOWING, Case, Measured, cases, 
 from gradveil_studies.paper.tradeoff import Tradeoff
 
 LINES = (
-    ("representation", "naive", "ours,\nnaive server"),
+    ("representation", "oblivious", "ours,\noblivious server"),
     ("representation", "mask", "ours,\nreads the mask"),
     ("representation", "drop", "ours,\ndrops the layer"),
-    ("pruning", "naive", "GC,\nnaive server"),
+    ("pruning", "oblivious", "GC,\noblivious server"),
     ("pruning", "mask", "GC,\nreads the mask"),
 )
 RATES = (0.5, 0.6, 0.7, 0.8, 0.9)
@@ -114,7 +114,7 @@ class GSImages(Item):
         paper = published()["gs_images"]
         least, most = max(paper["ours_unrecognisable_from"]), paper["gc_recognisable_until"]
         verdicts = []
-        for kind, who in ((NAIVE, "naive server"), (KNOWING, "server that knows")):
+        for kind, who in ((OBLIVIOUS, "oblivious server"), (KNOWING, "server that knows")):
             best = {case.defense: case for case in strongest(found, kind)}
             ours, gc = ([best[d] for d in self.defenses() if d in best and family(d) == name] for name in (OURS, GC))
             hidden = [case.hidden for case in ours if level(case.defense) >= least]
@@ -150,7 +150,7 @@ class GSImages(Item):
                 axis.set_axis_off()
             for top, image in zip(range(0, lines, len(LINES)), images, strict=False):
                 _show(axes[top, 0], kept.get((TRUTH, TRUTH, image)), "original")
-                _show(axes[top, 1], kept.get(("none", NAIVE, image)), "no defence")
+                _show(axes[top, 1], kept.get(("none", OBLIVIOUS, image)), "no defence")
                 for line, (defense, server, words) in enumerate(LINES, start=top):
                     axes[line, 2].text(0.5, 0.5, words, fontsize=7, ha="center", va="center")
                     for column, rate in enumerate(RATES, start=3):

@@ -59,13 +59,13 @@ SETTINGS: dict[str, tuple[str, View | None]] = {  # None: the first countermeasu
     "pruning 99 %, mask read": ("pruning:share=0.99", lambda seen: seen.masked("*")),
 }
 # The server takes what arrives for an undefended gradient: an attack that fails by its own mistake, not the strongest
-NAIVE: dict[str, tuple[str, View | None]] = {
-    "ours 40 %, naive-looking": ("representation:share=0.4", _as_it_is),
-    "ours 80 %, naive-looking": ("representation:share=0.8", _as_it_is),
+OBLIVIOUS: dict[str, tuple[str, View | None]] = {
+    "ours 40 %, oblivious-looking": ("representation:share=0.4", _as_it_is),
+    "ours 80 %, oblivious-looking": ("representation:share=0.8", _as_it_is),
 }
 
 FULL_ONLY = {  # left out of a quick run: their kind stays in it
-    "ours 80 %, mask read", "ours 80 %, tensor dropped", "ours 80 %, naive-looking", "noise 0.3",
+    "ours 80 %, mask read", "ours 80 %, tensor dropped", "ours 80 %, oblivious-looking", "noise 0.3",
     "every layer masked 40 %", "pruning 97 %, mask read", "pruning 99 %, mask read",
 }  # fmt: skip
 
@@ -75,7 +75,7 @@ class Metered(Record):
     """One update: what the meter says of it, and what the attack made of it."""
 
     setting: str
-    naive: bool  # the server takes what arrives for an undefended gradient
+    oblivious: bool  # the server takes what arrives for an undefended gradient
     image: int
     meter: float
     mse: float
@@ -94,9 +94,9 @@ class MeteredSetting:
     mse: float
 
     @property
-    def naive(self) -> bool:
+    def oblivious(self) -> bool:
         """Whether the server is."""
-        return self.images[0].naive
+        return self.images[0].oblivious
 
 
 def _finite(value: float | None) -> float | None:
@@ -113,7 +113,7 @@ class MeterCheck(Item):
         "Not in the paper: a check of our own figure, the leak meter (docs/theory/certificates.md).",
         "Labels are known to the server. Noise is relative to the RMS of the whole gradient, and its level is known.",
         "Masks on every layer: the server uses the biases and the entries of fc.weight that show to be sent.",
-        "A naive server takes the defended tensor for an undefended one: not the strongest attack, so not correlated.",
+        "An oblivious server takes the defended tensor for an undefended one: not the strongest attack, so not correlated.",  # noqa: E501
     )
 
     model: str = "lenet"
@@ -124,7 +124,7 @@ class MeterCheck(Item):
 
     def work(self, context: Context) -> dict[str, tuple[int, str]]:
         """Return image and setting of every problem."""
-        names = [name for name in SETTINGS | NAIVE if context.full or name not in FULL_ONLY]
+        names = [name for name in SETTINGS | OBLIVIOUS if context.full or name not in FULL_ONLY]
         return {f"{i} {name}": (i, name) for i in range(self._images(context)) for name in names}
 
     def _images(self, context: Context) -> int:
@@ -134,7 +134,7 @@ class MeterCheck(Item):
         """Meter and attack one update."""
         i, name = self.work(context)[unit]
         scene = shared(self.dataset, self.model, self._images(context), context)
-        spec, view = (SETTINGS | NAIVE)[name]
+        spec, view = (SETTINGS | OBLIVIOUS)[name]
         seen = scene.observe_one(i, spec, context.seeds("defense", i, name), with_labels=True)
         known = build_defense(spec).adaptive(scene.model)
         server = known[0] if view is None else Countermeasure(name, "Looks at a part of the update.", view)
@@ -146,7 +146,7 @@ class MeterCheck(Item):
         mse = float((found.inputs - truth.inputs).square().mean())
         blind = float((prior.mean - truth.inputs.reshape(-1)).square().mean())
         return [
-            {"setting": name, "naive": name in NAIVE, "image": i, "meter": leak.mse, "mse": mse}
+            {"setting": name, "oblivious": name in OBLIVIOUS, "image": i, "meter": leak.mse, "mse": mse}
             | {"rank": leak.rank, "influence": _finite(leak.influence), "prior": leak.prior_mse, "blind": blind}
             | {"objective": found.objective, "converged": found.converged}
         ]
@@ -163,9 +163,9 @@ class MeterCheck(Item):
         return [*lines, {"setting": "(mean image)", "images": len({m.image for m in metered}), "attack MSE": blind}]
 
     def verdicts(self, rows: Sequence[Row]) -> list[Judgement]:
-        """Judge whether the meter ranks the settings as the attack does, naive servers aside."""
+        """Judge whether the meter ranks the settings as the attack does, oblivious servers aside."""
         every = by_setting(Metered.read(rows))
-        strongest = [s for s in every if not s.naive]
+        strongest = [s for s in every if not s.oblivious]
         if len(strongest) < 3:
             return []
         rho, r = correlations(strongest)
@@ -174,9 +174,9 @@ class MeterCheck(Item):
         if len(noisy) > 2:
             ours += f"; Spearman {correlations(noisy)[0]:.2f} over the {len(noisy)} with a meter above {NOISY:g}"
         if len(strongest) < len(every):
-            ours += f" ({correlations(every)[0]:.2f} with the naive servers among them)"
+            ours += f" ({correlations(every)[0]:.2f} with the oblivious servers among them)"
         claim = "The leak meter predicts what the strongest attack reaches"
-        rule = "Spearman's rank correlation of the settings' geometric means at least 0.9, naive servers left out"
+        rule = "Spearman's rank correlation of the settings' geometric means at least 0.9, oblivious servers left out"
         return [judge(claim, rho >= 0.9, rule, "not in the paper", ours)]
 
     def draw(self, rows: Sequence[Row], path: Path) -> bool:
@@ -228,9 +228,9 @@ def _scatter(axis: Any, settings: Sequence[MeteredSetting]) -> None:
     named: set[str] = set()
     for s in settings:
         mark, colour, label = KINDS[s.name.split()[0]]
-        if s.naive:
-            label = "ours, naive server"
-        look = {"marker": mark, "edgecolors": colour, "facecolors": "none" if s.naive else colour}
+        if s.oblivious:
+            label = "ours, oblivious server"
+        look = {"marker": mark, "edgecolors": colour, "facecolors": "none" if s.oblivious else colour}
         label, named = ("_" if label in named else label), named | {label}
         axis.scatter([m.meter for m in s.images], [m.mse for m in s.images], s=14, alpha=0.6, label=label, **look)
     every = [m for s in settings for m in s.images]

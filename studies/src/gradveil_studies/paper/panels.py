@@ -21,7 +21,7 @@ from gradveil.guard.defense import build as build_defense
 from gradveil.modalities.image import mse
 from gradveil.models import build
 from gradveil.seeds import Seeds
-from gradveil.threats.trial import Public, Trial, floors, measured, naive, numbers, observe, solved
+from gradveil.threats.trial import Public, Trial, floors, measured, numbers, oblivious, observe, solved
 from gradveil.types import Batch, Observation, Reconstruction
 from gradveil_studies.paper.base import BLIND, CIFAR10, Context, Row, papers_defense
 
@@ -163,7 +163,7 @@ def shared(
 def servers(
     defense: str, model: nn.Module, against_noise: str, against_pruning: str | None = None
 ) -> list[Countermeasure]:
-    """Return the servers that look at a defence: the naive one, then the knowing ones that are worth their cost.
+    """Return the servers that look at a defence: the oblivious one, then the knowing ones that are worth their cost.
 
     Left out: ``analytic`` (with one dense layer, and that one defended, it reads off only entries that were kept
     and was far behind ``drop`` and ``mask``), and ``simulate`` for pruning (behind ``mask`` at several times the
@@ -172,9 +172,9 @@ def servers(
     """
     built = build_defense(defense)
     if built.spec_name == "none":
-        return [naive()]
+        return [oblivious()]
     known = [c for c in built.adaptive(model) if c.name in ("drop", "mask", "whiten")]
-    found = [naive(), *(replace(c, attack=against_noise) if c.name == "whiten" else c for c in known)]
+    found = [oblivious(), *(replace(c, attack=against_noise) if c.name == "whiten" else c for c in known)]
     if built.spec_name == "pruning" and against_pruning is not None:
         found += [replace(c, name=MASK_NEWTON, attack=against_pruning) for c in known]
     return found

@@ -11,7 +11,7 @@ from gradveil.guard.defense import DEFENSES
 from gradveil.guard.defense import build as build_defense
 from gradveil.metrics import Interval, interval, rate
 from gradveil.registry import Spec, describe, parse
-from gradveil.threats.rows import NAIVE, group
+from gradveil.threats.rows import OBLIVIOUS, group
 from gradveil_studies.paper.base import BLIND, MAX_DROP, SUCCESS, Row
 
 KNOWING = "knowing"  # of the servers, those that know the defence
@@ -144,7 +144,7 @@ class Case:
     @property
     def kind(self) -> str:
         """Whether the server knows the defence."""
-        return NAIVE if self.server == NAIVE else KNOWING
+        return OBLIVIOUS if self.server == OBLIVIOUS else KNOWING
 
     @property
     def got(self) -> str:

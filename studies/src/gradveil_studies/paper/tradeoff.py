@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from gradveil.metrics import interval
 from gradveil.ranges import Count
-from gradveil.threats.rows import NAIVE, group
+from gradveil.threats.rows import OBLIVIOUS, group
 from gradveil_studies.paper.base import BLIND, ITEMS, SUCCESS, Context, Item, Judgement, Row, judge
 from gradveil_studies.paper.figures import LOOKS, figure
 from gradveil_studies.paper.panels import CONTRAST, FLOORS, FULL, GS_STEPS, NORMALISED, QUICK, AttackPanel, gs_attack
@@ -19,7 +19,7 @@ SMALLEST = 1e-7  # a lower MSE is drawn here
 @ITEMS.register("tradeoff")
 @dataclass(frozen=True)
 class Tradeoff(Item):
-    """Accuracy against MSE for ours, pruning and noise over the ranges of Table 2, naive and knowing servers."""
+    """Accuracy against MSE for ours, pruning and noise over the ranges of Table 2, oblivious and knowing servers."""
 
     title = "Figure: accuracy against MSE (DLG-MNIST, DLG-CIFAR10, GS-CIFAR10)"
     needs: ClassVar[tuple[str, ...]] = ("accuracy",)
@@ -164,7 +164,7 @@ def _judged(panel: str, mine: Sequence[Case]) -> list[Judgement]:
         rule = f"at least half of the images with clamped MSE < {SUCCESS}; else the panel is void"
         claim = f"{panel}: the attack recovers undefended images (control)"
         verdicts.append(judge(claim, works, rule, "shown in the figure", ours))
-    for kind in (NAIVE, KNOWING):
+    for kind in (OBLIVIOUS, KNOWING):
         if shares := [case for case in strongest(mine, kind) if case.family == "representation"]:
             verdicts.append(_hides(panel, kind, shares, works))
     return verdicts + _score_matters(panel, mine, works)
@@ -173,26 +173,26 @@ def _judged(panel: str, mine: Sequence[Case]) -> list[Judgement]:
 def _hides(panel: str, kind: str, shares: Sequence[Case], works: bool | None) -> Judgement:
     hidden = [case for case in shares if case.hidden]
     told = bool(hidden) and all(case.identified.mean >= 0.5 for case in hidden)
-    who = "a server that does not know it" if kind == NAIVE else "a server that knows it"
+    who = "a server that does not know it" if kind == OBLIVIOUS else "a server that knows it"
     return judge(
         f"{panel}: some share of ours makes images unrecognisable to {who}",
         "to the eye (most images are still told from 99 others by comparison)" if told else bool(hidden),
         HIDDEN,
-        "unrecognisable beyond the pink line; only the naive server is considered",
+        "unrecognisable beyond the pink line; only the oblivious server is considered",
         ", ".join(f"{level(case.defense)}: {case.got}" for case in shares),
         control=works,
     )
 
 
 def _score_matters(panel: str, mine: Sequence[Case], works: bool | None) -> list[Judgement]:
-    """Judge ours against a random mask of the same share, both seen by the naive server."""
-    naive = {case.defense: case.mse for case in mine if case.server == NAIVE}
-    random, ours = naive.get("random_mask:share=0.4"), naive.get("representation:share=0.4")
+    """Judge ours against a random mask of the same share, both seen by the oblivious server."""
+    oblivious = {case.defense: case.mse for case in mine if case.server == OBLIVIOUS}
+    random, ours = oblivious.get("random_mask:share=0.4"), oblivious.get("representation:share=0.4")
     if random is None or ours is None:
         return []
     return [
         judge(
-            f"{panel}: the score matters (ours against a random mask, 40 %, naive server)",
+            f"{panel}: the score matters (ours against a random mask, 40 %, oblivious server)",
             ours.low > random.high,
             "the 95 % intervals of the mean clamped MSE are apart, ours above",
             "no such control in the paper",
@@ -202,7 +202,7 @@ def _score_matters(panel: str, mine: Sequence[Case], works: bool | None) -> list
     ]
 
 
-LINES = {NAIVE: "-", KNOWING: "--"}
+LINES = {OBLIVIOUS: "-", KNOWING: "--"}
 FAINT = 0.35  # of the bars, 1 for the marks
 STRIP = 0.12  # of the axis' height, for settings whose accuracy was not measured
 
@@ -215,7 +215,7 @@ def _draw_panel(axis: Any, found: Sequence[Case], panel: str) -> None:
     for kind, line in LINES.items():
         mine = strongest(found, kind)
         for family in dict.fromkeys(s.family for s in mine):
-            if family != "none" or kind == NAIVE:
+            if family != "none" or kind == OBLIVIOUS:
                 _curve(axis, [s for s in mine if s.family == family], family, kind, line, strip)
     axis.axvline(found[0].blind, color="grey", linestyle=":", linewidth=1, label="blind guess (mean image)")
     if any(s.accuracy is None for s in found):

@@ -59,8 +59,8 @@ def title_of(got: Rebuilt, rounds: int, several: bool) -> str:
     server = got.trial.server
     if got.trial.about == CONTROL:
         return "Without a defence"
-    name = f"{WHO[server.tier]}, {rounds} rounds" if server.tier == "patient" else WHO[server.tier]
-    return f"{name}: {server.name}" if several and server.tier != "naive" else name
+    name = f"{WHO[server.tier]}, {rounds} rounds" if server.tier == "multi-round" else WHO[server.tier]
+    return f"{name}: {server.name}" if several and server.tier != "oblivious" else name
 
 
 def all_cards(
@@ -76,7 +76,7 @@ def all_cards(
             f"{name}, without any update: {kind.error_name} {short(least)}",
         ),
     ]
-    several = sum(got.trial.server.tier != "naive" for got in found) > 1
+    several = sum(got.trial.server.tier != "oblivious" for got in found) > 1
     for got in found:
         title = title_of(got, rounds, several)
         if got.shown is None:

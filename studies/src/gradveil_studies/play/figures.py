@@ -49,7 +49,7 @@ def leak(stage: PlayStage, found: Sequence[Trial]) -> str:
     if isinstance(stage.dataset.modality, Tokens):
         return "not read: ids of words have no slope"
     readings = {}
-    for trial in [t for t in found if t.server.tier != "naive"] or found:
+    for trial in [t for t in found if t.server.tier != "oblivious"] or found:
         try:
             reading = leak_meter(trial.view, trial.truth, stage.public.prior)  # type: ignore[arg-type]
         except GradveilError:

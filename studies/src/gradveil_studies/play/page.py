@@ -23,7 +23,16 @@ FIRST = 1  # number of the example that is shown first
 KEPT = 12  # rows of what was tried
 OWN = {"image": "Upload a picture", "tokens": "Type a sentence"}
 CHOSEN = "An example of the data set"
-HEADS = ("defence", "rounds", "no defence", "naive", "knows", "patient", "blind guess", "accuracy after training")
+HEADS = (
+    "defence",
+    "rounds",
+    "no defence",
+    "oblivious",
+    "adaptive",
+    "multi-round",
+    "blind guess",
+    "accuracy after training",
+)
 POLICY = "default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'"  # for the browser: nothing from elsewhere
 ABOUT = (
     "A client trains one step on one private example and sends the update. Servers rebuild the example from it, here, "

@@ -19,7 +19,7 @@ from gradveil.modalities.tokens import Tokens
 from gradveil.seeds import Seeds
 from gradveil.threats.panel import patient
 from gradveil.threats.suited import is_small, one_thread
-from gradveil.threats.trial import Trial, attempt, floors, naive, observe
+from gradveil.threats.trial import Trial, attempt, floors, oblivious, observe
 from gradveil.types import Batch, Observation
 from gradveil_studies.play.stage import PlayStage
 
@@ -29,7 +29,7 @@ EVERY = 0.05  # seconds between two pictures of one server, after the first
 
 
 def trials(stage: PlayStage, one: Batch, spec: str, rounds: int = 1, seed: int = 0) -> list[Trial]:
-    """Return who attacks: the naive server, those that know the defence and, with several rounds, the patient ones.
+    """Return who attacks: the oblivious server, those that know the defence and, with several rounds, the patient ones.
 
     Before them stands the control, where there is a defence: the same attack on an update without it.
     The client sends an update of the same example in each round, at the same weights, its random draws new in each;
@@ -47,10 +47,10 @@ def trials(stage: PlayStage, one: Batch, spec: str, rounds: int = 1, seed: int =
     knowing = () if spec == "none" else defense.adaptive(model)
     drawn = any(not torch.equal(g, sent[-1].update.gradient[n]) for n, g in sent[0].update.gradient.items())
     found = [] if spec == "none" else [replace(trials(stage, one, "none", seed=seed)[0], about=CONTROL)]
-    for server in (naive(), *knowing, *(patient(knowing) if drawn else ())):
+    for server in (oblivious(), *knowing, *(patient(knowing) if drawn else ())):
         attack = stage.attack if isinstance(kind, Tokens) else server.attack or stage.attack
         trial = Trial(replace(sent[0], public=stage.public.batch), server, attack, seeds("attack", attack), one)
-        if server.tier == "patient":
+        if server.tier == "multi-round":
             every = replace(trial, seen=replace(sent[0], public=stage.public.batch, rounds=tuple(sent[1:])))
             trial = replace(trial, seen=pooled(every.view), server=replace(server, view=_as_it_is))
         found.append(trial)
