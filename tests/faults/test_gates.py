@@ -147,7 +147,7 @@ def test_who_watches_hands_on_what_it_is_told(
     for i in range(times(1, 8)):
         folder = tmp_path / str(i)
         folder.mkdir()
-        words = (*COMMANDS["train sequential"], "--rounds", "100", "--out", "run")
+        words = (*COMMANDS["train sequential"], "--rounds", "100000", "--out", "run")
         act = Act(words, str(folder), after=moments.uniform(0.3, 1.5), number=number, watched=True)
         (found,) = stage.run(act)
         expected = -number if number == signal.SIGKILL else 128 + number
