@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from gradveil.attacks.base import ATTACKS, KINDS, Attack, Malicious
+from gradveil.federated.step import step_gradient
 from gradveil.guard.defense import DEFENSES, NoDefense
-from gradveil.guard.step import step_gradient
 from gradveil.losses import NextToken
 from gradveil.modalities.table import Column, Table
 from gradveil.models import build

@@ -22,8 +22,8 @@ from gradveil.auditing.saved_update import UpdateAuditConfig
 from gradveil.auditing.train import TrainConfig
 from gradveil.cli.list import KINDS
 from gradveil.errors import GradveilError, SpecError
+from gradveil.federated.step import step_gradient
 from gradveil.guard.defense import NoDefense
-from gradveil.guard.step import step_gradient
 from gradveil.models import build_working
 from gradveil.ranges import Count, Part, Range
 from gradveil.registry import Registry, Setting, settings

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from gradveil.federated.client import evaluate, local_update
     from gradveil.federated.settings import Training
     from gradveil.federated.simulate import simulate
+    from gradveil.federated.step import step_gradient
     from gradveil.guard.counted import counted
     from gradveil.guard.defense import DEFENSES, Defense
     from gradveil.guard.defense import build as defense
     from gradveil.guard.protect import guard_of, protect
-    from gradveil.guard.step import step_gradient
     from gradveil.losses import build as loss
     from gradveil.models import build as model
     from gradveil.privacy import draws
@@ -59,7 +59,7 @@ _PUBLIC = {
     "guard_of": "gradveil.guard.protect:guard_of",
     "Account": "gradveil.privacy.accountant:Account",
     "PlannedRun": "gradveil.privacy.plan:PlannedRun",
-    "step_gradient": "gradveil.guard.step:step_gradient",
+    "step_gradient": "gradveil.federated.step:step_gradient",
     "save_prior": "gradveil.defenses.decoy:save_prior",
     "leak_scores": "gradveil.representation.scores:leak_scores",
     "check_model": "gradveil.auditing.incoming:check_model",

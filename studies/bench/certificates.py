@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from gradveil.federated.step import step_gradient
 from gradveil.guard.defense import build as build_defense
-from gradveil.guard.step import step_gradient
 from gradveil.models import build
 from gradveil.modules import representation
 from gradveil.representation.certificates.certify import certify

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from defense_scores import machine
 
+from gradveil.federated.step import step_gradient
 from gradveil.guard.defense import build
 from gradveil.guard.records.records import records_of
-from gradveil.guard.step import step_gradient
 from gradveil.losses import CROSS_ENTROPY
 from gradveil.models import build as build_model
 from gradveil.types import Batch

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from gradveil.attacks import analytic
 from gradveil.attacks.analytic import Analytic
 from gradveil.errors import AttackError
+from gradveil.federated.step import step_gradient
 from gradveil.guard.defense import NoDefense
-from gradveil.guard.step import step_gradient
 from gradveil.types import Batch, GaussianPrior, Observation, Update
 
 

@@ -12,8 +12,8 @@ from gradveil.attacks.inverter import Course, Inverter, Sketch, entered
 from gradveil.attacks.regression import HELD, MADE, PUBLIC, Lesson, regress
 from gradveil.data import load
 from gradveil.errors import AttackError
+from gradveil.federated.step import step_gradient
 from gradveil.guard.defense import NoDefense
-from gradveil.guard.step import step_gradient
 from gradveil.modalities.base import identification
 from gradveil.models import build
 from gradveil.tree import Params

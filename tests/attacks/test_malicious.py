@@ -10,9 +10,9 @@ from gradveil import tree
 from gradveil.attacks.base import Malicious, build
 from gradveil.data import load
 from gradveil.errors import AttackError
+from gradveil.federated.step import step_gradient
 from gradveil.guard.defense import NoDefense
 from gradveil.guard.defense import build as build_defense
-from gradveil.guard.step import step_gradient
 from gradveil.metrics import measure
 from gradveil.models import build as build_model
 from gradveil.threats.trial import observe

@@ -10,8 +10,8 @@ from attacks.helpers_attacks import noisy, rng
 from gradveil.attacks.base import build as build_attack
 from gradveil.attacks.patches import _beside, clear_spans
 from gradveil.errors import AttackError
+from gradveil.federated.step import step_gradient
 from gradveil.guard.defense import NoDefense
-from gradveil.guard.step import step_gradient
 from gradveil.models import build
 from gradveil.threats.suited import default_attacks
 from gradveil.types import Batch, GaussianPrior, Observation, Update

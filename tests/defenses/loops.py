@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
+from gradveil.federated.step import step_gradient
 from gradveil.guard.defense import build
-from gradveil.guard.step import step_gradient
 from gradveil.tree import Params
 from gradveil.types import Batch
 

@@ -2,8 +2,8 @@ import torch
 from torch import Generator, nn
 
 from gradveil.defenses.compose import Compose
+from gradveil.federated.step import step_gradient
 from gradveil.guard.defense import build
-from gradveil.guard.step import step_gradient
 from gradveil.modules import representation
 from gradveil.registry import describe
 from gradveil.types import Batch, Observation, Update

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Generator, nn
 
+from gradveil.federated.step import step_gradient
 from gradveil.guard.defense import DEFENSES, Defense, build
 from gradveil.guard.protect import protect
 from gradveil.guard.records.records import Held
-from gradveil.guard.step import step_gradient
 from gradveil.modules import representation
 from gradveil.registry import describe
 from gradveil.tree import Params, is_finite

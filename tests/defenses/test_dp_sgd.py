@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Generator, nn
 
 from gradveil.errors import SpecError
+from gradveil.federated.step import step_gradient
 from gradveil.guard.defense import build
 from gradveil.guard.records.rounding import SLACK
-from gradveil.guard.step import step_gradient
 from gradveil.types import Batch
 
 

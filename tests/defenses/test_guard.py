@@ -10,9 +10,9 @@ from torch.testing import assert_close
 from defenses.loops import REPRESENTATION, by_step_gradient, hooks_of, train, weights_of
 from gradveil.defenses.masking import RandomMask
 from gradveil.errors import DefenseError, UpdateError
+from gradveil.federated.step import step_gradient
 from gradveil.guard.defense import build
 from gradveil.guard.protect import guard_of, protect
-from gradveil.guard.step import step_gradient
 from gradveil.types import Batch
 
 

@@ -10,9 +10,9 @@ from torch.testing import assert_close
 from defenses.loops import REPRESENTATION, by_step_gradient, train, weights_of
 from gradveil.defenses.masking import RandomMask
 from gradveil.errors import DefenseError
+from gradveil.federated.step import step_gradient
 from gradveil.guard.defense import build
 from gradveil.guard.protect import protect
-from gradveil.guard.step import step_gradient
 from gradveil.types import Batch
 
 

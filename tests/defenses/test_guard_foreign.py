@@ -11,9 +11,9 @@ from torch.func import functional_call, grad, vmap
 from torch.testing import assert_close
 
 from gradveil.errors import DefenseError, GradveilError, LayerError
+from gradveil.federated.step import step_gradient
 from gradveil.guard.defense import build
 from gradveil.guard.protect import Guard, protect
-from gradveil.guard.step import step_gradient
 from gradveil.representation.scores import leak_scores
 from gradveil.types import Batch
 from reference.leak_scores import reference_scores

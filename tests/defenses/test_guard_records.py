@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from gradveil.errors import BudgetError, DefenseError
+from gradveil.federated.step import step_gradient
 from gradveil.guard import backward
 from gradveil.guard.counted import board, counted
 from gradveil.guard.defense import build
 from gradveil.guard.protect import guard_of, protect
 from gradveil.guard.records.rounding import SLACK
-from gradveil.guard.step import step_gradient
 from gradveil.privacy.accountant import Account
 from gradveil.privacy.plan import PlannedRun
 from gradveil.tree import Params

@@ -7,9 +7,9 @@ from torch import Generator, Tensor, nn
 from gradveil.defenses.ats import Ats, transformed
 from gradveil.defenses.concealed import _descended, _OfRound
 from gradveil.errors import DefenseError, SpecError
+from gradveil.federated.step import step_gradient
 from gradveil.guard.defense import build
 from gradveil.guard.protect import protect
-from gradveil.guard.step import step_gradient
 from gradveil.losses import CROSS_ENTROPY
 from gradveil.types import Batch, GaussianPrior, Observation, Update
 

@@ -5,8 +5,8 @@ import torch
 from torch import Generator, nn
 
 from gradveil.errors import SpecError
+from gradveil.federated.step import step_gradient
 from gradveil.guard.defense import build
-from gradveil.guard.step import step_gradient
 from gradveil.types import Batch, Observation, Update
 
 

@@ -13,10 +13,10 @@ from defenses import slow_reading
 from gradveil.defenses.representation import RepresentationPerturbation
 from gradveil.defenses.representation_objective import RepresentationDirection
 from gradveil.errors import LayerError, SpecError
+from gradveil.federated.step import step_gradient
 from gradveil.guard.defense import build
 from gradveil.guard.passes import Report
 from gradveil.guard.protect import protect
-from gradveil.guard.step import step_gradient
 from gradveil.modules import representation
 from gradveil.tree import Params
 from gradveil.types import Batch

@@ -14,9 +14,9 @@ from torch import Generator, Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, plain
 from gradveil.errors import DefenseError
+from gradveil.federated.step import step_gradient
 from gradveil.guard.defense import DEFENSES, Defense, build
 from gradveil.guard.protect import guard_of, protect
-from gradveil.guard.step import step_gradient
 from gradveil.privacy.draws import SecretDraws, Source
 from gradveil.privacy.gaussian import grid_of
 from gradveil.tree import Params, flatten

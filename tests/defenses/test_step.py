@@ -4,9 +4,9 @@ from torch import Generator, Tensor, nn
 from torch.testing import assert_close
 
 from defenses import slow_reading
+from gradveil.federated.step import step_gradient
 from gradveil.guard.defense import build
 from gradveil.guard.passes import Report
-from gradveil.guard.step import step_gradient
 from gradveil.types import Batch
 
 

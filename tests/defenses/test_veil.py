@@ -12,10 +12,10 @@ from torch import Generator, nn
 from gradveil.defenses.veil import Veil
 from gradveil.errors import DefenseError, GradveilError, SpecError
 from gradveil.federated.client import local_update
+from gradveil.federated.step import step_gradient
 from gradveil.guard.defense import build
 from gradveil.guard.records.records import Held, records_of
 from gradveil.guard.records.rounding import SLACK, clip_factors
-from gradveil.guard.step import step_gradient
 from gradveil.losses import CROSS_ENTROPY
 from gradveil.privacy.plan import PlannedRun
 from gradveil.tree import parameters

@@ -10,8 +10,8 @@ from torch import Generator, nn
 from federated.helpers_federated import tiny_model
 from gradveil.errors import UpdateError
 from gradveil.federated.client import Local, local_update, shuffled, train_client
+from gradveil.federated.step import step_gradient
 from gradveil.guard.defense import build
-from gradveil.guard.step import step_gradient
 from gradveil.tree import parameters
 from gradveil.types import Batch
 

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from gradveil.errors import DefenseError
+from gradveil.federated.step import step_gradient
 from gradveil.guard.defense import build
 from gradveil.guard.protect import guard_of
-from gradveil.guard.step import step_gradient
 from gradveil.integrations.local_training import defended, is_trained
 from gradveil.types import Batch
 

@@ -12,8 +12,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp.strategy import FedAvg
 from torch import nn
 
+from gradveil.federated.step import step_gradient
 from gradveil.guard.defense import build
-from gradveil.guard.step import step_gradient
 from gradveil.integrations.flower.checks import checked
 from gradveil.integrations.flower.leaks import leak_guard
 from gradveil.integrations.flower.mods import guard_mod, update_mod

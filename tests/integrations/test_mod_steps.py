@@ -10,9 +10,9 @@ from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp.mod import fixedclipping_mod
 from torch import nn
 
+from gradveil.federated.step import step_gradient
 from gradveil.guard.defense import build
 from gradveil.guard.protect import protect
-from gradveil.guard.step import step_gradient
 from gradveil.integrations.flower.mods import guard_mod
 from gradveil.types import Batch
 from integrations.flower_parts import LR, client_app, context, gradient, message, reply, train_plainly, weights

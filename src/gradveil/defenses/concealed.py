@@ -9,8 +9,7 @@ from torch.func import functional_call
 from gradveil.attacks.base import build as build_attack
 from gradveil.countermeasures import Countermeasure
 from gradveil.errors import DefenseError
-from gradveil.guard.defense import DEFENSES, Defense, NoDefense
-from gradveil.guard.step import step_gradient
+from gradveil.guard.defense import DEFENSES, Defense
 from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.privacy.draws import Source, integers, uniform
 from gradveil.ranges import Share, Whole
@@ -97,7 +96,8 @@ def _taken_off(seen: Observation) -> Observation:
     odd = torch.linalg.vecdot(away, seen.prior.whiten(away)).topk(count).indices.cpu()
     like = next(seen.model.parameters())
     concealed = Batch(found.inputs[odd].to(like), found.labels[odd].to(like.device))
-    known = step_gradient(seen.model, concealed, NoDefense(), Generator(), loss=seen.loss)
+    with torch.enable_grad():
+        known, _ = _gradient(seen.model, parameters(seen.model), concealed, seen.loss)
     left = {name: 2 * g - known[name].to(g) for name, g in update.gradient.items()}
     return replace(seen, update=replace(update, gradient=left))
 
@@ -111,24 +111,28 @@ def _unit(gradient: Params) -> Params:
     return scale(gradient, 1 / norm(gradient).clamp_min(1e-30))  # type: ignore[arg-type]
 
 
+def _gradient(
+    model: nn.Module, weights: Params, batch: Batch, loss: Loss, graph: bool = False
+) -> tuple[Params, Tensor]:
+    """Return the gradient of a batch by some weights, and the model's output."""
+    free = {n: w.detach().requires_grad_() for n, w in weights.items()}
+    output: Tensor = functional_call(model, free, (batch.inputs,))
+    found = torch.autograd.grad(
+        loss(output, batch.labels), list(free.values()), create_graph=graph, materialize_grads=True
+    )
+    return dict(zip(free, found, strict=True)), output
+
+
 def _descended(known: _OfRound, batch: Batch, start: Batch, steps: int) -> Tensor:
     """Return the concealed inputs after some steps of Adam."""
     model, minimised = known.model, known.loss
-    weights = {n: w.detach().requires_grad_() for n, w in parameters(model).items()}
-
-    def gradient(one: Batch, graph: bool) -> tuple[Params, Tensor]:
-        output: Tensor = functional_call(model, weights, (one.inputs,))
-        found = torch.autograd.grad(
-            minimised(output, one.labels), list(weights.values()), create_graph=graph, materialize_grads=True
-        )
-        return dict(zip(weights, found, strict=True)), output
-
+    weights = parameters(model)
     with torch.enable_grad():
-        wanted, seen = gradient(batch, False)
+        wanted, seen = _gradient(model, weights, batch, minimised)
         seen, z = seen.detach(), start.inputs.clone().requires_grad_()
         optimizer = torch.optim.Adam([z], lr=RATE)
         for _ in range(steps):
-            found, output = gradient(Batch(z, start.labels), True)
+            found, output = _gradient(model, weights, Batch(z, start.labels), minimised, graph=True)
             cosine = dot(wanted, found) / (norm(wanted) * norm(found)).clamp_min(1e-30)
             away = (z - batch.inputs).flatten(1).norm(dim=1).mean()
             apart = ((output - seen).flatten(1).norm(dim=1) / seen.flatten(1).norm(dim=1).clamp_min(1e-12)).mean()

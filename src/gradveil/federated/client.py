@@ -12,8 +12,8 @@ from gradveil import pace
 from gradveil.data.base import Split
 from gradveil.errors import DefenseError, LossError, UpdateError, is_out_of_memory
 from gradveil.federated.settings import Local
+from gradveil.federated.step import step_gradient
 from gradveil.guard.defense import Defense, build
-from gradveil.guard.step import step_gradient
 from gradveil.losses import Loss
 from gradveil.losses import build as build_loss
 from gradveil.privacy.draws import Source, permutation

@@ -117,7 +117,7 @@ class ForwardHooks:
         if batch.inputs.shape != x.shape or not torch.equal(batch.labels, labels):
             raise DefenseError(
                 f"{self.defense.spec_name!r} changes labels or the number of examples, and a guard sees the model's "
-                f"inputs only. Use gradveil.guard.step.step_gradient in your loop instead."
+                f"inputs only. Use gradveil.step_gradient in your loop instead."
             )
         return batch.inputs, examples.arguments(batch.inputs)
 

@@ -17,8 +17,8 @@ from gradveil.countermeasures import Countermeasure, drop
 from gradveil.defenses.compose import Compose
 from gradveil.federated.client import train_client
 from gradveil.federated.settings import Local
+from gradveil.federated.step import step_gradient
 from gradveil.guard.defense import Defense, NoDefense, check_servers
-from gradveil.guard.step import step_gradient
 from gradveil.losses import build as build_loss
 from gradveil.privacy.draws import Source
 from gradveil.seeds import Seeds

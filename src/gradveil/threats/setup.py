@@ -19,11 +19,11 @@ from gradveil.errors import DataError, GradveilError, SpecError, did_you_mean, o
 from gradveil.federated.client import check_loss, update_batch_size
 from gradveil.federated.ledger import planned_run
 from gradveil.federated.settings import Training
+from gradveil.federated.step import step_gradient
 from gradveil.federated.trained import ALL, only_trained
 from gradveil.guard.defense import Defense
 from gradveil.guard.defense import build as build_defense
 from gradveil.guard.records.coordinates import PUBLIC as LOOKED_AT
-from gradveil.guard.step import step_gradient
 from gradveil.imports import is_import_path
 from gradveil.losses import CrossEntropy
 from gradveil.losses import build as build_loss

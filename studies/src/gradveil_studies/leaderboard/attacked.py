@@ -16,9 +16,9 @@ from gradveil.data.partition import Indices, partition
 from gradveil.defenses.veil import Veil
 from gradveil.federated.ledger import planned_run
 from gradveil.federated.settings import Local
+from gradveil.federated.step import step_gradient
 from gradveil.guard.defense import Defense, NoDefense
 from gradveil.guard.defense import build as build_defense
-from gradveil.guard.step import step_gradient
 from gradveil.integrations.flower.others_known import alone
 from gradveil.models import build as build_model
 from gradveil.models import fit_to_public

@@ -13,8 +13,8 @@ from gradveil.auditing.run_folder import Row
 from gradveil.countermeasures import Countermeasure, plain
 from gradveil.errors import GradveilError
 from gradveil.federated.settings import Local
+from gradveil.federated.step import step_gradient
 from gradveil.guard.defense import NoDefense
-from gradveil.guard.step import step_gradient
 from gradveil.privacy.accountant import Account
 from gradveil.privacy.plan import floor_share
 from gradveil.threats.panel import INFORMED, inverting, marked

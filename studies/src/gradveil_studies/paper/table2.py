@@ -7,9 +7,9 @@ from statistics import fmean
 from typing import ClassVar
 
 from gradveil.data import load
+from gradveil.federated.step import step_gradient
 from gradveil.guard.defense import NoDefense
 from gradveil.guard.passes import Report
-from gradveil.guard.step import step_gradient
 from gradveil.metrics import interval
 from gradveil.models import build
 from gradveil.modules import find_layer
