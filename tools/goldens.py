@@ -34,6 +34,17 @@ CASES = {
         "--defense representation:share=0.4 --out run"
     ],
     "audit-update-unknown": [f"gradveil audit --update {INPUTS}/steps.safetensors {MODEL} --attack fedavg --out run"],
+    "audit-table": [
+        "gradveil audit --dataset breast_cancer --images 2 --rounds 2 --no-meter --attack tableak --attack analytic "
+        "--defense gaussian:scale=0.01 --out run"
+    ],
+    "audit-text": [
+        "gradveil audit --dataset manual:length=8,vocabulary=64 --images 1 --rounds 1 --no-meter --minutes 60 --attack span "
+        "--attack words --defense pruning:share=0.5 --model gpt_tiny --clients 1 --batch-size 256 --lr 0.01 --out run"
+    ],
+    "train-veil": [
+        "gradveil train --rounds 3 --clients 4 --batch-size 0 --defense veil:z=1,clip=1,tier=aggregate --out run --seed 3"
+    ],
     "train-sequential": [f"{TRAIN} --engine sequential"],
     "train-vectorised": [f"{TRAIN} --engine vectorised"],
     "train-processes": [f"{TRAIN} --engine processes:workers=2"],
