@@ -39,8 +39,9 @@ CASES = {
         "--defense gaussian:scale=0.01 --out run"
     ],
     "audit-text": [
-        "gradveil audit --dataset manual:length=8,vocabulary=64 --images 1 --rounds 1 --no-meter --minutes 60 --attack span "
-        "--attack words --defense pruning:share=0.5 --model gpt_tiny --clients 1 --batch-size 256 --lr 0.01 --out run"
+        "gradveil audit --dataset manual:length=8,vocabulary=64 --images 1 --rounds 1 --no-meter --minutes 60 "
+        "--attack span --attack words --defense pruning:share=0.5 --model gpt_tiny --clients 1 "
+        "--batch-size 256 --lr 0.01 --out run"
     ],
     "train-veil": [
         "gradveil train --rounds 3 --clients 4 --batch-size 0 --defense veil:z=1,clip=1,tier=aggregate --out run --seed 3"
