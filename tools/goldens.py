@@ -44,7 +44,8 @@ CASES = {
         "--batch-size 256 --lr 0.01 --out run"
     ],
     "train-veil": [
-        "gradveil train --rounds 3 --clients 4 --batch-size 0 --defense veil:z=1,clip=1,tier=aggregate --out run --seed 3"
+        "gradveil train --rounds 3 --clients 4 --batch-size 0 --defense veil:z=1,clip=1,tier=aggregate --seed 3 "
+        "--out run"
     ],
     "train-sequential": [f"{TRAIN} --engine sequential"],
     "train-vectorised": [f"{TRAIN} --engine vectorised"],
