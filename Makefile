@@ -12,7 +12,7 @@ FAULTS_MINUTES ?= 30
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: lock sbom release demo zoo test check fast deploy faults lint types imports lengths house goldens bench site docs format clean
+.PHONY: lock sbom release demo zoo test check fast deploy faults lint types imports house goldens bench site docs format clean
 
 # pip compiles with one process; all cores do it in a part of the time. Without it every start of Python would.
 $(STAMP): pyproject.toml constraints.txt $(LOCK)
@@ -49,7 +49,7 @@ faults: $(STAMP)
 	GRADVEIL_FAULTS=long timeout -k 60 -s INT $(FAULTS_MINUTES)m $(BIN)/pytest -q -n $(WORKERS) --dist worksteal --timeout 1800 tests/faults
 	GRADVEIL_TRIPLES=3000 timeout -k 60 -s INT $(FAULTS_MINUTES)m $(BIN)/pytest -q -n $(WORKERS) --dist worksteal --timeout 900 tests/certificates/test_sound.py
 
-check: lint types imports lengths house fast
+check: lint types imports house fast
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check src tests studies tools examples conftest.py
@@ -60,9 +60,6 @@ types: $(STAMP)
 
 imports: $(STAMP)
 	$(BIN)/lint-imports
-
-lengths: $(STAMP)
-	$(BIN)/python tools/file_lengths.py
 
 house: $(STAMP)
 	$(BIN)/python tools/house.py

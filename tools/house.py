@@ -1,25 +1,25 @@
-"""What the house looks like, read from the code itself: `make house`.
+"""Budgets of the house, counted from the code and the pages themselves: `make house`.
 
-    python tools/house.py [--root TREE] [--no-way]
+    python tools/house.py [--root TREE] [--walks] [--packages]
 
-It prints, for src/gradveil:
+A line of `BUDGETS` is what is counted, the aim, and the cap that fails the build. Where the tree is over its aim the
+cap is what it was when it was last lowered: a ratchet, which goes down and never up. Counted are
 
-- files and lines of each package, how many files are ideas (flat) and how many machinery (in a folder below), and the
-  lines of tests for each line of code;
-- cycles between packages. An import inside a function and one by name ("gradveil.data.base:DATASETS") count as *lazy*,
-  one under TYPE_CHECKING as *typing*; both make a cycle as much as one at the top does. The package's own ``__init__``
-  is the door and no part of the graph;
+- files and lines of `src/gradveil` and of `studies` (without tests), the longest file, the longest function, the most
+  parameters of one (without ``self`` and ``cls``; a command's are its options, counted by itself);
+- cycles between packages. An import inside a function, one by name ("gradveil.data.base:DATASETS") and one under
+  TYPE_CHECKING make a cycle as much as one at the top does. The package's own ``__init__`` is the door, no part of it;
 - class names that are used twice;
-- modules with one importer and under 60 lines, leaving out methods that a registry finds, commands and ``__init__``;
-- the way of one client's batch through audit, train and one point of the paper's trade-off (house_way.py says how it is
-  counted).
+- pages under `docs` and their words, without what a tool wrote between two marks; words and links of the README.
 
-Aims stand beside. A cycle or a name used twice is an error; what an aim misses is only said.
+`--walks` traces one client's batch through audit, train and a point of the paper (house_way.py says how);
+`--packages` prints files, lines and tests of each package and modules with one importer and under 60 lines.
 """
 
 import argparse
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -29,7 +29,34 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = 60  # lines
-AIMS = {"files": 160, "lines": 22_000, "audit: files": 25, "audit: folder changes": 12}
+WALKS = {"audit": (30, 30), "train": (20, 20)}  # files, folder changes: aims
+GENERATED = re.compile(r"<!-- begin: [\w-]+ -->.*?<!-- end: [\w-]+ -->", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What is counted, what it should be at most, and what fails."""
+
+    name: str
+    aim: int
+    cap: int
+
+
+BUDGETS = (
+    Budget("library: files", 200, 346),
+    Budget("library: lines", 36_000, 49_418),
+    Budget("studies: lines", 8_000, 10_903),
+    Budget("longest file", 500, 500),
+    Budget("longest function", 80, 125),
+    Budget("most parameters", 12, 15),
+    Budget("most options of a command", 12, 49),
+    Budget("cycles between packages", 0, 1),
+    Budget("class names used twice", 0, 0),
+    Budget("pages", 40, 82),
+    Budget("words of pages", 45_000, 135_523),
+    Budget("README: words", 600, 699),
+    Budget("README: links", 15, 41),
+)
 
 
 @dataclass(frozen=True)
@@ -71,9 +98,39 @@ class Module:
         return by_name or self.path.name in ("__init__.py", "__main__.py")
 
 
-def modules(root: Path) -> dict[str, Module]:
-    """Return the source files by module name."""
-    source = root / "src"
+@dataclass(frozen=True)
+class Function:
+    """One function: where it stands, how long it is, how many parameters it takes."""
+
+    place: str
+    lines: int
+    parameters: int
+    is_command: bool = False
+
+
+def functions(known: Mapping[str, Module]) -> list[Function]:
+    """Return every function of the modules, methods among them."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    return [
+        Function(
+            f"{module.name}:{node.name}",
+            (node.end_lineno or node.lineno) - node.lineno + 1,
+            sum(arg.arg not in ("self", "cls") for arg in _parameters(node.args)),
+            ".cli." in module.name and node.name == "command",
+        )
+        for module in known.values()
+        for node in ast.walk(ast.parse(module.text))
+        if isinstance(node, kinds)
+    ]
+
+
+def _parameters(given: ast.arguments) -> list[ast.arg]:
+    starred = [arg for arg in (given.vararg, given.kwarg) if arg is not None]
+    return [*given.posonlyargs, *given.args, *given.kwonlyargs, *starred]
+
+
+def modules(source: Path) -> dict[str, Module]:
+    """Return the source files below a folder by module name."""
     found = {}
     for path in sorted(source.rglob("*.py")):
         parts = path.relative_to(source).with_suffix("").parts
@@ -207,49 +264,82 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
     return "\n".join("  " + "  ".join(map(str.rjust, line, widths)) for line in lines)
 
 
-def show(title: str, lines: Sequence[str]) -> None:
-    """Print one part: how many, then which."""
-    print(f"\n{title}: {len(lines) or 'none'}", *(f"  {line}" for line in lines), sep="\n")
+def measured(root: Path) -> dict[str, tuple[int, list[str]]]:
+    """Return what each budget counts, with the places where it is the most."""
+    known, studied = modules(root / "src"), modules(root / "studies" / "src")
+    benches = [path.read_text() for path in (root / "studies" / "bench").rglob("*.py")]
+    edges, called = imports(known), functions(known | studied)
+    loops, twice = cycles(edges, known), names_twice(known)
+    pages = {path: path.read_text() for path in sorted((root / "docs").rglob("*.md"))}
+    words = {str(path.relative_to(root)): len(GENERATED.sub("", text).split()) for path, text in pages.items()}
+    readme = (root / "README.md").read_text() if (root / "README.md").exists() else ""
+    found = {
+        "library: files": (len(known), []),
+        "library: lines": (sum(m.lines for m in known.values()), []),
+        "studies: lines": (sum(m.lines for m in studied.values()) + sum(len(t.splitlines()) for t in benches), []),
+        "longest file": _most({m.name: m.lines for m in (known | studied).values()}),
+        "longest function": _most({f.place: f.lines for f in called}),
+        "most parameters": _most({f.place: f.parameters for f in called if not f.is_command}),
+        "most options of a command": _most({f.place: f.parameters for f in called if f.is_command}),
+        "cycles between packages": (len(loops), [line for loop in loops for line in _edges(loop, known)]),
+        "class names used twice": (len(twice), [f"{name}: {', '.join(where)}" for name, where in twice.items()]),
+        "pages": (len(pages), []),
+        "words of pages": (sum(words.values()), _most(words)[1]),
+        "README: words": (len(readme.split()), []),
+        "README: links": (readme.count("]("), []),
+    }
+    assert set(found) == {budget.name for budget in BUDGETS}
+    return found
+
+
+def _most(values: Mapping[str, int]) -> tuple[int, list[str]]:
+    """Return the largest value, and the five largest with their places."""
+    ranked = sorted(values.items(), key=lambda item: -item[1])[:5]
+    return (ranked[0][1] if ranked else 0), [f"{name}: {value}" for name, value in ranked]
+
+
+def _edges(loop: Sequence[Import], known: Mapping[str, Module]) -> list[str]:
+    edges = sorted(f"{edge.source} -> {edge.target} ({edge.kind})" for edge in loop)
+    return [", ".join(sorted({known[edge.source].package for edge in loop})), *edges]
 
 
 def main() -> int:
-    """Print everything; return 1 for a cycle or a name used twice."""
+    """Print each budget; return 1 where one is over its cap."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=ROOT, help="another tree of gradveil")
-    parser.add_argument("--no-way", action="store_true", help="do not run anything")
+    parser.add_argument("--walks", action="store_true", help="run audit, train and a point of the paper and trace them")
+    parser.add_argument("--packages", action="store_true", help="print each package, and modules that are small")
     given = parser.parse_args()
     root = given.root.resolve()
-    known = modules(root)
-    edges = imports(known)
-    print(table(folders(known, root)))
-
-    at_top = cycles([edge for edge in edges if edge.kind == "top"], known)
-    loops, twice = cycles(edges, known), names_twice(known)
-    show("Cycles between packages, imports at the top only", [_packages(loop, known) for loop in at_top])
-    show("Cycles between packages, lazy and typing imports counted", [_packages(loop, known) for loop in loops])
-    for loop in loops:
-        print(*sorted(f"    {edge.source} -> {edge.target} ({edge.kind})" for edge in loop), sep="\n")
-    show("Class names used twice", [f"{name}: {', '.join(where)}" for name, where in twice.items()])
-    small = small_with_one_importer(edges, known)
-    show(f"Modules with one importer and under {SMALL} lines", [f"{m} <- {importer}" for m, importer in small.items()])
-
-    measured = {"files": len(known), "lines": sum(m.lines for m in known.values())}
-    if not given.no_way:
+    if given.packages:
+        known = modules(root / "src")
+        print(table(folders(known, root)))
+        small = small_with_one_importer(imports(known), known)
+        print(f"\nModules with one importer and under {SMALL} lines: {len(small)}")
+        print(*(f"  {name} <- {importer}" for name, importer in small.items()), sep="\n", end="\n\n")
+    counted = measured(root)
+    over = [budget for budget in BUDGETS if counted[budget.name][0] > budget.cap]
+    rows = [
+        {
+            "what": budget.name,
+            "now": (now := counted[budget.name][0]),
+            "cap": budget.cap,
+            "aim": budget.aim,
+            "": "OVER" if budget in over else "" if now <= budget.aim else "above its aim",
+        }
+        for budget in BUDGETS
+    ]
+    print(table(rows))
+    for budget in over:
+        print(f"\n{budget.name}: {counted[budget.name][0]}, at most {budget.cap}. Make it smaller; the cap stays.")
+        print(*(f"  {line}" for line in counted[budget.name][1]), sep="\n", end="")
+    if given.walks:
         print("\nThe way of one client's batch")
-        counted = ways(root)
-        print(table([{"through": name, **numbers} for name, numbers in counted.items()]))
-        measured |= {f"audit: {key}": n for key, n in counted["audit"].items()}
-    print("\nAims")
-    for name, most in AIMS.items():
-        if name in measured:
-            print(f"  {name}: {measured[name]}, aim at most {most}: {'met' if measured[name] <= most else 'missed'}")
-    print(f"  cycles: {len(loops)}, aim none: {'missed' if loops else 'met'}")
-    print(f"  class names used twice: {len(twice)}, aim none: {'missed' if twice else 'met'}")
-    return int(bool(loops or twice))
-
-
-def _packages(loop: Sequence[Import], known: Mapping[str, Module]) -> str:
-    return ", ".join(sorted({known[edge.source].package for edge in loop}))
+        walked = ways(root)
+        print(table([{"through": name, **numbers} for name, numbers in walked.items()]))
+        for name, (files, changes) in WALKS.items():
+            print(f"  {name}: aims at {files} files and {changes} folder changes at most")
+    return int(bool(over))
 
 
 if __name__ == "__main__":
