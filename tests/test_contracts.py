@@ -9,10 +9,10 @@ from torch import nn
 
 from gradveil.attacks.base import ATTACKS, KINDS, Attack, Malicious
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import DEFENSES, NoDefense
 from gradveil.losses import NextToken
 from gradveil.modalities.table import Column, Table
 from gradveil.models import build
+from gradveil.protection.defense import DEFENSES, NoDefense
 from gradveil.registry import describe
 from gradveil.tree import Params
 from gradveil.types import Batch, Observation, Update

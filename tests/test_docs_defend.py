@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gradveil.guard.defense import DEFENSES
+from gradveil.protection.defense import DEFENSES
 
 PAGES = Path(__file__).parents[1] / "docs" / "how-to"
 BLOCK = re.compile(r"(?:<!-- needs: (\w+) -->\n)?```python\n(.*?)```", re.DOTALL)

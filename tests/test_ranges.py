@@ -23,8 +23,8 @@ from gradveil.auditing.train import TrainConfig
 from gradveil.cli.list import KINDS
 from gradveil.errors import GradveilError, SpecError
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import NoDefense
 from gradveil.models import build_working
+from gradveil.protection.defense import NoDefense
 from gradveil.ranges import Count, Part, Range
 from gradveil.registry import Registry, Setting, settings
 from gradveil.threats.setup import AuditConfig

@@ -10,9 +10,9 @@ import matplotlib as mpl
 import torch
 
 from gradveil.data import load
-from gradveil.guard.defense import build as defense
 from gradveil.metrics import measure
 from gradveil.models import build
+from gradveil.protection.defense import build as defense
 from gradveil.threats.trial import Trial, oblivious, solved
 from gradveil_studies.paper.base import Context
 from gradveil_studies.paper.panels import Shared

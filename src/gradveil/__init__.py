@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from gradveil.federated.settings import Training
     from gradveil.federated.simulate import simulate
     from gradveil.federated.step import step_gradient
-    from gradveil.guard.counted import counted
-    from gradveil.guard.defense import DEFENSES, Defense
-    from gradveil.guard.defense import build as defense
-    from gradveil.guard.protect import guard_of, protect
     from gradveil.losses import build as loss
     from gradveil.models import build as model
     from gradveil.privacy import draws
     from gradveil.privacy.accountant import Account, spend_from
     from gradveil.privacy.plan import PlannedRun
+    from gradveil.protection.counted import counted
+    from gradveil.protection.defense import DEFENSES, Defense
+    from gradveil.protection.defense import build as defense
+    from gradveil.protection.protect import guard_of, protect
     from gradveil.report.page import write_report
     from gradveil.representation.certificates.certify import certify
     from gradveil.representation.scores import leak_scores
@@ -50,13 +50,13 @@ _PUBLIC = {
     "dataset": "gradveil.data:load",
     "partition": "gradveil.data.partition:partition",
     "model": "gradveil.models:build",
-    "defense": "gradveil.guard.defense:build",
+    "defense": "gradveil.protection.defense:build",
     "attack": "gradveil.attacks.base:build",
     "loss": "gradveil.losses:build",
     # defend
-    "counted": "gradveil.guard.counted:counted",
-    "protect": "gradveil.guard.protect:protect",
-    "guard_of": "gradveil.guard.protect:guard_of",
+    "counted": "gradveil.protection.counted:counted",
+    "protect": "gradveil.protection.protect:protect",
+    "guard_of": "gradveil.protection.protect:guard_of",
     "Account": "gradveil.privacy.accountant:Account",
     "PlannedRun": "gradveil.privacy.plan:PlannedRun",
     "step_gradient": "gradveil.federated.step:step_gradient",
@@ -84,8 +84,8 @@ _PUBLIC = {
     # add a method of your own
     "Attack": "gradveil.attacks.base:Attack",
     "ATTACKS": "gradveil.attacks.base:ATTACKS",
-    "Defense": "gradveil.guard.defense:Defense",
-    "DEFENSES": "gradveil.guard.defense:DEFENSES",
+    "Defense": "gradveil.protection.defense:Defense",
+    "DEFENSES": "gradveil.protection.defense:DEFENSES",
     "Countermeasure": "gradveil.countermeasures:Countermeasure",
     "draws": "gradveil.privacy:draws",
     "Dataset": "gradveil.data:Dataset",

@@ -31,10 +31,10 @@ from defense_scores import machine
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from gradveil.guard.protect import protect
 from gradveil.models import build
 from gradveil.models.text import Embedded, PostNormBlock, TextModel
 from gradveil.models.vit import TransformerBlock
+from gradveil.protection.protect import protect
 
 Z, CLIP, CLASSES, LR = 1.0, 1.0, 10, 1e-4
 TOKENS, VOCABULARY = 64, 2048

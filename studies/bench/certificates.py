@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import build as build_defense
 from gradveil.models import build
 from gradveil.modules import representation
+from gradveil.protection.defense import build as build_defense
 from gradveil.representation.certificates.certify import certify
 from gradveil.threats.meter import leak_meter
 from gradveil.types import Batch, Observation, Update

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from gradveil.attacks.base import build as build_attack
 from gradveil.data import load
-from gradveil.guard.defense import build as build_defense
 from gradveil.modalities.tokens import exact, wrong
+from gradveil.protection.defense import build as build_defense
 from gradveil.threats.setup import fitting_model
 from gradveil.threats.trial import observe
 from gradveil.types import Observation

@@ -20,8 +20,8 @@ from gradveil.data import load
 from gradveil.data.partition import partition
 from gradveil.federated.settings import Local, Training
 from gradveil.federated.simulate import simulate
-from gradveil.guard.defense import build as build_defense
 from gradveil.models import MODELS, build, build_working
+from gradveil.protection.defense import build as build_defense
 from gradveil.seeds import Seeds
 from gradveil.threats.probes import probe
 

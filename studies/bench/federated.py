@@ -23,8 +23,8 @@ import torch
 
 from gradveil.data.base import Dataset, Split, from_arrays
 from gradveil.federated.simulate import Training, simulate
-from gradveil.guard.defense import NoDefense
 from gradveil.models import build
+from gradveil.protection.defense import NoDefense
 
 MODELS = ("lenet:activation=relu,init=kaiming", "leaknet")
 ENGINES = {

@@ -25,12 +25,12 @@ import torch.nn.functional as F
 from defense_scores import CLASSES, SHAPE, SHARES, examples, machine, shared, train
 from torch import Tensor, nn
 
-from gradveil.guard import attachment
-from gradveil.guard.hooks import PartRan
-from gradveil.guard.optimizers import unwatch_optimizers, watch_optimizers
-from gradveil.guard.protect import Guard, protect
 from gradveil.models import build
 from gradveil.modules import find_layer
+from gradveil.protection import attachment
+from gradveil.protection.attachment import unwatch_optimizers, watch_optimizers
+from gradveil.protection.forward import PartRan
+from gradveil.protection.protect import Guard, protect
 from gradveil.representation.scores import row_norms
 from gradveil.representation.scores.api import choose, linearise
 
@@ -210,7 +210,7 @@ def overlaps(name: str, images: Tensor, labels: Tensor) -> list[dict[str, Any]]:
 # --- what checks take ------------------------------------------------------------------------------------------------
 
 
-class NoTraces:
+class NoProvenance:
     """Stands in for what a guard knows, and knows nothing."""
 
     parts: tuple[Any, ...] = ()
@@ -238,8 +238,8 @@ def checks(name: str, spec: str, x: Tensor, y: Tensor, seconds: float) -> dict[s
     for guard, _ in ways.values():
         unwatch_optimizers(guard._attachment)
     bare = ways["unchecked"][0]._attachment
-    bare.traces.untie()
-    bare._traces = NoTraces(bare.model)  # type: ignore[assignment]
+    bare.provenance.untie()
+    bare._provenance = NoProvenance(bare.model)  # type: ignore[assignment]
     for part in bare.model.modules():
         for key in [key for key, hook in part._forward_hooks.items() if isinstance(hook, PartRan)]:
             del part._forward_hooks[key]

@@ -22,9 +22,9 @@ from gradveil.attacks.base import build as build_attack
 from gradveil.countermeasures import Countermeasure, plain
 from gradveil.data import load
 from gradveil.errors import GradveilError
-from gradveil.guard.defense import DEFENSES, Defense
-from gradveil.guard.defense import build as build_defense
 from gradveil.models import build as build_model
+from gradveil.protection.defense import DEFENSES, Defense
+from gradveil.protection.defense import build as build_defense
 from gradveil.seeds import Seeds
 from gradveil.threats.trial import Public, floors, measured, observe
 from gradveil.tree import Params

@@ -35,7 +35,7 @@ import torch
 from gradveil import Batch
 from gradveil.threats.trial import observe
 from gradveil.auditing.update_files import write_examples, write_update
-from gradveil.guard.defense import build as build_defense
+from gradveil.protection.defense import build as build_defense
 from gradveil.models import build
 
 model = build(sys.argv[1], (3, 32, 32), 10, 0)

@@ -25,10 +25,10 @@ from gradveil.attacks.base import Malicious, build
 from gradveil.data import load
 from gradveil.data.base import Dataset
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import NoDefense
-from gradveil.guard.defense import build as build_defense
 from gradveil.metrics import measure
 from gradveil.models import build as build_model
+from gradveil.protection.defense import NoDefense
+from gradveil.protection.defense import build as build_defense
 from gradveil.threats.trial import Public, observe
 from gradveil.types import Batch, Observation
 

@@ -19,8 +19,8 @@ from gradveil.attacks.base import build as build_attack
 from gradveil.data import load
 from gradveil.data.base import Dataset
 from gradveil.errors import GradveilError
-from gradveil.guard.defense import build as build_defense
 from gradveil.models import build
+from gradveil.protection.defense import build as build_defense
 from gradveil.seeds import Seeds
 from gradveil.threats.trial import Public, floors, measured, observe
 

@@ -22,9 +22,9 @@ from gradveil.data import load
 from gradveil.data.base import Dataset
 from gradveil.errors import AttackError
 from gradveil.federated.settings import Local
-from gradveil.guard.defense import Defense
-from gradveil.guard.defense import build as build_defense
 from gradveil.metrics import blind_guesses
+from gradveil.protection.defense import Defense
+from gradveil.protection.defense import build as build_defense
 from gradveil.threats.setup import fitting_model
 from gradveil.threats.trial import Public, measured, oblivious, observe
 from gradveil.types import Reconstruction

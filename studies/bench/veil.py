@@ -14,10 +14,10 @@ import torch
 from defense_scores import machine
 
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import build
-from gradveil.guard.records.records import records_of
 from gradveil.losses import CROSS_ENTROPY
 from gradveil.models import build as build_model
+from gradveil.protection.defense import build
+from gradveil.protection.records.records import records_of
 from gradveil.types import Batch
 
 CASES = (

@@ -10,7 +10,7 @@ from gradveil.attacks import analytic
 from gradveil.attacks.analytic import Analytic
 from gradveil.errors import AttackError
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import NoDefense
+from gradveil.protection.defense import NoDefense
 from gradveil.types import Batch, GaussianPrior, Observation, Update
 
 

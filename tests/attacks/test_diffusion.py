@@ -14,8 +14,8 @@ from gradveil.attacks.gauss_newton.equations import Prior
 from gradveil.attacks.newton import Newton, ready
 from gradveil.data import load
 from gradveil.errors import AttackError, SpecError
-from gradveil.guard.defense import build as build_defense
 from gradveil.models import build
+from gradveil.protection.defense import build as build_defense
 from gradveil.threats.trial import observe
 from gradveil.types import Batch, GaussianPrior, Observation, Reconstruction
 

@@ -13,9 +13,9 @@ from gradveil.attacks.regression import HELD, MADE, PUBLIC, Lesson, regress
 from gradveil.data import load
 from gradveil.errors import AttackError
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import NoDefense
 from gradveil.modalities.base import identification
 from gradveil.models import build
+from gradveil.protection.defense import NoDefense
 from gradveil.tree import Params
 from gradveil.types import Batch, Observation, Reconstruction, Update
 

@@ -13,9 +13,9 @@ from gradveil.attacks.labels import label_signal, recover_labels
 from gradveil.errors import AttackError
 from gradveil.federated.client import local_update
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import build as build_defense
 from gradveil.losses import build as build_loss
 from gradveil.modalities.base import label_accuracy, pair
+from gradveil.protection.defense import build as build_defense
 from gradveil.threats.meter import leak_meter
 from gradveil.types import Batch, Observation, Reconstruction, Update
 

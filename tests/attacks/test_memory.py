@@ -15,8 +15,8 @@ from gradveil.attacks.search.objective import MatchingObjective
 from gradveil.data.base import Split
 from gradveil.errors import AttackError
 from gradveil.federated.client import evaluate
-from gradveil.guard.defense import build as build_defense
 from gradveil.models import build as build_model
+from gradveil.protection.defense import build as build_defense
 from gradveil.threats.trial import Trial, attack_rows, attempt, oblivious, observe
 from gradveil.types import Batch, Observation
 

@@ -5,8 +5,8 @@ import torch
 
 from gradveil import pace
 from gradveil.attacks.base import build
-from gradveil.guard.defense import build as build_defense
 from gradveil.models import build as build_model
+from gradveil.protection.defense import build as build_defense
 from gradveil.threats.trial import observe
 from gradveil.types import Batch, Observation
 

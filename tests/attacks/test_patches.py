@@ -11,8 +11,8 @@ from gradveil.attacks.base import build as build_attack
 from gradveil.attacks.patches import _beside, clear_spans
 from gradveil.errors import AttackError
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import NoDefense
 from gradveil.models import build
+from gradveil.protection.defense import NoDefense
 from gradveil.threats.suited import default_attacks
 from gradveil.types import Batch, GaussianPrior, Observation, Update
 

@@ -9,7 +9,7 @@ from torch import Generator, nn
 from gradveil.attacks.gs import GS
 from gradveil.attacks.search.statistics import sending_norms, sent_statistics, statistics_term
 from gradveil.federated.settings import Local
-from gradveil.guard.defense import build
+from gradveil.protection.defense import build
 from gradveil.threats.trial import observe
 from gradveil.types import Batch, Observation
 

@@ -11,10 +11,10 @@ from gradveil.data import load
 from gradveil.data.base import Dataset
 from gradveil.errors import AttackError
 from gradveil.federated.settings import Local
-from gradveil.guard.defense import build as build_defense
 from gradveil.modalities import IMAGE
 from gradveil.modalities.table import Table
 from gradveil.models import build
+from gradveil.protection.defense import build as build_defense
 from gradveil.threats.trial import Public, measured, observe
 from gradveil.types import Batch, Observation, Reconstruction
 

@@ -7,7 +7,7 @@ import pytest
 from gradveil.auditing.train import TrainConfig, train
 from gradveil.data import load
 from gradveil.errors import DefenseError, GradveilError
-from gradveil.guard.defense import DEFENSES
+from gradveil.protection.defense import DEFENSES
 from gradveil.threats.panel import _used
 from gradveil.threats.setup import AuditConfig, Scene, build_scene, fitting_model
 

@@ -14,8 +14,8 @@ from gradveil.defenses.veil import Veil
 from gradveil.errors import SpecError
 from gradveil.federated.settings import Local
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import DEFENSES, Defense, build
-from gradveil.guard.records.records import Records
+from gradveil.protection.defense import DEFENSES, Defense, build
+from gradveil.protection.records.records import Records
 from gradveil.seeds import Seeds
 from gradveil.threats.probes import Probed, probe
 from gradveil.threats.probing.channels import Channel, Secret

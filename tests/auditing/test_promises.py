@@ -8,8 +8,8 @@ import torch
 from gradveil.auditing.promises import promise_rows
 from gradveil.auditing.run_folder import Row
 from gradveil.data import load
-from gradveil.guard.defense import build
 from gradveil.privacy.plan import PlannedRun
+from gradveil.protection.defense import build
 from gradveil.types import Batch
 
 RUN = PlannedRun(records=20, batch_size=None, epochs=1, rounds=40, participations=4, cohort=5)

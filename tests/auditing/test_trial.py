@@ -10,8 +10,8 @@ from gradveil.countermeasures import Countermeasure, Tier
 from gradveil.data import load
 from gradveil.defenses.masking import RandomMask
 from gradveil.errors import AttackError, UpdateError
-from gradveil.guard.defense import build as build_defense
 from gradveil.models import build
+from gradveil.protection.defense import build as build_defense
 from gradveil.threats import panel as panel_module
 from gradveil.threats.looks import Look
 from gradveil.threats.panel import CHUNK, Observed, Target, chunks, panel

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from gradveil.data import load
 from gradveil.errors import CertificateError
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import build
 from gradveil.privacy.accountant import Account
 from gradveil.privacy.plan import TWO_POINTS, Plan, PlannedRun, class_spectra, floor_share, z_run_of
+from gradveil.protection.defense import build
 from gradveil.tree import flatten
 from gradveil.types import Batch
 

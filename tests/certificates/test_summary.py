@@ -4,7 +4,7 @@ import torch
 from torch import Generator, nn
 
 from gradveil.auditing.certificates import finite, layer_certificates, lowest, metered
-from gradveil.guard.defense import build
+from gradveil.protection.defense import build
 from gradveil.types import Batch, GaussianPrior
 
 

@@ -31,9 +31,9 @@ from gradveil.attacks.patches import clear_spans, span_rows
 from gradveil.attacks.search.matching import Matching, squared_distance
 from gradveil.attacks.search.objective import MatchingObjective, Unknowns
 from gradveil.errors import GradveilError
-from gradveil.guard.defense import DEFENSES, Defense, build
-from gradveil.guard.records.records import Held
 from gradveil.modules import find_layer
+from gradveil.protection.defense import DEFENSES, Defense, build
+from gradveil.protection.records.records import Held
 from gradveil.representation.certificates import reach
 from gradveil.representation.certificates.base import Problem
 from gradveil.representation.certificates.certify import KINDS, certify

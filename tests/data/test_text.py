@@ -11,7 +11,7 @@ from gradveil.data import load
 from gradveil.data.text import from_texts, words_of
 from gradveil.errors import DataError, GradveilError, ModelError, ScoreError
 from gradveil.federated.settings import Local
-from gradveil.guard.defense import build as build_defense
+from gradveil.protection.defense import build as build_defense
 from gradveil.report.page import write_report
 from gradveil.threats.setup import AuditConfig, fitting_model
 from gradveil.threats.trial import observe

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import build
+from gradveil.protection.defense import build
 from gradveil.tree import Params
 from gradveil.types import Batch
 

@@ -11,9 +11,9 @@ from torch import Generator, Tensor, nn
 from torch.func import functional_call
 
 from gradveil.countermeasures import Countermeasure
-from gradveil.guard.defense import Defense, Place, RunningStep
-from gradveil.guard.protect import Guard, guard_of
-from gradveil.guard.records.records import Records
+from gradveil.protection.defense import Defense, Place, RunningStep
+from gradveil.protection.protect import Guard, guard_of
+from gradveil.protection.records.records import Records
 from gradveil.registry import describe
 from gradveil.tree import Params
 from gradveil.types import Batch, Update

@@ -9,7 +9,7 @@ from torch import Generator, nn
 from gradveil.attacks.base import build as build_attack
 from gradveil.errors import SpecError
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import build
+from gradveil.protection.defense import build
 from gradveil.types import Batch, Observation, Update
 
 

@@ -3,8 +3,8 @@ from torch import Generator, nn
 
 from gradveil.defenses.compose import Compose
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import build
 from gradveil.modules import representation
+from gradveil.protection.defense import build
 from gradveil.registry import describe
 from gradveil.types import Batch, Observation, Update
 

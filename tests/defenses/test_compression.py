@@ -7,7 +7,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.errors import SpecError
-from gradveil.guard.defense import build
+from gradveil.protection.defense import build
 from gradveil.types import Observation, Update
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import Generator, nn
 
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import DEFENSES, Defense, build
-from gradveil.guard.protect import protect
-from gradveil.guard.records.records import Held
 from gradveil.modules import representation
+from gradveil.protection.defense import DEFENSES, Defense, build
+from gradveil.protection.protect import protect
+from gradveil.protection.records.records import Held
 from gradveil.registry import describe
 from gradveil.tree import Params, is_finite
 from gradveil.types import Batch, Observation, Update

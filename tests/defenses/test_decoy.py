@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from gradveil.defenses.decoy import Decoy, load_prior, save_prior
 from gradveil.errors import DefenseError, SpecError
-from gradveil.guard.defense import build
+from gradveil.protection.defense import build
 from gradveil.types import Batch, GaussianPrior, Observation, Update
 
 

@@ -9,8 +9,8 @@ from torch import Generator, nn
 
 from gradveil.errors import SpecError
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import build
-from gradveil.guard.records.rounding import SLACK
+from gradveil.protection.defense import build
+from gradveil.protection.records.rounding import SLACK
 from gradveil.types import Batch
 
 

@@ -11,8 +11,8 @@ from defenses.loops import REPRESENTATION, by_step_gradient, hooks_of, train, we
 from gradveil.defenses.masking import RandomMask
 from gradveil.errors import DefenseError, UpdateError
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import build
-from gradveil.guard.protect import guard_of, protect
+from gradveil.protection.defense import build
+from gradveil.protection.protect import guard_of, protect
 from gradveil.types import Batch
 
 

@@ -10,7 +10,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.testing import assert_close
 
 from defenses.loops import REPRESENTATION, by_step_gradient, hooks_of, train, weights_of
-from gradveil.guard.protect import attachment_of, guard_of, protect
+from gradveil.protection.protect import attachment_of, guard_of, protect
 from gradveil.types import Batch
 
 

@@ -11,8 +11,8 @@ from defenses.loops import REPRESENTATION, by_step_gradient, train, weights_of
 from gradveil.defenses.masking import RandomMask
 from gradveil.errors import DefenseError
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import build
-from gradveil.guard.protect import protect
+from gradveil.protection.defense import build
+from gradveil.protection.protect import protect
 from gradveil.types import Batch
 
 

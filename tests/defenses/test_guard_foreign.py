@@ -12,8 +12,8 @@ from torch.testing import assert_close
 
 from gradveil.errors import DefenseError, GradveilError, LayerError
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import build
-from gradveil.guard.protect import Guard, protect
+from gradveil.protection.defense import build
+from gradveil.protection.protect import Guard, protect
 from gradveil.representation.scores import leak_scores
 from gradveil.types import Batch
 from reference.leak_scores import reference_scores

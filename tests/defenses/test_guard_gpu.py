@@ -9,8 +9,8 @@ from torch.testing import assert_close
 from defenses.loops import REPRESENTATION, train, weights_of
 from gradveil.errors import DefenseError
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import build
-from gradveil.guard.protect import protect
+from gradveil.protection.defense import build
+from gradveil.protection.protect import protect
 from gradveil.types import Batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

@@ -11,13 +11,13 @@ from torch import Generator, Tensor, nn
 
 from gradveil.errors import BudgetError, DefenseError
 from gradveil.federated.step import step_gradient
-from gradveil.guard import backward
-from gradveil.guard.counted import board, counted
-from gradveil.guard.defense import build
-from gradveil.guard.protect import guard_of, protect
-from gradveil.guard.records.rounding import SLACK
 from gradveil.privacy.accountant import Account
 from gradveil.privacy.plan import PlannedRun
+from gradveil.protection import attachment
+from gradveil.protection.counted import board, counted
+from gradveil.protection.defense import build
+from gradveil.protection.protect import guard_of, protect
+from gradveil.protection.records.rounding import SLACK
 from gradveil.tree import Params
 from gradveil.types import Batch
 
@@ -113,7 +113,7 @@ def test_a_users_loop_takes_the_steps_of_step_gradient(model: Made, data: Batch)
             plain.load_state_dict(guarded.state_dict())
     assert guard.report.steps == 2
     assert guard.report.examples == 19
-    assert guard._attachment not in backward._listeners
+    assert guard._attachment not in attachment._before_backward
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in guarded.modules())
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from defenses.loops import REPRESENTATION, hooks_of, train, weights_of
 from gradveil.errors import DefenseError, LayerError
-from gradveil.guard.protect import protect
+from gradveil.protection.protect import protect
 from gradveil.types import Batch
 
 

@@ -12,7 +12,7 @@ from torch.func import functional_call, grad
 
 from gradveil.defenses.veil import Veil
 from gradveil.errors import DefenseError
-from gradveil.guard.protect import protect
+from gradveil.protection.protect import protect
 from gradveil.types import Batch
 
 SPEC = "veil:z=1,clip=1"

@@ -13,8 +13,8 @@ from torch import Generator, Tensor
 
 from defenses.scenarios import LR, SCENARIOS, Arena, Scenario, Spy, make_model
 from gradveil.errors import DefenseError
-from gradveil.guard.defense import DEFENSES, build
-from gradveil.guard.protect import protect
+from gradveil.protection.defense import DEFENSES, build
+from gradveil.protection.protect import protect
 from gradveil.tree import Params
 from gradveil.types import Batch
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.errors import DefenseError
-from gradveil.guard.protect import guard_of, protect
+from gradveil.protection.protect import guard_of, protect
 
 WAIT = 60.0  # far more than is ever needed
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
 
 from gradveil.errors import BudgetError, DefenseError
-from gradveil.guard.counted import Board, board, counted
-from gradveil.guard.protect import Guard, protect
 from gradveil.privacy.plan import PlannedRun
+from gradveil.protection.counted import Board, board, counted
+from gradveil.protection.protect import Guard, protect
 
 SPEC = "veil:z=1,clip=1"  # a use costs 1
 N = 24
@@ -387,7 +387,7 @@ def test_loaders_whose_records_cannot_be_told_are_refused(loader: Any, says: str
 
 
 def test_rows_are_forgotten_before_they_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradveil.guard.counted._KEPT", 20)
+    monkeypatch.setattr("gradveil.protection.counted._KEPT", 20)
     own = Board()
     for n in range(50):
         own.draw([n], [torch.rand(1, 8)])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Generator, nn
 
-from gradveil.guard.defense import build
+from gradveil.protection.defense import build
 from gradveil.tree import Params
 from gradveil.types import Observation, Update
 

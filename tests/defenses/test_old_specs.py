@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gradveil.errors import SpecError
-from gradveil.guard.defense import DEFENSES, build
+from gradveil.protection.defense import DEFENSES, build
 from gradveil.registry import describe
 from gradveil_studies.paper.rows import same_defense
 
@@ -65,6 +65,6 @@ def test_the_defences_of_all_kept_rows_are_known_silently(caplog: pytest.LogCapt
 
 def test_the_command_line_prints_one_plain_line() -> None:
     """In a process of its own: pytest listens to logs, and then nothing is printed."""
-    code = "from gradveil.guard.defense import build; build('representation:mode=authors')"
+    code = "from gradveil.protection.defense import build; build('representation:mode=authors')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == "Defense representation:mode=authors is now called representation_authors.\n"

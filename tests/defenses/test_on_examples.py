@@ -8,9 +8,9 @@ from gradveil.defenses.ats import Ats, transformed
 from gradveil.defenses.concealed import _descended, _OfRound
 from gradveil.errors import DefenseError, SpecError
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import build
-from gradveil.guard.protect import protect
 from gradveil.losses import CROSS_ENTROPY
+from gradveil.protection.defense import build
+from gradveil.protection.protect import protect
 from gradveil.types import Batch, GaussianPrior, Observation, Update
 
 

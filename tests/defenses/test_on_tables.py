@@ -10,9 +10,9 @@ from gradveil.data.base import Dataset
 from gradveil.errors import DefenseError
 from gradveil.federated.client import train_client
 from gradveil.federated.settings import Local
-from gradveil.guard.defense import DEFENSES
-from gradveil.guard.defense import build as build_defense
 from gradveil.models import build
+from gradveil.protection.defense import DEFENSES
+from gradveil.protection.defense import build as build_defense
 from gradveil.threats.setup import for_client
 
 OF_PICTURES = ("ats",)

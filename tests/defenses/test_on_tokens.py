@@ -13,11 +13,11 @@ from gradveil.data.base import Dataset
 from gradveil.errors import GradveilError
 from gradveil.federated.client import train_client
 from gradveil.federated.settings import Local
-from gradveil.guard.defense import DEFENSES
-from gradveil.guard.defense import build as build_defense
-from gradveil.guard.protect import protect
 from gradveil.losses import build as build_loss
 from gradveil.models import build
+from gradveil.protection.defense import DEFENSES
+from gradveil.protection.defense import build as build_defense
+from gradveil.protection.protect import protect
 from gradveil.threats.setup import for_client
 from gradveil.types import Batch
 

@@ -6,7 +6,7 @@ from torch import Generator, nn
 
 from gradveil.defenses import pruning
 from gradveil.defenses.pruning import Pruning
-from gradveil.guard.defense import build
+from gradveil.protection.defense import build
 from gradveil.types import Observation, Update
 
 

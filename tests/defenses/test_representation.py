@@ -14,10 +14,10 @@ from gradveil.defenses.representation import RepresentationPerturbation
 from gradveil.defenses.representation_objective import RepresentationDirection
 from gradveil.errors import LayerError, SpecError
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import build
-from gradveil.guard.passes import Report
-from gradveil.guard.protect import protect
 from gradveil.modules import representation
+from gradveil.protection.defense import build
+from gradveil.protection.passes import Report
+from gradveil.protection.protect import protect
 from gradveil.tree import Params
 from gradveil.types import Batch
 

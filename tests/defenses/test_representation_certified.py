@@ -15,9 +15,9 @@ from gradveil.errors import DefenseError, SpecError
 from gradveil.federated.simulate import Training, simulate
 from gradveil.federated.stacking import why_no_masks
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import build
 from gradveil.models import build as build_model
 from gradveil.modules import representation
+from gradveil.protection.defense import build
 from gradveil.registry import describe
 from gradveil.representation.certificates.certify import certify
 from gradveil.representation.certificates.target import smallest_share

@@ -15,10 +15,10 @@ from torch import Generator, Tensor, nn
 from gradveil.countermeasures import Countermeasure, plain
 from gradveil.errors import DefenseError
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import DEFENSES, Defense, build
-from gradveil.guard.protect import guard_of, protect
 from gradveil.privacy.draws import SecretDraws, Source
 from gradveil.privacy.gaussian import grid_of
+from gradveil.protection.defense import DEFENSES, Defense, build
+from gradveil.protection.protect import guard_of, protect
 from gradveil.tree import Params, flatten
 from gradveil.types import Batch, Update
 

@@ -5,8 +5,8 @@ from torch.testing import assert_close
 
 from defenses import slow_reading
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import build
-from gradveil.guard.passes import Report
+from gradveil.protection.defense import build
+from gradveil.protection.passes import Report
 from gradveil.types import Batch
 
 

@@ -13,11 +13,11 @@ from gradveil.defenses.veil import Veil
 from gradveil.errors import DefenseError, GradveilError, SpecError
 from gradveil.federated.client import local_update
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import build
-from gradveil.guard.records.records import Held, records_of
-from gradveil.guard.records.rounding import SLACK, clip_factors
 from gradveil.losses import CROSS_ENTROPY
 from gradveil.privacy.plan import PlannedRun
+from gradveil.protection.defense import build
+from gradveil.protection.records.records import Held, records_of
+from gradveil.protection.records.rounding import SLACK, clip_factors
 from gradveil.tree import parameters
 from gradveil.types import Batch, Observation, Update
 

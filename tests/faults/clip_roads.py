@@ -11,11 +11,11 @@ from faults.clip_search import Case, Draw, numbers, watched
 from gradveil.defenses.veil import Veil
 from gradveil.errors import GradveilError
 from gradveil.federated.stacking import output_shapes, records_together
-from gradveil.guard.protect import protect
-from gradveil.guard.records import records as ways
-from gradveil.guard.records.records import Records, records_of
 from gradveil.losses import CROSS_ENTROPY
 from gradveil.models import build
+from gradveil.protection.protect import protect
+from gradveil.protection.records import records as ways
+from gradveil.protection.records.records import Records, records_of
 from gradveil.tree import parameters
 from gradveil.types import Batch
 

@@ -13,10 +13,9 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.defenses.veil import Veil
-from gradveil.guard.records.captured import Seen
-from gradveil.guard.records.coordinates import ClipMap, Coordinates
-from gradveil.guard.records.layer_kinds import KINDS
-from gradveil.guard.records.records import Captured, Held, Records
+from gradveil.protection.records.coordinates import ClipMap, Coordinates
+from gradveil.protection.records.layers import KINDS, LayerRecord
+from gradveil.protection.records.records import Captured, Held, Records
 
 NUMBERS = 2**17  # of inputs and δ in a case, about
 
@@ -131,7 +130,7 @@ def numbers(draw: Draw, shape: tuple[int, ...], places: list[int]) -> tuple[Tens
     return values * draw.power(-3, 8, shape[0], *[1] * (len(shape) - 1)), kind
 
 
-def seen_of(family: str, draw: Draw, count: int) -> tuple[Seen, str]:
+def seen_of(family: str, draw: Draw, count: int) -> tuple[LayerRecord, str]:
     """Return what a layer saw of K clients' records (K, N): inputs and slopes as a server's weights may make them."""
     layer, shape = layer_of(family, draw)
     if isinstance(layer, nn.Linear):
@@ -189,7 +188,7 @@ def unit(values: Tensor) -> Tensor:
     return values / lengths(values)
 
 
-def exact_norms(seen: Seen, *names: str) -> Tensor:
+def exact_norms(seen: LayerRecord, *names: str) -> Tensor:
     """Return the square norms of what a layer saw in float64, of all its parameters or those named."""
     a = seen.a.double() if seen.a.is_floating_point() else seen.a
     layer = copy.deepcopy(seen.layer).double()

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gradveil.defenses.veil import Veil
 from gradveil.errors import GradveilError
-from gradveil.guard.counted import board, counted
-from gradveil.guard.protect import Guard, protect
 from gradveil.privacy.accountant import Account
+from gradveil.protection.counted import board, counted
+from gradveil.protection.protect import Guard, protect
 
 N, SLOTS, Z = 16, 8, 1e4  # the noise is thousands of times what it hides: where it is not, it is seen
 COST = 1 / Z**2

@@ -14,10 +14,10 @@ from faults.clip_search import Case, Draw, at_layers, ratios, side_by_side, watc
 from faults.conftest import LONG, Count
 from gradveil.defenses.veil import Veil
 from gradveil.errors import DefenseError, SpecError
-from gradveil.guard.protect import protect
-from gradveil.guard.records.coordinates import Coordinates, check_clip, save
-from gradveil.guard.records.records import Held, Records, records_of
 from gradveil.losses import CROSS_ENTROPY
+from gradveil.protection.protect import protect
+from gradveil.protection.records.coordinates import Coordinates, check_clip, save
+from gradveil.protection.records.records import Held, Records, records_of
 from gradveil.tree import parameters
 from gradveil.types import Batch
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gradveil.countermeasures import plain
 from gradveil.data import Dataset
 from gradveil.data.base import from_arrays
-from gradveil.guard.defense import Defense
+from gradveil.protection.defense import Defense
 from gradveil.tree import Params
 from gradveil.types import Batch
 

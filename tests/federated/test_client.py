@@ -11,7 +11,7 @@ from federated.helpers_federated import tiny_model
 from gradveil.errors import UpdateError
 from gradveil.federated.client import Local, local_update, shuffled, train_client
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import build
+from gradveil.protection.defense import build
 from gradveil.tree import parameters
 from gradveil.types import Batch
 

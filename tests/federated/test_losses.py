@@ -12,7 +12,7 @@ from gradveil.errors import GradveilError
 from gradveil.federated.client import evaluate, local_update
 from gradveil.federated.engines import ENGINES, Job, World
 from gradveil.federated.settings import Local
-from gradveil.guard.defense import build
+from gradveil.protection.defense import build
 from gradveil.types import Batch
 
 X = np.random.default_rng(0).random((24, 6))

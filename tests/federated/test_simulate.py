@@ -19,8 +19,8 @@ from gradveil.federated.ledger import sample_clients
 from gradveil.federated.schedules import SCHEDULES
 from gradveil.federated.server import Faults
 from gradveil.federated.simulate import Training, Variant, client_seed, simulate, simulate_together
-from gradveil.guard.defense import Defense, NoDefense, build
 from gradveil.models import build as build_model
+from gradveil.protection.defense import Defense, NoDefense, build
 from gradveil.representation.layers.walk import walk, walkable
 from gradveil.representation.scores import api
 from gradveil.seeds import Seeds

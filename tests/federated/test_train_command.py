@@ -211,7 +211,7 @@ def test_the_engine_is_chosen_by_device_and_length(monkeypatch: pytest.MonkeyPat
     from federated.helpers_federated import tiny_dataset, tiny_model
     from gradveil.federated.client import Local
     from gradveil.federated.engines import World
-    from gradveil.guard.defense import build
+    from gradveil.protection.defense import build
 
     world = World(tiny_model(), tiny_dataset().train, build("none"), Local())
     monkeypatch.setattr("gradveil.federated.simulate.available_cores", lambda: 2)

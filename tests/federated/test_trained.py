@@ -9,8 +9,8 @@ from gradveil.auditing.train import TrainConfig, train
 from gradveil.data import load
 from gradveil.errors import ModelError
 from gradveil.federated.trained import only_trained
-from gradveil.guard.defense import build as build_defense
 from gradveil.models import build
+from gradveil.protection.defense import build as build_defense
 from gradveil.threats.trial import client_row, observe
 from gradveil.tree import parameters
 from gradveil.types import Update

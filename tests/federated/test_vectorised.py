@@ -11,7 +11,7 @@ from gradveil.federated import stacking
 from gradveil.federated.client import Local, shuffled
 from gradveil.federated.engines import ENGINES, Job, World
 from gradveil.federated.stacking import pad_steps
-from gradveil.guard.defense import build
+from gradveil.protection.defense import build
 
 
 @given(

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from faults.clip_search import FAMILIES, Draw, exact_norms, layer_of, numbers, seen_of
-from gradveil.guard.records.captured import Seen
-from gradveil.guard.records.layer_kinds import KINDS
-from gradveil.guard.records.records import Held
-from gradveil.guard.records.rounding import (
+from gradveil.protection.records.layers import KINDS, LayerRecord
+from gradveil.protection.records.records import Held
+from gradveil.protection.records.rounding import (
     BLOCK,
     LONG,
     MAPPED,
@@ -49,7 +48,7 @@ def test_no_length_is_below_the_true_one(family: str, seed: int) -> None:
         assert bool((norms <= masses * (1 + 1e-12))[known].all()), said
 
 
-def own_numbers(seen: Seen, which: str) -> Tensor:
+def own_numbers(seen: LayerRecord, which: str) -> Tensor:
     """Return the square norms (K, N) of gradients that are summed as they are held."""
     return seen.held(which).double().square().flatten(2).sum(2)
 

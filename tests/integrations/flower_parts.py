@@ -17,7 +17,7 @@ from gradveil import tree
 from gradveil.attacks.base import Attack
 from gradveil.countermeasures import Countermeasure, plain
 from gradveil.errors import AttackError
-from gradveil.guard.defense import Defense
+from gradveil.protection.defense import Defense
 from gradveil.tree import Params
 from gradveil.types import Batch, Observation, Reconstruction, Update
 

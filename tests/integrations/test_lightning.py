@@ -8,7 +8,7 @@ from torch import Generator, Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gradveil.errors import DefenseError
-from gradveil.guard.protect import protect
+from gradveil.protection.protect import protect
 
 lightning = pytest.importorskip("lightning.pytorch")
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -6,9 +6,9 @@ from torch import nn
 
 from gradveil.errors import DefenseError
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import build
-from gradveil.guard.protect import guard_of
 from gradveil.integrations.local_training import defended, is_trained
+from gradveil.protection.defense import build
+from gradveil.protection.protect import guard_of
 from gradveil.types import Batch
 
 LR = 0.1

@@ -13,13 +13,13 @@ from flwr.serverapp.strategy import FedAvg
 from torch import nn
 
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import build
 from gradveil.integrations.flower.checks import checked
 from gradveil.integrations.flower.leaks import leak_guard
 from gradveil.integrations.flower.mods import guard_mod, update_mod
 from gradveil.integrations.flower.others_known import TrainingPass
 from gradveil.integrations.flower.probe import match
 from gradveil.losses import build as build_loss
+from gradveil.protection.defense import build
 from gradveil.types import Batch, Observation, Reconstruction, Update
 from integrations.flower_parts import (
     LR,

@@ -14,10 +14,10 @@ from torch import nn
 
 from gradveil.errors import BudgetError
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import build
 from gradveil.integrations.flower.mods import guard_mod
 from gradveil.integrations.local_training import defended
 from gradveil.privacy.plan import PlannedRun
+from gradveil.protection.defense import build
 from gradveil.types import Batch
 from integrations.flower_parts import LR, SIMULATED, context, linear_model, message, reply, train_plainly, weights
 

@@ -11,9 +11,9 @@ from flwr.clientapp.mod import fixedclipping_mod
 from torch import nn
 
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import build
-from gradveil.guard.protect import protect
 from gradveil.integrations.flower.mods import guard_mod
+from gradveil.protection.defense import build
+from gradveil.protection.protect import protect
 from gradveil.types import Batch
 from integrations.flower_parts import LR, client_app, context, gradient, message, reply, train_plainly, weights
 

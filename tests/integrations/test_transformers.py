@@ -8,7 +8,7 @@ from torch import Generator, Tensor, nn
 from torch.utils.data import DataLoader
 
 from gradveil.errors import DefenseError
-from gradveil.guard.protect import protect
+from gradveil.protection.protect import protect
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from gradveil.auditing.run_folder import RunFolder
-from gradveil.guard.defense import DEFENSES
 from gradveil.metrics.intervals import interval, rate
+from gradveil.protection.defense import DEFENSES
 from gradveil.report.cards import Card, cards, typical_and_worst
 from gradveil.report.pictures import Gallery
 from gradveil.report.plain import error_words, name_of

@@ -16,7 +16,7 @@ from torch import Generator, Tensor
 
 from gradveil.countermeasures import Tier
 from gradveil.errors import SpecError, did_you_mean
-from gradveil.guard.defense import DEFENSES, Defense
+from gradveil.protection.defense import DEFENSES, Defense
 from gradveil.threats.setup import AuditConfig
 from gradveil.threats.verdict import Verdict
 from gradveil.tree import Params

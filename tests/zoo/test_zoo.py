@@ -13,7 +13,7 @@ from torch import Generator, nn
 
 from gradveil.auditing.audit import audit
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import DEFENSES, Defense, build
+from gradveil.protection.defense import DEFENSES, Defense, build
 from gradveil.registry import describe
 from gradveil.threats import setup as scene
 from gradveil.threats.probes import Probed

@@ -25,7 +25,7 @@ from gradveil.countermeasures import TIERS
 from gradveil.data.base import Dataset
 from gradveil.errors import AttackError, SpecError
 from gradveil.files import wrap_parse_errors
-from gradveil.guard.defense import Defense
+from gradveil.protection.defense import Defense
 from gradveil.registry import describe
 from gradveil.threats.looks import Progress, first_look, last_looks, probe_defenses
 from gradveil.threats.panel import Target, chunks, last_resort, panel

@@ -16,9 +16,9 @@ from gradveil.countermeasures import Countermeasure
 from gradveil.errors import CertificateError, GradveilError
 from gradveil.federated.ledger import planned_run
 from gradveil.federated.settings import Local
-from gradveil.guard.defense import Defense
 from gradveil.modules import representation
 from gradveil.pace import OutOfTime
+from gradveil.protection.defense import Defense
 from gradveil.representation.certificates.base import SCOPE, Certificate, Kind
 from gradveil.representation.certificates.certify import certify
 from gradveil.threats.meter import ASSUMPTIONS, Leak, leak_meter, nothing

@@ -12,8 +12,8 @@ from gradveil.data.partition import deal
 from gradveil.errors import GradveilError
 from gradveil.federated.ledger import planned_run
 from gradveil.federated.simulate import public_records
-from gradveil.guard.defense import Defense, build
 from gradveil.models import fit_to_public
+from gradveil.protection.defense import Defense, build
 from gradveil.seeds import Seeds
 from gradveil.threats.setup import fitting_model
 from gradveil.types import Batch

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from gradveil.auditing.run_folder import Row
-from gradveil.guard.defense import Defense
 from gradveil.privacy.accountant import AGGREGATE, ASSUMPTIONS, FLOOR, GUESS, THEOREM, Account
 from gradveil.privacy.plan import PlannedRun, class_spectra, floor_share
+from gradveil.protection.defense import Defense
 from gradveil.types import Batch
 
 DELTA = 1e-5

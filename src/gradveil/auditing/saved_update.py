@@ -25,12 +25,12 @@ from gradveil.countermeasures import Countermeasure
 from gradveil.errors import SpecError, UpdateError
 from gradveil.federated.client import check_loss, local_update
 from gradveil.federated.settings import Local
-from gradveil.guard.defense import Defense
-from gradveil.guard.defense import build as build_defense
 from gradveil.losses import CROSS_ENTROPY, CrossEntropy, Loss
 from gradveil.modalities import IMAGE, Modality
 from gradveil.models import build_working
 from gradveil.pace import as_clock
+from gradveil.protection.defense import Defense
+from gradveil.protection.defense import build as build_defense
 from gradveil.ranges import ClassCount, Count, Decay, Positive, Seed, Weight, check
 from gradveil.seeds import Seeds
 from gradveil.threats.looks import Progress, probe_rows

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gradveil.data.partition import Indices
     from gradveil.federated.checkpoint import Checkpoint
     from gradveil.federated.simulate import Round
-    from gradveil.guard.defense import Defense
+    from gradveil.protection.defense import Defense
     from gradveil.tree import Params
 
 FIT = 2000  # public examples that fixed layers learn from, at most
@@ -86,8 +86,8 @@ def train(
     from gradveil.federated.engines import ENGINES, World
     from gradveil.federated.server import Faults
     from gradveil.federated.simulate import Run, choose, public_records, simulate
-    from gradveil.guard.defense import build as build_defense
     from gradveil.models import fit_to_public
+    from gradveil.protection.defense import build as build_defense
     from gradveil.seeds import Seeds
     from gradveil.threats.setup import fitting_model
     from gradveil.threats.trial import check_fits

@@ -68,7 +68,7 @@ def command(
 
 def _view(case: Any, server: str) -> tuple[Any, str | None]:
     """Return what the attack is given, and the attack that this server would choose, where it has one."""
-    from gradveil.guard.defense import build as build_defense
+    from gradveil.protection.defense import build as build_defense
 
     seen = case.observation(case.update)
     if server == "oblivious":

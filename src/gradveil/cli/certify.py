@@ -59,9 +59,9 @@ def figures(
     from gradveil.auditing.update_files import load_weights
     from gradveil.data import load
     from gradveil.federated.settings import Local
-    from gradveil.guard.defense import build as build_defense
     from gradveil.losses import build as build_loss
     from gradveil.privacy.plan import PlannedRun
+    from gradveil.protection.defense import build as build_defense
     from gradveil.representation.certificates.base import blind_mse, largest_mse
     from gradveil.representation.certificates.certify import readable_p
     from gradveil.seeds import Seeds

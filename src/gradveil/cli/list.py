@@ -16,7 +16,7 @@ KINDS = {
     "dataset": "gradveil.data.base:DATASETS",
     "partition": "gradveil.data.partition:PARTITIONS",
     "model": "gradveil.models.base:MODELS",
-    "defense": "gradveil.guard.defense:DEFENSES",
+    "defense": "gradveil.protection.defense:DEFENSES",
     "attack": "gradveil.attacks.base:ATTACKS",
     "loss": "gradveil.losses:LOSSES",
     "engine": "gradveil.federated.engines:ENGINES",

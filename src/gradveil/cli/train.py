@@ -13,7 +13,7 @@ from gradveil.auditing.run_folder import Row, RunFolder
 from gradveil.auditing.train import TrainConfig, listed, train, turned_away, with_model
 from gradveil.cli import shared
 from gradveil.errors import SpecError
-from gradveil.guard.defense import build
+from gradveil.protection.defense import build
 from gradveil.registry import convert
 
 averaging = partial(typer.Option, rich_help_panel="Federated averaging")

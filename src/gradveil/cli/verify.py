@@ -123,8 +123,8 @@ def _own(path: str, clip: float) -> "Pipeline":
 
 def _pipeline(defense: str, engine: str, settings: dict[str, Any]) -> "Pipeline":
     if engine.partition(":")[0] == "flower":
-        from gradveil.guard.defense import build
         from gradveil.integrations.flower.verified import OnFlower
+        from gradveil.protection.defense import build
 
         return OnFlower(build(defense), **settings)
     from gradveil.verification.pipelines import of_spec

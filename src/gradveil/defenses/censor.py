@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from gradveil.countermeasures import Countermeasure
 from gradveil.defenses.noise import draw_all
-from gradveil.guard.defense import DEFENSES, Defense
-from gradveil.guard.records.records import Records
 from gradveil.privacy.draws import Source, normal
+from gradveil.protection.defense import DEFENSES, Defense
+from gradveil.protection.records.records import Records
 from gradveil.ranges import Count
 from gradveil.tree import Params
 from gradveil.types import Observation

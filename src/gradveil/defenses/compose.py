@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, plain
 from gradveil.errors import SpecError
-from gradveil.guard.defense import DEFENSES, Defense, NoDefense, Place, RunningStep
-from gradveil.guard.records.records import Records
 from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.privacy.draws import NoiseKind, Source
 from gradveil.privacy.plan import PlannedRun
+from gradveil.protection.defense import DEFENSES, Defense, NoDefense, Place, RunningStep
+from gradveil.protection.records.records import Records
 from gradveil.registry import describe
 from gradveil.representation.scores.fast.again import already_changed
 from gradveil.tree import Params

@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar, Literal
 from torch import Generator, Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, simulate, whiten
-from gradveil.guard.defense import DEFENSES, Defense, Place, check_choice
 from gradveil.privacy.draws import Source, uniform
+from gradveil.protection.defense import DEFENSES, Defense, Place, check_choice
 from gradveil.ranges import Range
 from gradveil.tree import Params
 from gradveil.types import Observation, Update

@@ -9,9 +9,9 @@ from torch.func import functional_call
 from gradveil.attacks.base import build as build_attack
 from gradveil.countermeasures import Countermeasure
 from gradveil.errors import DefenseError
-from gradveil.guard.defense import DEFENSES, Defense
 from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.privacy.draws import Source, integers, uniform
+from gradveil.protection.defense import DEFENSES, Defense
 from gradveil.ranges import Share, Whole
 from gradveil.tree import Params, dot, norm, parameters, scale
 from gradveil.types import Batch, Observation

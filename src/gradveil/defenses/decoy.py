@@ -14,10 +14,10 @@ from torch import Generator, Tensor, nn
 from gradveil.countermeasures import Countermeasure
 from gradveil.errors import DefenseError, SpecError
 from gradveil.files import read_safetensors, wrap_parse_errors, write_atomically
-from gradveil.guard.defense import DEFENSES, Defense
-from gradveil.guard.passes import Rewired
 from gradveil.privacy.draws import NoiseKind, Source
 from gradveil.privacy.gaussian import keyed_normals
+from gradveil.protection.defense import DEFENSES, Defense
+from gradveil.protection.passes import Rewired
 from gradveil.ranges import Weight
 from gradveil.types import Batch, GaussianPrior, Observation
 

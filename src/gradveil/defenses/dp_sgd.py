@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from gradveil.countermeasures import Countermeasure
 from gradveil.defenses.veil import Veil
-from gradveil.guard.defense import DEFENSES, Defense
-from gradveil.guard.records.records import Records
 from gradveil.privacy.draws import Source
+from gradveil.protection.defense import DEFENSES, Defense
+from gradveil.protection.records.records import Records
 from gradveil.ranges import Positive
 from gradveil.tree import Params
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, drop, mask, use
-from gradveil.guard.defense import DEFENSES, Defense, check_choice
-from gradveil.guard.step import weight_name
 from gradveil.modules import find_layer, under_transform
 from gradveil.privacy.draws import Source, uniform
+from gradveil.protection.defense import DEFENSES, Defense, check_choice
+from gradveil.protection.passes import weight_name
 from gradveil.ranges import Share, Whole
 from gradveil.tree import parameters
 

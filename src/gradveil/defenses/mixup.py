@@ -8,9 +8,9 @@ from torch import Generator, Tensor, nn
 from gradveil.attacks.base import build as build_attack
 from gradveil.countermeasures import Countermeasure
 from gradveil.errors import DefenseError
-from gradveil.guard.defense import DEFENSES, Defense
-from gradveil.guard.passes import Change, Changed
 from gradveil.privacy.draws import Source, beta, permutation, uniform
+from gradveil.protection.defense import DEFENSES, Defense
+from gradveil.protection.passes import Change, Changed
 from gradveil.ranges import Positive
 from gradveil.types import Batch, GaussianPrior, Observation
 

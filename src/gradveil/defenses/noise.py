@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, whiten
-from gradveil.guard.defense import DEFENSES, Defense, Place, check_choice
 from gradveil.privacy.draws import Source, is_secret, laplace, normal
 from gradveil.privacy.gaussian import Drawn, grid_of, release
+from gradveil.protection.defense import DEFENSES, Defense, Place, check_choice
 from gradveil.ranges import Weight
 from gradveil.tree import Params, flatten, size
 from gradveil.types import Observation, Update

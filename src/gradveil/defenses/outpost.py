@@ -9,9 +9,9 @@ from torch import nn
 from gradveil.countermeasures import Countermeasure
 from gradveil.defenses.noise import draw_all, with_noise
 from gradveil.defenses.pruning import Pruning
-from gradveil.guard.defense import DEFENSES, Defense
 from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.privacy.draws import Source, is_secret, normal
+from gradveil.protection.defense import DEFENSES, Defense
 from gradveil.ranges import Share, Weight
 from gradveil.tree import Params, flatten, parameters
 from gradveil.types import Batch, Observation

@@ -6,8 +6,8 @@ from math import inf
 from torch import Tensor, nn
 
 from gradveil.defenses.masking import LayerMask
-from gradveil.guard.defense import DEFENSES, check_choice
 from gradveil.privacy.draws import Source
+from gradveil.protection.defense import DEFENSES, check_choice
 from gradveil.ranges import Order
 from gradveil.representation.scores import METHODS, leak_scores
 

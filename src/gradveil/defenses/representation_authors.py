@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.defenses.masking import LayerDefense, Layers
-from gradveil.guard.defense import DEFENSES, check_choice
 from gradveil.privacy.draws import Source
+from gradveil.protection.defense import DEFENSES, check_choice
 from gradveil.ranges import MOST, Range, Share
 from gradveil.representation.scores import METHODS, row_norms
 

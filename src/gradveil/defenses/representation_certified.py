@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from gradveil.defenses.masking import LayerDefense, Layers
 from gradveil.errors import DefenseError
-from gradveil.guard.defense import DEFENSES, check_choice
 from gradveil.privacy.draws import Source
+from gradveil.protection.defense import DEFENSES, check_choice
 from gradveil.ranges import Order, Positive
 from gradveil.representation.scores import METHODS, leak_scores
 

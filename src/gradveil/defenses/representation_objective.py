@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.defenses.masking import EntryDefense, LayerDefense, LayerMask, Layers, largest, largest_live
-from gradveil.guard.defense import DEFENSES, check_choice
 from gradveil.privacy.draws import Source
+from gradveil.protection.defense import DEFENSES, check_choice
 from gradveil.ranges import Order, Share, Weight
 from gradveil.representation.layers.jacobian import FunctionJacobian
 from gradveil.representation.layers.rules.base import wide

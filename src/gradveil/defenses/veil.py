@@ -19,15 +19,14 @@ from torch import Tensor, nn
 
 from gradveil.countermeasures import Countermeasure
 from gradveil.errors import DefenseError, SpecError
-from gradveil.guard.defense import DEFENSES, Defense, RunningStep, check_choice
-from gradveil.guard.records.clipping import clipped_sum
-from gradveil.guard.records.coordinates import ClipMap, measure, split
-from gradveil.guard.records.records import Records
-from gradveil.guard.records.rounding import SLACK
 from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.privacy.draws import Source
 from gradveil.privacy.gaussian import Drawn, noise, release
 from gradveil.privacy.plan import PROMISES, PlannedRun, Tier, z_run_of
+from gradveil.protection.defense import DEFENSES, Defense, RunningStep, check_choice
+from gradveil.protection.records.coordinates import ClipMap, clipped_sum, measure, split
+from gradveil.protection.records.records import Records
+from gradveil.protection.records.rounding import SLACK
 from gradveil.ranges import Count, Part, Positive, Share
 from gradveil.tree import Params, flatten
 from gradveil.types import Batch, Observation

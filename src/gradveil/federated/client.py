@@ -13,10 +13,10 @@ from gradveil.data.base import Split
 from gradveil.errors import DefenseError, LossError, UpdateError, is_out_of_memory
 from gradveil.federated.settings import Local
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import Defense, build
 from gradveil.losses import Loss
 from gradveil.losses import build as build_loss
 from gradveil.privacy.draws import Source, permutation
+from gradveil.protection.defense import Defense, build
 from gradveil.step_rule import Momenta
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch, Update

@@ -11,9 +11,9 @@ import torch
 from gradveil.data.partition import Indices
 from gradveil.errors import BudgetError, DefenseError
 from gradveil.federated.settings import Training
-from gradveil.guard.defense import Defense
 from gradveil.privacy.accountant import SIMULATED, Account
 from gradveil.privacy.plan import PlannedRun
+from gradveil.protection.defense import Defense
 from gradveil.seeds import Seeds
 
 

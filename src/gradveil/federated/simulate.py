@@ -21,10 +21,10 @@ from gradveil.federated.processes import Processes, available_cores
 from gradveil.federated.server import SERVERS, Arrival, Faults, Memory, Merged, merge
 from gradveil.federated.settings import Training
 from gradveil.federated.vectorised import why_not
-from gradveil.guard.defense import Defense, build
-from gradveil.guard.records.coordinates import PUBLIC
 from gradveil.losses import build as build_loss
 from gradveil.privacy.accountant import Account
+from gradveil.protection.defense import Defense, build
+from gradveil.protection.records.coordinates import PUBLIC
 from gradveil.seeds import Seeds
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch, Update

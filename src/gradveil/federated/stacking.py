@@ -17,13 +17,13 @@ from gradveil.errors import GradveilError
 from gradveil.federated.client import shuffled
 from gradveil.federated.engines import Job
 from gradveil.federated.settings import Local
-from gradveil.guard.defense import Defense
-from gradveil.guard.records.layer_kinds import KINDS, known
-from gradveil.guard.records.records import Captured, records_of
-from gradveil.guard.step import substitute
 from gradveil.losses import Loss
 from gradveil.modules import representation
 from gradveil.privacy.draws import Source
+from gradveil.protection.defense import Defense
+from gradveil.protection.passes import substitute
+from gradveil.protection.records.layers import KINDS, known
+from gradveil.protection.records.records import Captured, records_of
 from gradveil.representation.layers.walk import walk, walkable
 from gradveil.representation.scores import api
 from gradveil.representation.scores.exact import RowNorms, scores

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradveil.errors import DefenseError
-from gradveil.guard.defense import Defense
-from gradveil.guard.passes import Pass, Report
-from gradveil.guard.records.records import records_of
-from gradveil.guard.step import check_layer, substitute
 from gradveil.privacy.draws import Source, own_draws
+from gradveil.protection.defense import Defense
+from gradveil.protection.passes import Pass, Report, check_layer, substitute
+from gradveil.protection.records.records import records_of
 from gradveil.tree import Params
 from gradveil.types import Batch
 

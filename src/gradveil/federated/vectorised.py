@@ -18,9 +18,9 @@ from gradveil.errors import GradveilError
 from gradveil.federated.client import Sent, update_batch_size
 from gradveil.federated.engines import ENGINES, Engine, Job, Pool, World, draws_of
 from gradveil.federated.stacking import Masks, Resident, StackedRecords, Steps, pad_steps, why_no_masks, why_no_records
-from gradveil.guard.defense import Defense
 from gradveil.losses import build as build_loss
 from gradveil.privacy.draws import Source
+from gradveil.protection.defense import Defense
 from gradveil.ranges import Count
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch, Update

@@ -26,8 +26,8 @@ REGISTRIES = {
     "model": "gradveil.models.base:MODELS",
     "loss": "gradveil.losses:LOSSES",
     "partition": "gradveil.data.partition:PARTITIONS",
-    "defense": "gradveil.guard.defense:DEFENSES",
-    "require_defense": "gradveil.guard.defense:DEFENSES",
+    "defense": "gradveil.protection.defense:DEFENSES",
+    "require_defense": "gradveil.protection.defense:DEFENSES",
     "schedule": "gradveil.federated.schedules:SCHEDULES",
 }
 SITE = ("dataset", "model", "loss", "data")  # what a site may set by --node-config in place of the run

@@ -8,10 +8,10 @@ from typing import ParamSpec, TypeVar, Unpack
 from torch import Generator, Tensor, nn
 
 from gradveil.errors import DefenseError
-from gradveil.guard.defense import Defense, build
-from gradveil.guard.passes import Report
-from gradveil.guard.protect import Guard, RecordSettings, protect
 from gradveil.privacy.accountant import Account
+from gradveil.protection.defense import Defense, build
+from gradveil.protection.passes import Report
+from gradveil.protection.protect import Guard, RecordSettings, protect
 from gradveil.registry import describe
 
 P = ParamSpec("P")

@@ -16,11 +16,11 @@ import torch
 
 from gradveil import tree
 from gradveil.errors import GradveilError, MissingExtraError
-from gradveil.guard.defense import build
-from gradveil.guard.protect import refuse_idle
 from gradveil.integrations.local_training import is_trained
 from gradveil.privacy.accountant import SECRET, account_path, spend_from
 from gradveil.privacy.draws import SecretDraws
+from gradveil.protection.defense import build
+from gradveil.protection.protect import refuse_idle
 from gradveil.registry import describe
 from gradveil.types import Update
 

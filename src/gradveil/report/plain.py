@@ -1,7 +1,7 @@
 """Names and numbers in words: for a person who reads the page and does not write specs."""
 
 from gradveil.errors import SpecError
-from gradveil.guard.defense import DEFENSES
+from gradveil.protection.defense import DEFENSES
 from gradveil.registry import parse, split_specs
 from gradveil.threats.rows import Floor
 

@@ -13,7 +13,7 @@ from gradveil.attacks.base import build as build_attack
 from gradveil.auditing.run_folder import Row
 from gradveil.countermeasures import Countermeasure, plain
 from gradveil.errors import GradveilError
-from gradveil.guard.defense import Defense
+from gradveil.protection.defense import Defense
 from gradveil.threats.looks import Look
 from gradveil.threats.setup import Scene
 from gradveil.threats.trial import Trial, attacks_of, oblivious, observe

@@ -18,9 +18,9 @@ from gradveil.defenses.compose import Compose
 from gradveil.federated.client import train_client
 from gradveil.federated.settings import Local
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import Defense, NoDefense, check_servers
 from gradveil.losses import build as build_loss
 from gradveil.privacy.draws import Source
+from gradveil.protection.defense import Defense, NoDefense, check_servers
 from gradveil.seeds import Seeds
 from gradveil.threats.probing.batches import find_on_batch, simulate_perturb
 from gradveil.threats.probing.channels import Channel, Secret, own_numbers, secrets

@@ -21,13 +21,13 @@ from gradveil.federated.ledger import planned_run
 from gradveil.federated.settings import Training
 from gradveil.federated.step import step_gradient
 from gradveil.federated.trained import ALL, only_trained
-from gradveil.guard.defense import Defense
-from gradveil.guard.defense import build as build_defense
-from gradveil.guard.records.coordinates import PUBLIC as LOOKED_AT
 from gradveil.imports import is_import_path
 from gradveil.losses import CrossEntropy
 from gradveil.losses import build as build_loss
 from gradveil.models import build_working
+from gradveil.protection.defense import Defense
+from gradveil.protection.defense import build as build_defense
+from gradveil.protection.records.coordinates import PUBLIC as LOOKED_AT
 from gradveil.ranges import Count, Positive, Seed, Weight
 from gradveil.seeds import Seeds
 from gradveil.threats.probes import Probed, probe

@@ -24,11 +24,11 @@ from gradveil.federated.client import train_client
 from gradveil.federated.settings import Local
 from gradveil.federated.step import step_gradient
 from gradveil.federated.trained import said_of_trained
-from gradveil.guard.defense import Defense
 from gradveil.losses import build as build_loss
 from gradveil.metrics import blind_guesses, measure
 from gradveil.metrics.recovery import COMMON
 from gradveil.modalities import IMAGE, Modality
+from gradveil.protection.defense import Defense
 from gradveil.threats.rows import OBLIVIOUS
 from gradveil.types import Batch, GaussianPrior, Observation, Reconstruction, Update, check_update
 

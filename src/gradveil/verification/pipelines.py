@@ -21,9 +21,9 @@ from gradveil.defenses.veil import Veil
 from gradveil.errors import DefenseError, GradveilError
 from gradveil.federated.settings import Training
 from gradveil.federated.simulate import public_records, simulate
-from gradveil.guard.defense import Defense, build
-from gradveil.guard.protect import protect
 from gradveil.losses import build as build_loss
+from gradveil.protection.defense import Defense, build
+from gradveil.protection.protect import protect
 from gradveil.seeds import Seeds
 from gradveil.tree import Params, flatten, parameters
 from gradveil.types import Batch

@@ -10,9 +10,9 @@ import torch
 from gradveil.cli.plan import figures
 from gradveil.data import load
 from gradveil.data.partition import partition
-from gradveil.guard.defense import NoDefense
 from gradveil.privacy.accountant import Account
 from gradveil.privacy.plan import Plan, PlannedRun, class_spectra
+from gradveil.protection.defense import NoDefense
 from gradveil.threats.panel import INFORMED
 from gradveil.tree import flatten
 from gradveil_studies.leaderboard.attacked import Client, Place

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradveil.guard.protect import protect
 from gradveil.models import build
 from gradveil.modules import find_layer, representation
+from gradveil.protection.protect import protect
 from gradveil.representation.layers.recorder import record
 from gradveil.representation.layers.replay import Program
 from gradveil.representation.scores import api, leak_scores

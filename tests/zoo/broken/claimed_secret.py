@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from torch import Generator, nn
 
 from gradveil.countermeasures import Countermeasure, whiten
-from gradveil.guard.defense import DEFENSES, Defense
+from gradveil.protection.defense import DEFENSES, Defense
 from gradveil.tree import Params
 from zoo.keeper import Truth, noisy
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from torch import Generator, nn
 
 from gradveil.countermeasures import Countermeasure, undeclared
-from gradveil.guard.defense import DEFENSES, Defense
+from gradveil.protection.defense import DEFENSES, Defense
 from gradveil.types import Update
 from zoo.keeper import Truth, noisy
 

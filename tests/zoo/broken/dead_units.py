@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from torch import Generator, Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, drop
-from gradveil.guard.defense import DEFENSES, Defense
 from gradveil.modules import find_layer
+from gradveil.protection.defense import DEFENSES, Defense
 from zoo.keeper import Truth
 
 TRUTH = Truth("The smallest entries carry least, and all other layers are untouched.", "leaving out", "drop")

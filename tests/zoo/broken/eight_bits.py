@@ -6,7 +6,7 @@ from torch import nn
 
 from gradveil.countermeasures import Countermeasure, plain
 from gradveil.defenses.compression import Quantise
-from gradveil.guard.defense import DEFENSES
+from gradveil.protection.defense import DEFENSES
 from zoo.keeper import Truth
 
 TRUTH = Truth("The error is a thousandth of the range: noise that is far too small.", "rounding", "plain")

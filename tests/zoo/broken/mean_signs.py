@@ -6,7 +6,7 @@ from torch import nn
 
 from gradveil.countermeasures import Countermeasure, plain
 from gradveil.defenses.compression import Sign
-from gradveil.guard.defense import DEFENSES
+from gradveil.protection.defense import DEFENSES
 from zoo.keeper import Truth
 
 TRUTH = Truth("Five thousand signs are more than enough for sixty-four pixels.", "rounding", "plain")

@@ -6,7 +6,7 @@ import torch
 from torch import Generator, nn
 
 from gradveil.countermeasures import Countermeasure, plain
-from gradveil.guard.defense import DEFENSES, Defense
+from gradveil.protection.defense import DEFENSES, Defense
 from gradveil.types import Batch
 from zoo.keeper import Truth
 

@@ -6,7 +6,7 @@ import torch
 from torch import Generator, nn
 
 from gradveil.countermeasures import Countermeasure, drop
-from gradveil.guard.defense import DEFENSES, Defense
+from gradveil.protection.defense import DEFENSES, Defense
 from gradveil.tree import Params
 from zoo.keeper import Truth
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from gradveil.countermeasures import Countermeasure, undeclared
 from gradveil.defenses.compression import Qsgd
-from gradveil.guard.defense import DEFENSES
+from gradveil.protection.defense import DEFENSES
 from zoo.keeper import Truth
 
 TRUTH = Truth(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Generator, Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, plain
-from gradveil.guard.defense import DEFENSES, Defense
+from gradveil.protection.defense import DEFENSES, Defense
 from gradveil.tree import Params
 from zoo.keeper import Truth, each
 

@@ -7,8 +7,8 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, drop
-from gradveil.guard.defense import DEFENSES, Defense
 from gradveil.modules import LINEAR
+from gradveil.protection.defense import DEFENSES, Defense
 from gradveil.tree import flatten, parameters
 from zoo.keeper import Truth
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from gradveil.guard.defense import DEFENSES
+from gradveil.protection.defense import DEFENSES
 from zoo.keeper import Truth, load
 
 load("dp_sgd")

@@ -11,7 +11,7 @@ from torch import Generator, nn
 from gradveil.countermeasures import Countermeasure
 from gradveil.data import load
 from gradveil.defenses.decoy import Decoy, save_prior
-from gradveil.guard.defense import DEFENSES, Defense
+from gradveil.protection.defense import DEFENSES, Defense
 from gradveil.types import Batch, GaussianPrior, Observation
 from zoo.keeper import Truth
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from gradveil.defenses.noise import Gaussian
-from gradveil.guard.defense import DEFENSES
+from gradveil.protection.defense import DEFENSES
 from zoo.keeper import Truth
 
 TRUTH = Truth("The noise is a hundred times the gradient, new in each entry and round.", "strong noise", "whiten")

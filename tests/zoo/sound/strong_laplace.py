@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gradveil.defenses.noise import Laplace
-from gradveil.guard.defense import DEFENSES
+from gradveil.protection.defense import DEFENSES
 from zoo.keeper import Truth
 
 TRUTH = Truth("The noise is a hundred times the gradient, new in each entry and round.", "strong noise", "whiten")

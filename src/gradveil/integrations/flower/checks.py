@@ -11,7 +11,6 @@ from flwr.serverapp import Grid
 
 from gradveil.auditing.train import listed
 from gradveil.errors import GradveilError, SpecError, UpdateError
-from gradveil.guard.defense import Defense, build
 from gradveil.integrations.flower.demand import OTHER, Demand
 from gradveil.integrations.flower.grids import GridView
 from gradveil.integrations.flower.mods import check_reply
@@ -34,6 +33,7 @@ from gradveil.integrations.flower.site import is_simulation
 from gradveil.integrations.flower.statements import check_statement, shown, statement_in, told
 from gradveil.integrations.local_training import is_trained
 from gradveil.privacy.accountant import SIMULATED
+from gradveil.protection.defense import Defense, build
 from gradveil.tree import Params
 
 MALFORMED, KIND, FAR, CLAIM, METRICS = "malformed", "wrong type", "too far", "too many examples", "other metrics"

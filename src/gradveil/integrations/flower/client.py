@@ -10,7 +10,6 @@ from gradveil.errors import BudgetError, DataError, DefenseError
 from gradveil.federated.client import Sent
 from gradveil.federated.engines import Job, World, work
 from gradveil.federated.simulate import client_seed
-from gradveil.guard.defense import build as build_defense
 from gradveil.integrations.allowed import check_weights
 from gradveil.integrations.flower.chosen_grid import DEVICE
 from gradveil.integrations.flower.demand import OTHER, Demand
@@ -23,6 +22,7 @@ from gradveil.integrations.flower.site import noise_of, pay
 from gradveil.integrations.flower.statements import state
 from gradveil.integrations.flower.values import asked, check_asked
 from gradveil.privacy.accountant import SIMULATED
+from gradveil.protection.defense import build as build_defense
 from gradveil.tree import Params
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from gradveil.defenses.compose import Compose
 from gradveil.errors import DefenseError
-from gradveil.guard.defense import Defense
+from gradveil.protection.defense import Defense
 from gradveil.registry import Spec, describe
 
 OTHER = "other defence"  # the word under which updates with another one are counted

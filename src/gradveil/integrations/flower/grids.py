@@ -15,13 +15,13 @@ from gradveil.attacks.base import Attack
 from gradveil.auditing.run_folder import Row
 from gradveil.errors import GradveilError
 from gradveil.files import append_line
-from gradveil.guard.defense import Defense
 from gradveil.integrations.flower.mods import check_reply, update_of
 from gradveil.integrations.flower.others_known import SAMPLE, SECONDS, OthersKnown, TrainingPass
 from gradveil.integrations.flower.probe import Probe
 from gradveil.integrations.flower.records import LOG, arrays_of, is_training, params_of
 from gradveil.losses import Loss
 from gradveil.losses import build as build_loss
+from gradveil.protection.defense import Defense
 from gradveil.seeds import Seeds
 from gradveil.tree import Params
 from gradveil.types import Batch, Update

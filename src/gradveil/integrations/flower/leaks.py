@@ -12,8 +12,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradveil.attacks.base import Attack
 from gradveil.errors import DefenseError, GradveilError
-from gradveil.guard.defense import Defense
-from gradveil.guard.passes import Examples
 from gradveil.integrations.flower.mods import check_reply, update_of
 from gradveil.integrations.flower.others_known import SAMPLE, SECONDS, OthersKnown, TrainingPass
 from gradveil.integrations.flower.probe import Probe, worst
@@ -34,6 +32,8 @@ from gradveil.integrations.flower.site import generator
 from gradveil.integrations.flower.statements import STATEMENT
 from gradveil.losses import Loss
 from gradveil.losses import build as build_loss
+from gradveil.protection.defense import Defense
+from gradveil.protection.passes import Examples
 from gradveil.step_rule import BETA1, BETA2, EPS, StepRule
 from gradveil.tree import Params
 from gradveil.types import Batch

@@ -10,8 +10,6 @@ from torch import nn
 from gradveil import tree
 from gradveil.errors import BudgetError, DefenseError, GradveilError, UpdateError
 from gradveil.files import wrap_parse_errors
-from gradveil.guard.defense import Defense
-from gradveil.guard.protect import Guard, RecordSettings, protect, refuse_idle
 from gradveil.integrations.flower.outgoing import STEPS, answer_in, made_anew, other_kind, tell_what_stays, trained_in
 from gradveil.integrations.flower.records import (
     SPENT,
@@ -33,6 +31,8 @@ from gradveil.integrations.flower.values import asked
 from gradveil.integrations.local_training import is_trained
 from gradveil.privacy.accountant import Account
 from gradveil.privacy.draws import SecretDraws
+from gradveil.protection.defense import Defense
+from gradveil.protection.protect import Guard, RecordSettings, protect, refuse_idle
 from gradveil.registry import describe
 from gradveil.step_rule import StepRule
 from gradveil.tree import Params

@@ -11,13 +11,13 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 
 from gradveil.errors import BudgetError, DefenseError, GradveilError, UpdateError
-from gradveil.guard.defense import Defense
-from gradveil.guard.protect import Guard
 from gradveil.integrations.flower.demand import name_of
 from gradveil.integrations.flower.records import LOG, Next, arrays_of, named_as_in, params_of, record_of, withhold
 from gradveil.integrations.flower.site import allows, noise_of
 from gradveil.integrations.flower.statements import STATEMENT
 from gradveil.privacy.accountant import SIMULATED
+from gradveil.protection.defense import Defense
+from gradveil.protection.protect import Guard
 from gradveil.tree import Params
 
 STEPS = "defended-steps"

@@ -16,9 +16,9 @@ from gradveil.auditing.run_folder import Row
 from gradveil.countermeasures import Countermeasure, plain
 from gradveil.errors import GradveilError
 from gradveil.gradients.functional import quiet
-from gradveil.guard.defense import Defense
-from gradveil.guard.defense import build as build_defense
 from gradveil.losses import CROSS_ENTROPY, Loss
+from gradveil.protection.defense import Defense
+from gradveil.protection.defense import build as build_defense
 from gradveil.registry import describe
 from gradveil.threats.trial import Public, Trial, attempt, floors, measured
 from gradveil.tree import Params

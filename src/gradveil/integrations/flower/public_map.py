@@ -11,9 +11,9 @@ from torch import nn
 from gradveil.defenses.compose import Compose
 from gradveil.defenses.veil import Veil
 from gradveil.errors import DefenseError
-from gradveil.guard.defense import Defense
-from gradveil.guard.records.coordinates import check_clip
 from gradveil.integrations.flower.values import asked
+from gradveil.protection.defense import Defense
+from gradveil.protection.records.coordinates import check_clip
 from gradveil.tree import parameters
 
 CLIP, MAP = "public-clip", "public-map"  # in the config of a training message

@@ -22,7 +22,6 @@ from flwr.compat.common.recorddict_compat import fitres_to_recorddict
 from flwr.server.workflow import SecAggPlusWorkflow
 
 from gradveil.errors import DefenseError, GradveilError
-from gradveil.guard.defense import Defense
 from gradveil.integrations.flower.mods import check_reply
 from gradveil.integrations.flower.outgoing import PUBLIC
 from gradveil.integrations.flower.public_map import veil_in
@@ -30,6 +29,7 @@ from gradveil.integrations.flower.records import WITHHELD, Next, arrays_of, is_t
 from gradveil.integrations.flower.settings import Cohort
 from gradveil.integrations.flower.statements import STATEMENT
 from gradveil.integrations.flower.values import COUNT
+from gradveil.protection.defense import Defense
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECOR
 from flwr.server.workflow.constant import Key as WorkflowKey
 from flwr.serverapp import Grid
 
-from gradveil.guard.defense import Defense
 from gradveil.integrations.flower.grids import GridView
 from gradveil.integrations.flower.records import (
     LOG,
@@ -34,6 +33,7 @@ from gradveil.integrations.flower.records import (
 from gradveil.integrations.flower.secure_client import NoisySum, floating
 from gradveil.integrations.flower.settings import MODULUS, Cohort
 from gradveil.integrations.flower.statements import STATEMENT
+from gradveil.protection.defense import Defense
 
 
 class SecureGrid(GridView):

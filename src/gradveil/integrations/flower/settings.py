@@ -18,8 +18,8 @@ from gradveil.federated.ledger import Ledger, planned_run, sample_clients
 from gradveil.federated.server import SERVERS
 from gradveil.federated.settings import Averaging, Training
 from gradveil.federated.trained import only_trained
-from gradveil.guard.defense import Defense, build
 from gradveil.integrations.flower.demand import Demand, parts_of
+from gradveil.protection.defense import Defense, build
 from gradveil.ranges import Count, Positive, Weight, Whole
 from gradveil.registry import parse
 from gradveil.seeds import Seeds

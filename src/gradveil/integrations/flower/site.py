@@ -9,9 +9,9 @@ from flwr.app import ConfigRecord, Context, Message
 from torch import Generator
 
 from gradveil.errors import BudgetError, DefenseError
-from gradveil.guard.defense import Defense, build
 from gradveil.integrations.flower.values import asked
 from gradveil.privacy.accountant import NOISE, SECRET, SIMULATED, Account, account_path, spend_from
+from gradveil.protection.defense import Defense, build
 
 ACCOUNT = "gradveil-account"  # in the node's state: what its records had spent after the last payment of this run
 NOISE_FROM = "GRADVEIL_NOISE"  # in the environment

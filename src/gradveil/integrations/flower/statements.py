@@ -8,11 +8,11 @@ from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message
 
-from gradveil.guard.defense import Defense
 from gradveil.integrations.flower.demand import OTHER, Demand, name_of, parts_of
 from gradveil.integrations.flower.records import Refused
 from gradveil.integrations.flower.site import ALLOWED, allows, noise_of
 from gradveil.privacy.accountant import SECRET, Account
+from gradveil.protection.defense import Defense
 
 STATEMENT = "gradveil-defense"  # the ConfigRecord of a reply that holds it
 UNSAID, REPEATABLE = "no defence stated", "simulated noise"  # the words under which replies are counted

@@ -11,9 +11,8 @@ from torch.func import functional_call, grad
 
 from gradveil.attacks.labels import recover_labels
 from gradveil.countermeasures import Countermeasure
-from gradveil.guard.passes import Change, Changed, Rewired
-from gradveil.guard.step import apply, weight_name
 from gradveil.losses import Loss
+from gradveil.protection.passes import Change, Changed, Rewired, apply, weight_name
 from gradveil.threats.probing.channels import Secret, close, has_slopes, own_numbers
 from gradveil.threats.probing.findings import Found
 from gradveil.tree import Params, flatten, parameters

@@ -15,8 +15,8 @@ from torch import Generator, Tensor
 from torch.func import vjp
 
 from gradveil.defenses.compose import Compose
-from gradveil.guard.defense import Defense
-from gradveil.guard.records.records import Held
+from gradveil.protection.defense import Defense
+from gradveil.protection.records.records import Held
 from gradveil.seeds import Seeds
 from gradveil.tree import Params, flatten
 from gradveil.types import Update

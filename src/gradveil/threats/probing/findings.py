@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradveil.countermeasures import Countermeasure
-from gradveil.guard.defense import Defense
+from gradveil.protection.defense import Defense
 from gradveil.threats.probing.channels import Channel, Secret, close, has_slopes, repeated
 from gradveil.threats.probing.laws import effective
 from gradveil.threats.probing.remains import Draws, directions, draw, left_of, view_of

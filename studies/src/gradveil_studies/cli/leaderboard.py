@@ -40,7 +40,7 @@ def command(
     from gradveil.auditing.run_folder import RunFolder
     from gradveil.auditing.settings import find_device
     from gradveil.files import write_atomically
-    from gradveil.guard.defense import build
+    from gradveil.protection.defense import build
     from gradveil.seeds import Seeds
     from gradveil_studies.cli.reproduce import check_pattern, do_units, show
     from gradveil_studies.leaderboard.board import Leaderboard

@@ -14,9 +14,9 @@ from gradveil.countermeasures import Countermeasure, plain
 from gradveil.errors import GradveilError
 from gradveil.federated.settings import Local
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import NoDefense
 from gradveil.privacy.accountant import Account
 from gradveil.privacy.plan import floor_share
+from gradveil.protection.defense import NoDefense
 from gradveil.threats.panel import INFORMED, inverting, marked
 from gradveil.threats.panel import patient as patient_servers
 from gradveil.threats.probes import Probed, probe

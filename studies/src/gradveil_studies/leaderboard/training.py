@@ -16,8 +16,8 @@ from gradveil.federated.client import evaluate
 from gradveil.federated.engines import World
 from gradveil.federated.settings import Training
 from gradveil.federated.simulate import Variant, assign, choose, simulate_together
-from gradveil.guard.defense import build as build_defense
 from gradveil.models import build as build_model
+from gradveil.protection.defense import build as build_defense
 from gradveil.tree import Params, parameters
 from gradveil_studies.leaderboard.entries import MULTIPLES, Entry, Panel, run_seeds
 from gradveil_studies.paper.base import Context, Row

@@ -17,8 +17,8 @@ import torch
 
 from gradveil.errors import GradveilError
 from gradveil.federated.processes import apart_from_the_folder, available_cores, end_with_parent, ignore_sigint
-from gradveil.guard.defense import DEFENSES, Defense
-from gradveil.guard.defense import build as build_defense
+from gradveil.protection.defense import DEFENSES, Defense
+from gradveil.protection.defense import build as build_defense
 from gradveil.registry import Registry
 from gradveil.seeds import Seeds
 

@@ -19,7 +19,7 @@ from gradveil.federated.checkpoint import Checkpoint
 from gradveil.federated.client import evaluate
 from gradveil.federated.settings import Local, Training
 from gradveil.federated.simulate import simulate
-from gradveil.guard.defense import build as build_defense
+from gradveil.protection.defense import build as build_defense
 from gradveil.registry import Spec, parse
 from gradveil.threats.setup import fitting_model, load_dataset
 from gradveil.threats.suited import LARGE, is_small, one_thread

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from scipy.stats import pearsonr, spearmanr
 
 from gradveil.countermeasures import Countermeasure
-from gradveil.guard.defense import build as build_defense
+from gradveil.protection.defense import build as build_defense
 from gradveil.ranges import Count, Positive
 from gradveil.threats.meter import leak_meter
 from gradveil.threats.rows import group

@@ -17,9 +17,9 @@ from gradveil.attacks.base import build as build_attack
 from gradveil.countermeasures import Countermeasure
 from gradveil.data import load
 from gradveil.data.base import Dataset
-from gradveil.guard.defense import build as build_defense
 from gradveil.modalities.image import mse
 from gradveil.models import build
+from gradveil.protection.defense import build as build_defense
 from gradveil.seeds import Seeds
 from gradveil.threats.trial import Public, Trial, floors, measured, numbers, oblivious, observe, solved
 from gradveil.types import Batch, Observation, Reconstruction

@@ -7,9 +7,9 @@ from math import nan
 from statistics import fmean, median
 from typing import Any, Self
 
-from gradveil.guard.defense import DEFENSES
-from gradveil.guard.defense import build as build_defense
 from gradveil.metrics import Interval, interval, rate
+from gradveil.protection.defense import DEFENSES
+from gradveil.protection.defense import build as build_defense
 from gradveil.registry import Spec, describe, parse
 from gradveil.threats.rows import OBLIVIOUS, group
 from gradveil_studies.paper.base import BLIND, MAX_DROP, SUCCESS, Row

@@ -16,7 +16,6 @@ from gradveil.data.partition import partition
 from gradveil.federated.engines import World
 from gradveil.federated.settings import Training
 from gradveil.federated.simulate import Round, choose, simulate
-from gradveil.guard.defense import NoDefense
 from gradveil.metrics.representations import (
     CONTROLS,
     class_means,
@@ -25,6 +24,7 @@ from gradveil.metrics.representations import (
     representation_scores,
 )
 from gradveil.models import build
+from gradveil.protection.defense import NoDefense
 from gradveil.ranges import Count, Positive
 from gradveil.seeds import Seeds
 from gradveil.threats.rows import group

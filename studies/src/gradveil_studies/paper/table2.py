@@ -8,11 +8,11 @@ from typing import ClassVar
 
 from gradveil.data import load
 from gradveil.federated.step import step_gradient
-from gradveil.guard.defense import NoDefense
-from gradveil.guard.passes import Report
 from gradveil.metrics import interval
 from gradveil.models import build
 from gradveil.modules import find_layer
+from gradveil.protection.defense import NoDefense
+from gradveil.protection.passes import Report
 from gradveil.ranges import Count
 from gradveil.threats.rows import group
 from gradveil.tree import Params, flatten, norm

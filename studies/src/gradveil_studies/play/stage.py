@@ -13,10 +13,10 @@ from gradveil.data.pixels import decode_images, levels_of
 from gradveil.data.text import words_of
 from gradveil.errors import DataError, SpecError
 from gradveil.federated.settings import Local
-from gradveil.guard.defense import Defense
-from gradveil.guard.defense import build as build_defense
 from gradveil.ids import PADDING, UNKNOWN
 from gradveil.modalities.tokens import Tokens
+from gradveil.protection.defense import Defense
+from gradveil.protection.defense import build as build_defense
 from gradveil.seeds import Seeds
 from gradveil.threats.setup import fitting_model, for_client, load_dataset
 from gradveil.threats.suited import default_attacks

@@ -8,16 +8,16 @@ import torch
 from torch import Generator, nn
 
 from gradveil.errors import DefenseError, UpdateError
-from gradveil.guard.attachment import Attachment, attachment_of, is_same, left_as_it_was, refuse_opacus
-from gradveil.guard.defense import Defense, build
-from gradveil.guard.passes import Report
-from gradveil.guard.releases import Releases
-from gradveil.guard.trace import CHANGED
-from gradveil.guard.uses import Spending
 from gradveil.modules import check_ready
 from gradveil.privacy.accountant import Account
 from gradveil.privacy.draws import own_draws
 from gradveil.privacy.plan import PlannedRun
+from gradveil.protection.attachment import Attachment, attachment_of, is_same, left_as_it_was, refuse_opacus
+from gradveil.protection.counted import Spending
+from gradveil.protection.defense import Defense, build
+from gradveil.protection.passes import Report
+from gradveil.protection.per_record_step import PerRecordStep
+from gradveil.protection.provenance import CHANGED
 from gradveil.registry import describe
 from gradveil.tree import Params
 from gradveil.types import Batch, Update
@@ -31,7 +31,6 @@ class Guard:
         self.model = model  # as it was given
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model."""
         return self.model(*args, **kwargs)
 
     def __enter__(self) -> "Guard":
@@ -53,7 +52,7 @@ class Guard:
     @property
     def account(self) -> Account:
         """What a defence of records has spent of its budget so far; save it with the client."""
-        if (releases := self._attachment.releases) is None:
+        if (releases := self._attachment.per_record) is None:
             raise DefenseError(f"{describe(self.defense)} promises nothing of single records, so it spends no budget.")
         return releases.spending.account
 
@@ -72,8 +71,8 @@ class Guard:
         """Raise ``DefenseError`` where something went past the defence; ``check`` asks for training as well."""
         if self._attachment.went_past:
             raise DefenseError(f"{CHANGED} Do not send this update.")
-        if self._attachment.releases is not None:
-            self._attachment.releases.check_carried()
+        if self._attachment.per_record is not None:
+            self._attachment.per_record.check_carried()
         if bare := self._attachment.without_noise:
             raise DefenseError(
                 f"The gradient of {', '.join(bare[:3])} was not made by the defence, or was changed since. Do not send "
@@ -110,7 +109,7 @@ class Guard:
             )
 
     def _nothing_done(self) -> str:
-        in_passes = self._attachment.in_passes or self._attachment.releases is not None
+        in_passes = self._attachment.in_passes or self._attachment.per_record is not None
         where = "model(x) or guard(x) in train mode" if in_passes else "a torch optimizer"
         return (
             f"No training step was defended by {describe(self.defense)} ({self.report.optimizer_steps} optimizer steps "
@@ -196,7 +195,7 @@ def protect(
     return Guard(attachment, model)
 
 
-def _releases(model: nn.Module, defense: Defense, strict: bool, settings: RecordSettings) -> Releases | None:
+def _releases(model: nn.Module, defense: Defense, strict: bool, settings: RecordSettings) -> PerRecordStep | None:
     """Return what makes releases of the records' gradients; None for a defence that does not act on them."""
     if "records" not in defense.acts_on:
         if given := [name for name, value in settings.items() if value not in (None, False)]:
@@ -217,7 +216,7 @@ def _releases(model: nn.Module, defense: Defense, strict: bool, settings: Record
         limit = cost * run.uses if run is not None and cost is not None else inf
         account = Account("this client", limit=limit)
     known_mean = bool(settings.get("mean_loss"))
-    return Releases(model, defense, Spending(cost, account), slots, known_mean, settings.get("public"), records)
+    return PerRecordStep(model, defense, Spending(cost, account), slots, known_mean, settings.get("public"), records)
 
 
 def refuse_idle(defense: Defense) -> None:

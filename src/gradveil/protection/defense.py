@@ -10,10 +10,10 @@ from torch import Generator, Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, plain
 from gradveil.errors import DefenseError, SpecError
-from gradveil.guard.records.records import Records
 from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.privacy.draws import NoiseKind, Source, noise_kind
 from gradveil.privacy.plan import PlannedRun
+from gradveil.protection.records.records import Records
 from gradveil.registry import Registry, split_specs
 from gradveil.tree import Params
 from gradveil.types import Batch, Observation, Update
@@ -219,5 +219,4 @@ class NoDefense(Defense):
     draws: ClassVar[bool] = False
 
     def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
-        """Return the one view there is: nothing is hidden."""
         return (plain(),)

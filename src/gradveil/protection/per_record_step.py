@@ -12,17 +12,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from gradveil.errors import DefenseError
-from gradveil.guard.apart import check_backward, check_hooks
-from gradveil.guard.carried import Carried
-from gradveil.guard.counted import Following
-from gradveil.guard.defense import Defense, RunningStep
-from gradveil.guard.loss_graph import leads_to, leaves_of, share_of
-from gradveil.guard.passes import Report, lifted
-from gradveil.guard.records.in_training import Ran, TrainedLayers
-from gradveil.guard.stamps import Kept
-from gradveil.guard.uses import InStep, Spending, Used
 from gradveil.modules import tensors_in
 from gradveil.privacy.draws import Source, own_draws
+from gradveil.protection.counted import Following, InStep, Spending, Used
+from gradveil.protection.defense import Defense, RunningStep
+from gradveil.protection.kept import Carried, Kept
+from gradveil.protection.loss_graph import check_backward, check_hooks, leads_to, leaves_of, share_of
+from gradveil.protection.passes import Report, lifted
+from gradveil.protection.records.in_training import Ran, TrainedLayers
 from gradveil.registry import describe
 from gradveil.tree import Params
 from gradveil.types import Batch
@@ -45,7 +42,7 @@ class RecordPass:
         return {edge.node for ran in self.ran.values() for edge in ran.edges}
 
 
-class Releases:
+class PerRecordStep:
     """Turns the backward pass of a loss into a noisy gradient, in which each record counts as the defence lets it."""
 
     def __init__(

@@ -1,5 +1,6 @@
-"""Where a defence gets its turn in the forward passes of a model."""
+"""Hooks on a guarded model: on its forward passes, one thread at a time, and on loading and reading its weights."""
 
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -9,14 +10,12 @@ from torch import Generator, Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradveil.errors import DefenseError
-from gradveil.guard.defense import Defense
-from gradveil.guard.origins import Part, Traces
-from gradveil.guard.passes import Examples, OfExamples, Pass, Report
-from gradveil.guard.releases import Releases
-from gradveil.guard.step import substitute, weight_name, weight_of
-from gradveil.guard.trace import CHANGED
 from gradveil.modules import under_transform
 from gradveil.privacy.draws import SecretDraws, Source, own_draws
+from gradveil.protection.defense import Defense
+from gradveil.protection.passes import Examples, OfExamples, Pass, Report, substitute, weight_name, weight_of
+from gradveil.protection.per_record_step import PerRecordStep
+from gradveil.protection.provenance import CHANGED, Part, Provenance
 from gradveil.registry import describe
 from gradveil.types import Batch
 
@@ -30,19 +29,19 @@ class ForwardHooks:
         self.model, self.defense, self.strict = model, defense, strict
         self.layers = defense.layers(model)
         self.in_passes = bool(defense.acts_on & {"batch", "representation"})
-        self.releases: Releases | None = None  # of a defence of records
+        self.per_record: PerRecordStep | None = None  # of a defence of records
         self.simulated = simulated
         self.report = self._new_report()
         self.passes = 0  # training passes that were defended
         self.current: Pass | None = None
         self.handles: list[RemovableHandle] = []
         self.stepping = False  # an optimizer is at work on the weights
-        self._traces: Traces | None = None
+        self._provenance: Provenance | None = None
         stay_out_of_compiled_graphs()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the private: the pass under way. Leave out what belongs to this object alone: the counts."""
-        alone = {"current": None, "passes": 0, "report": self._new_report(), "stepping": False, "_traces": None}
+        alone = {"current": None, "passes": 0, "report": self._new_report(), "stepping": False, "_provenance": None}
         return self.__dict__ | alone
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -61,11 +60,11 @@ class ForwardHooks:
         return Report(noise=self.defense.noise_from(SecretDraws() if self.simulated is None else self.simulated))
 
     @property
-    def traces(self) -> Traces:
+    def provenance(self) -> Provenance:
         """Where the gradients and weights came from that the defence answers for."""
-        if self._traces is None:
-            self._traces = Traces(self.model, self.layers, self.defense.acts_on)
-        return self._traces
+        if self._provenance is None:
+            self._provenance = Provenance(self.model, self.layers, self.defense.acts_on)
+        return self._provenance
 
     @property
     def on(self) -> bool:
@@ -75,19 +74,19 @@ class ForwardHooks:
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """A pass begins: note its inputs; return the arguments where the defence changes the batch."""
         self.current = None
-        if self.on and (self.in_passes or self.releases) and under_transform():
+        if self.on and (self.in_passes or self.per_record) and under_transform():
             raise DefenseError(
                 "A guarded model was called inside a torch.func transform (vmap, grad, ...), where it cannot be "
                 "defended. Call model(x) on the whole batch and loss.backward() instead."
             )
         if self.handles and torch.is_grad_enabled():
             if not under_transform():  # where other tensors are in the place of weights
-                self.traces.tie()
+                self.provenance.tie()
             if not self.stepping:
-                self.check_weights(self.traces.touched())
-            self.traces.begin()
-        if self.on and self.releases is not None:
-            self.releases.enter(args, kwargs, self.handles)
+                self.check_weights(self.provenance.touched())
+            self.provenance.begin()
+        if self.on and self.per_record is not None:
+            self.per_record.enter(args, kwargs, self.handles)
         if not (self.on and self.in_passes):
             return None
         examples = Examples(args, kwargs)
@@ -144,22 +143,22 @@ class ForwardHooks:
             )
             return None
         self.current.reached.add(layer)
-        output = substitute(module, r, changed, self.traces.carrier(weight_name(layer), weight_of(module)))
+        output = substitute(module, r, changed, self.provenance.carrier(weight_name(layer), weight_of(module)))
         self.current.outputs.append((module, output))
         return output
 
     def outside(self, output: Any) -> None:
         """A part of the model has run: outside the model's own call its output is not defended."""
         if self.current is None and self.handles and torch.is_grad_enabled():
-            self.traces.mark(output, through=self.traces.within_defended())
+            self.provenance.mark(output, through=self.provenance.within_defended())
 
     def leave(self, output: Any) -> None:
         """A pass is over: count it. Without an output it was broken off by an error."""
         current, self.current = self.current, None
-        if self.on and self.releases is not None:
-            self.releases.leave(output)
-        if output is not None and self.handles and self.traces.has_passes and torch.is_grad_enabled():
-            self.traces.mark(output, through=current is not None or self.traces.within_defended())
+        if self.on and self.per_record is not None:
+            self.per_record.leave(output)
+        if output is not None and self.handles and self.provenance.has_passes and torch.is_grad_enabled():
+            self.provenance.mark(output, through=current is not None or self.provenance.within_defended())
         if current is None or output is None:
             return
         if self.layers and not current.reached:
@@ -172,13 +171,13 @@ class ForwardHooks:
             self.undefended(message)
             return
         self.passes += 1
-        if self.releases is None:
+        if self.per_record is None:
             self.report.steps += 1
             self.report.examples += len(current.x)
 
     def check_weights(self, parts: Iterable[Part]) -> None:
         """Refuse weights that were changed past the defence; what else was done to them is accounted for."""
-        if past := self.traces.moved_past(parts):
+        if past := self.provenance.moved_past(parts):
             self.undefended(CHANGED)
             for part in past:
                 part.account()
@@ -195,67 +194,62 @@ class ForwardHooks:
 class Enter:
     """Before the model's forward pass."""
 
-    interceptor: ForwardHooks
+    hooks: ForwardHooks
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Note the pass, and change its batch where the defence does."""
-        return _call(self.interceptor.enter, args, kwargs)
+        return _call(self.hooks.enter, args, kwargs)
 
 
 @dataclass(eq=False)
 class Substitute:
     """After a defended layer's forward pass."""
 
-    interceptor: ForwardHooks
+    hooks: ForwardHooks
     layer: str
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Return the output that carries the defended weight gradient."""
         return _call(self._defended, module, args[0] if args else kwargs["input"])
 
     def _defended(self, module: nn.Module, r: Tensor) -> Tensor | None:
-        if self.interceptor.on and next(iter(module._forward_hooks.values())) is not self:
+        if self.hooks.on and next(iter(module._forward_hooks.values())) is not self:
             raise DefenseError(
                 f"A forward hook was put before the guard's on layer {self.layer!r}, and what it makes of the output "
                 f"would be lost. Register it without prepend."
             )
-        return self.interceptor.defended_output(self.layer, module, r)
+        return self.hooks.defended_output(self.layer, module, r)
 
 
 @dataclass(eq=False)
 class LayerRan:
     """After the forward pass of a layer with weights, under a defence of records."""
 
-    interceptor: ForwardHooks
+    hooks: ForwardHooks
     layer: str
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Take note of what the layer got, and of where its gradient will arrive."""
-        if self.interceptor.on and self.interceptor.releases is not None:
-            _call(self.interceptor.releases.ran, self.layer, args, kwargs, output)
+        if self.hooks.on and self.hooks.per_record is not None:
+            _call(self.hooks.per_record.ran, self.layer, args, kwargs, output)
 
 
 @dataclass(eq=False)
 class Leave:
     """After the model's forward pass, also a broken one."""
 
-    interceptor: ForwardHooks
+    hooks: ForwardHooks
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Count the pass."""
-        _call(self.interceptor.leave, output)
+        _call(self.hooks.leave, output)
 
 
 @dataclass(eq=False)
 class PartRan:
     """After the forward pass of a part that has weights."""
 
-    interceptor: ForwardHooks
+    hooks: ForwardHooks
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Mark what ran outside the model's own call."""
-        if self.interceptor.current is None:
-            _call(self.interceptor.outside, output)
+        if self.hooks.current is None:
+            _call(self.hooks.outside, output)
 
 
 def _plainly(function: Callable[..., Any], *args: Any) -> Any:
@@ -270,3 +264,85 @@ def stay_out_of_compiled_graphs() -> None:
     global _call
     if _call is _plainly:
         _call = torch.compiler.disable(_plainly)
+
+
+class OneThread:
+    """A hook before every pass of a model, its own looks at itself included; a copy of it begins anew."""
+
+    def __init__(self) -> None:
+        self.on = True  # code that was compiled may keep hooks that are gone
+        self._at_work: dict[str, threading.Thread] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy begins with; in the middle of another thread's pass hooks are not where they belong."""
+        owner = self._at_work.get("thread")
+        if self.on and owner is not None and owner is not threading.current_thread() and owner.is_alive():
+            raise DefenseError(
+                f"Thread {owner.name!r} is at work on this guarded model: it cannot be copied or saved until its pass "
+                f"is over. Copy it before the threads start, or let them take turns."
+            )
+        return {"on": self.on, "_at_work": {}}
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        _call(self._take)
+
+    def _take(self) -> None:
+        if not self.on:
+            return
+        me = threading.current_thread()
+        owner = self._at_work.setdefault("thread", me)  # looked up and set at once, whatever other threads do
+        if owner is not me and owner.is_alive():
+            raise DefenseError(
+                f"Thread {owner.name!r} is at work on this guarded model, and {me.name!r} called it as well. Give each "
+                f"thread a model and a guard of its own (copy.deepcopy, before they start), or let them take turns."
+            )
+        self._at_work["thread"] = me
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread's pass is under way."""
+        return self._at_work.get("thread") is threading.current_thread()
+
+    def release(self) -> None:
+        """Let others run the model."""
+        self._at_work.clear()
+
+
+@dataclass(eq=False)
+class BeforeLoading:
+    """Before ``load_state_dict`` writes to a part's weights."""
+
+    hooks: ForwardHooks
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        self.hooks.provenance.tie()
+        self.hooks.check_weights(self.hooks.provenance.of(module))
+        if self.hooks.per_record is not None:
+            self.hooks.per_record.before_loading(module)
+
+
+@dataclass(eq=False)
+class AfterLoading:
+    """After ``load_state_dict`` wrote to a part's weights."""
+
+    hooks: ForwardHooks
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        self.hooks.provenance.load(module)
+        if self.hooks.per_record is not None:
+            self.hooks.per_record.loaded(module)
+
+
+@dataclass(eq=False)
+class BeforeSaving:
+    """Before the whole model's ``state_dict()`` is read, under a defence of records."""
+
+    hooks: ForwardHooks
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        hooks = self.hooks
+        if hooks.per_record is None or hooks.per_record.carried.looking or hooks.stepping:
+            return
+        hooks.provenance.tie()
+        hooks.check_weights(hooks.provenance.parts)
+        hooks.per_record.check_carried()

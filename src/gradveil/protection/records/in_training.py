@@ -19,17 +19,15 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from gradveil.errors import DefenseError
-from gradveil.guard.records.captured import Seen
-from gradveil.guard.records.layer_kinds import KINDS, is_known
-from gradveil.guard.records.records import Captured
-from gradveil.guard.records.rounding import wide
-from gradveil.guard.records.separable import check_layers
 from gradveil.modules import copied_buffers, plain_attention, plain_checkpoints, tensors_in
+from gradveil.protection.records.layers import KINDS, LayerRecord, is_known
+from gradveil.protection.records.records import Captured, check_layers
+from gradveil.protection.records.rounding import wide
 from gradveil.tree import Params
 
 
 @dataclass
-class ModuleSeen(Seen):
+class ModuleRecord(LayerRecord):
     """A module of no known kind, with all that is inside it."""
 
     given: Any = field(kw_only=True)  # the arguments it got, by place and by name
@@ -37,11 +35,9 @@ class ModuleSeen(Seen):
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """The parameters that are trained, by name within the module."""
         return tuple(n for n, p in self.layer.named_parameters() if p.requires_grad)
 
     def own(self, which: str) -> Tensor:
-        """Return each record's gradient; those of all parameters are computed at once."""
         kept: Params = self.__dict__.setdefault("_kept", {})
         kept.update({n: wide(g.detach())[None] for n, g in self._gradients().items()})
         return kept[which]
@@ -78,8 +74,7 @@ class ModuleSeen(Seen):
                 alone = [gradient(*one) for one in zip(zip(*each, strict=True), *rows.values(), strict=True)]
                 return {n: torch.stack([g[n] for g in alone]) for n in weights}
 
-    def without(self, left_out: Tensor) -> Seen:
-        """Return the same with zeros for the records of a mask (1, N)."""
+    def without(self, left_out: Tensor) -> LayerRecord:
         other, kept = copy.copy(self), {}
         for which in self.trained:
             each = self.held(which)
@@ -99,7 +94,7 @@ class Ran:
     edges: tuple[GradientEdge, ...]  # of these
     before: tuple[Node, ...]  # what made its arguments
 
-    def seen(self, deltas: Sequence[Tensor | None], count: int) -> Seen | None:
+    def seen(self, deltas: Sequence[Tensor | None], count: int) -> LayerRecord | None:
         """Return what it saw, with the loss's gradients (N, ...) by what it gave; None where all of these are none."""
         there = {place: d for place, d in zip(self.places, deltas, strict=True) if d is not None}
         if not there:
@@ -111,7 +106,7 @@ class Ran:
         first = _tensors(self.given)[0]
         if is_known(self.module):
             return KINDS[type(self.module)](self.module, prefix, first[None], delta[None])
-        return ModuleSeen(self.module, prefix, first[None], delta[None], given=self.given, deltas=there)
+        return ModuleRecord(self.module, prefix, first[None], delta[None], given=self.given, deltas=there)
 
 
 class TrainedLayers:

@@ -1,7 +1,8 @@
-"""The gradients of each record's loss, one by one, without the caller knowing how they are computed."""
+"""Gradients of single records: what can be asked of them, and the fastest way to each."""
 
 import warnings
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -12,21 +13,186 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call, grad, vmap
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
+from gradveil.errors import DefenseError
 from gradveil.gradients.functional import quiet
 from gradveil.gradients.precision import full_precision
-from gradveil.guard.records.captured import Seen
-from gradveil.guard.records.held import Held, InParts, Records
-from gradveil.guard.records.layer_kinds import KINDS, known
-from gradveil.guard.records.rounding import Pair, wide
-from gradveil.guard.records.separable import check_separable, check_unmixed, same
 from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.losses import build as build_loss
 from gradveil.modules import copied_buffers, plain_attention, plain_checkpoints, ways_into
-from gradveil.tree import Params
+from gradveil.protection.records.layers import KINDS, LayerRecord, known
+from gradveil.protection.records.rounding import (
+    Pair,
+    products,
+    squares,
+    sum_of_held,
+    wide,
+)
+from gradveil.tree import Params, add, norm, subtract
 from gradveil.types import Batch
 
-__all__ = ["HELD", "Captured", "Held", "InParts", "Records", "capture", "records_of"]
+
+class Records(ABC):
+    """Gradients g_j of N records."""
+
+    count: int
+    like: Params  # the trained parameters, of which names, order, shapes and types count
+
+    @abstractmethod
+    def square_norms(self) -> Tensor:
+        """Return upper bounds of each ||g_j||² (N,) in float64, as near as rounding lets them be."""
+
+    def square_masses(self) -> Tensor:
+        """Return upper bounds of what cancels in each g_j, squared (N,): where nothing does, norms (``rounding``)."""
+        return self.square_norms()
+
+    @property
+    def formed(self) -> int:
+        """Positions of gradients that ``along`` forms and ``weighted_sum`` does not; 0: none."""
+        return 0
+
+    @abstractmethod
+    def along(self, directions: Params) -> Tensor:
+        """Return the inner products (N, R) with directions (R, *shape) by name, in float64."""
+
+    @abstractmethod
+    def each(self) -> Params:
+        """Return the gradients themselves (N, *shape) by name."""
+
+    @abstractmethod
+    def weighted_sum(self, weights: Tensor, mass: float = 1.0) -> Params:
+        """Return Σ w_j g_j, in float32 at least; a record of weight 0 never counts, even where it is not finite.
+
+        ``mass``: the most that one w_j g_j may be long, in clips; the sum is off by less than ``rounding`` says.
+        """
+
+    def pieces(self) -> Iterator[tuple["Records", slice]]:
+        """Yield the records as they are held at once, and which of all they are."""
+        yield self, slice(None)
+
+
+@dataclass(frozen=True)
+class Held(Records):
+    """Gradients that lie side by side: (N, *shape) by name."""
+
+    gradients: Params
+
+    @property
+    def count(self) -> int:  # type: ignore[override]
+        return len(next(iter(self.gradients.values())))
+
+    @property
+    def like(self) -> Params:  # type: ignore[override]
+        return {n: g.new_empty(g.shape[1:]) for n, g in self.gradients.items()}
+
+    def square_norms(self) -> Tensor:
+        return torch.stack([squares(g, 1) for g in self.gradients.values()]).sum(0)
+
+    def along(self, directions: Params) -> Tensor:
+        found = [products(g.flatten(1), directions[n].flatten(1)) for n, g in self.gradients.items()]
+        return torch.stack(found).sum(0)
+
+    def each(self) -> Params:
+        return self.gradients
+
+    def weighted_sum(self, weights: Tensor, mass: float = 1.0) -> Params:
+        kept, found = weights != 0, self.gradients
+        if not bool(kept.all()):  # in its place: where the others are summed must not hang on it
+            found = {n: g.masked_fill(~kept.view(-1, *[1] * (g.ndim - 1)), 0) for n, g in found.items()}
+        return {n: sum_of_held(wide(g)[None], weights[None], mass)[0] for n, g in found.items()}
+
+
+@dataclass(frozen=True)
+class InParts(Records):
+    """Gradients of some records after the others: computed anew for every question."""
+
+    parts: Sequence[Callable[[], Held]]
+    sizes: Sequence[int]
+    like: Params
+
+    @property
+    def count(self) -> int:  # type: ignore[override]
+        return sum(self.sizes)
+
+    def square_norms(self) -> Tensor:
+        return torch.cat([part().square_norms() for part in self.parts])
+
+    def along(self, directions: Params) -> Tensor:
+        return torch.cat([part().along(directions) for part in self.parts])
+
+    def each(self) -> Params:
+        found = [part().gradients for part in self.parts]
+        return {n: torch.cat([some[n] for some in found]) for n in found[0]}
+
+    def weighted_sum(self, weights: Tensor, mass: float = 1.0) -> Params:
+        total: Params = {}
+        for part, some in self.pieces():
+            found = part.weighted_sum(weights[some], mass)
+            total = {n: g.double() + total[n] if total else g.double() for n, g in found.items()}
+        return total
+
+    def pieces(self) -> Iterator[tuple[Records, slice]]:
+        start = 0
+        for part, size in zip(self.parts, self.sizes, strict=True):
+            yield part(), slice(start, start + size)
+            start += size
+
+
+def check_separable(model: nn.Module, loss: Loss) -> None:
+    """Raise where an example's gradient would depend on the others in its batch, or buffers on the data."""
+    if not loss.separable:
+        name = getattr(loss, "spec", None) or getattr(loss, "name", None) or loss.spec_name
+        raise DefenseError(
+            f"The loss {name} is not known to be a mean of one loss per example, so that no record can be clipped by "
+            f"itself. Use cross_entropy without weights, bce or mse."
+        )
+    check_layers(model)
+
+
+def check_layers(model: nn.Module) -> None:
+    """Raise where a layer mixes the examples of a batch, or writes what it saw of them to its buffers."""
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+            raise DefenseError(
+                f"Layer {name!r} is batch norm in train mode, which mixes the examples of a batch: no record can be "
+                f"clipped by itself. Use group norm, or freeze the layer by eval()."
+            )
+        if isinstance(module, _InstanceNorm) and module.training and module.track_running_stats:
+            raise DefenseError(
+                f"Layer {name!r} keeps running statistics of the data, which would leave the client beside the noise. "
+                f"Build it with track_running_stats=False."
+            )
+
+
+def check_unmixed(model: nn.Module, batch: Batch, loss: Loss) -> Params:
+    """Raise where the first two examples together give another gradient than one by one; return that of the first."""
+    first = _gradient(model, batch[:1], loss)
+    if len(batch) == 1:
+        return first
+    apart, together = add(first, _gradient(model, batch[1:2], loss)), _gradient(model, batch[:2], loss)
+    if not same(together, apart) and same(first, _gradient(model, batch[:1], loss)):  # else it is chance
+        raise DefenseError(
+            f"In {type(model).__name__} the gradient of an example depends on the others of its batch: no record can "
+            f"be clipped by itself. Use layers that look at one example at a time."
+        )
+    return first
+
+
+def _gradient(model: nn.Module, batch: Batch, loss: Loss) -> Params:
+    """Return the gradient of the sum of the losses."""
+    weights = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    with torch.enable_grad():
+        value = loss.each(model(batch.inputs), batch.labels).sum()
+    return dict(zip(weights, torch.autograd.grad(value, list(weights.values()), materialize_grads=True), strict=True))
+
+
+def same(a: Params, b: Params) -> bool:
+    """Return whether two gradients are the same but for rounding; where one is not finite, nothing is known."""
+    apart, on_cuda = float(norm(subtract(a, b))), any(value.is_cuda for value in b.values())
+    return not apart > (0.02 if on_cuda else 1e-3) * float(norm(b)) + 1e-7  # CUDA may round to TF32
+
 
 HELD = 2**28  # bytes of gradients that are held at once; beyond, they are computed again when they are needed again
 
@@ -35,13 +201,12 @@ HELD = 2**28  # bytes of gradients that are held at once; beyond, they are compu
 class Captured(Records):
     """Gradients by what the layers saw: of N records, or of (K, N) where the model's weights are those of K clients."""
 
-    layers: list[Seen]
+    layers: list[LayerRecord]
     like: Params  # the trained parameters, in order
     shape: tuple[int, ...]  # (N,) or (K, N)
 
     @property
     def count(self) -> int:  # type: ignore[override]
-        """How many records a client has."""
         return self.shape[-1]
 
     @cached_property
@@ -57,20 +222,16 @@ class Captured(Records):
         return self.layers[0].delta.shape[:2]
 
     def square_norms(self) -> Tensor:
-        """Return bounds of each ||g_j||²."""
         return self._lengths[0].view(self.shape)
 
     def square_masses(self) -> Tensor:
-        """Return bounds of what cancels in each g_j, squared."""
         return self._lengths[1].view(self.shape)
 
     @cached_property
     def formed(self) -> int:
-        """Positions of gradients that ``along`` forms and ``weighted_sum`` does not."""
         return max(layer.formed for layer in self.layers)
 
     def along(self, directions: Params) -> Tensor:
-        """Return the inner products with directions (R, *shape)."""
         found = [
             layer.along(which, directions[layer.prefix + which].to(layer.delta))
             for layer in self.layers
@@ -79,7 +240,6 @@ class Captured(Records):
         return torch.stack(found).sum(0).reshape(*self.shape, -1)
 
     def each(self) -> Params:
-        """Return the gradients (N, *shape) or (K, N, *shape)."""
         found = {layer.prefix + w: layer.each(w) for layer in self.layers for w in layer.trained}
         empty = self.layers[0].delta.new_zeros(())
         return {
@@ -88,7 +248,6 @@ class Captured(Records):
         }
 
     def weighted_sum(self, weights: Tensor, mass: float = 1.0) -> Params:
-        """Return Σ w_j g_j; with K clients, for each (K, *shape)."""
         factors, bad = weights.view(self._lead), ~self._lengths[1].isfinite()
         layers = [layer.without(bad & (factors == 0)) for layer in self.layers] if bool(bad.any()) else self.layers
         found = {layer.prefix + w: layer.total(w, factors, mass) for layer in layers for w in layer.trained}
@@ -99,7 +258,6 @@ class Captured(Records):
         }
 
     def dealt(self, clients: int) -> "Captured":
-        """Return the records of each client (K, N) as those of so many clients (K · clients, N / clients)."""
         layers = [layer.dealt(clients) for layer in self.layers]
         return Captured(layers, self.like, (self.shape[0] * clients, self.shape[1] // clients))
 

@@ -1,10 +1,4 @@
-"""Gradients of records from what each layer saw: its input a and the loss's gradient δ by its output.
-
-A layer that is linear in its weight has the gradient Σ_t δ_t a_tᵀ for a record with positions t (pixels, words), so
-that its norm needs no gradient at all where there is one position, ||a||² ||δ||², or few: Σ_st (a_s·a_t)(δ_s·δ_t)
-(ghost norms). A weighted sum over records is the usual weight gradient with weighted δ. All tensors have two leading
-dimensions: (K clients, N records). Norms are upper bounds and sums go by chunks, as ``rounding`` says.
-"""
+"""Gradients of single records from what each layer saw: its input a and the loss's gradient δ by its output."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -15,14 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradveil.gradients.convolution import Geometry, pair, patches
-from gradveil.guard.records.rounding import (
+from gradveil.protection.records.rounding import (
     MASS,
     Pair,
     chunked,
     gram,
+    gram_of_rows,
     in_chunks,
+    narrow,
     products,
     records_in_a_chunk,
     squares,
@@ -34,7 +31,7 @@ CACHED = 2**20  # numbers of patches that are made at once on a CPU
 
 
 @dataclass
-class Seen(ABC):
+class LayerRecord(ABC):
     """What one layer saw."""
 
     layer: nn.Module
@@ -99,16 +96,16 @@ class Seen(ABC):
         """Return the inner products (K, N, R) with directions (R, *shape)."""
         return products(self.held(which).flatten(2), self.rows(which, directions))
 
-    def part(self, some: slice) -> "Seen":
+    def part(self, some: slice) -> "LayerRecord":
         """Return what some clients saw."""
         return type(self)(self.layer, self.prefix, self.a[some], self.delta[some])
 
-    def dealt(self, clients: int) -> "Seen":
+    def dealt(self, clients: int) -> "LayerRecord":
         """Return the records of each client as those of so many clients."""
         a, delta = (v.unflatten(1, (clients, -1)).flatten(0, 1) for v in (self.a, self.delta))
         return type(self)(self.layer, self.prefix, a, delta)
 
-    def without(self, left_out: Tensor) -> "Seen":
+    def without(self, left_out: Tensor) -> "LayerRecord":
         """Return what the layer saw, with zeros for the records of a mask (K, N), whatever these held."""
 
         def kept(values: Tensor) -> Tensor:
@@ -117,7 +114,7 @@ class Seen(ABC):
         return type(self)(self.layer, self.prefix, kept(self.a), kept(self.delta))
 
 
-class Weighted(Seen):
+class Weighted(LayerRecord):
     """A layer that is linear in its weight: rows of inputs (K, N, G, T, I) and of δ (K, N, G, T, O), in G groups."""
 
     @abstractmethod
@@ -138,23 +135,19 @@ class Weighted(Seen):
         return positions * (inputs + outputs) < inputs * outputs or positions == 1
 
     def own(self, which: str) -> Tensor:
-        """Return each record's gradient."""
         if which == "bias":
             return self.deltas().sum(3).flatten(2)
         return (self.deltas().mT @ self.inputs()).flatten(2, 3)
 
     def ordered(self, which: str, numbers: Tensor) -> Tensor:
-        """Return numbers (..., O, I) as the parameter has them."""
         shape = self.layer._parameters[which].shape  # type: ignore[union-attr]
         return numbers.reshape(*numbers.shape[: numbers.ndim - min(len(shape), 2)], *shape)
 
     @property
     def formed(self) -> int:
-        """Positions of a gradient that is not what is summed."""
         return int(self.deltas().shape[3]) if self.ghost else 0
 
     def lengths_of(self, which: str) -> Pair:
-        """Return bounds of the square norms and masses (K, N) of one parameter's gradients."""
         if which == "bias" or not self.ghost:
             return super().lengths_of(which)
         a, delta = self.inputs(), self.deltas()
@@ -165,7 +158,6 @@ class Weighted(Seen):
         return norms, masses
 
     def total(self, which: str, weights: Tensor, mass: float = 1.0) -> Tensor:
-        """Return the weighted sum of one parameter's gradients (K, *shape)."""
         if which == "bias" or not self.ghost:
             return super().total(which, weights, mass)
         positions = self.deltas().shape[3]
@@ -179,30 +171,26 @@ class Weighted(Seen):
         return in_chunks(self.a.shape[1], max(size, 1), numbers, self.delta, part, mass)
 
     def chunks(self, some: slice, size: int, weights: Tensor) -> Tensor:
-        """Return the weighted sums of chunks of some records (K, chunks, *shape), in the type of the weights."""
         seen = self if some == slice(0, self.a.shape[1]) else self.of_records(some)
         delta = seen.deltas().to(weights) * weights[:, :, None, None, None]
         a, delta = (chunked(rows, size).transpose(2, 3).flatten(3, 4) for rows in (seen.inputs().to(delta), delta))
         return self.ordered("weight", (delta.mT @ a).flatten(2, 3))
 
     def of_records(self, some: slice) -> "Weighted":
-        """Return what was seen of some records."""
         return type(self)(self.layer, self.prefix, self.a[:, some], self.delta[:, some])
 
 
-class LinearSeen(Weighted):
+class LinearRecord(Weighted):
     """A fully connected layer."""
 
     def inputs(self) -> Tensor:
-        """Return the rows of inputs."""
         return self.a.flatten(2, -2)[:, :, None] if self.a.ndim > 3 else self.a[:, :, None, None]
 
     def deltas(self) -> Tensor:
-        """Return the rows of δ."""
         return self.delta.flatten(2, -2)[:, :, None] if self.delta.ndim > 3 else self.delta[:, :, None, None]
 
 
-class ConvolutionSeen(Weighted):
+class ConvolutionRecord(Weighted):
     """A convolution in one or two dimensions: its positions are the output's pixels, its inputs their patches."""
 
     @cached_property
@@ -219,7 +207,6 @@ class ConvolutionSeen(Weighted):
         return F.pad(x, sides, mode=layer.padding_mode)
 
     def inputs(self) -> Tensor:
-        """Return the patches."""
         layer: Any = self.layer
         x = self._padded()
         if self.by_pixel:
@@ -231,7 +218,6 @@ class ConvolutionSeen(Weighted):
         return columns.view(*self.a.shape[:2], layer.groups, -1, columns.shape[2]).mT
 
     def own(self, which: str) -> Tensor:
-        """Return each record's gradient; a few records at a time, whose patches stay in the cache."""
         layer: Any = self.layer
         each = self.delta[0, 0, 0].numel() * layer.weight[0].numel()
         some = max(1, CACHED // each)
@@ -241,7 +227,6 @@ class ConvolutionSeen(Weighted):
         return torch.cat([type(self)(layer, self.prefix, a, d).own(which) for a, d in parts], 1)
 
     def ordered(self, which: str, numbers: Tensor) -> Tensor:
-        """Return numbers (..., O, I) as the parameter has them."""
         layer: Any = self.layer
         if which == "bias" or not self.by_pixel:
             return super().ordered(which, numbers)
@@ -249,19 +234,16 @@ class ConvolutionSeen(Weighted):
         return found.movedim(-1, -3)
 
     def rows(self, which: str, directions: Tensor) -> Tensor:
-        """Return directions (R, *shape) in the order of the patches."""
         if which == "bias" or not self.by_pixel:
             return super().rows(which, directions)
         return directions.movedim(2, -1).flatten(1)
 
     def deltas(self) -> Tensor:
-        """Return δ by position."""
         layer: Any = self.layer
         rows: Tensor = self.delta.flatten(3).unflatten(2, (layer.groups, -1))
         return rows.mT
 
     def chunks(self, some: slice, size: int, weights: Tensor) -> Tensor:
-        """Return the weighted sums; on a CPU by torch's own convolution, which adds up products as they are."""
         layer: Any = self.layer
         plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str) and not self.delta.is_cuda
         if not plain or len(self.a) > 1 or self.a.ndim != 5 or size < len(weights[0]) or weights.dtype != self.a.dtype:
@@ -270,3 +252,96 @@ class ConvolutionSeen(Weighted):
         delta = self.delta[0, some] * weights[0][:, None, None, None]
         found: Tensor = conv2d_weight(self.a[0, some], layer.weight.shape, delta, *settings)
         return found[None, None]
+
+
+class NormRecord(LayerRecord):
+    """A normalisation's weight and bias, each a factor or a summand of the standardised input."""
+
+    def own(self, which: str) -> Tensor:
+        layer: Any = self.layer
+        part = self.delta if which == "bias" else self.delta * self.standardised().view_as(self.delta)
+        if isinstance(layer, (nn.LayerNorm, nn.RMSNorm)):
+            return part.flatten(2, -1 - len(layer.normalized_shape)).sum(2) if self._positions else part
+        return part.flatten(3).sum(3) if part.ndim > 3 else part
+
+    @property
+    def _positions(self) -> bool:
+        return self.delta.ndim > 2 + len(self.layer.normalized_shape)  # type: ignore[arg-type]
+
+    def standardised(self) -> Tensor:
+        layer: Any = self.layer
+        x = self.a.flatten(0, 1)
+        if isinstance(layer, nn.LayerNorm):
+            return F.layer_norm(x, layer.normalized_shape, eps=layer.eps)
+        if isinstance(layer, nn.RMSNorm):
+            return F.rms_norm(x, layer.normalized_shape, eps=layer.eps)
+        if isinstance(layer, nn.GroupNorm):
+            return F.group_norm(x, layer.num_groups, eps=layer.eps)
+        if isinstance(layer, _BatchNorm):
+            return F.batch_norm(x, layer.running_mean, layer.running_var, eps=layer.eps)
+        return F.instance_norm(x, layer.running_mean, layer.running_var, use_input_stats=True, eps=layer.eps)
+
+
+class EmbeddingRecord(LayerRecord):
+    """Rows of a table, by number."""
+
+    def _rows(self) -> tuple[Tensor, Tensor]:
+        """Return numbers (K, N, T) and δ (K, N, T, D), zero at the padding."""
+        layer: Any = self.layer
+        numbers = self.a.reshape(*self.a.shape[:2], -1)
+        delta = self.delta.reshape(*numbers.shape, self.delta.shape[-1])
+        if layer.padding_idx is not None:
+            delta = delta.masked_fill((numbers == layer.padding_idx)[..., None], 0)
+        return numbers, delta
+
+    @property
+    def formed(self) -> int:
+        return int(self._rows()[0].shape[2])
+
+    def own(self, which: str) -> Tensor:
+        numbers, delta = self._rows()
+        empty = delta.new_zeros(*numbers.shape[:2], *self.layer.weight.shape)  # type: ignore[misc]
+        return empty.scatter_add_(2, numbers[..., None].expand_as(delta), delta)
+
+    def lengths_of(self, which: str) -> Pair:
+        numbers, delta = self._rows()
+        return gram_of_rows(delta, numbers[..., None] == numbers[..., None, :])
+
+    def total(self, which: str, weights: Tensor, mass: float = 1.0) -> Tensor:
+        numbers, delta = self._rows()
+        delta = (delta.double() * weights[..., None, None]).flatten(1, 2)
+        empty = delta.new_zeros(len(delta), *self.layer.weight.shape)  # type: ignore[misc]
+        found = empty.scatter_add_(1, numbers.flatten(1)[..., None].expand_as(delta), delta)
+        return narrow(found, numbers.shape[1], self.delta.dtype, mass)
+
+
+KINDS: dict[type[nn.Module], type[LayerRecord]] = {
+    nn.Linear: LinearRecord,
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d), ConvolutionRecord),
+    **dict.fromkeys((nn.LayerNorm, nn.RMSNorm, nn.GroupNorm), NormRecord),
+    **dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), NormRecord),
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), NormRecord),
+    nn.Embedding: EmbeddingRecord,
+}
+
+
+def known(model: nn.Module) -> dict[nn.Module, str] | None:
+    """Return the layers that hold trained parameters, with their names' prefix; None where one is of no known kind."""
+    found: dict[nn.Module, str] = {}
+    for name, module in model.named_modules():
+        if not any(p is not None and p.requires_grad for p in module._parameters.values()):
+            continue
+        if not is_known(module):
+            return None
+        found[module] = f"{name}." if name else ""
+    return found
+
+
+def is_known(module: nn.Module) -> bool:
+    """Return whether a module is a layer whose records' gradients follow from what it saw."""
+    plain = type(module) in KINDS and "forward" not in module.__dict__ and "parametrizations" not in module._modules
+    if isinstance(module, nn.Embedding):
+        plain = plain and module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+    if isinstance(module, nn.modules.instancenorm._InstanceNorm):
+        plain = plain and (module.training or not module.track_running_stats)
+    return plain

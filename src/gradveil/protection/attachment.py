@@ -1,5 +1,6 @@
-"""A defence attached to a model and to the optimizers that step on its weights."""
+"""Hooks of a defence on a model, on backward passes and on the optimizers that step on its weights."""
 
+import weakref
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -7,25 +8,147 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from gradveil.errors import DefenseError
-from gradveil.guard.backward import unwatch_backward, watch_backward
-from gradveil.guard.defense import Defense
-from gradveil.guard.hooks import Enter, ForwardHooks, LayerRan, Leave, PartRan, Substitute
-from gradveil.guard.loading import AfterLoading, BeforeLoading, BeforeSaving
-from gradveil.guard.one_thread import OneThread
-from gradveil.guard.optimizer_state import check_state, note_state
-from gradveil.guard.optimizers import unwatch_optimizers, watch_optimizers
-from gradveil.guard.origins import Part
-from gradveil.guard.passes import lifted
-from gradveil.guard.releases import Releases
-from gradveil.guard.stamps import Stamp, alike, copied, is_stamped, stamp
-from gradveil.guard.step import check_layer
-from gradveil.guard.trace import Bits
 from gradveil.privacy.draws import own_draws
+from gradveil.protection.defense import Defense
+from gradveil.protection.forward import (
+    AfterLoading,
+    BeforeLoading,
+    BeforeSaving,
+    Enter,
+    ForwardHooks,
+    LayerRan,
+    Leave,
+    OneThread,
+    PartRan,
+    Substitute,
+)
+from gradveil.protection.kept import Stamp, alike, copied, is_stamped, stamp
+from gradveil.protection.passes import check_layer, lifted
+from gradveil.protection.per_record_step import PerRecordStep
+from gradveil.protection.provenance import Bits, Part
 from gradveil.registry import describe
 from gradveil.tree import Params
+
+_before_backward: "weakref.WeakSet[Attachment]" = weakref.WeakSet()
+_own: Any = torch.autograd.backward
+
+
+def watch_backward(listener: "Attachment") -> None:
+    """Ask the listener before every backward pass from now on; it is not kept alive by this."""
+    _before_backward.add(listener)
+    torch.autograd.backward = _watched
+
+
+def unwatch_backward(listener: "Attachment") -> None:
+    """Ask this listener no more; torch is as it was after the last one."""
+    _before_backward.discard(listener)
+    if not _before_backward:
+        torch.autograd.backward = _own
+
+
+def _watched(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
+    """``torch.autograd.backward``, where no attachment takes it."""
+    roots = [tensors] if isinstance(tensors, Tensor) else [t for t in tensors if isinstance(t, Tensor)]
+    plain = grad_tensors is None and grad_variables is None and inputs is None and not create_graph
+    retain = create_graph if retain_graph is None else retain_graph
+    if not any(listener.take_backward(roots, plain, retain) for listener in list(_before_backward)):
+        _own(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+
+
+_at_steps: "weakref.WeakSet[Attachment]" = weakref.WeakSet()
+_handles: list[RemovableHandle] = []
+_last: "weakref.WeakKeyDictionary[Optimizer, RemovableHandle]" = weakref.WeakKeyDictionary()
+
+
+def watch_optimizers(listener: "Attachment") -> None:
+    """Tell the listener of every step from now on; it is not kept alive by this."""
+    _at_steps.add(listener)
+    if not _handles:
+        _handles.extend([register_optimizer_step_pre_hook(_on_step), register_optimizer_step_post_hook(_after_step)])
+
+
+def unwatch_optimizers(listener: "Attachment") -> None:
+    """Tell this listener no more; the hooks go with the last one."""
+    _at_steps.discard(listener)
+    while not _at_steps and (_handles or _last):
+        (_handles.pop() if _handles else _last.popitem()[1]).remove()
+
+
+def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Line up behind the hooks of the optimizer itself, which may change gradients."""
+    if (handle := _last.get(optimizer)) is None:
+        handle = _last[optimizer] = optimizer.register_step_pre_hook(_at_last)
+    optimizer._optimizer_step_pre_hooks.move_to_end(handle.id)  # type: ignore[attr-defined]
+
+
+def _at_last(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Tell every listener now or, where a closure makes the gradients inside the step, after the closure."""
+    for listener in list(_at_steps):
+        listener.begin_step(optimizer)
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        _tell(optimizer)
+        return None
+
+    def then_tell() -> Any:
+        value = closure()
+        _tell(optimizer)
+        return value
+
+    return (
+        (args[:1], kwargs | {"closure": then_tell})
+        if "closure" in kwargs
+        else ((args[0], then_tell, *args[2:]), kwargs)
+    )
+
+
+def _tell(optimizer: Optimizer) -> None:
+    for listener in list(_at_steps):
+        listener.before_step(optimizer)
+
+
+def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for listener in list(_at_steps):
+        listener.after_step(optimizer)
+
+
+_noted: "WeakKeyDictionary[Optimizer, list[tuple[Tensor, int]]]" = WeakKeyDictionary()  # and how often written to
+
+
+def _state(optimizer: Optimizer, weights: Params) -> list[tuple[str, Tensor]]:
+    """Return what an optimizer keeps of the gradients of some weights, by the weights' names."""
+    own = ((name, optimizer.state[p]) for name, p in weights.items() if p in optimizer.state)
+    return [(name, t) for name, kept in own for t in tree_leaves(kept) if isinstance(t, Tensor)]
+
+
+def note_state(optimizer: Optimizer, weights: Params) -> None:
+    """A step on defended gradients was taken, from nothing or from the state of such steps."""
+    _noted[optimizer] = [(t, t._version) for _, t in _state(optimizer, weights)]
+
+
+def check_state(optimizer: Optimizer, weights: Params) -> None:
+    """Raise where an optimizer holds anything that steps under a guard of records did not leave there."""
+    known = {id(t): version for t, version in _noted.get(optimizer, [])}
+    if odd := [name for name, t in _state(optimizer, weights) if known.get(id(t)) != t._version]:
+        raise DefenseError(
+            f"The optimizer's state for {odd[0]!r} was not left by steps under this defence (it is from before the "
+            f"guard, or was loaded or changed), and may hold gradients without noise. Make a new optimizer, or call "
+            f"optimizer.state.clear()."
+        )
 
 
 class Attachment(ForwardHooks):
@@ -37,10 +160,10 @@ class Attachment(ForwardHooks):
         defense: Defense,
         simulated: Generator | None,
         strict: bool,
-        releases: Releases | None = None,
+        per_record: PerRecordStep | None = None,
     ) -> None:
         super().__init__(model, defense, simulated, strict)
-        self.releases = releases
+        self.per_record = per_record
         self.at_start: int | None = _checksum(model)  # of a copy unknown: it is made in the middle
         self.stamps: WeakKeyDictionary[Optimizer, Stamp] = WeakKeyDictionary()
         self.held: list[Part] = []  # by the optimizer that is at work
@@ -60,7 +183,6 @@ class Attachment(ForwardHooks):
             self._watch()
 
     def attach(self) -> None:
-        """Register the hooks."""
         for layer in self.layers:
             check_layer(self.model, layer)
         self.keeper = self.model.register_forward_pre_hook(self.alone, prepend=True)
@@ -68,24 +190,24 @@ class Attachment(ForwardHooks):
         for layer in self.layers:
             target = self.model.get_submodule(layer)
             self.handles.append(target.register_forward_hook(Substitute(self, layer), prepend=True, with_kwargs=True))
-        for layer in self.releases.watched.layers if self.releases is not None else ():
+        for layer in self.per_record.watched.layers if self.per_record is not None else ():
             target = self.model.get_submodule(layer)
             self.handles.append(target.register_forward_hook(LayerRan(self, layer), prepend=True, with_kwargs=True))
         for part in self.model.modules():
-            if self.traces.owned_by(part) or self.releases is not None:
+            if self.provenance.owned_by(part) or self.per_record is not None:
                 self.handles.append(part.register_load_state_dict_pre_hook(BeforeLoading(self)))
                 self.handles.append(part.register_load_state_dict_post_hook(AfterLoading(self)))
-                if self.traces.has_passes and part is not self.model:
+                if self.provenance.has_passes and part is not self.model:
                     self.handles.append(part.register_forward_hook(PartRan(self)))
         self.handles.append(self.model.register_forward_hook(Leave(self), always_call=True))
-        if self.releases is not None:
+        if self.per_record is not None:
             self.handles.append(self.model.register_state_dict_pre_hook(BeforeSaving(self)))
             self.stale = {name: Bits([g]).sum() for name, g in self._gradients().items()}
         self._watch()
 
     def _watch(self) -> None:
         watch_optimizers(self)
-        if self.releases is not None:
+        if self.per_record is not None:
             watch_backward(self)
 
     def detach(self) -> None:
@@ -93,7 +215,7 @@ class Attachment(ForwardHooks):
         if self.handles:
             self.past, self.bare = self.went_past, self.without_noise
             self.report.skipped += self.past and not self.strict
-            self.traces.untie()
+            self.provenance.untie()
         while self.handles:
             self.handles.pop().remove()
         if self.keeper is not None:
@@ -103,7 +225,6 @@ class Attachment(ForwardHooks):
         unwatch_backward(self)
 
     def leave(self, output: Any) -> None:
-        """A pass is over, or was refused since another thread's is under way."""
         if self.alone.is_mine:
             try:
                 super().leave(output)
@@ -114,16 +235,16 @@ class Attachment(ForwardHooks):
     def went_past(self) -> bool:
         """Whether weights were changed past the defence since the last step, or before it was detached."""
         if self.handles:
-            self.traces.tie()
-            return bool(self.traces.moved_past(self.traces.parts))
+            self.provenance.tie()
+            return bool(self.provenance.moved_past(self.provenance.parts))
         return self.past
 
     @property
     def without_noise(self) -> list[str]:
         """Weights whose gradients are there, under a defence of records, and were not made by it."""
-        if not self.handles or self.releases is None:
+        if not self.handles or self.per_record is None:
             return self.bare
-        self.traces.tie()
+        self.provenance.tie()
         gradients = self._gradients()
         old = [n for n, g in gradients.items() if n in self.stale and torch.equal(Bits([g]).sum(), self.stale[n])]
         return [name for name in self._foreign(gradients) if name not in old]
@@ -138,11 +259,11 @@ class Attachment(ForwardHooks):
 
     def begin_step(self, optimizer: Optimizer) -> None:
         """The weights must be those that the last step left."""
-        self.traces.tie()  # before asking which it holds
-        self.traces.begin()
-        self.held = self.traces.held_by(optimizer)
+        self.provenance.tie()  # before asking which it holds
+        self.provenance.begin()
+        self.held = self.provenance.held_by(optimizer)
         self.check_weights(self.held)
-        if self.held and self.releases is not None:
+        if self.held and self.per_record is not None:
             check_state(optimizer, self._trained())
         self.stepping = bool(self.held)
 
@@ -151,26 +272,26 @@ class Attachment(ForwardHooks):
         self.stepping = False
         for part in self.held:
             part.account()
-        if self.held and self.releases is not None:
-            self.releases.stepped()
+        if self.held and self.per_record is not None:
+            self.per_record.stepped()
             note_state(optimizer, self._trained())
 
     def take_backward(self, roots: list[Tensor], plain: bool, retain: bool) -> bool:
         """A backward pass begins: where it goes through defended records, make their release in its place."""
-        if self.releases is None or not self.handles or not self.releases.of(roots):
+        if self.per_record is None or not self.handles or not self.per_record.of(roots):
             return False
         if not plain:
             raise DefenseError(
                 "A backward pass through a guarded model was given gradients, inputs or create_graph. Records are "
                 "kept apart in a plain loss.backward() only."
             )
-        self.traces.tie()
+        self.provenance.tie()
         weights: Params = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self._check_origin({name: p.grad for name, p in weights.items() if p.grad is not None})
         with lifted(self.handles):
-            self.releases.release(roots, retain, weights, self.rng, self.report)
-        assert self.releases.left is not None
-        self.traces.take(self.releases.left.parts)
+            self.per_record.release(roots, retain, weights, self.rng, self.report)
+        assert self.per_record.left is not None
+        self.provenance.take(self.per_record.left.parts)
         for p in weights.values():
             for hook in list((p._post_accumulate_grad_hooks or {}).values()):  # as a backward pass would
                 hook(p)
@@ -182,29 +303,29 @@ class Attachment(ForwardHooks):
         if not gradient:
             return
         self.report.optimizer_steps += 1
-        if self.in_passes or self.releases is not None:
+        if self.in_passes or self.per_record is not None:
             self._check_origin(gradient)
         if "gradient" in self.defense.acts_on and not is_stamped(gradient, self.stamps.get(optimizer)):
             changed = self._defend_gradient(optimizer, gradient)
-            self.traces.take(gradient if self.releases is None else copied(gradient))
+            self.provenance.take(gradient if self.per_record is None else copied(gradient))
             self.stamps[optimizer] = stamp(gradient, changed)
 
     def _gradient_in(self, optimizer: Optimizer) -> Params:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return {name: p.grad for name, p in self.traces.named(held).items() if p.grad is not None}
+        return {name: p.grad for name, p in self.provenance.named(held).items() if p.grad is not None}
 
     def _trained(self) -> Params:
-        return {name: trace.p for name, trace in self.traces.by_name.items() if trace.p.requires_grad}
+        return {name: trace.p for name, trace in self.provenance.by_name.items() if trace.p.requires_grad}
 
     def _foreign(self, gradient: Params) -> list[str]:
-        if self.releases is None:
-            return self.traces.foreign(gradient)
+        if self.per_record is None:
+            return self.provenance.foreign(gradient)
         trained = self._trained()
-        if self.releases.holds(trained) and gradient.keys() <= trained.keys():
+        if self.per_record.holds(trained) and gradient.keys() <= trained.keys():
             return []
-        foreign = self.traces.foreign(gradient) + [name for name in gradient if name not in trained]
+        foreign = self.provenance.foreign(gradient) + [name for name in gradient if name not in trained]
         if self.stepping and not foreign:
-            self.traces.take(copied(gradient))  # limited, or with a penalty: as they are now
+            self.provenance.take(copied(gradient))  # limited, or with a penalty: as they are now
         return foreign
 
     def _check_origin(self, gradient: Params) -> None:
@@ -212,7 +333,7 @@ class Attachment(ForwardHooks):
         foreign = self._foreign(gradient)
         if not foreign:
             return
-        if any(name in self.traces.by_name and self.traces.by_name[name].known for name in foreign):
+        if any(name in self.provenance.by_name and self.provenance.by_name[name].known for name in foreign):
             self.undefended(
                 f"The gradient of {', '.join(foreign[:3])} is not what defended passes left there: it was replaced, "
                 f"added to, or changed by more than a factor or a limit on its entries. Leave gradients to backward(): "
@@ -244,7 +365,7 @@ class Attachment(ForwardHooks):
         else:
             for name, g in gradient.items():
                 g.detach().copy_(changed[name])
-        if not self.in_passes and self.releases is None:
+        if not self.in_passes and self.per_record is None:
             self.report.steps += 1
         return changed
 
@@ -253,8 +374,8 @@ def attachment_of(model: nn.Module) -> Attachment | None:
     """Return the defence that hooks in this model, or in a part of it, belong to."""
     for module in model.modules():
         for hook in [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]:
-            if isinstance(hook, (Enter, Substitute, Leave)) and isinstance(hook.interceptor, Attachment):
-                return hook.interceptor
+            if isinstance(hook, (Enter, Substitute, Leave)) and isinstance(hook.hooks, Attachment):
+                return hook.hooks
     return None
 
 
