@@ -145,7 +145,7 @@ def save(coordinates: Coordinates, like: Params, path: str | Path, clip: float |
 def load(path: str, like: Params) -> tuple[Coordinates, float | None]:
     """Read what ``save`` wrote, for a model with these parameters; what is no pair of P and P⁻¹ is refused."""
     advice = (
-        "They are no public coordinates of this model: write them with Coordinates.save (gradveil.protection.records)."
+        "They are no public coordinates of this model: write them with coordinates.save (gradveil.protection.records)."
     )
     with wrap_parse_errors(repr(path), DefenseError, advice):
         return _load(path, like)
