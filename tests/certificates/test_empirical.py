@@ -4,8 +4,7 @@ import torch
 from torch import Generator, nn
 
 from gradveil.representation.certificates.base import Problem
-from gradveil.representation.certificates.certify import certify
-from gradveil.representation.certificates.reach import empirical_certificate, invert
+from gradveil.representation.certificates.certify import certify, empirical_certificate, invert
 from gradveil.types import Batch
 
 

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from certificates.random_networks import ACTIVATIONS, pairs, random_network
 from gradveil.representation.certificates.base import Region
-from gradveil.representation.certificates.bounds.chain import StepChain, step_chain
-from gradveil.representation.certificates.bounds.intervals import (
+from gradveil.representation.certificates.certify import lipschitz
+from gradveil.representation.certificates.chain import StepChain, step_chain
+from gradveil.representation.certificates.intervals import (
     box_lipschitz,
     lines,
     plane,
@@ -19,8 +20,7 @@ from gradveil.representation.certificates.bounds.intervals import (
     tighten,
     unit_rows,
 )
-from gradveil.representation.certificates.bounds.norms import operator_norm
-from gradveil.representation.certificates.lipschitz import lipschitz
+from gradveil.representation.certificates.norms import operator_norm
 from gradveil.representation.layers.rules.activations import Pointwise
 
 

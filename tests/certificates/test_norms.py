@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gradveil.errors import CertificateError
-from gradveil.representation.certificates.bounds import norms
-from gradveil.representation.certificates.bounds.chain import step_chain
-from gradveil.representation.certificates.bounds.norms import (
+from gradveil.representation.certificates import norms
+from gradveil.representation.certificates.chain import step_chain
+from gradveil.representation.certificates.norms import (
     gram,
     lanczos,
     largest_eigenvalue,
@@ -21,9 +21,8 @@ from gradveil.representation.certificates.bounds.norms import (
     torus_bound,
 )
 from gradveil.representation.layers.rules.base import Affine
-from gradveil.representation.layers.rules.convolution import Convolution
-from gradveil.representation.layers.rules.dense import Dense
-from gradveil.representation.layers.rules.pooling import MaxPool
+from gradveil.representation.layers.rules.products import Dense
+from gradveil.representation.layers.rules.windows import Convolution, MaxPool
 
 
 def matrix(step: Affine) -> Tensor:

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from gradveil.representation.certificates.base import Problem
-from gradveil.representation.certificates.certify import certify
-from gradveil.representation.certificates.reach import invert
+from gradveil.representation.certificates.certify import certify, invert
 from gradveil.types import Batch
 
 

@@ -11,11 +11,10 @@ from certificates.random_networks import ACTIVATIONS, pairs, random_network
 from gradveil.errors import CertificateError
 from gradveil.modules import find_layer, representation
 from gradveil.representation.certificates.base import norm
-from gradveil.representation.certificates.bounds.chain import step_chain
-from gradveil.representation.certificates.bounds.intervals import propagate, pull_rounding, unit_rows
-from gradveil.representation.certificates.bounds.norms import operator_norm
-from gradveil.representation.certificates.bounds.rounding import Precision, forward_error, slack
 from gradveil.representation.certificates.certify import certify
+from gradveil.representation.certificates.chain import step_chain
+from gradveil.representation.certificates.intervals import propagate, pull_rounding, unit_rows
+from gradveil.representation.certificates.norms import Precision, forward_error, operator_norm, slack
 
 SINGLE = Precision.exactly(torch.float32)
 

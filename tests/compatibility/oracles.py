@@ -34,7 +34,7 @@ from gradveil.errors import GradveilError
 from gradveil.modules import find_layer
 from gradveil.protection.defense import DEFENSES, Defense, build
 from gradveil.protection.records.records import Held
-from gradveil.representation.certificates import reach
+from gradveil.representation.certificates import certify as reach
 from gradveil.representation.certificates.base import Problem
 from gradveil.representation.certificates.certify import KINDS, certify
 from gradveil.representation.scores import METHODS

@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 from torch import Generator, Tensor, nn
 from torch.testing import assert_close
 
-from gradveil.defenses.representation_objective import (
+from gradveil.modules import representation
+from gradveil.representation.scores import leak_scores
+from gradveil.representation.selection import (
     PseudoInverse,
     best_direction,
     best_subset,
     column_scores,
     jacobian,
 )
-from gradveil.modules import representation
-from gradveil.representation.scores import leak_scores
 
 norms = st.sampled_from([1.0, 2.0, inf])
 
@@ -78,7 +78,7 @@ def test_swaps_raise_what_greedy_found() -> None:
 
 
 def test_before_any_swap_each_entry_is_the_best_one_to_add(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradveil.defenses.representation_objective._ROUNDS", 0)
+    monkeypatch.setattr("gradveil.representation.selection._ROUNDS", 0)
     for seed in range(5):
         inverse, r = problem(seed, length=20, size=12)
         chosen: list[int] = []

@@ -21,7 +21,7 @@ from gradveil.federated.server import Faults
 from gradveil.federated.simulate import Training, Variant, client_seed, simulate, simulate_together
 from gradveil.models import build as build_model
 from gradveil.protection.defense import Defense, NoDefense, build
-from gradveil.representation.layers.walk import walk, walkable
+from gradveil.representation.layers.recorder import walk, walkable
 from gradveil.representation.scores import api
 from gradveil.seeds import Seeds
 from gradveil.tree import parameters

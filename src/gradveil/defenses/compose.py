@@ -15,7 +15,7 @@ from gradveil.privacy.plan import PlannedRun
 from gradveil.protection.defense import DEFENSES, Defense, NoDefense, Place, RunningStep
 from gradveil.protection.records.records import Records
 from gradveil.registry import describe
-from gradveil.representation.scores.fast.again import already_changed
+from gradveil.representation.scores.fast.replay import already_changed
 from gradveil.tree import Params
 from gradveil.types import Batch, Observation, Update
 

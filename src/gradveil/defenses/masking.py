@@ -4,86 +4,18 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, drop, mask, use
-from gradveil.modules import find_layer, under_transform
+from gradveil.modules import find_layer
 from gradveil.privacy.draws import Source, uniform
 from gradveil.protection.defense import DEFENSES, Defense, check_choice
 from gradveil.protection.passes import weight_name
 from gradveil.ranges import Share, Whole
+from gradveil.representation.selection import largest_live, largest_live_together
 from gradveil.tree import parameters
 
-LONG = 2**14  # entries of a row from which one block of a CUDA device is too few
-_DEAD = -1.0  # below every score, and scores are never negative
-
 Layers = tuple[str, ...] | str | None
-
-
-def largest(keys: Tensor, count: int) -> Tensor:
-    """Return the mask of the ``count`` largest keys of each row; of equal ones the first come first."""
-    length = keys.shape[1]
-    if count <= 0:
-        return torch.zeros_like(keys, dtype=torch.bool)  # (N, L)
-    if count >= length:
-        return torch.ones_like(keys, dtype=torch.bool)  # (N, L)
-    last = last_by_top(keys, count) if keys.is_cuda and length > LONG else last_by_rank(keys, count)
-    if not keys.is_cuda and not under_transform():
-        chosen = keys >= last
-        if int(chosen.sum()) == count * len(keys):  # no row has more that are equal to its last
-            return chosen
-    above, equal = keys > last, keys == last  # (N, L)
-    left = count - above.sum(1, keepdim=True)  # (N, 1), places for those equal to it
-    return above | (equal & (equal.cumsum(1) <= left))
-
-
-def last_by_rank(keys: Tensor, count: int) -> Tensor:
-    """Return the smallest of the ``count`` largest keys of each row (N, 1)."""
-    place = keys.shape[1] - count
-    if keys.is_cuda or keys.dtype not in (torch.float32, torch.float64) or under_transform():
-        return keys.kthvalue(place + 1, dim=1, keepdim=True).values
-    # numpy's partition takes a tenth of the time of torch's on a CPU
-    return torch.from_numpy(np.partition(keys.detach().numpy(), place, axis=1)[:, place : place + 1].copy())
-
-
-def last_by_top(keys: Tensor, count: int) -> Tensor:
-    """Return the same; on CUDA a row is shared by many blocks here, where ``kthvalue`` gives it to one."""
-    return keys.topk(count, dim=1, sorted=False).values.amin(1, keepdim=True)
-
-
-def largest_live(r: Tensor, scores: Tensor, count: int) -> Tensor:
-    """Return the mask (N, L) of the ``count`` largest scores of each row among its live entries, r_i ≠ 0.
-
-    A dead entry is zero already: it never spends the budget. A row with fewer live entries gives them all.
-    """
-    return largest(_keys(r, scores, _DEAD), count) & (r != 0)
-
-
-def largest_live_each(r: Tensor, scores: Tensor, counts: Tensor) -> Tensor:
-    """Return the mask (K, B, L) of ``largest_live`` with a count of its own (K, 1, 1) for each of K batches.
-
-    ``counts`` may lie on a device: nothing waits for it.
-    """
-    order = _keys(r, scores, _DEAD).argsort(dim=-1, descending=True, stable=True)
-    taken = (torch.arange(r.shape[-1], device=r.device) < counts).expand_as(order)
-    return torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order, taken) & (r != 0)
-
-
-def largest_live_together(r: Tensor, scores: Tensor, count: int) -> Tensor:
-    """Return one mask for the whole batch (N, L): the ``count`` largest sums of scores over it.
-
-    An entry is live here when it is live for any example.
-    """
-    total = _keys(r, scores, 0.0).sum(0, keepdim=True)  # (1, L)
-    chosen = largest_live((r != 0).any(0, keepdim=True).to(total.dtype), total, count)
-    return chosen.expand_as(r)
-
-
-def _keys(r: Tensor, scores: Tensor, dead: float) -> Tensor:
-    """Return what live entries are ordered by, and ``dead`` for the others; an undefined score is the highest."""
-    return torch.where(r != 0, scores.nan_to_num(nan=torch.inf, posinf=torch.inf), dead)
 
 
 class LayerDefense(Defense):

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, mask, simulate
-from gradveil.defenses.masking import LONG, largest, last_by_rank, last_by_top
 from gradveil.modules import under_transform
 from gradveil.privacy.draws import Source
 from gradveil.protection.defense import DEFENSES, Defense, Place, check_choice
 from gradveil.ranges import Share
+from gradveil.representation.selection import LONG, largest, last_by_rank, last_by_top
 from gradveil.tree import Params, flatten
 from gradveil.types import Update
 

@@ -48,7 +48,8 @@ class RepresentationCertified(LayerDefense):
 
     def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Source) -> Tensor:
         """Return r with each example's entries zeroed, by falling score, up to the target."""
-        from gradveil.representation.certificates.target import needed_counts, zeroed, zeroing_order
+        from gradveil.representation.certificates.target import needed_counts
+        from gradveil.representation.selection import zeroed, zeroing_order
 
         _check(model, x)
         flat, p = r.flatten(1), float(self.p)  # (N, L)
@@ -66,7 +67,7 @@ class RepresentationCertified(LayerDefense):
 
 def _check(model: nn.Module, x: Tensor) -> None:
     """Raise unless the certificate is about the function and the inputs that are trained on."""
-    from gradveil.representation.certificates.bounds.chain import has_modes
+    from gradveil.representation.certificates.chain import has_modes
 
     if model.training and has_modes(model):
         raise DefenseError(

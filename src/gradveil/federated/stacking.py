@@ -11,7 +11,6 @@ from torch.func import functional_call, grad, vmap
 
 from gradveil.data.base import Split
 from gradveil.defenses.compose import Compose
-from gradveil.defenses.masking import largest_live_each
 from gradveil.defenses.representation import RepresentationPerturbation
 from gradveil.errors import GradveilError
 from gradveil.federated.client import shuffled
@@ -24,10 +23,11 @@ from gradveil.protection.defense import Defense
 from gradveil.protection.passes import substitute
 from gradveil.protection.records.layers import KINDS, known
 from gradveil.protection.records.records import Captured, records_of
-from gradveil.representation.layers.walk import walk, walkable
+from gradveil.representation.layers.recorder import walk, walkable
 from gradveil.representation.scores import api
 from gradveil.representation.scores.exact import RowNorms, scores
-from gradveil.representation.scores.fast.stacked import StackedRows
+from gradveil.representation.scores.fast.matrices import StackedRows
+from gradveil.representation.selection import largest_live_each
 from gradveil.tree import Params
 from gradveil.types import Batch
 

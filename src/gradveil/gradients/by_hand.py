@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import vjp
 
-from gradveil.chain import Link, sequential
 from gradveil.gradients.convolution import Geometry, convolve, pull_back, weight_gradient
 from gradveil.models.parts import Normalize
+from gradveil.modules import Link, sequential
 from gradveil.tree import Params, named
 
 WIDE = 32  # channels from which, on a CPU, torch's own convolutions win over copies into columns

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from gradveil.representation.certificates.convergence import Bound
 from gradveil_studies.paper.base import Context, Row
 from gradveil_studies.paper.bounds import Bounds, _second
 from gradveil_studies.paper.convergence import BoundedGap
+from gradveil_studies.paper.theorem2 import Bound
 
 DEFENSE = "representation:share=0.4"
 

@@ -12,12 +12,12 @@ from gradveil.data.partition import partition
 from gradveil.errors import DataError
 from gradveil.federated.simulate import Training, simulate
 from gradveil.models import build
-from gradveil.representation.certificates.convergence import LogisticProblem, brightest_removed
 from gradveil.seeds import Seeds
 from gradveil_studies.paper import convergence, convergence_runs
 from gradveil_studies.paper.base import Context, Row
 from gradveil_studies.paper.convergence import Convergence, smoothed
 from gradveil_studies.paper.convergence_runs import Devices, local_steps, logistic_rounds
+from gradveil_studies.paper.theorem2 import LogisticProblem, brightest_removed
 
 
 @pytest.mark.parametrize("defense", ["none", "representation:count=6"])

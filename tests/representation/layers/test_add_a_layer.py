@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from gradveil.errors import CertificateError
-from gradveil.representation.certificates.bounds.chain import step_chain
+from gradveil.representation.certificates.chain import step_chain
 from gradveil.representation.layers import rules
 from gradveil.representation.layers.jacobian import FunctionJacobian, Tape
+from gradveil.representation.layers.recorder import walkable
 from gradveil.representation.layers.rules.base import PLAIN, RULES
-from gradveil.representation.layers.walk import walkable
 from gradveil.representation.scores.api import linearise
 
 GUIDE = Path(__file__).parents[3] / "docs" / "how-to" / "add-a-layer.md"

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from gradveil.representation.layers.jacobian import FunctionJacobian, Tape
-from gradveil.representation.layers.recorder import record
-from gradveil.representation.layers.walk import walk, walkable
+from gradveil.representation.layers.recorder import record, walk, walkable
 from gradveil.representation.scores import leak_scores
 from gradveil.representation.scores.api import linearise
 from reference.leak_scores import reference_scores

@@ -13,9 +13,9 @@ from gradveil.models import build
 from gradveil.modules import find_layer, representation
 from gradveil.protection.protect import protect
 from gradveil.representation.layers.recorder import record
-from gradveil.representation.layers.replay import Program
 from gradveil.representation.scores import api, leak_scores
-from gradveil.representation.scores.fast import again
+from gradveil.representation.scores.fast import replay as again
+from gradveil.representation.scores.fast.replay import Program
 from reference.score_models import BUILDERS, make
 
 METHOD = "moment"

@@ -20,9 +20,8 @@ from gradveil.representation.layers.jacobian import Tape
 from gradveil.representation.scores import row_norms
 from gradveil.representation.scores.api import linearise
 from gradveil.representation.scores.exact import Start, exact_rows
-from gradveil.representation.scores.fast import cpu_kernel, kernel_plan
-from gradveil.representation.scores.fast.cpu_kernel import lanes_rows
-from gradveil.representation.scores.fast.kernel_plan import pieces_of
+from gradveil.representation.scores.fast import cpu_kernel
+from gradveil.representation.scores.fast.cpu_kernel import lanes_rows, pieces_of
 from reference.score_models import make
 
 PS = (2.0, 1.0, inf)
@@ -107,8 +106,8 @@ def gram_before(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Make rows stop before that piece, whatever it costs."""
 
     def force(at: int) -> None:
-        def split(shapes: tuple[kernel_plan.PieceShape, ...], rows: int, width: int) -> kernel_plan.RowSplit | None:
-            return kernel_plan._split(shapes, at, width)
+        def split(shapes: tuple[cpu_kernel.PieceShape, ...], rows: int, width: int) -> cpu_kernel.RowSplit | None:
+            return cpu_kernel._split(shapes, at, width)
 
         monkeypatch.setattr(cpu_kernel, "best_split", split)
 
@@ -117,18 +116,18 @@ def gram_before(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 def test_rows_stop_halfway_where_that_saves_work() -> None:
     pieces = _shapes(build("lenet", (3, 32, 32), 10), "fc", torch.rand(1, 3, 32, 32))
-    split = kernel_plan.best_split(pieces, 768, 16)
+    split = cpu_kernel.best_split(pieces, 768, 16)
     assert split is not None
     assert split.at == 2
     assert sum(split.blocks) == 1000  # of 64 x 65 / 2 pairs of places
-    assert kernel_plan.best_split(pieces, 16, 16) is None  # too few rows for a matrix to pay
+    assert cpu_kernel.best_split(pieces, 16, 16) is None  # too few rows for a matrix to pay
 
 
-def _shapes(model: nn.Module, layer: str, x: Tensor) -> tuple[kernel_plan.PieceShape, ...]:
+def _shapes(model: nn.Module, layer: str, x: Tensor) -> tuple[cpu_kernel.PieceShape, ...]:
     tape = _tape(model, layer, x)
     found = pieces_of(tape, Start.of(tape).node)
     assert found is not None
-    return tuple(map(kernel_plan.PieceShape.of, found))
+    return tuple(map(cpu_kernel.PieceShape.of, found))
 
 
 @needs_kernel

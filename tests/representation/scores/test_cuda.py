@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from gradveil.representation.layers.jacobian import Tape
-from gradveil.representation.layers.rules.convolution import Convolution
-from gradveil.representation.layers.walk import walkable
+from gradveil.representation.layers.recorder import walkable
+from gradveil.representation.layers.rules.windows import Convolution
 from gradveil.representation.scores import METHODS, api, leak_scores, row_norms
 from gradveil.representation.scores.api import Method, linearise
 from gradveil.representation.scores.exact import RowNorms, exact_rows
-from gradveil.representation.scores.fast import cuda
-from gradveil.representation.scores.fast.cuda import _RECORDINGS, Recording
-from gradveil.representation.scores.fast.dense import dense_rows, matrix_of
+from gradveil.representation.scores.fast import replay as cuda
+from gradveil.representation.scores.fast.matrices import dense_rows, matrix_of
+from gradveil.representation.scores.fast.replay import _RECORDINGS, Recording
 from reference.score_models import BUILDERS, make
 
 SMALL_CHAINS = ["linear", "strided", "even", "batch norm", "dropout", "branching", "wide", "convolution defended"]

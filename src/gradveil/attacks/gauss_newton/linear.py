@@ -16,8 +16,8 @@ from torch.func import jvp, vjp
 from gradveil import pace
 from gradveil.attacks.gauss_newton.equations import Push
 from gradveil.attacks.gauss_newton.tangents import derivatives, is_elementwise
-from gradveil.chain import Link
 from gradveil.gradients.convolution import Geometry, Pair, pair
+from gradveil.modules import Link
 from gradveil.tree import Params, named
 
 SPREAD = 3.0  # standard deviation of the free logits around their first guess

@@ -16,9 +16,9 @@ from torch.func import jvp, vjp, vmap
 from torch.nn.grad import conv2d_input
 
 from gradveil.attacks.gauss_newton.kinks import Smoothing
-from gradveil.chain import Link
 from gradveil.gradients.by_hand import Passed
 from gradveil.gradients.convolution import Geometry
+from gradveil.modules import Link
 from gradveil.tree import Params, named
 
 Dual = tuple[Tensor, Tensor | None]  # a value (M, ...) and its tangents (T, M, ...)

@@ -16,10 +16,9 @@ from gradveil.attacks.gauss_newton.guesses import Guess, free_of
 from gradveil.attacks.gauss_newton.kinks import Smoothing, kink_scales
 from gradveil.attacks.gauss_newton.linear import SPREAD, behind, delta_of, products
 from gradveil.attacks.gauss_newton.tangents import can_write_out, run_chain
-from gradveil.chain import Link
 from gradveil.gradients.by_hand import known_chain, pull
 from gradveil.gradients.functional import quiet, trial_update
-from gradveil.modules import trace
+from gradveil.modules import Link, trace
 from gradveil.tree import Params, named
 from gradveil.types import Observation
 

@@ -13,10 +13,9 @@ from torch.nn.utils import skip_init
 
 from gradveil.attacks.analytic import undo_scaling
 from gradveil.attacks.base import check_seen, refuse_adaptive
-from gradveil.chain import Link, sequential
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import quiet
-from gradveil.modules import prefix, trace
+from gradveil.modules import Link, prefix, sequential, trace
 from gradveil.ranges import Range
 from gradveil.types import Batch, Observation, Reconstruction
 

@@ -12,9 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradveil.errors import CertificateError
 from gradveil.modules import find_layer, prefix
-from gradveil.representation.certificates.bounds.chain import StepChain, step_chain
-from gradveil.representation.certificates.bounds.norms import Norm, check_p, operator_norm
-from gradveil.representation.certificates.bounds.rounding import Precision, forward_error
+from gradveil.representation.certificates.chain import StepChain, step_chain
+from gradveil.representation.certificates.norms import Norm, Precision, check_p, forward_error, operator_norm
 from gradveil.representation.layers.jacobian import FunctionJacobian
 
 ROUNDING = 1e-12  # relative, of a sum computed here in float64: thousands of roundings

@@ -1,22 +1,319 @@
-"""``certify``: one call for every kind of bound on how far a server's answer must be from the input."""
+"""``certify``: how far a server's answer must be from the input, by every kind of bound.
 
-from collections.abc import Callable
-from math import inf
+``local`` is theorem 1 of Sun et al. 2020 as it is written, ||r - r′||_p / ||∇_X f||_p. It is first order: the proof
+replaces f⁻¹ by its Taylor expansion at r and asks for an inverse that f seldom has, so the figure is an estimate and
+can exceed the largest distance two images can have. Its sound relatives (P1-P3) need no inverse: integrating J
+along the segment from X to X′ gives ||f(X) - f(X′)||_p <= Lip_p(f) ||X - X′||_p on any convex set, so that
+||X - X′|| >= ||r - r′|| / Lip(f) for every preimage X′ of r′; the kinds differ in the set and in how Lip is bounded.
+``reach`` (P4) compares r′ with bounds of f over the whole data range, and looks along one direction c: if c·f stays
+below c·r′ - tau ||c||_dual on the ball of radius R, no image in the ball comes within tau of r′. Here f is what the
+model computes, rounding included. Proofs: docs/theory/certificates.md.
+"""
+
+from collections.abc import Callable, Sequence
+from math import cos, inf, pi, prod, sqrt
 from typing import get_args
 
 import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.errors import CertificateError, did_you_mean
-from gradveil.representation.certificates.base import Certificate, Kind, Problem
-from gradveil.representation.certificates.lipschitz import (
-    box_certificate,
-    global_certificate,
-    radius_certificate,
-    residual_certificate,
+from gradveil.gradients.functional import quiet
+from gradveil.modules import prefix
+from gradveil.representation.certificates.base import (
+    RANGE,
+    SCOPE,
+    Certificate,
+    Kind,
+    Problem,
+    Region,
+    dual_norm,
+    farthest,
+    norm,
+    ratio,
 )
-from gradveil.representation.certificates.local import local_certificate
-from gradveil.representation.certificates.reach import empirical_certificate, reach_certificate
+from gradveil.representation.certificates.chain import is_reshape
+from gradveil.representation.certificates.intervals import (
+    box_lipschitz,
+    plane,
+    propagate,
+    pull_rounding,
+    pull_rows,
+    tighten,
+)
+from gradveil.representation.certificates.norms import Norm, lanczos
+from gradveil.representation.layers.jacobian import FunctionJacobian, Jacobian
+from gradveil.representation.layers.rules.activations import Interval
+from gradveil.representation.scores import row_norms
+
+MARGIN = 1 + 1e-9  # on every Lipschitz constant, for rounding
+RADIUS_STEPS = 10  # of the search for a radius
+
+
+def lipschitz(norms: Sequence[Norm]) -> float:
+    """Return an upper bound of Lip_p(f) on the whole space: the product of the steps' norms."""
+    return MARGIN * prod(norm.value for norm in norms)
+
+
+def global_certificate(problem: Problem) -> Certificate:
+    """P1 on the whole space: Lip from the product of the layers' operator norms."""
+    norms = [n for n, step in zip(problem.norms, problem.chain.steps, strict=True) if not is_reshape(step)]
+    lip = lipschitz(norms)
+    kinds = sorted({n.kind for n in norms}) or ["exact"]
+    how = f"Lip_{problem.p:g} <= {lip:.4g}, product of {len(norms)} norms ({', '.join(kinds)}): {problem.chain}"
+    return _from_lipschitz(problem, "global", lip, how, problem.stated())
+
+
+def box_certificate(problem: Problem) -> Certificate:
+    """P1 on the data range: Lip from interval bounds of slopes and Jacobian; never looser than ``global``."""
+    low, high = (torch.full_like(problem.x[:1], b, dtype=torch.float64) for b in problem.bounds)
+    bound = box_lipschitz(problem.chain, propagate(problem.chain, low, high), problem.p) * MARGIN
+    lip = min(bound, lipschitz(problem.norms))
+    how = f"Lip_{problem.p:g} <= {lip:.4g} over the data range, by interval slopes and Jacobian: {problem.chain}"
+    return _from_lipschitz(problem, "box", lip, how, problem.stated(RANGE.format(*problem.bounds)))
+
+
+def residual_certificate(problem: Problem) -> Certificate:
+    """P2: the bound for a server whose answer leaves a residual ||f(X′) - r′||_p of up to tau."""
+    if problem.residual is None:
+        raise CertificateError("kind='residual' needs residual=...: how far from r′ the server's answer stayed.")
+    lip = lipschitz(problem.norms)
+    sentence = "The server's answer X′ leaves a residual ||f(X′) - r′|| of at most the given tau."
+    how = f"(||r - r′|| - tau)+ / Lip with Lip_{problem.p:g} <= {lip:.4g}"
+    details = {"distance": problem.distance, "rounding": problem.rounding[0], "tau": problem.allowed}
+    return Certificate(
+        problem.nearest(lip), "residual", problem.p, problem.size, True, problem.stated(sentence), how, details
+    )
+
+
+def radius_certificate(problem: Problem) -> Certificate:
+    """P3, the sound version of the paper's local bound: the largest R with R Lip(f; ball of radius R) < ||r - r′||."""
+    start = box_certificate(problem)
+    found = torch.stack([_radius(problem, i, float(start.bound[i])) for i in range(len(problem.x))])
+    how = f"search over balls around X, slopes and Jacobian bounded on each: {problem.chain}"
+    details = {"distance": problem.distance, "rounding": problem.rounding[0]}
+    return Certificate(found, "radius", problem.p, problem.size, True, start.assumptions, how, details)
+
+
+def _radius(problem: Problem, i: int, known: float) -> torch.Tensor:
+    """Return the largest radius (a scalar) that the search proves for example i; ``known`` is proved already."""
+    x, p, bounds = problem.x[i : i + 1], problem.p, problem.bounds
+    low, high = known, float(farthest(x.double(), bounds, p))
+    for _ in range(RADIUS_STEPS):
+        if not 0 < low < high:
+            break
+        radius = sqrt(low * high)
+        lip = box_lipschitz(problem.chain, tighten(problem.chain, Region.ball(x, p, radius, bounds)), p) * MARGIN
+        inside = float(problem.nearest(lip)[i])
+        proved = min(radius, inside)  # a preimage lies outside the ball, or this far from X inside it
+        low = max(low, proved)
+        high = high if proved == radius else radius
+    return torch.tensor(low, dtype=torch.float64)
+
+
+def _from_lipschitz(problem: Problem, kind: str, lip: float, how: str, stated: tuple[str, ...]) -> Certificate:
+    bound = problem.nearest(lip)
+    details = {"distance": problem.distance, "rounding": problem.rounding[0], "lipschitz": torch.full_like(bound, lip)}
+    return Certificate(bound, kind, problem.p, problem.size, True, stated, how, details)  # type: ignore[arg-type]
+
+
+LANCZOS_STEPS = 40  # of Lanczos, at most
+TOLERANCE = 5e-3  # on the relative residual of ||J||², far above the error of ||J|| itself
+FIRST_ORDER = (
+    "A first-order estimate, not a certificate: f is replaced by its linearisation at X.",
+    "f has an inverse on r and r′ (the paper's assumption 1); networks whose r is shorter or longer than X have none.",
+    SCOPE,
+)
+
+
+Map = Callable[[Tensor], Tensor]
+
+
+def local_certificate(problem: Problem, steps: int = LANCZOS_STEPS) -> Certificate:
+    """Return ||r - r′||_p / ||J(X)||_p per example; p = 2 by Lanczos, p = 1 and inf exactly."""
+    if torch.finfo(problem.x.dtype).bits < 32:
+        raise CertificateError(
+            f"In {problem.x.dtype} r - r′ is mostly rounding. Give the model and its inputs in float32: model.float()."
+        )
+    with quiet(problem.model):
+        problem.check_function()
+        return _from_jacobian(problem, FunctionJacobian(problem.model, problem.layer, problem.x), steps)
+
+
+def _from_jacobian(problem: Problem, jacobian: FunctionJacobian, steps: int) -> Certificate:
+    r = jacobian.r.detach().flatten(1)
+    if r.shape != problem.r_perturbed.shape:
+        raise CertificateError(
+            f"Layer {problem.layer!r} takes {tuple(r.shape)} for these inputs; "
+            f"r_perturbed is {tuple(problem.r_perturbed.shape)}."
+        )
+    distance = norm((r - problem.r_perturbed).double(), problem.p)
+    if problem.p == 2:
+        size, residual = spectral_norms(jacobian, steps)
+        how = f"Lanczos, at most {steps} steps, from below; largest relative residual {float(residual.max()):.1e}"
+        details = {"norm": size, "residual": residual}
+    elif problem.p == inf:
+        _, rows = row_norms(problem.model, problem.layer, problem.x, p=1.0)
+        size, how = rows.flatten(1).amax(1).double(), "largest row sum of |J|, exact"
+        details = {"norm": size}
+    else:
+        size, how = column_sums(jacobian).amax(1), "largest column sum of |J|, exact"
+        details = {"norm": size}
+    details["distance"] = distance
+    return Certificate(ratio(distance, size), "local", problem.p, problem.size, False, FIRST_ORDER, how, details)
+
+
+def spectral_norms(jacobian: Jacobian, steps: int) -> tuple[Tensor, Tensor]:
+    """Return ||J||_2 per example (N,) and the relative residuals.
+
+    Lanczos runs in the shorter of the two spaces, on JJᵀ or JᵀJ: the largest eigenvalue is the same.
+    """
+    x, r = jacobian.x, jacobian.r.detach().flatten(1)
+
+    def back(u: Tensor) -> Tensor:
+        return jacobian.pull(u.reshape(1, *jacobian.r.shape))[0].flatten(1)
+
+    def forward(v: Tensor) -> Tensor:
+        return jacobian.push(v.reshape(1, *x.shape))[0].flatten(1)
+
+    rng = torch.Generator(x.device).manual_seed(0)
+    noise = torch.randn(r.shape, generator=rng, device=r.device, dtype=r.dtype)
+    size = r.norm(dim=1, keepdim=True).clamp_min(1e-6) / r.shape[1] ** 0.5
+    start = r + size * noise
+    maps: tuple[Map, Map] = (back, forward)
+    if x[0].numel() < r.shape[1]:
+        start, maps = back(start), (forward, back)
+        start = torch.where(start.any(1, keepdim=True), start, torch.ones_like(start))
+    size, residual = lanczos(*maps, start, min(steps, start.shape[1]), TOLERANCE)
+    return size.double(), residual.double()
+
+
+def column_sums(jacobian: Jacobian, chunk: int = 32) -> Tensor:
+    """Return the column sums of |J| per example (N, d), from all rows of the Jacobian."""
+    shape = jacobian.r.shape
+    units = torch.eye(shape[1:].numel(), dtype=jacobian.r.dtype, device=jacobian.r.device).split(chunk)
+    rows = [jacobian.pull(some.reshape(-1, 1, *shape[1:]).expand(-1, *shape)).flatten(2) for some in units]
+    return torch.stack([part.abs().sum(0, dtype=torch.float64) for part in rows]).sum(0)
+
+
+REACH_STEPS = 10  # of the search for a radius
+
+
+def reach_certificate(problem: Problem) -> Certificate:
+    """Return the proved radius per example, inf where no image in the data range has r′ as its representation."""
+    least = least_residual(problem)
+    unreachable = least > problem.allowed
+    radii = [
+        torch.tensor(torch.inf, dtype=torch.float64) if bool(unreachable[i]) else _reach_radius(problem, i)
+        for i in range(len(problem.x))
+    ]
+    tau = "" if problem.residual is None else " The server's answer may leave a residual of up to the given tau."
+    how = f"interval and linear bounds of f, radius along r′ - r: {problem.chain}"
+    details = {
+        "distance": problem.distance,
+        "least_residual": least,
+        "unreachable": unreachable.double(),
+        "tau": problem.allowed,
+    }
+    stated = problem.stated(RANGE.format(*problem.bounds) + tau)
+    return Certificate(torch.stack(radii), "reach", problem.p, problem.size, True, stated, how, details)
+
+
+def least_residual(problem: Problem) -> Tensor:
+    """Return a lower bound (N,) of ||f(X′) - r′||_p over every image X′ in the data range.
+
+    The largest of three: how far r′ lies outside the interval bounds of f, outside the tighter linear ones, and
+    beyond the highest value that f takes along r′ - r.
+    """
+    whole = Region.whole(problem.x[:1], problem.bounds)
+    wide = propagate(problem.chain, whole.lower, whole.upper)
+    tight = tighten(problem.chain, whole)
+    c = problem.r_perturbed.double() - problem.r
+    beyond = (c * problem.r_perturbed).sum(1) - whole.highest(*plane(problem.chain, tight, c))
+    along = torch.where(c.any(1), beyond / dual_norm(c, problem.p).clamp_min(1e-300), 0.0).clamp_min(0)
+    return torch.stack([_outside(problem, wide[-1]), _outside(problem, tight[-1]), along]).amax(0)
+
+
+def _outside(problem: Problem, r_bounds: Interval) -> Tensor:
+    low, high = (b.flatten(1) for b in r_bounds)
+    target = problem.r_perturbed.double()
+    return norm(torch.relu(low - target) + torch.relu(target - high), problem.p)
+
+
+def _reach_radius(problem: Problem, i: int) -> Tensor:
+    """Return the largest radius that the search proves for example i (0 where it proves none)."""
+    x = problem.x[i : i + 1]
+    low, high = 0.0, float(farthest(x.double(), problem.bounds, problem.p))
+    if _excluded(problem, i, high):
+        return torch.tensor(torch.inf, dtype=torch.float64)
+    radius = high / 64
+    for _ in range(REACH_STEPS):
+        if _excluded(problem, i, radius):
+            low = radius
+        else:
+            high = radius
+        radius = sqrt(low * high) if low > 0 else high / 8
+    return torch.tensor(low, dtype=torch.float64)
+
+
+def _excluded(problem: Problem, i: int, radius: float) -> bool:
+    """Return whether it is proved that no image within the radius comes within tau of r′."""
+    r, target = problem.r[i : i + 1], problem.r_perturbed[i : i + 1].double()
+    c = target - r
+    region = Region.ball(problem.x[i : i + 1], problem.p, radius, problem.bounds)
+    bounds = tighten(problem.chain, region)
+    wanted = float((c * c).sum() - problem.allowed[i] * dual_norm(c, problem.p)[0])
+    by_plane = float(region.highest(*plane(problem.chain, bounds, c))[0]) - float((c * r).sum())
+    centre, spread = pull_rows(problem.chain, bounds, c)
+    rounding = float(pull_rounding(problem.chain, bounds, c)[0])
+    by_slope = radius * float(dual_norm(centre.abs() + spread, problem.p)[0]) + rounding
+    margin = 1e-9 * (abs(wanted) + float((c * r).abs().sum()))
+    return min(by_plane, by_slope) + margin < wanted
+
+
+SEARCHED_ONLY = (
+    "Not a bound: the distance that one search reached; a better search may come nearer or find another image.",
+    "The search minimises ||f(X′) - r′||_2 over the data range and is chosen by that objective, never by the truth.",
+)
+
+
+def empirical_certificate(
+    problem: Problem, steps: int = 300, restarts: int = 2, lr: float = 0.1, mask_aware: bool = False
+) -> Certificate:
+    """Invert r′ by Adam from several starts; ``mask_aware`` matches only the entries that r′ left non-zero."""
+    weight = (problem.r_perturbed != 0).to(problem.x.dtype) if mask_aware else torch.ones_like(problem.r_perturbed)
+    with quiet(problem.model):
+        problem.check_function()
+        found, residual = invert(problem, weight.to(problem.x.dtype), steps, restarts, lr)
+    distance = norm((found - problem.x).double(), problem.p)
+    details = {"residual": residual, "mse": ((found - problem.x).double() ** 2).flatten(1).mean(1)}
+    matched = "kept entries" if mask_aware else "r′"
+    how = f"Adam on the {matched}, {steps} steps, best of {restarts} starts by residual"
+    return Certificate(distance, "empirical", problem.p, problem.size, False, SEARCHED_ONLY, how, details)
+
+
+def invert(problem: Problem, weight: Tensor, steps: int, restarts: int, lr: float) -> tuple[Tensor, Tensor]:
+    """Return the best image (N, *shape) in the data range for each r′, and its residual (N,)."""
+    rng = problem.rng or Generator(problem.x.device).manual_seed(0)
+    f, n = prefix(problem.model, problem.layer), len(problem.x)
+    low, high = problem.bounds
+    shape = (restarts * n, *problem.x.shape[1:])
+    x = torch.rand(shape, generator=rng, device=problem.x.device, dtype=problem.x.dtype) * (high - low) + low
+    target, weight = (t.to(x.dtype).repeat(restarts, 1) for t in (problem.r_perturbed, weight))
+    first, second = torch.zeros_like(x), torch.zeros_like(x)
+    for step in range(steps):
+        x.requires_grad_()
+        loss = (weight * (f(x).flatten(1) - target)).square().sum()
+        (grad,) = torch.autograd.grad(loss, x)
+        first, second = 0.9 * first + 0.1 * grad, 0.999 * second + 0.001 * grad**2
+        sizes = first / (1 - 0.9 ** (step + 1)) / ((second / (1 - 0.999 ** (step + 1))).sqrt() + 1e-12)
+        pace = lr * (high - low) * (1 + cos(pi * step / steps)) / 2
+        x = (x.detach() - pace * sizes).clamp(low, high)
+    with torch.no_grad():
+        residual = (weight * (f(x).flatten(1) - target)).norm(dim=1).reshape(restarts, n)
+    best = residual.argmin(0)
+    return x.reshape(restarts, *problem.x.shape)[best, torch.arange(n)], residual.amin(0).double()
+
 
 KINDS: dict[Kind, Callable[[Problem], Certificate]] = {
     "local": local_certificate,

@@ -1,4 +1,4 @@
-"""From a wanted distance back to the defence: the fewest entries, or the smallest share, that reach a target."""
+"""From a wanted distance back to the defence: the fewest entries whose zeroing reaches a target."""
 
 from dataclasses import dataclass
 from math import inf, sqrt
@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.errors import CertificateError
-from gradveil.modules import find_layer, representation
 from gradveil.representation.certificates.base import ROUNDING, Kind, Problem, norm
 from gradveil.representation.certificates.certify import KINDS, certify
-from gradveil.representation.scores import leak_scores
+from gradveil.representation.selection import zeroed
 
 PROPORTIONAL = ("local", "global", "box")  # kinds whose bound is ||r - r′|| over a number that r′ does not change
 SEARCHED = ("radius", "reach")  # kinds that are computed anew for every share
@@ -30,39 +29,6 @@ class Needed:
     def reachable(self) -> bool:
         """Whether some share reaches the target for every example."""
         return int(self.counts.max()) <= self.length
-
-
-def smallest_share(
-    model: nn.Module,
-    layer: str | None,
-    x: Tensor,  # (N, *shape)
-    target_mse: float,
-    kind: Kind = "global",
-    p: float = 2,
-    *,
-    method: str = "exact",
-    bounds: tuple[float, float] = (0.0, 1.0),
-) -> float | None:
-    """Return a share at which the certificate of that kind reaches the target for every example; None: found none.
-
-    Entries are zeroed in the order of the paper's score, those that are zero already left out. For ``local``,
-    ``global`` and ``box`` it is the smallest, exact to one entry (a multiple of 1/L). ``radius`` and ``reach`` need not
-    grow with the share: of the steps of one hundredth it is the first that does it for all examples at once. Whatever
-    the kind, the share that is returned was certified itself.
-    """
-    name = find_layer(model, layer)
-    r = representation(model, name, x).flatten(1)  # (N, L)
-    order = zeroing_order(r, leak_scores(model, name, x, method))
-    needed = needed_counts(model, name, x, r, order, target_mse, kind, p, bounds=bounds)
-    if target_mse <= 0 or not needed.reachable:
-        return None if target_mse > 0 else 0.0
-    r, order, least = r.detach().cpu(), order.cpu(), int(needed.counts.max())
-    tried = range(least, needed.length + 1) if kind in PROPORTIONAL else _grid(needed.length)
-    for count in (c for c in tried if c >= least):
-        found = certify(model, name, x, zeroed(r, order, count), p, kind, bounds=bounds)
-        if bool((found.to_mse() >= target_mse).all()):
-            return count / needed.length
-    return None
 
 
 def needed_counts(
@@ -100,19 +66,6 @@ def needed_counts(
         wanted = sqrt(target_mse) * (whole.size if p == 1 else sqrt(whole.size))
         counts = (reached < wanted).sum(1) + 1
     return Needed(counts, r.shape[1], whole.to_mse())
-
-
-def zeroing_order(r: Tensor, scores: Tensor) -> Tensor:
-    """Return the order (N, L) in which entries are zeroed: by falling score, ties by index, dead ones last."""
-    keys = torch.where(r != 0, scores.nan_to_num(nan=torch.inf, posinf=torch.inf), -1.0)
-    return keys.argsort(dim=1, descending=True, stable=True)
-
-
-def zeroed(r: Tensor, order: Tensor, counts: int | Tensor) -> Tensor:
-    """Return r′ (N, L): the first entries of each row's order set to zero, as many for all or each its own (N,)."""
-    counts = torch.as_tensor(counts, device=r.device).reshape(-1, 1)
-    gone = (torch.arange(r.shape[1], device=r.device) < counts).expand_as(order)
-    return r.masked_fill(torch.zeros_like(gone).scatter(1, order, gone), 0.0)
 
 
 def _distances(exact: Tensor, r: Tensor, order: Tensor, p: float) -> Tensor:

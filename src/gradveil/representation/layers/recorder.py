@@ -1,4 +1,4 @@
-"""Run a model as far as a layer and write down what happens to the input."""
+"""A model run as far as a layer, with what happens to the input written down; plain chains take a shorter way."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradveil.modules import copied_state, input_of, plain_attention
+from gradveil.modules import copied_state, input_of, plain_attention, sequential
 from gradveil.representation.layers.jacobian import Edge, Node, Tape
-from gradveil.representation.layers.rules.base import RULES, Call, Rule, Shape, Step
+from gradveil.representation.layers.rules.base import PLAIN, RULES, Call, Rule, Shape, Step
 
 # What these return has the shape of their argument and nothing else of it.
 _FILLED = {
@@ -246,3 +246,29 @@ def _tensors(values: Any) -> list[Tensor]:
         elif isinstance(value, list | tuple):
             found += _tensors(value)
     return found
+
+
+def walkable(model: nn.Module, layer: str, x: Tensor) -> list[nn.Module] | None:
+    """Return the layers before ``layer``, where they are a plain chain that can be walked with x; else None.
+
+    Plain: layers whose rule says how they are run without a recorder. Such a chain does the same at every call.
+    """
+    links = None if torch.is_autocast_enabled(x.device.type) else sequential(model, layer)
+    if links is None:
+        return None
+    layers = [link.module for link in links]
+    if not all(type(part) in PLAIN and PLAIN[type(part)][1](part) for part in layers):
+        return None
+    images = any(isinstance(part, nn.Conv2d | nn.MaxPool2d) for part in layers)
+    return None if images and x.ndim != 4 else layers
+
+
+def walk(layers: list[nn.Module], x: Tensor) -> Tape:
+    """Run the layers of a chain on x and return what they did as a tape."""
+    with torch.no_grad():
+        value = x = x.detach()
+        nodes = [Node(tuple(x.shape), ())]
+        for layer in layers:
+            value, operator = PLAIN[type(layer)][0](layer, value)
+            nodes.append(Node(tuple(value.shape), (Edge(len(nodes) - 1, operator),)))
+        return Tape(tuple(nodes), x, value)

@@ -12,15 +12,23 @@ from torch.nn.parallel import DistributedDataParallel
 from gradveil.errors import ScoreError, did_you_mean
 from gradveil.modules import check_ready, find_layer, find_module, prefix, under_transform
 from gradveil.representation.layers.jacobian import FunctionJacobian, Jacobian, Tape
-from gradveil.representation.layers.recorder import Graph, record
+from gradveil.representation.layers.recorder import Graph, record, walk, walkable
 from gradveil.representation.layers.rules.base import wide
-from gradveil.representation.layers.walk import walk, walkable
-from gradveil.representation.scores.estimators import deflation_rows, moment_rows, random_signs, sketch_rows
-from gradveil.representation.scores.exact import NORMS, RowNorms, exact_rows, generic_rows, loop_rows, scores
-from gradveil.representation.scores.fast.again import check_seen, remember, rows_again
+from gradveil.representation.scores.exact import (
+    NORMS,
+    RowNorms,
+    deflation_rows,
+    exact_rows,
+    generic_rows,
+    loop_rows,
+    moment_rows,
+    random_signs,
+    scores,
+    sketch_rows,
+)
 from gradveil.representation.scores.fast.cpu_kernel import lanes_rows
-from gradveil.representation.scores.fast.cuda import replayed_chain
-from gradveil.representation.scores.fast.dense import dense_rows
+from gradveil.representation.scores.fast.matrices import dense_rows
+from gradveil.representation.scores.fast.replay import check_seen, remember, replayed_chain, rows_again
 
 METHODS = ("auto", "exact", "loop", "sketch", "moment", "deflation")
 MEMORY = {"cpu": 2**29, "cuda": 2**31}  # bytes, where none are given

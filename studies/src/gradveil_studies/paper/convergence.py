@@ -9,13 +9,13 @@ from typing import Any, ClassVar, Self
 import torch
 
 from gradveil.ranges import Positive, Weight, Whole
-from gradveil.representation.certificates.convergence import Bound, Constants, a_posteriori, printed_bound, theorem_a
 from gradveil.seeds import Seeds
 from gradveil.threats.rows import group
 from gradveil_studies.paper.base import ITEMS, Context, Item, Judgement, Row, judge, published
 from gradveil_studies.paper.convergence_runs import DEFENDED, LogisticRun, constants_row, curve, local_steps, world
 from gradveil_studies.paper.figures import figure
 from gradveil_studies.paper.rows import Record
+from gradveil_studies.paper.theorem2 import Bound, Constants, a_posteriori, printed_bound, theorem_a
 
 WIDTH = 5  # stored rounds that a smoothed loss is the mean of
 SETTINGS = [(e, k) for e in (5, 10) for k in (5, 10)]  # of the paper's runs

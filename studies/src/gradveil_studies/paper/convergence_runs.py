@@ -22,8 +22,8 @@ from gradveil.federated.engines import draws_of
 from gradveil.federated.ledger import sample_clients
 from gradveil.federated.settings import Training
 from gradveil.federated.simulate import round_jobs
-from gradveil.representation.certificates.convergence import LogisticProblem, a_posteriori, brightest_removed, extend
 from gradveil.seeds import Seeds
+from gradveil_studies.paper.theorem2 import LogisticProblem, a_posteriori, brightest_removed, extend
 
 DEFENDED = {"none": False, "ours": True}
 

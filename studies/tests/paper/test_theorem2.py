@@ -11,7 +11,7 @@ from scipy.optimize import minimize_scalar
 from torch import Generator, Tensor
 
 from gradveil.errors import CertificateError
-from gradveil.representation.certificates.convergence import (
+from gradveil_studies.paper.theorem2 import (
     Constants,
     LogisticProblem,
     a_posteriori,

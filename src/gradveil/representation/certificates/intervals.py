@@ -14,12 +14,11 @@ from torch import Tensor
 
 from gradveil.errors import CertificateError
 from gradveil.representation.certificates.base import Region
-from gradveil.representation.certificates.bounds.chain import StepChain, is_reshape
-from gradveil.representation.certificates.bounds.norms import operator_norm, spectral
-from gradveil.representation.certificates.bounds.rounding import slack
+from gradveil.representation.certificates.chain import StepChain, is_reshape
+from gradveil.representation.certificates.norms import operator_norm, slack, spectral
 from gradveil.representation.layers.rules.activations import Curve, Interval, Pointwise
 from gradveil.representation.layers.rules.base import Affine, Step
-from gradveil.representation.layers.rules.pooling import MaxPool
+from gradveil.representation.layers.rules.windows import MaxPool
 
 
 @singledispatch

@@ -1,1 +1,0 @@
-"""Machinery: what a chain of steps can do at most, and at least."""
