@@ -7,7 +7,7 @@ In the order of the paper's equations:
 2. Hide what moves the input most, max ||X - X′||_p subject to ||r - r′||_q ≤ ε (equations 3 to 8): ``selection.py``.
 3. Algorithm 1, the score |r_i| / ||∂r_i/∂x||₂ of each entry: ``scores/api.py``, exact and estimated norms of rows in
    ``scores/exact.py``; the same faster in ``scores/fast`` (compiled for CPUs, as matrices and as recordings for CUDA).
-4. Algorithm 2, the gradient built from r′: ``gradveil.protection.passes``, taken by the defences named ``representation``.
+4. Algorithm 2, the gradient built from r′: ``gradveil.protection.passes``, taken by ``gradveil.defenses``.
 5. Theorem 1 (equation 9), as printed and made sound: ``certificates/certify.py``, on chains of known steps
    (``chain.py``), their norms and rounding (``norms.py``), bounds over boxes (``intervals.py``); from a wanted error
    back to how many entries (``target.py``).
