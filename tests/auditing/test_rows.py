@@ -86,7 +86,7 @@ def test_one_lucky_identification_of_eight_is_chance_and_two_are_not(hits: int, 
 def test_a_failed_attack_with_a_good_control_is_evidence() -> None:
     v = judge(CONTROL, attack_rows("d", "oblivious", BAD), attack_rows("d", "drop", BAD))["d"]
     assert v.outcome == "nothing"
-    assert "no proof" in v.text
+    assert "Nothing found by this panel; nothing is proved. No audit can detect a defence that recognises" in v.text
     assert "worse than a blind guess at 0.08" in v.text
 
 
@@ -143,7 +143,7 @@ def test_the_papers_picture_and_the_server_that_undoes_it_are_both_said() -> Non
     assert v.text == (
         "The oblivious server gets nothing (MSE 0.25, worse than a blind guess at 0.08, identifies 0 of 8; newton, first "  # noqa: E501
         "round), but a server that knows the defence gets the images back (MSE 0.0001, without a defence 0.0001, "
-        "identifies 8 of 8; drop + newton, first round). Not run: informed, patient, malicious."
+        "identifies 8 of 8; drop + newton, first round). Nothing is proved. Not run: informed, multi-round, malicious."
     )
 
 
@@ -191,7 +191,8 @@ def test_the_headline_counts_what_was_given_away_and_to_whom() -> None:
     ]  # fmt: skip
     assert headline(rows) == (
         "3 of 4 defences gave images away to this panel of attacks, 1 of them only to a server that knows the defence, "
-        "1 of them more to a server that knows the defence than to one that does not."
+        "1 of them more to a server that knows the defence than to one that does not; "
+        "of 1 nothing was found by this panel, and nothing is proved."
     )
 
 

@@ -12,11 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import gradveil.auditing
-
 BAD, GOOD = 0.25, 1e-4
 Rows = list[dict[str, Any]]
-MODULES = ("rows", "judge", "gate")
+MODULES = {"rows": "threats.rows", "judge": "threats.verdict", "gate": "auditing.gate"}
 
 
 def measured(
@@ -36,6 +34,12 @@ def rows_of(*parts: Rows) -> Rows:
 
 def probed(defense: str, errors: tuple[str, ...] = (), assessed: bool = True) -> Rows:
     return [{"kind": "probe", "defense": defense, "errors": list(errors), "notes": [], "assessed": assessed}]
+
+
+def bound(chance: float, defense: str = "d", **more: Any) -> Rows:
+    row = {"kind": "certificate", "certificate": "guess", "defense": defense, "layer": "the whole run", "sound": True}
+    said = {"says": f"One of 100 is picked with a chance of at most {chance}.", "assumptions": ["The noise is secret."]}
+    return [{**row, **said, "mse": None, "chance": chance, "tiers": ["informed"], **more}]
 
 
 CONTROL = measured("none", "oblivious", GOOD)
@@ -180,13 +184,33 @@ def one_lucky_guess_is_no_control(code: Any) -> None:
     assert outcome(code, rows) == "void"
 
 
+def one_right_pick_of_five_is_chance(code: Any) -> None:
+    """Of a list of a hundred the first pick of five is right once in twenty tries; two are none."""
+    control = measured("none", "oblivious", 0.0, attack="candidates")
+    for hits, expected in ((1, "nothing"), (2, "traces"), (3, "identified")):
+        listed = measured("d", "informed", BAD, attack="candidates")[:5]
+        for row in listed[:hits]:
+            row |= {"mse": 0.0, "identified": 1.0}
+        assert outcome(code, rows_of(control, FAILED, listed), "informed") == expected
+
+
+def nothing_is_proved_of_a_defence_without_an_account(code: Any) -> None:
+    assert code.gate.gates(rows_of(FAILED), "unproved")["d"].result == "failed"
+    assert code.gate.gates(rows_of(FAILED, bound(0.2)), "unproved")["d"].result == "passed"
+    assert (
+        code.gate.gates(rows_of(CONTROL, measured("d", "adaptive", GOOD), bound(0.2)), "unproved")["d"].result
+        == "failed"
+    )
+
+
 RULES: list[Callable[[Any], None]] = [
     knows_acts_naively, oblivious_does_not_know, a_tier_speaks_for_itself, more_includes_less, what_was_not_run_is_said,
     a_wrong_declaration_is_no_protection, an_unknown_secret_is_no_protection, a_known_secret_may_hold,
     a_failed_control_is_no_protection, half_an_audit_is_no_protection, a_control_is_of_the_same_attack_and_tier,
     a_leak_counts_whatever_the_control, no_time_is_no_protection, the_gate_looks_at_the_tiers_it_is_told,
     a_control_that_was_stopped_as_early_counts, a_control_that_failed_speaks_for_those_that_waited,
-    who_picks_from_a_list_identifies, one_lucky_guess_is_no_control,
+    who_picks_from_a_list_identifies, one_lucky_guess_is_no_control, one_right_pick_of_five_is_chance,
+    nothing_is_proved_of_a_defence_without_an_account,
 ]  # fmt: skip
 
 WEAKENED = [
@@ -204,26 +228,28 @@ WEAKENED = [
     ("rows", 'for tier in (one.tier, "oblivious", "adaptive")', 'for tier in ("oblivious", "adaptive")'),
     ("rows", 'if void is None and late and got == "nothing" and not _as_long(mine, control):', "if False:"),
     ("rows", "m.stopped_at >= enough > 0", "True"),
-    ("rows", "if recovered.mean >= HALF or (grade", "if True or (grade"),
+    ("rows", 'if got in ("recovered", "recognised"):', "if True:"),
+    ("rows", "    if listed:\n", "    if False:\n"),
+    ("judge", 'if best.from_list and best.grade != "traces"', "if best.from_list"),
+    ("gate", 'if fail_on == "unproved" and not proved.holds:', "if False:"),
     ("rows", "if luck < SIGNIFICANT and identified.mean >= HALF:", "if identified.mean >= HALF:"),
     ("gate", 'if judged is not None and judged.errors:', "if False:"),
     ("gate", 'if judged is not None and judged.outcome == "not_assessed":', "if False:"),
     ("gate", "if its and all(line.void for line in its):", "if False:"),
     ("gate", "and x.tier in tiers]", "]"),
-    ("gate", "GRADES.index(line.grade) >= GRADES.index(fail_on)", "GRADES.index(line.grade) > GRADES.index(fail_on)"),
+    ("gate", "GRADES.index(line.grade) >= limit", "GRADES.index(line.grade) > limit"),
 ]  # fmt: skip
 
 
 @contextmanager
 def changed(module: str = "", old: str = "", new: str = "") -> Iterator[Any]:
     """Within, the modules of the verdict with one place changed."""
-    folder = Path(gradveil.auditing.__file__).parent
-    names = [f"gradveil.auditing.{name}" for name in MODULES]
+    names = [f"gradveil.{name}" for name in MODULES.values()]
     kept = {name: import_module(name) for name in names}
     made: dict[str, ModuleType] = {}
     try:
         for short, name in zip(MODULES, names, strict=True):
-            source = (folder / f"{short}.py").read_text()
+            source = Path(str(kept[name].__file__)).read_text()
             if short == module:
                 assert source.count(old) == 1, f"{old!r} is not in {short}.py once"
                 source = source.replace(old, new)
@@ -250,6 +276,41 @@ def test_a_weakened_rule_is_noticed(module: str, old: str, new: str) -> None:
             except AssertionError:
                 noticed.append(rule.__name__)
     assert noticed
+
+
+def said_of(*parts: Rows) -> Any:
+    from gradveil.threats.verdict import verdicts
+
+    return next(v for v in verdicts(rows_of(*parts)) if v.defense == "d")
+
+
+def test_both_axes_are_said_in_order() -> None:
+    unproved = said_of(FAILED)
+    assert unproved.text.count("Nothing found by this panel; nothing is proved. No audit can detect") == 1
+    proved = said_of(FAILED, bound(0.2))
+    assert "Nothing found by this panel; proved: over the whole run, one of 100 is picked with" in proved.text
+    assert proved.proved.conditions == ("The noise is secret.",)
+    assert "No audit can detect" not in proved.text
+    leaky = said_of(CONTROL, measured("d", "oblivious", GOOD))
+    assert "Nothing is proved" in leaky.text
+    assert "Nothing found" not in leaky.text
+
+
+@pytest.mark.parametrize(
+    "against",
+    [
+        bound(1.0),  # no limit
+        [*bound(0.01), *measured("d", "informed", 0.0, attack="candidates")],  # picked far more often
+        [*bound(0.2), {"kind": "certificate", "certificate": "measured", "defense": "d", "layer": "one release",
+                       "mse": None, "reasons": ["μ is above"], "mu_proved": 1.0}],
+        [*bound(0.2), *probed("d", ("It is said to add noise and adds none.",))],
+        bound(0.2, defense="e"),
+        bound(0.2, layer="one update"),
+    ],
+)  # fmt: skip
+def test_a_proof_that_says_nothing_or_is_contradicted_is_none(against: Rows) -> None:
+    assert not said_of(FAILED, against).proved.holds
+    assert said_of(FAILED, against).proved.text.startswith("nothing is proved")
 
 
 SAYS = {

@@ -128,7 +128,7 @@ def test_the_page_says_against_whom_and_what_to_do(run_folder: Path) -> None:
     assert "Against whom" in page
     assert "What to do" in page
     tried, missing = tiers_tried(verdicts(write_run(run_folder.parent / "again", SCENE).rows))
-    assert [name.partition(" (")[0] for name in tried] == ["oblivious server", "server that knows"]
+    assert [name.partition(" (")[0] for name in tried] == ["oblivious server", "adaptive server"]
     assert [name.partition(" (")[0] for name in missing] == [
         "informed server",
         "multi-round server",
@@ -142,10 +142,10 @@ def test_the_page_says_against_whom_and_what_to_do(run_folder: Path) -> None:
         (("none",), "Without a defence a server gets the images back."),
         (("none", BROKEN), "The defence does not keep the images from the server."),
         (("none", BROKEN, "pruning:share=0.8"), "None of the 2 defences keeps the images from the server."),
-        (("none", HOLDS), "The defence kept the images from every server that was tried."),
+        (("none", HOLDS), "Nothing found by this panel; nothing is proved."),
         (
             ("none", BROKEN, HOLDS),
-            "1 of 2 defences kept the images from every server that was tried: Gaussian noise, std 0.1.",
+            "In 1 of 2 defences (Gaussian noise, std 0.1) nothing was found by this panel; nothing is proved.",
         ),
         (
             ("none", BROKEN, "<script>alert(1)</script>"),

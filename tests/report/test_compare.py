@@ -36,9 +36,9 @@ def test_what_changed_is_said_and_what_did_not_is_not(found: Comparison) -> None
     said = found.said
     assert said[0] == "The runs have the same settings."
     assert said[1] == "same: no verdict changed, and no error moved beyond the intervals."
-    noise = "other, Gaussian noise, std 0.1, server that knows: Nothing found → Images recovered, worse for the client."
+    noise = "other, Gaussian noise, std 0.1, adaptive server: Nothing found → Images recovered, worse for the client."
     assert noise in said
-    moved = "other, Smallest gradients left out (pruning), share 80 %, server that knows: error higher"
+    moved = "other, Smallest gradients left out (pruning), share 80 %, adaptive server: error higher"
     assert any(text.startswith(moved) for text in said)
     assert not any("No defence" in text for text in said)
 

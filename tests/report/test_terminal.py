@@ -25,6 +25,8 @@ def test_the_table_fits_eighty_columns_and_says_it_all(run_folder: Path) -> None
         "blind guess",
         "93.0%",
         "8/8",
+        "proved",
+        "nothing",
     ):
         assert said in text
     assert "…" not in text

@@ -14,7 +14,7 @@ from gradveil import pace
 from gradveil.attacks.base import Attack
 from gradveil.attacks.search.statistics import sending_norms
 from gradveil.auditing.budget import Budget
-from gradveil.auditing.certificates import certificate_rows
+from gradveil.auditing.certificates import certificate_rows, proof_rows
 from gradveil.auditing.film import film
 from gradveil.auditing.gate import GATED
 from gradveil.auditing.run_files import CHANGED, FolderError
@@ -172,6 +172,7 @@ def run_audit(work: Work) -> None:
         if scene.dataset.levels is not None:
             about.append({"kind": "levels", "black": scene.dataset.levels[0], "white": scene.dataset.levels[1]})
         store.add("truth", [*about, *rows], pictures)
+    _write_proofs(scene, store)
     if scene.config.minutes is None:
         probe_defenses(scene, store)
         _all_of_it(work)
@@ -189,6 +190,15 @@ def run_audit(work: Work) -> None:
     if left and seconds > 0:
         for defense, rows in certificate_rows(scene, left, work.progress, seconds).items():
             store.add(f"promise/{defense}", rows)
+
+
+def _write_proofs(scene: Scene, store: RunFolder) -> None:
+    """Write what is proved of each defence, before anything is attacked: it is said of a run that was stopped, too."""
+    for defense in scene.defenses:
+        if not (store.done(f"promise/{defense}") or store.done(f"proved/{defense}")) and (
+            rows := proof_rows(scene, defense)
+        ):
+            store.add(f"proved/{defense}", rows)
 
 
 def _all_of_it(work: Work) -> None:

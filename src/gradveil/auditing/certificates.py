@@ -191,13 +191,13 @@ def certificate_rows(
     return {
         defense: [
             row | {"says": said(row["says"]), "assumptions": [said(text) for text in row["assumptions"]]}
-            for row in _promises(scene, defense) + _rows(defense, mine, len(clients), over)
+            for row in _measured(scene, defense) + _rows(defense, mine, len(clients), over)
         ]
         for defense, mine in found.items()
     }
 
 
-def _promises(scene: Scene, defense: str) -> list[Row]:
+def proof_rows(scene: Scene, defense: str) -> list[Row]:
     """Return what accounted noise promises over the run that is audited."""
     built, patient = scene.defenses[defense], rounds_seen(scene) if "multi-round" in scene.tiers else 0
     run = planned_run(scene.seeds, scene.clients, scene.config, built)
@@ -207,7 +207,17 @@ def _promises(scene: Scene, defense: str) -> list[Row]:
     except GradveilError as error:  # what cannot be promised does not stop the audit
         row: Row = {"kind": "certificate", "defense": defense, "layer": "the whole run", "certificate": "floor"}
         return [row | {"mse": None, "sound": False, "tiers": [], "assumptions": [], "says": str(error)}]
-    return rows + measured_rows(scene, defense, built.for_run(run))
+    said = scene.dataset.modality.own_words
+    return [r | {"says": said(r["says"]), "assumptions": [said(text) for text in r["assumptions"]]} for r in rows]
+
+
+def _measured(scene: Scene, defense: str) -> list[Row]:
+    built = scene.defenses[defense]
+    try:
+        run = planned_run(scene.seeds, scene.clients, scene.config, built)
+        return measured_rows(scene, defense, built.for_run(run))
+    except GradveilError:  # said where the promise is worked out
+        return []
 
 
 def measured_rows(scene: Scene, name: str, defense: Defense) -> list[Row]:

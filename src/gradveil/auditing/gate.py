@@ -1,4 +1,4 @@
-"""The gate: whether an audit passes, for a program that has to decide. What shows nothing either way never passes."""
+"""The gate: whether an audit passes, for a program that has to decide. Inconclusive audits fail."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,11 +7,12 @@ from typing import Literal, get_args
 from gradveil.auditing.run_folder import Row
 from gradveil.countermeasures import Tier
 from gradveil.errors import SpecError, did_you_mean
+from gradveil.threats.proof import proved_of
 from gradveil.threats.rows import GRADES, Line, group, lines
 from gradveil.threats.verdict import Verdict, verdicts
 from gradveil.threats.words import WHO
 
-FailOn = Literal["recovered", "recognised"]
+FailOn = Literal["recovered", "recognised", "unproved"]
 GateResult = Literal["passed", "failed", "uninformative"]
 EXIT_CODES: dict[GateResult, int] = {"passed": 0, "failed": 3, "uninformative": 4}
 SEVERITY: tuple[GateResult, ...] = ("passed", "uninformative", "failed")
@@ -29,7 +30,9 @@ def read_fail_on(text: str | None) -> FailOn | None:
     """Read the option."""
     known = get_args(FailOn)
     if text is not None and text not in known:
-        raise SpecError(f"--fail-on {text!r} is not known. {did_you_mean(text, known)}Give {' or '.join(known)}.")
+        raise SpecError(
+            f"--fail-on {text!r} is not known. {did_you_mean(text, known)}Give {', '.join(known[:-1])} or {known[-1]}."
+        )
     return text  # type: ignore[return-value]
 
 
@@ -39,10 +42,10 @@ GATED: tuple[Tier, ...] = ("oblivious", "adaptive")  # tiers that the gate looks
 def gates(rows: Sequence[Row], fail_on: FailOn, tiers: Sequence[str] = GATED) -> dict[str, Gate]:
     """Return the gate of each defence; the undefended update has one only where no defence was audited.
 
-    A defence *fails* when an attack of a server of these tiers gets that much of the images, or more. It *passes* when
-    the servers of each fell short with an attack whose control succeeded. Else it is *uninformative*: attacks fail
-    without a defence too, could not run, had no time, its declaration is wrong, or there was no truth to measure
-    against.
+    A defence *fails* when an attack of a server of these tiers gets that much of the images, or more; with *unproved*
+    when images are recognised, or when nothing is proved of it. It *passes* when the servers of each fell short with an
+    attack whose control succeeded. Else it is *uninformative*: attacks fail without a defence too, could not run, had
+    no time, its declaration is wrong, or there was no truth to measure against.
     """
     named = dict.fromkeys(row["defense"] for row in rows if "defense" in row)
     names = [name for name in named if name != "none"] or ["none"]
@@ -58,9 +61,13 @@ def overall(each: dict[str, Gate]) -> Gate:
 
 def _gate(name: str, rows: Sequence[Row], fail_on: FailOn, tiers: Sequence[str], judged: Verdict | None) -> Gate:
     mine = [x for x in lines(rows) if x.defense == name and x.at_own_weights and x.tier in tiers]
-    if got := [line for line in mine if GRADES.index(line.grade) >= GRADES.index(fail_on)]:
+    limit = GRADES.index("recognised" if fail_on == "unproved" else fail_on)
+    if got := [line for line in mine if GRADES.index(line.grade) >= limit]:
         worst = max(got, key=lambda line: line.strength)
         return Gate("failed", f"{worst.grade} by {worst.attack} ({worst.server} server, {worst.round} round)")
+    proved = proved_of(rows, name)
+    if fail_on == "unproved" and not proved.holds:
+        return Gate("failed", proved.text)
     if judged is not None and judged.errors:
         return Gate("uninformative", f"its declaration is wrong: {judged.errors[0].rstrip('.')}")
     if late := _out_of_time(name, rows, mine):
@@ -76,7 +83,8 @@ def _gate(name: str, rows: Sequence[Row], fail_on: FailOn, tiers: Sequence[str],
         return Gate("uninformative", "what is secret in it is neither declared nor found")
     empty = [number for (number,), its in group(mine, "round").items() if all(line.void for line in its)]
     but = f", but the {' and '.join(empty)} round shows nothing either way" if empty else ""
-    return Gate("passed", f"not {fail_on} by any attack, with controls that succeeded{but}")
+    which = "recognised" if fail_on == "unproved" else fail_on
+    return Gate("passed", f"not {which} by any attack, with controls that succeeded{but}; {proved.said}")
 
 
 def _out_of_time(name: str, rows: Sequence[Row], mine: Sequence[Line]) -> int:

@@ -71,7 +71,9 @@ def command(
     json: shared.Json = False,
     quiet: shared.Quiet = False,
     fail_on: str = typer.Option(
-        None, help="recovered or recognised: exit with 3 where a server gets that far, 4 where the audit cannot tell."
+        None,
+        help="recovered, recognised or unproved: exit with 3 where a server gets that far, or nothing is proved; 4 "
+        "where the audit cannot tell.",
     ),
     resume: shared.Resume = False,
     rounds: int = of_run(

@@ -55,9 +55,13 @@ def verdict_sentence(judged: Sequence[Verdict], modality: Modality) -> str:
         who = "The defence does not keep" if len(tried) == 1 else f"None of the {len(tried)} defences keeps"
         return f"{who} the {many} from the server."
     if holding:
-        name = f": {name_of(holding[0].defense)}" if len(holding) == 1 < len(tried) else ""
-        who = "The defence" if len(tried) == 1 else f"{len(holding)} of {len(tried)} defences"
-        return f"{who} kept the {many} from every server that was tried{name}."
+        sure = [v for v in holding if v.proved.holds]
+        proof = "a bound is proved" if len(sure) == len(holding) else f"a bound is proved of {len(sure)} of them"
+        if len(tried) == 1:
+            return f"Nothing found by this panel; {holding[0].proved.text if not sure else proof}."
+        name = f" ({name_of(holding[0].defense)})" if len(holding) == 1 else ""
+        which = f"In {len(holding)} of {len(tried)} defences{name} nothing was found by this panel"
+        return f"{which}; {proof if sure else 'nothing is proved'}."
     counts = {"gave them away": len(given), "gave traces": sum(_worst(v) == "traces" for v in tried)}
     counts["could not be judged"] = len(tried) - sum(counts.values())
     said = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
@@ -79,7 +83,7 @@ def advice(judged: Sequence[Verdict], config: Mapping[str, Any], rows: Sequence[
     priced = [v for v in tried if v.accuracy is not None and v.baseline is not None]
     if bearable := [v for v in priced if _lost(v) <= BEARABLE]:
         best = max(bearable, key=lambda v: v.accuracy or 0.0)
-        text = f"Train with {name_of(best.defense)}: no server that was tried got anything. Evidence, no proof."
+        text = f"Train with {name_of(best.defense)}: nothing found by this panel; {best.proved.said}."
         return Advice(text, _cost(best), train_command(config, best.defense))
     if priced and len(priced) == len(holding):
         best = max(priced, key=lambda v: v.accuracy or 0.0)

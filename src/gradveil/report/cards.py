@@ -7,6 +7,7 @@ from gradveil.auditing.run_folder import Row
 from gradveil.metrics.intervals import short
 from gradveil.report.pictures import KEY, Gallery, Shot
 from gradveil.report.plain import error_words, name_of
+from gradveil.threats.proof import Proved
 from gradveil.threats.rows import Floor, Line, MeasuredExample, best_floor, group, read
 from gradveil.threats.verdict import BEYOND, TierVerdict, Verdict
 from gradveil.threats.words import WHO, accuracy_text, by, got
@@ -31,6 +32,7 @@ class Card:
     name: str
     outcome: str
     errors: tuple[str, ...]
+    proved: Proved
     cost: str
     originals: list[Shot]  # the typical example and the worst
     servers: list[ServerOnCard]
@@ -75,7 +77,16 @@ def _card(verdict: Verdict, floor: Floor, gallery: Gallery, attacked: Attacked) 
     cost = f"{scored_by}: {accuracy_text(verdict.defense, known, scored_by)}" if verdict.defense in known else ""
     originals = [gallery.original(number) for number in chosen]
     name = name_of(verdict.defense)
-    return Card(verdict.defense, name, verdict.outcome, verdict.errors, cost[:1].upper() + cost[1:], originals, servers)
+    return Card(
+        verdict.defense,
+        name,
+        verdict.outcome,
+        verdict.errors,
+        verdict.proved,
+        cost[:1].upper() + cost[1:],
+        originals,
+        servers,
+    )
 
 
 def typical_and_worst(mine: Sequence[MeasuredExample]) -> list[int]:

@@ -19,10 +19,11 @@ from gradveil.report.pictures import Gallery, pictures
 from gradveil.report.plain import name_of
 from gradveil.report.reading import CARDS, CAVEAT, NO_TRUTH, picture_note, reading
 from gradveil.report.summary import left_out
-from gradveil.report.table import NUM_TEXTS, certificate_table, figure_errors, head, table_rows
+from gradveil.report.table import NUM_TEXTS, certificate_table, head, table_rows
+from gradveil.threats.proof import figure_errors
 from gradveil.threats.rows import Floor, Line, best_floor, lines, modality_of
 from gradveil.threats.verdict import Verdict, declaration_errors, headline, verdicts
-from gradveil.threats.words import badges
+from gradveil.threats.words import UNDETECTABLE, badges
 
 _NOT_AN_AUDIT = "It is no audit, or its rows were damaged: take them from a copy, or audit again."
 
@@ -79,6 +80,7 @@ def _content(store: RunFolder) -> dict[str, Any]:
         "schedule": client.get("schedule", "one local step"),
         "late": sum(row["kind"] == "skip" and bool(row.get("out_of_time")) for row in rows),
         "caveat": CAVEAT,
+        "undetectable": UNDETECTABLE,
         "card_note": CARDS.format(one=modality.one, many=modality.many),
         "cards": cards(gallery, rows, judged),
         "one": modality.one,

@@ -58,8 +58,8 @@ READING = (
         "Identified",
         "The reconstruction is nearer to its original than to every other {one} of the gallery (ties count against "
         "the attack): what privacy means to a person. Recognised: at least "
-        f"{HALF:.0%} of the {{many}} are identified, more than chance explains. A server with a list of candidates "
-        "identifies by picking the right one.",
+        f"{HALF:.0%} of the {{many}} are identified, and the exact interval's lower end lies above chance. A server "
+        "with a list of candidates identifies by picking the right one as often.",
     ),
     (
         "Traces",
@@ -68,7 +68,14 @@ READING = (
     ),
     (
         "Nothing found",
-        "None of the attacks of this panel got anything, and their controls succeeded. That is evidence, not proof.",
+        "None of the attacks of this panel got anything, and their controls succeeded. That is evidence, not proof: a "
+        "defence that recognises the audit, data in bits that no attack reads and a secret kept outside the process "
+        "cannot be detected by any audit.",
+    ),
+    (
+        "Proved",
+        "A bound that holds for every server over the whole run, under the conditions listed with it. It is worked "
+        "out, not attacked; of most defences nothing is proved.",
     ),
     (
         "Error",

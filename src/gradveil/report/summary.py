@@ -9,7 +9,7 @@ from gradveil.auditing.audit import Audit
 from gradveil.auditing.gate import EXIT_CODES, GATED, FailOn, gates, overall
 from gradveil.auditing.run_folder import Row
 from gradveil.metrics.intervals import Interval
-from gradveil.report.table import figure_errors
+from gradveil.threats.proof import figure_errors
 from gradveil.threats.rows import Line, best_floor, group
 from gradveil.threats.verdict import Verdict, declaration_errors
 from gradveil.threats.words import article

@@ -9,9 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from gradveil.auditing.run_folder import Row
-from gradveil.metrics.intervals import chance_of, short
+from gradveil.metrics.intervals import short
 from gradveil.modalities import IMAGE, Metric, Modality
-from gradveil.threats.rows import OBLIVIOUS, Floor, Line, lines, modality_of
+from gradveil.threats.proof import PROVED, beaten_by, beaten_figures, figure_name
+from gradveil.threats.rows import OBLIVIOUS, Floor, Line, modality_of
 from gradveil.threats.verdict import Verdict
 from gradveil.threats.words import DIAGNOSTIC, badges, score_text, server_name
 
@@ -74,17 +75,7 @@ def says(line: Line, modality: Modality) -> str:
     return f"{'Control: ' if is_control else ''}{badges(modality)[line.grade]}."
 
 
-FAR = 0.5  # of a figure: what lies under that with its whole 95 % interval contradicts it
 CERTIFICATE_HEAD = ("defence", "figure", "MSE at least", "proved", "says")
-NAMES = {
-    "local": "the paper's theorem 1",
-    "global": "the Lipschitz bound",
-    "floor": "the Gaussian floor",
-    "guess": "the guess bound",
-    "measured": "the measured μ",
-}
-PROVED = ("floor", "guess")  # for every server, the floor for Gaussian images: an attack beyond one is an error
-LUCK = 1e-3  # how unlikely so many right picks must be under a guess bound, to contradict it
 
 
 @dataclass(frozen=True)
@@ -107,7 +98,7 @@ def certificate_table(rows: Sequence[Row]) -> CertificateTable | None:
     modality = modality_of(rows)
     assumptions: dict[str, list[str]] = {}
     for row in chosen:
-        known = assumptions.setdefault(_figure(row), [])
+        known = assumptions.setdefault(figure_name(row), [])
         told = [modality.own_words(text) for text in row["assumptions"]]  # of an older run they speak of images
         known += [text for text in told if text not in known]
     beaten = {id(row): line for row, line in beaten_figures(rows)}
@@ -117,76 +108,20 @@ def certificate_table(rows: Sequence[Row]) -> CertificateTable | None:
     )
 
 
-def beaten_figures(rows: Sequence[Row]) -> list[tuple[Row, Line]]:
-    """Return each figure under which an attack on one update got, at the same weights, with that attack."""
-    found = [x for x in lines(rows) if x.round == "first" and x.tier in ("oblivious", "adaptive") and x.at_own_weights]
-    pairs = []
-    for row in rows:
-        if row.get("certificate") in PROVED:
-            pairs += [(row, line) for line in _beyond(row, rows)[:1]]
-        elif row["kind"] in ("certificate", "meter") and row["mse"] is not None:
-            under = [x for x in found if x.defense == row["defense"] and x.mse.mean < row["mse"]]
-            pairs += [(row, min(under, key=lambda x: x.mse.mean))] if under else []
-    return pairs
-
-
-def _beyond(row: Row, rows: Sequence[Row]) -> list[Line]:
-    """Return the attacks that contradict a floor or a guess bound beyond what luck explains, the strongest first."""
-    bound = [x for x in lines(rows) if x.defense == row["defense"] and x.tier in row["tiers"] and x.at_own_weights]
-    if row["certificate"] == "floor":
-        under = [x for x in bound if row["mse"] is not None and x.mse.high < row["mse"]]
-        return sorted(under, key=lambda x: x.mse.mean)
-    if row["chance"] is None:
-        return []
-    picked = [x for x in bound if x.identified.count]
-    over = [x for x in picked if chance_of(x.identified.hits, x.identified.count, row["chance"]) < LUCK]
-    return sorted(over, key=lambda x: -x.identified.mean)
-
-
-def figure_errors(rows: Sequence[Row]) -> list[str]:
-    """Return what is wrong with figures that speak of every server: an attack got far under them, or μ was measured
-    above its promise.
-
-    The meter's figure is an average over Gaussian images, to first order: on a few images an attack may come out
-    somewhat below it, which takes the figure off the page and is no error.
-    """
-    exceeded = [
-        f"{row['defense']} exceeds its promise: {'; '.join(row['reasons'])}. {row['mu_proved']:.3g} is proved."
-        for row in rows
-        if row.get("certificate") == "measured" and row.get("reasons")
-    ]
-    return exceeded + [
-        f"T{_figure(row)[1:]}'s figure for {row['defense']} ({row.get('server') or row['layer']}) does not "
-        f"hold: {_beaten(row, line)}."
-        for row, line in beaten_figures(rows)
-        if row.get("certificate") in PROVED or (row["kind"] == "meter" and line.mse.high < FAR * row["mse"])
-    ]
-
-
-def _beaten(row: Row, line: Line) -> str:
-    if row.get("certificate") == "guess":
-        return f"it says {short(row['chance'])}, and {line.attack} picked {line.identified.as_count}"
-    return f"it says {short(row['mse'])}, and {line.attack} got {short(line.mse.mean)}"
-
-
 def _cells(row: Row, beaten: Line | None) -> tuple[str, ...]:
     """Return a line of the table; a figure that an attack beat is not shown as one."""
     if beaten is None:
         return row["defense"], _name(row), _mse(row), _proved(row), row["says"]
     speaks_of_all = row["kind"] == "meter" or row["certificate"] in PROVED
-    says = f"Does not hold on these examples: {_beaten(row, beaten)}." if speaks_of_all else (
-        f"Limits only servers that need the perturbed representation: {_beaten(row, beaten)} without it."
+    says = f"Does not hold on these examples: {beaten_by(row, beaten)}." if speaks_of_all else (
+        f"Limits only servers that need the perturbed representation: {beaten_by(row, beaten)} without it."
     )  # fmt: skip
     return row["defense"], _name(row), "–", "beaten", says
 
 
-def _figure(row: Row) -> str:
-    return "the leak meter" if row["kind"] == "meter" else NAMES[row["certificate"]]
-
-
 def _name(row: Row) -> str:
     where = row["server"] if row["kind"] == "meter" else row["layer"]
-    return f"{_figure(row)} ({where})" if where else _figure(row)
+    return f"{figure_name(row)} ({where})" if where else figure_name(row)
 
 
 def _mse(row: Row) -> str:
@@ -203,7 +138,7 @@ def _proved(row: Row) -> str:
     return "yes" if row["sound"] else "first order"
 
 
-COLUMNS = ("defence", "verdict", "oblivious server", "server that knows")
+COLUMNS = ("defence", "found\nproved", "oblivious server", "server that knows")
 COLOURS = {"recovered": "bold red", "recognised": "red", "traces": "yellow", "nothing": "green", "void": "dim"}
 COLOURS |= {"identified": "red", "not_assessed": "magenta", "not_run": "dim"}
 
@@ -215,6 +150,8 @@ def verdict_table(judged: Sequence[Verdict], floor: Floor | None) -> RenderableT
     for v in judged:
         badge = Text(badges(modality)[v.outcome], COLOURS[v.outcome])
         accuracy = "–" if v.accuracy is None else score_text(v.accuracy, v.scored_by)
+        if v.defense != "none":
+            badge.append("\na bound, see below" if v.proved.holds else "\nnothing", "not bold not dim default")
         table.add_row(_spec(v.defense), badge, _cell(v.oblivious, modality), _cell(v.adaptive, modality), accuracy)
     if floor is not None:
         guess = Text(f"blind guess\n  {floor.guess}")

@@ -140,7 +140,7 @@ class Line:
     @property
     def from_list(self) -> bool:
         """Whether its answer was picked from a list of candidates."""
-        return self.attack.partition(":")[0] == "candidates"
+        return is_listed(self.attack)
 
     @property
     def at_own_weights(self) -> bool:
@@ -214,17 +214,23 @@ def _control_of(
     )
 
 
-def grade(error: Interval, recovered: Interval, identified: Interval, floor: Floor, gallery: int) -> Grade:
+def grade(
+    error: Interval, recovered: Interval, identified: Interval, floor: Floor, gallery: int, listed: bool = False
+) -> Grade:
     """Say what was got.
 
     *recovered*: at least half of the examples come back with under a tenth of the blind guess's error;
-    *recognised*: at least half pick their original out of the gallery, more than chance explains (binomial test at
-    1 %); *traces*: some example was recovered, or more were identified than chance explains, or the mean error is under
-    half of the blind guess's; *nothing*: none of these.
+    *recognised*: at least half pick their original out of the gallery, more than chance explains; *traces*: some
+    example was recovered, or more were identified than chance explains, or the mean error is under half of the blind
+    guess's; *nothing*: none of these. More than chance: the exact interval's lower end (one-sided, 99 %) lies above
+    one over the size of the gallery, that is, a binomial test at 1 % says so. An answer that was picked from a list is
+    exact where the pick is right, so that the picks alone decide.
     """
+    luck = chance_of(identified.hits, identified.count, 1 / gallery) if identified.count else 1.0
+    if listed:
+        return ("recognised" if identified.mean >= HALF else "traces") if luck < SIGNIFICANT else "nothing"
     if recovered.mean >= HALF:
         return "recovered"
-    luck = chance_of(identified.hits, identified.count, 1 / gallery) if identified.count else 1.0
     if luck < SIGNIFICANT and identified.mean >= HALF:
         return "recognised"
     if recovered.mean > 0 or error.mean < HALF * floor.error.mean or luck < SIGNIFICANT:
@@ -232,10 +238,16 @@ def grade(error: Interval, recovered: Interval, identified: Interval, floor: Flo
     return "nothing"
 
 
+def is_listed(attack: str) -> bool:
+    """Return whether an attack picks its answer from a list of candidates."""
+    return attack.partition(":")[0] == "candidates"
+
+
 def _line(mine: Sequence[MeasuredExample], control: Sequence[MeasuredExample] | None, floor: Floor) -> Line:
     one = mine[0]
     error, recovered, identified = _basics(mine, floor)
-    got, late = grade(error, recovered, identified, floor, one.gallery), sum(m.out_of_time for m in mine)
+    got = grade(error, recovered, identified, floor, one.gallery, is_listed(one.attack))
+    late = sum(m.out_of_time for m in mine)
     void = _void(control, floor)
     if void is None and late and got == "nothing" and not _as_long(mine, control):
         void = f"ran out of time on {late} of {len(mine)}"
@@ -267,12 +279,14 @@ def _void(control: Sequence[MeasuredExample] | None, floor: Floor) -> str | None
     """Return why the attack's failures prove nothing, or None where its control succeeded.
 
     The control succeeds when the attack recovers, or picks out of the gallery, at least half of the examples from
-    undefended updates at the same weights; and not by chance.
+    undefended updates at the same weights, and not by chance.
     """
     if control is None:
         return "there is no undefended control to compare with"
     error, recovered, identified = _basics(control, floor)
-    if recovered.mean >= HALF or (grade(error, recovered, identified, floor, control[0].gallery) == "recognised"):
+    listed = is_listed(control[0].attack)
+    got = grade(error, recovered, identified, floor, control[0].gallery, listed)
+    if got in ("recovered", "recognised"):
         return None
     return (
         f"fails without any defence too: {why_it_failed(control)}, {floor.modality.error_name} {error.mean:.2g} "

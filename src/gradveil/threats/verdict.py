@@ -5,14 +5,17 @@ tier's verdict is that of the strongest line of its own and of the tiers it incl
 stands for another's.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import fmean
 from typing import Literal
 
 from gradveil.auditing.run_folder import Row
 from gradveil.countermeasures import TIERS, Tier
 from gradveil.pace import as_clock
+from gradveil.threats.proof import NOTHING_PROVED, Proved, proved_of
 from gradveil.threats.rows import (
     GRADES,
     Floor,
@@ -24,7 +27,7 @@ from gradveil.threats.rows import (
     modality_of,
     read,
 )
-from gradveil.threats.words import DIAGNOSTIC, WHO, accuracy_text, article, gets, plural, resists
+from gradveil.threats.words import DIAGNOSTIC, UNDETECTABLE, WHO, accuracy_text, article, gets, plural, resists
 
 Outcome = Literal["recovered", "recognised", "identified", "traces", "nothing", "void", "not_assessed", "not_run"]
 
@@ -54,7 +57,7 @@ class TierVerdict:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the audit found about one defence."""
+    """What the audit found about one defence, and what is proved of it."""
 
     defense: str
     outcome: Outcome  # of the server that knows the defence; of any server where there is none
@@ -66,6 +69,7 @@ class Verdict:
     baseline: float | None  # the same without a defence
     scored_by: str = "accuracy"  # what these are: R² where targets are numbers
     tiers: tuple[TierVerdict, ...] = ()  # every tier, in order
+    proved: Proved = NOTHING_PROVED
     errors: tuple[str, ...] = ()  # what its author declared and probing it contradicts
 
 
@@ -111,16 +115,25 @@ def headline(rows: Sequence[Row]) -> str:
         if also:
             said += f"; {len(also)} more to {article(tier)} {tier} server"
     late = any(row["kind"] == "skip" and row.get("out_of_time") for row in rows)
-    if void := sum(v.outcome == "void" for v in tried):
-        why = " or the time was over" if late or any(line.out_of_time for line in lines(rows)) else ""
-        said += (
-            f"; {void} {plural('resist', 2 - (void > 1))} this budget, since attacks fail without a defence too{why}"
-        )
-    if open_ := sum(v.outcome == "not_assessed" for v in tried):
+    why = " or the time was over" if late or any(line.out_of_time for line in lines(rows)) else ""
+    return said + _rest(tried, why) + (". The time was over before all was tried." if late else ".")
+
+
+def _rest(tried: Sequence[Verdict], or_late: str) -> str:
+    """Return what is said of the defences that gave nothing away."""
+    count, said = Counter(v.outcome for v in tried), ""
+    if held := count["nothing"]:
+        sure = sum(v.outcome == "nothing" and v.proved.holds for v in tried)
+        proof = "a bound is proved" if sure == held else f"a bound is proved of {sure} of them"
+        said += f"; of {held} nothing was found by this panel, and {proof if sure else 'nothing is proved'}"
+    if void := count["void"]:
+        said += f"; {void} {plural('resist', 2 - (void > 1))} this budget, since attacks fail without a defence too"
+        said += or_late
+    if open_ := count["not_assessed"]:
         said += f"; {open_} could not be assessed"
-    if open_ := sum(v.outcome == "not_run" for v in tried):
+    if open_ := count["not_run"]:
         said += f"; {open_} {'was' if open_ == 1 else 'were'} not reached"
-    return said + (". The time was over before all was tried." if late else ".")
+    return said
 
 
 def _without_truth(blind: Sequence[MeasuredExample], judged: Sequence[Verdict], many: str) -> str:
@@ -176,6 +189,11 @@ class _Case:
         mine = (text for row in _probes(self.rows) if row["defense"] == self.name for text in row["errors"])
         return tuple(dict.fromkeys(mine))
 
+    @cached_property
+    def proved(self) -> Proved:
+        """What is proved of it."""
+        return proved_of(self.rows, self.name)
+
     @property
     def assessed(self) -> bool:
         """Whether a server that knows the defence was tried in full: all that is secret is declared, or was found."""
@@ -200,7 +218,7 @@ class _Case:
 
     def _outcome(self, tier: Tier, best: Line, able: Sequence[Line]) -> Outcome:
         if best.grade != "nothing":
-            return "identified" if best.from_list and best.tier == tier else best.grade
+            return "identified" if best.from_list and best.grade != "traces" else best.grade
         halves = [strongest(x for x in able if x.tier == t) for t in INCLUDES[tier]]
         if any(line is not None and not line.counts for line in halves):
             return "void"  # a part of the audit failed for reasons of its own: no protection may be read off it
@@ -274,8 +292,8 @@ def _verdict(case: _Case, accuracy: Mapping[str, float], scored_by: str) -> Verd
     for tier in BEYOND:
         if judged[tier].line is not None:
             text += f". {article(tier).capitalize()} {tier} server {judged[tier].text}"
-    if outcome == "nothing":
-        text += ". No attack of this panel got anything, which is no proof that none can"
+    if name != "none":
+        text += f". {found_and_proved(outcome, case.proved)}"
     easier = strongest(line for line in case.found if line.weights == DIAGNOSTIC)
     if name == "none" and easier is not None:
         told = gets(easier, case.floor, "oblivious")
@@ -285,7 +303,15 @@ def _verdict(case: _Case, accuracy: Mapping[str, float], scored_by: str) -> Verd
         text += f". Not run: {', '.join(missing)}" if name != "none" else ""
     text += f". {points[-1][0]} {points[-1][1]}." if name in accuracy else "."
     both = accuracy.get(name), accuracy.get("none")
-    return Verdict(name, outcome, text, tuple(points), oblivious, adaptive, *both, scored_by, tiers, case.errors)
+    found = (name, outcome, text, tuple(points), oblivious, adaptive, *both, scored_by, tiers)
+    return Verdict(*found, case.proved, case.errors)
+
+
+def found_and_proved(outcome: Outcome, proved: Proved) -> str:
+    """Return both axes in one line: what was found, then what is proved."""
+    found = "Nothing found by this panel; " if outcome == "nothing" else ""
+    line = found + proved.said if found else proved.said[0].upper() + proved.said[1:]
+    return line if proved.holds or not found else f"{line}. {UNDETECTABLE.rstrip('.')}"
 
 
 def _worse(a: Line, b: Line) -> bool:

@@ -26,6 +26,10 @@ _BADGES: dict[str, str] = {
     "not_run": "Not run",
 }
 
+UNDETECTABLE = (
+    "No audit can detect a defence that recognises the audit, data in bits that no attack reads, or a secret kept "
+    "outside the process."
+)
 DIAGNOSTIC = "evaluation mode"  # the weights of rows in a setting that is easier than what was configured
 
 WHO: dict[Tier, str] = {
@@ -61,6 +65,8 @@ def got(line: Line, floor: Floor, tier: Tier) -> str:
     if not line.counts:
         return resists(line)
     kind = floor.modality
+    if line.from_list and line.grade == "traces":
+        return f"picks the right {kind.one} out of a list of {line.gallery} more often than chance"
     if line.from_list and line.tier == tier and line.grade != "nothing":
         return f"picks the right {kind.one} out of a list of {line.gallery}"
     said = GETS[line.grade].format(others=line.gallery - 1, many=kind.many)
