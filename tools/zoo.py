@@ -27,7 +27,7 @@ from gradveil.countermeasures import TIERS
 from gradveil.threats.rows import Line
 from gradveil.threats.setup import AuditConfig
 from gradveil.threats.verdict import Verdict
-from zoo.keeper import BROKEN, SCENE, Kept, is_right, names, opened
+from zoo.keeper import BROKEN, HALVES, SCENE, Kept, is_right, names, opened
 
 GROUP = 6  # defences that are audited together
 FULL = (
@@ -90,8 +90,8 @@ def _by(line: Line | None) -> str:
 def results(wanted: Sequence[str], scenes: Iterable[AuditConfig], workers: int, out: Path) -> Iterator[Result]:
     """Audit these defences in each scene, some groups at a time; yield what was found as it comes."""
     groups: list[list[str]] = []
-    for kind in (False, True):  # what holds is attacked for longer, and shares the control of that
-        mine = [name for name in wanted if name in names(sound=kind)]
+    for folder in HALVES:  # what holds is attacked for longer, and shares the control of that
+        mine = [name for name in wanted if name in names(folder)]
         count = -(-len(mine) // GROUP)
         groups += [mine[i::count] for i in range(count)]
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:

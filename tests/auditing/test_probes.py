@@ -18,8 +18,8 @@ from gradveil.protection.defense import DEFENSES, Defense, build
 from gradveil.protection.records.records import Records
 from gradveil.seeds import Seeds
 from gradveil.threats.probes import Probed, probe
-from gradveil.threats.probing.channels import Channel, Secret
-from gradveil.threats.probing.remains import left_of
+from gradveil.threats.probing.function import DefenseFunction, Secret
+from gradveil.threats.probing.residuals import left_of
 from gradveil.threats.trial import observe
 from gradveil.tree import Params, flatten
 from gradveil.types import Batch, GaussianPrior, Observation, Update
@@ -360,7 +360,7 @@ def test_probing_leaves_no_trace(model: nn.Module) -> None:
 
 
 def test_a_run_leaves_its_secret_as_it_was() -> None:
-    channel = Channel(Update({"weight": torch.ones(3, 2)}))
+    channel = DefenseFunction(Update({"weight": torch.ones(3, 2)}))
     secret = Secret(Counting(lambda g, rng: g + noise(g, rng)), seed=1)
     first, again = (channel.sent({"weight": torch.ones(3, 2)}, secret) for _ in range(2))
     assert torch.equal(first["weight"], again["weight"])

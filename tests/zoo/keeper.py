@@ -1,20 +1,24 @@
-"""The zoo: defences whose truth is known, each in a file of its own under broken/ or sound/.
+"""The zoo: defences whose truth is known, in files under broken/, unseen/ and sound/.
 
-A file registers one defence under its own name and says in ``TRUTH`` what is wrong with it, or why it is sound.
+A file registers one defence under its own name and says in ``TRUTH`` what is wrong with it, or why it is sound; or it
+registers a family of them and says so of each in ``TRUTHS``. The broken ones under unseen/ are kept from whoever
+writes probes: their score says how well probes do on what they were not written for.
 """
 
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
-from gradveil.countermeasures import Tier
+from gradveil.countermeasures import Countermeasure, Tier, whiten
 from gradveil.errors import SpecError, did_you_mean
 from gradveil.protection.defense import DEFENSES, Defense
 from gradveil.threats.setup import AuditConfig
@@ -23,7 +27,9 @@ from gradveil.tree import Params
 
 FOLDER = Path(__file__).parent
 SCENE = AuditConfig(rounds=1, clients=1, images=5, meter_seconds=0)  # that a verdict on the zoo is of, in short
-BROKEN = ("recovered", "recognised")  # outcomes that expose a defence
+BROKEN = ("recovered", "recognised", "identified")  # outcomes that expose a defence
+STD = 5.0  # of the noise of broken ones: far more than what is under it
+HALVES = ("broken", "unseen", "sound")
 
 
 @dataclass(frozen=True)
@@ -46,10 +52,17 @@ class Kept:
     truth: Truth
 
 
-def names(sound: bool | None = None) -> list[str]:
-    """Return the names of all defences of the zoo, or of the sound or the broken ones; loads none."""
-    folders = {None: ("broken", "sound"), True: ("sound",), False: ("broken",)}[sound]
-    return [path.stem for folder in folders for path in sorted((FOLDER / folder).glob("*.py"))]
+def names(*folders: str) -> list[str]:
+    """Return the names of all defences of the zoo, or of these folders; loads none."""
+    return [name for folder in folders or HALVES for path in _files(folder) for name in _names(path)]
+
+
+def _files(folder: str) -> list[Path]:
+    return sorted((FOLDER / folder).glob("*.py"))
+
+
+def _names(path: Path) -> list[str]:
+    return re.findall(r'^@DEFENSES.register\("(\w+)"\)', path.read_text(), re.MULTILINE)
 
 
 def load(name: str) -> Kept:
@@ -61,17 +74,31 @@ def load(name: str) -> Kept:
 
 @cache
 def _read(name: str) -> tuple[Kept, type[Defense]]:
-    """Run the file of a defence, once."""
-    path = next((path for path in FOLDER.glob("*/*.py") if path.stem == name), None)
+    path = next((path for folder in HALVES for path in _files(folder) if name in _names(path)), None)
     if path is None:
         raise SpecError(f"The zoo has no {name!r}. {did_you_mean(name, names())}Known: {', '.join(names())}.")
-    spec = importlib.util.spec_from_file_location(f"zoo_{name}", path)
+    module = _run(path)
+    truth = module.TRUTHS[name] if hasattr(module, "TRUTHS") else module.TRUTH
+    made = (value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Defense))
+    (defense,) = (one for one in made if one.__module__ == module.__name__ and getattr(one, "spec_name", "") == name)
+    return Kept(name, path.parent.name == "sound", truth), defense
+
+
+@cache
+def _run(path: Path) -> Any:
+    """Run a file of defences, once."""
+    spec = importlib.util.spec_from_file_location(f"zoo_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where dataclasses look up their annotations
-    spec.loader.exec_module(module)
-    return Kept(name, path.parent.name == "sound", module.TRUTH), DEFENSES.get(name)
+    before = dict(DEFENSES._classes)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        DEFENSES._classes.clear()
+        DEFENSES._classes.update(before)
+    return module
 
 
 @contextmanager
@@ -110,3 +137,37 @@ def each(gradient: Params, change: Callable[[Tensor], Tensor]) -> Params:
 def noisy(gradient: Params, rng: Generator, std: float) -> Params:
     """Return the gradient with independent Gaussian noise on every entry."""
     return each(gradient, lambda g: g + std * torch.randn(g.shape, generator=rng, device=rng.device).to(g))
+
+
+@dataclass(frozen=True)
+class Noised(Defense):
+    """A defence that adds noise to the gradient, and declares it to be independent of standard deviation STD."""
+
+    def noise(self, gradient: Params, rng: Generator) -> Params:
+        """Return what is added."""
+        raise NotImplementedError
+
+    def on_gradient(self, gradient: Params, rng: Generator) -> Params:
+        """Add it."""
+        added = self.noise(gradient, rng)
+        return {name: g + added[name].reshape(g.shape).to(g) for name, g in gradient.items()}
+
+    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+        """Return what a server does that takes the declaration for true."""
+        return (whiten(lambda seen: dict.fromkeys(seen.update.gradient, STD)),)
+
+
+def randn(like: Tensor, rng: Generator) -> Tensor:
+    """Return independent Gaussian noise of standard deviation STD."""
+    return STD * torch.randn(like.shape, generator=rng)
+
+
+def flat(gradient: Params) -> Tensor:
+    """Return all tensors as one vector."""
+    return torch.cat([g.reshape(-1) for g in gradient.values()])
+
+
+def split(vector: Tensor, gradient: Params) -> Params:
+    """Return a vector cut into tensors of these names and shapes."""
+    parts = vector.split([g.numel() for g in gradient.values()])
+    return {name: part.reshape(g.shape) for (name, g), part in zip(gradient.items(), parts, strict=True)}

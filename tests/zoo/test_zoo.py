@@ -26,6 +26,7 @@ PAGE = Path(__file__).parents[2] / "docs/how-to/add-a-broken-defence.md"
 QUICK = replace(SCENE, images=2, tiers=("oblivious", "adaptive"), attacks=("newton",))
 UNDECLARED = ["constant_seed", "backwards"]  # what only a probe can find
 FEW = [*UNDECLARED, "strong_gaussian"]
+OUTSIDE = ("beside the numbers", "crashes")  # families that do not keep to what a defence may do
 
 
 @pytest.fixture(params=names())
@@ -44,8 +45,10 @@ def sent(defense: Defense, model: nn.Module, batch: Batch, seed: int = 0) -> Par
 
 
 def test_there_are_enough_of_every_kind() -> None:
-    assert len(names(sound=False)) >= 28
-    assert len(names(sound=True)) >= 6
+    assert len(names("broken", "unseen")) >= 100
+    assert len(names("unseen")) >= 30
+    assert len(names("sound")) >= 20
+    assert len(set(names())) == len(names())
 
 
 def test_it_has_its_truth(kept: Kept, model: nn.Module) -> None:
@@ -57,6 +60,8 @@ def test_it_has_its_truth(kept: Kept, model: nn.Module) -> None:
 
 
 def test_it_keeps_to_the_contract(kept: Kept, model: nn.Module, batch: Batch) -> None:
+    if kept.truth.family in OUTSIDE:
+        pytest.skip("it is broken by not keeping to it")
     defense, state = build(kept.name), torch.get_rng_state()
     before = copy.deepcopy((batch, model.state_dict()))
 
@@ -74,11 +79,13 @@ def test_it_keeps_to_the_contract(kept: Kept, model: nn.Module, batch: Batch) ->
 
 
 def test_only_those_that_say_so_draw_from_elsewhere(kept: Kept, model: nn.Module, batch: Batch) -> None:
+    if kept.truth.family == "crashes":
+        pytest.skip("it ends with an error")
     defense, again = build(kept.name), build(kept.name)
     sent(defense, model, batch, seed=1)  # what is kept from one call to the next must not matter
     first, other = sent(defense, model, batch), sent(again, model, batch)
     same = all(torch.equal(first[name], other[name]) for name in first)
-    assert same == kept.truth.repeats or kept.name == "clock_seed"  # within one second the clock gives the same
+    assert same == kept.truth.repeats or "clock" in kept.name or "second" in kept.name or "uptime" in kept.name
 
 
 def test_nothing_of_the_zoo_stays_registered() -> None:
@@ -92,7 +99,7 @@ def test_nothing_of_the_zoo_stays_registered() -> None:
 def with_the_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The zoo with the defence that the page adds."""
     folder = tmp_path_factory.mktemp("zoo")
-    for kind in ("broken", "sound"):
+    for kind in keeper.HALVES:
         shutil.copytree(keeper.FOLDER / kind, folder / kind)
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (folder / "broken" / "backwards.py").write_text(code)

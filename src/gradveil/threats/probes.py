@@ -23,9 +23,9 @@ from gradveil.privacy.draws import Source
 from gradveil.protection.defense import Defense, NoDefense, check_servers
 from gradveil.seeds import Seeds
 from gradveil.threats.probing.batches import find_on_batch, simulate_perturb
-from gradveil.threats.probing.channels import Channel, Secret, own_numbers, secrets
 from gradveil.threats.probing.findings import DRAWS, KEPT, MOST, WORK, Explorer, Found
-from gradveil.threats.probing.laws import (
+from gradveil.threats.probing.function import DefenseFunction, Secret, own_numbers, secrets
+from gradveil.threats.probing.noise_tests import (
     claims,
     contradictions,
     declared_noise,
@@ -34,7 +34,7 @@ from gradveil.threats.probing.laws import (
     reproduces,
     viewed,
 )
-from gradveil.threats.probing.remains import draw, sampled
+from gradveil.threats.probing.residuals import draw, sampled
 from gradveil.tree import Params, flatten, parameters
 from gradveil.types import Batch, GaussianPrior, Observation, Update
 
@@ -165,12 +165,12 @@ class _Probe:
         rows = torch.stack([flatten(self._gradient(self._client(i))) for i in range(count)])
         return GaussianPrior.fit(rows, ridge=0.1 * float(rows.var(0).mean()))
 
-    def _channel(self, like: Update, drawn: Sequence[Secret]) -> Channel:
+    def _channel(self, like: Update, drawn: Sequence[Secret]) -> DefenseFunction:
         """Return the defence as a function of gradients, and whether it acts on nothing but updates."""
-        step = Channel(replace(like, num_steps=2))  # of several: what is done to a gradient alone
+        step = DefenseFunction(replace(like, num_steps=2))  # of several: what is done to a gradient alone
         vector = flatten(like.gradient)
         still = all((out := step.run(vector, s)) is not None and torch.equal(out, vector) for s in drawn[:3])
-        return Channel(like, "update" if still else "gradient")
+        return DefenseFunction(like, "update" if still else "gradient")
 
     def _inside(self, clients: Sequence[Batch], true: Params, drawn: Sequence[Secret]) -> Found:
         """Return what is done to representations: which weight gradients it changes, and a server that does it too."""
@@ -188,7 +188,7 @@ class _Probe:
         view = drop(*changed).view if len(changed) < len(true) else None
         return Found(what, view, inner, view is not None or inner is not None, secret, changed=tuple(changed))
 
-    def _seen(self, channel: Channel, drawn: Sequence[Secret], batch: Batch) -> list[Observation]:
+    def _seen(self, channel: DefenseFunction, drawn: Sequence[Secret], batch: Batch) -> list[Observation]:
         """Return what a server sees of clients that take one step on the same examples, with several secrets."""
         shape, loss = tuple(batch.inputs.shape[1:]), build_loss(self.local.loss).of(batch.labels)
         begun = flatten(self._gradient(batch, drawn[0]))
@@ -207,7 +207,7 @@ class _Probe:
         inside: Found,
         true: Params,
         seen: Sequence[Observation],
-        channel: Channel,
+        channel: DefenseFunction,
         drawn: Sequence[Secret],
     ) -> list[str]:
         """Return what is declared and is not so."""

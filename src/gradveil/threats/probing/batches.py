@@ -13,8 +13,8 @@ from gradveil.attacks.labels import recover_labels
 from gradveil.countermeasures import Countermeasure
 from gradveil.losses import Loss
 from gradveil.protection.passes import Change, Changed, Rewired, apply, weight_name
-from gradveil.threats.probing.channels import Secret, close, has_slopes, own_numbers
 from gradveil.threats.probing.findings import Found
+from gradveil.threats.probing.function import Secret, close, has_slopes, own_numbers
 from gradveil.tree import Params, flatten, parameters
 from gradveil.types import Batch, Observation
 

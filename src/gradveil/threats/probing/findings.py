@@ -10,10 +10,10 @@ from torch import Tensor
 
 from gradveil.countermeasures import Countermeasure
 from gradveil.protection.defense import Defense
-from gradveil.threats.probing.channels import Channel, Secret, close, has_slopes, repeated
-from gradveil.threats.probing.laws import effective
-from gradveil.threats.probing.remains import Draws, directions, draw, left_of, view_of
-from gradveil.threats.probing.undoing import FAITHFUL, AffineFit, affine, likeliest, with_label
+from gradveil.threats.probing.affine_fit import FAITHFUL, AffineFit, affine, likeliest, with_label
+from gradveil.threats.probing.function import DefenseFunction, Secret, close, has_slopes, repeated
+from gradveil.threats.probing.noise_tests import effective
+from gradveil.threats.probing.residuals import Draws, directions, draw, left_of, view_of
 from gradveil.tree import Params, flatten, map_values
 from gradveil.types import GaussianPrior, Observation, Update
 
@@ -50,7 +50,7 @@ class Explorer:
     """Finds out what a defence does in one place."""
 
     original: Defense  # that clients run meanwhile
-    channel: Channel
+    channel: DefenseFunction
     secrets: tuple[Secret, ...]  # of fresh clients
     examples: tuple[Tensor, ...]  # gradients of public examples, at least two
     prior: Callable[[], GaussianPrior]  # over gradients of public examples
@@ -265,7 +265,7 @@ def _inside(noise: Tensor, basis: Tensor) -> bool:
     return close(noise @ basis.T @ basis, noise)
 
 
-def _forward(channel: Channel, known: AffineFit) -> Callable[[Params], Params]:
+def _forward(channel: DefenseFunction, known: AffineFit) -> Callable[[Params], Params]:
     def forward(tree: Params) -> Params:
         flat = torch.cat([tree[name].reshape(-1) for name in channel.parts])
         return channel.tree(known.forward(flat) + known.constant.to(flat))

@@ -67,7 +67,7 @@ def _at(clock: float | None) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Channel:
+class DefenseFunction:
     """What a defence makes of the gradient of a client's one step; numbers go in and out as one vector."""
 
     like: Update  # what a run is told beside the numbers: learning rate, steps, examples; and the tensors' shapes

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from gradveil.countermeasures import Countermeasure
 from gradveil.errors import GradveilError
-from gradveil.threats.probing.channels import Channel, close
-from gradveil.threats.probing.remains import Draws, directions
+from gradveil.threats.probing.function import DefenseFunction, close
+from gradveil.threats.probing.residuals import Draws, directions
 from gradveil.tree import Params, flatten
 from gradveil.types import Observation
 
@@ -159,7 +159,7 @@ def claims(view: Observation, seen: Observation) -> bool:
 Look = Callable[[Tensor], Tensor]  # of a vector over all tensors
 
 
-def looked_at(declared: Sequence[Countermeasure], seen: Observation, channel: Channel) -> tuple[Look, Look]:
+def looked_at(declared: Sequence[Countermeasure], seen: Observation, channel: DefenseFunction) -> tuple[Look, Look]:
     """Return what a view with declared noise makes of a vector that arrives, and of a gradient before the noise.
 
     The first has coordinates in which the noise is plain; the second also what the server simulates.

@@ -12,7 +12,7 @@ from gradveil.errors import AttackError, LayerError
 from gradveil.gradients.functional import quiet
 from gradveil.losses import CrossEntropy
 from gradveil.modules import find_layer
-from gradveil.threats.probing.channels import Channel, Secret, close
+from gradveil.threats.probing.function import DefenseFunction, Secret, close
 from gradveil.tree import dot, named, norm
 from gradveil.types import GaussianPrior, Observation
 
@@ -38,7 +38,7 @@ class AffineFit:
 
 
 def affine(
-    channel: Channel, secret: Secret, examples: Sequence[Tensor], like: AffineFit | None = None
+    channel: DefenseFunction, secret: Secret, examples: Sequence[Tensor], like: AffineFit | None = None
 ) -> AffineFit | None:
     """Return the straight function that the defence is for this secret; None where it is none, or has no inverse.
 
@@ -108,7 +108,7 @@ def _places(linear: Callable[[Tensor], Tensor | None], constant: Tensor, like: T
     return AffineFit(constant, forward, inverse, known, float(safe.abs().log().sum()), what=what)
 
 
-def _any_linear(channel: Channel, secret: Secret, constant: Tensor, like: Tensor) -> AffineFit | None:
+def _any_linear(channel: DefenseFunction, secret: Secret, constant: Tensor, like: Tensor) -> AffineFit | None:
     """Return a linear map whose inverse is found by its transpose, which torch has: at once for a rotation."""
 
     def forward(v: Tensor) -> Tensor:

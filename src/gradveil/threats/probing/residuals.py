@@ -7,8 +7,8 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from gradveil.threats.probing.channels import Channel, Secret, Where, close
-from gradveil.threats.probing.undoing import FAITHFUL, FORMS, OF_LENGTH, Form, aligned, line, with_label
+from gradveil.threats.probing.affine_fit import FAITHFUL, FORMS, OF_LENGTH, Form, aligned, line, with_label
+from gradveil.threats.probing.function import DefenseFunction, Secret, Where, close
 from gradveil.tree import Params
 from gradveil.types import Observation
 
@@ -34,7 +34,7 @@ class Draws:
 
 
 def draw(
-    channel: Channel,
+    channel: DefenseFunction,
     secrets: Sequence[Secret],
     vector: Tensor,
     shown: Callable[[Tensor], Tensor] = lambda v: v,
@@ -53,7 +53,7 @@ def draw(
     return Draws({name: torch.cat([one.sent[name] for one in kept]) for name in channel.parts}, kept[0].true)
 
 
-def sampled(channel: Channel, outs: Sequence[Tensor], vector: Tensor) -> Draws:
+def sampled(channel: DefenseFunction, outs: Sequence[Tensor], vector: Tensor) -> Draws:
     """Return some entries of each tensor of what was sent, and of the gradient."""
     some = {name: _some(part) for name, part in channel.parts.items()}
     sent = {name: torch.stack([out[where] for out in outs]) for name, where in some.items()}
