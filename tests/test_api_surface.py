@@ -68,7 +68,7 @@ DEEPER = {  # what these pages may import beside gradveil itself
     "gradveil.integrations.nvflare",
     "gradveil.integrations.transformers",
     "gradveil.attacks.search.matching",  # the engine that an attack of the package is built on
-    "gradveil.attacks.search.minimisers",
+    "gradveil.attacks.search.minimise",
     "gradveil.attacks.search.restarts",
     "gradveil.representation.layers.rules.activations",  # the table that a new layer type goes into
     "gradveil.representation.layers.rules.base",

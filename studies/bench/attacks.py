@@ -18,10 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks.search.loop import Stepper
-from gradveil.attacks.search.matching import Matching, squared_distance
-from gradveil.attacks.search.minimisers import LBFGS
-from gradveil.attacks.search.objective import MatchingObjective, Unknowns
+from gradveil.attacks.search.matching import Matching, MatchingObjective, Unknowns, squared_distance
+from gradveil.attacks.search.minimise import LBFGS, Stepper
 from gradveil.gradients.functional import Form
 from gradveil.models import build
 from gradveil.types import Observation, Update

@@ -28,10 +28,8 @@ from gradveil.attacks.dlg import DLG
 from gradveil.attacks.gauss_newton.equations import Prior
 from gradveil.attacks.gauss_newton.updates import update_rows
 from gradveil.attacks.newton import Newton
-from gradveil.attacks.search.loop import Stepper
-from gradveil.attacks.search.matching import Matching, cosine_distance
-from gradveil.attacks.search.minimisers import LBFGS, Adam
-from gradveil.attacks.search.objective import MatchingObjective, TotalVariation, Unknowns
+from gradveil.attacks.search.matching import Matching, MatchingObjective, TotalVariation, Unknowns, cosine_distance
+from gradveil.attacks.search.minimise import LBFGS, Adam, Stepper
 from gradveil.attacks.search.restarts import full_precision
 from gradveil.defenses.pruning import Pruning
 from gradveil.gradients.functional import Form

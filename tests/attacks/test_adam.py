@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradveil.attacks.search.minimisers import Adam
+from gradveil.attacks.search.minimise import Adam
 
 
 def bowl(z: Tensor) -> tuple[Tensor, Tensor]:

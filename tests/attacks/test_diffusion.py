@@ -8,8 +8,7 @@ import torch
 
 from gradveil import pace
 from gradveil.attacks import diffusion
-from gradveil.attacks.denoiser import Wiener, train
-from gradveil.attacks.diffusion import SIGMAS, Diffusion, Forms
+from gradveil.attacks.diffusion import SIGMAS, Diffusion, Forms, Wiener, train
 from gradveil.attacks.gauss_newton.equations import Prior
 from gradveil.attacks.newton import Newton, ready
 from gradveil.data import load

@@ -8,8 +8,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gradveil import pace
-from gradveil.attacks.inverter import Course, Inverter, Sketch, entered
-from gradveil.attacks.regression import HELD, MADE, PUBLIC, Lesson, regress
+from gradveil.attacks.inverter import HELD, MADE, PUBLIC, Course, Inverter, Lesson, Sketch, entered, regress
 from gradveil.data import load
 from gradveil.errors import AttackError
 from gradveil.federated.step import step_gradient
@@ -191,7 +190,7 @@ def test_a_regression_finds_a_linear_rule() -> None:
 
 
 def test_made_examples_are_judged_by_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradveil.attacks.regression.CHOOSE_AT", 30)  # too few for a rule of sixty numbers
+    monkeypatch.setattr("gradveil.attacks.inverter.CHOOSE_AT", 30)  # too few for a rule of sixty numbers
     rng = torch.Generator().manual_seed(0)
     updates = torch.randn(352, 60, generator=rng)
     rule = torch.randn(60, 3, generator=rng)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradveil.attacks.search.minimisers import LBFGS, State
+from gradveil.attacks.search.minimise import LBFGS, State
 
 Evaluate = Callable[[Tensor], tuple[Tensor, Tensor]]
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradveil.attacks.search.loop import Decision, Stepper, Stopping, View, minimise
-from gradveil.attacks.search.minimisers import LBFGS
+from gradveil.attacks.search.minimise import LBFGS, Decision, Stepper, Stopping, View, minimise
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from gradveil.attacks.base import build
 from gradveil.attacks.search import restarts
-from gradveil.attacks.search.objective import Unknowns
+from gradveil.attacks.search.matching import Unknowns
 from gradveil.errors import AttackError
 from gradveil.tree import Params
 from gradveil.types import Observation, Reconstruction, Update

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.attacks.base import build
+from gradveil.attacks.base import build, peak_bytes
 from gradveil.attacks.gauss_newton.solver import Solver
-from gradveil.attacks.memory import peak_bytes
-from gradveil.attacks.search.objective import MatchingObjective
+from gradveil.attacks.search.matching import MatchingObjective
 from gradveil.data.base import Split
 from gradveil.errors import AttackError
 from gradveil.federated.client import evaluate

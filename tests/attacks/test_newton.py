@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from gradveil.attacks.gauss_newton.equations import Prior
-from gradveil.attacks.gauss_newton.kinks import Smoothing, kink_scales
-from gradveil.attacks.gauss_newton.linear import conjugate_gradients, delta_of
+from gradveil.attacks.gauss_newton.chains import conjugate_gradients, delta_of
+from gradveil.attacks.gauss_newton.equations import Prior, Smoothing, kink_scales
 from gradveil.attacks.gauss_newton.solver import DenseStep, Descent, MatrixFree, Solver, State
 from gradveil.attacks.gauss_newton.updates import STIFF, _read, known_bias, update_rows
 from gradveil.attacks.newton import Newton

@@ -8,17 +8,19 @@ from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from gradveil.attacks.gradinversion import GradInversion, relative_distance
-from gradveil.attacks.search.matching import Matching, differentiated, squared_distance
-from gradveil.attacks.search.minimisers import LBFGS
-from gradveil.attacks.search.objective import (
+from gradveil.attacks.search.matching import (
+    BatchNormStatistics,
     Energy,
     GroupConsistency,
+    Matching,
     MatchingObjective,
     TotalVariation,
     Unknowns,
+    differentiated,
+    squared_distance,
 )
+from gradveil.attacks.search.minimise import LBFGS
 from gradveil.attacks.search.restarts import MOST_ON_CPU, ON_CPU, problems_at_once
-from gradveil.attacks.search.statistics import BatchNormStatistics
 from gradveil.tree import parameters
 from gradveil.types import Observation, Update
 

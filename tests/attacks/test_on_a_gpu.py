@@ -10,10 +10,15 @@ from gradveil.attacks.base import build as build_attack
 from gradveil.attacks.gauss_newton.equations import Prior
 from gradveil.attacks.gauss_newton.solver import MatrixFree
 from gradveil.attacks.gauss_newton.updates import update_rows
-from gradveil.attacks.search.loop import Optimiser, Stepper
-from gradveil.attacks.search.matching import Matching, cosine_distance, squared_distance
-from gradveil.attacks.search.minimisers import LBFGS, Adam
-from gradveil.attacks.search.objective import MatchingObjective, TotalVariation, Unknowns
+from gradveil.attacks.search.matching import (
+    Matching,
+    MatchingObjective,
+    TotalVariation,
+    Unknowns,
+    cosine_distance,
+    squared_distance,
+)
+from gradveil.attacks.search.minimise import LBFGS, Adam, Optimiser, Stepper
 from gradveil.gradients.functional import Form
 from gradveil.models import build
 from gradveil.types import Observation, Update

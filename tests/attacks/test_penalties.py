@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Generator, nn
 
-from gradveil.attacks.search.objective import Energy, GroupConsistency, TotalVariation
-from gradveil.attacks.search.statistics import BatchNormStatistics, batch_norms
+from gradveil.attacks.search.matching import BatchNormStatistics, Energy, GroupConsistency, TotalVariation, batch_norms
 
 
 def test_total_variation_of_a_hand_made_image() -> None:

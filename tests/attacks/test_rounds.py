@@ -8,10 +8,8 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 import gradveil
-from gradveil.attacks.gauss_newton.equations import Equations, Prior
-from gradveil.attacks.gauss_newton.guesses import Guess
-from gradveil.attacks.gauss_newton.stacked import StackedEquations, normal_equations, stack
-from gradveil.attacks.gauss_newton.updates import update_rows
+from gradveil.attacks.gauss_newton.equations import Equations, Prior, StackedEquations, normal_equations, stack
+from gradveil.attacks.gauss_newton.updates import Guess, update_rows
 from gradveil.attacks.labels import with_labels
 from gradveil.attacks.newton import Newton
 from gradveil.attacks.rounds import SentRounds, pooled

@@ -7,7 +7,7 @@ import torch
 from torch import Generator, nn
 
 from gradveil.attacks.gs import GS
-from gradveil.attacks.search.statistics import sending_norms, sent_statistics, statistics_term
+from gradveil.attacks.search.matching import sending_norms, sent_statistics, statistics_term
 from gradveil.federated.settings import Local
 from gradveil.protection.defense import build
 from gradveil.threats.trial import observe

@@ -8,8 +8,8 @@ import torch
 from torch import Generator, nn
 
 from gradveil import models
+from gradveil.attacks.fedavg import Surrogate
 from gradveil.attacks.gs import GS
-from gradveil.attacks.surrogate import Surrogate
 from gradveil.federated.client import local_update
 from gradveil.step_rule import PLAIN
 from gradveil.types import Batch, Observation

@@ -24,12 +24,11 @@ from gradveil import leak_scores, protect, step_gradient
 from gradveil.attacks import diffusion
 from gradveil.attacks.analytic import layer_inputs, readable_layer
 from gradveil.attacks.base import ATTACKS, Malicious
-from gradveil.attacks.denoiser import TrainedDenoiser
+from gradveil.attacks.diffusion import TrainedDenoiser
 from gradveil.attacks.inverter import Course
 from gradveil.attacks.newton import Newton
 from gradveil.attacks.patches import clear_spans, span_rows
-from gradveil.attacks.search.matching import Matching, squared_distance
-from gradveil.attacks.search.objective import MatchingObjective, Unknowns
+from gradveil.attacks.search.matching import Matching, MatchingObjective, Unknowns, squared_distance
 from gradveil.errors import GradveilError
 from gradveil.modules import find_layer
 from gradveil.protection.defense import DEFENSES, Defense, build

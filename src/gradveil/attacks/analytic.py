@@ -19,8 +19,7 @@ import torch
 from torch import Generator, Tensor
 
 from gradveil.attacks.base import ATTACKS, Attack, check_alone, check_seen, differentiating, refuse_adaptive
-from gradveil.attacks.gauss_newton.equations import Equations, Prior, refuse_recurrent
-from gradveil.attacks.gauss_newton.kinks import Smoothing, kink_scales
+from gradveil.attacks.gauss_newton.equations import Equations, Prior, Smoothing, kink_scales, refuse_recurrent
 from gradveil.attacks.gauss_newton.solver import DenseStep, Descent, MatrixFree, Solver
 from gradveil.attacks.labels import read_at, with_labels
 from gradveil.attacks.rounds import at_one_model

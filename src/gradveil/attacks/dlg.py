@@ -9,7 +9,7 @@ from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.labels import with_labels
 from gradveil.attacks.rounds import at_one_model
 from gradveil.attacks.search.matching import squared_distance
-from gradveil.attacks.search.minimisers import LBFGS
+from gradveil.attacks.search.minimise import LBFGS
 from gradveil.attacks.search.restarts import Search, Start
 from gradveil.errors import AttackError
 from gradveil.ranges import Count, Weight

@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 
 from gradveil.attacks.base import ATTACKS, Malicious, build, check_seen, refuse_adaptive
 from gradveil.attacks.labels import recover_labels
-from gradveil.attacks.planting.rows import nothing
+from gradveil.attacks.planted import nothing
 from gradveil.errors import AttackError, LayerError
 from gradveil.gradients.functional import quiet
 from gradveil.modules import find_layer, representation, trace

@@ -9,17 +9,20 @@ from torch import Generator, Tensor
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.labels import with_labels
 from gradveil.attacks.rounds import at_one_model
-from gradveil.attacks.search.matching import Matching, squared_distance
-from gradveil.attacks.search.minimisers import Adam
-from gradveil.attacks.search.objective import (
+from gradveil.attacks.search.matching import (
+    BatchNormStatistics,
     Energy,
     GroupConsistency,
+    Matching,
     Penalty,
     TotalVariation,
     Unknowns,
+    batch_norms,
+    squared_distance,
+    statistics_term,
 )
+from gradveil.attacks.search.minimise import Adam
 from gradveil.attacks.search.restarts import Search
-from gradveil.attacks.search.statistics import BatchNormStatistics, batch_norms, statistics_term
 from gradveil.ranges import Count, Positive, Weight
 from gradveil.tree import Params
 from gradveil.types import Observation, Reconstruction

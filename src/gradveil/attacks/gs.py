@@ -22,11 +22,18 @@ from torch import Generator, Tensor
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.labels import read_at, with_labels
 from gradveil.attacks.rounds import at_one_model
-from gradveil.attacks.search.matching import Matching, cosine_distance, precisions
-from gradveil.attacks.search.minimisers import Adam
-from gradveil.attacks.search.objective import Penalty, TotalVariation, Unknowns
+from gradveil.attacks.search.matching import (
+    SENT,
+    Matching,
+    Penalty,
+    TotalVariation,
+    Unknowns,
+    cosine_distance,
+    precisions,
+    statistics_term,
+)
+from gradveil.attacks.search.minimise import Adam
 from gradveil.attacks.search.restarts import Search, Start
-from gradveil.attacks.search.statistics import SENT, statistics_term
 from gradveil.ranges import Count, Positive, Weight
 from gradveil.tree import parameters
 from gradveil.types import Observation, Reconstruction

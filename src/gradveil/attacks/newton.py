@@ -7,14 +7,20 @@ from functools import partial
 import torch
 from torch import Generator, Tensor
 
-from gradveil.attacks.base import ATTACKS, Attack, check_seen, differentiating, in_groups, refuse_adaptive
-from gradveil.attacks.gauss_newton.equations import Prior, refuse_recurrent
-from gradveil.attacks.gauss_newton.guesses import Guess, free_of
+from gradveil.attacks.base import (
+    ATTACKS,
+    Attack,
+    check_seen,
+    differentiating,
+    in_groups,
+    in_parts,
+    peak_bytes,
+    refuse_adaptive,
+)
+from gradveil.attacks.gauss_newton.equations import Prior, Rows, refuse_recurrent, stack
 from gradveil.attacks.gauss_newton.solver import WIDEST, BestStarts, DenseStep, Descent, MatrixFree, Solver
-from gradveil.attacks.gauss_newton.stacked import Rows, stack
-from gradveil.attacks.gauss_newton.updates import known_bias, update_rows
+from gradveil.attacks.gauss_newton.updates import Guess, free_of, known_bias, update_rows
 from gradveil.attacks.labels import with_labels
-from gradveil.attacks.memory import in_parts, peak_bytes
 from gradveil.attacks.rounds import pooled
 from gradveil.ranges import Bytes, Count, Positive, Whole
 from gradveil.types import Observation, Reconstruction

@@ -21,7 +21,7 @@ from gradveil.attacks.base import ATTACKS, Attack, differentiating
 from gradveil.attacks.gauss_newton.equations import Equations, Prior
 from gradveil.attacks.gauss_newton.solver import DenseStep, Descent, MatrixFree, Solver
 from gradveil.attacks.newton import Newton, ready
-from gradveil.attacks.sequences.calls import linear_calls, shown_inputs
+from gradveil.attacks.sequences.attention import linear_calls, shown_inputs
 from gradveil.attacks.span import read_labels
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import quiet

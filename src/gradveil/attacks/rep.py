@@ -11,7 +11,7 @@ from gradveil.attacks.inference import InferenceSettings, chain_of, infer
 from gradveil.attacks.labels import with_labels
 from gradveil.attacks.rounds import at_one_model
 from gradveil.attacks.search.matching import Matching, squared_distance
-from gradveil.attacks.search.minimisers import LBFGS
+from gradveil.attacks.search.minimise import LBFGS
 from gradveil.attacks.search.restarts import Search
 from gradveil.errors import AttackError, did_you_mean
 from gradveil.gradients.functional import quiet

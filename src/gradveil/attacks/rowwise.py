@@ -19,8 +19,7 @@ from torch import Generator, Tensor
 
 from gradveil import pace
 from gradveil.attacks.base import ATTACKS, Attack, check_alone, check_seen, differentiating, refuse_adaptive
-from gradveil.attacks.gauss_newton.equations import Equations, Prior, refuse_recurrent
-from gradveil.attacks.gauss_newton.kinks import Smoothing, kink_scales
+from gradveil.attacks.gauss_newton.equations import Equations, Prior, Smoothing, kink_scales, refuse_recurrent
 from gradveil.attacks.gauss_newton.solver import DenseStep, Descent, Solver
 from gradveil.attacks.labels import with_labels
 from gradveil.attacks.mixture import Mixture, behind, mixed

@@ -8,9 +8,8 @@ from torch import Generator, Tensor
 
 from gradveil.attacks.base import ATTACKS, Attack, in_groups
 from gradveil.attacks.fedavg import local_training, ready_to_unroll, unrolled_stack
-from gradveil.attacks.search.matching import Matching, cosine_distance
-from gradveil.attacks.search.minimisers import Adam
-from gradveil.attacks.search.objective import Unknowns
+from gradveil.attacks.search.matching import Matching, Unknowns, cosine_distance
+from gradveil.attacks.search.minimise import Adam
 from gradveil.attacks.search.restarts import Search, children_of
 from gradveil.errors import AttackError
 from gradveil.modalities.table import Table

@@ -13,9 +13,8 @@ from gradveil.attacks.base import ATTACKS, Attack, in_groups
 from gradveil.attacks.fedavg import local_training, unrolled_stack
 from gradveil.attacks.labels import with_labels
 from gradveil.attacks.rounds import at_one_model
-from gradveil.attacks.search.matching import Matching, cosine_distance
-from gradveil.attacks.search.minimisers import Adam
-from gradveil.attacks.search.objective import Unknowns
+from gradveil.attacks.search.matching import Matching, Unknowns, cosine_distance
+from gradveil.attacks.search.minimise import Adam
 from gradveil.attacks.search.restarts import Search
 from gradveil.attacks.sequences.attention import word_table
 from gradveil.ids import PADDING, UNKNOWN

@@ -12,7 +12,7 @@ from torch import nn
 
 from gradveil import pace
 from gradveil.attacks.base import Attack
-from gradveil.attacks.search.statistics import sending_norms
+from gradveil.attacks.search.matching import sending_norms
 from gradveil.auditing.budget import Budget
 from gradveil.auditing.certificates import certificate_rows, proof_rows
 from gradveil.auditing.film import film

@@ -17,7 +17,7 @@ from functools import cached_property
 
 from gradveil import pace
 from gradveil.attacks.base import KINDS, Kind
-from gradveil.attacks.search.statistics import sending_norms
+from gradveil.attacks.search.matching import sending_norms
 from gradveil.auditing.left_over import control_of, left_over
 from gradveil.auditing.own_training import trained_looks
 from gradveil.auditing.shortening import Pace

@@ -14,7 +14,7 @@ from torch import nn
 
 from gradveil import pace
 from gradveil.attacks.base import build as build_attack
-from gradveil.attacks.search.statistics import sending_norms
+from gradveil.attacks.search.matching import sending_norms
 from gradveil.auditing import update_files
 from gradveil.auditing.audit import Audit, check_rows, default_folder
 from gradveil.auditing.run_folder import Row, RunFolder

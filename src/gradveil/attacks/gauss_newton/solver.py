@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from gradveil import pace
-from gradveil.attacks.gauss_newton.equations import TOGETHER, Prior
-from gradveil.attacks.gauss_newton.linear import conjugate_gradients
-from gradveil.attacks.gauss_newton.stacked import Rows, normal_equations
+from gradveil.attacks.gauss_newton.chains import conjugate_gradients
+from gradveil.attacks.gauss_newton.equations import TOGETHER, Prior, Rows, normal_equations
 
 
 @dataclass(frozen=True)

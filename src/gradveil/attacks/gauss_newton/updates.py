@@ -1,4 +1,4 @@
-"""What a trial point would have sent: by torch.func for any model, written out for a chain of known layers.
+"""Rows of what a trial point would have sent: by torch.func for any model, written out for a chain of known layers.
 
 A trial point is the examples and, for a single local step, what δ, the loss's gradient by the outputs, is made from, as
 departures from a first guess: with plain cross-entropy the logits, and where the targets cannot be read, δ itself.
@@ -6,21 +6,81 @@ departures from a first guess: with plain cross-entropy the logits, and where th
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
 
-from gradveil.attacks.gauss_newton.equations import Direct, Equations, Prior, Push, Trial
-from gradveil.attacks.gauss_newton.guesses import Guess, free_of
-from gradveil.attacks.gauss_newton.kinks import Smoothing, kink_scales
-from gradveil.attacks.gauss_newton.linear import SPREAD, behind, delta_of, products
-from gradveil.attacks.gauss_newton.tangents import can_write_out, run_chain
+from gradveil.attacks.gauss_newton.chains import SPREAD, behind, can_write_out, delta_of, products, run_chain
+from gradveil.attacks.gauss_newton.equations import Direct, Equations, Prior, Push, Smoothing, Trial, kink_scales
+from gradveil.attacks.labels import label_signal, unreadable
 from gradveil.gradients.by_hand import known_chain, pull
 from gradveil.gradients.functional import quiet, trial_update
-from gradveil.modules import Link, trace
+from gradveil.losses import CrossEntropy
+from gradveil.modules import Link, copied_state, trace
 from gradveil.tree import Params, named
 from gradveil.types import Observation
+
+Free = Literal["logits", "slopes", "targets", "nothing"]
+
+
+def free_of(seen: Observation) -> Free:
+    """Return what is unknown beside the examples; several local steps have a δ each, so there it is the targets."""
+    if seen.labels is None:
+        return "slopes" if seen.update.num_steps == 1 else "targets"
+    plain = isinstance(seen.loss, CrossEntropy) and seen.loss.plain
+    return "logits" if plain and seen.update.num_steps == 1 else "nothing"
+
+
+@dataclass(frozen=True)
+class Guess:
+    """Where targets are not known: a first guess of what stands for them, and how far from it that may be."""
+
+    value: Tensor  # (N, K): δ for one local step, else the targets themselves
+    spread: Tensor  # (N, K), standard deviation
+
+    @classmethod
+    def of(cls, seen: Observation, prior: Prior, rng: Generator) -> "Guess":
+        """Return equal parts of the δ that the update shows, or the numbers that fit it at the prior's mean."""
+        nothing = prior.mean.new_zeros(seen.num_examples, seen.num_classes)
+        if seen.labels is not None:
+            return cls(nothing, nothing)
+        signal = label_signal(seen, rng)
+        if signal is None:
+            raise unreadable(seen)
+        slopes = nothing + signal.to(nothing) / seen.num_examples
+        if free_of(seen) == "slopes":
+            return cls(slopes, _spread(slopes))
+        output = _output(seen, prior.mean.repeat(seen.num_examples).reshape(-1, *seen.input_shape)).to(nothing)
+        numbers = seen.loss.read(output, slopes.reshape(output.shape)) if seen.loss.targets == "numbers" else None
+        if numbers is None:
+            raise unreadable(seen)
+        value = seen.loss.rows(numbers, seen.num_classes)
+        return cls(value, _spread(value - output.reshape(value.shape)))
+
+    def targets(self, seen: Observation, inputs: Tensor, free: Tensor) -> Tensor | None:
+        """Return the targets of a solution: those given, else those that it speaks for, where the loss tells them."""
+        if seen.labels is not None:
+            return seen.labels.to(self.value.device)
+        found = self.value + self.spread * free.reshape(self.value.shape)
+        if free_of(seen) == "targets":
+            return seen.loss.found(found.float())
+        output = _output(seen, inputs)
+        return seen.loss.read(output, found.to(output).reshape(output.shape))
+
+
+def _spread(sizes: Tensor) -> Tensor:
+    return SPREAD * sizes.square().mean().sqrt().expand_as(sizes)
+
+
+def _output(seen: Observation, inputs: Tensor) -> Tensor:
+    with quiet(seen.model), torch.no_grad():
+        output: Tensor = functional_call(
+            seen.model, copied_state(seen.model), (inputs.to(next(seen.model.parameters())),)
+        )
+    return output
 
 
 def trial_rows(seen: Observation, state: Params, prior: Prior) -> Callable[..., Tensor]:

@@ -1,21 +1,30 @@
-"""Observations as one stack of matching problems: their targets, weights, and the gradients of a trial.
+"""What a search minimises: stacked matching problems, distances of gradients, and terms on the examples alone.
 
 Observations that share a model, the shape of the unknown and the transform to simulate are stacked and solved
 together. A tensor that one of them does not match has weight 0 there and costs nothing but its place. An update
 of several local steps is matched as one step with their mean gradient; ``fedavg`` unrolls the steps instead.
+
+A client whose batch norm is in train mode moves its running statistics towards those of its own batches,
+r <- (1 - m) r + m s. The server knows r, m and the number of steps, so that it reads s off what comes back: at every
+batch norm the mean and the variance of each channel over the client's batch, exactly for one step, averaged with known
+weights over several. No defence of the gradient touches them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.func import vmap
+from torch.func import functional_call, vmap
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradveil.attacks.base import check_seen
 from gradveil.errors import AttackError
-from gradveil.gradients.functional import Form, trial_gradients
+from gradveil.gradients.functional import Form, per_problem, quiet, trial_gradients
+from gradveil.losses import CROSS_ENTROPY, Loss
+from gradveil.modules import copied_state
 from gradveil.tree import Params, parameters
 from gradveil.types import Observation
 
@@ -213,3 +222,292 @@ def _simulated(s: Observation, names: tuple[str, ...], form: Form) -> Callable[[
         return {n: sent[n] for n in names}
 
     return trial
+
+
+class Penalty(Protocol):
+    """A term on the images alone."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the term of each problem (P,) for x (P, N, *shape), differentiable."""
+
+    def take(self, rows: Tensor) -> "Penalty":
+        """Return the term for the problems at these positions."""
+
+
+@dataclass(frozen=True)
+class Unknowns:
+    """How one problem's unknowns lie in a vector: the images, free numbers behind their targets, an attack's own."""
+
+    images: tuple[int, ...]  # (N, *shape)
+    classes: int
+    bounds: tuple[float, float]
+    labels: bool  # whether the targets are unknown too
+    loss: Loss = CROSS_ENTROPY  # which says what targets are
+    own: int = 0  # further numbers that an attack looks for
+
+    @classmethod
+    def of(cls, seen: Observation, own: int = 0) -> "Unknowns":
+        """Read the layout off an observation; labels that the server knows are no unknowns."""
+        images = (seen.num_examples, *seen.input_shape)
+        return cls(images, seen.num_classes, seen.bounds, seen.labels is None, seen.loss, own)
+
+    @property
+    def pixels(self) -> int:
+        """How many of the unknowns belong to the images."""
+        return int(torch.Size(self.images).numel())
+
+    @property
+    def size(self) -> int:
+        """How many unknowns a problem has."""
+        return self.pixels + (self.images[0] * self.classes if self.labels else 0) + self.own
+
+    def split(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Return images (P, N, *shape) and the free numbers of targets (P, N, K or 0) of z (P, d)."""
+        x, free = z[:, : self.pixels], z[:, self.pixels : self.size - self.own]
+        return x.reshape(-1, *self.images), free.reshape(len(z), self.images[0], -1)
+
+
+@dataclass(frozen=True)
+class MatchingObjective:
+    """Distance of the trial gradient to what was seen, plus penalties; P problems."""
+
+    matching: Matching
+    unknowns: Unknowns
+    labels: Tensor | None  # (P, N, K) targets as rows, where they are no unknowns
+    distance: Distance
+    penalties: tuple[Penalty, ...] = ()
+
+    def __call__(self, point: Tensor) -> tuple[Tensor, Tensor]:
+        """Return values (P,) and gradients (P, d) at point (P, d)."""
+        z = point.detach().requires_grad_()
+        with torch.enable_grad():
+            x, trial = self._trial(z)
+            extra = torch.stack([penalty(x) for penalty in self.penalties]).sum(0) if self.penalties else None
+        with torch.no_grad():
+            value, slopes = self.distance(self.matching, trial)
+        outputs, cotangents = list(trial.values()), [slopes[n] for n in trial]
+        if extra is not None:
+            outputs, cotangents = [*outputs, extra], [*cotangents, torch.ones_like(extra)]
+            value = value + extra.detach()
+        # A weight that the loss does not depend on has a zero gradient for every trial: nothing to steer by.
+        moving = [(out, slope) for out, slope in zip(outputs, cotangents, strict=True) if out.requires_grad]
+        if not moving:
+            return value, torch.zeros_like(point)
+        outs, slopes_of = zip(*moving, strict=True)
+        (gradient,) = torch.autograd.grad(
+            outs, z, slopes_of, materialize_grads=True
+        )  # the images may have no say either
+        return value, gradient
+
+    def residual(self, point: Tensor) -> Tensor:
+        """Return the distance alone (P,), without the penalties."""
+        with torch.no_grad():
+            return self.distance(self.matching, self._trial(point)[1])[0]
+
+    def take(self, rows: Tensor) -> "MatchingObjective":
+        """Return the problems at these positions."""
+        labels = None if self.labels is None else self.labels.index_select(0, rows)
+        penalties = tuple(penalty.take(rows) for penalty in self.penalties)
+        return replace(self, matching=self.matching.take(rows), labels=labels, penalties=penalties)
+
+    def _trial(self, z: Tensor) -> tuple[Tensor, Params]:
+        x, free = self.unknowns.split(z)
+        y = self.unknowns.loss.squash(free) if self.labels is None else self.labels
+        own = z[:, self.unknowns.size - self.unknowns.own :]  # (P, own)
+        return x, self.matching.gradients(x, y, own)
+
+
+@dataclass(frozen=True)
+class TotalVariation:
+    """weight x (mean |difference of neighbouring rows| + mean |difference of neighbouring columns|)."""
+
+    weight: float | Tensor  # for all problems, or one for each (P,)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the term per problem (P,) for images x (P, N, C, H, W)."""
+        rows = (x[..., 1:, :] - x[..., :-1, :]).abs().flatten(1).mean(1)
+        columns = (x[..., 1:] - x[..., :-1]).abs().flatten(1).mean(1)
+        return self.weight * (rows + columns)
+
+    def take(self, rows: Tensor) -> "TotalVariation":
+        """Return the term for the problems that are left."""
+        return self if isinstance(self.weight, float) else TotalVariation(self.weight.index_select(0, rows))
+
+
+@dataclass(frozen=True)
+class Energy:
+    """weight x mean square of the images' distance from a point: keeps them from running away."""
+
+    weight: float
+    centre: float = 0.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the term per problem (P,) for inputs x (P, N, *shape)."""
+        return self.weight * (x - self.centre).square().flatten(1).mean(1)
+
+    def take(self, rows: Tensor) -> "Energy":
+        """Return itself: it is the same for all problems."""
+        return self
+
+
+@dataclass(frozen=True)
+class GroupConsistency:
+    """weight x mean square of the distance to the mean over the starts of the same update (Yin et al. 2021)."""
+
+    weight: float
+    owner: Tensor  # (P,) which update a start belongs to
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the term per problem (P,); the group's mean counts as fixed."""
+        flat = x.flatten(1)
+        count = int(self.owner.shape[0])
+        total = torch.zeros_like(flat).index_add(0, self.owner, flat.detach())
+        size = flat.new_zeros(count).index_add(0, self.owner, flat.new_ones(count))
+        mean = (total / size.clamp_min(1)[:, None]).index_select(0, self.owner)
+        return self.weight * (flat - mean).square().mean(1)
+
+    def take(self, rows: Tensor) -> "GroupConsistency":
+        """Return the term for the starts that are left; places in the sum are given out anew."""
+        _, owner = self.owner.index_select(0, rows).unique(return_inverse=True)
+        return GroupConsistency(self.weight, owner)
+
+
+SENT = 0.1  # the weight beside a distance of at most 2, unless told otherwise
+SMALLEST = 1e-5  # a variance below it counts as this much
+
+
+def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
+    """Return the model's batch norm layers that carry running statistics, by name."""
+    return {n: m for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.running_mean is not None}
+
+
+def sending_norms(model: nn.Module) -> int:
+    """Return how many batch norm layers of a model in training move their running statistics, which are then sent."""
+    return sum(norm.training for norm in batch_norms(model).values())
+
+
+def sent_statistics(seen: Observation) -> Params:
+    """Return the client's own batch statistics by buffer name, (C,) each, as the sent buffers show them."""
+    found: Params = {}
+    for layer, norm in batch_norms(seen.model).items():
+        if not norm.training:
+            continue
+        steps = seen.update.num_steps
+        before = int(norm.num_batches_tracked or 0) if norm.momentum is None else 0
+        kept = before / (before + steps) if norm.momentum is None else (1 - norm.momentum) ** steps
+        for name in ("running_mean", "running_var"):
+            after = seen.update.buffers.get(f"{layer}.{name}")
+            if after is not None and kept < 1:
+                old = norm.get_buffer(name)
+                found[f"{layer}.{name}"] = (after.to(old) - kept * old) / (1 - kept)
+    return found
+
+
+@dataclass(frozen=True)
+class SentStatistics:
+    """weight x distance of the images' batch statistics, at each batch norm, from those of the client's batch.
+
+    Per layer the mean over channels of (μ - mean)² / var + (σ² / var - 1)², so that the weight means the same at every
+    layer. Taken at the first weights, over all examples.
+    """
+
+    weight: float
+    client: Params  # name: (P, C)
+    of: Callable[[Tensor], Params]  # x (P, N, *shape) -> name: (P, C)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the term per problem (P,) for inputs x (P, N, *shape)."""
+        trial, parts = self.of(x), []
+        for name, mean in self.client.items():
+            if name.endswith("running_mean"):
+                spread = name.removesuffix("mean") + "var"
+                var = self.client[spread].clamp_min(SMALLEST)
+                far = (trial[name] - mean).square() / var + (trial[spread] / var - 1).square()
+                parts.append(far.mean(1))
+        return self.weight * torch.stack(parts).mean(0)
+
+    def take(self, rows: Tensor) -> "SentStatistics":
+        """Return the term for the problems at these positions."""
+        return replace(self, client=pick(self.client, rows))
+
+
+def statistics_term(seen: Sequence[Observation], owner: Tensor, weight: float) -> tuple[SentStatistics, ...]:
+    """Return the term for problems of these owners, where every client sent its statistics; else nothing."""
+    known = [sent_statistics(s) for s in seen] if weight > 0 else [{}]
+    if not all(known):
+        return ()
+    stacked = {n: torch.stack([k[n] for k in known])[owner.to(v.device)] for n, v in known[0].items()}
+    return (SentStatistics(weight, stacked, per_problem(seen[0].model, _no_loss, _statistics(seen[0].model))),)
+
+
+def _no_loss(*_: object) -> Tensor:
+    raise AssertionError("statistics need no loss")
+
+
+def _statistics(model: nn.Module) -> Callable[[object, Tensor], Params]:
+    """Return x (N, *shape) -> mean and unbiased variance of each channel at every batch norm, by buffer name."""
+    norms = batch_norms(model)
+
+    def one(_: object, x: Tensor) -> Params:
+        found: Params = {}
+
+        def look(layer: str, inputs: Tensor) -> None:
+            over = [d for d in range(inputs.ndim) if d != 1]
+            found[f"{layer}.running_mean"] = inputs.mean(over)
+            found[f"{layer}.running_var"] = inputs.var(over)
+
+        handles = [
+            norm.register_forward_pre_hook(lambda _, args, layer=layer: look(layer, args[0]))
+            for layer, norm in norms.items()
+        ]
+        try:
+            functional_call(model, copied_state(model), (x,))
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found
+
+    return one
+
+
+@dataclass(frozen=True)
+class BatchNormStatistics:
+    """weight x distance of the images' statistics, at each batch norm, from the running ones (Yin et al. 2021).
+
+    The distance is that of ``SentStatistics``. The running statistics are part of the global model.
+    """
+
+    weight: float
+    model: nn.Module
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the term per problem (P,) for inputs x (P, N, *shape)."""
+        norms = list(batch_norms(self.model).values())
+        parts: list[Tensor] = []
+
+        def compare(norm: nn.Module, args: tuple[Tensor, ...]) -> None:
+            inputs = args[0].unflatten(0, x.shape[:2])  # (P, N, C, ...)
+            over = [d for d in range(1, inputs.ndim) if d != 2]
+            buffers = dict(norm.named_buffers())
+            var = buffers["running_var"] + norm.eps  # type: ignore[operator]
+            mean, spread = inputs.mean(over), inputs.var(over, unbiased=False)
+            distance = (mean - buffers["running_mean"]).square() / var + (spread / var - 1).square()
+            parts.append(distance.mean(1))
+
+        handles = [norm.register_forward_pre_hook(compare) for norm in norms]
+        modes = [norm.training for norm in norms]
+        state = {n: v.detach() for n, v in (*self.model.named_parameters(), *self.model.named_buffers())}
+        try:
+            for norm in norms:
+                norm.training = False
+            with quiet(self.model):
+                functional_call(self.model, state, (x.flatten(0, 1),))
+        finally:
+            for norm, handle, mode in zip(norms, handles, modes, strict=True):
+                handle.remove()
+                norm.training = mode
+        return self.weight * torch.stack(parts).mean(0)
+
+    def take(self, rows: Tensor) -> "BatchNormStatistics":
+        """Return itself: it is the same for all problems."""
+        return self

@@ -7,13 +7,18 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor
 
-from gradveil.attacks.base import differentiating, in_groups
+from gradveil.attacks.base import differentiating, in_groups, in_parts, peak_bytes
 from gradveil.attacks.labels import read_at
-from gradveil.attacks.memory import in_parts, peak_bytes
-from gradveil.attacks.search.loop import Optimiser, Solution, Stopping, minimise
-from gradveil.attacks.search.matching import Distance, Matching, cosine_distance, stack_key
-from gradveil.attacks.search.minimisers import LBFGS
-from gradveil.attacks.search.objective import MatchingObjective, Penalty, Unknowns
+from gradveil.attacks.search.matching import (
+    Distance,
+    Matching,
+    MatchingObjective,
+    Penalty,
+    Unknowns,
+    cosine_distance,
+    stack_key,
+)
+from gradveil.attacks.search.minimise import LBFGS, Optimiser, Solution, Stopping, minimise
 from gradveil.errors import AttackError
 from gradveil.gradients.by_hand import wide
 from gradveil.gradients.functional import alone_pays

@@ -1,22 +1,155 @@
-"""The first attention of a language model: where it is, and what it sees of any token at any place.
+"""The first attention of a model of tokens: where it is, what it sees of any token, and the span of what it saw.
 
 Nothing is asked of the model but that its first attention is softmax(q kᵀ/√d) v in heads: the layers are found by
-running it, and the number of heads is the one that gives what the next layer saw.
+running it, and the number of heads is the one that gives what the next layer saw. The gradient of a linear layer is
+dW = Σ δ xᵀ, so every input x lies in the span of its rows.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from math import sqrt
 
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks.sequences.calls import hooked, linear_calls, shown_inputs
-from gradveil.attacks.sequences.spans import Span
 from gradveil.errors import AttackError
 from gradveil.ids import SPECIAL
 from gradveil.types import Observation
+
+GAP = 3.0  # ratio of neighbouring singular values at which rounding begins
+NEAR = 10.0  # times the floor: how far above it that may be
+SPARE = 16  # one in so many directions is left to tell the floor by, however many inputs there are
+
+
+@dataclass(frozen=True)
+class Span:
+    """The directions in which inputs lie, and those in which none does."""
+
+    basis: Tensor  # (width, rank), orthonormal columns, or what leads to them
+    null: Tensor  # (width, width - rank)
+    rank: int
+    through: Tensor | None  # (seen, width): of an input, the part that the gradient shows; None: all
+    clear: bool  # there was a gap between signal and rounding; without one, the rank is a guess
+
+    @classmethod
+    def of(cls, gradient: Tensor, most: int, noise: float = 0.0, through: Tensor | None = None) -> "Span":
+        """Return the span of a weight's gradient (out, width) made of ``most`` inputs at most; ``noise``: its std.
+
+        ``through``: what the layer's inputs go through before that weight.
+        """
+        rows, width = gradient.shape
+        padded = torch.cat([gradient, gradient.new_zeros(max(0, width - rows), width)])
+        _, s, vt = torch.linalg.svd(padded.double(), full_matrices=False)
+        short = rows < most  # then all rows being filled does not show that there were no more inputs
+        most = max(1, min(most, rows, width - max(1, width // SPARE)))
+        floor = max(1e-15 * float(s[0]), _floor(s, rows, most), noise * (sqrt(rows) + sqrt(width)), 1e-300)
+        ratios = s[:most] / s[1 : most + 1].clamp_min(floor)
+        # gaps higher up are between inputs that weigh much and inputs that weigh little
+        ratios = ratios * (s[1 : most + 1] < NEAR * floor)
+        rank = int(ratios.argmax()) + 1
+        clear = bool(ratios[rank - 1] > GAP) and not noise and not (short and rank == rows)
+        if not clear:  # noise all over: what stands above it
+            rank = max(1, min(most, int((s > floor).sum())))
+        basis, null = vt[:rank].mT.contiguous(), vt[rank:].mT.contiguous()
+        if through is not None:
+            basis, null = through.T @ basis, through.T @ null
+        return cls(basis, null, rank, through, clear)
+
+    def away(self, x: Tensor) -> Tensor:
+        """Return the share of inputs (..., width) that lies outside the span: (...), 0 for one that was there."""
+        seen = x if self.through is None else x @ self.through.T
+        size: Tensor = seen.norm(dim=-1).clamp_min(1e-30)
+        share: Tensor
+        if self.rank < self.null.shape[1]:  # the smaller product; in float64 it is good to 1e-8
+            share = (1 - ((x @ self.basis).norm(dim=-1) / size).square()).clamp_min(0).sqrt()
+        else:
+            share = (x @ self.null).norm(dim=-1) / size
+        return share
+
+
+def _floor(values: Tensor, rows: int, most: int) -> float:
+    """Return the largest singular value of the noise or rounding that those beyond ``most`` are made of."""
+    width = len(values)
+    spread = values[most:].square().sum() / ((rows - most) * (width - most)) if rows > most else values.new_zeros(())
+    return float(spread.sqrt()) * (sqrt(rows - most) + sqrt(width - most))
+
+
+class _Seen(Exception):
+    """Raised in a forward pass when all that was asked for was seen."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A gradient Σ δ xᵀ over what a layer saw."""
+
+    gradient: Tensor  # (out, width), or (out, rank)
+    through: Tensor | None  # (rank, width): A of low-rank factors, whose product with x the gradient of B shows
+    noise: float  # std
+
+
+def shown_inputs(seen: Observation, layer: str) -> list[Shown]:
+    """Return the gradients that show a layer's inputs: of its weight, or of its low-rank factors, in float64."""
+    found = []
+    module = seen.model.get_submodule(layer)
+    for name, _ in module.named_parameters():
+        g = seen.update.gradient.get(f"{layer}.{name}") if f"{layer}.{name}" in seen.visible else None
+        if g is None or not bool(g.any()) or g.ndim != 2:
+            continue
+        gradient, noise = g.double(), seen.noise.get(f"{layer}.{name}", 0.0)
+        if "lora_b" in name.lower():
+            first = name.replace("lora_b", "lora_a").replace("lora_B", "lora_A")
+            found.append(Shown(gradient, module.get_parameter(first).detach().double(), noise))
+        else:
+            owner = module.get_submodule(name.rpartition(".")[0])
+            transposed = type(owner).__name__ == "Conv1D"  # Hugging Face's has (in, out)
+            found.append(Shown(gradient.T if transposed else gradient, None, noise))
+    return found
+
+
+def _is_linear(module: nn.Module | None) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _linear_layers(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the linear layers by name; one around which peft has put its factors counts with them as one."""
+    found: dict[nn.Module, str] = {}
+    around = tuple[str, ...]()
+    for name, m in model.named_modules():
+        if name.startswith(around):
+            continue
+        if _is_linear(m) or _is_linear(getattr(m, "base_layer", None)):
+            found[m] = name
+            around = (*around, f"{name}.")
+    return found
+
+
+def linear_calls(model: nn.Module, x: Tensor, until: str | None = None) -> list[tuple[str, Tensor, Tensor]]:
+    """Return the linear layers that ran, each with its input and output; up to the layer named, with that one."""
+    names = _linear_layers(model)
+    calls: list[tuple[str, Tensor, Tensor]] = []
+
+    def heard(module: nn.Module, given: Tensor, y: Tensor) -> None:
+        calls.append((names[module], given, y))
+        if names[module] == until:
+            raise _Seen
+
+    with hooked(list(names), heard), suppress(_Seen):
+        model(x)
+    return calls
+
+
+@contextmanager
+def hooked(modules: Sequence[nn.Module], heard: Callable[[nn.Module, Tensor, Tensor], None]) -> Iterator[None]:
+    """Within, each of the modules that runs is heard with its input and its output."""
+    handles = [m.register_forward_hook(lambda m, args, y: heard(m, args[0], y)) for m in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,18 @@
-"""Sequences of a model that sees all tokens at once: which of the tokens found stand together, and where.
+"""Sequences put together from tokens: of a causal model, of one that sees all tokens at once, of embeddings alone.
 
-What attention gives a token, Σ aₜ vₜ / Σ aₜ over the tokens of its sequence, lies in a known span. For a token whose
-place is known (``places``) that is a linear equation in which tokens stand beside it, but for the sum Σ aₜ of each
-head, which changes little. So a choice of one token for each place is relaxed to weights, solved for by alternating
-projections (ADMM) while the sums follow, and rounded; then again from several of its tokens at once, which is far more
-equations. A sequence is taken where what attention gives lies in the span at every place.
+Causal: what attention gives at a place hangs on the tokens up to it alone, so sequences are extended token by token.
+
+All at once: what attention gives a token, Σ aₜ vₜ / Σ aₜ over the tokens of its sequence, lies in a known span. For a
+token whose place is known (``places``) that is a linear equation in which tokens stand beside it, but for the sum Σ aₜ
+of each head, which changes little. So a choice of one token for each place is relaxed to weights, solved for by
+alternating projections (ADMM) while the sums follow, and rounded; then again from several of its tokens at once, which
+is far more equations. A sequence is taken where what attention gives lies in the span at every place.
+
+Embeddings, where noise or several local steps have filled the spans: each token of a batch adds its gradient to a row
+of the embedding of tokens and to one of the embedding of places. So the rows of the tokens that are there stand out,
+and a place's row is the sum of what its tokens added: least squares give the share of each token's row that arose at
+each place, in any number of local steps. The loss of a sequence sends all of its tokens much the same gradient: tokens
+whose rows point the same way stand in one sequence.
 """
 
 from dataclasses import dataclass
@@ -12,9 +20,39 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from gradveil.attacks.sequences.attention import attend
-from gradveil.attacks.sequences.decoder import Parts
-from gradveil.attacks.sequences.spans import Span
+from gradveil.attacks.sequences.attention import Span, attend
+
+Parts = tuple[Tensor, Tensor, Tensor]
+
+
+def extended(parts: Parts, span: Span, allowed: Tensor, count: int, close: float) -> list[Tensor]:
+    """Return sequences, each as numbers of tokens (length,), that lie in the span at every place.
+
+    ``parts`` are queries, keys and values of each token at each place (T, L, heads, d), ``span`` that of what
+    attention gives, ``allowed`` (T, L) where a token may stand. A sequence that no token goes on with has ended there;
+    where the span is not clear, the best go on.
+    """
+    q, k, v = parts
+    scale = q.shape[-1] ** -0.5
+    begun, ended = torch.zeros(1, 0, dtype=torch.long), []
+    for place in range(q.shape[1]):
+        before = torch.arange(place)
+        keys, values = k[begun, before], v[begun, before]  # (B, place, heads, d)
+        fit = torch.einsum("thd,bphd->bthp", q[:, place], keys)
+        own = (q[:, place] * k[:, place]).sum(-1)[None, :, :, None].expand(len(begun), -1, -1, 1)
+        weights = (torch.cat([fit, own], -1) * scale).softmax(-1)
+        given = torch.einsum("bthp,bphd->bthd", weights[..., :place], values) + weights[..., place:] * v[:, place]
+        away = span.away(given.flatten(2)).masked_fill(~allowed[:, place], torch.inf)  # (B, T)
+        best = away.flatten().topk(min(count, int(allowed[:, place].sum()) * len(begun)), largest=False)
+        kept = best.indices[best.values < close] if span.clear else best.indices
+        from_, token = kept // len(q), kept % len(q)
+        going = torch.isin(torch.arange(len(begun)), from_)
+        ended += [one for one in begun[~going] if place]
+        begun = torch.cat([begun[from_], token[:, None]], 1)
+        if not len(begun):
+            break
+    return [*begun, *ended]
+
 
 EQUATIONS = 256  # of one token that are used, at most
 TOGETHER = 8  # tokens that are asked at once
@@ -203,3 +241,58 @@ def _on_simplex(z: Tensor, there: Tensor) -> Tensor:
     over = (falling.cumsum(-1) - 1) / torch.arange(1, z.shape[-1] + 1)
     last = (falling > over).sum(-1, keepdim=True) - 1
     return (z - over.gather(-1, last)).clamp_min(0)
+
+
+STANDS_OUT = 1.5  # times the lower quartile of all rows' lengths, which noise makes alike
+LEAST = 0.25  # copies of a token at a place, below which it does not stand there
+RARE = 0.6  # share of a token's row that arose at one place, above which it counts as one of one sequence
+STARTS, DEALS = 8, 20  # of dealing out tokens to sequences
+
+
+def present(words: Tensor, most: int) -> Tensor:
+    """Return the tokens whose rows (V, width) stand out, ``most`` of them at most."""
+    size = words.norm(dim=1)
+    out = size > STANDS_OUT * size.quantile(0.25)
+    found: Tensor = size.where(out, 0).topk(min(most, int(out.sum()))).indices.sort().values
+    return found
+
+
+def by_rows(words: Tensor, places: Tensor, count: int) -> Tensor:
+    """Return sequences (count, L) as numbers of tokens, from the rows of tokens (T, width) and places (L, width)."""
+    share = torch.linalg.lstsq(words.T, places.T, driver="gelsd").solution  # (T, L)
+    largest = share.amax(1).clamp(1 / places.shape[0], 1)
+    copies = share / largest[:, None]  # those of a token at its places are alike, so that the largest share is one copy
+    best = copies.topk(min(count, len(copies)), dim=0)
+    there = best.indices.where(best.values > LEAST, best.indices[:1])  # (count or T, L); the first may stand in several
+    return _dealt(words, there.T, largest > RARE, count)
+
+
+def _dealt(words: Tensor, there: Tensor, rare: Tensor, count: int) -> Tensor:
+    """Deal the tokens that stand at each place (L, count) out to sequences, one to each; the best of several starts."""
+    way = words / words.norm(dim=1, keepdim=True)
+    there = there[:, torch.arange(count) % there.shape[1]]
+    starts = rare[there].sum(1).argsort(descending=True)[:STARTS]
+    tries = [_from(way, there, rare, way[there[start]]) for start in starts]
+    return max(tries, key=lambda one: one[0])[1]
+
+
+def _from(way: Tensor, there: Tensor, rare: Tensor, middle: Tensor) -> tuple[float, Tensor]:
+    """Return how well tokens point the way of their sequences' middles (count, width), and the sequences."""
+    from scipy.optimize import linear_sum_assignment
+
+    sequences, total = there.T.clone(), 0.0
+    for _ in range(DEALS):
+        mixed = torch.linalg.lstsq(middle.T, way.T, driver="gelsd").solution.T  # (T, count): those of several sequences
+        mixed = mixed / mixed.abs().sum(1, keepdim=True).clamp_min(1e-30)
+        alike = (way @ middle.T).where(rare[:, None], mixed)
+        before, total = sequences.clone(), 0.0
+        for place, tokens in enumerate(there):
+            which, whose = (torch.as_tensor(i) for i in linear_sum_assignment(-alike[tokens].cpu().numpy()))
+            sequences[whose, place] = tokens[which]
+            total += float(alike[tokens[which], whose].sum())
+        if torch.equal(before, sequences):
+            break
+        weight = rare[sequences].to(way) + 1e-6
+        middle = (way[sequences] * weight[..., None]).sum(1)
+        middle = middle / middle.norm(dim=1, keepdim=True).clamp_min(1e-30)
+    return total, sequences
