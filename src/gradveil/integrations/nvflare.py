@@ -72,6 +72,8 @@ class UpdateFilter(Filter):  # type: ignore[misc]
             sent = self.defend(dxo)
         except GradveilError as error:
             raise ContentBlockedException(f"Update withheld: {error}") from error
+        except Exception as error:
+            raise ContentBlockedException("Update withheld: the result cannot be read.") from error
         sent.add_filter_history(type(self).__name__)
         add_job_audit_event(fl_ctx=fl_ctx, msg=f"gradveil: {self.defense} applied to the outgoing update")
         return sent.update_shareable(shareable)

@@ -126,9 +126,16 @@ class ChosenGrid(GridView):
         questions = [Message(RecordDict(), dst_node_id=node, message_type="query") for node in nodes]
         self._silent.update(nodes)
         for answer in self._grid.send_and_receive(questions, timeout=seconds) if questions else []:
-            device = -1 if answer.has_error() else int(answer.content["node"][DEVICE])
+            device = device_in(answer)
             self._silent.discard(answer.metadata.src_node_id)
             self.devices[answer.metadata.src_node_id] = device
             if not 0 <= device < len(self._ledger.sizes):
                 why = answer.error.reason if answer.has_error() else f"its partition-id is {device}"
                 LOG.warning("Node %s is left out: %s", answer.metadata.src_node_id, why)
+
+
+def device_in(answer: Message) -> int:
+    """Return which device a node says that it is; -1 where it says none."""
+    said = {} if answer.has_error() else answer.content.config_records.get("node", {})
+    device = said.get(DEVICE)
+    return device if type(device) is int else -1
