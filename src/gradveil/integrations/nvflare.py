@@ -7,6 +7,7 @@ site's account and lets nothing through beside the update: ``RecordsFilter``.
 """
 
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 
 from gradveil import tree
 from gradveil.errors import GradveilError, MissingExtraError
-from gradveil.integrations.local_training import is_trained
+from gradveil.integrations.local_training import BUFFERS, is_trained
 from gradveil.privacy.accountant import SECRET, account_path, spend_from
 from gradveil.privacy.draws import SecretDraws
 from gradveil.protection.defense import build
@@ -97,6 +98,11 @@ class UpdateFilter(Filter):  # type: ignore[misc]
         steps = int(dxo.get_meta_prop(MetaKey.NUM_STEPS_CURRENT_ROUND, 1) or 1)
         change = {name: torch.as_tensor(np.asarray(value)) for name, value in dxo.data.items()}
         trained = {name: value for name, value in change.items() if is_trained(name, value)}
+        odd = [name for name, value in change.items() if name not in trained and not _passes(str(name), value)]
+        if odd:
+            raise GradveilError(
+                f"{odd[0]!r} is {change[odd[0]].dtype}: no weight that a defence acts on, and no counter."
+            )
         if not trained or not tree.is_finite(trained):
             raise GradveilError("The update is empty or holds NaN or infinite values. Find the client's fault.")
         update = Update(tree.scale(trained, -1.0 / self.lr), num_steps=steps, lr=self.lr)
@@ -201,6 +207,12 @@ class RecordsFilter(Filter):  # type: ignore[misc]
         path = account_path(client) if self.account is None else Path(self.account)
         spend_from(path, client, float(cost), inf if limit is None else limit, noise=noise)
         return int(steps)
+
+
+def _passes(name: str, value: torch.Tensor) -> bool:
+    """Whether it may leave beside defended weights: a running statistic or counter, or what has not changed."""
+    by_name = any(fnmatch(name, pattern) for pattern in BUFFERS)
+    return not value.is_complex() and bool(value.isfinite().all()) and (by_name or not bool(value.any()))
 
 
 def _is_number(value: Any, low: float, high: float) -> bool:
