@@ -10,7 +10,7 @@ import platform
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 
-# variant -> what the compiler may use; the names are those of gradveil/compiled.py
+# variant -> what the compiler may use; the names are those of gradveil/imports.py
 FLAGS = {
     "avx512": ["-mavx512f", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma"],
     "avx2": ["-mavx2", "-mfma"],

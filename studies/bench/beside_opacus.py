@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gradveil.models import build
 from gradveil.models.text import Embedded, PostNormBlock, TextModel
-from gradveil.models.vit import TransformerBlock
+from gradveil.models.vision import TransformerBlock
 from gradveil.protection.protect import protect
 
 Z, CLIP, CLASSES, LR = 1.0, 1.0, 10, 1e-4

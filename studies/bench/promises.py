@@ -33,8 +33,7 @@ from gradveil.federated.client import evaluate
 from gradveil.federated.settings import Training
 from gradveil.federated.simulate import public_records, simulate
 from gradveil.models import build
-from gradveil.models.public_patches import Mirrored, PublicPatches
-from gradveil.models.scatter import Basis, Scattering
+from gradveil.models.scatter import Basis, Mirrored, PublicPatches, Scattering
 from gradveil.seeds import Seeds
 from gradveil_studies.leaderboard.training import Averaged, held_out
 

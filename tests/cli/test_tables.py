@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gradveil.data.made_up import HOSPITALS, made_up_patients
+from gradveil.data.known import HOSPITALS, made_up_patients
 
 Run = Callable[..., tuple[int, str, str]]
 TABLE = ("--dataset", "patients.csv", "--target", "outcome")
@@ -98,7 +98,7 @@ def test_bad_options_are_one_line(command: Run, patients: Path, options: tuple[s
 
 def test_a_function_may_give_a_data_frame(command: Run, tmp_path: Path) -> None:
     pytest.importorskip("pandas")
-    source = "import pandas\nfrom gradveil.data.made_up import made_up_patients\n"
+    source = "import pandas\nfrom gradveil.data.known import made_up_patients\n"
     source += "def frame():\n    return pandas.DataFrame(made_up_patients(200))\n"
     (tmp_path / "my_frame_of_patients.py").write_text(source)
     local = ("--rounds", "1", "--clients", "2", "--out", "run", "--json")

@@ -14,7 +14,7 @@ from PIL import Image
 
 import gradveil
 from gradveil.data import load
-from gradveil.data.pixels import decode_images, levels_of
+from gradveil.data.images import decode_images, levels_of
 from gradveil.errors import DataError
 from gradveil.report.page import render
 from gradveil.threats.setup import AuditConfig

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gradveil.data import load
-from gradveil.data.made_up import made_up_patients
+from gradveil.data.known import made_up_patients
 from gradveil.data.table import from_table
 from gradveil.errors import DataError
 from gradveil.modalities.table import Table

@@ -35,7 +35,7 @@ from gradveil.auditing.update_files import load_weights, read_examples, read_los
 from gradveil.cli.list import KINDS
 from gradveil.data import originals
 from gradveil.data.folder import Folder
-from gradveil.data.pixels import decode_images, levels_of
+from gradveil.data.images import decode_images, levels_of
 from gradveil.data.table import read_table
 from gradveil.defenses import decoy
 from gradveil.defenses.decoy import load_prior, save_prior

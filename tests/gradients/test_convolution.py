@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
-from gradveil.gradients import convolution
-from gradveil.gradients.convolution import Geometry, weight_gradient, weight_gradient_by_patches
+from gradveil.gradients import by_hand as convolution
+from gradveil.gradients.by_hand import Geometry, weight_gradient, weight_gradient_by_patches
 
 GEOMETRIES = {
     "same": (Geometry((5, 5), (1, 1), (2, 2)), (6, 6)),

@@ -9,10 +9,8 @@ from torch.nn import functional as F
 from torch.nn.functional import cross_entropy
 
 from gradveil.errors import AttackError
-from gradveil.gradients.batch_norm import batch_norm
-from gradveil.gradients.by_hand import known_chain
-from gradveil.gradients.convolution import Geometry, pull_back
-from gradveil.gradients.functional import alone_pays, quiet, trial_gradients
+from gradveil.gradients.by_hand import Geometry, known_chain, pull_back
+from gradveil.gradients.functional import alone_pays, batch_norm, quiet, trial_gradients
 from gradveil.models import build
 from gradveil.tree import parameters
 

@@ -1,6 +1,6 @@
 import torch
 
-from gradveil.gradients.precision import full_precision
+from gradveil.gradients.functional import full_precision
 
 
 def test_tf32_is_off_within_and_as_before_after() -> None:

@@ -8,7 +8,7 @@ pytest.importorskip("flwr")
 
 import torch
 
-from gradveil.data.made_up import made_up_patients
+from gradveil.data.known import made_up_patients
 from gradveil.federated.settings import Training
 from gradveil.federated.simulate import simulate
 from gradveil.integrations.flower.app import serve

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.models import build, fit_to_public
-from gradveil.models.public_patches import Mirrored, PublicPatches
+from gradveil.models.scatter import Mirrored, PublicPatches
 
 
 def images(count: int, side: int = 16) -> Tensor:

@@ -21,7 +21,7 @@ from gradveil.attacks.sequences.attention import FirstAttention, Span, layer_spa
 from gradveil.attacks.sequences.decode import Assembly, by_rows, extended, places, present
 from gradveil.errors import AttackError, LayerError
 from gradveil.gradients.functional import quiet, trial_gradients
-from gradveil.ids import PADDING
+from gradveil.modalities.tokens import PADDING
 from gradveil.modules import copied_state, find_layer, representation
 from gradveil.ranges import Between
 from gradveil.tree import dot

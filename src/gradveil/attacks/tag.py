@@ -17,8 +17,8 @@ from gradveil.attacks.search.matching import Matching, Unknowns, cosine_distance
 from gradveil.attacks.search.minimise import Adam
 from gradveil.attacks.search.restarts import Search
 from gradveil.attacks.sequences.attention import word_table
-from gradveil.ids import PADDING, UNKNOWN
 from gradveil.modalities import IMAGE
+from gradveil.modalities.tokens import PADDING, UNKNOWN
 from gradveil.ranges import Count, Positive, Weight
 from gradveil.types import Observation, Reconstruction
 

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from gradveil.data.base import DATASETS, Array, Dataset, Source, hold_out, numbered
-from gradveil.data.cache import Decoded, cached, key_of
-from gradveil.data.pixels import Encoded, decode_images, levels_of
+from gradveil.data.images import Decoded, Encoded, cached, decode_images, key_of, levels_of
 from gradveil.errors import DataError
 from gradveil.files import wrap_parse_errors
 from gradveil.ranges import Between, Range

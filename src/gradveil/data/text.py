@@ -12,8 +12,7 @@ import torch
 
 from gradveil.data.base import DATASETS, Array, Dataset, Source, Split, hold_out
 from gradveil.errors import DataError
-from gradveil.ids import PADDING, SPECIAL, START, UNKNOWN
-from gradveil.modalities.tokens import Tokens
+from gradveil.modalities.tokens import PADDING, SPECIAL, START, UNKNOWN, Tokens
 from gradveil.ranges import Between, Range
 
 PAGES = 8  # of the manual that are told apart

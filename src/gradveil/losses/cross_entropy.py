@@ -1,13 +1,14 @@
-"""Cross-entropy of classes."""
+"""Cross-entropy of classes: of an example, of the token that follows at each place, and of every place of an image."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from gradveil.errors import LossError
 from gradveil.losses.base import LOSSES, Loss, kind_of, said
-from gradveil.ranges import Decay, Weight
+from gradveil.modalities.tokens import PADDING
+from gradveil.ranges import ClassCount, Decay, Weight
 
 
 @LOSSES.register("cross_entropy")
@@ -81,3 +82,143 @@ class CrossEntropy(Loss):
 
 
 CROSS_ENTROPY = CrossEntropy()
+
+
+@LOSSES.register("next_token")
+@dataclass(frozen=True)
+class NextToken(Loss):
+    """Cross-entropy of the token that follows at each place, mean over a sequence's tokens, then over sequences.
+
+    Outputs are (N, L, V), targets ids (N, L). Places where the target is 0, the padding, do not count.
+    """
+
+    targets = "tokens"
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the mean loss over sequences."""
+        return self.each(output, target).mean()
+
+    def each(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of each sequence: the mean over its tokens."""
+        if output.ndim != 3 or output.shape[:2] != target.shape:
+            raise LossError(
+                f"The model gives {tuple(output.shape)} for targets {tuple(target.shape)}; next_token needs one logit "
+                f"for each token of the vocabulary at each place."
+            )
+        surprise = F.cross_entropy(output.mT, target, reduction="none")  # (N, L)
+        return _mean_where(surprise, (target != PADDING).to(surprise))
+
+    def soft(self, output: Tensor, y: Tensor) -> Tensor:
+        """Return the mean loss for rows y (N, L, V) of probabilities; rows of zeros do not count."""
+        return _mean_where(-(y * output.log_softmax(-1)).sum(-1), y.sum(-1)).mean()
+
+    def of(self, target: Tensor) -> "NextToken":
+        """Return itself, for ids of tokens."""
+        if target.is_floating_point() or target.ndim != 2:
+            raise LossError(
+                f"next_token takes ids of tokens, whole numbers (N, L); the targets are {said(target)}. Use "
+                f"cross_entropy for classes."
+            )
+        return self
+
+    def fits(self, output: Tensor, width: int) -> bool:
+        """Return whether outputs are one row of logits for each place."""
+        return output.ndim == 3 and output.shape[2] == width
+
+    def width(self, target: Tensor, num_classes: int) -> int:
+        """Return the size of the vocabulary."""
+        return num_classes
+
+    def rows(self, target: Tensor, width: int) -> Tensor:
+        """Return ids as certain rows (N, L, V), of zeros where there is padding."""
+        return F.one_hot(target.long(), width) * (target != PADDING)[..., None]
+
+    def squash(self, free: Tensor) -> Tensor:
+        """Return probabilities."""
+        return free.softmax(-1)
+
+    def found(self, free: Tensor) -> Tensor:
+        """Return the likeliest ids."""
+        return free.argmax(-1)
+
+    def read(self, output: Tensor, slope: Tensor) -> Tensor:
+        """Return the ids at which the loss has this slope: it falls by the target's logit, and by no other."""
+        low, place = slope.min(-1)
+        return place.where(low < -1e-6 * slope.abs().amax(), PADDING)
+
+    def score(self, output: Tensor, target: Tensor) -> float:
+        """Return the share of tokens that are right."""
+        counts = target != PADDING
+        return float(((output.argmax(-1) == target) & counts).sum()) / max(int(counts.sum()), 1)
+
+
+def _mean_where(values: Tensor, counts: Tensor) -> Tensor:
+    return (values * counts).sum(-1) / counts.sum(-1).clamp_min(1)
+
+
+@LOSSES.register("dense")
+@dataclass(frozen=True)
+class EveryPlace(Loss):
+    """Cross-entropy of a class at every place, mean over places, then over examples; of segmentation.
+
+    Outputs are (N, C, H, W), targets (N, H, W). A row of an attack is all probabilities of an example, one after the
+    other.
+    """
+
+    targets = "bits"
+
+    classes: ClassCount = 2
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the mean loss."""
+        return self.each(output, target).mean()
+
+    def each(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of each example: the mean over its places."""
+        if output.ndim < 3 or output.shape[1] != self.classes or output.shape[2:] != target.shape[1:]:
+            raise LossError(
+                f"The model gives {tuple(output.shape)} for targets {tuple(target.shape)} of {self.classes} classes; "
+                f"the loss dense needs {(len(target), self.classes, *target.shape[1:])}: a logit for each class at "
+                f"each place."
+            )
+        return F.cross_entropy(output, target.long(), reduction="none").flatten(1).mean(1)
+
+    def soft(self, output: Tensor, y: Tensor) -> Tensor:
+        """Return the mean loss for rows y (N, K) of probabilities."""
+        return -(y.reshape(output.shape) * output.log_softmax(1)).sum(1).mean()
+
+    def of(self, target: Tensor) -> "EveryPlace":
+        """Return itself, for classes of places."""
+        if target.is_floating_point() or target.ndim < 3:
+            raise LossError(f"dense takes a class for each place, whole numbers (N, H, W); they are {said(target)}.")
+        if (most := int(target.max()) + 1) > self.classes:
+            return replace(self, classes=most)
+        return self
+
+    def width(self, target: Tensor, num_classes: int) -> int:
+        """Return how many numbers a row has: a probability of each class at each place."""
+        return target[0].numel() * self.classes
+
+    def outputs(self, target: Tensor, num_classes: int) -> int:
+        """Return how many classes a model tells apart."""
+        return self.classes
+
+    def fits(self, output: Tensor, width: int) -> bool:
+        """Return whether outputs are a logit for each class at each place."""
+        return output.ndim > 2 and output[0].numel() == width
+
+    def rows(self, target: Tensor, width: int) -> Tensor:
+        """Return classes as certain rows."""
+        return F.one_hot(target.long(), self.classes).movedim(-1, 1).flatten(1)
+
+    def squash(self, free: Tensor) -> Tensor:
+        """Return probabilities from free numbers (..., K)."""
+        return free.reshape(*free.shape[:-1], self.classes, -1).softmax(-2).flatten(-2)
+
+    def found(self, free: Tensor) -> Tensor:
+        """Return the likeliest classes (N, H W)."""
+        return free.reshape(*free.shape[:-1], self.classes, -1).argmax(-2)
+
+    def score(self, output: Tensor, target: Tensor) -> float:
+        """Return the share of places whose class is right."""
+        return float((output.argmax(1) == target).float().mean())

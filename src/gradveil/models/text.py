@@ -8,12 +8,11 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.errors import SpecError
-from gradveil.ids import PADDING
 from gradveil.modalities import Modality
+from gradveil.modalities.tokens import PADDING
 from gradveil.models.base import MODELS, Builder, Shape
-from gradveil.models.lora import low_rank
-from gradveil.models.parts import Init, Rank, Width, initialise
-from gradveil.models.vit import TransformerBlock
+from gradveil.models.parts import Init, Rank, Width, initialise, low_rank
+from gradveil.models.vision import TransformerBlock
 from gradveil.ranges import Range
 
 SPREAD = 0.02  # standard deviation of embeddings at the start, as in BERT and GPT-2

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradveil.compiled import on_threads, variants_of
+from gradveil.imports import on_threads, variants_of
 from gradveil.privacy.draws import Stream
 
 ABI = 2

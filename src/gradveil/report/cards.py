@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradveil.auditing.run_folder import Row
-from gradveil.metrics.intervals import short
+from gradveil.metrics.recovery import short
 from gradveil.report.pictures import KEY, Gallery, Shot
 from gradveil.report.plain import error_words, name_of
 from gradveil.threats.proof import Proved

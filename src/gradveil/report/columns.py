@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from gradveil.auditing.run_folder import RunFolder
-from gradveil.metrics.intervals import rate, short
+from gradveil.metrics.recovery import rate, short
 from gradveil.modalities import Cell, Modality
 from gradveil.report.pictures import KEY, TRUTH
 from gradveil.threats.rows import Line, MeasuredExample, best_floor, group, modality_of, read

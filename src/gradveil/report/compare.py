@@ -9,7 +9,7 @@ from gradveil.auditing.run_files import FolderError
 from gradveil.auditing.run_folder import ROWS, RunFolder
 from gradveil.errors import GradveilError
 from gradveil.files import wrap_parse_errors
-from gradveil.metrics.intervals import Interval
+from gradveil.metrics.recovery import Interval
 from gradveil.report.plain import LAST_DIGIT, name_of
 from gradveil.threats.rows import Floor, best_floor
 from gradveil.threats.verdict import TierVerdict, Verdict, verdicts

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from gradveil.auditing.film import FILM
 from gradveil.auditing.run_folder import Row
-from gradveil.metrics.intervals import short
+from gradveil.metrics.recovery import short
 from gradveil.report.pictures import Gallery, Shot, picture
 from gradveil.report.plain import name_of
 

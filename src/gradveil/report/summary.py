@@ -8,7 +8,7 @@ from typing import Any
 from gradveil.auditing.audit import Audit
 from gradveil.auditing.gate import EXIT_CODES, GATED, FailOn, gates, overall
 from gradveil.auditing.run_folder import Row
-from gradveil.metrics.intervals import Interval
+from gradveil.metrics.recovery import Interval
 from gradveil.threats.proof import figure_errors
 from gradveil.threats.rows import Line, best_floor, group
 from gradveil.threats.verdict import Verdict, declaration_errors

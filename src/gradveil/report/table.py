@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gradveil.auditing.run_folder import Row
-from gradveil.metrics.intervals import short
+from gradveil.metrics.recovery import short
 from gradveil.modalities import IMAGE, Metric, Modality
 from gradveil.threats.proof import PROVED, beaten_by, beaten_figures, figure_name
 from gradveil.threats.rows import OBLIVIOUS, Floor, Line, modality_of

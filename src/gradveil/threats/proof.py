@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradveil.auditing.run_folder import Row
-from gradveil.metrics.intervals import chance_of, short
+from gradveil.metrics.recovery import chance_of, short
 from gradveil.threats.rows import Line, lines
 
 PROVED = ("floor", "guess")  # for every server, the floor for Gaussian images: an attack beyond one is an error

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from gradveil.countermeasures import Tier
-from gradveil.metrics.intervals import short
+from gradveil.metrics.recovery import short
 from gradveil.modalities import Modality
 from gradveil.threats.rows import OBLIVIOUS, Floor, Line, MeasuredExample
 

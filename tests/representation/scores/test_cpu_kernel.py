@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from gradveil.compiled import VARIANTS
+from gradveil.imports import VARIANTS
 from gradveil.models import build
 from gradveil.representation.layers.jacobian import Tape
 from gradveil.representation.scores import row_norms

@@ -19,8 +19,7 @@ from torch.nn.grad import conv2d_input
 
 from gradveil import pace
 from gradveil.attacks.gauss_newton.equations import Push, Smoothing
-from gradveil.gradients.by_hand import Passed
-from gradveil.gradients.convolution import Geometry, Pair, pair
+from gradveil.gradients.by_hand import Geometry, Pair, Passed, pair
 from gradveil.modules import Link
 from gradveil.tree import Params, named
 

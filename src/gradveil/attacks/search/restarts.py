@@ -21,8 +21,7 @@ from gradveil.attacks.search.matching import (
 from gradveil.attacks.search.minimise import LBFGS, Optimiser, Solution, Stopping, minimise
 from gradveil.errors import AttackError
 from gradveil.gradients.by_hand import wide
-from gradveil.gradients.functional import alone_pays
-from gradveil.gradients.precision import full_precision
+from gradveil.gradients.functional import alone_pays, full_precision
 from gradveil.types import Observation, Reconstruction
 
 ON_CPU = 2 * 2**30  # bytes that a run may take

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.errors import AttackError
-from gradveil.ids import SPECIAL
+from gradveil.modalities.tokens import SPECIAL
 from gradveil.types import Observation
 
 GAP = 3.0  # ratio of neighbouring singular values at which rounding begins

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gradveil.errors import DefenseError
 from gradveil.files import read_safetensors, wrap_parse_errors, write_atomically
-from gradveil.gradients.precision import full_precision
+from gradveil.gradients.functional import full_precision
 from gradveil.losses import Loss
 from gradveil.protection.records.records import Records, records_of
 from gradveil.protection.records.rounding import MAPPED, clip_factors, narrow, products_error, wide

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gradveil.gradients.convolution import Geometry, pair, patches
+from gradveil.gradients.by_hand import Geometry, pair, patches
 from gradveil.protection.records.rounding import (
     MASS,
     Pair,

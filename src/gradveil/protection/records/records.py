@@ -17,8 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from gradveil.errors import DefenseError
-from gradveil.gradients.functional import quiet
-from gradveil.gradients.precision import full_precision
+from gradveil.gradients.functional import full_precision, quiet
 from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.losses import build as build_loss
 from gradveil.modules import copied_buffers, plain_attention, plain_checkpoints, ways_into

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar
 
-from gradveil.metrics.intervals import short
+from gradveil.metrics.recovery import short
 from gradveil.ranges import Count, Positive
 from gradveil.threats.rows import (
     OBLIVIOUS,

@@ -10,7 +10,7 @@ from typing import Any
 from gradveil.auditing.certificates import AT_FLOOR, layer_certificates
 from gradveil.auditing.promises import promise_rows
 from gradveil.errors import GradveilError
-from gradveil.metrics.intervals import short
+from gradveil.metrics.recovery import short
 from gradveil.modalities.tokens import Tokens
 from gradveil.privacy.plan import PlannedRun
 from gradveil.seeds import Seeds

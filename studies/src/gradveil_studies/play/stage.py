@@ -9,12 +9,11 @@ import torch
 from torch import nn
 
 from gradveil.data.base import Dataset
-from gradveil.data.pixels import decode_images, levels_of
+from gradveil.data.images import decode_images, levels_of
 from gradveil.data.text import words_of
 from gradveil.errors import DataError, SpecError
 from gradveil.federated.settings import Local
-from gradveil.ids import PADDING, UNKNOWN
-from gradveil.modalities.tokens import Tokens
+from gradveil.modalities.tokens import PADDING, UNKNOWN, Tokens
 from gradveil.protection.defense import Defense
 from gradveil.protection.defense import build as build_defense
 from gradveil.seeds import Seeds

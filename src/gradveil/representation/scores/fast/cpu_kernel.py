@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradveil.compiled import on_threads, variants_of
+from gradveil.imports import on_threads, variants_of
 from gradveil.representation.layers.jacobian import Tape
 from gradveil.representation.layers.rules.arithmetic import Scale
 from gradveil.representation.layers.rules.base import Operator
