@@ -96,7 +96,7 @@ def test_specs(place: Path, count: Count) -> None:
         assert built.spec_name in dict(registry(kind))
         assert split_specs(spec)
 
-    drill("specs", some, build, place, times(300, 1_500), count)
+    drill("specs", some, build, place, times(300, 5_000), count)
 
 
 def test_settings_in_toml(place: Path, count: Count) -> None:
@@ -116,7 +116,7 @@ def test_settings_in_toml(place: Path, count: Count) -> None:
         found = from_toml(TrainConfig, text)
         assert from_toml(TrainConfig, to_toml(found)) == found
 
-    drill("settings in TOML", some, read, place, times(150, 800), count)
+    drill("settings in TOML", some, read, place, times(150, 3_000), count)
 
 
 CONFIGURATIONS: tuple[dict[str, Any], ...] = (
@@ -610,4 +610,4 @@ def test_values_of_the_command_line(place: Path, count: Count) -> None:
         kind, text = case
         convert(text, kind, "--setting")
 
-    drill("values", some, read, place, times(100, 800), count)
+    drill("values", some, read, place, times(100, 5_000), count)
