@@ -31,6 +31,11 @@ class WriteError(GradveilError):
     """The file system refuses: no space, no right, no such folder."""
 
 
+def cache_folder() -> Path:
+    """Return ``GRADVEIL_CACHE``, else ``~/.cache/gradveil``."""
+    return Path(os.environ.get("GRADVEIL_CACHE") or Path.home() / ".cache" / "gradveil").expanduser()
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file whole or not at all, and for good: beside it first, on the disk, then put in its place."""
     beside = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")

@@ -17,7 +17,7 @@ from gradveil.files import wrap_parse_errors
 from gradveil.ranges import Count, Positive, Seed
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from gradveil.data.base import Dataset, Split
     from gradveil.data.partition import Indices
@@ -169,14 +169,22 @@ def through(fixed: "nn.Sequential", dataset: "Dataset", used: "Sequence[Indices]
     import numpy as np
     import torch
 
+    from gradveil.models.features import keep_features
+
     if not len(fixed):
         return dataset
     at = next(iter([*fixed.parameters(), *fixed.buffers()])).device
 
     def passed(split: "Split", chosen: "Indices") -> "Split":
         parts = np.array_split(chosen, max(1, len(chosen) // 200))
+
+        def run(some: "Tensor") -> "Tensor":
+            keep_features(fixed, some)
+            out: Tensor = fixed(some)
+            return out.cpu()
+
         with torch.no_grad():
-            rows = np.concatenate([fixed(split.batch(part).inputs.to(at)).cpu().numpy() for part in parts])
+            rows = np.concatenate([run(split.batch(part).inputs.to(at)).numpy() for part in parts])
         images = np.zeros((len(split), *rows.shape[1:]), np.float32)
         images[chosen] = rows
         return replace(split, images=images, scale=1.0)

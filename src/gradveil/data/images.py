@@ -22,7 +22,7 @@ from PIL import Image
 
 from gradveil.data.base import Array, Dataset, Split
 from gradveil.errors import DataError
-from gradveil.files import locked, sync, wrap_os_errors, wrap_parse_errors
+from gradveil.files import cache_folder, locked, sync, wrap_os_errors, wrap_parse_errors
 
 Encoded = bytes | Path
 _GREY = {"1", "L", "LA"}
@@ -172,11 +172,6 @@ class Decoded:
     test: tuple[Array, Array]
     class_names: tuple[str, ...]
     levels: tuple[float, float] | None = None  # of images of more than 8 bits: what became black and white
-
-
-def cache_folder() -> Path:
-    """Return ``GRADVEIL_CACHE``, else ``~/.cache/gradveil``."""
-    return Path(os.environ.get("GRADVEIL_CACHE") or Path.home() / ".cache" / "gradveil").expanduser()
 
 
 def key_of(name: str, files: Sequence[Path], *settings: Any) -> str:

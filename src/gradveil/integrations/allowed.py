@@ -15,6 +15,7 @@ import torch
 
 from gradveil.errors import GradveilError
 from gradveil.imports import is_import_path
+from gradveil.models.backbones import PACKAGED
 from gradveil.registry import Registry, parse, split_specs
 from gradveil.tree import Params
 
@@ -31,8 +32,11 @@ REGISTRIES = {
     "schedule": "gradveil.federated.schedules:SCHEDULES",
 }
 SITE = ("dataset", "model", "loss", "data")  # what a site may set by --node-config in place of the run
-FILES = {"dataset": {"path"}, "defense": {"prior", "secret"}}  # settings that name a file of the node
-WORDS = {"defense": {"shape": ("iso", "public")}}  # settings that name a file unless they are one of these
+FILES = {"dataset": {"path"}, "defense": {"prior", "secret"}, "model": {"weights"}}  # settings that name a file
+WORDS: dict[str, dict[str, tuple[str, ...]]] = {  # settings that name a file or code unless they are one of these
+    "defense": {"shape": ("iso", "public")},
+    "model": {"backbone": tuple(PACKAGED)},
+}
 
 
 class RunRefused(GradveilError):
@@ -56,7 +60,7 @@ def check_spec(kind: str, text: str) -> str:
         for key, value in parse(registry.current(part)).settings.items():
             words = WORDS.get(kind_of, {}).get(key)
             if key in FILES.get(kind_of, ()) or (words and value not in words):
-                raise RunRefused(_theirs(kind, text, f"names a file by {key}="))
+                raise RunRefused(_theirs(kind, text, f"names a file or code by {key}="))
     return text
 
 

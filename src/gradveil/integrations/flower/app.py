@@ -13,6 +13,7 @@ from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
 from gradveil.auditing.run_folder import CHECKPOINT, MODEL, RunFolder
+from gradveil.auditing.train import FIT
 from gradveil.data.base import Dataset
 from gradveil.data.partition import Indices
 from gradveil.errors import GradveilError
@@ -34,6 +35,7 @@ from gradveil.integrations.flower.site import is_simulation
 from gradveil.integrations.flower.standing import ENGINE, LEAKS, Continued, standing
 from gradveil.integrations.flower.strategies import build_strategy
 from gradveil.losses import build as build_loss
+from gradveil.models import fit_to_public
 from gradveil.privacy.accountant import SIMULATED
 from gradveil.tree import Params
 from gradveil.types import Batch
@@ -113,6 +115,8 @@ def serve(grid: Grid, settings: FlowerSettings, simulation: bool = False) -> Out
 def _serve(grid: Grid, settings: FlowerSettings, folder: RunFolder | None, simulation: bool) -> Outcome:
     dataset, shares = load_data(settings.dataset, settings.data, settings.partition, settings.seed)
     model = build_model(settings, dataset)
+    looked_at = public_records(dataset, shares, settings.seeds, FIT)
+    fit_to_public(model, dataset.train.batch(looked_at).inputs if len(looked_at) else None)
     sizes = [len(share) for share in shares]
     defense, ledger = settings.ledger(shares, noise=SIMULATED if simulation else None)
     start = None if folder is None else standing(folder, settings.resume)

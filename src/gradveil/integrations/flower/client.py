@@ -21,6 +21,7 @@ from gradveil.integrations.flower.settings import FlowerSettings, build_model, l
 from gradveil.integrations.flower.site import noise_of, pay
 from gradveil.integrations.flower.statements import state
 from gradveil.integrations.flower.values import asked, check_asked
+from gradveil.models.features import keep_features
 from gradveil.privacy.accountant import SIMULATED
 from gradveil.protection.defense import build as build_defense
 from gradveil.tree import Params
@@ -61,6 +62,7 @@ def train_message(message: Message, context: Context, settings: FlowerSettings, 
             account = pay(message, context, ledger.cost, ledger.limit or math.inf)
         except BudgetError as error:
             return withhold(message, f"{SPENT}{error}")
+    keep_features(model, dataset.train.batch(shares[device]).inputs)
     world = World(model, dataset.train, defense, local)
     seed = client_seed(settings.seeds, round_number, device) if noise == SIMULATED else None
     with told_here_alone(context) if account is not None else nullcontext():
