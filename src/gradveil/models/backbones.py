@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from gradveil.errors import MissingExtraError, ModelError, SpecError
 from gradveil.files import wrap_parse_errors
-from gradveil.ids import PADDING, SPECIAL, START, UNKNOWN
 from gradveil.imports import calling, import_object, is_import_path
 from gradveil.modalities import Modality
+from gradveil.modalities.tokens import PADDING, SPECIAL, START, UNKNOWN
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 PIECES = 6  # of one word, at most
