@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Generator, Tensor, nn
 
-from gradveil.countermeasures import Countermeasure, drop
+from gradveil.countermeasures import Countermeasure, Tier, drop
 from gradveil.defenses.compose import Compose
 from gradveil.federated.client import train_client
 from gradveil.federated.settings import Local
@@ -30,11 +30,13 @@ from gradveil.threats.probing.noise_tests import (
     contradictions,
     declared_noise,
     distance,
+    is_plain,
     looked_at,
     reproduces,
     viewed,
 )
 from gradveil.threats.probing.residuals import draw, sampled
+from gradveil.threats.probing.structure import Flaw, flaws_of
 from gradveil.tree import Params, flatten, parameters
 from gradveil.types import Batch, GaussianPrior, Observation, Update
 
@@ -125,7 +127,8 @@ class _Probe:
         inside = Found() if batch.what else self._inside(clients, true[0], drawn)
         seen = self._seen(channel, drawn, clients[0])
         views = [view for server in self.declared if (view := viewed(server, seen[0])) is not None] if seen else []
-        errors = self._errors(acted, batch, inside, true[0], seen, channel, drawn)
+        flaws = self._flaws(acted, seen, channel, drawn, vectors)
+        errors = self._errors(acted, batch, inside, true[0], seen, channel, drawn, flaws)
         trusted = not errors and any(server.name not in PLAIN for server in self.declared)
         simulated = any(view.simulate is not None for view in views)
         covered = [
@@ -138,9 +141,28 @@ class _Probe:
         servers = _servers(batch, inside, acted) if any(one.view or one.simulate for one in left) else []
         if simulated:
             servers = [server for server in servers if server.name != "simulate"]
-        assessed = trusted or all(one.explained for one in found)
+        servers += _of_flaws(flaws, batch, inside)
+        explained = all(one.explained for one in found) and (not flaws or any(flaw.view for flaw in flaws))
         changes = any(one.drawn for one in found)
-        return Probed(tuple(servers), tuple(errors), tuple(one.what for one in found), assessed, changes)
+        notes = [one.what for one in found] + [f"Of its noise {flaw.what}." for flaw in flaws]
+        return Probed(tuple(servers), tuple(errors), tuple(notes), trusted or explained, changes)
+
+    def _flaws(
+        self,
+        acted: Found,
+        seen: Sequence[Observation],
+        channel: DefenseFunction,
+        drawn: Sequence[Secret],
+        vectors: Sequence[Tensor],
+    ) -> list[Flaw]:
+        """Return why what is taken to be independent noise on every tensor is none."""
+        noise = declared_noise(self.declared, seen)
+        taken = acted.only_noise if not noise else all(noise.get(name, 0.0) > 0 for name in channel.parts)
+        if isinstance(self.defense, Compose) or not acted.drawn or acted.silent or not taken:
+            return []
+        if noise and not is_plain(self.declared, seen[0], channel):
+            return []  # what is declared to be independent are other coordinates
+        return flaws_of(channel, drawn, vectors)
 
     def _hides(self, view: Observation, inside: Found) -> bool:
         """Return whether a view leaves out, or weighs, all tensors that changes of the representation reach."""
@@ -209,6 +231,7 @@ class _Probe:
         seen: Sequence[Observation],
         channel: DefenseFunction,
         drawn: Sequence[Secret],
+        flaws: Sequence[Flaw],
     ) -> list[str]:
         """Return what is declared and is not so."""
         if isinstance(self.defense, Compose):  # each part has its own declaration
@@ -242,6 +265,7 @@ class _Probe:
             errors += [] if draws is None else contradictions(draws, noise, rounds)
             if acted.error:
                 errors.append(f"Independent noise is declared, and {acted.error}.")
+            errors += [f"Independent noise is declared, and {flaw.what}." for flaw in flaws[: 0 if errors else 2]]
             errors += [] if errors else self._several_steps(drawn)
         return errors
 
@@ -267,23 +291,33 @@ class _Probe:
         ]
 
 
+def _together(name: str, why: str, *places: Found, tier: Tier = "adaptive") -> Countermeasure:
+    def view(seen: Observation) -> Observation:
+        for place in places:
+            seen = place.view(seen) if place.view is not None else seen
+        return seen
+
+    return Countermeasure(name, why, view, tier=tier)
+
+
+def _of_flaws(flaws: Sequence[Flaw], *before: Found) -> list[Countermeasure]:
+    """Return the servers that make use of flaws: the first of each tier that can."""
+    names: dict[Tier, str] = {"adaptive": "quiet", "multi-round": "rounds"}
+    first = {flaw.tier: flaw for flaw in reversed(flaws) if flaw.view is not None}
+    return [
+        _together(names[tier], f"Of its noise {flaw.what}.", Found(view=flaw.view), *before, tier=tier)
+        for tier, flaw in first.items()
+    ]
+
+
 def _servers(batch: Found, inside: Found, acted: Found) -> list[Countermeasure]:
     """Return what a server does: all that was found, together."""
-
-    def together(name: str, why: str, *places: Found) -> Countermeasure:
-        def view(seen: Observation) -> Observation:
-            for place in places:
-                seen = place.view(seen) if place.view is not None else seen
-            return seen
-
-        return Countermeasure(name, why, view)
-
     why = " ".join(one.what for one in (batch, inside, acted) if one.view is not None)
-    servers = [together("undo", why, acted, inside, batch)] if why else []
+    servers = [_together("undo", why, acted, inside, batch)] if why else []
     if acted.simulate is not None:
         other = Found(view=acted.simulate.view)
-        servers.append(together("simulate", acted.simulate.why, other, inside, batch))
+        servers.append(_together("simulate", acted.simulate.why, other, inside, batch))
     if inside.simulate is not None:
         other = Found(view=inside.simulate.view)
-        servers.append(together("replay", inside.simulate.why, acted, other))
+        servers.append(_together("replay", inside.simulate.why, acted, other))
     return servers

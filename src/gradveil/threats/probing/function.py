@@ -108,10 +108,10 @@ class DefenseFunction:
         self._act({name: g.clone() for name, g in self.like.gradient.items()}, state, secret)
         return replace(secret, state=state)
 
-    def carried_on(self, vector: Tensor, secret: Secret) -> list[Tensor]:
-        """Return two runs of the same client, one after the other, by one generator."""
+    def carried_on(self, vector: Tensor, secret: Secret, count: int = 2) -> list[Tensor]:
+        """Return so many runs of the same client, one after the other, by one generator."""
         state, rng = copy.deepcopy(secret.state), secret.rng()
-        return [flatten(self._act(self.tree(vector.clone()), state, secret, rng)).detach() for _ in range(2)]
+        return [flatten(self._act(self.tree(vector.clone()), state, secret, rng)).detach() for _ in range(count)]
 
     def _act(self, tree: Params, state: Defense, secret: Secret, rng: Generator | None = None) -> Params:
         rng = secret.rng() if rng is None else rng

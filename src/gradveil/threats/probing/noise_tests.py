@@ -185,6 +185,11 @@ def looked_at(declared: Sequence[Countermeasure], seen: Observation, channel: De
     return _as_it_is, _as_it_is
 
 
+def is_plain(declared: Sequence[Countermeasure], seen: Observation, function: DefenseFunction) -> bool:
+    """Return whether noise is declared of the numbers as they arrive, not of other coordinates."""
+    return looked_at(declared, seen, function)[0] is _as_it_is
+
+
 def _as_it_is(vector: Tensor) -> Tensor:
     return vector
 

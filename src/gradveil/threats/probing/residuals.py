@@ -104,9 +104,19 @@ def left_of(name: str, runs: Runs, draws: Sequence[Draws] | None) -> Left:
             return Left(what, bound=aligned) if form is line else Left(what, form)
     if draws is None:
         return Left("nothing", lost=True)
-    if draws and (unit := _lattice(draws[0].noise(name))):
-        return Left(f"remainders of divisions by {unit:.4g}", lambda t: t - unit * (t / unit).round())
+    if draws and (unit := _lattice(noise := draws[0].noise(name))):
+        some = noise[noise != 0]
+        offset = float(some[0] - unit * (some[0] / unit).round())
+        return Left(
+            f"remainders of divisions by {unit:.4g}",
+            lambda t: _remainder(t - offset, unit),
+            lambda t: _remainder(t, unit),
+        )
     return _entries(runs) or (_noise(name, runs, draws) if draws else _rounded(runs)) or Left("nothing", lost=True)
+
+
+def _remainder(t: Tensor, unit: float) -> Tensor:
+    return t - unit * (t / unit).round()
 
 
 def _entries(runs: Runs) -> Left | None:
@@ -189,14 +199,20 @@ def _without(t: Tensor, basis: Tensor) -> Tensor:
 
 
 def _lattice(noise: Tensor) -> float:
-    """Return the number that all noise is a whole multiple of; 0: there is none, or it is not much larger than 0."""
-    sizes = noise.abs().flatten()
-    nonzero = sizes[sizes > 1e-3 * sizes.max()]
-    if not len(nonzero) or len(nonzero) < 100:
+    """Return the number that differences of noise are whole multiples of; 0: there is none, or it is very small."""
+    values = noise.flatten().double()
+    values = values[values != 0].sort().values
+    if len(values) < 100:
         return 0.0
-    step = float(nonzero.min())
-    away = (noise / step - (noise / step).round()).abs().max()
-    return step if float(away) < 0.02 and float(nonzero.max()) > 1.5 * step else 0.0
+    gaps = values.diff()
+    large = gaps[gaps > max(1e-5 * float(values.abs().max()), 1e-3 * float(gaps.max()))]
+    if not 8 <= len(large) < len(gaps) / 8:
+        return 0.0
+    step = float(large.median())
+    wholes = (large / step).round().clamp_min(1)
+    step = float(large.sum() / wholes.sum())
+    away = ((values - values[0]) / step - ((values - values[0]) / step).round()).abs().max()
+    return step if float(away) < 0.02 else 0.0
 
 
 def _rank(runs: Runs) -> int | None:

@@ -1,0 +1,379 @@
+"""Structure of noise: directions, entries, runs and rounds that carry less of it than the rest.
+
+A server has the defence's code, so it can hand it normal numbers of its own. Where what is sent is linear in them,
+y = f(g) + M z, products with M and its transpose show which directions z does not reach, whatever the size of M. Where
+it is not, samples show entries that move together, sums that stand still, and entries or runs that are nearly silent.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+from torch.overrides import TorchFunctionMode
+
+from gradveil.countermeasures import Tier
+from gradveil.threats.probing.affine_fit import with_label
+from gradveil.threats.probing.function import DefenseFunction, Secret, close
+from gradveil.tree import Params
+from gradveil.types import Observation
+
+QUIET = 1e-4  # of the mean variance: a direction below it carries no noise to speak of
+STILL = 1e-11  # the same: where the search for it ends
+GONE = 1e-7  # of a random vector's square: what is left of it where noise goes in all directions
+STEPS = 60  # of conjugate gradients
+KEPT = 320  # quiet directions that a server matches
+HELD = 3e7  # numbers that these may hold
+SMALL = 0.05  # of the standard deviation: entries below it are nearly silent
+MANY = 0.15  # share of such entries; Gaussian noise has 0.04, Laplace's 0.07
+ROUNDS = 16  # of one client, one after the other
+CALLS = 160  # of one client, where a run takes little time
+DRAWS = 256  # of clients, for a small model
+WORK = 2e6  # numbers that all of them send
+
+View = Callable[[Observation], Observation]
+
+
+@dataclass(frozen=True)
+class Flaw:
+    """Why noise is not what independent noise is, and what a server does about it."""
+
+    what: str  # goes on after "Independent noise is declared, and"
+    view: View | None = None
+    tier: Tier = "adaptive"
+
+
+class _Injected(TorchFunctionMode):
+    """Within, normal numbers come from a vector; without one they are counted, and are zero."""
+
+    def __init__(self, given: Tensor | None = None) -> None:
+        super().__init__()
+        self.given, self.used = given, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.normal_:
+            mean, std = ([*args[1:], 0.0, 1.0][:2]) if len(args) > 1 else (kwargs.get("mean", 0), kwargs.get("std", 1))
+            return args[0].copy_(mean + std * self._next(args[0].shape).to(args[0]))
+        if func is torch.normal:
+            made = func(*args, **kwargs)
+            mean, std = (*args, kwargs.get("std", 1.0))[:2] if args else (kwargs["mean"], kwargs.get("std", 1.0))
+            return mean + std * self._next(made.shape).to(made)
+        if func in (torch.randn, torch.randn_like):
+            made = func(*args, **kwargs)  # so that a generator moves on as it does otherwise
+            return self._next(made.shape).to(made)
+        return func(*args, **kwargs)
+
+    def _next(self, shape: torch.Size) -> Tensor:
+        begun, self.used = self.used, self.used + shape.numel()
+        if self.given is None:
+            return torch.zeros(shape)
+        return self.given[begun : self.used].reshape(shape)
+
+
+@dataclass(frozen=True)
+class NoiseMap:
+    """M of y = f(g) + M z: how normal numbers come into what is sent of one gradient, for one secret."""
+
+    function: DefenseFunction
+    secret: Secret
+    vector: Tensor
+    count: int  # of normal numbers
+    base: Tensor  # f(g)
+
+    @classmethod
+    def of(cls, function: DefenseFunction, secret: Secret, vector: Tensor) -> "NoiseMap | None":
+        """Return the map; None where normal numbers come in otherwise, or none do."""
+        mode = _Injected()
+        try:
+            with mode:
+                base = _sent(function, secret, vector).detach()
+            found = cls(function, secret, vector, mode.used, base)
+            if not mode.used:
+                return None
+            a, b = (torch.randn(mode.used, generator=Generator().manual_seed(i)).to(vector) for i in (1, 2))
+            of_a, of_b, of_both = found(a), found(b), found(a - 2 * b)
+            straight = close(of_both, of_a - 2 * of_b, base) and bool(of_a.any())
+            back = found.back(of_a)
+            return found if straight and abs(float(back @ b) / float(of_a @ of_b) - 1) < 1e-2 else None
+        except Exception:  # whatever the defence's code makes of numbers that are not its own
+            return None
+
+    def __call__(self, z: Tensor) -> Tensor:
+        """Return M z."""
+        with _Injected(z):
+            return _sent(self.function, self.secret, self.vector).detach() - self.base
+
+    def back(self, v: Tensor) -> Tensor:
+        """Return Mᵀ v."""
+        z = torch.zeros(self.count, dtype=v.dtype, device=v.device, requires_grad=True)
+        with torch.enable_grad(), _Injected(z):
+            out = _sent(self.function, self.secret, self.vector)
+        return torch.autograd.grad(out @ v, z)[0]
+
+    def variance(self) -> float:
+        """Return the mean variance of an entry."""
+        z = torch.randn(2, self.count, generator=Generator().manual_seed(3)).to(self.base)
+        return sum(float(self(one).square().mean()) for one in z) / 2
+
+    def unreached(self, start: Tensor, variance: float) -> Tensor | None:
+        """Return what is left of a vector when all that noise reaches is taken off; None: nothing, or too slow."""
+        rest, whole = start.clone(), float(start @ start)
+        slope = self.back(rest)
+        step, size = slope, float(slope @ slope)
+        for _ in range(STEPS):
+            left = float(rest @ rest)
+            if left <= GONE * whole:
+                return None
+            if size <= STILL * variance * left:
+                break
+            pushed = self(step)
+            rest = rest - size / float(pushed @ pushed) * pushed
+            slope = self.back(rest)
+            before, size = size, float(slope @ slope)
+            step = slope + size / before * step
+        return rest if size <= QUIET * variance * float(rest @ rest) else None
+
+
+def _sent(function: DefenseFunction, secret: Secret, vector: Tensor) -> Tensor:
+    tree = function.sent(function.tree(vector), secret)
+    return torch.cat([tree[name].reshape(-1).to(vector) for name in function.parts])
+
+
+def quiet_directions(function: DefenseFunction, secrets: Sequence[Secret], examples: Sequence[Tensor]) -> Flaw | None:
+    """Return that noise leaves directions alone, with the view that matches these where they are always the same."""
+    noise = NoiseMap.of(function, secrets[0], examples[0])
+    if noise is None:
+        return None
+    variance, n = noise.variance(), len(examples[0])
+    live = (function.run(examples[0], secrets[0]) != 0).to(examples[0])  # others are not sent
+    rng = Generator().manual_seed(4)
+    starts = [live * torch.randn(n, generator=rng).to(live) for _ in range(3)]
+    found = [rest for start in starts if (rest := noise.unreached(start, variance)) is not None]
+    if len(found) < 2:
+        return None
+    share = sum(float(r @ r) / n for r in found) / len(found)
+    said = f"about {max(1, round(share * n))} of {n} directions carry none"
+    along = examples[0] * live
+    part = noise.unreached(along, variance)
+    if part is not None and share * n < 200 and float(part @ part) > 0.99 * float(along @ along):
+        return Flaw(f"{said}, among them that of the gradient itself, which tells candidates apart")
+    for other, example in ((secrets[0], examples[1]), (secrets[1], examples[0])):
+        there = NoiseMap.of(function, other, example)
+        if there is None or any(float(there.back(r).square().sum()) > 1e-2 * variance * float(r @ r) for r in found):
+            return Flaw(f"{said}, others for other gradients or draws")
+    count = int(min(KEPT, HELD / n, 0.8 * share * n + 1))
+    while len(found) < count:
+        rest = noise.unreached(live * torch.randn(n, generator=rng).to(live), variance)
+        if rest is None:
+            break
+        found.append(rest)
+    return _matched(f"{said}, always the same ones", function, torch.stack(found), secrets, examples)
+
+
+def _matched(
+    what: str, function: DefenseFunction, rows: Tensor, secrets: Sequence[Secret], examples: Sequence[Tensor]
+) -> Flaw:
+    """Return the flaw with the view that matches what an update is along these rows, if it is the gradient's there."""
+    _, sizes, basis = torch.linalg.svd(rows.double(), full_matrices=False)
+    basis = basis[sizes > 1e-4 * sizes[0]].to(examples[0])
+    noise = 0.0  # that is left along the rows
+    for secret, vector in ((secrets[1], examples[1]), (secrets[2], examples[0])):
+        out = function.run(vector, secret)
+        if out is None or (away := float((basis @ (out - vector)).norm())) > float((basis @ vector).norm()):
+            return Flaw(what)
+        noise = max(noise, away / sqrt(len(vector)))
+    parts = function.parts
+
+    def onto(tree: Params) -> Params:
+        flat = torch.cat([tree[name].reshape(-1) for name in parts])
+        held = basis.to(flat)
+        return function.tree((flat @ held.T) @ held)
+
+    def view(seen: Observation) -> Observation:
+        seen = seen.as_one_step() if seen.update.num_steps == 1 else seen
+        update, left = replace(seen.update, gradient=onto(seen.update.gradient)), dict.fromkeys(parts, noise)
+        seen = replace(seen, update=update, simulate=onto, simulate_on=function.where, noise=left)
+        return with_label(seen, list(parts))
+
+    return Flaw(what, view)
+
+
+def sampled_flaws(
+    function: DefenseFunction, secrets: Sequence[Secret], examples: Sequence[Tensor], count: int
+) -> list[Flaw]:
+    """Return what so many draws at one gradient show: entries that move together, sums that stand still, silence."""
+    outs = [out for s in secrets[:count] if (out := function.run(examples[0], s)) is not None]
+    if len(outs) < max(24, count):
+        return []
+    sent = torch.stack(outs)
+    away = (sent.mean(0) - examples[0]).square().mean()
+    middle = examples[0] if away <= 3 * sent.var(0).mean() / len(sent) else sent.median(0).values
+    tests = (_silent_runs, _silent_entries, _together, _still_sums)
+    found = (test(function, sent - middle, sent, secrets, examples) for test in tests)
+    return [flaw for flaw in found if flaw is not None]
+
+
+def _silent_runs(
+    function: DefenseFunction, noise: Tensor, sent: Tensor, secrets: Sequence[Secret], examples: Sequence[Tensor]
+) -> Flaw | None:
+    sizes = noise.square().mean(1).sqrt()
+    silent = sizes < 0.1 * sizes.median()
+    if not bool(silent.any()) or bool(silent.all()):
+        return None
+
+    def view(seen: Observation) -> Observation:
+        """Take the quietest round."""
+        rounds = [seen, *seen.rounds]
+        sizes = [sum(float(g.square().sum()) for g in one.update.gradient.values()) for one in rounds]
+        return replace(rounds[sizes.index(min(sizes))], rounds=())
+
+    return Flaw(f"in {float(silent.double().mean()):.1%} of all draws there is hardly any", view, "multi-round")
+
+
+def _silent_entries(
+    function: DefenseFunction, noise: Tensor, sent: Tensor, secrets: Sequence[Secret], examples: Sequence[Tensor]
+) -> Flaw | None:
+    shares: dict[str, float] = {}
+    quiet: dict[str, float] = {}
+    for name, part in function.parts.items():
+        moved = noise[:, part][:, (sent[:, part] != 0).any(0)]
+        if len(sent[:, part].unique()) < 0.1 * sent[:, part].numel():
+            continue  # it is rounded
+        std = float(moved.square().mean().sqrt()) if moved.numel() else 0.0
+        small = moved.abs() < SMALL * std
+        share = float(small.double().mean()) if moved.numel() else 0.0
+        if moved.numel() >= 1000 and share > MANY:
+            shares[name], quiet[name] = share, float(moved[small].square().mean().sqrt())
+    if not shares:
+        return None
+    name = max(shares, key=lambda n: shares[n])
+    what = f"{shares[name]:.0%} of the numbers of {name} carry less than a twentieth of it"
+
+    def view(seen: Observation) -> Observation:
+        """Match the entries that are small: where noise is loud they would not be."""
+        seen = seen.as_one_step() if seen.update.num_steps == 1 else seen
+        weights = {n: _small(seen.update.gradient[n], share) for n, share in shares.items()}
+        others = {n: torch.zeros_like(g) for n, g in seen.update.gradient.items() if n not in shares}
+        seen = replace(seen, weights=seen.weights | weights | others, noise=seen.noise | quiet)
+        return with_label(seen, list(function.parts))
+
+    return Flaw(what, view)
+
+
+def _small(sent: Tensor, share: float) -> Tensor:
+    middle = sent.abs().flatten().kthvalue(max(1, int(share / 2 * sent.numel()))).values
+    return (sent.abs() <= 4 * middle).to(sent)
+
+
+def _together(
+    function: DefenseFunction, noise: Tensor, sent: Tensor, secrets: Sequence[Secret], examples: Sequence[Tensor]
+) -> Flaw | None:
+    """Entries with the same signature over all draws, up to a factor."""
+    sizes = noise.norm(dim=0)
+    live = (sizes > 1e-3 * sizes.median()).nonzero().flatten()
+    unit = (noise[:, live] / sizes[live]).T.double()  # (entries, draws)
+    keys = torch.randn(unit.shape[1], 2, generator=Generator().manual_seed(5), dtype=torch.float64)
+    unit = unit * (unit @ keys[:, :1]).sign()
+    order = (unit @ keys[:, 1]).argsort()
+    alike = (unit[order[1:]] * unit[order[:-1]]).sum(1) > 0.999
+    if int(alike.sum()) < max(2, 0.002 * len(live)):
+        return None
+    group = torch.cat([torch.zeros(1, dtype=torch.long), (~alike).long().cumsum(0)])
+    count = torch.bincount(group)
+    many = count[group] > 1
+    entries, number = live[order[many]], group[many]
+    loads = (sizes[entries] * (noise[0, entries].sign() * noise[0, entries[0]].sign())).double()
+    sums = torch.zeros(len(count), dtype=torch.float64).index_add(0, number, loads.square())
+    rng = Generator().manual_seed(6)
+    rows = torch.zeros(min(KEPT, int(HELD / sent.shape[1]), int(many.sum()) // 2), sent.shape[1], dtype=torch.float64)
+    for row in rows:
+        drawn = torch.randn(len(entries), generator=rng, dtype=torch.float64)
+        along = torch.zeros(len(count), dtype=torch.float64).index_add(0, number, loads * drawn)
+        row[entries] = drawn - loads * (along / sums.clamp_min(1e-300))[number]
+    what = f"{int(many.sum())} of {sent.shape[1]} entries move together with another one"
+    return _matched(what, function, rows, secrets, examples)
+
+
+def _still_sums(
+    function: DefenseFunction, noise: Tensor, sent: Tensor, secrets: Sequence[Secret], examples: Sequence[Tensor]
+) -> Flaw | None:
+    """Sums over rows, columns and tensors, and the part along the gradient, that stand still over all draws."""
+    rows, told = list[Tensor](), list[str]()
+    for name, part in function.parts.items():
+        mine, g = noise[:, part], examples[0][part]
+        variance = float(mine.var(0).mean())
+        if mine.shape[1] < 4 or variance == 0:
+            continue
+        if float((mine @ g / g.norm().clamp_min(1e-30)).var()) < 0.02 * variance:
+            told.append(f"the part of {name} along the gradient carries none")
+        index = torch.arange(mine.shape[1]).view(len(function.tree(examples[0])[name]), -1)
+        for lines in (index, index.T, index.reshape(1, -1)):
+            if lines.shape[1] < 4:
+                continue
+            sums = mine[:, lines].sum(2).var(0) / (lines.shape[1] * variance)
+            for line in lines[sums < 0.02]:
+                row = torch.zeros_like(examples[0])
+                row[part.start + line] = 1.0
+                rows.append(row)
+    whole = examples[0] / examples[0].norm()
+    if not told and float((noise @ whole).var()) < 0.02 * float(noise.var(0).mean()):
+        told.append("the part along the gradient carries none")
+    if len(rows) > 2:
+        kept = torch.stack(rows[: int(HELD / sent.shape[1])])
+        return _matched(f"{len(rows)} sums over rows or columns carry none", function, kept, secrets, examples)
+    return Flaw(told[0]) if told else None
+
+
+def round_flaws(function: DefenseFunction, secret: Secret, vector: Tensor, small: bool) -> list[Flaw]:
+    """Return what runs of one client show, one after the other, at one gradient: silence, and sums that cancel."""
+    try:
+        outs = function.carried_on(vector, secret, CALLS if small else 4)
+    except Exception:  # it ends with an error after some runs: that is said elsewhere
+        return []
+    noise = torch.stack(outs) - vector
+    sizes = noise.square().mean(1).sqrt()
+    flaws = []
+    if float(sizes.min()) < 0.2 * float(sizes[: len(sizes) // 8 + 1].median()):
+        first = int((sizes < 0.2 * float(sizes[: len(sizes) // 8 + 1].median())).nonzero()[0]) + 1
+        flaws.append(Flaw(f"in a client's run {first} there is hardly any"))
+    if not small or len(vector) < 400:
+        return flaws
+    used = (noise / sizes[:, None].clamp_min(1e-30))[:ROUNDS].double()
+    gram = used @ used.T / used.shape[1]
+    if float(torch.linalg.eigvalsh(gram)[0]) > 0.3:
+        return flaws
+    cov = gram * sizes[:ROUNDS, None].double() * sizes[None, :ROUNDS].double()
+    cov = cov + 1e-9 * cov.diagonal().max() * torch.eye(len(cov), dtype=cov.dtype)
+    solved = torch.linalg.solve(cov, torch.ones(len(cov), dtype=cov.dtype))
+    weights = solved / solved.sum()
+    left = sqrt(max(0.0, float(weights @ cov @ weights)))
+
+    def view(seen: Observation) -> Observation:
+        """Add the rounds up so that the noise is as small as it can be."""
+        rounds = [seen, *seen.rounds][:ROUNDS]
+        part = torch.linalg.solve(cov[: len(rounds), : len(rounds)], torch.ones(len(rounds), dtype=cov.dtype))
+        part = part / part.sum()
+        trees = [one.update.gradient for one in rounds]
+        added = {
+            n: sum((float(w) * t[n].double() for w, t in zip(part, trees, strict=True)), torch.zeros(())).to(g)
+            for n, g in trees[0].items()
+        }
+        noise = dict.fromkeys(added, max(left, 1e-6))
+        return replace(seen, update=replace(seen.update, gradient=added), noise=noise, rounds=())
+
+    said = f"that of a client's {len(cov)} rounds hangs together: added up, {left / float(sizes[:ROUNDS].mean()):.0%}"
+    helps = left < 0.5 * float(sizes[:ROUNDS].mean()) / sqrt(len(cov))
+    flaws.append(Flaw(f"{said} of it can be left", view if helps else None, "multi-round"))
+    return flaws
+
+
+def flaws_of(function: DefenseFunction, secrets: Sequence[Secret], examples: Sequence[Tensor]) -> list[Flaw]:
+    """Return all that is wrong with calling what a defence adds to a gradient independent noise."""
+    n = len(examples[0])
+    found = [quiet_directions(function, secrets, examples)]
+    found += sampled_flaws(function, secrets, examples, int(min(DRAWS, WORK / n)))
+    found += round_flaws(function, secrets[0], examples[0], n * CALLS <= WORK)
+    return [flaw for flaw in found if flaw is not None]
