@@ -186,8 +186,9 @@ def looked_at(declared: Sequence[Countermeasure], seen: Observation, channel: De
 
 
 def is_plain(declared: Sequence[Countermeasure], seen: Observation, function: DefenseFunction) -> bool:
-    """Return whether noise is declared of the numbers as they arrive, not of other coordinates."""
-    return looked_at(declared, seen, function)[0] is _as_it_is
+    """Return whether noise is declared of all numbers as they arrive, not of other coordinates or of some."""
+    views = [view for server in declared if (view := viewed(server, seen)) is not None and view.noise]
+    return looked_at(declared, seen, function)[0] is _as_it_is and not any(view.weights for view in views)
 
 
 def _as_it_is(vector: Tensor) -> Tensor:

@@ -202,16 +202,11 @@ def _matched(
 
 
 def sampled_flaws(
-    function: DefenseFunction, secrets: Sequence[Secret], examples: Sequence[Tensor], count: int
+    function: DefenseFunction, secrets: Sequence[Secret], examples: Sequence[Tensor], sent: Tensor, middle: Tensor
 ) -> list[Flaw]:
-    """Return what so many draws at one gradient show: entries that move together, sums that stand still, silence."""
-    outs = [out for s in secrets[:count] if (out := function.run(examples[0], s)) is not None]
-    if len(outs) < max(24, count):
-        return []
-    sent = torch.stack(outs)
-    away = (sent.mean(0) - examples[0]).square().mean()
-    middle = examples[0] if away <= 3 * sent.var(0).mean() / len(sent) else sent.median(0).values
-    tests = (_silent_runs, _silent_entries, _together, _still_sums)
+    """Return what draws (K, n) at one gradient show: entries that move together, sums that stand still, silence."""
+    rounded = len(sent[:, :256].unique()) < 0.1 * sent[:, :256].numel()
+    tests = (_silent_runs,) if rounded else (_silent_runs, _silent_entries, _together, _still_sums)
     found = (test(function, sent - middle, sent, secrets, examples) for test in tests)
     return [flaw for flaw in found if flaw is not None]
 
@@ -240,8 +235,6 @@ def _silent_entries(
     quiet: dict[str, float] = {}
     for name, part in function.parts.items():
         moved = noise[:, part][:, (sent[:, part] != 0).any(0)]
-        if len(sent[:, part].unique()) < 0.1 * sent[:, part].numel():
-            continue  # it is rounded
         std = float(moved.square().mean().sqrt()) if moved.numel() else 0.0
         small = moved.abs() < SMALL * std
         share = float(small.double().mean()) if moved.numel() else 0.0
@@ -327,13 +320,17 @@ def _still_sums(
     return Flaw(told[0]) if told else None
 
 
-def round_flaws(function: DefenseFunction, secret: Secret, vector: Tensor, small: bool) -> list[Flaw]:
-    """Return what runs of one client show, one after the other, at one gradient: silence, and sums that cancel."""
+def round_flaws(function: DefenseFunction, secret: Secret, vector: Tensor, middle: Tensor | None) -> list[Flaw]:
+    """Return what runs of one client show, one after the other, at one gradient: silence, and sums that cancel.
+
+    ``middle``: what is sent without noise; None: a run takes long.
+    """
+    small = middle is not None
     try:
         outs = function.carried_on(vector, secret, CALLS if small else 4)
     except Exception:  # it ends with an error after some runs: that is said elsewhere
         return []
-    noise = torch.stack(outs) - vector
+    noise = torch.stack(outs) - (vector if middle is None else middle)
     sizes = noise.square().mean(1).sqrt()
     flaws = []
     if float(sizes.min()) < 0.2 * float(sizes[: len(sizes) // 8 + 1].median()):
@@ -372,8 +369,14 @@ def round_flaws(function: DefenseFunction, secret: Secret, vector: Tensor, small
 
 def flaws_of(function: DefenseFunction, secrets: Sequence[Secret], examples: Sequence[Tensor]) -> list[Flaw]:
     """Return all that is wrong with calling what a defence adds to a gradient independent noise."""
-    n = len(examples[0])
-    found = [quiet_directions(function, secrets, examples)]
-    found += sampled_flaws(function, secrets, examples, int(min(DRAWS, WORK / n)))
-    found += round_flaws(function, secrets[0], examples[0], n * CALLS <= WORK)
-    return [flaw for flaw in found if flaw is not None]
+    n, middle = len(examples[0]), None
+    quiet = quiet_directions(function, secrets, examples)
+    found = [] if quiet is None else [quiet]
+    outs = [function.run(examples[0], s) for s in secrets[: int(min(DRAWS, WORK / n))]]
+    known = [out for out in outs if out is not None]
+    if len(known) >= 24:
+        sent = torch.stack(known)
+        away = (sent.mean(0) - examples[0]).square().mean()
+        middle = examples[0] if away <= 3 * sent.var(0).mean() / len(sent) else sent.median(0).values
+        found += sampled_flaws(function, secrets, examples, sent, middle)
+    return found + round_flaws(function, secrets[0], examples[0], middle if n * CALLS <= WORK else None)
