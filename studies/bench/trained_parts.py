@@ -15,7 +15,7 @@ from gradveil.attacks.base import build as build_attack
 from gradveil.attacks.labels import recover_labels
 from gradveil.data import load
 from gradveil.errors import GradveilError
-from gradveil.federated.trained import only_trained
+from gradveil.federated.settings import only_trained
 from gradveil.metrics.recovery import interval
 from gradveil.modalities.base import label_accuracy
 from gradveil.models import build

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gradveil.auditing.run_folder import RunFolder
-from gradveil.federated.checkpoint import Checkpoint
+from gradveil.federated.server import Checkpoint
 
 OLD = Path(__file__).parents[1] / "goldens" / "folders"
 AUDIT = (

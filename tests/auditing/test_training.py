@@ -10,7 +10,7 @@ from gradveil.auditing.run_folder import MODEL, RunFolder
 from gradveil.auditing.train import FIT, TrainConfig, frozen_part, through, train
 from gradveil.data import load
 from gradveil.data.partition import partition
-from gradveil.federated.checkpoint import Checkpoint
+from gradveil.federated.server import Checkpoint
 from gradveil.federated.simulate import public_records, simulate
 from gradveil.models import build, fit_to_public
 from gradveil.seeds import Seeds

@@ -13,8 +13,8 @@ from gradveil.data.partition import partition
 from gradveil.defenses.representation_certified import RepresentationCertified
 from gradveil.errors import DefenseError, SpecError
 from gradveil.federated.simulate import Training, simulate
-from gradveil.federated.stacking import why_no_masks
 from gradveil.federated.step import step_gradient
+from gradveil.federated.vectorised import why_no_masks
 from gradveil.models import build as build_model
 from gradveil.modules import representation
 from gradveil.protection.defense import build

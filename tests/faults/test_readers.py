@@ -39,7 +39,7 @@ from gradveil.data.images import decode_images, levels_of
 from gradveil.data.table import read_table
 from gradveil.defenses import decoy
 from gradveil.defenses.decoy import load_prior, save_prior
-from gradveil.federated.checkpoint import Checkpoint
+from gradveil.federated.server import Checkpoint
 from gradveil.privacy.accountant import Account, spend_from
 from gradveil.privacy.configurations import check as check_configuration
 from gradveil.protection.records import coordinates

@@ -12,8 +12,7 @@ import torch
 from tests.federated.helpers_federated import ragged_clients, tiny_dataset, tiny_model
 
 from gradveil.errors import BudgetError, GradveilError
-from gradveil.federated.checkpoint import Checkpoint
-from gradveil.federated.server import Faults
+from gradveil.federated.server import Checkpoint, Faults
 from gradveil.federated.settings import Training
 from gradveil.federated.simulate import Round, Variant, simulate, simulate_together
 from gradveil.privacy.accountant import Account

@@ -12,12 +12,11 @@ from torch import nn
 from federated.helpers_federated import StopsWhereItBegan, ragged_clients, tiny_dataset, tiny_model
 from gradveil.defenses.compose import Compose
 from gradveil.errors import DataError, GradveilError, SpecError
-from gradveil.federated.checkpoint import Checkpoint
 from gradveil.federated.client import evaluate, local_update
 from gradveil.federated.engines import ENGINES
 from gradveil.federated.ledger import sample_clients
-from gradveil.federated.schedules import SCHEDULES
-from gradveil.federated.server import Faults
+from gradveil.federated.server import Checkpoint, Faults
+from gradveil.federated.settings import SCHEDULES
 from gradveil.federated.simulate import Training, Variant, client_seed, simulate, simulate_together
 from gradveil.models import build as build_model
 from gradveil.protection.defense import Defense, NoDefense, build

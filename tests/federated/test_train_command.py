@@ -22,7 +22,7 @@ from gradveil.auditing.run_folder import MODEL, ROUNDS, RunFolder
 from gradveil.auditing.train import TrainConfig, train
 from gradveil.cli.train import command
 from gradveil.errors import BudgetError, GradveilError
-from gradveil.federated.checkpoint import Checkpoint
+from gradveil.federated.server import Checkpoint
 from gradveil.federated.settings import Training
 from gradveil.federated.simulate import choose
 

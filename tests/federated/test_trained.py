@@ -8,7 +8,7 @@ import torch
 from gradveil.auditing.train import TrainConfig, train
 from gradveil.data import load
 from gradveil.errors import ModelError
-from gradveil.federated.trained import only_trained
+from gradveil.federated.settings import only_trained
 from gradveil.models import build
 from gradveil.protection.defense import build as build_defense
 from gradveil.threats.trial import client_row, observe

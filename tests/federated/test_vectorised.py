@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from federated.helpers_federated import ragged_clients, tiny_dataset, tiny_model
-from gradveil.federated import stacking
-from gradveil.federated.client import Local, shuffled
+from gradveil.federated import vectorised
+from gradveil.federated.client import shuffled
 from gradveil.federated.engines import ENGINES, Job, World
-from gradveil.federated.stacking import pad_steps
+from gradveil.federated.settings import Local
+from gradveil.federated.vectorised import pad_steps
 from gradveil.protection.defense import build
 
 
@@ -57,7 +58,7 @@ def test_data_kept_as_integers_gives_the_same_numbers(monkeypatch: pytest.Monkey
     jobs = [Job(k, part, seed=k) for k, part in enumerate(ragged_clients())]
     found = []
     for limit in (2**31, 0):
-        monkeypatch.setattr(stacking, "_AS_FLOATS", limit)
+        monkeypatch.setattr(vectorised, "_AS_FLOATS", limit)
         with ENGINES.build("vectorised").start(World(model, bytes_, build("none"), Local())) as pool:
             found.append(pool.train(model, jobs, 0.1))
     for a, b in zip(*found, strict=True):
@@ -67,6 +68,6 @@ def test_data_kept_as_integers_gives_the_same_numbers(monkeypatch: pytest.Monkey
 def test_data_too_large_for_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from gradveil.errors import GradveilError
 
-    monkeypatch.setattr(stacking, "_RESIDENT", 10)
+    monkeypatch.setattr(vectorised, "_RESIDENT", 10)
     with pytest.raises(GradveilError, match="GiB"):
         ENGINES.build("vectorised").start(World(tiny_model(), tiny_dataset().train, build("none"), Local()))

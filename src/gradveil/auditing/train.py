@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from gradveil.data.base import Dataset, Split
     from gradveil.data.partition import Indices
-    from gradveil.federated.checkpoint import Checkpoint
+    from gradveil.federated.server import Checkpoint
     from gradveil.federated.simulate import Round
     from gradveil.protection.defense import Defense
     from gradveil.tree import Params
@@ -106,7 +106,9 @@ def train(
     fit_to_public(model, dataset.train.batch(public).inputs if len(public) else None)
     if not resume:  # a round that cannot begin is refused before there is a folder
         trial = Run(model, dataset, clients, config, defense, seeds)
-        trial.begin(1, trial.jobs(1))
+        jobs = trial.sample(1)
+        trial.charge(1, jobs)
+        trial.defended(jobs)
     with RunFolder.start(out, config, resume, config.may_change) as folder:
         start = _standing(folder, config) if resume else None
         first = start.round if start else 0
@@ -126,7 +128,7 @@ def train(
 
 def _standing(folder: RunFolder, config: TrainConfig) -> "Checkpoint | None":
     """Return where the run stands, and drop the lines of rounds that are to be done again."""
-    from gradveil.federated.checkpoint import Checkpoint
+    from gradveil.federated.server import Checkpoint
 
     path = folder.path / CHECKPOINT
     if not path.exists():

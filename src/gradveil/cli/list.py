@@ -21,7 +21,7 @@ KINDS = {
     "loss": "gradveil.losses:LOSSES",
     "engine": "gradveil.federated.engines:ENGINES",
     "aggregator": "gradveil.federated.server:SERVERS",
-    "schedule": "gradveil.federated.schedules:SCHEDULES",
+    "schedule": "gradveil.federated.settings:SCHEDULES",
 }
 
 

@@ -1,18 +1,21 @@
-"""The server's part of a round: turn away bad updates, average the rest, move the global weights."""
+"""The server's part of a round: turn away bad updates, average the rest, move the global weights, keep a checkpoint."""
 
+import json
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import Generator, Tensor, nn
 
-from gradveil.errors import SpecError
+from gradveil.errors import DataError, SpecError
 from gradveil.federated.client import Sent
 from gradveil.federated.settings import Weighting
-from gradveil.ranges import Decay, Positive, Weight
+from gradveil.files import read_safetensors, wrap_parse_errors, write_atomically
+from gradveil.ranges import MOST, Decay, Positive, Weight
 from gradveil.registry import Registry, convert, parse
 from gradveil.tree import Params, add, map_values, parameters, scale, subtract
 
@@ -237,3 +240,49 @@ def _befall(arrival: Arrival, kind: str, rng: Generator) -> Arrival:
     else:
         gradient[name] = torch.full_like(gradient[name], float(kind))
     return replace(arrival, sent=replace(arrival.sent, update=replace(update, gradient=gradient)))
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """All that the next round depends on; its randomness comes from the seed and the round's number."""
+
+    round: int  # the last one that was finished
+    state: Params  # the model's state dict
+    memory: Memory  # the server optimiser's
+    notes: dict[str, Any]  # anything else worth keeping, as JSON
+
+    def save(self, path: Path) -> None:
+        """Write the file; an interrupted write leaves the old one whole."""
+        from safetensors.torch import save
+
+        tensors = {f"model/{name}": value.detach().cpu().contiguous() for name, value in self.state.items()}
+        for kind, tree in self.memory.items():
+            tensors |= {f"server/{kind}/{name}": value.detach().cpu().contiguous() for name, value in tree.items()}
+        write_atomically(path, save(tensors, {"round": str(self.round), "notes": json.dumps(self.notes)}))
+
+    @classmethod
+    def read(cls, path: Path) -> "Checkpoint":
+        """Read a file that ``save`` wrote."""
+        state: Params = {}
+        memory: Memory = {}
+        with wrap_parse_errors(path, DataError, "It is not a checkpoint of gradveil. Start again without --resume."):
+            tensors, about = read_safetensors(path)
+            for key, value in tensors.items():
+                kind, _, name = key.partition("/")
+                if kind == "model":
+                    state[name] = value
+                else:
+                    which, _, name = name.partition("/")
+                    memory.setdefault(which, {})[name] = value
+            found = cls(int(about["round"]), state, memory, json.loads(about["notes"]))
+            if not 0 <= found.round <= MOST or not isinstance(found.notes, dict):
+                raise ValueError(f"round {about['round']}, notes {about['notes'][:50]}")
+        return found
+
+    def restore(self, model: nn.Module) -> None:
+        """Load the weights into a model of the same kind."""
+        try:
+            model.load_state_dict(self.state)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[-1].strip()
+            raise DataError(f"The checkpoint of round {self.round} belongs to another model ({reason}).") from error

@@ -1,4 +1,4 @@
-"""Federated averaging in one process: a generator of rounds, of one run or of several at once."""
+"""Federated averaging in one process: sample clients, train them with the defence inside, aggregate, account."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -13,12 +13,11 @@ from gradveil.data.base import Dataset
 from gradveil.data.partition import Indices, undealt
 from gradveil.defenses.compose import Compose
 from gradveil.errors import DataError, GradveilError
-from gradveil.federated.checkpoint import Checkpoint
 from gradveil.federated.client import Sent
 from gradveil.federated.engines import ENGINES, Engine, Job, World
 from gradveil.federated.ledger import Ledger, planned_run
 from gradveil.federated.processes import Processes, available_cores
-from gradveil.federated.server import SERVERS, Arrival, Faults, Memory, Merged, merge
+from gradveil.federated.server import SERVERS, Arrival, Checkpoint, Faults, Memory, Merged, merge
 from gradveil.federated.settings import Training
 from gradveil.federated.vectorised import why_not
 from gradveil.losses import build as build_loss
@@ -89,20 +88,23 @@ def simulate(
     ``watch(round_number, clients)`` returns.
     """
     run = Run(model, dataset, clients, training or Training(), build(defense), seeds, faults, watch, resume)
-    world = World(run.model, dataset.train, run.defense, run.training)
-    with ENGINES.build(engine).start(world) as pool:
-        upcoming = run.jobs(run.first) if run.first <= run.training.rounds else []
+    with ENGINES.build(engine).start(World(run.model, dataset.train, run.defense, run.training)) as pool:
         for number in range(run.first, run.training.rounds + 1):
-            lr = run.training.lr_of(number)
-            jobs = run.begin(number, upcoming)
-            sent = pool.train(run.model, jobs, lr)
-            upcoming = run.jobs(number + 1) if number < run.training.rounds else []
-            pool.expect(upcoming)
-            yield run.finish(number, jobs, sent)
+            jobs = run.sample(number)  # the round's clients
+            run.charge(number, jobs)  # before anything is sent; where too few can pay, the run ends here
+            before = run.watched(number, jobs)
+            sent = pool.train(
+                run.model, run.defended(jobs), run.training.lr_of(number)
+            )  # local steps, the defence inside
+            if number < run.training.rounds:
+                pool.expect(run.sample(number + 1))  # may be prepared while a device is at work
+            average = run.aggregate(number, jobs, sent)
+            run.move(average)
+            yield run.round(number, jobs, sent, average, before)
 
 
 class Run:
-    """The server's side of one training run, between the rounds' work."""
+    """The server's side of one training run: each act of a round, in the order of ``simulate``."""
 
     def __init__(
         self,
@@ -125,8 +127,6 @@ class Run:
         self.model = copy.deepcopy(model).train()
         self.memory: Memory = {}
         self.first = 1
-        self.wanted: tuple[int, ...] = ()
-        self.received: nn.Module | None = None
         if resume is not None:
             resume.restore(self.model)
             at = next(self.model.parameters()).device
@@ -134,9 +134,66 @@ class Run:
             self.first = resume.round + 1
             self.ledger.restore(resume.notes.get("accounts"))
 
-    def jobs(self, number: int) -> list[Job]:
-        """Return the work of a round."""
+    def sample(self, number: int) -> list[Job]:
+        """Return the work of a round: who is drawn, what each holds, and its seed."""
         return round_jobs(self.seeds, number, self.clients, self.ledger.draw(self.seeds, number))
+
+    def charge(self, number: int, jobs: Sequence[Job]) -> None:
+        """Charge the clients that were drawn; raise where the round cannot be paid for."""
+        self.ledger.pay(number, [job.client for job in jobs])
+
+    def watched(self, number: int, jobs: Sequence[Job]) -> tuple[tuple[int, ...], nn.Module | None]:
+        """Return whose truth and update are asked for, and a copy of the model that they receive."""
+        chosen = tuple(job.client for job in jobs)
+        wanted = chosen[: self.watch] if isinstance(self.watch, int) else tuple(self.watch(number, chosen))
+        return wanted, copy.deepcopy(self.model) if wanted else None
+
+    def defended(self, jobs: Sequence[Job]) -> list[Job]:
+        """Return the jobs with the round's defence, where it follows the weights or public data."""
+        if not self.defense.follows_rounds:
+            return list(jobs)
+        acting = self.defense.for_round(self.model, self.public, build_loss(self.training.loss))
+        return [replace(job, defense=acting) for job in jobs]
+
+    def aggregate(self, number: int, jobs: Sequence[Job], sent: Sequence[Sent]) -> Merged:
+        """Turn away what cannot be averaged, and average the rest; a sum with too little noise is not opened."""
+        arrivals = [Arrival(job.client, one) for job, one in zip(jobs, sent, strict=True)]
+        if self.faults is not None:
+            arrivals = [self.faults.strike(a, self.seeds("fault", number, slot)) for slot, a in enumerate(arrivals)]
+        merged = merge(self.model, arrivals, self.training.weighting, [len(part) for part in self.clients])
+        if 0 < merged.accepted < self.ledger.min_clients:
+            return Merged({}, {}, 0, merged.rejected | {NOT_RELEASED: merged.accepted})
+        return merged
+
+    def move(self, average: Merged) -> None:
+        """Move the global model towards the clients' average."""
+        if average.accepted:
+            server = SERVERS.build(self.training.aggregator)
+            weights, self.memory = server.move(parameters(self.model), average.target, self.memory)
+            assign(self.model, weights | average.buffers)
+
+    def round(
+        self, number: int, jobs: Sequence[Job], sent: Sequence[Sent], average: Merged,
+        before: tuple[tuple[int, ...], nn.Module | None],
+    ) -> Round:  # fmt: skip
+        """Return what a finished round left."""
+        wanted, received = before
+        return Round(
+            number=number,
+            model=self.model,
+            sent=received,
+            lr=self.training.lr_of(number),
+            clients=tuple(job.client for job in jobs),
+            accepted=average.accepted,
+            rejected=average.rejected,
+            watched=tuple(
+                Watched(job.client, self.dataset.train.batch(job.indices), one.update)
+                for job, one in zip(jobs, sent, strict=True)
+                if job.client in wanted
+            ),
+            memory=self.memory,
+            accounts=tuple(self.ledger.accounts),
+        )
 
     @cached_property
     def public(self) -> Batch | None:
@@ -144,51 +201,6 @@ class Run:
         some, first = public_records(self.dataset, self.clients, self.seeds), next(self.model.parameters())
         batch = self.dataset.train.batch(some)
         return Batch(batch.inputs.to(first), batch.labels.to(first.device)) if len(some) else None
-
-    def begin(self, number: int, jobs: Sequence[Job]) -> list[Job]:
-        """Note who is watched, and what they receive; charge the clients; return the jobs with the round's defence."""
-        self.ledger.pay(number, [job.client for job in jobs])
-        chosen = tuple(job.client for job in jobs)
-        self.wanted = chosen[: self.watch] if isinstance(self.watch, int) else tuple(self.watch(number, chosen))
-        self.received = copy.deepcopy(self.model) if self.wanted else None
-        if not self.defense.follows_rounds:
-            return list(jobs)
-        acting = self.defense.for_round(self.model, self.public, build_loss(self.training.loss))
-        return [replace(job, defense=acting) for job in jobs]
-
-    def finish(self, number: int, jobs: Sequence[Job], sent: Sequence[Sent]) -> Round:
-        """Average what arrives and move the model."""
-        arrivals = [Arrival(job.client, one) for job, one in zip(jobs, sent, strict=True)]
-        watched = self._watched(jobs, sent)
-        if self.faults is not None:
-            arrivals = [self.faults.strike(a, self.seeds("fault", number, slot)) for slot, a in enumerate(arrivals)]
-        merged = merge(self.model, arrivals, self.training.weighting, [len(part) for part in self.clients])
-        if 0 < merged.accepted < self.ledger.min_clients:  # too little noise: the sum is not opened
-            merged = Merged({}, {}, 0, merged.rejected | {NOT_RELEASED: merged.accepted})
-        if merged.accepted:
-            server = SERVERS.build(self.training.aggregator)
-            weights, self.memory = server.move(parameters(self.model), merged.target, self.memory)
-            assign(self.model, weights | merged.buffers)
-        chosen = tuple(job.client for job in jobs)
-        return Round(
-            number=number,
-            model=self.model,
-            sent=self.received,
-            lr=self.training.lr_of(number),
-            clients=chosen,
-            accepted=merged.accepted,
-            rejected=merged.rejected,
-            watched=watched,
-            memory=self.memory,
-            accounts=tuple(self.ledger.accounts),
-        )
-
-    def _watched(self, jobs: Sequence[Job], sent: Sequence[Sent]) -> tuple[Watched, ...]:
-        return tuple(
-            Watched(job.client, self.dataset.train.batch(job.indices), one.update)
-            for job, one in zip(jobs, sent, strict=True)
-            if job.client in self.wanted
-        )
 
 
 def public_records(dataset: Dataset, clients: Sequence[Indices], seeds: Seeds, most: int = PUBLIC) -> Indices:
@@ -246,6 +258,13 @@ class Variant:
     seeds: Seeds | int = 0
 
 
+class _SideBySide(Compose):
+    """Says where the defence of any run acts; nobody uses all of them, since each job brings its own."""
+
+    def __post_init__(self) -> None:
+        pass
+
+
 def simulate_together(
     settings: Sequence[Variant],
     dataset: Dataset,
@@ -262,14 +281,22 @@ def simulate_together(
     runs = [Run(s.model, dataset, s.clients, shared, build(s.defense), s.seeds) for s in settings]
     chosen = ENGINES.build(engine)
     _check_together(runs, chosen)
-    together = Compose(tuple(run.defense for run in runs))  # says where any of them acts; each job brings its own
+    together = _SideBySide(tuple(run.defense for run in runs))
     with chosen.start(World(runs[0].model, dataset.train, together, shared)) as pool:
         for number in range(1, shared.rounds + 1):
-            jobs = [[_of(run, job) for job in run.begin(number, run.jobs(number))] for run in runs]
-            sent = iter(
-                pool.train(runs[0].model, [job for some in jobs for job in some], runs[0].training.lr_of(number))
-            )
-            yield [run.finish(number, some, [next(sent) for _ in some]) for run, some in zip(runs, jobs, strict=True)]
+            jobs = [run.sample(number) for run in runs]
+            for run, some in zip(runs, jobs, strict=True):
+                run.charge(number, some)
+            before = [run.watched(number, some) for run, some in zip(runs, jobs, strict=True)]
+            work = [_of(run, job) for run, some in zip(runs, jobs, strict=True) for job in run.defended(some)]
+            done = iter(pool.train(runs[0].model, work, shared.lr_of(number)))
+            rounds = []
+            for run, some, seen in zip(runs, jobs, before, strict=True):
+                sent = [next(done) for _ in some]
+                average = run.aggregate(number, some, sent)
+                run.move(average)
+                rounds.append(run.round(number, some, sent, average, seen))
+            yield rounds
 
 
 def _of(run: Run, job: Job) -> Job:

@@ -29,7 +29,7 @@ REGISTRIES = {
     "partition": "gradveil.data.partition:PARTITIONS",
     "defense": "gradveil.protection.defense:DEFENSES",
     "require_defense": "gradveil.protection.defense:DEFENSES",
-    "schedule": "gradveil.federated.schedules:SCHEDULES",
+    "schedule": "gradveil.federated.settings:SCHEDULES",
 }
 SITE = ("dataset", "model", "loss", "data")  # what a site may set by --node-config in place of the run
 FILES = {"dataset": {"path"}, "defense": {"prior", "secret"}, "model": {"weights"}}  # settings that name a file

@@ -18,9 +18,8 @@ from gradveil.data.partition import Indices, deal
 from gradveil.errors import DataError, GradveilError, SpecError, did_you_mean, own_error
 from gradveil.federated.client import check_loss, update_batch_size
 from gradveil.federated.ledger import planned_run
-from gradveil.federated.settings import Training
+from gradveil.federated.settings import ALL, Training, only_trained
 from gradveil.federated.step import step_gradient
-from gradveil.federated.trained import ALL, only_trained
 from gradveil.imports import is_import_path
 from gradveil.losses import CrossEntropy
 from gradveil.losses import build as build_loss

@@ -21,9 +21,8 @@ from gradveil.countermeasures import Countermeasure, plain
 from gradveil.data.base import Dataset
 from gradveil.errors import DefenseError, GradveilError
 from gradveil.federated.client import train_client
-from gradveil.federated.settings import Local
+from gradveil.federated.settings import Local, said_of_trained
 from gradveil.federated.step import step_gradient
-from gradveil.federated.trained import said_of_trained
 from gradveil.losses import build as build_loss
 from gradveil.metrics import blind_guesses, measure
 from gradveil.metrics.recovery import COMMON

@@ -17,8 +17,8 @@ from gradveil.auditing.train import FIT
 from gradveil.data.base import Dataset
 from gradveil.data.partition import Indices
 from gradveil.errors import GradveilError
-from gradveil.federated.checkpoint import Checkpoint
 from gradveil.federated.client import evaluate
+from gradveil.federated.server import Checkpoint
 from gradveil.federated.simulate import NOT_RELEASED, public_records
 from gradveil.integrations.allowed import check_map, said_outward, taken
 from gradveil.integrations.flower.checks import checked

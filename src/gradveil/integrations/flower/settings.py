@@ -16,8 +16,7 @@ from gradveil.data.partition import Indices, deal
 from gradveil.errors import DefenseError, SpecError, did_you_mean
 from gradveil.federated.ledger import Ledger, planned_run, sample_clients
 from gradveil.federated.server import SERVERS
-from gradveil.federated.settings import Averaging, Training
-from gradveil.federated.trained import only_trained
+from gradveil.federated.settings import Averaging, Training, only_trained
 from gradveil.integrations.flower.demand import Demand, parts_of
 from gradveil.protection.defense import Defense, build
 from gradveil.ranges import Count, Positive, Weight, Whole

@@ -13,8 +13,7 @@ from flwr.serverapp import strategy as flower
 from gradveil.auditing.run_files import FolderError, read_rows
 from gradveil.auditing.run_folder import CHECKPOINT, ROUNDS, RunFolder
 from gradveil.errors import DataError
-from gradveil.federated.checkpoint import Checkpoint
-from gradveil.federated.server import Memory
+from gradveil.federated.server import Checkpoint, Memory
 from gradveil.files import write_atomically
 
 ENGINE = "flower"  # what a checkpoint's notes call it

@@ -15,8 +15,8 @@ from gradveil import pace, tree
 from gradveil.attacks.base import build as build_attack
 from gradveil.data.base import Dataset
 from gradveil.errors import UpdateError
-from gradveil.federated.checkpoint import Checkpoint
 from gradveil.federated.client import evaluate
+from gradveil.federated.server import Checkpoint
 from gradveil.federated.settings import Local, Training
 from gradveil.federated.simulate import simulate
 from gradveil.protection.defense import build as build_defense
