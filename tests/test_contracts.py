@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from gradveil import attacks
 from gradveil.attacks.base import ATTACKS, KINDS, Attack, Malicious
 from gradveil.federated.step import step_gradient
 from gradveil.losses import NextToken
@@ -18,10 +19,6 @@ from gradveil.tree import Params
 from gradveil.types import Batch, Observation, Update
 from gradveil_studies.paper.base import ITEMS, Context
 
-DENSE = ("spear", "cocktail")  # attacks on fully connected networks
-TEXT = ("span", "tag", "words")  # attacks on language models
-OF_TABLES = ("tableak", "rowwise")
-OF_TOKENS = ("patches",)  # attacks on vision transformers
 SHORT = {"steps": 3, "starts": 2, "restarts": 2, "pairs": 40, "width": 4}
 
 
@@ -46,27 +43,32 @@ def fresh() -> torch.Generator:
     return torch.Generator().manual_seed(5)
 
 
+def of_text(name: str) -> bool:
+    return ATTACKS.get(name).applies_to[0].modalities == ("tokens",)
+
+
 def ready(name: str, seen: Observation, one: Batch | None = None) -> Observation:
-    """What the attack is about: the update as it is, or one of a fully connected network, or of what a server sends."""
+    """An example of the first case that an attack declares: another model, other examples, or what a server sends."""
     attack = short(name)
-    if name in TEXT:
+    case = attack.applies_to[0]
+    if of_text(name):
         like = seen.model[0].weight
         text = build("gpt_tiny:width=32,heads=2", (6,), 20).to(like)
         held = 3 + (1e4 * (one.inputs if one else seen.model[0].weight.detach()).flatten()[:6].abs()).long() % 17
         batch = Batch(held[None].to(like), held.roll(-1)[None])
         gradient = step_gradient(text, batch, NoDefense(), fresh(), loss=NextToken())
         return replace(seen, model=text, update=Update(gradient), input_shape=(6,), num_classes=20, loss=NextToken())
-    if name in OF_TOKENS:
+    if case.model == "tokens":
         vit = build("vit_tiny:width=32,heads=2,depth=1", seen.input_shape, 5).to(seen.model[0].weight)
         one = one or Batch(torch.rand(1, *seen.input_shape, generator=fresh()), torch.tensor([2]))
         return replace(seen, model=vit, update=Update(step_gradient(vit, one, NoDefense(), fresh())))
-    if name in OF_TABLES:
+    if case.modalities == ("table",):
         rows = Table(tuple(Column(f"c{i}") for i in range(64)))
         flat = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Sigmoid(), nn.Linear(16, 5)).to(seen.model[0].weight)
         row = Batch(torch.rand(1, 64, generator=fresh()).to(flat[1].weight), torch.tensor([2]))
         update = Update(step_gradient(flat, row, NoDefense(), fresh()))
         return replace(seen, model=flat, update=update, input_shape=(64,), modality=rows)
-    if isinstance(attack, Malicious) or name in DENSE:
+    if isinstance(attack, Malicious) or (case.model or "").startswith("dense"):
         public = Batch(torch.rand(40, *seen.input_shape, generator=fresh()), torch.arange(40) % 5)
         chain = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 5)).to(seen.model[0].weight)
         planted = isinstance(attack, Malicious)
@@ -87,14 +89,28 @@ def test_an_attack_declares_its_kind_itself(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ATTACKS.names())
+def test_an_attack_declares_what_it_applies_to(name: str) -> None:
+    """Default panels are made of these declarations, so that a new attack needs no list of names."""
+    cls = ATTACKS.get(name)
+    assert cls.applies_to
+    assert all((case.tier == "malicious") == issubclass(cls, Malicious) for case in cls.applies_to)
+    for case in cls.applies_to:
+        if case.default is not None:
+            assert case.tier == "oblivious"  # a panel's server knows nothing of the defence
+            assert ATTACKS.build(f"{name}:{case.default}".rstrip(":"))
+    assert getattr(attacks, cls.__name__) is cls  # and is there by name, with completion
+    assert cls.__name__ in dir(attacks)
+
+
+@pytest.mark.parametrize("name", ATTACKS.names())
 def test_an_attack_returns_finite_images_within_the_data_range(name: str, seen: Observation) -> None:
     seen = ready(name, seen)
     found = short(name).reconstruct(seen, fresh())
     assert found.inputs.shape == (1, *seen.input_shape)
     assert found.inputs.isfinite().all()
     assert found.inputs.min() >= 0
-    assert found.inputs.max() <= (1 if name not in TEXT else seen.num_classes - 1)
-    assert found.labels is None or found.labels.shape == ((1,) if name not in TEXT else (1, *seen.input_shape))
+    assert found.inputs.max() <= (1 if not of_text(name) else seen.num_classes - 1)
+    assert found.labels is None or found.labels.shape == ((1,) if not of_text(name) else (1, *seen.input_shape))
 
 
 @pytest.mark.parametrize("name", ATTACKS.names())

@@ -8,12 +8,13 @@ from torch import Tensor, nn
 
 from attacks.helpers_attacks import noisy, rng
 from gradveil.attacks.base import build as build_attack
+from gradveil.attacks.base import default_panel
 from gradveil.attacks.patches import _beside, clear_spans
 from gradveil.errors import AttackError
 from gradveil.federated.step import step_gradient
+from gradveil.modalities import IMAGE
 from gradveil.models import build
 from gradveil.protection.defense import NoDefense
-from gradveil.threats.suited import default_attacks
 from gradveil.types import Batch, GaussianPrior, Observation, Update
 
 VIT = "vit_tiny:width=48,heads=2,depth=2"
@@ -115,10 +116,10 @@ def test_no_input_lies_in_the_directions_beside_its_span() -> None:
 
 def test_the_audit_tries_it_on_factors() -> None:
     factors: nn.Module = build(f"{VIT},lora=16", (1, 8, 8), CLASSES)
-    assert "patches" in default_attacks(factors, Update({}))
-    assert "patches" not in default_attacks(factors, Update({}, num_steps=2))
+    assert "patches" in default_panel(factors, Update({}), IMAGE)
+    assert "patches" not in default_panel(factors, Update({}, num_steps=2), IMAGE)
     factors.fill = nn.Linear(1000, 1000)  # a large model: a closed form is tried there as well
-    assert "patches" in default_attacks(factors, Update({}))
+    assert "patches" in default_panel(factors, Update({}), IMAGE)
     whole = build(VIT, (1, 8, 8), CLASSES)
     whole.fill = nn.Linear(1000, 1000)
-    assert "patches" in default_attacks(whole, Update({}))
+    assert "patches" in default_panel(whole, Update({}), IMAGE)

@@ -10,17 +10,17 @@ import torch
 from torch import Generator, nn
 
 from gradveil import pace
-from gradveil.attacks.base import Attack
+from gradveil.attacks.base import Attack, default_panel
 from gradveil.auditing.audit import Audit, audit
 from gradveil.auditing.gate import gates
 from gradveil.auditing.work import Work
 from gradveil.errors import GradveilError
+from gradveil.modalities import IMAGE
 from gradveil.models import build
 from gradveil.report.page import render
 from gradveil.report.summary import left_out, not_run
 from gradveil.step_rule import StepRule
 from gradveil.threats.setup import AuditConfig, Scene
-from gradveil.threats.suited import default_attacks
 from gradveil.types import Observation, Reconstruction, Update
 
 NOW = [0.0]
@@ -183,27 +183,27 @@ def test_attacks_by_default_suit_the_model() -> None:
     small, large = build("lenet", (3, 32, 32), 10, 0), build("resnet18", (3, 32, 32), 10, 0)
     one, two, many = (Update({}, num_steps=steps) for steps in (1, 2, 200))
     adam = replace(one, rule=StepRule(optimizer="adam"))
-    assert default_attacks(small, one) == ("newton", "dlg:steps=15,restarts=3")
-    assert default_attacks(large, one) == default_attacks(small, adam) == ("gs",)
-    assert default_attacks(small, two) == ("newton", "surrogate:steps=400", "fedavg:steps=400")
-    assert default_attacks(large, two) == ("surrogate:steps=400", "fedavg:steps=400")
-    assert default_attacks(large, many) == ("surrogate:steps=400",)
+    assert default_panel(small, one, IMAGE) == ("newton", "gs", "dlg:steps=15,restarts=3")
+    assert default_panel(large, one, IMAGE) == default_panel(small, adam, IMAGE) == ("gs",)
+    assert default_panel(small, two, IMAGE) == ("newton", "surrogate:steps=400", "fedavg:steps=400")
+    assert default_panel(large, two, IMAGE) == ("surrogate:steps=400", "fedavg:steps=400")
+    assert default_panel(large, many, IMAGE) == ("surrogate:steps=400",)
 
 
 def test_transformers_are_held_against_the_spans_of_their_inputs() -> None:
     vit, one = build("vit_tiny", (1, 8, 8), 10), Update({})
-    assert default_attacks(vit, one) == ("newton", "dlg:steps=15,restarts=3", "patches")
+    assert default_panel(vit, one, IMAGE) == ("patches", "newton", "gs", "dlg:steps=15,restarts=3")
     for client in (Update({}, num_steps=2), replace(one, rule=StepRule(optimizer="adam"))):
-        assert "patches" not in default_attacks(vit, client)
-    assert "patches" not in default_attacks(build("lenet"), one)
+        assert "patches" not in default_panel(vit, client, IMAGE)
+    assert "patches" not in default_panel(build("lenet"), one, IMAGE)
 
 
 def test_batches_of_fully_connected_networks_are_unmixed() -> None:
     dense = nn.Sequential(nn.Flatten(), nn.Linear(48, 32), nn.ReLU(), nn.Linear(32, 5))
     smooth = nn.Sequential(nn.Flatten(), nn.Linear(48, 32), nn.Sigmoid(), nn.Linear(32, 5))
     batch, several = Update({}, 8), Update({}, 8, num_steps=2)
-    assert default_attacks(dense, batch)[:2] == default_attacks(dense, several)[:2] == ("spear", "cocktail")
-    assert default_attacks(smooth, batch)[0] == "cocktail"
+    assert default_panel(dense, batch, IMAGE)[:2] == default_panel(dense, several, IMAGE)[:2] == ("spear", "cocktail")
+    assert default_panel(smooth, batch, IMAGE)[0] == "cocktail"
     adam = replace(batch, rule=StepRule(optimizer="adam"))
     for model, client in ((dense, Update({})), (dense, adam), (build("lenet"), batch)):
-        assert not {"spear", "cocktail"} & set(default_attacks(model, client))
+        assert not {"spear", "cocktail"} & set(default_panel(model, client, IMAGE))

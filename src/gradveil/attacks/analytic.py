@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator, Tensor
 
-from gradveil.attacks.base import ATTACKS, Attack, check_alone, check_seen, differentiating, refuse_adaptive
+from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, check_alone, check_seen, differentiating, refuse_adaptive
 from gradveil.attacks.gauss_newton.equations import Equations, Prior, Smoothing, kink_scales, refuse_recurrent
 from gradveil.attacks.gauss_newton.solver import DenseStep, Descent, MatrixFree, Solver
 from gradveil.attacks.labels import read_at, with_labels
@@ -122,6 +122,11 @@ class Analytic(Attack):
     """
 
     kind = "closed form"
+    applies_to = (
+        AppliesTo(("image",), "dense with bias", examples=(1, 1), default=""),
+        AppliesTo(("table",), default=""),
+        AppliesTo(),
+    )
 
     steps: Count = 60  # of Levenberg-Marquardt, at most
     restarts: Count = 2  # the first from the prior's mean, others from draws of it

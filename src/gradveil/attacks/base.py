@@ -6,7 +6,9 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any, ClassVar, Literal, Protocol, TypedDict, TypeVar, Unpack, get_args
 
 import torch
 from torch import Generator, Tensor, nn
@@ -16,9 +18,12 @@ from torch.utils._pytree import tree_leaves
 
 from gradveil.errors import AttackError, is_out_of_memory
 from gradveil.gradients.functional import quiet
+from gradveil.losses import build as build_loss
+from gradveil.modalities import IMAGE, Modality
 from gradveil.modules import copied_buffers, copied_state, ways_into
 from gradveil.registry import Registry
-from gradveil.types import Batch, Observation, Reconstruction, check_update
+from gradveil.tree import Params, parameters, size
+from gradveil.types import Batch, GaussianPrior, Observation, Reconstruction, Update, check_update
 
 Answer = TypeVar("Answer")
 LOG = logging.getLogger("gradveil")
@@ -100,11 +105,153 @@ Kind = Literal["closed form", "list", "planted", "search", "learned"]
 KINDS: tuple[Kind, ...] = get_args(Kind)  # how an attack works, from what takes least to what takes most
 
 
+Tier = Literal["oblivious", "adaptive", "informed", "malicious"]
+ModelKind = Literal["small", "dense", "dense with bias", "dense with ReLU", "tokens"]
+LARGE = 500_000  # weights beyond which a network is not small: second-order attacks on it take hours on a CPU
+NUMBERS = ("image", "table")  # modalities with numbers that a search can follow a slope in
+
+
+def kinds_of(model: nn.Module) -> set[ModelKind]:
+    """Return what attacks tell networks apart by.
+
+    Dense ones begin with a fully connected layer that another follows; of tokens are transformers and low-rank factors.
+    """
+    leaves = [m for m in model.modules() if not any(m.children())]
+    weighted = [i for i, m in enumerate(leaves) if any(True for _ in m.parameters())]
+    found: set[ModelKind] = {"small"} if size(parameters(model)) <= LARGE else set()
+    first = leaves[weighted[0]] if weighted else None
+    if isinstance(first, nn.Linear):
+        found |= {"dense with bias"} if first.bias is not None else set()
+        found |= {"dense"} if len(weighted) > 1 else set()
+        found |= {"dense with ReLU"} if len(weighted) > 1 and isinstance(leaves[weighted[0] + 1], nn.ReLU) else set()
+    factors = any("lora_b" in name.lower() for name, p in model.named_parameters() if p.requires_grad)
+    if factors or any("attention" in type(module).__name__.lower() for module in model.modules()):
+        found.add("tokens")
+    return found
+
+
+@dataclass(frozen=True)
+class AppliesTo:
+    """A case that an attack is made for; default panels are derived from it, and other cases are not refused."""
+
+    modalities: tuple[str, ...] = NUMBERS
+    model: ModelKind | None = None  # None: any
+    steps: tuple[float, float] = (1, inf)  # local steps of the client, from and to
+    examples: tuple[float, float] = (1, inf)
+    signs: bool = False  # also where a client's optimiser keeps the signs of a gradient and not its sizes
+    tier: Tier = "oblivious"  # the least that the server must know or do
+    default: str | None = None  # its settings in a default panel, "" for its own; None: it is run where it is named
+    turn: int = 0  # among those of its kind in a panel, the lowest first
+
+    def fits(self, kinds: set[ModelKind], client: Update, modality: Modality) -> bool:
+        """Return whether a client's update is such a case."""
+        return (
+            modality.spec_name in self.modalities
+            and (self.model is None or self.model in kinds)
+            and self.steps[0] <= client.num_steps <= self.steps[1]
+            and self.examples[0] <= client.num_examples <= self.examples[1]
+            and (self.signs or not client.rule.adaptive)
+        )
+
+
+def default_panel(model: nn.Module, client: Update, modality: Modality) -> tuple[str, ...]:
+    """Return the attacks to run on such clients by what each declares, those that take least first."""
+    kinds, found = kinds_of(model), list[tuple[int, int, str]]()
+    for name, cls in ATTACKS:
+        fitting = (case for case in cls.applies_to if case.default is not None and case.fits(kinds, client, modality))
+        if case := next(fitting, None):
+            found.append((KINDS.index(cls.kind), case.turn, f"{name}:{case.default}".rstrip(":")))
+    return tuple(spec for _, _, spec in sorted(found))
+
+
+def is_made_for(attack: str, modality: Modality) -> bool:
+    """Return whether an attack, by name or spec, searches for examples of this kind."""
+    cls = ATTACKS.get(attack.partition(":")[0])
+    return any(modality.spec_name in case.modalities for case in cls.applies_to)
+
+
+class Like(Protocol):
+    """A data set, as far as an attack asks: its shape, and examples of its kind that are no client's."""
+
+    @property
+    def input_shape(self) -> tuple[int, ...]: ...
+    @property
+    def modality(self) -> Modality: ...
+    @property
+    def test(self) -> "Examples": ...
+    def fitting_loss(self, wanted: str) -> str: ...
+    def outputs(self, loss: str) -> int: ...
+
+
+class Examples(Protocol):
+    """A split of a data set."""
+
+    def sample(self, count: int, rng: Generator) -> Batch: ...
+
+
+class Known(TypedDict, total=False):
+    """What else a server may know; see ``Observation``."""
+
+    labels: Tensor
+    bounds: tuple[float, float]
+    prior: GaussianPrior
+    weights: Params
+    noise: dict[str, float]
+    simulate: Callable[[Params], Params]
+    client: Callable[[Batch, Generator], Params]
+    candidates: Batch
+    others: Batch
+    rounds: tuple[Observation, ...]
+
+
+PUBLIC, RANK = 2000, 256  # examples of the kind that a server has, and directions of the prior that it fits to them
+
+
+def seen_like(
+    model: nn.Module, update: Update, like: Like | Batch, loss: str = "cross_entropy", **known: Unpack[Known]
+) -> Observation:
+    """Return what a server sees of an update from examples like those of a data set's test split, or of a batch.
+
+    Such examples are public, and a prior is fitted to them where their numbers are no ids.
+    """
+    rng = torch.Generator().manual_seed(0)
+    if isinstance(like, Batch):
+        public, modality, told = like, IMAGE, build_loss(loss).of(like.labels)
+        with torch.no_grad(), quiet(model):
+            outputs = model(like.inputs[:1].to(next(model.parameters())))
+        num_classes = told.width(like.labels, outputs.shape[1])
+    else:
+        public, modality, spec = like.test.sample(PUBLIC, rng), like.modality, like.fitting_loss(loss)
+        told, num_classes = build_loss(spec).of(public.labels), like.outputs(spec)
+    if modality.last == 0 and len(public) > 1:
+        known.setdefault("prior", GaussianPrior.fit(public.inputs, rank=RANK))
+    shape = tuple(public.inputs.shape[1:])
+    seen = Observation(model, update, shape, num_classes, loss=told, public=public, modality=modality)
+    return replace(seen, **known)
+
+
 class Attack(ABC):
-    """Settings are the dataclass fields; the call gets what the server sees and a generator."""
+    """Settings are the dataclass fields; a call gets a model and the update that was made at it.
+
+    ``attacks.Newton(steps=40)(model, update, like=dataset)``. Where there are many updates, or servers that know more,
+    ``reconstruct_many`` gets observations and a generator for each.
+    """
 
     spec_name: ClassVar[str]
     kind: ClassVar[Kind] = "search"  # what it is known to take, before anything is timed
+    applies_to: ClassVar[tuple[AppliesTo, ...]]
+
+    def __call__(
+        self,
+        model: nn.Module,
+        update: Update,
+        like: Like | Batch,
+        loss: str = "cross_entropy",
+        seed: int = 0,
+        **known: Unpack[Known],
+    ) -> Reconstruction:
+        """Rebuild the inputs behind an update, where examples are like those of a data set, or of a public batch."""
+        return self.reconstruct(seen_like(model, update, like, loss, **known), torch.Generator().manual_seed(seed))
 
     def reconstruct(self, seen: Observation, rng: Generator) -> Reconstruction:
         """Rebuild the inputs behind one update."""

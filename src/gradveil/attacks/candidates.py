@@ -17,7 +17,7 @@ import torch
 from torch import Generator, Tensor
 
 from gradveil import pace
-from gradveil.attacks.base import ATTACKS, Attack, check_seen, differentiating
+from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, check_seen, differentiating
 from gradveil.attacks.rounds import SentRounds, by_weights, flat
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import trial_gradients, trial_updates
@@ -48,6 +48,7 @@ class Candidates(Attack):
     """
 
     kind = "list"
+    applies_to = (AppliesTo(("image", "table", "tokens"), tier="informed"),)
 
     draws: Annotated[int, Range(2)] = (
         4  # of the client per candidate, where the defence is no addition; one says nothing of the variance

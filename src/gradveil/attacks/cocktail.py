@@ -10,11 +10,12 @@ are not quite uncorrelated. db = D 1 gives sign and scale.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import Generator, Tensor
 
-from gradveil.attacks.base import ATTACKS, Attack, check_seen
+from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, check_seen
 from gradveil.attacks.mixture import Mixture, mixture_of
 from gradveil.ranges import Count, Weight
 from gradveil.types import Observation, Reconstruction
@@ -34,6 +35,7 @@ class Cocktail(Attack):
     """
 
     kind = "closed form"
+    applies_to = (AppliesTo(model="dense", examples=(2, inf), default="", turn=1),)
 
     steps: Count = 300  # of the fixed point, at most
     tol: Weight = 0.35  # of the gradient that the examples found have, relative, below which they are believed

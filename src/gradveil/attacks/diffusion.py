@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradveil import pace
-from gradveil.attacks.base import ATTACKS, Attack, differentiating, in_groups, in_parts
+from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, differentiating, in_groups, in_parts
 from gradveil.attacks.gauss_newton.equations import TOGETHER, Prior, normal_equations
 from gradveil.attacks.newton import Newton, Solved, problem_group, ready
 from gradveil.errors import AttackError
@@ -246,6 +246,7 @@ class Diffusion(Attack):
     """
 
     kind = "learned"
+    applies_to = (AppliesTo(("image",)),)
 
     steps: Count = 2000  # of the network's training
     width: Annotated[int, Range(4, 1024)] = 32  # of the network

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Generator
 
-from gradveil.attacks.base import ATTACKS, Attack
+from gradveil.attacks.base import ATTACKS, AppliesTo, Attack
 from gradveil.attacks.labels import with_labels
 from gradveil.attacks.rounds import at_one_model
 from gradveil.attacks.search.matching import squared_distance
@@ -28,6 +28,7 @@ class DLG(Attack):
     """
 
     kind = "search"
+    applies_to = (AppliesTo(model="small", steps=(1, 1), default="steps=15,restarts=3", turn=2),)
 
     steps: Count = 300  # outer steps per start
     inner: Count = 20  # L-BFGS iterations in an outer step
@@ -50,6 +51,8 @@ class DLG(Attack):
 @dataclass(frozen=True)
 class IDLG(DLG):
     """DLG with the label read off the sign of the last layer's gradient (Zhao et al. 2020); one example only."""
+
+    applies_to = (AppliesTo(examples=(1, 1)),)
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Rebuild the inputs behind several updates at once."""

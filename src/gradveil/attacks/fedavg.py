@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import exp
+from math import exp, inf
 from operator import attrgetter
 from typing import Literal, cast
 
@@ -10,7 +10,7 @@ import torch
 from torch import Generator, Tensor
 
 from gradveil import tree
-from gradveil.attacks.base import ATTACKS, Attack, check_seen, in_groups
+from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, check_seen, in_groups
 from gradveil.attacks.labels import unreadable, with_labels
 from gradveil.attacks.rounds import at_one_model
 from gradveil.attacks.search.matching import (
@@ -48,6 +48,7 @@ class Surrogate(Attack):
     """
 
     kind = "search"
+    applies_to = (AppliesTo(steps=(2, inf), signs=True, default="steps=400", turn=3),)
 
     steps: Count = 1000  # evaluations per start
     restarts: Count = 1
@@ -122,6 +123,7 @@ class FedAvgInversion(Attack):
     """
 
     kind = "search"
+    applies_to = (AppliesTo(steps=(2, 16), signs=True, default="steps=400", turn=4), AppliesTo(signs=True))
 
     steps: Count = 1000  # evaluations per start
     restarts: Count = 1

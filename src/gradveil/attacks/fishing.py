@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator, Tensor, nn
 
-from gradveil.attacks.base import ATTACKS, Malicious, build, check_seen, refuse_adaptive
+from gradveil.attacks.base import ATTACKS, AppliesTo, Malicious, build, check_seen, refuse_adaptive
 from gradveil.attacks.labels import recover_labels
 from gradveil.attacks.planted import nothing
 from gradveil.errors import AttackError, LayerError
@@ -43,6 +43,7 @@ class Fishing(Malicious):
     """
 
     kind = "search"
+    applies_to = (AppliesTo(tier="malicious"),)
 
     attack: str = "newton"  # on what was fished
     target: Whole | None = None  # the class; None: the rarest that the client has, or a random one of public examples

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from gradveil.attacks.base import ATTACKS, Attack
+from gradveil.attacks.base import ATTACKS, AppliesTo, Attack
 from gradveil.attacks.labels import with_labels
 from gradveil.attacks.rounds import at_one_model
 from gradveil.attacks.search.matching import (
@@ -40,6 +40,7 @@ class GradInversion(Attack):
     """
 
     kind = "search"
+    applies_to = (AppliesTo(("image",), steps=(1, 1), signs=True),)
 
     steps: Count = 1000
     restarts: Count = 4  # the group whose starts must agree

@@ -19,7 +19,7 @@ from math import sqrt
 import torch
 from torch import Generator, Tensor
 
-from gradveil.attacks.base import ATTACKS, Attack
+from gradveil.attacks.base import ATTACKS, AppliesTo, Attack
 from gradveil.attacks.labels import read_at, with_labels
 from gradveil.attacks.rounds import at_one_model
 from gradveil.attacks.search.matching import (
@@ -76,6 +76,7 @@ class GS(Attack):
     """
 
     kind = "search"
+    applies_to = (AppliesTo(("image",), steps=(1, 1), signs=True, default="", turn=1), AppliesTo(signs=True))
 
     steps: Count = 1000
     restarts: Count = 1

@@ -25,7 +25,7 @@ from torch import Generator, Tensor
 from torch.nn.functional import normalize
 
 from gradveil import pace
-from gradveil.attacks.base import ATTACKS, Attack, check_seen, in_groups
+from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, check_seen, in_groups
 from gradveil.attacks.labels import recover_labels, with_labels
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import loss_of, per_problem, trial_update
@@ -210,6 +210,7 @@ class Inverter(Attack):
     """
 
     kind = "learned"
+    applies_to = (AppliesTo(signs=True, tier="adaptive"),)
 
     pairs: Annotated[int, Range(2)] = 2000  # updates made from public examples
     features: Count = 32768  # numbers that are kept of an update; beyond that it is hashed

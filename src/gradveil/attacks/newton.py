@@ -9,6 +9,7 @@ from torch import Generator, Tensor
 
 from gradveil.attacks.base import (
     ATTACKS,
+    AppliesTo,
     Attack,
     check_seen,
     differentiating,
@@ -43,6 +44,7 @@ class Newton(Attack):
     """
 
     kind = "search"
+    applies_to = (AppliesTo(model="small", default=""), AppliesTo())
 
     steps: Count = 60  # in all, at most
     stage_steps: Count = 5  # at one noise floor, at most

@@ -17,7 +17,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gradveil import pace
-from gradveil.attacks.base import ATTACKS, Attack, differentiating
+from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, differentiating
 from gradveil.attacks.gauss_newton.equations import Equations, Prior
 from gradveil.attacks.gauss_newton.solver import DenseStep, Descent, MatrixFree, Solver
 from gradveil.attacks.newton import Newton, ready
@@ -46,6 +46,7 @@ class PatchSpan(Attack):
     """
 
     kind = "closed form"
+    applies_to = (AppliesTo(("image",), "tokens", steps=(1, 1), default="", turn=2),)
 
     steps: Count = 40  # of Gauss-Newton on the spans, at most
     restarts: Count = 8  # rounds of as many starts as there are pictures, until all are found

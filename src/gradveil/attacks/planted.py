@@ -18,7 +18,7 @@ from torch import Generator, Tensor, nn
 from torch.nn.utils import skip_init
 
 from gradveil.attacks.analytic import FAINT, agreeing_rows, undo_scaling
-from gradveil.attacks.base import ATTACKS, Malicious, check_seen, refuse_adaptive
+from gradveil.attacks.base import ATTACKS, AppliesTo, Malicious, check_seen, refuse_adaptive
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import quiet
 from gradveil.modules import Link, prefix, sequential, trace
@@ -177,6 +177,7 @@ class Imprint(Malicious):
     """
 
     kind = "planted"
+    applies_to = (AppliesTo(tier="malicious"),)
 
     architecture: Architecture = "changed"  # a block in front of the model, or its own first layer
     rows: Rows = 1024  # of the block
@@ -346,6 +347,7 @@ class Trap(Malicious):
     """
 
     kind = "planted"
+    applies_to = (AppliesTo(tier="malicious"),)
 
     architecture: Architecture = "kept"
     rows: Rows = 1024  # of the block

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from gradveil.attacks.base import ATTACKS, Attack, check_alone, check_seen, refuse_adaptive
+from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, check_alone, check_seen, refuse_adaptive
 from gradveil.attacks.inference import InferenceSettings, chain_of, infer
 from gradveil.attacks.labels import with_labels
 from gradveil.attacks.rounds import at_one_model
@@ -35,6 +35,7 @@ class Rep(Attack):
     """
 
     kind = "search"
+    applies_to = (AppliesTo(),)
 
     layer: str | None = None  # whose input is matched; None: the last fully connected one
     m: Positive = 0.5  # rows per class in an earlier layer: a share of them up to 1, a count above

@@ -18,7 +18,7 @@ import torch
 from torch import Generator, Tensor
 
 from gradveil import pace
-from gradveil.attacks.base import ATTACKS, Attack, check_alone, check_seen, differentiating, refuse_adaptive
+from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, check_alone, check_seen, differentiating, refuse_adaptive
 from gradveil.attacks.gauss_newton.equations import Equations, Prior, Smoothing, kink_scales, refuse_recurrent
 from gradveil.attacks.gauss_newton.solver import DenseStep, Descent, Solver
 from gradveil.attacks.labels import with_labels
@@ -92,6 +92,7 @@ class Rowwise(Attack):
     """
 
     kind = "closed form"
+    applies_to = (AppliesTo(("table",), default="draws=2048"),)
 
     draws: Count = 8192  # at most
     tol: Weight = 1e-3  # relative distance from an exact span at which an example is found

@@ -15,7 +15,7 @@ import torch
 from torch import Generator, Tensor
 from torch.func import functional_call
 
-from gradveil.attacks.base import ATTACKS, Attack, check_seen, refuse_adaptive
+from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, check_seen, refuse_adaptive
 from gradveil.attacks.rounds import at_one_model
 from gradveil.attacks.sequences.attention import FirstAttention, Span, layer_span, word_table
 from gradveil.attacks.sequences.decode import Assembly, by_rows, extended, places, present
@@ -37,6 +37,7 @@ class Words(Attack):
     """
 
     kind = "closed form"
+    applies_to = (AppliesTo(("tokens",), default="", turn=1),)
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Read the words of each update."""
@@ -74,6 +75,7 @@ class SpanCheck(Attack):
     """
 
     kind = "closed form"
+    applies_to = (AppliesTo(("tokens",), default=""),)
 
     token_close: Between = 0.05  # share of a token's input that may lie outside the span
     close: Between = 1e-3  # the same of what attention gives

@@ -15,11 +15,12 @@ The N sparsest independent directions are the columns of D up to scale, which db
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import Generator, Tensor
 
-from gradveil.attacks.base import ATTACKS, Attack, check_seen
+from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, check_seen
 from gradveil.attacks.mixture import Mixture, behind, mixture_of
 from gradveil.errors import AttackError
 from gradveil.ranges import Count, Weight
@@ -241,6 +242,7 @@ class Spear(Attack):
     """
 
     kind = "closed form"
+    applies_to = (AppliesTo(model="dense with ReLU", examples=(2, inf), default=""),)
 
     draws: Count = 4096  # at most
     tol: Weight = 1e-3  # of the gradient that the examples found have, relative, below which they are right

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator, Tensor
 
-from gradveil.attacks.base import ATTACKS, Attack, in_groups
+from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, in_groups
 from gradveil.attacks.fedavg import local_training, ready_to_unroll, unrolled_stack
 from gradveil.attacks.search.matching import Matching, Unknowns, cosine_distance
 from gradveil.attacks.search.minimise import Adam
@@ -30,6 +30,7 @@ class TabLeak(Attack):
     """
 
     kind = "search"
+    applies_to = (AppliesTo(("table",), signs=True, default="steps=400,starts=4", turn=-1),)
 
     steps: Count = 1000  # evaluations per start
     starts: Count = 8

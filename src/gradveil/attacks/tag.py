@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from gradveil.attacks.base import ATTACKS, Attack, in_groups
+from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, in_groups
 from gradveil.attacks.fedavg import local_training, unrolled_stack
 from gradveil.attacks.labels import with_labels
 from gradveil.attacks.rounds import at_one_model
@@ -36,6 +36,7 @@ class EmbeddingMatching(Attack):
     """
 
     kind = "search"
+    applies_to = (AppliesTo(("tokens",), signs=True, default="steps=100"),)
 
     steps: Count = 200  # evaluations per start
     restarts: Count = 1

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from gradveil import pace
-from gradveil.attacks.base import Attack
+from gradveil.attacks.base import Attack, default_panel
 from gradveil.attacks.search.matching import sending_norms
 from gradveil.auditing.budget import Budget
 from gradveil.auditing.certificates import certificate_rows, proof_rows
@@ -31,7 +31,7 @@ from gradveil.threats.looks import Progress, first_look, last_looks, probe_defen
 from gradveil.threats.panel import Target, chunks, last_resort, panel
 from gradveil.threats.rows import Line, lines, modality_rows
 from gradveil.threats.setup import DEFENSES, MINUTES, AuditConfig, Scene, build_scene, fitting_model, load_dataset
-from gradveil.threats.suited import default_attacks, in_limited_time, is_busy, is_large, is_small, one_thread
+from gradveil.threats.suited import in_limited_time, is_busy, is_large, is_small, one_thread
 from gradveil.threats.trial import client_row, floors
 from gradveil.threats.verdict import Verdict, headline, verdicts
 
@@ -121,9 +121,9 @@ def audit(
             chosen = replace(chosen, minutes=MINUTES)
             LOG.info("plan: %g minutes, since the network is large; --minutes sets another limit", MINUTES)
         if not attacked:
-            suited = default_attacks(built, chosen.planned)
+            suited = default_panel(built, chosen.planned, data.modality)
             suited = suited if chosen.minutes is None else in_limited_time(suited, data.input_shape)
-            attacked = {spec: spec for spec in data.modality.attacks(suited)}
+            attacked = {spec: spec for spec in suited}
             chosen = replace(chosen, attacks=tuple(attacked))
         with pace.Limit(pace.seconds_of(chosen.minutes) - (pace.clock() - began)) as limit:
             scene = build_scene(chosen, data, copy.deepcopy(built).train(), defended, attacked)

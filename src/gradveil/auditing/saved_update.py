@@ -14,6 +14,7 @@ from torch import nn
 
 from gradveil import pace
 from gradveil.attacks.base import build as build_attack
+from gradveil.attacks.base import default_panel
 from gradveil.attacks.search.matching import sending_norms
 from gradveil.auditing import update_files
 from gradveil.auditing.audit import Audit, check_rows, default_folder
@@ -37,7 +38,7 @@ from gradveil.threats.looks import Progress, probe_rows
 from gradveil.threats.probes import Probed, probe
 from gradveil.threats.rows import modality_rows
 from gradveil.threats.setup import load_dataset, with_found
-from gradveil.threats.suited import default_attacks, is_busy, is_small, one_thread
+from gradveil.threats.suited import is_busy, is_small, one_thread
 from gradveil.threats.trial import Public, Trial, attack_rows, attacks_of, attempt, client_row, floors, oblivious
 from gradveil.threats.words import NOT_HERE
 from gradveil.types import Batch, Observation, Update
@@ -67,7 +68,7 @@ class UpdateAuditConfig:
     proximal: Weight | None = None
     clip: Weight | None = None
     defense: str = "none"  # what the client is said to have used
-    attacks: tuple[str, ...] = ()  # none: those that suit the model (see ``default_attacks``)
+    attacks: tuple[str, ...] = ()  # none: those that suit the model (see ``default_panel``)
     dataset: str | None = None  # of the same kind: gives shapes, a prior, a gallery and the control
     data: str | None = None
     input_shape: tuple[int, ...] | None = None  # where there is neither a data set nor the truth
@@ -217,7 +218,7 @@ def build_case(config: UpdateAuditConfig) -> SavedUpdate:
         public = Public.draw(dataset, seeds("public"), gallery=config.gallery, skip=stand_ins).to(device)
     build_defense(config.defense).adaptive(model)
     if not config.attacks:
-        config = replace(config, attacks=kind.attacks(default_attacks(model, update)))
+        config = replace(config, attacks=default_panel(model, update, kind))
     for attack in config.attacks:
         build_attack(attack)
     case = SavedUpdate(config, model.to(device), update.to(device), shape, truth, public, seeds, spec, loss, kind)

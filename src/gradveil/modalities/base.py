@@ -116,10 +116,6 @@ class Modality(ABC):
         text = re.sub(r"\ban image\b", f"{article} {self.one}", text)
         return re.sub(r"(?<![-\w])image(?=s?\b)", self.one, text)  # not the option --images
 
-    def attacks(self, suited: tuple[str, ...]) -> tuple[str, ...]:
-        """Return an audit's attacks by default, of those that suit the model and the local training."""
-        return suited
-
     def row(self) -> dict[str, Any]:
         """Return what a run folder keeps of it; ``from_row`` reads it."""
         return {}

@@ -189,11 +189,6 @@ class Table(Modality):
         half = torch.where(self.numeric, 1.0, 0.5)[self.owner]
         return self._per_cell((found - truth).abs() * half).mean(dim=-1)
 
-    def attacks(self, suited: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the attacks on tables first."""
-        first = ("analytic", "tableak:steps=400,starts=4", "rowwise:draws=2048")
-        return (*first, *(attack for attack in suited if attack not in first))
-
     def order(self, found: Tensor, truth: Tensor) -> Tensor:
         """Return which of those found goes with each true row (N,): the fewest wrong cells in all, then the nearest."""
         from scipy.optimize import linear_sum_assignment

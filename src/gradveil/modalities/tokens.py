@@ -152,10 +152,6 @@ class Tokens(Modality):
             for one, there in list(zip(ids, true, strict=True))[:last]
         ]
 
-    def attacks(self, suited: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the attacks on text, the exact one and the one that stands noise: no search for pixels finds ids."""
-        return ("span", "tag:steps=100", "words", *(a for a in suited if a.partition(":")[0] == "candidates"))
-
     def row(self) -> dict[str, Any]:
         """Return the vocabulary."""
         return {"vocabulary": list(self.vocabulary)}

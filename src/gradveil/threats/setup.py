@@ -53,7 +53,7 @@ class AuditConfig(Training):
     data: str | None = None  # the local data folder
     model: str = ""  # empty: what suits the data set
     defenses: tuple[str, ...] = DEFENSES
-    attacks: tuple[str, ...] = ()  # none: those that suit the model (see ``default_attacks``)
+    attacks: tuple[str, ...] = ()  # none: those that suit the model (see ``default_panel``)
     tiers: tuple[str, ...] = ()  # of servers; none: all, but oblivious and knows alone where attacks are named
     partition: str = "iid:devices=10"
     rounds: Count = 10

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Generator, Tensor, nn
 
-from gradveil.attacks.base import Attack
+from gradveil.attacks.base import Attack, is_made_for
 from gradveil.attacks.base import build as build_attack
 from gradveil.auditing.run_folder import Row
 from gradveil.countermeasures import Countermeasure, plain
@@ -81,7 +81,7 @@ def attacks_of(server: Countermeasure, own: Sequence[str], modality: Modality) -
     """
     if server.attack is None:
         return own
-    if server.attack in modality.attacks((server.attack,)):
+    if is_made_for(server.attack, modality):
         return [server.attack]
     return [] if server.name == server.attack.partition(":")[0] else own
 

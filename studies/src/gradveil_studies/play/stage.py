@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from gradveil.attacks.base import default_panel
 from gradveil.data.base import Dataset
 from gradveil.data.images import decode_images, levels_of
 from gradveil.data.text import words_of
@@ -18,7 +19,6 @@ from gradveil.protection.defense import Defense
 from gradveil.protection.defense import build as build_defense
 from gradveil.seeds import Seeds
 from gradveil.threats.setup import fitting_model, for_client, load_dataset
-from gradveil.threats.suited import default_attacks
 from gradveil.threats.trial import Public
 from gradveil.types import Batch, Update
 
@@ -136,5 +136,4 @@ def stage(dataset: str, model: str = "", data: str | None = None) -> PlayStage:
         loss = "mse"
     network = fitting_model(model or next(iter(MODELS[kind.spec_name])), found, loss, 0)
     public = Public.draw(found, Seeds(0)("public"), rank=None if isinstance(kind, Tokens) else 256)
-    suited = default_attacks(network, Update({}))
-    return PlayStage(found, network, public, loss, kind.attacks(())[0] if isinstance(kind, Tokens) else suited[0])
+    return PlayStage(found, network, public, loss, default_panel(network, Update({}), kind)[0])
