@@ -101,7 +101,12 @@ def test_one_file_puts_an_attack_into_the_panels_of_what_it_declares(shade: type
     rows, model = Table((Column("age"), Column("size"))), nn.Sequential(nn.Linear(2, 4), nn.Sigmoid(), nn.Linear(4, 2))
     two, one, five = (Update({}, num_examples=n) for n in (2, 1, 5))
     assert "shade:level=0.4" in default_panel(model, two, rows)
-    for client, kind in ((one, rows), (five, rows), (two, IMAGE), (replace(two, rule=StepRule(optimizer="adam")), rows)):
+    for client, kind in (
+        (one, rows),
+        (five, rows),
+        (two, IMAGE),
+        (replace(two, rule=StepRule(optimizer="adam")), rows),
+    ):
         assert not any(spec.startswith("shade") for spec in default_panel(model, client, kind))
     assert is_made_for("shade:level=0.1", rows)
     assert not is_made_for("shade", IMAGE)
