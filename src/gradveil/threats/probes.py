@@ -119,7 +119,9 @@ class _Probe:
         """Probe every place."""
         clients = [self._client(i) for i in range(2)]
         true = [self._gradient(batch) for batch in clients]
-        drawn = secrets(self.defense, self.seeds, MOST)
+        begun = flatten(true[0])
+        step = DefenseFunction(Update(true[0], self.examples, 1, self.lr))
+        drawn = secrets(self.defense, self.seeds, MOST, lambda secret: step.run(begun, secret))
         channel = self._channel(Update(true[0], self.examples, 1, self.lr), drawn)
         vectors = tuple(flatten(g) for g in true)
         acted = Explorer(self.defense, channel, drawn, vectors, cache(self._prior)).find()
@@ -158,6 +160,7 @@ class _Probe:
         """Return why what is taken to be independent noise on every tensor is none."""
         noise = declared_noise(self.declared, seen)
         taken = acted.only_noise if not noise else all(noise.get(name, 0.0) > 0 for name in channel.parts)
+        taken = taken and (acted.view is None or acted.only_noise)
         if isinstance(self.defense, Compose) or not acted.drawn or acted.silent or not taken:
             return []
         if noise and not is_plain(self.declared, seen[0], channel):

@@ -24,6 +24,9 @@ STATES = 1024  # runs of a defence that counts them, and seconds of one that loo
 KEPT = 3e7  # numbers that all tried maps may hold
 JOINT = 700  # directions of noise that are told from others
 HELD = 16  # runs that a finding is held to
+WATCHED = 12  # runs whose seeds are looked at
+SEARCH = 60.0  # seconds of trying seeds, beyond which it is said that they can be tried
+MOST_BITS = 18  # of seeds that are tried
 
 ROUNDS = "It rounds numbers."
 
@@ -135,6 +138,8 @@ class Explorer:
             said = f"only about {len(few)} different ones ever occur, and a server can try them all"
             what = f"Its secret is one of about {len(few)}: {known.what}, in another way for each."
             return Found(what, None if silent else self._undo(lambda: few), drawn=True, silent=silent, error=said)
+        if self.small and (keyed := self._keyed()) is not None:
+            return keyed
         joint = self._jointly(draws[0]) if self.small and draws else None
         if joint is not None:
             return Found(*joint, drawn=True)
@@ -142,6 +147,55 @@ class Explorer:
         only = view is not None and (" noise of " in what or what == ROUNDS)
         error = f"in {share:.0%} of all draws it is one of {len(few)}" if few else ""
         return Found(what, view, None, explained, True, only_noise=only, error=error)
+
+    def _keyed(self) -> Found | None:
+        """Return that all generators are seeded with small numbers, which a server tries; None where they are not."""
+        v, first = self.examples[0], self.secrets[0]
+        seeds = [self.channel.seeds(v, secret) for secret in self.secrets[:WATCHED]]
+        used = {seed for row in seeds for seed in row}
+        if not all(seeds) or len(used) < 2 or not 0 <= min(used) <= max(used) < 2**32:
+            return None
+        bits = max(max(used).bit_length(), 1)
+        forced = [replace(first, forced=seeds[i][0]) for i in (1, 2)]
+        again = [
+            (self.channel.run(v, one), self.channel.run(v, s)) for one, s in zip(forced, self.secrets[1:3], strict=True)
+        ]
+        if any(a is None or b is None or not torch.equal(a, b) for a, b in again):
+            return None  # the seed is not all there is
+        said = f"its seeds have no more than {bits} bits, which a server tries"
+        what = f"All that it draws follows from a seed of {bits} bits"
+        known = affine(self.channel, forced[0], self.examples)
+        began = time.monotonic()
+        affine(self.channel, forced[1], self.examples, known)
+        cost = (time.monotonic() - began) * 2**bits
+        if known is None or cost > SEARCH:
+            return Found(f"{what}.", None, None, False, True, error=said)
+        if 2**bits <= KEPT / (3 * len(v)):
+            view = self._undo(lambda: (replace(first, forced=i) for i in range(2**bits)))
+            return Found(f"{what}: {known.what}.", view, drawn=True, error=said)
+        view = self._searched(bits) if known.adds and bits <= MOST_BITS else None
+        return Found(f"{what}: {known.what}.", view, None, view is not None, True, error=said)
+
+    def _searched(self, bits: int) -> View:
+        """Return the view that takes off what the seed adds under which an update looks most like public ones."""
+        zeros, prior, first = torch.zeros_like(self.examples[0]), self.prior(), self.secrets[0]
+        some = torch.linspace(0, len(zeros) - 1, min(48, len(zeros))).long()
+        spread = (prior.factor[some].square().sum(1) + prior.ridge).sqrt()
+
+        def added(seed: int) -> Tensor:
+            out = self.channel.run(zeros, replace(first, forced=seed))
+            return zeros if out is None else out
+
+        table = lru_cache(maxsize=1)(lambda: torch.stack([added(seed)[some] for seed in range(2**bits)]))
+
+        def view(seen: Observation) -> Observation:
+            shown = seen.as_one_step() if seen.update.num_steps == 1 else seen
+            y = flatten({name: shown.update.gradient[name] for name in self.channel.parts})
+            away = (y[some] - table() - prior.mean[some]) / spread
+            found = y - added(int(away.square().sum(1).argmin()))
+            return replace(shown, update=replace(shown.update, gradient=self.channel.tree(found)))
+
+        return view
 
     def _few(self, draws: Sequence[Draws]) -> tuple[list[Secret], float]:
         """Return the secrets that occur more than once, and how often one of them does; nothing where none does."""

@@ -1,13 +1,18 @@
 """A defence as a function of numbers: it is run on any gradient, with any secret, as often as wanted."""
 
+import collections
 import copy
+import datetime
 import hashlib
+import itertools
 import random
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass, replace
-from typing import Literal
+from types import ModuleType
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -32,10 +37,15 @@ class Secret:
     state: Defense
     seed: int
     clock: float | None = None  # the time at which it runs; None: now
+    module: "ModuleState | None" = None  # what its file keeps beside it; None: nothing that runs change
+    forced: int | None = None  # the seed of every generator that it makes; None: its own
 
     def rng(self) -> Generator:
         """Return the generator that a client hands to the defence."""
         return Generator().manual_seed(self.seed)
+
+
+_SEED_PYTHON, _SEED_NUMPY = random.seed, np.random.seed  # whatever stands for them meanwhile
 
 
 @contextmanager
@@ -44,8 +54,8 @@ def own_numbers(seed: int) -> Iterator[None]:
     generator = torch.default_generator  # torch.manual_seed takes a millisecond
     kept = generator.get_state(), random.getstate(), np.random.get_state()
     generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+    _SEED_PYTHON(seed)
+    _SEED_NUMPY(seed % 2**32)
     try:
         yield
     finally:
@@ -54,16 +64,153 @@ def own_numbers(seed: int) -> Iterator[None]:
         np.random.set_state(kept[2])
 
 
-@contextmanager
-def _at(clock: float | None) -> Iterator[None]:
-    """Within, ``time.time()`` is what it is told; None: the time."""
-    kept = time.time
+def _owners(defense: Defense) -> list[Any]:
+    """Return the modules and classes that a defence is written in, this library's own left out."""
+    parts = defense.parts if isinstance(defense, Compose) else (defense,)
+    classes = {
+        c for part in parts for c in type(part).__mro__ if not c.__module__.startswith(("gradveil.", "builtins"))
+    }
+    modules = (sys.modules.get(c.__module__) for c in classes)
+    return [*{id(m): m for m in modules if m is not None and m.__name__ not in ("abc", "typing")}.values(), *classes]
+
+
+_KINDS = (Generator, np.random.Generator, np.random.RandomState, random.Random, itertools.count, list, dict, set)
+_KINDS += (bytearray, collections.deque, torch.Tensor, np.ndarray, int, float)
+LARGEST = 100_000  # length of what is kept of a module
+_FIRST: dict[int, tuple[Any, dict[str, Any]]] = {}  # by owner: it, and what it held when it was first seen
+
+
+@dataclass(frozen=True)
+class ModuleState:
+    """What modules and classes of a defence hold that its runs change: generators, counters, lists."""
+
+    held: tuple[tuple[Any, str, Any], ...] = ()  # owner, name, value
+
+    @classmethod
+    def of(cls, defense: Defense, names: "ModuleState | None" = None) -> "ModuleState":
+        """Return it as it is now; ``names``: of these alone."""
+        if names is not None:
+            return cls(tuple((owner, name, copy.deepcopy(vars(owner).get(name))) for owner, name, _ in names.held))
+        found = [(owner, name, value) for owner in _owners(defense) for name, value in vars(owner).items()]
+        held = ((o, n, v) for o, n, v in found if isinstance(v, _KINDS) and not isinstance(v, bool) and n[:2] != "__")
+        return cls(tuple((o, n, kept) for o, n, v in held if (kept := _copied(v)) is not None))
+
+    @classmethod
+    def at_first(cls, defense: Defense) -> "ModuleState":
+        """Return it as it was when it was first asked for: as a new process has it."""
+        for owner in _owners(defense):
+            if id(owner) not in _FIRST:
+                known = cls.of(defense).held
+                _FIRST[id(owner)] = (owner, {name: value for o, name, value in known if o is owner})
+        kept = [_FIRST[id(owner)] for owner in _owners(defense)]
+        return cls(tuple((owner, name, value) for owner, values in kept for name, value in values.items()))
+
+    def changed(self, later: "ModuleState") -> "ModuleState":
+        """Return the part of it that is not the same later."""
+        now = {(id(owner), name): value for owner, name, value in later.held}
+        return ModuleState(tuple(one for one in self.held if _frozen(one[2]) != _frozen(now.get((id(one[0]), one[1])))))
+
+    def put(self) -> None:
+        """Make it so again."""
+        for owner, name, value in self.held:
+            setattr(owner, name, copy.deepcopy(value))
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor | np.ndarray | list | dict | set) and len(value) > LARGEST:
+        return None
     try:
-        if clock is not None:
-            time.time = lambda: clock
+        return copy.deepcopy(value)
+    except Exception:  # it holds what cannot be copied
+        return None
+
+
+def _frozen(value: Any) -> object:
+    """Return what tells two values apart."""
+    if isinstance(value, Generator):
+        return value.get_state().numpy().tobytes()
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return np.asarray(value).tobytes()
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, random.Random | np.random.RandomState):
+        return repr(value.getstate() if isinstance(value, random.Random) else value.get_state())
+    return repr(value)
+
+
+@contextmanager
+def _replaced(defense: Defense, others: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Within, names of modules mean something else, also where a defence's own file imported them."""
+    known = {id(getattr(owner, name)): other for owner, name, other in others}
+    owners = [o for o in _owners(defense) if isinstance(o, ModuleType)]
+    if not owners:
+        yield
+        return
+    own = [(o, n, known[id(v)]) for o in owners for n, v in vars(o).items() if id(v) in known]
+    kept = [(owner, name, getattr(owner, name)) for owner, name, _ in (*others, *own)]
+    for owner, name, other in (*others, *own):
+        setattr(owner, name, other)
+    try:
         yield
     finally:
-        time.time = kept
+        for owner, name, value in kept:
+            setattr(owner, name, value)
+
+
+def _clocks(now: float) -> list[tuple[Any, str, Any]]:
+    """Return every clock, at this time."""
+
+    class At(datetime.datetime):
+        @classmethod
+        def now(cls, tz: datetime.tzinfo | None = None) -> "At":
+            return cls.fromtimestamp(now, tz)
+
+        @classmethod
+        def utcnow(cls) -> "At":
+            return cls.fromtimestamp(now)
+
+    up = now - _BOOTED
+    made: list[tuple[Any, str, Any]] = [(datetime, "datetime", At)]
+    for name, value in (("time", now), ("monotonic", up), ("perf_counter", up), ("process_time", up % 100)):
+        made.append((time, name, lambda value=value: value))
+        made.append((time, f"{name}_ns", lambda value=value: int(value * 1e9)))
+    return made
+
+
+_BOOTED = time.time() - time.monotonic()
+
+
+class Seeding:
+    """Within, every generator that a defence makes or seeds is noted; or has another seed."""
+
+    def __init__(self, forced: int | None = None) -> None:
+        self.forced, self.seeds = forced, list[int]()
+
+    def noted(self, seed: Any) -> Any:
+        """Return the seed to use."""
+        if isinstance(seed, int | np.integer):
+            self.seeds.append(int(seed))
+            return int(seed) if self.forced is None else self.forced
+        return seed
+
+    def others(self) -> list[tuple[Any, str, Any]]:
+        """Return what stands for the generators' own names meanwhile."""
+        noted = self.noted
+
+        class Kind(type(Generator)):  # type: ignore[misc]
+            def __instancecheck__(cls, other: object) -> bool:
+                return isinstance(other, Generator)
+
+        class Noted(Generator, metaclass=Kind):
+            def manual_seed(self, seed: int) -> Generator:
+                return super().manual_seed(noted(seed))
+
+        def of(make: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda seed=None, *rest, **more: make(noted(seed), *rest, **more)
+
+        made: list[tuple[Any, str, Any]] = [(torch, "Generator", Noted), (torch, "manual_seed", of(torch.manual_seed))]
+        made += [(np.random, name, of(getattr(np.random, name))) for name in ("default_rng", "RandomState", "seed")]
+        return [*made, *((random, name, of(getattr(random, name))) for name in ("Random", "seed"))]
 
 
 @dataclass(frozen=True)
@@ -104,26 +251,53 @@ class DefenseFunction:
 
     def after(self, secret: Secret) -> Secret:
         """Return the secret of the next run of the same client."""
-        state = copy.deepcopy(secret.state)
-        self._act({name: g.clone() for name, g in self.like.gradient.items()}, state, secret)
-        return replace(secret, state=state)
+        state, module = copy.deepcopy(secret.state), None
+        with self._client(secret):
+            self._once({name: g.clone() for name, g in self.like.gradient.items()}, state, secret.rng())
+            module = None if secret.module is None else ModuleState.of(state, secret.module)
+        return replace(secret, state=state, module=module)
+
+    def seeds(self, vector: Tensor, secret: Secret) -> tuple[int, ...]:
+        """Return the seeds of all generators that a run makes."""
+        watch = Seeding()
+        with _replaced(secret.state, watch.others()):
+            self.run(vector, secret)
+        return tuple(watch.seeds)
 
     def carried_on(self, vector: Tensor, secret: Secret, count: int = 2) -> list[Tensor]:
         """Return so many runs of the same client, one after the other, by one generator."""
         state, rng = copy.deepcopy(secret.state), secret.rng()
-        return [flatten(self._act(self.tree(vector.clone()), state, secret, rng)).detach() for _ in range(count)]
+        with self._client(secret):
+            return [flatten(self._once(self.tree(vector.clone()), state, rng)).detach() for _ in range(count)]
 
-    def _act(self, tree: Params, state: Defense, secret: Secret, rng: Generator | None = None) -> Params:
-        rng = secret.rng() if rng is None else rng
-        with own_numbers(secret.seed), _at(secret.clock):
-            if self.where == "gradient" and "records" in state.acts_on:
-                count = self.like.num_examples
-                tree = state.on_records(Held({n: g.expand(count, *g.shape) for n, g in tree.items()}), count, rng)
-            if self.where == "gradient":
-                tree = state.on_gradient(tree, rng)
-            if self.where == "gradient" and self.like.num_steps > 1:
-                return tree  # of one step among several
-            return state.on_update(replace(self.like, gradient=tree), rng).gradient
+    @contextmanager
+    def _client(self, secret: Secret) -> Iterator[None]:
+        """Within, the process is that of a client with this secret."""
+        others = [] if secret.clock is None else _clocks(secret.clock)
+        others += [] if secret.forced is None else Seeding(secret.forced).others()
+        kept = None if secret.module is None else ModuleState.of(secret.state, secret.module)
+        with own_numbers(secret.seed), _replaced(secret.state, others):
+            try:
+                if secret.module is not None:
+                    secret.module.put()
+                yield
+            finally:
+                if kept is not None:
+                    kept.put()
+
+    def _act(self, tree: Params, state: Defense, secret: Secret) -> Params:
+        with self._client(secret):
+            return self._once(tree, state, secret.rng())
+
+    def _once(self, tree: Params, state: Defense, rng: Generator) -> Params:
+        if self.where == "gradient" and "records" in state.acts_on:
+            count = self.like.num_examples
+            tree = state.on_records(Held({n: g.expand(count, *g.shape) for n, g in tree.items()}), count, rng)
+        if self.where == "gradient":
+            tree = state.on_gradient(tree, rng)
+        if self.where == "gradient" and self.like.num_steps > 1:
+            return tree  # of one step among several
+        return state.on_update(replace(self.like, gradient=tree), rng).gradient
 
 
 def close(a: Tensor, b: Tensor, beside: Tensor | None = None) -> bool:
@@ -151,10 +325,38 @@ def has_slopes(run: Callable[[Tensor], Tensor], point: Tensor, step: Tensor) -> 
     return size > 0 and abs(float((along * step).sum()) - size) <= 0.1 * size
 
 
-def secrets(defense: Defense, seeds: Seeds, count: int) -> tuple[Secret, ...]:
-    """Return so many secrets of fresh clients, at this time."""
-    state, now = fresh(defense), time.time()
-    return tuple(Secret(state, seeds.number("probe", i), now) for i in range(count))
+def secrets(
+    defense: Defense, seeds: Seeds, count: int, run: Callable[[Secret], object] = lambda secret: None
+) -> tuple[Secret, ...]:
+    """Return so many secrets of fresh clients, at this time; ``run`` shows what its file keeps from run to run."""
+    state, now, first = fresh(defense), time.time(), ModuleState.at_first(defense)
+    module = None
+    if first.held:
+        before = ModuleState.of(defense)
+        run(Secret(state, seeds.number("probe", 0), now))
+        moved = before.changed(ModuleState.of(defense)).held
+        names = {(id(owner), name) for owner, name, _ in moved}
+        module = ModuleState(tuple(one for one in first.held if (id(one[0]), one[1]) in names)) if moved else None
+    return tuple(Secret(state, seeds.number("probe", i), now, module) for i in range(count))
+
+
+class Client:
+    """The defence of one client: a fresh object, and its file as a new process has it."""
+
+    def __init__(self, defense: Defense) -> None:
+        self.defense = fresh(defense)
+        self._module = ModuleState.at_first(defense)
+
+    @contextmanager
+    def running(self) -> Iterator[Defense]:
+        """Within, the file's state is the client's own."""
+        before = ModuleState.of(self.defense)
+        self._module.changed(before).put()
+        try:
+            yield self.defense
+        finally:
+            self._module = ModuleState.of(self.defense)
+            before.changed(self._module).put()
 
 
 def repeated(run: Callable[[Secret], Tensor | None], drawn: Iterable[Secret]) -> tuple[list[Secret], float]:

@@ -344,14 +344,14 @@ def round_flaws(function: DefenseFunction, secret: Secret, vector: Tensor, middl
         return flaws
     cov = gram * sizes[:ROUNDS, None].double() * sizes[None, :ROUNDS].double()
     cov = cov + 1e-9 * cov.diagonal().max() * torch.eye(len(cov), dtype=cov.dtype)
-    solved = torch.linalg.solve(cov, torch.ones(len(cov), dtype=cov.dtype))
+    solved = torch.linalg.pinv(cov, hermitian=True).sum(1)
     weights = solved / solved.sum()
     left = sqrt(max(0.0, float(weights @ cov @ weights)))
 
     def view(seen: Observation) -> Observation:
         """Add the rounds up so that the noise is as small as it can be."""
         rounds = [seen, *seen.rounds][:ROUNDS]
-        part = torch.linalg.solve(cov[: len(rounds), : len(rounds)], torch.ones(len(rounds), dtype=cov.dtype))
+        part = torch.linalg.pinv(cov[: len(rounds), : len(rounds)], hermitian=True).sum(1)
         part = part / part.sum()
         trees = [one.update.gradient for one in rounds]
         added = {
@@ -376,6 +376,8 @@ def flaws_of(function: DefenseFunction, secrets: Sequence[Secret], examples: Seq
     known = [out for out in outs if out is not None]
     if len(known) >= 24:
         sent = torch.stack(known)
+        if not bool((sent != sent[0]).any()):
+            return []  # what changes is not drawn
         away = (sent.mean(0) - examples[0]).square().mean()
         middle = examples[0] if away <= 3 * sent.var(0).mean() / len(sent) else sent.median(0).values
         found += sampled_flaws(function, secrets, examples, sent, middle)
