@@ -82,14 +82,7 @@ bench: $(STAMP)
 	OMP_NUM_THREADS=2 $(BIN)/python studies/bench/run.py
 
 docs: $(STAMP)
-	$(BIN)/python tools/make_docs.py
-	$(BIN)/python tools/compatibility_page.py
-	$(BIN)/python tools/speed_page.py
-	$(BIN)/python tools/malicious_page.py
-	$(BIN)/python tools/paper_page.py
-	$(BIN)/python tools/leaderboard_page.py
-	$(BIN)/python tools/leakage_tables.py
-	$(BIN)/python tools/theory_tables.py
+	$(BIN)/python tools/pages.py
 
 clean:
 	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache

@@ -1,33 +1,24 @@
 """The code on the pages about defences runs, block after block, as a reader would run it."""
 
-import importlib.util
-import re
-from pathlib import Path
-
 import pytest
 
+from docpages import blocks, section
 from gradveil.protection.defense import DEFENSES
 
-PAGES = Path(__file__).parents[1] / "docs" / "how-to"
-BLOCK = re.compile(r"(?:<!-- needs: (\w+) -->\n)?```python\n(.*?)```", re.DOTALL)
-
-
-def blocks(page: str) -> list[tuple[str, str]]:
-    return BLOCK.findall((PAGES / page).read_text())
+PAGE = "how-to/defend-my-model.md"
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("page", ["defend-my-model.md", "add-a-defence.md"])
-def test_every_block_of_the_page_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("text", [section(PAGE), section("how-to/extend.md", "## A defence")], ids=["defend", "extend"])
+def test_every_block_of_the_page_runs(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DEFENSES, "_classes", dict(DEFENSES._classes) if DEFENSES.names() else {})
     scope: dict[str, object] = {"__name__": "page"}
-    found = blocks(page)
+    found = blocks(text, "python")
     assert len(found) >= 2
-    for needs, code in found:
-        if not needs or importlib.util.find_spec(needs):
-            exec(compile(code, page, "exec"), scope)
+    for code in found:
+        exec(compile(code, "page", "exec"), scope)
 
 
 def test_the_page_says_first_that_a_server_which_knows_the_defence_undoes_it() -> None:
-    text = (PAGES / "defend-my-model.md").read_text()
+    text = section(PAGE)
     assert text.index("undoes `representation`") < text.index("protect(")

@@ -68,7 +68,7 @@ def test_every_page_opens_from_disk_without_a_complaint_and_fits_a_phone(browser
 @pytest.mark.parametrize(
     ("page", "width", "scheme"),
     [
-        *product(["index", "theory/equations"], [360, 1280], ["light", "dark"]),
+        *product(["index", "theory/paper"], [360, 1280], ["light", "dark"]),
         *product(["api", "how-to/audit-my-model", "results/leaderboard"], [1280], ["light", "dark"]),
     ],
 )

@@ -4,13 +4,16 @@ import importlib
 import json
 import pkgutil
 import re
+import runpy
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from gradveil_studies.paper.base import Context
+from docpages import section
+from gradveil.models import build
+from gradveil.modules import trace
 from gradveil_studies.paper.meter import OBLIVIOUS, SETTINGS, MeterCheck
 
 ROOT = Path(__file__).parent.parent
@@ -20,7 +23,7 @@ THEORY = ROOT / "docs" / "theory"
 @pytest.fixture
 def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    return importlib.import_module("theory_tables")
+    return importlib.import_module("pages")
 
 
 def keep(folder: Path, item: str, rows: list[dict[str, Any]]) -> None:
@@ -29,7 +32,7 @@ def keep(folder: Path, item: str, rows: list[dict[str, Any]]) -> None:
 
 
 def block(tables: ModuleType, page: str, name: str, folder: Path) -> str:
-    text = tables.filled((THEORY / page).read_text(), tables.PAGES[page], folder)
+    text = tables.filled(f"theory/{page}", folder)
     found: str = text.split(f"<!-- begin: {name} -->")[1].split(f"<!-- end: {name} -->")[0].strip()
     return found
 
@@ -40,10 +43,9 @@ def curve(kind: str, defense: str, round_: int, loss: float) -> dict[str, Any]:
 
 
 def test_without_rows_a_page_says_so_and_shows_no_number(tables: ModuleType, tmp_path: Path) -> None:
-    for page, blocks in tables.PAGES.items():
-        for name in set(blocks) - {"timing"}:
-            assert block(tables, page, name, tmp_path).startswith(tables.MISSING)
-    assert tables._timing(tmp_path / "none.json").startswith("Not run yet")
+    for name in ("constants", "turn"):
+        assert block(tables, "convergence.md", name, tmp_path).startswith(tables.MISSING)
+    assert tables.certificate_times(tmp_path, tmp_path / "none.json").startswith("Not run yet")
 
 
 def test_the_turn_of_the_long_run_is_read_off_its_rows(tables: ModuleType, tmp_path: Path) -> None:
@@ -52,7 +54,6 @@ def test_the_turn_of_the_long_run_is_read_off_its_rows(tables: ModuleType, tmp_p
     text = block(tables, "convergence.md", "turn", tmp_path)
     assert "lowest around rounds 240 to 240, 0.462, and 0.589 at the end, round 640: it turns up again." in text
     assert "Undefended: 0.300 at the lowest, 0.304 at the end." in text
-    assert "| E=10 K=10 lr=0.1 ours | 640 |" in block(tables, "convergence.md", "convergence", tmp_path)
 
 
 def test_every_constant_is_labelled_by_how_it_is_known(tables: ModuleType, tmp_path: Path) -> None:
@@ -69,42 +70,33 @@ def test_every_constant_is_labelled_by_how_it_is_known(tables: ModuleType, tmp_p
     assert "| κ | 3e+05 |" in text
 
 
-def test_the_meter_has_its_table_its_correlation_and_its_figure(tables: ModuleType, tmp_path: Path) -> None:
+def test_an_item_of_which_units_are_missing_says_how_many(tables: ModuleType, tmp_path: Path) -> None:
     rest = {"image": 0, "prior": 0.07, "blind": 0.06, "rank": 64, "objective": 0.0, "converged": True}
     rows = [
-        {"setting": s, "oblivious": s in OBLIVIOUS, "meter": 10.0**-i, "mse": 2 * 10.0**-i} | rest
+        {"setting": s, "oblivious": s in OBLIVIOUS, "meter": 10.0**-i, "mse": 2 * 10.0**-i, "unit": f"0 {s}"} | rest
         for i, s in enumerate([*list(SETTINGS)[:3], *OBLIVIOUS])
     ]
     keep(tmp_path, "meter", rows)
-    (tmp_path / "meter" / "meter.svg").write_text("<svg/>")
-    text = block(tables, "certificates.md", "meter", tmp_path)
-    assert text.count("\n| ") == len(rows) + 2  # the head, and the line of the mean image
-    assert text.startswith("**Not complete**: 608 of 608 units of work have not been run (`0 none`")
-    assert "**reproduced**" in text
-    assert "Spearman 1.00" in text
-    assert "](../results/meter/meter.svg)" in text
-
-
-def test_a_complete_item_does_not_say_that_something_is_missing(tables: ModuleType) -> None:
-    item = MeterCheck()
-    units = item.units(Context(scale="full"))
-    assert tables._missing(item, [{"unit": unit} for unit in units]) == []
-    (text,) = tables._missing(item, [{"unit": unit} for unit in units[1:]])
-    assert "1 of 608 units of work have not been run (`0 none`)" in text
+    _, _, extent, table, verdicts, *_ = importlib.import_module("items").parts(MeterCheck(), tmp_path)
+    assert len(table) == len(rows) + 1  # and the line of the mean image
+    assert f"{len(rows)} rows, {len(rows)} of 608 units of work" in extent
+    assert "has not been run at full size yet" in extent
+    assert "**reproduced**" in verdicts
+    assert "Spearman 1.00" in verdicts
 
 
 def test_times_come_from_the_benchmark(tables: ModuleType, tmp_path: Path) -> None:
     aim = {"target": "local", "wanted": 50, "got": 51.5, "met": False}
     result = {"machine": "two cores", "targets": [aim], "rows": [dict.fromkeys(tables.TIMES, 7)]}
     (tmp_path / "bench.json").write_text(json.dumps(result))
-    text = tables._timing(tmp_path / "bench.json")
+    text = tables.certificate_times(tmp_path, tmp_path / "bench.json")
     assert "| 7 | 7 | 7 | 7 | 7 | 7 | 7 |" in text
     assert "- local: 51.5, aim at most 50, **not met**." in text
 
 
 def test_a_page_without_a_marker_is_refused(tables: ModuleType) -> None:
     with pytest.raises(SystemExit, match="markers"):
-        tables.filled("no markers", tables.PAGES["convergence.md"])
+        tables.filled("theory/convergence.md", text="no markers")
 
 
 def test_no_placeholder_is_left_on_a_page() -> None:
@@ -112,8 +104,8 @@ def test_no_placeholder_is_left_on_a_page() -> None:
 
 
 def test_every_equation_leads_to_code_that_is_there() -> None:
-    text = (THEORY / "equations.md").read_text()
-    rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
+    text = (THEORY / "paper.md").read_text()
+    rows = [line for line in section("theory/paper.md", "## Equations").splitlines() if line.startswith("| ")][1:]
     linked = [re.findall(r"\(#(gradveil\.[\w.]+)\)", row) for row in rows]
     assert len(rows) > 15
     assert all(linked)
@@ -123,8 +115,31 @@ def test_every_equation_leads_to_code_that_is_there() -> None:
 
 
 def test_every_numbered_equation_of_the_paper_is_on_the_page() -> None:
-    text = (THEORY / "equations.md").read_text()
+    text = section("theory/paper.md", "## Equations")
     found: set[int] = set()
     for first, last in re.findall(r"\((\d\d?)\)(?: to \((\d\d?)\))?", text):
         found |= set(range(int(first), int(last or first) + 1))
     assert found == set(range(1, 35))
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"), [("`probe` (one", "probe"), ("`probe`, stride 2", "probe:stride=2,padding=2"),
+                       ("`lenet`", "lenet"), ("`convnet`", "convnet")]
+)  # fmt: skip
+def test_the_counted_equations_are_those_of_the_networks(name: str, spec: str) -> None:
+    line = next(line for line in section("theory/paper.md").splitlines() if line.startswith(f"| {name}"))
+    network = build(spec, (3, 32, 32), 10, seed=0)
+    convolutions = sum(p.numel() for path, p in network.named_parameters() if path.startswith("conv"))
+    entries = trace(network, (3, 32, 32)).visits[-1].input_shape[0]
+    assert [int(n) for n in re.findall(r"\| (\d+)(?= \|)", line)] == [3 * 32 * 32, convolutions, entries]
+
+
+@pytest.mark.parametrize(("name", "title"), [("tables", "rows of tables"), ("trained_parts", "parts of a model")])
+def test_the_figures_shown_are_those_that_were_measured(name: str, title: str) -> None:
+    bench = runpy.run_path(str(ROOT / "studies" / "bench" / f"{name}.py"), run_name="bench")
+    found = json.loads((ROOT / "studies" / "bench" / "results" / f"{name}.json").read_text())
+    shown = {one["title"]: one["parts"] for one in json.loads((ROOT / "docs/results/measured.json").read_text())}
+    (made,) = [part for part in shown[title] if isinstance(part, dict)]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in bench["lines"](found)]
+    assert lines[2:] == made["rows"]
+    assert lines[0] == made["columns"]

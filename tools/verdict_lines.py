@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paper_results import RESULTS, build, judged, own_rows
+from results import RESULTS, build, judged, own_rows
 
 from gradveil.threats.rows import group
 from gradveil_studies.paper.base import Judgement
@@ -26,8 +26,7 @@ class Line:
 
     claim: str
     verdicts: Sequence[Judgement]
-    numbers: str  # all of them
-    number: str = ""  # the one for the README
+    numbers: str
 
     @property
     def mark(self) -> str:
@@ -55,11 +54,6 @@ def _each(values: dict[str, str], verdicts: Sequence[Judgement]) -> str:
     return ", ".join(f"{values[p]} ({name}{said[p]})" for p, name in PANELS.items() if p in values)
 
 
-def _at_dlg(found: dict[str, Case], say: Callable[[Case], str]) -> str:
-    """Return one number: that of DLG on CIFAR-10."""
-    return say(found["dlg-cifar10"]) + " (DLG, CIFAR-10)" if "dlg-cifar10" in found else ""
-
-
 def _verdicts(name: str, words: str, folder: Path) -> list[Judgement]:
     return [v for v in judged(build(name, folder), folder) if words in v.claim]
 
@@ -79,8 +73,7 @@ def oblivious_server(folder: Path) -> Line:
         for p, s in ours.items()
     }
     claim = "some share of the paper's defence makes images unrecognisable to a server that does not know it"
-    one = _at_dlg(ours, lambda s: f"MSE {s.mse.mean:.2f}, the {GUESS} {s.blind:.2f}")
-    return Line(claim, verdicts, f"at 40 % {_each(text, verdicts)}", f"at 40 % {one}")
+    return Line(claim, verdicts, f"at 40 % {_each(text, verdicts)}")
 
 
 def knowing_server(folder: Path) -> Line:
@@ -88,9 +81,8 @@ def knowing_server(folder: Path) -> Line:
     ours = _at(_found(folder), OURS, knowing=True)
     verdicts = _verdicts("tradeoff", "to a server that knows it", folder)
     text = {p: f"MSE {s.mse.mean:.1g}, {s.success.mean:.0%} recovered" for p, s in ours.items()}
-    one = _at_dlg(ours, lambda s: f"{s.success.mean:.0%} recovered")
     claim = "some share makes them unrecognisable to a server that knows it"
-    return Line(claim, verdicts, f"at 40 % {_each(text, verdicts)}", f"at 40 % {one}")
+    return Line(claim, verdicts, f"at 40 % {_each(text, verdicts)}")
 
 
 def random_mask(folder: Path) -> Line:
@@ -122,9 +114,8 @@ def accuracy(folder: Path) -> Line:
     )
     verdicts = _verdicts("accuracy", "no drop in accuracy", folder)
     kept = sum(v.status == "reproduced" for v in verdicts)
-    worst = max(loss for found in lost.values() for loss in found.values())
     text = f"so in {kept} of {len(verdicts)} settings; lost, {text}"
-    return Line("the defence costs no accuracy", verdicts, text, f"up to {worst:.2f} lost")
+    return Line("the defence costs no accuracy", verdicts, text)
 
 
 def times(folder: Path) -> Line:
@@ -179,15 +170,14 @@ def theorems(folder: Path) -> Line:
         f"kept by {says}. A [sound version](../theory/certificates.md) is kept by {sound.ours}, for a server that "
         "inverts r', and is far smaller. Theorem 2 has a [counterexample](../theory/convergence.md)"
     )
-    knowing = next(v.ours for v in one if "that knows" in v.claim)
-    return Line("theorem 1 as printed bounds the error", one, text, f"kept by {knowing} images where the server knows")
+    return Line("theorem 1 as printed bounds the error", one, text)
 
 
 def meter(folder: Path) -> Line:
     """Our own figure."""
     (v,) = _verdicts("meter", "leak meter", folder)
     claim = "the leak meter predicts what the strongest attack reaches"
-    return Line(claim, [v], v.ours, v.ours.partition(",")[0])
+    return Line(claim, [v], v.ours)
 
 
 Maker = Callable[[Path], Line]
@@ -203,26 +193,16 @@ LINES: dict[Maker, tuple[str, ...]] = {  # with the items whose rows a line is m
     theorems: ("bounds", "tradeoff", "convergence"),
     meter: ("meter",),
 }
-README = (oblivious_server, knowing_server, accuracy, theorems, meter)
 
 
 def lines(folder: Path = RESULTS) -> list[str]:
     """Return all lines with all their numbers; an item that has not been run is only named."""
-    return _written(list(LINES), folder, lambda line: line.numbers)
-
-
-def readme_lines(folder: Path = RESULTS) -> list[str]:
-    """Return five lines with one number each."""
-    return _written(README, folder, lambda line: line.number)
-
-
-def _written(makers: Sequence[Maker], folder: Path, numbers: Callable[[Line], str]) -> list[str]:
     found = []
-    for maker in makers:
-        missing = [name for name in LINES[maker] if not own_rows(name, folder)]
+    for maker, items in LINES.items():
+        missing = [name for name in items if not own_rows(name, folder)]
         if missing:
             found.append(f"- Not run at full size yet: {', '.join(missing)}.")
         else:
             line = maker(folder)
-            found.append(f"- **{line.mark}**: {line.claim}: {numbers(line)}.")
+            found.append(f"- **{line.mark}**: {line.claim}: {line.numbers}.")
     return list(dict.fromkeys(found))

@@ -24,9 +24,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def tools(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    return {
-        name: importlib.import_module(name) for name in ("paper_results", "paper_page", "keep_results", "verdict_lines")
-    }
+    return {name: importlib.import_module(name) for name in ("results", "items", "pages", "verdict_lines")}
 
 
 @pytest.fixture
@@ -37,44 +35,49 @@ def results(tmp_path: Path) -> Path:
 
 
 def test_the_pages_are_what_the_committed_rows_give() -> None:
-    tool = ROOT / "tools" / "paper_page.py"
+    tool = ROOT / "tools" / "pages.py"
     done = subprocess.run([sys.executable, str(tool), "--check"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_item_has_a_page_a_line_in_the_index_and_one_in_the_table_of_verdicts(
+def text_of(parts: list[Any]) -> str:
+    return "\n".join(part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in parts)
+
+
+def test_every_item_has_a_section_a_line_in_the_index_and_one_in_the_table_of_verdicts(
     tools: dict[str, ModuleType],
 ) -> None:
-    pages = tools["paper_page"].pages()
-    assert pages.keys() == {"paper.md", "verdicts.md", *(f"{name}.md" for name in ITEMS.names())}
-    there = {path.name for path in (ROOT / "docs" / "results").glob("*.md")}
-    assert pages.keys() == there - {"leaderboard.md"}  # not of the paper
+    sections, index = tools["items"].item_sections(), tools["items"].overview()
+    assert sections.keys() == {"all verdicts", *ITEMS.names()}
+    ((verdicts,),) = (sections["all verdicts"],)
     for name in ITEMS.names():
-        assert pages[f"{name}.md"].startswith(f"# {name}\n")
-        assert f"| [{name}]({name}.md) | " in pages["paper.md"]
-        assert f"| [{name}]({name}.md): " in pages["verdicts.md"]
+        assert f"| [{name}](items.md#{name}) | " in index
+        assert [row for row in verdicts if row["item"] == name]
 
 
-def test_another_row_gives_another_verdict_on_every_page(tools: dict[str, ModuleType], results: Path) -> None:
-    before = tools["paper_page"].pages(results)
+def test_another_row_gives_another_verdict_everywhere(tools: dict[str, ModuleType], results: Path) -> None:
+    def made() -> dict[str, str]:
+        sections = {name: text_of(parts) for name, parts in tools["items"].item_sections(results).items()}
+        return sections | {"index": tools["items"].overview(results)}
+
+    before = made()
     path = results / "dlg-reference" / "rows.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for row in rows:
         if (row["defense"], row["server"]) == ("representation:share=0.4", "oblivious"):
             row["mse"] = 0.0
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    after = tools["paper_page"].pages(results)
+    after = made()
     claim = r"\*\*(.*)\*\*: The defence stops a server that does not know it"
-    assert re.findall(claim, before["dlg-reference.md"]) == ["reproduced"]
-    assert re.findall(claim, after["dlg-reference.md"]) == ["not reproduced"]
+    assert re.findall(claim, before["dlg-reference"]) == ["reproduced"]
+    assert re.findall(claim, after["dlg-reference"]) == ["not reproduced"]
     changed = {name for name, text in before.items() if after[name] != text}
-    assert changed == {"dlg-reference.md", "paper.md", "verdicts.md"}
+    assert changed == {"dlg-reference", "all verdicts", "index"}
 
 
 def test_an_item_that_was_not_run_shows_no_number_of_ours(tools: dict[str, ModuleType], results: Path) -> None:
     shutil.rmtree(results / "dlg-reference")
-    page = tools["paper_page"]
-    text = page.item_page(DLGReference(), results)
+    text = text_of(tools["items"].parts(DLGReference(), results))
     assert "not run at full size yet" in text
     assert "mse" not in text
     assert "--only" not in text
@@ -84,16 +87,16 @@ def test_the_few_units_that_were_not_run_are_named(tools: dict[str, ModuleType],
     path = results / "dlg-reference" / "rows.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows if row["unit"] != rows[-1]["unit"]))
-    text = tools["paper_page"].item_page(DLGReference(), results)
+    text = text_of(tools["items"].parts(DLGReference(), results))
     assert f"What is missing (`{rows[-1]['unit']}`) has not been run at full size yet." in text
 
 
 def test_a_number_can_be_rerun_by_the_command_under_it(tools: dict[str, ModuleType]) -> None:
-    page = tools["paper_page"]
+    page = tools["items"]
     for item in page.in_order():
         if not (page.has_rows(item) and page.units(item)):
             continue
-        text = page.item_page(item)
+        text = text_of(page.parts(item))
         command = re.search(
             r"A single number: `gradveil reproduce (\S+) --scale full --seed \d+.* --only '(.*)' --out", text
         )
@@ -104,44 +107,38 @@ def test_a_number_can_be_rerun_by_the_command_under_it(tools: dict[str, ModuleTy
         assert [sum(fnmatch(unit, other) for unit in every) for other in every] == [1] * len(every)
 
 
-def test_the_readme_is_filled_between_the_markers_only(tools: dict[str, ModuleType]) -> None:
-    page = tools["paper_page"]
-    begin, end = "<!-- begin: verdicts -->", "<!-- end: verdicts -->"
-    new = page.filled(f"before\n\n{begin}\nstale words\n{end}\n\nafter\n")
+def test_a_page_is_filled_between_the_markers_only(tools: dict[str, ModuleType]) -> None:
+    page = tools["pages"]
+    begin, end = "<!-- begin: lines -->", "<!-- end: lines -->"
+    marks = "<!-- begin: items -->\n<!-- end: items -->\n"
+    new = page.filled("results/paper.md", text=f"before\n\n{begin}\nstale words\n{end}\n\nafter\n{marks}")
     assert new.startswith(f"before\n\n{begin}\n\n- ")
-    assert new.endswith(f"{end}\n\nafter\n")
+    assert f"{end}\n\nafter\n" in new
     assert "stale words" not in new
-    assert page.filled(new) == new
+    assert page.filled("results/paper.md", text=new) == new
     with pytest.raises(SystemExit, match="markers"):
-        page.filled("no markers")
+        page.filled("results/paper.md", text="no markers")
 
 
-def said(pages: dict[str, str]) -> list[tuple[str, str]]:
-    """Return every claim on the pages with the word beside it: the items' pages, their table, the lines that sum up."""
-    end = {"README.md": ": ", "paper.md": ": "}
-    listed = [
-        re.findall(rf"^- \*\*(.+?)\*\*: (.+?){end.get(name, '[.] Ours: ')}", text, re.M) for name, text in pages.items()
-    ]
-    table = re.findall(r"^\| \[\S+\]\(\S+\): (.+?) \| .* \| (.+?) \|$", pages["verdicts.md"], re.M)
-    return [*table, *((claim, word) for found in listed for word, claim in found)]
-
-
-def test_a_claim_has_one_word_on_all_pages(tools: dict[str, ModuleType]) -> None:
-    paths = [ROOT / "README.md", *(ROOT / "docs" / "results").glob("*.md")]
-    pages = {path.name: path.read_text() for path in paths}
+def test_a_claim_has_one_word_everywhere(tools: dict[str, ModuleType]) -> None:
+    sections = tools["items"].item_sections()
     words: dict[str, set[str]] = {}
-    for claim, word in said(pages):
-        words.setdefault(claim.lower(), set()).add({"Holds": "reproduced", "Fails": "not reproduced"}.get(word, word))
+    for row in sections["all verdicts"][0]:
+        words.setdefault(row["claim"].lower(), set()).add(row["verdict"])
+    for name in ITEMS.names():
+        for word, claim in re.findall(r"^- \*\*(.+?)\*\*: (.+?)\. Ours: ", text_of(sections[name]), re.M):
+            words.setdefault(claim.lower(), set()).add(word)
     assert {claim: found for claim, found in words.items() if len(found) > 1} == {}
+    page = (ROOT / "docs" / "results" / "paper.md").read_text()
     for maker in tools["verdict_lines"].LINES:
         line = maker(ROOT / "docs" / "results")
-        assert f"- **{line.mark}**: {line.claim}: " in pages["paper.md"]
+        assert f"- **{line.mark}**: {line.claim}: " in page
         assert {v.claim: words.get(v.claim.lower()) for v in line.verdicts} == {
             v.claim: {v.status} for v in line.verdicts
         }
     for name in ITEMS.names():
-        (counted,) = re.findall(rf"^\| \[{name}\]\({name}.md\) \| .* \| (.+?) \|$", pages["paper.md"], re.M)
-        judged = re.findall(r"^- \*\*(.+?)\*\*: .+?\. Ours: ", pages[f"{name}.md"], re.M)
+        (counted,) = re.findall(rf"^\| \[{name}\]\(items.md#{name}\) \| .* \| (.+?) \|$", page, re.M)
+        judged = re.findall(r"^- \*\*(.+?)\*\*: .+?\. Ours: ", text_of(sections[name]), re.M)
         short = [re.sub("^reproduced only.*", "reproduced under a condition", status) for status in judged]
         assert counted == ", ".join(f"{short.count(status)} {status}" for status in dict.fromkeys(short))
 
@@ -180,10 +177,9 @@ def test_whether_the_score_matters_has_one_rule(tools: dict[str, ModuleType], re
 
 
 def test_what_holds_follows_the_rows(tools: dict[str, ModuleType], results: Path) -> None:
-    lines, short = tools["verdict_lines"].lines, tools["verdict_lines"].readme_lines
+    lines = tools["verdict_lines"].lines
     before = lines(results)
     assert len(before) == 10
-    assert len(short(results)) == 5
     path = results / "tradeoff" / "rows.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for row in rows:
@@ -195,14 +191,12 @@ def test_what_holds_follows_the_rows(tools: dict[str, ModuleType], results: Path
     claim = "some share makes them unrecognisable to a server that knows it"
     assert any(old.startswith(f"- **Fails**: {claim}") for old in before)
     assert any(new.startswith(f"- **Holds**: {claim}: at 40 % MSE 0.9") for new in changed)
-    assert f"- **Holds**: {claim}: at 40 % 0% recovered (DLG, CIFAR-10)." in short(results)
 
 
-@pytest.mark.parametrize("kind", ["lines", "readme_lines"])
-def test_what_was_not_run_is_named(kind: str, tools: dict[str, ModuleType], results: Path) -> None:
+def test_what_was_not_run_is_named(tools: dict[str, ModuleType], results: Path) -> None:
     shutil.rmtree(results / "meter")
     shutil.rmtree(results / "accuracy")
-    written = getattr(tools["verdict_lines"], kind)(results)
+    written = tools["verdict_lines"].lines(results)
     assert "- Not run at full size yet: meter." in written
     assert written.count("- Not run at full size yet: accuracy.") == 1
 
@@ -218,7 +212,7 @@ def run_folder(path: Path, rows: dict[str, list[float]], **changed: Any) -> Path
 
 
 def test_runs_of_one_item_are_merged_by_unit(tools: dict[str, ModuleType], tmp_path: Path) -> None:
-    keep, kept = tools["keep_results"], tools["paper_results"]
+    keep, kept = tools["results"], tools["results"]
     into = tmp_path / "results"
     keep.keep(run_folder(tmp_path / "a", {"ours oblivious": [0.1], "none": [0.2]}), "machine A", "abc1234", into)
     again = run_folder(tmp_path / "b", {"none": [0.3], "floors": [0.4]})
@@ -238,15 +232,15 @@ def test_runs_of_one_item_are_merged_by_unit(tools: dict[str, ModuleType], tmp_p
 
 def test_a_commit_that_is_not_there_is_refused(tools: dict[str, ModuleType]) -> None:
     with pytest.raises(SystemExit, match="no-such-commit is no commit of this repository"):
-        tools["keep_results"].commit_named("no-such-commit")
+        tools["results"].commit_named("no-such-commit")
 
 
 def test_the_reference_names_the_code_and_the_versions_it_was_run_with(tools: dict[str, ModuleType]) -> None:
-    for run in tools["paper_results"].runs("dlg-reference"):
+    for run in tools["results"].runs("dlg-reference"):
         assert re.fullmatch("[0-9a-f]{7,40}", run["commit"])
         assert {"python", "torch"} <= {version.split()[0] for version in run["versions"]}
         said = f"commit {run['commit']}, {', '.join(run['versions'])})"
-        assert said in (ROOT / "docs" / "results" / "dlg-reference.md").read_text()
+        assert said in text_of(tools["items"].parts(DLGReference()))
 
 
 @pytest.mark.parametrize(
@@ -260,23 +254,23 @@ def test_quick_runs_and_other_settings_are_not_mixed_in(
     tools: dict[str, ModuleType], tmp_path: Path, changed: dict[str, str], said: str
 ) -> None:
     into = tmp_path / "results"
-    tools["keep_results"].keep(run_folder(tmp_path / "a", {"floors": [0.1], "none": [0.2]}), "machine", "abc1234", into)
+    tools["results"].keep(run_folder(tmp_path / "a", {"floors": [0.1], "none": [0.2]}), "machine", "abc1234", into)
     with pytest.raises(SystemExit, match=said):
-        tools["keep_results"].keep(run_folder(tmp_path / "b", {"none": [0.3]}, **changed), "machine", "abc1234", into)
-    assert [r["mse"] for r in tools["paper_results"].own_rows("dlg-reference", into)] == [0.1, 0.2]
+        tools["results"].keep(run_folder(tmp_path / "b", {"none": [0.3]}, **changed), "machine", "abc1234", into)
+    assert [r["mse"] for r in tools["results"].own_rows("dlg-reference", into)] == [0.1, 0.2]
 
 
 def test_other_settings_may_take_the_place_of_all_that_is_there(tools: dict[str, ModuleType], tmp_path: Path) -> None:
     into = tmp_path / "results"
-    tools["keep_results"].keep(run_folder(tmp_path / "a", {"none": [0.2]}), "machine", "abc1234", into)
+    tools["results"].keep(run_folder(tmp_path / "a", {"none": [0.2]}), "machine", "abc1234", into)
     later = run_folder(tmp_path / "b", {"none": [0.3], "floors": [0.4]}, item="dlg-reference:share=0.5")
-    tools["keep_results"].keep(later, "machine", "abc1234", into)
-    assert tools["paper_results"].build("dlg-reference", into).share == 0.5
-    assert [r["mse"] for r in tools["paper_results"].own_rows("dlg-reference", into)] == [0.4, 0.3]
+    tools["results"].keep(later, "machine", "abc1234", into)
+    assert tools["results"].build("dlg-reference", into).share == 0.5
+    assert [r["mse"] for r in tools["results"].own_rows("dlg-reference", into)] == [0.4, 0.3]
 
 
 def test_other_settings_may_take_that_place_from_several_folders(tools: dict[str, ModuleType], tmp_path: Path) -> None:
-    keep, kept, into = tools["keep_results"].keep, tools["paper_results"], tmp_path / "results"
+    keep, kept, into = tools["results"].keep, tools["results"], tmp_path / "results"
     keep(run_folder(tmp_path / "a", {"none": [0.2], "floors": [0.1]}), "machine", "abc1234", into)
     new = [
         run_folder(tmp_path / unit, {unit: [mse]}, item="dlg-reference:share=0.5")
@@ -296,23 +290,22 @@ def test_other_settings_may_take_that_place_from_several_folders(tools: dict[str
 
 
 def test_the_rows_that_an_item_needs_are_marked_as_anothers(tools: dict[str, ModuleType], tmp_path: Path) -> None:
-    tools["keep_results"].keep(run_folder(tmp_path / "a", {"none": [0.2]}), "machine", "abc1234", tmp_path / "results")
+    tools["results"].keep(run_folder(tmp_path / "a", {"none": [0.2]}), "machine", "abc1234", tmp_path / "results")
 
     class Reader(DLGReference):
         spec_name = "reader"
         needs = ("dlg-reference",)
 
-    rows = tools["paper_results"].all_rows(Reader(), tmp_path / "results")
+    rows = tools["results"].all_rows(Reader(), tmp_path / "results")
     assert [(r["item"], r["mse"]) for r in rows] == [("dlg-reference", 0.2)]
 
 
 @pytest.mark.parametrize("name", [name for name in ITEMS.names() if name != "claims"])
 def test_every_item_has_a_figure_of_its_committed_rows(name: str, tools: dict[str, ModuleType], tmp_path: Path) -> None:
-    kept = tools["paper_results"]
+    kept = tools["results"]
     item = kept.build(name)
     assert item.draw(kept.all_rows(item), tmp_path / name)
     for ending in (".svg", ".png"):
         assert (tmp_path / name).with_suffix(ending).stat().st_size > 1000
         assert (kept.RESULTS / name / name).with_suffix(ending).exists()
-    head = (kept.RESULTS / f"{name}.md").read_text().partition("Part of")[0]
-    assert f"]({name}/{name}.svg)" in head  # the page begins with it
+    assert f"]({name}/{name}.svg)" in tools["items"].parts(item)[1]  # the section begins with it

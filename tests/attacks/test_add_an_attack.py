@@ -1,16 +1,15 @@
 """The guide's code runs as it stands and does what the guide says."""
 
-import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from docpages import blocks, section
 from gradveil.attacks.base import ATTACKS, build
 
-GUIDE = Path(__file__).parents[2] / "docs" / "how-to" / "add-an-attack.md"
+GUIDE = section("how-to/extend.md", "## An attack")
 
 
 @pytest.fixture
@@ -18,8 +17,8 @@ def guide() -> Iterator[dict[str, Any]]:
     known = set(ATTACKS.names())
     names: dict[str, Any] = {"__name__": "guide"}
     with torch.random.fork_rng():
-        for block in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL):
-            exec(compile(block, str(GUIDE), "exec", dont_inherit=True), names)
+        for block in blocks(GUIDE, "python"):
+            exec(compile(block, "extend.md", "exec", dont_inherit=True), names)
     yield names
     for name in set(ATTACKS._classes) - known:
         del ATTACKS._classes[name]

@@ -1,18 +1,15 @@
 """What the how-to says works: its Python runs, and so does its command for a saved update."""
 
-import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+from docpages import blocks, section
 from gradveil.cli.main import entry
 
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "audit-my-model.md"
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+PAGE = "how-to/audit-my-model.md"
+TEXT = section(PAGE)
 
 
 @pytest.mark.slow
@@ -20,9 +17,9 @@ def test_the_how_to_does_what_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    exec(compile("\n".join(blocks("python")), PAGE.name, "exec"), {"__name__": "docs"})
+    exec(compile("\n".join(blocks(TEXT, "python")), PAGE, "exec"), {"__name__": "docs"})
     assert (tmp_path / "runs" / "mine" / "report.html").is_file()
-    (command,) = [block for block in blocks("bash") if "--update" in block]
+    (command,) = [block for block in blocks(TEXT, "bash") if "--update" in block]
     monkeypatch.setattr("sys.argv", [*shlex.split(command.replace("\\\n", " ")), "--out", "saved"])
     with pytest.raises(SystemExit) as done:
         entry()

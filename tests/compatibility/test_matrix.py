@@ -14,7 +14,7 @@ def test_every_answer_is_right_or_refused(family: str, name: str) -> None:
     wrong = {method: found.words for method, found in cells.items() if found.outcome == "wrong"}
     assert not wrong
     assert {method: MARKS[found.outcome] for method, found in cells.items()} == written()[family][name], (
-        "docs/compatibility.md is stale: run `make docs`"
+        "docs/compatibility.json is stale: run `make docs`"
     )
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from docpages import blocks, section
 from gradveil.modalities import MODALITIES
 from gradveil.report.page import write_report
 
-GUIDE = Path(__file__).parents[2] / "docs" / "how-to" / "add-a-modality.md"
+GUIDE = section("how-to/extend.md", "## A kind of example")
 
 
 @pytest.fixture
@@ -18,8 +19,8 @@ def guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
     monkeypatch.chdir(tmp_path)
     known = set(MODALITIES.names())
     names: dict[str, Any] = {"__name__": "guide"}
-    for block in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL):
-        exec(compile(block, str(GUIDE), "exec", dont_inherit=True), names)
+    for block in blocks(GUIDE, "python"):
+        exec(compile(block, "extend.md", "exec", dont_inherit=True), names)
     yield names
     for name in set(MODALITIES._classes) - known:
         del MODALITIES._classes[name]

@@ -1,7 +1,6 @@
 """Every defence of the zoo has its truth and keeps to the contract; the audit finds the truth of a few of them."""
 
 import copy
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -11,6 +10,7 @@ import pytest
 import torch
 from torch import Generator, nn
 
+from docpages import blocks, section
 from gradveil.auditing.audit import audit
 from gradveil.federated.step import step_gradient
 from gradveil.protection.defense import DEFENSES, Defense, build
@@ -22,7 +22,7 @@ from gradveil.types import Batch, Observation, Update
 from zoo import keeper
 from zoo.keeper import SCENE, Kept, is_right, names, opened
 
-PAGE = Path(__file__).parents[2] / "docs/how-to/add-a-broken-defence.md"
+PAGE = section("how-to/extend.md", "## A broken defence")
 QUICK = replace(SCENE, images=2, tiers=("oblivious", "adaptive"), attacks=("newton",))
 UNDECLARED = ["constant_seed", "backwards"]  # what only a probe can find
 FEW = [*UNDECLARED, "strong_gaussian"]
@@ -101,7 +101,7 @@ def with_the_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = tmp_path_factory.mktemp("zoo")
     for kind in keeper.HALVES:
         shutil.copytree(keeper.FOLDER / kind, folder / kind)
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (code,) = blocks(PAGE, "python")
     (folder / "broken" / "backwards.py").write_text(code)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(keeper, "FOLDER", folder)

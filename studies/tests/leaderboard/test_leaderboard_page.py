@@ -20,18 +20,12 @@ from gradveil_studies.leaderboard.entries import ENTRIES, PANELS
 from gradveil_studies.leaderboard.standings import standings
 
 ROOT = Path(__file__).parents[3]
-RESULTS = ROOT / "docs" / "results"
 
 
 @pytest.fixture
 def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    return importlib.import_module("leaderboard_page")
-
-
-def test_the_page_is_what_the_committed_rows_give(tool: ModuleType) -> None:
-    text = (RESULTS / "leaderboard.md").read_text()
-    assert tool.fill(text, tool.blocks()) == text
+    return importlib.import_module("pages")
 
 
 def test_no_committed_attack_is_below_its_certificate(tool: ModuleType) -> None:
@@ -41,7 +35,7 @@ def test_no_committed_attack_is_below_its_certificate(tool: ModuleType) -> None:
 
 
 def test_an_aim_is_called_reached_where_the_interval_of_five_seeds_lies_within_it() -> None:
-    rows = json.loads((ROOT / "bench" / "results" / "promises.json").read_text())["rows"]
+    rows = json.loads((ROOT / "studies" / "bench" / "results" / "promises.json").read_text())["rows"]
     text = (ROOT / "docs" / "research" / "veil.md").read_text()
     whole: list[float] = []
     for row in rows:
@@ -85,17 +79,17 @@ def test_a_run_is_kept_and_what_was_not_run_is_said(tool: ModuleType, tmp_path: 
         folder.add(f"train/{dataset}/paper/none", [row])
         folder.add(f"floors/{dataset}", [{"kind": "floor", "dataset": dataset, "scene": ONE, "guess": "grey",
                                           "example": 0, "mse": 0.1, "identified": 0.0}])  # fmt: skip
-    tool.keep(tmp_path / "run", "a machine", "abc1234", tmp_path)
-    tables = tool.blocks(tmp_path)["tables"]
+    importlib.import_module("results").keep(tmp_path / "run", "a machine", "abc1234", tmp_path)
+    made = tool.board(tmp_path)
+    tables = tool.markdown(made[dataset][1])
     assert "| none | 0.750 | +0.0 | not run |" in tables
     assert f"| {ENTRIES[1].name} | not run |" in tables
-    assert "## mnist" in tables
-    assert "Not run." in tables
-    assert "a machine; commit abc1234" in tool.blocks(tmp_path)["runs"]
+    assert made["mnist"] == ["Not run."]
+    assert "a machine; commit abc1234" in made["where the rows come from"][0]
 
 
 def test_the_readmes_command_is_the_row_it_stands_for() -> None:
-    rows = json.loads((ROOT / "bench" / "results" / "promises.json").read_text())["rows"]
+    rows = json.loads((ROOT / "studies" / "bench" / "results" / "promises.json").read_text())["rows"]
     (row,) = [r for r in rows if (r["dataset"], r["setting"]) == ("mnist", "aggregate, reconstruction")]
     text = (ROOT / "README.md").read_text()
     command = text[text.index("gradveil train --dataset mnist") :].split("```")[0].replace("\\\n", " ")

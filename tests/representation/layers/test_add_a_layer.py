@@ -1,6 +1,5 @@
 """The guide's file, put beside the others, is all that a new layer type takes."""
 
-import re
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from docpages import blocks, section
 from gradveil.errors import CertificateError
 from gradveil.representation.certificates.chain import step_chain
 from gradveil.representation.layers import rules
@@ -18,7 +18,7 @@ from gradveil.representation.layers.recorder import walkable
 from gradveil.representation.layers.rules.base import PLAIN, RULES
 from gradveil.representation.scores.api import linearise
 
-GUIDE = Path(__file__).parents[3] / "docs" / "how-to" / "add-a-layer.md"
+GUIDE = section("how-to/extend.md", "## A layer type")
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_a_file_in_the_folder_is_enough(
     with pytest.raises(CertificateError, match="Cannot walk through 'pixel_shuffle'"):
         step_chain(model, "4", x)
 
-    linear, activation, *_ = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    linear, activation, *_ = blocks(GUIDE, "python")
     (tmp_path / "shuffle_of_the_guide.py").write_text(linear + activation)
     monkeypatch.setattr(rules, "__path__", [*rules.__path__, str(tmp_path)])
     import_module("gradveil.representation.layers.rules.shuffle_of_the_guide")

@@ -35,12 +35,12 @@ class Tradeoff(Item):
         "start is chosen by its own objective.",
         "GS: 500 iterations (the text has 120, the authors' script 24,000) on the appendix ConvNet with normalised "
         "inputs, as in the authors' script: that decides the control. Chosen on other images than those of the rows. "
-        "What this and the other open choices do is measured by [gs-choices](gs-choices.md).",
+        "What this and the other open choices do is measured by [gs-choices](items.md#gs-choices).",
         "The curve of the server that knows takes, per defence, the better of leaving the defended tensor out and "
         "reading the mask off it. Against pruning on DLG's panels it has beside them Gauss-Newton with the mask and a "
         "prior from public images (*mask newton*), which goes on where DLG stalls; against noise there that alone "
         "(*whiten*). Ours falls to DLG, so it has no such server: its curve and pruning's are not of one attack, and "
-        "[meter](meter.md) has Gauss-Newton with the mask against ours. On the GS panel Gauss-Newton would cost too "
+        "[meter](items.md#meter) has Gauss-Newton with the mask against ours. On the GS panel Gauss-Newton would cost too "
         "much: against noise that server runs the attack itself with the smoothness that the noise asks for (the "
         "weight of a MAP estimate where neighbouring pixels "
         f"differ by {CONTRAST}).",

@@ -54,7 +54,7 @@ class WgClgRep(Item):
         "padding and default initialisation (probe), and sigmoid, uniform(±0.5), stride 2, padding 2 are both run.",
         "LeNet and ConvNet are ours: a control for the conclusion that the representation is the essential cause. DLG "
         "fails on the ConvNet (ReLU) whatever it sees; GS does not, and loses nothing where the last layer's weights "
-        "are left out: the server *drop* in [tradeoff](tradeoff.md).",
+        "are left out: the server *drop* in [tradeoff](items.md#tradeoff).",
         "Two starts, the better one by the attack's own objective; found images are clamped to [0, 1] before they are "
         "measured.",
     )
