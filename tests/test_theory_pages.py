@@ -106,10 +106,10 @@ def test_no_placeholder_is_left_on_a_page() -> None:
 def test_every_equation_leads_to_code_that_is_there() -> None:
     text = (THEORY / "paper.md").read_text()
     rows = [line for line in section("theory/paper.md", "## Equations").splitlines() if line.startswith("| ")][1:]
-    linked = [re.findall(r"\(#(gradveil\.[\w.]+)\)", row) for row in rows]
+    linked = [re.findall(r"\(#(gradveil\w*\.[\w.]+)\)", row) for row in rows]
     assert len(rows) > 15
     assert all(linked)
-    shown = re.findall(r"^::: (gradveil\.[\w.]+)$", text, re.MULTILINE)
+    shown = re.findall(r"^::: (gradveil\w*\.[\w.]+)$", text, re.MULTILINE)
     assert shown == list(dict.fromkeys(place for places in linked for place in places))
     assert all(pkgutil.resolve_name(place).__doc__ for place in shown)
 
