@@ -40,8 +40,8 @@ class Tradeoff(Item):
         "reading the mask off it. Against pruning on DLG's panels it has beside them Gauss-Newton with the mask and a "
         "prior from public images (*mask newton*), which goes on where DLG stalls; against noise there that alone "
         "(*whiten*). Ours falls to DLG, so it has no such server: its curve and pruning's are not of one attack, and "
-        "[meter](items.md#meter) has Gauss-Newton with the mask against ours. On the GS panel Gauss-Newton would cost too "
-        "much: against noise that server runs the attack itself with the smoothness that the noise asks for (the "
+        "[meter](items.md#meter) has Gauss-Newton with the mask against ours. On the GS panel Gauss-Newton would cost "
+        "too much: against noise that server runs the attack itself with the smoothness that the noise asks for (the "
         "weight of a MAP estimate where neighbouring pixels "
         f"differ by {CONTRAST}).",
     )
