@@ -23,7 +23,6 @@ from gradveil.auditing.train import TrainConfig, train
 from gradveil.cli.train import command
 from gradveil.errors import BudgetError, GradveilError
 from gradveil.federated.server import Checkpoint
-from gradveil.federated.settings import Training
 from gradveil.federated.simulate import choose
 
 QUICK = {"model": "logistic", "partition": "iid:devices=4,per_device=40", "clients": 2, "rounds": 3, "lr": 0.5}
@@ -236,11 +235,6 @@ def test_old_names_of_options_work_and_say_the_new_ones(command: Command, tmp_pa
     config = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
     assert (config["clients"], config["aggregator"]) == (3, "fedavgm:momentum=0.5")
     assert not {"devices", "server"} & config.keys()
-
-
-def test_old_names_of_settings_work_in_python() -> None:
-    with pytest.warns(DeprecationWarning, match="devices= is called clients= now"):
-        assert Training(devices=3) == Training(clients=3)  # type: ignore[call-arg]
 
 
 def test_what_the_disk_refuses_is_one_line(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,10 @@
 """Settings of federated averaging, declared once; learning-rate schedules; which parameters are trained."""
 
 import math
-import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import wraps
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -114,23 +112,6 @@ class Averaging(Local):
         return SCHEDULES.build(self.schedule).lr(self.lr, number, self.rounds)
 
 
-def takes_old_names(cls: type[T]) -> type[T]:
-    """Let ``cls(devices=5)`` work as ``cls(clients=5)``, with a warning."""
-    init: Any = cls.__init__
-    renamed: dict[str, str] = cls.RENAMED  # type: ignore[attr-defined]
-
-    @wraps(init)
-    def with_old_names(self: T, *args: Any, **given: Any) -> None:
-        for old in given.keys() & renamed.keys():
-            warnings.warn(f"{old}= is called {renamed[old]}= now.", DeprecationWarning, stacklevel=2)
-            given[renamed[old]] = given.pop(old)
-        init(self, *args, **given)
-
-    cls.__init__ = with_old_names  # type: ignore[assignment]
-    return cls
-
-
-@takes_old_names
 @dataclass(frozen=True, kw_only=True)
 class Training(Averaging):
     """All settings of federated averaging in ``simulate``.
