@@ -188,8 +188,8 @@ def test_the_ready_client_answers_soundly_or_with_an_error_of_its_own(
     pytest.importorskip("flwr")
     from flwr.app import Message
 
-    from gradveil.integrations.allowed import NodeError, RunRefused
     from gradveil.integrations.flower.app import make_client_app
+    from gradveil.integrations.flower.site import NodeError, RunRefused
     from integrations.flower_parts import context
 
     monkeypatch.setenv("GRADVEIL_ACCOUNTS", str(tmp_path))

@@ -580,8 +580,8 @@ def test_flower_messages(place: Path, count: Count) -> None:
 def test_run_settings_on_a_node(place: Path, count: Count) -> None:
     """Whatever a run says: settings of registered names, or one line; no file is read, and no code is run."""
     pytest.importorskip("flwr")
-    from gradveil.integrations.allowed import REGISTRIES, check_spec, said_outward, taken
     from gradveil.integrations.flower.settings import FlowerSettings
+    from gradveil.integrations.flower.site import REGISTRIES, check_spec, said_outward, taken
 
     secret = place / "secret.csv"
     secret.write_text("root:x:0:0\n")

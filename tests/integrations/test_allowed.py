@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from gradveil.integrations import allowed
-from gradveil.integrations.allowed import NodeError, RunRefused, check_map, check_spec, check_weights, taken
+from gradveil.integrations.flower import site as allowed
+from gradveil.integrations.flower.site import NodeError, RunRefused, check_map, check_spec, check_weights, taken
 from gradveil.ranges import options_of
 from gradveil.registry import settings
 from test_ranges import registry
@@ -56,7 +56,7 @@ def test_registered_names_with_numbers_are_taken(kind: str, text: str) -> None:
 
 HARMLESS = {
     "dataset": {"image", "label", "target", "categorical", "drop", "by"},  # columns of a file that the site names
-    "model": {"normalize"},
+    "model": {"normalize", "layer"},
     "defense": {"layer", "method", "kind", "policy"},
 }
 

@@ -15,15 +15,14 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 from torch import nn
 
-from gradveil.integrations.allowed import NodeError
 from gradveil.integrations.flower.app import make_client_app
 from gradveil.integrations.flower.checks import checked
 from gradveil.integrations.flower.leaks import leak_guard
 from gradveil.integrations.flower.mods import guard_mod, update_mod
+from gradveil.integrations.flower.records import ASKED
+from gradveil.integrations.flower.required_defense import STATEMENT
 from gradveil.integrations.flower.settings import FlowerSettings, build_model, load_data
-from gradveil.integrations.flower.site import KEYS
-from gradveil.integrations.flower.statements import STATEMENT
-from gradveil.integrations.flower.values import ASKED
+from gradveil.integrations.flower.site import KEYS, NodeError
 from gradveil.privacy.accountant import Account
 from gradveil.types import Batch
 from integrations.flower_parts import SIMULATED, Nodes, ReadOff, context, linear_model, message, reply, train_plainly

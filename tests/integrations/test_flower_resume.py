@@ -15,7 +15,7 @@ from flwr.app import Context, Message, RecordDict
 from gradveil.auditing.run_files import FolderError
 from gradveil.cli.main import entry
 from gradveil.errors import DataError, GradveilError, SpecError
-from gradveil.integrations.flower import chosen_grid
+from gradveil.integrations.flower import grids
 from gradveil.integrations.flower.app import make_client_app, serve
 from gradveil.integrations.flower.settings import FlowerSettings
 from integrations.flower_parts import Nodes
@@ -167,7 +167,7 @@ class Clock:
 
 
 def test_a_round_waits_for_nodes_until_the_deadline_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chosen_grid, "time", clock := Clock())
+    monkeypatch.setattr(grids, "time", clock := Clock())
     run = settings(deadline=30, clients=4, rounds=2, min_replies=2)
     outcome = serve(Party(run, [0, 3]), run)
     assert clock.now == pytest.approx(60, abs=2)
@@ -178,7 +178,7 @@ def test_a_round_waits_for_nodes_until_the_deadline_and_goes_on(monkeypatch: pyt
 
 
 def test_a_node_that_does_not_say_which_device_it_is_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chosen_grid, "time", Clock())
+    monkeypatch.setattr(grids, "time", Clock())
     run = settings(deadline=30)
     party = Party(run)
     asked = []

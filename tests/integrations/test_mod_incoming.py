@@ -7,7 +7,7 @@ from flwr.app import Array, ArrayRecord, Context, Message
 from torch import nn
 
 from gradveil.attacks.base import Malicious, build
-from gradveil.integrations.flower.incoming import ACCEPTED, weights_guard
+from gradveil.integrations.flower.mods import ACCEPTED, weights_guard
 from gradveil.types import Batch
 from integrations.flower_parts import client_app, context, message, train_plainly, weights
 

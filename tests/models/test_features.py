@@ -14,7 +14,7 @@ from gradveil.auditing.train import TrainConfig, train
 from gradveil.errors import MissingExtraError, ModelError, SpecError
 from gradveil.federated.settings import Training
 from gradveil.federated.simulate import simulate
-from gradveil.integrations.allowed import RunRefused, check_spec
+from gradveil.integrations.flower.site import RunRefused, check_spec
 from gradveil.models import build, fit_to_public
 from gradveil.models.features import FeatureFiles, Frozen, keep_features
 

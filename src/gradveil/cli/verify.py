@@ -123,7 +123,7 @@ def _own(path: str, clip: float) -> "Pipeline":
 
 def _pipeline(defense: str, engine: str, settings: dict[str, Any]) -> "Pipeline":
     if engine.partition(":")[0] == "flower":
-        from gradveil.integrations.flower.verified import OnFlower
+        from gradveil.integrations.flower.verify import OnFlower
         from gradveil.protection.defense import build
 
         return OnFlower(build(defense), **settings)

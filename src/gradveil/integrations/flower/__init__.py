@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gradveil.integrations.flower.checks import checked
     from gradveil.integrations.flower.grids import audited
-    from gradveil.integrations.flower.incoming import weights_guard
     from gradveil.integrations.flower.leaks import leak_guard
-    from gradveil.integrations.flower.mods import guard_mod, update_mod
-    from gradveil.integrations.flower.secure_client import secure_mod
-    from gradveil.integrations.flower.secure_grid import secured
+    from gradveil.integrations.flower.mods import guard_mod, update_mod, weights_guard
+    from gradveil.integrations.flower.secure_aggregation import secure_mod, secured
     from gradveil.integrations.local_training import defended
 
 _PUBLIC = {
@@ -23,10 +21,10 @@ _PUBLIC = {
     "defended": "gradveil.integrations.local_training",
     "guard_mod": "gradveil.integrations.flower.mods",
     "leak_guard": "gradveil.integrations.flower.leaks",
-    "secure_mod": "gradveil.integrations.flower.secure_client",
-    "secured": "gradveil.integrations.flower.secure_grid",
+    "secure_mod": "gradveil.integrations.flower.secure_aggregation",
+    "secured": "gradveil.integrations.flower.secure_aggregation",
     "update_mod": "gradveil.integrations.flower.mods",
-    "weights_guard": "gradveil.integrations.flower.incoming",
+    "weights_guard": "gradveil.integrations.flower.mods",
 }
 
 __all__ = [

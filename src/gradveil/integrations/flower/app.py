@@ -1,9 +1,10 @@
 """gradveil's own Flower app: the in-process client and rounds behind Flower's messages and strategies."""
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +17,102 @@ from gradveil.auditing.run_folder import CHECKPOINT, MODEL, RunFolder
 from gradveil.auditing.train import FIT
 from gradveil.data.base import Dataset
 from gradveil.data.partition import Indices
-from gradveil.errors import GradveilError
-from gradveil.federated.client import evaluate
+from gradveil.errors import BudgetError, DataError, DefenseError, GradveilError
+from gradveil.federated.client import Sent, evaluate
+from gradveil.federated.engines import Job, World, work
 from gradveil.federated.server import Checkpoint
-from gradveil.federated.simulate import NOT_RELEASED, public_records
-from gradveil.integrations.allowed import check_map, said_outward, taken
+from gradveil.federated.simulate import NOT_RELEASED, client_seed, public_records
 from gradveil.integrations.flower.checks import checked
-from gradveil.integrations.flower.chosen_grid import DEVICE, ChosenGrid
-from gradveil.integrations.flower.client import train_message
-from gradveil.integrations.flower.grids import AuditedGrid, audited
-from gradveil.integrations.flower.mods import RULE
-from gradveil.integrations.flower.public_map import MAP, said_of
-from gradveil.integrations.flower.records import LOG, Next, arrays_of, params_of, record_of
-from gradveil.integrations.flower.secure_client import secure_mod
-from gradveil.integrations.flower.secure_grid import secured
+from gradveil.integrations.flower.grids import DEVICE, AuditedGrid, SampledGrid, audited
+from gradveil.integrations.flower.mods import RULE, told_here_alone
+from gradveil.integrations.flower.records import (
+    LOG,
+    SPENT,
+    Next,
+    arrays_of,
+    asked,
+    check_asked,
+    params_of,
+    record_of,
+    withhold,
+)
+from gradveil.integrations.flower.required_defense import MAP, OTHER, RequiredDefense, read_clip, state, write_clip
+from gradveil.integrations.flower.secure_aggregation import check_sum, secure_mod, secured
 from gradveil.integrations.flower.settings import FlowerSettings, build_model, load_data
-from gradveil.integrations.flower.site import is_simulation
-from gradveil.integrations.flower.standing import ENGINE, LEAKS, Continued, standing
-from gradveil.integrations.flower.strategies import build_strategy
+from gradveil.integrations.flower.site import (
+    check_map,
+    check_weights,
+    is_simulation,
+    noise_of,
+    pay,
+    said_outward,
+    taken,
+)
+from gradveil.integrations.flower.strategies import ENGINE, LEAKS, Continued, build_strategy, last_checkpoint
 from gradveil.losses import build as build_loss
 from gradveil.models import fit_to_public
+from gradveil.models.features import keep_features
 from gradveil.privacy.accountant import SIMULATED
+from gradveil.protection.defense import build as build_defense
 from gradveil.tree import Params
 from gradveil.types import Batch
+
+
+def train_message(message: Message, context: Context, settings: FlowerSettings, simulation: bool = False) -> Message:
+    """Train on this node's share of the data and return the new weights."""
+    folder = str(context.node_config.get("data", settings.data))
+    dataset, shares = load_data(settings.dataset, folder, settings.partition, settings.seed)
+    device = int(context.node_config.get(DEVICE, -1))
+    if not 0 <= device < len(shares):
+        raise DataError(
+            f"partition-id={device}: the partition {settings.partition!r} has devices 0..{len(shares) - 1}."
+        )
+    check_asked(message)
+    round_number, noise = int(asked(message, "server-round", 1)), noise_of(context)
+    before = params_of(arrays_of(message)[1])
+    model = build_model(settings, dataset)
+    own = model.state_dict()
+    if not simulation and before.keys() == own.keys():
+        check_weights(before, own)
+    model.load_state_dict(before)
+    local = replace(settings, proximal=asked(message, "proximal-mu", settings.proximal))  # the strategy may set it
+    lr = asked(message, "lr", settings.lr)
+    site = str(context.node_config.get("defense", ""))
+    stated = build_defense(site or settings.defense)
+    if settings.require_defense and settings.secure_aggregation:
+        RequiredDefense(build_defense(settings.require_defense)).check(stated)
+        if noise == SIMULATED and not simulation:
+            raise DefenseError(f"{OTHER}: this site simulates its noise, and the run is no simulation.")
+    defense, ledger = settings.ledger(shares, site)
+    defense = read_clip(defense, message, model)
+    if defense.min_clients:
+        check_sum(defense, context, lr)
+    account = None
+    if ledger.cost is not None:
+        try:
+            account = pay(message, context, ledger.cost, ledger.limit or math.inf)
+        except BudgetError as error:
+            return withhold(message, f"{SPENT}{error}")
+    keep_features(model, dataset.train.batch(shares[device]).inputs)
+    world = World(model, dataset.train, defense, local)
+    seed = client_seed(settings.seeds, round_number, device) if noise == SIMULATED else None
+    with told_here_alone(context) if account is not None else nullcontext():
+        sent = work(model, world, Job(device, shares[device], seed), lr)
+    if settings.secure_aggregation:  # float32 would round a small step of a large weight before the sum does
+        before = {name: value.double() if value.is_floating_point() else value for name, value in before.items()}
+    steps, examples = sent.update.num_steps, sent.update.num_examples
+    metrics = MetricRecord({"num-examples": examples, "num-steps": steps})
+    reply = Message(
+        RecordDict({"arrays": record_of(weights_after(before, sent)), "metrics": metrics}), reply_to=message
+    )
+    state(reply, stated, context, steps=steps, examples=examples, account=account)
+    return reply
+
+
+def weights_after(before: Params, sent: Sent) -> Params:
+    """Return the state dict that carries an update: W - lr g, the client's buffers, counters as they came."""
+    moved = {name: before[name] - sent.update.lr * g for name, g in sent.update.gradient.items()}
+    return before | moved | sent.buffers
 
 
 def make_client_app(
@@ -119,7 +193,7 @@ def _serve(grid: Grid, settings: FlowerSettings, folder: RunFolder | None, simul
     fit_to_public(model, dataset.train.batch(looked_at).inputs if len(looked_at) else None)
     sizes = [len(share) for share in shares]
     defense, ledger = settings.ledger(shares, noise=SIMULATED if simulation else None)
-    start = None if folder is None else standing(folder, settings.resume)
+    start = None if folder is None else last_checkpoint(folder, settings.resume)
     if start is not None:
         start.restore(model)
         ledger.restore(start.notes.get("accounts"))
@@ -137,9 +211,9 @@ def _serve(grid: Grid, settings: FlowerSettings, folder: RunFolder | None, simul
         acting = defense.for_round(model, public, build_loss(settings.loss).of(dataset.train.labels))
         if secure is not None:
             secure.defense = acting
-        return said_of(acting, model)
+        return write_clip(acting, model)
 
-    chosen = ChosenGrid(secure or grid, settings, ledger, tell, strategy.done)
+    chosen = SampledGrid(secure or grid, settings, ledger, tell, strategy.done)
     auditor = _auditor(chosen, settings, model, dataset, shares, strategy.done)
     watched = checked(
         auditor or chosen,
@@ -196,7 +270,7 @@ def _serve(grid: Grid, settings: FlowerSettings, folder: RunFolder | None, simul
 
 
 def _auditor(
-    grid: "ChosenGrid",
+    grid: "SampledGrid",
     settings: FlowerSettings,
     model: nn.Module,
     dataset: Dataset,

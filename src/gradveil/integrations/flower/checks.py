@@ -11,7 +11,6 @@ from flwr.serverapp import Grid
 
 from gradveil.auditing.train import listed
 from gradveil.errors import GradveilError, SpecError, UpdateError
-from gradveil.integrations.flower.demand import OTHER, Demand
 from gradveil.integrations.flower.grids import GridView
 from gradveil.integrations.flower.mods import check_reply
 from gradveil.integrations.flower.records import (
@@ -29,8 +28,15 @@ from gradveil.integrations.flower.records import (
     params_of,
     withhold,
 )
+from gradveil.integrations.flower.required_defense import (
+    OTHER,
+    RequiredDefense,
+    check_statement,
+    shown,
+    statement_in,
+    told,
+)
 from gradveil.integrations.flower.site import is_simulation
-from gradveil.integrations.flower.statements import check_statement, shown, statement_in, told
 from gradveil.integrations.local_training import is_trained
 from gradveil.privacy.accountant import SIMULATED
 from gradveil.protection.defense import Defense, build
@@ -84,8 +90,8 @@ class CheckedGrid(GridView):
         if not 0 <= max_change < math.inf or not 0 <= max_examples < math.inf:
             raise SpecError("max_change and max_examples must be 0 (no bound of its own) or above.")
         self.max_change, self.max_examples, self.min_replies = max_change, max_examples, min_replies
-        self._usual = Demand(build(defense)) if defense else None
-        self._demand = Demand(build(require_defense)) if require_defense else None
+        self._usual = RequiredDefense(build(defense)) if defense else None
+        self._demand = RequiredDefense(build(require_defense)) if require_defense else None
         self._simulation = is_simulation() if simulation is None else simulation
         self._simulated = 0  # replies that say that their noise is simulated
         self._stated: Counter[str] = Counter()  # other defences than the run's, by name

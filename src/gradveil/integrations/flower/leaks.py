@@ -28,8 +28,8 @@ from gradveil.integrations.flower.records import (
     params_of,
     withhold,
 )
+from gradveil.integrations.flower.required_defense import STATEMENT
 from gradveil.integrations.flower.site import generator
-from gradveil.integrations.flower.statements import STATEMENT
 from gradveil.losses import Loss
 from gradveil.losses import build as build_loss
 from gradveil.protection.defense import Defense

@@ -1,23 +1,32 @@
-"""A Flower mod that runs an update-level defence (pruning, noise) on what a client is about to send."""
+"""Flower mods on a node: defend the update, guard the steps, check the weights that came; and what may then leave.
 
+Under a defence of records an answer is made anew of what is noisy or public. The app's own reply is looked at, and none
+of it is sent: neither its metrics, configs and words, nor the names, order, types and bits of its arrays, nor the text
+of its errors.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from math import inf
 
 import torch
-from flwr.app import ConfigRecord, Context, Message
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from torch import nn
 
 from gradveil import tree
+from gradveil.auditing.incoming import check_model
 from gradveil.errors import BudgetError, DefenseError, GradveilError, UpdateError
 from gradveil.files import wrap_parse_errors
-from gradveil.integrations.flower.outgoing import STEPS, answer_in, made_anew, other_kind, tell_what_stays, trained_in
 from gradveil.integrations.flower.records import (
+    LOG,
     SPENT,
     ModelWatch,
     Next,
     Refused,
     add_metrics,
     arrays_of,
+    asked,
     is_training,
     named_as_in,
     number,
@@ -25,18 +34,104 @@ from gradveil.integrations.flower.records import (
     record_of,
     withhold,
 )
-from gradveil.integrations.flower.site import check_seed, defense_for, generator_of, pay
-from gradveil.integrations.flower.statements import state
-from gradveil.integrations.flower.values import asked
+from gradveil.integrations.flower.required_defense import STATEMENT, name_of, state
+from gradveil.integrations.flower.site import allows, check_seed, defense_for, generator_of, noise_of, pay
 from gradveil.integrations.local_training import is_trained
-from gradveil.privacy.accountant import Account
+from gradveil.privacy.accountant import SIMULATED, Account
 from gradveil.privacy.draws import SecretDraws
 from gradveil.protection.defense import Defense
 from gradveil.protection.protect import Guard, RecordSettings, protect, refuse_idle
 from gradveil.registry import describe
 from gradveil.step_rule import StepRule
 from gradveil.tree import Params
-from gradveil.types import Update
+from gradveil.types import Batch, Update
+
+STEPS = "defended-steps"
+PUBLIC = ("num-examples", "num-steps", STEPS)  # counts that a defence of records takes for known
+FAILED = "the app failed; the node's own log says how. What it says of it may tell of the records, and stays there."
+
+
+def other_kind(defense: Defense, message: Message, context: Context, call_next: Next) -> Message:
+    """Answer a message that asks for no training: not at all, unless the site allows it; then it says so."""
+    kind = "evaluate" if message.metadata.message_type.partition(".")[0] == "evaluate" else "query"
+    if not allows(context, kind):
+        return withhold(
+            message,
+            f"this site answers no {kind} messages: {name_of(defense)} promises something of single records, and what "
+            f"is computed from them here would leave beside its noise and its account. Evaluate on public data on the "
+            f"server; a site that wants it all the same sets --node-config \"{kind}='allow'\".",
+        )
+    reply = call_next(message, context)
+    if not reply.has_error():
+        reply.content[STATEMENT] = ConfigRecord({"defense": name_of(defense), "allows": [kind], "paid": False})
+    return reply
+
+
+@contextmanager
+def told_here_alone(context: Context) -> Iterator[None]:
+    """Within, what goes wrong is told in the node's log; the error that leaves says it in a simulation alone."""
+    if noise_of(context) == SIMULATED:
+        yield
+        return
+    try:
+        yield
+    except BudgetError as error:
+        LOG.warning("gradveil: %s", error)
+        raise BudgetError("It was spent while the app trained; the node's log says more.") from None
+    except Exception as error:
+        LOG.warning("gradveil: the app failed, and the server is not told how", exc_info=error)
+        raise DefenseError(FAILED) from None
+
+
+def answer_in(app: Next, message: Message, context: Context) -> Message | GradveilError:
+    """Return the app's answer, or an error that says nothing of what went wrong: the log of the node does."""
+    try:
+        with told_here_alone(context):
+            reply = app(message, context)
+    except GradveilError as error:
+        return error
+    if reply.has_error():
+        LOG.warning("gradveil: the app answered with an error, and the server is not told which: %s", reply.error)
+        return DefenseError(FAILED)
+    return reply
+
+
+def trained_in(guards: Sequence[Guard], reply: Message) -> Guard:
+    """Return the guard whose model's weights the app wants to send; raise where no guard saw them trained."""
+    try:
+        sent = params_of(arrays_of(reply)[1])
+    except UpdateError:
+        sent = {}
+    for guard in guards:
+        own, named = guard.model.state_dict(), named_as_in(guard.model, sent)
+        if named is not None and all(torch.equal(named[name].to(w), w) for name, w in own.items()):
+            return guard
+    raise DefenseError("the weights in the reply are not those of the model that was trained under guard.")
+
+
+def made_anew(message: Message, guard: Guard, weights: Params, examples: int, steps: int) -> Message:
+    """Return the answer: what was trained, under the names and in the types that were sent, and public counts.
+
+    What was not trained goes back as it came.
+    """
+    key, record = arrays_of(message)
+    before, own = params_of(record), list(guard.model.state_dict())
+    names = dict(zip(before, before if before.keys() == {*own} else own, strict=True))  # or they are numbered
+    trained = {name for name, p in guard.model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    after = {name: weights[names[name]].to(old) if names[name] in trained else old for name, old in before.items()}
+    counts = MetricRecord(dict(zip(PUBLIC, (examples, steps, steps), strict=True)))
+    return Message(RecordDict({key: record_of(after), "metrics": counts}), reply_to=message)
+
+
+def tell_what_stays(reply: Message, examples: int, steps: int) -> None:
+    """Log what an app wanted to send beside its weights; it was computed from private records, or may have been."""
+    known = {"num-examples": examples, "num-steps": steps}
+    for record in reply.content.metric_records.values():
+        for name, value in record.items():
+            if known.get(name) != value:
+                LOG.info("gradveil: the metric %r is not sent: it may be computed from private records.", name)
+    for key in reply.content.config_records:
+        LOG.info("gradveil: the config %r is not sent: it may be computed from private records.", key)
 
 
 @dataclass(frozen=True)
@@ -273,3 +368,57 @@ def _not_found(names: Params) -> str:
 def _not_trained(guards: list[Guard]) -> str:
     name, steps = type(guards[0].model).__name__, sum(guard.report.optimizer_steps for guard in guards)
     return f"{name} was called, but no training step of it was defended ({steps} optimizer steps were taken)."
+
+
+ACCEPTED = "gradveil-accepted-weights"  # in the node's state: those of the last round that it trained in
+
+
+@dataclass(frozen=True)
+class WeightsGuard:
+    """A mod for ``ClientApp(mods=[weights_guard(...)])`` that refuses to train at weights that look planted.
+
+    The train function is not called, and the server gets an error that says why. Weights are held against those of
+    the last round that this node took part in, which its state keeps, and against the model where it is given.
+
+    Args:
+        model: what makes the model that the client expects, without arguments: ``make_model``.
+        examples: what gives some of the client's own examples, for what the weights do to them; needs ``model``.
+    """
+
+    model: Callable[[], nn.Module] | None = None
+    _: KW_ONLY
+    examples: Callable[[Context], Batch] | None = None
+
+    def __call__(self, message: Message, context: Context, call_next: Next) -> Message:
+        """Check what came, then let the client train; fail closed."""
+        if not is_training(message):
+            return call_next(message, context)
+        try:
+            honest = None if self.model is None else self.model()
+            sent = params_of(arrays_of(message)[1])
+            weights = self._named(honest, sent)
+            kept = context.state.array_records.get(ACCEPTED)
+            last = None if kept is None else params_of(kept)
+            own = None if self.examples is None else self.examples(context)
+            found = check_model(*(([last] if last else []) + [weights]), model=honest, batch=own)
+            if found.suspicious:
+                why = " ".join(f.text for f in found.findings[:3])
+                if own is not None:  # what the weights do to one's own examples tells of these
+                    LOG.warning("gradveil: the weights look planted. %s", why)
+                    why = "The node's own log says why."
+                raise DefenseError(f"the weights look planted. {why}")
+        except GradveilError as error:
+            return withhold(message, str(error))
+        context.state[ACCEPTED] = record_of(weights)
+        return call_next(message, context)
+
+    @staticmethod
+    def _named(honest: nn.Module | None, sent: Params) -> Params:
+        """Return the weights by the model's names; those of older clients are numbered."""
+        named = sent if honest is None else named_as_in(honest, sent) or sent
+        if all(name.isdigit() for name in named):
+            raise DefenseError("the weights have numbers for names, so nothing can be told of them. Give the model.")
+        return named
+
+
+weights_guard = WeightsGuard

@@ -1,10 +1,11 @@
-"""Between Flower's records and gradveil's ``Params``; all that the mods need to read or change in a message."""
+"""Between Flower's records and gradveil's ``Params``: what a message holds, and the numbers that it may hold."""
 
 import logging
 import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from io import BytesIO
 from types import TracebackType
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from gradveil.errors import MissingExtraError, UpdateError
+from gradveil.ranges import Range
 from gradveil.tree import Params
 
 try:
@@ -176,3 +178,50 @@ def _watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def is_training(message: Message) -> bool:
     """Return whether a message asks for training, or answers such a one."""
     return bool(message.metadata.message_type.partition(".")[0] == MessageType.TRAIN)
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number in a range; a whole one only, where that is said."""
+
+    range: Range
+    whole: bool = False
+
+    def __contains__(self, value: Any) -> bool:
+        """Whether a value is such a number: no text, no list, no truth value, not NaN."""
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return False
+        return value in self.range and (not self.whole or float(value).is_integer())
+
+    def __str__(self) -> str:
+        return f"a {'whole ' if self.whole else ''}number {self.range}"
+
+
+COUNT = Number(Range(0), True)  # of examples or steps
+ASKED = {  # of a training message's config
+    "lr": Number(Range(1e-12, 1e6)),
+    "server-round": COUNT,
+    "batch-size": COUNT,
+    "epochs": Number(Range(1, 10**6), True),
+    "momentum": Number(Range(0, 1, below=True)),
+    "weight-decay": Number(Range(0, 1e6)),
+    "proximal-mu": Number(Range(0, 1e6)),
+    "clip": Number(Range(0, 1e6)),
+    "public-clip": Number(Range(1e-6, 1e6)),
+}
+
+
+def asked(message: Message, name: str, default: float) -> float:
+    """Return what a server asks for under this name; anything that is no such number is refused."""
+    for record in message.content.config_records.values():
+        if name in record:
+            if record[name] not in ASKED[name]:
+                raise UpdateError(f"The server asks for a {name!r} that is not {ASKED[name]}. Nothing is done.")
+            return float(record[name])
+    return default
+
+
+def check_asked(message: Message) -> None:
+    """Raise where a number that a server asks for is none, or none that makes sense."""
+    for name in ASKED:
+        asked(message, name, math.nan)

@@ -17,7 +17,7 @@ from gradveil.errors import DefenseError, SpecError, did_you_mean
 from gradveil.federated.ledger import Ledger, planned_run, sample_clients
 from gradveil.federated.server import SERVERS
 from gradveil.federated.settings import Averaging, Training, only_trained
-from gradveil.integrations.flower.demand import Demand, parts_of
+from gradveil.integrations.flower.required_defense import RequiredDefense, parts_of
 from gradveil.protection.defense import Defense, build
 from gradveil.ranges import Count, Positive, Weight, Whole
 from gradveil.registry import parse
@@ -98,7 +98,7 @@ class FlowerSettings(Averaging):
         if self.batch_size == 0:  # a run config has no None
             object.__setattr__(self, "batch_size", None)
         super().__post_init__()
-        if self.require_defense and Demand(build(self.require_defense)).lacks(parts_of(build(self.defense))):
+        if self.require_defense and RequiredDefense(build(self.require_defense)).lacks(parts_of(build(self.defense))):
             raise SpecError(
                 f"The run demands {self.require_defense!r} and its own defence is {self.defense!r}: every client that "
                 f"does as it is told would be refused. Give the same."

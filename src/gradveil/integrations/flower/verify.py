@@ -18,10 +18,10 @@ from gradveil.data.base import Dataset
 from gradveil.errors import GradveilError
 from gradveil.files import read_safetensors
 from gradveil.integrations.flower.app import make_client_app
-from gradveil.integrations.flower.chosen_grid import DEVICE
+from gradveil.integrations.flower.grids import DEVICE
 from gradveil.integrations.flower.records import arrays_of, params_of
+from gradveil.integrations.flower.required_defense import statement_in
 from gradveil.integrations.flower.settings import FlowerSettings
-from gradveil.integrations.flower.statements import statement_in
 from gradveil.registry import describe
 from gradveil.tree import Params
 from gradveil.verification.canaries import Canaries
