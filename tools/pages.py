@@ -16,12 +16,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from gradveil.integrations.allowed import FILES, SITE, WORDS, keys
 from items import item_sections, overview
 from results import BOARD, RESULTS, ROOT, Row, own_rows, promise_rows, runs
 from verdict_lines import lines
 
 from gradveil.cli.list import everything, say_ranges
+from gradveil.integrations.flower.site import FILES, SITE, WORDS, keys
 from gradveil.threats.rows import group
 from gradveil_studies.leaderboard.board import Leaderboard
 from gradveil_studies.leaderboard.entries import BATCHES, ENTRIES, MULTIPLES, PANELS, Panel
