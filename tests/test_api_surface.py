@@ -60,7 +60,7 @@ PUBLIC = [
     "write_report",
     "write_update",
 ]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "quickstart.md"]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "index.md"]
 PAGES += sorted((ROOT / "docs" / "how-to").glob("*.md"))
 DEEPER = {  # what these pages may import beside gradveil itself
     "gradveil.integrations.flower",  # each needs an extra of its own

@@ -19,7 +19,7 @@ from gradveil.representation.layers.rules.base import PLAIN, RULES
 from schemas import FOLDER, schema_of
 
 PAGES = [
-    "quickstart.md",
+    "index.md",
     "how-to/bring-my-data.md",
     "how-to/learned-attacks.md",
     "how-to/malicious-servers.md",

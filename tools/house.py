@@ -30,7 +30,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = 60  # lines
 WALKS = {"audit": (30, 30), "train": (20, 20)}  # files, folder changes: aims
-GENERATED = re.compile(r"<!-- begin: [\w-]+ -->.*?<!-- end: [\w-]+ -->", re.DOTALL)
+GENERATED = re.compile(r"<!-- begin: .*?<!-- end: [^>]+-->", re.DOTALL)
 
 
 @dataclass(frozen=True)
