@@ -25,6 +25,7 @@ class Countermeasure:
     view: Callable[[Observation], Observation]  # what the attack is then given
     attack: str | None = None  # the spec of an attack that only this server would choose; None: the audit's own
     tier: Tier = "adaptive"  # of the servers that can do it
+    over_rounds: bool = False  # whether the view is of all rounds together, not of each by itself
 
 
 def plain() -> Countermeasure:

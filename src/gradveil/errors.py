@@ -89,6 +89,13 @@ def own_error(error: Exception) -> str:
     return own_place(error) + what
 
 
+def from_defense(error: Exception, what: str = "The defence") -> Exception:
+    """Return the error of a defence's code as one line of a report; one of ours, of memory or of time as it is."""
+    if isinstance(error, GradveilError) or is_out_of_memory(error) or type(error).__name__ == "OutOfTime":
+        return error
+    return DefenseError(f"{what} ends with an error of its own: {own_error(error)}")
+
+
 @cache
 def _installed() -> set[str]:
     """Return the folders of Python and of what is installed in it."""

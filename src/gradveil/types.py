@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor, nn
 
-from gradveil.errors import AttackError, UpdateError
+from gradveil.errors import AttackError, UpdateError, from_defense
 from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.modalities import IMAGE, Modality
 from gradveil.step_rule import PLAIN, Momenta, StepRule
@@ -182,9 +182,9 @@ class Observation:
             torch.manual_seed(0)
             try:
                 return self.simulate(gradient)
-            except RuntimeError as error:
+            except Exception as error:
                 if "vmap" not in str(error).lower():
-                    raise
+                    raise from_defense(error, "The defence that the server simulates") from error
                 raise AttackError(
                     f"The defence that the server simulates cannot be run on many trials at once "
                     f"({str(error).splitlines()[0][:120]}). Let it look at no values and draw nothing that hangs on "

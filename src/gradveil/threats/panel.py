@@ -12,9 +12,10 @@ from gradveil.attacks.base import Kind, Malicious
 from gradveil.attacks.base import build as build_attack
 from gradveil.auditing.run_folder import Row
 from gradveil.countermeasures import Countermeasure, plain
-from gradveil.errors import GradveilError
+from gradveil.errors import GradveilError, from_defense
 from gradveil.protection.defense import Defense
 from gradveil.threats.looks import Look
+from gradveil.threats.probing.function import Client
 from gradveil.threats.setup import Scene
 from gradveil.threats.trial import Trial, attacks_of, oblivious, observe
 from gradveil.tree import Params, parameters, size
@@ -89,7 +90,7 @@ def _wanted(scene: Scene, look: Look) -> Wanted:
             if "oblivious" in scene.tiers:
                 add(defense, oblivious(), attack)
         knowing = scene.countermeasures(defense, look.model)
-        servers = list(knowing) if "adaptive" in scene.tiers else []
+        servers = [server for server in knowing if server.tier in scene.tiers]
         servers += [informed(knowing), *marked(scene.acting(defense, look.model))] if "informed" in scene.tiers else []
         servers += patient(knowing) if "multi-round" in scene.tiers and scene.probed(defense).drawn else []
         for server in servers:
@@ -183,6 +184,7 @@ class Observed:
     _kept: dict[tuple[str | int, ...], Observation | GradveilError] = field(default_factory=dict)
     _views: dict[tuple[object, ...], tuple[Observation, Observation]] = field(default_factory=dict)
     _clients: dict[tuple[int, str], "_Client"] = field(default_factory=dict)
+    _devices: dict[tuple[object, ...], Client] = field(default_factory=dict)  # each with a defence of its own
     _bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -267,17 +269,21 @@ class Observed:
         batch = self.scene.held_by(target.victim).to(self.scene.device)
         try:
             return self.send(target, batch, rng)
-        except GradveilError as error:
-            return error
+        except Exception as error:
+            if not isinstance(told := from_defense(error), GradveilError):
+                raise
+            return told
 
     def send(self, target: Target, batch: Batch, rng: Generator, by_server: bool = False) -> Observation:
         """Return what the server sees of a client with these examples; or makes by itself, without its secrets."""
         scene, look = self.scene, target.look
-        defense = scene.acting(target.defense, look.model)
-        defense = defense.for_server() if by_server else defense
+        acting = scene.acting(target.defense, look.model)
+        key = (look.round, look.weights, look.planted, target.defense, target.victim)
+        made = Client(acting.for_server()) if by_server else self._devices.setdefault(key, Client(acting))
         lr, prior = scene.config.lr_of(look.round_number), scene.public.prior
         rest = (lr, False, (0.0, 1.0), scene.config, scene.dataset.modality)
-        return observe(look.model, batch, defense, rng, self._num_classes, prior, *rest)
+        with made.running() as defense:
+            return observe(look.model, batch, defense, rng, self._num_classes, prior, *rest)
 
 
 @dataclass(frozen=True, eq=False)

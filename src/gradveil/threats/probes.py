@@ -15,6 +15,7 @@ from torch import Generator, Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, Tier, drop
 from gradveil.defenses.compose import Compose
+from gradveil.errors import from_defense
 from gradveil.federated.client import train_client
 from gradveil.federated.settings import Local
 from gradveil.federated.step import step_gradient
@@ -24,7 +25,7 @@ from gradveil.protection.defense import Defense, NoDefense, check_servers
 from gradveil.seeds import Seeds
 from gradveil.threats.probing.batches import find_on_batch, simulate_perturb
 from gradveil.threats.probing.findings import DRAWS, KEPT, MOST, WORK, Explorer, Found
-from gradveil.threats.probing.function import DefenseFunction, Secret, own_numbers, secrets
+from gradveil.threats.probing.function import DefenseFunction, Secret, as_client, beside, own_numbers, secrets
 from gradveil.threats.probing.noise_tests import (
     claims,
     contradictions,
@@ -36,11 +37,12 @@ from gradveil.threats.probing.noise_tests import (
     viewed,
 )
 from gradveil.threats.probing.residuals import draw, sampled
-from gradveil.threats.probing.structure import Flaw, flaws_of
+from gradveil.threats.probing.structure import Flaw, flaws_of, hidden_bits
 from gradveil.tree import Params, flatten, parameters
 from gradveil.types import Batch, GaussianPrior, Observation, Update
 
 PUBLIC = 48  # clients with public examples, whose gradients an undone update is compared with
+CLIENTS = 40  # of every class, whose noise is compared
 SEEN = 8  # updates that declarations are tried on
 PLAIN = ("plain", "undeclared")  # declarations that name nothing to undo
 
@@ -93,14 +95,34 @@ def probe(
 
     ``examples``: that a client has.
     """
-    declared = defense.adaptive(model)
+    try:
+        declared = defense.adaptive(model)
+    except Exception as error:
+        return _failed(error)
     check_servers(getattr(defense, "spec_name", type(defense).__name__), declared)
     while len(public) < 2 * examples:  # mirrored ones are others
         public = Batch(
             torch.cat([public.inputs, public.inputs.flip(-1)]), public.labels.repeat(2, *[1] * (public.labels.ndim - 1))
         )
     public = public[: PUBLIC * examples].to(next(model.parameters()).device)
-    return _Probe(defense, declared, copy.deepcopy(model), public, local, lr, seeds, num_classes, examples).result()
+    whole = _Probe(defense, declared, copy.deepcopy(model), public, local, lr, seeds, num_classes, examples)
+    try:
+        return whole.result()
+    except Exception as error:
+        return _failed(error)
+
+
+def _apart(sent: Sequence[Update]) -> float:
+    """Return how far the updates of one client are from the first at most."""
+    rows = [flatten({n: g.float() for n, g in update.gradient.items()}) for update in sent]
+    return max((float((row - rows[0]).norm()) for row in rows[1:] if len(row) == len(rows[0])), default=0.0)
+
+
+def _failed(error: Exception) -> Probed:
+    """Return what is said of a defence that ends with an error of its own: a line of the report, and no assessment."""
+    if (told := from_defense(error)) is error:
+        raise error
+    return Probed(notes=(str(told),), assessed=False)
 
 
 @dataclass(frozen=True)
@@ -130,7 +152,11 @@ class _Probe:
         seen = self._seen(channel, drawn, clients[0])
         views = [view for server in self.declared if (view := viewed(server, seen[0])) is not None] if seen else []
         flaws = self._flaws(acted, seen, channel, drawn, vectors)
+        hidden = hidden_bits(channel, drawn, vectors) if acted.drawn else None
+        flaws = flaws if hidden is None else [hidden, *flaws]
         errors = self._errors(acted, batch, inside, true[0], seen, channel, drawn, flaws)
+        sent, missing = self._clients(drawn, acted.drawn or batch.drawn)
+        errors += [*sent, *missing]
         trusted = not errors and any(server.name not in PLAIN for server in self.declared)
         simulated = any(view.simulate is not None for view in views)
         covered = [
@@ -148,6 +174,46 @@ class _Probe:
         changes = any(one.drawn for one in found)
         notes = [one.what for one in found] + [f"Of its noise {flaw.what}." for flaw in flaws]
         return Probed(tuple(servers), tuple(errors), tuple(notes), trusted or explained, changes)
+
+    def _clients(self, drawn: Sequence[Secret], changes: bool) -> tuple[list[str], list[str]]:
+        """Return what clients with public examples of every class send beside the agreed numbers, and of which
+        there is no noise."""
+        size = sum(p.numel() for p in parameters(self.model).values())
+        clients = self._varied(max(2, min(CLIENTS if changes else 2, int(2 * WORK / size))))
+        said, away, long = dict[str, None](), list[float](), list[float]()
+        for batch in clients:
+            plain = self._whole(batch, None)
+            pair = [self._whole(batch, secret) for secret in drawn[:2]]
+            said |= dict.fromkeys(one for update in pair for one in beside(update, plain))
+            away.append(_apart(pair))
+            long.append(float(flatten(plain.gradient).norm()))
+        errors = [f"Beside the numbers it sends {one}." for one in list(said)[:3]]
+        sizes = torch.tensor([away, [a / max(g, 1e-30) for a, g in zip(away, long, strict=True)]])
+        bare = (sizes < 0.2 * sizes.median(1, keepdim=True).values).all(0).nonzero().flatten().tolist()
+        still = [i for i in bare[:4] if _apart([self._whole(clients[i], s) for s in drawn[:16]]) < 0.2 * max(away)]
+        if not changes or not still:
+            return errors, []
+        labels = clients[still[0]].labels
+        label = "" if labels.is_floating_point() else f" (label {int(labels.flatten()[0])})"
+        share = f"{len(bare)} of {len(clients)} clients{label}"
+        return errors, [f"Of {share} it hides hardly anything, unlike of the others."]
+
+    def _varied(self, count: int) -> list[Batch]:
+        """Return clients of public examples, first of those of as many classes as there are, then of others."""
+        labels = self.public.labels.reshape(len(self.public), -1)[:, 0]
+        order = torch.cat([(labels == k).nonzero().flatten()[:2] for k in labels.unique()[:CLIENTS]])
+        order = torch.cat([order, torch.arange(len(labels), device=order.device)])[: count * self.examples]
+        return [Batch(self.public.inputs[part], self.public.labels[part]) for part in order.split(self.examples)]
+
+    def _whole(self, batch: Batch, secret: Secret | None) -> Update:
+        """Return what a client sends after its local training."""
+        state, rng = (NoDefense(), Generator()) if secret is None else (copy.deepcopy(secret.state), secret.rng())
+        model = copy.deepcopy(self.model)
+        if secret is None:
+            with own_numbers(0):
+                return train_client(model, batch, state, self.lr, rng, self.local).update
+        with as_client(secret):
+            return train_client(model, batch, state, self.lr, rng, self.local).update
 
     def _flaws(
         self,
@@ -294,13 +360,13 @@ class _Probe:
         ]
 
 
-def _together(name: str, why: str, *places: Found, tier: Tier = "adaptive") -> Countermeasure:
+def _together(name: str, why: str, *places: Found) -> Countermeasure:
     def view(seen: Observation) -> Observation:
         for place in places:
             seen = place.view(seen) if place.view is not None else seen
         return seen
 
-    return Countermeasure(name, why, view, tier=tier)
+    return Countermeasure(name, why, view)
 
 
 def _of_flaws(flaws: Sequence[Flaw], *before: Found) -> list[Countermeasure]:
@@ -308,7 +374,11 @@ def _of_flaws(flaws: Sequence[Flaw], *before: Found) -> list[Countermeasure]:
     names: dict[Tier, str] = {"adaptive": "quiet", "multi-round": "rounds"}
     first = {flaw.tier: flaw for flaw in reversed(flaws) if flaw.view is not None}
     return [
-        _together(names[tier], f"Of its noise {flaw.what}.", Found(view=flaw.view), *before, tier=tier)
+        replace(
+            _together(names[tier], f"Of its noise {flaw.what}.", Found(view=flaw.view), *before),
+            tier=tier,
+            over_rounds=tier == "multi-round",
+        )
         for tier, flaw in first.items()
     ]
 

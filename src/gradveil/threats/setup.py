@@ -15,7 +15,7 @@ from gradveil.countermeasures import TIERS, Countermeasure, Tier
 from gradveil.data import load
 from gradveil.data.base import Dataset
 from gradveil.data.partition import Indices, deal
-from gradveil.errors import DataError, GradveilError, SpecError, did_you_mean, own_error
+from gradveil.errors import DataError, GradveilError, SpecError, did_you_mean, from_defense, own_error
 from gradveil.federated.client import check_loss, update_batch_size
 from gradveil.federated.ledger import planned_run
 from gradveil.federated.settings import ALL, Training, only_trained
@@ -30,6 +30,7 @@ from gradveil.protection.records.coordinates import PUBLIC as LOOKED_AT
 from gradveil.ranges import Count, Positive, Seed, Weight
 from gradveil.seeds import Seeds
 from gradveil.threats.probes import Probed, probe
+from gradveil.threats.probing.function import Client
 from gradveil.threats.suited import LARGE, is_large
 from gradveil.threats.trial import Public, check_fits
 from gradveil.types import Batch, Update
@@ -253,4 +254,9 @@ def _try_defense(model: nn.Module, dataset: Dataset, defense: Defense, seeds: Se
         if server.attack is not None:
             build_attack(server.attack)
     few = dataset.train.batch(slice(0, 2))
-    step_gradient(copy.deepcopy(model), few, defense, seeds("trial"), loss=build_loss(loss))
+    with Client(defense).running() as own:
+        try:
+            step_gradient(copy.deepcopy(model), few, own, seeds("trial"), loss=build_loss(loss))
+        except Exception as error:
+            if from_defense(error) is error:
+                raise  # what a defence's own code raises is a line of the report

@@ -19,8 +19,8 @@ from gradveil.attacks.base import build as build_attack
 from gradveil.auditing.run_folder import Row
 from gradveil.countermeasures import Countermeasure, plain
 from gradveil.data.base import Dataset
-from gradveil.errors import DefenseError, GradveilError
-from gradveil.federated.client import train_client
+from gradveil.errors import DefenseError, GradveilError, from_defense
+from gradveil.federated.client import train_client, update_batch_size
 from gradveil.federated.settings import Local, said_of_trained
 from gradveil.federated.step import step_gradient
 from gradveil.losses import build as build_loss
@@ -28,6 +28,7 @@ from gradveil.metrics import blind_guesses, measure
 from gradveil.metrics.recovery import COMMON
 from gradveil.modalities import IMAGE, Modality
 from gradveil.protection.defense import Defense
+from gradveil.threats.probing.function import wire_form
 from gradveil.threats.rows import OBLIVIOUS
 from gradveil.types import Batch, GaussianPrior, Observation, Reconstruction, Update, check_update
 
@@ -113,9 +114,13 @@ def observe(
     minimised = build_loss(local.loss).of(batch.labels)
     if lr is None:
         gradient = step_gradient(model, batch, defense, rng, loss=minimised)
-        update = defense.on_update(Update(gradient, len(batch)), rng)
+        agreed = Update({}, len(batch))
+        update = defense.on_update(replace(agreed, gradient=gradient), rng)
     else:
+        count = len(batch)
+        agreed = Update({}, count, local.steps(count), lr, update_batch_size(local, count), local.rule)
         update = train_client(copy.deepcopy(model), batch, defense, lr, rng, local).whole
+    update = wire_form(update, agreed, model)
     check_update(update, model)
     labels = batch.labels if with_labels else None
     shape = tuple(batch.inputs.shape[1:])
@@ -154,9 +159,14 @@ class Trial:
         that it finds in the first."""
         if isinstance(self.seen, GradveilError):
             raise self.seen
-        first = self.server.view(replace(self.seen, rounds=()))
-        rest = (one if first.labels is None else replace(one, labels=first.labels) for one in self.seen.rounds)
-        return replace(first, rounds=tuple(map(self.server.view, rest)))
+        try:
+            if self.server.over_rounds:
+                return self.server.view(self.seen)
+            first = self.server.view(replace(self.seen, rounds=()))
+            rest = (one if first.labels is None else replace(one, labels=first.labels) for one in self.seen.rounds)
+            return replace(first, rounds=tuple(map(self.server.view, rest)))
+        except Exception as error:
+            raise from_defense(error, "What the server does about the defence") from error
 
 
 Result = Reconstruction | GradveilError

@@ -16,14 +16,14 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 from torch.func import vjp
 
 from gradveil.defenses.compose import Compose
 from gradveil.protection.defense import Defense
 from gradveil.protection.records.records import Held
 from gradveil.seeds import Seeds
-from gradveil.tree import Params, flatten
+from gradveil.tree import Params, flatten, parameters
 from gradveil.types import Update
 
 Where = Literal["gradient", "update"]
@@ -213,6 +213,22 @@ class Seeding:
         return [*made, *((random, name, of(getattr(random, name))) for name in ("Random", "seed"))]
 
 
+@contextmanager
+def as_client(secret: Secret) -> Iterator[None]:
+    """Within, the process is that of a client with this secret."""
+    others = [] if secret.clock is None else _clocks(secret.clock)
+    others += [] if secret.forced is None else Seeding(secret.forced).others()
+    kept = None if secret.module is None else ModuleState.of(secret.state, secret.module)
+    with own_numbers(secret.seed), _replaced(secret.state, others):
+        try:
+            if secret.module is not None:
+                secret.module.put()
+            yield
+        finally:
+            if kept is not None:
+                kept.put()
+
+
 @dataclass(frozen=True)
 class DefenseFunction:
     """What a defence makes of the gradient of a client's one step; numbers go in and out as one vector."""
@@ -252,7 +268,7 @@ class DefenseFunction:
     def after(self, secret: Secret) -> Secret:
         """Return the secret of the next run of the same client."""
         state, module = copy.deepcopy(secret.state), None
-        with self._client(secret):
+        with as_client(secret):
             self._once({name: g.clone() for name, g in self.like.gradient.items()}, state, secret.rng())
             module = None if secret.module is None else ModuleState.of(state, secret.module)
         return replace(secret, state=state, module=module)
@@ -267,26 +283,11 @@ class DefenseFunction:
     def carried_on(self, vector: Tensor, secret: Secret, count: int = 2) -> list[Tensor]:
         """Return so many runs of the same client, one after the other, by one generator."""
         state, rng = copy.deepcopy(secret.state), secret.rng()
-        with self._client(secret):
+        with as_client(secret):
             return [flatten(self._once(self.tree(vector.clone()), state, rng)).detach() for _ in range(count)]
 
-    @contextmanager
-    def _client(self, secret: Secret) -> Iterator[None]:
-        """Within, the process is that of a client with this secret."""
-        others = [] if secret.clock is None else _clocks(secret.clock)
-        others += [] if secret.forced is None else Seeding(secret.forced).others()
-        kept = None if secret.module is None else ModuleState.of(secret.state, secret.module)
-        with own_numbers(secret.seed), _replaced(secret.state, others):
-            try:
-                if secret.module is not None:
-                    secret.module.put()
-                yield
-            finally:
-                if kept is not None:
-                    kept.put()
-
     def _act(self, tree: Params, state: Defense, secret: Secret) -> Params:
-        with self._client(secret):
+        with as_client(secret):
             return self._once(tree, state, secret.rng())
 
     def _once(self, tree: Params, state: Defense, rng: Generator) -> Params:
@@ -298,6 +299,41 @@ class DefenseFunction:
         if self.where == "gradient" and self.like.num_steps > 1:
             return tree  # of one step among several
         return state.on_update(replace(self.like, gradient=tree), rng).gradient
+
+
+def wire_form(update: Update, agreed: Update, model: nn.Module) -> Update:
+    """Return an update as it is written down for the server: the agreed numbers in the model's types, and no more.
+
+    Of its tensors those that the model has are kept, and of its buffers; all else is as was agreed.
+    """
+    kept: dict[str, Tensor] = {**parameters(model), **dict(model.named_buffers())}
+
+    def written(tree: Params) -> Params:
+        return {n: v.detach().to(kept[n].dtype, copy=True).contiguous() for n, v in tree.items() if n in kept}
+
+    return replace(agreed, gradient=written(update.gradient), buffers=written(update.buffers))
+
+
+def beside(update: Update, plain: Update) -> list[str]:
+    """Return what an update holds that one of the same client without a defence has not, in words."""
+    found, whole = list[str](), 64 + sum(g.nbytes for g in plain.gradient.values())
+    more = [n for n in (*update.gradient, *update.buffers) if n not in plain.gradient and n not in plain.buffers]
+    if more:
+        found.append(f"{len(more)} tensors that the model has not ({more[0]}, ...)")
+    kinds: dict[str, str] = {}
+    for name, sent in update.gradient.items():
+        like = plain.gradient.get(name, sent)
+        if sent.dtype != like.dtype:
+            kinds.setdefault("type", f"{name} in {str(sent.dtype)[6:]} where {str(like.dtype)[6:]} is agreed")
+        elif sent.untyped_storage().nbytes() > max(whole, 2 * sent.nbytes):
+            kinds.setdefault("storage", f"{name} as a part of storage that is longer")
+        elif type(sent) is not Tensor or vars(sent):
+            kinds.setdefault("attributes", f"attributes of {name}")
+    found += kinds.values()
+    for name in ("num_examples", "num_steps", "lr", "batch_size", "rule"):
+        if getattr(update, name) != getattr(plain, name):
+            found.append(f"{name}={getattr(update, name)} where {getattr(plain, name)} is agreed")
+    return found
 
 
 def close(a: Tensor, b: Tensor, beside: Tensor | None = None) -> bool:

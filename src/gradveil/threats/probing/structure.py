@@ -32,6 +32,8 @@ ROUNDS = 16  # of one client, one after the other
 CALLS = 160  # of one client, where a run takes little time
 DRAWS = 256  # of clients, for a small model
 WORK = 2e6  # numbers that all of them send
+BITS = 16  # runs whose bits are compared
+MANTISSA = 20  # bits of a number that are looked at
 
 View = Callable[[Observation], Observation]
 
@@ -382,3 +384,47 @@ def flaws_of(function: DefenseFunction, secrets: Sequence[Secret], examples: Seq
         middle = examples[0] if away <= 3 * sent.var(0).mean() / len(sent) else sent.median(0).values
         found += sampled_flaws(function, secrets, examples, sent, middle)
     return found + round_flaws(function, secrets[0], examples[0], middle if n * CALLS <= WORK else None)
+
+
+def hidden_bits(function: DefenseFunction, secrets: Sequence[Secret], examples: Sequence[Tensor]) -> Flaw | None:
+    """Return that the low bits of what is sent follow from the gradient and nothing else, with what reads them."""
+
+    def words(vector: Tensor) -> Tensor:
+        return vector.float().contiguous().view(torch.int32)
+
+    low, still = list[Tensor](), torch.full((len(examples[0]),), 2**MANTISSA - 1, dtype=torch.int32)
+    for vector in examples[:2]:
+        outs = [function.run(vector, secret) for secret in secrets[:BITS]]
+        if any(out is None for out in outs):
+            return None
+        sent = torch.stack([words(out.cpu()) for out in outs if out is not None])
+        still = still & ~_moved(sent)
+        low.append(sent[0])
+    count = 0  # of low bits that are the same for all draws, in most entries
+    while count < MANTISSA and float(((still >> count) & 1).double().mean()) > 0.9:
+        count += 1
+    mask = (1 << count) - 1
+    differ = float((((low[0] ^ low[1]) & mask) != 0).double().mean())
+    if not 4 <= count < MANTISSA or differ < 0.2:
+        return None
+    what = f"the {count} lowest bits of each number follow from the gradient alone"
+    codes = [(words(v.cpu()) >> (32 - count)) & mask for v in examples[:2]]
+    cover = (low[0] & mask) ^ codes[0]
+    if not bool((((low[1] & mask) ^ codes[1]) == cover).double().mean() > 0.99):
+        return Flaw(what)
+
+    def view(seen: Observation) -> Observation:
+        seen = seen.as_one_step() if seen.update.num_steps == 1 else seen
+        sent = torch.cat([seen.update.gradient[n].reshape(-1) for n in function.parts])
+        read = ((words(sent) & mask) ^ cover.to(sent.device)) << (32 - count)
+        return replace(seen, update=replace(seen.update, gradient=function.tree(read.view(torch.float32).to(sent))))
+
+    return Flaw(f"{what}, as its highest ones", view)
+
+
+def _moved(sent: Tensor) -> Tensor:
+    """Return the bits (n,) that differ between rows (K, n) of words."""
+    moved = torch.zeros_like(sent[0])
+    for row in sent[1:]:
+        moved |= row ^ sent[0]
+    return moved
