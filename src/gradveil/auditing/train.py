@@ -119,7 +119,7 @@ def train(
         if engine == "auto":
             engine = choose(World(model, dataset.train, defense, config), (config.rounds - first) * config.clients)
         rounds = simulate(model, dataset, clients, config, defense, seeds, engine=engine, faults=faults, resume=start)
-        watch = _board(out) if tensorboard else lambda row: None
+        watch = board(out) if tensorboard else lambda row: None
         for row in _drive(rounds, dataset.test, folder, config, dict(fixed.state_dict()), defense):
             watch(row)
             progress(row)
@@ -294,7 +294,8 @@ def _bought(folder: RunFolder, defense: "Defense") -> dict[str, Any]:
     return {"bought": bought | Account("most", spent=spent[-1]).figures(DELTA, GUESS)}
 
 
-def _board(out: Path) -> Callable[[Row], None]:
+def board(out: Path) -> Callable[[Row], None]:
+    """Return what writes the numbers of a round's row as event files for TensorBoard."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -302,9 +303,9 @@ def _board(out: Path) -> Callable[[Row], None]:
     writer = SummaryWriter(str(out / "tensorboard"))
 
     def write(row: Row) -> None:
-        for name in ("accuracy", "loss", "lr"):
-            if row.get(name) is not None:
-                writer.add_scalar(name, row[name], row["round"])
+        for name, value in row.items():
+            if name != "round" and isinstance(value, (int, float)):
+                writer.add_scalar(name, value, row["round"])
         writer.flush()
 
     return write

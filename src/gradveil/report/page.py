@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gradveil.auditing.run_files import FolderError
-from gradveil.auditing.run_folder import REPORT, ROWS, Row, RunFolder
+from gradveil.auditing.run_folder import REPORT, ROUNDS, ROWS, Row, RunFolder
 from gradveil.errors import MissingExtraError
 from gradveil.files import wrap_parse_errors, write_atomically
 from gradveil.modalities import IMAGE
@@ -18,6 +18,7 @@ from gradveil.report.films import film_strips
 from gradveil.report.pictures import Gallery, pictures
 from gradveil.report.plain import name_of
 from gradveil.report.reading import CARDS, CAVEAT, NO_TRUTH, picture_note, reading
+from gradveil.report.rounds import rounds_content
 from gradveil.report.summary import left_out
 from gradveil.report.table import NUM_TEXTS, certificate_table, head, table_rows
 from gradveil.threats.proof import figure_errors
@@ -43,6 +44,8 @@ def draw(store: RunFolder) -> Path:
 
 def render(store: RunFolder) -> str:
     """Return the page of a run as text."""
+    if not store.rows and (store.path / ROUNDS).exists():
+        return fill("rounds.html", rounds_content(store))
     return fill("page.html", _content(store))
 
 

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradveil.integrations.flower.checks import checked
+    from gradveil.integrations.flower.checks import checked, monitored
     from gradveil.integrations.flower.grids import audited
     from gradveil.integrations.flower.leaks import leak_guard
     from gradveil.integrations.flower.mods import guard_mod, update_mod, weights_guard
@@ -20,6 +20,7 @@ _PUBLIC = {
     "checked": "gradveil.integrations.flower.checks",
     "defended": "gradveil.integrations.local_training",
     "guard_mod": "gradveil.integrations.flower.mods",
+    "monitored": "gradveil.integrations.flower.checks",
     "leak_guard": "gradveil.integrations.flower.leaks",
     "secure_mod": "gradveil.integrations.flower.secure_aggregation",
     "secured": "gradveil.integrations.flower.secure_aggregation",
@@ -28,7 +29,8 @@ _PUBLIC = {
 }
 
 __all__ = [
-    "audited", "checked", "defended", "guard_mod", "leak_guard", "secure_mod", "secured", "update_mod", "weights_guard",
+    "audited", "checked", "defended", "guard_mod", "leak_guard", "monitored", "secure_mod", "secured", "update_mod",
+    "weights_guard",
 ]  # fmt: skip
 
 

@@ -34,6 +34,7 @@ from gradveil.integrations.flower.records import (
     check_asked,
     params_of,
     record_of,
+    sent_weights,
     withhold,
 )
 from gradveil.integrations.flower.required_defense import MAP, OTHER, RequiredDefense, read_clip, state, write_clip
@@ -69,7 +70,7 @@ def train_message(message: Message, context: Context, settings: FlowerSettings, 
         )
     check_asked(message)
     round_number, noise = int(asked(message, "server-round", 1)), noise_of(context)
-    before = params_of(arrays_of(message)[1])
+    before = sent_weights(message)
     model = build_model(settings, dataset)
     own = model.state_dict()
     if not simulation and before.keys() == own.keys():

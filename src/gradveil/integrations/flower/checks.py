@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from gradveil.integrations.flower.records import (
     CHECKED,
     LEAK_METRICS,
     LOG,
+    PSNR,
     SPENT,
     UNRELEASED,
     WITHHELD,
@@ -38,12 +40,13 @@ from gradveil.integrations.flower.required_defense import (
 )
 from gradveil.integrations.flower.site import is_simulation
 from gradveil.integrations.local_training import is_trained
-from gradveil.privacy.accountant import SIMULATED
+from gradveil.integrations.monitor import MonitorSettings, NodeReport, RunMonitor
+from gradveil.privacy.accountant import NOISE, SIMULATED
 from gradveil.protection.defense import Defense, build
 from gradveil.tree import Params
 
 MALFORMED, KIND, FAR, CLAIM, METRICS = "malformed", "wrong type", "too far", "too many examples", "other metrics"
-FEW = "too few replies"
+FEW, LEAK = "too few replies", "leak"
 STATISTICS = 10  # running statistics may differ by so much more than weights: one step moves them a tenth of the way
 CLAIMS = 100  # how many times the round's median a reply may count examples, where no bound is given
 
@@ -230,6 +233,115 @@ class CheckedGrid(GridView):
 checked = CheckedGrid
 
 
+class MonitoredGrid(CheckedGrid):
+    """A checked grid that keeps a run folder: ``strategy.start(grid=monitored(grid, "runs/mine"), ...)``.
+
+    ``gradveil report runs/mine`` draws it: per round and node what leaked (as ``leak_guard`` on the nodes, or
+    ``audited(grid)`` inside this one, measured it), what was refused and why, and what was spent. Where a round might
+    cost more than is left of ``budget``, nothing more is sent: every reply is an error, and the weights stay.
+
+    Args:
+        grid: the grid that the ServerApp was given, or an audited one.
+        out: the run folder.
+        budget: μ that a record may lose over all rounds; 0: no bound beside those of the nodes.
+        max_psnr: replies whose own leak check says more are refused; 0: no bound beside those of the nodes.
+        delta: at which ε is told.
+        resume: go on in a folder that has rounds.
+        tensorboard: write event files as well.
+        say: gets a line for each round; None: the run's log.
+        bounds: those of ``checked``.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        out: str | Path,
+        *,
+        budget: float = 0.0,
+        max_psnr: float = 0.0,
+        delta: float = 1e-5,
+        resume: bool = False,
+        tensorboard: bool = False,
+        say: Callable[[str], None] | None = None,
+        **bounds: Any,
+    ) -> None:
+        super().__init__(grid, **bounds)
+        defense, required = (str(bounds.get(name) or "") for name in ("defense", "require_defense"))
+        settings = MonitorSettings("flower", defense, required, max_psnr, budget, delta)
+        self.monitor = RunMonitor(out, settings, resume=resume, tensorboard=tensorboard, say=say or LOG.info)
+        self._why: dict[int, str] = {}  # node -> the word under which its reply was refused
+        self._leaks: dict[int, float] = {}  # node -> of a reply that was refused for it
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Send messages and wait for the replies; none for training where the budget is spent."""
+        out = list(messages)
+        if (why := self.monitor.halted) is None:
+            return super().send_and_receive(out, timeout=timeout)
+        others = [message for message in out if not is_training(message)]
+        replies = list(super().send_and_receive(others, timeout=timeout)) if others else []
+        return replies + [withhold(message, f"{SPENT}{why}") for message in out if is_training(message)]
+
+    def _check(self, sent: Message, reply: Message) -> None:
+        super()._check(sent, reply)
+        limit, leak = self.monitor.settings.max_psnr, number(reply, PSNR, -math.inf)
+        if limit and leak > limit:
+            self._leaks[sent.metadata.dst_node_id] = leak  # it has arrived: what is refused has leaked all the same
+            raise Refused(LEAK, f"An example came out of the update at {leak:.1f} dB; the limit is {limit:g} dB.")
+
+    def _refuse(self, sent: Message, error: GradveilError) -> Message:
+        self._why[sent.metadata.dst_node_id] = why(error)
+        return super()._refuse(sent, error)
+
+    def round_ended(self, sent: list[Message], replies: list[Message]) -> None:
+        """Write what each node did."""
+        super().round_ended(sent, replies)
+        number_ = max(int(number(sent[0], "server-round", 0)), self.monitor.last + 1)
+        arrived = {reply.metadata.src_node_id: reply for reply in replies}
+        audit = {row["node"]: row for row in getattr(self._grid, "last_rows", [])}
+        for message in sent:
+            node = message.metadata.dst_node_id
+            self.monitor.add(number_, self._seen(node, arrived.get(node), audit.get(node, {})))
+        self.monitor.end(number_)
+        self._why.clear()
+        self._leaks.clear()
+
+    def _seen(self, node: int, reply: Message | None, audit: dict[str, Any]) -> NodeReport:
+        if reply is None:
+            return NodeReport(str(node), False, "no reply")
+        if reply.has_error():
+            text = str(reply.error.reason)
+            words = {SPENT: "budget spent", UNRELEASED: "not released", "dB": "leak", WITHHELD: "withheld by the node"}
+            word = next((word for part, word in words.items() if part in text), "failed")
+            return NodeReport(str(node), False, self._why.get(node, word), leak_psnr=self._leaks.get(node))
+        said = statement_in(reply) or {}
+        leak, floor, checked_ = (number(reply, name, math.nan) for name in LEAK_METRICS)
+        psnr = audit.get("worst-psnr", leak)
+        return NodeReport(
+            str(node),
+            True,
+            examples=int(number(reply, "num-examples", 0)) or None,
+            defense=shown(said) if said else None,
+            noise=_text(said.get("noise")),
+            leak_psnr=None if math.isnan(psnr) or not checked_ else float(psnr),
+            leak_floor=None if math.isnan(floor) else floor,
+            leak_checked=None if math.isnan(checked_) else int(checked_),
+            match=audit.get("match"),
+            spent=_real(said.get("spent")),
+            limit=_real(said.get("limit")),
+        )
+
+
+monitored = MonitoredGrid
+
+
+def _real(value: Any) -> float | None:
+    return float(value) if type(value) in (int, float) and 0 <= value < math.inf else None
+
+
+def _text(value: Any) -> str | None:
+    return value if value in NOISE else None
+
+
 def why(error: GradveilError) -> str:
     """Return the word under which a refusal is counted."""
     return error.why if isinstance(error, Refused) else MALFORMED
@@ -273,10 +385,11 @@ def _other_metrics(replies: dict[int, Message]) -> Faults:
 
 
 def _names(reply: Message) -> tuple[tuple[str, str, int], ...]:
-    """Return record, name and length (of a list) of every metric."""
+    """Return record, name and length (of a list) of every metric; an empty record stops Flower's average as well."""
     records: dict[str, MetricRecord] = reply.content.metric_records
+    empty = [(key, "", -2) for key in records]
     pairs = [(key, name, value) for key, record in records.items() for name, value in record.items()]
-    return tuple(sorted((key, name, len(v) if isinstance(v, list) else -1) for key, name, v in pairs))
+    return tuple(sorted([*empty, *((key, name, len(v) if isinstance(v, list) else -1) for key, name, v in pairs)]))
 
 
 def _even(replies: list[Message]) -> None:

@@ -148,6 +148,11 @@ class AuditedGrid(GridView):
         self.rows: list[Row] = []
         self._round = done
 
+    @property
+    def last_rows(self) -> list[Row]:
+        """What was found in the last round."""
+        return [row for row in self.rows if row["round"] == self._round]
+
     def round_ended(self, sent: list[Message], replies: list[Message]) -> None:
         """Attack some of the round's updates."""
         self._round += 1

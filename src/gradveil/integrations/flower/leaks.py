@@ -26,6 +26,7 @@ from gradveil.integrations.flower.records import (
     is_training,
     named_as_in,
     params_of,
+    sent_weights,
     withhold,
 )
 from gradveil.integrations.flower.required_defense import STATEMENT
@@ -88,7 +89,7 @@ class LeakGuard:
             return call_next(message, context)
         tape = SeenInputs()
         try:
-            before = params_of(arrays_of(message)[1])
+            before = sent_weights(message)
             with ModelWatch(before, tape.attach):
                 reply = call_next(message, context)
             tape.detach()  # before the model is copied for the attack

@@ -32,6 +32,7 @@ from gradveil.integrations.flower.records import (
     number,
     params_of,
     record_of,
+    sent_weights,
     withhold,
 )
 from gradveil.integrations.flower.required_defense import STATEMENT, name_of, state
@@ -161,7 +162,7 @@ class UpdateMod:
                 if own is not None and "records" in own.acts_on:
                     return other_kind(own, message, context, call_next)
                 return call_next(message, context)
-            before = params_of(arrays_of(message)[1])
+            before = sent_weights(message)
             defense = defense_for(self.defense, context)
             refuse_idle(defense)
             check_seed(self.seed, context)
@@ -272,7 +273,7 @@ class GuardMod:
                     "does (gradveil train --engine flower --secure-aggregation). Use tier=local here."
                 )
             check_seed(self.seed, context)
-            before = params_of(arrays_of(message)[1])
+            before = sent_weights(message)
 
             def found(model: nn.Module) -> None:
                 simulated = generator_of(context, self.seed)
@@ -345,7 +346,7 @@ class GuardMod:
 
     def _defended(self, guard: Guard, message: Message, after: Params, reply: Message | None = None) -> Params:
         """Return the weights to send in place of these, by the same names."""
-        before = params_of(arrays_of(message)[1])
+        before = sent_weights(message)
         check_reply(before if reply is not None else named_as_in(guard.model, before) or before, after)
         lr = asked(message, "lr", 1.0) if self.lr is None else self.lr
         said = [1.0, 1.0] if reply is None else [number(reply, name, 1) for name in ("num-examples", "num-steps")]

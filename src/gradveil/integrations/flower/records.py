@@ -52,6 +52,14 @@ def params_of(record: ArrayRecord) -> Params:
     return {name: _tensor(name, array) for name, array in record.items()}
 
 
+def sent_weights(message: Message) -> Params:
+    """Return the weights that a server sent, of real numbers."""
+    weights = params_of(arrays_of(message)[1])
+    if odd := [name for name, value in weights.items() if value.is_complex()]:
+        raise UpdateError(f"the server sent {odd[0][:80]!r} as complex numbers. Nothing is done.")
+    return weights
+
+
 def _tensor(name: str, array: Array) -> torch.Tensor:
     """Return the tensor; the size that its header claims is held against its bytes before anything is that large."""
     try:

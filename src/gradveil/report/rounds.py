@@ -1,0 +1,121 @@
+"""The page of a training run: per round and node what leaked, what was refused, what was spent."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from gradveil.auditing.run_files import FolderError, read_rows
+from gradveil.auditing.run_folder import ROUNDS, Row, RunFolder
+from gradveil.integrations.monitor import NODES
+from gradveil.privacy.accountant import epsilon_of
+
+DELTA = 1e-5  # at which ε is told where the run does not say
+
+
+def rounds_content(store: RunFolder) -> dict[str, Any]:
+    """Return what the page of a training run shows."""
+    rounds, settings = store.rounds, store.settings
+    if not rounds:
+        raise FolderError(f"{store.path / ROUNDS} has no rounds yet. Wait for the first, or look at the run's log.")
+    nodes = read_rows(store.path / NODES, {"round": int})
+    delta = float(settings.get("delta", DELTA))
+    rows = [_row(row, delta) for row in rounds]
+    return {
+        "title": "What this run sent, round by round",
+        "subtitle": f"{settings.get('engine', 'gradveil')} run, {store.versions.get('date', '')}",
+        "sentence": _sentence(rows, settings),
+        "advice": _advice(rows, nodes, settings),
+        "rows": rows,
+        "has": {name for row in rows for name, value in row.items() if value not in (None, "")},
+        "nodes": [_node(row, delta) for row in nodes],
+        "chart": _chart(rows),
+        "settings": [(k, str(v)) for k, v in {**settings, **store.versions}.items()],
+    }
+
+
+def _row(row: Row, delta: float) -> Row:
+    mu = row.get("mu", math.sqrt(row["spent"]) if isinstance(row.get("spent"), (int, float)) else None)
+    refused = {str(why): int(count) for why, count in dict(row.get("rejected") or {}).items()}
+    return {
+        "round": int(row["round"]),
+        "accepted": int(row.get("accepted", 0)),
+        "refused": sum(refused.values()),
+        "why": ", ".join(f"{count} {why}" for why, count in refused.items()),
+        "leak": row.get("leak-psnr"),
+        "floor": row.get("leak-floor"),
+        "node": row.get("leak-node"),
+        "accuracy": row.get("accuracy"),
+        "mu": mu,
+        "epsilon": None if mu is None else row.get("epsilon", epsilon_of(float(mu), delta)),
+        "halted": row.get("halted"),
+    }
+
+
+def _node(row: Row, delta: float) -> Row:
+    spent = row.get("spent")
+    mu = None if spent is None else math.sqrt(float(spent))
+    known = ("round", "node", "kept", "reason", "examples", "defense", "noise", "leak_psnr", "leak_floor", "match")
+    return {name: row.get(name) for name in known} | {"mu": mu, "epsilon": mu and epsilon_of(mu, delta)}
+
+
+def _sentence(rows: Sequence[Row], settings: Row) -> str:
+    accepted, refused = (sum(row[name] for row in rows) for name in ("accepted", "refused"))
+    parts = [f"{len(rows)} rounds: {accepted} updates were averaged and {refused} refused"]
+    if leaks := [row for row in rows if row["leak"] is not None]:
+        worst = max(leaks, key=lambda row: float(row["leak"]))
+        floor = "" if worst["floor"] is None else f" (a blind guess: {worst['floor']:.1f} dB)"
+        parts.append(f"the best copy of an example had {worst['leak']:.1f} dB, in round {worst['round']}{floor}")
+    else:
+        parts.append("no node measured a leak")
+    if spent := [row for row in rows if row["mu"] is not None]:
+        last, budget = spent[-1], settings.get("budget") or math.inf
+        of = "" if math.isinf(budget) else f" of {budget:g}"
+        delta = settings.get("delta", DELTA)
+        parts.append(
+            f"a record lost at most μ = {last['mu']:.3g}{of}, which is ε = {last['epsilon']:.3g} at δ = {delta:g}"
+        )
+    else:
+        parts.append("nothing is promised of single records")
+    return "; ".join(parts) + "."
+
+
+def _advice(rows: Sequence[Row], nodes: Sequence[Row], settings: Row) -> str:
+    if rows[-1]["halted"]:
+        return str(rows[-1]["halted"])
+    leaks = [row for row in rows if row["leak"] is not None and row["leak"] > (row["floor"] or 0) + 3]
+    reasons = Counter(str(row["reason"]) for row in nodes if row.get("reason"))
+    if leaks:
+        return (
+            f"Examples came out better than a blind guess in {len(leaks)} rounds. More examples a step, a secure sum "
+            "or a defence of records (veil) changes that: gradveil plan says what each costs."
+        )
+    if reasons:
+        why, count = reasons.most_common(1)[0]
+        return f"Look at what was refused most: {count} replies for {why!r}."
+    if not settings.get("required") and nodes:
+        return "No defence is required of the nodes. require_defense= refuses replies that do not state one."
+    return "Nothing stands out. A leak check that finds nothing speaks of its own attack alone."
+
+
+def _chart(rows: Sequence[Row]) -> str:
+    """Return a picture of the leak and the blind guess (dB) and of ε by round, ε on a scale of its own."""
+    first, last = rows[0]["round"], max(rows[-1]["round"], rows[0]["round"] + 1)
+    lines: list[str] = []
+    scales = (
+        ("leak", ("leak", "floor"), "c7", "worst leak, dB"),
+        ("floor", ("leak", "floor"), "c0", "blind guess, dB"),
+    )
+    for name, scale, colour, label in (*scales, ("epsilon", ("epsilon",), "c1", "ε")):
+        points = [(row["round"], float(row[name])) for row in rows if row[name] is not None]
+        if len(points) < 2:
+            continue
+        top = max(row[one] for row in rows for one in scale if row[one] is not None) or 1.0
+        at = [(40 + 580 * (n - first) / (last - first), 160 - 130 * max(v, 0.0) / top) for n, v in points]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
+        place = 40 + 100 * len(lines)
+        lines.append(f'<polyline points="{path}" fill="none" stroke="var(--{colour})" stroke-width="2"/>')
+        lines.append(f'<text x="{place}" y="16" fill="var(--{colour})">{label}, up to {top:.3g}</text>')
+    box = '<svg viewBox="0 0 640 180" role="img" aria-label="Leak and epsilon by round" font-size="13">'
+    axis = '<line x1="40" y1="160" x2="620" y2="160" stroke="var(--line)"/>'
+    return f"{box}{axis}{''.join(lines)}</svg>" if lines else ""
