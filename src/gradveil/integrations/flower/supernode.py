@@ -1,10 +1,10 @@
 """SuperNode that enforces a site's defence outside the submitted app.
 
-``python -P -m gradveil.integrations.flower.supernode`` takes the arguments of ``flower-supernode`` and runs it. Apps run in processes of their own, and their replies pass
-through this one, where ``--node-config "defense='...'"`` is applied whatever the app did: a defence of the update is
-computed here, on what leaves. One that acts inside the local steps cannot be: a reply must state it, in the app's word,
-and under a defence of records everything but weights, public counts and the statement is left out. What cannot be read,
-or does not fit what was asked, does not leave.
+``python -P -m gradveil.integrations.flower.supernode`` takes the arguments of ``flower-supernode`` and runs it. Apps
+run in processes of their own; their replies pass through this one, where ``--node-config "defense='...'"`` is applied
+whatever the app did: a defence of the update is computed here, on what leaves. One that acts inside the local steps
+cannot be: a reply must state it, in the app's word, and under a defence of records everything but weights, public
+counts and the statement is left out. What cannot be read, or does not fit what was asked, does not leave.
 """
 
 import time
