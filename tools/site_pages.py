@@ -20,7 +20,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     def shown(mark: re.Match[str]) -> str:
         return tables(Path(config.docs_dir, page.file.src_uri).parent / mark["path"], bool(mark["one"]))
 
-    return DATA.sub(shown, re.sub(r"(?<!!)\[(?P<words>[^\]\n]+)\]\((?P<path>\.\./[^)#\s]+)\)", plain, markdown))
+    links = re.compile(r"(?<!!)\[(?P<words>[^\]\n]+)\]\((?P<path>\.\./[^)#\s]+)\)")
+    return links.sub(plain, DATA.sub(shown, markdown))
 
 
 def tables(path: Path, one: bool) -> str:
