@@ -69,7 +69,7 @@ def test_every_page_opens_from_disk_without_a_complaint_and_fits_a_phone(browser
     ("page", "width", "scheme"),
     [
         *product(["index", "theory/paper"], [360, 1280], ["light", "dark"]),
-        *product(["api", "how-to/audit-my-model", "results/leaderboard"], [1280], ["light", "dark"]),
+        *product(["api", "how-to/audit-my-model", "results/leaderboard", "compatibility"], [1280], ["light", "dark"]),
     ],
 )
 def test_a_page_opens_from_disk_fits_and_can_be_read(
@@ -80,6 +80,32 @@ def test_a_page_opens_from_disk_fits_and_can_be_read(
     assert opened.evaluate("document.documentElement.scrollWidth") <= width
     assert faint(opened) == []
     opened.close()
+
+
+VISIBLE = """() => [...document.querySelectorAll('.filtered tbody tr')].filter(row => row.checkVisibility())
+  .map(row => [...row.cells].map(cell => cell.textContent.trim()))"""
+
+
+def test_tables_made_from_data_are_filtered_in_the_browser(browser: Any, site: Path) -> None:
+    page, trouble = open_page(browser, (site / "compatibility.html").as_uri(), 1280, "light")
+    sections = {one["title"]: one["parts"] for one in json.loads((ROOT / "docs" / "compatibility.json").read_text())}
+    rows = {title: sum(len(p["rows"]) for p in parts if isinstance(p, dict)) for title, parts in sections.items()}
+    assert len(page.evaluate(VISIBLE)) == rows["Scores"]  # one family at a time
+    page.select_option(".filter select", label="Attacks")
+    assert len(page.evaluate(VISIBLE)) == rows["Attacks"]
+    page.check(".filter input[type=checkbox]")
+    refused = page.evaluate(VISIBLE)
+    assert 0 < len(refused) <= rows["Attacks"]
+    assert all("no" in row for row in refused)
+    page.fill(".filter input[type=search]", "BATCH norm")
+    found = page.evaluate(VISIBLE)
+    assert 0 < len(found) < len(refused)
+    assert all("batch" in " ".join(row).lower() and "norm" in " ".join(row).lower() for row in found)
+    page.goto((site / "results" / "items.html").as_uri() + "#tradeoff")  # a link to a section shows it
+    assert page.locator("h3#tradeoff").is_visible()
+    assert not page.locator("h3#table1").is_visible()
+    assert trouble == []
+    page.close()
 
 
 # A switch of colours is seen by its label.
