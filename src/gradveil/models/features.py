@@ -73,10 +73,11 @@ class Frozen(nn.Module):
             return self._run(x)
         names = [_name_of(one) for one in x.detach().cpu()]
         missing = [i for i, name in enumerate(names) if name not in self._known]
-        for some in torch.tensor(missing, dtype=torch.int64).split(AT_ONCE):
+        for at in range(0, len(missing), AT_ONCE):
+            some = missing[at : at + AT_ONCE]
             with torch.no_grad():
-                rows = self._run(x[some.to(x.device)]).float().cpu()
-            self._remember((names[i] for i in some.tolist()), rows)
+                rows = self._run(x[some]).float().cpu()
+            self._known.update((names[i], row.clone()) for i, row in zip(some, rows, strict=True))
         found = torch.stack([self._known[name] for name in names]).to(x.device)
         self._forget()
         return found
@@ -92,9 +93,6 @@ class Frozen(nn.Module):
     @property
     def _known(self) -> "OrderedDict[bytes, Tensor]":
         return _KNOWN.setdefault(self.key, OrderedDict())
-
-    def _remember(self, names: Iterable[bytes], rows: Tensor) -> None:
-        self._known.update((name, row.clone()) for name, row in zip(names, rows, strict=True))
 
     def _forget(self) -> None:
         while len(self._known) > 1 and len(self._known) * next(iter(self._known.values())).nbytes > MEMORY:

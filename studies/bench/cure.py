@@ -1,0 +1,376 @@
+"""What a promise costs on a frozen backbone: accuracy under `veil` beside the undefended run, in several worlds.
+
+The model is `features` (a pretrained backbone, directions from public examples without their labels, one linear layer).
+What is trained is simulated exactly: a record's gradient in a linear layer is δ φᵀ and φ has length 1, so a run of
+1,000 rounds takes seconds, with the clip, the noise and the turns of `veil`. `--product` trains the chosen settings
+with the product's own rounds beside it. Rate, clip and directions are chosen by the same rule for every row, the
+undefended one too (which may clip, and take batches of 32): the best on records that nobody holds, of seeds that no row
+has. Rows are of other seeds; the model is the mean of weights over the last quarter of rounds. `--first N` deals
+out of the first N training records alone. Features are kept under GRADVEIL_CACHE.
+"""
+
+import argparse
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf, sqrt
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+from promises import judged
+from sklearn.metrics import roc_auc_score
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gradveil.auditing.train import FIT
+from gradveil.data import load
+from gradveil.data.base import Dataset, Split
+from gradveil.data.partition import Indices, partition, undealt
+from gradveil.federated.settings import Training
+from gradveil.federated.simulate import simulate
+from gradveil.models import build
+from gradveil.models.features import Frozen, keep_features
+from gradveil.models.scatter import Basis
+from gradveil.privacy.plan import z_run_of
+from gradveil.seeds import Seeds
+from gradveil_studies.leaderboard.training import Averaged
+
+LITE0 = (
+    "features:backbone=efficientnet_lite0,mirror=true,init=zeros,"
+    "layer=_blocks.7._swish/_blocks.10._swish/_blocks.14._swish/_blocks.15._swish/_swish"
+)
+MINILM = "features:backbone=minilm,init=zeros"
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What is promised over the whole run, to whom, and the points that it may cost."""
+
+    name: str
+    spec: str = ""  # of veil, without tier and clip; empty: nothing
+    local: bool = False
+    aim: float = inf  # points lost, at most
+    least: float = 0.0  # accuracy
+
+    @property
+    def z_run(self) -> float:
+        """The noise multiplier of the whole run."""
+        if not self.spec:
+            return 0.0
+        key, _, value = self.spec.partition("=")
+        return z_run_of(**{key: value if key == "promise" else float(value)})  # type: ignore[arg-type]
+
+
+NONE = Promise("none")
+
+
+@dataclass(frozen=True)
+class World:
+    """Who trains on what."""
+
+    name: str
+    dataset: str
+    model: str  # empty: the columns of a table
+    split: str  # how records are dealt out
+    rounds: int
+    cohort: int
+    promises: Sequence[Promise]
+    epochs: int = 1
+    dims: Sequence[int] = (100, 150, 200, 300, 400)
+    score: str = "accuracy"
+    aside: int = 5000  # records that nobody holds, beside the public ones, at most
+    tuning: int = 1  # seeds that settings are chosen on: more where few records are held out
+
+
+def _usual(none: float, *rows: tuple[str, str, bool, float, float]) -> tuple[Promise, ...]:
+    return (replace(NONE, least=none), *(Promise(*row) for row in rows))
+
+
+IMAGES = _usual(
+    0.0,
+    ("aggregate, z_run 0.5", "promise=reconstruction", False, 0.5, 0.80),
+    ("aggregate, z_run 1", "promise=identification", False, 1.0, 0.79),
+    ("aggregate, ε = 2", "epsilon=2", False, 2.5, 0.77),
+    ("local, z_run 0.4", "rho=3.125", True, 2.0, 0.78),
+)
+SILOS = _usual(
+    0.0,
+    ("aggregate, z_run 0.5", "promise=reconstruction", False, 1.0, 0.0),
+    ("aggregate, ε = 2", "epsilon=2", False, 1.0, 0.0),
+    ("local, z_run 0.5", "promise=reconstruction", True, 2.0, 0.0),
+    ("local, z_run 1", "promise=identification", True, 2.0, 0.0),
+    ("local, ε = 2", "epsilon=2", True, 2.0, 0.0),
+)
+WORDS = _usual(
+    0.0,
+    ("aggregate, ε = 8", "epsilon=8", False, 1.0, 0.0),
+    ("aggregate, ε = 2", "epsilon=2", False, 1.0, 0.0),
+    ("local, ε = 8", "epsilon=8", True, 1.0, 0.0),
+)
+TABLE = _usual(
+    0.0,
+    ("aggregate, ε = 4", "epsilon=4", False, 1.0, 0.0),
+    ("aggregate, ε = 2", "epsilon=2", False, 1.0, 0.0),
+    ("local, ε = 4", "epsilon=4", True, 1.0, 0.0),
+)
+PAPER = "classes:devices=100,classes=2,per_class=100"
+SILO = "iid:devices=10,per_device=2000"
+LONG, SHORT = (f"text:path={name},vocabulary=20000" for name in ("ng20.txt,length=96", "r8.txt,length=64"))
+COLUMNS, FEW, MANY = (5, 10, 20, 30), (50, 100, 200), (50, 100, 200, 300)
+FOUND = (
+    World("cifar10", "cifar10", LITE0, PAPER, 1000, 10, IMAGES),
+    World("cifar10, all 100 a round", "cifar10", LITE0, PAPER, 100, 100, IMAGES),
+    World("cifar10, 10 silos", "cifar10", LITE0, SILO, 60, 10, SILOS),
+    World("cifar10, 10 silos, 5 local epochs", "cifar10", LITE0, SILO, 12, 10, SILOS, 5),
+    World("r8", SHORT, MINILM, "iid:devices=20,per_device=200", 60, 20, WORDS, 1, FEW, aside=1000, tuning=3),
+    World("20 newsgroups", LONG, MINILM, "iid:devices=50,per_device=200", 60, 50, WORDS, 1, MANY, aside=2000, tuning=2),
+    World("breast cancer", "breast_cancer", "", "iid:devices=5,per_device=60", 40, 5, TABLE, 1, COLUMNS, "auc", 60, 20),
+)
+WORLDS = {world.name: world for world in FOUND}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Settings of a training."""
+
+    lr: float
+    clip: float = inf
+    dims: int = 0
+    batch: int = 0  # records of a local step; 0: all
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A data set as the backbone puts it out, whatever the seed."""
+
+    world: World
+    dataset: Dataset
+    train: Tensor
+    test: Tensor
+
+    @classmethod
+    def make(cls, world: World, data: str | None, first: int) -> "Rows":
+        dataset = load(world.dataset, data)
+        count = min(first or len(dataset.train), len(dataset.train))
+        parts = [(dataset.train, count), (dataset.test, len(dataset.test))]
+        if not world.model:
+            return cls(world, dataset, *(split.batch(slice(0, n)).inputs for split, n in parts))
+        model = build(world.model, dataset.input_shape, dataset.num_classes, modality=dataset.modality)
+        backbone = model.get_submodule("features")
+        assert isinstance(backbone, Frozen)
+
+        def passed(split: Split, n: int) -> Tensor:
+            found = []
+            for some in torch.arange(n).split(200):
+                inputs = split.batch(some).inputs
+                keep_features(model, inputs)
+                found.append(backbone(inputs))
+            return torch.cat(found)
+
+        return cls(world, dataset, *(passed(split, n) for split, n in parts))
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One seed's devices, and the records in the directions that its public examples decide."""
+
+    rows: Rows
+    seed: int
+
+    @cached_property
+    def clients(self) -> list[Indices]:
+        return partition(self._labels, self.rows.world.split, Seeds(self.seed)("partition"))
+
+    @property
+    def _labels(self) -> Tensor:
+        return self.rows.dataset.train.labels[: len(self.rows.train)]
+
+    @cached_property
+    def parts(self) -> tuple[Indices, Indices]:
+        """Public records, whose labels are not looked at, and others that settings are chosen on."""
+        left = undealt(len(self.rows.train), self.clients)
+        left = left[torch.randperm(len(left), generator=Seeds(self.seed)("public records")).numpy()]
+        some = min(FIT, len(left) // 2)
+        return left[:some], left[some : some + self.rows.world.aside]
+
+    @cached_property
+    def data(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Records in all directions and labels: of the clients' by client, held out, and the test split's."""
+        public, aside = (torch.from_numpy(part) for part in self.parts)
+        x, y = self.rows.train, self._labels
+        basis = Basis(x.shape[1], max(self.rows.world.dims))
+        basis.fit(x[public])
+        raw = lambda rows: torch.cat([s @ basis.directions.T + basis.offset for s in rows.split(2000)])  # noqa: E731
+        own = torch.from_numpy(np.stack(self.clients))
+        return {
+            "train": (raw(x[own.flatten()]).view(*own.shape, -1), y[own]),
+            "held": (raw(x[aside]), y[aside]),
+            "test": (raw(self.rows.test), self.rows.dataset.test.labels),
+        }
+
+    def of(self, part: str, dims: int) -> tuple[Tensor, Tensor]:
+        x, y = self.data[part]
+        return F.normalize(x[..., :dims], dim=-1), y
+
+    def turns(self) -> Iterator[Tensor]:
+        """Yield who takes part, round by round: all take turns, in a new order each time."""
+        rng, order = Seeds(self.seed)("turns"), torch.empty(0, dtype=torch.int64)
+        for _ in range(self.rows.world.rounds):
+            while len(order) < self.rows.world.cohort:
+                order = torch.cat([order, torch.randperm(len(self.clients), generator=rng)])
+            yield order[: self.rows.world.cohort]
+            order = order[self.rows.world.cohort :]
+
+    def noise(self, promise: Promise) -> float:
+        """Return the deviation of a client's noise in a step, in clips."""
+        world = self.rows.world
+        uses = -(-world.rounds * world.cohort // len(self.clients)) * world.epochs
+        return promise.z_run * sqrt(uses) / (1.0 if promise.local else sqrt(world.cohort))
+
+    def fits(self, promise: Promise) -> bool:
+        """Return whether a promise can be kept here: several local steps split no noise."""
+        return promise.local or not promise.z_run or self.rows.world.epochs == 1
+
+    def scores(self, promise: Promise, choices: Sequence[Choice], held: bool) -> list[float]:
+        """Train with each choice (of one number of directions and batch size), and return what they score."""
+        world, dims, batch = self.rows.world, choices[0].dims, choices[0].batch
+        x, y = self.of("train", dims)
+        kinds, slots = self.rows.dataset.num_classes, x.shape[1]
+        lr, clip = (torch.tensor(v).view(-1, 1, 1, 1) for v in zip(*((c.lr, c.clip) for c in choices), strict=True))
+        weights = torch.zeros(len(choices), kinds, dims)
+        speed, mean, count = torch.zeros_like(weights), torch.zeros_like(weights), 0
+        std, rng = self.noise(promise), Seeds(self.seed)("noise")
+        steps = 1 if not batch else -(-slots // batch)
+        for number, devices in enumerate(self.turns(), 1):
+            some, targets = x[devices], F.one_hot(y[devices], kinds).float()  # (K, N, D), (K, N, C)
+            moved = torch.zeros(len(choices), len(devices), kinds, dims)
+            for at in range(world.epochs * steps):
+                part = slice(None) if not batch else slice(at % steps * batch, (at % steps + 1) * batch)
+                own, k = some[:, part], len(devices)
+                now = (weights[:, None] - lr * moved).transpose(0, 1).flatten(1, 2)  # (K, T * C, D)
+                logits = (own @ now.transpose(1, 2)).view(k, own.shape[1], len(choices), kinds)
+                delta = logits.softmax(3) - targets[:, part, None]
+                delta *= (clip.view(1, 1, -1, 1) / delta.norm(dim=3, keepdim=True).clamp_min(1e-30)).clamp_max(1.0)
+                found = (delta.flatten(2).transpose(1, 2) @ own).view(k, len(choices), kinds, dims).transpose(0, 1)
+                if std:
+                    found = found + clip * std * torch.randn(k, kinds, dims, generator=rng)
+                moved = moved + found / own.shape[1]
+            speed = 0.9 * speed + moved.mean(1)
+            weights = weights - lr[:, 0] * speed
+            if number > 0.75 * world.rounds:
+                mean, count = mean + weights, count + 1
+        rows, labels = self.of("held" if held else "test", dims)
+        return [self._score(rows @ (one / count).T, labels) for one in mean]
+
+    def _score(self, logits: Tensor, labels: Tensor) -> float:
+        if self.rows.world.score == "auc":
+            return float(roc_auc_score(labels, (logits[:, 1] - logits[:, 0]).nan_to_num()))
+        return float((logits.argmax(1) == labels).float().mean())
+
+    def product(self, promise: Promise, choice: Choice) -> float:
+        """Return the score on the test split after the product's own rounds, for one step a round."""
+        world, (x, y), (test, labels) = self.rows.world, self.of("train", choice.dims), self.of("test", choice.dims)
+        clients = list(np.arange(x.shape[0] * x.shape[1]).reshape(x.shape[:2]))
+        splits = [
+            Split(rows.flatten(0, -2).numpy(), wanted.flatten(), 1.0) for rows, wanted in ((x, y), (test, labels))
+        ]
+        dataset = replace(self.rows.dataset, train=splits[0], test=splits[1], groups=None)
+        head = nn.Linear(choice.dims, self.rows.dataset.num_classes, bias=False)
+        nn.init.zeros_(head.weight)
+        model = nn.Sequential(OrderedDict(fc=head))
+        settings: dict[str, Any] = {"rounds": world.rounds, "clients": world.cohort, "epochs": world.epochs}
+        settings |= {"lr": choice.lr, "batch_size": choice.batch or None, "aggregator": "fedavgm:momentum=0.9"}
+        training = Training(**settings)
+        spec = f"veil:{promise.spec or 'z=1e-9'},tier={'local' if promise.local or not promise.spec else 'aggregate'}"
+        defense = "none" if not promise.spec and choice.clip == inf else f"{spec},clip={choice.clip}"
+        mean = Averaged()
+        for last in simulate(model, dataset, clients, training, defense, Seeds(self.seed)):
+            if last.number > 0.75 * world.rounds:
+                mean.add(last.model)
+        mean.into(model)
+        with torch.no_grad():
+            return self._score(model(test), labels)
+
+
+RATES, SMALL_RATES = (1.0, 3.0, 10.0, 30.0), (0.1, 0.3, 1.0, 3.0)
+CLIPS = (0.1, 0.3, 0.6)
+
+
+def tried(scenes: Sequence[Scene], promise: Promise) -> list[tuple[Choice, float]]:
+    """Return what was tried for a row and its mean score on held-out records: 12 rates and clips, then directions."""
+    dims = scenes[0].rows.world.dims
+    middle = dims[len(dims) // 2]
+
+    def scored(choices: Sequence[Choice]) -> list[tuple[Choice, float]]:
+        each = [scene.scores(promise, choices, True) for scene in scenes]
+        return [(choice, fmean(some)) for choice, some in zip(choices, zip(*each, strict=True), strict=True)]
+
+    if promise.z_run:
+        found = scored([Choice(lr, clip, middle) for lr in RATES for clip in CLIPS])
+    else:
+        found = scored([Choice(lr, clip, middle) for lr in RATES for clip in (0.3, inf)])
+        found += scored([Choice(lr, inf, middle, 32) for lr in SMALL_RATES])
+    best = max(found, key=lambda one: one[1])[0]
+    for other in dims:
+        found += scored([replace(best, dims=other)]) if other != middle else []
+    return found
+
+
+def main() -> None:
+    """Choose the settings, measure with other seeds, and keep the rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", default=list(WORLDS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--product", type=int, nargs="*", default=[], help="Seeds that the product trains, too.")
+    parser.add_argument("--data")
+    parser.add_argument("--first", type=int, default=0, help="Training records that are dealt out, from the first.")
+    parser.add_argument("--out", type=Path, default=Path("studies/bench/results/cure.json"))
+    given = parser.parse_args()
+    for name in given.only:
+        rows = Rows.make(WORLDS[name], given.data, given.first)
+        made = world_rows(rows, given.seeds, given.product)
+        kept = json.loads(given.out.read_text())["rows"] if given.out.exists() else []
+        kept = [row for row in kept if row["world"] != name] + made
+        given.out.write_text('{"rows": [\n' + ",\n".join(json.dumps(row) for row in kept) + "\n]}\n")
+
+
+def world_rows(rows: Rows, seeds: Sequence[int], product: Sequence[int]) -> list[dict[str, Any]]:
+    """Return a row for each promise of a world."""
+    world, made = rows.world, []
+    tuning = [Scene(rows, 1000 + i) for i in range(world.tuning)]
+    scenes = {seed: Scene(rows, seed) for seed in (*seeds, *product)}
+    base: list[float] = []
+    for promise in filter(tuning[0].fits, world.promises):
+        tries = tried(tuning, promise)
+        best, held = max(tries, key=lambda one: one[1])
+        found = [scenes[seed].scores(promise, [best], False)[0] for seed in seeds]
+        base = base or found
+        row: dict[str, Any] = {
+            "world": world.name,
+            "promise": promise.name,
+            "z_run": promise.z_run,
+            "model": world.model,
+        }
+        row |= {"split": world.split, "rounds": world.rounds, "cohort": world.cohort, "epochs": world.epochs}
+        row |= {"dealt": len(rows.train), "choice": {k: v for k, v in vars(best).items() if v != inf}, "held": held}
+        row |= {"tries": [[*vars(c).values(), s] for c, s in tries] if promise.z_run else len(tries)}
+        row |= {"score": world.score, "seeds": list(seeds), "found": found, "least": promise.least}
+        if promise.z_run:
+            paired = [100 * (a - b) for a, b in zip(base, found, strict=True)]
+            row |= {"lost": fmean(paired)} | judged(paired, promise.aim)
+        if product:
+            row["product"] = {str(seed): scenes[seed].product(promise, best) for seed in product}
+        made.append(row)
+        shown = ("world", "promise", "choice", "held", "found", "lost", "low", "high", "verdict", "product")
+        print(json.dumps({key: row[key] for key in shown if key in row}), flush=True)
+    return made
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
