@@ -143,7 +143,7 @@ def test_the_papers_picture_and_the_server_that_undoes_it_are_both_said() -> Non
     assert v.text == (
         "The oblivious server gets nothing (MSE 0.25, worse than a blind guess at 0.08, identifies 0 of 8; newton, first "  # noqa: E501
         "round), but a server that knows the defence gets the images back (MSE 0.0001, without a defence 0.0001, "
-        "identifies 8 of 8; drop + newton, first round). Nothing is proved. Not run: informed, multi-round, malicious."
+        "identifies 8 of 8; drop + newton, first round). Not run: informed, multi-round, malicious. Nothing is proved."
     )
 
 

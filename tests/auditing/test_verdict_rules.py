@@ -117,6 +117,17 @@ def half_an_audit_is_no_protection(code: Any) -> None:
     assert outcome(code, rows_of(CONTROL, measured("d", "oblivious", BAD), weak)) == "void"
 
 
+def a_void_part_is_what_is_said(code: Any) -> None:
+    """An attack of an informed server that had no time: what an oblivious one gets does not stand for it."""
+    late = measured("d", "informed", BAD, attack="candidates", details={"out_of_time": 1.0})
+    rows = rows_of(measured("none", "oblivious", 0.0, attack="candidates"), FAILED, late)
+    assert outcome(code, rows, "informed") == "void"
+    verdict = next(v for v in code.judge.verdicts(rows) if v.defense == "d")
+    text = next(t.text for t in verdict.tiers if t.tier == "informed")
+    assert "resists this budget" in text
+    assert "gets nothing" not in text
+
+
 def a_control_is_of_the_same_attack_and_tier(code: Any) -> None:
     failing = measured("none", "informed", BAD, attack="candidates")
     mine = measured("d", "informed", BAD, attack="candidates")
@@ -210,7 +221,7 @@ RULES: list[Callable[[Any], None]] = [
     a_leak_counts_whatever_the_control, no_time_is_no_protection, the_gate_looks_at_the_tiers_it_is_told,
     a_control_that_was_stopped_as_early_counts, a_control_that_failed_speaks_for_those_that_waited,
     who_picks_from_a_list_identifies, one_lucky_guess_is_no_control, one_right_pick_of_five_is_chance,
-    nothing_is_proved_of_a_defence_without_an_account,
+    nothing_is_proved_of_a_defence_without_an_account, a_void_part_is_what_is_said,
 ]  # fmt: skip
 
 WEAKENED = [
@@ -221,7 +232,8 @@ WEAKENED = [
     ("judge", 'return "nothing" if tier == "oblivious" or self.assessed else "not_assessed"', 'return "nothing"'),
     ("judge", "return not self.errors and all(", "return all("),
     ("judge", 'all(row["assessed"] for row in mine)', "True"),
-    ("judge", 'return "void"  # a part', 'return "nothing"  # a part'),
+    ("judge", 'if not best.counts:\n            return "void"', 'if False:\n            return "void"'),
+    ("judge", "best = open_  # a part", "pass  # a part"),
     ("judge", 'if best.grade != "nothing":\n            return', "if False:\n            return"),
     ("judge", 'outcome = got if got in ("recovered", "recognised", "traces", "void") else "not_run"', "outcome = got"),
     ("rows", "or self.void is None", "or True"),
@@ -291,6 +303,9 @@ def test_both_axes_are_said_in_order() -> None:
     assert "Nothing found by this panel; proved: over the whole run, one of 100 is picked with" in proved.text
     assert proved.proved.conditions == ("The noise is secret.",)
     assert "No audit can detect" not in proved.text
+    beyond = said_of(FAILED, measured("d", "malicious", GOOD))
+    assert (beyond.outcome, beyond.found) == ("nothing", "recovered")
+    assert "Nothing found" not in beyond.text
     leaky = said_of(CONTROL, measured("d", "oblivious", GOOD))
     assert "Nothing is proved" in leaky.text
     assert "Nothing found" not in leaky.text

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gradveil.auditing.run_folder import Row
-from gradveil.report.advice import Advice, advice, tiers_tried, verdict_sentence
+from gradveil.report.advice import Advice, advice, change_table, tiers_tried, verdict_sentence
 from gradveil.report.page import write_report
 from gradveil.threats.rows import modality_of
 from gradveil.threats.verdict import verdicts
@@ -33,6 +33,13 @@ def advised(folder: Path, *defenses: str, accuracy: float = 0.7, more: Sequence[
     return found
 
 
+def change(together: float, what: str = "secure aggregation", how: str = "veil:tier=aggregate", **options: Any) -> Row:
+    run = {"records": 144, "batch_size": None, "epochs": 1, "rounds": 10, "participations": 5, "cohort": 13}
+    return {"kind": "change", "what": what, "how": how, "alone": None, "together": together, "limit": 0.06,
+            "options": options, "by_settings": bool(how), "run": run, "tier": "aggregate",
+            "parameters": 490}  # fmt: skip
+
+
 def test_what_holds_is_recommended_with_its_cost_and_its_command(tmp_path: Path) -> None:
     found = advised(tmp_path / "run", "none", BROKEN, HOLDS, accuracy=0.9, more=OTHERS)
     assert found.text.startswith("Train with Gaussian noise, std 0.1")
@@ -46,7 +53,26 @@ def test_what_costs_too_much_is_not_recommended(tmp_path: Path) -> None:
     found = advised(tmp_path / "run", "none", BROKEN, HOLDS, more=OTHERS)
     assert found.text.startswith("No defence here keeps both")
     assert found.cost.startswith("23.0 points of accuracy")
-    assert found.command.endswith("--defense veil:promise=reconstruction")
+    assert found.command == "gradveil plan --promise reconstruction --model lenet --dataset digits"
+
+
+def test_a_promise_is_recommended_where_its_noise_is_planned_to_cost_little(tmp_path: Path) -> None:
+    """The changes up to the first that suffices are options of the command; what was planned stands as its cost."""
+    alone = [change(0.4, "as it is", ""), change(0.05, tier="aggregate", batch_size=None), change(0.01, trains="head")]
+    found = advised(tmp_path / "run", "none", BROKEN, more=alone)
+    assert "Audit veil next, with the changes below up to secure aggregation" in found.text
+    assert "noise at 0.05 of the signal" in found.cost
+    assert found.command.endswith("--batch-size 0 --rounds 10 --defense veil:promise=reconstruction,tier=aggregate")
+    assert "--trains" not in found.command
+
+
+def test_where_settings_are_not_enough_no_defence_keeps_both(tmp_path: Path) -> None:
+    rows = [change(0.4), change(0.05, "a cohort of 13 clients", "", tier="aggregate")]
+    found = advised(tmp_path / "run", "none", BROKEN, more=rows)
+    assert "No defence here keeps both for this client: it takes the changes below, up to a cohort of 13" in found.text
+    assert found.command.startswith("gradveil plan --promise reconstruction --cohort 13 --records 144 --batch-size 0")
+    assert change_table(rows)[1:][-1][-1] == "two points or less"
+    assert change_table([]) == []
 
 
 @pytest.mark.parametrize("server", ["informed", "multi-round", "malicious"])
@@ -76,7 +102,7 @@ def test_what_was_never_trained_with_is_not_recommended(tmp_path: Path) -> None:
     assert "--rounds" in found.command
 
 
-@pytest.mark.parametrize("defenses", [("none", HOLDS), ("none", BROKEN)])
+@pytest.mark.parametrize("defenses", [("none", HOLDS)])
 def test_a_table_dealt_out_by_a_column_stays_so(tmp_path: Path, defenses: tuple[str, ...]) -> None:
     spec = "table:path=patients.csv,target=outcome,by=hospital"
     found = advised(tmp_path / "run", *defenses, dataset=spec, partition="natural")
@@ -87,7 +113,7 @@ def test_a_table_dealt_out_by_a_column_stays_so(tmp_path: Path, defenses: tuple[
 def test_every_setting_of_the_run_is_in_the_command(tmp_path: Path) -> None:
     settings = {"examples": 4, "epochs": 2, "clients": 3, "partition": "dirichlet:alpha=1", "lr": 0.05,
                 "optimizer": "adam", "batch_size": 16, "images": 4, "weights": "mine.pt"}  # fmt: skip
-    audit = advised(tmp_path / "a", "none", BROKEN, **settings).command
+    audit = advised(tmp_path / "a", "none", BROKEN, more=[change(0.05)], **settings).command
     for name, value in settings.items():
         assert f"--{name.replace('_', '-')} {value}" in audit
     train = advised(tmp_path / "b", "none", HOLDS, accuracy=0.92, more=OTHERS, **settings).command
@@ -99,7 +125,7 @@ def test_where_nothing_holds_veil_is_next(tmp_path: Path) -> None:
     found = advised(tmp_path / "run", "none", BROKEN, "pruning:share=0.8")
     assert found.text.startswith("Rely on none of these.")
     assert found.cost.startswith("Not measured in this audit")
-    assert found.command.endswith("--defense veil:promise=reconstruction")
+    assert found.command.startswith("gradveil plan")
 
 
 def test_a_defence_that_another_tier_broke_is_not_recommended(tmp_path: Path) -> None:

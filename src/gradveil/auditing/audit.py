@@ -15,6 +15,7 @@ from gradveil.attacks.base import Attack, default_panel
 from gradveil.attacks.search.matching import sending_norms
 from gradveil.auditing.budget import Budget
 from gradveil.auditing.certificates import certificate_rows, proof_rows
+from gradveil.auditing.changes import change_rows
 from gradveil.auditing.film import film
 from gradveil.auditing.gate import GATED
 from gradveil.auditing.run_files import CHANGED, FolderError
@@ -193,7 +194,12 @@ def run_audit(work: Work) -> None:
 
 
 def _write_proofs(scene: Scene, store: RunFolder) -> None:
-    """Write what is proved of each defence, before anything is attacked: it is said of a run that was stopped, too."""
+    """Write what is proved of each defence and what a promise would take, before anything is attacked.
+
+    So it is said of a run that was stopped, too.
+    """
+    if not store.done("changes"):
+        store.add("changes", change_rows(scene))
     for defense in scene.defenses:
         if not (store.done(f"promise/{defense}") or store.done(f"proved/{defense}")) and (
             rows := proof_rows(scene, defense)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from gradveil.auditing.run_folder import RunFolder
 
 of_run = partial(typer.Option, rich_help_panel="A federated run")
+SHOWN = 5  # lines of what was not tried
 of_update = partial(typer.Option, rich_help_panel="A saved update")
 
 
@@ -88,7 +89,9 @@ def command(
     partition: str = of_run(None, show_default="iid:devices=10", help="How examples are dealt out to clients."),
     clients: int = of_run(None, show_default="5", help="Clients that train in a round."),
     epochs: int = of_run(None, show_default="1", help="Local epochs."),
-    batch_size: int = of_run(None, show_default="8; with --update as the file says", help="Examples of a local step."),
+    batch_size: int = of_run(
+        None, show_default="8; with --update as the file says", help="Examples of a local step; 0: all of them."
+    ),
     lr: float = of_run(
         None, show_default="0.3; with --update as the file says", help="Learning rate of the local steps."
     ),
@@ -152,7 +155,7 @@ def command(
         limit,
         redirect_stdout(sys.stderr) if json else nullcontext(),  # what a user's own code prints is no JSON
     ):
-        found = run(out=out, resume=resume, progress=progress, written=_Pages(progress))
+        found = _run_to_report(partial(run, out=out, resume=resume, progress=progress, written=_Pages(progress)), out)
     _show(found, json, gate, tier or GATED)
 
 
@@ -176,6 +179,19 @@ class _Pages:
         self._next = time.monotonic() + self.EVERY
 
 
+def _run_to_report(run: "Callable[[], Audit]", out: Path) -> "Audit":
+    """Run an audit; one that is stopped leaves the report of what it has."""
+    from gradveil.auditing.run_folder import ROWS
+    from gradveil.report.page import write_report
+
+    try:
+        return run()
+    except KeyboardInterrupt:
+        if (out / ROWS).is_file():
+            typer.echo(f"Report of what was done: {write_report(out)}", err=True)
+        raise
+
+
 def _federated(options: dict[str, Any], config: Path | None) -> "Callable[..., Audit]":
     from gradveil.auditing.audit import audit
     from gradveil.auditing.settings import from_toml
@@ -186,8 +202,7 @@ def _federated(options: dict[str, Any], config: Path | None) -> "Callable[..., A
         if not config.is_file():
             raise SpecError(f"There is no file {config}.")
         base = from_toml(AuditConfig, config.read_text(encoding="utf-8"))
-    given = {key: value for key, value in options.items() if value is not None}
-    chosen = replace(base, **given)
+    chosen = replace(base, **_given(options))
     watchdog.end_after(chosen.minutes)
     return lambda **rest: audit(config=chosen, **rest)
 
@@ -195,9 +210,15 @@ def _federated(options: dict[str, Any], config: Path | None) -> "Callable[..., A
 def _saved(options: dict[str, Any]) -> "Callable[..., Audit]":
     from gradveil.auditing.saved_update import UpdateAuditConfig, audit_update
 
-    chosen = UpdateAuditConfig(**{key: value for key, value in options.items() if value is not None})
+    chosen = UpdateAuditConfig(**_given(options))
     watchdog.end_after(chosen.minutes)
     return lambda **rest: audit_update(chosen, **rest)
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that were given; a batch size of 0 is that of all examples in one step."""
+    given = {key: value for key, value in options.items() if value is not None}
+    return given | ({"batch_size": None} if given.get("batch_size") == 0 else {})
 
 
 def _refuse(belongs_to: str, **given: Any) -> None:
@@ -229,8 +250,11 @@ def _show(found: "Audit", json: bool, fail_on: "FailOn | None", tiers: Sequence[
         console.print(verdict_table(found.verdicts, best_floor(found.rows)))
         if found.headline not in [v.text for v in found.verdicts]:
             console.print(f"\n{found.headline}")
-        for what, why in left_out(found.rows):
-            console.print(f"Not tried: {what}: {why}.", highlight=False, markup=False, soft_wrap=True)
+        if left := left_out(found.rows):
+            count = f"{len(left)} kinds of attack, each with why, at the end of the report"
+            said = [f"{what}: {why}" for what, why in left] if len(left) <= SHOWN else [count]
+            for text in said:
+                console.print(f"Not tried: {text}.", highlight=False, markup=False, soft_wrap=True)
         typer.echo(f"Report: {page}")
     if gate := told["gate"]:
         typer.echo(f"Gate (--fail-on {fail_on}): {gate['result']}. {gate['why']}.", err=True)

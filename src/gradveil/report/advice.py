@@ -7,7 +7,7 @@ from typing import Any
 from gradveil.auditing.run_folder import Row
 from gradveil.countermeasures import Tier
 from gradveil.modalities import Modality
-from gradveil.report.commands import audit_command, train_command
+from gradveil.report.commands import audit_command, plan_command, train_command
 from gradveil.report.plain import name_of
 from gradveil.threats.verdict import Verdict
 from gradveil.threats.words import GETS, WHO
@@ -15,6 +15,7 @@ from gradveil.threats.words import GETS, WHO
 LEAKS = ("recovered", "recognised", "identified", "traces")
 BEARABLE = 0.1  # of the accuracy, or of R², beyond which a defence is no recommendation
 VEIL = "veil:promise=reconstruction"
+NOT_MEASURED = "Not measured in this audit; the command says beforehand what to expect."
 WHAT_THEY_DO: dict[Tier, str] = {
     "oblivious": "takes what arrives as it is",
     "adaptive": "has read the defence's code",
@@ -87,8 +88,8 @@ def advice(judged: Sequence[Verdict], config: Mapping[str, Any], rows: Sequence[
         return Advice(text, _cost(best), train_command(config, best.defense))
     if priced and len(priced) == len(holding):
         best = max(priced, key=lambda v: v.accuracy or 0.0)
-        text = f"No defence here keeps both: {name_of(best.defense)} held, and it costs too much."
-        return Advice(text, _cost(best), audit_command(config, _other(judged)))
+        first = f"No defence here keeps both: {name_of(best.defense)} held, and it costs too much."
+        return _planned(first, _cost(best), config, rows)
     if holding:
         open_ = max(holding, key=lambda v: (v in tried, v.accuracy or 0.0))
         missing = "" if open_ in tried else "not all attacks on it were tried"
@@ -102,16 +103,54 @@ def advice(judged: Sequence[Verdict], config: Mapping[str, Any], rows: Sequence[
             "Without a defence these attacks got nothing either, so no defence can be judged by them. Attack the first "
             "round, one example at a time, or give the attacks more time, before you call this safe."
         )
-        return Advice(text, "", audit_command(config, None, images=1, examples=1, minutes=30.0))
-    if any(v.defense.startswith("veil") for v in judged):
-        text = "The noise tried is too weak: ask veil for a promise over the whole run."
-    else:
+        return Advice(text, "", audit_command(config, None, examples=1, minutes=30.0))
+    weak = any(v.defense.startswith("veil") for v in judged)
+    return _planned("The noise tried is too weak." if weak else "Rely on none of these.", "", config, rows)
+
+
+def _planned(first: str, cost: str, config: Mapping[str, Any], rows: Sequence[Row]) -> Advice:
+    """Return a promise whose noise is planned to cost this client little; where settings alone do not get there, that
+    no defence here keeps both, and what it takes."""
+    changes = [row for row in rows if row["kind"] == "change"]
+    enough = next((row for row in changes if row["together"] <= row["limit"]), None)
+    if enough is None:
+        text = f"{first} No defence here is known to keep both: plan what a promise over the whole run would take."
+        return Advice(text, cost or NOT_MEASURED, plan_command(config, None))
+    noise = (
+        f"noise at {enough['together']:.2g} of the signal; up to {enough['limit']:g} cost two points or less in trials"
+    )
+    cost = f"{cost} Planned for this client: {noise}.".strip()
+    if not enough["by_settings"]:
         text = (
-            "Rely on none of these. Audit veil next: it adds noise that reading its code does not undo, and keeps an "
-            "account of it over the whole run."
+            f"{first} No defence here keeps both for this client: it takes the changes below, up to {enough['what']}."
         )
-    cost = "Not measured in this audit; the command measures it, and gradveil plan says beforehand what to expect."
-    return Advice(text, cost, audit_command(config, VEIL, trained=True))
+        return Advice(text, cost, plan_command(config, enough))
+    what = f", with the changes below up to {enough['what']}" if enough["how"] else ""
+    options = {name: value for name, value in enough["options"].items() if name != "tier"}
+    spec = VEIL + (",tier=aggregate" if "tier" in enough["options"] else "")
+    text = f"{first} Audit veil next{what}: reading its code does not undo its noise, and it keeps an account of it."
+    return Advice(text, cost, audit_command(config, spec, **{**options, "trained": True}))
+
+
+CHANGE_HEAD = ("change", "asked for by", "noise, this alone", "noise, with those above", "expected cost")
+
+
+def change_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Return what would have to change for the promise to cost little, cheapest first; a head before it."""
+    changes = [row for row in rows if row["kind"] == "change"]
+    if not changes:
+        return []
+    told = [
+        (
+            row["what"],
+            row["how"] or ("–" if row["by_settings"] else "more data, or more clients"),
+            "–" if row["alone"] is None else f"{row['alone']:.2g}",
+            f"{row['together']:.2g}",
+            "two points or less" if row["together"] <= row["limit"] else "more than two points",
+        )
+        for row in changes
+    ]
+    return [CHANGE_HEAD, *told]
 
 
 def _untried(row: Row) -> bool:
@@ -125,10 +164,6 @@ def _whole(verdict: Verdict) -> bool:
 
 def _lost(verdict: Verdict) -> float:
     return (verdict.baseline or 0.0) - (verdict.accuracy or 0.0)
-
-
-def _other(judged: Sequence[Verdict]) -> str:
-    return "veil:promise=identification" if any(v.defense.startswith("veil") for v in judged) else VEIL
 
 
 def _worst(verdict: Verdict) -> str:

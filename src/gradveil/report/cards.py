@@ -32,6 +32,7 @@ class Card:
     name: str
     outcome: str
     errors: tuple[str, ...]
+    found: str  # what the strongest attack of any tier got
     proved: Proved
     cost: str
     originals: list[Shot]  # the typical example and the worst
@@ -82,6 +83,7 @@ def _card(verdict: Verdict, floor: Floor, gallery: Gallery, attacked: Attacked) 
         name,
         verdict.outcome,
         verdict.errors,
+        verdict.found,
         verdict.proved,
         cost[:1].upper() + cost[1:],
         originals,

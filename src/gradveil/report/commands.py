@@ -9,6 +9,7 @@ from gradveil.threats.setup import AuditConfig
 SAME = ("model", "dataset", "data", "seed", "partition", "clients", "epochs", "batch_size", "lr", "loss")
 SAME_AS = (*SAME, "optimizer", "momentum", "weight_decay", "proximal", "clip", "trains")  # of training and of audits
 AUDITS = ("images", "examples", "weights", "device", "minutes")
+PLANS = ("cohort", "records", "batch_size", "epochs", "rounds", "participations", "tier", "parameters")
 _DEFAULT = AuditConfig()
 
 
@@ -30,9 +31,21 @@ def train_command(config: Mapping[str, Any], defense: str) -> str:
     for name in (*SAME_AS, "device"):
         value = config.get(name, getattr(_DEFAULT, name))
         if name in ("clients", "lr", "batch_size") or value != getattr(_DEFAULT, name) or name in ("model", "dataset"):
-            said += _option(name, 0 if name == "batch_size" and value is None else value)
+            said += _option(name, value)
     return shlex.join([*said, "--defense", defense])
 
 
+def plan_command(config: Mapping[str, Any], change: Mapping[str, Any] | None) -> str:
+    """Return a plan of a client after a change, or of this model and data where none was planned."""
+    said = ["gradveil", "plan", "--promise", "reconstruction"]
+    if change is not None:
+        run = {**change["run"], "tier": change["tier"], "parameters": change["parameters"]}
+        return shlex.join([*said, *(word for name in PLANS for word in _option(name, run[name]))])
+    known = {name: config.get(name) for name in ("model", "dataset", "data")}
+    both = known["model"] and known["dataset"]
+    return shlex.join([*said, *(word for name in known if both for word in _option(name, known[name]))])
+
+
 def _option(name: str, value: Any) -> list[str]:
+    value = 0 if name == "batch_size" and value is None else value  # all of them
     return [] if value in (None, "") else [f"--{name.replace('_', '-')}", str(value)]

@@ -10,7 +10,7 @@ from gradveil.auditing.run_folder import REPORT, ROUNDS, ROWS, Row, RunFolder
 from gradveil.errors import MissingExtraError
 from gradveil.files import wrap_parse_errors, write_atomically
 from gradveil.modalities import IMAGE
-from gradveil.report.advice import advice, tiers_tried, verdict_sentence
+from gradveil.report.advice import advice, change_table, tiers_tried, verdict_sentence
 from gradveil.report.cards import cards
 from gradveil.report.columns import column_table
 from gradveil.report.figures import errors_figure, figure_table, trade_figure
@@ -78,6 +78,7 @@ def _content(store: RunFolder) -> dict[str, Any]:
         "headline": headline(rows),
         "tried": tiers_tried(judged),
         "advice": advice(judged, config, rows),
+        "changes": change_table(rows),
         "badges": badges(modality),
         "start": f"those of {config['weights']}" if config.get("weights") else "as the model was made",
         "schedule": client.get("schedule", "one local step"),

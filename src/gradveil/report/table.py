@@ -13,7 +13,7 @@ from gradveil.metrics.recovery import short
 from gradveil.modalities import IMAGE, Metric, Modality
 from gradveil.threats.proof import PROVED, beaten_by, beaten_figures, figure_name
 from gradveil.threats.rows import OBLIVIOUS, Floor, Line, modality_of
-from gradveil.threats.verdict import Verdict
+from gradveil.threats.verdict import BEYOND, Verdict
 from gradveil.threats.words import DIAGNOSTIC, badges, score_text, server_name
 
 NUM_TEXTS = 4  # columns of text before the numbers
@@ -148,7 +148,9 @@ def verdict_table(judged: Sequence[Verdict], floor: Floor | None) -> RenderableT
     modality = IMAGE if floor is None else floor.modality
     table = Table(*COLUMNS, judged[0].scored_by if judged else "accuracy", box=None, pad_edge=False)
     for v in judged:
-        badge = Text(badges(modality)[v.outcome], COLOURS[v.outcome])
+        badge = Text(badges(modality)[v.found], COLOURS[v.found])
+        if v.worst is not None and v.worst.tier in BEYOND and v.defense != "none":
+            badge.append(f"\n({v.worst.tier})")
         accuracy = "–" if v.accuracy is None else score_text(v.accuracy, v.scored_by)
         if v.defense != "none":
             badge.append("\na bound, see below" if v.proved.holds else "\nnothing", "not bold not dim default")

@@ -7,7 +7,7 @@ stands for another's.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 from typing import Literal
@@ -72,6 +72,18 @@ class Verdict:
     proved: Proved = NOTHING_PROVED
     errors: tuple[str, ...] = ()  # what its author declared and probing it contradicts
 
+    @property
+    def worst(self) -> TierVerdict | None:
+        """The tier whose servers get most, and more than nothing."""
+        order = (*GIVEN, "traces")
+        leaks = [t for t in self.tiers if t.outcome in order]
+        return min(leaks, key=lambda t: order.index(t.outcome), default=None)
+
+    @property
+    def found(self) -> Outcome:
+        """What the strongest attack of any tier got; where none got anything, what that amounts to."""
+        return self.outcome if self.worst is None else self.worst.outcome
+
 
 def verdicts(rows: Sequence[Row]) -> list[Verdict]:
     """Return one verdict per defence, in the order they were asked for."""
@@ -122,8 +134,8 @@ def headline(rows: Sequence[Row]) -> str:
 def _rest(tried: Sequence[Verdict], or_late: str) -> str:
     """Return what is said of the defences that gave nothing away."""
     count, said = Counter(v.outcome for v in tried), ""
-    if held := count["nothing"]:
-        sure = sum(v.outcome == "nothing" and v.proved.holds for v in tried)
+    if held := sum(v.found == "nothing" for v in tried):
+        sure = sum(v.found == "nothing" and v.proved.holds for v in tried)
         proof = "a bound is proved" if sure == held else f"a bound is proved of {sure} of them"
         said += f"; of {held} nothing was found by this panel, and {proof if sure else 'nothing is proved'}"
     if void := count["void"]:
@@ -210,18 +222,24 @@ class _Case:
         if not own and not (tier == "adaptive" and best is not None and best.grade != "nothing"):
             return TierVerdict(tier, "not_run", self._not_run(tier), None)
         assert best is not None
-        return TierVerdict(tier, self._outcome(tier, best, able), self._text(tier, best), best, self._oracle(tier))
+        if best.grade == "nothing" and (open_ := self._void_part(tier, able)):
+            best = open_  # a part of the audit failed for reasons of its own: no protection may be read off the rest
+        return TierVerdict(tier, self._outcome(tier, best), self._text(tier, best), best, self._oracle(tier))
+
+    def _void_part(self, tier: Tier, able: Sequence[Line]) -> Line | None:
+        """Return the strongest line of a tier whose attacks all failed without a defence too; its own tier first."""
+        halves = [strongest(x for x in able if x.tier == t) for t in reversed(INCLUDES[tier])]
+        return next((line for line in halves if line is not None and not line.counts), None)
 
     def _oracle(self, tier: Tier) -> float:
         mine = [m for m in self.measured if m.defense == self.name and m.tier in INCLUDES[tier]]
         return fmean(min(m.error for m in its) for its in group(mine, "round", "example").values())
 
-    def _outcome(self, tier: Tier, best: Line, able: Sequence[Line]) -> Outcome:
+    def _outcome(self, tier: Tier, best: Line) -> Outcome:
         if best.grade != "nothing":
             return "identified" if best.from_list and best.grade != "traces" else best.grade
-        halves = [strongest(x for x in able if x.tier == t) for t in INCLUDES[tier]]
-        if any(line is not None and not line.counts for line in halves):
-            return "void"  # a part of the audit failed for reasons of its own: no protection may be read off it
+        if not best.counts:
+            return "void"
         return "nothing" if tier == "oblivious" or self.assessed else "not_assessed"
 
     def _text(self, tier: Tier, best: Line) -> str:
@@ -292,8 +310,6 @@ def _verdict(case: _Case, accuracy: Mapping[str, float], scored_by: str) -> Verd
     for tier in BEYOND:
         if judged[tier].line is not None:
             text += f". {article(tier).capitalize()} {tier} server {judged[tier].text}"
-    if name != "none":
-        text += f". {found_and_proved(outcome, case.proved)}"
     easier = strongest(line for line in case.found if line.weights == DIAGNOSTIC)
     if name == "none" and easier is not None:
         told = gets(easier, case.floor, "oblivious")
@@ -304,12 +320,14 @@ def _verdict(case: _Case, accuracy: Mapping[str, float], scored_by: str) -> Verd
     text += f". {points[-1][0]} {points[-1][1]}." if name in accuracy else "."
     both = accuracy.get(name), accuracy.get("none")
     found = (name, outcome, text, tuple(points), oblivious, adaptive, *both, scored_by, tiers)
-    return Verdict(*found, case.proved, case.errors)
+    verdict = Verdict(*found, case.proved, case.errors)
+    return verdict if name == "none" else replace(verdict, text=f"{text} {found_and_proved(verdict)}.")
 
 
-def found_and_proved(outcome: Outcome, proved: Proved) -> str:
-    """Return both axes in one line: what was found, then what is proved."""
-    found = "Nothing found by this panel; " if outcome == "nothing" else ""
+def found_and_proved(verdict: Verdict) -> str:
+    """Return both axes in one line: that nothing was found, where it is so; then what is proved."""
+    proved = verdict.proved
+    found = "Nothing found by this panel; " if verdict.found == "nothing" else ""
     line = found + proved.said if found else proved.said[0].upper() + proved.said[1:]
     return line if proved.holds or not found else f"{line}. {UNDETECTABLE.rstrip('.')}"
 
