@@ -49,6 +49,13 @@ def test_settings_come_before_data_and_cohorts_and_the_last_suffices(rows: list[
     assert rows[-1]["together"] <= TWO_POINTS
 
 
+def test_more_records_than_a_batch_stay_in_one_step() -> None:
+    rows = rows_of(AuditConfig(model="logistic", partition="iid:devices=90", batch_size=32, rounds=3))
+    assert rows[0]["run"]["records"] < 32
+    assert rows[-1]["together"] <= TWO_POINTS
+    assert all(PlannedRun(**row["run"]).steps == 1 for row in rows)
+
+
 def test_the_last_layer_alone_is_for_trained_weights(rows: list[Row]) -> None:
     assert not any("trains" in row["options"] and row["options"]["trains"] == "head" for row in rows)
     assert any("--trains head" in row["how"] for row in rows)  # it is shown, planned by itself

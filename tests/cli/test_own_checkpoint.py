@@ -195,3 +195,14 @@ def test_recommended_commands_run_as_they_are_printed(run: Run, tmp_path: Path) 
             f"again{number}",
         )
         assert code == 0, err
+
+
+def test_an_audit_that_is_stopped_leaves_its_report(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gradveil.auditing.audit.film", stop)
+    code, _, err = run("audit", "--model", "my_nets:small", *SMALL[:-4], "--rounds", "1", "--out", "run")
+    assert code == 130
+    assert "Report of what was done: run/report.html" in err
+    assert "Images recovered" in (tmp_path / "run" / "report.html").read_text()

@@ -125,8 +125,8 @@ def _more(now: Planned, together: Planned, options: dict[str, Any]) -> Iterator[
     """Yield how many more records, or clients, it takes on top of the settings."""
     times = ceil(together.ratio / TWO_POINTS - 1e-9)
     if times > 1:
-        more = {"run": replace(now.run, records=times * now.run.records)}
-        yield _row(f"{times} times as many records a client", "", _changed(now, more), _times(together, times), options)
+        what = f"{times} times as many records a client"
+        yield _row(what, "", _with_records(now, times), _with_records(together, times), options)
     cohort = together.plan.cheap_from or together.run.cohort
     if cohort > together.run.cohort:
         wide = {"run": replace(now.run, cohort=cohort)}
@@ -134,8 +134,10 @@ def _more(now: Planned, together: Planned, options: dict[str, Any]) -> Iterator[
         yield _row(f"a cohort of {cohort:,} clients", "", _changed(now, wide), large, options)
 
 
-def _times(planned: Planned, times: int) -> Planned:
-    return replace(planned, run=replace(planned.run, records=times * planned.run.records))
+def _with_records(planned: Planned, times: int) -> Planned:
+    """Return a plan of more records; where all were in one step, they still are."""
+    size = None if planned.run.steps == planned.run.epochs else planned.run.batch_size
+    return replace(planned, run=replace(planned.run, records=times * planned.run.records, batch_size=size))
 
 
 def _row(what: str, how: str, alone: Planned | None, together: Planned, options: dict[str, Any]) -> Row:
