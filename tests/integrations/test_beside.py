@@ -17,8 +17,7 @@ from torch import nn
 
 from gradveil.integrations.flower.app import make_client_app
 from gradveil.integrations.flower.checks import checked
-from gradveil.integrations.flower.leaks import leak_guard
-from gradveil.integrations.flower.mods import guard_mod, update_mod
+from gradveil.integrations.flower.mods import guard_mod, leak_guard, update_mod
 from gradveil.integrations.flower.records import ASKED
 from gradveil.integrations.flower.required_defense import STATEMENT
 from gradveil.integrations.flower.settings import FlowerSettings, build_model, load_data

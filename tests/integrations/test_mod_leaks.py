@@ -14,12 +14,10 @@ from torch import nn
 
 from gradveil.federated.step import step_gradient
 from gradveil.integrations.flower.checks import checked
-from gradveil.integrations.flower.leaks import leak_guard
-from gradveil.integrations.flower.mods import guard_mod, update_mod
-from gradveil.integrations.flower.others_known import TrainingPass
-from gradveil.integrations.flower.probe import match
+from gradveil.integrations.flower.mods import guard_mod, leak_guard, update_mod
 from gradveil.losses import build as build_loss
 from gradveil.protection.defense import build
+from gradveil.threats.one_update import TrainingPass, match
 from gradveil.types import Batch, Observation, Reconstruction, Update
 from integrations.flower_parts import (
     LR,

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gradveil.integrations.flower.checks import checked, monitored
     from gradveil.integrations.flower.grids import audited
-    from gradveil.integrations.flower.leaks import leak_guard
-    from gradveil.integrations.flower.mods import guard_mod, update_mod, weights_guard
+    from gradveil.integrations.flower.mods import guard_mod, leak_guard, update_mod, weights_guard
     from gradveil.integrations.flower.secure_aggregation import secure_mod, secured
     from gradveil.integrations.local_training import defended
 
@@ -21,7 +20,7 @@ _PUBLIC = {
     "defended": "gradveil.integrations.local_training",
     "guard_mod": "gradveil.integrations.flower.mods",
     "monitored": "gradveil.integrations.flower.checks",
-    "leak_guard": "gradveil.integrations.flower.leaks",
+    "leak_guard": "gradveil.integrations.flower.mods",
     "secure_mod": "gradveil.integrations.flower.secure_aggregation",
     "secured": "gradveil.integrations.flower.secure_aggregation",
     "update_mod": "gradveil.integrations.flower.mods",

@@ -15,10 +15,7 @@ from gradveil.errors import GradveilError, SpecError, UpdateError
 from gradveil.integrations.flower.grids import GridView
 from gradveil.integrations.flower.mods import check_reply
 from gradveil.integrations.flower.records import (
-    CHECKED,
-    LEAK_METRICS,
     LOG,
-    PSNR,
     SPENT,
     UNRELEASED,
     WITHHELD,
@@ -39,6 +36,7 @@ from gradveil.integrations.flower.required_defense import (
     told,
 )
 from gradveil.integrations.flower.site import is_simulation
+from gradveil.integrations.leaks import CHECKED, LEAK_METRICS, PSNR
 from gradveil.integrations.local_training import is_trained
 from gradveil.integrations.monitor import MonitorSettings, NodeReport, RunMonitor
 from gradveil.privacy.accountant import NOISE, SIMULATED

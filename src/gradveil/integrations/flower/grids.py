@@ -18,14 +18,13 @@ from gradveil.errors import BudgetError, GradveilError
 from gradveil.federated.ledger import Ledger
 from gradveil.files import append_line
 from gradveil.integrations.flower.mods import check_reply, update_of
-from gradveil.integrations.flower.others_known import SAMPLE, SECONDS, OthersKnown, TrainingPass
-from gradveil.integrations.flower.probe import Probe
 from gradveil.integrations.flower.records import LOG, SPENT, arrays_of, is_training, params_of
 from gradveil.integrations.flower.settings import FlowerSettings
 from gradveil.losses import Loss
 from gradveil.losses import build as build_loss
 from gradveil.protection.defense import Defense
 from gradveil.seeds import Seeds
+from gradveil.threats.one_update import SAMPLE, SECONDS, OthersKnown, Probe, TrainingPass
 from gradveil.tree import Params
 from gradveil.types import Batch, Update
 

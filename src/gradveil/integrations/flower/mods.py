@@ -37,6 +37,7 @@ from gradveil.integrations.flower.records import (
 )
 from gradveil.integrations.flower.required_defense import STATEMENT, name_of, state
 from gradveil.integrations.flower.site import allows, check_seed, defense_for, generator_of, noise_of, pay
+from gradveil.integrations.leaks import LeakCheck, SeenInputs
 from gradveil.integrations.local_training import is_trained
 from gradveil.privacy.accountant import SIMULATED, Account
 from gradveil.privacy.draws import SecretDraws
@@ -423,3 +424,47 @@ class WeightsGuard:
 
 
 weights_guard = WeightsGuard
+
+
+@dataclass(frozen=True)
+class LeakGuard(LeakCheck):
+    """A mod for ``ClientApp(mods=[leak_guard(...)])``; put it first, so that it sees what really leaves.
+
+    It keeps the inputs that the client trains on, attacks the outgoing update without them, and compares. The
+    reply's metrics get ``leak-psnr``, the image that came out best, in dB, ``leak-floor``, what a blind guess
+    gets, and ``leak-checked``, how many examples these two are about. With ``send_unchecked``, ``checked(grid)`` on the
+    server keeps Flower from stopping at a missing score. The settings are those of ``LeakCheck``.
+    """
+
+    def __call__(self, message: Message, context: Context, call_next: Next) -> Message:
+        """Let the client train, then attack what it wants to send; fail closed."""
+        if not is_training(message):
+            return call_next(message, context)
+        tape = SeenInputs()
+        try:
+            before = sent_weights(message)
+            with ModelWatch(before, tape.attach):
+                reply = call_next(message, context)
+            tape.detach()  # before the model is copied for the attack
+            if reply.has_error():
+                return reply
+            if "spent" in reply.content.config_records.get(STATEMENT, {}):
+                raise DefenseError(
+                    "leak_guard's figures are computed from the records and would leave beside the noise of their "
+                    "defence. Leave leak_guard out."
+                )
+            after = params_of(arrays_of(reply)[1])
+            check_reply(before, after)
+            if tape.model is not None:
+                before, after = (named_as_in(tape.model, weights) or weights for weights in (before, after))
+            update = update_of(message, before, reply, after, self.lr)
+            run = context.node_config.get("defense", context.run_config.get("defense", "none"))
+            add_metrics(reply, self.judge(before, update, self.defense or str(run), tape))
+            return reply
+        except GradveilError as error:
+            return withhold(message, str(error))
+        finally:
+            tape.detach()
+
+
+leak_guard = LeakGuard

@@ -25,7 +25,6 @@ except ImportError as error:
 
 MOD_FAILED_PRECONDITION = 6  # flwr.common.constant.ErrorCode: what Flower's own mods answer with
 WITHHELD, SPENT, UNRELEASED = "Update withheld: ", "the budget is spent. ", "not released: "  # in errors' reasons
-PSNR, FLOOR, CHECKED = LEAK_METRICS = "leak-psnr", "leak-floor", "leak-checked"  # what a leak guard adds to the metrics
 LOG = logging.getLogger("flwr")  # Flower shows what is said here with a run's log
 Next = Callable[[Message, Context], Message]  # the next mod, and in the end the client's own function
 

@@ -17,12 +17,12 @@ from gradveil.defenses.veil import Veil
 from gradveil.federated.ledger import planned_run
 from gradveil.federated.settings import Local
 from gradveil.federated.step import step_gradient
-from gradveil.integrations.flower.others_known import alone
 from gradveil.models import build as build_model
 from gradveil.models import fit_to_public
 from gradveil.privacy.plan import PlannedRun, class_spectra
 from gradveil.protection.defense import Defense, NoDefense
 from gradveil.protection.defense import build as build_defense
+from gradveil.threats.one_update import alone
 from gradveil.threats.trial import Public, observe
 from gradveil.tree import Params, map_values
 from gradveil.types import Batch, GaussianPrior, Observation, Update

@@ -1,57 +1,35 @@
-"""The leak guard: attack one's own update before it leaves, and withhold it where too much came of it."""
+"""The leak check: attack one's own update before it leaves, and withhold it where too much came of it."""
 
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from flwr.app import Context, Message
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradveil.attacks.base import Attack
 from gradveil.errors import DefenseError, GradveilError
-from gradveil.integrations.flower.mods import check_reply, update_of
-from gradveil.integrations.flower.others_known import SAMPLE, SECONDS, OthersKnown, TrainingPass
-from gradveil.integrations.flower.probe import Probe, worst
-from gradveil.integrations.flower.records import (
-    CHECKED,
-    FLOOR,
-    PSNR,
-    ModelWatch,
-    Next,
-    add_metrics,
-    arrays_of,
-    is_training,
-    named_as_in,
-    params_of,
-    sent_weights,
-    withhold,
-)
-from gradveil.integrations.flower.required_defense import STATEMENT
-from gradveil.integrations.flower.site import generator
 from gradveil.losses import Loss
 from gradveil.losses import build as build_loss
 from gradveil.protection.defense import Defense
 from gradveil.protection.passes import Examples
 from gradveil.step_rule import BETA1, BETA2, EPS, StepRule
+from gradveil.threats.one_update import SAMPLE, SECONDS, OthersKnown, Probe, TrainingPass, worst
 from gradveil.tree import Params
-from gradveil.types import Batch
+from gradveil.types import Batch, Update
 
+PSNR, FLOOR, CHECKED = LEAK_METRICS = "leak-psnr", "leak-floor", "leak-checked"  # what a check adds to the metrics
 KEPT = 2**32  # bytes of weights that are kept of a client's passes
 
 
 @dataclass(frozen=True)
-class LeakGuard:
-    """A mod for ``ClientApp(mods=[leak_guard(...)])``; put it first, so that it sees what really leaves.
+class LeakCheck:
+    """An attack on one's own update before it leaves, held against the examples that it was made of.
 
-    It keeps the inputs that the client trains on, attacks the outgoing update without them, and compares. The
-    reply's metrics get ``leak-psnr``, the image that came out best, in dB, ``leak-floor``, what a blind guess
-    gets, and ``leak-checked``, how many examples these two are about. A score below the threshold says that *this
-    attack* failed, not that none would succeed.
-
-    Of more than ``max_examples`` examples a sample is checked, each against a server that knows all the others.
+    A score below the threshold says that *this attack* failed, not that none would succeed. Of more than
+    ``max_examples`` examples a sample is checked, each against a server that knows all the others.
 
     Args:
         attack: a spec or an attack.
@@ -62,10 +40,10 @@ class LeakGuard:
         sample: how many examples of such an update are checked.
         seconds: after this time no further example is begun; one is always checked.
         send_unchecked: send such an update where no example could be checked, with ``leak-checked`` 0 and no score;
-            otherwise it is withheld. On the server ``checked(grid)`` keeps Flower from stopping at the missing score.
+            otherwise it is withheld.
         bounds: of the inputs.
         loss: that the client minimises: a spec, a loss or a function.
-        lr: of the local steps; None reads ``lr`` from the message, and takes 1 where there is none.
+        lr: of the local steps; None takes the one that was asked for, and 1 where there is none.
         seed: for tests only; None draws from the operating system.
     """
 
@@ -83,70 +61,39 @@ class LeakGuard:
     lr: float | None = None
     seed: int | None = None
 
-    def __call__(self, message: Message, context: Context, call_next: Next) -> Message:
-        """Let the client train, then attack what it wants to send; fail closed."""
-        if not is_training(message):
-            return call_next(message, context)
-        tape = SeenInputs()
-        try:
-            before = sent_weights(message)
-            with ModelWatch(before, tape.attach):
-                reply = call_next(message, context)
-            tape.detach()  # before the model is copied for the attack
-            if reply.has_error():
-                return reply
-            if "spent" in reply.content.config_records.get(STATEMENT, {}):
-                raise DefenseError(
-                    "leak_guard's figures are computed from the records and would leave beside the noise of their "
-                    "defence. Leave leak_guard out."
-                )
-            return self._judge(message, context, before, reply, tape)
-        except GradveilError as error:
-            return withhold(message, str(error))
-        finally:
-            tape.detach()
-
-    def _judge(self, message: Message, context: Context, before: Params, reply: Message, tape: "SeenInputs") -> Message:
-        if tape.model is None:
+    def judge(self, weights: Params, update: Update, defense: str | Defense, seen: "SeenInputs") -> dict[str, float]:
+        """Return the figures of an update that may leave; raise where it may not."""
+        if seen.model is None:
             raise DefenseError("the model was not seen in training, so the update could not be checked for leaks.")
-        truth = tape.examples()
-        after = params_of(arrays_of(reply)[1])
-        check_reply(before, after)
-        before, after = (named_as_in(tape.model, weights) or weights for weights in (before, after))
-        update = update_of(message, before, reply, after, self.lr)
-        if tape.rule is not None:
-            update = replace(update, rule=tape.rule, num_steps=max(update.num_steps, tape.steps))
-        defense = self.defense or context.node_config.get("defense", context.run_config.get("defense", "none"))
+        truth = seen.examples()
+        if seen.rule is not None:
+            update = replace(update, rule=seen.rule, num_steps=max(update.num_steps, seen.steps))
         shape, loss = tuple(truth.inputs.shape[1:]), build_loss(self.loss)
-        probe = Probe(self.attack, shape, tape.num_classes, defense, self.bounds, self.public, loss)
-        rng, knowing = generator(self.seed), ""
-        if len(truth) <= self.max_examples and tape.optimizer is None:
-            rows, count = probe.run(tape.model, before, update, rng, truth), len(truth)
+        probe = Probe(self.attack, shape, seen.num_classes, defense, self.bounds, self.public, loss)
+        rng, knowing = Generator(), ""
+        rng.manual_seed(rng.seed() if self.seed is None else self.seed)
+        if len(truth) <= self.max_examples and seen.optimizer is None:
+            rows, count = probe.run(seen.model, weights, update, rng, truth), len(truth)
         else:
             knowing = " by knowing all others"
             order = torch.randperm(len(truth), generator=rng)[: self.sample]
             truth = Batch(truth.inputs[order], truth.labels[order])
             try:
-                plain = update.rule.is_plain and tape.optimizer is None
-                unlike = None if plain else tape.optimizer or str(update.rule)
-                each = OthersKnown(tape.model, tape.passes, update, unlike).check(probe, truth, rng, self.seconds)
+                plain = update.rule.is_plain and seen.optimizer is None
+                unlike = None if plain else seen.optimizer or str(update.rule)
+                each = OthersKnown(seen.model, seen.passes, update, unlike).check(probe, truth, rng, self.seconds)
                 rows, count = [worst(rows) for rows in each], len(each)
             except GradveilError as error:
                 if not self.send_unchecked:
                     raise DefenseError(f"no example could be checked: {error} send_unchecked=True sends it.") from error
-                add_metrics(reply, {CHECKED: 0})
-                return reply
+                return {CHECKED: 0}
         row = worst(rows)
         if row["worst-psnr"] > self.max_psnr:
             raise DefenseError(
                 f"{row['attack']} ({row['server']}) rebuilt a training example at {row['worst-psnr']:.1f} dB{knowing}; "
                 f"the limit is {self.max_psnr:g} dB. Train on more examples at once, or use a stronger defense."
             )
-        add_metrics(reply, {PSNR: row["worst-psnr"], FLOOR: probe.floor(truth[:count]), CHECKED: count})
-        return reply
-
-
-leak_guard = LeakGuard
+        return {PSNR: row["worst-psnr"], FLOOR: probe.floor(truth[:count]), CHECKED: count}
 
 
 def rule_in(optimizer: Optimizer, group: dict[str, Any]) -> StepRule | None:
