@@ -89,7 +89,14 @@ def names_of(kind: Any) -> str:
 def hints_of(cls: type) -> dict[str, Any]:
     """Return the types of a dataclass's settings by name, with their ranges."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init and not f.name.startswith("_")}
+    return {f.name: unwrapped(hints[f.name]) for f in dataclasses.fields(cls) if f.init and not f.name.startswith("_")}
+
+
+def unwrapped(kind: Any) -> Any:
+    """Return a type without notes of others than a range."""
+    if typing.get_origin(kind) is Annotated and not any(isinstance(one, Range) for one in typing.get_args(kind)[1:]):
+        return typing.get_args(kind)[0]
+    return kind
 
 
 @functools.cache

@@ -174,7 +174,7 @@ def test_a_folder_that_is_no_run_has_no_report(run: Run, tmp_path: Path) -> None
 
 
 def test_help_names_the_options(run: Run) -> None:
-    code, out, _ = run("audit", "--help")
+    code, out, _ = run("audit", "--help-all")
     assert code == 0
     for option in ("--defense", "--attack", "--model", "--dataset", "--data", "--seed", "--out", "--json", "--resume"):
         assert option in out

@@ -23,10 +23,12 @@ import gradveil
 from gradveil.auditing.saved_update import UpdateAuditConfig
 from gradveil.auditing.train import TrainConfig
 from gradveil.auditing.update_files import write_examples, write_update
+from gradveil.cli import options
 from gradveil.cli.main import COMMANDS, app, whole_command
 from gradveil.threats.setup import AuditConfig
 from schemas import FOLDER, described, schema_of
 
+DERIVED = {"audit", "attack", "train", "infer", "certify", "plan", "verify"}  # of the fields of settings
 SERVES = {"play"}  # shows a page until it is stopped: it has no result
 NAMES = [name for name in COMMANDS if name not in SERVES]
 LENET = "--model lenet:strides=2/1"
@@ -58,7 +60,7 @@ RUNS: dict[str, list[str]] = {
 def shown(name: str) -> list[TyperOption | TyperArgument]:
     """The options and arguments that a command's help shows."""
     params = whole_command(name).params
-    return [p for p in params if isinstance(p, TyperOption | TyperArgument) and not p.hidden]
+    return [p for p in params if isinstance(p, TyperOption | TyperArgument) and p.name != "help_all"]
 
 
 def page(*words: str, width: int = 80) -> str:
@@ -83,7 +85,7 @@ def files(command: Command, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_shows_every_default_and_what_every_argument_is(name: str) -> None:
-    lines = page(name, "--help", width=400).splitlines()
+    lines = page(name, "--help-all" if name in DERIVED else "--help", width=400).splitlines()
     for param in shown(name):
         word = param.opts[0] if isinstance(param, TyperOption) else param.name
         (line,) = [line for line in lines if re.match(rf"│ \*? *{word}(,-\w)? ", line)]
@@ -91,6 +93,24 @@ def test_help_shows_every_default_and_what_every_argument_is(name: str) -> None:
         assert " ".join(param.help.split()) in line
         flag = isinstance(param, TyperOption) and param.is_flag
         assert flag or "[default: " in line or "[required]" in line, line
+
+
+@pytest.mark.parametrize("name", sorted(DERIVED))
+def test_a_first_help_has_at_most_twelve_options_and_says_where_the_others_are(name: str) -> None:
+    first, everything = page(name, "--help"), page(name, "--help-all")
+    options = re.findall(r"^│ \*? *(--[a-z-]+)", first, flags=re.MULTILINE)
+    assert 8 <= len(options) <= 14  # with --help and --help-all
+    assert {"--help", "--help-all"} <= set(options)
+    assert set(options) <= set(re.findall(r"^│ \*? *(--[a-z-]+)", everything, flags=re.MULTILINE))
+    assert len(everything) > len(first)
+
+
+@pytest.mark.parametrize("config", [AuditConfig, TrainConfig])
+def test_every_setting_is_an_option_with_words(config: type) -> None:
+    offered = {p.name: p for p in shown("audit" if config is AuditConfig else "train")}
+    for field in fields(config):
+        option = offered[options.NAMES.get(field.name, field.name)]
+        assert option.help, field.name
 
 
 @pytest.mark.parametrize(
@@ -161,8 +181,8 @@ def test_quiet_is_quiet_and_no_sentence_comes_twice(
 
 def speaks(name: str) -> bool:
     """Whether a command shows progress."""
-    module, _, function = COMMANDS[name][0].partition(":")
-    source = inspect.getsource(getattr(import_module(f"gradveil.cli.{module}"), function))
+    module = COMMANDS[name][0].partition(":")[0]
+    source = inspect.getsource(import_module(module if "." in module else f"gradveil.cli.{module}"))
     return "shared.running(" in source or "shared.working(" in source
 
 

@@ -224,19 +224,6 @@ Command = Callable[..., tuple[int, str, str]]
 SMALL = ("train", "--model", "logistic", "--partition", "iid:devices=4,per_device=40", "--clients", "2")
 
 
-def test_old_names_of_options_work_and_say_the_new_ones(command: Command, tmp_path: Path) -> None:
-    old = ("--devices", "3", "--server", "fedavgm:momentum=0.5", "--rounds", "1", "--json")
-    code, _, err = command("train", "--model", "logistic", *old, "--out", "run")
-    assert code == 0
-    assert err.splitlines() == [
-        "gradveil: --devices is called --clients now.",
-        "gradveil: --server is called --aggregator now.",
-    ]
-    config = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
-    assert (config["clients"], config["aggregator"]) == (3, "fedavgm:momentum=0.5")
-    assert not {"devices", "server"} & config.keys()
-
-
 def test_what_the_disk_refuses_is_one_line(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     code, _, err = command(*SMALL, "--out", "file/run", "--json")

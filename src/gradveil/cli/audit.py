@@ -5,158 +5,80 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from gradveil import pace
+from gradveil.auditing.gate import GATED, FailOn, read_fail_on
+from gradveil.auditing.saved_update import UpdateAuditConfig
 from gradveil.cli import shared, watchdog
+from gradveil.cli.options import NAMES, Columns, Given, Option, Output, takes
 from gradveil.errors import SpecError
+from gradveil.ranges import hints_of
+from gradveil.threats.setup import AuditConfig
 
 if TYPE_CHECKING:
     from gradveil.auditing.audit import Audit
-    from gradveil.auditing.gate import FailOn
     from gradveil.auditing.run_folder import RunFolder
 
-of_run = partial(typer.Option, rich_help_panel="A federated run")
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Output):
+    """What the command takes beside the settings of an audit."""
+
+    out: Path | None = None
+    fail_on: str | None = None
+    resume: bool = False
+    meter: bool = True
+    config: Path | None = None
+
+
 SHOWN = 5  # lines of what was not tried
-of_update = partial(typer.Option, rich_help_panel="A saved update")
+FIRST = "model dataset defense attack update weights minutes fail_on out resume json"
 
 
-def command(
-    model: str = typer.Option(
-        None, show_default=f"{shared.SUITS}; with --update lenet", help=f"A model spec, {shared.OWN}"
-    ),
-    dataset: str = typer.Option(
-        None,
-        show_default="digits; with --update none",
-        help="A data set by name, a CSV or parquet file, or module:function, your own.",
-    ),
-    data: shared.Data = None,
-    target: shared.Target = None,  # type: ignore[assignment]
-    categorical: shared.Categorical = None,  # type: ignore[assignment]
-    drop: shared.Drop = None,  # type: ignore[assignment]
-    by: shared.By = None,  # type: ignore[assignment]
-    defense: list[str] = typer.Option(
-        None,
-        show_default="a panel of four; with --update none",
-        help="A defence spec; repeat for several.",
-    ),
-    attack: list[str] = typer.Option(
-        None, show_default="those that suit the model", help="An attack spec; repeat for several."
-    ),
-    tier: list[str] = typer.Option(
-        None,
-        show_default="all; with --attack the first two",
-        help="Servers: oblivious, knows, informed, patient, malicious; repeat for several.",
-    ),
-    seed: int = typer.Option(None, show_default="0", help="One seed for everything."),
-    device: str = typer.Option(None, show_default="cpu", help=shared.DEVICES),
-    loss: str = typer.Option(None, show_default="cross_entropy; with --update as the file says", help=shared.LOSSES),
-    minutes: float = typer.Option(
-        None,
-        show_default="none; of networks above half a million weights 5",
-        help="Time limit for all of it: every server gets an answer before any gets a second.",
-    ),
-    weights: str = typer.Option(
-        None,
-        show_default="the model's own",
-        help="The weights that clients receive: safetensors, or .pt of tensors alone.",
-    ),
-    out: Path = typer.Option(None, show_default="a new one under runs", help="The run folder."),
-    json: shared.Json = False,
-    quiet: shared.Quiet = False,
-    fail_on: str = typer.Option(
-        None,
-        help="recovered, recognised or unproved: exit with 3 where a server gets that far, or nothing is proved; 4 "
-        "where the audit cannot tell.",
-    ),
-    resume: shared.Resume = False,
-    rounds: int = of_run(
-        None,
-        show_default="10",
-        help="Rounds of training; the first and the last are attacked. Large networks: none unless given.",
-    ),
-    images: int = of_run(None, show_default="8", help="Images, or rows, under attack."),
-    examples: int = of_run(
-        None, show_default="1; with --update as the file says", help="Examples of one attacked update."
-    ),
-    partition: str = of_run(None, show_default="iid:devices=10", help="How examples are dealt out to clients."),
-    clients: int = of_run(None, show_default="5", help="Clients that train in a round."),
-    epochs: int = of_run(None, show_default="1", help="Local epochs."),
-    batch_size: int = of_run(
-        None, show_default="8; with --update as the file says", help="Examples of a local step; 0: all of them."
-    ),
-    lr: float = of_run(
-        None, show_default="0.3; with --update as the file says", help="Learning rate of the local steps."
-    ),
-    optimizer: shared.Optimizer = None,  # type: ignore[assignment]
-    momentum: shared.Momentum = None,  # type: ignore[assignment]
-    weight_decay: shared.WeightDecay = None,  # type: ignore[assignment]
-    proximal: shared.Proximal = None,  # type: ignore[assignment]
-    clip: shared.Clip = None,  # type: ignore[assignment]
-    trains: shared.Trains = None,  # type: ignore[assignment]
-    meter_seconds: float = of_run(
-        None, show_default="60", help="Time limit of certificates and leak meter, which come last."
-    ),
-    no_meter: bool = of_run(False, "--no-meter", help="Leave certificates and leak meter out."),
-    config: Path = of_run(None, help="Settings from a TOML file; options go before it."),
-    update: str = of_update(None, help="A safetensors file: gradients, a difference, or weights."),
-    kind: str = of_update(None, show_default=shared.AS_SAID, help="gradient, difference or weights."),
-    before: str = of_update(None, help="Safetensors: the weights before, if --update has those after."),
-    truth: str = of_update(None, help="Safetensors with inputs and labels: what was trained on."),
-    steps: int = of_update(None, show_default=shared.AS_SAID, help="Local steps behind the update."),
-    input_shape: str = of_update(None, help="E.g. 1x28x28, without --dataset and --truth."),
-    classes: int = of_update(None, show_default="10", help="Number of classes, or of outputs, without --dataset."),
-) -> None:
+@takes(
+    AuditConfig,
+    UpdateAuditConfig,
+    Columns,
+    Run,
+    first=FIRST,
+    model=Option(default="what suits the data set; with --update lenet"),
+    dataset=Option(default="digits; with --update none"),
+    defense=Option("A defence spec; repeat for several.", default="a panel of four; with --update none"),
+    attack=Option("An attack spec; repeat for several."),
+    loss=Option(default="cross_entropy; with --update as the file says"),
+    minutes=Option(default="none; of networks above half a million weights 5"),
+    out=Option(default="a new one under runs"),
+    update=Option(default="none"),
+    rounds=Option("Rounds of training; the first and the last are attacked. Large networks: none unless given."),
+    examples=Option(default="1; with --update as the file says"),
+    batch_size=Option(default="8; with --update as the file says"),
+    lr=Option(default="0.3; with --update as the file says"),
+    meter=Option("Certify and meter leaks after the attacks.", "The run"),
+)
+def command(given: Given) -> None:
     """Audit a federated run (default: digits, a small LeNet, four defences) or one saved update."""
-    limit = pace.Limit(pace.seconds_of(minutes))  # imports and setting up count, too
+    limit = pace.Limit(pace.seconds_of(given["minutes"]))  # setting up counts, too
     from gradveil.auditing.audit import default_folder
-    from gradveil.auditing.gate import GATED, read_fail_on
 
-    gate = read_fail_on(fail_on)
-    out = out or default_folder()
-    dataset = shared.table_spec(dataset, target, categorical, drop, by)  # type: ignore[assignment]
-    partition = partition or (shared.NATURAL if by else None)  # type: ignore[assignment]
-    options: dict[str, Any] = {"model": model, "dataset": dataset, "data": data, "seed": seed}
-    options |= {"device": device, "minutes": minutes}
-    options |= {"lr": lr, "batch_size": batch_size, "loss": loss, "optimizer": optimizer, "momentum": momentum}
-    options |= {"weight_decay": weight_decay, "proximal": proximal, "clip": clip}
-    options["attacks"] = tuple(attack) if attack else None
-    run: Callable[..., Audit]
-    if update is None:
-        _refuse("--update", kind=kind, before=before, truth=truth, steps=steps, input_shape=input_shape)
-        options |= {"rounds": rounds, "images": images, "examples": examples, "partition": partition}
-        options |= {"trained": True if rounds else None, "weights": weights}
-        options |= {
-            "trains": trains,
-            "clients": clients,
-            "epochs": epochs,
-            "defenses": tuple(defense) if defense else None,
-        }
-        options["tiers"] = tuple(tier) if tier else None
-        options["meter_seconds"] = 0.0 if no_meter else meter_seconds
-        run = _federated(options, config)
-    else:
-        _refuse("a federated run", rounds=rounds, images=images, partition=partition, clients=clients, epochs=epochs)
-        _refuse("a federated run", trains=trains)
-        _refuse("a federated run", meter_seconds=meter_seconds, no_meter=no_meter or None)
-        options |= {"update": update, "kind": kind, "weights": weights, "before": before, "truth": truth}
-        options |= {"num_steps": steps, "num_examples": examples, "num_classes": classes}
-        options |= {"defense": _one(defense), "input_shape": shared.read_shape(input_shape)}
-        run = _saved(options)
+    gate = read_fail_on(given["fail_on"])
+    out, quiet = given["out"] or default_folder(), given["json"] or given["quiet"]
+    run = _federated(given) if given["update"] is None else _saved(given)
     with (
-        shared.running(json or quiet, shared.resume_with(out)) as progress,
+        shared.running(quiet, shared.resume_with(out)) as progress,
         limit,
-        redirect_stdout(sys.stderr) if json else nullcontext(),  # what a user's own code prints is no JSON
+        redirect_stdout(sys.stderr) if given["json"] else nullcontext(),  # what a user's own code prints is no JSON
     ):
-        found = _run_to_report(partial(run, out=out, resume=resume, progress=progress, written=_Pages(progress)), out)
-    _show(found, json, gate, tier or GATED)
+        whole = partial(run, out=out, resume=given["resume"], progress=progress, written=_Pages(progress))
+        found = _run_to_report(whole, out)
+    _show(found, given["json"], gate, given["tier"] or GATED)
 
 
 class _Pages:
@@ -192,48 +114,51 @@ def _run_to_report(run: "Callable[[], Audit]", out: Path) -> "Audit":
         raise
 
 
-def _federated(options: dict[str, Any], config: Path | None) -> "Callable[..., Audit]":
+def _federated(given: Given) -> "Callable[..., Audit]":
     from gradveil.auditing.audit import audit
     from gradveil.auditing.settings import from_toml
-    from gradveil.threats.setup import AuditConfig
 
-    base = AuditConfig()
+    _refuse(given, AuditConfig, UpdateAuditConfig, "--update")
+    config, base = given["config"], AuditConfig()
     if config is not None:
         if not config.is_file():
             raise SpecError(f"There is no file {config}.")
         base = from_toml(AuditConfig, config.read_text(encoding="utf-8"))
-    chosen = replace(base, **_given(options))
+    chosen = given.fill(
+        base,
+        dataset=shared.table_spec(given),
+        partition=given["partition"] or (shared.NATURAL if given["by"] else None),
+        trained=True if given["rounds"] else given["trained"],
+        meter_seconds=None if given["meter"] else 0.0,
+    )
     watchdog.end_after(chosen.minutes)
     return lambda **rest: audit(config=chosen, **rest)
 
 
-def _saved(options: dict[str, Any]) -> "Callable[..., Audit]":
-    from gradveil.auditing.saved_update import UpdateAuditConfig, audit_update
+def _saved(given: Given) -> "Callable[..., Audit]":
+    from gradveil.auditing.saved_update import audit_update
 
-    chosen = UpdateAuditConfig(**_given(options))
+    _refuse(given, UpdateAuditConfig, AuditConfig, "a federated run")
+    if not given["meter"]:
+        raise SpecError("--no-meter belongs to a federated run. Leave it out, or give what it needs.")
+    defenses = given["defense"] or ["none"]
+    if len(defenses) > 1:
+        raise SpecError("A saved update was made under one defence. Give one --defense, or join several by '+'.")
+    start = UpdateAuditConfig(given["update"], defense=defenses[0])
+    chosen = given.without("update", "defense").fill(start, dataset=shared.table_spec(given))
     watchdog.end_after(chosen.minutes)
     return lambda **rest: audit_update(chosen, **rest)
 
 
-def _given(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that were given; a batch size of 0 is that of all examples in one step."""
-    given = {key: value for key, value in options.items() if value is not None}
-    return given | ({"batch_size": None} if given.get("batch_size") == 0 else {})
+def _refuse(given: Given, takes: type, other: type, needs: str) -> None:
+    """Raise where an option was given that only the other kind of audit takes."""
+    own, others = ({NAMES.get(f, f) for f in hints_of(cls)} for cls in (takes, other))
+    for name in given:
+        if name in others - own and given[name] is not None:
+            raise SpecError(f"--{name.replace('_', '-')} belongs to {needs}. Leave it out, or give what it needs.")
 
 
-def _refuse(belongs_to: str, **given: Any) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise SpecError(f"--{name.replace('_', '-')} belongs to {belongs_to}. Leave it out, or give what it needs.")
-
-
-def _one(defense: list[str] | None) -> str | None:
-    if defense and len(defense) > 1:
-        raise SpecError("A saved update was made under one defence. Give one --defense, or join several by '+'.")
-    return defense[0] if defense else None
-
-
-def _show(found: "Audit", json: bool, fail_on: "FailOn | None", tiers: Sequence[str]) -> None:
+def _show(found: "Audit", json: bool, fail_on: FailOn | None, tiers: Sequence[str]) -> None:
     from gradveil.report.page import write_report
     from gradveil.report.summary import left_out, summary
     from gradveil.report.table import verdict_table

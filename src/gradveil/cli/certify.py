@@ -1,14 +1,16 @@
 """``gradveil certify``: what can be promised about a model, some images and a defence, and on what it rests."""
 
+from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from gradveil import pace
 from gradveil.cli import shared
+from gradveil.cli.options import Given, Option, Output, takes
+from gradveil.ranges import Count, Seed, check
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,42 +18,42 @@ if TYPE_CHECKING:
     from gradveil.auditing.certificates import LayerCertificate, ServerLeak
 
 
-def command(
-    model: shared.Model = "lenet",
-    dataset: str = typer.Option("digits", help="A data set by name, or module:function that makes your own."),
-    data: shared.Data = None,
-    defense: str = typer.Option("representation:share=0.4", help="A defence spec."),
-    weights: str = typer.Option(
-        None, show_default="drawn from the seed", help="Safetensors: the model's trained weights."
-    ),
-    kind: list[str] = typer.Option(
-        None, show_default="those that fit", help="local, global, box, radius, reach or empirical; repeat for several."
-    ),
-    loss: shared.Loss = "cross_entropy",
-    norm: str = typer.Option("2", help="The norm of the distance: 1, 2 or inf."),
-    images: int = typer.Option(4, min=1, help="Images of the training split that are certified."),
-    meter: bool = typer.Option(True, help="Meter the whole update as well."),
-    participations: int = typer.Option(1, min=1, help="Rounds that a client takes part in: for accounted noise."),
-    cohort: int = typer.Option(1, min=1, help="Clients of a round: for tier=aggregate."),
-    seed: shared.Seed = 0,
-    device: shared.Device = "cpu",
-    json: shared.Json = False,
-    quiet: shared.Quiet = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Asked(Output):
+    """What is certified."""
+
+    model: str = "lenet"
+    dataset: str = "digits"
+    data: str | None = None
+    defense: str = "representation:share=0.4"
+    weights: Annotated[str | None, Option("Safetensors: the model's trained weights.", "", "drawn from the seed")] = (
+        None
+    )
+    kinds: Annotated[
+        tuple[str, ...],
+        Option("local, global, box, radius, reach or empirical; repeat for several.", "", "those that fit"),
+    ] = ()
+    loss: str = "cross_entropy"
+    norm: Annotated[str, Option("The norm of the distance: 1, 2 or inf.")] = "2"
+    images: Annotated[Count, Option("Images of the training split that are certified.")] = 4
+    meter: Annotated[bool, Option("Meter the whole update as well.")] = True
+    participations: Annotated[Count, Option("Rounds that a client takes part in: for accounted noise.")] = 1
+    cohort: Annotated[Count, Option("Clients of a round: for tier=aggregate.")] = 1
+    seed: Seed = 0
+    device: str = "cpu"
+
+
+@takes(Asked, first="model dataset defense weights kind images meter participations json")
+def command(given: Given) -> None:
     """Certify a defence: how far from the truth must a reconstruction be, and who is not bound by that?"""
-    with shared.working(json or quiet, "certify"):
-        found = figures(
-            model, dataset, data, defense, weights, tuple(kind or ()), norm, images, meter, seed, device, loss,
-            participations, cohort,
-        )  # fmt: skip
-    shared.print_json(as_json(found)) if json else show(found, Console())
+    asked = given.fill(Asked())
+    check(asked)
+    with shared.working(asked.json or asked.quiet, "certify"):
+        found = figures(asked)
+    shared.print_json(as_json(found)) if asked.json else show(found, Console())
 
 
-def figures(
-    model_spec: str, dataset_spec: str, data: str | None, defense_spec: str, weights: str | None,
-    kinds: tuple[str, ...], norm: str, images: int, meter: bool, seed: int, device: str = "cpu",
-    loss: str = "cross_entropy", participations: int = 1, cohort: int = 1,
-) -> dict[str, Any]:  # fmt: skip
+def figures(asked: Asked) -> dict[str, Any]:
     """Compute everything that the command shows."""
     from gradveil.auditing.certificates import KINDS, layer_certificates, metered
     from gradveil.auditing.promises import promise_rows
@@ -68,39 +70,39 @@ def figures(
     from gradveil.threats.setup import fitting_model
     from gradveil.threats.trial import RANK, Public
 
-    at = find_device(device)
-    seeds, p, defense = Seeds(seed), readable_p(norm), build_defense(defense_spec)
-    source = load(dataset_spec, data)
-    model = fitting_model(model_spec, source, loss, seeds.number("weights"))
-    if weights is not None:
-        load_weights(model, weights)
+    at = find_device(asked.device)
+    seeds, p, defense = Seeds(asked.seed), readable_p(asked.norm), build_defense(asked.defense)
+    source = load(asked.dataset, asked.data)
+    model = fitting_model(asked.model, source, asked.loss, seeds.number("weights"))
+    if asked.weights is not None:
+        load_weights(model, asked.weights)
     model.eval().to(at)
-    truth = source.train.sample(images, seeds("images"))
-    public = Public.draw(source, seeds("public"), RANK if meter else None).to(at)
-    run = PlannedRun(1, None, 1, participations, participations, cohort)
-    defense = defense.for_run(run).for_round(model, public.batch.to(at), build_loss(loss))
-    chosen: Any = check_kinds(kinds) or KINDS
+    truth = source.train.sample(asked.images, seeds("images"))
+    public = Public.draw(source, seeds("public"), RANK if asked.meter else None).to(at)
+    run = PlannedRun(1, None, 1, asked.participations, asked.participations, asked.cohort)
+    defense = defense.for_run(run).for_round(model, public.batch.to(at), build_loss(asked.loss))
+    chosen: Any = check_kinds(asked.kinds) or KINDS
     steps, leaks = count(), []
-    total = len(defense.layers(model)) * len(chosen) + meter * len(truth)
+    total = len(defense.layers(model)) * len(chosen) + asked.meter * len(truth)
 
     def each() -> None:
         pace.step(next(steps), total)
 
-    if meter:
+    if asked.meter:
         for i in range(len(truth)):
             each()
             rng = seeds("meter", i)
             one = truth[i : i + 1].to(at)
-            width, local = source.outputs(loss), Local(loss=loss)
+            width, local = source.outputs(asked.loss), Local(loss=asked.loss)
             leaks.append(metered(model, one, defense, width, rng, public.prior, local=local))
     return {
-        "model": model_spec,
-        "dataset": dataset_spec,
-        "defense": defense_spec,
-        "p": norm,
+        "model": asked.model,
+        "dataset": asked.dataset,
+        "defense": asked.defense,
+        "p": asked.norm,
         "promises": layer_certificates(model, truth.to(at), defense, seeds("defense"), chosen, p, each=each),
         "leaks": leaks,
-        "whole_run": promise_rows(defense_spec, defense, run, public.batch, truth.labels, public.choices),
+        "whole_run": promise_rows(asked.defense, defense, run, public.batch, truth.labels, public.choices),
         "largest": largest_mse(truth.inputs),
         "blind": blind_mse(truth.inputs, public.batch.inputs.mean(0)),
     }

@@ -1,11 +1,13 @@
 """``gradveil infer``: read the classes and their representations off saved updates."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
+from gradveil.attacks.inference import InferenceSettings
+from gradveil.auditing.saved_update import UpdateAuditConfig
 from gradveil.cli import shared
+from gradveil.cli.options import Given, Option, Output, takes
 from gradveil.errors import AttackError
 
 if TYPE_CHECKING:
@@ -13,56 +15,49 @@ if TYPE_CHECKING:
     from gradveil.auditing.saved_update import SavedUpdate
 
 
-def command(
-    update: list[str] = typer.Option(..., help="A safetensors file; repeat it for several clients of one model."),
-    model: shared.Model = "lenet",
-    rule: str = typer.Option("bias_sign", help="Which rows are classes: gap, mean, bias_sign or row_sum."),
-    m: float = typer.Option(0.5, help="Rows summed per class: a share of them up to 1, a count above."),
-    convolutions: bool = typer.Option(True, help="Go on through the convolutions, to mean input patches."),
-    weights: shared.Weights = None,
-    before: shared.Before = None,
-    kind: shared.Kind = None,
-    lr: shared.LearningRate = None,
-    dataset: str = typer.Option(None, help="Data of the same kind: gives the shape and the number of classes."),
-    data: shared.Data = None,
-    input_shape: shared.InputShape = None,
-    classes: shared.Classes = 10,
-    loss: shared.LossOfFile = None,
-    truth: str = typer.Option(
-        None, help="Safetensors with inputs and labels of the (first) client: adds the controls."
-    ),
-    device: shared.Device = "cpu",
-    out: Path = typer.Option(None, help="Safetensors file for the inferred vectors."),
-    json: shared.Json = False,
-    quiet: shared.Quiet = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Run(Output):
+    """What the command takes beside the facts of an update."""
+
+    updates: Annotated[tuple[str, ...], Option("A safetensors file; repeat it for several clients of one model.")]
+    out: Annotated[Path | None, Option("Safetensors file for the inferred vectors.")] = None
+
+
+@takes(
+    Run,
+    InferenceSettings,
+    UpdateAuditConfig,
+    first="update model rule m convolutions weights dataset truth out json",
+    without="attacks defense minutes gallery seed align num_steps num_examples batch_size optimizer momentum "
+    "weight_decay proximal clip",
+    rule=Option("Which rows are classes: gap, mean, bias_sign or row_sum."),
+    m=Option("Rows summed per class: a share of them up to 1, a count above."),
+    convolutions=Option("Go on through the convolutions, to mean input patches."),
+    truth=Option("Safetensors with inputs and labels of the (first) client: adds the controls."),
+)
+def command(given: Given) -> None:
     """Infer which classes clients trained on, and a representation per class and layer."""
-    from gradveil.attacks.inference import InferenceSettings, infer
-    from gradveil.auditing.saved_update import UpdateAuditConfig, build_case
+    from gradveil.attacks.inference import infer
+    from gradveil.auditing.saved_update import build_case
     from gradveil.auditing.update_files import read_tensors, read_update
 
-    settings = InferenceSettings(rule=rule, m=m, convolutions=convolutions)  # type: ignore[arg-type]
-    case = build_case(
-        UpdateAuditConfig(
-            update=update[0], model=model, weights=weights, before=before, kind=kind, lr=lr, dataset=dataset,
-            data=data, truth=truth, input_shape=shared.read_shape(input_shape), num_classes=classes,
-            loss=loss, device=device,
-        )
-    )  # fmt: skip
+    update, json, before = given["update"], given["json"], given["before"]
+    settings = given.make(InferenceSettings)
+    case = build_case(given.without("update").make(UpdateAuditConfig, update=update[0]))
     sent_before = None if before is None else read_tensors(before)[0]
     others = [read_update(path, case.model, case.config.facts, sent_before).to(case.device) for path in update[1:]]
     if case.loss.targets != "classes":
         raise AttackError(f"The loss {case.spec} is not one of classes, so there are none to infer.")
     seen = case.observation(case.update)
-    with shared.working(json or quiet, "layer"):
+    with shared.working(json or given["quiet"], "layer"):
         found = infer(case.model, [case.update, *others], case.input_shape, seen.num_classes, settings)
     said = [_said(found, device, path) for device, path in enumerate(update)]
     if case.truth is not None:
         said[0]["controls"] = _controls(found, case, seen.num_classes)
-    if out is not None:
-        _write(out, found)
+    if given["out"] is not None:
+        _write(given["out"], found)
     if json:
-        shared.print_json({"rule": rule, "m": m, "updates": said})
+        shared.print_json({"rule": settings.rule, "m": settings.m, "updates": said})
     else:
         _show(said)
 

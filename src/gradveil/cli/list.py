@@ -65,7 +65,6 @@ def command(
     json: shared.Json = False,
 ) -> None:
     """Show every method with its settings."""
-    kind = "aggregator" if kind in ("server", "servers") else kind
     rows = [row for row in everything() if kind in ("", row["kind"], row["kind"] + "s")]
     if not rows:
         raise typer.BadParameter(f"no kind is called {kind!r}; known: {', '.join([*KINDS, 'metric'])}")

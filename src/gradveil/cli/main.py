@@ -14,6 +14,7 @@ from typer.core import TyperArgument, TyperGroup, TyperOption
 from typer.utils import get_params_from_function
 
 from gradveil import __version__
+from gradveil.cli.options import with_all
 from gradveil.cli.stopping import stopping
 from gradveil.cli.watchdog import done, watched
 from gradveil.errors import GradveilError, is_out_of_memory, own_place
@@ -118,7 +119,7 @@ def whole_command(name: str) -> click.Command:
             param.help = told[param.name].default.help  # click from 8.5 on drops what Typer was told
         if isinstance(param, TyperArgument | TyperOption) and param.show_default is True and not param.required:
             param.show_default = "none" if param.default in (None, "", []) else True
-    return found
+    return with_all(found, getattr(command, "first", None))
 
 
 app = typer.Typer(cls=LazyGroup, no_args_is_help=True, pretty_exceptions_enable=False)

@@ -1,75 +1,90 @@
 """``gradveil plan``: the noise that a promise over a whole run needs, and what a given configuration really buys."""
 
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from gradveil.cli import shared
+from gradveil.cli.options import Given, Option, Output, takes
 from gradveil.errors import SpecError
+from gradveil.ranges import Count, Whole
+from gradveil.ranges import check as check_settings
 
 if TYPE_CHECKING:
     from gradveil.privacy.configurations import Bought
     from gradveil.privacy.plan import Plan
 
-of_run = partial(typer.Option, rich_help_panel="The run")
-promised = partial(typer.Option, rich_help_panel="The promise, one of these")
+RUN, PROMISE = "The run", "The promise, one of these"
 
 
-def command(
-    cohort: int = of_run(10, min=1, help="Clients of a round."),
-    clients: int = of_run(None, min=1, show_default="the cohort", help="Clients in all; they then take turns."),
-    records: int = of_run(200, min=1, help="Records of a client."),
-    batch_size: int = of_run(0, min=0, help="Records of a local step; 0: all of them."),
-    epochs: int = of_run(1, min=1, help="Local epochs."),
-    rounds: int = of_run(None, min=1, show_default="100", help="Rounds of training."),
-    participations: int = of_run(
-        None,
-        min=1,
-        show_default="all; with --clients their turns",
-        help="The most rounds that one client takes part in.",
-    ),
-    tier: str = of_run("local", help="What the server sees: local, each update; aggregate, a round's sum."),
-    lost: float = of_run(0.0, help="Share of the cohort that may drop out of a round; aggregate."),
-    colluding: float = of_run(0.0, help="Share of the cohort that may work with the server; aggregate."),
-    parameters: int = of_run(None, min=1, help="Of the model, or give --model and --dataset."),
-    model: str = of_run(None, help=f"A model spec, {shared.OWN}"),
-    dataset: str = of_run(None, help="A data set by name: for the model's size and the floor on reconstructions."),
-    data: shared.Data = None,
-    promise: str = promised(None, show_default="reconstruction", help="reconstruction or identification."),
-    epsilon: float = promised(None, help="ε over the whole run, at --delta."),
-    rho: float = promised(None, help="ρ over the whole run, in nats."),
-    z: float = promised(None, help="The noise multiplier of a release: what does it buy?"),
-    delta: float = typer.Option(1e-5, help="Of ε."),
-    guess: float = typer.Option(0.01, help="Chance of a blind guess that is to be bounded."),
-    check: Path = typer.Option(None, help="A Flower, Opacus or NVFlare configuration: what does it buy?"),
-    json: shared.Json = False,
-    quiet: shared.Quiet = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Asked(Output):
+    """A run as it is planned, and the promise that it is to keep."""
+
+    cohort: Annotated[Count, Option("Clients of a round.", RUN)] = 10
+    clients: Annotated[Count | None, Option("Clients in all; they then take turns.", RUN, "the cohort")] = None
+    records: Annotated[Count, Option("Records of a client.", RUN)] = 200
+    batch_size: Annotated[Whole, Option("Records of a local step; 0: all of them.", RUN)] = 0
+    epochs: Annotated[Count, Option(panel=RUN)] = 1
+    rounds: Annotated[Count | None, Option(panel=RUN, default="100")] = None
+    participations: Annotated[
+        Count | None,
+        Option("The most rounds that one client takes part in.", RUN, "all; with --clients their turns"),
+    ] = None
+    tier: Annotated[
+        Literal["local", "aggregate"],
+        Option("What the server sees: local, each update; aggregate, a round's sum.", RUN),
+    ] = "local"
+    lost: Annotated[float, Option("Share of the cohort that may drop out of a round; aggregate.", RUN)] = 0.0
+    colluding: Annotated[float, Option("Share of the cohort that may work with the server; aggregate.", RUN)] = 0.0
+    parameters: Annotated[Count | None, Option("Of the model, or give --model and --dataset.", RUN)] = None
+    model: Annotated[str | None, Option(panel=RUN, default="none")] = None
+    dataset: Annotated[
+        str | None, Option("A data set by name: for the model's size and the floor on reconstructions.", RUN)
+    ] = None
+    data: Annotated[str | None, Option(panel=RUN)] = None
+    promise: Annotated[str | None, Option("reconstruction or identification.", PROMISE, "reconstruction")] = None
+    epsilon: Annotated[float | None, Option("ε over the whole run, at --delta.", PROMISE)] = None
+    rho: Annotated[float | None, Option("ρ over the whole run, in nats.", PROMISE)] = None
+    z: Annotated[float | None, Option("The noise multiplier of a release: what does it buy?", PROMISE)] = None
+    delta: Annotated[float, Option("Of ε.")] = 1e-5
+    guess: Annotated[float, Option("Chance of a blind guess that is to be bounded.")] = 0.01
+    check: Annotated[Path | None, Option("A Flower, Opacus or NVFlare configuration: what does it buy?")] = None
+
+
+FIRST = "promise epsilon z cohort clients records rounds tier model dataset check json"
+
+
+@takes(Asked, first=FIRST)
+def command(given: Given) -> None:
     """Plan a run: from a promise to the noise and its expected cost, or from a configuration to what it buys."""
-    if check is not None:
-        _check(check, rounds, participations, parameters, delta, guess, json)
+    asked, json = given.fill(Asked()), given["json"]
+    check_settings(asked)
+    if asked.check is not None:
+        _check(asked, json)
         return
-    from gradveil.privacy.plan import Plan, PlannedRun, Tier, z_run_of
-    from gradveil.registry import convert
+    from gradveil.privacy.plan import Plan, PlannedRun, z_run_of
 
-    count = rounds or 100
+    count, cohort = asked.rounds or 100, asked.cohort
+    participations = asked.participations
     if participations is None:
-        participations = count if clients is None else -(-count * cohort // clients)
-    run = PlannedRun(records, batch_size or None, epochs, count, participations, cohort, lost, colluding)
-    asked = {"promise": promise, "epsilon": epsilon, "rho": rho, "z": z}
-    given = {name: value for name, value in asked.items() if value is not None} or {"promise": "reconstruction"}
-    if len(given) > 1:
-        raise SpecError(f"--{' and --'.join(given)} each say how much noise there is. Give one of them.")
-    if epsilon is not None:
-        given["delta"] = delta
-    if z is None:
-        z = run.z(z_run_of(**given))
-    with shared.working(json or quiet, "class"):
-        size, spectra = _sizes(parameters, model, dataset, data)
-    plan = Plan(run, z, convert(tier, Tier, "--tier"), size)
-    found = figures(plan, spectra, delta, guess) | {"promise": given}
+        participations = count if asked.clients is None else -(-count * cohort // asked.clients)
+    run = PlannedRun(
+        asked.records, asked.batch_size or None, asked.epochs, count, participations, cohort, asked.lost,
+        asked.colluding,
+    )  # fmt: skip
+    promised: dict[str, Any] = given.named("promise", "epsilon", "rho", "z") or {"promise": "reconstruction"}
+    if len(promised) > 1:
+        raise SpecError(f"--{' and --'.join(promised)} each say how much noise there is. Give one of them.")
+    if asked.epsilon is not None:
+        promised["delta"] = asked.delta
+    z = run.z(z_run_of(**promised)) if asked.z is None else asked.z
+    with shared.working(json or given["quiet"], "class"):
+        size, spectra = _sizes(asked.parameters, asked.model, asked.dataset, asked.data)
+    plan = Plan(run, z, asked.tier, size)
+    found = figures(plan, spectra, asked.delta, asked.guess) | {"promise": promised}
     shared.print_json(found) if json else typer.echo(_words(plan, found))
 
 
@@ -164,15 +179,14 @@ def _cost(plan: "Plan") -> str:
     )
 
 
-def _check(
-    path: Path, rounds: int | None, participations: int | None, parameters: int | None, delta: float, guess: float,
-    json: bool,
-) -> None:  # fmt: skip
+def _check(asked: Asked, json: bool) -> None:
     from gradveil.privacy.configurations import Told, check
 
-    found = check(path, Told(rounds, participations, parameters, delta))
+    delta, guess = asked.delta, asked.guess
+    assert asked.check is not None
+    found = check(asked.check, Told(asked.rounds, asked.participations, asked.parameters, delta))
     if json:
-        shared.print_json({"file": str(path), "mechanisms": [_bought(one, delta, guess) for one in found]})
+        shared.print_json({"file": str(asked.check), "mechanisms": [_bought(one, delta, guess) for one in found]})
         return
     typer.echo("\n\n".join(_bought_words(one, delta, guess) for one in found))
 

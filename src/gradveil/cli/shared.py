@@ -7,70 +7,36 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from gradveil.auditing.run_folder import plain_json
+from gradveil.cli.options import WORDS, Columns
 from gradveil.cli.stopping import stopping
 from gradveil.errors import SpecError
 from gradveil.imports import is_import_path
 from gradveil.pace import Limit, as_clock
 
 NATURAL = "natural"  # the partition of a table with --by
-OWN = "or module:function that makes your own."
-AS_SAID = "as the file says"
-SUITS = "what suits the data set"
-T = TypeVar("T")
-
-Data = Annotated[str | None, typer.Option(show_default="$GRADVEIL_DATA", help="Folder with the data sets.")]
-Model = Annotated[str, typer.Option(help=f"A model spec, {OWN}")]
-LOSSES = "cross_entropy, bce, mse, or module:function, your own loss(output, target)."
-DEVICES = "cpu, cuda, or auto: cuda where there is one."
-Loss = Annotated[str, typer.Option(help=LOSSES)]
-LossOfFile = Annotated[str | None, typer.Option(show_default=AS_SAID, help=LOSSES)]
-Seed = Annotated[int, typer.Option(help="One seed for everything.")]
-Device = Annotated[str, typer.Option(help=DEVICES)]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue a run that was stopped.")]
-Only = Annotated[str, typer.Option(help="Only the units of work whose name fits this pattern.")]
 _CORES = "on a CPU one for each core, at most 8; on CUDA 1"
+
+# options of commands that fill no settings of the library
+Data = Annotated[str | None, typer.Option(show_default="$GRADVEIL_DATA", help=WORDS["data"][1])]
+Seed = Annotated[int, typer.Option(help=WORDS["seed"][1])]
+Device = Annotated[str, typer.Option(help=WORDS["device"][1])]
+Resume = Annotated[bool, typer.Option("--resume", help=WORDS["resume"][1])]
+Only = Annotated[str, typer.Option(help="Only the units of work whose name fits this pattern.")]
 Jobs = Annotated[int | None, typer.Option(min=1, show_default=_CORES, help="Processes of one thread.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON in place of tables and progress.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
-
-# of a table
-_table = partial(typer.Option, rich_help_panel="A table")
-Target = Annotated[str, _table(help="The column to predict, where --dataset is a CSV or parquet file.")]
-Categorical = Annotated[str, _table(help="Columns of numbers that are categories, joined by commas.")]
-Drop = Annotated[str, _table(help="Columns to leave out, joined by commas.")]
-By = Annotated[str, _table(help="The column that says which client a row belongs to, e.g. hospital.")]
-
-# of the local steps
-_local = partial(typer.Option, rich_help_panel="Local steps")
-Optimizer = Annotated[str, _local(show_default="sgd", help="sgd, adam or adamw.")]
-Momentum = Annotated[float, _local(show_default="0", help="Of sgd.")]
-WeightDecay = Annotated[float, _local(show_default="0", help="Of the optimizer.")]
-Proximal = Annotated[float, _local(show_default="0", help="FedProx's factor mu.")]
-Clip = Annotated[float, _local(show_default="0", help="Largest norm of a step's gradient; 0: none.")]
-Trains = Annotated[
-    str, _local(show_default="all", help="What is trained: all, head, batch_norm, or names of parameters (fc*).")
-]
-
-# of a saved update
-Weights = Annotated[
-    str | None, typer.Option(show_default="the model's own", help="Safetensors: the weights that the server sent.")
-]
-Before = Annotated[str | None, typer.Option(help="Safetensors: the weights before, if --update has those after.")]
-Kind = Annotated[str | None, typer.Option(show_default=AS_SAID, help="gradient, difference or weights.")]
-LearningRate = Annotated[float | None, typer.Option(show_default=AS_SAID, help="Learning rate of the local steps.")]
-InputShape = Annotated[str | None, typer.Option(help="E.g. 1x28x28, without --dataset.")]
-Classes = Annotated[int, typer.Option(help="Number of classes, or of outputs, without --dataset.")]
+Json = Annotated[bool, typer.Option("--json", help=WORDS["json"][1])]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help=WORDS["quiet"][1])]
 
 
 def print_json(value: Any) -> None:
@@ -84,43 +50,22 @@ def width() -> int:
     return min(shutil.get_terminal_size().columns, 100)
 
 
-def table_spec(
-    dataset: str | None, target: str | None, categorical: str | None, drop: str | None, by: str | None
-) -> str | None:
+def table_spec(given: Mapping[str, Any]) -> str | None:
     """Return the spec of a data set, of a table with its columns' roles."""
+    named = {f.name: given[f.name] for f in fields(Columns)}
+    dataset: str | None = given["dataset"]
     is_file = dataset is not None and Path(dataset).suffix.lower() in (".csv", ".tsv", ".parquet", ".pq")
-    named = {"target": target, "categorical": categorical, "drop": drop, "by": by}
-    given = {name: value for name, value in named.items() if value is not None}
-    if not is_file and not given:
+    roles = {name: value for name, value in named.items() if value is not None}
+    if not is_file and not roles:
         return dataset
+    target, by = given["target"], given["by"]
     if dataset is None or target is None or not (is_file or is_import_path(dataset)):
         wrong = "--target COLUMN" if target is None else "--dataset FILE.csv"
         raise SpecError(f"A table needs its file and the column to predict: give {wrong} as well.")
-    columns = {n: v.replace(",", "/") if n in ("categorical", "drop") else v for n, v in given.items()}
+    columns = {n: v.replace(",", "/") if n in ("categorical", "drop") else v for n, v in roles.items()}
     if odd := [v for v in (dataset, target, by or "") if set(v) & set(",=")]:
         raise SpecError(f"{odd[0]!r} has a comma or an equals sign in its name, which a spec cannot hold. Rename it.")
     return "table:" + ",".join(f"{name}={value}" for name, value in {"path": dataset, **columns}.items())
-
-
-def renamed(old: str, value: T | None, new: str, otherwise: T) -> T:
-    """Return the value of an option by its old name, with a line that says the new one; else the other value."""
-    if value is None:
-        return otherwise
-    typer.echo(f"gradveil: {old} is called {new} now.", err=True)
-    return value
-
-
-def read_shape(text: str | None) -> tuple[int, ...] | None:
-    """Read ``1x28x28``."""
-    if text is None:
-        return None
-    try:
-        shape = tuple(int(part) for part in text.lower().split("x"))
-    except ValueError:
-        shape = ()
-    if not shape or min(shape) < 1:
-        raise SpecError(f"--input-shape {text!r} cannot be read: give sizes joined by 'x', e.g. 1x28x28.")
-    return shape
 
 
 class Display:

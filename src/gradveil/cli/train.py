@@ -2,113 +2,82 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from gradveil.auditing.run_folder import Row, RunFolder
 from gradveil.auditing.train import TrainConfig, listed, train, turned_away, with_model
 from gradveil.cli import shared
+from gradveil.cli.options import Columns, Given, Option, Output, takes
+from gradveil.cli.shared import NATURAL
 from gradveil.errors import SpecError
 from gradveil.protection.defense import build
-from gradveil.registry import convert
 
-averaging = partial(typer.Option, rich_help_panel="Federated averaging")
-of_run = partial(typer.Option, rich_help_panel="The run")
-flower = partial(typer.Option, rich_help_panel="On Flower")
 _DEFAULT = TrainConfig()
 ON_FLOWER = (  # its own settings
     "secure_aggregation", "lost", "max_change", "max_examples", "require_defense", "deadline", "min_replies",
 )  # fmt: skip
 
 
-def command(
-    model: str = typer.Option("", show_default=shared.SUITS, help=f"A model spec, {shared.OWN}"),
-    dataset: str = typer.Option(_DEFAULT.dataset, help="A data set by name, a CSV or parquet file, or your own."),
-    data: shared.Data = None,
-    target: shared.Target = None,  # type: ignore[assignment]
-    categorical: shared.Categorical = None,  # type: ignore[assignment]
-    drop: shared.Drop = None,  # type: ignore[assignment]
-    by: shared.By = None,  # type: ignore[assignment]
-    defense: str = typer.Option("none", help="A defence spec; join several by '+'."),
-    seed: shared.Seed = 0,
-    out: Path = typer.Option(Path("runs/train"), help="The run folder."),
-    json: shared.Json = False,
-    quiet: shared.Quiet = False,
-    resume: bool = typer.Option(False, "--resume", help="Continue a run that was stopped, or add rounds to it."),
-    partition: str = averaging(_DEFAULT.partition, help="How examples are dealt out."),
-    rounds: int = averaging(_DEFAULT.rounds, min=1, help="Rounds of training."),
-    clients: int = averaging(_DEFAULT.clients, help="Clients that train in a round."),
-    epochs: int = averaging(_DEFAULT.epochs, help="Local epochs."),
-    batch_size: int = averaging(_DEFAULT.batch_size, help="Examples of a local step; 0: all of them."),
-    lr: float = averaging(_DEFAULT.lr, help="Learning rate of the local steps."),
-    schedule: str = averaging("constant", help="constant, cosine, exponential:factor=, inverse:mu=,gamma=."),
-    sampling: str = averaging("without", help="Draw clients with or without putting back."),
-    weighting: str = averaging("samples", help="samples, paper or uniform."),
-    aggregator: str = averaging("fedavg", help="fedavg, fedavgm, fedadam; on Flower: a strategy."),
-    loss: shared.Loss = "cross_entropy",
-    optimizer: shared.Optimizer = "sgd",
-    momentum: shared.Momentum = 0.0,
-    weight_decay: shared.WeightDecay = 0.0,
-    proximal: shared.Proximal = 0.0,
-    clip: shared.Clip = 0.0,
-    trains: shared.Trains = "all",
-    faults: str = averaging("", help="Fault drill: chances of drop=, late=, nan=, inf=, shape=."),
-    engine: str = of_run("auto", help="auto, sequential, processes:workers=N, vectorised, flower."),
-    device: shared.Device = "auto",
-    early_stop: int = of_run(None, min=1, help="End after so many measurements without a higher accuracy."),
-    evaluate_every: int = of_run(1, min=1, help="Rounds between measurements."),
-    save_every: int = of_run(1, min=1, help="Rounds between checkpoints."),
-    tensorboard: bool = of_run(False, help="Write event files for TensorBoard as well."),
-    verify: bool = of_run(False, "--verify", help="Measure the defence's promise with canary records, too."),
-    superlink: str = flower(None, help="host:port of a running SuperLink."),
-    root_certificates: Path = flower(None, help="Of a SuperLink with TLS."),
-    secure_aggregation: bool = flower(None, "--secure-aggregation", help="The server sees sums of updates only."),
-    lost: float = flower(None, show_default="0", help="Share of a secure sum's clients that may drop out."),
-    max_change: float = flower(
-        None, show_default="10", help="Refuse a change above so many times the round's median; 0: none."
-    ),
-    max_examples: int = flower(None, show_default="the largest device's", help="Refuse a reply that counts more."),
-    deadline: float = flower(None, show_default="600", help="Seconds a round waits for nodes, then for replies."),
-    min_replies: int = flower(None, show_default="1", help="Sound replies that a round needs."),
-    require_defense: str = flower(None, help="Refuse replies that do not say that this was done."),
-    devices: int = typer.Option(None, hidden=True),
-    server: str = typer.Option(None, hidden=True),
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Run(Output):
+    """What the command takes beside the settings of a training run."""
+
+    out: Path = Path("runs/train")
+    resume: bool = False
+    tensorboard: bool = False
+    verify: bool = False
+    superlink: str | None = None
+    root_certificates: Path | None = None
+    secure_aggregation: bool | None = None
+    lost: Annotated[float | None, Option(default="0")] = None
+    max_change: Annotated[float | None, Option(default="10")] = None
+    max_examples: int | None = None
+    deadline: Annotated[float | None, Option(default="600")] = None
+    min_replies: Annotated[int | None, Option(default="1")] = None
+    require_defense: str | None = None
+
+
+FIRST = "model dataset defense rounds clients partition lr engine out resume json"
+
+
+@takes(
+    TrainConfig,
+    Columns,
+    Run,
+    first=FIRST,
+    resume=Option("Continue a run that was stopped, or add rounds to it."),
+)
+def command(given: Given) -> None:
     """Train with federated averaging (default: digits, a small LeNet, no defence)."""
-    clients = shared.renamed("--devices", devices, "--clients", clients)
-    aggregator = shared.renamed("--server", server, "--aggregator", aggregator)
-    dataset = shared.table_spec(dataset, target, categorical, drop, by) or dataset
-    partition = shared.NATURAL if by and partition == _DEFAULT.partition else partition
-    given = locals()
-    types = {f.name: f.type for f in fields(TrainConfig)}
-    values = {name: given[name] for name in types}
-    for name in ("sampling", "weighting"):
-        values[name] = convert(values[name], types[name], f"--{name}")
-    config = TrainConfig(**values | {"batch_size": batch_size or None})
-    own = {name: given[name] for name in ON_FLOWER if given[name] is not None}
-    if engine.partition(":")[0] == "flower":
+    dataset = shared.table_spec(given)
+    config = given.fill(_DEFAULT, dataset=dataset, partition=given["partition"] or (NATURAL if given["by"] else None))
+    out, json, quiet = given["out"] or Run.out, given["json"], given["json"] or given["quiet"]
+    resume, verify = given["resume"], given["verify"]
+    own, link = given.named(*ON_FLOWER), given.named("superlink", "root_certificates")
+    if config.engine.partition(":")[0] == "flower":
         if verify:
             raise SpecError("--verify is not available with --engine flower: use gradveil verify --engine flower.")
-        say = (lambda line: None) if json or quiet else partial(typer.echo, err=True)
-        _train_on_flower(config, out, superlink, root_certificates, json, say, own | {"resume": resume})
+        say = (lambda line: None) if quiet else partial(typer.echo, err=True)
+        _train_on_flower(config, out, link, json, say, own | {"resume": resume})
         return
-    if verify and "records" not in build(defense).acts_on:
+    if verify and "records" not in build(config.defense).acts_on:
         raise SpecError("--verify measures what a defence promises of a record: give one that does, e.g. veil.")
-    if superlink or root_certificates or own:
+    if link or own:
         options = ("superlink", "root_certificates", *ON_FLOWER)
         raise SpecError(f"{', '.join(map(_option, options))} belong to --engine flower.")
-    with shared.running(json or quiet, shared.resume_with(out)) as display:
+    with shared.running(quiet, shared.resume_with(out)) as display:
 
         def advance(row: Row) -> None:
             word = row.get("scored_by", "accuracy")
             note = f"{word} {row['accuracy']:.4f}" if "accuracy" in row else ""
-            display("training", row["round"], rounds, note)
+            display("training", row["round"], config.rounds, note)
 
-        summary = train(config, out, resume=resume, tensorboard=tensorboard, progress=advance)
+        summary = train(config, out, resume=resume, tensorboard=given["tensorboard"], progress=advance)
         summary |= _measured(config) if verify else {}
     _show(summary, json)
 
@@ -151,8 +120,7 @@ def _show(summary: dict[str, Any], json: bool) -> None:
 def _train_on_flower(
     config: TrainConfig,
     out: Path,
-    superlink: str | None,
-    certificates: Path | None,
+    link: dict[str, Any],
     json: bool,
     say: Callable[[str], None],
     own: dict[str, Any],
@@ -170,10 +138,10 @@ def _train_on_flower(
     values = {name: getattr(config, name) for name in both}
     values |= {"data": config.data or ""} | own
     settings = FlowerSettings(**values, strategy=strategy_for(config.aggregator), out=str(out.resolve()))
-    if superlink is None:
+    if not link:
         check(settings)
     RunFolder.start(out, config, settings.resume, config.may_change).close()  # the server of the run holds it
-    outcome = run(settings, superlink=superlink, root_certificates=certificates, say=say)
+    outcome = run(settings, say=say, **link)
     if outcome is None:
         return
     last = outcome.rounds[-1]

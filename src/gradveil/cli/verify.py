@@ -1,13 +1,16 @@
 """``gradveil verify``: the promise of a pipeline measured from outside, beside the one that is proved."""
 
-from functools import partial
+import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gradveil.cli import shared
+from gradveil.cli.options import Given, Option, Output, takes
 from gradveil.errors import SpecError
+from gradveil.ranges import Count, Range, Whole, check
 
 if TYPE_CHECKING:
     from gradveil.verification.pipelines import Pipeline
@@ -15,42 +18,46 @@ if TYPE_CHECKING:
 
 EXCEEDED = 1
 DEFENSE = "veil:z=1,clip=1"
-own = partial(typer.Option, rich_help_panel="A trainer of your own")
+OWN = "A trainer of your own"
 
 
-def command(
-    dataset: str = typer.Option("digits", help="A data set by name: canaries are of its kind."),
-    data: shared.Data = None,
-    model: str = typer.Option("", show_default=shared.SUITS, help=f"A model spec, {shared.OWN}"),
-    defense: str = typer.Option(DEFENSE, help="A defence that promises something of a record."),
-    engine: str = typer.Option(
-        "protect", help="protect: a training loop; sequential, processes, vectorised, flower: rounds of an engine."
-    ),
-    rounds: int = typer.Option(2, min=1, help="Releases of each trial."),
-    lr: float = typer.Option(0.1, min=1e-9, help="Learning rate of the local steps."),
-    loss: shared.Loss = "cross_entropy",
-    canaries: int = typer.Option(32, min=8, help="Records of a trial, each put in by a coin."),
-    trials: int = typer.Option(64, min=8, help="Runs, each with coins and noise of its own."),
-    seeds: int = typer.Option(0, min=0, help="Seeds of torch that are tried against one release."),
-    grain: bool = typer.Option(
-        None,
-        "--grain/--no-grain",
-        show_default="where the noise is meant to be secret",
-        help="Look for the grain of torch's noise.",
-    ),
-    trainer: str = own(None, help="module:function, train(model, inputs, labels, present) -> what it releases."),
-    mu: float = own(None, help="μ as it is promised."),
-    sigma: float = own(None, help="Or the noise multiplier, with --steps."),
-    steps: int = own(None, min=1, help="How often a record is used."),
-    epsilon: float = own(None, help="Or ε, at --delta."),
-    delta: float = own(1e-5, help="Of ε."),
-    clip: float = own(1.0, help="The clip, which canaries are made to exceed."),
-    seed: int = typer.Option(None, show_default="from the system", help="Of canaries and coins."),
-    minutes: float = typer.Option(None, help="Time limit: no trial is begun after it."),
-    out: Path = typer.Option(None, help="Write the JSON to this file as well."),
-    json: shared.Json = False,
-    quiet: shared.Quiet = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Asked(Output):
+    """What is measured, and how closely."""
+
+    dataset: Annotated[str, Option("A data set by name: canaries are of its kind.")] = "digits"
+    data: str | None = None
+    model: str = ""
+    defense: Annotated[str, Option("A defence that promises something of a record.")] = DEFENSE
+    engine: Annotated[
+        str,
+        Option("protect: a training loop; sequential, processes, vectorised, flower: rounds of an engine.", "The run"),
+    ] = "protect"
+    rounds: Annotated[Count, Option("Releases of each trial.", "The run")] = 2
+    lr: Annotated[float, Range(1e-9), Option(panel="The run")] = 0.1
+    loss: str = "cross_entropy"
+    canaries: Annotated[int, Range(8), Option("Records of a trial, each put in by a coin.")] = 32
+    trials: Annotated[int, Range(8), Option("Runs, each with coins and noise of its own.")] = 64
+    seeds: Annotated[Whole, Option("Seeds of torch that are tried against one release.")] = 0
+    grain: Annotated[
+        bool | None, Option("Look for the grain of torch's noise.", "", "where the noise is meant to be secret")
+    ] = None
+    trainer: Annotated[
+        str | None, Option("module:function, train(model, inputs, labels, present) -> what it releases.", OWN)
+    ] = None
+    mu: Annotated[float | None, Option("μ as it is promised.", OWN)] = None
+    sigma: Annotated[float | None, Option("Or the noise multiplier, with --steps.", OWN)] = None
+    steps: Annotated[Count | None, Option("How often a record is used.", OWN, "none")] = None
+    epsilon: Annotated[float | None, Option("Or ε, at --delta.", OWN)] = None
+    delta: Annotated[float, Option("Of ε.", OWN)] = 1e-5
+    clip: Annotated[float, Option("The clip, which canaries are made to exceed.", OWN)] = 1.0
+    seed: Annotated[int | None, Option("Of canaries and coins.", "", "from the system")] = None
+    minutes: Annotated[float | None, Option("Time limit: no trial is begun after it.")] = None
+    out: Annotated[Path | None, Option("Write the JSON to this file as well.")] = None
+
+
+@takes(Asked, first="defense engine model dataset rounds trials canaries trainer mu minutes out json")
+def command(given: Given) -> None:
     """Measure μ with canary records sent through the real pipeline; exit code 1 where it exceeds the promise."""
     from gradveil.auditing.train import TrainConfig, with_model
     from gradveil.data import load
@@ -60,47 +67,46 @@ def command(
     from gradveil.threats.setup import fitting_model
     from gradveil.verification.verify import verify
 
-    claimed = _claimed(mu, sigma, steps, epsilon, delta)
+    asked = given.fill(Asked())
+    check(asked)
+    trainer, out, claimed = asked.trainer, asked.out, _claimed(asked)
     if trainer is None and claimed is not None:
         raise SpecError("--mu, --sigma and --epsilon are promises of a --trainer; a defence says its own.")
     if trainer is not None and claimed is None:
         raise SpecError("Say what the trainer promises: --mu, or --sigma with --steps, or --epsilon with --delta.")
     if out is not None and not out.parent.is_dir():
         raise DataError(f"--out: there is no folder {str(out.parent)!r}. Make it first.")
-    source = load(dataset, data)
-    loss = source.fitting_loss(loss)
-    model = model or with_model(TrainConfig(), source).model
+    source = load(asked.dataset, asked.data)
+    loss = source.fitting_loss(asked.loss)
+    model = asked.model or with_model(TrainConfig(), source).model
     network = fitting_model(model, source, loss, 0)
     like = source.train.batch(slice(0, 512))
     fit_to_public(network, source.test.batch(slice(0, 512)).inputs)
-    settings = {"rounds": rounds, "lr": lr, "loss": loss, "public": source.test.batch(slice(0, 512))}
-    pipeline = _own(trainer, clip) if trainer is not None else _pipeline(defense, engine, settings)
-    with shared.working(json or quiet, "trial"):
+    settings = {"rounds": asked.rounds, "lr": asked.lr, "loss": loss, "public": source.test.batch(slice(0, 512))}
+    pipeline = _pipeline(asked.defense, asked.engine, settings) if trainer is None else _own(trainer, asked.clip)
+    with shared.working(asked.json or asked.quiet, "trial"):
         found = verify(
-            pipeline, network, like.inputs, like.labels, mu=claimed, canaries=canaries, trials=trials, seeds=seeds,
-            seed=seed, loss=loss, grain=grain, minutes=minutes,
+            pipeline, network, like.inputs, like.labels, mu=claimed, canaries=asked.canaries, trials=asked.trials,
+            seeds=asked.seeds, seed=asked.seed, loss=loss, grain=asked.grain, minutes=asked.minutes,
         )  # fmt: skip
-    about = {"model": model, "dataset": dataset, "defense": defense if trainer is None else None, "trainer": trainer}
-    result = about | found.to_json()
+    defense = asked.defense if trainer is None else None
+    result = {"model": model, "dataset": asked.dataset, "defense": defense, "trainer": trainer} | found.to_json()
     if out is not None:
-        import json as json_
-
         from gradveil.auditing.run_folder import plain_json
 
-        write_atomically(out, (json_.dumps(plain_json(result), indent=2, ensure_ascii=False) + "\n").encode())
-    shared.print_json(result) if json else typer.echo(words(found))
+        write_atomically(out, (json.dumps(plain_json(result), indent=2, ensure_ascii=False) + "\n").encode())
+    shared.print_json(result) if asked.json else typer.echo(words(found))
     if found.reasons:
         raise typer.Exit(EXCEEDED)
 
 
-def _claimed(
-    mu: float | None, sigma: float | None, steps: int | None, epsilon: float | None, delta: float
-) -> float | None:
+def _claimed(asked: Asked) -> float | None:
     """Return the μ that a trainer's owner promises; None where nothing is said."""
     from math import sqrt
 
     from gradveil.privacy.accountant import mu_of
 
+    mu, sigma, steps, epsilon = asked.mu, asked.sigma, asked.steps, asked.epsilon
     if sum(given is not None for given in (mu, sigma, epsilon)) > 1:
         raise SpecError("--mu, --sigma and --epsilon each say what is promised. Give one of them.")
     if (sigma is None) != (steps is None):
@@ -109,7 +115,7 @@ def _claimed(
         raise SpecError("--mu, --sigma and --epsilon are numbers above 0.")
     if sigma is not None and steps is not None:
         return sqrt(steps) / sigma
-    return mu_of(epsilon, delta) if epsilon is not None else mu
+    return mu_of(epsilon, asked.delta) if epsilon is not None else mu
 
 
 def _own(path: str, clip: float) -> "Pipeline":

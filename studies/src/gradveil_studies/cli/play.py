@@ -3,11 +3,12 @@
 import typer
 
 from gradveil.cli import shared
+from gradveil.cli.options import OWN
 
 
 def command(
     dataset: str = typer.Option(None, help="A data set of your own beside those that are offered."),
-    model: str = typer.Option(None, help=f"A network beside those that are offered: a model spec, {shared.OWN}"),
+    model: str = typer.Option(None, help=f"A network beside those that are offered: a model spec, {OWN}"),
     data: shared.Data = None,
     port: int = typer.Option(None, min=1, max=65535, show_default="a free one from 7860 on", help="On 127.0.0.1."),
 ) -> None:

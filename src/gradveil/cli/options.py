@@ -1,0 +1,316 @@
+"""Options of the commands, derived from the dataclasses of settings that they fill.
+
+A field of a settings class is an option of every command that takes the class: its type, range and default stand in the
+class alone, its words in ``WORDS``. ``--help`` shows the options that a first run needs, ``--help-all`` the others too.
+"""
+
+import dataclasses
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, TypeVar, cast
+
+import click
+import typer
+
+from gradveil.errors import SpecError
+from gradveil.ranges import hints_of, options_of, plain, unwrapped
+from gradveil.registry import convert
+
+T = TypeVar("T")
+Command = Callable[["Given"], None]
+
+OWN = "or module:function that makes your own."
+AS_SAID = "as the file says"
+SUITS = "what suits the data set"
+
+# field of a settings class -> option, where they differ: an option that is repeated is one thing each time
+NAMES = {
+    "defenses": "defense", "attacks": "attack", "tiers": "tier", "kinds": "kind", "updates": "update",
+    "num_steps": "steps", "num_examples": "examples", "num_classes": "classes",
+}  # fmt: skip
+FIELDS = {option: name for name, option in NAMES.items()}
+
+_TABLE, _ROUNDS, _LOCAL, _RUN = "A table", "Federated averaging", "Local steps", "The run"
+_UPDATE, _FLOWER, _PROMISE, _TRAINER = (
+    "A saved update",
+    "On Flower",
+    "The promise, one of these",
+    "A trainer of your own",
+)
+
+# option -> (panel of the help, words); one option is in the same words in all commands
+WORDS: dict[str, tuple[str | None, str]] = {
+    "model": (None, f"A model spec, {OWN}"),
+    "dataset": (None, "A data set by name, a CSV or parquet file, or module:function, your own."),
+    "data": (None, "Folder with the data sets."),
+    "defense": (None, "A defence spec; join several by '+'."),
+    "attack": (None, "An attack spec, e.g. dlg:restarts=8."),
+    "tier": (None, "Servers: oblivious, adaptive, informed, multi-round, malicious; repeat for several."),
+    "loss": (None, "cross_entropy, bce, mse, or module:function, your own loss(output, target)."),
+    "minutes": (None, "Time limit for all of it: every server gets an answer before any gets a second."),
+    "weights": (None, "The weights that clients receive: safetensors, or .pt of tensors alone."),
+    "device": (None, "cpu, cuda, or auto: cuda where there is one."),
+    "seed": (None, "One seed for everything."),
+    "out": (None, "The run folder."),
+    "resume": (None, "Continue a run that was stopped."),
+    "json": (None, "Print JSON in place of tables and progress."),
+    "quiet": (None, "Show no progress."),
+    "target": (_TABLE, "The column to predict, where --dataset is a CSV or parquet file."),
+    "categorical": (_TABLE, "Columns of numbers that are categories, joined by commas."),
+    "drop": (_TABLE, "Columns to leave out, joined by commas."),
+    "by": (_TABLE, "The column that says which client a row belongs to, e.g. hospital."),
+    "rounds": (_ROUNDS, "Rounds of training."),
+    "clients": (_ROUNDS, "Clients that train in a round."),
+    "partition": (_ROUNDS, "How examples are dealt out to clients."),
+    "schedule": (_ROUNDS, "constant, cosine, exponential:factor=, inverse:mu=,gamma=."),
+    "sampling": (_ROUNDS, "Draw clients with or without putting back."),
+    "weighting": (_ROUNDS, "samples, paper or uniform."),
+    "aggregator": (_ROUNDS, "fedavg, fedavgm, fedadam; on Flower: a strategy."),
+    "faults": (_ROUNDS, "Fault drill: chances of drop=, late=, nan=, inf=, shape=."),
+    "trains": (_LOCAL, "What is trained: all, head, batch_norm, or names of parameters (fc*)."),
+    "epochs": (_LOCAL, "Local epochs."),
+    "batch_size": (_LOCAL, "Examples of a local step; 0: all of them."),
+    "lr": (_LOCAL, "Learning rate of the local steps."),
+    "optimizer": (_LOCAL, "sgd, adam or adamw."),
+    "momentum": (_LOCAL, "Of sgd."),
+    "weight_decay": (_LOCAL, "Of the optimizer."),
+    "proximal": (_LOCAL, "FedProx's factor mu."),
+    "clip": (_LOCAL, "Largest norm of a step's gradient; 0: none."),
+    "images": (_RUN, "Examples under attack."),
+    "examples": (_RUN, "Examples of one attacked update."),
+    "gallery": (_RUN, "Examples that an original must be told from, itself included."),
+    "trained": (_RUN, "Train a federation first, also where the network is large."),
+    "meter_seconds": (_RUN, "Time limit of certificates and leak meter, which come last; 0: none."),
+    "fail_on": (
+        _RUN,
+        "recovered, recognised or unproved: exit with 3 where a server gets that far or nothing is proved, 4 where "
+        "that cannot be told.",
+    ),
+    "config": (_RUN, "Settings from a TOML file; options go before it."),
+    "engine": (_RUN, "auto, sequential, processes:workers=N, vectorised, flower."),
+    "early_stop": (_RUN, "End after so many measurements without a higher accuracy."),
+    "evaluate_every": (_RUN, "Rounds between measurements."),
+    "save_every": (_RUN, "Rounds between checkpoints."),
+    "tensorboard": (_RUN, "Write event files for TensorBoard as well."),
+    "verify": (_RUN, "Measure the defence's promise with canary records, too."),
+    "update": (_UPDATE, "A safetensors file: gradients, a difference, or weights."),
+    "kind": (_UPDATE, "gradient, difference or weights."),
+    "before": (_UPDATE, "Safetensors: the weights before, if --update has those after."),
+    "truth": (_UPDATE, "Safetensors with inputs and labels: what was trained on."),
+    "steps": (_UPDATE, "Local steps behind the update."),
+    "input_shape": (_UPDATE, "E.g. 1x28x28, without --dataset."),
+    "classes": (_UPDATE, "Number of classes, or of outputs, without --dataset."),
+    "superlink": (_FLOWER, "host:port of a running SuperLink."),
+    "root_certificates": (_FLOWER, "Of a SuperLink with TLS."),
+    "secure_aggregation": (_FLOWER, "The server sees sums of updates only."),
+    "lost": (_FLOWER, "Share of a secure sum's clients that may drop out."),
+    "max_change": (_FLOWER, "Reject updates larger than so many times the round's median; 0: none."),
+    "max_examples": (_FLOWER, "Reject a reply that counts more examples."),
+    "deadline": (_FLOWER, "Seconds a round waits for nodes, then for replies."),
+    "min_replies": (_FLOWER, "Sound replies that a round needs."),
+    "require_defense": (_FLOWER, "Reject replies that do not state this defence."),
+}  # fmt: skip
+
+# what stands in the help as a default where the field's own says nothing to a reader
+SHOWN = {
+    "model": SUITS, "data": "$GRADVEIL_DATA", "weights": "the model's own", "attack": "those that suit the model",
+    "tier": "all; with --attack the first two", "trained": "where the network is not large",
+    "max_examples": "the largest device's", "kind": AS_SAID, "steps": AS_SAID,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option: where it differs from what the field and ``WORDS`` say."""
+
+    help: str = ""
+    panel: str | None = None
+    default: str = ""  # in words
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a command with a result takes beside its settings."""
+
+    json: bool = False
+    quiet: bool = False
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The roles of a table's columns."""
+
+    target: str | None = None
+    categorical: str | None = None
+    drop: str | None = None
+    by: str | None = None
+
+
+class Given(Mapping[str, Any]):
+    """The options of one call, by name; those that were not given are None or False."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = dict(values)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def __iter__(self) -> typing.Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def without(self, *names: str) -> "Given":
+        """Return the others."""
+        return Given({name: value for name, value in self.items() if name not in names})
+
+    def named(self, *fields: str) -> dict[str, Any]:
+        """Return the given ones of some fields."""
+        return {f: v for f in fields if (v := self._values.get(NAMES.get(f, f))) is not None}
+
+    def fill(self, base: T, **also: Any) -> T:
+        """Return settings with the options that were given, and ``also`` what a command makes of others."""
+        types = hints_of(cast(Any, type(base)))
+        found = self.named(*types) | {name: value for name, value in also.items() if value is not None}
+        return _checked(replace(base, **{n: _as(v, types[n], n) for n, v in found.items()}), found)  # type: ignore[type-var]
+
+    def make(self, cls: type[T], **also: Any) -> T:
+        """Return the settings of a class, some of whose fields may have no default."""
+        types = hints_of(cast(Any, cls))
+        found = self.named(*types) | also
+        return _checked(cls(**{n: _as(v, types[n], n) for n, v in found.items()}), found)
+
+
+def _as(value: Any, kind: Any, name: str) -> Any:
+    """Return an option's value as its field takes it."""
+    if name == "batch_size" and value == 0 and type(None) in options_of(kind):
+        return None
+    if name == "input_shape" and isinstance(value, str):
+        return read_shape(value)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _checked(settings: T, names: Iterable[str]) -> T:
+    """Return settings; raise where one is none of the words that its field knows and the class has not said so."""
+    types = hints_of(cast(Any, type(settings)))
+    for name in names:
+        value = getattr(settings, name)
+        if isinstance(value, str) and any(typing.get_origin(one) is typing.Literal for one in options_of(types[name])):
+            convert(value, types[name], f"--{name.replace('_', '-')}")
+    return settings
+
+
+def read_shape(text: str | None) -> tuple[int, ...] | None:
+    """Read ``1x28x28``."""
+    if text is None:
+        return None
+    try:
+        shape = tuple(int(part) for part in text.lower().split("x"))
+    except ValueError:
+        shape = ()
+    if not shape or min(shape) < 1:
+        raise SpecError(f"--input-shape {text!r} cannot be read: give sizes joined by 'x', e.g. 1x28x28.")
+    return shape
+
+
+def takes(*sources: type, first: str, without: str = "", **words: Option) -> Callable[[Command], Callable[..., None]]:
+    """Give a command the fields of some dataclasses as options; where two declare one, the first does.
+
+    ``first``: the options that ``--help`` shows, in this order; ``without``: fields that are no options.
+    """
+
+    def derived(command: Command) -> Callable[..., None]:
+        parameters: dict[str, inspect.Parameter] = {}
+        for source in sources:
+            noted = typing.get_type_hints(source, include_extras=True)
+            for field in hints_of(source):
+                name = NAMES.get(field, field)
+                if field not in without.split() and name not in parameters:
+                    parameters[name] = _parameter(source, field, name, noted[field], words.get(name))
+        order = {name: place for place, name in enumerate(first.split())}
+        if unknown := order.keys() - parameters.keys():
+            raise TypeError(f"{command.__module__} shows options that it does not have: {unknown}")
+        chosen = sorted(parameters.values(), key=lambda p: order.get(p.name, len(order)))
+
+        def called(**values: Any) -> None:
+            command(Given(values))
+
+        called.__doc__ = command.__doc__
+        called.__signature__ = inspect.Signature(chosen)  # type: ignore[attr-defined]
+        called.__annotations__ = {p.name: p.annotation for p in chosen}
+        called.first = frozenset(order)  # type: ignore[attr-defined]
+        return called
+
+    return derived
+
+
+def _parameter(source: type, field: str, name: str, kind: Any, said: Option | None) -> inspect.Parameter:
+    """Return the option of one field."""
+    declared = next(f for f in dataclasses.fields(source) if f.name == field)
+    panel, text = WORDS.get(name, (None, ""))
+    if typing.get_origin(kind) is Annotated:  # a command's own settings say the words with the field
+        said = said or next((one for one in typing.get_args(kind) if isinstance(one, Option)), None)
+        kind = unwrapped(kind)
+    said = said or Option()
+    inner = next(option for option in options_of(kind) if option is not type(None))
+    type_: Any = plain(inner)[0]
+    if typing.get_origin(type_) is typing.Literal:
+        type_ = str
+    elif typing.get_origin(type_) is tuple:
+        type_ = str if field == "input_shape" else list[str]
+    required = declared.default is dataclasses.MISSING and not said.default
+    flag = type_ is bool and isinstance(declared.default, bool)
+    shown = said.default or _in_words(declared.default, name)
+    option = typer.Option(
+        ... if required else declared.default if flag else None,
+        *([f"--{name.replace('_', '-')}"] if flag and not declared.default else []),
+        show_default=True if required or flag else shown,
+        help=said.help or text,
+        rich_help_panel=said.panel or panel,
+    )
+    if name == "quiet":
+        option.param_decls = ("--quiet", "-q")
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=type_)
+
+
+def _in_words(default: Any, name: str) -> str:
+    if default in (None, "", ()) or default is dataclasses.MISSING:
+        return SHOWN.get(name, "none")
+    if isinstance(default, tuple):
+        return ", ".join(map(str, default))
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+def with_all(found: click.Command, first: frozenset[str] | None) -> click.Command:
+    """Let a command's ``--help`` show what a first run needs, and ``--help-all`` everything."""
+    if first is None:
+        return found
+    others = [p for p in found.params if isinstance(p, click.Option) and p.name not in first]
+    whole = found.format_help
+
+    def short(ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for one in others:
+            one.hidden = True
+        try:
+            whole(ctx, formatter)
+        finally:
+            for one in others:
+                one.hidden = False
+
+    def show(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        if value and not ctx.resilient_parsing:
+            found.format_help = whole  # type: ignore[method-assign]
+            typer.echo(ctx.get_help())
+            ctx.exit()
+
+    found.format_help = short  # type: ignore[method-assign]
+    found.params.append(
+        typer.core.TyperOption(
+            param_decls=["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=show,
+            show_default=False, help=f"Show this message with {len(others)} more options.",
+        )
+    )  # fmt: skip
+    return found
