@@ -3,7 +3,7 @@
 Time is counted, not measured: each look at the clock takes a fixed time, so that what fits hangs on no machine.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
@@ -69,11 +69,10 @@ def vit(num_classes: int) -> nn.Module:
 
 
 @pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that goes on by being looked at."""
     looks = count()
     monkeypatch.setattr("gradveil.pace.clock", lambda: TICK * next(looks))
-    yield
 
 
 def within(folder: Path, **given: object) -> Audit:
