@@ -1,10 +1,12 @@
 """The lists of files by hash that `make` installs: nothing that is needed is missing, and no version has drifted."""
 
 import importlib.util
+import os
 import re
 import subprocess
 import tomllib
 from pathlib import Path
+from shutil import which
 
 import pytest
 from packaging.requirements import Requirement
@@ -89,3 +91,37 @@ def test_without_the_constrained_versions_the_newest_are_taken(monkeypatch: pyte
     calls = fake_pip(monkeypatch, [(1, "No matching distribution found for torch==2.13.0"), (0, "")])
     assert install.main(["dev"]) == 0
     assert "-c" not in calls[-1]
+
+
+def elsewhere(folder: Path) -> dict[str, str]:
+    """An environment in which pip knows nothing of this machine: its default index, no local wheels."""
+    (folder / "pip.conf").write_text("")
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PIP_") or name == "PIP_CERT"}
+    return env | {"PIP_CONFIG_FILE": str(folder / "pip.conf"), "PIP_FIND_LINKS": "", "HOME": str(folder)}
+
+
+def test_a_dry_run_resolves_and_installs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = fake_pip(monkeypatch, [(0, "")])
+    assert install.main(["--dry-run", "dev"]) == 0
+    assert {"--dry-run", "--ignore-installed"} <= set(calls[0])
+    assert ".[dev]" in calls[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("python", [pytest.param("3.12", marks=pytest.mark.deploy), "3.13"])
+def test_pip_resolves_on_other_pythons_without_local_wheels(python: str, tmp_path: Path) -> None:
+    homes = Path.home() / ".pyenv" / "versions"
+    found = [
+        *sorted(homes.glob(f"{python}.*/bin/python3")),
+        *([Path(exe)] if (exe := which(f"python{python}")) else []),
+    ]
+    if not found:
+        pytest.skip(f"Python {python} is not here")
+    env = elsewhere(tmp_path)
+    asked = [found[0], "-m", "pip", "download", "-q", "--no-deps", "-d", str(tmp_path), "typing_extensions==4.12.2"]
+    if subprocess.run(asked, env=env, capture_output=True, check=False, timeout=120).returncode:
+        pytest.skip("no package index can be reached")
+    command = [found[0], "tools/install.py", "--dry-run", ""]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert "Not to be had" not in done.stderr  # the versions of constraints.txt are there for this Python

@@ -1,11 +1,14 @@
 """What `make release` and `make sbom` would say, without building anything."""
 
 import json
+import re
 import runpy
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from setuptools import find_packages
 
 TOOLS = Path(__file__).parents[1] / "tools"
 
@@ -54,3 +57,19 @@ def test_the_list_of_parts_has_every_package_with_version_licence_and_hash(
     assert len(table.splitlines()) == len(parts) + 2
     assert "| safetensors |" in table
     assert "Apache" in next(line for line in table.splitlines() if line.startswith("| safetensors |"))
+
+
+def test_the_librarys_wheel_holds_nothing_of_the_studies() -> None:
+    root = TOOLS.parent
+    project = tomllib.loads((root / "pyproject.toml").read_text())
+    packages = find_packages(str(root / "src"))
+    assert project["tool"]["setuptools"]["packages"]["find"]["where"] == ["src"]
+    assert packages[:1] == ["gradveil"]
+    assert all(name.split(".")[0] == "gradveil" for name in packages)
+    assert not [name for name in packages if {"paper", "leaderboard", "play", "bench"} & set(name.split("."))]
+    own = tomllib.loads((root / "studies" / "pyproject.toml").read_text())
+    assert "gradveil-studies" not in " ".join(project["project"]["dependencies"])
+    assert any(need.startswith("gradveil") for need in own["project"]["dependencies"])
+    assert own["project"]["version"] == project["project"]["version"]
+    library = "\n".join(path.read_text() for path in (root / "src").rglob("*.py"))
+    assert not re.search(r"^\s*(from|import) gradveil_studies", library, re.MULTILINE)

@@ -1,7 +1,8 @@
-"""Install gradveil with its extras into the environment of this Python: `install.py EXTRAS [LOCK]`.
+"""Install gradveil with its extras into the environment of this Python: `install.py [--dry-run] EXTRAS [LOCK]`.
 
 By the hashes of a lock where all its files are to be had; else by the versions of `constraints.txt`; else the newest
-that `pyproject.toml` allows. A file that is there with another hash is refused, and nothing else is tried.
+that `pyproject.toml` allows. A file that is there with another hash is refused, and nothing else is tried. `--dry-run`
+resolves without installing, into an environment that is taken for empty.
 """
 
 import subprocess
@@ -28,11 +29,12 @@ def ways(extras: str, lock: str | None) -> list[tuple[str, list[list[str]]]]:
 
 def main(arguments: list[str]) -> int:
     """Return 0 as soon as one way went through."""
-    extras, *lock = arguments
+    dry = ["--dry-run", "--ignore-installed"] if "--dry-run" in arguments else []
+    extras, *lock = [word for word in arguments if word != "--dry-run"]
     tried = ways(extras, lock[0] if lock else None)
     for (what, calls), (then, _) in zip(tried, [*tried[1:], ("", [])], strict=True):
         for call in calls:
-            done = subprocess.run([*PIP, *call], stderr=subprocess.PIPE, text=True)
+            done = subprocess.run([*PIP, *dry, *call], stderr=subprocess.PIPE, text=True)
             if done.returncode:
                 break
         else:
