@@ -428,7 +428,9 @@ def test_nvflare_results_leave_soundly_or_not_at_all(
         left += 1
         assert all(np.isfinite(np.asarray(one, dtype=np.float64)).all() for one in found.data.values()), together
         if which == "RecordsFilter":
-            assert {*found.meta} <= {"defended-steps", "NUM_STEPS_CURRENT_ROUND", "filter_history"}, together
+            assert {*found.meta} <= {"defended-steps", "NUM_STEPS_CURRENT_ROUND", "gradveil-spent", "filter_history"}, (
+                together
+            )
             assert Account.read(file, "site").spent > before
         else:
             assert any(not np.array_equal(found.data[n], data[n]) for n in found.data), together

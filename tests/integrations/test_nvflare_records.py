@@ -70,7 +70,9 @@ def constants(**values: str) -> type:
 def nvflare(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The integration on top of the stand-in."""
     stand_ins: dict[str, dict[str, Any]] = {
-        "nvflare": {}, "nvflare.apis": {}, "nvflare.apis.utils": {},
+        "nvflare": {}, "nvflare.apis": {}, "nvflare.apis.utils": {}, "nvflare.app_common": {},
+        "nvflare.apis.event_type": {"EventType": constants(END_RUN="end")},
+        "nvflare.app_common.app_constant": {"AppConstants": constants(CONTRIBUTION_ROUND="of", CURRENT_ROUND="round")},
         "nvflare.apis.dxo": {
             "DXO": DXO, "DataKind": constants(WEIGHT_DIFF=DIFF, WEIGHTS=WHOLE, METRICS=METRICS),
             "MetaKey": constants(NUM_STEPS_CURRENT_ROUND="steps"), "from_shareable": lambda shareable: shareable["DXO"],
@@ -113,7 +115,7 @@ def test_a_result_is_made_anew_of_weights_and_steps_and_is_paid_for(nvflare: Mod
     given["picture"] = [0.1] * 64
     sent = nvflare.RecordsFilter("veil:z=2").process(given, FLContext(task="train"))
     assert {*sent} == {"DXO"}
-    assert sent["DXO"].meta == {"defended-steps": 4, "steps": 4, "filter": "RecordsFilter"}
+    assert sent["DXO"].meta == {"defended-steps": 4, "steps": 4, "gradveil-spent": 0.25, "filter": "RecordsFilter"}
     assert np.array_equal(sent["DXO"].data["fc.weight"], weights()["fc.weight"])
     assert torch.equal(sent["DXO"].data["fc.bias"], torch.ones(2))
     assert Account.read(accounts / "site-1.json", "site-1") == Account("site-1", 0.25, noise="secret")

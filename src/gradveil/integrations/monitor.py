@@ -87,6 +87,10 @@ class RunMonitor:
             self._dearest = max(self._dearest, spent - self._spent.get(node, 0.0))
             self._spent[node] = max(spent, self._spent.get(node, 0.0))
 
+    def spent_of(self, node: str) -> float:
+        """Return the μ² that a node has said to have spent."""
+        return self._spent.get(node, 0.0)
+
     @property
     def mu(self) -> float:
         """What the record that lost most has lost, in Gaussian DP."""

@@ -7,6 +7,7 @@ site's account and lets nothing through beside the update: ``RecordsFilter``.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from fnmatch import fnmatch
 from math import inf
 from pathlib import Path
@@ -17,25 +18,35 @@ import torch
 
 from gradveil import tree
 from gradveil.errors import GradveilError, MissingExtraError
+from gradveil.gradients.functional import quiet
+from gradveil.imports import import_object
+from gradveil.integrations.leaks import LEAK_METRICS, LeakCheck, SeenInputs
 from gradveil.integrations.local_training import BUFFERS, is_trained
+from gradveil.integrations.monitor import MonitorSettings, NodeReport, RunMonitor
+from gradveil.losses import build as build_loss
 from gradveil.privacy.accountant import SECRET, account_path, spend_from
 from gradveil.privacy.draws import SecretDraws
 from gradveil.protection.defense import build
 from gradveil.protection.protect import refuse_idle
 from gradveil.registry import describe
-from gradveil.types import Update
+from gradveil.threats.one_update import SAMPLE, SECONDS, TrainingPass
+from gradveil.types import Batch, Update
 
 try:
     from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
+    from nvflare.apis.event_type import EventType
     from nvflare.apis.filter import ContentBlockedException, Filter
     from nvflare.apis.fl_constant import FilterKey, FLContextKey, ReturnCode
     from nvflare.apis.fl_context import FLContext
     from nvflare.apis.shareable import Shareable, make_reply
     from nvflare.apis.utils.fl_context_utils import add_job_audit_event
+    from nvflare.app_common.app_constant import AppConstants
 except ImportError as error:
     raise MissingExtraError("Working with NVFlare", "nvflare") from error
 
 STEPS, SPENT = "defended-steps", "spent"  # in a result's meta: report.steps and report.spent of its guard
+TOTAL = "gradveil-spent"  # what the site's account has spent over all rounds
+WEIGHTS = "gradveil-weights"  # in the context of a task: what was sent
 CAME = "gradveil-came"  # in the context of a task: the form of what was sent
 
 
@@ -185,11 +196,11 @@ class RecordsFilter(Filter):  # type: ignore[misc]
         """Pay, and return a result of nothing but weights and the number of steps."""
         if dxo.data_kind not in (DataKind.WEIGHT_DIFF, DataKind.WEIGHTS):
             raise GradveilError(f"the result is {dxo.data_kind}: only weights have noise on them.")
-        steps = self._pay(dxo, client)  # whatever else is found: an error tells something too
+        steps, total = self._pay(dxo, client)  # whatever else is found: an error tells something too
         data = _sound(dxo.data, fl_ctx.get_prop(CAME))
-        return DXO(dxo.data_kind, data, {STEPS: steps, MetaKey.NUM_STEPS_CURRENT_ROUND: steps})
+        return DXO(dxo.data_kind, data, {STEPS: steps, MetaKey.NUM_STEPS_CURRENT_ROUND: steps, TOTAL: total})
 
-    def _pay(self, dxo: DXO, client: str) -> int:
+    def _pay(self, dxo: DXO, client: str) -> tuple[int, float]:
         defense = build(self.defense)
         least = defense.spends(1)
         if least is None:
@@ -205,8 +216,258 @@ class RecordsFilter(Filter):  # type: ignore[misc]
             raise GradveilError("the script says that its noise can be drawn again. Leave the seed out.")
         limit = defense.allowance if self.limit is None else self.limit
         path = account_path(client) if self.account is None else Path(self.account)
-        spend_from(path, client, float(cost), inf if limit is None else limit, noise=noise)
-        return int(steps)
+        account = spend_from(path, client, float(cost), inf if limit is None else limit, noise=noise)
+        return int(steps), account.spent
+
+
+class LeakFilter(Filter):  # type: ignore[misc]
+    """Attacks the update that leaves a site, and withholds it where too much of the site's own examples came of it.
+
+    It belongs into the site's ``privacy.json``, as a filter of what comes in and of results (``"direction": "inout"``),
+    or on both sides of a job's task (``add_client_input_filter``, ``add_client_output_filter``). The result's meta gets
+    ``leak-psnr``, ``leak-floor`` and ``leak-checked``, as from ``leak_guard`` on Flower. An update of more than
+    ``max_examples`` examples is checked by a sample, where it is of one step of all of them.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        examples: str,
+        attack: str = "newton",
+        max_psnr: float = 20.0,
+        defense: str = "none",
+        lr: float = 1.0,
+        max_examples: int = 16,
+        sample: int = SAMPLE,
+        seconds: float = SECONDS,
+        send_unchecked: bool = False,
+        loss: str = "cross_entropy",
+        tasks: Sequence[str] = ("train",),
+        seed: int | None = None,
+    ) -> None:
+        """Set up the filter; the rest of the settings are those of ``LeakCheck``.
+
+        Args:
+            model: ``module:function`` that makes the model.
+            examples: ``module:function`` that returns the inputs and the labels that this site trains on.
+            attack: a spec.
+            max_psnr: an update from which some example comes out better than this is withheld.
+            defense: what is in force: the server that knows it is played too.
+            lr: of the local steps.
+            max_examples: an update of more is not attacked as a whole.
+            sample: how many examples of such an update are checked.
+            seconds: after this time no further example is begun.
+            send_unchecked: send what could not be checked.
+            loss: that the script minimises.
+            tasks: whose results are checked.
+            seed: for tests only.
+        """
+        super().__init__()
+        self.model = model  # NVFlare writes the arguments into the job by these names
+        self.examples = examples
+        self.attack = attack
+        self.max_psnr = max_psnr
+        self.defense = defense
+        self.lr = lr
+        self.max_examples = max_examples
+        self.sample = sample
+        self.seconds = seconds
+        self.send_unchecked = send_unchecked
+        self.loss = loss
+        self.tasks = tasks
+        self.seed = seed
+
+    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Keep what comes in; attack what goes out, and raise where it may not."""
+        task = str(fl_ctx.get_prop(FLContextKey.TASK_NAME) or self.tasks[0])
+        if task not in self.tasks:
+            return shareable
+        if fl_ctx.get_prop(FLContextKey.FILTER_DIRECTION) == FilterKey.IN:
+            fl_ctx.set_prop(WEIGHTS, from_shareable(shareable).data, private=True, sticky=False)
+            return shareable
+        if shareable.get_return_code() != ReturnCode.OK:
+            return shareable
+        try:
+            dxo = from_shareable(shareable)
+            figures = self.check(dxo, fl_ctx.get_prop(WEIGHTS))
+        except GradveilError as error:
+            raise ContentBlockedException(f"Update withheld: {error}") from error
+        except Exception as error:
+            raise ContentBlockedException("Update withheld: the result could not be checked for leaks.") from error
+        add_job_audit_event(fl_ctx=fl_ctx, msg=f"gradveil: {self.attack} on the outgoing update: {figures}")
+        for name, value in figures.items():
+            dxo.set_meta_prop(name, value)
+        return dxo.update_shareable(shareable)
+
+    def check(self, dxo: DXO, came: dict[str, Any] | None) -> dict[str, float]:
+        """Return the figures of a result that may leave."""
+        if not came or dxo.data_kind not in (DataKind.WEIGHT_DIFF, DataKind.WEIGHTS):
+            raise GradveilError(f"The leak check needs the weights that came, and the result is {dxo.data_kind}.")
+        if SPENT in dxo.meta:
+            raise GradveilError(
+                "Its figures would leave beside the noise of a defence of records. Leave LeakFilter out."
+            )
+        model, (inputs, labels) = import_object(self.model)(), import_object(self.examples)()
+        batch = Batch(inputs, labels)
+        before = {name: torch.as_tensor(np.asarray(value)) for name, value in came.items()}
+        sent = {name: torch.as_tensor(np.asarray(value)) for name, value in dxo.data.items()}
+        change = sent if dxo.data_kind == DataKind.WEIGHT_DIFF else tree.subtract(sent, before)
+        trained = {name: -value / self.lr for name, value in change.items() if is_trained(name, value)}
+        steps = int(dxo.get_meta_prop(MetaKey.NUM_STEPS_CURRENT_ROUND, 1) or 1)
+        if steps > 1 and len(batch) > self.max_examples and not self.send_unchecked:
+            raise GradveilError(
+                f"{steps} steps on {len(batch)} examples are not checked by this filter (max_examples="
+                f"{self.max_examples}): which examples a step took is not known to it. send_unchecked=true sends them."
+            )
+        model.load_state_dict(before)
+        seen = SeenInputs(model.train(), passes=[TrainingPass.of(model, before, batch, build_loss(self.loss))])
+        seen.num_classes = _outputs(model, inputs)
+        check = LeakCheck(
+            self.attack, max_psnr=self.max_psnr, max_examples=self.max_examples, sample=self.sample,
+            seconds=self.seconds, send_unchecked=self.send_unchecked, loss=self.loss, seed=self.seed,
+        )  # fmt: skip
+        update = Update(trained, num_examples=len(batch), num_steps=steps, lr=self.lr)
+        return check.judge(before, update, self.defense, seen)
+
+
+def _outputs(model: torch.nn.Module, inputs: torch.Tensor) -> int:
+    with torch.no_grad(), quiet(model):
+        return int(model(inputs[:2]).shape[-1])
+
+
+class MonitorFilter(Filter):  # type: ignore[misc]
+    """Checks what clients send on the server, and keeps a run folder that ``gradveil report`` draws.
+
+    ``recipe.add_server_input_filter(MonitorFilter("runs/flare", model="net:Net"), tasks=["train"])``. Refused are
+    results that are no weights, hold other names or shapes than the model's, NaN or infinite values, leak more than
+    ``max_psnr`` by their own word, do not say that a step was defended (``require_steps``), and all that comes once the
+    budget might be overspent.
+    """
+
+    def __init__(
+        self,
+        out: str,
+        model: str = "",
+        max_psnr: float = 0.0,
+        budget: float = 0.0,
+        delta: float = 1e-5,
+        require_steps: bool = False,
+        tensorboard: bool = False,
+    ) -> None:
+        """Set up the filter.
+
+        Args:
+            out: the run folder.
+            model: ``module:function`` that makes the model; without it names and shapes are those of the first result.
+            max_psnr: what a result's own leak check may say; 0: no bound.
+            budget: μ that a record may lose over all rounds; 0: no bound here.
+            delta: at which ε is told.
+            require_steps: refuse results whose meta does not say that a local step was defended.
+            tensorboard: write event files as well.
+        """
+        super().__init__()
+        self.out = out  # NVFlare writes the arguments into the job by these names
+        self.model = model
+        self.max_psnr = max_psnr
+        self.budget = budget
+        self.delta = delta
+        self.require_steps = require_steps
+        self.tensorboard = tensorboard
+        self._monitor: RunMonitor | None = None
+        self._round = 0  # that is under way
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """Close the last round at the end of the run."""
+        if event_type == EventType.END_RUN and self._monitor is not None:
+            self._end()
+            self._monitor.close()
+            self._monitor = None
+
+    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Return a sound result; raise on any other, and take note of both."""
+        peer = fl_ctx.get_peer_context()
+        node = str(peer.get_identity_name()) if peer is not None else "site"
+        number = int(
+            shareable.get_cookie(AppConstants.CONTRIBUTION_ROUND)
+            or shareable.get_header(AppConstants.CURRENT_ROUND, 0)
+            or 0
+        )
+        monitor = self._of_round(number)
+        seen = NodeReport(node, False)
+        try:
+            seen = self._checked(shareable, node, monitor)
+        except GradveilError as error:
+            why = error.why if isinstance(error, Turned) else "malformed"
+            seen = replace(error.seen if isinstance(error, Turned) else seen, reason=why)
+            raise ContentBlockedException(f"Result of {node} refused: {error}") from error
+        except Exception as error:
+            seen = replace(seen, reason="malformed")
+            raise ContentBlockedException(f"Result of {node} refused: it cannot be read.") from error
+        finally:
+            monitor.add(self._round, seen)
+        return shareable
+
+    def _of_round(self, number: int) -> RunMonitor:
+        if self._monitor is None:
+            settings = MonitorSettings(
+                "nvflare", max_psnr=self.max_psnr, budget=self.budget, delta=self.delta,
+                required="defended steps" if self.require_steps else "",
+            )  # fmt: skip
+            self._monitor = RunMonitor(self.out, settings, tensorboard=self.tensorboard, say=self.logger.info)
+            if self.model:
+                state = import_object(self.model)().state_dict()
+                self._shapes = {name: tuple(value.shape) for name, value in state.items()}
+        if number + 1 != self._round:
+            if self._round:
+                self._end()
+            self._round = number + 1
+        return self._monitor
+
+    def _end(self) -> None:
+        if self._monitor is not None and self._round > self._monitor.last:
+            self._monitor.end(self._round)
+
+    def _checked(self, shareable: Shareable, node: str, monitor: RunMonitor) -> NodeReport:
+        if (code := shareable.get_return_code()) != ReturnCode.OK:
+            raise Turned(f"the site answers {code}", "failed", NodeReport(node, False))
+        dxo = from_shareable(shareable)
+        leak, floor, count = (_real(dxo.get_meta_prop(name)) for name in LEAK_METRICS)
+        steps, spent = (_real(dxo.get_meta_prop(name)) for name in (STEPS, SPENT))
+        total = _real(dxo.get_meta_prop(TOTAL))
+        if total is None and spent is not None:
+            total = spent + monitor.spent_of(node)
+        seen = NodeReport(
+            node, False, leak_psnr=leak, leak_floor=floor, leak_checked=None if count is None else int(count),
+            spent=total,
+        )  # fmt: skip
+        if dxo.data_kind not in (DataKind.WEIGHT_DIFF, DataKind.WEIGHTS):
+            raise Turned(f"it is {dxo.data_kind}", "malformed", seen)
+        shapes = {str(name): tuple(np.shape(value)) for name, value in dxo.data.items()}
+        if self._shapes and any(self._shapes.get(name) != shape for name, shape in shapes.items()):
+            raise Turned("its arrays are not those of the model", "malformed", seen)
+        if not all(np.isfinite(np.asarray(value)).all() for value in dxo.data.values()):
+            raise Turned("it holds NaN or infinite values", "not finite", seen)
+        if self.require_steps and not steps:
+            raise Turned("it does not say that a step was defended", "no defence stated", seen)
+        if self.max_psnr and leak is not None and leak > self.max_psnr:
+            raise Turned(f"an example came out at {leak:.1f} dB", "leak", seen)
+        if monitor.halted:
+            raise Turned(monitor.halted, "budget spent", seen)
+        self._shapes = self._shapes or shapes
+        return replace(seen, kept=True)
+
+
+class Turned(GradveilError):
+    """A result that a server refuses, with what is known of it."""
+
+    def __init__(self, text: str, why: str, seen: NodeReport) -> None:
+        super().__init__(text)
+        self.why, self.seen = why, seen
+
+
+def _real(value: Any) -> float | None:
+    return float(value) if _is_number(value, 0.0, 1e12) else None
 
 
 def _passes(name: str, value: torch.Tensor) -> bool:

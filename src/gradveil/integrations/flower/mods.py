@@ -121,6 +121,8 @@ def made_anew(message: Message, guard: Guard, weights: Params, examples: int, st
     names = dict(zip(before, before if before.keys() == {*own} else own, strict=True))  # or they are numbered
     trained = {name for name, p in guard.model.named_parameters(remove_duplicate=False) if p.requires_grad}
     after = {name: weights[names[name]].to(old) if names[name] in trained else old for name, old in before.items()}
+    if not all(bool(value.isfinite().all()) for value in after.values()):
+        raise UpdateError("the weights in the types that the server sent are NaN or infinite: nothing is sent.")
     counts = MetricRecord(dict(zip(PUBLIC, (examples, steps, steps), strict=True)))
     return Message(RecordDict({key: record_of(after), "metrics": counts}), reply_to=message)
 
