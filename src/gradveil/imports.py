@@ -25,6 +25,16 @@ def is_import_path(text: str) -> bool:
     return bool(colon) and "=" not in rest and all(part.isidentifier() for part in [*name.split("."), *rest.split(".")])
 
 
+class Later:
+    """A module that is imported when something of it is first used."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(importlib.import_module(self._name), attribute)
+
+
 @contextmanager
 def own_code() -> Iterator[None]:
     """Within, Python finds a user's own modules in the folder in which the command was given, after all others.

@@ -40,7 +40,7 @@ LR = 0.1
 def scene(name: str, count: int, training: str, known: dict[str, Any]) -> dict[str, Any]:
     """Return what each attack and the best blind guess get: the share of cells that are right, and of rows told."""
     data, seeds = load(name), Seeds(0)
-    model = build(data.modality.default_model, data.input_shape, data.num_classes, 0, data.modality)
+    model = build(data.default_model, data.input_shape, data.num_classes, 0, data.modality)
     public = Public.draw(data, seeds("public"))
     held = [data.train.sample(count, seeds("client", i)) for i in range(CLIENTS)]
     seen = [

@@ -107,7 +107,7 @@ def audit(
     began = pace.clock()
     with pace.Limit(pace.seconds_of(chosen.minutes)), one_thread(is_busy()):
         data = load_dataset(source, chosen.data)
-        network = network or data.modality.default_model
+        network = network or data.default_model
         chosen = replace(chosen, model=_text(network), loss=data.fitting_loss(chosen.loss))
         if data.modality.last and defenses is None:  # ids have no derivative, which some defences and servers need
             defended = {d: d for d in base.defenses if base.defenses != DEFENSES or not d.startswith("representation")}

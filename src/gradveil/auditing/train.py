@@ -65,7 +65,7 @@ def with_model(config: TrainConfig, dataset: "Dataset") -> TrainConfig:
     """Return the settings with the model that suits the data set, where none is named."""
     from gradveil.modalities import IMAGE
 
-    suits = OF_IMAGES if dataset.modality == IMAGE else dataset.modality.default_model
+    suits = OF_IMAGES if dataset.modality == IMAGE else dataset.default_model
     return config if config.model else replace(config, model=suits)
 
 

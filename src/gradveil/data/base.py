@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from gradveil.types import Batch
 DATASETS: Registry["Source"] = Registry("dataset", "data")
 
 Array = NDArray[Any]
+SHOWN = 40  # columns of which each is shown
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,20 @@ class Split:
 
 
 @dataclass(frozen=True)
+class ColumnRead:
+    """What a column of a table was read as."""
+
+    name: str
+    role: Literal["input", "target", "left out", "place"]
+    how: str  # in words
+
+    @property
+    def line(self) -> str:
+        """The same as one line."""
+        return f"{self.name}: " + (self.how if self.role == "input" else f"{self.role}, {self.how}")
+
+
+@dataclass(frozen=True)
 class Dataset:
     """A data set: what the clients train on, and what accuracy is measured on."""
 
@@ -66,6 +81,7 @@ class Dataset:
     modality: Modality = IMAGE  # what an example is
     groups: Array | None = None  # (N,) where each example to train on comes from, as numbers: a natural partition
     levels: tuple[float, float] | None = None  # of images of more than 8 bits: the values that became black and white
+    columns_read: tuple[ColumnRead, ...] = ()  # of a table: what each was read as, to be shown before anything runs
 
     def __post_init__(self) -> None:
         for part, split in (("train", self.train), ("test", self.test)):
@@ -90,9 +106,26 @@ class Dataset:
         """How many classes there are; where targets are several numbers, how many."""
         return len(self.class_names)
 
+    @property
+    def columns_text(self) -> str:
+        """What each column was read as, a line each; of a wide table only what is more than plain numbers."""
+        told = self.columns_read
+        if len(told) > SHOWN:
+            plain = [one for one in told if one.role == "input" and (one.how == "numbers" or "categories:" in one.how)]
+            told = (*(one for one in told if one not in plain), ColumnRead(f"{len(plain)} more", "input", "plain"))
+        return "\n".join(one.line for one in told)
+
+    @property
+    def default_model(self) -> str:
+        """The model for it where none is named."""
+        texts_with_classes = self.modality.spec_name == "tokens" and self.train.labels.ndim == 1
+        return "bert_tiny" if texts_with_classes else self.modality.default_model
+
     def fitting_loss(self, wanted: str) -> str:
         """Return the loss of these targets: of tokens, cross-entropy is that of the next one at each place; of masks,
-        that of the class at each place."""
+        that of the class at each place; numbers have squared error."""
+        if wanted == "cross_entropy" and self.train.labels.is_floating_point():
+            return "mse"
         if wanted in ("cross_entropy", "dense") and self.train.labels.ndim > 2:
             return f"dense:classes={self.num_classes}"
         tokens = self.modality.spec_name == "tokens" and self.train.labels.ndim == 2

@@ -1,35 +1,42 @@
 """Tables: a CSV or parquet file, or a data frame, with a target column.
 
-Kinds of columns are read off: texts and truths are categories, numbers are numbers unless there are two of them only,
-or the column is named as categorical. What a column holds (range, mean, categories) is read from the whole table, and
-counts as public.
+What each column was read as (``columns.py``) is kept, to be shown. What a column holds (range, mean, categories) is
+read from the whole table, and counts as public.
 """
 
+import codecs
 import logging
+import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from gradveil.data.base import DATASETS, Array, Dataset, Source, Split, hold_out
+from gradveil.data.base import DATASETS, Array, ColumnRead, Dataset, Source, Split, hold_out
+from gradveil.data.columns import Cells, has_decimal_commas, is_free_text, read_column
 from gradveil.data.folder import read_parquet
+from gradveil.data.text import from_texts
 from gradveil.errors import DataError, did_you_mean
 from gradveil.files import wrap_parse_errors
-from gradveil.imports import calling, import_object, is_import_path
+from gradveil.imports import Later, calling, import_object, is_import_path
 from gradveil.modalities.table import Column, Table
 from gradveil.ranges import Between
 
-MOST_CATEGORIES = 256  # of a column; with more it is a name or a number of a person, or free text
+pa, pc, csv = Later("pyarrow"), Later("pyarrow.compute"), Later("pyarrow.csv")
+
+_LOG = logging.getLogger("gradveil")
+
 MOST_CLASSES = 20  # different whole numbers up to which a target is classes
 MOST_COLUMNS = 20_000
+FEW_COLUMNS = 3  # beside a column of free text, up to which the text is what the data set is of
 _TOO_WIDE = "{name} has {count:,} columns, and the most is " + f"{MOST_COLUMNS:,}. Leave some out of the file."
-MISSING = "(missing)"  # the category of an empty cell
-_NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
-_LOG = logging.getLogger("gradveil")
+
+Missing = Literal["fill", "mark", "drop"]
+Task = Literal["auto", "classes", "numbers"]
 
 
 def from_table(
@@ -40,162 +47,139 @@ def from_table(
     drop: Sequence[str] = (),
     by: str | None = None,
     test_share: float = 0.2,
+    *,
+    missing: Missing = "fill",
+    task: Task = "auto",
+    text: str | None = None,
 ) -> Dataset:
     """Return the data set of a pyarrow table, or of a data frame: rows with ``target`` as what is to be predicted.
 
-    An empty cell of a category is a category of its own; a row with an empty number or target is left out, and how many
-    were is said. Columns with one value only are left out. Numbers as a target are standardised. ``by`` names the
-    column that says where a row comes from, for a natural partition; it is not learned from.
+    An empty cell of a category is a category of its own. An empty number is filled in (``fill``: the column's median),
+    filled in and marked by a column of its own (``mark``), or its row is left out (``drop``); so is a row without a
+    target. Columns with one value only, ids and free text are left out; ``text``, or free text beside few columns, is
+    the input of a data set of texts. ``task``: whether a target of numbers is classes. Numbers as a target are
+    standardised. ``by`` names the column that says where a row comes from, for a natural partition; it is not learned
+    from.
     """
     table = _as_arrow(name, table)
-    _check_names(name, table, target, categorical, (*drop, *([by] if by else ())))
-    kept = [n for n in table.column_names if n not in drop]
-    read = {n: _column(name, n, table.column(n), n == by or n in categorical) for n in kept}
-    missing = {n: one.missing for n, one in read.items() if n in (target, by) or not one.categories}
-    whole = ~np.any(list(missing.values()), axis=0)
-    if (gone := int((~whole).sum())) > table.num_rows / 2:
-        worst = max(missing, key=lambda n: int(missing[n].sum()))
-        raise DataError(
-            f"{gone} of the {table.num_rows} rows of {name} lack a number or the target, most often {worst!r} "
-            f"({int(missing[worst].sum())} empty cells). Fill them in, or leave the column out (--drop {worst})."
-        )
-    if gone:
-        _LOG.info("%s: %d of %d rows lack a number or the target, and are left out", name, gone, table.num_rows)
-    labels, names = _labels(name, target, read.pop(target).take(whole))
-    places = read.pop(by).take(whole).values if by else None
-    held = {n: one.take(whole) for n, one in read.items()}
-    if same := [n for n, one in held.items() if one.is_constant]:
-        _LOG.info("%s: every row has the same value in %s: left out", name, ", ".join(same))
-    encoded = [one.encoded(n) for n, one in held.items() if n not in same]
+    _check_names(name, table, target, categorical, (*drop, *((by,) if by else ()), *((text,) if text else ())))
+    cells = {n: table.column(n).combine_chunks() for n in table.column_names if n not in drop}
+    comma = has_decimal_commas(table)
+    read = {
+        n: read_column(name, n, c, categorical=n == by or n in categorical, comma=comma, target=n == target)
+        for n, c in cells.items()
+        if n != text
+    }
+    goal, place = read.pop(target), read.pop(by) if by else None
+    assert isinstance(goal, Cells)
+    assert place is None or isinstance(place, Cells)
+    held = {n: one for n, one in read.items() if isinstance(one, Cells)}
+    left_out = [one for one in read.values() if isinstance(one, ColumnRead)]
+    free = [n for n in cells if n not in (target, by, *categorical) and n not in held and is_free_text(cells[n])]
+    if text is None and free and len(held) <= FEW_COLUMNS:
+        text = free[0]
+    known = _known_rows(name, [goal, *([place] if place else [])], {} if missing != "drop" else held)
+    labels, names, told = _labels(name, target, goal.take(known), task)
+    about = [_about_rows(name, table, known), ColumnRead(target, "target", f"{goal.how}; {told}"), *left_out]
+    if text is not None:
+        lost = [ColumnRead(n, "left out", "the data set is of texts") for n in held]
+        return _of_texts(name, cells, text, known, names, labels, test_share, (*about, *lost))
+    encoded, inputs_read = _encoded({n: one.take(known) for n, one in held.items()}, mark=missing == "mark")
+    about += inputs_read
     if not encoded:
         raise DataError(f"{name} has no column beside {target!r} that differs between rows, so nothing to learn from.")
+    if place is not None:
+        about.append(ColumnRead(str(by), "place", "where a row comes from"))
     inputs = np.concatenate([x for _, x in encoded], axis=1)
     parts = hold_out(labels, test_share)
     train, test = (Split(inputs[i], torch.from_numpy(labels[i]), 1.0) for i in parts)
-    table = Table(tuple(column for column, _ in encoded))
-    return Dataset(name, train, test, names, table, None if places is None else places[parts[0]])
+    places = None if place is None else place.take(known).values[parts[0]]
+    rows = Table(tuple(column for column, _ in encoded))
+    return Dataset(name, train, test, names, rows, places, columns_read=tuple(about))
 
 
-@dataclass(frozen=True)
-class _Cells:
-    """One column as read: numbers (N,), or places (N,) among its categories; -1 and NaN where a cell is empty."""
-
-    values: Array
-    categories: tuple[str, ...] = ()  # none: numbers
-
-    @property
-    def missing(self) -> Array:
-        """Where cells are empty (N,)."""
-        empty: Array = self.values < 0 if self.categories else np.isnan(self.values)
-        return empty
-
-    @property
-    def is_constant(self) -> bool:
-        """Whether all rows have the same."""
-        return bool((self.values == self.values[0]).all())
-
-    def take(self, rows: Array) -> "_Cells":
-        """Return the cells of these rows."""
-        return _Cells(self.values[rows], self.categories)
-
-    def encoded(self, name: str) -> tuple[Column, Array]:
-        """Return what the column is, and its part of the rows (N, width)."""
-        if self.categories:
-            there = (*self.categories, MISSING) if self.missing.any() else self.categories
-            return Column(name, there), np.eye(len(there), dtype=np.float32)[self.values]
-        x = self.values.astype(np.float64)
-        whole = bool((x == np.round(x)).all())
-        column = Column(name, (), float(x.min()), float(x.max()), float(x.mean()), float(x.std()), whole)
-        return column, ((x - column.low) / column.span).astype(np.float32)[:, None]
+def _encoded(held: dict[str, Cells], mark: bool) -> tuple[list[tuple[Column, Array]], list[ColumnRead]]:
+    """Return the columns that are learned from, with their part of the rows, and what each was read as."""
+    encoded, about = [], []
+    for name, one in held.items():
+        empty, how = int(one.missing.sum()), one.how
+        if empty and not one.categories:
+            how += f", {empty} empty cells ({empty / len(one.values):.1%}) filled with the median"
+            if mark:
+                how += " and marked"
+                encoded.append(Cells(one.missing.astype(np.int64), ("there", "missing")).encoded(f"{name} is"))
+            one = one.filled()
+        elif empty:
+            how += f", {empty} empty cells"
+        if one.is_constant:
+            about.append(ColumnRead(name, "left out", "the same in every row"))
+        else:
+            encoded.append(one.encoded(name))
+            about.append(ColumnRead(name, "input", how))
+    return encoded, about
 
 
-def _column(table: str, name: str, cells: Any, categorical: bool) -> _Cells:
-    """Return a column's cells, by what they are."""
-    from pyarrow import types
-
-    cells = cells.combine_chunks()
-    if types.is_dictionary(cells.type):
-        categorical, cells = True, cells.dictionary_decode()
-    if types.is_string(cells.type) or types.is_large_string(cells.type):
-        cells = _texts(table, name, cells, categorical)
-    kind = cells.type
-    if cells.null_count == len(cells):
-        raise DataError(f"Column {name!r} of {table} is empty in every row. Leave it out: --drop {name}.")
-    if types.is_decimal(kind) or types.is_integer(kind) or types.is_floating(kind):
-        return _numbers(table, name, cells, categorical)
-    if types.is_boolean(kind) or types.is_string(kind) or types.is_large_string(kind):
-        return _categories(table, name, cells)
-    raise DataError(
-        f"Column {name!r} of {table} holds {kind}, which is neither a number nor a category. Turn it into one, or "
-        f"leave it out: --drop {name}."
-    )
-
-
-def _texts(table: str, name: str, cells: Any, categorical: bool) -> Any:
-    """Return texts without what stands for nothing; as numbers where all of them are and no categories are wanted."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    cells = pc.utf8_trim_whitespace(cells)
-    cells = pc.if_else(pc.is_in(cells, pa.array(["", "?"], cells.type)), pa.scalar(None, cells.type), cells)
-    is_number = pc.match_substring_regex(cells, _NUMBER)
-    count, known = pc.sum(is_number).as_py() or 0, len(cells) - cells.null_count
-    if categorical or not count:
-        return cells
-    if count < known:
-        odd = pc.filter(cells, pc.invert(pc.fill_null(is_number, True)))[0].as_py()
-        raise DataError(
-            f"Column {name!r} of {table} mixes {count} numbers and {known - count} texts (e.g. {odd[:40]!r}). Make it "
-            f"one kind, or take all as categories: --categorical {name}."
-        )
-    return cells.cast(pa.float64())
-
-
-def _numbers(table: str, name: str, cells: Any, categorical: bool) -> _Cells:
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    if pa.types.is_floating(cells.type):
-        cells = pc.if_else(pc.is_nan(cells), pa.scalar(None, cells.type), cells)
-    if categorical or len(pc.drop_null(pc.unique(cells))) == 2:
-        return _categories(table, name, cells)
-    values = cells.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
-    if np.isnan(values).all() or np.isinf(values).any():
-        what = "infinite numbers" if np.isinf(values).any() else "no number in any row"
-        raise DataError(f"Column {name!r} of {table} holds {what}. Mend it, or leave it out: --drop {name}.")
-    return _Cells(values)
-
-
-def _categories(table: str, name: str, cells: Any) -> _Cells:
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    there = pc.drop_null(pc.unique(cells))
-    if len(there) > MOST_CATEGORIES:
-        raise DataError(
-            f"Column {name!r} of {table} has {len(there)} categories; {MOST_CATEGORIES} are the most. Names and "
-            f"numbers of people are no categories: leave it out (--drop {name}), or join rare ones."
-        )
-    there = there.take(pc.sort_indices(there))
-    places = pc.fill_null(pc.index_in(cells, there), -1).to_numpy(zero_copy_only=False).astype(np.int64)
-    return _Cells(places, tuple(there.cast(pa.string()).to_pylist()))
-
-
-def _labels(table: str, target: str, cells: _Cells) -> tuple[Array, tuple[str, ...]]:
-    """Return the targets, classes from 0 or standardised numbers, and the names of the classes."""
+def _labels(table: str, target: str, cells: Cells, task: Task) -> tuple[Array, tuple[str, ...], str]:
+    """Return the targets, classes from 0 or standardised numbers, the names of the classes, and what they are."""
     if cells.is_constant:
         what = cells.categories[cells.values[0]] if cells.categories else f"{cells.values[0]:g}"
         raise DataError(
             f"The target {target!r} of {table} is {what!r} in every row: there is one class only, and nothing to learn."
         )
-    if cells.categories:
-        used, places = np.unique(cells.values, return_inverse=True)
-        return places.astype(np.int64), tuple(cells.categories[i] for i in used)
-    numbers, places = np.unique(cells.values, return_inverse=True)
-    if len(numbers) <= MOST_CLASSES and (numbers == np.round(numbers)).all():
-        return places.astype(np.int64), tuple(f"{n:g}" for n in numbers)
-    scaled = (cells.values - cells.values.mean()) / cells.values.std()
-    return scaled.astype(np.float32), (target,)
+    numbers, places, counts = np.unique(cells.values, return_inverse=True, return_counts=True)
+    few = len(numbers) <= MOST_CLASSES and bool((numbers == np.round(numbers)).all())
+    if not cells.categories and (task == "numbers" or (task == "auto" and not few)):
+        mean, spread = cells.values.mean(), cells.values.std()
+        told = f"numbers to predict, standardised (mean {mean:.4g}, deviation {spread:.4g}); task=classes: as classes"
+        return ((cells.values - mean) / spread).astype(np.float32), (target,), told
+    if task == "numbers":
+        raise DataError(f"The target {target!r} of {table} holds {len(numbers)} categories, no numbers: task=classes.")
+    if len(numbers) > MOST_CLASSES and not cells.categories and len(numbers) > len(cells.values) / 2:
+        raise DataError(f"The target {target!r} of {table} has {len(numbers)} values in as many rows: task=numbers.")
+    names = tuple(cells.categories[int(i)] if cells.categories else f"{i:g}" for i in numbers)
+    shares = ", ".join(f"{n} {c / len(places):.1%}" for n, c in zip(names, counts, strict=True))
+    told = f"{len(names)} classes" + (f": {shares}" if len(names) <= 6 else "")
+    return places.astype(np.int64), names, told + ("" if cells.categories else "; task=numbers: as numbers")
+
+
+def _about_rows(name: str, table: Any, known: Array) -> ColumnRead:
+    """Return how the file as a whole was read."""
+    about = {k.decode(): v.decode() for k, v in (table.schema.metadata or {}).items() if k in (b"parted", b"encoding")}
+    how = f"{len(known):,} rows"
+    if gone := int((~known).sum()):
+        how = f"{gone:,} of {len(known):,} rows lack a number or the target, and are left out"
+    marks = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
+    how += f"; columns parted by {marks[about['parted']]}, in {about['encoding']}" if about else ""
+    return ColumnRead(name, "input", how)
+
+
+def _known_rows(name: str, needed: list[Cells], numbers: dict[str, Cells]) -> Array:
+    """Return which rows have what is needed, and every number of these columns; raise where most have not."""
+    empty = {n: one.missing for n, one in numbers.items() if not one.categories}
+    known: Array = ~np.any([*(one.missing for one in needed), *empty.values()], axis=0)
+    if (gone := int((~known).sum())) > len(known) / 2:
+        worst = max(empty, key=lambda n: int(empty[n].sum()), default="the target")
+        what = f"a number or the target, most often {worst!r}" if empty else "the target, or where they come from"
+        raise DataError(
+            f"{gone} of the {len(known)} rows of {name} lack {what}. Fill them in (missing=fill does so with numbers), "
+            f"or leave a column out (--drop {worst})."
+        )
+    return known
+
+
+def _of_texts(
+    name: str, cells: dict[str, Any], text: str, known: Array, names: tuple[str, ...], labels: Array, share: float,
+    about: tuple[ColumnRead, ...],
+) -> Dataset:  # fmt: skip
+    """Return the data set of a column of texts and its classes."""
+    if labels.dtype != np.int64:
+        raise DataError(
+            f"{name}: column {text!r} is free text, and texts are told to classes, not numbers. Give another --target, "
+            f"or leave the text out: --drop {text}."
+        )
+    texts = [one or "" for one in cells[text].filter(pa.array(known)).to_pylist()]
+    made = from_texts(name, texts, [names[i] for i in labels], test_share=share)
+    return replace(made, columns_read=(*about, ColumnRead(text, "input", "free text, word by word")))
 
 
 def _check_names(name: str, table: Any, target: str, categorical: Sequence[str], drop: Sequence[str]) -> None:
@@ -216,8 +200,6 @@ def _check_names(name: str, table: Any, target: str, categorical: Sequence[str],
 
 
 def _as_arrow(name: str, table: Any) -> Any:
-    import pyarrow as pa
-
     if isinstance(table, pa.Table):
         return table
     try:
@@ -231,30 +213,52 @@ def _as_arrow(name: str, table: Any) -> Any:
 
 
 def read_table(path: Path) -> Any:
-    """Return a CSV or parquet file as a pyarrow table; a CSV's columns may be parted by commas, semicolons or tabs."""
-    import pyarrow as pa
-    from pyarrow import csv
+    """Return a CSV or parquet file as a pyarrow table; the columns of a CSV are texts, as they stand there.
 
+    Columns may be parted by commas, semicolons, tabs or bars, and the text be UTF-8, UTF-16 or Windows-1252 (latin-1).
+    """
     if not path.is_file():
         raise DataError(f"There is no file {path}.")
     if path.suffix.lower() in (".parquet", ".pq"):
         return read_parquet([path])
     try:
-        with path.open(encoding="utf-8-sig") as file:
+        encoding = _encoding(path)
+        with path.open(encoding=encoding) as file:
             head = file.readline()
-        parted = max(",;\t", key=head.count)
-        if (count := head.count(parted) + 1) > MOST_COLUMNS:
+            told = re.match("sep=(.)$", head.strip().removeprefix("\ufeff"))  # how Excel says what parts columns
+            head = file.readline() if told else head
+        bare = re.sub('"[^"]*"', "", head)
+        parted = told[1] if told else max(",;\t|", key=bare.count)
+        if (count := bare.count(parted) + 1) > MOST_COLUMNS:
             raise DataError(_TOO_WIDE.format(name=path, count=count))
-        return csv.read_csv(
-            path,
-            parse_options=csv.ParseOptions(delimiter=parted),
-            convert_options=csv.ConvertOptions(strings_can_be_null=True),
+        parsing = csv.ParseOptions(delimiter=parted, newlines_in_values=True)
+        reading = csv.ReadOptions(encoding=encoding.removesuffix("-sig"), skip_rows=1 if told else 0)
+        names = csv.open_csv(path, reading, parsing).schema.names
+        texts = csv.ConvertOptions(strings_can_be_null=True, column_types=dict.fromkeys(names, pa.string()))
+        words = {"utf-8-sig": "UTF-8", "utf-16": "UTF-16", "cp1252": "Windows-1252", "latin-1": "latin-1"}
+        return csv.read_csv(path, reading, parsing, texts).replace_schema_metadata(
+            {"parted": parted, "encoding": words[encoding]}
         )
-    except (UnicodeDecodeError, pa.ArrowException) as error:
+    except (UnicodeError, pa.ArrowException) as error:
         reason = "it is empty" if not path.stat().st_size else str(error).splitlines()[0]
-        raise DataError(
-            f"Cannot read {path} as a table ({reason}). Give a CSV file in UTF-8 with a line of names."
-        ) from (error)
+        raise DataError(f"Cannot read {path} as a table ({reason}). Give a CSV file with a line of names.") from error
+
+
+def _encoding(path: Path) -> str:
+    """Return in which encoding a file is text; raise where it is none."""
+    decoders = {name: codecs.getincrementaldecoder(name)() for name in ("utf-8-sig", "cp1252")}
+    with path.open("rb") as file:
+        while part := file.read(2**20):
+            if part.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) and file.tell() == len(part):
+                return "utf-16"
+            if b"\0" in part:
+                raise UnicodeError("it holds bytes that are no text")
+            for name in tuple(decoders):
+                try:
+                    decoders[name].decode(part)
+                except UnicodeDecodeError:
+                    del decoders[name]
+    return next(iter(decoders), "latin-1")
 
 
 @DATASETS.register("table")
@@ -270,6 +274,9 @@ class TableFile(Source):
     categorical: tuple[str, ...] = ()  # columns of numbers that are categories
     drop: tuple[str, ...] = ()  # columns to leave out
     by: str | None = None  # the column that says where a row comes from, for partition=natural
+    missing: Missing = "fill"  # of numbers: the median, the median and a mark, or no such row
+    task: Task = "auto"  # whether a target of numbers is classes; auto: few whole numbers are
+    text: str | None = None  # the column of texts that is the input; None: free text beside few columns
     test_share: Between = 0.2
 
     def load(self, data: Path | None) -> Dataset:
@@ -277,12 +284,18 @@ class TableFile(Source):
         if not self.path or not self.target:
             raise DataError("A table needs its file and its target: --dataset patients.csv --target outcome.")
         rest = (self.target, self.categorical, self.drop, self.by, self.test_share)
-        if is_import_path(self.path):
-            with calling(f"The table {self.path} cannot be made", DataError):
-                return from_table(self.path, import_object(self.path)(), *rest)
-        path = Path(self.path).expanduser()
-        if data is not None and not path.is_file() and (data / path).is_file():
-            path = data / path
-        table = read_table(path)
-        with wrap_parse_errors(path.name, DataError, "Write it again, its texts in UTF-8."):
-            return from_table(path.name, table, *rest)
+        more: dict[str, Any] = {"missing": self.missing, "task": self.task, "text": self.text}
+        with calling(f"The table {self.path} cannot be made", DataError):
+            made = (
+                from_table(self.path, import_object(self.path)(), *rest, **more) if is_import_path(self.path) else None
+            )
+        if made is None:
+            path = Path(self.path).expanduser()
+            if data is not None and not path.is_file() and (data / path).is_file():
+                path = data / path
+            table = read_table(path)
+            with wrap_parse_errors(path.name, DataError, "Write it again, its texts in UTF-8."):
+                made = from_table(path.name, table, *rest, **more)
+        for line in made.columns_text.splitlines():
+            _LOG.info("%s", line)
+        return made

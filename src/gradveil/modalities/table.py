@@ -6,6 +6,7 @@ What is known of the columns (ranges, categories, means) is public, as in any fe
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -29,6 +30,7 @@ class Column:
     mean: float = 0.5
     std: float = 1.0
     whole: bool = False  # holds whole numbers only
+    form: str = ""  # what its numbers stand for: "date", days since 1970, or "time", hours of a day
 
     @property
     def width(self) -> int:
@@ -43,6 +45,9 @@ class Column:
     def text(self, place: float) -> str:
         """Return a number as it stands in the table, by its place in the range."""
         value = self.low + self.span * place
+        if self.form:
+            moment = datetime(1970, 1, 1) + timedelta(**{"days" if self.form == "date" else "hours": value})
+            return f"{moment:%H:%M}" if self.form == "time" else f"{moment:%Y-%m-%d}"
         return f"{value:.0f}" if self.whole else f"{value:.4g}"
 
 
