@@ -1,5 +1,6 @@
 """Every reader of files, specs and messages gives the right answer or one error of ours: tried by the thousand."""
 
+import base64
 import gzip
 import io
 import json
@@ -7,7 +8,9 @@ import os
 import pickle
 import shutil
 import struct
+import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -405,6 +408,34 @@ def test_parquet(place: Path, count: Count) -> None:
     wrong = wrong_values((ABOUT,)).map(lambda about: table_of([0, 1, 0, 1], about))
     some = damaged((whole,)) | wrong | st.sampled_from(LABELS).map(table_of)
     drill("parquet", some, to_file(folder / "train.parquet", read), place, times(100, 300), count)
+
+
+ABORTS = zlib.decompress(base64.b85decode(  # pyarrow 26.0.1, which reads it in a thread of its own, ends the process
+    'c-jka3^EjD5pCcUea7Y^$|1@i#K3TXC8mdgfuS?N&z+Y`iVMi(_4IHF0@56eER3ul3K<@zJPZeNgFRgwLn`JldN6GN&v^6H{llDlI6pGzTv+z9'
+    'VfK$*Or^VDvK=?w?8bCB;Gbm8D_tE%v16L8T^9NunF6){Onn#6ZOL+Ln%aEfkn_4M3PJ`hh8tO?elV8T^$uOX8)!U(r>mdKI;VuD9)?pB7(PTi'
+    'a4J$!Sa<6^V~&80w*K9jml@YQTQ8XQ;N?{ou^qzw3EykvSiCsBKPe}7ykR)?K!k5~*d#R;p~)AYy?ko)oN4P9sdT$Lx7)j(DQ34Byv;?}a1CgB'
+    'G{ZBWXKNlCANt6oCb%bmejei=rWoPtH#gk#tY`Q%FY@24Pb{U3SKllbe<QQGpHVpcUJ3JeGbRRoS;bvH-md=6aGzQ3uITT}U%5<_tCP>$&qDUV'
+    'xebg!3u4q-e#AXay2NPZaP!5=mtiMa_W5X<9XZL&#ITX;!fw5}4eShWclfi2A5v>(c=pyspziv7L55`!mU;KTtMoI;yy7_@_C|PB*ID^>NxxH#'
+    'ku4Bq5ET)X&;drEfGC?Nn~WKQMh_#l2n1mefi((g7QhKj5~Mqamf<BR2;^|7FoEo6Vq$*60L%jnqD($O0+a)Qq$r=L5K?%89LX*LR?i4htRSl5'
+    '1JVOjEMUU`1&mM{s9Q)>453?s112NE0aGi+pn*jc>@H3Ph&_zVT%s(JF{TU>Y{khLskw=wEDWYx60DiIiRr08wkVG(lLTv0Wl3r=gw0ZrSdyX2'
+    ';3ETa0}DtpCow5Che3=(Qby87jX_3~N79smO+ZouVg^L7D3ch6*gQV54j#2Wb~TRCv_m-UNa{e+3n-=qfRv5c0}e?xNi&G6FasJKG2n0x5sOk='
+    '$D=lZ2b82RjbQ+r0`?Wi6c&gn(0BwJaE4Lr3ZvR8UbR;|q@^ni%QV>})xcJX?Gq5=P~#BW#s^d+!JSc>o}QVPo|c%LDxp%Xl$n>7uVkfAt(2CU'
+    'SW;S)S`6lZy#-_$)YjHANbooY1^I_tK~ky28)khFFiLlFbaV`KgaB_xM-xY<bVoNw$8<;Mbg-C{6N-E}h<1g`yE{VpFjK(to*>!@OoI(E02>4%'
+    'oI#45%sq2+N~3ZuGW|0_?5Lc`h#<q{+^{Ooto-!UO0R;XaJRguU{5no7bnZK2(WfXXOPkE8HQ0tDFsQnDY=p1emP((ASOdd4;P@PEI>|j20O|b'
+    '$$elD3Q}1d8Sa&n1m>qZx_}KyhAIUCH!xWk05l3@XP`kO)Kf4|I>StIbP9xPNDMd3h%y3+I;Vq!7Op=OtjHaqAIZH=87c0NfUX3ouK*hcv?|ik'
+    'soc>Q>UfwYCntzkli~W292}XKV-OXA(1Ijy%OIgpkXTe$np&cpTu`8!SX7i>u27a*RGgWgr(k5JXP{>&X#*^gAc)}-3j;#{u+aek&|qS?'
+))  # fmt: skip
+
+
+def test_a_parquet_file_that_ends_a_reading_thread_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    path.write_bytes(ABORTS)
+    code = (
+        f"from pathlib import Path; from gradveil.data.folder import read_parquet; read_parquet([Path({str(path)!r})])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1, done.stderr[-300:]  # an error of ours, and no signal
+    assert "DataError" in done.stderr
 
 
 def test_tables(place: Path, count: Count) -> None:
