@@ -35,7 +35,7 @@ COLUMNS: dict[str, tuple[str, str | None, str]] = {
 
 def column(scene: Shared, spec: str, counter: str | None, by: str) -> torch.Tensor:
     """Return the reconstructions (N, C, H, W) that one server gets."""
-    known = {c.name: c for c in defense(spec).adaptive(scene.model)}
+    known = {c.name: c for c in defense(spec).servers(scene.model)}
     server = oblivious() if counter is None else known[counter]
     seen = enumerate(scene.observe(spec))
     trials = [Trial(s, server, server.attack or by, scene.seeds("picture", i)) for i, s in seen]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gradveil.federated.step import step_gradient
     from gradveil.losses import build as loss
     from gradveil.models import build as model
-    from gradveil.privacy import draws
+    from gradveil.privacy import noise as draws
     from gradveil.privacy.accountant import Account, spend_from
     from gradveil.privacy.plan import PlannedRun
     from gradveil.protection.counted import counted
@@ -87,7 +87,7 @@ _PUBLIC = {
     "Defense": "gradveil.protection.defense:Defense",
     "DEFENSES": "gradveil.protection.defense:DEFENSES",
     "Countermeasure": "gradveil.countermeasures:Countermeasure",
-    "draws": "gradveil.privacy:draws",
+    "draws": "gradveil.privacy:noise",
     "Dataset": "gradveil.data:Dataset",
     # what goes wrong
     "GradveilError": "gradveil.errors:GradveilError",

@@ -24,7 +24,7 @@ from gradveil.attacks.rounds import pooled
 from gradveil.data.base import load
 from gradveil.gradients.functional import trial_gradients
 from gradveil.models import build
-from gradveil.privacy.dp import GaussianTraining
+from gradveil.privacy.bounds import GaussianTraining
 from gradveil.threats.meter import several_rounds
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch, GaussianPrior, Observation, Update

@@ -41,7 +41,7 @@ class Signs(Defense):
     def on_gradient(self, gradient: Params, rng: Generator) -> Params:
         return {n: g.sign() for n, g in gradient.items()}
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (plain(),)
 
 
@@ -54,7 +54,7 @@ class TwoBits(Defense):
         most = {n: g.abs().max().clamp_min(1e-12) for n, g in gradient.items()}
         return {n: (g / most[n]).round() * most[n] for n, g in gradient.items()}
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (plain(),)
 
 
@@ -117,7 +117,7 @@ def _best(
 ) -> dict[str, float | str]:
     """Return the means of the view with the least error, and the seconds of that view."""
     best: dict[str, float | str] = {"mse": math.inf}
-    servers = defense.adaptive(seen[0].model)
+    servers = defense.servers(seen[0].model)
     for server in servers if not attack.startswith("inverter") else (plain(),):
         began, cpu = time.perf_counter(), time.process_time()
         try:

@@ -2,7 +2,7 @@
 
 - drawn: torch's ``normal_`` in float32, from a generator with a seed.
 - drawn, scaled, added: the same, times a standard deviation, added to a sum: what a simulated release does.
-- secret: ``gradveil.privacy.gaussian.release``: from a cipher's words, on a public grid, scaled and added in one pass.
+- secret: ``gradveil.privacy.noise.release``: from a cipher's words, on a public grid, scaled and added in one pass.
 - secret, numpy: the same where the compiled kernel was not built.
 - opacus: ``torch.normal`` with a standard deviation, and the sum: what Opacus does without its secure mode.
 
@@ -23,8 +23,8 @@ import torch
 from defense_scores import machine
 from torch import Tensor
 
-from gradveil.privacy import gaussian
-from gradveil.privacy.draws import SecretDraws
+from gradveil.privacy import noise as gaussian
+from gradveil.privacy.noise import SecretDraws
 
 STD, LENGTHS, GPU = 0.5, (1_000, 20_000, 1_000_000, 10_000_000), (100_000_000,)
 BASE = "drawn, scaled, added"

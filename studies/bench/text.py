@@ -123,7 +123,7 @@ def _stepped(model: nn.Module, data: Dataset, local: Local, rng: torch.Generator
 
 def _servers(client: Defense, model: nn.Module, defense: str, attack: str) -> list[Countermeasure]:
     """Return the server that takes the update as it is, and the one that knows of noise."""
-    return [oblivious(), *(client.adaptive(model)[:1] if defense.startswith("gaussian") and attack == "span" else ())]
+    return [oblivious(), *(client.servers(model)[:1] if defense.startswith("gaussian") and attack == "span" else ())]
 
 
 def _together(rows: list[dict[str, float]]) -> dict[str, object]:

@@ -16,7 +16,7 @@ from defense_scores import machine
 from gradveil.federated.step import step_gradient
 from gradveil.losses import CROSS_ENTROPY
 from gradveil.models import build as build_model
-from gradveil.protection.defense import build
+from gradveil.protection.defense import build, in_round
 from gradveil.protection.records.records import records_of
 from gradveil.types import Batch
 
@@ -62,7 +62,7 @@ def measure(name: str, shape: tuple[int, ...], count: int, device: torch.device,
     )
     size = sum(p.numel() for p in model.parameters())
     specs = [spec for spec in SPECS if size < 10**6 or "public" not in spec]
-    defenses = [build(spec).for_round(model, public) for spec in specs]
+    defenses = [in_round(build(spec), model, public) for spec in specs]
     rng = torch.Generator(device).manual_seed(0)
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     taken: list[list[float]] = [[] for _ in specs]

@@ -14,7 +14,7 @@ from torch import Generator, Tensor, nn
 from gradveil.attacks.candidates import Candidates
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import unroll
-from gradveil.privacy.dp import rero_gaussian
+from gradveil.privacy.bounds import rero_gaussian
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch, Observation, Reconstruction, Update
 

@@ -35,7 +35,7 @@ def observed(defense: str, public: Batch, truth: Batch = TRUTH, model: str = "le
         build_defense(defense),
     )
     out = [observe(net, truth[i : i + 1], noise, rng(i), 10, prior) for i in range(len(truth))]
-    return [replace(noise.adaptive(net)[0].view(s), public=public) for s in out]
+    return [replace(noise.servers(net)[0].view(s), public=public) for s in out]
 
 
 @pytest.fixture(scope="module")

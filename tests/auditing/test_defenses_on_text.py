@@ -34,16 +34,16 @@ def test_a_defence_runs_on_ids_or_is_refused_in_one_line(name: str) -> None:
         assert "\n" not in str(error.value)
         return
     scene = scene_with(name)
-    for server in scene.acting(name, scene.model).adaptive(scene.model):
+    for server in scene.acting(name, scene.model).servers(scene.model):
         assert set(_used(scene, server)) <= {"span"}, server.name  # none that searches for pixels
 
 
 def test_a_server_that_weighs_by_the_noise_attacks_text_with_the_audits_own() -> None:
     scene = scene_with("gaussian:scale=0.1")
-    servers = scene.acting("gaussian:scale=0.1", scene.model).adaptive(scene.model)
+    servers = scene.acting("gaussian:scale=0.1", scene.model).servers(scene.model)
     assert [_used(scene, server) for server in servers] == [["span"]]
     images = scene_with("gaussian:scale=0.1", "digits", "mlp")
-    servers = images.acting("gaussian:scale=0.1", images.model).adaptive(images.model)
+    servers = images.acting("gaussian:scale=0.1", images.model).servers(images.model)
     assert [_used(images, server) for server in servers] == [["newton"]]
 
 

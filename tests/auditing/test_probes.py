@@ -14,7 +14,7 @@ from gradveil.defenses.veil import Veil
 from gradveil.errors import SpecError
 from gradveil.federated.settings import Local
 from gradveil.federated.step import step_gradient
-from gradveil.protection.defense import DEFENSES, Defense, build
+from gradveil.protection.defense import DEFENSES, Defense, build, in_round
 from gradveil.protection.records.records import Records
 from gradveil.seeds import Seeds
 from gradveil.threats.probes import Probed, probe
@@ -74,7 +74,7 @@ class Each(Defense):
     def on_gradient(self, gradient: Params, rng: Generator) -> Params:
         return {name: self.change(g, rng) for name, g in gradient.items()}
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (self.declares,)
 
 
@@ -252,7 +252,7 @@ SOUND = (
 @pytest.mark.parametrize("spec", SOUND)
 def test_what_is_declared_as_it_is_is_not_accused_and_gets_no_more_servers(spec: str, model: nn.Module) -> None:
     several = Local(epochs=2, batch_size=2)
-    defense = build(spec).for_round(model, images(64, 2))
+    defense = in_round(build(spec), model, images(64, 2))
     found = probed(defense, model, 1, several if "+" in spec else LOCAL, 3 if "+" in spec else 1)
     assert found.errors == ()
     assert found.assessed
@@ -273,7 +273,7 @@ def test_a_known_change_of_the_input_is_undone(change: Callable[[Tensor], Tensor
         def on_batch(self, batch: Batch, rng: Generator) -> Batch:
             return replace(batch, inputs=change(batch.inputs))
 
-        def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+        def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
             return (undeclared(),)
 
     (undo,) = probed(Input(), model).servers
@@ -290,7 +290,7 @@ class OnBatch(Defense):
     def on_batch(self, batch: Batch, rng: Generator) -> Batch:
         return self.change(batch, rng)
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (undeclared(),)
 
 
@@ -319,7 +319,7 @@ def test_a_layer_that_draws_nothing_secret_is_dropped_or_replayed(model: nn.Modu
         def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Generator) -> Tensor:
             return r + torch.randn(r.shape[1:], generator=seeded(zlib.crc32(layer.encode())))
 
-        def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+        def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
             return (plain(),)
 
     found = probed(Layer(), model)
@@ -339,7 +339,7 @@ def test_a_defence_that_declares_nothing_is_refused_when_it_is_registered(model:
         def __init__(self) -> None:
             pass
 
-        def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+        def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
             return ()
 
     with pytest.raises(SpecError, match="returns nothing"):

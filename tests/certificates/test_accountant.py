@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from scipy.special import ndtri
 
 from gradveil.errors import BudgetError, CertificateError
-from gradveil.privacy.accountant import Account, delta_of, epsilon_of, mu_of, spend_from, water_filling
-from gradveil.privacy.dp import GaussianTraining
+from gradveil.privacy.accountant import Account, spend_from
+from gradveil.privacy.bounds import GaussianTraining, delta_of, epsilon_of, mu_of, water_filling
 from gradveil.privacy.plan import PlannedRun
 
 

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gradveil.errors import CertificateError
 from gradveil.privacy.accountant import Account
+from gradveil.privacy.bounds import GaussianTraining, beside_a_count
 from gradveil.privacy.configurations import Bought, Told, check
-from gradveil.privacy.dp import GaussianTraining, beside_a_count
 
 
 def flower(tmp_path: Path, **settings: Any) -> Path:

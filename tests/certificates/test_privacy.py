@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import norm as normal
 
 from gradveil.errors import CertificateError, MissingExtraError
-from gradveil.privacy.dp import GaussianTraining, rero, rero_gaussian
+from gradveil.privacy.bounds import GaussianTraining, rero, rero_gaussian
 
 GUESS = st.floats(1e-6, 0.5)
 

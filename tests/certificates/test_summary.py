@@ -49,7 +49,7 @@ def test_only_servers_whose_knowledge_shows_are_metered(model: nn.Module, batch:
 def test_a_server_that_only_switches_its_attack_is_not_metered(batch: Batch, rng: Generator) -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Sigmoid(), nn.Linear(8, 5))
     one, ours = Batch(batch.inputs[:1], batch.labels[:1]), build("representation:share=0.5")
-    names = [known.name for known in ours.adaptive(model)]
+    names = [known.name for known in ours.servers(model)]
     assert "analytic" in names  # dW/db of the first layer: another attack on the same numbers
     assert [m.server for m in metered(model, one, ours, 5, rng)] == [n for n in names if n != "analytic"]
 

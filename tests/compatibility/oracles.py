@@ -31,7 +31,7 @@ from gradveil.attacks.patches import clear_spans, span_rows
 from gradveil.attacks.search.matching import Matching, MatchingObjective, Unknowns, squared_distance
 from gradveil.errors import GradveilError
 from gradveil.modules import find_layer
-from gradveil.protection.defense import DEFENSES, Defense, build
+from gradveil.protection.defense import DEFENSES, Defense, accounted, build
 from gradveil.protection.records.records import Held
 from gradveil.representation.certificates import certify as reach
 from gradveil.representation.certificates.base import Problem
@@ -266,11 +266,11 @@ def check_records(model: Model, defense: Defense, step: Step) -> None:
         for n in range(COUNT)
     ]
     each = Held({n: torch.stack([g[i] for g in alone]).detach() for i, n in enumerate(weights)})
-    for weight, g in defense.on_records(each, COUNT, rng()).items():
+    for weight, g in accounted(defense).on_records(each, COUNT, rng()).items():
         close(step.gradient[weight], g, rounding(model))
     if model.plain and not model.autocast:
         found = step_gradient(model.build(), Batch(x, y), defense, rng())
-        for weight, g in defense.on_records(each, COUNT, rng()).items():
+        for weight, g in accounted(defense).on_records(each, COUNT, rng()).items():
             close(found[weight], g, rounding(model))
 
 

@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 from torch.func import functional_call
 
 from gradveil.countermeasures import Countermeasure
-from gradveil.protection.defense import Defense, Place, RunningStep
+from gradveil.protection.defense import Accounted, Defense, Place, RunningStep, accounted
 from gradveil.protection.protect import Guard, guard_of
 from gradveil.protection.records.records import Records
 from gradveil.registry import describe
@@ -33,7 +33,7 @@ class SpyStep(RunningStep):
         return made
 
 
-class Spy(Defense):
+class Spy(Accounted):
     """Notes what a defence makes, in each of its places."""
 
     spec_name = "spy"
@@ -76,12 +76,12 @@ class Spy(Defense):
         return changed
 
     def on_records(self, records: Records, slots: int, rng: Generator) -> Params:
-        made = self.inner.on_records(records, slots, rng)
+        made = accounted(self.inner).on_records(records, slots, rng)
         self.releases.append({name: g.clone() for name, g in made.items()})
         return made
 
     def begin(self, slots: int, rng: Generator) -> RunningStep | None:
-        step = self.inner.begin(slots, rng)
+        step = accounted(self.inner).begin(slots, rng)
         return None if step is None else SpyStep(step, self.releases)
 
     def on_gradient(self, gradient: Params, rng: Generator) -> Params:
@@ -94,8 +94,8 @@ class Spy(Defense):
         self.updates.append(self.inner.on_update(update, rng))
         return self.updates[-1]
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
-        return self.inner.adaptive(model)
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+        return self.inner.servers(model)
 
 
 @dataclass

@@ -33,7 +33,7 @@ def test_of_several_draws_the_one_is_sent_that_moves_the_records_least(model: nn
 def test_a_server_with_candidates_tells_the_record_by_the_right_angle(model: nn.Module, rng: Generator) -> None:
     listed = Batch(torch.rand(12, 1, 8, 8, generator=rng), torch.arange(12) % 5)
     sent = step_gradient(model, listed[7:8], build("censor"), rng)
-    (server,) = build("censor").adaptive(model)
+    (server,) = build("censor").servers(model)
     seen = Observation(model, Update(sent), (1, 8, 8), 5, candidates=listed)
     found = build_attack("candidates").reconstruct(server.view(replace(seen, client=lambda batch, rng: sent)), rng)
     assert torch.equal(found.inputs[0], listed.inputs[7])

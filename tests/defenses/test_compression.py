@@ -76,7 +76,7 @@ def test_settings_that_make_no_sense_are_refused(spec: str, said: str) -> None:
 
 @pytest.mark.parametrize("spec", ["sign", "quantise:bits=3"])
 def test_slopes_of_a_trial_pass_straight_through(spec: str, tensor: Tensor) -> None:
-    (server,) = build(spec).adaptive(nn.Linear(2, 2))
+    (server,) = build(spec).servers(nn.Linear(2, 2))
     seen = server.view(Observation(nn.Linear(2, 2), Update({}), (2,), 2))
     g = tensor.clone().requires_grad_()
     trial = seen.sent({"w": g})["w"]
@@ -86,7 +86,7 @@ def test_slopes_of_a_trial_pass_straight_through(spec: str, tensor: Tensor) -> N
 
 def test_the_strength_of_random_rounding_is_read_off_the_levels(rng: Generator) -> None:
     g = torch.randn(4000, generator=rng)
-    (server,) = build("qsgd:levels=40").adaptive(nn.Linear(2, 2))
+    (server,) = build("qsgd:levels=40").servers(nn.Linear(2, 2))
     y = sent("qsgd:levels=40", g)
     seen = server.view(Observation(nn.Linear(2, 2), Update({"w": y}), (2,), 2))
     assert seen.noise["w"] == pytest.approx(float((y - g).square().mean().sqrt()), rel=0.2)

@@ -75,7 +75,7 @@ def test_a_server_that_denoises_is_given_the_estimate_to_search_for(model: nn.Mo
     names = [name for name, _ in model.named_parameters()]
     sent = torch.autograd.grad(F.cross_entropy(model(decoy), y), list(model.parameters()))
     seen = Observation(model, Update(dict(zip(names, sent, strict=True))), (1, 8, 8), 5)
-    (counter,) = defense.adaptive(model)
+    (counter,) = defense.servers(model)
 
     view = counter.view(seen)
 

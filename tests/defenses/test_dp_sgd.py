@@ -40,7 +40,7 @@ def test_it_is_veil_with_noise_alike_in_all_directions(model: nn.Module, batch: 
         for spec in ("dp_sgd:noise=0.3,clip=2", "veil:z=0.3,clip=2")
     ]
     assert all(torch.equal(both[0][name], both[1][name]) for name in both[0])
-    assert build("dp_sgd:noise=2").spends(3) == 0.75
+    assert build("dp_sgd:noise=2").cost(3) == 0.75
 
 
 @pytest.mark.parametrize("spec", ["dp_sgd:noise=0", "dp_sgd:clip=-1"])

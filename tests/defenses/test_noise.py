@@ -83,7 +83,7 @@ def test_a_server_that_knows_the_settings_knows_the_noise(
     clean = {name: steps * g for name, g in gradient.items()}
     update = Update({name: sum(p[name] for p in parts) for name in gradient}, num_steps=steps, lr=lr)  # type: ignore[misc]
     update = defense.on_update(update, rng)
-    (counter,) = defense.adaptive(model)
+    (counter,) = defense.servers(model)
 
     known = counter.view(Observation(model, update, (1, 8, 8), 5)).noise
 
@@ -93,6 +93,6 @@ def test_a_server_that_knows_the_settings_knows_the_noise(
 
 
 def test_the_known_noise_of_one_absolute_step_is_the_scale(gradient: Params, model: nn.Module) -> None:
-    (counter,) = build("laplace:scale=0.3").adaptive(model)
+    (counter,) = build("laplace:scale=0.3").servers(model)
     seen = Observation(model, Update(gradient, num_steps=9), (1, 8, 8), 5)
     assert counter.view(seen).noise == pytest.approx({"a": 0.3 * sqrt(9), "b": 0.3 * sqrt(9)})

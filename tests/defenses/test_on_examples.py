@@ -58,7 +58,7 @@ def test_a_server_finds_the_transformation_of_an_image(model: nn.Module, rng: Ge
     defense = build("ats:policy=21-1")
     one = Batch(smooth(1, rng), torch.tensor([2]))
     changed = defense.on_batch(one, Generator().manual_seed(1)).inputs
-    (server,) = defense.adaptive(model)
+    (server,) = defense.servers(model)
     seen = seen_of(model, step_gradient(model, Batch(changed, one.labels), build("none"), rng), 1, rng)
     view = server.view(seen)
     torch.testing.assert_close(view.model(one.inputs), model(changed))
@@ -84,7 +84,7 @@ def test_mixed_numbers_and_a_batch_of_one(rng: Generator) -> None:
 def test_a_server_unmixes_two_images(model: nn.Module, rng: Generator) -> None:
     two = Batch(smooth(2, rng), torch.tensor([0, 3]))
     mixed = Batch(0.7 * two.inputs + 0.3 * two.inputs.flip(0), two.labels)
-    (server,) = build("mixup").adaptive(model)
+    (server,) = build("mixup").servers(model)
     view = server.view(seen_of(model, step_gradient(model, mixed, build("none"), rng), 2, rng))
     torch.testing.assert_close(view.model(two.inputs), model(mixed.inputs))
 
@@ -119,7 +119,7 @@ def test_a_server_takes_the_concealed_samples_off(model: nn.Module, rng: Generat
     one = Batch(smooth(1, rng), torch.tensor([2]))
     defense = build("concealed:steps=3").for_round(model, Batch(torch.rand(9, 1, 8, 8), torch.arange(9) % 5))
     sent = step_gradient(model.double(), Batch(one.inputs.double(), one.labels), defense, Generator().manual_seed(1))
-    view = defense.adaptive(model)[0].view(seen_of(model, sent, 1, rng))
+    view = defense.servers(model)[0].view(seen_of(model, sent, 1, rng))
     true = step_gradient(model, Batch(one.inputs.double(), one.labels), build("none"), rng)
     before, after = (
         sum(float((tree[n] - g).square().sum()) for n, g in true.items()) for tree in (sent, view.update.gradient)

@@ -39,7 +39,7 @@ def test_a_server_that_knows_it_prunes_its_trials_and_weighs_by_the_noise(
 ) -> None:
     defense = build("outpost").for_round(model, None)
     sent = step_gradient(model, batch, defense, rng)
-    (server,) = defense.adaptive(model)
+    (server,) = defense.servers(model)
     view = server.view(Observation(model, Update(sent, 3), (1, 8, 8), 5))
     assert view.noise == defense.stds(sent)
     assert all(torch.equal(view.weights[n] != 0, g != 0) for n, g in sent.items())

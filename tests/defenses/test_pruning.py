@@ -48,7 +48,7 @@ def test_it_acts_where_it_is_told_to(rng: Generator) -> None:
 @pytest.mark.parametrize("per", ["tensor", "global"])
 def test_a_server_can_prune_its_trial_gradients_and_differentiate_through_it(per: str, model: nn.Module) -> None:
     defense = build(f"pruning:share=0.5,per={per}")
-    masked, simulated = defense.adaptive(model)
+    masked, simulated = defense.servers(model)
     seen = Observation(model, Update(defense.on_gradient(gradient(), Generator())), (1, 8, 8), 5)
 
     view = simulated.view(seen)

@@ -215,13 +215,13 @@ def test_a_representation_that_does_not_depend_on_the_input_is_not_moved(rng: Ge
 
 def test_a_server_drops_the_weight_reads_its_mask_or_divides_by_the_bias_of_another_layer() -> None:
     model = relu_model()
-    found = {c.name: c for c in build("representation:layer=5").adaptive(model)}
+    found = {c.name: c for c in build("representation:layer=5").servers(model)}
     assert set(found) == {"drop", "mask", "analytic"}
     assert "undefended 7" in found["analytic"].why
-    kept = {c.name: c.why for c in build("representation:layer=5/7").adaptive(model)}
+    kept = {c.name: c.why for c in build("representation:layer=5/7").servers(model)}
     assert "entries that were kept" in kept["analytic"]
 
 
 def test_where_the_defended_weight_is_all_there_is_it_cannot_be_dropped() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 2, bias=False))
-    assert [c.name for c in build("representation").adaptive(model)] == ["mask"]
+    assert [c.name for c in build("representation").servers(model)] == ["mask"]

@@ -10,7 +10,7 @@ from torch import Generator, nn
 import gradveil
 from gradveil.data import load
 from gradveil.data.partition import partition
-from gradveil.defenses.representation_certified import RepresentationCertified
+from gradveil.defenses.representation import RepresentationCertified
 from gradveil.errors import DefenseError, SpecError
 from gradveil.federated.simulate import Training, simulate
 from gradveil.federated.step import step_gradient

@@ -15,8 +15,7 @@ from torch import Generator, Tensor, nn
 from gradveil.countermeasures import Countermeasure, plain
 from gradveil.errors import DefenseError
 from gradveil.federated.step import step_gradient
-from gradveil.privacy.draws import SecretDraws, Source
-from gradveil.privacy.gaussian import grid_of
+from gradveil.privacy.noise import SecretDraws, Source, grid_of
 from gradveil.protection.defense import DEFENSES, Defense, build
 from gradveil.protection.protect import guard_of, protect
 from gradveil.tree import Params, flatten
@@ -116,7 +115,7 @@ class ByTorch(Defense):
             torch.randn(3, generator=rng)  # type: ignore[call-overload]
         return value
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (plain(),)
 
 

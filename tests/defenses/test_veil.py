@@ -164,7 +164,7 @@ def test_a_buffer_that_follows_the_data_is_refused(batch: Batch) -> None:
 def test_decoys_and_what_comes_after_may_stand_beside_it(model: nn.Module, batch: Batch) -> None:
     for spec in ("decoy+veil:z=1", "veil:z=1+gaussian:scale=0.1", "veil:z=1+pruning:share=0.5,on=update"):
         defense = build(spec)
-        assert defense.spends(4) == 4.0
+        assert defense.cost(4) == 4.0
         step_gradient(model, batch, defense, fresh())
 
 
@@ -174,7 +174,7 @@ def test_decoys_and_what_comes_after_may_stand_beside_it(model: nn.Module, batch
 def test_z_follows_from_a_promise_over_the_planned_run(spec: str, z: float) -> None:
     run = PlannedRun(records=200, batch_size=32, epochs=3, rounds=50, participations=12, cohort=10)
     planned = build(f"veil:{spec}").for_run(run)
-    assert planned.spends(3) == pytest.approx(3 / z**2)
+    assert planned.cost(3) == pytest.approx(3 / z**2)
 
 
 def test_a_run_plans_epsilon_and_the_cohort() -> None:
@@ -253,7 +253,7 @@ def test_a_server_that_knows_it_clips_its_trials_in_the_same_coordinates(model: 
     plain = step_gradient(model, one, build("none"), fresh())
     for veil in (Veil(**tiny), replace(shaped(model, clip=0.1), z=1e-6)):  # type: ignore[arg-type]
         seen = Observation(model, Update(step_gradient(model, one, veil, fresh())), (1, 8, 8), 5)
-        view = veil.adaptive(model)[0].view(seen)
+        view = veil.servers(model)[0].view(seen)
         torch.testing.assert_close(view.sent(plain), view.update.gradient, rtol=1e-3, atol=1e-5)
         assert set(view.noise.values()) == {1e-6 * veil.measured.clip}
 

@@ -19,7 +19,7 @@ class Mine(Defense):
     def _act(self, name: str, given: Any) -> Any:
         return runpy.run_path("own.py")["act"](given) if name == self.at else given
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (countermeasures.plain(),)
 
     def on_batch(self, batch: Batch, rng: Generator) -> Batch:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gradveil.countermeasures import plain
 from gradveil.data import Dataset
 from gradveil.data.base import from_arrays
-from gradveil.protection.defense import Defense
+from gradveil.protection.defense import Defense, PerRound
 from gradveil.tree import Params
 from gradveil.types import Batch
 
@@ -53,7 +53,7 @@ class Absent(nn.Linear):
 
 
 @dataclass(frozen=True)
-class StopsWhereItBegan(Defense):
+class StopsWhereItBegan(PerRound):
     """Sends nothing in a round whose weights it was shown, else what it has."""
 
     shown: bool = False
@@ -64,5 +64,5 @@ class StopsWhereItBegan(Defense):
     def on_gradient(self, gradient: Params, rng: torch.Generator) -> Params:
         return {name: g * (not self.shown) for name, g in gradient.items()}
 
-    def adaptive(self, model: nn.Module) -> Any:
+    def servers(self, model: nn.Module) -> Any:
         return (plain(),)

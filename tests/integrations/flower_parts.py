@@ -32,7 +32,7 @@ class Halved(Defense):
     def on_update(self, update: Update, rng: Generator) -> Update:
         return replace(update, gradient=tree.scale(update.gradient, 0.5))
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (plain(),)
 
 

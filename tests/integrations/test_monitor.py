@@ -17,7 +17,7 @@ from gradveil.errors import SpecError
 from gradveil.integrations.flower import guard_mod, leak_guard, monitored, update_mod
 from gradveil.integrations.flower.checks import MonitoredGrid
 from gradveil.integrations.monitor import METRICS, NODES, MonitorSettings, NodeReport, RunMonitor
-from gradveil.privacy.accountant import epsilon_of
+from gradveil.privacy.bounds import epsilon_of
 from gradveil.report.page import write_report
 from gradveil.types import Batch
 from integrations.flower_parts import SIMULATED, Nodes, ReadOff, client_app, context, linear_model, reply

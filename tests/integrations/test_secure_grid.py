@@ -22,7 +22,7 @@ from gradveil.integrations.flower.app import Outcome, make_client_app, serve
 from gradveil.integrations.flower.mods import guard_mod
 from gradveil.integrations.flower.secure_aggregation import FINE, masks, secure_mod
 from gradveil.integrations.flower.settings import Cohort, FlowerSettings, build_model, load_data
-from gradveil.privacy.accountant import delta_of
+from gradveil.privacy.bounds import delta_of
 from integrations.flower_parts import Nodes, client_app, context, linear_model, message
 
 PLAIN = FlowerSettings(

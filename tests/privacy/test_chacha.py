@@ -11,15 +11,14 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 
-from gradveil.privacy import gaussian
-from gradveil.privacy.draws import SecretDraws
-from gradveil.privacy.gaussian import ERROR, Drawn, grid_of, release
+from gradveil.privacy import noise as gaussian
+from gradveil.privacy.noise import ERROR, Drawn, SecretDraws, grid_of, release
 
 CHECK = """
 import json, os, sys
 import numpy as np, torch
 from gradveil.privacy import chacha
-from gradveil.privacy.gaussian import Drawn, grid_of, normals_of
+from gradveil.privacy.noise import Drawn, grid_of, normals_of
 
 device = torch.device(sys.argv[1])
 keys = [os.urandom(32) for _ in range(3)]

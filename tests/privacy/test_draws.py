@@ -9,8 +9,8 @@ from scipy import stats
 from torch import Generator
 
 from gradveil.errors import DefenseError
-from gradveil.privacy import draws
-from gradveil.privacy.draws import SecretDraws, Stream, is_secret, noise_kind, own_draws
+from gradveil.privacy import noise as draws
+from gradveil.privacy.noise import SecretDraws, Stream, is_secret, noise_kind, own_draws
 
 SECRET = SecretDraws()
 RARE = 1e-7  # a test of a law fails by chance as often

@@ -12,9 +12,19 @@ from scipy import stats
 from torch import Generator, Tensor
 
 from gradveil.errors import DefenseError
-from gradveil.privacy import gaussian, kernel
-from gradveil.privacy.draws import SecretDraws
-from gradveil.privacy.gaussian import ERROR, Drawn, delta_of, grid_of, noise, normals_of, release, secret_normals
+from gradveil.privacy import kernel
+from gradveil.privacy import noise as gaussian
+from gradveil.privacy.noise import (
+    ERROR,
+    Drawn,
+    SecretDraws,
+    delta_of,
+    grid_of,
+    noise,
+    normals_of,
+    release,
+    secret_normals,
+)
 
 needs_kernel = pytest.mark.skipif(kernel.library() is None, reason="the compiled kernel was not built")
 EDGES = [0, 1, 2, 3, 2**10, 2**32 - 1, 2**53 + 1, 2**61, 2**62 - 1, 2**62, 2**63 - 2**40, 2**63 - 1]

@@ -57,8 +57,8 @@ class NoClip(Veil):
 class HalfTheAccount(Veil):
     """Charges for half of μ."""
 
-    def spends(self, epochs: int) -> float:
-        return super().spends(epochs) / 4
+    def cost(self, epochs: int) -> float:
+        return super().cost(epochs) / 4
 
 
 @dataclass(frozen=True)

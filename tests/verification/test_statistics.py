@@ -5,9 +5,7 @@ import pytest
 import torch
 from scipy.stats import nct
 
-from gradveil.verification.estimate import fit, from_outputs, interval
-from gradveil.verification.grain import grain, reused, seed_of
-from gradveil.verification.guesses import Guessed, guess
+from gradveil.verification.estimate import Guessed, fit, from_outputs, grain, guess, interval, reused, seed_of
 
 
 def drawn(rng: np.random.Generator, trials: int, count: int, mu: float, *, base: float = 0.0) -> tuple[np.ndarray, ...]:
@@ -56,7 +54,7 @@ def test_the_normal_form_is_that_of_the_noncentral_t() -> None:
 
 @pytest.mark.parametrize("mu", [0.3, 1.0, 2.0])
 def test_bounds_from_guesses_are_under_mu_and_not_empty(mu: float) -> None:
-    from gradveil.privacy.accountant import delta_of
+    from gradveil.privacy.bounds import delta_of
 
     rng, over, runs, lows = np.random.default_rng(3), 0, 60, []
     for _ in range(runs):

@@ -152,7 +152,7 @@ class Noised(Defense):
         added = self.noise(gradient, rng)
         return {name: g + added[name].reshape(g.shape).to(g) for name, g in gradient.items()}
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         """Return what a server does that takes the declaration for true."""
         return (whiten(lambda seen: dict.fromkeys(seen.update.gradient, STD)),)
 

@@ -52,7 +52,7 @@ def test_there_are_enough_of_every_kind() -> None:
 
 
 def test_it_has_its_truth(kept: Kept, model: nn.Module) -> None:
-    truth, declared = kept.truth, build(kept.name).adaptive(model)
+    truth, declared = kept.truth, build(kept.name).servers(model)
     assert truth.why.endswith(".")
     assert truth.family
     assert truth.declares == " ".join(c.name for c in declared)
@@ -75,7 +75,7 @@ def test_it_keeps_to_the_contract(kept: Kept, model: nn.Module, batch: Batch) ->
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in before[1].items())
     assert build(describe(defense)) == defense
     seen = Observation(model, Update(update, 3, lr=0.1), (1, 8, 8), 5)
-    assert all(counter.view(seen).visible for counter in defense.adaptive(model))
+    assert all(counter.view(seen).visible for counter in defense.servers(model))
 
 
 def test_only_those_that_say_so_draw_from_elsewhere(kept: Kept, model: nn.Module, batch: Batch) -> None:

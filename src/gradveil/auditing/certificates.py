@@ -18,7 +18,7 @@ from gradveil.federated.ledger import planned_run
 from gradveil.federated.settings import Local
 from gradveil.modules import representation
 from gradveil.pace import OutOfTime
-from gradveil.protection.defense import Defense
+from gradveil.protection.defense import Defense, accounted
 from gradveil.representation.certificates.base import SCOPE, Certificate, Kind
 from gradveil.representation.certificates.certify import certify
 from gradveil.threats.meter import ASSUMPTIONS, Leak, leak_meter, nothing
@@ -114,7 +114,7 @@ def metered(
     """
     seen = observe(model, truth, defense, rng, num_classes, prior, lr, with_labels=True, bounds=bounds, local=local)
     found = []
-    for known in defense.adaptive(model) if servers is None else servers:
+    for known in defense.servers(model) if servers is None else servers:
         view = known.view(seen)
         if view is seen and known.name != "plain":
             continue
@@ -215,7 +215,7 @@ def _measured(scene: Scene, defense: str) -> list[Row]:
     built = scene.defenses[defense]
     try:
         run = planned_run(scene.seeds, scene.clients, scene.config, built)
-        return measured_rows(scene, defense, built.for_run(run))
+        return measured_rows(scene, defense, accounted(built).for_run(run))
     except GradveilError:  # said where the promise is worked out
         return []
 
@@ -247,7 +247,7 @@ def _readings(scene: Scene, defense: str, client: int, each: Callable[[], None])
     lr, built, probed = scene.config.lr_of(1), scene.acting(defense, scene.model), scene.probed(defense)
     if probed.errors:
         raise CertificateError(f"its declaration is wrong ({probed.errors[0].rstrip('.')}), so no figure rests on it.")
-    servers = scene.countermeasures(defense, scene.model) or built.adaptive(scene.model)
+    servers = scene.countermeasures(defense, scene.model) or built.servers(scene.model)
     return metered(
         scene.model, truth, built, classes, rng, scene.public.prior,
         each=each, lr=lr, local=scene.config, servers=servers,

@@ -13,7 +13,7 @@ from gradveil.errors import GradveilError
 from gradveil.federated.ledger import planned_run
 from gradveil.federated.simulate import public_records
 from gradveil.models import fit_to_public
-from gradveil.protection.defense import Defense, build
+from gradveil.protection.defense import Defense, accounted, build
 from gradveil.seeds import Seeds
 from gradveil.threats.setup import fitting_model
 from gradveil.types import Batch
@@ -34,7 +34,7 @@ def measure(
 
     Of a cohort's sum, one client's records with the noise of the whole sum are looked at.
     """
-    alone = defense.alone() if defense.min_clients else defense
+    alone = accounted(defense).single_client() if accounted(defense).min_clients else defense
     pipeline: OfDefense
     if like.inputs.is_floating_point():
         pipeline = Federated(alone, loss=loss, public=public, rounds=1, lr=lr, seed=seed)
@@ -47,7 +47,7 @@ def figures(
     defense: Defense, model: nn.Module, like: Batch, public: Batch | None, loss: str, lr: float, seed: int
 ) -> dict[str, Any]:
     """Return the measured μ and its interval for a row; empty where nothing is promised, and why where it failed."""
-    if defense.spends(1) is None:
+    if accounted(defense).cost(1) is None:
         return {}
     try:
         found = measure(defense, model, like, public, loss, lr, seed)
@@ -70,7 +70,7 @@ def of_run(config: TrainConfig) -> dict[str, Any]:
     fit_to_public(model, some.inputs)
     first = next(model.parameters())
     some = Batch(some.inputs.to(first.device), some.labels.to(first.device))
-    planned = defense.for_run(planned_run(seeds, clients, config, defense))
+    planned = accounted(defense).for_run(planned_run(seeds, clients, config, defense))
     return figures(planned, model, some, some, config.loss, config.lr_of(1), config.seed)
 
 

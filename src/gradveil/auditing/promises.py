@@ -7,7 +7,7 @@ from torch import Tensor
 from gradveil.auditing.run_folder import Row
 from gradveil.privacy.accountant import AGGREGATE, ASSUMPTIONS, FLOOR, GUESS, THEOREM, Account
 from gradveil.privacy.plan import PlannedRun, class_spectra, floor_share
-from gradveil.protection.defense import Defense
+from gradveil.protection.defense import Defense, accounted
 from gradveil.types import Batch
 
 DELTA = 1e-5
@@ -21,8 +21,8 @@ def promise_rows(
     ``labels`` are of the records that are looked at: the floor is that of their classes. ``choices``: candidates that
     a record stands among. ``patient``: how many updates of a client a multi-round server has.
     """
-    built = defense.for_run(run)
-    cost = built.spends(run.epochs)
+    built = accounted(accounted(defense).for_run(run))
+    cost = built.cost(run.epochs)
     if cost is None:
         return []
     spectra = class_spectra(public)

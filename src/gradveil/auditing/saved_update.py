@@ -123,7 +123,7 @@ class SavedUpdate:
     @cached_property
     def knowing(self) -> tuple[Countermeasure, ...]:
         """The servers that know the stated defence."""
-        return () if self.config.defense == "none" else with_found(self._defense.adaptive(self.model), self.probed)
+        return () if self.config.defense == "none" else with_found(self._defense.servers(self.model), self.probed)
 
     @cached_property
     def _defense(self) -> Defense:
@@ -216,7 +216,7 @@ def build_case(config: UpdateAuditConfig) -> SavedUpdate:
     public = None
     if dataset is not None:
         public = Public.draw(dataset, seeds("public"), gallery=config.gallery, skip=stand_ins).to(device)
-    build_defense(config.defense).adaptive(model)
+    build_defense(config.defense).servers(model)
     if not config.attacks:
         config = replace(config, attacks=default_panel(model, update, kind))
     for attack in config.attacks:

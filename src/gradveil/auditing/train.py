@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gradveil.data.partition import Indices
     from gradveil.federated.server import Checkpoint
     from gradveil.federated.simulate import Round
-    from gradveil.protection.defense import Defense
+    from gradveil.protection.defense import Defense, accounted, noise_row
     from gradveil.tree import Params
 
 FIT = 2000  # public examples that fixed layers learn from, at most
@@ -214,8 +214,8 @@ def _drive(
     for final in rounds:
         is_last = final.number == config.rounds
         row: Row = {"round": final.number, "lr": final.lr, "clients": list(final.clients)}
-        row |= {"accepted": final.accepted, "rejected": final.rejected} | defense.said_of_noise()
-        row |= {"tier": SIMULATED} if defense.min_clients else {}
+        row |= {"accepted": final.accepted, "rejected": final.rejected} | noise_row(defense)
+        row |= {"tier": SIMULATED} if accounted(defense).min_clients else {}
         if final.accounts:
             row["spent"] = max(account.spent for account in final.accounts)  # μ² of the client that took part most
         if final.number % config.evaluate_every == 0 or is_last:
@@ -289,8 +289,8 @@ def _bought(folder: RunFolder, defense: "Defense") -> dict[str, Any]:
     spent = [row["spent"] for row in folder.rounds if "spent" in row]
     if not spent:
         return {}
-    tier = "aggregate" if defense.min_clients else "local"
-    bought = {"tier": tier, "simulated": True, "limit": defense.allowance}
+    tier = "aggregate" if accounted(defense).min_clients else "local"
+    bought = {"tier": tier, "simulated": True, "limit": accounted(defense).allowance}
     return {"bought": bought | Account("most", spent=spent[-1]).figures(DELTA, GUESS)}
 
 

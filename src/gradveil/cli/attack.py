@@ -66,7 +66,7 @@ def _view(case: Any, server: str) -> tuple[Any, str | None]:
     seen = case.observation(case.update)
     if server == "oblivious":
         return seen, None
-    known = {c.name: c for c in build_defense(case.config.defense).adaptive(case.model)}
+    known = {c.name: c for c in build_defense(case.config.defense).servers(case.model)}
     if server not in known:
         raise SpecError(
             f"{case.config.defense!r} has no countermeasure {server!r}. {did_you_mean(server, known)}"

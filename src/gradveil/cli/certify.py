@@ -10,6 +10,7 @@ from rich.table import Table
 from gradveil import pace
 from gradveil.cli import shared
 from gradveil.cli.options import Given, Option, Output, takes
+from gradveil.protection.defense import accounted, in_round
 from gradveil.ranges import Count, Seed, check
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def figures(asked: Asked) -> dict[str, Any]:
     truth = source.train.sample(asked.images, seeds("images"))
     public = Public.draw(source, seeds("public"), RANK if asked.meter else None).to(at)
     run = PlannedRun(1, None, 1, asked.participations, asked.participations, asked.cohort)
-    defense = defense.for_run(run).for_round(model, public.batch.to(at), build_loss(asked.loss))
+    defense = in_round(accounted(defense).for_run(run), model, public.batch.to(at), build_loss(asked.loss))
     chosen: Any = check_kinds(asked.kinds) or KINDS
     steps, leaks = count(), []
     total = len(defense.layers(model)) * len(chosen) + asked.meter * len(truth)

@@ -104,7 +104,7 @@ def _claimed(asked: Asked) -> float | None:
     """Return the μ that a trainer's owner promises; None where nothing is said."""
     from math import sqrt
 
-    from gradveil.privacy.accountant import mu_of
+    from gradveil.privacy.bounds import mu_of
 
     mu, sigma, steps, epsilon = asked.mu, asked.sigma, asked.steps, asked.epsilon
     if sum(given is not None for given in (mu, sigma, epsilon)) > 1:

@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 from gradveil.attacks.base import build as build_attack
 from gradveil.countermeasures import Countermeasure
 from gradveil.errors import DefenseError, SpecError
-from gradveil.privacy.draws import Source, integers
+from gradveil.privacy.noise import Source, integers
 from gradveil.protection.defense import DEFENSES, Defense
 from gradveil.protection.passes import Change, Changed
 from gradveil.types import Batch, GaussianPrior, Observation
@@ -68,7 +68,6 @@ class Ats(Defense):
         return tuple(tuple(LIBRARY[int(n)] for n in row.split("-")) for row in self.policy.split("+"))
 
     def on_batch(self, batch: Batch, rng: Source) -> Batch:
-        """Transform every image by itself."""
         if batch.inputs.ndim != 4:
             raise DefenseError(
                 f"ats transforms images (N, C, H, W); these are {tuple(batch.inputs.shape)}. "
@@ -93,8 +92,7 @@ class Ats(Defense):
             for signs in product((-1, 1), repeat=len(steps)):
                 yield tuple((kind, sign * size) for (kind, size), sign in zip(steps, signs, strict=True))
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
-        """Return: rebuild the transformed image, see which transformation it had, and look for what it was before."""
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         why = (
             "Rebuilds the transformed image, tells by what public examples look like which transformation it had, and "
             "looks for the image before it."

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from gradveil.countermeasures import Countermeasure
 from gradveil.defenses.noise import draw_all
-from gradveil.privacy.draws import Source, normal
-from gradveil.protection.defense import DEFENSES, Defense
+from gradveil.privacy.noise import Source, normal
+from gradveil.protection.defense import DEFENSES, Accounted
 from gradveil.protection.records.records import Records
 from gradveil.ranges import Count
 from gradveil.tree import Params
@@ -20,7 +20,7 @@ TINY = 1e-30
 
 @DEFENSES.register("censor")
 @dataclass(frozen=True)
-class Censor(Defense):
+class Censor(Accounted):
     """Send in place of each tensor's gradient a random one of its length, orthogonal to it (Zhang et al. 2025).
 
     Of ``trials`` draws the one is sent that raises the loss least. To first order none changes it; the paper runs the
@@ -36,7 +36,6 @@ class Censor(Defense):
     trials: Count = 20  # draws of which the best is sent
 
     def on_records(self, records: Records, slots: int, rng: Source) -> Params:
-        """Return the best of some orthogonal directions, as long as the gradient tensor by tensor."""
         mean = super().on_records(records, slots, rng)
         draws = zip(*(self._draw(mean, rng) for _ in range(self.trials)), strict=True)  # by tensor
         tried = {n: _turned(g, torch.stack(some)) for (n, g), some in zip(mean.items(), draws, strict=True)}
@@ -47,8 +46,7 @@ class Censor(Defense):
     def _draw(self, like: Params, rng: Source) -> list[Tensor]:
         return draw_all(normal, list(like.values()), rng)
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
-        """Return: of each tensor compare what is left, its length and the right angle."""
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         why = "Compares the length of each tensor, and whether what was sent is orthogonal to its own trial's gradient."
         return (Countermeasure("orthogonal", why, _orthogonal, "newton"),)
 

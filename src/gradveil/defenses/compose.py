@@ -1,29 +1,42 @@
 """Several defences at once, each in its place, in the order given."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import product
 
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, plain
 from gradveil.errors import SpecError
 from gradveil.losses import CROSS_ENTROPY, Loss
-from gradveil.privacy.draws import NoiseKind, Source
+from gradveil.privacy.noise import NoiseKind, Source
 from gradveil.privacy.plan import PlannedRun
-from gradveil.protection.defense import DEFENSES, Defense, NoDefense, Place, RunningStep
+from gradveil.protection.defense import (
+    DEFENSES,
+    Accounted,
+    Defense,
+    NoDefense,
+    PerRound,
+    Place,
+    RunningStep,
+    accounted,
+    in_round,
+)
 from gradveil.protection.records.records import Records
 from gradveil.registry import describe
 from gradveil.representation.scores.fast.replay import already_changed
-from gradveil.tree import Params
+from gradveil.tree import Params, named
 from gradveil.types import Batch, Observation, Update
 
 
 @DEFENSES.register("compose")
 @dataclass(frozen=True)
-class Compose(Defense):
-    """Run several defences, each on what the one before it left: ``representation:share=0.4+gaussian:scale=0.01``."""
+class Compose(Accounted, PerRound):
+    """Run several defences, each on what the one before it left: ``representation:share=0.4+gaussian:scale=0.01``.
+
+    Every member of a defence has its rule here: what the parts do one after the other, all of, any of, or most of.
+    """
 
     parts: tuple[Defense, ...] = ()
 
@@ -33,35 +46,50 @@ class Compose(Defense):
         one_on_records(self.parts)
 
     @property
-    def acts_on(self) -> frozenset[Place]:
-        """Wherever one of the parts acts."""
-        return frozenset().union(*(part.acts_on for part in self.parts))
-
-    @property
-    def idle(self) -> bool:
-        """Whether one of the parts changes nothing."""
-        return any(part.idle for part in self.parts)
-
-    @property
     def spec(self) -> str:
         """The spec that builds this: the parts' specs joined by ``+``."""
         return "+".join(describe(part) for part in self.parts) or "compose"
 
+    @property
+    def title(self) -> str:  # type: ignore[override]
+        return " and ".join(part.title or part.spec_name for part in self.parts)
+
+    @property
+    def draws(self) -> bool:  # type: ignore[override]
+        return bool(self._drawing)
+
+    @property
+    def draws_on_device(self) -> bool:  # type: ignore[override]
+        return self.draws and all(part.draws_on_device for part in self._drawing)
+
+    @property
+    def keeps_apart(self) -> bool:  # type: ignore[override]
+        on_batch = [part for part in self.parts if "batch" in part.acts_on]
+        return bool(on_batch) and all(part.keeps_apart for part in on_batch)
+
+    @property
+    def _drawing(self) -> list[Defense]:
+        return [part for part in self.parts if part.draws]
+
+    @property
+    def acts_on(self) -> frozenset[Place]:
+        return frozenset().union(*(part.acts_on for part in self.parts))
+
+    @property
+    def idle(self) -> bool:
+        return any(part.idle for part in self.parts)
+
     def noise_from(self, rng: Source) -> NoiseKind:
-        """Return simulated where any part's is, none where no part draws."""
         kinds = {part.noise_from(rng) for part in self.parts}
         return "simulated" if "simulated" in kinds else "secret" if "secret" in kinds else "none"
 
     def on_batch(self, batch: Batch, rng: Source) -> Batch:
-        """Change the examples by each part in turn."""
         return reduce(lambda changed, part: part.on_batch(changed, rng), self.parts, batch)
 
     def layers(self, model: nn.Module) -> tuple[str, ...]:
-        """Return every layer that some part defends."""
         return tuple(dict.fromkeys(layer for part in self.parts for layer in part.layers(model)))
 
     def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Source) -> Tensor:
-        """Change r by each part that defends this layer."""
         first, *others = self._defending(model, layer)
         r = first.perturb(model, layer, x, r, rng)
         with already_changed():
@@ -70,77 +98,112 @@ class Compose(Defense):
         return r
 
     def asked(self, model: nn.Module, layer: str, r: Tensor) -> int:
-        """Return how many entries the parts set out to zero together."""
         return sum(part.asked(model, layer, r) for part in self._defending(model, layer))
 
     def _defending(self, model: nn.Module, layer: str) -> list[Defense]:
         return [part for part in self.parts if layer in part.layers(model)]
 
-    def on_records(self, records: Records, slots: int, rng: Source) -> Params:
-        """Let the one part that acts on records make the step's gradient; what others do to it comes after."""
-        return one_on_records(self.parts).on_records(records, slots, rng)
-
-    def begin(self, slots: int, rng: Source) -> RunningStep | None:
-        """Let that part add further records."""
-        return one_on_records(self.parts).begin(slots, rng)
-
-    def on_stacked(self, records: Records, present: Tensor, slots: Tensor, rngs: Sequence[Source]) -> Params:
-        """Return the same for K clients at once."""
-        return one_on_records(self.parts).on_stacked(records, present, slots, rngs)
-
     def on_gradient(self, gradient: Params, rng: Source) -> Params:
-        """Change the gradient by each part in turn."""
         return reduce(lambda changed, part: part.on_gradient(changed, rng), self.parts, gradient)
 
     def on_update(self, update: Update, rng: Source) -> Update:
-        """Change the update by each part in turn."""
         return reduce(lambda changed, part: part.on_update(changed, rng), self.parts, update)
 
-    def for_run(self, run: PlannedRun) -> Defense:
-        """Return the parts for a planned run."""
-        return replace(self, parts=tuple(part.for_run(run) for part in self.parts))
+    # What a server that knows all parts does.
 
-    def for_round(self, model: nn.Module, public: Batch | None, loss: Loss = CROSS_ENTROPY) -> Defense:
-        """Return the parts for one round."""
-        return replace(self, parts=tuple(part.for_round(model, public, loss) for part in self.parts))
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+        choices = list(product(*(part.servers(model) for part in self.parts)))
+        agreed = [choice for choice in choices if len({c.attack for c in choice} - {None}) <= 1]
+        return tuple(_together(choice) for choice in agreed or choices)
+
+    def for_server(self) -> Defense:
+        return replace(self, parts=tuple(part.for_server() for part in self.parts))
+
+    def mean_of(self, rounds: int) -> Defense | None:
+        one = self._last
+        calmer = None if one is None else one.mean_of(rounds)
+        if calmer is None or self._drawing != [one]:
+            return None
+        return replace(self, parts=tuple(calmer if part is one else part for part in self.parts))
 
     @property
-    def follows_rounds(self) -> bool:
-        """Whether a part follows them."""
-        return any(part.follows_rounds for part in self.parts)
+    def fingerprint(self) -> Callable[[Observation], Observation] | None:
+        one = self._last
+        view = None if one is None else one.fingerprint
+        before = [part for part in self.parts if part is not one and part.acts_on]
+        if one is None or view is None or any(part.draws for part in before):
+            return None
 
-    def check_steps(self, steps: int) -> None:
-        """Raise where a part's promise does not hold for so many local steps."""
-        for part in self.parts:
-            part.check_steps(steps)
+        def seen_through(seen: Observation) -> Observation:
+            if seen.update.num_steps > 1 and any(part.acts_on & _SENT != one.acts_on for part in before):
+                return seen  # what was sent is not a step's gradient, which the parts before it changed
+            defended = [named(layer, "weight") for part in before for layer in part.layers(seen.model)]
+            found = view(seen.without(*defended) if defended else seen)
+            simulate = found.simulate
+            return found if simulate is None else replace(found, simulate=lambda g: simulate(self._repeated(before, g)))
 
-    def spends(self, epochs: int) -> float | None:
-        """Return what the part with a promise costs; what is done to its releases costs nothing."""
-        return next((cost for part in self.parts if (cost := part.spends(epochs)) is not None), None)
+        return seen_through
+
+    @staticmethod
+    def _repeated(parts: Sequence[Defense], gradient: Params) -> Params:
+        """Return what parts that draw nothing make of a trial gradient, or of an update that is one."""
+        for part in parts:
+            gradient = part.on_gradient(gradient, Generator())
+        for part in parts:
+            gradient = part.on_update(Update(gradient), Generator()).gradient
+        return gradient
+
+    @property
+    def _last(self) -> Defense | None:
+        """The part whose output is sent as it is; of those in one place the last one given."""
+        acting = [part for part in self.parts if part.acts_on]
+        return max(reversed(acting), key=lambda part: max(map(_ORDER.index, part.acts_on)), default=None)
+
+    # The one part that acts on records makes the step's gradient; what others do to it comes after.
+
+    @property
+    def _on_records(self) -> Accounted:
+        return accounted(one_on_records(self.parts))
+
+    def on_records(self, records: Records, slots: int, rng: Source) -> Params:
+        return self._on_records.on_records(records, slots, rng)
+
+    def on_stacked(self, records: Records, present: Tensor, slots: Tensor, rngs: Sequence[Source]) -> Params:
+        return self._on_records.on_stacked(records, present, slots, rngs)
+
+    def begin(self, slots: int, rng: Source) -> RunningStep | None:
+        return self._on_records.begin(slots, rng)
+
+    def cost(self, epochs: int) -> float | None:
+        return self._on_records.cost(epochs)
 
     @property
     def allowance(self) -> float | None:
-        """What the part with a promise may spend."""
-        return min((part.allowance for part in self.parts if part.allowance is not None), default=None)
+        return self._on_records.allowance
+
+    def for_run(self, run: PlannedRun) -> Defense:
+        return replace(self, parts=tuple(accounted(part).for_run(run) for part in self.parts))
+
+    def check_steps(self, steps: int) -> None:
+        self._on_records.check_steps(steps)
 
     @property
     def min_clients(self) -> int:
-        """The fewest clients that every part asks for."""
-        return max((part.min_clients for part in self.parts), default=0)
+        return self._on_records.min_clients
 
-    def alone(self) -> Defense:
-        """Return the parts of one client before a server that knows all others."""
-        return replace(self, parts=tuple(part.alone() for part in self.parts))
+    def single_client(self) -> Defense:
+        return replace(self, parts=tuple(accounted(part).single_client() for part in self.parts))
 
-    def for_server(self) -> Defense:
-        """Return the parts as a server has them."""
-        return replace(self, parts=tuple(part.for_server() for part in self.parts))
+    @property
+    def follows_rounds(self) -> bool:
+        return any(isinstance(part, PerRound) and part.follows_rounds for part in self.parts)
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
-        """Return every choice of one countermeasure for each part, taken together; two attacks do not go together."""
-        choices = list(product(*(part.adaptive(model) for part in self.parts)))
-        agreed = [choice for choice in choices if len({c.attack for c in choice} - {None}) <= 1]
-        return tuple(_together(choice) for choice in agreed or choices)
+    def for_round(self, model: nn.Module, public: Batch | None, loss: Loss = CROSS_ENTROPY) -> Defense:
+        return replace(self, parts=tuple(in_round(part, model, public, loss) for part in self.parts))
+
+
+_SENT: frozenset[Place] = frozenset({"gradient", "update"})
+_ORDER: tuple[Place, ...] = ("batch", "records", "representation", "gradient", "update")
 
 
 def one_on_records(parts: Sequence[Defense]) -> Defense:
@@ -150,7 +213,7 @@ def one_on_records(parts: Sequence[Defense]) -> Defense:
     if len(acting) > 1:
         raise SpecError(f"{' and '.join(names)} both make a step's gradient out of its records. Keep one of them.")
     for part in parts:
-        if acting and acting[0].min_clients and part.acts_on & {"gradient", "update"}:
+        if acting and accounted(acting[0]).min_clients and part.acts_on & {"gradient", "update"}:
             raise SpecError(
                 f"tier=aggregate needs the sum of the noisy gradients, and {describe(part)} changes each client's by "
                 f"itself. Keep one of them."

@@ -1,13 +1,14 @@
 """Compression by rounding: signs, few levels, few levels at random. It saves bandwidth; does it hide anything?"""
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
 from torch import Generator, Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, simulate, whiten
-from gradveil.privacy.draws import Source, uniform
+from gradveil.privacy.noise import Source, uniform
 from gradveil.protection.defense import DEFENSES, Defense, Place, check_choice
 from gradveil.ranges import Range
 from gradveil.tree import Params
@@ -30,7 +31,6 @@ class Compression(Defense):
 
     @property
     def acts_on(self) -> frozenset[Place]:
-        """Where this defence acts, as set by ``on``."""
         return frozenset({self.on})
 
     @abstractmethod
@@ -38,18 +38,15 @@ class Compression(Defense):
         """Return one tensor as it is sent."""
 
     def on_gradient(self, gradient: Params, rng: Source) -> Params:
-        """Round the gradient of one local step."""
         return self._rounded(gradient, rng) if self.on == "gradient" else gradient
 
     def on_update(self, update: Update, rng: Source) -> Update:
-        """Round the update before it is sent."""
         return replace(update, gradient=self._rounded(update.gradient, rng)) if self.on == "update" else update
 
     def _rounded(self, gradient: Params, rng: Source) -> Params:
         return {name: self.rounded(g, rng) for name, g in gradient.items()}
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
-        """Return: round the server's own trials, with the slopes that they have before."""
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         why = "Rounds its own trial gradients by the same rule, and follows the slopes that they have before rounding."
         return (simulate(self._trial, why, self.on),)
 
@@ -73,7 +70,6 @@ class Sign(Compression):
     scaled: bool = True  # times the tensor's mean absolute value
 
     def rounded(self, g: Tensor, rng: Source) -> Tensor:
-        """Return signs; those of zeros are zero."""
         return g.sign() * g.abs().mean() if self.scaled else g.sign()
 
     def _trial(self, gradient: Params) -> Params:
@@ -96,7 +92,6 @@ class Quantise(Compression):
     bits: Annotated[int, Range(2, 16)] = 4  # of an entry; two are the levels -1, 0 and 1
 
     def rounded(self, g: Tensor, rng: Source) -> Tensor:
-        """Return the nearest level."""
         unit: Tensor = g.abs().amax().clamp_min(TINY) / (2 ** (self.bits - 1) - 1)
         return (g / unit).round() * unit
 
@@ -123,17 +118,18 @@ class Qsgd(Compression):
         check_choice("norm", self.norm, ("l2", "max"))
 
     def rounded(self, g: Tensor, rng: Source) -> Tensor:
-        """Return the level below, or that above with the chance that makes the mean right."""
         unit = self._size(g).clamp_min(TINY) / self.levels
         chance = uniform(g.shape, rng).to(g)
         return g.sign() * (g.abs() / unit + chance).floor() * unit
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
-        """Return: take what was rounded for noise, of the strength that the levels tell."""
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (whiten(self._known),)
 
-    def fingerprint(self, seen: Observation) -> Observation:
-        """Return the size of each tensor that the levels stand for: no draw changes it."""
+    @property
+    def fingerprint(self) -> Callable[[Observation], Observation]:
+        return self._by_size
+
+    def _by_size(self, seen: Observation) -> Observation:
         sent = seen.update.gradient if self._is_last(seen) else {}
         sizes = {
             name: self._told(g).expand_as(g) for name, g in sent.items() if self.norm == "max" or g.numel() >= MANY

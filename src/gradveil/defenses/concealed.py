@@ -10,8 +10,8 @@ from gradveil.attacks.base import build as build_attack
 from gradveil.countermeasures import Countermeasure
 from gradveil.errors import DefenseError
 from gradveil.losses import CROSS_ENTROPY, Loss
-from gradveil.privacy.draws import Source, integers, uniform
-from gradveil.protection.defense import DEFENSES, Defense
+from gradveil.privacy.noise import Source, integers, uniform
+from gradveil.protection.defense import DEFENSES, Defense, PerRound
 from gradveil.ranges import Share, Whole
 from gradveil.tree import Params, dot, norm, parameters, scale
 from gradveil.types import Batch, Observation
@@ -35,7 +35,7 @@ class _OfRound:
 
 @DEFENSES.register("concealed")
 @dataclass(frozen=True)
-class Concealed(Defense):
+class Concealed(PerRound):
     """Train on a concealed sample z beside each example x: unlike it to look at, like it in its gradient (Wu et al.).
 
     z begins as ``mix`` of a public example and the rest of x, and descends 1 - cos(g(z), g(x)) + exp(-0.01 ||z - x||)
@@ -52,13 +52,11 @@ class Concealed(Defense):
     _known: _OfRound | None = field(default=None, repr=False, compare=False)
 
     def for_round(self, model: nn.Module, public: Batch | None, loss: Loss = CROSS_ENTROPY) -> Defense:
-        """Return the defence with the weights that were sent."""
         if public is None and self._known is not None:
             return self
         return replace(self, _known=_OfRound(model, loss, public))
 
     def on_batch(self, batch: Batch, rng: Source) -> Batch:
-        """Return the examples, and as many concealed ones after them."""
         if not batch.labelled or batch.labels.is_floating_point():
             raise DefenseError("concealed makes examples with labels of classes, and here there are none.")
         public = None if self._known is None else self._known.public
@@ -73,8 +71,7 @@ class Concealed(Defense):
         z = z if self._known is None else _descended(self._known, batch, Batch(z, labels), self.steps)
         return Batch(torch.cat([batch.inputs, z]), torch.cat([batch.labels, labels]))
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
-        """Return: look for twice as many images and take the odd ones off; or match the direction alone."""
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         why = (
             "Looks for twice as many images, takes those that look least like public ones for the concealed, and takes "
             "their gradients off."

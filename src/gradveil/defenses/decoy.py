@@ -14,8 +14,7 @@ from torch import Generator, Tensor, nn
 from gradveil.countermeasures import Countermeasure
 from gradveil.errors import DefenseError, SpecError
 from gradveil.files import read_safetensors, wrap_parse_errors, write_atomically
-from gradveil.privacy.draws import NoiseKind, Source
-from gradveil.privacy.gaussian import keyed_normals
+from gradveil.privacy.noise import NoiseKind, Source, keyed_normals
 from gradveil.protection.defense import DEFENSES, Defense
 from gradveil.protection.passes import Rewired
 from gradveil.ranges import Weight
@@ -46,7 +45,6 @@ class Decoy(Defense):
     _key: bytes | None = None  # in place of what the file holds
 
     def on_batch(self, batch: Batch, rng: Source) -> Batch:
-        """Return x + v for every example; the same example gets the same v."""
         shape = self._shape(batch.inputs[0].numel())
         key = _read_secret(self.secret) if self._key is None else self._key
         draw = _noise if self.secret is None else _secret_noise
@@ -54,15 +52,12 @@ class Decoy(Defense):
         return replace(batch, inputs=batch.inputs + shape.strength**0.5 * noise.to(batch.inputs))
 
     def noise_from(self, rng: Source) -> NoiseKind:
-        """Return simulated where the key is public; the source plays no part."""
         return "simulated" if self.secret is None else "secret"
 
     def for_server(self) -> Defense:
-        """Return it with a key of the server's own."""
         return replace(self, _key=b"a server's")
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
-        """Return: rebuild x + v, and shrink it to the best linear estimate of x."""
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         why = "Rebuilds the decoy x + v and shrinks it towards the mean image: the best linear estimate of x."
         return (Countermeasure("denoise", why, self._denoised),)
 
@@ -109,7 +104,6 @@ class Grown(Rewired):
         self.held = (mean, grow)
 
     def forward(self, estimate: Tensor) -> Tensor:
-        """Return the model's output on mean + (1 + c)(estimate - mean)."""
         mean, grow = self.held
         centre = mean.to(estimate)
         output: Tensor = self.inner[0](centre + grow * (estimate - centre))

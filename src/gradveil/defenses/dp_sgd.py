@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from gradveil.countermeasures import Countermeasure
 from gradveil.defenses.veil import Veil
-from gradveil.privacy.draws import Source
-from gradveil.protection.defense import DEFENSES, Defense
+from gradveil.privacy.noise import Source
+from gradveil.protection.defense import DEFENSES, Accounted, Defense
 from gradveil.protection.records.records import Records
 from gradveil.ranges import Positive
 from gradveil.tree import Params
@@ -18,7 +18,7 @@ from gradveil.tree import Params
 
 @DEFENSES.register("dp_sgd")
 @dataclass(frozen=True)
-class DpSgd(Defense):
+class DpSgd(Accounted):
     """Clip each record's gradient to the length ``clip``, add noise of std ``noise`` × ``clip`` to the sum, and divide.
 
     What Opacus' optimizer does, on the batches that the client draws; nothing public is used. The same mechanism as
@@ -38,21 +38,16 @@ class DpSgd(Defense):
         return Veil(z=self.noise, clip=self.clip)
 
     def on_records(self, records: Records, slots: int, rng: Source) -> Params:
-        """Return the clipped sum with its noise, over the slots."""
         return self._mechanism.on_records(records, slots, rng)
 
     def on_stacked(self, records: Records, present: Tensor, slots: Tensor, rngs: Sequence[Source]) -> Params:
-        """Return the same for K clients at once."""
         return self._mechanism.on_stacked(records, present, slots, rngs)
 
-    def spends(self, epochs: int) -> float:
-        """Return μ² of one participation, without any gain by sampling: E / noise²."""
-        return self._mechanism.spends(epochs)
+    def cost(self, epochs: int) -> float:
+        return self._mechanism.cost(epochs)
 
     def mean_of(self, rounds: int) -> Defense:
-        """Return it with the noise of a mean."""
         return replace(self, noise=self.noise / sqrt(rounds))
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
-        """Return: weigh by the known noise, and clip its own trials alike."""
-        return self._mechanism.adaptive(model)
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+        return self._mechanism.servers(model)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, drop, mask, use
 from gradveil.modules import find_layer
-from gradveil.privacy.draws import Source, uniform
+from gradveil.privacy.noise import Source, uniform
 from gradveil.protection.defense import DEFENSES, Defense, check_choice
 from gradveil.protection.passes import weight_name
 from gradveil.ranges import Share, Whole
@@ -30,12 +30,10 @@ class LayerDefense(Defense):
             object.__setattr__(self, "layer", tuple(self.layer.split("/")))
 
     def layers(self, model: nn.Module) -> tuple[str, ...]:
-        """Return the defended layers' paths in the model."""
         names = self.layer if isinstance(self.layer, tuple) else (self.layer,)
         return tuple(dict.fromkeys(find_layer(model, name) for name in names))
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
-        """Return: leave the defended weights out, read the mask off them, and read dW/db off other layers."""
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         defended = self.layers(model)
         weights = [weight_name(layer) for layer in defended]
         others = set(parameters(model)) - set(weights)
@@ -66,7 +64,6 @@ class EntryDefense(LayerDefense):
 
     @property
     def idle(self) -> bool:
-        """Whether no entry is to be zeroed."""
         return (self.share if self.count is None else self.count) == 0
 
     def budget(self, r: Tensor) -> int:
@@ -75,7 +72,6 @@ class EntryDefense(LayerDefense):
         return min(length, round(self.share * length) if self.count is None else self.count)
 
     def asked(self, model: nn.Module, layer: str, r: Tensor) -> int:
-        """Return how many entries of r (N, ...) were asked for; fewer are taken where fewer are live."""
         return len(r) * self.budget(r)
 
 
@@ -94,7 +90,6 @@ class LayerMask(EntryDefense):
         """Return a key for each entry (N, L), zero or more: the largest are zeroed first."""
 
     def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Source) -> Tensor:
-        """Return r with its highest-ranked live entries set to zero."""
         flat, count = r.flatten(1), self.budget(r)  # (N, L)
         if count == 0:
             return r
@@ -117,5 +112,4 @@ class RandomMask(LayerMask):
     draws_on_device: ClassVar[bool] = True
 
     def ranking(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Source) -> Tensor:
-        """Return uniform random keys (N, L)."""
         return uniform(r.flatten(1).shape, rng).to(r.device)

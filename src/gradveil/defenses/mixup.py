@@ -8,7 +8,7 @@ from torch import Generator, Tensor, nn
 from gradveil.attacks.base import build as build_attack
 from gradveil.countermeasures import Countermeasure
 from gradveil.errors import DefenseError
-from gradveil.privacy.draws import Source, beta, permutation, uniform
+from gradveil.privacy.noise import Source, beta, permutation, uniform
 from gradveil.protection.defense import DEFENSES, Defense
 from gradveil.protection.passes import Change, Changed
 from gradveil.ranges import Positive
@@ -32,7 +32,6 @@ class Mixup(Defense):
     alpha: Positive = 1.0  # 1: every λ is as likely; below, most are near 0 or 1
 
     def on_batch(self, batch: Batch, rng: Source) -> Batch:
-        """Mix every example with another."""
         if not batch.labelled:
             raise DefenseError("mixup mixes labels as well, and here there are none: a guard sees the inputs only.")
         partner = permutation(len(batch), rng)
@@ -44,8 +43,7 @@ class Mixup(Defense):
         own = own.to(batch.labels.device).view(-1, *[1] * (batch.labels.ndim - 1))
         return Batch(inputs, torch.where(own, batch.labels, batch.labels[partner]))
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
-        """Return: rebuild the mixtures, see by which share two images explain them, and look for those."""
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         why = (
             "Rebuilds the mixtures, tells by what public examples look like in which shares two of them were mixed, "
             "and looks for the images before; more than two it mixes by a guess."

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, whiten
-from gradveil.privacy.draws import Source, is_secret, laplace, normal
-from gradveil.privacy.gaussian import Drawn, grid_of, release
+from gradveil.privacy.noise import Drawn, Source, grid_of, is_secret, laplace, normal, release
 from gradveil.protection.defense import DEFENSES, Defense, Place, check_choice
 from gradveil.ranges import Weight
 from gradveil.tree import Params, flatten, size
@@ -40,7 +39,6 @@ class Noise(Defense):
 
     @property
     def acts_on(self) -> frozenset[Place]:
-        """Where this defence acts, as set by ``on``."""
         return frozenset({"gradient" if self.on == "gradient" else "update"})
 
     @abstractmethod
@@ -71,11 +69,9 @@ class Noise(Defense):
         return dict(zip(gradient, noise, strict=True))
 
     def on_gradient(self, gradient: Params, rng: Source) -> Params:
-        """Add noise to the gradient of one local step."""
         return self._add(gradient, rng) if self.on == "gradient" else gradient
 
     def on_update(self, update: Update, rng: Source) -> Update:
-        """Add noise to the update before it is sent."""
         if self.on == "gradient":
             return update
         return replace(update, gradient=self._add(update.gradient, rng, self._unit(update)))
@@ -84,8 +80,7 @@ class Noise(Defense):
         """Return what one unit of noise is in the update: noise on the weights counts 1 / lr."""
         return 1.0 / update.lr if self.on == "weights" and not self.relative else 1.0
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
-        """Return: weigh the matching by the known noise and add a prior."""
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (whiten(self._known),)
 
     def _known(self, seen: Observation) -> dict[str, float]:
@@ -136,7 +131,6 @@ class Gaussian(Noise):
     title = "Gaussian noise"
 
     def draw(self, shape: torch.Size, rng: Source) -> Tensor:
-        """Return standard normal noise."""
         return normal(shape, rng)
 
     def released(self, g: Tensor, std: float, rng: Source) -> Tensor:
@@ -144,7 +138,6 @@ class Gaussian(Noise):
         return with_noise(g, std, rng)
 
     def mean_of(self, rounds: int) -> Defense:
-        """Return it with the noise of a mean, which is Gaussian as well."""
         return replace(self, scale=self.scale / sqrt(rounds))
 
 
@@ -156,5 +149,4 @@ class Laplace(Noise):
     title = "Laplace noise"
 
     def draw(self, shape: torch.Size, rng: Source) -> Tensor:
-        """Return Laplace noise of standard deviation 1, as a difference of two exponentials."""
         return laplace(shape, rng)

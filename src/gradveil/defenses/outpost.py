@@ -10,8 +10,8 @@ from gradveil.countermeasures import Countermeasure
 from gradveil.defenses.noise import draw_all, with_noise
 from gradveil.defenses.pruning import Pruning
 from gradveil.losses import CROSS_ENTROPY, Loss
-from gradveil.privacy.draws import Source, is_secret, normal
-from gradveil.protection.defense import DEFENSES, Defense
+from gradveil.privacy.noise import Source, is_secret, normal
+from gradveil.protection.defense import DEFENSES, Defense, PerRound
 from gradveil.ranges import Share, Weight
 from gradveil.tree import Params, flatten, parameters
 from gradveil.types import Batch, Observation
@@ -19,7 +19,7 @@ from gradveil.types import Batch, Observation
 
 @DEFENSES.register("outpost")
 @dataclass(frozen=True)
-class Outpost(Defense):
+class Outpost(PerRound):
     """Prune the small entries, and add noise to those with the largest Fisher information (Wang et al. 2023).
 
     Of each tensor the ``pruned`` smallest entries are zeroed. The ``share`` of all entries whose squares, the diagonal
@@ -38,7 +38,6 @@ class Outpost(Defense):
     _risks: tuple[tuple[str, float], ...] = field(default=(), repr=False, compare=False)
 
     def for_round(self, model: nn.Module, public: Batch | None, loss: Loss = CROSS_ENTROPY) -> Defense:
-        """Return the defence with the risk of each tensor, by the weights that were sent."""
         found = ((n, float(w.detach().var()) if w.numel() > 1 else 0.0) for n, w in parameters(model).items())
         return replace(self, _risks=tuple((name, min(risk, 1.0)) for name, risk in found))
 
@@ -57,7 +56,6 @@ class Outpost(Defense):
         return {name: part.view_as(g) for (name, g), part in zip(gradient.items(), parts, strict=True)}
 
     def on_gradient(self, gradient: Params, rng: Source) -> Params:
-        """Prune the gradient of one local step, and add the noise."""
         left, chosen, stds = self._prune(gradient), self.informed(gradient), self.stds(gradient)
         if is_secret(rng):
             noisy = {name: with_noise(g, stds[name], rng) for name, g in left.items()}
@@ -66,8 +64,7 @@ class Outpost(Defense):
         drawn = zip(gradient, noise, strict=True)
         return {name: left[name] + stds[name] * chosen[name] * n for name, n in drawn}
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
-        """Return: prune its own trials, match what was not left out, and weigh it by the known noise."""
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         why = (
             "Prunes its own trial gradients by the same rule, leaves out what was sent as zero, weighs the rest by the "
             "known noise, and adds what public examples look like."

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, mask, simulate
 from gradveil.modules import under_transform
-from gradveil.privacy.draws import Source
+from gradveil.privacy.noise import Source
 from gradveil.protection.defense import DEFENSES, Defense, Place, check_choice
 from gradveil.ranges import Share
 from gradveil.representation.selection import LONG, largest, last_by_rank, last_by_top
@@ -43,7 +43,6 @@ class Pruning(Defense):
 
     @property
     def acts_on(self) -> frozenset[Place]:
-        """Where this defence acts, as set by ``on``."""
         return frozenset({self.on})
 
     def prune(self, gradient: Params) -> Params:
@@ -62,15 +61,12 @@ class Pruning(Defense):
         return {name: part.view_as(g) for (name, g), part in zip(gradient.items(), parts, strict=True)}
 
     def on_gradient(self, gradient: Params, rng: Source) -> Params:
-        """Prune the gradient of one local step."""
         return self.prune(gradient) if self.on == "gradient" else gradient
 
     def on_update(self, update: Update, rng: Source) -> Update:
-        """Prune the update before it is sent."""
         return replace(update, gradient=self.prune(update.gradient)) if self.on == "update" else update
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
-        """Return: match the entries that were sent, or prune the server's trial gradients in the same way."""
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         why = "Prunes its own trial gradients by the same rule inside the objective."
         return (mask("*"), simulate(self.prune, why, self.on))
 

@@ -1,15 +1,18 @@
-"""The paper's defence: zero the entries of the representation that give most of the input away."""
+"""The paper's defence: zero the entries of the representation that give most of the input away; and its kin."""
 
 from dataclasses import dataclass
 from math import inf
+from typing import TYPE_CHECKING, Annotated, cast
 
+import torch
 from torch import Tensor, nn
 
-from gradveil.defenses.masking import LayerMask
-from gradveil.privacy.draws import Source
+from gradveil.defenses.masking import LayerDefense, LayerMask, Layers
+from gradveil.errors import DefenseError
+from gradveil.privacy.noise import Source
 from gradveil.protection.defense import DEFENSES, check_choice
-from gradveil.ranges import Order
-from gradveil.representation.scores import METHODS, leak_scores
+from gradveil.ranges import MOST, Order, Positive, Range, Share
+from gradveil.representation.scores import METHODS, leak_scores, row_norms
 
 
 @DEFENSES.register("representation")
@@ -37,7 +40,6 @@ class RepresentationPerturbation(LayerMask):
         check_choice("method", self.method, METHODS)
 
     def ranking(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Source) -> Tensor:
-        """Return the scores (N, L) by which entries are zeroed one by one."""
         return leak_scores(model, layer, x, method=self.method, p=float(self.p), seen=r)
 
 
@@ -45,3 +47,108 @@ class RepresentationPerturbation(LayerMask):
 DEFENSES.renamed("representation:q=0", "representation")
 DEFENSES.renamed("representation:mode=paper", "representation")
 DEFENSES.renamed("representation:score=diagonal", "representation")
+
+
+@DEFENSES.register("representation_authors")
+@dataclass(frozen=True)
+class RepresentationAuthors(LayerDefense):
+    """Zero entries of the representation by the rule of the authors' code: one mask for the whole batch.
+
+    Score ||∇r_i|| / (r_i + offset), with the sign of r, summed over the batch; the threshold is the percentile
+    100 × share of these signed sums, and entries whose sum is *in absolute value* strictly below it are zeroed.
+    So dead entries (sum 0) go first, nothing goes while the threshold is zero or less, and one entry with
+    0 / 0 (dead, offset 0) makes the threshold NaN, and nothing goes at all.
+    """
+
+    title = "Revealing entries hidden (the authors' code)"
+
+    share: Share = 0.4  # the percentile, as a part of 1
+    layer: Layers = None  # the defended layers, joined by "/"; None: the last linear one
+    offset: Annotated[float, Range(-MOST)] = 0.0  # added to r_i below the fraction; their second script has 0.1
+    method: str = "auto"  # how the norms are computed: auto, exact, sketch, ...
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("method", self.method, METHODS)
+
+    def asked(self, model: nn.Module, layer: str, r: Tensor) -> int:
+        return len(r) * round(self.share * r[0].numel())
+
+    def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Source) -> Tensor:
+        if self.share == 0:
+            return r
+        flat = r.flatten(1)
+        _, norms = row_norms(model, layer, x, self.method, seen=r)  # (N, L)
+        sums = (norms / (flat + self.offset)).sum(0)  # (L,)
+        threshold = torch.quantile(sums, self.share)
+        return flat.masked_fill(sums.abs() < threshold, 0.0).view_as(r)
+
+
+DEFENSES.renamed("representation:mode=authors", "representation_authors")
+
+
+if TYPE_CHECKING:
+    from gradveil.representation.certificates.base import Kind
+
+
+@DEFENSES.register("representation_certified")
+@dataclass(frozen=True)
+class RepresentationCertified(LayerDefense):
+    """Zero the fewest entries of each example, in the paper's order, whose certificate reaches ``target_mse``.
+
+    Raises where no number of entries does. The certificate is that of the weights as they are, so it is computed anew
+    at each step.
+    """
+
+    title = "Revealing entries hidden, up to a certificate"
+
+    target_mse: Positive = 1e-6  # of pixels in [0, 1], for every example
+    kind: str = "global"  # the certificate that has to reach it: local, global, box, radius or reach
+    layer: Layers = None  # the defended layers, joined by "/"; None: the last linear one
+    p: Order = 2  # the norm of the input's displacement: 1, 2 or inf
+    method: str = "exact"  # how leak scores are computed: exact, auto, sketch, ...
+
+    def __post_init__(self) -> None:
+        from gradveil.representation.certificates.target import TARGET_KINDS
+
+        super().__post_init__()
+        check_choice("kind", self.kind, TARGET_KINDS)
+        check_choice("p", self.p, (1, 2, inf))
+        check_choice("method", self.method, METHODS)
+
+    def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Source) -> Tensor:
+        from gradveil.representation.certificates.target import needed_counts
+        from gradveil.representation.selection import zeroed, zeroing_order
+
+        _check(model, x)
+        flat, p = r.flatten(1), float(self.p)  # (N, L)
+        order = zeroing_order(flat, leak_scores(model, layer, x, method=self.method, p=p, seen=r))
+        with torch.no_grad():
+            needed = needed_counts(model, layer, x, flat, order, self.target_mse, cast("Kind", self.kind), p)
+        if not needed.reachable:
+            raise DefenseError(
+                f"No share reaches target_mse={self.target_mse:g} by kind={self.kind} and p={p:g}: with all of the "
+                f"representation zeroed, {float(needed.most.min()):.3g} is certified. Ask for less, or for another "
+                f"kind."
+            )
+        return zeroed(flat, order, needed.counts.to(flat.device)).view_as(r)
+
+
+def _check(model: nn.Module, x: Tensor) -> None:
+    """Raise unless the certificate is about the function and the inputs that are trained on."""
+    from gradveil.representation.certificates.chain import has_modes
+
+    if model.training and has_modes(model):
+        raise DefenseError(
+            "target_mse: dropout and batch norm make the representation another function in training than the one a "
+            "certificate is about. Give a share instead, or train with these layers in eval mode."
+        )
+    if not bool(((x >= 0) & (x <= 1)).all()):
+        raise DefenseError(
+            f"target_mse is the error of pixels in [0, 1], and inputs lie in [{float(x.min()):.3g}, "
+            f"{float(x.max()):.3g}]. Put the normalisation into the model as its first layer; token ids have no "
+            "pixels: defend text with veil, gaussian or pruning."
+        )
+
+
+DEFENSES.renamed("representation:target_mse=*", "representation_certified:target_mse=*")

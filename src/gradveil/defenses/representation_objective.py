@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.defenses.masking import EntryDefense, LayerDefense, LayerMask, Layers
-from gradveil.privacy.draws import Source
+from gradveil.privacy.noise import Source
 from gradveil.protection.defense import DEFENSES, check_choice
 from gradveil.ranges import Order, Share, Weight
 from gradveil.representation.selection import (
@@ -37,7 +37,6 @@ class RepresentationPseudoinverse(LayerMask):
         check_choice("p", self.p, (1, 2, inf))
 
     def ranking(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Source) -> Tensor:
-        """Return what each entry alone moves (N, L)."""
         return each_example(lambda a, row: column_scores(a, row, self.p), model, layer, x, r.to(x.dtype), self.rcond)
 
 
@@ -56,7 +55,6 @@ class RepresentationSubset(EntryDefense):
         check_choice("p", self.p, (1, 2, inf))
 
     def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Source) -> Tensor:
-        """Return r with the best set of each example zeroed."""
         count = self.budget(r)
 
         def zero_best(inverse: PseudoInverse, row: Tensor) -> Tensor:
@@ -85,7 +83,6 @@ class RepresentationDirection(LayerDefense):
         check_choice("p", self.p, (1, 2, inf))
 
     def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Source) -> Tensor:
-        """Return the moved representation."""
         return each_example(self._move_best, model, layer, x, r, self.rcond).view_as(r) if self.share else r
 
     def _move_best(self, inverse: PseudoInverse, r: Tensor) -> Tensor:

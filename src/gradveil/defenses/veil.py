@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from gradveil.countermeasures import Countermeasure
 from gradveil.errors import DefenseError, SpecError
 from gradveil.losses import CROSS_ENTROPY, Loss
-from gradveil.privacy.draws import Source
-from gradveil.privacy.gaussian import Drawn, noise, release
+from gradveil.privacy.noise import Drawn, Source, noise, release
 from gradveil.privacy.plan import PROMISES, PlannedRun, Tier, z_run_of
-from gradveil.protection.defense import DEFENSES, Defense, RunningStep, check_choice
+from gradveil.protection.defense import DEFENSES, Accounted, PerRound, RunningStep, check_choice
 from gradveil.protection.records.coordinates import ClipMap, clipped_sum, measure, split
 from gradveil.protection.records.records import Records
 from gradveil.protection.records.rounding import SLACK
@@ -39,7 +38,7 @@ STEPS: dict[Tier, int] = {"local": 16, "aggregate": 4096}
 
 @DEFENSES.register("veil")
 @dataclass(frozen=True)
-class Veil(Defense):
+class Veil(Accounted, PerRound):
     """Clip each record's gradient in public coordinates and add Gaussian noise scaled to one record.
 
     ``z`` is the noise multiplier of a release. Instead of it a promise over the whole run may be given, from which z
@@ -90,7 +89,6 @@ class Veil(Defense):
             )
 
     def for_run(self, run: PlannedRun) -> "Veil":
-        """Return the defence with the noise that its promise needs in this run."""
         self.check_steps(run.steps)
         known = self
         if self.tier == "aggregate":
@@ -109,7 +107,6 @@ class Veil(Defense):
 
     @property
     def allowance(self) -> float | None:
-        """μ² that a record may spend over the whole run."""
         return self.limit if (z_run := self._promised) is None else min(1 / z_run**2, self.limit or float("inf"))
 
     @property
@@ -119,11 +116,9 @@ class Veil(Defense):
 
     @property
     def min_clients(self) -> int:
-        """The fewest arrivals whose sum may be released; in the local tier each is released by itself."""
         return ceil((self.cohort or 1) * (1 - self.lost) - 1e-9) if self.tier == "aggregate" else 0
 
     def check_steps(self, steps: int) -> None:
-        """Raise where the sum of a cohort would hide nothing: clients that take several steps before it is formed."""
         if self.tier == "aggregate" and steps > 1:
             raise DefenseError(
                 f"tier=aggregate splits the noise among the clients, which protects a single release a round; here a "
@@ -150,22 +145,18 @@ class Veil(Defense):
             raise DefenseError("tier=aggregate needs the number of clients in a round. Give cohort=K.")
         return self.multiplier / sqrt(self.honest)
 
-    def spends(self, epochs: int) -> float:
-        """Return μ² of one participation: E / z²."""
+    def cost(self, epochs: int) -> float:
         return epochs / self.multiplier**2
 
-    def alone(self) -> "Veil":
-        """Return the defence of a client whose cohort's sum is all that the server sees, less what it knows of it."""
+    def single_client(self) -> "Veil":
         return replace(self, tier="local", cohort=None)
 
     def mean_of(self, rounds: int) -> "Veil":
-        """Return it with the noise of a mean."""
         return replace(self, z=self.multiplier / sqrt(rounds))
 
     # Public coordinates and clip.
 
     def for_round(self, model: nn.Module, public: Batch | None, loss: Loss = CROSS_ENTROPY) -> "Veil":
-        """Return the defence with clip and coordinates of a round, from public data at the weights that were sent."""
         if (self.shape == "iso" and self.quantile is None) or (public is None and self._measured is not None):
             return self
         settings = (self.shape, self.clip, self.quantile, self.rank, self.alpha)
@@ -187,15 +178,12 @@ class Veil(Defense):
     # The mechanism.
 
     def begin(self, slots: int, rng: Source) -> "VeilStep":
-        """Return a step, whose records come in one batch or several."""
         return VeilStep(self, slots, rng)
 
     def on_records(self, records: Records, slots: int, rng: Source) -> Params:
-        """Return the clipped sum with its noise, over the slots."""
         return self.begin(slots, rng).add(records)
 
     def on_stacked(self, records: Records, present: Tensor, slots: Tensor, rngs: Sequence[Source]) -> Params:
-        """Return the same for K clients at once."""
         sums, sizes = self.clipped_sum(records, present), [p.numel() for p in records.like.values()]
         noisy = [release(total, self._std, rng, sizes, STEPS[self.tier]) for total, rng in zip(sums, rngs, strict=True)]
         return self._sent(torch.stack(noisy), slots[:, None], records.like)
@@ -217,8 +205,7 @@ class Veil(Defense):
 
     # What a server that knows it does.
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
-        """Return: in P's coordinates weigh by the known noise, and clip trials as a client with one record does."""
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         why = "Weighs what arrives by the known noise, clips its own trials alike; adds what public examples look like."
         return (Countermeasure("whiten", why, self._whitened, "newton"),)
 

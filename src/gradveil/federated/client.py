@@ -15,8 +15,8 @@ from gradveil.federated.settings import Local
 from gradveil.federated.step import step_gradient
 from gradveil.losses import Loss
 from gradveil.losses import build as build_loss
-from gradveil.privacy.draws import Source, permutation
-from gradveil.protection.defense import Defense, build
+from gradveil.privacy.noise import Source, permutation
+from gradveil.protection.defense import Defense, accounted, build, in_round
 from gradveil.step_rule import Momenta
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch, Update
@@ -74,8 +74,8 @@ def train_client(
     examples = steps = 0
     per_epoch = len(data) if not isinstance(data, Batch) else -(-len(data) // (local.batch_size or len(data) or 1))
     most = local.epochs * per_epoch
-    defense.check_steps(most)
-    defense = defense.for_round(model, None, loss)  # what needs no data
+    accounted(defense).check_steps(most)
+    defense = in_round(defense, model, None, loss)  # what needs no data
     slots, before = slots_of(data, local), float_buffers(model) if "records" in defense.acts_on else {}
     for batch in _batches(data, local, rng):
         pace.step(steps, most)

@@ -14,7 +14,7 @@ from gradveil.data.base import Split
 from gradveil.data.partition import Indices
 from gradveil.federated.client import Sent, train_client
 from gradveil.federated.settings import Local
-from gradveil.privacy.draws import SecretDraws, Source
+from gradveil.privacy.noise import SecretDraws, Source
 from gradveil.protection.defense import Defense
 from gradveil.registry import Registry
 from gradveil.types import Batch

@@ -13,7 +13,7 @@ from gradveil.errors import BudgetError, DefenseError
 from gradveil.federated.settings import Training
 from gradveil.privacy.accountant import SIMULATED, Account
 from gradveil.privacy.plan import PlannedRun
-from gradveil.protection.defense import Defense
+from gradveil.protection.defense import Defense, accounted
 from gradveil.seeds import Seeds
 
 
@@ -31,7 +31,7 @@ def planned_run(seeds: Seeds, clients: Sequence[Indices], training: Training, de
     With a budget clients take turns, so that nobody takes part more than once oftener than anybody else.
     """
     sizes, counts = [len(part) for part in clients], Counter[int]()
-    if defense.allowance is not None:
+    if accounted(defense).allowance is not None:
         most = -(-max(training.rounds, 1) * training.clients // len(clients))
     else:
         for number in range(1, training.rounds + 1):
@@ -50,8 +50,9 @@ class Ledger:
     def __init__(
         self, clients: Sequence[Indices], training: Training, defense: Defense, noise: str | None = SIMULATED
     ) -> None:
-        self.cost, self.noise = defense.spends(training.epochs), noise  # of a participation
-        self.min_clients, self.limit = defense.min_clients, defense.allowance
+        acts = accounted(defense)
+        self.cost, self.noise = acts.cost(training.epochs), noise  # of a participation
+        self.min_clients, self.limit = acts.min_clients, acts.allowance
         self.training, self.sizes = training, [len(part) for part in clients]
         names = [f"{i}-{zlib.crc32(part.tobytes()):08x}" for i, part in enumerate(clients)]
         self.accounts = [] if self.cost is None else [Account(name, limit=self.limit or inf) for name in names]

@@ -22,7 +22,7 @@ from gradveil.federated.settings import Training
 from gradveil.federated.vectorised import why_not
 from gradveil.losses import build as build_loss
 from gradveil.privacy.accountant import Account
-from gradveil.protection.defense import Defense, build
+from gradveil.protection.defense import Defense, PerRound, accounted, build
 from gradveil.protection.records.coordinates import PUBLIC
 from gradveil.seeds import Seeds
 from gradveil.tree import Params, parameters
@@ -121,7 +121,7 @@ class Run:
         _check(dataset, clients, training)
         self.dataset, self.clients, self.training = dataset, clients, training
         self.seeds = seeds if isinstance(seeds, Seeds) else Seeds(seeds)
-        self.defense = defense.for_run(planned_run(self.seeds, clients, training, defense))
+        self.defense = accounted(defense).for_run(planned_run(self.seeds, clients, training, defense))
         self.ledger = Ledger(clients, training, self.defense)
         self.faults, self.watch = faults, watch
         self.model = copy.deepcopy(model).train()
@@ -150,7 +150,7 @@ class Run:
 
     def defended(self, jobs: Sequence[Job]) -> list[Job]:
         """Return the jobs with the round's defence, where it follows the weights or public data."""
-        if not self.defense.follows_rounds:
+        if not (isinstance(self.defense, PerRound) and self.defense.follows_rounds):
             return list(jobs)
         acting = self.defense.for_round(self.model, self.public, build_loss(self.training.loss))
         return [replace(job, defense=acting) for job in jobs]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradveil.errors import DefenseError
-from gradveil.privacy.draws import Source, own_draws
-from gradveil.protection.defense import Defense
+from gradveil.privacy.noise import Source, own_draws
+from gradveil.protection.defense import Defense, accounted
 from gradveil.protection.passes import Pass, Report, check_layer, substitute
 from gradveil.protection.records.records import records_of
 from gradveil.tree import Params
@@ -46,7 +46,7 @@ def step_gradient(
         report.steps += 1
         report.examples += len(batch)
         with own_draws(defense):
-            bare = defense.on_records(records, slots or len(batch), rng)
+            bare = accounted(defense).on_records(records, slots or len(batch), rng)
             return defense.on_gradient({name: bare[name.removeprefix("_orig_mod.")] for name in weights}, rng)
     with torch.enable_grad(), _substituting(model, defense, batch.inputs, rng, report) as under_way:
         output = getattr(model, "_orig_mod", model)(batch.inputs)  # a compiled model: run what was compiled, plainly

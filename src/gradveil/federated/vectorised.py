@@ -25,8 +25,8 @@ from gradveil.federated.settings import Local
 from gradveil.losses import Loss
 from gradveil.losses import build as build_loss
 from gradveil.modules import representation
-from gradveil.privacy.draws import Source
-from gradveil.protection.defense import Defense
+from gradveil.privacy.noise import Source
+from gradveil.protection.defense import Accounted, Defense, accounted
 from gradveil.protection.passes import substitute
 from gradveil.protection.records.layers import KINDS, known
 from gradveil.protection.records.records import Captured, records_of
@@ -134,7 +134,7 @@ def why_no_records(model: nn.Module, defense: Defense, few: Batch, loss: Loss) -
     """Return why the records of this defence's clients cannot be taken together; ``None``: they can."""
     parts = parts_of(defense)
     acting = [part for part in parts if "records" in part.acts_on]
-    if any(type(part).on_stacked is Defense.on_stacked for part in acting):
+    if any(type(accounted(part)).on_stacked is Accounted.on_stacked for part in acting):
         return "the defence acts on the records of one client at a time"
     if any("representation" in part.acts_on for part in parts):
         return "some defences act on records and others on representations"
@@ -209,7 +209,7 @@ class StackedRecords:
             some, defense = records.clients(slice(start, end)), defenses[start]
             if "records" in defense.acts_on:
                 given = (parts[start:end] > 0, slots[start:end], rngs[start:end])
-                found.append(defense.on_stacked(some, *given))
+                found.append(accounted(defense).on_stacked(some, *given))
             else:
                 found.append({n: g.to(weights[n].dtype) for n, g in some.weighted_sum(parts[start:end]).items()})
         active = (parts.sum(1) > 0).to(parts)  # a client that has no step left stays where it is

@@ -17,7 +17,7 @@ from gradveil.auditing.run_folder import RunFolder
 from gradveil.auditing.train import board
 from gradveil.errors import SpecError
 from gradveil.files import append_line, write_atomically
-from gradveil.privacy.accountant import epsilon_of
+from gradveil.privacy.bounds import epsilon_of
 
 NODES, METRICS = "nodes.jsonl", "metrics.json"
 Row = dict[str, Any]

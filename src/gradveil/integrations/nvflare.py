@@ -25,8 +25,8 @@ from gradveil.integrations.local_training import BUFFERS, is_trained
 from gradveil.integrations.monitor import MonitorSettings, NodeReport, RunMonitor
 from gradveil.losses import build as build_loss
 from gradveil.privacy.accountant import SECRET, account_path, spend_from
-from gradveil.privacy.draws import SecretDraws
-from gradveil.protection.defense import build
+from gradveil.privacy.noise import SecretDraws
+from gradveil.protection.defense import accounted, build
 from gradveil.protection.protect import refuse_idle
 from gradveil.registry import describe
 from gradveil.threats.one_update import SAMPLE, SECONDS, TrainingPass
@@ -202,7 +202,7 @@ class RecordsFilter(Filter):  # type: ignore[misc]
 
     def _pay(self, dxo: DXO, client: str) -> tuple[int, float]:
         defense = build(self.defense)
-        least = defense.spends(1)
+        least = accounted(defense).cost(1)
         if least is None:
             raise GradveilError(f"{describe(defense)} promises nothing of single records. Use UpdateFilter, or veil.")
         cost, steps = dxo.get_meta_prop(SPENT, 0.0), dxo.get_meta_prop(STEPS, 0)
@@ -214,7 +214,7 @@ class RecordsFilter(Filter):  # type: ignore[misc]
         noise = dxo.get_meta_prop("noise", None)
         if noise not in (None, SECRET, self.noise):
             raise GradveilError("the script says that its noise can be drawn again. Leave the seed out.")
-        limit = defense.allowance if self.limit is None else self.limit
+        limit = accounted(defense).allowance if self.limit is None else self.limit
         path = account_path(client) if self.account is None else Path(self.account)
         account = spend_from(path, client, float(cost), inf if limit is None else limit, noise=noise)
         return int(steps), account.spent

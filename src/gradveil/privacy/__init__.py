@@ -1,3 +1,1 @@
-"""Where secret randomness comes from, and Gaussian noise whose rounding gives nothing away."""
-
-from gradveil.privacy import draws as draws
+"""Secret noise, what it costs a record over a run, and what that proves."""

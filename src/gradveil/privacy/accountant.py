@@ -1,28 +1,143 @@
-"""What a client's releases cost one of its records, over a whole run, and what that leaves a server.
+"""What a client's releases cost its records over a whole run: the account, its files, and who pays for a step.
 
 The mechanism (clip each record's gradient in public coordinates, add Gaussian noise of multiplier z to the sum) is
 μ-Gaussian-DP for zeroing one record slot, with μ² = E / z² in a round of E local epochs. The squares add up over
 rounds, whatever weights the server sends in between, so an account holds one number: the μ² that was spent.
+
+An account is two files. ``account.json`` says in one line how things stand, and is put in place whole. Beside it
+``account.json.journal`` is only ever added to, on the disk before anything is sent: every line holds the running total
+and the SHA-256 of the line before. The journal is what counts. Where it is ahead, a writer was killed in between or an
+older ``account.json`` was put back, and its total holds; where it is behind, missing, of another account or a copy,
+nothing is paid. Both files put back as they were together cannot be told from the truth.
 """
 
+import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from math import exp, inf, isfinite, sqrt
+from dataclasses import dataclass, field, replace
+from math import inf, isfinite, sqrt
 from pathlib import Path
 from typing import Any
 
-import torch
-from scipy.special import log_ndtr, ndtr
 from torch import Tensor
 
-from gradveil.errors import BudgetError, CertificateError
-from gradveil.files import locked, make_folder, wrap_os_errors, wrap_parse_errors, write_atomically
-from gradveil.privacy.dp import rero_gaussian
-from gradveil.privacy.journal import NOT_SENT, Ending, add_to_journal, check_summary, read_journal, read_summary
+from gradveil.errors import BudgetError
+from gradveil.files import locked, make_folder, open_alone, sync, wrap_os_errors, wrap_parse_errors, write_atomically
+from gradveil.privacy.bounds import epsilon_of, rero_gaussian, water_filling
+
+SUFFIX, MOST = ".journal", 2**16  # bytes of an account, and of the journal's end that is looked at
+NOT_SENT = "Nothing is sent."
+MOVED = (
+    'An account that was moved for good begins anew from one line, {"client": ..., "spent": ..., "limit": ...}, with '
+    "what was spent, and without a journal."
+)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Where a journal ends."""
+
+    line: dict[str, Any] | None  # the last payment
+    mark: str  # its SHA-256
+    whole: int  # bytes up to its end; what comes after was cut off by a kill and never paid for anything
+
+    @property
+    def count(self) -> int:
+        """How many payments there are."""
+        return 0 if self.line is None else int(self.line["release"])
+
+
+def journal_of(path: Path) -> Path:
+    """Return the journal of an account's file."""
+    return path.with_name(path.name + SUFFIX)
+
+
+def read_journal(path: Path) -> Ending:
+    """Return where the journal beside an account's file ends; a copy of another one is refused."""
+    beside = journal_of(path)
+    with wrap_parse_errors(beside, BudgetError, NOT_SENT):
+        try:
+            handle = open_alone(beside, os.O_RDONLY)
+        except FileNotFoundError:
+            return Ending(None, "", 0)
+        try:
+            found = os.fstat(handle)
+            begin = max(0, found.st_size - MOST)
+            end = os.pread(handle, MOST, begin)
+        finally:
+            os.close(handle)
+        whole = end.rfind(b"\n") + 1
+        if not whole:
+            if begin:
+                raise ValueError("no line in its last bytes")
+            return Ending(None, "", 0)
+        last = end[:whole].splitlines(keepends=True)[-1]
+        line = json.loads(last)
+        if line["file"] != found.st_ino:
+            raise BudgetError(
+                f"{beside} is a copy of the journal that it was begun as, or was put back: two that spend from the "
+                f"same account, or one that forgets, would promise what does not hold. {NOT_SENT} {MOVED}"
+            )
+        int(line["release"])
+    return Ending(line, hashlib.sha256(last).hexdigest(), begin + whole)
+
+
+def add_to_journal(path: Path, stand: Ending, payment: dict[str, Any]) -> tuple[int, str]:
+    """Add a payment after the last one, for good, and return its number and its mark."""
+    beside = journal_of(path)
+    handle = open_alone(beside, os.O_RDWR | os.O_CREAT)
+    try:
+        found = os.fstat(handle)
+        number = stand.count + 1
+        line = {"release": number, **payment, "file": found.st_ino, "before": stand.mark, "once": secrets.token_hex(8)}
+        content = (json.dumps(line) + "\n").encode()
+        os.ftruncate(handle, stand.whole)
+        if os.pwrite(handle, content, stand.whole) != len(content):
+            raise BudgetError(f"{beside} could not be written to its end. {NOT_SENT}")
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    if not stand.whole:
+        sync(beside.parent)
+    return number, hashlib.sha256(content).hexdigest()
+
+
+def read_summary(path: Path) -> dict[str, Any] | None:
+    """Return what an account's file says; None where there is none."""
+    with wrap_parse_errors(path, BudgetError, NOT_SENT):
+        try:
+            handle = open_alone(path, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            if (size := os.fstat(handle).st_size) > MOST:
+                raise ValueError(f"{size:,} bytes, and the most is {MOST:,}")
+            said = json.loads(os.pread(handle, MOST, 0))
+        finally:
+            os.close(handle)
+        if not isinstance(said, dict):
+            raise ValueError("no account")
+    return said
+
+
+def check_summary(path: Path, said: dict[str, Any] | None, stand: Ending) -> None:
+    """Raise where the journal is behind the account's file, or of another account."""
+    with wrap_parse_errors(path, BudgetError, NOT_SENT):
+        count, mark = (0, "") if said is None else (int(said.get("releases", 0)), said.get("last", ""))
+    if count > stand.count:
+        raise BudgetError(
+            f"{path} counts {count} payments and its journal {stand.count}: the journal was cut off, put back or "
+            f"removed. {NOT_SENT} Put the right one back. {MOVED}"
+        )
+    if count and count == stand.count and mark != stand.mark:
+        raise BudgetError(f"{path} and its journal are of two accounts. {NOT_SENT} Put the right ones back.")
+
 
 SECRET, SIMULATED = NOISE = ("secret", "simulated")  # whether the noise can be drawn again by who knows a seed
 THEOREM = (
@@ -157,13 +272,13 @@ class Account:
     @classmethod
     def read(cls, path: Path | str, client: str) -> "Account":
         """Read a client's file, and the journal beside it where there is one."""
-        found, _ = _standing(Path(path), client)
+        found, _ = _read_both(Path(path), client)
         if found is None:
             raise NoAccount(f"There is no account of client {client} at {path}. {NOT_SENT}")
         return found
 
 
-def _standing(path: Path, client: str) -> tuple[Account | None, Ending]:
+def _read_both(path: Path, client: str) -> tuple[Account | None, Ending]:
     """Return the account as its journal has it, and where that ends; raise where the two files contradict."""
     stand, said = read_journal(path), read_summary(path)
     check_summary(path, said, stand)
@@ -195,7 +310,7 @@ def spend_from(
         held.enter_context(wrap_os_errors(path, NOT_SENT))
         make_folder(path.parent)
         held.enter_context(locked(path.with_name(f".{path.name}.lock"), wait=True, needed=True))
-        before, stand = _standing(path, client)
+        before, stand = _read_both(path, client)
         account = Account(client, limit=limit) if before is None else replace(before, limit=min(before.limit, limit))
         account = account.spend(cost, noise)
         said = account.to_json()
@@ -212,61 +327,75 @@ def account_path(name: str) -> Path:
     return (Path(folder) if folder else Path.home() / ".gradveil" / "accounts") / f"{name}.json"
 
 
-def delta_of(mu: float, epsilon: float) -> float:
-    """Return the δ at this ε of μ-Gaussian DP (Dong, Roth and Su 2022, corollary 2.13)."""
-    if mu == 0:
-        return 0.0
-    first, second = float(ndtr(mu / 2 - epsilon / mu)), epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
-    return max(0.0, first - exp(min(second, 0.0)))
+# Records by number, and in how many slots each of them is; or in how many any of them may be, unknown which; 0: there
+# are no numbers at all.
+Used = Mapping[Hashable, int] | int
 
 
-def epsilon_of(mu: float, delta: float) -> float:
-    """Return the least ε >= 0 at this δ of μ-Gaussian DP."""
-    _check_delta(delta)
-    if mu == 0 or delta_of(mu, 0.0) <= delta:
-        return 0.0
-    return _crossing(lambda epsilon: delta_of(mu, epsilon) > delta)[1]
+@dataclass
+class InStep:
+    """In how many slots of the step under way each record is."""
+
+    own: Counter[Hashable] = field(default_factory=Counter)
+    all: int = 0  # beside those, as far as is known, any record
 
 
-def mu_of(epsilon: float, delta: float) -> float:
-    """Return the largest μ of Gaussian DP that is within (ε, δ)."""
-    _check_delta(delta)
-    if not (epsilon > 0 and isfinite(epsilon)):
-        raise CertificateError(f"epsilon={epsilon}: give a number above 0.")
-    return _crossing(lambda mu: delta_of(mu, epsilon) <= delta)[0]
+class Spending:
+    """What the releases cost each record: m slots in one step, m² uses; paid before the release of it.
 
-
-def _crossing(below: Callable[[float], bool]) -> tuple[float, float]:
-    """Return where a condition that holds from 0 on ends: just before and just after."""
-    low, high = 0.0, 1.0
-    while below(high):
-        low, high = high, 2 * high
-    while high - low > 1e-12 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if below(middle) else (low, middle)
-    return low, high
-
-
-def _check_delta(delta: float) -> None:
-    if not 0 < delta < 1:
-        raise CertificateError(f"delta={delta}: give a chance between 0 and 1, e.g. 1e-5.")
-
-
-def water_filling(eigenvalues: Tensor | Sequence[float], rho: float) -> float:
-    """Return the least squared error on a Gaussian of these eigenvalues that ρ nats leave: Σ min(θ, λ_i).
-
-    The water level θ solves ½ Σ log⁺(λ_i/θ) = ρ (reverse water-filling).
+    Where it is not known of which records a pass is, it may be any: all of them pay. Without numbers of records at all
+    a record is taken to be once in a step.
     """
-    values = torch.as_tensor(eigenvalues, dtype=torch.float64).flatten().cpu()
-    if rho < 0 or not bool((values.isfinite() & (values >= 0)).all()):
-        raise CertificateError(f"rho={rho}, or an eigenvalue below 0: a floor needs ρ >= 0 and a covariance.")
-    values = values[values > 0].sort(descending=True).values
-    if not len(values) or rho == inf:
-        return 0.0
-    logs = values.log()
-    counts = torch.arange(1, len(values) + 1, dtype=torch.float64)
-    levels = (logs.cumsum(0) - 2 * rho) / counts  # log θ where the first 1, 2, ... directions are flooded
-    flooded = int((levels < logs).sum())  # holds up to the right number, and for none beyond it
-    if flooded == 0:
-        return float(values.sum())
-    return float(levels[flooded - 1].exp()) * flooded + float(values[flooded:].sum())
+
+    def __init__(self, cost: float | None, account: Account | None) -> None:
+        self.cost = cost  # of a use
+        self._purse = [Account("this client") if account is None else account]
+        self._own: Counter[Hashable] = Counter()  # uses of each record, beside those that all paid
+        self._most = 0  # of these
+        self._lock = threading.Lock()
+
+    def __deepcopy__(self, memo: Any) -> "Spending":
+        return self  # a copy of a model trains on the same records
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
+
+    @property
+    def account(self) -> Account:
+        """What was spent so far."""
+        return self._purse[0]
+
+    def pay(self, used: Used, step: InStep, begins: bool) -> None:
+        """Some records come into a step; raise ``BudgetError`` where one of them cannot pay for that."""
+        with self._lock:
+            if isinstance(used, int):
+                if begins or used:  # else another part of a step, of other records
+                    self._pay_all(max(used, 1), step)
+                return
+            both = {i: (step.own[i] + step.all, step.own[i] + step.all + n) for i, n in used.items()}
+            self._take({i: after**2 - before**2 for i, (before, after) in both.items()}, 0)
+            step.own.update(used)
+
+    def _pay_all(self, slots: int, step: InStep) -> None:
+        """Each record pays as if the slots were its own, beside those that it has in this step."""
+        self._take({i: 2 * n * slots for i, n in step.own.items()}, (step.all + slots) ** 2 - step.all**2)
+        step.all += slots
+
+    def _take(self, own: Mapping[Hashable, int], everybody: int) -> None:
+        most = max([self._most, *(self._own[i] + n for i, n in own.items())])
+        self._spend(everybody + most - self._most)
+        self._most = most
+        self._own.update(own)
+
+    def _spend(self, uses: int) -> None:
+        if self.cost is None or not uses:
+            return
+        try:
+            self._purse[0] = self.account.spend(self.cost * uses)
+        except BudgetError as error:
+            hint = "" if self._own else " Every step counts for all records: gradveil.counted(loader) tells which."
+            raise BudgetError(f"{error}{hint}") from None

@@ -1,20 +1,314 @@
 """What a privacy configuration of Flower, Opacus or NVFlare really buys, and what in it is off."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from math import ceil, inf, log, sqrt
+import io
+import json
+import tomllib
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import ceil, hypot, inf, log, sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gradveil.errors import CertificateError
-from gradveil.files import wrap_parse_errors
-from gradveil.privacy.accountant import TUNED, epsilon_of
-from gradveil.privacy.bought import Bought, Told, releases_of
-from gradveil.privacy.configuration_files import above_zero, filters, flat_settings, number, read
-from gradveil.privacy.dp import beside_a_count
-from gradveil.privacy.opacus_settings import opacus
+from gradveil.files import read_whole, wrap_parse_errors
+from gradveil.privacy.accountant import TUNED, Account
+from gradveil.privacy.bounds import GaussianTraining, beside_a_count, epsilon_of, mu_of
 
-__all__ = ["Bought", "Told", "check"]
+_LARGEST = 2**26  # bytes of a file of text
+_CHECKPOINT = 2**30  # bytes of a checkpoint, and of what it unpacks to
+
+
+def read(path: Path) -> Any:
+    """Return what a file holds, as it is nested."""
+    try:
+        if path.suffix in (".pt", ".pth"):
+            return _history(read_whole(path, _CHECKPOINT))
+        text = read_whole(path, _LARGEST).decode()
+        return tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except Exception as error:
+        raise CertificateError(
+            f"{path} cannot be read as TOML (.toml), JSON or an Opacus checkpoint (.pt): "
+            f"{' '.join(str(error).split())[:150]}"
+        ) from error
+
+
+def _history(content: bytes) -> dict[str, Any]:
+    """Return what an Opacus checkpoint has counted, as plain numbers; nothing else of it is looked at."""
+    import torch
+
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6):  # CVE-2025-32434
+        raise ValueError(f"torch {torch.__version__} may run code of a file: install 2.6 or newer, or give JSON")
+    with zipfile.ZipFile(io.BytesIO(content)) as file:
+        if (size := sum(part.file_size for part in file.infolist())) > _CHECKPOINT:
+            raise ValueError(f"it unpacks to {size:,} bytes, and the most is {_CHECKPOINT:,}")
+    saved = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)  # noqa: TID251 - no code in it
+    counted = saved.get("privacy_accountant_state_dict", saved)["history"]
+    if not all(isinstance(n, int | float) for one in counted for n in one):
+        raise ValueError("its history is no list of numbers")
+    return {"history": [tuple(one) for one in counted]}
+
+
+def flat_settings(values: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the settings of all levels by their last name, in one spelling."""
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            if isinstance(value, Mapping):
+                yield from flat_settings(value)
+            else:
+                yield str(key).replace("-", "_").lower(), value
+                yield from flat_settings(value)
+    elif isinstance(values, list):
+        for value in values:
+            yield from flat_settings(value)
+
+
+def filters(values: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the class and the settings of each filter of an NVFlare configuration."""
+    if isinstance(values, Mapping):
+        for kind in ("task_result_filters", "task_data_filters"):
+            for entry in values.get(kind) or ():
+                for one in entry.get("filters", ()):
+                    yield str(one.get("path") or one.get("name")).rpartition(".")[2], dict(one.get("args") or {})
+        for key, value in values.items():
+            if key not in ("task_result_filters", "task_data_filters"):
+                yield from filters(value)
+    elif isinstance(values, list):
+        for value in values:
+            yield from filters(value)
+
+
+def number(flat: Mapping[str, Any], *names: str) -> float | None:
+    """Return the first of these settings that there is."""
+    for name in names:
+        value = flat.get(name)
+        if value is None or isinstance(value, bool):
+            continue
+        try:
+            return float(value)
+        except (TypeError, ValueError, OverflowError):
+            raise CertificateError(f"{name} = {value!r} is not a number.") from None
+    return None
+
+
+def above_zero(flat: Mapping[str, Any], *names: str) -> float:
+    """Return a setting that must be there and above 0."""
+    found, name = number(flat, *names), names[0].replace("_", "-")
+    if found is None:
+        raise CertificateError(f"{name} is not in the file; it may be set in the code. Add it to say what is bought.")
+    if not 0 < found < inf:
+        raise CertificateError(f"{name} = {found:g}: it must be above 0.")
+    return found
+
+
+Level = Literal["record", "client"]
+
+
+@dataclass(frozen=True)
+class Bought:
+    """What a configuration gives one record, or one client, over a run."""
+
+    what: str  # the mechanism, in words
+    level: Level = "client"
+    against: str = "the server"  # whom it protects from
+    sigma: float | None = None  # of the noise in what is released
+    mu: float | None = None  # of a release; None: no such promise
+    releases: int | None = None  # over the run; None: the file does not say
+    epsilon_round: float | None = None  # where the promise of a round is no μ: pure ε
+    epsilon: float | None = None  # over the run, where it does not follow from μ: pure, or with secret sampling
+    notes: tuple[str, ...] = ()  # what is off, or easily misread
+    details: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def account(self) -> Account | None:
+        """What the run costs by Gaussian DP; None where there is no such promise."""
+        if self.mu is None or self.mu == inf:
+            return None
+        return Account("configuration", spent=(self.releases or 1) * self.mu**2)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What was said beside the file."""
+
+    rounds: int | None = None
+    participations: int | None = None
+    parameters: int | None = None
+    delta: float = 1e-5
+
+
+def releases_of(flat: Mapping[str, Any], known: Told) -> tuple[int | None, tuple[str, ...]]:
+    """Return how many rounds a client takes part in, and how that was found."""
+    if known.participations is not None:
+        return known.participations, ()
+    rounds = known.rounds or number(flat, "num_server_rounds", "num_rounds", "rounds")
+    if rounds is None:
+        return None, ("The file does not say how many rounds there are: the figures are of one. Give --rounds.",)
+    share = number(flat, "fraction_train", "fraction_fit")
+    chosen, devices = number(flat, "num_sampled_clients"), number(flat, "population_size", "num_supernodes")
+    if share is None and chosen and devices:
+        share = chosen / devices
+    note = () if share is None or share >= 1 else (
+        f"A client takes part in {ceil(rounds * share):g} of {rounds:g} rounds on average, and may be drawn in all: "
+        "all are counted. Give --participations where somebody keeps to fewer.",
+    )  # fmt: skip
+    return int(rounds), note
+
+
+ROUNDED = 1e-9  # of a count: 3 / (1 / 93) is just under 279
+NOT_COVERED = "Batch norm, losses and metrics that are sent beside the update are not covered."
+GUESSABLE = (
+    "Without secure_mode = true the noise is of torch's generator, which keeps 32 bits of its seed on a CPU: a server "
+    "can try them all on one step. The figures are of noise that is secret."
+)
+ENGINES = "of one PrivacyEngine. A client that makes a new one in every round spends this in each: give --rounds."
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a client's records come into batches."""
+
+    rate: float
+    steps: int  # of a round
+    poisson: bool = True
+
+    @property
+    def uses(self) -> int:
+        """How often a record is in a batch, where each epoch goes through all records in turn: at most."""
+        return max(1, ceil(self.steps * self.rate - ROUNDED))
+
+
+def opacus(flat: Mapping[str, Any], known: Told) -> Bought:
+    """Return what the settings of a PrivacyEngine buy, or the history of its accountant."""
+    releases, notes = releases_of(flat, known)
+    delta = number(flat, "target_delta", "delta") or known.delta
+    clip, about = _clip(flat)
+    notes += about
+    if history := flat.get("history"):
+        z, sampling = _counted(history)
+        notes = (*(note for note in notes if "--rounds" not in note), f"The accountant counts the steps {ENGINES}")
+    elif number(flat, "noise_multiplier") is None and (target := number(flat, "target_epsilon")) is not None:
+        return Bought(
+            "DP-SGD with the noise that its own accountant finds", "record", mu=mu_of(target, delta), releases=releases,
+            notes=(*notes, *_planned(flat), f"The target is {ENGINES} The figures take all of it for Gaussian."),
+            details={"claimed_epsilon": target, "delta": delta},
+        )  # fmt: skip
+    else:
+        z = above_zero(flat, "noise_multiplier")
+        sampling, about = _sampling(flat)
+        notes += about
+    own, about = _of_gradients(flat, z)
+    return _bought(z, own, clip, sampling, releases, (*notes, *about), delta, flat)
+
+
+def _bought(
+    z: float, own: float, clip: float | None, sampling: Sampling, releases: int | None, notes: tuple[str, ...],
+    delta: float, flat: Mapping[str, Any],
+) -> Bought:  # fmt: skip
+    whole = GaussianTraining(z, sampling.rate, sampling.steps * (releases or 1))
+    said = {"noise_multiplier": z, "sampling_rate": sampling.rate, "steps": float(sampling.steps), "delta": delta}
+    mu, epsilon = sqrt(sampling.uses) / z, None
+    if sampling.rate < 1 and sampling.poisson:
+        epsilon, seen = whole.epsilon(delta), whole.epsilon_seen(delta)
+        said |= {"epsilon_known_batches": seen}
+        notes += (
+            f"ε counts on secret Poisson batches (rate {sampling.rate:.3g}). Of a server that knows the batches, ε is "
+            f"{seen:.3g}: a record is in {whole.steps * sampling.rate:.3g} of them on average, and may be in more. "
+            f"Where they are cut in turn, a round is μ = {mu:.3g} by itself and nothing is gained from sampling.",
+        )
+    elif sampling.rate < 1:
+        notes += (
+            "poisson-sampling = false: batches are cut in turn and nothing is gained from sampling, though Opacus's "
+            "accountant counts a gain all the same.",
+        )
+    if flat.get("secure_mode") is not True:
+        notes += (GUESSABLE,)
+    size = number(flat, "records", "num_examples", "sample_size")
+    sigma = None if clip is None or size is None else own * clip / max(1, int(size * sampling.rate))
+    said |= ({"clip": clip} if clip is not None else {}) | ({"effective_noise_multiplier": own} if own != z else {})
+    return Bought(
+        "DP-SGD: each record's gradient is clipped, and every step has Gaussian noise", "record", "the server",
+        sigma, mu=mu, releases=releases, epsilon=epsilon, notes=(*notes, NOT_COVERED), details=said,
+    )  # fmt: skip
+
+
+def _counted(history: Any) -> tuple[float, Sampling]:
+    try:
+        training = GaussianTraining.of_opacus(_History(history))
+    except (TypeError, ValueError, IndexError, OverflowError) as error:
+        raise CertificateError(f"history is not Opacus's list of (noise, rate, steps): {error}.") from error
+    return training.noise, Sampling(training.sampling_rate, training.steps)
+
+
+@dataclass(frozen=True)
+class _History:
+    history: list[Any]
+
+
+def _epoch(flat: Mapping[str, Any]) -> int | None:
+    """Return how many batches the loader of an epoch has: Opacus's rate is one over it, not batch size over records."""
+    size, records = number(flat, "batch_size"), number(flat, "records", "num_examples", "sample_size")
+    if not size or not records:
+        return None
+    return max(1, int(records // size if flat.get("drop_last") is True else ceil(records / size)))
+
+
+def _sampling(flat: Mapping[str, Any]) -> tuple[Sampling, tuple[str, ...]]:
+    poisson, given, batches = flat.get("poisson_sampling") is not False, number(flat, "sample_rate"), _epoch(flat)
+    epochs, notes = number(flat, "local_epochs", "epochs") or 1, tuple[str, ...]()
+    if given is None and batches is None:
+        notes = ("Neither sample-rate, nor batch-size with records, is given: every step is taken to use all.",)
+    rate = min(1.0, given or 1 / (batches or 1))
+    steps = number(flat, "steps") or ceil(epochs / rate * (1 - ROUNDED))
+    return Sampling(rate, max(1, int(steps)), poisson), notes
+
+
+def _planned(flat: Mapping[str, Any]) -> tuple[str, ...]:
+    """Say where Opacus finds the noise for fewer steps than its loader takes: it rounds epochs over rate down."""
+    batches, epochs = _epoch(flat), number(flat, "local_epochs", "epochs") or 1
+    if batches is None:
+        return ()
+    taken, found = int(epochs * int(1 / (1 / batches))), int(epochs / (1 / batches))
+    if flat.get("poisson_sampling") is False:
+        taken = int(epochs * batches)
+    if taken <= found:
+        return ()
+    return (
+        f"Opacus finds the noise for {found} steps, and its loader takes {taken}: it rounds epochs over rate down.",
+    )
+
+
+def _clip(flat: Mapping[str, Any]) -> tuple[float | None, tuple[str, ...]]:
+    """Return the most that one record adds to a sum: of clips for layers, the root of the sum of their squares."""
+    given, layered = flat.get("max_grad_norm"), str(flat.get("clipping", "flat")) == "per_layer"
+    if isinstance(given, list):
+        clips = [above_zero({"max_grad_norm": clip}, "max_grad_norm") for clip in given]
+        whole = hypot(*clips) if clips else inf
+        return whole, (
+            f"{len(clips)} layers are clipped one by one: a record moves the sum by up to {whole:.4g}, the root of the "
+            "sum of squares. Opacus scales its noise to that; a loop that scales it to each layer's own clip has "
+            f"{sqrt(len(clips)):.3g} times less than it needs where the clips are equal.",
+        )
+    clip = number(flat, "max_grad_norm")
+    if not layered or clip is None:
+        return clip, ()
+    return clip, (
+        f"clipping = per_layer with one clip: {clip:g} is taken for that of all layers together. Where each of L "
+        "layers has it, a record moves the sum by √L times as much, and noise for one clip promises √L times the μ.",
+    )
+
+
+def _of_gradients(flat: Mapping[str, Any], z: float) -> tuple[float, tuple[str, ...]]:
+    """Return the multiplier of the gradients' own noise: adaptive clipping spends a part on a count."""
+    deviation = number(flat, "unclipped_num_std")
+    if deviation is None:
+        return z, ()
+    own = beside_a_count(z, deviation)
+    return own, (
+        f"Adaptive clipping: noise-multiplier = {z:g} is of gradients and count together; the gradients alone have "
+        f"{own:.4g}. The count is divided by the number of records in the batch, which is not noised: the figures take "
+        "it for public, and a record that is missing to count as a half (Andrew et al. 2021).",
+    )
 
 
 def check(path: Path, known: Told | None = None) -> list[Bought]:

@@ -1,5 +1,6 @@
-"""The compiled noise (``gaussian.c``), where it was built: words of the cipher in, released numbers out."""
+"""The words of a cipher's stream, and the compiled noise (``gaussian.c``) that is made of them where it was built."""
 
+import os
 from ctypes import Structure, byref, c_double, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -7,12 +8,16 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from torch import Tensor
 
 from gradveil.imports import on_threads, variants_of
-from gradveil.privacy.draws import Stream
 
+CHUNK = 2**16  # bytes of a stream that are made at once, so that they stay near the processor
+_ZEROS = bytes(CHUNK)
 ABI = 2
 WORDS = 16384  # made and used at once, so that they stay near the processor; whole blocks
 PIECE = 2**17  # numbers of a thread's turn
@@ -25,6 +30,20 @@ class _Noise(Structure):
         ("words", c_void_p), ("sum", c_void_p), ("out", c_void_p), ("count", c_int64), ("std", c_double),
         ("grid", c_double), ("is_double", c_int32),
     )  # fmt: skip
+
+
+class Stream:
+    """The numbers of one key, 64 bits each; of a fresh one where none is given."""
+
+    def __init__(self, key: bytes | None = None) -> None:
+        self._cipher = Cipher(ChaCha20(os.urandom(32) if key is None else key, bytes(16)), mode=None).encryptor()
+
+    def fill(self, words: npt.NDArray[np.uint64]) -> None:
+        """Write the next words of the stream."""
+        view = words.view(np.uint8).data
+        for at in range(0, len(view), CHUNK):
+            part = view[at : at + CHUNK]
+            self._cipher.update_into(memoryview(_ZEROS)[: len(part)], part)
 
 
 @cache

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from gradveil import pace
 from gradveil.errors import CertificateError
-from gradveil.privacy.accountant import Account, mu_of
+from gradveil.privacy.accountant import Account
+from gradveil.privacy.bounds import mu_of
 from gradveil.types import Batch
 
 Tier = Literal["local", "aggregate"]

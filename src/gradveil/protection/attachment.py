@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from gradveil.errors import DefenseError
-from gradveil.privacy.draws import own_draws
+from gradveil.privacy.noise import own_draws
 from gradveil.protection.defense import Defense
 from gradveil.protection.forward import (
     AfterLoading,

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradveil.errors import DefenseError
 from gradveil.modules import under_transform
-from gradveil.privacy.draws import SecretDraws, Source, own_draws
+from gradveil.privacy.noise import SecretDraws, Source, own_draws
 from gradveil.protection.defense import Defense
 from gradveil.protection.passes import Examples, OfExamples, Pass, Report, substitute, weight_name, weight_of
 from gradveil.protection.per_record_step import PerRecordStep

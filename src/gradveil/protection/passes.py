@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradveil.errors import DefenseError, LayerError
 from gradveil.modules import LINEAR, find_layer, under_transform, ways_into
-from gradveil.privacy.draws import Source, own_draws
+from gradveil.privacy.noise import Source, own_draws
 from gradveil.protection.defense import Defense
 from gradveil.tree import named
 

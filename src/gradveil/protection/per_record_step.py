@@ -13,9 +13,10 @@ from torch.utils.hooks import RemovableHandle
 
 from gradveil.errors import DefenseError
 from gradveil.modules import tensors_in
-from gradveil.privacy.draws import Source, own_draws
-from gradveil.protection.counted import Following, InStep, Spending, Used
-from gradveil.protection.defense import Defense, RunningStep
+from gradveil.privacy.accountant import InStep, Spending, Used
+from gradveil.privacy.noise import Source, own_draws
+from gradveil.protection.counted import Following
+from gradveil.protection.defense import Accounted, RunningStep, accounted, in_round
 from gradveil.protection.kept import Carried, Kept
 from gradveil.protection.loss_graph import check_backward, check_hooks, leads_to, leaves_of, share_of
 from gradveil.protection.passes import Report, lifted
@@ -48,7 +49,7 @@ class PerRecordStep:
     def __init__(
         self,
         model: nn.Module,
-        defense: Defense,
+        defense: Accounted,
         spending: Spending,
         slots: int | None = None,
         mean_loss: bool = False,
@@ -60,7 +61,7 @@ class PerRecordStep:
         self.watched = TrainedLayers(model)
         self.carried = Carried(model)
         self.following = Following()
-        self._for_round: Defense | None = None
+        self._for_round: Accounted | None = None
         self._steps = 0  # of the round
         self._loading: nn.Module | None = None  # the part that is being loaded, with all that is in it
         self.usual: int | None = None  # records of the first pass
@@ -103,7 +104,7 @@ class PerRecordStep:
         self._loading = None
         if self._for_round is None:
             with lifted(hooks):
-                self._for_round = self.defense.for_round(self.watched.model, self.public)
+                self._for_round = accounted(in_round(self.defense, self.watched.model, self.public))
         rows = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.ndim), None)
         if rows is None:
             raise DefenseError("The model was called without a tensor, so there are no records to keep apart.")
@@ -199,7 +200,7 @@ class PerRecordStep:
         return self._this_round.on_records(records, self.slots, rng) if self._step is None else self._step.add(records)
 
     @property
-    def _this_round(self) -> Defense:
+    def _this_round(self) -> Accounted:
         return self.defense if self._for_round is None else self._for_round
 
     def _goes_on(self, weights: Params, count: int) -> bool:

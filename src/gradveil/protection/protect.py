@@ -9,12 +9,11 @@ from torch import Generator, nn
 
 from gradveil.errors import DefenseError, UpdateError
 from gradveil.modules import check_ready
-from gradveil.privacy.accountant import Account
-from gradveil.privacy.draws import own_draws
+from gradveil.privacy.accountant import Account, Spending
+from gradveil.privacy.noise import own_draws
 from gradveil.privacy.plan import PlannedRun
 from gradveil.protection.attachment import Attachment, attachment_of, is_same, left_as_it_was, refuse_opacus
-from gradveil.protection.counted import Spending
-from gradveil.protection.defense import Defense, build
+from gradveil.protection.defense import Defense, accounted, build
 from gradveil.protection.passes import Report
 from gradveil.protection.per_record_step import PerRecordStep
 from gradveil.protection.provenance import CHANGED
@@ -207,16 +206,17 @@ def _releases(model: nn.Module, defense: Defense, strict: bool, settings: Record
         )
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise DefenseError("Records cannot be kept apart over several devices. Protect the module inside, on one.")
+    acts = accounted(defense)
     run, slots, records = settings.get("run"), settings.get("slots"), settings.get("records")
     account = settings.get("account")
     if run is not None:
-        defense, slots, records = defense.for_run(run), run.slots, run.records
-    cost = defense.spends(1)
+        acts, slots, records = accounted(acts.for_run(run)), run.slots, run.records
+    cost = acts.cost(1)
     if account is None:
         limit = cost * run.uses if run is not None and cost is not None else inf
         account = Account("this client", limit=limit)
     known_mean = bool(settings.get("mean_loss"))
-    return PerRecordStep(model, defense, Spending(cost, account), slots, known_mean, settings.get("public"), records)
+    return PerRecordStep(model, acts, Spending(cost, account), slots, known_mean, settings.get("public"), records)
 
 
 def refuse_idle(defense: Defense) -> None:

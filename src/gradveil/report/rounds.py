@@ -8,7 +8,7 @@ from typing import Any
 from gradveil.auditing.run_files import FolderError, read_rows
 from gradveil.auditing.run_folder import ROUNDS, Row, RunFolder
 from gradveil.integrations.monitor import NODES
-from gradveil.privacy.accountant import epsilon_of
+from gradveil.privacy.bounds import epsilon_of
 
 DELTA = 1e-5  # at which ε is told where the run does not say
 

@@ -71,7 +71,7 @@ class Probe:
         seen = Observation(
             at, update, self.input_shape, self.num_classes, bounds=self.bounds, prior=prior, loss=self.loss
         )  # fmt: skip
-        servers = [plain(), *(s for s in build_defense(self.defense).adaptive(at) if s.name != "plain")]
+        servers = [plain(), *(s for s in build_defense(self.defense).servers(at) if s.name != "plain")]
         return [
             self._row(known(seen), Trial(seen, _knowing(s, known), build_attack(s.attack or self.attack), rng, truth))
             for s in servers

@@ -137,10 +137,10 @@ def informed(knowing: Sequence[Countermeasure]) -> Countermeasure:
 
 def marked(defense: Defense) -> list[Countermeasure]:
     """The server with a list that looks at what of an update no draw changes; none where the defence leaves nothing."""
-    if type(defense).fingerprint is Defense.fingerprint:
+    if (view := defense.fingerprint) is None:
         return []
     why = "Has a list of candidates; picks the one that makes what no draw of the client changes."
-    return [Countermeasure("fingerprint", why, defense.fingerprint, INFORMED, "informed")]
+    return [Countermeasure("fingerprint", why, view, INFORMED, "informed")]
 
 
 def patient(knowing: Sequence[Countermeasure]) -> list[Countermeasure]:

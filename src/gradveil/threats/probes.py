@@ -20,7 +20,7 @@ from gradveil.federated.client import train_client
 from gradveil.federated.settings import Local
 from gradveil.federated.step import step_gradient
 from gradveil.losses import build as build_loss
-from gradveil.privacy.draws import Source
+from gradveil.privacy.noise import Source
 from gradveil.protection.defense import Defense, NoDefense, check_servers
 from gradveil.seeds import Seeds
 from gradveil.threats.probing.batches import find_on_batch, simulate_perturb
@@ -76,9 +76,9 @@ class Before(Defense):
         """Change a layer's input."""
         return self.whole.perturb(model, layer, x, r, rng)
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         """Return what is declared of the whole."""
-        return self.whole.adaptive(model)
+        return self.whole.servers(model)
 
 
 def probe(
@@ -96,7 +96,7 @@ def probe(
     ``examples``: that a client has.
     """
     try:
-        declared = defense.adaptive(model)
+        declared = defense.servers(model)
     except Exception as error:
         return _failed(error)
     check_servers(getattr(defense, "spec_name", type(defense).__name__), declared)
@@ -304,7 +304,7 @@ class _Probe:
     ) -> list[str]:
         """Return what is declared and is not so."""
         if isinstance(self.defense, Compose):  # each part has its own declaration
-            parts = [replace(self, defense=part, declared=part.adaptive(self.model)) for part in self.defense.parts]
+            parts = [replace(self, defense=part, declared=part.servers(self.model)) for part in self.defense.parts]
             return [error for part in parts for error in part.result().errors]
         if not seen:
             return []

@@ -24,7 +24,7 @@ from gradveil.imports import is_import_path
 from gradveil.losses import CrossEntropy
 from gradveil.losses import build as build_loss
 from gradveil.models import build_working
-from gradveil.protection.defense import Defense
+from gradveil.protection.defense import Defense, accounted, in_round
 from gradveil.protection.defense import build as build_defense
 from gradveil.protection.records.coordinates import PUBLIC as LOOKED_AT
 from gradveil.ranges import Count, Positive, Seed, Weight
@@ -185,7 +185,7 @@ class Scene:
         """Return what a server that knows this defence does; nothing where there is nothing to undo."""
         if defense == "none":
             return ()
-        return with_found(self.acting(defense, model).adaptive(model), self.probed(defense))
+        return with_found(self.acting(defense, model).servers(model), self.probed(defense))
 
     def acting(self, defense: str, model: nn.Module) -> Defense:
         """Return the defence as a client runs it that received this model, before a server that knows all others."""
@@ -225,7 +225,7 @@ def build_scene(
     public = Public.draw(dataset, seeds("public"), gallery=config.gallery).to(device)
     for name, defense in defenses.items():
         check_fits(name, defense, dataset)
-        defenses[name] = defense.for_run(planned_run(seeds, clients, config, defense))
+        defenses[name] = accounted(defense).for_run(planned_run(seeds, clients, config, defense))
         _try_defense(model, dataset, for_client(defenses[name], model, public.batch, config.loss), seeds, config.loss)
     if config.clients > len(clients):
         raise DataError(
@@ -245,12 +245,12 @@ def for_client(defense: Defense, model: nn.Module, public: Batch, loss: str) -> 
     """Return the defence of one client that received this model, before a server that knows all others."""
     few, first = public[:LOOKED_AT], next(model.parameters())
     few = Batch(few.inputs.to(first), few.labels.to(first.device))
-    return defense.alone().for_round(model, few, build_loss(loss))
+    return in_round(accounted(defense).single_client(), model, few, build_loss(loss))
 
 
 def _try_defense(model: nn.Module, dataset: Dataset, defense: Defense, seeds: Seeds, loss: str) -> None:
     """Run the defence once, and build the attacks it names: a missing layer is found before training."""
-    for server in defense.adaptive(model):
+    for server in defense.servers(model):
         if server.attack is not None:
             build_attack(server.attack)
     few = dataset.train.batch(slice(0, 2))

@@ -1,33 +1,127 @@
-"""The real pipelines that canaries are sent through: a training loop under ``protect``, rounds of an engine, a trainer.
+"""Canary records, and the real pipelines that they are sent through: ``protect``, an engine's rounds, a trainer.
 
-Each yields what it released, trial by trial, with the weights it was released at. A slot is zeroed by leaving its
-record out of a step of fixed slots, or where an engine counts records by an input that is not a number.
+Canaries are examples whose clipped gradients are full and point apart. A pipeline yields what it released, trial by
+trial, with the weights it was released at. A slot is zeroed by leaving its record out of a step of fixed slots, or
+where an engine counts records by an input that is not a number.
 """
 
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf, nan
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
 
 from gradveil.data.base import Dataset, Split
 from gradveil.defenses.dp_sgd import DpSgd
 from gradveil.defenses.veil import Veil
-from gradveil.errors import DefenseError, GradveilError
+from gradveil.errors import DataError, DefenseError, GradveilError
 from gradveil.federated.settings import Training
 from gradveil.federated.simulate import public_records, simulate
+from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.losses import build as build_loss
-from gradveil.protection.defense import Defense, build
+from gradveil.protection.defense import Defense, accounted, build, in_round
 from gradveil.protection.protect import protect
 from gradveil.seeds import Seeds
 from gradveil.tree import Params, flatten, parameters
 from gradveil.types import Batch
-from gradveil.verification.canaries import Canaries, Into
+
+SCALES = (1.0, 4.0, 16.0, 64.0, 256.0)  # of random inputs, until the clip binds
+FULL = 2.0  # times the clip: a gradient that long is clipped for certain, whatever is rounded on the way
+Into = Callable[[Tensor], Tensor]  # from gradients (K, p) to the coordinates in which the noise is alike
+
+
+@dataclass(frozen=True)
+class Canaries:
+    """K records, each put into its slot of a client by a coin, or its slot zeroed."""
+
+    inputs: Tensor  # (K, *shape)
+    labels: Tensor  # (K,) or (K, ...)
+
+    def __post_init__(self) -> None:
+        if len(self.inputs) != len(self.labels) or len(self.inputs) < 2:
+            raise DataError(
+                f"There are {len(self.inputs)} canaries with {len(self.labels)} labels. Give two at least, each with "
+                "one."
+            )
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def present(self, some: Tensor) -> Batch:
+        """Return the records whose slots are not zeroed; some (K,)."""
+        return Batch(self.inputs[some], self.labels[some])
+
+
+def gradients(model: nn.Module, weights: Params, canaries: Canaries, loss: Loss = CROSS_ENTROPY) -> Tensor:
+    """Return each record's gradient (K, p) at these weights, in float32, by plain autograd on batches of one.
+
+    Nothing of the mechanism is used, so what is wrong with its own gradients or norms shows.
+    """
+    free = {n: weights[n].detach() for n, p in model.named_parameters() if p.requires_grad}
+    fixed = {n: p.detach() for n, p in model.named_parameters() if not p.requires_grad}
+    fixed |= {n: b.detach().clone() for n, b in model.named_buffers()}
+
+    def value(some: Params, x: Tensor, y: Tensor) -> Tensor:
+        return loss.each(functional_call(model, fixed | some, (x[None],)), y[None]).sum()
+
+    try:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            found = vmap(partial(grad(value), free), randomness="different")(canaries.inputs, canaries.labels)
+    except (RuntimeError, NotImplementedError):  # a recurrent layer, a custom function
+        pairs = zip(canaries.inputs, canaries.labels, strict=True)
+        each = [_plain(value, free, x, y) for x, y in pairs]
+        found = {n: torch.stack([g[n] for g in each]) for n in free}
+    return torch.cat([g.detach().flatten(1).float() for g in found.values()], 1)
+
+
+def _plain(value: Callable[[Params, Tensor, Tensor], Tensor], free: Params, x: Tensor, y: Tensor) -> Params:
+    own = {n: w.clone().requires_grad_() for n, w in free.items()}
+    with torch.enable_grad():
+        found = torch.autograd.grad(value(own, x, y), list(own.values()), materialize_grads=True)
+    return dict(zip(own, found, strict=True))
+
+
+def make(
+    model: nn.Module,
+    like: Batch,
+    count: int,
+    rng: torch.Generator,
+    loss: Loss = CROSS_ENTROPY,
+    clip: float = 1.0,
+    into: Into = lambda g: g,
+) -> Canaries:
+    """Return random records of the kind of some given ones, as loud as it takes for the clip to bind.
+
+    Inputs that are numbers are Gaussian, scaled until nine in ten gradients are twice as long as the clip, or as long
+    as it goes; tokens are drawn from those given. Labels are those given, drawn again.
+    """
+    device = like.inputs.device
+    chosen = torch.randint(len(like), (count,), generator=rng).to(device)
+    labels = like.labels[torch.randint(len(like), (count,), generator=rng).to(device)]
+    if not like.inputs.is_floating_point():
+        some = like.inputs.flatten()[torch.randint(like.inputs.numel(), like.inputs[chosen].shape, generator=rng)]
+        if like.labels.shape == like.inputs.shape:  # the next token at each place
+            labels = some
+        return Canaries(some.to(device), labels)
+    noise = torch.randn((count, *like.inputs.shape[1:]), generator=rng).to(like.inputs)
+    weights = parameters(model)
+    best, longest = Canaries(noise, labels), -1.0
+    for scale in SCALES:
+        trial = Canaries(noise * scale, labels)
+        length = float(into(gradients(model, weights, trial, loss)).norm(dim=1).nan_to_num().quantile(0.1))
+        if length > longest:
+            best, longest = trial, length
+        if length >= FULL * clip:
+            break
+    return best
+
 
 Trainer = Callable[[nn.Module, Tensor, Tensor, Tensor], Sequence[Any]]
 
@@ -80,11 +174,11 @@ class OfDefense(Pipeline):
     public: Batch | None = None
 
     def __post_init__(self) -> None:
-        if "records" not in self.defense.acts_on or self.defense.spends(1) is None:
+        if "records" not in self.defense.acts_on or accounted(self.defense).cost(1) is None:
             raise DefenseError(
                 "verify measures a promise about single records, which veil and dp_sgd give; this defence gives none."
             )
-        if self.defense.min_clients:
+        if accounted(self.defense).min_clients:
             raise DefenseError(
                 "tier=aggregate promises something of a cohort's sum, and verify looks at single updates. Give the "
                 "defence that each client has, tier=local."
@@ -93,15 +187,13 @@ class OfDefense(Pipeline):
     def _acting(self, model: nn.Module, weights: Params) -> Defense:
         at = copy.deepcopy(model)
         at.load_state_dict(weights, strict=False)
-        return self.defense.for_round(at, self.public, build_loss(self.loss))
+        return in_round(self.defense, at, self.public, build_loss(self.loss))
 
     @property
     def clip(self) -> float:
-        """The clip of the defence, where it is a setting."""
         return float(getattr(self.defense, "clip", None) or 1.0)
 
     def into(self, model: nn.Module, weights: Params) -> Into:
-        """Return P."""
         acting = self._acting(model, weights)
         if isinstance(acting, DpSgd) or not isinstance(acting, Veil) or acting.measured.coordinates is None:
             return lambda g: g
@@ -121,7 +213,6 @@ class Protected(OfDefense):
     name: str = "protect"
 
     def run(self, model: nn.Module, canaries: Canaries, present: Tensor) -> Iterator[Released]:
-        """Train a copy of the model in each trial, and look at each gradient before the optimizer's step."""
         start, state = weights_of(model), copy.deepcopy(model.state_dict())
         spent: list[float] = []
         loss = build_loss(self.loss).of(canaries.labels)
@@ -156,7 +247,6 @@ class Federated(OfDefense):
     trial_by_trial: bool = False
 
     def run(self, model: nn.Module, canaries: Canaries, present: Tensor) -> Iterator[Released]:
-        """Simulate the rounds with a client for each row of coins."""
         clients, count = len(present), len(canaries)
         self.before = (0, count - 1)  # the shuffle of an epoch
         data = dataset_of(canaries, present, self.public)
@@ -229,11 +319,9 @@ class Foreign(Pipeline):
 
     @property
     def clip(self) -> float:
-        """The clip as it is claimed."""
         return self.clip_
 
     def run(self, model: nn.Module, canaries: Canaries, present: Tensor) -> Iterator[Released]:
-        """Call the trainer once a trial."""
         start = weights_of(model)
         for trial, coins in enumerate(present):
             try:

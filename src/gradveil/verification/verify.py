@@ -17,12 +17,19 @@ from gradveil.losses import Loss
 from gradveil.losses import build as build_loss
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch
-from gradveil.verification import canaries as canary
-from gradveil.verification.canaries import Canaries
-from gradveil.verification.estimate import ENOUGH, Estimate, fit, from_outputs
-from gradveil.verification.grain import SIGMAS, grain, reused, seed_of
-from gradveil.verification.guesses import Guessed, guess
-from gradveil.verification.pipelines import Foreign, Pipeline, Trainer
+from gradveil.verification.estimate import (
+    ENOUGH,
+    SIGMAS,
+    Estimate,
+    Guessed,
+    fit,
+    from_outputs,
+    grain,
+    guess,
+    reused,
+    seed_of,
+)
+from gradveil.verification.pipelines import Canaries, Foreign, Into, Pipeline, Trainer, gradients, make
 
 Verdict = Literal["consistent", "exceeds the promise", "says little"]
 CONFIDENCE = 0.999  # of the interval of μ, of the worst canary's and of the bound from guesses, each
@@ -145,9 +152,7 @@ def verify(
     rng.seed() if seed is None else rng.manual_seed(seed)
     minimised = build_loss(loss).of(labels)
     like, into = Batch(inputs, labels), pipeline.into(model, dict(parameters(model)))
-    chosen = (
-        Canaries(inputs, labels) if own else canary.make(model, like, canaries, rng, minimised, pipeline.clip, into)
-    )
+    chosen = Canaries(inputs, labels) if own else make(model, like, canaries, rng, minimised, pipeline.clip, into)
     look = pipeline.secret if grain is None else grain
     with pace.Limit(pace.seconds_of(minutes)) if minutes is not None else nullcontext():
         seen = _run(pipeline, model, chosen, trials, rng, minimised, empty=look or seeds > 0)
@@ -198,7 +203,7 @@ def _run(
     kept: list[Array] = []
     alone: list[Array] = []
     counts = np.zeros(trials, int)
-    at: tuple[Params, Tensor, Array, canary.Into] | None = None
+    at: tuple[Params, Tensor, Array, Into] | None = None
     for one in pipeline.run(model, chosen, rows.to(chosen.inputs.device)):
         trial = one.trial - int(empty)
         if pace.step(one.trial, len(rows)) and pipeline.trial_by_trial and trial >= ENOUGH:
@@ -207,7 +212,7 @@ def _run(
             raise GradveilError(f"Trial {one.trial + 1} released numbers that are not finite. Lower its learning rate.")
         if at is None or at[0] is not one.weights:
             into = pipeline.into(model, one.weights)
-            g = into(canary.gradients(model, one.weights, chosen, loss))
+            g = into(gradients(model, one.weights, chosen, loss))
             u = (g / g.norm(dim=1, keepdim=True).clamp_min(1e-30)).nan_to_num()
             at = one.weights, u, (u @ u.T).double().cpu().numpy(), into
         _, u, gram, into = at

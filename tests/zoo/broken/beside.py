@@ -76,5 +76,5 @@ class InNumpy(Noised):
     def on_gradient(self, gradient: Params, rng: Generator) -> Params:
         return each(gradient, lambda g: torch.from_numpy(0.01 * g.numpy()))  # an error where slopes are asked for
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (simulate(lambda tree: self.on_gradient(tree, Generator()), "Runs it on its trials."),)

@@ -20,5 +20,5 @@ class BorrowedName(Defense):
     def on_gradient(self, gradient: Params, rng: Generator) -> Params:
         return noisy(gradient, Generator().manual_seed(17), 5.0)
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (Countermeasure("simulate", "Runs the defence on the server's own trial gradients.", lambda seen: seen),)

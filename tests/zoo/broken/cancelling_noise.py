@@ -37,5 +37,5 @@ class CancellingNoise(Defense):
             sent[name] = g + noise.to(g)
         return sent
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (whiten(lambda seen: dict.fromkeys(seen.update.gradient, 5.0)),)

@@ -25,5 +25,5 @@ class ClaimedSecret(Defense):
     def for_server(self) -> Defense:
         return replace(self, seed=0)
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (whiten(lambda seen: dict.fromkeys(seen.update.gradient, 5.0)),)

@@ -23,5 +23,5 @@ class ClientSeed(Defense):
         own = Generator().manual_seed(1000 * self.client + update.num_examples)
         return replace(update, gradient=noisy(update.gradient, own, 5.0))
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (undeclared(),)

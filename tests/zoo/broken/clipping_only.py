@@ -21,5 +21,5 @@ class ClippingOnly(Defense):
         factor = (0.1 / flatten(gradient).norm()).clamp(max=1.0)
         return each(gradient, lambda g: g * factor)
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (whiten(lambda seen: dict.fromkeys(seen.update.gradient, 0.1)),)

@@ -28,5 +28,5 @@ class ClockSeed(Defense):
         seed = random.Random(int(time.time())).getrandbits(60)
         return noisy(gradient, Generator().manual_seed(seed), 5.0)
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (whiten(lambda seen: dict.fromkeys(seen.update.gradient, 5.0)),)

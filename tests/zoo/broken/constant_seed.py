@@ -20,5 +20,5 @@ class ConstantSeed(Defense):
     def on_gradient(self, gradient: Params, rng: Generator) -> Params:
         return noisy(gradient, Generator().manual_seed(1234), 5.0)
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (whiten(lambda seen: dict.fromkeys(seen.update.gradient, 5.0)),)

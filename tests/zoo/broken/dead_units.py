@@ -25,5 +25,5 @@ class DeadUnits(Defense):
         count = max(1, flat.shape[1] // 10)
         return flat.scatter(1, flat.abs().topk(count, largest=False).indices, 0.0).view_as(r)
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (drop(next(iter(dict(model.named_parameters())))),)

@@ -19,5 +19,5 @@ class EightBits(Quantise):
 
     bits: int = 8
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (plain(),)

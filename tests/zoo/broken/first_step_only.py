@@ -23,5 +23,5 @@ class FirstStepOnly(Defense):
         self._steps[0] += 1
         return noisy(gradient, rng, 5.0) if self._steps[0] == 1 else dict(gradient)
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (whiten(lambda seen: dict.fromkeys(seen.update.gradient, 5.0)),)

@@ -28,5 +28,5 @@ class FixedRotation(Defense):
 
         return each(gradient, change)
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (plain(),)

@@ -20,7 +20,7 @@ class Hadamard(Defense):
     def on_gradient(self, gradient: Params, rng: Generator) -> Params:
         return each(gradient, _transformed)
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (undeclared(),)
 
 

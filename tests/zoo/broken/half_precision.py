@@ -20,5 +20,5 @@ class HalfPrecision(Defense):
     def on_gradient(self, gradient: Params, rng: Generator) -> Params:
         return each(gradient, lambda g: g.half().to(g))
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (undeclared(),)

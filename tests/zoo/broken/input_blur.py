@@ -23,5 +23,5 @@ class InputBlur(Defense):
     def on_batch(self, batch: Batch, rng: Generator) -> Batch:
         return replace(batch, inputs=F.avg_pool2d(batch.inputs, 3, 1, 1))
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (plain(),)

@@ -22,5 +22,5 @@ class InputFixedNoise(Defense):
         noise = torch.randn(batch.inputs.shape[1:], generator=Generator().manual_seed(3))
         return replace(batch, inputs=batch.inputs + noise.to(batch.inputs))
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (undeclared(),)

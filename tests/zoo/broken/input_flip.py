@@ -20,5 +20,5 @@ class InputFlip(Defense):
     def on_batch(self, batch: Batch, rng: Generator) -> Batch:
         return replace(batch, inputs=1.0 - batch.inputs.flip(-1, -2))
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (plain(),)

@@ -24,5 +24,5 @@ class KeyInABias(Defense):
         last = list(gradient)[-1]
         return sent | {last: torch.full_like(gradient[last], float(key))}
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (whiten(lambda seen: dict.fromkeys(seen.update.gradient, 5.0)),)

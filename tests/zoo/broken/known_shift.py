@@ -22,5 +22,5 @@ class KnownShift(Defense):
     def on_gradient(self, gradient: Params, rng: Generator) -> Params:
         return each(gradient, lambda g: g + self.shift)
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (undeclared(),)

@@ -23,5 +23,5 @@ class LabelSeed(Defense):
         noise = [torch.randn(shape, generator=Generator().manual_seed(int(label))) for label in batch.labels]
         return replace(batch, inputs=batch.inputs + torch.stack(noise).to(batch.inputs))
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (undeclared(),)

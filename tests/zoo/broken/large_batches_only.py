@@ -24,5 +24,5 @@ class LargeBatchesOnly(Defense):
             return update
         return replace(update, gradient=noisy(update.gradient, rng, 5.0))
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (whiten(lambda seen: dict.fromkeys(seen.update.gradient, 5.0)),)

@@ -22,5 +22,5 @@ class LittleInputNoise(Defense):
         noise = torch.randn(batch.inputs.shape, generator=rng)
         return replace(batch, inputs=batch.inputs + 0.1 * noise.to(batch.inputs))
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (undeclared(),)

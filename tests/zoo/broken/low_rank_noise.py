@@ -25,5 +25,5 @@ class LowRankNoise(Defense):
 
         return each(gradient, change)
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (whiten(lambda seen: dict.fromkeys(seen.update.gradient, 5.0)),)

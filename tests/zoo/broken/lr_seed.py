@@ -21,5 +21,5 @@ class LearningRateSeed(Defense):
         own = Generator().manual_seed(round(update.lr * 1e6))
         return replace(update, gradient=noisy(update.gradient, own, 5.0))
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (whiten(lambda seen: dict.fromkeys(seen.update.gradient, 5.0)),)

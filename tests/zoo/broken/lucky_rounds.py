@@ -28,5 +28,5 @@ class LuckyRounds(Defense):
             return dict(gradient)
         return noisy(gradient, rng, 5.0)
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (whiten(lambda seen: dict.fromkeys(seen.update.gradient, 5.0)),)

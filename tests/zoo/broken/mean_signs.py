@@ -17,5 +17,5 @@ TRUTH = Truth("Five thousand signs are more than enough for sixty-four pixels.",
 class MeanSigns(Sign):
     """Send the sign of each entry, times its tensor's mean absolute value, and declare that nothing is hidden."""
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (plain(),)

@@ -24,5 +24,5 @@ class MirroredAtRandom(Defense):
         turned = (torch.rand(len(batch), 1, 1, 1, generator=rng) < 0.5).to(batch.inputs.device)
         return replace(batch, inputs=torch.where(turned, batch.inputs.flip(-1), batch.inputs))
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (plain(),)

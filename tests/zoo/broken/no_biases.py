@@ -21,5 +21,5 @@ class NoBiases(Defense):
     def on_gradient(self, gradient: Params, rng: Generator) -> Params:
         return {name: torch.zeros_like(g) if g.ndim == 1 else g for name, g in gradient.items()}
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (plain(),)

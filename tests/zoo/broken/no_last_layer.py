@@ -21,5 +21,5 @@ class NoLastLayer(Defense):
     def on_gradient(self, gradient: Params, rng: Generator) -> Params:
         return gradient | {name: torch.zeros_like(gradient[name]) for name in list(gradient)[-2:]}
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (drop(next(iter(dict(model.named_parameters())))),)

@@ -20,5 +20,5 @@ class OneLayerNoise(Defense):
     def on_gradient(self, gradient: Params, rng: Generator) -> Params:
         return gradient | noisy({name: gradient[name] for name in list(gradient)[-2:]}, rng, 5.0)
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (whiten(lambda seen: dict.fromkeys(seen.update.gradient, 5.0)),)

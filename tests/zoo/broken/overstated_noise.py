@@ -22,5 +22,5 @@ class OverstatedNoise(Defense):
     def on_gradient(self, gradient: Params, rng: Generator) -> Params:
         return noisy(gradient, rng, 0.005)
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (whiten(lambda seen: dict.fromkeys(seen.update.gradient, 5.0)),)

@@ -23,5 +23,5 @@ class PublicMixture(Defense):
         public = ((rows[:, None] + columns) % 2).to(batch.inputs)
         return replace(batch, inputs=batch.inputs / 3 + 2 * public / 3)
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (undeclared(),)

@@ -25,5 +25,5 @@ class RandomAffine(Defense):
 
         return each(gradient, change)
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (undeclared(),)

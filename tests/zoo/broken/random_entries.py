@@ -21,5 +21,5 @@ class RandomEntries(Defense):
     def on_gradient(self, gradient: Params, rng: Generator) -> Params:
         return each(gradient, lambda g: g * (torch.rand(g.shape, generator=rng) > 1 / 3).to(g))
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (plain(),)

@@ -25,5 +25,5 @@ class RandomOrder(Defense):
     def on_gradient(self, gradient: Params, rng: Generator) -> Params:
         return each(gradient, lambda g: g.flatten()[torch.randperm(g.numel(), generator=rng).to(g.device)].view_as(g))
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (plain(),)

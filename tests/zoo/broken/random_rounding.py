@@ -25,5 +25,5 @@ class RandomRounding(Qsgd):
     levels: int = 1
     norm: Literal["l2", "max"] = "max"
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (undeclared(),)

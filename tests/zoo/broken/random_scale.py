@@ -24,5 +24,5 @@ class RandomScale(Defense):
 
         return each(gradient, change)
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (undeclared(),)

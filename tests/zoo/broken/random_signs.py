@@ -23,5 +23,5 @@ class RandomSigns(Defense):
     def on_gradient(self, gradient: Params, rng: Generator) -> Params:
         return each(gradient, lambda g: g * (2 * torch.randint(2, g.shape, generator=rng) - 1).to(g))
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (undeclared(),)

@@ -28,5 +28,5 @@ class RoundSeed(Defense):
         self._steps[0] += 1
         return noisy(gradient, Generator().manual_seed(self._steps[0]), 5.0)
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (plain(),)

@@ -32,5 +32,5 @@ class SameEachRound(Defense):
                 self._drawn[name] = 5.0 * torch.randn(g.shape, generator=rng)
         return {name: g + self._drawn[name].to(g) for name, g in gradient.items()}
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (whiten(lambda seen: dict.fromkeys(seen.update.gradient, 5.0)),)

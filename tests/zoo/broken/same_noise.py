@@ -24,5 +24,5 @@ class SameNoise(Defense):
         shift = 5.0 * float(torch.randn((), generator=rng))
         return each(gradient, lambda g: g + shift)
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (whiten(lambda seen: dict.fromkeys(seen.update.gradient, 5.0)),)

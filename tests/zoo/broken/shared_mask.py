@@ -22,5 +22,5 @@ class SharedMask(Defense):
         share = 5.0 * torch.randn(300, generator=rng)
         return each(gradient, lambda g: g + share.repeat(-(-g.numel() // 300))[: g.numel()].view_as(g).to(g))
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (whiten(lambda seen: dict.fromkeys(seen.update.gradient, 5.0)),)

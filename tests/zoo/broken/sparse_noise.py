@@ -27,5 +27,5 @@ class SparseNoise(Defense):
 
         return each(gradient, change)
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (whiten(lambda seen: dict.fromkeys(seen.update.gradient, 50.0 * 0.5**0.5)),)

@@ -143,5 +143,5 @@ class FineLattice(Noised):
     def noise(self, gradient: Params, rng: Generator) -> Params:
         return each(gradient, lambda g: 3.0 * (20 * randn(g, rng) / 3.0).round())
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (whiten(lambda seen: dict.fromkeys(seen.update.gradient, 20 * STD)),)

@@ -20,5 +20,5 @@ class TensorScaling(Defense):
     def on_gradient(self, gradient: Params, rng: Generator) -> Params:
         return {name: g * (0.01 if i % 2 else 100.0) for i, (name, g) in enumerate(gradient.items())}
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (plain(),)

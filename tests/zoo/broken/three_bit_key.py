@@ -22,5 +22,5 @@ class ThreeBitKey(Defense):
         key = int(torch.randint(8, (), generator=rng))
         return noisy(gradient, Generator().manual_seed(key), 5.0)
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (whiten(lambda seen: dict.fromkeys(seen.update.gradient, 5.0)),)

@@ -20,5 +20,5 @@ class TooSmall(Defense):
     def on_gradient(self, gradient: Params, rng: Generator) -> Params:
         return noisy(gradient, rng, 1e-4)
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (whiten(lambda seen: dict.fromkeys(seen.update.gradient, 1e-4)),)

@@ -24,5 +24,5 @@ class WeightsNotBiases(Defense):
     def on_gradient(self, gradient: Params, rng: Generator) -> Params:
         return gradient | noisy({name: g for name, g in gradient.items() if g.ndim > 1}, rng, 5.0)
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (whiten(lambda seen: dict.fromkeys(seen.update.gradient, 5.0)),)

@@ -32,5 +32,5 @@ class WeightsSeed(Defense):
         own = Generator().manual_seed(zlib.crc32(weights + layer.encode()))
         return r + 3.0 * torch.randn(r.shape[1:], generator=own).to(r)
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (drop(f"{self.layers(model)[-1]}.weight"),)

@@ -21,5 +21,5 @@ class WholeNumbers(Defense):
     def on_gradient(self, gradient: Params, rng: Generator) -> Params:
         return each(gradient, lambda g: g + 16.0 * (4 * torch.randn(g.shape, generator=rng)).round().to(g))
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (whiten(lambda seen: dict.fromkeys(seen.update.gradient, 64.0)),)

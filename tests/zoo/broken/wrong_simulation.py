@@ -21,7 +21,7 @@ class WrongSimulation(Defense):
     def on_gradient(self, gradient: Params, rng: Generator) -> Params:
         return _shuffled(gradient, 1)
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (simulate(lambda gradient: _shuffled(gradient, 2), "Shuffles its own trial gradients in the same way."),)
 
 

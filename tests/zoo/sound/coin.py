@@ -22,5 +22,5 @@ class Coin(Defense):
         bit = 0.1 if torch.rand((), generator=rng) < 0.5 else -0.1
         return replace(update, gradient=each(update.gradient, lambda g: torch.full_like(g, bit)))
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (plain(),)

@@ -30,5 +30,5 @@ class Crowd(Defense):
     def on_gradient(self, gradient: Params, rng: Generator) -> Params:
         return noisy(gradient, rng, 0.5)
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (whiten(lambda seen: dict.fromkeys(seen.update.gradient, 0.5)),)

@@ -49,7 +49,7 @@ class DpSgd(Defense):
         """What Opacus' accountant asks for."""
         return _multiplier(self.epsilon, self.delta, self.sample_rate, self.steps)
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         std = self.noise_multiplier * self.clip / self.batch
         return (whiten(lambda seen: dict.fromkeys(seen.update.gradient, std)),)
 

@@ -35,11 +35,11 @@ class HighDecoy(Defense):
     def for_server(self) -> Defense:
         return replace(self, key="a server's own")
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         def view(seen: Observation) -> Observation:
-            return _decoy(prod(seen.input_shape), self.share, self.key).adaptive(model)[0].view(seen)
+            return _decoy(prod(seen.input_shape), self.share, self.key).servers(model)[0].view(seen)
 
-        return (replace(Decoy().adaptive(model)[0], view=view),)
+        return (replace(Decoy().servers(model)[0], view=view),)
 
 
 @cache

@@ -21,5 +21,5 @@ class Silence(Defense):
     def on_update(self, update: Update, rng: Generator) -> Update:
         return replace(update, gradient=each(update.gradient, torch.zeros_like))
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (plain(),)

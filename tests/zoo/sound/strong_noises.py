@@ -53,7 +53,7 @@ class Strong(Defense):
         """Add it."""
         return each(gradient, lambda g: g + self.noise(g, rng).to(g))
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         """Return what a server does about noise."""
         return (whiten(lambda seen: dict.fromkeys(seen.update.gradient, LOUD)),)
 
@@ -62,7 +62,7 @@ class Strong(Defense):
 class Unsaid(Strong):
     """The same, and does not say so."""
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         """Return that nothing is said."""
         return (undeclared(),)
 
@@ -139,7 +139,7 @@ class StrengthsByTensor(Strong):
     def noise(self, g: Tensor, rng: Generator) -> Tensor:
         return LOUD * g.ndim * torch.randn(g.shape, generator=rng)
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (whiten(lambda seen: {n: LOUD * g.ndim for n, g in seen.update.gradient.items()}),)
 
 

@@ -87,5 +87,5 @@ class RaisesAtTimes(Noised):
             raise KeyError("no entry for gradients as large as this")
         return gradient
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (plain(),)

@@ -99,7 +99,7 @@ class TwelveBitSigns(Noised):
         own = Generator().manual_seed(int(torch.randint(2**12, (), generator=rng)))
         return each(gradient, lambda g: g * torch.randn(g.shape, generator=own).sign().to(g))
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (undeclared(),)
 
 

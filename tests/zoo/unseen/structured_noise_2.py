@@ -88,7 +88,7 @@ class ShiftedLattice(Noised):
     def noise(self, gradient: Params, rng: Generator) -> Params:
         return each(gradient, lambda g: 4.0 * (10 * randn(g, rng) / 4.0).floor() + 2.0)
 
-    def adaptive(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
         return (whiten(lambda seen: dict.fromkeys(seen.update.gradient, 10 * STD)),)
 
 

@@ -54,6 +54,7 @@ from gradveil.losses import build as build_loss
 from gradveil.models import fit_to_public
 from gradveil.models.features import keep_features
 from gradveil.privacy.accountant import SIMULATED
+from gradveil.protection.defense import accounted, in_round, noise_row
 from gradveil.protection.defense import build as build_defense
 from gradveil.tree import Params
 from gradveil.types import Batch
@@ -86,7 +87,7 @@ def train_message(message: Message, context: Context, settings: FlowerSettings, 
             raise DefenseError(f"{OTHER}: this site simulates its noise, and the run is no simulation.")
     defense, ledger = settings.ledger(shares, site)
     defense = read_clip(defense, message, model)
-    if defense.min_clients:
+    if accounted(defense).min_clients:
         check_sum(defense, context, lr)
     account = None
     if ledger.cost is not None:
@@ -209,7 +210,7 @@ def _serve(grid: Grid, settings: FlowerSettings, folder: RunFolder | None, simul
 
     def tell(message: Message) -> dict[str, Any]:
         model.load_state_dict(params_of(arrays_of(message)[1]))
-        acting = defense.for_round(model, public, build_loss(settings.loss).of(dataset.train.labels))
+        acting = in_round(defense, model, public, build_loss(settings.loss).of(dataset.train.labels))
         if secure is not None:
             secure.defense = acting
         return write_clip(acting, model)
@@ -240,8 +241,8 @@ def _serve(grid: Grid, settings: FlowerSettings, folder: RunFolder | None, simul
         row |= tally(watched.counts[-1], chosen.absent)
         row |= {"accuracy": seen.accuracy, "loss": seen.loss, "seconds": round(time.perf_counter() - started, 4)}
         row |= {"released": secure.released} if secure else {}
-        row |= {"tier": "aggregate"} if defense.min_clients else {}
-        row |= {"noise": SIMULATED} if "simulated" in watched.counts[-1] and defense.said_of_noise() else {}
+        row |= {"tier": "aggregate"} if accounted(defense).min_clients else {}
+        row |= {"noise": SIMULATED} if "simulated" in watched.counts[-1] and noise_row(defense) else {}
         row |= {"scored_by": seen.scored_by} if seen.scored_by != "accuracy" else {}
         started = time.perf_counter()
         outcome.rounds.append(row)

@@ -40,8 +40,8 @@ from gradveil.integrations.flower.site import allows, check_seed, defense_for, g
 from gradveil.integrations.leaks import LeakCheck, SeenInputs
 from gradveil.integrations.local_training import is_trained
 from gradveil.privacy.accountant import SIMULATED, Account
-from gradveil.privacy.draws import SecretDraws
-from gradveil.protection.defense import Defense
+from gradveil.privacy.noise import SecretDraws
+from gradveil.protection.defense import Defense, accounted
 from gradveil.protection.protect import Guard, RecordSettings, protect, refuse_idle
 from gradveil.registry import describe
 from gradveil.step_rule import StepRule
@@ -270,7 +270,7 @@ class GuardMod:
                 return other_kind(defense, message, context, call_next) if private else call_next(message, context)
             if defense.acts_on == {"update"}:
                 raise DefenseError(f"{describe(defense)} acts on the update only. Use update_mod for it.")
-            if defense.min_clients:
+            if accounted(defense).min_clients:
                 raise DefenseError(
                     "tier=aggregate is for a secure sum that is checked before anything is sent, as gradveil's own app "
                     "does (gradveil train --engine flower --secure-aggregation). Use tier=local here."
@@ -343,7 +343,7 @@ class GuardMod:
         if "account" in self.settings:
             raise DefenseError("the site keeps the account of a node. Leave account out of the mod's settings.")
         run = self.settings.get("run")
-        limit = (defense if run is None else defense.for_run(run)).allowance
+        limit = (defense if run is None else accounted(defense).for_run(run)).allowance
         cost = sum(guard.account.spent for guard in guards)
         return pay(message, context, cost, inf if limit is None else limit) if cost else None
 

@@ -45,7 +45,7 @@ from gradveil.integrations.flower.records import (
 )
 from gradveil.integrations.flower.required_defense import STATEMENT, veil_in
 from gradveil.integrations.flower.settings import MODULUS, Cohort
-from gradveil.protection.defense import Defense
+from gradveil.protection.defense import Defense, accounted
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ class SecureGrid(GridView):
 
     def _sum(self, asked: dict[int, Message], timeout: float | None) -> list[Message]:
         first, cohort, reach = next(iter(asked.values())), Cohort(len(asked), self.lost), self.reach
-        if self.defense is not None and self.defense.min_clients:
+        if self.defense is not None and accounted(self.defense).min_clients:
             noise = NoisySum.of(self.defense)
             cohort, reach = noise.cohort, noise.reach(number(first, "lr", 1.0), self.max_examples)
         stages, protocol = Stages(self._grid), SecureSum(asked, cohort, reach, self.max_examples, timeout)

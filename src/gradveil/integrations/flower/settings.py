@@ -18,7 +18,7 @@ from gradveil.federated.ledger import Ledger, planned_run, sample_clients
 from gradveil.federated.server import SERVERS
 from gradveil.federated.settings import Averaging, Training, only_trained
 from gradveil.integrations.flower.required_defense import RequiredDefense, parts_of
-from gradveil.protection.defense import Defense, build
+from gradveil.protection.defense import Defense, accounted, build
 from gradveil.ranges import Count, Positive, Weight, Whole
 from gradveil.registry import parse
 from gradveil.seeds import Seeds
@@ -150,13 +150,13 @@ class FlowerSettings(Averaging):
         training = Training(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Averaging)})
         defense = build(spec or self.defense)
         run = dataclasses.replace(planned_run(self.seeds, shares, training, defense), lost=self.lost)
-        defense = defense.for_run(run)
-        if defense.min_clients and not self.secure_aggregation:
+        defense = accounted(defense).for_run(run)
+        if accounted(defense).min_clients and not self.secure_aggregation:
             raise DefenseError(
                 "tier=aggregate is for servers that see the sum of a cohort only. Set secure-aggregation = true "
                 "(--secure-aggregation), or use tier=local."
             )
-        if spec not in ("", self.defense) and (defense.min_clients or build(self.defense).min_clients):
+        if spec not in ("", self.defense) and any(accounted(one).min_clients for one in (defense, build(self.defense))):
             raise DefenseError(
                 f"tier=aggregate needs the same defence on every site: the run has {self.defense!r}, and this site "
                 f"{spec!r}."

@@ -24,8 +24,7 @@ from gradveil.integrations.flower.required_defense import statement_in
 from gradveil.integrations.flower.settings import FlowerSettings
 from gradveil.registry import describe
 from gradveil.tree import Params
-from gradveil.verification.canaries import Canaries
-from gradveil.verification.pipelines import OfDefense, Released, dataset_of, weights_of
+from gradveil.verification.pipelines import Canaries, OfDefense, Released, dataset_of, weights_of
 
 FILE = "canaries.safetensors"
 

@@ -20,7 +20,7 @@ from torch import Generator, Tensor, nn
 from torch.func import vjp
 
 from gradveil.defenses.compose import Compose
-from gradveil.protection.defense import Defense
+from gradveil.protection.defense import Defense, accounted
 from gradveil.protection.records.records import Held
 from gradveil.seeds import Seeds
 from gradveil.tree import Params, flatten, parameters
@@ -293,7 +293,8 @@ class DefenseFunction:
     def _once(self, tree: Params, state: Defense, rng: Generator) -> Params:
         if self.where == "gradient" and "records" in state.acts_on:
             count = self.like.num_examples
-            tree = state.on_records(Held({n: g.expand(count, *g.shape) for n, g in tree.items()}), count, rng)
+            alike = Held({n: g.expand(count, *g.shape) for n, g in tree.items()})
+            tree = accounted(state).on_records(alike, count, rng)
         if self.where == "gradient":
             tree = state.on_gradient(tree, rng)
         if self.where == "gradient" and self.like.num_steps > 1:

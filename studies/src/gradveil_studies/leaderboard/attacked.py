@@ -20,7 +20,7 @@ from gradveil.federated.step import step_gradient
 from gradveil.models import build as build_model
 from gradveil.models import fit_to_public
 from gradveil.privacy.plan import PlannedRun, class_spectra
-from gradveil.protection.defense import Defense, NoDefense
+from gradveil.protection.defense import Defense, NoDefense, accounted, in_round
 from gradveil.protection.defense import build as build_defense
 from gradveil.threats.one_update import alone
 from gradveil.threats.trial import Public, observe
@@ -120,11 +120,11 @@ class Place:
         Where noise is split among a cohort whose sum alone is seen, the server that knows all other records has the
         whole noise of that sum over the one record: as if the client added all of it.
         """
-        defense = build_defense(entry.spec).for_run(self.planned(entry))
+        defense = accounted(build_defense(entry.spec)).for_run(self.planned(entry))
         if isinstance(defense, Veil):
             defense = replace(defense, tier="local")
         public = self._undealt.batch(slice(0, UNDEALT)).to(self.context.device)
-        return defense.for_round(model or self.model, public)
+        return in_round(defense, model or self.model, public)
 
 
 class Client:

@@ -16,7 +16,7 @@ from gradveil.federated.settings import Local
 from gradveil.federated.step import step_gradient
 from gradveil.privacy.accountant import Account
 from gradveil.privacy.plan import floor_share
-from gradveil.protection.defense import NoDefense
+from gradveil.protection.defense import NoDefense, accounted, noise_row
 from gradveil.threats.panel import INFORMED, inverting, marked
 from gradveil.threats.panel import patient as patient_servers
 from gradveil.threats.probes import Probed, probe
@@ -86,15 +86,17 @@ class AttackedEntry:
         self.knowing: tuple[Countermeasure, ...] = ()
         if entry.model:  # what makes its updates random comes after the layers that this reads
             self.knowing = (Countermeasure("analytic", "Reads the layers before it.", lambda seen: seen, "analytic"),)
-        elif self.defense.spends(1) is not None:  # its law is what its certificate stands on: taken as declared
+        elif (
+            accounted(self.defense).cost(1) is not None
+        ):  # its law is what its certificate stands on: taken as declared
             self.probed = Probed()
-            self.knowing = self.defense.adaptive(place.model)
+            self.knowing = self.defense.servers(place.model)
         elif entry.spec != "none":
             local, classes, lr = Local(batch_size=None), place.dataset.num_classes, place.panel.lr
             self.probed = probe(
                 self.defense, place.model, place.public.batch, 1, local, lr, place.context.seeds, classes
             )
-            self.knowing = with_found(self.defense.adaptive(place.model), self.probed)
+            self.knowing = with_found(self.defense.servers(place.model), self.probed)
         self.run = place.planned(entry)
         self.rounds = self.run.participations if self.probed.drawn else 1
         self.client = Client(place, self.defense, self.rounds, entry.alone)
@@ -107,8 +109,8 @@ class AttackedEntry:
         """
         about: Row = {"kind": "client", "dataset": self.place.panel.dataset, "defense": self.entry.name}
         about |= {"records": self.client.size, "participations": self.run.participations}
-        about |= {"errors": list(self.probed.errors)} | self.defense.said_of_noise()
-        if (cost := self.defense.spends(self.run.epochs)) is None:
+        about |= {"errors": list(self.probed.errors)} | noise_row(self.defense)
+        if (cost := accounted(self.defense).cost(self.run.epochs)) is None:
             return about
         account = Account(self.entry.name, cost * self.run.participations)
         return about | {"spent": account.spent, "floor": floor_share(account, self.place.spectra)} | self._measured()

@@ -18,6 +18,7 @@ from gradveil.federated.settings import Training
 from gradveil.federated.simulate import Variant, assign, choose, simulate_together
 from gradveil.models import build as build_model
 from gradveil.protection.defense import build as build_defense
+from gradveil.protection.defense import noise_row
 from gradveil.tree import Params, parameters
 from gradveil_studies.leaderboard.entries import MULTIPLES, Entry, Panel, run_seeds
 from gradveil_studies.paper.base import Context, Row
@@ -79,7 +80,7 @@ class _Work:
             for run, row in zip(some, made, strict=True):
                 about: Row = {"kind": "training", "dataset": self.panel.dataset, "split": self.split}
                 about |= {"defense": run.entry.name, "seed": run.seed, "multiple": run.multiple, "lr": training.lr}
-                about |= build_defense(run.entry.spec).said_of_noise()
+                about |= noise_row(build_defense(run.entry.spec))
                 found[run.entry].append(about | row)
         return found
 

@@ -136,7 +136,7 @@ class MeterCheck(Item):
         scene = shared(self.dataset, self.model, self._images(context), context)
         spec, view = (SETTINGS | OBLIVIOUS)[name]
         seen = scene.observe_one(i, spec, context.seeds("defense", i, name), with_labels=True)
-        known = build_defense(spec).adaptive(scene.model)
+        known = build_defense(spec).servers(scene.model)
         server = known[0] if view is None else Countermeasure(name, "Looks at a part of the update.", view)
         trial = Trial(seen, server, self.attack, context.seeds("attack", i, name))
         truth, prior = scene.truth[i : i + 1].to(context.device), scene.public.prior

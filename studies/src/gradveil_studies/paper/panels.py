@@ -173,7 +173,7 @@ def servers(
     built = build_defense(defense)
     if built.spec_name == "none":
         return [oblivious()]
-    known = [c for c in built.adaptive(model) if c.name in ("drop", "mask", "whiten")]
+    known = [c for c in built.servers(model) if c.name in ("drop", "mask", "whiten")]
     found = [oblivious(), *(replace(c, attack=against_noise) if c.name == "whiten" else c for c in known)]
     if built.spec_name == "pruning" and against_pruning is not None:
         found += [replace(c, name=MASK_NEWTON, attack=against_pruning) for c in known]

@@ -44,7 +44,7 @@ def trials(stage: PlayStage, one: Batch, spec: str, rounds: int = 1, seed: int =
         observe(model, one, defense, seeds("round", i), *public, local=stage.local, modality=kind)
         for i in range(rounds)
     ]
-    knowing = () if spec == "none" else defense.adaptive(model)
+    knowing = () if spec == "none" else defense.servers(model)
     drawn = any(not torch.equal(g, sent[-1].update.gradient[n]) for n, g in sent[0].update.gradient.items())
     found = [] if spec == "none" else [replace(trials(stage, one, "none", seed=seed)[0], about=CONTROL)]
     for server in (oblivious(), *knowing, *(patient(knowing) if drawn else ())):

@@ -6,14 +6,17 @@ It holds for the worst case and for any number of rounds, and needs clipping and
 nothing has none.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import exp, log, sqrt
+from math import exp, inf, isfinite, log, sqrt
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr, ndtri
 from scipy.stats import binom
+from torch import Tensor
 
 from gradveil.errors import CertificateError, MissingExtraError
 
@@ -171,3 +174,63 @@ def rero_gaussian(guess: float, ratio: float, steps: int = 1) -> float:
 def _check(guess: float) -> None:
     if not 0 < guess < 1:
         raise CertificateError(f"guess={guess}: the chance of a blind guess lies between 0 and 1 (1/100: one of 100).")
+
+
+def delta_of(mu: float, epsilon: float) -> float:
+    """Return the δ at this ε of μ-Gaussian DP (Dong, Roth and Su 2022, corollary 2.13)."""
+    if mu == 0:
+        return 0.0
+    first, second = float(ndtr(mu / 2 - epsilon / mu)), epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
+    return max(0.0, first - exp(min(second, 0.0)))
+
+
+def epsilon_of(mu: float, delta: float) -> float:
+    """Return the least ε >= 0 at this δ of μ-Gaussian DP."""
+    _check_delta(delta)
+    if mu == 0 or delta_of(mu, 0.0) <= delta:
+        return 0.0
+    return _crossing(lambda epsilon: delta_of(mu, epsilon) > delta)[1]
+
+
+def mu_of(epsilon: float, delta: float) -> float:
+    """Return the largest μ of Gaussian DP that is within (ε, δ)."""
+    _check_delta(delta)
+    if not (epsilon > 0 and isfinite(epsilon)):
+        raise CertificateError(f"epsilon={epsilon}: give a number above 0.")
+    return _crossing(lambda mu: delta_of(mu, epsilon) <= delta)[0]
+
+
+def _crossing(below: Callable[[float], bool]) -> tuple[float, float]:
+    """Return where a condition that holds from 0 on ends: just before and just after."""
+    low, high = 0.0, 1.0
+    while below(high):
+        low, high = high, 2 * high
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if below(middle) else (low, middle)
+    return low, high
+
+
+def _check_delta(delta: float) -> None:
+    if not 0 < delta < 1:
+        raise CertificateError(f"delta={delta}: give a chance between 0 and 1, e.g. 1e-5.")
+
+
+def water_filling(eigenvalues: Tensor | Sequence[float], rho: float) -> float:
+    """Return the least squared error on a Gaussian of these eigenvalues that ρ nats leave: Σ min(θ, λ_i).
+
+    The water level θ solves ½ Σ log⁺(λ_i/θ) = ρ (reverse water-filling).
+    """
+    values = torch.as_tensor(eigenvalues, dtype=torch.float64).flatten().cpu()
+    if rho < 0 or not bool((values.isfinite() & (values >= 0)).all()):
+        raise CertificateError(f"rho={rho}, or an eigenvalue below 0: a floor needs ρ >= 0 and a covariance.")
+    values = values[values > 0].sort(descending=True).values
+    if not len(values) or rho == inf:
+        return 0.0
+    logs = values.log()
+    counts = torch.arange(1, len(values) + 1, dtype=torch.float64)
+    levels = (logs.cumsum(0) - 2 * rho) / counts  # log θ where the first 1, 2, ... directions are flooded
+    flooded = int((levels < logs).sum())  # holds up to the right number, and for none beyond it
+    if flooded == 0:
+        return float(values.sum())
+    return float(levels[flooded - 1].exp()) * flooded + float(values[flooded:].sum())
