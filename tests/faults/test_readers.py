@@ -1,6 +1,8 @@
 """Every reader of files, specs and messages gives the right answer or one error of ours: tried by the thousand."""
 
 import base64
+import contextlib
+import faulthandler
 import gzip
 import io
 import json
@@ -28,7 +30,7 @@ from torch import nn
 
 from data.helpers_data import pixels, png
 from faults.conftest import Count, times
-from faults.fuzz import TEXTS, WRONG, damaged, drill, wrong_values
+from faults.fuzz import TEXTS, WATCH, WRONG, damaged, drill, wrong_values
 from gradveil import data
 from gradveil.auditing.run_folder import RunFolder
 from gradveil.auditing.saved_update import UpdateAuditConfig
@@ -400,6 +402,9 @@ def test_parquet(place: Path, count: Count) -> None:
 
     def read(path: Path) -> None:
         shutil.rmtree(place / "cache", ignore_errors=True)
+        if ends_pyarrow(path):
+            ended.append(path)
+            return
         found = Folder(str(folder)).load(None)
         assert found.train.images.dtype == np.uint8
         assert 0 <= int(found.train.labels.min()) <= int(found.train.labels.max()) < found.num_classes <= 10**6
@@ -407,10 +412,13 @@ def test_parquet(place: Path, count: Count) -> None:
     whole = table_of([0, 1, 0, 1], ABOUT)
     wrong = wrong_values((ABOUT,)).map(lambda about: table_of([0, 1, 0, 1], about))
     some = damaged((whole,)) | wrong | st.sampled_from(LABELS).map(table_of)
+    ended: list[Path] = []  # see below
     drill("parquet", some, to_file(folder / "train.parquet", read), place, times(100, 300), count)
+    if ended:
+        count("parquet files that end pyarrow itself", len(ended))
 
 
-ABORTS = zlib.decompress(base64.b85decode(  # pyarrow 26.0.1, which reads it in a thread of its own, ends the process
+ABORTS = zlib.decompress(base64.b85decode(  # pyarrow 26.0.1 ends the process that looks at its columns
     'c-jka3^EjD5pCcUea7Y^$|1@i#K3TXC8mdgfuS?N&z+Y`iVMi(_4IHF0@56eER3ul3K<@zJPZeNgFRgwLn`JldN6GN&v^6H{llDlI6pGzTv+z9'
     'VfK$*Or^VDvK=?w?8bCB;Gbm8D_tE%v16L8T^9NunF6){Onn#6ZOL+Ln%aEfkn_4M3PJ`hh8tO?elV8T^$uOX8)!U(r>mdKI;VuD9)?pB7(PTi'
     'a4J$!Sa<6^V~&80w*K9jml@YQTQ8XQ;N?{ou^qzw3EykvSiCsBKPe}7ykR)?K!k5~*d#R;p~)AYy?ko)oN4P9sdT$Lx7)j(DQ34Byv;?}a1CgB'
@@ -427,15 +435,29 @@ ABORTS = zlib.decompress(base64.b85decode(  # pyarrow 26.0.1, which reads it in 
 ))  # fmt: skip
 
 
-def test_a_parquet_file_that_ends_a_reading_thread_is_refused(tmp_path: Path) -> None:
+def ends_pyarrow(path: Path) -> bool:
+    """Whether pyarrow ends the process that looks at a file's columns: tried in another one."""
+    WATCH.on = False
+    if (pid := os.fork()) == 0:
+        faulthandler.disable()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        with contextlib.suppress(BaseException):
+            about = pq.ParquetFile(path).metadata
+            [about.row_group(i).column(j) for i in range(about.num_row_groups) for j in range(about.num_columns)]
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    WATCH.on = True
+    return os.WIFSIGNALED(status)
+
+
+def test_a_parquet_file_that_ends_pyarrow_is_one_line_of_a_command(tmp_path: Path) -> None:
     path = tmp_path / "train.parquet"
     path.write_bytes(ABORTS)
-    code = (
-        f"from pathlib import Path; from gradveil.data.folder import read_parquet; read_parquet([Path({str(path)!r})])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 1, done.stderr[-300:]  # an error of ours, and no signal
-    assert "DataError" in done.stderr
+    assert ends_pyarrow(path), "pyarrow is mended: leave this out, and the words about it in docs/reliability.md"
+    command = [sys.executable, "-P", "-m", "gradveil", "audit", "--dataset", "folder:path=.", "--out", "run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode not in (0, -6), done.stderr[-300:]
+    assert done.stderr.splitlines()[-1].startswith("gradveil: "), done.stderr[-600:]
 
 
 def test_tables(place: Path, count: Count) -> None:

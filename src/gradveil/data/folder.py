@@ -57,8 +57,7 @@ def _read_parquet(path: Path) -> Any:
         if about.num_rows > _ROWS or not 0 <= size <= most or not 0 <= numbers <= most or longest < 0:
             raise ValueError(f"{about.num_rows:,} rows, {size:,} bytes; the most is {_ROWS:,} and {most:,}")
         held, parts = 0, []
-        rows = max(1, min(2**16, _PIECE // max(longest, 1)))
-        for part in file.iter_batches(rows, use_threads=False):  # in a thread some damage ends the process
+        for part in file.iter_batches(max(1, min(2**16, _PIECE // max(longest, 1)))):
             held += part.nbytes
             if held > most:
                 raise ValueError(f"it unpacks to more than {most:,} bytes")
