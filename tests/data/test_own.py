@@ -1,5 +1,7 @@
 """A user's own data: arrays, functions and directories."""
 
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
-from data.helpers_data import pixels, write_parquet
+from data.helpers_data import pixels, png, write_parquet
 from gradveil.data import Dataset, load
 from gradveil.data.base import from_arrays, hold_out
-from gradveil.errors import DataError
+from gradveil.errors import DataError, MissingExtraError
 
 
 @pytest.fixture(autouse=True)
@@ -161,3 +163,79 @@ def test_what_is_held_out_is_a_share_of_each_class_and_disjoint() -> None:
     assert np.bincount(labels[aside], minlength=5).tolist() == [10, 4, 2, 1, 0]
     with pytest.raises(DataError, match="between 0 and 1"):
         hold_out(labels, 1.0)
+
+
+def test_hugging_face_data_sets_are_taken_as_objects_and_as_saved(tmp_path: Path) -> None:
+    hub = pytest.importorskip("datasets")
+    images = pixels(20, 1, 6)
+    kinds = hub.Features({"image": hub.Image(), "label": hub.ClassLabel(names=["cat", "dog"])})
+    rows = {"image": [{"bytes": png(image), "path": None} for image in images], "label": [0, 1] * 10}
+    whole = hub.Dataset.from_dict(rows, features=kinds)
+    found = load(whole)
+    assert (found.class_names, len(found.train), len(found.test)) == (("cat", "dog"), 16, 4)
+    apart = load(hub.DatasetDict({"train": whole, "test": whole.select(range(3))}))
+    assert (np.asarray(apart.train.images) == images).all()
+    assert (np.asarray(apart.test.images) == images[:3]).all()
+    whole.save_to_disk(tmp_path / "one")
+    hub.DatasetDict({"train": whole, "test": whole.select(range(3))}).save_to_disk(tmp_path / "two")
+    assert len(load(f"folder:path={tmp_path}/one").train) == 16
+    saved = load(f"folder:path={tmp_path}/two")
+    assert (np.asarray(saved.test.images) == images[:3]).all()
+    assert saved.class_names == ("cat", "dog")
+
+
+def test_texts_of_the_hub_are_told_to_their_classes(tmp_path: Path) -> None:
+    hub = pytest.importorskip("datasets")
+    kinds = hub.Features({"text": hub.Value("string"), "label": hub.ClassLabel(names=["good", "bad"])})
+    rows = {"text": [f"this film number {i} was seen" for i in range(12)], "label": [0, 1] * 6}
+    both = hub.DatasetDict({part: hub.Dataset.from_dict(rows, features=kinds) for part in ("train", "test")})
+    both.save_to_disk(tmp_path / "films")
+    for found in (load(both), load(f"folder:path={tmp_path}/films")):
+        assert found.modality.spec_name == "tokens"
+        assert (found.class_names, len(found.train), len(found.test)) == (("bad", "good"), 12, 12)
+        assert found.train.labels.tolist() == [1, 0] * 6  # good, bad, ...
+        assert found.default_model == "bert_tiny"
+    with pytest.raises(DataError, match="give a function that returns it as a data frame: --dataset my_module:frame"):
+        load(hub.Dataset.from_dict({"age": [1, 2], "outcome": [0, 1]}))
+
+
+class _Dicom(dict):  # type: ignore[type-arg]
+    """As pydicom's own: fields by name."""
+
+    __getattr__ = dict.__getitem__
+
+
+def test_dicom_files_are_read_where_pydicom_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    stored = {}
+    for i in range(8):
+        path = tmp_path / "ab"[i % 2] / f"{i}.dcm"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"")
+        white = "MONOCHROME1" if i == 3 else "MONOCHROME2"
+        stored[path.name] = _Dicom(
+            Rows=5, Columns=6, PhotometricInterpretation=white, pixel_array=rng.integers(0, 4096, (5, 6))
+        )
+    monkeypatch.setitem(sys.modules, "pydicom", None)
+    with pytest.raises(MissingExtraError, match=r"gradveil\[dicom\]"):
+        load("folder", tmp_path)
+    fake, inside = types.ModuleType("pydicom"), types.ModuleType("pydicom.pixels")
+    fake.dcmread = lambda path: stored[Path(path).name]  # type: ignore[attr-defined]
+    inside.apply_rescale = lambda values, file: values - 1024.0  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pydicom", fake)
+    monkeypatch.setitem(sys.modules, "pydicom.pixels", inside)
+    found = load("folder:test_share=0.25", tmp_path)
+    everything = np.stack([one.pixel_array for one in stored.values()])
+    low, high = int(everything.min()), int(everything.max())
+    assert found.levels == (low - 1024, high - 1024)
+    assert found.input_shape == (1, 5, 6)
+    read = {image.tobytes() for image in [*found.train.images, *found.test.images]}
+    for i, one in enumerate(stored.values()):
+        values = one.pixel_array
+        if i == 3:  # its lowest value is white
+            values = values.min() + values.max() - values
+        assert np.rint(255 * (values - low) / (high - low)).astype(np.uint8).tobytes() in read
+    stored["0.dcm"]["NumberOfFrames"] = 3
+    (tmp_path / "a/0.dcm").write_bytes(b"again")
+    with pytest.raises(DataError, match=r"0\.dcm cannot be read .*several frames"):
+        load("folder", tmp_path)

@@ -46,6 +46,19 @@ def test_lines_with_labels_are_classes(tmp_path: Path) -> None:
     assert data.fitting_loss("cross_entropy") == "cross_entropy"
 
 
+def test_an_audit_of_lines_with_labels_takes_a_model_that_tells_classes(tmp_path: Path) -> None:
+    (tmp_path / "mail.txt").write_text("".join(f"{'spam' if i % 2 else 'ham'}\tmail number {i}\n" for i in range(20)))
+    data = load(f"{tmp_path}/mail.txt")
+    assert (data.default_model, load("manual").default_model) == ("bert_tiny", "gpt_tiny")
+    config = AuditConfig(rounds=1, clients=1, images=1, meter_seconds=0, tiers=("oblivious",))
+    done = audit(
+        dataset=f"text:length=6,path={tmp_path}/mail.txt", defenses=[], config=config, attacks=["span"],
+        out=tmp_path / "run",
+    )  # fmt: skip
+    assert done.config.model == "bert_tiny"
+    assert any(line.attack == "span" for line in done.lines)
+
+
 def test_rare_words_are_unknown_and_the_manual_is_there() -> None:
     data = from_texts("own", ["a a a b b c d"] * 4, length=4, vocabulary=5)
     assert data.modality.row()["vocabulary"][3:] == ["a", "b"]

@@ -160,10 +160,13 @@ def load(name: str | Source | Dataset | Callable[..., Any], data: str | Path | N
 
     A file ``notes.txt`` is text. ``data`` (or the environment variable ``GRADVEIL_DATA``) names the local data folder.
     A function, or ``package.module:function``, gives a user's own data: it returns a ``Dataset``, ``(inputs, labels)``,
-    or a pair of these for train and test, and is called with ``data=`` where its signature takes it.
+    a pair of these for train and test, or a data set of Hugging Face's, and is called with ``data=`` where it takes
+    that.
     """
     if isinstance(name, Dataset):
         return name
+    if _is_of_hub(name):
+        return from_result("own", name)
     text = data if data is not None else os.environ.get("GRADVEIL_DATA")
     folder = Path(text).expanduser() if text else None
     if data is not None and folder is not None and not folder.is_dir():
@@ -223,14 +226,28 @@ def from_result(name: str, result: Any) -> Dataset:
     """Return the data set that a user's function gave: a ``Dataset``, a pair of arrays, or a pair of pairs."""
     if isinstance(result, Dataset):
         return result
+    if _is_of_hub(result):
+        from gradveil.data.folder import from_hub
+
+        splits = result if isinstance(result, dict) else {"train": result}
+        tables = {part: one.with_format("arrow")[:] for part, one in splits.items()}
+        if "train" not in tables:
+            raise DataError(f"{name!r} has no split called train. It has: {', '.join(map(str, tables))}.")
+        return from_hub(name, tables["train"], next((tables[p] for p in ("test", "validation") if p in tables), None))
     if isinstance(result, (tuple, list)) and len(result) == 2:
         if all(isinstance(part, (tuple, list)) and len(part) == 2 for part in result):
             return from_arrays(name, tuple(result[0]), tuple(result[1]))
         return from_arrays(name, (result[0], result[1]))
     raise DataError(
-        f"{name!r} returned a {type(result).__name__}; give a gradveil.data.Dataset, (inputs, labels), or "
-        "((train inputs, train labels), (test inputs, test labels))."
+        f"{name!r} returned a {type(result).__name__}; give a gradveil.data.Dataset, (inputs, labels), "
+        "((train inputs, train labels), (test inputs, test labels)), or a data set of Hugging Face's."
     )
+
+
+def _is_of_hub(value: Any) -> bool:
+    """Return whether this is a data set of Hugging Face's library, or a dictionary of its splits."""
+    some = next(iter(value.values()), None) if isinstance(value, dict) else value
+    return hasattr(some, "with_format") and hasattr(some, "features")
 
 
 def hold_out(labels: Array, share: float, seed: int = 0) -> tuple[Array, Array]:

@@ -1,4 +1,4 @@
-"""Your own images: a folder for each class, or parquet in the Hugging Face layout."""
+"""Your own images: a folder for each class; and images or texts of the Hugging Face hub, as files or as objects."""
 
 import json
 import re
@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import torch
 
-from gradveil.data.base import DATASETS, Array, Dataset, Source, hold_out, numbered
+from gradveil.data.base import DATASETS, Array, Dataset, Source, Split, hold_out, numbered
 from gradveil.data.images import Decoded, Encoded, cached, decode_images, key_of, levels_of
 from gradveil.errors import DataError
 from gradveil.files import wrap_parse_errors
@@ -20,6 +21,9 @@ _SMALL, _TIMES = 2**29, 100  # what any file may unpack to, in bytes, and a larg
 _PIECE = 2**27  # bytes that are unpacked at once, at most
 _IMAGE_NAMES = ("image", "img")
 _LABEL_NAMES = ("label", "labels", "fine_label", "target", "class")
+
+
+_TEXT_NAMES = ("text", "sentence", "content", "document")
 
 
 def parquet_files(folder: Path, split: str) -> list[Path]:
@@ -33,12 +37,25 @@ def parquet_files(folder: Path, split: str) -> list[Path]:
     return []
 
 
+def saved_files(folder: Path, split: str) -> list[Path]:
+    """Return a split's files as ``save_to_disk`` of Hugging Face datasets writes them; without splits, all of them."""
+    whole = [] if (folder / "dataset_dict.json").is_file() or split != "train" else sorted(folder.glob("data-*.arrow"))
+    return whole or sorted((folder / split).glob("data-*.arrow"))
+
+
 def read_parquet(files: Sequence[Path]) -> Any:
-    """Return the files as one pyarrow table."""
+    """Return the files, parquet or those of ``save_to_disk``, as one pyarrow table."""
     import pyarrow
 
     with wrap_parse_errors(", ".join(map(str, files)), DataError, "Download it again."):
-        return pyarrow.concat_tables([_read_parquet(path) for path in files])
+        return pyarrow.concat_tables([(_read_arrow if p.suffix == ".arrow" else _read_parquet)(p) for p in files])
+
+
+def _read_arrow(path: Path) -> Any:
+    import pyarrow
+
+    with pyarrow.memory_map(str(path)) as file:
+        return pyarrow.ipc.open_stream(file).read_all()
 
 
 def _read_parquet(path: Path) -> Any:
@@ -125,7 +142,38 @@ def _column(table: Any, what: str, asked: str | None, usual: tuple[str, ...]) ->
     )
 
 
-_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".pgm", ".ppm"}
+def texts_of(table: Any) -> str | None:
+    """Return the column of texts of a table that has no column of images."""
+    if any(name in table.column_names for name in _IMAGE_NAMES):
+        return None
+    return next((name for name in _TEXT_NAMES if name in table.column_names), None)
+
+
+def from_hub(name: str, train: Any, test: Any = None, settings: "Folder | None" = None) -> Dataset:
+    """Return the data set of one or two pyarrow tables as the Hugging Face hub has them: of images, or of texts."""
+    from gradveil.data.text import from_texts
+
+    own, text = settings or Folder(), texts_of(train)
+    if text is None and not own.image and not any(image in train.column_names for image in _IMAGE_NAMES):
+        raise DataError(
+            f"{name} has neither images nor texts; its columns are {', '.join(train.column_names[:12])}. If it is a "
+            f"table, give a function that returns it as a data frame: --dataset my_module:frame --target COLUMN."
+        )
+    if text is None:
+        found = own.decoded_tables(train, test)
+        splits = [Split(images, torch.from_numpy(labels)) for images, labels in (found.train, found.test)]
+        return Dataset(name, *splits, found.class_names, levels=found.levels)
+    tables = [train] if test is None else [train, test]
+    label = next((n for n in (own.label, *_LABEL_NAMES) if n in train.column_names), None)
+    texts = [one or "" for table in tables for one in table.column(text).to_pylist()]
+    if label is None:
+        return from_texts(name, texts, None, test_share=own.test_share)
+    names, values = class_names(train, label), [v for table in tables for v in table.column(label).to_pylist()]
+    labels = [names[v] if names and isinstance(v, int) else str(v) for v in values]
+    return from_texts(name, texts, labels, test_share=own.test_share, test_from=None if test is None else len(train))
+
+
+_SUFFIXES = {".dcm", ".dicom", ".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".pgm", ".ppm"}
 _TEST_NAMES = ("test", "val", "valid", "validation")
 Files = list[tuple[Path, int]]  # an image and its class
 Part = tuple[Sequence[Encoded], Array]  # images and their classes (N,)
@@ -136,8 +184,9 @@ Part = tuple[Sequence[Encoded], Array]  # images and their classes (N,)
 class Folder(Source):
     """Your own images: ``folder:path=photos,size=32``.
 
-    The directory holds one folder per class, or ``train`` and ``test`` with one folder per class each, or parquet
-    files in the Hugging Face layout. Without a test split a share of each class is set aside.
+    The directory holds one folder per class, or ``train`` and ``test`` with one folder per class each, or a data set of
+    the Hugging Face hub, images or texts: parquet files, or what ``save_to_disk`` wrote. DICOM files are read where
+    pydicom is installed. Without a test split a share of each class is set aside.
     """
 
     path: str | None = None  # None: the data folder itself
@@ -150,11 +199,15 @@ class Folder(Source):
     def load(self, data: Path | None) -> Dataset:
         """Return the set, decoded once."""
         root = self._root(data)
-        train = parquet_files(root, "train") or sorted(root.glob("*.parquet"))
+        train = parquet_files(root, "train") or sorted(root.glob("*.parquet")) or saved_files(root, "train")
         if train:
-            test = next(filter(None, (parquet_files(root, part) for part in _TEST_NAMES)), [])
+            find = parquet_files if train[0].suffix == ".parquet" else saved_files
+            test = next(filter(None, (find(root, part) for part in _TEST_NAMES)), [])
             files = [*train, *test]
-            return cached("folder", key_of("folder", files, self), lambda: self._from_parquet(train, test))
+            table = read_parquet(train)
+            if texts_of(table):
+                return from_hub(root.name, table, read_parquet(test) if test else None, self)
+            return cached("folder", key_of("folder", files, self), lambda: self.decoded_tables(table, test))
         names, train_files, test_files = _class_folders(root)
         paths = [path for path, _ in [*train_files, *test_files]]
         return cached(
@@ -171,11 +224,10 @@ class Folder(Source):
             raise DataError(f"{str(root)!r} is not a directory. Give folder:path=DIRECTORY.")
         return root
 
-    def _from_parquet(self, train: list[Path], test: list[Path]) -> Decoded:
-        table = read_parquet(train)
-        parts = [
-            encoded_table(part, self.image, self.label) for part in (table, *map(read_parquet, [test] if test else []))
-        ]
+    def decoded_tables(self, table: Any, test: Any) -> Decoded:
+        """Return the images of one or two tables; the second one may be named by its files."""
+        others = ([read_parquet(test)] if isinstance(test, list) else [test]) if test else []
+        parts = [encoded_table(part, self.image, self.label) for part in (table, *others)]
         names = class_names(table, self.label) or numbered(1 + max(int(labels.max(initial=0)) for _, labels in parts))
         return self._decoded(names, *parts)
 

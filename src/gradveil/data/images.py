@@ -21,7 +21,7 @@ from numpy.lib.format import open_memmap
 from PIL import Image
 
 from gradveil.data.base import Array, Dataset, Split
-from gradveil.errors import DataError
+from gradveil.errors import DataError, MissingExtraError
 from gradveil.files import cache_folder, locked, sync, wrap_os_errors, wrap_parse_errors
 
 Encoded = bytes | Path
@@ -31,6 +31,7 @@ _CHUNK = 256
 _FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM")  # others run programs, or are no pictures
 _PIXELS = 2**26  # of one image
 _PIXELS_OF_ALL = 2**34  # of a data set: 16 GiB in grey
+DICOM = (".dcm", ".dicom")
 _WHITE_IS_ZERO, _PHOTOMETRIC = 0, 262  # of TIFF
 
 
@@ -132,6 +133,8 @@ def _fill(
 def _open_image(encoded: Encoded) -> Image.Image:
     """Return an image whose pixels are not read yet, not too many, and of a kind that is read right."""
     with _damage_told(encoded):
+        if isinstance(encoded, Path) and encoded.suffix.lower() in DICOM:
+            return _open_dicom(encoded)
         image = Image.open(io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded, formats=_FORMATS)
         if image.width * image.height > _PIXELS:
             raise ValueError(f"{image.width} x {image.height} pixels, and the most is {_PIXELS:,}")
@@ -143,6 +146,26 @@ def _open_image(encoded: Encoded) -> Image.Image:
             if image.n_frames > 1:  # type: ignore[attr-defined]
                 raise ValueError(f"it has {image.n_frames} pages: save each as a file")  # type: ignore[attr-defined]
         return image
+
+
+def _open_dicom(path: Path) -> Image.Image:
+    """Return the one picture of a DICOM file, grey, in the units that the file says, with black as its lowest value."""
+    try:
+        import pydicom
+        from pydicom.pixels import apply_rescale
+    except ImportError as error:
+        raise MissingExtraError("Reading DICOM files", "dicom") from error
+    file = pydicom.dcmread(path)
+    if int(file.get("NumberOfFrames", 1)) > 1 or int(file.get("SamplesPerPixel", 1)) > 1:
+        raise ValueError("it has several frames, or colours: save each picture as one grey file")
+    if int(file.Rows) * int(file.Columns) > _PIXELS:
+        raise ValueError(f"{file.Rows} x {file.Columns} pixels, and the most is {_PIXELS:,}")
+    values = np.asarray(apply_rescale(file.pixel_array, file), np.float64)
+    if str(file.get("PhotometricInterpretation", "")) == "MONOCHROME1":  # its lowest value is white
+        values = values.min() + values.max() - values
+    if (values == np.round(values)).all() and np.abs(values).max(initial=0) < 2**31:
+        return Image.fromarray(values.astype(np.int32))
+    return Image.fromarray(values.astype(np.float32))
 
 
 def _kind(image: Image.Image) -> str:

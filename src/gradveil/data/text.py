@@ -34,11 +34,13 @@ def from_texts(
     length: int = 32,
     vocabulary: int = 2048,
     test_share: float = 0.2,
+    test_from: int | None = None,
 ) -> Dataset:
     """Return a data set of texts, each with its class; without classes, of passages whose next tokens are the targets.
 
     The vocabulary is the most frequent words of all the texts, and public. Texts with a class are cut to ``length``
-    tokens; those without are cut into passages of that many.
+    tokens; those without are cut into passages of that many. Those with a class from number ``test_from`` on are the
+    test; without it a share is set aside.
     """
     if labels is not None and len(labels) != len(texts):
         raise DataError(f"{name} has {len(texts)} texts and {len(labels)} labels; give one for each.")
@@ -60,7 +62,9 @@ def from_texts(
         targets = np.array([place[label] for label in labels], np.int64)
     if len(inputs) < 2:
         raise DataError(f"{name} makes one passage of {length} tokens, and two are needed. Give more text.")
-    train, test = (Split(inputs[i], torch.from_numpy(targets[i]), 1.0) for i in hold_out(targets, test_share))
+    everyone = np.arange(len(inputs))
+    parts = hold_out(targets, test_share) if test_from is None else (everyone[:test_from], everyone[test_from:])
+    train, test = (Split(inputs[i], torch.from_numpy(targets[i]), 1.0) for i in parts)
     return Dataset(name, train, test, names, kind)
 
 
