@@ -142,7 +142,7 @@ def test_the_keyboard_alone_gets_past_the_menu_and_to_another_part(browser: Any,
 
 def test_the_picture_of_the_first_page_is_small() -> None:
     picture = ROOT / "docs" / "img" / "site.png"
-    assert picture.stat().st_size < 100_000  # tools/site_picture.py makes it
+    assert picture.stat().st_size < 100_000  # tools/pictures.py makes it
 
 
 def test_no_word_of_the_search_has_a_digit(site: Path) -> None:

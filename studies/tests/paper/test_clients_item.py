@@ -10,10 +10,19 @@ from typer.testing import CliRunner
 from gradveil.threats.trial import Trial, oblivious
 from gradveil.types import Reconstruction
 from gradveil_studies.cli import reproduce
-from gradveil_studies.paper import client_runs
+from gradveil_studies.paper import clients as client_runs
 from gradveil_studies.paper.base import Context, Row
-from gradveil_studies.paper.client_runs import AttackedClient, ClientCell, all_cells, amount, in_time, network, stage
-from gradveil_studies.paper.clients import Clients, by_cell
+from gradveil_studies.paper.clients import (
+    AttackedClient,
+    ClientCell,
+    Clients,
+    all_cells,
+    amount,
+    by_cell,
+    in_time,
+    network,
+    stage,
+)
 
 
 def run(out: Path, *words: str) -> dict[str, list[Row]]:

@@ -13,10 +13,9 @@ from gradveil.errors import DataError
 from gradveil.federated.simulate import Training, simulate
 from gradveil.models import build
 from gradveil.seeds import Seeds
-from gradveil_studies.paper import convergence, convergence_runs
+from gradveil_studies.paper import convergence
 from gradveil_studies.paper.base import Context, Row
-from gradveil_studies.paper.convergence import Convergence, smoothed
-from gradveil_studies.paper.convergence_runs import Devices, local_steps, logistic_rounds
+from gradveil_studies.paper.convergence import Convergence, Devices, local_steps, logistic_rounds, smoothed
 from gradveil_studies.paper.theorem2 import LogisticProblem, brightest_removed
 
 
@@ -174,7 +173,7 @@ def test_the_schedule_is_that_of_the_theorems(monkeypatch: pytest.MonkeyPatch) -
         return iter([problem.start()] * 20)
 
     monkeypatch.setattr(convergence, "world", lambda *_: place)
-    monkeypatch.setattr(convergence_runs, "logistic_rounds", watched)
+    monkeypatch.setattr(convergence, "logistic_rounds", watched)
     found = Convergence().run("schedule ours", Context())
     gamma = 8 * problem.smoothness() / 1e-4
     assert paces[0](0) == pytest.approx(2 / (1e-4 * gamma))

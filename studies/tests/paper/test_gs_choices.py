@@ -9,7 +9,7 @@ import torch
 
 from gradveil.attacks.base import build as build_attack
 from gradveil_studies.paper.base import Context, Row
-from gradveil_studies.paper.gs_choices import CHOICES, GC, OURS, GSChoices
+from gradveil_studies.paper.gs_images import CHOICES, GC, OURS, GSChoices
 
 NETWORK = "lenet:activation=relu,init=default,width=3"
 TINY = GSChoices(dataset="digits", quick_images=2, quick_steps=4, quick_networks=(f"{NETWORK},normalize=half", NETWORK))

@@ -49,7 +49,6 @@ class Place:
 
     @cached_property
     def dataset(self) -> Dataset:
-        """The data."""
         return load(self.panel.dataset, self.context.data)
 
     @cached_property
@@ -86,7 +85,6 @@ class Place:
 
     @cached_property
     def shown(self) -> Batch:
-        """The public images where attacks run."""
         return self.public.batch.to(self.context.device)
 
     @cached_property
@@ -152,7 +150,6 @@ class Client:
         return step_gradient(self.place.model, batch, NoDefense(), Generator())
 
     def sought(self, number: int) -> Batch:
-        """Return the record that is sought in one attack."""
         return self.place.truth[number : number + 1].to(self.place.context.device)
 
     def _sent(self, one: Batch, rng: Generator, defense: Defense, own: Params | None = None) -> Observation:

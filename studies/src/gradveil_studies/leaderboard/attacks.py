@@ -60,14 +60,12 @@ def attacked(entries: Sequence[Entry], place: Place) -> dict[Entry, list[Row]]:
 
 
 def _run(jobs: Sequence[Sequence[Trial]], place: Place) -> list[list[Row]]:
-    """Run all trials and return the rows of each list."""
     every = [trial for some in jobs for trial in some]
     results = iter(attempt(every))
     return [attack_rows(some, [next(results) for _ in some], place.public)[0] for some in jobs]
 
 
 def _short(rows: Sequence[Row], place: Place) -> list[Row]:
-    """Return rows with what is needed of them."""
     kept = [{key: row[key] for key in KEPT if key in row} for row in rows]
     for row in kept:
         row |= {"dataset": place.panel.dataset}
@@ -139,7 +137,6 @@ class AttackedEntry:
         return self._each(oblivious(), self.place.panel.newton)
 
     def patient(self) -> list[Trial]:
-        """The updates of the whole run together."""
         if self.probed.drawn:
             servers = patient_servers(self.knowing)
             return [trial for s in servers for trial in self._each(s, self._own(s.attack), self.rounds)]
@@ -197,7 +194,6 @@ class AttackedEntry:
         return [*found, *self._each(told, attack, self.rounds, told=True, mean=True)]
 
     def tried(self, trials: Sequence[Trial]) -> list[Row]:
-        """Run trials of this defence and return their rows."""
         return _short(_run([trials], self.place)[0], self.place)
 
     def _own(self, attack: str | None) -> str:

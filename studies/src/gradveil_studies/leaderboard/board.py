@@ -43,7 +43,6 @@ class Leaderboard(Item):
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """What stands on it."""
         return (ENTRIES[0], *(Entry(spec) for spec in self.defenses if spec != "none")) if self.defenses else ENTRIES
 
     def work(self, context: Context) -> dict[str, Unit]:
@@ -65,7 +64,6 @@ class Leaderboard(Item):
         }
 
     def run(self, unit: str, context: Context) -> list[Row]:
-        """Do one unit."""
         return self.run_group([unit], context)[unit]
 
     def groups(self, units: Sequence[str], context: Context) -> list[list[str]]:
@@ -99,7 +97,6 @@ class Leaderboard(Item):
         return {unit: rows[w.entry] for unit, w in mine.items()}
 
     def summary(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the table."""
         return table(standings(rows))
 
     def verdicts(self, rows: Sequence[Row]) -> list[Judgement]:

@@ -18,7 +18,6 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """What its rows are called."""
         if self.model:
             return f"model {self.model.partition(':')[0]}"
         return self.spec if self.batch_size is None else f"{self.spec} (batches of {self.batch_size})"
@@ -78,7 +77,6 @@ class Panel:
 
     @property
     def records(self) -> int:
-        """Of one device."""
         return 2 * self.per_class
 
     @property

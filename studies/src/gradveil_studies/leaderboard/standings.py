@@ -65,7 +65,6 @@ class Standing:
 
     @property
     def identified(self) -> Got | None:
-        """The attack that told most records from the others."""
         told = [got for got in self.got if got.line.counts]
         return max(told, key=lambda got: got.line.identified.mean, default=None)
 
@@ -238,7 +237,6 @@ def _points(cost: Price | None) -> str:
 
 
 def _strongest(one: Standing) -> Row:
-    """Return the columns of what the strongest server got."""
     best, told, worst = one.strongest, one.identified, one.worst
     empty = "not attacked" if one.defense == BATCHES.name else "uninformative" if one.got else "not run"
     return {

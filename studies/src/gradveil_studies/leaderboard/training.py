@@ -154,7 +154,6 @@ class Averaged:
         self.count = 0
 
     def add(self, model: nn.Module) -> None:
-        """Take the weights of a round in."""
         own = parameters(model)
         if not self.total:
             self.total = {name: torch.zeros_like(value) for name, value in own.items()}
@@ -162,7 +161,6 @@ class Averaged:
         self.count += 1
 
     def into(self, model: nn.Module) -> None:
-        """Write the mean into a model."""
         assign(model, {name: value / self.count for name, value in self.total.items()})
 
 

@@ -85,7 +85,6 @@ class AccuracyRun:
 
     @property
     def alone(self) -> bool:
-        """Whether its clients cannot be stacked."""
         return self.panel.startswith("convnet") or family(self.defense) == "random_mask" or self.defense == AUTHORS
 
     @property
@@ -156,7 +155,6 @@ class Accuracy(Item):
         return self.run_group([unit], context)[unit]
 
     def run_group(self, units: Sequence[str], context: Context) -> dict[str, list[Row]]:
-        """Train the settings of one panel together."""
         work = self.work(context)
         runs = [work[unit] for unit in units]
         panel = PANELS[runs[0].panel]

@@ -38,7 +38,6 @@ class Context:
 
     @property
     def full(self) -> bool:
-        """Whether the paper's sizes are asked for."""
         return self.scale == "full"
 
 

@@ -45,7 +45,6 @@ class Promise(Record):
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Self:
-        """Read one row."""
         return super().of({**row, "sound": max(row["global"], row["box"])})
 
 
@@ -69,7 +68,6 @@ class Bounds(Item):
     networks: tuple[str, str] = ("lenet", "convnet")
 
     def work(self, context: Context) -> dict[str, AttackPanel]:
-        """Return the DLG panels of the trade-off figure."""
         panels = Tradeoff(datasets=self.datasets, networks=self.networks).panels(context)
         return {name: panel for name, panel in panels.items() if not panel.is_gs}
 

@@ -60,12 +60,10 @@ class Certified(Record):
 
     @property
     def number(self) -> float:
-        """The MSE as a number."""
         return inf if self.mse is None else self.mse
 
     @property
     def case(self) -> tuple[int, int]:
-        """The network and the image."""
         return self.draw, self.image
 
 

@@ -47,11 +47,9 @@ class Claims(Item):
     )
 
     def work(self, context: Context) -> dict[str, None]:
-        """Return nothing: all rows come from other items."""
         return {}
 
     def run(self, unit: str, context: Context) -> list[Row]:
-        """Return nothing."""
         return []
 
     def summary(self, rows: Sequence[Row]) -> list[Row]:
@@ -72,7 +70,6 @@ class Claims(Item):
         return table
 
     def verdicts(self, rows: Sequence[Row]) -> list[Judgement]:
-        """Judge the four claims."""
         verdicts = []
         uploaded = _uploaded(Trained.read(rows, "accuracy"))
         for kind in (OBLIVIOUS, KNOWING):
@@ -189,7 +186,6 @@ def _baselines_lose(judged: Sequence[Case], kind: str, attack: str, uploaded: st
 
 
 def _kept_until(judged: Sequence[Case], kind: str, unit: str) -> Judgement:
-    """Judge: ours keeps its accuracy until MSE 0.8."""
     wanted, of = published()["tradeoff"]["claims"]["kept_until_mse"], UNITS[unit]
     measured = _measured(judged, (OURS,))
     best = _best(_free(measured, (OURS,)), of)

@@ -54,7 +54,6 @@ class DLGReference(Item):
         }
 
     def run(self, unit: str, context: Context) -> list[Row]:
-        """Attack 32 images (quick: 4) in one setting."""
         points = AttackPoints.of(self.dataset, self.model, self.attack, 32 if context.full else 4, context)
         defense, server = self.work(context)[unit]
         if defense == BLIND:

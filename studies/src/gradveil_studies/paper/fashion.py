@@ -43,7 +43,6 @@ class Fashion(Item):
     network: str = "lenet"
 
     def work(self, context: Context) -> dict[str, AttackPanel]:
-        """Return the panels: an attack on a data set."""
         full = context.full
         attacks = {
             "dlg": f"dlg:steps={self.steps if full else min(self.steps, 15)},restarts={self.restarts}",

@@ -95,7 +95,6 @@ class MeteredSetting:
 
     @property
     def oblivious(self) -> bool:
-        """Whether the server is."""
         return self.images[0].oblivious
 
 
@@ -123,7 +122,6 @@ class MeterCheck(Item):
     images: Count = 32  # of every setting; quick: 1
 
     def work(self, context: Context) -> dict[str, tuple[int, str]]:
-        """Return image and setting of every problem."""
         names = [name for name in SETTINGS | OBLIVIOUS if context.full or name not in FULL_ONLY]
         return {f"{i} {name}": (i, name) for i in range(self._images(context)) for name in names}
 
@@ -131,7 +129,6 @@ class MeterCheck(Item):
         return self.images if context.full else 1
 
     def run(self, unit: str, context: Context) -> list[Row]:
-        """Meter and attack one update."""
         i, name = self.work(context)[unit]
         scene = shared(self.dataset, self.model, self._images(context), context)
         spec, view = (SETTINGS | OBLIVIOUS)[name]
@@ -152,7 +149,6 @@ class MeterCheck(Item):
         ]
 
     def summary(self, rows: Sequence[Row]) -> list[Row]:
-        """Return one line per setting: geometric means over images."""
         metered = Metered.read(rows)
         lines: list[Row] = [
             {"setting": s.name, "images": len(s.images), "meter": f"{s.meter:.2g}", "attack MSE": f"{s.mse:.2g}",

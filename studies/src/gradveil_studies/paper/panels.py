@@ -60,7 +60,6 @@ class Shared:
         ]
 
     def observe_one(self, i: int, defense: str, rng: Generator, with_labels: bool = False) -> Observation:
-        """Return what the server sees of image i."""
         built, one = papers_defense(defense), self.truth[i : i + 1].to(next(self.model.parameters()).device)
         return observe(self.model, one, built, rng, self.num_classes, self.public.prior, with_labels=with_labels)
 
@@ -73,7 +72,6 @@ class Shared:
         return row | {"objective": found.objective, "converged": found.converged, **found.details}
 
     def floors(self) -> list[Row]:
-        """Measure the blind guesses on the same images."""
         rows = []
         for row in floors(self.truth, self.public)[0]:
             place = {"defense": BLIND, "server": row.pop("guess"), "attack": "none", "image": row.pop("example")}
@@ -107,7 +105,6 @@ class AttackPoints:
         return cls(shared(dataset, model, images, context, weights), attack, with_labels)
 
     def floors(self) -> list[Row]:
-        """Measure the blind guesses."""
         return self.scene.floors()
 
     def rows(self, points: Sequence[Point], pictures: int = 0, normalised: bool = True) -> list[Row]:

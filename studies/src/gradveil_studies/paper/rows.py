@@ -25,7 +25,6 @@ class Record:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Self:
-        """Read one row."""
         return cls(**{name: row[name] for name in cls.__dataclass_fields__ if name in row})
 
     @classmethod
@@ -56,7 +55,6 @@ class Measured(Record):
 
     @property
     def recovered(self) -> bool:
-        """Whether the image counts as recovered."""
         return self.mse < SUCCESS
 
     @property
@@ -138,27 +136,22 @@ class Case:
 
     @property
     def family(self) -> str:
-        """The defence without its strength."""
         return family(self.defense)
 
     @property
     def kind(self) -> str:
-        """Whether the server knows the defence."""
         return OBLIVIOUS if self.server == OBLIVIOUS else KNOWING
 
     @property
     def got(self) -> str:
-        """What the server gets, in words."""
         return f"MSE {self.mse.mean:.4f}, told apart {self.identified.mean:.0%}"
 
     @property
     def hidden(self) -> bool:
-        """Whether the image is unrecognisable, by the rule ``HIDDEN``."""
         return self.mse.mean >= self.blind and self.ssim <= self.blind_ssim
 
     @property
     def free(self) -> bool | None:
-        """Whether the defence costs no accuracy; ``None``: not measured."""
         return None if self.lost is None else self.lost <= MAX_DROP
 
 

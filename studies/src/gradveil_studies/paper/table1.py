@@ -49,13 +49,11 @@ class InferenceRun:
 
     @property
     def split(self) -> str:
-        """How the examples are dealt out."""
         return (
             "iid:devices=100,per_device=40" if "IID" in self.setting else "classes:devices=100,classes=2,per_class=20"
         )
 
     def training(self, rounds: int) -> Training:
-        """Return its federated averaging."""
         epochs, batch_size = (int(n) for n in re.findall(r"=(\d+)", self.setting))
         return Training(rounds=rounds, clients=10, epochs=epochs, batch_size=batch_size, lr=0.01)
 
@@ -247,7 +245,6 @@ def _one_layer(layer: str, paper: float, mine: Sequence[InferredRow]) -> list[Ju
 
 
 def _whole_row(setting: str, layers: Sequence[Sequence[InferredRow]]) -> Judgement:
-    """Judge the correlations of one setting at all layers together."""
     paper = published()["table1"]["rows"][setting]
     ours = [fmean(r.own for r in mine) for mine in layers if mine]
     near = all(abs(a - b) <= NEAR for a, b in zip(ours, paper, strict=False))

@@ -51,7 +51,6 @@ class Constants:
 
     @property
     def condition(self) -> float:
-        """kappa = L / mu."""
         return self.smoothness / self.convexity
 
     def gamma(self, local_steps: int) -> float:
@@ -88,7 +87,6 @@ class Bound:
 
     @property
     def value(self) -> float:
-        """The bound on E F(W_T) - F*."""
         return self.vanishing + self.floor
 
 
@@ -149,21 +147,17 @@ class LogisticProblem:
 
     @cached_property
     def onehot(self) -> Tensor:
-        """The labels as rows (n, C)."""
         return torch.nn.functional.one_hot(self.labels, self.num_classes).double()
 
     @cached_property
     def parts(self) -> Tensor:
-        """p_k of every device (N,)."""
         counts = torch.bincount(self.owner).double()
         return counts / counts.sum()
 
     def start(self) -> Tensor:
-        """Return W_0 = 0 (C, d + 1)."""
         return torch.zeros(self.num_classes, self.extended.shape[1], dtype=torch.float64)
 
     def value(self, w: Tensor) -> float:
-        """Return F(W)."""
         logits = self.extended @ w.double().T
         loss = torch.nn.functional.cross_entropy(logits, self.labels)
         return float(loss) + self.decay / 2 * float(w.double().square().sum())
@@ -179,7 +173,6 @@ class LogisticProblem:
         return float((self.gradient(w, seen) - self.gradient(w)).norm())
 
     def device(self, k: int) -> "LogisticProblem":
-        """Return the problem of one device alone: F_k."""
         mine = self.owner == k
         return LogisticProblem(self.inputs[mine], self.labels[mine], self.owner[mine] * 0, self.decay, self.num_classes)
 

@@ -59,7 +59,6 @@ class Tradeoff(Item):
     quick_gs_network: str = "lenet:activation=relu,init=default,strides=2/1/1/1,width=48"
 
     def panels(self, context: Context) -> dict[str, AttackPanel]:
-        """Return the panels by name."""
         levels = FULL if context.full else QUICK
         images = self.images if context.full else self.quick_images
         steps, restarts = (self.steps, self.restarts) if context.full else (self.quick_steps, min(self.restarts, 2))
@@ -81,7 +80,6 @@ class Tradeoff(Item):
         return {panel.name: panel for panel in found}
 
     def work(self, context: Context) -> dict[str, tuple[AttackPanel, str]]:
-        """Return panel/floors and panel/defence."""
         panels = self.panels(context).values()
         return {f"{panel.name}/{what}": (panel, what) for panel in panels for what in (FLOORS, *panel.defenses)}
 

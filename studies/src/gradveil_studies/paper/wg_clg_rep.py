@@ -65,7 +65,6 @@ class WgClgRep(Item):
     images: Count = 32  # quick: half
 
     def work(self, context: Context) -> dict[str, tuple[str, str]]:
-        """Return network and part, and the blind guesses once."""
         networks = [n for n in NETWORKS if context.full or n != "convnet"]
         attacked = {f"{network}/{part}": (network, part) for network in networks for part in PARTS}
         return {"blind": (BLIND, ""), **attacked}

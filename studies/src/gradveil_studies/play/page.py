@@ -73,14 +73,12 @@ class Playground:
             pass
 
     def wait(self) -> None:
-        """Serve until a signal ends it."""
         try:
             threading.Event().wait()
         finally:
             self.close()
 
     def close(self) -> None:
-        """Stop serving, and remove what was uploaded."""
         self.page.close(verbose=False)
         self.folder.cleanup()
 
@@ -159,7 +157,6 @@ class Playground:
         return [(name, i) for i, name in enumerate(at.dataset.class_names)][:1000]
 
     def chosen(self, data: str) -> tuple[Any, ...]:
-        """Return the choices that another data set brings."""
         gr = self.gr
         try:
             models = self._models(data)
@@ -222,7 +219,6 @@ class Playground:
         yield _said(f"{spec}: {end}"), cards, numbers, f"<h2>{words}</h2>{table(HEADS, past, words)}", past
 
     def stop(self, visitor: str) -> None:
-        """End a visitor's run."""
         if (run := self.runs.pop(visitor, None)) is not None:
             run.stop()
 

@@ -48,7 +48,6 @@ class Dial:
     values: tuple[str, ...]  # from weak to strong
 
     def spec(self, strength: int, defense: str) -> str:
-        """Return the spec at a strength, from 1."""
         if not 1 <= strength <= STRENGTHS:
             raise SpecError(f"A strength of {strength} is not on the dial. Choose 1 to {STRENGTHS}.")
         return f"{defense}:{self.setting}={self.values[strength - 1]}"
@@ -81,7 +80,6 @@ class PlayStage:
 
     @property
     def classes(self) -> int:
-        """How many outputs the network has."""
         return self.dataset.outputs(self.loss)
 
     @property

@@ -16,7 +16,6 @@ class Visits:
         self.left = MOST
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Hand a request on, or answer that it is refused."""
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
