@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+SOURCE = "    options: {show_source: true, show_root_full_path: true, members: []}"
 DATA = re.compile(r"^<!-- data: (?P<path>\S+?)(?P<one> one at a time)? -->$", re.MULTILINE)
 
 
@@ -20,6 +21,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     def shown(mark: re.Match[str]) -> str:
         return tables(Path(config.docs_dir, page.file.src_uri).parent / mark["path"], bool(mark["one"]))
 
+    if page.file.src_uri == "theory/paper.md":  # code as it runs, to unfold
+        markdown = re.sub(r"^(::: \S+)$", r"\1\n" + SOURCE, markdown, flags=re.MULTILINE)
     links = re.compile(r"(?<!!)\[(?P<words>[^\]\n]+)\]\((?P<path>\.\./[^)#\s]+)\)")
     return links.sub(plain, DATA.sub(shown, markdown))
 
