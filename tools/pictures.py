@@ -136,7 +136,7 @@ def readme(data: str | None, count: int = 4) -> None:
     scene = Shared.draw(model, dataset, count, context)
     shown = [("original", scene.truth.inputs)]
     for title, (spec, counter, by) in COLUMNS.items():
-        known = {c.name: c for c in defense(spec).adaptive(scene.model)}
+        known = {c.name: c for c in defense(spec).servers(scene.model)}
         server = oblivious() if counter is None else known[counter]
         seen = enumerate(scene.observe(spec))
         trials = [Trial(s, server, server.attack or by, scene.seeds("picture", i)) for i, s in seen]
