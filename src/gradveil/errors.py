@@ -98,7 +98,6 @@ def from_defense(error: Exception, what: str = "The defence") -> Exception:
 
 @cache
 def _installed() -> set[str]:
-    """Return the folders of Python and of what is installed in it."""
     import sysconfig
 
     return {

@@ -115,7 +115,6 @@ class _PlainCheckpoint:
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        """Run the function."""
         return function(*args)
 
 
@@ -263,7 +262,6 @@ class Visited:
     output: str | None  # path of the layer whose output is the model's output, untouched
 
     def paths(self) -> tuple[str, ...]:
-        """Return the paths in running order."""
         return tuple(visit.path for visit in self.visits)
 
     def dense(self) -> tuple[Visit, ...]:
@@ -352,5 +350,4 @@ def _opened(module: nn.Module, path: str, target: nn.Module | None) -> Iterator[
 
 
 def _hooked_on_the_way(module: nn.Module, target: nn.Module | None) -> bool:
-    """Whether hooks run after the module, and that before the target is reached."""
     return bool(module._forward_hooks) and not any(part is target for part in module.modules())

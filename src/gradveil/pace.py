@@ -70,12 +70,10 @@ class Limit:
 
     @property
     def left(self) -> float:
-        """Seconds until the end."""
         return self.end - clock()
 
     @property
     def done(self) -> int:
-        """Steps that the last loop took."""
         return int(self._done)
 
     @property
@@ -91,7 +89,6 @@ class Limit:
         return self._past + (since - self._begun) + rate * (self.steps - done)
 
     def hear(self, done: float, total: int) -> None:
-        """Note how far the loop is."""
         now = clock()
         if done <= 0:
             self._past, self._begun, self._first, self._cut = self.whole, now, 0.0, None

@@ -47,12 +47,10 @@ class StepRule:
 
     @property
     def rule(self) -> "StepRule":
-        """The rule alone, without what a subclass adds."""
         return StepRule(**{name: getattr(self, name) for name in StepRule.__dataclass_fields__})
 
     @property
     def is_plain(self) -> bool:
-        """Whether a step takes the gradient as it is."""
         return self.rule == PLAIN
 
     @property

@@ -93,7 +93,6 @@ class Batch:
         return Batch(self.inputs[part], self.labels[part])
 
     def to(self, device: torch.device) -> "Batch":
-        """Return the examples on a device."""
         return Batch(self.inputs.to(device), self.labels.to(device))
 
 
@@ -126,7 +125,6 @@ class Update:
 
     @property
     def schedule(self) -> str:
-        """The local training behind it, in words."""
         examples = "1 example" if self.num_examples == 1 else f"{self.num_examples} examples"
         steps = "one local step" if self.num_steps == 1 else f"{self.num_steps} local steps"
         whole = ", all of them at once" if self.num_examples > 1 else ""
@@ -134,7 +132,6 @@ class Update:
         return f"{steps} on {examples}{size} ({self.rule}, learning rate {self.lr:g})"
 
     def to(self, device: torch.device) -> "Update":
-        """Return the update on a device."""
         gradient, buffers = ({name: v.to(device) for name, v in tree.items()} for tree in (self.gradient, self.buffers))
         return replace(self, gradient=gradient, buffers=buffers)
 
@@ -217,7 +214,6 @@ class Observation:
 
     @property
     def num_examples(self) -> int:
-        """How many examples the update was made from."""
         return self.update.num_examples
 
     @property

@@ -55,7 +55,6 @@ def test_an_audit_of_lines_with_labels_takes_a_model_that_tells_classes(tmp_path
         dataset=f"text:length=6,path={tmp_path}/mail.txt", defenses=[], config=config, attacks=["span"],
         out=tmp_path / "run",
     )  # fmt: skip
-    assert done.config.model == "bert_tiny"
     assert any(line.attack == "span" for line in done.lines)
 
 

@@ -66,7 +66,6 @@ class ColumnRead:
 
     @property
     def line(self) -> str:
-        """The same as one line."""
         return f"{self.name}: " + (self.how if self.role == "input" else f"{self.role}, {self.how}")
 
 
@@ -117,7 +116,6 @@ class Dataset:
 
     @property
     def default_model(self) -> str:
-        """The model for it where none is named."""
         texts_with_classes = self.modality.spec_name == "tokens" and self.train.labels.ndim == 1
         return "bert_tiny" if texts_with_classes else self.modality.default_model
 

@@ -86,7 +86,6 @@ def _read(content: bytes) -> dict[Any, Any]:
 
 
 def _upto_mark(stack: list[Any]) -> list[Any]:
-    """Take what lies above the last mark, and the mark."""
     at = len(stack) - 1
     while stack[at] is not _MARK:
         at -= 1

@@ -61,11 +61,9 @@ class Cells:
 
     @property
     def is_constant(self) -> bool:
-        """Whether all rows have the same."""
         return bool((self.values == self.values[0]).all())
 
     def take(self, rows: Array) -> "Cells":
-        """Return the cells of these rows."""
         return replace(self, values=self.values[rows])
 
     def filled(self) -> "Cells":
@@ -135,7 +133,6 @@ def is_free_text(cells: Any) -> bool:
 
 
 def _trimmed(cells: Any) -> Any:
-    """Return texts without what stands for nothing."""
     cells = pc.utf8_trim_whitespace(cells)
     return pc.if_else(pc.is_in(cells, pa.array(["", "?"], cells.type)), pa.scalar(None, cells.type), cells)
 
@@ -190,7 +187,6 @@ def _as_numbers(cells: Any, comma: bool) -> tuple[Any, str] | None:
 
 
 def _as_dates(cells: Any) -> Cells | None:
-    """Return texts as days or hours, where all of them are dates or times."""
     cells = pc.replace_substring_regex(cells, _ZONE, r"\1 \2\3")
     for pattern, ways in _DATES:
         if not _all(cells, pattern):
@@ -237,7 +233,6 @@ def _numbers(table: str, name: str, cells: Any, how: str) -> Cells:
 
 
 def _id_of_rows(name: str, values: Array) -> ColumnRead | None:
-    """Return why numbers are left out that only tell rows apart."""
     if len(values) < 3 or (values != np.round(values)).any() or len(np.unique(values)) < len(values):
         return None
     if len(values) >= _ROW_NUMBERS and (np.diff(values) == 1).all():

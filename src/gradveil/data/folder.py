@@ -197,7 +197,6 @@ class Folder(Source):
     label: str | None = None  # the parquet column of labels; None: label, labels, ...
 
     def load(self, data: Path | None) -> Dataset:
-        """Return the set, decoded once."""
         root = self._root(data)
         train = parquet_files(root, "train") or sorted(root.glob("*.parquet")) or saved_files(root, "train")
         if train:
@@ -236,7 +235,6 @@ class Folder(Source):
         return self._decoded(names, *parts)
 
     def _decoded(self, names: tuple[str, ...], train: Part, test: Part | None = None) -> Decoded:
-        """Decode both splits, by the levels of both."""
         levels = levels_of([*train[0], *(test[0] if test else ())])
         images, labels = decode_images(train[0], self.size, self.grey, levels), train[1]
         ends = (levels.low, levels.high) if levels else None
@@ -248,7 +246,6 @@ class Folder(Source):
 
 
 def _class_folders(root: Path) -> tuple[tuple[str, ...], Files, Files]:
-    """Return the class names and the images of train and test, in a fixed order."""
     train_root = root / "train" if (root / "train").is_dir() else root
     test_root = next((root / n for n in _TEST_NAMES if train_root != root and (root / n).is_dir()), None)
     names = tuple(sorted(p.name for p in train_root.iterdir() if p.is_dir() and not p.name.startswith(".")))

@@ -43,7 +43,6 @@ class Levels:
     high: float
 
     def squeeze(self, values: Array) -> Array:
-        """Return the values in 256 steps of grey."""
         share = (values.astype(np.float64) - self.low) / (self.high - self.low)
         grey: Array = np.rint(255 * share.clip(0, 1)).astype(np.uint8)
         return grey

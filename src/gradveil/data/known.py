@@ -39,7 +39,6 @@ class Known(Source):
     originals: ClassVar[Format]
 
     def load(self, data: Path | None) -> Dataset:
-        """Return the set from the local folder, else from the hub; both are decoded once."""
         for folder in self._places(data):
             found = self._local(folder)
             if found is not None:
@@ -146,7 +145,6 @@ class Digits(Source):
     test_share: Between = 0.2
 
     def load(self, data: Path | None) -> Dataset:
-        """Return the set; no folder is needed."""
         from sklearn.datasets import load_digits
 
         pixels, labels = load_digits(return_X_y=True)
@@ -165,11 +163,9 @@ class Bundled(Source):
     test_share: float
 
     def bunch(self) -> Any:
-        """Return it as scikit-learn does."""
         raise NotImplementedError
 
     def load(self, data: Path | None) -> Dataset:
-        """Return the set; no folder is needed."""
         found = self.bunch()
         columns = {str(name): found.data[:, i] for i, name in enumerate(found.feature_names)}
         names = found.get("target_names")
@@ -185,7 +181,6 @@ class BreastCancer(Bundled):
     test_share: Between = 0.2
 
     def bunch(self) -> Any:
-        """Return it as scikit-learn does."""
         from sklearn.datasets import load_breast_cancer
 
         return load_breast_cancer()
@@ -199,7 +194,6 @@ class Wine(Bundled):
     test_share: Between = 0.2
 
     def bunch(self) -> Any:
-        """Return it as scikit-learn does."""
         from sklearn.datasets import load_wine
 
         return load_wine()
@@ -213,7 +207,6 @@ class Diabetes(Bundled):
     test_share: Between = 0.2
 
     def bunch(self) -> Any:
-        """Return it as scikit-learn does."""
         from sklearn.datasets import load_diabetes
 
         return load_diabetes(scaled=False)
@@ -259,6 +252,5 @@ class MadeUpPatients(Source):
     test_share: Between = 0.2
 
     def load(self, data: Path | None) -> Dataset:
-        """Return the set; no folder is needed."""
         table = made_up_patients(self.rows, self.seed)
         return from_table(self.spec_name, table, "outcome", test_share=self.test_share)

@@ -98,7 +98,6 @@ class Iid(Partition):
     per_device: Count | None = None  # None: all examples are dealt out
 
     def split(self, labels: Indices, rng: Rng) -> list[Indices]:
-        """Return the indices that each device holds."""
         each = 1 if self.per_device is None else self.per_device
         _check(self.devices * each, len(labels))
         order = rng.permutation(len(labels))
@@ -113,7 +112,6 @@ class Natural(Partition):
     """One device for each place that examples come from: the hospitals of a table with ``--by hospital``."""
 
     def split(self, labels: Indices, rng: Rng) -> list[Indices]:
-        """Return the indices that each device holds."""
         return [rng.permutation(its) for its in by_label(labels)]
 
 
@@ -131,7 +129,6 @@ class Classes(Partition):
     per_class: Count = 100
 
     def split(self, labels: Indices, rng: Rng) -> list[Indices]:
-        """Return the indices that each device holds."""
         _check(self.devices * self.classes * self.per_class, len(labels))
         known, sizes = np.unique(labels, return_counts=True)
         if self.classes > len(known):
@@ -192,7 +189,6 @@ class Shards(Partition):
     size: Count | None = None  # of a shard; None: as large as the data allows
 
     def split(self, labels: Indices, rng: Rng) -> list[Indices]:
-        """Return the indices that each device holds."""
         count = self.devices * self.shards
         _check(count * (self.size or 1), len(labels))
         size = self.size or len(labels) // count
@@ -216,7 +212,6 @@ class Dirichlet(Partition):
     min_size: Whole = 1
 
     def split(self, labels: Indices, rng: Rng) -> list[Indices]:
-        """Return the indices that each device holds."""
         _check(self.devices * self.min_size, len(labels))
         for _ in range(1000):
             parts = self._draw(labels, rng)

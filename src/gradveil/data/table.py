@@ -143,7 +143,6 @@ def _labels(table: str, target: str, cells: Cells, task: Task) -> tuple[Array, t
 
 
 def _about_rows(name: str, table: Any, known: Array) -> ColumnRead:
-    """Return how the file as a whole was read."""
     about = {k.decode(): v.decode() for k, v in (table.schema.metadata or {}).items() if k in (b"parted", b"encoding")}
     how = f"{len(known):,} rows"
     if gone := int((~known).sum()):
@@ -171,7 +170,6 @@ def _of_texts(
     name: str, cells: dict[str, Any], text: str, known: Array, names: tuple[str, ...], labels: Array, share: float,
     about: tuple[ColumnRead, ...],
 ) -> Dataset:  # fmt: skip
-    """Return the data set of a column of texts and its classes."""
     if labels.dtype != np.int64:
         raise DataError(
             f"{name}: column {text!r} is free text, and texts are told to classes, not numbers. Give another --target, "
@@ -183,7 +181,6 @@ def _of_texts(
 
 
 def _check_names(name: str, table: Any, target: str, categorical: Sequence[str], drop: Sequence[str]) -> None:
-    """Raise unless the table has rows, and the columns that are named."""
     names = table.column_names
     if table.num_rows == 0:
         raise DataError(f"{name} has no rows.")
@@ -280,7 +277,6 @@ class TableFile(Source):
     test_share: Between = 0.2
 
     def load(self, data: Path | None) -> Dataset:
-        """Return the table's data set."""
         if not self.path or not self.target:
             raise DataError("A table needs its file and its target: --dataset patients.csv --target outcome.")
         rest = (self.target, self.categorical, self.drop, self.by, self.test_share)

@@ -106,7 +106,6 @@ class TextFile(TextSource):
     test_share: Between = 0.2
 
     def load(self, data: Path | None) -> Dataset:
-        """Return the file's data set."""
         path = Path(self.path).expanduser()
         if data is not None and not path.is_file() and (data / path).is_file():
             path = data / path
@@ -138,7 +137,6 @@ class Manual(TextSource):
     test_share: Between = 0.2
 
     def load(self, data: Path | None) -> Dataset:
-        """Return the set; no folder is needed."""
         from pydoc_data.topics import topics
 
         if self.task == "next":

@@ -33,7 +33,6 @@ class Geometry:
 
     @classmethod
     def of(cls, layer: nn.Conv2d) -> "Geometry":
-        """Read it off a layer."""
         return cls(pair(layer.kernel_size), pair(layer.stride), pair(layer.padding))
 
 

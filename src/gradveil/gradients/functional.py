@@ -56,7 +56,6 @@ class _OwnStatistics(torch.autograd.Function):
 
 
 def _pull_back(delta: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, ...]:
-    """Return w s P δ, and the sums of u δ and of δ."""
     found: tuple[Tensor, ...] = torch.ops.aten.native_batch_norm_backward(
         delta, x, weight, None, None, mean, scale, True, eps, [True, True, True]
     )
@@ -217,7 +216,6 @@ class PlainFunctions(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the call, or its plain formula."""
         return self._plain.get(func, func)(*args, **(kwargs or {}))
 
 
@@ -303,7 +301,6 @@ def per_problem(
 
 
 def _by_autograd(loss: WeightLoss, weights: Params, x: Tensor, y: Tensor) -> Params:
-    """Return the gradient of the loss, differentiable in x and y where these are."""
     free = {n: w if w.requires_grad and not w.is_leaf else w.detach().requires_grad_() for n, w in weights.items()}
     moving = (x, y, *weights.values())
     again = torch.is_grad_enabled() and any(value.requires_grad for value in moving)

@@ -95,7 +95,6 @@ class Loss(ABC):
 
     @property
     def scored_by(self) -> str:
-        """What ``score`` is called."""
         return "R²" if self.targets == "numbers" else "accuracy"
 
     def score(self, output: Tensor, target: Tensor) -> float:
@@ -125,16 +124,13 @@ class OwnLoss(Loss):
 
     @property
     def spec(self) -> str:
-        """Its name."""
         return self.name
 
     @property
     def separable(self) -> bool:
-        """Not known of a function."""
         return False
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return what the function returns, where it is one number."""
         try:
             value: Any = self._called(output, target)
         except Exception as error:
@@ -162,18 +158,15 @@ class OwnLoss(Loss):
         return self._called(output, certain).reshape(()) + (away * torch.stack(each).view(y.shape)).sum() / len(y)
 
     def each(self, output: Tensor, target: Tensor) -> Tensor:
-        """Not known."""
         raise LossError(f"The loss {self.name} is not known by examples.")
 
     def _called(self, output: Tensor, target: Tensor) -> Tensor:
         return self.function(output, target if self.targets == "classes" else target.to(output.dtype))
 
     def of(self, target: Tensor) -> "OwnLoss":
-        """Return it for targets of this kind."""
         return replace(self, targets=kind_of(target), flat=target.ndim == 1)
 
     def fits(self, output: Tensor, width: int) -> bool:
-        """Any outputs may fit; the function says so itself."""
         return output.ndim > 0
 
 
@@ -211,15 +204,12 @@ class EntryLoss(Loss):
         """Return the loss of each entry."""
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the mean loss; targets (N,) go with outputs (N, 1) as well."""
         return self.each(output, target).mean()
 
     def soft(self, output: Tensor, y: Tensor) -> Tensor:
-        """Return the mean loss for rows y (N, K)."""
         return self.each(output, y).mean()
 
     def each(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the mean loss of each example's entries."""
         if output.numel() != target.numel() or len(output) != len(target):
             raise LossError(
                 f"The model gives {tuple(output.shape)} for targets {tuple(target.shape)}; the loss {self.spec_name} "
@@ -237,16 +227,13 @@ class BinaryCrossEntropy(EntryLoss):
     targets = "bits"
 
     def entries(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the loss of each logit."""
         return F.binary_cross_entropy_with_logits(output, target, reduction="none")
 
     def read(self, output: Tensor, slope: Tensor) -> Tensor:
-        """Return the zeros and ones at which the loss has nearly this slope by the outputs."""
         chance = output.sigmoid() - slope * slope.numel()
         return self.found((chance - 0.5).reshape(len(output), -1))
 
     def of(self, target: Tensor) -> "BinaryCrossEntropy":
-        """Return itself, for zeros and ones."""
         if not bool(((target == 0) | (target == 1)).all()):
             raise LossError(f"bce takes targets of 0 and 1; the targets are {said(target)}.")
         return self
@@ -260,13 +247,10 @@ class MeanSquaredError(EntryLoss):
     targets = "numbers"
 
     def entries(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the squared error of each number."""
         return (output - target).square()
 
     def read(self, output: Tensor, slope: Tensor) -> Tensor:
-        """Return the numbers at which the loss has this slope by the outputs."""
         return self.found((output - slope * slope.numel() / 2).reshape(len(output), -1))
 
     def of(self, target: Tensor) -> "MeanSquaredError":
-        """Return itself."""
         return self

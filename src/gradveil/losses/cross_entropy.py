@@ -27,24 +27,19 @@ class CrossEntropy(Loss):
 
     @property
     def plain(self) -> bool:
-        """Whether there are neither weights nor smoothing."""
         return not self.weights and self.smoothing == 0
 
     @property
     def separable(self) -> bool:
-        """Not with weights: the mean is over the weights that a batch has."""
         return not self.weights
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the mean loss, over the weights of the targets."""
         return self._torch(output, target, "mean")
 
     def each(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the loss of each example."""
         return self._torch(output, target, "none")
 
     def total(self, output: Tensor, target: Tensor) -> float:
-        """Return the mean loss times the number of examples."""
         return super().total(output, target) if self.weights else float(self._torch(output, target, "sum"))
 
     def _torch(self, output: Tensor, target: Tensor, reduction: str) -> Tensor:
@@ -54,7 +49,6 @@ class CrossEntropy(Loss):
         return F.cross_entropy(output, target, weights, reduction=reduction, label_smoothing=self.smoothing)
 
     def soft(self, output: Tensor, y: Tensor) -> Tensor:
-        """Return the mean loss for label probabilities y (N, K)."""
         surprise = -output.log_softmax(-1)
         if self.plain:
             return (y * surprise).sum(-1).mean()
@@ -72,7 +66,6 @@ class CrossEntropy(Loss):
         return like.new_tensor(self.weights) if self.weights else like.new_ones(like.shape[-1])
 
     def of(self, target: Tensor) -> "CrossEntropy":
-        """Return itself, for class numbers."""
         if kind_of(target) != "classes":
             raise LossError(
                 f"cross_entropy takes classes, whole numbers (N,); the targets are {said(target)}. Use the loss bce "
@@ -95,11 +88,9 @@ class NextToken(Loss):
     targets = "tokens"
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the mean loss over sequences."""
         return self.each(output, target).mean()
 
     def each(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the loss of each sequence: the mean over its tokens."""
         if output.ndim != 3 or output.shape[:2] != target.shape:
             raise LossError(
                 f"The model gives {tuple(output.shape)} for targets {tuple(target.shape)}; next_token needs one logit "
@@ -109,11 +100,9 @@ class NextToken(Loss):
         return _mean_where(surprise, (target != PADDING).to(surprise))
 
     def soft(self, output: Tensor, y: Tensor) -> Tensor:
-        """Return the mean loss for rows y (N, L, V) of probabilities; rows of zeros do not count."""
         return _mean_where(-(y * output.log_softmax(-1)).sum(-1), y.sum(-1)).mean()
 
     def of(self, target: Tensor) -> "NextToken":
-        """Return itself, for ids of tokens."""
         if target.is_floating_point() or target.ndim != 2:
             raise LossError(
                 f"next_token takes ids of tokens, whole numbers (N, L); the targets are {said(target)}. Use "
@@ -122,32 +111,25 @@ class NextToken(Loss):
         return self
 
     def fits(self, output: Tensor, width: int) -> bool:
-        """Return whether outputs are one row of logits for each place."""
         return output.ndim == 3 and output.shape[2] == width
 
     def width(self, target: Tensor, num_classes: int) -> int:
-        """Return the size of the vocabulary."""
         return num_classes
 
     def rows(self, target: Tensor, width: int) -> Tensor:
-        """Return ids as certain rows (N, L, V), of zeros where there is padding."""
         return F.one_hot(target.long(), width) * (target != PADDING)[..., None]
 
     def squash(self, free: Tensor) -> Tensor:
-        """Return probabilities."""
         return free.softmax(-1)
 
     def found(self, free: Tensor) -> Tensor:
-        """Return the likeliest ids."""
         return free.argmax(-1)
 
     def read(self, output: Tensor, slope: Tensor) -> Tensor:
-        """Return the ids at which the loss has this slope: it falls by the target's logit, and by no other."""
         low, place = slope.min(-1)
         return place.where(low < -1e-6 * slope.abs().amax(), PADDING)
 
     def score(self, output: Tensor, target: Tensor) -> float:
-        """Return the share of tokens that are right."""
         counts = target != PADDING
         return float(((output.argmax(-1) == target) & counts).sum()) / max(int(counts.sum()), 1)
 
@@ -170,11 +152,9 @@ class EveryPlace(Loss):
     classes: ClassCount = 2
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the mean loss."""
         return self.each(output, target).mean()
 
     def each(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the loss of each example: the mean over its places."""
         if output.ndim < 3 or output.shape[1] != self.classes or output.shape[2:] != target.shape[1:]:
             raise LossError(
                 f"The model gives {tuple(output.shape)} for targets {tuple(target.shape)} of {self.classes} classes; "
@@ -184,11 +164,9 @@ class EveryPlace(Loss):
         return F.cross_entropy(output, target.long(), reduction="none").flatten(1).mean(1)
 
     def soft(self, output: Tensor, y: Tensor) -> Tensor:
-        """Return the mean loss for rows y (N, K) of probabilities."""
         return -(y.reshape(output.shape) * output.log_softmax(1)).sum(1).mean()
 
     def of(self, target: Tensor) -> "EveryPlace":
-        """Return itself, for classes of places."""
         if target.is_floating_point() or target.ndim < 3:
             raise LossError(f"dense takes a class for each place, whole numbers (N, H, W); they are {said(target)}.")
         if (most := int(target.max()) + 1) > self.classes:
@@ -196,29 +174,22 @@ class EveryPlace(Loss):
         return self
 
     def width(self, target: Tensor, num_classes: int) -> int:
-        """Return how many numbers a row has: a probability of each class at each place."""
         return target[0].numel() * self.classes
 
     def outputs(self, target: Tensor, num_classes: int) -> int:
-        """Return how many classes a model tells apart."""
         return self.classes
 
     def fits(self, output: Tensor, width: int) -> bool:
-        """Return whether outputs are a logit for each class at each place."""
         return output.ndim > 2 and output[0].numel() == width
 
     def rows(self, target: Tensor, width: int) -> Tensor:
-        """Return classes as certain rows."""
         return F.one_hot(target.long(), self.classes).movedim(-1, 1).flatten(1)
 
     def squash(self, free: Tensor) -> Tensor:
-        """Return probabilities from free numbers (..., K)."""
         return free.reshape(*free.shape[:-1], self.classes, -1).softmax(-2).flatten(-2)
 
     def found(self, free: Tensor) -> Tensor:
-        """Return the likeliest classes (N, H W)."""
         return free.reshape(*free.shape[:-1], self.classes, -1).argmax(-2)
 
     def score(self, output: Tensor, target: Tensor) -> float:
-        """Return the share of places whose class is right."""
         return float((output.argmax(1) == target).float().mean())

@@ -21,7 +21,6 @@ class ClassOutcome:
     recall: tuple[float, ...]  # of each class; NaN where none is there
 
     def line(self, names: Sequence[str] = ()) -> str:
-        """Return the figures in one line."""
         called = names or tuple(map(str, range(len(self.recall))))
         told = [
             f"accuracy {self.accuracy:.1%} (always {called[self.most_frequent]!r}: {self.majority:.1%})",
@@ -42,7 +41,6 @@ class NumberOutcome:
     mean_error: float  # of always answering with the mean
 
     def line(self, names: Sequence[str] = ()) -> str:
-        """Return the figures in one line."""
         return f"R² {self.explained:.2f}, mean distance {self.error:.3g} (always the mean: {self.mean_error:.3g})"
 
 

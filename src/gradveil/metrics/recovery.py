@@ -40,7 +40,6 @@ class Interval:
 
     @property
     def hits(self) -> int:
-        """How many examples a share stands for."""
         return round(self.mean * self.count)
 
     @property

@@ -88,7 +88,6 @@ class Modality(ABC):
 
     @property
     def told(self) -> tuple[Any, ...]:
-        """What its metrics are given beside the examples."""
         return ()
 
     @property
@@ -122,7 +121,6 @@ class Modality(ABC):
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "Modality":
-        """Return it as a run folder has it."""
         return cls()
 
 

@@ -106,17 +106,14 @@ class Image(Modality):
     default_model = "lenet:strides=2/1"  # sigmoid, as published, but two convolutions deep: it learns digits quickly
 
     def unit(self, x: Tensor, bounds: Bounds) -> Tensor:
-        """Return pixels in [0, 1]; what is not a number becomes mid-grey."""
         low, high = bounds
         scaled = (x.detach().cpu().float() - low) / (high - low)
         return scaled.nan_to_num(nan=0.5, posinf=1.0, neginf=0.0).clamp(0.0, 1.0)
 
     def ignorant(self, like: Tensor, bounds: Bounds) -> Tensor:
-        """Return grey: half-way between black and white everywhere."""
         return torch.full_like(like, sum(bounds) / 2)
 
     def typical(self, public: Tensor) -> Tensor:
-        """Return the mean image."""
         return public.mean(dim=0)
 
 

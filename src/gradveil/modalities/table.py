@@ -34,12 +34,10 @@ class Column:
 
     @property
     def width(self) -> int:
-        """How many numbers of a row it takes."""
         return len(self.categories) or 1
 
     @property
     def span(self) -> float:
-        """How wide its range is."""
         return self.high - self.low
 
     def text(self, place: float) -> str:
@@ -112,7 +110,6 @@ class Table(Modality):
 
     @property
     def told(self) -> tuple[Any, ...]:
-        """What its metrics are given beside the examples."""
         return (self,)
 
     @cached_property
@@ -156,7 +153,6 @@ class Table(Modality):
         return self._with_blocks(free, self._by_block(free).softmax(dim=-1)) if self.blocks.numel() else free
 
     def unit(self, x: Tensor, bounds: Bounds) -> Tensor:
-        """Return rows of the table: each number in its range, whole where its column is, and one category each."""
         low, high = bounds
         x = ((x.detach().cpu().float() - low) / (high - low)).nan_to_num(nan=0.5, posinf=1.0, neginf=0.0)
         if self.blocks.numel():
@@ -167,11 +163,9 @@ class Table(Modality):
         return torch.where(self._whole > 0, (x / steps).round() * steps, x).clamp(0.0, 1.0)
 
     def ignorant(self, like: Tensor, bounds: Bounds) -> Tensor:
-        """Return the middle of each range, and the first of equally likely categories."""
         return torch.full_like(like, sum(bounds) / 2)
 
     def typical(self, public: Tensor) -> Tensor:
-        """Return each column's mean, or its mode."""
         return self.unit(public.mean(dim=0)[None], (0.0, 1.0))[0].to(public)
 
     def away(self, found: Tensor, truth: Tensor) -> Tensor:
@@ -195,7 +189,6 @@ class Table(Modality):
         return self._per_cell((found - truth).abs() * half).mean(dim=-1)
 
     def order(self, found: Tensor, truth: Tensor) -> Tensor:
-        """Return which of those found goes with each true row (N,): the fewest wrong cells in all, then the nearest."""
         from scipy.optimize import linear_sum_assignment
 
         pairs = found[None], truth[:, None]
@@ -203,17 +196,14 @@ class Table(Modality):
         return torch.from_numpy(order)
 
     def identified(self, found: Tensor, truth: Tensor, gallery: Tensor) -> Tensor:
-        """Return 1 where a row found is nearer to its original than to every other row (N,), a tie against it."""
         own, others = self.distance(found, truth), self.distance(found[:, None], gallery[None])
         return (own[:, None] < others).all(dim=1).float()
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """The names of the columns."""
         return tuple(c.name for c in self.columns)
 
     def cells(self, x: Tensor, truth: Tensor | None = None) -> list[Cell] | None:
-        """Return a row (D,) as it stands in the table."""
         x = self.unit(x[None], (0.0, 1.0))[0]
         right: Sequence[bool | None] = [None] * len(self.columns)
         off: Sequence[float | None] = right
@@ -231,7 +221,6 @@ class Table(Modality):
 
     @property
     def scaling(self) -> tuple[list[float], list[float]] | None:
-        """The mean and standard deviation of each number of a row; categories are left as they are."""
         if not self.standardised:
             return None
         pairs = [
@@ -242,12 +231,10 @@ class Table(Modality):
         return [mean for mean, _ in pairs], [std for _, std in pairs]
 
     def row(self) -> dict[str, Any]:
-        """Return the columns."""
         return {"columns": [asdict(c) for c in self.columns], "standardised": self.standardised}
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "Table":
-        """Return the table that a run folder names."""
         columns = tuple(Column(**c | {"categories": tuple(c["categories"])}) for c in row["columns"])
         return cls(columns, row["standardised"])
 

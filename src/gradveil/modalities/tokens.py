@@ -67,7 +67,6 @@ def _f1(both: int, mine: int, true: int) -> float:
 
 
 def _common(a: Words, b: Words) -> int:
-    """Return the length of the longest common subsequence, row by row."""
     row = [0] * (len(b) + 1)
     for x in a:
         diagonal = 0
@@ -109,23 +108,18 @@ class Tokens(Modality):
 
     @property
     def last(self) -> float:
-        """The highest id."""
         return float(len(self.vocabulary) - 1)
 
     def unit(self, x: Tensor, bounds: Bounds) -> Tensor:
-        """Return ids that are in the vocabulary, as whole floats."""
         return x.detach().cpu().float().nan_to_num(UNKNOWN).round().clamp(0, len(self.vocabulary) - 1)
 
     def ignorant(self, like: Tensor, bounds: Bounds) -> Tensor:
-        """Return words that are not known."""
         return torch.full_like(like, UNKNOWN)
 
     def typical(self, public: Tensor) -> Tensor:
-        """Return the most frequent token of each place."""
         return public.mode(dim=0).values
 
     def order(self, found: Tensor, truth: Tensor) -> Tensor:
-        """Return which of those found goes with each true sequence (N,): the fewest wrong tokens in all."""
         from scipy.optimize import linear_sum_assignment
 
         _, order = linear_sum_assignment(wrong(found[None], truth[:, None]).numpy())
@@ -143,7 +137,6 @@ class Tokens(Modality):
         return ((own[:, None] < others).all(dim=1) | torch.tensor(told)).float()
 
     def cells(self, x: Tensor, truth: Tensor | None = None) -> list[Cell] | None:
-        """Return a sequence (L,) as words, without the padding at its end."""
         ids = self.unit(x[None], (0.0, 1.0))[0].long().tolist()
         true: Sequence[int | None] = [None] * len(ids) if truth is None else truth.long().tolist()
         last = max((i + 1 for i, one in enumerate(ids) if one != PADDING), default=0)
@@ -153,10 +146,8 @@ class Tokens(Modality):
         ]
 
     def row(self) -> dict[str, Any]:
-        """Return the vocabulary."""
         return {"vocabulary": list(self.vocabulary)}
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "Tokens":
-        """Return the vocabulary that a run folder names."""
         return cls(tuple(row["vocabulary"]))

@@ -54,7 +54,6 @@ class Backbone:
         return self.net
 
     def __call__(self, net: nn.Module, x: Tensor) -> tuple[Any, Tensor | None]:
-        """Return what the network gives, and for tokens which places hold one."""
         if self.words is not None:
             return self._of_words(net, x)
         if self.size and x.ndim == 4 and x.shape[-2:] != (self.size, self.size):

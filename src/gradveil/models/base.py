@@ -25,7 +25,6 @@ class TakesOne:
     part: Any  # key or position
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        """Return it."""
         return output[self.part]
 
 

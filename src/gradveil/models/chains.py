@@ -64,7 +64,6 @@ class LeNet(_Convolutions):
     normalize: str = "none"  # none, half, or mean/std
 
     def features(self, input_shape: Shape) -> Layers:
-        """Return conv1, act1, ..."""
         return self.stack(input_shape[0], 5, [self.width] * len(self.strides), strides=self.strides)
 
 
@@ -86,7 +85,6 @@ class ConvNet(_Convolutions):
     normalize: str = "none"  # none, half, or mean/std
 
     def features(self, input_shape: Shape) -> Layers:
-        """Return conv1, act1, ..., pool1, ..."""
         return self.stack(input_shape[0], 5, (32, 64, 64, 128, 128, 128, POOL, 128, 128, 128, POOL), self.pool)
 
 
@@ -108,7 +106,6 @@ class ConvNetAuthors(_Convolutions):
     normalize: str = "none"  # none, half, or mean/std
 
     def features(self, input_shape: Shape) -> Layers:
-        """Return conv1, norm1, act1, ..., pool1, ..."""
         widths = [self.width * n for n in (1, 2, 2, 4, 4, 4, POOL, 4, 4, POOL)]  # 0 stays POOL
         return self.stack(input_shape[0], 3, widths, self.pool)
 
@@ -120,7 +117,6 @@ class GaussianSample(_DropoutNd):
     """
 
     def forward(self, statistics: Tensor) -> Tensor:
-        """Return mean + softplus(s) × noise, for means and s side by side."""
         mean, s = statistics.chunk(2, -1)
         return mean + F.softplus(s) * torch.randn_like(mean) if self.training else mean
 
@@ -139,7 +135,6 @@ class Precode(LeNet):
     size: Width = 256  # numbers that are drawn
 
     def head(self, length: int, num_classes: int) -> Layers:
-        """Return encoder, sample, decoder, fc."""
         return {
             "encoder": nn.Linear(length, 2 * self.size),
             "sample": GaussianSample(),
@@ -163,7 +158,6 @@ class LeakNet(Chain):
     normalize: str = "none"  # none, half (as in the table's experiments), or mean/std
 
     def features(self, input_shape: Shape) -> Layers:
-        """Return conv1, act1, pool1, conv2, act2, pool2."""
         act = ACTIVATIONS[self.activation]
         return {
             "conv1": nn.Conv2d(input_shape[0], 6, 5, padding=self.padding),
@@ -175,7 +169,6 @@ class LeakNet(Chain):
         }
 
     def head(self, length: int, num_classes: int) -> Layers:
-        """Return fc1, act3, fc2, act4, fc3."""
         act = ACTIVATIONS[self.activation]
         return {
             "fc1": nn.Linear(length, 120),
@@ -203,7 +196,6 @@ class ProbeNet(Chain):
     normalize: str = "none"  # none, half, or mean/std
 
     def features(self, input_shape: Shape) -> Layers:
-        """Return conv1, act1."""
         return {
             "conv1": nn.Conv2d(input_shape[0], self.width, 5, self.stride, self.padding),
             "act1": ACTIVATIONS[self.activation](),
@@ -219,7 +211,6 @@ class Logistic(Chain):
     normalize: str = "none"  # none, half, or mean/std
 
     def features(self, input_shape: Shape) -> Layers:
-        """Return nothing."""
         return {}
 
 
@@ -237,11 +228,9 @@ class Mlp(Chain):
     normalize: str = "none"  # none, half, or mean/std; of a table none is by its columns
 
     def features(self, input_shape: Shape) -> Layers:
-        """Return nothing."""
         return {}
 
     def head(self, length: int, num_classes: int) -> Layers:
-        """Return fc1, act1, fc2, act2, ..., fc."""
         layers: Layers = {}
         for i, (before, after) in enumerate(zip((length, *self.widths), self.widths, strict=False), 1):
             layers |= {f"fc{i}": nn.Linear(before, after), f"act{i}": ACTIVATIONS[self.activation]()}

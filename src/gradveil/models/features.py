@@ -68,7 +68,6 @@ class Frozen(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (N, features), float32 where records are looked up."""
         if x.requires_grad or x.dtype != torch.float32 or torch._C._functorch.is_functorch_wrapped_tensor(x):
             return self._run(x)
         names = [_name_of(one) for one in x.detach().cpu()]
@@ -84,7 +83,6 @@ class Frozen(nn.Module):
 
     @torch.no_grad()
     def keep(self, x: Tensor) -> None:
-        """Have the features of records on disk: those of an earlier process are read, others are worked out."""
         names = [_name_of(one) for one in x.cpu()]
         files = FeatureFiles.of(cache_folder() / f"features-{self.key[:20]}")
         self._known.update(files.read([name for name in names if name not in self._known]))
@@ -245,7 +243,6 @@ class Features(Builder):
         return self.build_for(IMAGE, input_shape, num_classes, rng)
 
     def build_for(self, modality: Modality, input_shape: Shape, num_classes: int, rng: Generator) -> nn.Module:
-        """Return backbone, directions and head."""
         if not self.backbone:
             raise SpecError("Model 'features' needs a backbone, e.g. features:backbone=efficientnet_lite0.")
         if self.mirror and (len(input_shape) != 3 or modality != IMAGE):

@@ -47,11 +47,9 @@ class Normalize(nn.Module):
         self.register_buffer("std", torch.tensor(std).reshape(shape), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normalised input, of the same shape."""
         return (x - self.mean) / self.std
 
     def extra_repr(self) -> str:
-        """Show the numbers in the module's text."""
         return f"mean={self.mean.flatten().tolist()}, std={self.std.flatten().tolist()}"
 
 
@@ -94,11 +92,9 @@ class Chain(Builder):
         return {"fc": nn.Linear(length, num_classes)}
 
     def build(self, input_shape: Shape, num_classes: int, rng: Generator) -> nn.Module:
-        """Return the network; the length of the representation comes from a dry run."""
         return self.build_for(IMAGE, input_shape, num_classes, rng)
 
     def build_for(self, modality: Modality, input_shape: Shape, num_classes: int, rng: Generator) -> nn.Module:
-        """Return the network; it standardises examples whose numbers have means and deviations of their own."""
         model = nn.Sequential()
         norm = normalizer(self.normalize, input_shape[0])
         if norm is None and modality.scaling is not None:
@@ -169,7 +165,6 @@ class LowRank(nn.Linear):
         self.lora_b = nn.Parameter(like.new_zeros(layer.out_features, rank))
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return what the frozen layer gives, and the factors' part."""
         return F.linear(input, self.weight, self.bias) + F.linear(F.linear(input, self.lora_a), self.lora_b)
 
 

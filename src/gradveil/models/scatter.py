@@ -40,7 +40,6 @@ class PublicPatches(nn.Module):
         self.register_buffer("offset", torch.zeros(count))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (N, 2 * count, PLACES, PLACES) of images (N, C, H, W)."""
         side = self.kernels.shape[-1]
         mean, square = (F.avg_pool2d(part.mean(1, keepdim=True), side, STRIDE) for part in (x, x.square()))
         contrast = ((square - mean.square()).clamp_min(0) + FLAT).sqrt()
@@ -49,7 +48,6 @@ class PublicPatches(nn.Module):
 
     @torch.no_grad()
     def fit(self, x: Tensor) -> None:
-        """Cut patches out of (N, C, H, W), whiten them, and keep some."""
         count, *shape = self.kernels.shape
         rng = _same()
         windows = x.unfold(2, shape[1], 1).unfold(3, shape[2], 1)  # (N, C, h, w, side, side)
@@ -73,11 +71,9 @@ class Mirrored(nn.Module):
         self.parts = nn.ModuleList(parts)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (N, features)."""
         return torch.cat([(part(x) + part(x.flip(-1))).flatten(1) / 2 for part in self.parts], 1)
 
     def fit(self, x: Tensor) -> None:
-        """Let the parts that learn from public images do so."""
         for part in self.parts:
             if isinstance(part, PublicPatches):
                 part.fit(x)
@@ -133,13 +129,11 @@ class Scattering(nn.Module):
         self.register_buffer("low", (low / low.sum()).float()[None, None], persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (N, C * CHANNELS, h, w) of inputs (N, C, H, W), with h = H / 4 rounded up."""
         first = [self._moduli(x, scale) for scale in range(SCALES)]
         second = [self._moduli(first[i], j) for i in range(SCALES) for j in range(i + 1, SCALES)]
         return torch.cat([self._means(part) for part in (x, *first, *second)], 1)
 
     def _moduli(self, x: Tensor, scale: int) -> Tensor:
-        """Return |x * wavelet| of every channel at each angle, (N, C * ANGLES, H, W)."""
         parts = self._each(x, getattr(self, f"bank{scale}")).unflatten(1, (x.shape[1], 2, ANGLES))
         moduli: Tensor = (parts.square().sum(2) + 1e-12).sqrt().flatten(1, 2)
         return moduli
@@ -149,7 +143,6 @@ class Scattering(nn.Module):
 
     @staticmethod
     def _each(x: Tensor, kernels: Tensor, stride: int = 1) -> Tensor:
-        """Return every channel under every kernel: (N, C * kernels, h, w)."""
         pad = kernels.shape[-1] // 2
         single = F.pad(x.flatten(0, 1)[:, None], (pad,) * 4, mode="replicate")
         kernels = kernels.to(x.dtype)
@@ -174,12 +167,10 @@ class Basis(nn.Module):
         self.register_buffer("offset", torch.zeros(dims))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (N, dims), each row of length 1."""
         return F.normalize(x.flatten(1) @ self.directions.T + self.offset, dim=1)
 
     @torch.no_grad()
     def fit(self, x: Tensor) -> None:
-        """Take the main directions of (N, C, h, w), channels standardised, each divided by the root of its size."""
         over = (0, *range(2, x.ndim))
         centre, spread = x.mean(over, keepdim=True), x.std(over, keepdim=True) + 1e-6
         rows = ((x - centre) / spread).flatten(1).double()
@@ -212,7 +203,6 @@ class Scatter(Chain):
     normalize: str = "none"  # none, half, or mean/std
 
     def features(self, input_shape: Shape) -> Layers:
-        """Return scatter and basis."""
         if len(input_shape) != 3:
             raise SpecError(f"Model 'scatter' takes images (channels, height, width); got {input_shape}.")
         channels, *sides = input_shape
@@ -223,5 +213,4 @@ class Scatter(Chain):
         return {"scatter": first, "basis": Basis(length + 2 * self.patches * PLACES**2, self.dims)}
 
     def head(self, length: int, num_classes: int) -> Layers:
-        """Return the layer that is trained."""
         return {"fc": nn.Linear(length, num_classes, bias=not self.patches)}

@@ -30,7 +30,6 @@ class Embedded(nn.Module):
         self.words, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return (examples, tokens, width) for ids (examples, tokens)."""
         places = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
         out: Tensor = self.words(ids) + self.places(places)
         return out
@@ -40,7 +39,6 @@ class PostNormBlock(TransformerBlock):
     """The block as BERT has it: each part is added first, and the sum normalised."""
 
     def forward(self, x: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """Return tokens of the same shape."""
         x = self.norm1(x + self.attention(x, hidden))
         out: Tensor = self.norm2(x + self.perceptron(x))
         return out
@@ -62,7 +60,6 @@ class TextModel(nn.Module):
         self.fc = nn.Linear(width, outputs)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return (examples, classes), or (examples, tokens, vocabulary)."""
         ids = ids.long()
         length = ids.shape[1]
         hidden = (ids == PADDING)[:, None, None]  # as keys
@@ -121,12 +118,10 @@ class Bert(TextBuilder):
     lora: Rank = 0  # of the low-rank factors that alone are trained, beside the last layer; 0: all weights are
 
     def build_for(self, modality: Modality, input_shape: Shape, num_classes: int, rng: Generator) -> nn.Module:
-        """Return the network with the vocabulary of the data."""
         known = self if self.vocabulary or not modality.last else replace(self, vocabulary=int(modality.last) + 1)
         return known.build(input_shape, num_classes, rng)
 
     def build(self, input_shape: Shape, num_classes: int, rng: Generator) -> nn.Module:
-        """Return the network."""
         self._check(input_shape)
         blocks = [PostNormBlock(self.width, self.heads, 1e-12) for _ in range(self.depth)]
         tokens = Embedded(self.vocabulary or USUAL, self.length, self.width)
@@ -149,7 +144,6 @@ class Gpt(TextBuilder):
     lora: Rank = 0  # of the low-rank factors that alone are trained, beside the last layer; 0: all weights are
 
     def build(self, input_shape: Shape, num_classes: int, rng: Generator) -> nn.Module:
-        """Return the network."""
         self._check(input_shape)
         blocks = [TransformerBlock(self.width, self.heads) for _ in range(self.depth)]
         tokens = Embedded(num_classes, self.length, self.width)

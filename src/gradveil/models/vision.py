@@ -36,7 +36,6 @@ class ResidualBlock(nn.Module):
         self.shortcut = nn.Identity() if same else nn.Sequential(*_normed(inputs, outputs, 1, stride, norm=norm))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output."""
         y = F.relu(self.norm1(self.conv1(x)))
         return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
 
@@ -54,7 +53,6 @@ class InvertedResidual(nn.Module):
         self.has_shortcut = inputs == outputs and stride == 1
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output."""
         y: Tensor = self.layers(x)
         return x + y if self.has_shortcut else y
 
@@ -87,7 +85,6 @@ class ResNet18(Chain):
     norm: Norm = "batch"  # or group, which looks at one image at a time
 
     def features(self, input_shape: Shape) -> Layers:
-        """Return conv1, norm1, act1, block1, ..., block8, pool."""
         conv, norm = _normed(input_shape[0], self.width, 3, norm=self.norm)
         layers: Layers = {"conv1": conv, "norm1": norm, "act1": nn.ReLU()}
         channels = self.width
@@ -129,7 +126,6 @@ class MobileNet(Chain):
             raise ValueError("width must be an even number.")
 
     def features(self, input_shape: Shape) -> Layers:
-        """Return conv1, norm1, act1, block1, ..., block17, conv2, norm2, act2, pool."""
         conv, norm = _normed(input_shape[0], self.width, 3)
         layers: Layers = {"conv1": conv, "norm1": norm, "act1": nn.ReLU6()}
         blocks = [(t, c, s if i == 0 else 1) for t, c, n, s in MOBILENET_STAGES for i in range(n)]
@@ -157,7 +153,6 @@ class Patches(nn.Module):
         self.positions = nn.Parameter(torch.zeros(1, 1 + prod(ceil(n / patch) for n in input_shape[1:]), width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the tokens: (examples, tokens, width)."""
         down, right = (-n % self.patch for n in x.shape[-2:])
         y = self.patches(F.pad(x, (0, right, 0, down))).flatten(2).mT
         return torch.cat([self.class_token.expand(len(y), -1, -1), y], 1) + self.positions
@@ -173,7 +168,6 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """Return tokens of the same shape; ``hidden`` (..., tokens, tokens): those that a token does not see."""
         n, tokens, width = x.shape
         q, k, v = self.qkv(x).reshape(n, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
         fit = q @ k.mT * (width // self.heads) ** -0.5
@@ -193,7 +187,6 @@ class TransformerBlock(nn.Module):
         self.perceptron = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """Return tokens of the same shape."""
         x = x + self.attention(self.norm1(x), hidden)
         added: Tensor = self.perceptron(self.norm2(x))
         return x + added
@@ -203,7 +196,6 @@ class FirstToken(nn.Module):
     """Of the tokens, the class token alone."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (examples, width)."""
         return x[:, 0]
 
 
@@ -229,13 +221,11 @@ class VisionTransformer(Chain):
             raise ValueError(f"width={self.width} cannot be dealt out to {self.heads} heads.")
 
     def features(self, input_shape: Shape) -> Layers:
-        """Return tokens, block1, ..., norm, first."""
         blocks = {f"block{i + 1}": TransformerBlock(self.width, self.heads) for i in range(self.depth)}
         tokens = Patches(input_shape, self.patch, self.width)
         return {"tokens": tokens, **blocks, "norm": nn.LayerNorm(self.width), "first": FirstToken()}
 
     def build_for(self, modality: Modality, input_shape: Shape, num_classes: int, rng: Generator) -> nn.Module:
-        """Return the network; class token and positions are normal with a standard deviation of 0.02."""
         model = super().build_for(modality, input_shape, num_classes, rng)
         tokens = model.get_submodule("tokens")
         for name in ("class_token", "positions"):

@@ -31,7 +31,6 @@ class Region:
 
     @classmethod
     def whole(cls, x: Tensor, bounds: tuple[float, float]) -> "Region":
-        """Return the data range itself."""
         x = x.to(torch.float64)
         return cls(x, torch.full_like(x, bounds[0]), torch.full_like(x, bounds[1]), inf, inf)
 
@@ -156,7 +155,6 @@ class Problem:
 
     @property
     def size(self) -> int:
-        """The numbers in one input."""
         return self.x[0].numel()
 
     def check_function(self) -> None:
@@ -206,7 +204,6 @@ class Problem:
 
     @cached_property
     def norms(self) -> list[Norm]:
-        """The norm of every step of the chain."""
         return [operator_norm(step, self.p) for step in self.chain.steps]
 
     @cached_property

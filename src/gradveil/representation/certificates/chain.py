@@ -38,7 +38,6 @@ class StepChain:
     precision: Precision  # in which the model computes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return r (N, L) for x (N, *in_shape)."""
         x = x.to(torch.float64)
         for step in self.steps:
             x = step(x)
@@ -46,7 +45,6 @@ class StepChain:
 
     @property
     def out_size(self) -> int:
-        """The length L of the representation."""
         return self.steps[-1].out_size if self.steps else prod(self.in_shape)
 
     def __str__(self) -> str:
@@ -173,7 +171,6 @@ def _differs(model: nn.Module, r: Tensor, expected: Tensor) -> str:
 
 
 def _steps(graph: Graph) -> list[Step]:
-    """Return the steps that lead from the input to r, in order."""
     if graph.end is None:
         raise CertificateError("What the layer is fed does not depend on the input, so there is nothing to certify.")
     path: list[Operation] = []

@@ -100,7 +100,6 @@ def _(step: MaxPool, centre: Tensor, radius: Tensor, lower: Tensor, upper: Tenso
 
 
 def _times(centre: Tensor, radius: Tensor, low: Tensor, high: Tensor) -> Interval:
-    """Return centre and radius of [centre ± radius] x [low, high]."""
     middle, half = (low + high) / 2, (high - low) / 2
     return centre * middle, centre.abs() * half + radius * (middle.abs() + half)
 

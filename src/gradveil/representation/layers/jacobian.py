@@ -106,7 +106,6 @@ class Tape(Jacobian):
     r: Tensor  # (N, ...)
 
     def push(self, t: Tensor) -> Tensor:
-        """Return Jt (K, N, *r) for tangents t (K, N or 1, *x)."""
         out = self._forward(wide(t), lambda operator, value: operator.push(value))
         return out.expand(-1, *self.r.shape)
 
@@ -117,7 +116,6 @@ class Tape(Jacobian):
         return out.expand(-1, *self.r.shape)[0]
 
     def pull(self, g: Tensor) -> Tensor:
-        """Return Jᵀg (K, N, *x) for cotangents g (K, N, *r)."""
         return self.pull_from(len(self.nodes) - 1, wide(g)).expand(-1, *self.x.shape)
 
     @torch.no_grad()
@@ -172,12 +170,10 @@ class Tape(Jacobian):
 
     @property
     def widest(self) -> int:
-        """Entries of the largest tensor on the way, of all examples together."""
         return max(prod(node.shape) for node in self.nodes)
 
     @property
     def separate(self) -> bool:
-        """Whether no operation on the way could mix examples, whatever the numbers."""
         return all(edge.operator.separate for node in self.nodes for edge in node.edges)
 
     @property
@@ -215,11 +211,9 @@ class FunctionJacobian(Jacobian):
             )
 
     def pull(self, g: Tensor) -> Tensor:
-        """Return Jᵀg (K, N, *x) for cotangents g (K, N, *r)."""
         return self._each("pull", lambda row: _gradient(self.r, self.x, row), g.to(self.r.dtype))
 
     def push(self, t: Tensor) -> Tensor:
-        """Return Jt (K, N, *r) for tangents t (K, N or 1, *x)."""
         # Jᵀg is linear in g, and the transpose of that is J: no second forward pass, so dropout masks are the same.
         tangents = t.to(self.x.dtype).expand(-1, *self.x.shape)
         try:

@@ -157,7 +157,6 @@ class Recorder(TorchDispatchMode):
         return out
 
     def place(self, tensor: Tensor) -> int | None:
-        """Return which operation made a tensor; None where it does not depend on x."""
         return self._known[id(tensor)][1] if id(tensor) in self._known else None
 
     def _hides(self, name: str, own: bool) -> bool:
@@ -166,7 +165,6 @@ class Recorder(TorchDispatchMode):
         return (name == "detach" and own) or name.endswith("_like") or name.startswith("new_")
 
     def _add(self, out: Tensor, operation: Operation) -> None:
-        """Note a tensor that depends on x."""
         self.operations.append(operation)
         self._known[id(out)] = (out, len(self.operations) - 1)
         self._memory.setdefault(_memory(out), set()).add(id(out))
@@ -204,7 +202,6 @@ class Recorder(TorchDispatchMode):
                 self._constant[id(out)] = out
 
     def _overwritten(self, tensor: Tensor) -> None:
-        """Mark all other names of this memory as unknown from here on."""
         for other in self._memory.get(_memory(tensor), set()) - {id(tensor)}:
             self._add(self._known[other][0], Operation("a write in place", tuple(self._known[other][0].shape)))
 
@@ -233,7 +230,6 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether an argument is no tensor, and no list of some."""
     inside = value if isinstance(value, list | tuple) else (value,)
     return not any(isinstance(v, Tensor) for v in inside)
 

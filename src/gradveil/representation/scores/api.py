@@ -213,7 +213,6 @@ class Method:
     memory: int = MEMORY["cpu"]
 
     def __call__(self, jacobian: Jacobian, *, static: bool = False) -> RowNorms:
-        """Return r and the norms of its rows. ``static``: never look at values, so never wait for a device."""
         check_shapes(jacobian)
         auto = self.name == "auto"
         name = choose(jacobian, self.ps[-1]) if auto else self.name

@@ -74,7 +74,6 @@ class Pointwise(Step):
     curve: Curve
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the curve's values."""
         return self.curve.function(x)
 
 
@@ -99,7 +98,6 @@ def activation(
 
 
 def _backward(function: Any, *more: Any) -> Callable[..., Tensor]:
-    """Return the slopes that torch's own backward of that activation gives."""
 
     def slopes(call: Call, *settings: Any) -> Tensor:
         x = wide(call.x)

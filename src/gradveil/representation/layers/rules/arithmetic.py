@@ -24,14 +24,12 @@ class Scale(Operator):
     target: Shape
 
     def push(self, t: Tensor) -> Tensor:
-        """Return the scaled stack."""
         return self._widened(t * self.by if self._scales else t)
 
     def _widened(self, t: Tensor) -> Tensor:
         return t if self.source == self.target else t.expand(-1, t.shape[1], *self.target[1:])
 
     def pull(self, g: Tensor) -> Tensor:
-        """Return the scaled stack, summed where the input was broadcast."""
         out = self._times(g) if self._scales else g
         if self.source == self.target:
             return out
@@ -56,11 +54,9 @@ class Scale(Operator):
         return by.permute(0, 2, 3, 1).contiguous()
 
     def entrywise(self, f: Callable[[Any], Any]) -> Operator:
-        """Return the scaling by f of the constants."""
         return replace(self, by=f(self.by))
 
     def shared(self) -> Operator | None:
-        """Return the scaling where every example has the same constants."""
         by = self.by
         if not isinstance(by, Tensor) or by.ndim < len(self.target):
             return self
@@ -73,7 +69,6 @@ class Scale(Operator):
         return by.expand(1, *self.target[1:])[0]
 
     def trace(self, index: Tensor, factor: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the same positions, with the constants found there as further factors."""
         if self.source != self.target:
             return None
         if not isinstance(self.by, Tensor):
@@ -156,18 +151,15 @@ class Mean(Operator):
     scale: float  # 1 / how many are averaged
 
     def push(self, t: Tensor) -> Tensor:
-        """Return the means."""
         return t.sum([d + 1 for d in self.dims], keepdim=self.keepdim) * self.scale
 
     def pull(self, g: Tensor) -> Tensor:
-        """Return each share of the mean."""
         if not self.keepdim:
             for d in self.dims:
                 g = g.unsqueeze(d + 1)
         return (g * self.scale).expand(*g.shape[:2], *self.source[1:])
 
     def entrywise(self, f: Callable[[Any], Any]) -> Operator:
-        """Return the sums with f of the share."""
         return replace(self, scale=f(self.scale))
 
 

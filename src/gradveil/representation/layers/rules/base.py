@@ -87,12 +87,10 @@ class Step(ABC):
 
     @property
     def in_size(self) -> int:
-        """How many numbers go in."""
         return prod(self.in_shape)
 
     @property
     def out_size(self) -> int:
-        """How many numbers come out."""
         return prod(self.out_shape)
 
     @abstractmethod
@@ -111,7 +109,6 @@ class Affine(Step):
 
     @property
     def offset_size(self) -> Tensor:
-        """What the rounding of the offset is relative to."""
         return self.offset.abs() if self.terms is None else self.terms
 
     def linear(self, x: Tensor, absolute: bool = False) -> Tensor:
@@ -119,11 +116,9 @@ class Affine(Step):
         return (self._absolute if absolute else self.operator).push(x[None])[0]
 
     def transposed(self, y: Tensor, absolute: bool = False) -> Tensor:
-        """Return Aᵀ y, or |A|ᵀ y."""
         return (self._absolute if absolute else self.operator).pull(y[None])[0]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return A x + offset."""
         return self.linear(x) + self.offset
 
     @cached_property
@@ -144,7 +139,6 @@ class Call:
 
     @property
     def x(self) -> Any:
-        """The first argument."""
         return self.args[0]
 
     @property
@@ -210,7 +204,6 @@ def affine(call: Call, edges: Edges) -> Affine | None:
 
 
 def _zeroed(args: Sequence[Any], x: Tensor) -> list[Any]:
-    """Return the arguments with zeros in the place of x."""
     return [torch.zeros_like(a) if a is x else _zeroed(a, x) if isinstance(a, list | tuple) else a for a in args]
 
 

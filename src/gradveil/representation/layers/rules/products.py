@@ -20,29 +20,23 @@ class Dense(Operator):
     batch_shape: Shape  # of the input, less its last dimension
 
     def push(self, t: Tensor) -> Tensor:
-        """Return W t."""
         return t @ self.weight.t()
 
     def pull(self, g: Tensor) -> Tensor:
-        """Return Wᵀ g."""
         return g @ self.weight
 
     def entrywise(self, f: Callable[[Any], Any]) -> Operator:
-        """Return the matrix f(W)."""
         return replace(self, weight=f(self.weight))
 
     def rows(self, index: Tensor) -> Tensor | None:
-        """Return rows of W."""
         return self.weight[index] if len(self.batch_shape) == 1 else None
 
     @property
     def separate(self) -> bool:
-        """Whether the last dimension, which the matrix mixes, is not the first."""
         return bool(self.batch_shape)
 
     @property
     def cost(self) -> int:
-        """One multiplication per weight, for every place the matrix is applied at."""
         return self.weight.numel() * prod(self.batch_shape[1:])
 
 
@@ -77,11 +71,9 @@ class ByValue(Operator):
     """A map that follows the values: a matrix of its own at each place, which is never written out."""
 
     def entrywise(self, f: Callable[[Any], Any]) -> Operator:
-        """Refuse: scores ask for squares alone (``spread``), and there is no step for certificates."""
         raise NotImplementedError
 
     def shared(self) -> Operator | None:
-        """Return nothing: examples differ."""
         return None
 
 
@@ -92,15 +84,12 @@ class Softmax(ByValue):
     p: Tensor  # (B, ..., n)
 
     def push(self, t: Tensor) -> Tensor:
-        """Return p (t - p · t)."""
         return self.p * (t - (self.p * t).sum(-1, keepdim=True))
 
     def pull(self, g: Tensor) -> Tensor:
-        """Return the same: the matrix is symmetric."""
         return self.push(g)
 
     def spread(self, s: Tensor) -> Tensor:
-        """Return p² ((1 - 2p) s + p² · s)."""
         squares = self.p * self.p
         return torch.addcmul(s, self.p, s, value=-2).add_((squares * s).sum(-1, keepdim=True)).mul_(squares)
 
@@ -119,15 +108,12 @@ class Standardise(ByValue):
     h: Tensor  # (B, *groups, n), the entries with mean 0 and variance 1
 
     def push(self, t: Tensor) -> Tensor:
-        """Return the centred stack less its part along h, scaled."""
         return self._scaled(self._centred(self._view(t)), t)
 
     def pull(self, g: Tensor) -> Tensor:
-        """Return the scaled stack, centred, less its part along h."""
         return self._shaped(self._centred(self.d * self._view(g)), g)
 
     def spread(self, s: Tensor) -> Tensor:
-        """Return the squared matrices times s."""
         n, view = self.h.shape[-1], self._view(s)
         along = self.h * view
         sums = [part.sum(-1, keepdim=True) / n**2 for part in (view, along, self.h * along)]
@@ -181,20 +167,16 @@ class Product(ByValue):
     right: bool
 
     def push(self, t: Tensor) -> Tensor:
-        """Return the products (K, B, ., .)."""
         return t @ self.matrix if self.right else self.matrix @ t
 
     def pull(self, g: Tensor) -> Tensor:
-        """Return the products with the transposed matrices."""
         return g @ self.matrix.mT if self.right else self.matrix.mT @ g
 
     def spread(self, s: Tensor) -> Tensor:
-        """Return the products with the squared matrices."""
         return Product(self.matrix.square(), self.places, self.right).push(s)
 
     @property
     def cost(self) -> int:
-        """One multiplication per entry and place."""
         return prod(self.matrix.shape[1:]) * self.places
 
 

@@ -16,7 +16,6 @@ class Move(Operator):
     """A map whose entries are 0 and 1."""
 
     def entrywise(self, f: Callable[[Any], Any]) -> Operator:
-        """Return the map as it is."""
         return self
 
 
@@ -32,24 +31,19 @@ class Reshape(Move):
     target: Shape
 
     def push(self, t: Tensor) -> Tensor:
-        """Return the stack in the output's shape."""
         return _reshape(t, self.source, self.target)
 
     def pull(self, g: Tensor) -> Tensor:
-        """Return the stack in the input's shape."""
         return _reshape(g, self.target, self.source)
 
     def shared(self) -> Operator | None:
-        """Return the map where the first dimension stays."""
         return self if self.separate else None
 
     @property
     def separate(self) -> bool:
-        """Whether the first dimension stays."""
         return self.source[0] == self.target[0]
 
     def trace(self, index: Tensor, factor: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return both as they are: flat positions stay."""
         return (index, factor) if self.separate else None
 
 
@@ -67,11 +61,9 @@ class Permute(Move):
     source: Shape
 
     def push(self, t: Tensor) -> Tensor:
-        """Return the stack with its dimensions reordered."""
         return self._apply(t, self.dims, self.source[0])
 
     def pull(self, g: Tensor) -> Tensor:
-        """Return the stack with its dimensions put back."""
         back = tuple(self.dims.index(d) for d in range(len(self.dims)))
         return self._apply(g, back, self.source[self.dims[0]])
 
@@ -81,16 +73,13 @@ class Permute(Move):
         return t.permute(0, *(d + 1 for d in dims))
 
     def shared(self) -> Operator | None:
-        """Return the map where the first dimension stays."""
         return self if self.separate else None
 
     @property
     def separate(self) -> bool:
-        """Whether the first dimension stays."""
         return self.dims[0] == 0
 
     def trace(self, index: Tensor, factor: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return where each output entry came from."""
         if not self.separate:
             return None
         places = torch.arange(prod(self.source[1:]), device=index.device).view(1, *self.source[1:])
@@ -105,15 +94,12 @@ class Pad(Move):
 
     @classmethod
     def along(cls, dim: int, before: int, after: int, ndim: int) -> "Pad":
-        """Return the padding of one dimension."""
         return cls((*[0, 0] * (ndim - 1 - dim), before, after))
 
     def push(self, t: Tensor) -> Tensor:
-        """Return the padded stack."""
         return F.pad(t, self.amounts)
 
     def pull(self, g: Tensor) -> Tensor:
-        """Return what is within."""
         return F.pad(g, tuple(-a for a in self.amounts))
 
 
@@ -126,25 +112,20 @@ class Select(Move):
     source: Shape
 
     def push(self, t: Tensor) -> Tensor:
-        """Return the slice of the stack."""
         return (t if self.dim else _batch(t, self.source[0])).select(self.dim + 1, self.at)
 
     def pull(self, g: Tensor) -> Tensor:
-        """Return zeros around the slice."""
         around = Pad.along(self.dim, self.at, self.source[self.dim] - self.at - 1, len(self.source))
         return around.push(g.unsqueeze(self.dim + 1))
 
     def shared(self) -> Operator | None:
-        """Return the map where the first dimension stays."""
         return self if self.separate else None
 
     @property
     def separate(self) -> bool:
-        """Whether the first dimension stays."""
         return self.dim != 0
 
     def trace(self, index: Tensor, factor: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return where each output entry came from."""
         if not self.separate:
             return None
         places = torch.arange(prod(self.source[1:]), device=index.device).view(1, *self.source[1:])

@@ -73,17 +73,14 @@ class Convolution(Operator):
     target: Shape  # (N, out, *size)
 
     def push(self, t: Tensor) -> Tensor:
-        """Return the convolved stack."""
         convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.stride) - 1]
         out = convolve(t.flatten(0, 1), self.weight, None, self.stride, self.padding, self.dilation, self.groups)
         return self._stacked(out, t)
 
     def entrywise(self, f: Callable[[Any], Any]) -> Operator:
-        """Return the convolution with f of the weights."""
         return replace(self, weight=f(self.weight))
 
     def pull(self, g: Tensor) -> Tensor:
-        """Return the stack through the transposed convolution."""
         if not self._plain:
             return self._transposed(g)
         if set(self.stride) == {1}:
@@ -97,7 +94,6 @@ class Convolution(Operator):
         return whole[..., : self.source[2], : self.source[3]]
 
     def pull_scaled(self, g: Tensor, scale: Scale) -> Tensor:
-        """Return the scaled stack; phases are put in place and scaled in one pass."""
         by = scale.last
         if by is None or set(self.stride) == {1} or not (self._plain and self._fits):
             return scale.pull(self.pull(g))
@@ -117,11 +113,9 @@ class Convolution(Operator):
         return apart.permute(0, 1, 5, 2, 6, 3, 4)
 
     def pull_any(self, g: Tensor) -> Tensor:
-        """Return the phases side by side: a norm does not ask for their order."""
         return self._stacked(self._phases(g), g) if self._plain and self._fits else self.pull(g)
 
     def rows(self, index: Tensor) -> Tensor | None:
-        """Return the kernels, each put where its output entry looks."""
         if not (self.groups == 1 and len(self.stride) == 2):
             return None
         (c, h, w), (_, oh, ow) = self.source[1:], self.target[1:]
@@ -142,7 +136,6 @@ class Convolution(Operator):
 
     @property
     def cost(self) -> int:
-        """One multiplication per weight and output place."""
         return self.weight.numel() * prod(self.target[2:])
 
     @property
@@ -235,13 +228,11 @@ class Choose(Move):
     window: tuple[int, ...] | None = None  # kernel, stride, padding, dilation, each for rows and columns, where known
 
     def push(self, t: Tensor) -> Tensor:
-        """Return the chosen entries."""
         t = t.expand(-1, *self.source).flatten(3)  # (K, N, C, in)
         chosen = self.index.flatten(2).expand(t.shape[0], -1, -1, -1)
         return t.gather(3, chosen).view(t.shape[0], *self.index.shape)
 
     def pull(self, g: Tensor) -> Tensor:
-        """Return zeros, with what came in added at the chosen places."""
         k = g.shape[0]
         g = g.expand(-1, *self.index.shape).flatten(3)
         chosen = self.index.flatten(2).expand(k, -1, -1, -1)
@@ -249,7 +240,6 @@ class Choose(Move):
         return zeros.scatter_add_(3, chosen, g).view(k, *self.source)
 
     def trace(self, index: Tensor, factor: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the places that were chosen."""
         size = prod(self.source[2:])
         channel = torch.arange(self.source[1], device=self.index.device).view(1, -1, *[1] * (self.index.ndim - 2))
         places = (self.index + channel * size).flatten(1)  # (N, out)
@@ -267,7 +257,6 @@ class MaxPool(Step):
     ceil: bool
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the pooled maps."""
         return F.max_pool2d(x, self.kernel, self.stride, self.padding, self.dilation, self.ceil)
 
     def windows(self, x: Tensor) -> Tensor:
@@ -290,7 +279,6 @@ class MaxPool(Step):
         return summed[:, 0, top : top + h, left : left + w].reshape(n, c, h, w)
 
     def _reach(self) -> tuple[int, int]:
-        """How far beyond the map's bottom and right the last window reaches."""
 
         def beyond(i: int) -> int:
             last = (self.out_shape[i + 1] - 1) * self.stride[i] + self.dilation[i] * (self.kernel[i] - 1)
@@ -343,12 +331,10 @@ class Average(Operator):
     scale: Tensor | None = None  # of each output, (C, *out)
 
     def push(self, t: Tensor) -> Tensor:
-        """Return the averages."""
         averages: Tensor = self._pool(t.flatten(0, 1)).unflatten(0, t.shape[:2])
         return self._scaled(averages)
 
     def pull(self, g: Tensor) -> Tensor:
-        """Return each window's share."""
         flat = self._scaled(g).flatten(0, 1)
         like = flat.new_empty(flat.shape[0], *self.source[1:])
         shares: Tensor = self._back(flat, like).unflatten(0, g.shape[:2])
@@ -358,7 +344,6 @@ class Average(Operator):
         return t * self.scale.to(t) if isinstance(self.scale, Tensor) else t
 
     def entrywise(self, f: Callable[[Any], Any]) -> Operator:
-        """Return the sums with f of the weight within each window."""
         weight = self._weight if self.scale is None else self._weight * self.scale
         return replace(self, scale=f(weight) / self._weight)
 

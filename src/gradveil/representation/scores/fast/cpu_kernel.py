@@ -88,7 +88,6 @@ def _reshaped(pieces: list[Piece], operator: Reshape, image: Image) -> Image | N
 
 
 def _scaled(piece: Piece, operator: Scale) -> Piece:
-    """Return the piece with these slopes after it."""
     c, h, w = piece.below
     by, shape = operator.by, operator.source
     if not isinstance(by, Tensor):
@@ -147,7 +146,6 @@ class RowSplit:
 
     @property
     def area(self) -> int:
-        """The most that a place sees of the input."""
         return prod(max(high - low for low, high in some) for some in self.windows)
 
     def offsets(self, channels: int) -> list[int]:
@@ -166,7 +164,6 @@ class PieceShape:
 
     @classmethod
     def of(cls, piece: Piece) -> "PieceShape":
-        """Return the shape of a piece."""
         return cls(piece.above, piece.below, piece.geometry, 0 if piece.weight is None else piece.weight.numel())
 
     @property
@@ -188,7 +185,6 @@ def best_split(pieces: tuple[PieceShape, ...], rows: int, lanes: int) -> RowSpli
 
 
 def _split(pieces: Sequence[PieceShape], at: int, lanes: int) -> RowSplit | None:
-    """Return the split before piece ``at``, where the kernel can do it."""
     channels, height, width = pieces[at].above
     rest = pieces[at:]
     joined = all(a.below == b.above for a, b in zip(pieces[at - 1 :], rest, strict=False))
@@ -219,7 +215,6 @@ def _overlapping(spans: list[tuple[int, int]], k: int) -> list[int]:
 
 
 def _cost(pieces: Sequence[PieceShape], split: RowSplit, rows: int, lanes: int) -> float:
-    """Return the vector multiplications of one example."""
     before, rest = pieces[1 : split.at], pieces[split.at :]
     channels, height, width = rest[0].above
     blocks = sum(split.blocks)

@@ -195,7 +195,6 @@ class StackedRows:
 
     @torch.no_grad()
     def __call__(self, weights: Params, x: Tensor) -> RowNorms:
-        """Return r (K, B, L) and the 2-norms (K, B, L) for stacked weights (K, ...) and inputs x (K, B, C, H, W)."""
         step = max(self.at_once // x.shape[1], 1)
         parts = [
             self._some({name: value[at : at + step] for name, value in weights.items()}, x[at : at + step])

@@ -95,7 +95,6 @@ class Program:
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Tape | None:
-        """Return the tape for examples x; None where an operation has no maps this time."""
         values: list[Any] = [None] * self.slots
         values[0] = x = x.detach().clone()
         for slot, t in (*self.weights(), *self.constants):
@@ -171,7 +170,6 @@ def _filled(value: Any, values: list[Any]) -> Any:
 
 
 def _found(kind: type, value: Any) -> list[Any]:
-    """Return what is of a kind in lists of lists."""
     if isinstance(value, kind):
         return [value]
     return [inside for v in value for inside in _found(kind, v)] if isinstance(value, list | tuple) else []
@@ -207,7 +205,6 @@ class Recording:
         return cls(graph, inputs, rows, kept)
 
     def __call__(self, x: Tensor) -> RowNorms:
-        """Return what the recorded call gives for x."""
         self.inputs.copy_(x)
         self.graph.replay()
         return RowNorms(self.rows.r.clone(), {p: norms.clone() for p, norms in self.rows.norms.items()})
@@ -326,7 +323,6 @@ def _run_program(program: Program, model: nn.Module, x: Tensor, method: "Method"
 
 
 def _kind(model: nn.Module, layer: str, x: Tensor) -> Hashable:
-    """Return what passes of one program have in common."""
     parts = tuple(
         (id(m), m.training, len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks),
          len(m._backward_pre_hooks))
