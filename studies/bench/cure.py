@@ -11,10 +11,11 @@ out of the first N training records alone. Features are kept under GRADVEIL_CACH
 
 import argparse
 import json
+import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf, sqrt
 from pathlib import Path
 from statistics import fmean
@@ -31,6 +32,7 @@ from gradveil.auditing.train import FIT
 from gradveil.data import load
 from gradveil.data.base import Dataset, Split
 from gradveil.data.partition import Indices, partition, undealt
+from gradveil.federated.client import local_update
 from gradveil.federated.settings import Training
 from gradveil.federated.simulate import simulate
 from gradveil.models import build
@@ -120,7 +122,7 @@ TABLE = _usual(
 )
 PAPER = "classes:devices=100,classes=2,per_class=100"
 SILO = "iid:devices=10,per_device=2000"
-LONG, SHORT = (f"text:path={name},vocabulary=20000" for name in ("ng20.txt,length=96", "r8.txt,length=64"))
+LONG, SHORT = (f"text:path={name},vocabulary=20000" for name in ("ng20.txt,length=48", "r8.txt,length=64"))
 COLUMNS, FEW, MANY = (5, 10, 20, 30), (50, 100, 200), (50, 100, 200, 300)
 FOUND = (
     World("cifar10", "cifar10", LITE0, PAPER, 1000, 10, IMAGES),
@@ -128,7 +130,7 @@ FOUND = (
     World("cifar10, 10 silos", "cifar10", LITE0, SILO, 60, 10, SILOS),
     World("cifar10, 10 silos, 5 local epochs", "cifar10", LITE0, SILO, 12, 10, SILOS, 5),
     World("r8", SHORT, MINILM, "iid:devices=20,per_device=200", 60, 20, WORDS, 1, FEW, aside=1000, tuning=3),
-    World("20 newsgroups", LONG, MINILM, "iid:devices=50,per_device=200", 60, 50, WORDS, 1, MANY, aside=2000, tuning=2),
+    World("20 newsgroups", LONG, MINILM, "iid:devices=30,per_device=200", 60, 30, WORDS, 1, MANY, aside=2000, tuning=2),
     World("breast cancer", "breast_cancer", "", "iid:devices=5,per_device=60", 40, 5, TABLE, 1, COLUMNS, "auc", 60, 20),
 )
 WORLDS = {world.name: world for world in FOUND}
@@ -297,6 +299,7 @@ class Scene:
             return self._score(model(test), labels)
 
 
+STEPS = {"undefended": "none", "defended": "veil:z=1,clip=0.3"}
 RATES, SMALL_RATES = (1.0, 3.0, 10.0, 30.0), (0.1, 0.3, 1.0, 3.0)
 CLIPS = (0.1, 0.3, 0.6)
 
@@ -321,6 +324,29 @@ def tried(scenes: Sequence[Scene], promise: Promise) -> list[tuple[Choice, float
     return found
 
 
+def step_times(data: str | None, records: int = 100) -> dict[str, float]:
+    """Return processor seconds of a client's defended step on kept features, and of running the backbone in it."""
+    dataset = load("cifar10", data)
+    model = build(f"{LITE0},dims=300", dataset.input_shape, dataset.num_classes)
+    batch, frozen = dataset.train.batch(slice(0, records)), model.get_submodule("features")
+    assert isinstance(frozen, Frozen)
+
+    def seconds(work: Callable[[], object]) -> float:
+        began = time.process_time()
+        work()
+        return time.process_time() - began
+
+    def step(defense: str) -> object:
+        return local_update(model, batch, defense, 1.0, torch.Generator().manual_seed(0), batch_size=None)
+
+    step("none")  # features are known from here on
+    found = {name: min(seconds(partial(step, spec)) for _ in range(7)) for name, spec in STEPS.items()}
+    with torch.no_grad():
+        found["backbone"] = seconds(lambda: frozen._run(batch.inputs))
+    dearer = found["defended"] / found["undefended"]
+    return found | {"backbone / step": found["backbone"] / found["defended"], "defended / undefended": dearer}
+
+
 def main() -> None:
     """Choose the settings, measure with other seeds, and keep the rows."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -330,7 +356,11 @@ def main() -> None:
     parser.add_argument("--data")
     parser.add_argument("--first", type=int, default=0, help="Training records that are dealt out, from the first.")
     parser.add_argument("--out", type=Path, default=Path("studies/bench/results/cure.json"))
+    parser.add_argument("--times", action="store_true", help="Only time a step with and without kept features.")
     given = parser.parse_args()
+    if given.times:
+        print(json.dumps(step_times(given.data)))
+        return
     for name in given.only:
         rows = Rows.make(WORLDS[name], given.data, given.first)
         made = world_rows(rows, given.seeds, given.product)
