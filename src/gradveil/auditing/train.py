@@ -4,14 +4,14 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gradveil.auditing.run_files import CHANGED, FolderError
 from gradveil.auditing.run_folder import CHECKPOINT, MODEL, ROUNDS, Row, RunFolder
 from gradveil.auditing.settings import find_device
-from gradveil.errors import MissingExtraError
+from gradveil.errors import MissingExtraError, SpecError
 from gradveil.federated.settings import Training
 from gradveil.files import wrap_parse_errors
 from gradveil.ranges import Count, Positive, Seed
@@ -23,8 +23,12 @@ if TYPE_CHECKING:
     from gradveil.data.partition import Indices
     from gradveil.federated.server import Checkpoint
     from gradveil.federated.simulate import Round
+    from gradveil.privacy.plan import PlannedRun
+    from gradveil.privacy.rehearsal import Rehearsal
     from gradveil.protection.defense import Defense, accounted, noise_row
+    from gradveil.seeds import Seeds
     from gradveil.tree import Params
+    from gradveil.types import Batch
 
 FIT = 2000  # public examples that fixed layers learn from, at most
 
@@ -93,6 +97,8 @@ def train(
     from gradveil.threats.trial import check_fits
 
     faults = Faults.parse(config.faults) if config.faults else None
+    defense_text, wanted = without_auto(config.defense)
+    config = replace(config, defense=defense_text)
     defense = build_defense(config.defense)
     config.lr_of(1)  # what cannot be leaves no folder behind
     if config.engine != "auto":
@@ -104,6 +110,10 @@ def train(
     model = fitting_model(config.model, dataset, config.loss, config.seed, config.trains).to(find_device(config.device))
     public = public_records(dataset, clients, seeds, FIT)
     fit_to_public(model, dataset.train.batch(public).inputs if len(public) else None)
+    rehearsed = None
+    if wanted:
+        config, rehearsed = rehearse_run(config, wanted, model, dataset, clients, public, seeds)
+        defense = build_defense(config.defense)
     if not resume:  # a round that cannot begin is refused before there is a folder
         trial = Run(model, dataset, clients, config, defense, seeds)
         jobs = trial.sample(1)
@@ -123,7 +133,86 @@ def train(
         for row in _drive(rounds, dataset.test, folder, config, dict(fixed.state_dict()), defense):
             watch(row)
             progress(row)
-        return _summary(folder, config, engine) | _bought(folder, defense)
+        said = {"rehearsed": asdict(rehearsed)} if rehearsed else {}
+        return _summary(folder, config, engine) | _bought(folder, defense) | said
+
+
+def without_auto(defense: str) -> tuple[str, frozenset[str]]:
+    """Return a defence's spec without ``clip=auto`` and ``lr=auto``, and which of the two it asked for."""
+    from gradveil.registry import Spec, parse, split_specs
+
+    wanted, parts = set(), []
+    for part in map(parse, split_specs(defense)):
+        if part.name == "veil":
+            wanted |= {key for key in ("clip", "lr") if part.settings.get(key) == "auto"}
+            part = Spec(
+                "veil", {key: value for key, value in part.settings.items() if value != "auto" or key not in wanted}
+            )
+        parts.append(str(part))
+    return ("+".join(parts), frozenset(wanted)) if wanted else (defense, frozenset())
+
+
+def rehearse_run(
+    config: TrainConfig,
+    wanted: frozenset[str],
+    model: "nn.Module",
+    dataset: "Dataset",
+    clients: "Sequence[Indices]",
+    public: "Indices",
+    seeds: "Seeds",
+) -> "tuple[TrainConfig, Rehearsal]":
+    """Return the settings with the rate and clip that a rehearsal on public records chose; no client is asked."""
+    from gradveil.federated.ledger import planned_run
+    from gradveil.federated.server import SERVERS
+    from gradveil.protection.defense import build
+
+    run = planned_run(seeds, clients, config, build(config.defense))
+    acting: Any = build(config.defense).for_run(run)
+    if not hasattr(acting, "client_multiplier"):
+        raise SpecError("clip=auto and lr=auto are for veil alone. Give numbers where defences are joined.")
+    found = rehearse_head(
+        model, dataset.train.batch(public), dataset.num_classes, run, acting.client_multiplier,
+        momentum=getattr(SERVERS.build(config.aggregator), "momentum", 0.0), seed=config.seed,
+        rates=() if "lr" in wanted else (config.lr_of(1),), clips=() if "clip" in wanted else (acting.measured.clip,),
+    )  # fmt: skip
+    text = f"{config.defense}{',' if ':' in config.defense else ':'}clip={found.clip:g}"
+    return replace(config, lr=found.lr, defense=text if "clip" in wanted else config.defense), found
+
+
+def rehearse_head(
+    model: "nn.Module",
+    public: "Batch",
+    kinds: int,
+    run: "PlannedRun",
+    multiplier: float,
+    *,
+    momentum: float = 0.0,
+    seed: int = 0,
+    rates: Sequence[float] = (),
+    clips: Sequence[float] = (),
+) -> "Rehearsal":
+    """Rehearse a run of a model whose trained part is one linear layer; ``multiplier``: of a client's noise."""
+    import torch
+    from torch import nn
+
+    from gradveil.models.features import keep_features
+    from gradveil.privacy.rehearsal import CLIPS, RATES, Course, rehearse
+
+    fixed, head = frozen_part(model)
+    layers = list(head.children())
+    if not len(fixed) or len(layers) != 1 or not isinstance(layers[0], nn.Linear) or layers[0].bias is not None:
+        raise SpecError(
+            "A rehearsal is for models that train one linear layer without bias on fixed features (features, "
+            "scatter:patches=N). Give lr and clip yourself."
+        )
+    with torch.no_grad():
+        keep_features(fixed, public.inputs)
+        at = next(layers[0].parameters())
+        features = torch.cat([fixed(some.to(at)).cpu() for some in public.inputs.split(200)])
+    noise = multiplier / (run.slots * math.sqrt(run.cohort))
+    people = run.rounds * run.cohort // run.participations  # as many as take turns
+    course = Course(run.rounds, run.cohort * run.slots, noise, people * run.records, run.steps, momentum)
+    return rehearse(features, public.labels, kinds, course, seed, rates or RATES, clips or CLIPS)
 
 
 def _standing(folder: RunFolder, config: TrainConfig) -> "Checkpoint | None":

@@ -20,7 +20,7 @@ from gradveil.errors import CertificateError
 
 RATES, CLIPS = (0.3, 1.0, 3.0, 10.0, 30.0), (0.1, 0.3, 0.6)
 TESTED = 4000  # drawn records that accuracy is measured on
-MOST = 2000  # drawn records of a step, at most: more say nothing new
+MOST, POPULATION = 2000, 20_000  # drawn records of a step and of a run, at most: more say nothing new
 TRIALS = 8
 
 
@@ -31,6 +31,7 @@ class Course:
     rounds: int
     records: int  # of all clients in a step
     noise: float  # deviation in the mean gradient of a step, in clips
+    population: int  # records of all clients of the run
     steps: int = 1  # local ones, of a round
     momentum: float = 0.0  # of the server
     tail: float = 0.0  # share of the rounds over which the weights are averaged; 0: the last round's
@@ -52,17 +53,26 @@ class Rehearsal:
         return f"lr = {self.lr:g}, clip = {self.clip:g}, expected to cost {cost}"
 
 
-def rehearse(features: Tensor, labels: Tensor, kinds: int, course: Course, seed: int = 0) -> Rehearsal:
+def rehearse(
+    features: Tensor,
+    labels: Tensor,
+    kinds: int,
+    course: Course,
+    seed: int = 0,
+    rates: Sequence[float] = RATES,
+    clips: Sequence[float] = CLIPS,
+) -> Rehearsal:
     """Return the best of the rates and clips, chosen on one drawing, and its cost on others.
 
-    ``features`` (N, D) are what enters the head, with the public records' classes (N,).
+    ``features`` (N, D) are what enters the head, with the public records' classes (N,). The run without a defence may
+    choose among all rates, and clip as well.
     """
     if len(torch.unique(labels)) < kinds or len(features) < 10 * kinds:
         raise CertificateError(
             f"A rehearsal needs public records of every class, ten of each on average; there are {len(features)} of "
             f"{len(torch.unique(labels))} of the {kinds} classes. Give lr and clip yourself."
         )
-    tries = list(product(RATES, CLIPS))
+    tries = list(product(rates, clips))
     free = [(lr, clip) for lr in RATES for clip in (0.3, inf)]
     plain = replace(course, noise=0.0)
     mine, bare = (_accuracies(features, labels, kinds, *what, seed) for what in ((course, tries), (plain, free)))
@@ -97,7 +107,7 @@ def _accuracies(
     lr, clip = (torch.tensor(values).view(-1, 1, 1) for values in zip(*tries, strict=True))
     weights = torch.zeros(len(tries), kinds, features.shape[1])
     speed, mean, count = torch.zeros_like(weights), torch.zeros_like(weights), 0
-    for number, (x, y) in enumerate(drawn.batches(min(course.records, MOST), course.rounds, rng), 1):
+    for number, (x, y) in enumerate(drawn.batches(course, rng), 1):
         moved = torch.zeros_like(weights)
         for _ in range(course.steps):
             logits = (x @ (weights - lr * moved).flatten(0, 1).T).view(len(x), len(tries), kinds)
@@ -136,9 +146,9 @@ class _Drawn:
         x = self.means[labels] + torch.randn(count, len(self.root), generator=rng) @ self.root.T
         return F.normalize(x, dim=1), labels
 
-    def batches(self, count: int, rounds: int, rng: Generator) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the records of each round: parts of ten times as many."""
-        x, y = self.some(10 * count, rng)
-        for _ in range(rounds):
-            some = torch.randint(len(y), (count,), generator=rng)
+    def batches(self, course: Course, rng: Generator) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the records of each round, of one population."""
+        x, y = self.some(min(course.population, POPULATION), rng)
+        for _ in range(course.rounds):
+            some = torch.randperm(len(y), generator=rng)[: min(course.records, MOST)]
             yield x[some], y[some]
