@@ -12,13 +12,12 @@ from torch import Generator, nn
 from gradveil import pace
 from gradveil.attacks.base import Attack, default_panel
 from gradveil.auditing.audit import Audit, audit
-from gradveil.auditing.gate import gates
+from gradveil.auditing.gate import gates, left_out, not_run
 from gradveil.auditing.work import Work
 from gradveil.errors import GradveilError
 from gradveil.modalities import IMAGE
 from gradveil.models import build
 from gradveil.report.page import render
-from gradveil.report.summary import left_out, not_run
 from gradveil.step_rule import StepRule
 from gradveil.threats.setup import AuditConfig, Scene
 from gradveil.types import Observation, Reconstruction, Update

@@ -5,7 +5,7 @@ from math import sqrt
 import pytest
 import torch
 
-from gradveil.auditing.promises import promise_rows
+from gradveil.auditing.certificates import promise_rows
 from gradveil.auditing.run_folder import Row
 from gradveil.data import load
 from gradveil.privacy.plan import PlannedRun

@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from gradveil.auditing.audit import Audit
+from gradveil.auditing.gate import left_out
 from gradveil.auditing.saved_update import UpdateAuditConfig, audit_update
 from gradveil.auditing.update_files import write_examples, write_update
 from gradveil.data import load
@@ -13,8 +14,7 @@ from gradveil.errors import SpecError, UpdateError
 from gradveil.federated.client import local_update
 from gradveil.models import build
 from gradveil.report.page import write_report
-from gradveil.report.summary import left_out
-from gradveil.threats.words import NOT_HERE
+from gradveil.threats.verdict import NOT_HERE
 from gradveil.tree import parameters
 
 ATTACK = "newton"

@@ -15,8 +15,7 @@ from gradveil.federated.simulate import public_records, simulate
 from gradveil.models import build, fit_to_public
 from gradveil.seeds import Seeds
 from gradveil.threats.looks import first_look, last_looks
-from gradveil.threats.setup import AuditConfig, build_scene
-from gradveil.threats.suited import is_small, one_thread
+from gradveil.threats.setup import AuditConfig, build_scene, is_small, one_thread
 
 
 def test_the_last_round_is_looked_at_with_the_weights_its_clients_received(tmp_path: Path, small: AuditConfig) -> None:

@@ -14,8 +14,7 @@ from gradveil.models import build
 from gradveil.protection.defense import build as build_defense
 from gradveil.threats import panel as panel_module
 from gradveil.threats.looks import Look
-from gradveil.threats.panel import CHUNK, Observed, Target, chunks, panel
-from gradveil.threats.planting import plant
+from gradveil.threats.panel import CHUNK, Observed, Target, chunks, panel, plant
 from gradveil.threats.rows import lines
 from gradveil.threats.setup import AuditConfig, Scene, build_scene
 from gradveil.threats.trial import Trial, attack_rows, attempt, floors, oblivious

@@ -9,8 +9,8 @@ from torch.func import functional_call, grad, jacrev
 
 from gradveil.errors import CertificateError
 from gradveil.threats import meter
-from gradveil.threats.averaged import averaged
 from gradveil.threats.meter import (
+    averaged,
     bayes_mse,
     equations,
     flat_prior,

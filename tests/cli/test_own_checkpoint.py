@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from gradveil.auditing.run_folder import RunFolder
-from gradveil.report.advice import advice
-from gradveil.report.commands import audit_command, train_command
+from gradveil.report.advice import advice, audit_command, train_command
 from gradveil.threats.verdict import verdicts
 
 OWN = """

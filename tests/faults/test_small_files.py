@@ -19,7 +19,7 @@ from faults.conftest import Count
 from faults.plays import SMALL
 from faults.stage import Act, Stage, one_line
 from faults.test_hostile import idle, refused  # noqa: F401
-from gradveil.auditing.run_files import read_arrays
+from gradveil.auditing.run_folder import read_arrays
 from gradveil.data import load
 from gradveil.data.base import by_label
 from gradveil.errors import GradveilError

@@ -12,7 +12,7 @@ pytest.importorskip("flwr")
 import torch
 from flwr.app import Context, Message, RecordDict
 
-from gradveil.auditing.run_files import FolderError
+from gradveil.auditing.run_folder import FolderError
 from gradveil.cli.main import entry
 from gradveil.errors import DataError, GradveilError, SpecError
 from gradveil.integrations.flower import grids

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from browsing import faint, open_page
-from gradveil.report.compare import Comparison, compare
-from gradveil.report.comparison_page import write_comparison
+from gradveil.report.compare import Comparison, compare, write_comparison
 from report.conftest import SCENE, Scene, write_run
 
 NOISE = "gaussian:std=0.1"

@@ -9,7 +9,7 @@ import pytest
 from gradveil.auditing.run_folder import Row, RunFolder
 from gradveil.report.page import render, write_report
 from gradveil.report.table import certificate_table
-from gradveil.threats.proof import figure_errors
+from gradveil.threats.rows import figure_errors
 
 VOID = {"meta", "link", "img", "br", "path", "input"}
 

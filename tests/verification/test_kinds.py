@@ -66,7 +66,7 @@ def test_a_promise_of_a_sum_is_refused() -> None:
 
 @pytest.mark.parametrize("spec", ["veil:z=1,quantile=0.3", "veil:z=1,clip=0.5,shape=public,rank=16", "dp_sgd:noise=2"])
 def test_a_run_measures_its_own_defence_in_a_row(spec: str) -> None:
-    from gradveil.auditing.measured import figures, in_words
+    from gradveil.auditing.certificates import figures, in_words
 
     model, like = kinds.build("LeNet")
     public = gradveil.dataset("digits").test.batch(slice(0, 300))
@@ -77,7 +77,7 @@ def test_a_run_measures_its_own_defence_in_a_row(spec: str) -> None:
 
 
 def test_a_row_says_why_nothing_was_measured() -> None:
-    from gradveil.auditing.measured import figures, in_words
+    from gradveil.auditing.certificates import figures, in_words
 
     model, like = kinds.build("LeNet")
     found = figures(gradveil.defense("veil:z=1,shape=absent.safetensors"), model, like, None, "cross_entropy", 0.1, 0)

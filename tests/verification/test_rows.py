@@ -8,9 +8,9 @@ from conftest import Command
 
 import gradveil
 from gradveil.auditing.audit import AuditConfig, audit
-from gradveil.report.summary import summary
+from gradveil.auditing.gate import summary
 from gradveil.report.table import certificate_table
-from gradveil.threats.proof import figure_errors
+from gradveil.threats.rows import figure_errors
 from gradveil_studies.leaderboard.standings import _measured
 
 

@@ -18,8 +18,7 @@ from gradveil.auditing.certificates import certificate_rows, proof_rows
 from gradveil.auditing.changes import change_rows
 from gradveil.auditing.film import film
 from gradveil.auditing.gate import GATED
-from gradveil.auditing.run_files import CHANGED, FolderError
-from gradveil.auditing.run_folder import CONFIG, ROWS, Row, RunFolder
+from gradveil.auditing.run_folder import CHANGED, CONFIG, ROWS, FolderError, Row, RunFolder
 from gradveil.auditing.update_files import load_weights
 from gradveil.auditing.work import NOT_TRIED, Work, Written, cut_short, say_plan
 from gradveil.countermeasures import TIERS
@@ -31,8 +30,20 @@ from gradveil.registry import describe
 from gradveil.threats.looks import Progress, first_look, last_looks, probe_defenses
 from gradveil.threats.panel import Target, chunks, last_resort, panel
 from gradveil.threats.rows import Line, lines, modality_rows
-from gradveil.threats.setup import DEFENSES, MINUTES, AuditConfig, Scene, build_scene, fitting_model, load_dataset
-from gradveil.threats.suited import in_limited_time, is_busy, is_large, is_small, one_thread
+from gradveil.threats.setup import (
+    DEFENSES,
+    MINUTES,
+    AuditConfig,
+    Scene,
+    build_scene,
+    fitting_model,
+    in_limited_time,
+    is_busy,
+    is_large,
+    is_small,
+    load_dataset,
+    one_thread,
+)
 from gradveil.threats.trial import client_row, floors
 from gradveil.threats.verdict import Verdict, headline, verdicts
 

@@ -11,24 +11,194 @@ import copy
 import logging
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from gradveil import pace
 from gradveil.attacks.base import KINDS, Kind
+from gradveil.attacks.base import build as build_attack
 from gradveil.attacks.search.matching import sending_norms
-from gradveil.auditing.left_over import control_of, left_over
-from gradveil.auditing.own_training import trained_looks
-from gradveil.auditing.shortening import Pace
-from gradveil.auditing.work import NOT_TRIED, Work, cut_short
+from gradveil.auditing.run_folder import Row
+from gradveil.auditing.work import NOT_TRIED, Spent, Work, cut_short, stand_ins
 from gradveil.pace import as_clock
-from gradveil.threats.looks import Look, first_look, probe_defenses
+from gradveil.registry import describe
+from gradveil.threats.looks import Look, first_look, last_looks, probe_defenses, rounds_trained
 from gradveil.threats.panel import CHUNK, Target, kind_of, last_resort, panel
 from gradveil.threats.rows import group, lines
 from gradveil.threats.setup import Scene
 from gradveil.threats.trial import oblivious
-from gradveil.threats.words import DIAGNOSTIC
+from gradveil.threats.verdict import DIAGNOSTIC
+
+FEWEST = 50  # steps that a search is shortened to
+DEAR = 2.0  # a step of a search, in gradients of a client's step, before one was taken
+FIRST_STEP = {"search": 20.0, "learned": 300.0}  # gradients that a first step takes, where that is not known
+MORE = 1.5  # times the steps, at least, where a search is done again
+
+
+@dataclass
+class Pace:
+    """What attacks take here."""
+
+    scene: Scene
+    gradient: float  # seconds of the gradient of a client's local step
+    each: dict[str, float] = field(default_factory=dict)  # seconds of an attack on one update, to its end
+    a_step: dict[str, float] = field(default_factory=dict)  # seconds of a step, by attack as it was asked for
+    short: dict[str, str] = field(default_factory=dict)  # attack -> what it was shortened to
+    least: dict[str, float] = field(default_factory=dict)  # seconds of its first steps, of one that was stopped
+
+    def fit(self, attack: str, seconds: float) -> bool:
+        """Shorten a search to what one update can have in this time; return whether that is more than it had."""
+        built: Any = self.scene.attacks.get(attack) or build_attack(attack)
+        steps, before = getattr(built, "steps", 0), self._steps(self.short.get(attack, ""))
+        known = self.knows(attack)
+        if built.kind != "search" or steps < 2 * FEWEST or not hasattr(built, "spec_name"):
+            return not known
+        a_step = self.a_step.get(attack, DEAR * self.gradient * self.scene.config.planned.num_steps)
+        wanted = steps if a_step * steps <= seconds else max(FEWEST, int(seconds / a_step) // 10 * 10)
+        if known and (attack in self.each or wanted < MORE * before):
+            return False
+        if wanted < steps:
+            self.short[attack] = describe(replace(built, steps=wanted))
+        else:
+            self.short.pop(attack, None)
+        return True
+
+    def _steps(self, spec: str) -> int:
+        return getattr(build_attack(spec), "steps", 0) if spec else 0
+
+    def knows(self, attack: str) -> bool:
+        """Return whether an attack was begun, shortened or not."""
+        return attack in self.short or attack in self.each
+
+    def cost(self, attack: str, most: float) -> float:
+        """Return the seconds of an attack on one update in so many steps at most; 0: not known."""
+        a_step, each = self.a_step.get(self._asked(attack), math.inf), self.each.get(attack, 0.0)
+        return min(each, a_step * most) if math.isfinite(most) else each
+
+    def _asked(self, attack: str) -> str:
+        return next((name for name, short in self.short.items() if short == attack), attack)
+
+    def is_worth(self, attack: str, seconds: float) -> bool:
+        """Return whether an attack may be begun: whether its first steps do not take longer than that."""
+        known = FIRST_STEP.get(kind_of(self.scene, attack), 0.0) * self.gradient
+        return self.least.get(attack, known) <= seconds
+
+    def learn(self, attack: str, spent: Spent, count: int) -> None:
+        """Note what a piece of so many updates took."""
+        self.each[attack] = max(spent.whole / count, 1e-9)
+        asked = self._asked(attack)
+        if spent.late:
+            self.least[attack] = spent.seconds / max(1, spent.steps)
+        if spent.steps:
+            self.a_step[asked] = spent.seconds / count / spent.steps
+
+    def rows(self) -> Iterator[Row]:
+        """Yield what the searches that were shortened, or stopped, would take in full."""
+        for attack, seconds in self.a_step.items():
+            built: Any = self.scene.attacks.get(attack) or build_attack(attack)
+            steps = getattr(built, "steps", 0)
+            if steps and built.kind == "search":
+                yield {"kind": "cost", "attack": attack, "short": self.short.get(attack, attack), "steps": steps,
+                       "seconds": seconds * steps}  # fmt: skip
+
+
+Control = tuple[str, ...]
+
+
+def control_of(target: Target) -> Control:
+    """Return what names a target's control: round, weights and attack."""
+    return target.look.round, target.look.weights, target.attack
+
+
+def left_over(
+    work: Work, paced: Pace, looks: Sequence[Look], failed: Collection[Control], why_not_trained: str
+) -> list[Row]:
+    """Return a row for each attack that was not tried, and for what the searches would have taken."""
+    rows: list[Row] = list(paced.rows())
+    scene, reached = work.scene, {look.weights for look in looks if look.round == "last"}
+    everybody = frozenset((d, v) for d in scene.defenses for v in scene.victims)
+    planted = {look.planted: replace(look, clients=everybody) for look in looks if look.planted}
+    wanted = panel(scene, [first_look(scene), *planted.values(), *(stand_ins(scene) if scene.trains else [])])
+    for target in (t for its in wanted.values() for t in its):
+        short = replace(target, attack=paced.short.get(target.attack, target.attack))
+        if not work.left([target]):
+            continue
+        trained = target.look.round == "first" or target.look.weights in reached
+        more: Row = {}
+        if not work.left([short]):
+            why, out = f"shortened to {short.attack}: all its steps take too long", False
+        elif trained and target.defense != "none" and control_of(short) in failed:
+            why, out = "its control failed, so a failure would prove nothing, and no time was left", False
+            more = {"control_failed": short.attack}
+        else:
+            why, out = "out of time" if trained else why_not_trained or "out of time in training", True
+            why = f"{why}, stopped before it was done" if work.was_cut(short) else why
+        rows.append(work.not_tried(target, why, out) | more)
+    return rows
+
+
+SHARE = 0.5  # of the time that is left after the first round, at most
+TESTED = 1000  # examples that accuracy is measured on, at most
+NOTE = "training"  # the unit that says what was left out of it
+
+
+def trained_looks(work: Work, seconds: float) -> tuple[list[Look], str]:
+    """Train under each defence; return the models of the last round, or why there are none."""
+    scene, store = work.scene, work.store
+    names = [d for d in scene.defenses if not store.done(f"train/{d}")]
+    rounds, share, why = rounds_trained(store) or scene.config.rounds, _before(store.rows), ""
+    if names and share is None:
+        a_round = work.round_cost(names[0]) * len(names)
+        rounds, share = _fitting(scene, rounds, a_round, SHARE * seconds)
+        if rounds < min(2, scene.config.rounds):
+            return [], f"out of time: a round of training takes about {as_clock(a_round)}"
+        store.add(store.new(NOTE), _said(scene, rounds, share))
+    looks: list[Look] = []
+    with suppress(pace.OutOfTime):
+        looks += last_looks(_sampled(scene, share or 1.0), store, work.progress, rounds, seconds)
+    return looks, why
+
+
+def _before(rows: tuple[Row, ...]) -> float | None:
+    """Return the share of the records that a run trained on before."""
+    return next((row["share"] for row in rows if row["kind"] == "share"), None)
+
+
+def _least(scene: Scene) -> float:
+    """Return the share of the records that makes one batch of the largest client's."""
+    most = max(map(len, scene.clients))
+    return min(1.0, (scene.config.batch_size or most) / most)
+
+
+def _fitting(scene: Scene, rounds: int, a_round: float, seconds: float) -> tuple[int, float]:
+    """Return how many rounds, on which share of the records, fit: fewer records go before fewer rounds."""
+    if a_round <= 0:
+        return rounds, 1.0
+    share = max(_least(scene), min(1.0, seconds / (rounds * a_round)))
+    return min(rounds, int(seconds / (share * a_round) + 1e-9)), share
+
+
+def _sampled(scene: Scene, share: float) -> Scene:
+    """Return the scene with a share of each client's records, and fewer examples to test on."""
+    if share >= 1:
+        return scene
+    size = scene.config.batch_size or 1
+    clients = [part[: max(min(size, len(part)), math.floor(share * len(part)))] for part in scene.clients]
+    test = scene.dataset.test
+    few = replace(test, images=test.images[:TESTED], labels=test.labels[:TESTED])
+    return replace(scene, clients=clients, dataset=replace(scene.dataset, test=few))
+
+
+def _said(scene: Scene, rounds: int, share: float) -> list[Row]:
+    wanted = scene.config.rounds
+    parts = [f"for {rounds} of {wanted} rounds"] if rounds < wanted else []
+    parts += [f"on {share:.0%} of each client's records"] if share < 1 else []
+    said = f"Trained {' '.join(parts)}: more do not fit in the time."
+    return [{"kind": "share", "share": share}, *([{"kind": "note", "says": said}] if parts else [])]
+
 
 LOG = logging.getLogger("gradveil")
 QUICK: tuple[Kind, ...] = ("closed form", "list")  # what needs no other weights, and no search

@@ -4,28 +4,161 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
 
-from gradveil.auditing.measured import SAYS, figures, in_words
-from gradveil.auditing.promises import promise_rows
 from gradveil.auditing.run_folder import Row
+from gradveil.auditing.settings import find_device
+from gradveil.auditing.train import FIT, TrainConfig, with_model
 from gradveil.countermeasures import Countermeasure
+from gradveil.data import load
+from gradveil.data.partition import deal
 from gradveil.errors import CertificateError, GradveilError
 from gradveil.federated.ledger import planned_run
 from gradveil.federated.settings import Local
+from gradveil.federated.simulate import public_records
+from gradveil.models import fit_to_public
 from gradveil.modules import representation
 from gradveil.pace import OutOfTime
-from gradveil.protection.defense import Defense, accounted
+from gradveil.privacy.accountant import AGGREGATE, ASSUMPTIONS, FLOOR, GUESS, THEOREM, Account
+from gradveil.privacy.plan import PlannedRun, class_spectra, floor_share
+from gradveil.protection.defense import Defense, accounted, build
 from gradveil.representation.certificates.base import SCOPE, Certificate, Kind
 from gradveil.representation.certificates.certify import certify
-from gradveil.threats.meter import ASSUMPTIONS, Leak, leak_meter, nothing
+from gradveil.seeds import Seeds
+from gradveil.threats.meter import ASSUMPTIONS as OF_METER
+from gradveil.threats.meter import Leak, leak_meter, nothing
 from gradveil.threats.panel import rounds_seen
-from gradveil.threats.setup import Scene
+from gradveil.threats.setup import Scene, fitting_model
 from gradveil.threats.trial import observe
 from gradveil.types import Batch, GaussianPrior
+from gradveil.verification.pipelines import Federated, OfDefense, Protected
+from gradveil.verification.verify import Verified, verify
+
+DELTA = 1e-5
+
+
+def promise_rows(
+    name: str, defense: Defense, run: PlannedRun, public: Batch, labels: Tensor, choices: int, patient: int = 0
+) -> list[Row]:
+    """Return a row for floor and guess each, of one update and of the whole run; none where nothing is promised.
+
+    ``labels`` are of the records that are looked at: the floor is that of their classes. ``choices``: candidates that
+    a record stands among. ``patient``: how many updates of a client a multi-round server has.
+    """
+    built = accounted(accounted(defense).for_run(run))
+    cost = built.cost(run.epochs)
+    if cost is None:
+        return []
+    spectra = class_spectra(public)
+    size = public.inputs[0].numel()
+    classes = [0] * len(labels) if labels.is_floating_point() or labels.ndim > 1 else labels.tolist()
+    known = all(label in spectra for label in classes)
+    blind = sum(float(spectra[label].sum()) for label in classes) / len(classes) / size if known else 0.0
+    alone = not built.min_clients  # each update is released by itself: attacks on it are bound
+    looks: list[tuple[str, int, Sequence[str]]] = [("the whole run", run.participations, ())]
+    if alone and patient:
+        looks.insert(0, (f"{patient} updates", patient, ("multi-round",)))
+    if alone:
+        looks.insert(0, ("one update", 1, ("oblivious", "adaptive", "malicious")))
+    rests = [THEOREM, *ASSUMPTIONS, *([] if alone else [AGGREGATE])]
+    rows = []
+    for what, times, tiers in looks:
+        account = Account(what, spent=times * cost)
+        head = {"kind": "certificate", "defense": name, "layer": what, "sound": True}
+        share = floor_share(account, [spectra[label] for label in classes]) if known and blind else None
+        rows.append(head | {
+            "certificate": "floor", "mse": None if share is None else share * blind, "tiers": list(tiers),
+            "assumptions": [*rests, FLOOR],
+            "says": _floor_words(account, share),
+        })  # fmt: skip
+        guess = account.guess(1 / choices) if choices > 1 else None
+        also = ["informed"] if times == 1 and tiers else []
+        rows.append(head | {
+            "certificate": "guess", "mse": None, "chance": guess, "tiers": [*tiers, *also],
+            "assumptions": [*rests, GUESS], "says": _guess_words(account, choices, guess),
+        })  # fmt: skip
+    return rows
+
+
+def _floor_words(account: Account, share: float | None) -> str:
+    if share is None:
+        return "Not computed: too few public examples of these classes."
+    least = f"no server's error would be below {share:.2f} of the blind guess's"
+    return f"z_run = {account.z_run:.3g}: were images Gaussian, {least} on average."
+
+
+def _guess_words(account: Account, choices: int, guess: float | None) -> str:
+    also = f"ε = {account.epsilon(DELTA):.3g} at δ = {DELTA:g}."
+    if guess is None:
+        return also
+    return f"One of {choices} candidates is picked rightly with a chance of at most {guess:.2g}; {also}"
+
+
+TRIALS = 32  # with 32 canaries each: some seconds, and an interval of about ±0.13 at μ = 1
+SAYS = (
+    "Canary records were put in or left out by coins, in one step of a simulated client at the weights that training "
+    "begins with; directions of other records, other weights and channels beside the updates are not looked at."
+)
+
+
+def measure(
+    defense: Defense, model: nn.Module, like: Batch, public: Batch | None, loss: str, lr: float, seed: int
+) -> Verified:
+    """Return μ of one release under a defence as a run has planned it, measured at these weights.
+
+    Of a cohort's sum, one client's records with the noise of the whole sum are looked at.
+    """
+    alone = accounted(defense).single_client() if accounted(defense).min_clients else defense
+    pipeline: OfDefense
+    if like.inputs.is_floating_point():
+        pipeline = Federated(alone, loss=loss, public=public, rounds=1, lr=lr, seed=seed)
+    else:
+        pipeline = Protected(alone, loss=loss, public=public, rounds=1, lr=lr)
+    return verify(pipeline, model, like.inputs, like.labels, trials=TRIALS, seed=seed, loss=loss, grain=False)
+
+
+def figures(
+    defense: Defense, model: nn.Module, like: Batch, public: Batch | None, loss: str, lr: float, seed: int
+) -> dict[str, Any]:
+    """Return the measured μ and its interval for a row; empty where nothing is promised, and why where it failed."""
+    if accounted(defense).cost(1) is None:
+        return {}
+    try:
+        found = measure(defense, model, like, public, loss, lr, seed)
+    except (GradveilError, RuntimeError, ValueError) as error:  # what cannot be measured stops no run
+        return {"why": " ".join(str(error).split())[:200]}
+    e = found.estimate
+    numbers = {"mu_proved": found.promised, "mu_measured": e.mu, "low": e.low, "high": e.high}
+    return numbers | {"verdict": found.verdict, "reasons": found.reasons}
+
+
+def of_run(config: TrainConfig) -> dict[str, Any]:
+    """Return the figures of a training run before it begins: of its defence with the noise that its plan needs."""
+    dataset = load(config.dataset, config.data)
+    config = replace(with_model(config, dataset), loss=dataset.fitting_loss(config.loss))
+    seeds, defense = Seeds(config.seed), build(config.defense)
+    clients = deal(dataset, config.partition, seeds("partition"))
+    model = fitting_model(config.model, dataset, config.loss, config.seed, config.trains).to(find_device(config.device))
+    public = public_records(dataset, clients, seeds, FIT)
+    some = dataset.train.batch(public) if len(public) else dataset.test.batch(slice(0, FIT))
+    fit_to_public(model, some.inputs)
+    first = next(model.parameters())
+    some = Batch(some.inputs.to(first.device), some.labels.to(first.device))
+    planned = accounted(defense).for_run(planned_run(seeds, clients, config, defense))
+    return figures(planned, model, some, some, config.loss, config.lr_of(1), config.seed)
+
+
+def in_words(found: dict[str, Any]) -> str:
+    """Return one sentence on these figures."""
+    if "why" in found:
+        return f"Not measured: {found['why']}"
+    numbers = f"μ = {found['mu_measured']:.2g} [{found['low']:.2g}, {found['high']:.2g}]"
+    return f"{numbers} measured of one release, {found['mu_proved']:.2g} proved: {found['verdict']}."
+
 
 KINDS: tuple[Kind, ...] = ("local", "global", "box", "reach", "empirical")
 
@@ -286,4 +419,4 @@ def _certificate_row(defense: str, one: LayerCertificate) -> Row:
 
 def _meter_row(defense: str, server: str, mse: float | None, says: str) -> Row:
     row = {"kind": "meter", "defense": defense, "server": server, "mse": mse, "says": says}
-    return row | {"assumptions": [] if mse is None else list(ASSUMPTIONS)}
+    return row | {"assumptions": [] if mse is None else list(OF_METER)}

@@ -37,10 +37,9 @@ from gradveil.seeds import Seeds
 from gradveil.threats.looks import Progress, probe_rows
 from gradveil.threats.probes import Probed, probe
 from gradveil.threats.rows import modality_rows
-from gradveil.threats.setup import load_dataset, with_found
-from gradveil.threats.suited import is_busy, is_small, one_thread
+from gradveil.threats.setup import is_busy, is_small, load_dataset, one_thread, with_found
 from gradveil.threats.trial import Public, Trial, attack_rows, attacks_of, attempt, client_row, floors, oblivious
-from gradveil.threats.words import NOT_HERE
+from gradveil.threats.verdict import NOT_HERE
 from gradveil.types import Batch, Observation, Update
 
 LOG = logging.getLogger("gradveil")

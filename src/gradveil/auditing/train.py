@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gradveil.auditing.run_files import CHANGED, FolderError
-from gradveil.auditing.run_folder import CHECKPOINT, MODEL, ROUNDS, Row, RunFolder
+from gradveil.auditing.run_folder import CHANGED, CHECKPOINT, MODEL, ROUNDS, FolderError, Row, RunFolder
 from gradveil.auditing.settings import find_device
 from gradveil.errors import MissingExtraError, SpecError
 from gradveil.federated.settings import Training

@@ -16,11 +16,9 @@ from gradveil.federated.client import evaluate
 from gradveil.federated.simulate import simulate
 from gradveil.pace import as_clock
 from gradveil.threats.looks import Look, Progress, first_look
-from gradveil.threats.panel import CHUNK, Observed, Target, panel
-from gradveil.threats.planting import plant
+from gradveil.threats.panel import CHUNK, Observed, Target, panel, plant
 from gradveil.threats.rows import tier_of
-from gradveil.threats.setup import Scene
-from gradveil.threats.suited import is_small, one_thread
+from gradveil.threats.setup import Scene, is_small, one_thread
 from gradveil.threats.trial import Trial, attack_rows, attempt, oblivious
 from gradveil.threats.verdict import verdicts
 

@@ -159,8 +159,8 @@ def _refuse(given: Given, takes: type, other: type, needs: str) -> None:
 
 
 def _show(found: "Audit", json: bool, fail_on: FailOn | None, tiers: Sequence[str]) -> None:
+    from gradveil.auditing.gate import left_out, summary
     from gradveil.report.page import write_report
-    from gradveil.report.summary import left_out, summary
     from gradveil.report.table import verdict_table
     from gradveil.threats.rows import best_floor
 

@@ -56,8 +56,7 @@ def command(given: Given) -> None:
 
 def figures(asked: Asked) -> dict[str, Any]:
     """Compute everything that the command shows."""
-    from gradveil.auditing.certificates import KINDS, layer_certificates, metered
-    from gradveil.auditing.promises import promise_rows
+    from gradveil.auditing.certificates import KINDS, layer_certificates, metered, promise_rows
     from gradveil.auditing.settings import find_device
     from gradveil.auditing.update_files import load_weights
     from gradveil.data import load

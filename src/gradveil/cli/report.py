@@ -21,8 +21,7 @@ def command(
         page = write_report(folders[0])
         shared.print_json({"report": str(page)}) if json else typer.echo(str(page))
         return
-    from gradveil.report.compare import compare
-    from gradveil.report.comparison_page import comparison_table, write_comparison
+    from gradveil.report.compare import compare, comparison_table, write_comparison
 
     found = compare(folders)
     page = write_comparison(found, out)

@@ -84,7 +84,7 @@ def command(given: Given) -> None:
 
 def _measured(config: TrainConfig) -> dict[str, Any]:
     """Return what canary records say of the run's promise."""
-    from gradveil.auditing.measured import of_run
+    from gradveil.auditing.certificates import of_run
 
     return {"measured": of_run(config)}
 
@@ -111,7 +111,7 @@ def _show(summary: dict[str, Any], json: bool) -> None:
             f"{bought['blind_guess']:g} becomes at most {bought['guess']:.2g}. Simulated: the noise is the seed's."
         )
     if (found := summary.get("measured")) is not None:
-        from gradveil.auditing.measured import in_words
+        from gradveil.auditing.certificates import in_words
 
         typer.echo(in_words(found))
     typer.echo(f"Run folder: {summary['folder']}")

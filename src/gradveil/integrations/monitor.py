@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gradveil.auditing.run_files import read_rows
-from gradveil.auditing.run_folder import RunFolder
+from gradveil.auditing.run_folder import RunFolder, read_rows
 from gradveil.auditing.train import board
 from gradveil.errors import SpecError
 from gradveil.files import append_line, write_atomically

@@ -2,15 +2,92 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from gradveil.auditing.run_folder import Row
-from gradveil.metrics.recovery import short
-from gradveil.report.pictures import KEY, Gallery, Shot
+import torch
+from numpy.typing import NDArray
+
+from gradveil.auditing.film import FILM
+from gradveil.auditing.run_folder import Row, RunFolder
+from gradveil.metrics.recovery import rate, short
+from gradveil.modalities import Cell, Modality
+from gradveil.report.pictures import KEY, TRUTH, Gallery, Shot, picture
 from gradveil.report.plain import error_words, name_of
-from gradveil.threats.proof import Proved
-from gradveil.threats.rows import Floor, Line, MeasuredExample, best_floor, group, read
-from gradveil.threats.verdict import BEYOND, TierVerdict, Verdict
-from gradveil.threats.words import WHO, accuracy_text, by, got
+from gradveil.threats.rows import Floor, Line, MeasuredExample, Proved, best_floor, group, modality_of, read
+from gradveil.threats.verdict import BEYOND, WHO, TierVerdict, Verdict, accuracy_text, by, got, oblivious_and_adaptive
+
+
+@dataclass(frozen=True)
+class ColumnTable:
+    """The table: a line for each column of the data."""
+
+    round: str
+    heads: list[str]
+    rows: list[tuple[str, list[str]]]
+
+
+def column_table(store: RunFolder, found: Sequence[Line]) -> ColumnTable | None:
+    """Return the table of the first round looked at; nothing where examples have no columns, or no truth."""
+    kind, floor, truth = modality_of(store.rows), best_floor(store.rows), store.arrays(TRUTH)
+    if not kind.heads or floor is None or "truth" not in truth or not found:
+        return None
+    here = [line for line in found if line.round == found[0].round]
+    by_line = group([m for m in read(store.rows, "attack") if m.round == found[0].round], *KEY)
+    guessed = [m for m in read(store.rows, "floor") if m.guess == floor.guess]
+    shown = {f"blind guess: {floor.guess}": _cells(kind, truth["truth"], guessed, [truth[floor.guess]] * len(guessed))}
+    for defense in dict.fromkeys(line.defense for line in here):
+        oblivious, adaptive = oblivious_and_adaptive(here, defense)
+        line = adaptive or oblivious
+        if line is not None:
+            mine = by_line[line.key]
+            arrays = [store.arrays(m.unit)["found"] for m in mine]
+            shown[f"{defense} ({line.attack.partition(':')[0]})"] = _cells(kind, truth["truth"], mine, arrays)
+    rows = [(name, [_said([row[c] for row in its]) for its in shown.values()]) for c, name in enumerate(kind.heads)]
+    return ColumnTable(found[0].round, list(shown), rows)
+
+
+def _cells(
+    kind: Modality, truth: NDArray[Any], mine: Sequence[MeasuredExample], arrays: Sequence[NDArray[Any]]
+) -> list[list[Cell]]:
+    """Return the cells of each example found; a guess lies in the place of its example, an attack's in its own."""
+    places = [m.index if m.attack else m.example for m in mine]
+    pairs = [(x[place], truth[m.example]) for m, x, place in zip(mine, arrays, places, strict=True)]
+    return [kind.cells(torch.from_numpy(x), torch.from_numpy(true)) or [] for x, true in pairs]
+
+
+def _said(cells: Sequence[Cell]) -> str:
+    off = [cell.off for cell in cells if cell.off is not None]
+    said = rate([float(bool(cell.right)) for cell in cells]).as_count
+    return f"{said} ±{short(sum(off) / len(off))}" if off else said
+
+
+@dataclass(frozen=True)
+class FilmStrip:
+    """One attack on one update."""
+
+    what: str
+    how: str
+    spec: str
+    frames: list[tuple[str, Shot]]  # the step, and where the attack stood after it
+
+
+def film_strips(gallery: Gallery, rows: Sequence[Row]) -> list[FilmStrip]:
+    """Return the films of a run."""
+    kept = gallery.arrays(FILM)
+    mine = [row for row in rows if row["kind"] == "film" and row["steps"]]
+    return [_strip(row, kept[str(place)], gallery) for place, row in enumerate(mine)]
+
+
+def _strip(row: Row, frames: NDArray[Any], gallery: Gallery) -> FilmStrip:
+    server = {"oblivious": "oblivious server"}.get(row["tier"], f"server that knows ({row['server']})")
+    undefended = row["defense"] == "none"
+    labels = [f"step {step}" for step in row["steps"][:-1]] + ["answer"]
+    shots = [
+        Shot(picture(x), f"{label}: {gallery.kind.error_name} {short(error)}", f"{error:.1g}", example=row["example"])
+        for label, x, error in zip(labels, frames, row["errors"], strict=True)
+    ]
+    how = row["attack"] if undefended else f"{server}, {row['attack']}"
+    return FilmStrip(name_of(row["defense"]), how, row["defense"], list(zip(labels, shots, strict=True)))
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradveil.auditing.run_files import FolderError
-from gradveil.auditing.run_folder import ROWS, RunFolder
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from gradveil.auditing.run_folder import ROWS, FolderError, RunFolder
 from gradveil.errors import GradveilError
-from gradveil.files import wrap_parse_errors
+from gradveil.files import wrap_parse_errors, write_atomically
 from gradveil.metrics.recovery import Interval
+from gradveil.report.page import fill
 from gradveil.report.plain import LAST_DIGIT, name_of
+from gradveil.report.table import COLOURS
 from gradveil.threats.rows import Floor, best_floor
-from gradveil.threats.verdict import TierVerdict, Verdict, verdicts
-from gradveil.threats.words import WHO, badges, score_text
+from gradveil.threats.verdict import WHO, TierVerdict, Verdict, badges, score_text, verdicts
 
 OUTCOMES = (
     "recovered",
@@ -203,3 +207,37 @@ def _said(names: Sequence[str], differing: Sequence[tuple[str, list[str]]], line
 
 def _text(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else "–" if value is None else str(value)
+
+
+def write_comparison(found: Comparison, path: Path) -> Path:
+    """Draw the page, and return where it is."""
+    write_atomically(path, fill("compare.html", {"found": found}).encode())
+    return path
+
+
+def comparison_table(found: Comparison) -> RenderableType:
+    """Return what changed in sentences; under it, the verdicts that more than one run has, and the settings."""
+    table = Table("defence, server", *found.names, box=None, pad_edge=False)
+    before = ""
+    for line in found.lines:
+        if not line.shared:
+            continue
+        if line.spec != before:
+            table.add_row(Text(name_of(line.spec), "bold"))
+            before = line.spec
+        first, *others = line.cells
+        table.add_row(f"  {line.who}", _told(first), *(Text("the same") if x == first else _told(x) for x in others))
+    parts: list[RenderableType] = [*map(Text, found.said), Text(), table]
+    if found.settings:
+        settings = Table("setting", *found.names, box=None, pad_edge=False)
+        for key, values in found.settings:
+            settings.add_row(key, *values)
+        parts += [Text(), settings]
+    return Group(*parts)
+
+
+def _told(cell: ComparedCell) -> Text:
+    text = Text(cell.badge, COLOURS.get(cell.outcome, ""))
+    for more in (cell.figure, cell.change):
+        text.append(f"\n{more}" if more else "", "dim")
+    return text

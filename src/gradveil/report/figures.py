@@ -8,8 +8,7 @@ from html import escape
 from gradveil.modalities import Modality
 from gradveil.report.plain import name_of
 from gradveil.threats.rows import OBLIVIOUS, Floor, Line
-from gradveil.threats.verdict import Verdict, oblivious_and_adaptive
-from gradveil.threats.words import score_text, server_name
+from gradveil.threats.verdict import Verdict, oblivious_and_adaptive, score_text, server_name
 
 
 @dataclass(frozen=True)

@@ -5,26 +5,20 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from gradveil.auditing.run_files import FolderError
-from gradveil.auditing.run_folder import REPORT, ROUNDS, ROWS, Row, RunFolder
+from gradveil.auditing.gate import left_out
+from gradveil.auditing.run_folder import REPORT, ROUNDS, ROWS, FolderError, Row, RunFolder
 from gradveil.errors import MissingExtraError
 from gradveil.files import wrap_parse_errors, write_atomically
 from gradveil.modalities import IMAGE
 from gradveil.report.advice import advice, change_table, tiers_tried, verdict_sentence
-from gradveil.report.cards import cards
-from gradveil.report.columns import column_table
+from gradveil.report.cards import cards, column_table, film_strips
 from gradveil.report.figures import errors_figure, figure_table, trade_figure
-from gradveil.report.films import film_strips
 from gradveil.report.pictures import Gallery, pictures
-from gradveil.report.plain import name_of
-from gradveil.report.reading import CARDS, CAVEAT, NO_TRUTH, picture_note, reading
+from gradveil.report.plain import CARDS, CAVEAT, NO_TRUTH, name_of, picture_note, reading
 from gradveil.report.rounds import rounds_content
-from gradveil.report.summary import left_out
 from gradveil.report.table import NUM_TEXTS, certificate_table, head, table_rows
-from gradveil.threats.proof import figure_errors
-from gradveil.threats.rows import Floor, Line, best_floor, lines, modality_of
-from gradveil.threats.verdict import Verdict, declaration_errors, headline, verdicts
-from gradveil.threats.words import UNDETECTABLE, badges
+from gradveil.threats.rows import Floor, Line, best_floor, figure_errors, lines, modality_of
+from gradveil.threats.verdict import UNDETECTABLE, Verdict, badges, declaration_errors, headline, verdicts
 
 _NOT_AN_AUDIT = "It is no audit, or its rows were damaged: take them from a copy, or audit again."
 

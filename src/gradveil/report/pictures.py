@@ -18,8 +18,7 @@ from gradveil.metrics.recovery import short
 from gradveil.modalities import Cell
 from gradveil.report.plain import name_of
 from gradveil.threats.rows import OBLIVIOUS, Line, MeasuredExample, group, modality_of, read
-from gradveil.threats.verdict import by_tier
-from gradveil.threats.words import DIAGNOSTIC, badges, server_name
+from gradveil.threats.verdict import DIAGNOSTIC, badges, by_tier, server_name
 
 
 def picture(array: NDArray[Any]) -> str:

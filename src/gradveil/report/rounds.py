@@ -5,8 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from gradveil.auditing.run_files import FolderError, read_rows
-from gradveil.auditing.run_folder import ROUNDS, Row, RunFolder
+from gradveil.auditing.run_folder import ROUNDS, FolderError, Row, RunFolder, read_rows
 from gradveil.integrations.monitor import NODES
 from gradveil.privacy.bounds import epsilon_of
 

@@ -11,10 +11,8 @@ from rich.text import Text
 from gradveil.auditing.run_folder import Row
 from gradveil.metrics.recovery import short
 from gradveil.modalities import IMAGE, Metric, Modality
-from gradveil.threats.proof import PROVED, beaten_by, beaten_figures, figure_name
-from gradveil.threats.rows import OBLIVIOUS, Floor, Line, modality_of
-from gradveil.threats.verdict import BEYOND, Verdict
-from gradveil.threats.words import DIAGNOSTIC, badges, score_text, server_name
+from gradveil.threats.rows import OBLIVIOUS, PROVED, Floor, Line, beaten_by, beaten_figures, figure_name, modality_of
+from gradveil.threats.verdict import BEYOND, DIAGNOSTIC, Verdict, badges, score_text, server_name
 
 NUM_TEXTS = 4  # columns of text before the numbers
 

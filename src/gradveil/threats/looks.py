@@ -18,8 +18,7 @@ from gradveil.errors import GradveilError, is_out_of_memory
 from gradveil.federated.client import evaluate
 from gradveil.federated.simulate import simulate
 from gradveil.threats.probes import Probed
-from gradveil.threats.setup import Scene
-from gradveil.threats.suited import is_small, one_thread
+from gradveil.threats.setup import Scene, is_small, one_thread
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 

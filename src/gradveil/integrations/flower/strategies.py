@@ -12,8 +12,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp import strategy as flower
 
-from gradveil.auditing.run_files import FolderError, read_rows
-from gradveil.auditing.run_folder import CHECKPOINT, ROUNDS, RunFolder
+from gradveil.auditing.run_folder import CHECKPOINT, ROUNDS, FolderError, RunFolder, read_rows
 from gradveil.errors import DataError, SpecError, did_you_mean
 from gradveil.federated.server import Checkpoint, Memory
 from gradveil.files import write_atomically

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 
 from gradveil.attacks.base import ATTACKS, Malicious
-from gradveil.auditing.measured import figures
+from gradveil.auditing.certificates import figures
 from gradveil.auditing.run_folder import Row
 from gradveil.countermeasures import Countermeasure, plain
 from gradveil.errors import GradveilError

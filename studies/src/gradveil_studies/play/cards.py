@@ -8,7 +8,7 @@ from torch import Tensor
 from gradveil.metrics.recovery import short
 from gradveil.modalities import Modality
 from gradveil.report.pictures import picture
-from gradveil.threats.words import WHO
+from gradveil.threats.verdict import WHO
 from gradveil_studies.play.servers import CONTROL, Rebuilt
 
 STATES = {

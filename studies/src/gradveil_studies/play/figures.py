@@ -7,8 +7,7 @@ from importlib.resources import files
 from statistics import fmean
 from typing import Any
 
-from gradveil.auditing.certificates import AT_FLOOR, layer_certificates
-from gradveil.auditing.promises import promise_rows
+from gradveil.auditing.certificates import AT_FLOOR, layer_certificates, promise_rows
 from gradveil.errors import GradveilError
 from gradveil.metrics.recovery import short
 from gradveil.modalities.tokens import Tokens

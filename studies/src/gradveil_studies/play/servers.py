@@ -18,7 +18,7 @@ from gradveil.metrics import measure
 from gradveil.modalities.tokens import Tokens
 from gradveil.seeds import Seeds
 from gradveil.threats.panel import patient
-from gradveil.threats.suited import is_small, one_thread
+from gradveil.threats.setup import is_small, one_thread
 from gradveil.threats.trial import Trial, attempt, floors, oblivious, observe
 from gradveil.types import Batch, Observation
 from gradveil_studies.play.stage import PlayStage
