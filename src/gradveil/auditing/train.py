@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gradveil.federated.simulate import Round
     from gradveil.privacy.plan import PlannedRun
     from gradveil.privacy.rehearsal import Rehearsal
-    from gradveil.protection.defense import Defense, accounted, noise_row
+    from gradveil.protection.defense import Defense
     from gradveil.seeds import Seeds
     from gradveil.tree import Params
     from gradveil.types import Batch
@@ -163,10 +163,10 @@ def rehearse_run(
     """Return the settings with the rate and clip that a rehearsal on public records chose; no client is asked."""
     from gradveil.federated.ledger import planned_run
     from gradveil.federated.server import SERVERS
-    from gradveil.protection.defense import build
+    from gradveil.protection.defense import accounted, build
 
     run = planned_run(seeds, clients, config, build(config.defense))
-    acting: Any = build(config.defense).for_run(run)
+    acting: Any = accounted(build(config.defense)).for_run(run)
     if not hasattr(acting, "client_multiplier"):
         raise SpecError("clip=auto and lr=auto are for veil alone. Give numbers where defences are joined.")
     found = rehearse_head(
@@ -293,6 +293,7 @@ def _drive(
 ) -> Iterator[Row]:
     """Measure, write and yield a row for each round; end early where the accuracy has not risen for long enough."""
     from gradveil.federated.client import evaluate
+    from gradveil.protection.defense import accounted, noise_row
 
     best, since = _best(folder.rounds)
     patience = math.inf if config.early_stop is None else config.early_stop
@@ -373,6 +374,7 @@ DELTA, GUESS = 1e-5, 0.01  # at which what was bought is shown
 def _bought(folder: RunFolder, defense: "Defense") -> dict[str, Any]:
     """Return what the client that took part most has bought and spent, where the defence promises something."""
     from gradveil.privacy.accountant import Account
+    from gradveil.protection.defense import accounted
 
     spent = [row["spent"] for row in folder.rounds if "spent" in row]
     if not spent:
