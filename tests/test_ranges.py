@@ -24,7 +24,7 @@ from gradveil.cli.list import KINDS
 from gradveil.errors import GradveilError, SpecError
 from gradveil.federated.step import step_gradient
 from gradveil.models import build_working
-from gradveil.protection.defense import NoDefense
+from gradveil.protection.defense import NoDefense, in_round
 from gradveil.ranges import Count, Part, Range
 from gradveil.registry import Registry, Setting, settings
 from gradveil.threats.setup import AuditConfig
@@ -64,6 +64,8 @@ def edges(setting: Setting) -> list[str]:
     within = ranges.range_of(setting.type)
     if within is None:
         return []
+    if isinstance(within, ranges.Among):
+        return [str(one) for one in within]
     is_float = any(ranges.plain(option)[0] is float for option in ranges.options_of(setting.type))
     return [f"{within.least:g}", f"{within.most:g}"] if is_float else [f"{within.least:g}"]
 
@@ -141,7 +143,7 @@ class TinyScale:
         assert len(held) == len(set(held.tolist())) > 0
 
     def defense(self, built: Any) -> None:
-        sent = step_gradient(self.model, self.batch, built.for_round(self.model, self.public), fresh())
+        sent = step_gradient(self.model, self.batch, in_round(built, self.model, self.public), fresh())
         assert all(value.isfinite().all() for value in sent.values())
 
     def loss(self, built: Any) -> None:

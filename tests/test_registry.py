@@ -92,9 +92,9 @@ def test_what_is_wrong_with_an_old_spec_is_said_of_the_new_one() -> None:
 
 def test_files_of_a_package_are_scanned_and_folders_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("__init__.py", "method.py", "machinery/__init__.py"):
-        file = tmp_path / "scanned_package" / name
-        file.parent.mkdir(exist_ok=True)
+        file = tmp_path / "scanned" / "package" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    Registry("thing", "scanned_package").names()
-    assert {n for n in sys.modules if n.startswith("scanned_package")} == {"scanned_package", "scanned_package.method"}
+    Registry("thing", "scanned.package").names()
+    assert {n for n in sys.modules if n.startswith("scanned.")} == {"scanned.package", "scanned.package.method"}

@@ -36,6 +36,13 @@ class Range:
         return low if self.most == MOST else f"{low} to {'below ' if self.below else ''}{_number(self.most)}"
 
 
+class Among(tuple[Any, ...]):
+    """The few values that a setting takes."""
+
+    def __str__(self) -> str:
+        return f"one of {', '.join(f'{one:g}' if isinstance(one, float) else str(one) for one in self)}"
+
+
 def _number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) and abs(value) <= MOST else f"{value:g}"
 
@@ -48,7 +55,8 @@ Share = Annotated[float, Range(0, 1)]
 Part = Annotated[float, Range(0, 1, above=True)]
 Decay = Annotated[float, Range(0, 1, below=True)]  # of a memory
 Between = Annotated[float, Range(0, 1, above=True, below=True)]
-Order = Annotated[float, Range(1, inf)]  # of a norm
+Order = Annotated[float, Range(1, inf)]
+Norm = Annotated[float, Among((1, 2, inf))]
 Bytes = Annotated[float, Range(0, 1e15, above=True)]
 ClassCount = Annotated[int, Range(1, MOST_CLASSES)]
 Seed = Annotated[int, Range(-(2**63), 2**63 - 1)]
@@ -59,23 +67,25 @@ def options_of(kind: Any) -> list[Any]:
     return list(typing.get_args(kind)) if typing.get_origin(kind) in (typing.Union, types.UnionType) else [kind]
 
 
-def plain(kind: Any) -> tuple[Any, Range | None]:
+def plain(kind: Any) -> tuple[Any, Range | Among | None]:
     """Return a type without its range, and the range."""
+    if typing.get_origin(kind) is typing.Literal:
+        return kind, Among(typing.get_args(kind))
     if typing.get_origin(kind) is Annotated:
         inner, *rest = typing.get_args(kind)
-        return inner, next((one for one in rest if isinstance(one, Range)), None)
+        return inner, next((one for one in rest if isinstance(one, Range | Among)), None)
     return kind, None
 
 
 def type_name(kind: Any) -> str:
     """Return what to give, in words: ``a whole number from 1``."""
-    if typing.get_origin(kind) is typing.Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(kind)))
     if typing.get_origin(kind) is tuple:
         one, last = typing.get_args(kind)[0], typing.get_args(kind)[-1]
         many = "join several" if last is Ellipsis else f"join {len(typing.get_args(kind))}"
         return f"{type_name(one)}; {many} by '/'"
     inner, within = plain(kind)
+    if isinstance(within, Among):
+        return str(within)
     name = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(inner, str(inner))
     return f"{name} {within}" if within else name
 
@@ -94,7 +104,9 @@ def hints_of(cls: type) -> dict[str, Any]:
 
 def unwrapped(kind: Any) -> Any:
     """Return a type without notes of others than a range."""
-    if typing.get_origin(kind) is Annotated and not any(isinstance(one, Range) for one in typing.get_args(kind)[1:]):
+    if typing.get_origin(kind) is Annotated and not any(
+        isinstance(one, Range | Among) for one in typing.get_args(kind)[1:]
+    ):
         return typing.get_args(kind)[0]
     return kind
 
@@ -104,8 +116,8 @@ def _ranged(cls: type) -> dict[str, Any]:
     return {name: kind for name, kind in hints_of(cls).items() if range_of(kind) is not None}
 
 
-def range_of(kind: Any) -> Range | None:
-    """Return the range of a setting's type, or of what it is a tuple or an option of."""
+def range_of(kind: Any) -> Range | Among | None:
+    """Return the range of a setting's type, or its few values, or those of what it is a tuple or an option of."""
     for option in options_of(kind):
         inner = typing.get_args(option)[0] if typing.get_origin(option) is tuple else option
         if (within := plain(inner)[1]) is not None:
@@ -119,7 +131,7 @@ def is_text(text: str) -> bool:
 
 
 def check(settings: Any, error: type[GradveilError] = SpecError) -> None:
-    """Raise where a setting of a dataclass lies outside its range, or is a text that no file can hold."""
+    """Raise where a setting of a dataclass is none of those it may be, or is a text that no file can hold."""
     cls: type = type(settings)
     what = f"{cls.spec_name}: " if hasattr(cls, "spec_name") else ""
     for name in hints_of(cls):
@@ -130,7 +142,7 @@ def check(settings: Any, error: type[GradveilError] = SpecError) -> None:
         value = getattr(settings, name)
         if value is None and type(None) in options_of(kind):
             continue
-        within = typing.cast(Range, range_of(kind))
+        within = range_of(kind) or ()
         try:
             fits = all(one in within for one in (value if isinstance(value, tuple) else (value,)))
         except (TypeError, ValueError):  # no number

@@ -63,8 +63,9 @@ class Setting:
 
     @property
     def range(self) -> str:
-        """The numbers that it takes, in words; empty where it is no number."""
-        return str(range_of(self.type) or "")
+        """The values that it takes, in words; empty where its type says it."""
+        literal = any(typing.get_origin(one) is typing.Literal for one in options_of(self.type))
+        return "" if literal else str(range_of(self.type) or "")
 
 
 class Registry(Generic[T]):

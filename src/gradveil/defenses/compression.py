@@ -9,7 +9,7 @@ from torch import Generator, Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, simulate, whiten
 from gradveil.privacy.noise import Source, uniform
-from gradveil.protection.defense import DEFENSES, Defense, Place, check_choice
+from gradveil.protection.defense import DEFENSES, Defense, Place
 from gradveil.ranges import Range
 from gradveil.tree import Params
 from gradveil.types import Observation, Update
@@ -25,9 +25,6 @@ class Compression(Defense):
     draws: ClassVar[bool] = False
 
     on: Literal["gradient", "update"] = "gradient"  # of each local step, or of what is sent
-
-    def __post_init__(self) -> None:
-        check_choice("on", self.on, ("gradient", "update"))
 
     @property
     def acts_on(self) -> frozenset[Place]:
@@ -112,10 +109,6 @@ class Qsgd(Compression):
 
     levels: Annotated[int, Range(1, 4096)] = 16  # above zero
     norm: Literal["l2", "max"] = "l2"  # of a tensor, that the highest level stands for
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("norm", self.norm, ("l2", "max"))
 
     def rounded(self, g: Tensor, rng: Source) -> Tensor:
         unit = self._size(g).clamp_min(TINY) / self.levels

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from gradveil.countermeasures import Countermeasure, drop, mask, use
 from gradveil.modules import find_layer
 from gradveil.privacy.noise import Source, uniform
-from gradveil.protection.defense import DEFENSES, Defense, check_choice
+from gradveil.protection.defense import DEFENSES, Defense
 from gradveil.protection.passes import weight_name
 from gradveil.ranges import Share, Whole
 from gradveil.representation.selection import largest_live, largest_live_together
@@ -59,9 +59,6 @@ class EntryDefense(LayerDefense):
     count: Whole | None = None  # that many entries, in place of a share
     layer: Layers = None  # the defended layers, joined by "/"; None: the last linear one
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-
     @property
     def idle(self) -> bool:
         return (self.share if self.count is None else self.count) == 0
@@ -80,10 +77,6 @@ class LayerMask(EntryDefense):
     """Zero the entries of r that rank highest; a subclass ranks them."""
 
     scope: Literal["sample", "batch"] = "sample"  # every example its own mask (the paper), or one for the batch
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("scope", self.scope, ("sample", "batch"))
 
     @abstractmethod
     def ranking(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Source) -> Tensor:

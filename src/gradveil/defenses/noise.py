@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, whiten
 from gradveil.privacy.noise import Drawn, Source, grid_of, is_secret, laplace, normal, release
-from gradveil.protection.defense import DEFENSES, Defense, Place, check_choice
+from gradveil.protection.defense import DEFENSES, Defense, Place
 from gradveil.ranges import Weight
 from gradveil.tree import Params, flatten, size
 from gradveil.types import Observation, Update
@@ -32,10 +32,6 @@ class Noise(Defense):
     relative: bool = False  # scale × the RMS of the entries, in place of an absolute value
     per: Literal["global", "tensor"] = "global"  # relative: the RMS of all entries together, or of each tensor
     on: Literal["gradient", "update", "weights"] = "gradient"  # where the noise goes
-
-    def __post_init__(self) -> None:
-        check_choice("per", self.per, ("global", "tensor"))
-        check_choice("on", self.on, ("gradient", "update", "weights"))
 
     @property
     def acts_on(self) -> frozenset[Place]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gradveil.countermeasures import Countermeasure, mask, simulate
 from gradveil.modules import under_transform
 from gradveil.privacy.noise import Source
-from gradveil.protection.defense import DEFENSES, Defense, Place, check_choice
+from gradveil.protection.defense import DEFENSES, Defense, Place
 from gradveil.ranges import Share
 from gradveil.representation.selection import LONG, largest, last_by_rank, last_by_top
 from gradveil.tree import Params, flatten
@@ -36,10 +36,6 @@ class Pruning(Defense):
     share: Share = 0.8  # of the entries set to zero
     per: Literal["tensor", "global"] = "tensor"  # the smallest of each tensor, or of all tensors together
     on: Literal["gradient", "update"] = "gradient"  # of each local step, or of what is sent
-
-    def __post_init__(self) -> None:
-        check_choice("per", self.per, ("tensor", "global"))
-        check_choice("on", self.on, ("gradient", "update"))
 
     @property
     def acts_on(self) -> frozenset[Place]:

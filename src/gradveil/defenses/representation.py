@@ -1,8 +1,7 @@
 """The paper's defence: zero the entries of the representation that give most of the input away; and its kin."""
 
 from dataclasses import dataclass
-from math import inf
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +9,11 @@ from torch import Tensor, nn
 from gradveil.defenses.masking import LayerDefense, LayerMask, Layers
 from gradveil.errors import DefenseError
 from gradveil.privacy.noise import Source
-from gradveil.protection.defense import DEFENSES, check_choice
-from gradveil.ranges import MOST, Order, Positive, Range, Share
+from gradveil.protection.defense import DEFENSES
+from gradveil.ranges import MOST, Among, Norm, Positive, Range, Share
 from gradveil.representation.scores import METHODS, leak_scores, row_norms
+
+Method = Annotated[str, Among(METHODS)]
 
 
 @DEFENSES.register("representation")
@@ -31,13 +32,8 @@ class RepresentationPerturbation(LayerMask):
 
     title = "Revealing entries hidden (the paper's defence)"
 
-    p: Order = 2  # the norm of the input's displacement: 1, 2 or inf
-    method: str = "auto"  # how leak scores are computed: auto, exact, sketch, ...
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("p", self.p, (1, 2, inf))
-        check_choice("method", self.method, METHODS)
+    p: Norm = 2  # the norm of the input's displacement: 1, 2 or inf
+    method: Method = "auto"  # how leak scores are computed: auto, exact, sketch, ...
 
     def ranking(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Source) -> Tensor:
         return leak_scores(model, layer, x, method=self.method, p=float(self.p), seen=r)
@@ -65,11 +61,7 @@ class RepresentationAuthors(LayerDefense):
     share: Share = 0.4  # the percentile, as a part of 1
     layer: Layers = None  # the defended layers, joined by "/"; None: the last linear one
     offset: Annotated[float, Range(-MOST)] = 0.0  # added to r_i below the fraction; their second script has 0.1
-    method: str = "auto"  # how the norms are computed: auto, exact, sketch, ...
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("method", self.method, METHODS)
+    method: Method = "auto"  # how the norms are computed: auto, exact, sketch, ...
 
     def asked(self, model: nn.Module, layer: str, r: Tensor) -> int:
         return len(r) * round(self.share * r[0].numel())
@@ -103,18 +95,10 @@ class RepresentationCertified(LayerDefense):
     title = "Revealing entries hidden, up to a certificate"
 
     target_mse: Positive = 1e-6  # of pixels in [0, 1], for every example
-    kind: str = "global"  # the certificate that has to reach it: local, global, box, radius or reach
+    kind: Literal["local", "global", "box", "radius", "reach"] = "global"  # the certificate that has to reach it
     layer: Layers = None  # the defended layers, joined by "/"; None: the last linear one
-    p: Order = 2  # the norm of the input's displacement: 1, 2 or inf
-    method: str = "exact"  # how leak scores are computed: exact, auto, sketch, ...
-
-    def __post_init__(self) -> None:
-        from gradveil.representation.certificates.target import TARGET_KINDS
-
-        super().__post_init__()
-        check_choice("kind", self.kind, TARGET_KINDS)
-        check_choice("p", self.p, (1, 2, inf))
-        check_choice("method", self.method, METHODS)
+    p: Norm = 2  # the norm of the input's displacement: 1, 2 or inf
+    method: Method = "exact"  # how leak scores are computed: exact, auto, sketch, ...
 
     def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Source) -> Tensor:
         from gradveil.representation.certificates.target import needed_counts

@@ -1,15 +1,14 @@
 """The paper's problem solved with J⁺: entry by entry, for sets of entries, and for directions (q = 1, 2 or inf)."""
 
 from dataclasses import dataclass
-from math import inf
 
 import torch
 from torch import Tensor, nn
 
 from gradveil.defenses.masking import EntryDefense, LayerDefense, LayerMask, Layers
 from gradveil.privacy.noise import Source
-from gradveil.protection.defense import DEFENSES, check_choice
-from gradveil.ranges import Order, Share, Weight
+from gradveil.protection.defense import DEFENSES
+from gradveil.ranges import Norm, Share, Weight
 from gradveil.representation.selection import (
     PseudoInverse,
     best_direction,
@@ -29,12 +28,8 @@ class RepresentationPseudoinverse(LayerMask):
 
     title = "Entries of a layer hidden, one by one"
 
-    p: Order = 2  # the norm of the input's displacement: 1, 2 or inf
+    p: Norm = 2  # the norm of the input's displacement: 1, 2 or inf
     rcond: Weight = 0.01  # singular values of J below this share of the largest are left out of J⁺
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("p", self.p, (1, 2, inf))
 
     def ranking(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Source) -> Tensor:
         return each_example(lambda a, row: column_scores(a, row, self.p), model, layer, x, r.to(x.dtype), self.rcond)
@@ -47,12 +42,8 @@ class RepresentationSubset(EntryDefense):
 
     title = "Entries of a layer hidden, together"
 
-    p: Order = 2  # the norm of the input's displacement: 1, 2 or inf
+    p: Norm = 2  # the norm of the input's displacement: 1, 2 or inf
     rcond: Weight = 0.01  # singular values of J below this share of the largest are left out of J⁺
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("p", self.p, (1, 2, inf))
 
     def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Source) -> Tensor:
         count = self.budget(r)
@@ -72,15 +63,10 @@ class RepresentationDirection(LayerDefense):
 
     share: Share = 0.4  # of ||r||_q: how far r is moved
     layer: Layers = None  # the defended layers, joined by "/"; None: the last linear one
-    q: Order = 2  # the norm of the move: 1, 2 or inf
-    p: Order = 2  # the norm of the input's displacement: 1, 2 or inf
+    q: Norm = 2  # the norm of the move: 1, 2 or inf
+    p: Norm = 2  # the norm of the input's displacement: 1, 2 or inf
     rcond: Weight = 0.01  # singular values of J below this share of the largest are left out of J⁺
     clip: bool = False  # keep r' within the range of r, so that no value gives the change away
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("q", self.q, (1, 2, inf))
-        check_choice("p", self.p, (1, 2, inf))
 
     def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Source) -> Tensor:
         return each_example(self._move_best, model, layer, x, r, self.rcond).view_as(r) if self.share else r

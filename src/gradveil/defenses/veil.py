@@ -21,8 +21,8 @@ from gradveil.countermeasures import Countermeasure
 from gradveil.errors import DefenseError, SpecError
 from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.privacy.noise import Drawn, Source, noise, release
-from gradveil.privacy.plan import PROMISES, PlannedRun, Tier, z_run_of
-from gradveil.protection.defense import DEFENSES, Accounted, PerRound, RunningStep, check_choice
+from gradveil.privacy.plan import PlannedRun, Tier, z_run_of
+from gradveil.protection.defense import DEFENSES, Accounted, PerRound, RunningStep
 from gradveil.protection.records.coordinates import ClipMap, clipped_sum, measure, split
 from gradveil.protection.records.records import Records
 from gradveil.protection.records.rounding import SLACK
@@ -72,8 +72,6 @@ class Veil(Accounted, PerRound):
         for what in (("z", "promise", "epsilon", "rho"), ("clip", "quantile")):
             if len(given := [name for name in what if getattr(self, name) is not None]) > 1:
                 raise SpecError(f"{' and '.join(given)} say the same thing twice. Give one of them.")
-        check_choice("tier", self.tier, ("local", "aggregate"))
-        check_choice("promise", self.promise, (None, *PROMISES))
         if self.shape not in ("iso", "public") and not self.shape.endswith(".safetensors"):
             raise SpecError(f"shape={self.shape!r} is not known. Give one of: iso, public, FILE.safetensors.")
         if self.clip is not None and self.clip < SHORTEST:

@@ -1,7 +1,7 @@
 """Defences by their protocols: where one acts, what it costs a record, what follows from each round."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -17,13 +17,6 @@ from gradveil.protection.records.records import Records
 from gradveil.registry import Registry, split_specs
 from gradveil.tree import Params
 from gradveil.types import Batch, Observation, Update
-
-
-def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
-    """Raise unless ``value`` is one of the allowed ones."""
-    known = list(allowed)
-    if value not in known:
-        raise SpecError(f"{name}={value!r} is not known. Give one of: {', '.join(map(str, known))}.")
 
 
 class DefenseRegistry(Registry["Defense"]):
