@@ -130,19 +130,6 @@ def test_a_type_of_parquet_that_holds_a_pickle_runs_nothing(tmp_path: Path) -> N
         assert not (tmp_path / "was_run").exists()
 
 
-def test_the_original_svhn_files_are_read_and_ten_means_zero(tmp_path: Path) -> None:
-    from scipy.io import savemat
-
-    images = pixels(10, 3, 32)
-    labels = np.arange(1, 11)[:, None]
-    (tmp_path / "svhn").mkdir()
-    for part in ("train", "test"):
-        savemat(tmp_path / f"svhn/{part}_32x32.mat", {"X": np.transpose(images, (2, 3, 1, 0)), "y": labels})
-    found = load("svhn", tmp_path)
-    assert (np.asarray(found.train.images) == images).all()
-    assert found.train.labels.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 0]
-
-
 def test_the_second_load_reads_the_cache_and_a_changed_file_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path
 ) -> None:

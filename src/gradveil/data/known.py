@@ -10,7 +10,7 @@ import torch
 from gradveil.data.base import DATASETS, Dataset, Source, Split, hold_out
 from gradveil.data.folder import class_names, decode_table, parquet_files, read_parquet
 from gradveil.data.images import Decoded, cached, key_of
-from gradveil.data.originals import CIFAR, IDX, SVHN, Format
+from gradveil.data.originals import CIFAR, IDX, Format
 from gradveil.data.table import from_table
 from gradveil.errors import DataError, GradveilError, MissingExtraError
 from gradveil.ranges import Between, Range, Seed
@@ -36,7 +36,7 @@ class Known(Source):
     repository: ClassVar[str]
     config: ClassVar[str | None] = None
     names: ClassVar[tuple[str, ...]]
-    originals: ClassVar[Format]
+    originals: ClassVar[Format | None] = None
 
     def load(self, data: Path | None) -> Dataset:
         for folder in self._places(data):
@@ -57,10 +57,11 @@ class Known(Source):
             train, test = parquet_files(place, "train"), parquet_files(place, "test")
             if train and test:
                 return cached(name, key_of(name, [*train, *test]), lambda a=train, b=test: self._decode(a, b))  # type: ignore[misc]
-        files = self.originals.find(folder)
-        if files is None:
+        own = self.originals
+        files = own.find(folder) if own else None
+        if own is None or files is None:
             return None
-        return cached(name, key_of(name, files), lambda: Decoded(*self.originals.read(files), self.names))
+        return cached(name, key_of(name, files), lambda: Decoded(*own.read(files), self.names))
 
     def _decode(self, train: list[Path], test: list[Path]) -> Decoded:
         first = read_parquet(train)
@@ -134,7 +135,6 @@ class Svhn(Known):
     repository = "ufldl-stanford/svhn"
     config = "cropped_digits"
     names = _DIGITS
-    originals = SVHN
 
 
 @DATASETS.register("digits")
