@@ -73,11 +73,14 @@ def test_gradinversion_adds_the_terms_that_a_model_allows(model: nn.Module, rng:
     attack = GradInversion(tv=1.0, l2=2.0, bn=3.0, group=4.0, restarts=2)
     owner: Tensor = torch.tensor([0, 0])
     seen = observe(model, rng)
-    plain = attack._penalties([seen], Unknowns.of(seen), owner)
-    assert [(type(t), t.weight) for t in plain] == [(Energy, 2.0), (TotalVariation, 1.0), (GroupConsistency, 4.0)]  # type: ignore[attr-defined]
+    tv = torch.tensor([1.0, 0.5])
+    plain = attack._terms([seen], Unknowns.of(seen), owner, tv)
+    assert [type(t) for t in plain] == [Energy, TotalVariation, GroupConsistency]
+    assert (plain[0].weight, plain[2].weight) == (2.0, 4.0)  # type: ignore[attr-defined]
+    assert torch.equal(plain[1].weight, tv)  # type: ignore[attr-defined]
     normed = observe(nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 5)), rng)
     vector = Unknowns((2, 64), 5, (0.0, 1.0), True)
-    terms = GradInversion(bn=3.0, restarts=1)._penalties([normed], vector, owner)
+    terms = GradInversion(bn=3.0, restarts=1)._terms([normed], vector, owner, tv)
     assert [type(t) for t in terms] == [Energy, BatchNormStatistics]
     assert terms[1].weight == 3.0  # type: ignore[attr-defined]
 

@@ -214,14 +214,15 @@ def seen_like(
 
     Such examples are public, and a prior is fitted to them where their numbers are no ids.
     """
-    rng = torch.Generator().manual_seed(0)
+    modality: Modality = IMAGE
     if isinstance(like, Batch):
-        public, modality, told = like, IMAGE, build_loss(loss).of(like.labels)
+        public, told = like, build_loss(loss).of(like.labels)
         with torch.no_grad(), quiet(model):
             outputs = model(like.inputs[:1].to(next(model.parameters())))
         num_classes = told.width(like.labels, outputs.shape[1])
     else:
-        public, modality, spec = like.test.sample(PUBLIC, rng), like.modality, like.fitting_loss(loss)
+        public, modality = like.test.sample(PUBLIC, torch.Generator().manual_seed(0)), like.modality
+        spec = like.fitting_loss(loss)
         told, num_classes = build_loss(spec).of(public.labels), like.outputs(spec)
     if modality.last == 0 and len(public) > 1:
         known.setdefault("prior", GaussianPrior.fit(public.inputs, rank=RANK))

@@ -41,7 +41,7 @@ class DLG(Attack):
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Rebuild the inputs behind several updates at once."""
         search = Search(
-            squared_distance, lambda _: LBFGS(self.history, self.search), self.steps * self.inner, self.restarts,
+            squared_distance, lambda *_: LBFGS(self.history, self.search), self.steps * self.inner, self.restarts,
             start=self.start, tol=self.tol, cuts=(0.05, 0.15),
         )  # fmt: skip
         return search.run(at_one_model(seen), rngs)

@@ -17,16 +17,11 @@ from gradveil.attacks.search.matching import (
     BLUR,
     SENT,
     Matching,
-    Penalty,
-    TotalVariation,
-    Unknowns,
-    cosine_distance,
     pick,
     squared_distance,
-    statistics_term,
 )
-from gradveil.attacks.search.minimise import LBFGS, Adam, Optimiser
-from gradveil.attacks.search.restarts import Search
+from gradveil.attacks.search.minimise import LBFGS
+from gradveil.attacks.search.restarts import TVS, Search, adam_search, image_terms
 from gradveil.gradients.functional import StepGradient, local_plan, loss_of, per_problem, trial_updates
 from gradveil.losses import CrossEntropy
 from gradveil.ranges import Count, Positive, Weight
@@ -53,24 +48,17 @@ class Surrogate(Attack):
     steps: Count = 1000  # evaluations per start
     restarts: Count = 1
     lr: Positive = 0.1
-    tv: Weight = 1e-4  # images (C, H, W) only
+    tv: Weight | tuple[Weight, ...] = TVS  # images (C, H, W) only; of several, one is chosen
     bn: Weight = SENT  # of batch norm statistics that the client sent
     tol: Weight = 1e-4  # cosine distance at which the update counts as matched
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Rebuild the inputs behind several updates at once."""
-        search = Search(
-            cosine_distance, self._optimiser, self.steps, self.restarts, tol=self.tol, stop=False,
-            patience=self.steps, penalties=self._penalties, scaled=False, stack=_stack, own=1,
+        search = adam_search(
+            self.steps, self.lr, self.tv, image_terms(self.bn), True, True, restarts=self.restarts, tol=self.tol,
+            stack=_stack, own=1,
         )  # fmt: skip
         return [_placed(found) for found in search.run(with_labels(at_one_model(seen), rngs), rngs)]
-
-    def _optimiser(self, unknowns: Unknowns) -> Adam:
-        return Adam(self.steps, self.lr, True, True, unknowns.pixels, unknowns.bounds)
-
-    def _penalties(self, seen: Sequence[Observation], unknowns: Unknowns, owner: Tensor) -> tuple[Penalty, ...]:
-        smooth = (TotalVariation(self.tv),) if self.tv > 0 and len(unknowns.images) == 4 else ()
-        return (*smooth, *statistics_term(seen, owner, self.bn))
 
 
 def _placed(found: Reconstruction) -> Reconstruction:
@@ -129,7 +117,7 @@ class FedAvgInversion(Attack):
     restarts: Count = 1
     optimiser: Literal["adam", "lbfgs"] = "adam"
     lr: Positive = 0.1  # of Adam
-    tv: Weight = 1e-4  # with Adam; images (C, H, W) only
+    tv: Weight | tuple[Weight, ...] = TVS  # with Adam; images (C, H, W) only; of several, one is chosen
     bn: Weight = SENT  # with Adam; of batch norm statistics that the client sent
     history: Count = 50  # of L-BFGS
     tol: Weight = 1e-6  # of the squared norm with L-BFGS; the cosine distance with Adam
@@ -141,21 +129,13 @@ class FedAvgInversion(Attack):
     def _search(self) -> Search:
         if self.optimiser == "lbfgs":
             return Search(
-                squared_distance, self._optimiser, self.steps, self.restarts, tol=self.tol, stack=unrolled_stack
+                squared_distance, lambda *_: LBFGS(self.history, True), self.steps, self.restarts, tol=self.tol,
+                stack=unrolled_stack,
             )  # fmt: skip
-        return Search(
-            cosine_distance, self._optimiser, self.steps, self.restarts, tol=self.tol, stop=False, patience=self.steps,
-            penalties=self._penalties, scaled=False, stack=unrolled_stack,
+        return adam_search(
+            self.steps, self.lr, self.tv, image_terms(self.bn), True, True, restarts=self.restarts, tol=self.tol,
+            stack=unrolled_stack,
         )  # fmt: skip
-
-    def _optimiser(self, unknowns: Unknowns) -> Optimiser:
-        if self.optimiser == "lbfgs":
-            return LBFGS(self.history, True)
-        return Adam(self.steps, self.lr, True, True, unknowns.pixels, unknowns.bounds)
-
-    def _penalties(self, seen: Sequence[Observation], unknowns: Unknowns, owner: Tensor) -> tuple[Penalty, ...]:
-        smooth = (TotalVariation(self.tv),) if self.tv > 0 and len(unknowns.images) == 4 else ()
-        return (*smooth, *statistics_term(seen, owner, self.bn))
 
 
 local_training = attrgetter("update.num_steps", "update.lr", "update.batch_size", "update.rule")

@@ -15,14 +15,12 @@ from gradveil.attacks.search.matching import (
     GroupConsistency,
     Matching,
     Penalty,
-    TotalVariation,
     Unknowns,
     batch_norms,
     squared_distance,
     statistics_term,
 )
-from gradveil.attacks.search.minimise import Adam
-from gradveil.attacks.search.restarts import Search
+from gradveil.attacks.search.restarts import TVS, adam_search, image_terms
 from gradveil.ranges import Count, Positive, Weight
 from gradveil.tree import Params
 from gradveil.types import Observation, Reconstruction
@@ -45,7 +43,7 @@ class GradInversion(Attack):
     steps: Count = 1000
     restarts: Count = 4  # the group whose starts must agree
     lr: Positive = 0.1
-    tv: Weight = 1e-3  # images (C, H, W) only
+    tv: Weight | tuple[Weight, ...] = TVS  # images (C, H, W) only; of several, one is chosen
     l2: Weight = 1e-5
     bn: Weight = 1e-3
     group: Weight = 1e-2
@@ -55,25 +53,20 @@ class GradInversion(Attack):
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Rebuild the inputs behind several updates at once."""
-        search = Search(
-            relative_distance, self._optimiser, self.steps, self.restarts, tol=self.tol, stop=False,
-            patience=self.steps, penalties=self._penalties, scaled=False,
+        search = adam_search(
+            self.steps, self.lr, self.tv, self._terms, False, self.boxed, self.decay, relative_distance,
+            restarts=self.restarts, tol=self.tol,
         )  # fmt: skip
         return search.run(with_labels(at_one_model(seen), rngs), rngs)
 
-    def _optimiser(self, unknowns: Unknowns) -> Adam:
-        boxed = unknowns.pixels if self.boxed else 0
-        return Adam(self.steps, self.lr, False, self.decay, boxed, unknowns.bounds)
-
-    def _penalties(self, seen: Sequence[Observation], unknowns: Unknowns, owner: Tensor) -> tuple[Penalty, ...]:
-        model = seen[0].model
-        terms: list[Penalty] = [Energy(self.l2)]
-        if len(unknowns.images) == 4:
-            terms.append(TotalVariation(self.tv))
+    def _terms(
+        self, seen: Sequence[Observation], unknowns: Unknowns, owner: Tensor, tv: Tensor
+    ) -> tuple[Penalty, ...]:  # fmt: skip
+        terms: list[Penalty] = [Energy(self.l2), *image_terms(self.bn)(seen, unknowns, owner, tv)]
         if self.restarts > 1:
-            terms.append(GroupConsistency(self.group, owner.to(next(model.parameters()).device)))
-        if batch_norms(model):
-            terms += statistics_term(seen, owner, self.bn) or (BatchNormStatistics(self.bn, model),)
+            terms.append(GroupConsistency(self.group, owner.to(tv.device)))
+        if batch_norms(seen[0].model) and not statistics_term(seen, owner, self.bn):
+            terms.append(BatchNormStatistics(self.bn, seen[0].model))
         return tuple(terms)
 
 

@@ -26,14 +26,10 @@ from gradveil.attacks.search.matching import (
     SENT,
     Matching,
     Penalty,
-    TotalVariation,
     Unknowns,
-    cosine_distance,
     precisions,
-    statistics_term,
 )
-from gradveil.attacks.search.minimise import Adam
-from gradveil.attacks.search.restarts import Search, Start
+from gradveil.attacks.search.restarts import TVS, Start, adam_search, image_terms
 from gradveil.ranges import Count, Positive, Weight
 from gradveil.tree import parameters
 from gradveil.types import Observation, Reconstruction
@@ -81,7 +77,7 @@ class GS(Attack):
     steps: Count = 1000
     restarts: Count = 1
     lr: Positive = 0.1
-    tv: Weight = 1e-4  # images (C, H, W) only
+    tv: Weight | tuple[Weight, ...] = TVS  # images (C, H, W) only; of several, one is chosen
     contrast: Weight = 0.0  # of neighbouring pixels; above 0, known noise sets how much smoothness counts, tv the least
     bn: Weight = SENT  # of batch norm statistics that the client sent
     signed: bool = True
@@ -93,9 +89,10 @@ class GS(Attack):
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Rebuild the inputs behind several updates at once."""
-        search = Search(
-            cosine_distance, self._optimiser, self.steps, self.restarts, tol=self.tol, stop=False,
-            patience=self.steps, start=self.start, penalties=self._penalties, scaled=False, tf32=self.tf32,
+        least = min(self.tv) if isinstance(self.tv, tuple) else self.tv
+        search = adam_search(
+            self.steps, self.lr, least if self.contrast > 0 else self.tv, self._terms, self.signed, self.boxed, self.decay, restarts=self.restarts,
+            tol=self.tol, start=self.start, tf32=self.tf32,
         )  # fmt: skip
         labelled = with_labels(at_one_model(seen), rngs)
         return [
@@ -103,15 +100,9 @@ class GS(Attack):
             for s, r, rng in zip(labelled, search.run(labelled, rngs), rngs, strict=True)
         ]
 
-    def _optimiser(self, unknowns: Unknowns) -> Adam:
-        boxed = unknowns.pixels if self.boxed else 0
-        return Adam(self.steps, self.lr, self.signed, self.decay, boxed, unknowns.bounds)
-
-    def _penalties(self, seen: Sequence[Observation], unknowns: Unknowns, owner: Tensor) -> tuple[Penalty, ...]:
-        sent = statistics_term(seen, owner, self.bn)
-        if len(unknowns.images) != 4 or max(self.tv, self.contrast) <= 0:
-            return sent
-        if self.contrast <= 0:
-            return (TotalVariation(self.tv), *sent)
-        weights = torch.tensor([max(self.tv, map_smoothness(s, self.contrast)) for s in seen])
-        return (TotalVariation(weights[owner].to(next(seen[0].model.parameters()))), *sent)
+    def _terms(
+        self, seen: Sequence[Observation], unknowns: Unknowns, owner: Tensor, tv: Tensor
+    ) -> tuple[Penalty, ...]:  # fmt: skip
+        if self.contrast > 0 and len(unknowns.images) == 4:
+            tv = tv.maximum(torch.tensor([map_smoothness(s, self.contrast) for s in seen])[owner].to(tv))
+        return image_terms(self.bn)(seen, unknowns, owner, tv)

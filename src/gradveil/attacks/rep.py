@@ -56,7 +56,7 @@ class Rep(Attack):
                 )
         refuse_adaptive(seen, "rep")
         search = Search(
-            squared_distance, lambda _: LBFGS(self.history, True), self.steps * self.inner, self.restarts,
+            squared_distance, lambda *_: LBFGS(self.history, True), self.steps * self.inner, self.restarts,
             tol=self.tol, cuts=(0.05, 0.15), stack=self._stack,
         )  # fmt: skip
         return search.run([s.as_one_step() for s in with_labels(at_one_model(seen), rngs, required=True)], rngs)

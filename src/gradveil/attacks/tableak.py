@@ -8,9 +8,8 @@ from torch import Generator, Tensor
 
 from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, in_groups
 from gradveil.attacks.fedavg import local_training, ready_to_unroll, unrolled_stack
-from gradveil.attacks.search.matching import Matching, Unknowns, cosine_distance
-from gradveil.attacks.search.minimise import Adam
-from gradveil.attacks.search.restarts import Search, children_of
+from gradveil.attacks.search.matching import Matching
+from gradveil.attacks.search.restarts import adam_search, children_of
 from gradveil.errors import AttackError
 from gradveil.modalities.table import Table
 from gradveil.ranges import Count, Order, Positive, Weight
@@ -47,16 +46,11 @@ class TabLeak(Attack):
 
     def _all_starts(self, seen: list[Observation], rngs: list[Generator]) -> list[list[Reconstruction]]:
         table = _table(seen[0])
-        search = Search(
-            cosine_distance, self._optimiser, self.steps, tol=self.tol, stop=False, patience=self.steps, scaled=False,
-            start="uniform" if table.scaling is None else "normal", stack=_relaxing(table),
-        )  # fmt: skip
+        start = "uniform" if table.scaling is None else "normal"
+        search = adam_search(self.steps, self.lr, tol=self.tol, start=start, stack=_relaxing(table))
         each = [child for rng in rngs for child in children_of(rng, self.starts)]
         found = search.run([s for s in seen for _ in range(self.starts)], each)
         return [found[i : i + self.starts] for i in range(0, len(found), self.starts)]
-
-    def _optimiser(self, unknowns: Unknowns) -> Adam:
-        return Adam(self.steps, self.lr)
 
     def _pooled(self, seen: Observation, starts: Sequence[Reconstruction]) -> Reconstruction:
         """Return the rows that the starts agree on."""

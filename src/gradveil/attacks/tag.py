@@ -13,9 +13,8 @@ from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, in_groups
 from gradveil.attacks.fedavg import local_training, unrolled_stack
 from gradveil.attacks.labels import with_labels
 from gradveil.attacks.rounds import at_one_model
-from gradveil.attacks.search.matching import Matching, Unknowns, cosine_distance
-from gradveil.attacks.search.minimise import Adam
-from gradveil.attacks.search.restarts import Search
+from gradveil.attacks.search.matching import Matching
+from gradveil.attacks.search.restarts import adam_search
 from gradveil.attacks.sequences.attention import word_table
 from gradveil.modalities import IMAGE
 from gradveil.modalities.tokens import PADDING, UNKNOWN
@@ -49,15 +48,9 @@ class EmbeddingMatching(Attack):
         mixing = {key: _mixing(s) for key, s in models.items()}
         relaxed = [_relaxed(s, mixing[id(s.model)]) for s in at_one_model(seen)]
         labelled = with_labels(relaxed, rngs)
-        search = Search(
-            cosine_distance, self._optimiser, self.steps, self.restarts, tol=self.tol, stop=False, patience=self.steps,
-            scaled=False, stack=_stack,
-        )  # fmt: skip
+        search = adam_search(self.steps, self.lr, restarts=self.restarts, tol=self.tol, stack=_stack)
         found = in_groups(labelled, rngs, local_training, search.run)
         return [_as_ids(s, one) for s, one in zip(seen, found, strict=True)]
-
-    def _optimiser(self, unknowns: Unknowns) -> Adam:
-        return Adam(self.steps, self.lr)
 
 
 def _mixing(seen: Observation) -> nn.Module:

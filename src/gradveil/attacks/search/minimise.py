@@ -276,8 +276,12 @@ def minimise(
     look: Callable[[View], Decision],
     redraw: Callable[[int], Tensor],
     every: int = 50,
+    before: int = 0,
+    total: int = 0,
 ) -> Solution:
     """Run all problems from start (P, d) for at most ``steps`` evaluations each.
+
+    ``before`` of ``total`` evaluations were spent on the way to the start: all of them are one piece of work.
 
     ``look`` decides every so many steps who leaves and who starts anew; ``redraw`` gives problem i's next
     start (d,) from its own generator. A problem's way depends on nothing but itself and what ``look`` says. Where the
@@ -290,13 +294,15 @@ def minimise(
     rows, gone = torch.arange(p), torch.zeros(p, dtype=torch.bool)  # of the problems in the state
     run = Stepper(objective, optimiser, optimiser.start(start))
     done, late = 0, False
-    pace.step(0, steps)
+    total = total or steps
+    if not before:
+        pace.step(0, total)
     while done < steps and len(rows):
         for k in range(done, min(done + every, steps)):
             run.step(k)
             done = k + 1
             pace.show(run.leading)
-            if late := pace.step(done, steps):
+            if late := pace.step(before + done, total):
                 break
         here = (~gone).nonzero()[:, 0]
         decision = look(View(done, rows[here], *(run.state[n].cpu()[here] for n in ("best_value", "dead", "stuck"))))

@@ -1,8 +1,8 @@
 """A search from several starts: as many problems together as fit into memory, the best start of each kept."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Generator, Tensor
@@ -14,11 +14,13 @@ from gradveil.attacks.search.matching import (
     Matching,
     MatchingObjective,
     Penalty,
+    TotalVariation,
     Unknowns,
     cosine_distance,
     stack_key,
+    statistics_term,
 )
-from gradveil.attacks.search.minimise import LBFGS, Optimiser, Solution, Stopping, minimise
+from gradveil.attacks.search.minimise import LBFGS, Adam, Optimiser, Solution, Stopping, minimise
 from gradveil.errors import AttackError
 from gradveil.gradients.by_hand import wide
 from gradveil.gradients.functional import alone_pays, full_precision
@@ -53,6 +55,15 @@ Start = Literal["uniform", "central", "normal"]
 range as standard deviation (what N(0, 1) comes to on normalised images); or from N(0, 1)."""
 
 
+Terms = Callable[[Sequence[Observation], Unknowns, Tensor, Tensor], tuple[Penalty, ...]]
+TVS = (0.3, 0.03, 1e-3)  # the grid of weights of the total variation that one is chosen from
+
+
+def no_terms(seen: Sequence[Observation], unknowns: Unknowns, owner: Tensor, tv: Tensor) -> tuple[Penalty, ...]:
+    """Return nothing beside the distance."""
+    return ()
+
+
 @dataclass(frozen=True)
 class Search:
     """How to look for the inputs behind an update; an attack is a choice of these.
@@ -63,7 +74,7 @@ class Search:
     """
 
     distance: Distance
-    optimiser: Callable[[Unknowns], Optimiser]
+    optimiser: Callable[[Unknowns, int], Optimiser]  # for so many evaluations
     steps: int  # evaluations per start
     restarts: int = 1  # starts per update, the best by their own objective is kept
     start: Start = "uniform"
@@ -71,9 +82,8 @@ class Search:
     stop: bool = True  # end an image's run when a start has matched
     patience: int = 500  # steps without progress before a start is given up
     cuts: tuple[float, ...] = ()  # shares of the run at which the slower half of the starts is dropped
-    penalties: Callable[[Sequence[Observation], Unknowns, Tensor], tuple[Penalty, ...]] = field(
-        default=lambda seen, unknowns, owner: ()
-    )
+    penalties: Terms = no_terms  # of problems (P,) with these owners and these weights of the total variation
+    tv: tuple[float, ...] = (0.0,)  # weights of the total variation; of several, one is chosen for each update
     scaled: bool = True  # whether the distance grows with the gradient's square, so that tol is relative to it
     stack: Callable[[Sequence[Observation]], Matching] = Matching.of  # how a group of observations is stacked
     own: int = 0  # further numbers to look for, from 0; the stack knows what they are
@@ -100,15 +110,16 @@ class Search:
         if len(seen) == 1 or alone_pays(stack.model):
             return 1
         owner = torch.zeros(2, dtype=torch.long)  # two problems: they go the way that many go
-        objective = self._objective(seen[:1], stack.take(owner.to(stack.floor.device)), unknowns, owner)
+        two = stack.take(owner.to(stack.floor.device))
+        objective = self._objective(seen[:1], two, unknowns, owner, two.floor.new_full((2,), self.tv[0]))
         with full_precision(not self.tf32), differentiating(seen[0].model):
-            return max(1, problems_at_once(objective, self.optimiser(unknowns)) // self.restarts)
+            return max(1, problems_at_once(objective, self.optimiser(unknowns, self.steps)) // self.restarts)
 
     def _objective(
-        self, seen: Sequence[Observation], problems: Matching, unknowns: Unknowns, owner: Tensor
+        self, seen: Sequence[Observation], problems: Matching, unknowns: Unknowns, owner: Tensor, tv: Tensor
     ) -> MatchingObjective:
         labels = _labels(seen, owner, problems.floor.device, problems.floor.dtype)
-        return MatchingObjective(problems, unknowns, labels, self.distance, self.penalties(seen, unknowns, owner))
+        return MatchingObjective(problems, unknowns, labels, self.distance, self.penalties(seen, unknowns, owner, tv))
 
     def _solve(
         self, seen: Sequence[Observation], rngs: Sequence[Generator], stack: Matching, unknowns: Unknowns
@@ -122,19 +133,51 @@ class Search:
             return _with_numbers(seen[int(owner[i])], unknowns, z, children[i]).to(device, dtype)
 
         problems = stack.take(owner.to(device))
-        objective = self._objective(seen, problems, unknowns, owner)
+        z, tv, before = self._chosen(seen, problems, unknowns, owner, start)
+        objective = self._objective(seen, problems, unknowns, owner, tv)
         limit = self._limit(problems)
         goal = limit if self.stop else torch.full_like(limit, -torch.inf)
         cuts = tuple(int(share * self.steps) for share in self.cuts)
         stopping = Stopping(owner, goal.cpu(), self.patience, cuts=cuts)
-        z = torch.stack([start(i) for i in range(len(owner))])
-        solution = minimise(objective, self.optimiser(unknowns), z, self.steps, stopping, start)
+        left = self.steps - before
+        solution = minimise(objective, self.optimiser(unknowns, left), z, left, stopping, start, 50, before, self.steps)
         residuals = objective.residual(solution.best)
         energy = problems.energy if self.scaled else None
         found = [_choose(s, unknowns, solution, residuals, limit, energy, stopping, i) for i, s in enumerate(seen)]
+        if before:
+            mine = tv[:: self.restarts].tolist()
+            found = [replace(r, details=r.details | {"tv": weight}) for r, weight in zip(found, mine, strict=True)]
         if unknowns.labels and unknowns.loss.targets == "numbers" and self.distance is cosine_distance:
             return [replace(one, labels=None) for one in found]  # a direction does not tell them
         return found
+
+    def _chosen(
+        self, seen: Sequence[Observation], problems: Matching, unknowns: Unknowns, owner: Tensor,
+        start: Callable[[int], Tensor],
+    ) -> tuple[Tensor, Tensor, int]:  # fmt: skip
+        """Return where to go on from (P, d), the weight of the total variation (P,), and the evaluations spent.
+
+        Each weight of the grid gets a share of the evaluations. Objectives of different weights cannot be compared, and
+        the distance alone is the least where smoothness counts least, so the product of distance and total variation
+        decides, which no unit changes: what one loses against the other along the grid, at its corner.
+        """
+        z = torch.stack([start(i) for i in range(len(owner))])
+        weights = [z.new_full((len(z),), weight) for weight in self.tv]
+        each = int(self.steps * PROBED) // len(self.tv)
+        if len(self.tv) == 1 or len(unknowns.images) != 4 or each < 1:
+            return z, weights[0], 0
+        ends, scores = [], []
+        for k, weight in enumerate(weights):
+            objective = self._objective(seen, problems, unknowns, owner, weight)
+            stopping = Stopping(owner, torch.full((len(z),), -torch.inf), each)
+            optimiser = self.optimiser(unknowns, each)
+            ends.append(minimise(objective, optimiser, z, each, stopping, start, 50, k * each, self.steps).best)
+            rough = TotalVariation(1.0)(unknowns.split(ends[-1])[0])
+            scores.append((objective.residual(ends[-1]), rough))
+        distance, rough = (torch.stack(part) for part in zip(*scores, strict=True))
+        best = corner(distance, rough, owner.to(z.device))
+        at = torch.arange(len(z), device=z.device)
+        return torch.stack(ends)[best, at], torch.stack(weights)[best, at], each * len(self.tv)
 
     def _start(self, unknowns: Unknowns, rng: Generator) -> Tensor:
         low, high = unknowns.bounds
@@ -152,6 +195,47 @@ class Search:
         if not self.scaled:
             return torch.full_like(problems.energy, self.tol)
         return self.tol * problems.energy + 1.5 * problems.floor
+
+
+PROBED = 0.5  # of the evaluations, that the weights of a grid share
+FAR = 4.0  # times the least distance along a grid, beyond which a weight has given up the update for smoothness
+
+
+def corner(distance: Tensor, rough: Tensor, owner: Tensor) -> Tensor:
+    """Return which of C weights suits each start (P,), the same for all starts of an update, from both terms (C, P).
+
+    The least product of the two, among the weights whose distance is not ``FAR`` beyond the least.
+    """
+    tiny = torch.finfo(distance.dtype).tiny
+    score = distance.clamp_min(tiny).log() + rough.clamp_min(tiny).log()
+    lost = ~distance.isfinite() | (distance > FAR * distance.nan_to_num(torch.inf).amin(0))
+    score = score.masked_fill(lost, torch.inf).nan_to_num(1e30, posinf=1e30)
+    total = score.new_zeros(len(score), int(owner.max()) + 1).index_add(1, owner, score)
+    return total.argmin(0)[owner]
+
+
+def image_terms(bn: float) -> Terms:
+    """Return total variation where there are images, and statistics of batch norm where the client sent them."""
+
+    def terms(seen: Sequence[Observation], unknowns: Unknowns, owner: Tensor, tv: Tensor) -> tuple[Penalty, ...]:
+        smooth = (TotalVariation(tv),) if len(unknowns.images) == 4 and bool((tv > 0).any()) else ()
+        return (*smooth, *statistics_term(seen, owner, bn))
+
+    return terms
+
+
+def adam_search(
+    steps: int, lr: float, tv: float | tuple[float, ...] = 0.0, terms: Terms = no_terms, signed: bool = False,
+    boxed: bool = False, decay: bool = True, distance: Distance = cosine_distance, **more: Any,
+) -> "Search":  # fmt: skip
+    """Return a search of so many evaluations by Adam to its last step, whose distance is a share; ``more``: of it."""
+
+    def optimiser(unknowns: Unknowns, count: int) -> Adam:
+        return Adam(count, lr, signed, decay, unknowns.pixels if boxed else 0, unknowns.bounds)
+
+    grid = tv if isinstance(tv, tuple) else (tv,)
+    more |= {"stop": False, "patience": steps, "scaled": False, "penalties": terms, "tv": grid}
+    return Search(distance, optimiser, steps, **more)
 
 
 def children_of(rng: Generator, count: int) -> list[Generator]:
