@@ -19,7 +19,7 @@ from math import sqrt
 import torch
 from torch import Generator, Tensor
 
-from gradveil.attacks.base import ATTACKS, AppliesTo, Attack
+from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, in_groups
 from gradveil.attacks.labels import read_at, with_labels
 from gradveil.attacks.rounds import at_one_model
 from gradveil.attacks.search.matching import (
@@ -89,16 +89,24 @@ class GS(Attack):
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         """Rebuild the inputs behind several updates at once."""
-        least = min(self.tv) if isinstance(self.tv, tuple) else self.tv
-        search = adam_search(
-            self.steps, self.lr, least if self.contrast > 0 else self.tv, self._terms, self.signed, self.boxed, self.decay, restarts=self.restarts,
-            tol=self.tol, start=self.start, tf32=self.tf32,
-        )  # fmt: skip
         labelled = with_labels(at_one_model(seen), rngs)
         return [
             r if s.labels is not None or s.loss.targets != "numbers" else replace(r, labels=_numbers(s, r.inputs, rng))
-            for s, r, rng in zip(labelled, search.run(labelled, rngs), rngs, strict=True)
+            for s, r, rng in zip(
+                labelled, in_groups(labelled, rngs, self._smoothness_known, self._run), rngs, strict=True
+            )
         ]
+
+    def _smoothness_known(self, seen: Observation) -> bool:
+        return self.contrast > 0 and len(seen.input_shape) == 3 and map_smoothness(seen, self.contrast) > 0
+
+    def _run(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
+        grid = self.tv if isinstance(self.tv, tuple) else (self.tv,)
+        search = adam_search(
+            self.steps, self.lr, (min(grid),) if self._smoothness_known(seen[0]) else grid, self._terms, self.signed,
+            self.boxed, self.decay, restarts=self.restarts, tol=self.tol, start=self.start, tf32=self.tf32,
+        )  # fmt: skip
+        return search.run(seen, rngs)
 
     def _terms(
         self, seen: Sequence[Observation], unknowns: Unknowns, owner: Tensor, tv: Tensor
