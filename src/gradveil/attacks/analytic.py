@@ -134,7 +134,6 @@ class Analytic(Attack):
     cg_steps: Count = 60  # of conjugate gradients per step, beyond that
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        """Rebuild the inputs behind several updates, one after the other."""
         check_seen(seen)
         refuse_adaptive(seen, "analytic")
         labelled = with_labels(at_one_model(seen), rngs)

@@ -58,7 +58,6 @@ class Candidates(Attack):
     shortlist: Whole = 0  # candidates that the client is run on: those that are likeliest without it; 0: all
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        """Pick the records behind several updates, one after the other; what a client sends is worked out once."""
         kept: Kept = {}
         return [self._one(s, kept) for s in seen]
 
@@ -209,7 +208,6 @@ class Trials:
         return Batch(*(torch.cat(both, 1) for both in zip(known, (x, y), strict=True)))
 
     def of(self, part: Tensor) -> "Trials":
-        """Return the trials of some candidates."""
         chosen = part.to(self.candidates.inputs.device)
         return Trials(Batch(self.candidates.inputs[chosen], self.candidates.labels[chosen]), self.others)
 
@@ -265,7 +263,6 @@ class Trials:
 
 
 def _listed(seen: Observation) -> Batch:
-    """Return the candidates, or say what is missing."""
     listed, n = seen.candidates, seen.num_examples
     if listed is None or not len(listed):
         raise AttackError("candidates needs a list of examples, one of which the client has (candidates=).")

@@ -41,7 +41,6 @@ class Cocktail(Attack):
     tol: Weight = 0.35  # of the gradient that the examples found have, relative, below which they are believed
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        """Rebuild the inputs behind several updates; the directions of each are sought together."""
         check_seen(seen)
         return [self._one(s, rng) for s, rng in zip(seen, rngs, strict=True)]
 
@@ -94,7 +93,6 @@ def _whitened(signals: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _orthogonal(u: Tensor) -> Tensor:
-    """Return the nearest orthogonal matrix."""
     left, _, right = torch.linalg.svd(u)
     nearest: Tensor = left @ right
     return nearest

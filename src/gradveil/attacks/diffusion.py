@@ -60,7 +60,6 @@ class Block(nn.Module):
         self.beside = nn.Conv2d(before, after, 1) if before != after else nn.Identity()
 
     def forward(self, x: Tensor, level: Tensor) -> Tensor:
-        """Return (B, after, H, W)."""
         scale, shift = self.level(level)[:, :, None, None].chunk(2, 1)
         h = self.conv1(F.silu(self.norm1(x)))
         h = self.conv2(F.silu(self.norm2(h) * (1 + scale) + shift))
@@ -119,14 +118,12 @@ class Wiener(nn.Module):
         self.spread = float((self.variances.sum() + self.beyond * self.ridge) / len(self.mean)) ** 0.5
 
     def forward(self, x: Tensor, sigma: Tensor) -> Tensor:
-        """Return the mean of the images (B, d) behind x with noise of sigma (B,)."""
         s = sigma.square()[:, None]
         inside, outside = self.variances / (self.variances + s), self.ridge / (self.ridge + s)
         away = x - self.mean
         return self.mean + outside * away + ((away @ self.basis) * (inside - outside)) @ self.basis.T
 
     def error(self, sigma: Tensor) -> Tensor:
-        """Return its root mean square error (B,)."""
         s = sigma.square()[:, None]
         inside = (self.variances * s / (self.variances + s)).sum(1)
         return ((inside + self.beyond * self.ridge * s[:, 0] / (self.ridge + s[:, 0])) / len(self.mean)).sqrt()
@@ -194,7 +191,6 @@ def train(
 
 
 def _loss(net: Denoiser, known: Batch, sigmas: list[float], rng: Generator) -> Tensor:
-    """Return the squared error on some images, moved by at most a pixel, in units of the Wiener filter's."""
     chosen = torch.randint(len(known), (BATCH,), generator=rng).to(known.labels.device)
     down, right = (torch.randint(3, (2,), generator=rng) - 1).tolist()
     x, names = known.inputs[chosen].roll((down, right), (2, 3)).flatten(1), known.labels[chosen]
@@ -257,7 +253,6 @@ class Diffusion(Attack):
             raise ValueError("width must be a multiple of 4")
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        """Rebuild the inputs behind several updates; those that share public images share a network."""
         for s in seen:
             _check_public(s)
         fitted = {id(s.public): GaussianPrior.fit(s.public.inputs) for s in seen if s.public and s.prior is None}
@@ -361,7 +356,6 @@ class Way:
     late: bool  # the time was over before
 
     def error(self, truth: Tensor) -> Tensor:
-        """Return the mean squared error (W,) of each point, within the data range."""
         return (self.points.clamp(*self.bounds) - truth).square().mean(1)
 
     def rebuilt(self, error: Tensor, s: Observation, trained: TrainedDenoiser) -> Reconstruction:
@@ -475,7 +469,6 @@ def _group(s: Observation) -> tuple[object, ...]:
 
 
 def _classes(s: Observation) -> Tensor:
-    """Return the classes of the examples (N,), below zero where they are not known."""
     if s.labels is None or s.labels.ndim > 1 or s.labels.is_floating_point():
         return torch.full((s.num_examples,), -1)
     return s.labels.cpu()

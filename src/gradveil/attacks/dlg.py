@@ -39,7 +39,6 @@ class DLG(Attack):
     tol: Weight = 1e-7  # of the target's squared norm
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        """Rebuild the inputs behind several updates at once."""
         search = Search(
             squared_distance, lambda *_: LBFGS(self.history, self.search), self.steps * self.inner, self.restarts,
             start=self.start, tol=self.tol, cuts=(0.05, 0.15),
@@ -55,7 +54,6 @@ class IDLG(DLG):
     applies_to = (AppliesTo(examples=(1, 1)),)
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        """Rebuild the inputs behind several updates at once."""
         for s in seen:
             if s.num_examples != 1:
                 raise AttackError(

@@ -53,7 +53,6 @@ class Surrogate(Attack):
     tol: Weight = 1e-4  # cosine distance at which the update counts as matched
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        """Rebuild the inputs behind several updates at once."""
         search = adam_search(
             self.steps, self.lr, self.tv, image_terms(self.bn), True, True, restarts=self.restarts, tol=self.tol,
             stack=_stack, own=1,
@@ -74,11 +73,9 @@ class BetweenWeights(Matching):
     drift: Params  # name: (P, *shape), W_before - W_after
 
     def take(self, rows: Tensor) -> "BetweenWeights":
-        """Return the problems at these positions; a position may come more than once."""
         return replace(cast(BetweenWeights, super().take(rows)), drift=pick(self.drift, rows))
 
     def gradients(self, x: Tensor, y: Tensor, own: Tensor) -> Params:
-        """Return the gradients at W_before - sigmoid(own) drift."""
         return self.trial(x, y, own[:, 0], self.drift)  # type: ignore[call-arg]
 
 
@@ -123,7 +120,6 @@ class FedAvgInversion(Attack):
     tol: Weight = 1e-6  # of the squared norm with L-BFGS; the cosine distance with Adam
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        """Rebuild the inputs behind several updates; those with the same local training go together."""
         return in_groups(ready_to_unroll(seen, rngs), rngs, local_training, self._search().run)
 
     def _search(self) -> Search:

@@ -64,7 +64,6 @@ class Fishing(Malicious):
     def plant(
         self, model: nn.Module, input_shape: tuple[int, ...], num_classes: int, public: Batch | None, rng: Generator
     ) -> nn.Module:
-        """Return a copy with another last layer."""
         if public is None or public.labels.ndim != 1 or public.labels.is_floating_point():
             raise AttackError("Fishing needs public examples with a class each; the server has none.")
         copied = deepcopy(model)
@@ -97,7 +96,6 @@ class Fishing(Malicious):
         return int((p - (batch.labels == target).float()).abs().argmax())
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        """Attack what was fished in each update."""
         check_seen(seen)
         refuse_adaptive(seen, "fishing")
         alone = [_fished(s) for s in seen]

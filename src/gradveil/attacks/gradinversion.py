@@ -52,7 +52,6 @@ class GradInversion(Attack):
     tol: Weight = 1e-4  # relative squared distance at which the gradient counts as matched
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        """Rebuild the inputs behind several updates at once."""
         search = adam_search(
             self.steps, self.lr, self.tv, self._terms, False, self.boxed, self.decay, relative_distance,
             restarts=self.restarts, tol=self.tol,

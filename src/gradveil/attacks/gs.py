@@ -88,7 +88,6 @@ class GS(Attack):
     tf32: bool = False  # on CUDA, round products to ten bits: twice as fast on large networks
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        """Rebuild the inputs behind several updates at once."""
         labelled = with_labels(at_one_model(seen), rngs)
         return [
             r if s.labels is not None or s.loss.targets != "numbers" else replace(r, labels=_numbers(s, r.inputs, rng))

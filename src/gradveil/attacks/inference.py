@@ -72,7 +72,6 @@ class LayerChain:
 
     @property
     def layers(self) -> tuple[Visit, ...]:
-        """All layers in running order."""
         return (*self.convolutions, *self.dense)
 
 
@@ -134,7 +133,6 @@ class Inferred:
     # representation itself, exactly for one example in one step; only layers whose bias is seen
 
     def classes(self, device: int) -> list[int]:
-        """Return the inferred classes of one device."""
         return [int(c) for c in self.present[device].nonzero()]
 
 

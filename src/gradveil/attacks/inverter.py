@@ -94,7 +94,6 @@ class Lesson:
 
     @property
     def held(self) -> Tensor:
-        """Positions of the pairs that are held out."""
         return (self.kinds == HELD).nonzero()[:, 0]
 
     def learned(self, made: bool, most: int | None = None) -> Tensor:
@@ -216,7 +215,6 @@ class Inverter(Attack):
     features: Count = 32768  # numbers that are kept of an update; beyond that it is hashed
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        """Rebuild the inputs behind several updates; those that share a model and a client learn together."""
         check_seen(seen)
         for s in seen:
             _check_public(s)
@@ -282,7 +280,6 @@ class Sketch:
         return torch.cat(parts, 1)
 
     def one(self, gradient: Params) -> Tensor:
-        """Return the row (F,) of one update."""
         return self({name: gradient[name][None] for name in self._hashes})[0]
 
 
@@ -435,7 +432,6 @@ def entered(gradients: Tensor) -> Tensor:
 
 
 def _rising(labels: Tensor | None) -> Tensor | None:
-    """Return labels as examples are ordered: classes rising."""
     return labels if labels is None or labels.ndim > 1 else labels.sort().values
 
 

@@ -60,7 +60,6 @@ class Newton(Attack):
             raise ValueError(f"last_floor={self.last_floor} must be at most floor={self.floor}")
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        """Rebuild the inputs behind several updates; those that share a model, a prior and sizes go together."""
         return in_groups(ready(seen, rngs, "newton"), rngs, problem_group, self._in_parts)
 
     def _in_parts(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
@@ -122,7 +121,6 @@ class Newton(Attack):
         return prior.center() + away
 
     def rebuilt(self, s: Observation, solved: "Solved", b: int) -> Reconstruction:
-        """Return what the best start of problem b gives."""
         best, guess = solved.best, solved.guesses[b]
         pixels = s.num_examples * int(torch.Size(s.input_shape).numel())
         inputs = best.point[b, :pixels].reshape(s.num_examples, *s.input_shape).to(torch.float32)

@@ -54,7 +54,6 @@ class PatchSpan(Attack):
     cg_steps: Count = 60  # of conjugate gradients per step, beyond that
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        """Rebuild the pictures behind each update."""
         return [self._one(s, rng) for s, rng in zip(ready(seen, rngs, "patches"), rngs, strict=True)]
 
     def _one(self, seen: Observation, rng: Generator) -> Reconstruction:

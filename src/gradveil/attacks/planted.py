@@ -196,7 +196,6 @@ class Imprint(Malicious):
     def plant(
         self, model: nn.Module, input_shape: tuple[int, ...], num_classes: int, public: Batch | None, rng: Generator
     ) -> nn.Module:
-        """Return a copy with the rows in it."""
         planting = prepare(model, self.architecture, self.rows, public, rng)
         layer, inputs = planting.rows, planting.inputs.double()
         if layer.out_features < 2 * self.directions * self.clients:
@@ -219,7 +218,6 @@ class Imprint(Malicious):
         return planting.model
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        """Read the examples off the rows of each update."""
         return [self._one(s) for s in seen]
 
     def _parts(self, layer: nn.Linear) -> list[tuple[Tensor, ...]]:
@@ -273,17 +271,14 @@ class Measurement:
     bins: Tensor  # (B, 1 + L)
 
     def filled(self) -> Tensor:
-        """Return which bins hold examples."""
         size = self.bins[:, 0].abs()
         return (size > EMPTY * size.max()).nonzero()[:, 0]
 
     def left(self) -> Tensor:
-        """Return the sums of the bins that hold examples, the largest first."""
         found = self.bins[self.filled()]
         return found[found[:, 0].abs().argsort(descending=True, stable=True)]
 
     def take_off(self, one: Tensor) -> None:
-        """Take an example off its bin."""
         place = torch.searchsorted(self.thresholds, one[1:] @ self.direction / one[0]) - 1
         here = self.bins[place.clamp_min(0)]
         rest = here - one
@@ -358,7 +353,6 @@ class Trap(Malicious):
     def plant(
         self, model: nn.Module, input_shape: tuple[int, ...], num_classes: int, public: Batch | None, rng: Generator
     ) -> nn.Module:
-        """Return a copy with trap weights in its first layer, or in a block before it."""
         planting = prepare(model, self.architecture, self.rows, public, rng)
         layer = planting.rows
         count, half = layer.out_features, layer.in_features // 2
@@ -373,7 +367,6 @@ class Trap(Malicious):
         return planting.model
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        """Read the examples off the rows of each update."""
         return [self._one(s) for s in seen]
 
     def _one(self, seen: Observation) -> Reconstruction:

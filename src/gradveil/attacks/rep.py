@@ -46,7 +46,6 @@ class Rep(Attack):
     tol: Weight = 1e-7  # of the representations' squared norm
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        """Rebuild the inputs behind several updates at once."""
         check_seen(seen)
         for s in seen:
             if s.loss.targets != "classes":

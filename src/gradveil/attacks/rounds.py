@@ -110,7 +110,6 @@ class SentRounds:
 
     @classmethod
     def of(cls, rounds: Sequence[Observation]) -> "SentRounds":
-        """Stack the rounds."""
         like = {n: s.update.gradient[n] for s in rounds for n in s.visible}
         seen = torch.stack(
             [flat({n: s.update.gradient.get(n, torch.zeros_like(g)) for n, g in like.items()}) for s in rounds]

@@ -98,7 +98,6 @@ class Rowwise(Attack):
     tol: Weight = 1e-3  # relative distance from an exact span at which an example is found
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        """Rebuild the inputs behind several updates, one after the other."""
         refuse_all_but_tables(seen, "rowwise")
         check_seen(seen)
         refuse_adaptive(seen, "rowwise")

@@ -40,7 +40,6 @@ class Words(Attack):
     applies_to = (AppliesTo(("tokens",), default="", turn=1),)
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        """Read the words of each update."""
         check_seen(seen, for_ids=True)
         refuse_adaptive(seen, "words")
         return [self._one(s) for s in at_one_model(seen)]
@@ -81,7 +80,6 @@ class SpanCheck(Attack):
     close: Between = 1e-3  # the same of what attention gives
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        """Rebuild the sequences behind each update."""
         refuse_adaptive(seen, "span")
         return [self._one(s.as_one_step(), rng) for s, rng in zip(seen, rngs, strict=True)]
 

@@ -67,7 +67,6 @@ class _Space:
         return unit
 
     def vanish(self, v: Tensor) -> Tensor:
-        """Return (K, m): whether a direction vanishes on a row."""
         return (v @ self.rows.T).abs() < self.zero
 
     def pulled(self, q: Tensor) -> Tensor:
@@ -248,7 +247,6 @@ class Spear(Attack):
     tol: Weight = 1e-3  # of the gradient that the examples found have, relative, below which they are right
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        """Rebuild the inputs behind several updates; the draws of each are worked on together."""
         check_seen(seen)
         return [self._one(s, rng) for s, rng in zip(seen, rngs, strict=True)]
 

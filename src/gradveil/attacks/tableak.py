@@ -38,7 +38,6 @@ class TabLeak(Attack):
     tol: Weight = 1e-4  # cosine distance at which the update counts as matched
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        """Rebuild the rows behind several updates at once, all starts of all of them together."""
         refuse_all_but_tables(seen, "tableak")
         ready = ready_to_unroll(seen, rngs)
         found = in_groups(ready, rngs, lambda s: (local_training(s), s.modality), self._all_starts)
@@ -53,7 +52,6 @@ class TabLeak(Attack):
         return [found[i : i + self.starts] for i in range(0, len(found), self.starts)]
 
     def _pooled(self, seen: Observation, starts: Sequence[Reconstruction]) -> Reconstruction:
-        """Return the rows that the starts agree on."""
         table, ended = _table(seen), sorted(starts, key=lambda start: start.objective)
         best = ended[0]
         if best.raw is None:

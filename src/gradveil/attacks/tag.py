@@ -43,7 +43,6 @@ class EmbeddingMatching(Attack):
     tol: Weight = 1e-3  # cosine distance at which the update counts as matched
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        """Rebuild the sequences behind several updates at once."""
         models = {id(s.model): s for s in seen}
         mixing = {key: _mixing(s) for key, s in models.items()}
         relaxed = [_relaxed(s, mixing[id(s.model)]) for s in at_one_model(seen)]
@@ -96,7 +95,6 @@ def _stack(seen: Sequence[Observation]) -> Matching:
 
 
 def _as_ids(seen: Observation, found: Reconstruction) -> Reconstruction:
-    """Return the likeliest tokens, and the labels where they are tokens too."""
     (length,), free = seen.input_shape, found.inputs if found.raw is None else found.raw
     ids = free.argmax(-1) + PADDING + 1
     labels = found.labels

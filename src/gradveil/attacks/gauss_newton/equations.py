@@ -35,7 +35,6 @@ class Smoothing(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the call, or its rounded form."""
         if func not in _KINKED:
             return func(*args, **(kwargs or {}))
         return _rounded(func, args[0], next(self._widths), args[1:], kwargs or {})
@@ -115,23 +114,18 @@ class Prior:
 
     @property
     def pixels(self) -> int:
-        """How many of the unknowns belong to the examples: N d."""
         return self.examples * len(self.mean)
 
     def center(self) -> Tensor:
-        """Return the prior's mean (n,)."""
         return torch.cat([self.mean.repeat(self.examples), self.mean.new_zeros(self.extra)])
 
     def precise(self, z: Tensor) -> Tensor:
-        """Return the inverse covariance times z (B, n)."""
         return self._apply(z, 1 / self.variances, 1 / self.ridge)
 
     def covary(self, z: Tensor) -> Tensor:
-        """Return the covariance times z (B, n)."""
         return self._apply(z, self.variances, self.ridge)
 
     def precision(self) -> Tensor:
-        """Return the inverse covariance as a matrix (n, n)."""
         return self.precise(torch.eye(self.pixels + self.extra, dtype=self.mean.dtype, device=self.mean.device))
 
     def draw(self, count: int, rng: Generator) -> Tensor:
@@ -196,11 +190,9 @@ class Equations:
 
     @property
     def rows_at_once(self) -> int:
-        """How many rows' Jacobian is written out at once."""
         return self.seen.shape[1]
 
     def take(self, index: Tensor) -> "Equations":
-        """Return the equations of some of the problems."""
         parts = {name: getattr(self, name)[index] for name in ("scales", "seen", "weights", "noise", "rms")}
         return replace(self, given=tuple(value[index] for value in self.given), **parts)
 
@@ -335,39 +327,31 @@ class StackedEquations:
 
     @cached_property
     def seen(self) -> Tensor:
-        """What was seen (B, R)."""
         return torch.cat([part.seen for part in self.parts], 1)
 
     @cached_property
     def weights(self) -> Tensor:
-        """The weight of each row's squared residual (B, R)."""
         return torch.cat([part.weights for part in self.parts], 1)
 
     @cached_property
     def noise(self) -> Tensor:
-        """The known standard deviation of each row (B, R)."""
         return torch.cat([part.noise for part in self.parts], 1)
 
     @cached_property
     def rms(self) -> Tensor:
-        """What the floor of each row is relative to (B, R)."""
         return torch.cat([part.rms for part in self.parts], 1)
 
     @property
     def rows_at_once(self) -> int:
-        """How many rows' Jacobian is written out at once."""
         return max(part.rows_at_once for part in self.parts)
 
     def take(self, index: Tensor) -> "StackedEquations":
-        """Return the equations of some of the problems."""
         return replace(self, parts=tuple(part.take(index) for part in self.parts))
 
     def residual(self, z: Tensor, width: Tensor | None) -> Tensor:
-        """Return F(z) - seen (B, R) for z (B, n)."""
         return torch.cat([part.residual(z[:, place], width) for part, place in self._each()], 1)
 
     def products(self, z: Tensor, width: Tensor) -> tuple[Push, Push]:
-        """Return v (B, n) -> dF/dz v (B, R) and u (B, R) -> (dF/dz)ᵀ u, at z."""
         both = [part.products(z[:, place], width) for part, place in self._each()]
         sizes = [part.seen.shape[1] for part in self.parts]
 
@@ -381,7 +365,6 @@ class StackedEquations:
         return push, pull
 
     def curvature(self, z: Tensor, weights: Tensor, width: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return v (B, n) -> (dF/dz)ᵀ (weights · dF/dz v) at z; ``weights`` is (B, R)."""
         pieces = weights.split([part.seen.shape[1] for part in self.parts], 1)
         curved = [
             part.curvature(z[:, place], piece, width)

@@ -48,7 +48,6 @@ class MatrixFree:
     def __call__(
         self, rows: Rows, x: Tensor, residual: Tensor, weights: Tensor, width: Tensor
     ) -> Callable[[Tensor], Tensor]:
-        """Return damping (B,) -> step (B, n); ``weights`` (B, R) are those of the squared residuals."""
         fall = rows.products(x, width)[1](weights * residual) + self.prior.precise(x - self.prior.center())
         curved = rows.curvature(x, weights, width)
 
@@ -214,7 +213,6 @@ class Solver:
         state.age[index] = 0
 
     def _keep_better(self, rows: Rows, state: State, index: Tensor) -> None:
-        """Keep the points where they are the best so far; ``rows`` are those of the problems at ``index``."""
         if not len(index):
             return
         x = state.x[index]

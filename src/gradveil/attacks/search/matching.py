@@ -68,8 +68,6 @@ class Matching:
         return len(self.floor)
 
     def take(self, rows: Tensor) -> "Matching":
-        """Return the problems at these positions; a position may come more than once."""
-
         target, weights = pick(self.target, rows), pick(self.weights, rows)
         return replace(self, target=target, weights=weights, floor=self.floor.index_select(0, rows))
 
@@ -83,12 +81,10 @@ class Matching:
         return inner_product(self.weigh_rows(self.rows), self.rows)
 
     def weigh(self, name: str, value: Tensor) -> Tensor:
-        """Return the weighted value (P, *shape) of one tensor."""
         return value * self.weights[name] if name in self.weights else value
 
     @cached_property
     def rows(self) -> list[Tensor]:
-        """The target as rows; see ``as_rows``."""
         return self.as_rows(self.target)
 
     @cached_property
@@ -105,12 +101,10 @@ class Matching:
         return [torch.cat(rows, 1)] if rows[0].is_cuda else rows
 
     def as_tensors(self, rows: list[Tensor]) -> Params:
-        """Return rows as the tensors that they stand for."""
         parts = rows[0].split([self.target[n][0].numel() for n in self.names], 1) if rows[0].is_cuda else rows
         return {n: part.view_as(self.target[n]) for n, part in zip(self.names, parts, strict=True)}
 
     def weigh_rows(self, rows: list[Tensor]) -> list[Tensor]:
-        """Return weighted rows."""
         weights = self._row_weights
         return rows if weights is None else [r * w for r, w in zip(rows, weights, strict=True)]
 
@@ -230,8 +224,7 @@ class Penalty(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
         """Return the term of each problem (P,) for x (P, N, *shape), differentiable."""
 
-    def take(self, rows: Tensor) -> "Penalty":
-        """Return the term for the problems at these positions."""
+    def take(self, rows: Tensor) -> "Penalty": ...
 
 
 @dataclass(frozen=True)
@@ -253,12 +246,10 @@ class Unknowns:
 
     @property
     def pixels(self) -> int:
-        """How many of the unknowns belong to the images."""
         return int(torch.Size(self.images).numel())
 
     @property
     def size(self) -> int:
-        """How many unknowns a problem has."""
         return self.pixels + (self.images[0] * self.classes if self.labels else 0) + self.own
 
     def split(self, z: Tensor) -> tuple[Tensor, Tensor]:
@@ -278,7 +269,6 @@ class MatchingObjective:
     penalties: tuple[Penalty, ...] = ()
 
     def __call__(self, point: Tensor) -> tuple[Tensor, Tensor]:
-        """Return values (P,) and gradients (P, d) at point (P, d)."""
         z = point.detach().requires_grad_()
         with torch.enable_grad():
             x, trial = self._trial(z)
@@ -300,12 +290,10 @@ class MatchingObjective:
         return value, gradient
 
     def residual(self, point: Tensor) -> Tensor:
-        """Return the distance alone (P,), without the penalties."""
         with torch.no_grad():
             return self.distance(self.matching, self._trial(point)[1])[0]
 
     def take(self, rows: Tensor) -> "MatchingObjective":
-        """Return the problems at these positions."""
         labels = None if self.labels is None else self.labels.index_select(0, rows)
         penalties = tuple(penalty.take(rows) for penalty in self.penalties)
         return replace(self, matching=self.matching.take(rows), labels=labels, penalties=penalties)
@@ -324,13 +312,11 @@ class TotalVariation:
     weight: float | Tensor  # for all problems, or one for each (P,)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the term per problem (P,) for images x (P, N, C, H, W)."""
         rows = (x[..., 1:, :] - x[..., :-1, :]).abs().flatten(1).mean(1)
         columns = (x[..., 1:] - x[..., :-1]).abs().flatten(1).mean(1)
         return self.weight * (rows + columns)
 
     def take(self, rows: Tensor) -> "TotalVariation":
-        """Return the term for the problems that are left."""
         return self if isinstance(self.weight, float) else TotalVariation(self.weight.index_select(0, rows))
 
 
@@ -342,11 +328,9 @@ class Energy:
     centre: float = 0.0
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the term per problem (P,) for inputs x (P, N, *shape)."""
         return self.weight * (x - self.centre).square().flatten(1).mean(1)
 
     def take(self, rows: Tensor) -> "Energy":
-        """Return itself: it is the same for all problems."""
         return self
 
 
@@ -367,7 +351,6 @@ class GroupConsistency:
         return self.weight * (flat - mean).square().mean(1)
 
     def take(self, rows: Tensor) -> "GroupConsistency":
-        """Return the term for the starts that are left; places in the sum are given out anew."""
         _, owner = self.owner.index_select(0, rows).unique(return_inverse=True)
         return GroupConsistency(self.weight, owner)
 
@@ -416,7 +399,6 @@ class SentStatistics:
     of: Callable[[Tensor], Params]  # x (P, N, *shape) -> name: (P, C)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the term per problem (P,) for inputs x (P, N, *shape)."""
         trial, parts = self.of(x), []
         for name, mean in self.client.items():
             if name.endswith("running_mean"):
@@ -427,7 +409,6 @@ class SentStatistics:
         return self.weight * torch.stack(parts).mean(0)
 
     def take(self, rows: Tensor) -> "SentStatistics":
-        """Return the term for the problems at these positions."""
         return replace(self, client=pick(self.client, rows))
 
 
@@ -481,7 +462,6 @@ class BatchNormStatistics:
     model: nn.Module
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the term per problem (P,) for inputs x (P, N, *shape)."""
         norms = list(batch_norms(self.model).values())
         parts: list[Tensor] = []
 
@@ -509,5 +489,4 @@ class BatchNormStatistics:
         return self.weight * torch.stack(parts).mean(0)
 
     def take(self, rows: Tensor) -> "BatchNormStatistics":
-        """Return itself: it is the same for all problems."""
         return self

@@ -174,7 +174,6 @@ class Adam:
     eps: float = 1e-8
 
     def start(self, z: Tensor) -> State:
-        """Return the state of problems that start at z (P, d)."""
         zero, number = z.new_zeros(len(z)), torch.zeros(len(z), dtype=torch.long, device=z.device)
         return {
             "point": z, "best": z, "best_value": zero + torch.inf, "first": torch.zeros_like(z),
@@ -183,7 +182,6 @@ class Adam:
         }  # fmt: skip
 
     def step(self, state: State, value: Tensor, gradient: Tensor, done: int | None = None) -> State:
-        """Return the state after an evaluation at ``point``: value (P,), gradient (P, d)."""
         new, old = dict(state), state
         finite = (value + torch.linalg.vector_norm(gradient, 1, 1)).isfinite() & ~old["dead"]
         new["dead"] = ~finite
@@ -220,21 +218,17 @@ WARM_UP = 3  # eager steps before a capture, which settle what torch sets up on 
 class Objective(Protocol):
     """What is minimised: P problems of d unknowns."""
 
-    def __call__(self, point: Tensor) -> tuple[Tensor, Tensor]:
-        """Return values (P,) and gradients (P, d) at point (P, d)."""
+    def __call__(self, point: Tensor) -> tuple[Tensor, Tensor]: ...
 
-    def take(self, rows: Tensor) -> "Objective":
-        """Return the problems at these positions."""
+    def take(self, rows: Tensor) -> "Objective": ...
 
 
 class Optimiser(Protocol):
     """How it is minimised; see ``LBFGS`` and ``Adam``."""
 
-    def start(self, z: Tensor) -> State:
-        """Return the state of problems that start at z (P, d)."""
+    def start(self, z: Tensor) -> State: ...
 
-    def step(self, state: State, value: Tensor, gradient: Tensor, done: int | None = None) -> State:
-        """Return the state after an evaluation at ``point``."""
+    def step(self, state: State, value: Tensor, gradient: Tensor, done: int | None = None) -> State: ...
 
 
 @dataclass(frozen=True)
@@ -360,12 +354,10 @@ class Stepper:
         return best
 
     def reset(self, rows: Tensor, fresh: State) -> None:
-        """Put fresh problems in the place of others, without moving any tensor."""
         for n, value in self.state.items():
             value.index_copy_(0, rows, fresh[n])
 
     def take(self, objective: Objective, rows: Tensor, places: Tensor) -> "Stepper":
-        """Return a stepper of the problems that stay: ``rows`` of all, at these places here."""
         state = {n: v.index_select(0, places) for n, v in self.state.items()}
         return Stepper(objective.take(rows), self.optimiser, state)
 
@@ -413,7 +405,6 @@ class Stopping:
         self.stalled = torch.zeros(len(self.owner), dtype=torch.bool)
 
     def __call__(self, view: View) -> Decision:
-        """Judge the problems that are still running."""
         owner = self.owner[view.rows]
         matched = view.values <= self.goal[view.rows]
         done = torch.isin(owner, owner[matched])

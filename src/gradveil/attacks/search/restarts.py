@@ -90,7 +90,6 @@ class Search:
     tf32: bool = False  # let CUDA round products: only for optimisers that need no exact descent
 
     def run(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        """Return one reconstruction per observation, in order."""
         return in_groups(seen, rngs, stack_key, self._run_stack)
 
     def _run_stack(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:

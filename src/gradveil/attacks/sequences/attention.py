@@ -167,7 +167,6 @@ class FirstAttention:
 
     @classmethod
     def find(cls, seen: Observation) -> "FirstAttention":
-        """Return the first attention of the model that the server sent."""
         model = copy.deepcopy(seen.model).double().eval().requires_grad_(False)
         words, (length,) = word_table(seen), seen.input_shape
         vocabulary = len(model.get_parameter(f"{words}.weight"))
@@ -197,7 +196,6 @@ class FirstAttention:
 
     @cached_property
     def width(self) -> int:
-        """How many numbers a token has."""
         return int(self.inputs(torch.full((1, self.length), self.vocabulary - 1)).shape[-1])
 
     def inputs(self, ids: Tensor) -> Tensor:

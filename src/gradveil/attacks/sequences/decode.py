@@ -101,7 +101,6 @@ class Assembly:
         self.null = null
 
     def assembled(self) -> list[Tensor]:
-        """Return the sequences found."""
         for _ in range(PASSES if self.span.clear else 1):  # noise lets nothing fit, and asking takes long
             before = len(self.found)
             self._pass()
