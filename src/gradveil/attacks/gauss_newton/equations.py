@@ -165,8 +165,19 @@ TANGENTS = 196  # of one problem's Jacobian at once
 TOGETHER = 1024  # unknowns of all problems whose Jacobians are written out at once
 
 Trial = Callable[..., Tensor]
-Direct = Callable[..., tuple[Tensor, list[Tensor]]]
 Push = Callable[[Tensor], Tensor]  # direction (B, n) -> (B, R)
+
+
+@dataclass(frozen=True)
+class Linearised:
+    """Rows at many points, and products with their Jacobian, both written out."""
+
+    values: Callable[[], Tensor]  # (B, R)
+    push: Callable[[Tensor], list[Tensor]]  # directions (B, T, n) -> parts (B, T, some of the rows)
+
+    def along(self, v: Tensor) -> Tensor:
+        """Return the product (B, R) with one direction (B, n)."""
+        return torch.cat(self.push(v[:, None]), 2)[:, 0]
 
 
 @dataclass(frozen=True)
@@ -181,11 +192,10 @@ class Equations:
     weights: Tensor  # (B, R), of a row's squared residual
     noise: Tensor  # (B, R), known standard deviation; a row without is infinitely sure, save for the floor
     rms: Tensor  # (B, R), what the floor is relative to
-    # The same written out, for all problems: z (B, n), each of ``given``, widths (B, kinks), smooth?, tangents?
-    # -> (B, R), and the Jacobian in parts (n, B, some of the rows).
-    direct: Direct | None = None
-    linear: Callable[..., Push] | None = None  # z (B, n), each of ``given``, widths, smooth? -> its products with dF/dz
-    after: Push | None = None  # what a simulated defence makes of one problem's rows of ``direct`` and ``linear``
+    linear: Callable[..., Linearised] | None = (
+        None  # z (B, n), each of ``given``, widths, smooth?: the same written out
+    )
+    after: Push | None = None  # what a simulated defence makes of one problem's rows of ``linear``
     randomness: Literal["error", "same"] = "error"  # of ``one`` and ``after``, for vmap
 
     @property
@@ -199,8 +209,8 @@ class Equations:
     def residual(self, z: Tensor, width: Tensor | None) -> Tensor:
         """Return F(z) - seen (B, R) for z (B, n), kinks rounded over ``width`` (B,); None: not at all."""
         with quiet(self.model), torch.no_grad():
-            if self.direct is not None:
-                return self._sent(self._direct(z, width)) - self.seen
+            if self.linear is not None:
+                return self._sent(self._at(z, width).values()) - self.seen
             return self._vmap(self._of(width))(z, *self._given(width)) - self.seen
 
     def jacobian(self, z: Tensor, width: Tensor) -> list[Tensor]:
@@ -223,11 +233,14 @@ class Equations:
             return torch.cat(columns)
 
         with quiet(self.model), torch.no_grad():
-            if self.direct is not None:
-                values, parts = self.direct(z, *self._given(width), self._smooth(width), True)
+            if self.linear is not None:
+                at = self._at(z, width)
+                parts = at.push(eye.expand(len(z), -1, -1))
                 if self.after is not None:
-                    parts = [self._vmap(lambda v: jvp(self._sent, (values,), (v,))[1], chunk)(torch.cat(parts, 2))]
-                return [part.transpose(0, 1) for part in parts]
+                    values, slopes = at.values(), torch.cat(parts, 2).transpose(0, 1)
+                    sent = self._vmap(lambda v: jvp(self._sent, (values,), (v,))[1], chunk)(slopes)
+                    return [sent.transpose(0, 1)]
+                return parts
             if len(z) == 1:
                 return [one(z[0], *(value[0] for value in self._given(width)))[None]]
             return [self._vmap(one)(z, *self._given(width))]
@@ -268,21 +281,20 @@ class Equations:
     def _linear(self, z: Tensor, width: Tensor) -> tuple[Push, Push, Push]:
         """Return the products with dF/dz before a simulated defence, and those with the defence's derivative: along
         a direction (B, R'), and back from (B, R)."""
-        assert self.linear is not None
         with quiet(self.model), torch.no_grad():
-            program = self.linear(z, *self._given(width), self._smooth(width))
+            at = self._at(z, width)
             if self.after is None:
-                return program, lambda v: v, lambda u: u
-            values = self._direct(z, width)
+                return at.along, lambda v: v, lambda u: u
+            values = at.values()
             back = _pullback(self._sent, values)
             along = _pullback(
                 lambda u: _pullback(self._sent, values)(u), torch.zeros_like(self.seen)
             )  # twice transposed
-        return program, along, back
+        return at.along, along, back
 
-    def _direct(self, z: Tensor, width: Tensor | None) -> Tensor:
-        assert self.direct is not None
-        return self.direct(z, *self._given(width), self._smooth(width), False)[0]
+    def _at(self, z: Tensor, width: Tensor | None) -> Linearised:
+        assert self.linear is not None
+        return self.linear(z, *self._given(width), self._smooth(width))
 
     def _sent(self, rows: Tensor) -> Tensor:
         return rows if self.after is None else self._vmap(self.after)(rows)

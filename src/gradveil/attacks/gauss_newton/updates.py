@@ -11,12 +11,12 @@ from typing import Literal
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.func import functional_call, grad, jvp, vmap
+from torch.func import functional_call, grad
 
-from gradveil.attacks.gauss_newton.chains import SPREAD, behind, can_write_out, delta_of, products, run_chain
-from gradveil.attacks.gauss_newton.equations import Direct, Equations, Prior, Push, Smoothing, Trial, kink_scales
+from gradveil.attacks.gauss_newton.chains import SPREAD, can_write_out, delta_of, linearised
+from gradveil.attacks.gauss_newton.equations import Equations, Linearised, Prior, Push, Smoothing, Trial, kink_scales
 from gradveil.attacks.labels import label_signal, unreadable
-from gradveil.gradients.by_hand import known_chain, pull
+from gradveil.gradients.by_hand import known_chain
 from gradveil.gradients.functional import quiet, trial_update
 from gradveil.losses import CrossEntropy
 from gradveil.modules import Link, copied_state, trace
@@ -162,43 +162,6 @@ def _after(seen: Observation) -> Push | None:
     return sent
 
 
-def written_out(seen: Observation, state: Params, prior: Prior) -> Direct | None:
-    """Return the rows of many trial points and, on demand, their Jacobian by parts; None where it is no known chain."""
-    links = _links(seen)
-    if links is None:
-        return None
-    names, examples = _needed(seen), seen.num_examples
-
-    def rows(
-        z: Tensor, y: Tensor, guess: Tensor, rest: Tensor, widths: Tensor, smooth: bool, tangents: bool
-    ) -> tuple[Tensor, list[Tensor]]:
-        b, n = z.shape
-        eye = torch.eye(n if tangents else 0, n, dtype=z.dtype, device=z.device)
-        shape = (examples, *seen.input_shape)
-        x = z[:, : prior.pixels].reshape(b * examples, *seen.input_shape)
-        dx = eye[:, : prior.pixels].reshape(n, 1, *shape).expand(n, b, *shape).flatten(1, 2) if tangents else None
-        each = iter(widths.repeat_interleave(examples, 0).unbind(1)) if smooth else None
-        (logits, dlogits), passed = run_chain(links, state, (x, dx), each)
-
-        free = z[:, prior.pixels :]
-        u, delta = behind(free, guess, y, rest)
-        log_p = logits.log_softmax(-1)
-        gap = (log_p.reshape(guess.shape) - u).flatten(1)
-        if dlogits is None:
-            update = pull(links, passed, (delta, None), names, b)
-            return torch.cat([*(update[name][0] for name in names), gap], 1), []
-        steps = eye[:, None, prior.pixels :].expand(n, *free.shape)
-        du, ddelta = vmap(lambda v: jvp(lambda t: behind(t, guess, y, rest), (free,), (v,))[1])(steps)
-        update = pull(links, passed, (delta, ddelta), names, b)
-        dlog_p = dlogits - (log_p.exp() * dlogits).sum(-1, keepdim=True)
-        dgap = (dlog_p.reshape(n, *guess.shape) - du).flatten(2)
-        values = torch.cat([*(update[name][0] for name in names), gap], 1)
-        slopes = [slope for name in names if (slope := update[name][1]) is not None]
-        return values, [*slopes, dgap]
-
-    return rows
-
-
 SMALLEST = 1e-30  # a probability below it was rounded away on the client
 STIFF = 1e-3  # the floor of a bias gradient that the guess fits exactly, relative to that of other tensors
 
@@ -217,8 +180,8 @@ def update_rows(seen: Sequence[Observation], guesses: Sequence[Guess], prior: Pr
     rest = torch.zeros_like(y)  # of δ: what the client's rounding of p - 1 adds to it
     one = trial_rows(first, state, prior)
     links = _links(first)
-    linear = None if links is None else products(links, state, first.input_shape, _needed(first), prior.pixels)
-    direct = written_out(first, state, prior), linear, _after(first)
+    linear = None if links is None else linearised(links, state, first.input_shape, _needed(first), prior.pixels)
+    written = linear, _after(first)
     if not known:
         spread = torch.stack([g.spread for g in guesses])
         return _rows(first, one, (y, y, spread), widths, table)
@@ -228,7 +191,7 @@ def update_rows(seen: Sequence[Observation], guesses: Sequence[Guess], prior: Pr
         guess = functional_call(first.model, state, (x,)).log_softmax(-1).expand_as(y)
     bias = known_bias(seen)
     if bias is None:
-        rows = _rows(first, one, (y, guess, rest), widths, _with_logits(table, guess), direct)
+        rows = _rows(first, one, (y, guess, rest), widths, _with_logits(table, guess), written)
         guess = _rescaled(guess, y, _excess(rows, center, table.shape[2]))
     else:
         guess = torch.stack([_read(s, bias, y[b]) for b, s in enumerate(seen)])
@@ -238,15 +201,15 @@ def update_rows(seen: Sequence[Observation], guesses: Sequence[Guess], prior: Pr
         exact = torch.stack([s.update.gradient[bias].to(y) for s in seen])[:, None]  # (B, 1, K)
         quiet_bias = torch.tensor([not s.noise.get(bias) for s in seen]).to(y)
         rest = (exact - delta_of(guess, y)) * quiet_bias[:, None, None]
-    return _rows(first, one, (y, guess, rest), widths, _with_logits(table, guess), direct)
+    return _rows(first, one, (y, guess, rest), widths, _with_logits(table, guess), written)
 
 
 def _rows(
     s: Observation, one: Trial, given: tuple[Tensor, ...], widths: Tensor, table: Tensor,
-    direct: tuple[Direct | None, Callable[..., Push] | None, Push | None] = (None, None, None),
+    written: tuple[Callable[..., Linearised] | None, Push | None] = (None, None),
 ) -> Equations:  # fmt: skip
     seen, weights, noise, rms = table.unbind(1)
-    return Equations(s.model, one, given, widths, seen, weights, noise, rms, *direct, s.randomness)
+    return Equations(s.model, one, given, widths, seen, weights, noise, rms, *written, s.randomness)
 
 
 def known_bias(seen: Sequence[Observation]) -> str | None:

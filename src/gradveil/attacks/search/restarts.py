@@ -156,27 +156,29 @@ class Search:
     ) -> tuple[Tensor, Tensor, int]:  # fmt: skip
         """Return where to go on from (P, d), the weight of the total variation (P,), and the evaluations spent.
 
-        Each weight of the grid gets a share of the evaluations. Objectives of different weights cannot be compared, and
-        the distance alone is the least where smoothness counts least, so the product of distance and total variation
-        decides, which no unit changes: what one loses against the other along the grid, at its corner.
+        The weights of the grid go on together, and after each round the worst is left behind, until one has a share of
+        the evaluations left for itself. Objectives of different weights cannot be compared, and the distance alone is
+        the least where smoothness counts least: their product decides (see ``corner``).
         """
-        z = torch.stack([start(i) for i in range(len(owner))])
-        weights = [z.new_full((len(z),), weight) for weight in self.tv]
-        each = int(self.steps * PROBED) // len(self.tv)
-        if len(self.tv) == 1 or len(unknowns.images) != 4 or each < 1:
-            return z, weights[0], 0
-        ends, scores = [], []
-        for k, weight in enumerate(weights):
-            objective = self._objective(seen, problems, unknowns, owner, weight)
-            stopping = Stopping(owner, torch.full((len(z),), -torch.inf), each)
-            optimiser = self.optimiser(unknowns, each)
-            ends.append(minimise(objective, optimiser, z, each, stopping, start, 50, k * each, self.steps).best)
-            rough = TotalVariation(1.0)(unknowns.split(ends[-1])[0])
-            scores.append((objective.residual(ends[-1]), rough))
-        distance, rough = (torch.stack(part) for part in zip(*scores, strict=True))
-        best = corner(distance, rough, owner.to(z.device))
-        at = torch.arange(len(z), device=z.device)
-        return torch.stack(ends)[best, at], torch.stack(weights)[best, at], each * len(self.tv)
+        count, z = len(self.tv), torch.stack([start(i) for i in range(len(owner))])
+        grid, at = z.new_tensor(self.tv), torch.arange(len(owner), device=z.device)
+        if count == 1 or len(unknowns.images) != 4 or self.steps < count**2:
+            return z, grid[:1].expand(len(z)), 0
+        points, order, spent = z.expand(count, *z.shape).clone(), torch.arange(count, device=z.device)[:, None], 0
+        order = order.expand(count, len(z))  # (C, P): the weights, the best first
+        for alive in range(count, 1, -1):
+            each, scores = self.steps // (count * alive), []
+            for one in order[:alive]:
+                objective = self._objective(seen, problems, unknowns, owner, grid[one])
+                stopping = Stopping(owner, torch.full((len(z),), -torch.inf), each)
+                optimiser = self.optimiser(unknowns, each)
+                solution = minimise(objective, optimiser, points[one, at], each, stopping, start, 50, spent, self.steps)
+                points[one, at], spent = solution.best, spent + each
+                rough = TotalVariation(1.0)(unknowns.split(solution.best)[0])
+                scores.append((objective.residual(solution.best), rough))
+            distance, rough = (torch.stack(part) for part in zip(*scores, strict=True))
+            order = order[:alive].gather(0, corner(distance, rough, owner.to(z.device)))[: alive - 1]
+        return points[order[0], at], grid[order[0]], spent
 
     def _start(self, unknowns: Unknowns, rng: Generator) -> Tensor:
         low, high = unknowns.bounds
@@ -196,21 +198,21 @@ class Search:
         return self.tol * problems.energy + 1.5 * problems.floor
 
 
-PROBED = 0.5  # of the evaluations, that the weights of a grid share
 FAR = 4.0  # times the least distance along a grid, beyond which a weight has given up the update for smoothness
 
 
 def corner(distance: Tensor, rough: Tensor, owner: Tensor) -> Tensor:
-    """Return which of C weights suits each start (P,), the same for all starts of an update, from both terms (C, P).
+    """Return in which order C weights suit each start (C, P), the same for all starts of an update.
 
-    The least product of the two, among the weights whose distance is not ``FAR`` beyond the least.
+    The least product of distance and total variation, (C, P) each, comes first: no unit changes it, and it is where one
+    begins to cost more than the other brings. Weights whose distance is ``FAR`` beyond the least come last.
     """
     tiny = torch.finfo(distance.dtype).tiny
     score = distance.clamp_min(tiny).log() + rough.clamp_min(tiny).log()
     lost = ~distance.isfinite() | (distance > FAR * distance.nan_to_num(torch.inf).amin(0))
-    score = score.masked_fill(lost, torch.inf).nan_to_num(1e30, posinf=1e30)
+    score = score.masked_fill(lost | score.isnan(), 1e6)
     total = score.new_zeros(len(score), int(owner.max()) + 1).index_add(1, owner, score)
-    return total.argmin(0)[owner]
+    return total.argsort(dim=0, stable=True)[:, owner]
 
 
 def image_terms(bn: float) -> Terms:
