@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
+    from gradveil import attacks as attacks
+    from gradveil import defenses as defenses
     from gradveil.attacks.base import ATTACKS, Attack
     from gradveil.attacks.base import build as attack
     from gradveil.attacks.inference import InferenceSettings, infer
@@ -145,6 +147,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("attacks", "defenses"):
+        return import_module(f"gradveil.{name}")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'gradveil' has no attribute {name!r}")
     module, _, attribute = _PUBLIC[name].partition(":")

@@ -6,13 +6,15 @@ several values of one setting are joined by ``/`` (``layer=fc1/fc2``), several m
 
 import dataclasses
 import importlib
+import inspect
 import logging
 import pkgutil
 import re
 import typing
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, Generic, TypeVar
 
 from gradveil.errors import SpecError, did_you_mean
@@ -91,6 +93,7 @@ class Registry(Generic[T]):
             self._classes[name] = cls
             cls.spec_name = name  # type: ignore[attr-defined]
             _check_when_made(cls)
+            cls.__doc__ = _Documented(cls.__doc__)  # type: ignore[assignment]
             return cls
 
         return remember
@@ -177,6 +180,29 @@ def _check_when_made(cls: type) -> None:
         check(self)
 
     cls.__init__ = checked  # type: ignore[misc]
+
+
+class _Documented:
+    """A method's docstring with what its settings are below, read off their comments when somebody asks."""
+
+    def __init__(self, text: str | None) -> None:
+        self.text = inspect.cleandoc(text or "")
+
+    def __get__(self, _: object, cls: type) -> str:
+        said = notes_of(cls)
+        listed = [f"    {s.name}: {s.default!r} by default{said.get(s.name, '')}" for s in settings(cls)]
+        return "\n".join([self.text, *(["", "Settings:"] if listed else []), *listed])
+
+
+@cache
+def notes_of(cls: type) -> dict[str, str]:
+    """Return the comments beside the settings of a method, by name; nothing where its source is not there."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__[:-1]):
+        with suppress(OSError, TypeError):
+            notes = re.findall(r"^    (\w+): [^\n]*?  # (.+)$", inspect.getsource(base), re.M)
+            found |= {name: f"; {note}" for name, note in notes}
+    return found
 
 
 def _fits(given: str | None, wanted: str) -> bool:
