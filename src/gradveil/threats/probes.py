@@ -6,7 +6,7 @@ declaration is said first.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -27,6 +27,7 @@ from gradveil.threats.probing.batches import find_on_batch, simulate_perturb
 from gradveil.threats.probing.findings import DRAWS, KEPT, MOST, WORK, Explorer, Found
 from gradveil.threats.probing.function import DefenseFunction, Secret, as_client, beside, own_numbers, secrets
 from gradveil.threats.probing.noise_tests import (
+    CHOICES,
     claims,
     contradictions,
     declared_noise,
@@ -34,6 +35,7 @@ from gradveil.threats.probing.noise_tests import (
     is_plain,
     looked_at,
     reproduces,
+    told_apart,
     viewed,
 )
 from gradveil.threats.probing.residuals import draw, sampled
@@ -231,7 +233,18 @@ class _Probe:
             return []
         if noise and not is_plain(self.declared, seen[0], channel):
             return []  # what is declared to be independent are other coordinates
-        return flaws_of(channel, drawn, vectors)
+        found = flaws_of(channel, drawn, vectors)
+        picked = "" if found or not noise or len(vectors[0]) * DRAWS > WORK else self._picked(channel, drawn, noise)
+        return [*found, Flaw(picked)] if picked else found
+
+    def _picked(self, channel: DefenseFunction, drawn: Sequence[Secret], noise: Mapping[str, float]) -> str:
+        """Return that a learned rule tells clients apart better than the declared noise allows, in words."""
+        gradients = [flatten(self._gradient(batch)) for batch in self._varied(2 * CHOICES + 12)]
+        if len(gradients) < 4 * CHOICES or len(drawn) < 6 * len(gradients):
+            return ""
+        pairs = [(i, drawn[3 * i + k]) for i in range(len(gradients)) for k in range(3)]
+        sent = [(i, out) for i, secret in pairs if (out := channel.run(gradients[i], secret)) is not None]
+        return told_apart(sent, gradients, channel.parts, noise) if len(sent) == len(pairs) else ""
 
     def _hides(self, view: Observation, inside: Found) -> bool:
         """Return whether a view leaves out, or weighs, all tensors that changes of the representation reach."""

@@ -6,10 +6,11 @@ from functools import partial
 from math import sqrt
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from gradveil.countermeasures import Countermeasure
 from gradveil.errors import GradveilError
+from gradveil.metrics.recovery import chance_of
 from gradveil.threats.probing.function import DefenseFunction, close
 from gradveil.threats.probing.residuals import Draws, directions
 from gradveil.tree import Params, flatten
@@ -206,3 +207,58 @@ def declared_noise(declared: Sequence[Countermeasure], seen: Sequence[Observatio
         for name, std in known.items():
             squares.setdefault(name, []).append(std**2)
     return {name: sqrt(sum(values) / len(values)) for name, values in squares.items()}
+
+
+CHOICES = 6  # candidates that one is picked from
+AGAIN = 8  # times that noise is simulated for each
+
+
+def told_apart(
+    sent: Sequence[tuple[int, Tensor]],
+    gradients: Sequence[Tensor],
+    parts: Mapping[str, slice],
+    std: Mapping[str, float],
+) -> str:
+    """Return that candidates are told apart better than declared noise allows, as a sentence; empty: they are not.
+
+    ``sent``: which candidate, and what was sent of it. Half of the candidates train a linear rule (LDA) on what of a
+    pair (sent, gradient) shows whether it belongs together; of the others it picks one among a few.
+    """
+    half = len(gradients) // 2
+    learn, held = ([pair for pair in sent if (pair[0] < half) is first] for first in (True, False))
+
+    def others(i: int, among: range) -> list[int]:
+        return [among[(i - among.start + k) % len(among)] for k in range(1, CHOICES)]
+
+    right = torch.stack([_signs(y, gradients[i], parts) for i, y in learn])
+    wrong = torch.stack([_signs(y, gradients[j], parts) for i, y in learn for j in others(i, range(half))])
+    inside = torch.cat([right - right.mean(0), wrong - wrong.mean(0)])
+    cov = inside.T @ inside / len(inside)
+    cov = cov + 1e-2 * cov.diagonal().mean().clamp_min(1e-12) * torch.eye(len(cov), dtype=cov.dtype)
+    rule = torch.linalg.solve(cov, right.mean(0) - wrong.mean(0))
+    rng, hits, best = Generator().manual_seed(0), 0, 0
+    spread = torch.cat([torch.full((p.stop - p.start,), std[name]) for name, p in parts.items()]).to(sent[0][1])
+    for i, y in held:
+        listed = [i, *others(i, range(half, len(gradients)))]
+        hits += int(torch.stack([_signs(y, gradients[j], parts) @ rule for j in listed]).argmax()) == 0
+        for _ in range(AGAIN):  # what the likeliest of them is under noise as declared: no rule is right more often
+            noisy = gradients[i] + spread * torch.randn(len(spread), generator=rng).to(spread)
+            best += int(torch.stack([((noisy - gradients[j]) / spread).square().sum() for j in listed]).argmin()) == 0
+    share, runs = best / (AGAIN * len(held)), AGAIN * len(held)
+    if chance_of(hits, len(held), min(1.0, share + 4 * sqrt((share * (1 - share) + 1 / runs) / runs))) > 1e-6:
+        return ""
+    best //= AGAIN
+    return f"{hits} of {len(held)} are picked out of {CHOICES} by what is sent, where such noise allows about {best}"
+
+
+def _signs(y: Tensor, g: Tensor, parts: Mapping[str, slice]) -> Tensor:
+    """Return what tells whether an update and a gradient belong together, tensor by tensor and of all."""
+    found = []
+    for part in (*parts.values(), slice(0, len(y))):
+        sent, true = y[part].double(), g[part].double()
+        away, size = sent - true, true.norm().clamp_min(1e-30)
+        length = away.norm().clamp_min(1e-30)
+        across = (away @ true).abs() / (length * size)
+        cosine = sent @ true / (sent.norm().clamp_min(1e-30) * size)
+        found += [(across + 1e-7).log(), length.log(), cosine]
+    return torch.stack(found)
