@@ -242,7 +242,7 @@ class _Probe:
         gradients = [flatten(self._gradient(batch)) for batch in self._varied(2 * CHOICES + 12)]
         if len(gradients) < 4 * CHOICES or len(drawn) < 6 * len(gradients):
             return ""
-        pairs = [(i, drawn[3 * i + k]) for i in range(len(gradients)) for k in range(3)]
+        pairs = [(i, drawn[4 * i + k]) for i in range(len(gradients)) for k in range(4)]
         sent = [(i, out) for i, secret in pairs if (out := channel.run(gradients[i], secret)) is not None]
         return told_apart(sent, gradients, channel.parts, noise) if len(sent) == len(pairs) else ""
 
