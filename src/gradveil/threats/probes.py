@@ -114,6 +114,17 @@ def probe(
         return _failed(error)
 
 
+def _runs_on_trials(view: Observation, gradient: Params) -> bool:
+    """Return whether a view simulates the defence by code that gradients can be sent through."""
+    if view.simulate is None:
+        return False
+    try:
+        view.simulate({name: g.clone().requires_grad_() for name, g in gradient.items()})
+    except Exception:  # whatever its code makes of it
+        return False
+    return True
+
+
 def _apart(sent: Sequence[Update]) -> float:
     """Return how far the updates of one client are from the first at most."""
     rows = [flatten({n: g.float() for n, g in update.gradient.items()}) for update in sent]
@@ -160,7 +171,7 @@ class _Probe:
         sent, missing = self._clients(drawn, acted.drawn or batch.drawn)
         errors += [*sent, *missing]
         trusted = not errors and any(server.name not in PLAIN for server in self.declared)
-        simulated = any(view.simulate is not None for view in views)
+        simulated = any(_runs_on_trials(view, true[0]) for view in views)
         covered = [
             trusted and any(view.model is not self.model for view in views),
             trusted and any(self._hides(view, inside) for view in views),
