@@ -61,3 +61,19 @@ def test_numbers_stand_beside_the_mean(rng: Generator) -> None:
 
 def test_targets_that_are_neither_have_no_figures() -> None:
     assert outcome(torch.rand(4, 5, 7), torch.zeros(4, 5, dtype=torch.long)) is None
+    assert outcome(torch.rand(4, 2), torch.tensor([0, 1, 2, 0])) is None
+
+
+def test_one_logit_is_that_of_yes() -> None:
+    target = torch.tensor([1, 0, 1, 0])
+    found = outcome(torch.tensor([[2.0], [-1.0], [0.5], [-3.0]]), target)
+    assert isinstance(found, ClassOutcome)
+    assert (found.accuracy, found.auc, found.recall) == (1.0, 1.0, (1.0, 1.0))
+
+
+def test_of_many_classes_there_is_no_auc_but_all_else() -> None:
+    target = torch.arange(30)
+    found = outcome(torch.eye(30), target)
+    assert isinstance(found, ClassOutcome)
+    assert math.isnan(found.auc)
+    assert found.line() == "accuracy 100.0% (always '0': 3.3%), balanced 100.0%"

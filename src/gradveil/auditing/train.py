@@ -1,5 +1,6 @@
 """A training run from its settings to its folder: what ``gradveil train`` does."""
 
+import logging
 import math
 import time
 from collections import Counter
@@ -129,7 +130,7 @@ def train(
             engine = choose(World(model, dataset.train, defense, config), (config.rounds - first) * config.clients)
         rounds = simulate(model, dataset, clients, config, defense, seeds, engine=engine, faults=faults, resume=start)
         watch = board(out) if tensorboard else lambda row: None
-        for row in _drive(rounds, dataset.test, folder, config, dict(fixed.state_dict()), defense):
+        for row in _drive(rounds, dataset.test, folder, config, dict(fixed.state_dict()), defense, dataset.class_names):
             watch(row)
             progress(row)
         said = {"rehearsed": asdict(rehearsed)} if rehearsed else {}
@@ -290,6 +291,7 @@ def _drive(
     config: TrainConfig,
     fixed: "Params",
     defense: "Defense",
+    class_names: Sequence[str],
 ) -> Iterator[Row]:
     """Measure, write and yield a row for each round; end early where the accuracy has not risen for long enough."""
     from gradveil.federated.client import evaluate
@@ -312,6 +314,8 @@ def _drive(
             row |= {"accuracy": seen.accuracy, "loss": seen.loss}
             row |= {"scored_by": seen.scored_by} if seen.scored_by != "accuracy" else {}
             best, since = (seen.accuracy, 0) if seen.accuracy > best else (best, since + 1)
+            if seen.outcome and (is_last or since >= patience):
+                logging.getLogger("gradveil").info("On held-out examples: %s.", seen.outcome.line(class_names))
         row["seconds"] = round(time.perf_counter() - started, 4)
         started = time.perf_counter()
         folder.add_round(row)  # before the checkpoint: a round that is not done again has its line

@@ -15,6 +15,7 @@ from gradveil.federated.settings import Local
 from gradveil.federated.step import step_gradient
 from gradveil.losses import Loss
 from gradveil.losses import build as build_loss
+from gradveil.metrics.outcomes import ClassOutcome, NumberOutcome, outcome
 from gradveil.privacy.noise import Source, permutation
 from gradveil.protection.defense import Defense, accounted, build, in_round
 from gradveil.step_rule import Momenta
@@ -163,6 +164,7 @@ class Evaluation:
     accuracy: float
     loss: float
     scored_by: str = "accuracy"  # what the accuracy is: R² where targets are numbers
+    outcome: ClassOutcome | NumberOutcome | None = None  # beside answers that look at no input
 
 
 def evaluate(model: nn.Module, split: Split, batch_size: int = 1000, loss: str | Loss = "cross_entropy") -> Evaluation:
@@ -188,4 +190,4 @@ def evaluate(model: nn.Module, split: Split, batch_size: int = 1000, loss: str |
         model.train(was_training)
     output, labels = torch.cat(parts), split.labels.to(first.device)
     mean = measured.total(output, labels) / len(split)
-    return Evaluation(measured.score(output, labels), mean, measured.scored_by)
+    return Evaluation(measured.score(output, labels), mean, measured.scored_by, outcome(output, labels))

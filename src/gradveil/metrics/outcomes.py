@@ -1,5 +1,6 @@
 """How good predictions are on held-out examples, beside predictions that look at no input."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 NAMED = 4  # classes whose recall is said
+RANKED = 20  # classes up to which there is an AUC
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,7 @@ class ClassOutcome:
     majority: float  # accuracy of always answering with the most frequent class
     most_frequent: int
     balanced: float  # the mean recall of the classes that are there
-    auc: float  # 0.5 by chance; NaN where one class alone is there
+    auc: float  # 0.5 by chance; NaN where one class alone is there, or too many are
     recall: tuple[float, ...]  # of each class; NaN where none is there
 
     def line(self, names: Sequence[str] = ()) -> str:
@@ -25,8 +27,9 @@ class ClassOutcome:
         told = [
             f"accuracy {self.accuracy:.1%} (always {called[self.most_frequent]!r}: {self.majority:.1%})",
             f"balanced {self.balanced:.1%}",
-            f"AUC {self.auc:.2f}",
         ]
+        if not math.isnan(self.auc):
+            told.append(f"AUC {self.auc:.2f}")
         if len(self.recall) <= NAMED:
             told.append("recall " + ", ".join(f"{n} {r:.1%}" for n, r in zip(called, self.recall, strict=False)))
         return ", ".join(told)
@@ -60,11 +63,16 @@ def outcome(output: Tensor, target: Tensor, known: Tensor | None = None) -> Clas
         )
     if target.ndim != 1 or output.ndim != 2:
         return None
+    if output.shape[1] == 1:  # one logit, of yes
+        output = torch.cat([torch.zeros_like(output), output], 1)
+    if max(int(target.max()), int(known.max())) >= output.shape[1]:
+        return None
     chances, hits = output.detach().double().softmax(1).cpu(), (output.argmax(1) == target).double().cpu()
     target, most = target.cpu(), int(torch.bincount(known.cpu()).argmax())
     there = [target == k for k in range(output.shape[1])]
     recall = tuple(float(hits[its].mean()) for its in there)  # NaN where there are none
-    areas = torch.tensor([auc(chances[:, k], its) for k, its in enumerate(there)], dtype=torch.float64)
+    ranked = [auc(chances[:, k], its) for k, its in enumerate(there)] if len(there) <= RANKED else [math.nan]
+    areas = torch.tensor(ranked, dtype=torch.float64)
     return ClassOutcome(
         float(hits.mean()), float((target == most).double().mean()), most,
         float(torch.tensor(recall).nanmean()), float(areas.nanmean()), recall,
