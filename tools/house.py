@@ -5,8 +5,9 @@
 A line of `BUDGETS` is what is counted, the aim, and the cap that fails the build. Where the tree is over its aim the
 cap is what it was when it was last lowered: a ratchet, which goes down and never up. Counted are
 
-- files and lines of `src/gradveil`, lines of `studies/src` and of `studies/bench` (without tests), the longest file, the longest function, the most
-  parameters of one (without ``self`` and ``cls``; a command's are its options, counted by itself);
+- files and lines of `src/gradveil`, lines of `studies/src` and of `studies/bench` (without tests), the longest file,
+  the longest function, the most parameters of one (without ``self`` and ``cls``; a command's are its options, counted
+  by themselves);
 - cycles between packages. An import inside a function, one by name ("gradveil.data.base:DATASETS") and one under
   TYPE_CHECKING make a cycle as much as one at the top does. The package's own ``__init__`` is the door, no part of it;
 - class names that are used twice;
