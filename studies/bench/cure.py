@@ -39,6 +39,7 @@ from gradveil.models import build
 from gradveil.models.features import Frozen, keep_features
 from gradveil.models.scatter import Basis
 from gradveil.privacy.plan import z_run_of
+from gradveil.privacy.rehearsal import Course, rehearse
 from gradveil.seeds import Seeds
 from gradveil_studies.leaderboard.training import Averaged
 
@@ -86,6 +87,7 @@ class World:
     dims: Sequence[int] = (100, 150, 200, 300, 400)
     score: str = "accuracy"
     aside: int = 5000  # records that nobody holds, beside the public ones, at most
+    more: Sequence[int] = ()  # directions that the undefended run may have beside them
     tuning: int = 1  # seeds that settings are chosen on: more where few records are held out
 
 
@@ -123,15 +125,29 @@ TABLE = _usual(
 PAPER = "classes:devices=100,classes=2,per_class=100"
 SILO = "iid:devices=10,per_device=2000"
 LONG, SHORT = (f"text:path={name},vocabulary=20000" for name in ("ng20.txt,length=48", "r8.txt,length=64"))
+MORE = (600, 800)
 COLUMNS, FEW, MANY = (5, 10, 20, 30), (50, 100, 200), (50, 100, 200, 300)
 FOUND = (
-    World("cifar10", "cifar10", LITE0, PAPER, 1000, 10, IMAGES),
-    World("cifar10, all 100 a round", "cifar10", LITE0, PAPER, 100, 100, IMAGES),
-    World("cifar10, 10 silos", "cifar10", LITE0, SILO, 60, 10, SILOS),
-    World("cifar10, 10 silos, 5 local epochs", "cifar10", LITE0, SILO, 12, 10, SILOS, 5),
+    World("cifar10", "cifar10", LITE0, PAPER, 1000, 10, IMAGES, more=MORE),
+    World("cifar10, all 100 a round", "cifar10", LITE0, PAPER, 100, 100, IMAGES, dims=(200, 300, 400), more=(600,)),
+    World("cifar10, 10 silos", "cifar10", LITE0, SILO, 60, 10, SILOS, more=MORE),
+    World("cifar10, 10 silos, 5 local epochs", "cifar10", LITE0, SILO, 12, 10, SILOS, 5, more=MORE),
     World("r8", SHORT, MINILM, "iid:devices=20,per_device=200", 60, 20, WORDS, 1, FEW, aside=1000, tuning=3),
     World("20 newsgroups", LONG, MINILM, "iid:devices=30,per_device=200", 60, 30, WORDS, 1, MANY, aside=2000, tuning=2),
-    World("breast cancer", "breast_cancer", "", "iid:devices=5,per_device=60", 40, 5, TABLE, 1, COLUMNS, "auc", 60, 20),
+    World(
+        "breast cancer",
+        "breast_cancer",
+        "",
+        "iid:devices=5,per_device=60",
+        40,
+        5,
+        TABLE,
+        1,
+        COLUMNS,
+        "auc",
+        60,
+        tuning=20,
+    ),
 )
 WORLDS = {world.name: world for world in FOUND}
 
@@ -205,13 +221,14 @@ class Scene:
         """Records in all directions and labels: of the clients' by client, held out, and the test split's."""
         public, aside = (torch.from_numpy(part) for part in self.parts)
         x, y = self.rows.train, self._labels
-        basis = Basis(x.shape[1], max(self.rows.world.dims))
+        basis = Basis(x.shape[1], max(*self.rows.world.dims, *self.rows.world.more))
         basis.fit(x[public])
         raw = lambda rows: torch.cat([s @ basis.directions.T + basis.offset for s in rows.split(2000)])  # noqa: E731
         own = torch.from_numpy(np.stack(self.clients))
         return {
             "train": (raw(x[own.flatten()]).view(*own.shape, -1), y[own]),
             "held": (raw(x[aside]), y[aside]),
+            "public": (raw(x[public]), y[public]),
             "test": (raw(self.rows.test), self.rows.dataset.test.labels),
         }
 
@@ -319,7 +336,7 @@ def tried(scenes: Sequence[Scene], promise: Promise) -> list[tuple[Choice, float
         found = scored([Choice(lr, clip, middle) for lr in RATES for clip in (0.3, inf)])
         found += scored([Choice(lr, inf, middle, 32) for lr in SMALL_RATES])
     best = max(found, key=lambda one: one[1])[0]
-    for other in dims:
+    for other in (*dims, *(() if promise.z_run else scenes[0].rows.world.more)):
         found += scored([replace(best, dims=other)]) if other != middle else []
     return found
 
@@ -353,6 +370,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(WORLDS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--product", type=int, nargs="*", default=[], help="Seeds that the product trains, too.")
+    parser.add_argument("--promises", nargs="*", default=[], help="By name; none: all of them.")
+    parser.add_argument("--predict", action="store_true", help="Only rehearse the rows that are there.")
     parser.add_argument("--data")
     parser.add_argument("--first", type=int, default=0, help="Training records that are dealt out, from the first.")
     parser.add_argument("--out", type=Path, default=Path("studies/bench/results/cure.json"))
@@ -362,43 +381,81 @@ def main() -> None:
         print(json.dumps(step_times(given.data)))
         return
     for name in given.only:
-        rows = Rows.make(WORLDS[name], given.data, given.first)
-        made = world_rows(rows, given.seeds, given.product)
         kept = json.loads(given.out.read_text())["rows"] if given.out.exists() else []
-        kept = [row for row in kept if row["world"] != name] + made
+        rows = Rows.make(WORLDS[name], given.data, given.first)
+        mine = [row for row in kept if row["world"] == name]
+        if given.predict:
+            scenes = [Scene(rows, seed) for seed in mine[0]["seeds"]]
+            for row in filter(lambda one: one["z_run"] and one["score"] == "accuracy", mine):
+                row["rehearsed"] = predict(scenes, row, Choice(**mine[0]["choice"]))
+                show(row)
+        else:
+            promises = [p for p in rows.world.promises if not given.promises or p.name in given.promises]
+            made = world_rows(rows, promises, given.seeds, given.product)
+            names = {row["promise"] for row in made}
+            mine = [row for row in mine if row["promise"] not in names] + made
+        order = [promise.name for promise in rows.world.promises]
+        mine.sort(key=lambda one: order.index(one["promise"]))
+        kept = [row for row in kept if row["world"] != name] + mine
+        judge(kept)
         given.out.write_text('{"rows": [\n' + ",\n".join(json.dumps(row) for row in kept) + "\n]}\n")
 
 
-def world_rows(rows: Rows, seeds: Sequence[int], product: Sequence[int]) -> list[dict[str, Any]]:
+def world_rows(
+    rows: Rows, promises: Sequence[Promise], seeds: Sequence[int], product: Sequence[int]
+) -> list[dict[str, Any]]:
     """Return a row for each promise of a world."""
     world, made = rows.world, []
     tuning = [Scene(rows, 1000 + i) for i in range(world.tuning)]
     scenes = {seed: Scene(rows, seed) for seed in (*seeds, *product)}
-    base: list[float] = []
-    for promise in filter(tuning[0].fits, world.promises):
+    for promise in filter(tuning[0].fits, promises):
         tries = tried(tuning, promise)
         best, held = max(tries, key=lambda one: one[1])
         found = [scenes[seed].scores(promise, [best], False)[0] for seed in seeds]
-        base = base or found
-        row: dict[str, Any] = {
-            "world": world.name,
-            "promise": promise.name,
-            "z_run": promise.z_run,
-            "model": world.model,
-        }
+        row: dict[str, Any] = {"world": world.name, "promise": promise.name, "z_run": promise.z_run}
+        row |= {"model": world.model, "spec": promise.spec, "tier": "local" if promise.local else "aggregate"}
         row |= {"split": world.split, "rounds": world.rounds, "cohort": world.cohort, "epochs": world.epochs}
         row |= {"dealt": len(rows.train), "choice": {k: v for k, v in vars(best).items() if v != inf}, "held": held}
-        row |= {"tries": [[*vars(c).values(), s] for c, s in tries] if promise.z_run else len(tries)}
+        row |= {"tries": [[v if v != inf else None for v in vars(c).values()] + [s] for c, s in tries]}
         row |= {"score": world.score, "seeds": list(seeds), "found": found, "least": promise.least}
-        if promise.z_run:
-            paired = [100 * (a - b) for a, b in zip(base, found, strict=True)]
-            row |= {"lost": fmean(paired)} | judged(paired, promise.aim)
+        row |= {"aim": promise.aim if promise.z_run else None}
         if product:
             row["product"] = {str(seed): scenes[seed].product(promise, best) for seed in product}
         made.append(row)
-        shown = ("world", "promise", "choice", "held", "found", "lost", "low", "high", "verdict", "product")
-        print(json.dumps({key: row[key] for key in shown if key in row}), flush=True)
+        show(row)
     return made
+
+
+def show(row: dict[str, Any]) -> None:
+    """Print what a row says."""
+    hidden = ("tries", "model", "spec", "split", "dealt", "rounds", "cohort", "epochs", "seeds", "score", "tier", "aim")
+    print(json.dumps({key: value for key, value in row.items() if key not in hidden}), flush=True)
+
+
+def judge(rows: list[dict[str, Any]]) -> None:
+    """Say of each row what it lost, seed by seed, beside its world's undefended run."""
+    bare = {row["world"]: row["found"] for row in rows if not row["z_run"]}
+    for row in rows:
+        if row["z_run"] and row["world"] in bare:
+            paired = [100 * (a - b) for a, b in zip(bare[row["world"]], row["found"], strict=True)]
+            row |= {"lost": fmean(paired)} | judged(paired, row["aim"])
+
+
+def predict(scenes: Sequence[Scene], row: dict[str, Any], bare: Choice) -> dict[str, Any]:
+    """Return what a rehearsal on the first seed's public records says that a row costs, and what it costs.
+
+    Both are beside the undefended run in the same directions; of several epochs each step is a round's.
+    """
+    world, promise = scenes[0].rows.world, next(p for p in scenes[0].rows.world.promises if p.name == row["promise"])
+    choice = Choice(**row["choice"])
+    x, y = scenes[0].of("public", choice.dims)
+    records, clients = scenes[0].data["train"][1].shape[1], len(scenes[0].clients)
+    noise = scenes[0].noise(promise) / (records * sqrt(world.cohort))
+    course = Course(world.rounds, world.cohort * records, noise, clients * records, world.epochs, 0.9, 0.25)
+    said = rehearse(x, y, scenes[0].rows.dataset.num_classes, course)
+    plain = [scene.scores(NONE, [replace(bare, dims=choice.dims)], False)[0] for scene in scenes]
+    lost = [100 * (a - b) for a, b in zip(plain, row["found"], strict=True)]
+    return vars(said) | {"real": fmean(lost), "held": said.low <= fmean(lost) <= said.high}
 
 
 if __name__ == "__main__":
