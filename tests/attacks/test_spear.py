@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from attacks import helpers_attacks
 from attacks.helpers_attacks import noisy, observe, rng
-from gradveil.attacks.mixture import mixture_of
+from gradveil.attacks.analytic import mixture_of
 from gradveil.attacks.spear import Spear
 from gradveil.errors import AttackError
 from gradveil.step_rule import StepRule

@@ -182,7 +182,7 @@ def test_attacks_by_default_suit_the_model() -> None:
     small, large = build("lenet", (3, 32, 32), 10, 0), build("resnet18", (3, 32, 32), 10, 0)
     one, two, many = (Update({}, num_steps=steps) for steps in (1, 2, 200))
     adam = replace(one, rule=StepRule(optimizer="adam"))
-    assert default_panel(small, one, IMAGE) == ("newton", "gs", "dlg:steps=15,restarts=3")
+    assert default_panel(small, one, IMAGE) == ("newton", "gs:steps=300", "dlg:steps=15,restarts=3")
     assert default_panel(large, one, IMAGE) == default_panel(small, adam, IMAGE) == ("gs",)
     assert default_panel(small, two, IMAGE) == ("newton", "surrogate:steps=400", "fedavg:steps=400")
     assert default_panel(large, two, IMAGE) == ("surrogate:steps=400", "fedavg:steps=400")
@@ -191,7 +191,7 @@ def test_attacks_by_default_suit_the_model() -> None:
 
 def test_transformers_are_held_against_the_spans_of_their_inputs() -> None:
     vit, one = build("vit_tiny", (1, 8, 8), 10), Update({})
-    assert default_panel(vit, one, IMAGE) == ("patches", "newton", "gs", "dlg:steps=15,restarts=3")
+    assert default_panel(vit, one, IMAGE) == ("patches", "newton", "gs:steps=300", "dlg:steps=15,restarts=3")
     for client in (Update({}, num_steps=2), replace(one, rule=StepRule(optimizer="adam"))):
         assert "patches" not in default_panel(vit, client, IMAGE)
     assert "patches" not in default_panel(build("lenet"), one, IMAGE)

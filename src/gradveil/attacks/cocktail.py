@@ -15,8 +15,8 @@ from math import inf
 import torch
 from torch import Generator, Tensor
 
+from gradveil.attacks.analytic import Mixture, mixture_of
 from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, check_seen
-from gradveil.attacks.mixture import Mixture, mixture_of
 from gradveil.ranges import Count, Weight
 from gradveil.types import Observation, Reconstruction
 

@@ -72,7 +72,11 @@ class GS(Attack):
     """
 
     kind = "search"
-    applies_to = (AppliesTo(("image",), steps=(1, 1), signs=True, default="", turn=1), AppliesTo(signs=True))
+    applies_to = (
+        AppliesTo(("image",), "small", steps=(1, 1), default="steps=300", turn=1),  # beside newton and dlg
+        AppliesTo(("image",), steps=(1, 1), signs=True, default="", turn=1),
+        AppliesTo(signs=True),
+    )
 
     steps: Count = 1000
     restarts: Count = 1

@@ -20,8 +20,8 @@ from math import inf
 import torch
 from torch import Generator, Tensor
 
+from gradveil.attacks.analytic import Mixture, behind, mixture_of
 from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, check_seen
-from gradveil.attacks.mixture import Mixture, behind, mixture_of
 from gradveil.errors import AttackError
 from gradveil.ranges import Count, Weight
 from gradveil.types import Observation, Reconstruction
