@@ -48,9 +48,23 @@ def test_the_floor_and_the_size_come_from_data_and_model() -> None:
     assert "veil:epsilon=8,delta=1e-05 where" in plan("--epsilon", "8")
 
 
+def test_a_head_is_rehearsed_on_public_records() -> None:
+    options = ("--rehearse", "--dataset", "digits", "--model", "scatter:patches=32,dims=30", "--rounds", "20")
+    some = {
+        epsilon: json.loads(plan(*options, "--tier", "aggregate", "--epsilon", epsilon, "--json"))["rehearsed"]
+        for epsilon in ("8", "0.5")
+    }
+    assert all(one["low"] <= one["lost"] <= one["high"] for one in some.values())
+    assert some["8"]["lost"] < some["0.5"]["lost"]
+    text = plan(*options, "--tier", "aggregate", "--epsilon", "8")
+    assert f"rehearsed    lr {some['8']['lr']:g} and clip {some['8']['clip']:g}: expected to cost" in text
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (("--rehearse",), "--rehearse needs --model and --dataset"),
+        (("--rehearse", "--dataset", "digits", "--model", "lenet"), "one linear layer without bias"),
         (("--z", "0"), "z=0.0: the noise multiplier must be above 0"),
         (("--rounds", "5", "--participations", "6"), "participations=6 exceed rounds=5"),
         (("--cohort", "1", "--tier", "aggregate"), "hides nothing"),

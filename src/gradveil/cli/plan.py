@@ -45,6 +45,9 @@ class Asked(Output):
         str | None, Option("A data set by name: for the model's size and the floor on reconstructions.", RUN)
     ] = None
     data: Annotated[str | None, Option(panel=RUN)] = None
+    rehearse: Annotated[
+        bool, Option("Rehearse a linear head on fixed features with the test split: its rate, clip and cost.", RUN)
+    ] = False
     promise: Annotated[str | None, Option("reconstruction or identification.", PROMISE, "reconstruction")] = None
     epsilon: Annotated[float | None, Option("ε over the whole run, at --delta.", PROMISE)] = None
     rho: Annotated[float | None, Option("ρ over the whole run, in nats.", PROMISE)] = None
@@ -85,6 +88,8 @@ def command(given: Given) -> None:
         size, spectra = _sizes(asked.parameters, asked.model, asked.dataset, asked.data)
     plan = Plan(run, z, asked.tier, size)
     found = figures(plan, spectra, asked.delta, asked.guess) | {"promise": promised}
+    if asked.rehearse:
+        found["rehearsed"] = _rehearsed(plan, asked.model, asked.dataset, asked.data)
     shared.print_json(found) if json else typer.echo(_words(plan, found))
 
 
@@ -104,6 +109,24 @@ def _sizes(parameters: int | None, model: str | None, dataset: str | None, data:
     if model is not None:
         parameters = size(weights(fitting_model(model, source, "cross_entropy", 0)))
     return parameters, list(class_spectra(source.test.batch(slice(None))).values())
+
+
+def _rehearsed(plan: "Plan", model: str | None, name: str | None, data: str | None) -> dict[str, Any]:
+    """Return rate, clip and expected cost of a head on fixed features, with momentum 0.9 on the server."""
+    from dataclasses import asdict
+
+    from gradveil.auditing.train import FIT, rehearse_head
+    from gradveil.data import load
+    from gradveil.models import fit_to_public
+    from gradveil.threats.setup import fitting_model
+
+    if model is None or name is None:
+        raise SpecError("--rehearse needs --model and --dataset.")
+    source = load(name, data)
+    public = source.test.batch(slice(0, FIT))
+    network = fitting_model(model, source, "cross_entropy", 0)
+    fit_to_public(network, public.inputs)
+    return asdict(rehearse_head(network, public, source.num_classes, plan.run, plan.client_z, momentum=0.9))
 
 
 def figures(plan: "Plan", spectra: Any, delta: float, guess: float) -> dict[str, Any]:
@@ -157,7 +180,11 @@ def _words(plan: "Plan", found: dict[str, Any]) -> str:
         lines.append("             proved for all images: the line on guessing")
     if found["promise"].get("promise") == "identification":
         lines.append("             a record was measured to be told from 100 candidates hardly better than by chance")
-    lines.append(_cost(plan))
+    if (said := found.get("rehearsed")) is None:
+        lines.append(_cost(plan))
+    else:
+        cost = f"{said['lost']:.1f} points of accuracy [{said['low']:.1f}, {said['high']:.1f}]"
+        lines.append(f"rehearsed    lr {said['lr']:g} and clip {said['clip']:g}: expected to cost {cost}")
     shares = "".join(f",{k}={getattr(run, k):g}" for k in ("lost", "colluding") if getattr(run, k))
     tier = f",tier=aggregate{shares}" if plan.tier == "aggregate" else ""
     spec = ",".join(f"{k}={v if isinstance(v, str) else format(v, '.6g')}" for k, v in found["promise"].items())
