@@ -15,7 +15,17 @@ from gradveil.integrations.flower.mods import guard_mod
 from gradveil.protection.defense import build
 from gradveil.protection.protect import protect
 from gradveil.types import Batch
-from integrations.flower_parts import LR, client_app, context, gradient, message, reply, train_plainly, weights
+from integrations.flower_parts import (
+    LR,
+    client_app,
+    context,
+    gradient,
+    linear_model,
+    message,
+    reply,
+    train_plainly,
+    weights,
+)  # fmt: skip
 
 SPEC = "representation:share=0.5"
 
@@ -178,3 +188,16 @@ def test_a_model_of_other_shapes_is_not_taken_for_the_one_that_was_sent(model: n
     start.content["arrays"] = ArrayRecord({str(i): torch.zeros(2) for i in range(len(model.state_dict()))})
     out = guard_mod(SPEC)(start, context(), lambda msg, ctx: (train_plainly(model, batch), reply(msg, {}))[1])
     assert "no module was called" in out.error.reason
+
+
+def test_a_model_that_is_called_while_it_is_built_is_found(batch: Batch) -> None:
+    """A builder may run the parts that are there on an example, to learn how wide the last layer is."""
+
+    def build() -> nn.Module:
+        made = nn.Sequential(nn.Flatten())
+        made(batch.inputs[:1])
+        return made.append(nn.Linear(64, 5))
+
+    out = client_app(build, batch, [guard_mod("gaussian:scale=0.1")])(message(linear_model()), context())
+    assert not out.has_error(), out.error.reason
+    assert out.content["metrics"]["defended-steps"] == 1

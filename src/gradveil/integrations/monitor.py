@@ -95,15 +95,19 @@ class RunMonitor:
         """What the record that lost most has lost, in Gaussian DP."""
         return math.sqrt(max(self._spent.values(), default=0.0))
 
+    def can_pay(self, node: str) -> bool:
+        """Whether a round that costs as much as the dearest so far is within what is left of a node's budget."""
+        budget = self.settings.budget
+        return not budget or self.spent_of(node) + self._dearest <= budget**2 * (1 + 1e-9)
+
     @property
     def halted(self) -> str | None:
-        """Why no further round may begin: it might cost more than is left of the budget."""
-        budget = self.settings.budget
-        if not budget or not self._dearest or self.mu**2 + self._dearest <= budget**2 * (1 + 1e-9):
+        """Why no further round may begin: no node that has taken part can pay for one."""
+        if not self._spent or any(self.can_pay(node) for node in self._spent):
             return None
         return (
-            f"μ = {self.mu:.4g} of {budget:g} is spent, and a round costs up to μ² = {self._dearest:.4g}: no further "
-            "round is begun. Plan all rounds from the start, with the noise that they need (gradveil plan)."
+            f"μ = {self.mu:.4g} of {self.settings.budget:g} is spent, and a round costs up to μ² = {self._dearest:.4g}:"
+            " no further round is begun. Plan all rounds from the start, with the noise that they need (gradveil plan)."
         )
 
     def add(self, number: int, seen: NodeReport) -> None:

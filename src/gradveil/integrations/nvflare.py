@@ -434,9 +434,9 @@ class MonitorFilter(Filter):  # type: ignore[misc]
         dxo = from_shareable(shareable)
         leak, floor, count = (_real(dxo.get_meta_prop(name)) for name in LEAK_METRICS)
         steps, spent = (_real(dxo.get_meta_prop(name)) for name in (STEPS, SPENT))
-        total = _real(dxo.get_meta_prop(TOTAL))
+        total, before = _real(dxo.get_meta_prop(TOTAL)), monitor.spent_of(node)
         if total is None and spent is not None:
-            total = spent + monitor.spent_of(node)
+            total = spent + before
         seen = NodeReport(
             node, False, leak_psnr=leak, leak_floor=floor, leak_checked=None if count is None else int(count),
             spent=total,
@@ -452,8 +452,9 @@ class MonitorFilter(Filter):  # type: ignore[misc]
             raise Turned("it does not say that a step was defended", "no defence stated", seen)
         if self.max_psnr and leak is not None and leak > self.max_psnr:
             raise Turned(f"an example came out at {leak:.1f} dB", "leak", seen)
-        if monitor.halted:
-            raise Turned(monitor.halted, "budget spent", seen)
+        over = self.budget and total is not None and total > self.budget**2 * (1 + 1e-9)
+        if over or (before and not monitor.can_pay(node)):
+            raise Turned("this site's part of the run's budget is used up", "budget spent", seen)
         self._shapes = self._shapes or shapes
         return replace(seen, kept=True)
 

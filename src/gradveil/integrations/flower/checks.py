@@ -235,8 +235,9 @@ class MonitoredGrid(CheckedGrid):
     """A checked grid that keeps a run folder: ``strategy.start(grid=monitored(grid, "runs/mine"), ...)``.
 
     ``gradveil report runs/mine`` draws it: per round and node what leaked (as ``leak_guard`` on the nodes, or
-    ``audited(grid)`` inside this one, measured it), what was refused and why, and what was spent. Where a round might
-    cost more than is left of ``budget``, nothing more is sent: every reply is an error, and the weights stay.
+    ``audited(grid)`` inside this one, measured it), what was refused and why, and what was spent. A node for which a
+    round might cost more than is left of ``budget`` is not asked: its reply is an error. Where that goes for all, the
+    weights stay.
 
     Args:
         grid: the grid that the ServerApp was given, or an audited one.
@@ -273,11 +274,11 @@ class MonitoredGrid(CheckedGrid):
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Send messages and wait for the replies; none for training where the budget is spent."""
         out = list(messages)
-        if (why := self.monitor.halted) is None:
-            return super().send_and_receive(out, timeout=timeout)
-        others = [message for message in out if not is_training(message)]
+        spent = [m for m in out if is_training(m) and not self.monitor.can_pay(str(m.metadata.dst_node_id))]
+        others = [message for message in out if not any(message is one for one in spent)]
         replies = list(super().send_and_receive(others, timeout=timeout)) if others else []
-        return replies + [withhold(message, f"{SPENT}{why}") for message in out if is_training(message)]
+        why = self.monitor.halted or "This node's part of the run's budget is used up."
+        return replies + [withhold(message, f"{SPENT}{why}") for message in spent]
 
     def _check(self, sent: Message, reply: Message) -> None:
         super()._check(sent, reply)

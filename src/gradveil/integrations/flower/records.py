@@ -123,7 +123,7 @@ class ModelWatch:
     def __init__(self, weights: Params, found: Callable[[nn.Module], None]) -> None:
         self._weights = weights
         self._found = found
-        self._seen: dict[int, tuple[nn.Module, bool]] = {}  # by id; the reference keeps the id from being used again
+        self._seen: dict[int, tuple[nn.Module, bool, int]] = {}  # by id, which it keeps from being used again
         self._inside = False  # a call of a model that was found is under way: its parts are no models
         self._thread = threading.get_ident()
 
@@ -148,9 +148,11 @@ class ModelWatch:
         if self._inside or threading.get_ident() != self._thread:
             yield
             return
-        if id(module) not in self._seen:
+        parts = len(module._modules) + len(module._parameters)  # one that is called while it is built gets more
+        known = self._seen.get(id(module))
+        if known is None or (not known[1] and known[2] != parts):
             fits = named_as_in(module, self._weights) is not None
-            self._seen[id(module)] = (module, fits)
+            self._seen[id(module)] = (module, fits, parts)
             if fits:
                 self._found(module)
         self._inside = self._seen[id(module)][1]
