@@ -19,16 +19,11 @@ def main(out: str) -> Path:
 
     import gradveil
 
-    home = Path.cwd()
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    run_simulation(
-        server_app,
-        client_app,
-        num_supernodes=SITES,
-        backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0}},
-    )
-    os.chdir(home)
-    return gradveil.write_report(out)
+    os.environ["HOSPITAL_OUT"] = str(Path(out).resolve())
+    resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+    run_simulation(server_app, client_app, num_supernodes=SITES, backend_config=resources)
+    return gradveil.write_report(os.environ["HOSPITAL_OUT"])
 
 
 if __name__ == "__main__":

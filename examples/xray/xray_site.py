@@ -63,6 +63,7 @@ def main() -> None:
         model.load_state_dict(before)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=given.lr)
         with gradveil.protect(model, given.defense, run=RUN) as guard:
+            optimizer.zero_grad()
             nn.functional.cross_entropy(model(images), labels).backward()
             optimizer.step()
         change = {name: value - before[name] for name, value in model.state_dict().items()}

@@ -121,6 +121,8 @@ def made_anew(message: Message, guard: Guard, weights: Params, examples: int, st
     names = dict(zip(before, before if before.keys() == {*own} else own, strict=True))  # or they are numbered
     trained = {name for name, p in guard.model.named_parameters(remove_duplicate=False) if p.requires_grad}
     after = {name: weights[names[name]].to(old) if names[name] in trained else old for name, old in before.items()}
+    if whole := [name for name in before if names[name] in trained and not before[name].is_floating_point()]:
+        raise UpdateError(f"the server sent {whole[0][:80]!r}, which is trained, as {before[whole[0]].dtype}.")
     if not all(bool(value.isfinite().all()) for value in after.values()):
         raise UpdateError("the weights in the types that the server sent are NaN or infinite: nothing is sent.")
     counts = MetricRecord(dict(zip(PUBLIC, (examples, steps, steps), strict=True)))
@@ -343,7 +345,8 @@ class GuardMod:
         if "account" in self.settings:
             raise DefenseError("the site keeps the account of a node. Leave account out of the mod's settings.")
         run = self.settings.get("run")
-        limit = (defense if run is None else accounted(defense).for_run(run)).allowance
+        private = accounted(defense)
+        limit = (private if run is None else private.for_run(run)).allowance
         cost = sum(guard.account.spent for guard in guards)
         return pay(message, context, cost, inf if limit is None else limit) if cost else None
 
