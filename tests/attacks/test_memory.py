@@ -16,7 +16,8 @@ from gradveil.errors import AttackError
 from gradveil.federated.client import evaluate
 from gradveil.models import build as build_model
 from gradveil.protection.defense import build as build_defense
-from gradveil.threats.trial import Trial, attack_rows, attempt, oblivious, observe
+from gradveil.threats.servers import oblivious
+from gradveil.threats.trial import Trial, attack_rows, attempt, observe
 from gradveil.types import Batch, Observation
 
 CPU = RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried to allocate")

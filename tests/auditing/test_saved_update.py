@@ -110,7 +110,7 @@ def test_a_finished_audit_is_not_done_again(
     tmp_path: Path, case: UpdateAuditConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = audit_update(case, tmp_path / "run")
-    monkeypatch.setattr("gradveil.auditing.saved_update.attempt", lambda *_: pytest.fail("done twice"))
+    monkeypatch.setattr("gradveil.auditing.saved_update.run", lambda *_: pytest.fail("done twice"))
     assert audit_update(case, tmp_path / "run", resume=True).rows == first.rows
 
 

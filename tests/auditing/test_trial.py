@@ -16,8 +16,9 @@ from gradveil.threats import panel as panel_module
 from gradveil.threats.looks import Look
 from gradveil.threats.panel import CHUNK, Observed, Target, chunks, panel, plant
 from gradveil.threats.rows import lines
+from gradveil.threats.servers import oblivious
 from gradveil.threats.setup import AuditConfig, Scene, build_scene
-from gradveil.threats.trial import Trial, attack_rows, attempt, floors, oblivious
+from gradveil.threats.trial import Trial, attack_rows, attempt, floors
 from gradveil.types import Batch, Observation, Reconstruction
 
 MASK = "random_mask"

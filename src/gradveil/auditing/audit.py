@@ -29,7 +29,7 @@ from gradveil.protection.defense import Defense
 from gradveil.registry import describe
 from gradveil.threats.looks import Progress, first_look, last_looks, probe_defenses
 from gradveil.threats.panel import Target, chunks, last_resort, panel
-from gradveil.threats.rows import Line, lines, modality_rows
+from gradveil.threats.rows import PROVED, Line, lines, modality_rows
 from gradveil.threats.setup import (
     DEFENSES,
     MINUTES,
@@ -183,8 +183,8 @@ def run_audit(work: Work) -> None:
         about = [client_row(scene.config.planned, sending_norms(scene.model), scene.model), *modality_rows(modality)]
         if scene.dataset.levels is not None:
             about.append({"kind": "levels", "black": scene.dataset.levels[0], "white": scene.dataset.levels[1]})
-        store.add("truth", [*about, *rows], pictures)
-    _write_proofs(scene, store)
+        proved = [row for defense in scene.defenses for row in proof_rows(scene, defense)]  # said of a stopped run, too
+        store.add("truth", [*about, *rows, *proved, *change_rows(scene)], pictures)
     if scene.config.minutes is None:
         probe_defenses(scene, store)
         _all_of_it(work)
@@ -201,21 +201,8 @@ def run_audit(work: Work) -> None:
     seconds = min(scene.config.meter_seconds, pace.left() / 2)  # the last of its steps may take long
     if left and seconds > 0:
         for defense, rows in certificate_rows(scene, left, work.progress, seconds).items():
-            store.add(f"promise/{defense}", rows)
-
-
-def _write_proofs(scene: Scene, store: RunFolder) -> None:
-    """Write what is proved of each defence and what a promise would take, before anything is attacked.
-
-    So it is said of a run that was stopped, too.
-    """
-    if not store.done("changes"):
-        store.add("changes", change_rows(scene))
-    for defense in scene.defenses:
-        if not (store.done(f"promise/{defense}") or store.done(f"proved/{defense}")) and (
-            rows := proof_rows(scene, defense)
-        ):
-            store.add(f"proved/{defense}", rows)
+            known = any(row.get("certificate") in PROVED and row["defense"] == defense for row in store.rows)
+            store.add(f"promise/{defense}", rows if known else [*proof_rows(scene, defense), *rows])
 
 
 def _all_of_it(work: Work) -> None:

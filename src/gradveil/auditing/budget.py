@@ -28,8 +28,8 @@ from gradveil.registry import describe
 from gradveil.threats.looks import Look, first_look, last_looks, probe_defenses, rounds_trained
 from gradveil.threats.panel import CHUNK, Target, kind_of, last_resort, panel
 from gradveil.threats.rows import group, lines
+from gradveil.threats.servers import oblivious
 from gradveil.threats.setup import Scene
-from gradveil.threats.trial import oblivious
 from gradveil.threats.verdict import DIAGNOSTIC
 
 FEWEST = 50  # steps that a search is shortened to

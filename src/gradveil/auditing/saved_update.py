@@ -37,8 +37,9 @@ from gradveil.seeds import Seeds
 from gradveil.threats.looks import Progress, probe_rows
 from gradveil.threats.probes import Probed, probe
 from gradveil.threats.rows import modality_rows
-from gradveil.threats.setup import is_busy, is_small, load_dataset, one_thread, with_found
-from gradveil.threats.trial import Public, Trial, attack_rows, attacks_of, attempt, client_row, floors, oblivious
+from gradveil.threats.servers import Servers, attacks_of, oblivious, with_found
+from gradveil.threats.setup import is_busy, is_small, load_dataset, one_thread
+from gradveil.threats.trial import Public, Trial, client_row, floors, run
 from gradveil.threats.verdict import NOT_HERE
 from gradveil.types import Batch, Observation, Update
 
@@ -231,7 +232,7 @@ def _run(case: SavedUpdate, store: RunFolder, progress: Progress, written: Writt
     if not store.done("truth"):
         store.add("truth", *_floors(case))
     wanted: dict[str, list[Countermeasure]] = {attack: [] for attack in case.config.attacks}
-    for server in (oblivious(), *case.knowing):
+    for server in Servers(case.knowing).of(("oblivious", "adaptive")):
         for attack in attacks_of(server, case.config.attacks, case.modality):
             wanted.setdefault(attack, []).append(server)
     left = {attack: its for attack, its in wanted.items() if not store.done(f"attack/{attack}")}
@@ -245,7 +246,7 @@ def _run(case: SavedUpdate, store: RunFolder, progress: Progress, written: Writt
                 late += [{"kind": "skip", **t.about, "why": "out of time", "out_of_time": True} for t in trials]
                 continue
             with pace.Limit(pace.left() / (len(left) - done), steps_told(progress, attack)):
-                rows, images = attack_rows(trials, attempt(trials), case.public)
+                rows, images = run(trials, case.public)
         store.add(f"attack/{attack}", rows, {"found": np.stack(images)} if images else {})
         written(store)
     if late:

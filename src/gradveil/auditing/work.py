@@ -18,8 +18,9 @@ from gradveil.pace import as_clock
 from gradveil.threats.looks import Look, Progress, first_look
 from gradveil.threats.panel import CHUNK, Observed, Target, panel, plant
 from gradveil.threats.rows import tier_of
+from gradveil.threats.servers import oblivious
 from gradveil.threats.setup import Scene, is_small, one_thread
-from gradveil.threats.trial import Trial, attack_rows, attempt, oblivious
+from gradveil.threats.trial import Trial, attempt, run
 from gradveil.threats.verdict import verdicts
 
 LOG = logging.getLogger("gradveil")
@@ -81,7 +82,7 @@ class Work:
         began = pace.clock()
         trials = [self.observed.trial(target) for target in part]
         with pace.Limit(seconds, steps_told(self.progress, part[0].attack), most=most) as limit:
-            rows, images = attack_rows(trials, attempt(trials), self.scene.public)
+            rows, images = run(trials, self.scene.public)
         for row in (late := [row for row in rows if _was_stopped(row)]):
             row["stopped_at"] = limit.done
         none = np.zeros((0, *self.scene.truth.inputs.shape[1:]), np.float32)

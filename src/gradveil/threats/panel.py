@@ -6,29 +6,26 @@ from functools import partial
 from itertools import pairwise
 from math import prod
 
-import torch
 from torch import Generator
 
 from gradveil import pace
 from gradveil.attacks.base import ATTACKS, Kind, Malicious
 from gradveil.attacks.base import build as build_attack
 from gradveil.auditing.run_folder import Row
-from gradveil.countermeasures import Countermeasure, plain
+from gradveil.countermeasures import Countermeasure
 from gradveil.errors import GradveilError, from_defense
-from gradveil.protection.defense import Defense
 from gradveil.registry import describe
 from gradveil.threats.looks import Look
 from gradveil.threats.probing.function import Client
+from gradveil.threats.servers import INFORMED, Servers, as_it_is, attacks_of, informed, inverting, listed, oblivious
 from gradveil.threats.setup import Scene
-from gradveil.threats.trial import Trial, attacks_of, oblivious, observe
+from gradveil.threats.trial import Trial, observe
 from gradveil.tree import Params, parameters, size
 from gradveil.types import Batch, Observation
 
 CHUNK = 96  # trials that run together
 KEPT = 2**30  # bytes of updates that are kept for the next server; beyond that they are made again
-INFORMED = "candidates"  # the attack of informed servers
 OF_LARGE = "candidates:entries=100000,shortlist=6"  # where running a client on all of a list takes long
-LAWS = ("whiten", "orthogonal")  # countermeasures that say how likely an update is
 ROUNDS = 16  # updates of one client that a multi-round server has, at most
 
 
@@ -89,14 +86,9 @@ def _wanted(scene: Scene, look: Look) -> Wanted:
     if "informed" in scene.tiers:
         add("none", informed(()), INFORMED)
     for defense in tried:
-        for attack in scene.attacks:
-            if "oblivious" in scene.tiers:
-                add(defense, oblivious(), attack)
-        knowing = scene.countermeasures(defense, look.model)
-        servers = [server for server in knowing if server.tier in scene.tiers]
-        servers += [informed(knowing), *marked(scene.acting(defense, look.model))] if "informed" in scene.tiers else []
-        servers += patient(knowing) if "multi-round" in scene.tiers and scene.probed(defense).drawn else []
-        for server in servers:
+        probed, acting = scene.probed(defense), scene.acting(defense, look.model)
+        servers = Servers(scene.countermeasures(defense, look.model), acting.fingerprint, probed.drawn)
+        for server in servers.of(scene.tiers):
             for attack in _used(scene, server):
                 if server.tier in ("adaptive", "multi-round"):
                     add("none", oblivious(), attack)  # an attack is nothing without its control
@@ -106,7 +98,7 @@ def _wanted(scene: Scene, look: Look) -> Wanted:
 
 def _planted(scene: Scene, look: Look) -> Wanted:
     server = Countermeasure(
-        look.planted.partition(":")[0], "Sends weights that make clients give more away.", _as_it_is, tier="malicious"
+        look.planted.partition(":")[0], "Sends weights that make clients give more away.", as_it_is, tier="malicious"
     )
     return [(defense, server, look.planted) for defense in scene.defenses]
 
@@ -119,7 +111,8 @@ def _used(scene: Scene, server: Countermeasure) -> list[str]:
 
 def _own_name(scene: Scene, attack: str) -> str:
     """Return the panel's own settings of an attack that a countermeasure names without any."""
-    return next((spec for spec in scene.attacks if spec.partition(":")[0] == attack), attack)
+    named = (spec for spec in scene.attacks if spec.partition(":")[0] == attack)
+    return attack if attack in scene.attacks else next(named, attack)
 
 
 def kind_of(scene: Scene, attack: str) -> Kind:
@@ -127,41 +120,10 @@ def kind_of(scene: Scene, attack: str) -> Kind:
     return build_attack(scene.attacks.get(attack, attack)).kind
 
 
-def _as_it_is(seen: Observation) -> Observation:
-    return seen
-
-
-def informed(knowing: Sequence[Countermeasure]) -> Countermeasure:
-    """The server that has all other records of the client, and a list of candidates for this one."""
-    view = next((c.view for c in knowing if any(name in c.name for name in LAWS)), _as_it_is)
-    why = "Has every other record of the client and a list of candidates; picks the likeliest."
-    return Countermeasure(INFORMED, why, view, INFORMED, "informed")
-
-
-def marked(defense: Defense) -> list[Countermeasure]:
-    """The server with a list that looks at what of an update no draw changes; none where the defence leaves nothing."""
-    if (view := defense.fingerprint) is None:
-        return []
-    why = "Has a list of candidates; picks the one that makes what no draw of the client changes."
-    return [Countermeasure("fingerprint", why, view, INFORMED, "informed")]
-
-
-def patient(knowing: Sequence[Countermeasure]) -> list[Countermeasure]:
-    """The servers that know the defence and have updates of many rounds: a view each, of all rounds."""
-    mine = [c for c in knowing if c.attack in (None, "newton") and c.name != "undeclared"]
-    return [replace(c, why=f"{c.why} Adds up the client's updates of many rounds.", tier="multi-round") for c in mine]
-
-
 def rounds_seen(scene: Scene) -> int:
     """Return how many updates of a client a multi-round server has: as many as memory allows."""
     update = 4 * size(parameters(scene.model)) * len(scene.victims)
     return max(2, min(ROUNDS, KEPT // update))
-
-
-def inverting() -> Countermeasure:
-    """The server that learns to undo the defence, from public examples that it sends through it itself."""
-    why = "Runs the defence on public examples and learns to undo it."
-    return replace(plain(), name="inverter", why=why, attack="inverter")
 
 
 def _one_of(target: Target, held: Batch) -> int | None:
@@ -243,12 +205,9 @@ class Observed:
         return seen
 
     def _candidates(self, victim: int) -> Batch:
-        """Return the client's example among public ones, in an order that says nothing."""
-        held, public = self.scene.held_by(victim)[:1], self.scene.public
-        others = public.batch[: public.choices - 1]
-        order = torch.randperm(public.choices, generator=self.scene.seeds("candidates", victim))
-        inputs, labels = torch.cat([held.inputs, others.inputs]), torch.cat([held.labels, others.labels])
-        return Batch(inputs[order], labels[order]).to(self.scene.device)
+        """Return the client's example among public ones."""
+        rng = self.scene.seeds("candidates", victim)
+        return listed(self.scene.held_by(victim)[:1], self.scene.public, rng).to(self.scene.device)
 
     def _others(self, victim: int) -> Batch | None:
         held = self.scene.held_by(victim)

@@ -4,7 +4,7 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, ClassVar
 
@@ -35,6 +35,7 @@ from gradveil.ranges import Count, Positive, Seed, Weight
 from gradveil.seeds import Seeds
 from gradveil.threats.probes import Probed, probe
 from gradveil.threats.probing.function import Client
+from gradveil.threats.servers import with_found
 from gradveil.threats.trial import Public, check_fits
 from gradveil.tree import parameters, size
 from gradveil.types import Batch, Update
@@ -176,12 +177,6 @@ def fitting_model(source: Any, dataset: Dataset, loss: str, seed: int, trains: s
     only_trained(model, trains)
     check_loss(model, dataset.train.batch(slice(0, 2)), loss)
     return model
-
-
-def with_found(declared: Sequence[Countermeasure], probed: Probed) -> tuple[Countermeasure, ...]:
-    """Return the servers that a defence declares, and those that probing it found, whatever they are called."""
-    taken = {c.name for c in declared}
-    return (*declared, *(replace(c, name=f"found {c.name}") if c.name in taken else c for c in probed.servers))
 
 
 @dataclass(frozen=True)

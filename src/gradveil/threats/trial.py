@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Generator, Tensor, nn
 
-from gradveil.attacks.base import Attack, is_made_for
+from gradveil.attacks.base import Attack
 from gradveil.attacks.base import build as build_attack
 from gradveil.auditing.run_folder import Row
-from gradveil.countermeasures import Countermeasure, plain
+from gradveil.countermeasures import Countermeasure
 from gradveil.data.base import Dataset
 from gradveil.errors import DefenseError, GradveilError, from_defense
 from gradveil.federated.client import train_client, update_batch_size
@@ -29,7 +29,6 @@ from gradveil.metrics.recovery import COMMON
 from gradveil.modalities import IMAGE, Modality
 from gradveil.protection.defense import Defense
 from gradveil.threats.probing.function import wire_form
-from gradveil.threats.rows import OBLIVIOUS
 from gradveil.types import Batch, GaussianPrior, Observation, Reconstruction, Update, check_update
 
 PUBLIC = 2000  # examples of the test split that the server may know
@@ -72,24 +71,6 @@ def check_fits(name: str, defense: Defense, dataset: Dataset) -> None:
     if dataset.modality.last and "batch" in defense.acts_on:
         what_to_do = "Use one on gradients or records: gaussian, pruning, veil or dp_sgd."
         raise DefenseError(f"{name} changes the numbers of examples, and ids of tokens are names. {what_to_do}")
-
-
-def attacks_of(server: Countermeasure, own: Sequence[str], modality: Modality) -> Sequence[str]:
-    """Return the attacks of a server: the one it names, else the audit's own.
-
-    Where examples are not such as the attack it names searches for, it has the audit's own as well; none, if it is
-    nothing but that attack.
-    """
-    if server.attack is None:
-        return own
-    if is_made_for(server.attack, modality):
-        return [server.attack]
-    return [] if server.name == server.attack.partition(":")[0] else own
-
-
-def oblivious() -> Countermeasure:
-    """The server that does not know of the defence, or does not care."""
-    return replace(plain(), name=OBLIVIOUS, why="Matches everything that arrives.", tier="oblivious")
 
 
 def observe(
@@ -251,6 +232,11 @@ def attack_rows(
             rows.append({"kind": "attack", **trial.about, **place, **numbers(values, n), **said})
             images.append(image.numpy())
     return rows, images
+
+
+def run(trials: Sequence[Trial], public: Public | None) -> tuple[list[Row], list[NDArray[Any]]]:
+    """Attack, measure and write down: the rows of these trials, and the reconstructions."""
+    return attack_rows(trials, attempt(trials), public)
 
 
 def _confidence(result: Reconstruction, trial: Trial) -> Tensor | None:

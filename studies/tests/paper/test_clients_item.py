@@ -7,7 +7,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from gradveil.threats.trial import Trial, oblivious
+from gradveil.threats.servers import oblivious
+from gradveil.threats.trial import Trial
 from gradveil.types import Reconstruction
 from gradveil_studies.cli import reproduce
 from gradveil_studies.paper import clients as client_runs

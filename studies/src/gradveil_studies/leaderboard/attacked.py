@@ -23,6 +23,7 @@ from gradveil.privacy.plan import PlannedRun, class_spectra
 from gradveil.protection.defense import Defense, NoDefense, accounted, in_round
 from gradveil.protection.defense import build as build_defense
 from gradveil.threats.one_update import alone
+from gradveil.threats.servers import listed
 from gradveil.threats.trial import Public, observe
 from gradveil.tree import Params, map_values
 from gradveil.types import Batch, GaussianPrior, Observation, Update
@@ -204,12 +205,8 @@ class Client:
         return replace(pooled(self.seen(number, plain(), self.rounds, told)), client=self.simulated_mean)
 
     def candidates(self, number: int) -> Batch:
-        """Return the record among public ones, in an order that says nothing."""
-        public, one = self.place.public, self.sought(number)
-        others = public.batch[: public.choices - 1].to(self.place.context.device)
-        order = torch.randperm(public.choices, generator=self.place.context.seeds("candidates", number))
-        inputs, labels = torch.cat([one.inputs, others.inputs]), torch.cat([one.labels, others.labels])
-        return Batch(inputs[order], labels[order])
+        """Return the record among public ones."""
+        return listed(self.sought(number), self.place.public, self.place.context.seeds("candidates", number))
 
 
 def planted(place: Place, entry: Entry, attack: Malicious, rng: Generator) -> tuple[Observation, Batch]:

@@ -17,12 +17,11 @@ from gradveil.federated.step import step_gradient
 from gradveil.privacy.accountant import Account
 from gradveil.privacy.plan import floor_share
 from gradveil.protection.defense import NoDefense, accounted, noise_row
-from gradveil.threats.panel import INFORMED, inverting, marked
-from gradveil.threats.panel import patient as patient_servers
 from gradveil.threats.probes import Probed, probe
 from gradveil.threats.rows import lines
-from gradveil.threats.setup import with_found
-from gradveil.threats.trial import Trial, attack_rows, attempt, floors, oblivious
+from gradveil.threats.servers import INFORMED, inverting, marked, oblivious, with_found
+from gradveil.threats.servers import patient as patient_servers
+from gradveil.threats.trial import Trial, attack_rows, attempt, floors
 from gradveil.types import Observation
 from gradveil_studies.leaderboard.attacked import Client, Place, planted
 from gradveil_studies.leaderboard.entries import NONE, Entry
@@ -147,7 +146,7 @@ class AttackedEntry:
     def listed(self) -> list[Trial]:
         """Pick the record from a list: by the whole run, and by what no draw changes."""
         found = self._each(replace(plain(), name=INFORMED, tier="informed"), INFORMED, self.rounds, listed=True)
-        for server in marked(self.defense):
+        for server in marked(self.defense.fingerprint):
             found += self._each(server, INFORMED, listed=True)
         return found
 

@@ -17,10 +17,10 @@ from gradveil.errors import GradveilError, SpecError
 from gradveil.metrics import measure
 from gradveil.modalities.tokens import Tokens
 from gradveil.seeds import Seeds
-from gradveil.threats.panel import patient
+from gradveil.threats.servers import Servers, as_it_is
 from gradveil.threats.setup import is_small, one_thread
-from gradveil.threats.trial import Trial, attempt, floors, oblivious, observe
-from gradveil.types import Batch, Observation
+from gradveil.threats.trial import Trial, attempt, floors, observe
+from gradveil.types import Batch
 from gradveil_studies.play.stage import PlayStage
 
 MOST_ROUNDS = 32
@@ -47,18 +47,14 @@ def trials(stage: PlayStage, one: Batch, spec: str, rounds: int = 1, seed: int =
     knowing = () if spec == "none" else defense.servers(model)
     drawn = any(not torch.equal(g, sent[-1].update.gradient[n]) for n, g in sent[0].update.gradient.items())
     found = [] if spec == "none" else [replace(trials(stage, one, "none", seed=seed)[0], about=CONTROL)]
-    for server in (oblivious(), *knowing, *(patient(knowing) if drawn else ())):
+    for server in Servers(knowing, drawn=drawn).of(("oblivious", "adaptive", "multi-round")):
         attack = stage.attack if isinstance(kind, Tokens) else server.attack or stage.attack
         trial = Trial(replace(sent[0], public=stage.public.batch), server, attack, seeds("attack", attack), one)
         if server.tier == "multi-round":
             every = replace(trial, seen=replace(sent[0], public=stage.public.batch, rounds=tuple(sent[1:])))
-            trial = replace(trial, seen=pooled(every.view), server=replace(server, view=_as_it_is))
+            trial = replace(trial, seen=pooled(every.view), server=replace(server, view=as_it_is))
         found.append(trial)
     return found
-
-
-def _as_it_is(seen: Observation) -> Observation:
-    return seen
 
 
 State = Literal["waiting", "searching", "done", "stopped", "refused"]
