@@ -346,7 +346,7 @@ class GuardMod:
             raise DefenseError("the site keeps the account of a node. Leave account out of the mod's settings.")
         run = self.settings.get("run")
         private = accounted(defense)
-        limit = (private if run is None else private.for_run(run)).allowance
+        limit = (private if run is None else accounted(private.for_run(run))).allowance
         cost = sum(guard.account.spent for guard in guards)
         return pay(message, context, cost, inf if limit is None else limit) if cost else None
 
