@@ -1,6 +1,6 @@
 """Look into any model: find a layer, run the part before it, list the layers in the order they run."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from gradveil.errors import LayerError, did_you_mean
 
@@ -351,3 +352,20 @@ def _opened(module: nn.Module, path: str, target: nn.Module | None) -> Iterator[
 
 def _hooked_on_the_way(module: nn.Module, target: nn.Module | None) -> bool:
     return bool(module._forward_hooks) and not any(part is target for part in module.modules())
+
+
+@contextmanager
+def lifted(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Within, these hooks are off: the model runs, and looks, as if it had none of them."""
+    own = [(table, handle.id) for handle in handles if (table := handle.hooks_dict_ref()) is not None]
+    tables = {id(table): table for table, _ in own}
+    before = [(table, dict(table)) for table in tables.values()]
+    for table, number in own:
+        table.pop(number, None)
+    try:
+        yield
+    finally:
+        for table, hooks in before:
+            for number, hook in hooks.items():  # in the order they were, and never without those that stay
+                table[number] = hook
+                table.move_to_end(number)

@@ -23,8 +23,8 @@ from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.privacy.noise import Drawn, Source, noise, release
 from gradveil.privacy.plan import PlannedRun, Tier, z_run_of
 from gradveil.protection.defense import DEFENSES, Accounted, PerRound, RunningStep
-from gradveil.protection.records.coordinates import ClipMap, clipped_sum, measure, split
-from gradveil.protection.records.records import Records
+from gradveil.protection.records.coordinates import ClipMap, measure
+from gradveil.protection.records.records import Records, clipped_sum, split
 from gradveil.protection.records.rounding import SLACK
 from gradveil.ranges import Count, Part, Positive, Share
 from gradveil.tree import Params, flatten

@@ -100,4 +100,5 @@ def _run(total: Tensor | None, out: Tensor, std: float, grid: float) -> None:
                 call.sum, call.out = sums and sums + at * size, outs + at * size
                 run(at_call)  # without the interpreter's lock
 
-    on_threads(work, -(-len(out) // PIECE))
+    pieces = -(-len(out) // PIECE)
+    on_threads(work, pieces) if pieces > 1 else work()

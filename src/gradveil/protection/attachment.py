@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from gradveil.errors import DefenseError
+from gradveil.modules import lifted
 from gradveil.privacy.noise import own_draws
 from gradveil.protection.defense import Defense
 from gradveil.protection.forward import (
@@ -27,9 +28,8 @@ from gradveil.protection.forward import (
     PartRan,
     Substitute,
 )
-from gradveil.protection.kept import Stamp, alike, copied, is_stamped, stamp
-from gradveil.protection.passes import check_layer, lifted
-from gradveil.protection.per_record_step import PerRecordStep
+from gradveil.protection.passes import check_layer
+from gradveil.protection.per_record_step import PerRecordStep, Stamp, alike, copied, is_stamped, stamp
 from gradveil.protection.provenance import Bits, Part
 from gradveil.registry import describe
 from gradveil.tree import Params
@@ -305,7 +305,7 @@ class Attachment(ForwardHooks):
         self.report.optimizer_steps += 1
         if self.in_passes or self.per_record is not None:
             self._check_origin(gradient)
-        if "gradient" in self.defense.acts_on and not is_stamped(gradient, self.stamps.get(optimizer)):
+        if "gradient" in self.acts_on and not is_stamped(gradient, self.stamps.get(optimizer)):
             changed = self._defend_gradient(optimizer, gradient)
             self.provenance.take(gradient if self.per_record is None else copied(gradient))
             self.stamps[optimizer] = stamp(gradient, changed)

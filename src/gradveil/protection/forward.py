@@ -27,8 +27,8 @@ class ForwardHooks:
 
     def __init__(self, model: nn.Module, defense: Defense, simulated: Generator | None, strict: bool) -> None:
         self.model, self.defense, self.strict = model, defense, strict
-        self.layers = defense.layers(model)
-        self.in_passes = bool(defense.acts_on & {"batch", "representation"})
+        self.layers, self.acts_on = defense.layers(model), defense.acts_on
+        self.in_passes = bool(self.acts_on & {"batch", "representation"})
         self.per_record: PerRecordStep | None = None  # of a defence of records
         self.simulated = simulated
         self.report = self._new_report()
@@ -63,7 +63,7 @@ class ForwardHooks:
     def provenance(self) -> Provenance:
         """Where the gradients and weights came from that the defence answers for."""
         if self._provenance is None:
-            self._provenance = Provenance(self.model, self.layers, self.defense.acts_on)
+            self._provenance = Provenance(self.model, self.layers, self.acts_on)
         return self._provenance
 
     @property
@@ -92,7 +92,7 @@ class ForwardHooks:
         examples = Examples(args, kwargs)
         x, changed = examples.x, None
         alone = len(args) == 1 and args[0] is x and not kwargs
-        if "batch" in self.defense.acts_on:
+        if "batch" in self.acts_on:
             x, changed = self._changed_inputs(examples)
             if torch.equal(examples.x, x):
                 self.undefended(f"{describe(self.defense)} left the examples as they are. Give it more to change.")

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointError
 from torch.utils.hooks import RemovableHandle
 
 from gradveil.errors import DefenseError, LayerError
-from gradveil.modules import LINEAR, find_layer, under_transform, ways_into
+from gradveil.modules import LINEAR, find_layer, lifted, under_transform, ways_into
 from gradveil.privacy.noise import Source, own_draws
 from gradveil.protection.defense import Defense
 from gradveil.tree import named
@@ -264,23 +264,6 @@ def random_state(device: torch.device) -> Callable[[], None]:
             torch.cuda.set_rng_state(cuda, device)
 
     return restore
-
-
-@contextmanager
-def lifted(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Within, these hooks are off: the model runs, and looks, as if it had none of them."""
-    own = [(table, handle.id) for handle in handles if (table := handle.hooks_dict_ref()) is not None]
-    tables = {id(table): table for table, _ in own}
-    before = [(table, dict(table)) for table in tables.values()]
-    for table, number in own:
-        table.pop(number, None)
-    try:
-        yield
-    finally:
-        for table, hooks in before:
-            for number, hook in hooks.items():  # in the order they were, and never without those that stay
-                table[number] = hook
-                table.move_to_end(number)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Public coordinates, and the sum of clipped records: noise is stronger along the directions of public gradients.
+"""Public coordinates: noise is stronger along the directions of public gradients.
 
 A = U diag(s) Uᵀ + (I - U Uᵀ) with R orthonormal directions U, and P = A^(-1/2): the map into coordinates in which a
 record is clipped and plain noise is added; P⁻¹ brings it back.
@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from gradveil.errors import DefenseError
 from gradveil.files import read_safetensors, wrap_parse_errors, write_atomically
-from gradveil.gradients.functional import full_precision
 from gradveil.losses import Loss
-from gradveil.protection.records.records import Records, records_of
-from gradveil.protection.records.rounding import MAPPED, clip_factors, narrow, products_error, wide
+from gradveil.protection.records.records import Records, records_of, split
+from gradveil.protection.records.rounding import clip_factors, products_error, wide
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch
 
@@ -125,12 +124,6 @@ def fit(
     moments = along.square().mean(0)
     beside = ((energy - moments.sum()) / (size - rank)).clamp_min(1e-12 * moments.max())
     return Coordinates(directions, (moments / beside).clamp_min(1.0).pow(alpha).clamp_max(VALUES[1]).to(directions))
-
-
-def split(flat: Tensor, like: Params) -> Params:
-    """Return vectors (..., p) as tensors by name, each (..., *shape)."""
-    parts = zip(like.items(), flat.split([p.numel() for p in like.values()], -1), strict=True)
-    return {name: part.reshape(*part.shape[:-1], *p.shape) for (name, p), part in parts}
 
 
 def save(coordinates: Coordinates, like: Params, path: str | Path, clip: float | None = None) -> None:
@@ -239,46 +232,3 @@ def _quantile(square_norms: Tensor, quantile: float) -> float:
     if not found > 0:
         raise DefenseError("The gradients of all public examples are zero or not finite: no clip follows from them.")
     return check_clip(found, "that follows from public gradients")
-
-
-def clipped_sum(
-    records: Records, clip: float, coordinates: Coordinates | None = None, present: Tensor | None = None
-) -> Tensor:
-    """Return h = Σ_j c_j P g_j as one vector (p,), or of K clients (K, p), in float32 at least.
-
-    Each slot counts by itself, whatever lies in the others. ``present``: 0 for a slot (N,) or (K, N) that is to be
-    zero. With coordinates P g_j is g_j + Uᵀ D U g_j, with D = s^(-½) - 1 and U g_j as it was computed of this record:
-    so h is right for any U and s, and going back by P⁻¹ is left to whoever has the noise on it.
-    """
-    total: Tensor | None = None
-    for some, which in records.pieces():
-        with full_precision(), torch.autocast(_device(records.like).type, enabled=False):
-            found = _of_piece(some, clip, coordinates, None if present is None else present[..., which])
-        total = found if total is None else total.double() + found
-    assert total is not None
-    return narrow(total, records.count, torch.promote_types(next(iter(records.like.values())).dtype, torch.float32))
-
-
-def _of_piece(records: Records, clip: float, coordinates: Coordinates | None, present: Tensor | None) -> Tensor:
-    lengths, masses = records.square_norms(), records.square_masses()
-    if coordinates is None:
-        factors = clip_factors(lengths, clip, masses)
-        return _flat(records.weighted_sum(_those(factors, present)), lengths.ndim - 1)
-    along, lengths = coordinates.mapped(records)
-    factors = _those(clip_factors(lengths, clip, masses, MAPPED), present)
-    beside = torch.einsum("...n,...nr->...r", factors, torch.where(factors[..., None] > 0, along, 0.0))
-    plain = _flat(records.weighted_sum(factors, MAPPED), lengths.ndim - 1)
-    return plain.double() + coordinates.spread(beside)
-
-
-def _those(factors: Tensor, present: Tensor | None) -> Tensor:
-    return factors if present is None else factors * present.to(factors)
-
-
-def _flat(tree: Params, lead: int) -> Tensor:
-    """Return all entries as one vector, or as one (K, p) for each client."""
-    return torch.cat([g.flatten(lead) if g.ndim > lead else g[..., None] for g in tree.values()], -1)
-
-
-def _device(like: Params) -> torch.device:
-    return next(iter(like.values())).device

@@ -193,11 +193,13 @@ class TrainedLayers:
 
     def ran(self, layer: str, given: Any, output: Any, count: int) -> Ran:
         """Take note of a layer that has run on this many records."""
-        module, got = self.model.get_submodule(layer), _tensors(given)
+        module, (args, kwargs) = self.model.get_submodule(layer), given
+        alone = not kwargs and len(args) == 1 and isinstance(args[0], Tensor)  # as most layers are called
+        got = [args[0]] if alone else _tensors(given)
         if not got or len(got[0]) != count:
             raise DefenseError(_not_rows(layer, module, [tuple(t.shape) for t in got], count))
         before = tuple(t.grad_fn for t in got if t.grad_fn is not None)
-        held = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, given)
+        held = ((args[0].detach(),), {}) if alone else tree_map(_detached, given)
         gave = {i: get_gradient_edge(t) for i, t in enumerate(_tensors(output)) if t.requires_grad}
         return Ran(layer, module, held, tuple(gave), tuple(gave.values()), before)
 
@@ -209,6 +211,10 @@ class TrainedLayers:
             at += len(each.edges)
         like = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
         return Captured([layer for layer in seen if layer is not None], like, (count,))
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -1,11 +1,11 @@
-"""Gradients of single records: what can be asked of them, and the fastest way to each."""
+"""Gradients of single records: what can be asked of them, their clipped sum, and the fastest way to each."""
 
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,7 +23,10 @@ from gradveil.losses import build as build_loss
 from gradveil.modules import copied_buffers, plain_attention, plain_checkpoints, ways_into
 from gradveil.protection.records.layers import KINDS, LayerRecord, known
 from gradveil.protection.records.rounding import (
+    MAPPED,
     Pair,
+    clip_factors,
+    narrow,
     products,
     squares,
     sum_of_held,
@@ -31,6 +34,9 @@ from gradveil.protection.records.rounding import (
 )
 from gradveil.tree import Params, add, norm, subtract
 from gradveil.types import Batch
+
+if TYPE_CHECKING:
+    from gradveil.protection.records.coordinates import Coordinates
 
 
 class Records(ABC):
@@ -362,3 +368,52 @@ def _one_by_one(model: nn.Module, batch: Batch, loss: Loss) -> Records:
         return part(batch.inputs, batch.labels)
     pieces = [batch[start : start + size] for start in range(0, len(batch), size)]
     return InParts([partial(part, p.inputs, p.labels) for p in pieces], [len(p) for p in pieces], weights)
+
+
+def split(flat: Tensor, like: Params) -> Params:
+    """Return vectors (..., p) as tensors by name, each (..., *shape)."""
+    parts = zip(like.items(), flat.split([p.numel() for p in like.values()], -1), strict=True)
+    return {name: part.reshape(*part.shape[:-1], *p.shape) for (name, p), part in parts}
+
+
+def clipped_sum(
+    records: Records, clip: float, coordinates: "Coordinates | None" = None, present: Tensor | None = None
+) -> Tensor:
+    """Return h = Σ_j c_j P g_j as one vector (p,), or of K clients (K, p), in float32 at least.
+
+    Each slot counts by itself, whatever lies in the others. ``present``: 0 for a slot (N,) or (K, N) that is to be
+    zero. With coordinates P g_j is g_j + Uᵀ D U g_j, with D = s^(-½) - 1 and U g_j as it was computed of this record:
+    so h is right for any U and s, and going back by P⁻¹ is left to whoever has the noise on it.
+    """
+    total: Tensor | None = None
+    for some, which in records.pieces():
+        with full_precision(), torch.autocast(_device(records.like).type, enabled=False):
+            found = _of_piece(some, clip, coordinates, None if present is None else present[..., which])
+        total = found if total is None else total.double() + found
+    assert total is not None
+    return narrow(total, records.count, torch.promote_types(next(iter(records.like.values())).dtype, torch.float32))
+
+
+def _of_piece(records: Records, clip: float, coordinates: "Coordinates | None", present: Tensor | None) -> Tensor:
+    lengths, masses = records.square_norms(), records.square_masses()
+    if coordinates is None:
+        factors = clip_factors(lengths, clip, masses)
+        return _flat(records.weighted_sum(_those(factors, present)), lengths.ndim - 1)
+    along, lengths = coordinates.mapped(records)
+    factors = _those(clip_factors(lengths, clip, masses, MAPPED), present)
+    beside = torch.einsum("...n,...nr->...r", factors, torch.where(factors[..., None] > 0, along, 0.0))
+    plain = _flat(records.weighted_sum(factors, MAPPED), lengths.ndim - 1)
+    return plain.double() + coordinates.spread(beside)
+
+
+def _those(factors: Tensor, present: Tensor | None) -> Tensor:
+    return factors if present is None else factors * present.to(factors)
+
+
+def _flat(tree: Params, lead: int) -> Tensor:
+    """Return all entries as one vector, or as one (K, p) for each client."""
+    return torch.cat([g.flatten(lead) if g.ndim > lead else g[..., None] for g in tree.values()], -1)
+
+
+def _device(like: Params) -> torch.device:
+    return next(iter(like.values())).device
