@@ -36,6 +36,9 @@ def nvflare(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         "nvflare": {},
         "nvflare.apis": {},
         "nvflare.apis.utils": {},
+        "nvflare.app_common": {},
+        "nvflare.apis.event_type": {"EventType": None},
+        "nvflare.app_common.app_constant": {"AppConstants": None},
         "nvflare.apis.dxo": {
             "DXO": DXO,
             "DataKind": type("DataKind", (), {"WEIGHT_DIFF": "WEIGHT_DIFF", "METRICS": "METRICS"}),
