@@ -364,6 +364,28 @@ def step_times(data: str | None, records: int = 100) -> dict[str, float]:
     return found | {"backbone / step": found["backbone"] / found["defended"], "defended / undefended": dearer}
 
 
+def poisson(epsilons: Sequence[float] = (2.0, 8.0), shares: Sequence[float] = (1.0, 0.25, 0.1)) -> list[list[float]]:
+    """Return ε, the share of secret Poisson batches, σ, and the noise of 100 such steps beside their expected sum."""
+    from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+    from dp_accounting.pld import PLDAccountant
+
+    def spent(sigma: float, share: float) -> float:
+        accountant = PLDAccountant(value_discretization_interval=1e-3)
+        event = GaussianDpEvent(sigma)
+        accountant.compose(event if share == 1 else PoissonSampledDpEvent(share, event), 100)
+        return float(accountant.get_epsilon(1e-5))
+
+    found = []
+    for epsilon in epsilons:
+        for share in shares:
+            low, high = 0.3, 60.0
+            for _ in range(14):
+                middle = sqrt(low * high)
+                low, high = (middle, high) if spent(middle, share) > epsilon else (low, middle)
+            found.append([epsilon, share, high, high / share])
+    return found
+
+
 def main() -> None:
     """Choose the settings, measure with other seeds, and keep the rows."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -376,7 +398,11 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="Training records that are dealt out, from the first.")
     parser.add_argument("--out", type=Path, default=Path("studies/bench/results/cure.json"))
     parser.add_argument("--times", action="store_true", help="Only time a step with and without kept features.")
+    parser.add_argument("--poisson", action="store_true", help="Only say what secret Poisson batches would save.")
     given = parser.parse_args()
+    if given.poisson:
+        print(json.dumps(poisson()))
+        return
     if given.times:
         print(json.dumps(step_times(given.data)))
         return

@@ -35,7 +35,7 @@ from gradveil.seeds import Seeds
 from gradveil.types import Batch
 
 CANDIDATES, LARGE = 100, 30.0
-EPOCHS, WIDTH = 6, 512
+EPOCHS, WIDTH = 3, 512
 RIDGES = (1e-3, 1e-2, 0.1, 1.0, 10.0, 100.0)
 
 
