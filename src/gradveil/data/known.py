@@ -162,11 +162,11 @@ class Bundled(Source):
 
     test_share: float
 
-    def bunch(self) -> Any:
-        raise NotImplementedError
-
     def load(self, data: Path | None) -> Dataset:
-        found = self.bunch()
+        from sklearn import datasets
+
+        settings = {"scaled": False} if self.spec_name == "diabetes" else {}
+        found = getattr(datasets, f"load_{self.spec_name}")(**settings)
         columns = {str(name): found.data[:, i] for i, name in enumerate(found.feature_names)}
         names = found.get("target_names")
         target = found.target if names is None else np.asarray(names).astype(str)[found.target]
@@ -180,11 +180,6 @@ class BreastCancer(Bundled):
 
     test_share: Between = 0.2
 
-    def bunch(self) -> Any:
-        from sklearn.datasets import load_breast_cancer
-
-        return load_breast_cancer()
-
 
 @DATASETS.register("wine")
 @dataclass(frozen=True)
@@ -193,11 +188,6 @@ class Wine(Bundled):
 
     test_share: Between = 0.2
 
-    def bunch(self) -> Any:
-        from sklearn.datasets import load_wine
-
-        return load_wine()
-
 
 @DATASETS.register("diabetes")
 @dataclass(frozen=True)
@@ -205,11 +195,6 @@ class Diabetes(Bundled):
     """Diabetes after a year, a number (``loss=mse``), by 9 columns of numbers and sex: 442 rows (Efron et al. 2004)."""
 
     test_share: Between = 0.2
-
-    def bunch(self) -> Any:
-        from sklearn.datasets import load_diabetes
-
-        return load_diabetes(scaled=False)
 
 
 HOSPITALS = ("centre", "east", "harbour", "north", "south")
