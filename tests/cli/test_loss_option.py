@@ -167,7 +167,10 @@ def test_certify_meters_the_loss(run: Run) -> None:
 
 
 BAD = {
-    ("numbers", "cross_entropy:smoothing=0.1"): "cross_entropy takes classes, whole numbers (N,); the targets are numbers from",
+    (
+        "numbers",
+        "cross_entropy:smoothing=0.1",
+    ): "cross_entropy takes classes, whole numbers (N,); the targets are numbers from",
     ("tags", "cross_entropy"): "Use the loss bce for several yes-or-no labels",
     ("yesno", "hinge"): "No loss is called 'hinge'. Known: bce, cross_entropy, dense, mse, next_token.",
     ("numbers", "bce"): "bce takes targets of 0 and 1; the targets are numbers from",
