@@ -121,8 +121,13 @@ def test_a_finished_audit_is_only_read(
     tmp_path: Path, small: AuditConfig, divide: Attack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = audit(config=small, attacks=[divide], out=tmp_path / "run")
-    for name in ("work.attempt", "audit.certificate_rows", "audit.floors", "looks.simulate"):
-        monkeypatch.setattr(f"gradveil.auditing.{name}", lambda *_, **__: pytest.fail("done twice"))
+    for name in (
+        "auditing.work.run",
+        "auditing.audit.certificate_rows",
+        "auditing.audit.floors",
+        "threats.looks.simulate",
+    ):
+        monkeypatch.setattr(f"gradveil.{name}", lambda *_, **__: pytest.fail("done twice"))
     assert audit(config=small, attacks=[divide], out=tmp_path / "run", resume=True).rows == first.rows
 
 

@@ -105,7 +105,8 @@ def test_every_tier_gets_an_answer(make: Callable[[int], nn.Module], data: objec
     found = within(tmp_path / "run", model=lambda num_classes: make(num_classes), dataset=data)
     answered(found, ALWAYS)
     plain = next(v for v in found.verdicts if v.defense == "none")
-    assert {t.tier: t.outcome for t in plain.tiers}["informed"] == "identified"
+    informed = {t.tier: t.outcome for t in plain.tiers}["informed"]
+    assert informed == ("recovered" if plain.outcome == "recovered" else "identified")  # it can do what others can
     assert "could not be assessed" not in found.headline
     if make is mlp:  # what a first layer gives away is read off at once
         assert plain.outcome == "recovered"

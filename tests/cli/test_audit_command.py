@@ -145,7 +145,7 @@ def test_a_run_that_is_interrupted_says_how_to_go_on(run: Run, monkeypatch: pyte
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gradveil.auditing.work.attempt", interrupt)
+    monkeypatch.setattr("gradveil.auditing.work.run", interrupt)
     code, _, err = run("audit", *SMALL, "--out", "run", "--json")
     assert code == 130
     assert "continue with --resume --out run" in err
