@@ -83,7 +83,6 @@ class Sequential(Engine):
     channels_last: bool = False  # memory layout; pays for convolutions with pooling on a CPU
 
     def start(self, world: World) -> Pool:
-        """Return a pool of one."""
         return _SequentialPool(world, self.channels_last)
 
 

@@ -85,7 +85,6 @@ class Processes(Engine):
     channels_last: bool = False
 
     def start(self, world: World) -> Pool:
-        """Start the workers."""
         if any(p.device.type != "cpu" for p in world.model.parameters()):
             raise GradveilError("The engine 'processes' works on the CPU. Move the model there, or use 'vectorised'.")
         return _ProcessPool(world, self.workers or available_cores(), self.channels_last)

@@ -307,7 +307,6 @@ class Vectorised(Engine):
     graph: bool | None = None  # record each step as a CUDA graph; None: on CUDA where the defence allows it
 
     def start(self, world: World) -> Pool:
-        """Move the data to the model's device."""
         reason = why_not(world)
         if reason:
             raise GradveilError(f"The engine 'vectorised' cannot be used here: {reason}. Use the engine sequential.")

@@ -127,7 +127,6 @@ class SeenInputs:
     _bytes: int = 0
 
     def attach(self, model: nn.Module) -> None:
-        """Listen to a model."""
         self._handles.append(model.register_forward_pre_hook(self._enter, with_kwargs=True))
         self._handles.append(model.register_forward_hook(self._leave))
         self._handles.append(
@@ -135,7 +134,6 @@ class SeenInputs:
         )
 
     def detach(self) -> None:
-        """Listen no more."""
         for handle in self._handles:
             handle.remove()
 

@@ -19,15 +19,12 @@ class LightningGuard(CallbackGuard, Callback):  # type: ignore[misc]
     """
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach the defence."""
         self.start(pl_module)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Detach it, and raise where nothing was defended."""
         self.stop()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Detach it."""
         self.abandon()
 
 

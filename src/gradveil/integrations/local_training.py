@@ -96,7 +96,6 @@ class CallbackGuard:
         self.report = Report()
 
     def start(self, model: nn.Module) -> None:
-        """Attach the defence."""
         part = model.get_submodule(self._module) if self._module else model
         self._guard = protect(part, self.defense, simulated=self._simulated, strict=self._strict, **self._settings)
         self.report = self._guard.report

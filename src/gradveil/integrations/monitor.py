@@ -139,7 +139,6 @@ class RunMonitor:
         return row
 
     def close(self) -> None:
-        """Let go of the folder."""
         self.folder.close()
 
 

@@ -19,11 +19,9 @@ class TransformersGuard(CallbackGuard, TrainerCallback):  # type: ignore[misc]
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Attach the defence."""
         self.start(kwargs["model"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Detach it, and raise where nothing was defended."""
         self.stop()
 
 

@@ -48,34 +48,27 @@ class GridView(Grid):  # type: ignore[misc]
         """Hear of all replies to the training messages of one call, after ``received`` and ``together``."""
 
     def set_run(self, run: Any) -> None:
-        """Set the run."""
         self._grid.set_run(run)
 
     @property
     def run(self) -> Any:
-        """The run."""
         return self._grid.run
 
     def create_message(
         self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
     ) -> Message:
-        """Create a message."""
         return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
 
     def get_node_ids(self) -> Iterable[int]:
-        """Return the nodes."""
         return list(self._grid.get_node_ids())
 
     def get_nodes(self) -> Iterable[Any]:
-        """Return what is known of the nodes."""
         return list(self._grid.get_nodes())
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send messages."""
         return list(self._grid.push_messages(self._remember(messages)))
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Fetch replies."""
         return [self._look(reply) for reply in self._grid.pull_messages(message_ids)]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:

@@ -300,13 +300,11 @@ class SecureSum(SecAggPlusWorkflow):  # type: ignore[misc]
         self.metrics: dict[int, dict[str, Any]] = {}
 
     def run(self, grid: Grid) -> None:
-        """Run the protocol to its end, or as far as it gets."""
         state = RecordDict({MAIN_CONFIGS_RECORD: ConfigRecord({WorkflowKey.CURRENT_ROUND: 1})})
         state[MAIN_PARAMS_RECORD] = record_of({})
         self(grid, LegacyContext(Context(0, 0, {}, state, {}), strategy=self, client_manager=self))
 
     def num_available(self) -> int:
-        """Return how many clients there are."""
         return len(self._asked)
 
     def configure_fit(self, *_: Any) -> list[tuple[Asked, FitIns]]:

@@ -40,7 +40,6 @@ class FedClippedAvg(flower.FedAvg):  # type: ignore[misc]
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Keep what is sent, from which changes are counted."""
         self._before = params_of(arrays)
         sent: Iterable[Message] = super().configure_train(server_round, arrays, config, grid)
         return sent
@@ -171,7 +170,6 @@ class Continued(flower.Strategy):  # type: ignore[misc]
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Say what is sent to whom."""
         sent: Iterable[Message] = self._strategy.configure_train(self.done + server_round, arrays, config, grid)
         return sent
 
@@ -185,14 +183,11 @@ class Continued(flower.Strategy):  # type: ignore[misc]
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Say what is sent to whom."""
         sent: Iterable[Message] = self._strategy.configure_evaluate(self.done + server_round, arrays, config, grid)
         return sent
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Make one record of the replies."""
         return self._strategy.aggregate_evaluate(self.done + server_round, replies)
 
     def summary(self) -> None:
-        """Log what the strategy is."""
         self._strategy.summary()
