@@ -56,7 +56,7 @@ range as standard deviation (what N(0, 1) comes to on normalised images); or fro
 
 
 Terms = Callable[[Sequence[Observation], Unknowns, Tensor, Tensor], tuple[Penalty, ...]]
-TVS = (0.3, 0.03, 1e-3)  # the grid of weights of the total variation that one is chosen from
+TVS = (0.3, 0.03)  # the grid of weights of the total variation that one is chosen from
 
 
 def no_terms(seen: Sequence[Observation], unknowns: Unknowns, owner: Tensor, tv: Tensor) -> tuple[Penalty, ...]:
