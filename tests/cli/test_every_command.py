@@ -51,6 +51,7 @@ RUNS: dict[str, list[str]] = {
     ],
     "plan": ["", "--dataset digits --model logistic", "--check flower.toml"],
     "verify": ["--model logistic --engine sequential --canaries 8 --trials 12 --seed 1"],
+    "dossier": ["run", "run --out filed", "--check filed"],
     "reproduce": ["", "claims --only nothing --data absent --out reproduced"],
     "leaderboard": ["--defense none --only floors/* --jobs 1 --out board"],
     "list": ["", "defense"],
@@ -190,7 +191,7 @@ def speaks(name: str) -> bool:
 def test_what_shows_progress_can_be_quiet(name: str) -> None:
     offered = [opt for param in shown(name) for opt in param.opts]
     assert ("--quiet" in offered) == speaks(name)
-    assert speaks(name) or name in ("report", "list")  # these are short
+    assert speaks(name) or name in ("report", "list", "dossier")  # these are short
 
 
 @pytest.mark.parametrize("colour", [{}, {"NO_COLOR": "1"}])

@@ -31,6 +31,10 @@ COMMANDS = {
     "certify": ("certify:command", "Bound what a reconstruction can reach, and say what the bound rests on."),
     "plan": ("plan:command", "From a promise to the noise that keeps it, or from a configuration to what it buys."),
     "verify": ("verify:command", "Measure a promise from outside, with canary records through the real pipeline."),
+    "dossier": (
+        "dossier:command",
+        "Write the evidence of runs for a privacy officer to file, or check such a dossier.",
+    ),
     "reproduce": (
         "gradveil_studies.cli.reproduce:command",
         "Run the tables and figures of the paper, its numbers beside ours.",

@@ -1,0 +1,406 @@
+"""A dossier for a privacy officer: the evidence of audits, plans and training runs in one folder and one page.
+
+Every field says which clauses it answers (``clauses.toml``); what no input says stands there as missing. All files are
+hashed into a manifest, which an Ed25519 key of the user's own can sign.
+"""
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from gradveil.auditing.run_folder import CONFIG, ROUNDS, ROWS, VERSIONS, RunFolder
+from gradveil.countermeasures import TIERS
+from gradveil.errors import GradveilError, SpecError
+from gradveil.files import is_leftover, read_whole, wrap_parse_errors, write_atomically
+from gradveil.report.page import fill
+from gradveil.report.plain import name_of
+from gradveil.report.summary import left_out
+from gradveil.threats.rows import best_floor, modality_of, read
+from gradveil.threats.verdict import Verdict, verdicts
+from gradveil.threats.words import UNDETECTABLE, WHO
+
+DATA, PAGE, MANIFEST, SIGNATURE, EVIDENCE = "dossier.json", "dossier.html", "manifest.json", "manifest.sig", "evidence"
+LARGEST = 2**26  # bytes of one input
+
+MEANS = {
+    "oblivious": "Reads updates as they come, without knowing the defence.",
+    "adaptive": "Has the defence's code, settings and noise law, and builds its attack on them.",
+    "informed": "Has every other record of the client besides, and a list of candidates for the one left.",
+    "multi-round": "Adds up the client's updates of many rounds.",
+    "malicious": "Chooses the weights that it sends.",
+}
+AGAIN = (
+    "the model, its size or what of it is trained changes",
+    "local training changes: records, batch size, epochs, optimizer",
+    "more rounds are run, or a client takes part more often, than is planned here",
+    "the defence, its settings or the aggregation change",
+    "a new version of gradveil adds attacks",
+)
+
+# asked once and kept: what no file of a run can say
+ABOUT = """# About the system: fill in once, keep beside the dossier. What stays empty is shown as missing.
+name = ""
+purpose = ""
+controller = ""
+roles = ""            # who runs the server, who the clients
+data_categories = ""  # e.g. "chest X-rays with a diagnosis"
+people = 0            # whose data is trained on; 0: not said
+sees = ""             # who receives what, and when; empty: what federated averaging sends
+likely = ""           # how likely each kind of attacker is here
+residual_risk = ""    # why what remains is acceptable, or is not
+next_test = ""        # a date
+signers = []          # e.g. ["Data protection officer", "Head of the study"]
+"""
+
+
+class DossierError(GradveilError):
+    """A dossier or one of its inputs that cannot be used."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field: what it says, which clauses that answers, and how to supply what is missing."""
+
+    name: str
+    title: str
+    text: str = ""  # empty: missing
+    head: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    missing: str = ""  # what to do about it
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether no input says it."""
+        return not self.text and not self.rows
+
+
+@dataclass
+class Inputs:
+    """What the inputs are, by kind."""
+
+    about: Mapping[str, Any] = field(default_factory=dict)
+    audits: list[RunFolder] = field(default_factory=list)
+    trainings: list[RunFolder] = field(default_factory=list)
+    plans: list[Mapping[str, Any]] = field(default_factory=list)
+    verified: list[Mapping[str, Any]] = field(default_factory=list)
+    evidence: dict[str, bytes] = field(default_factory=dict)  # path in the dossier -> what it holds
+
+
+def dossier(inputs: Sequence[Path], out: Path, about: Path | None = None, key: Path | None = None) -> dict[str, Any]:
+    """Write a dossier of run folders and of the JSON of ``plan`` and ``verify``; return what ``dossier.json`` holds."""
+    if out.exists() and any(not is_leftover(path) for path in out.iterdir()):
+        raise DossierError(f"{out} is not empty. Give another --out: a dossier is not written over.")
+    signer = None if key is None else _private_key(key)
+    found = _read(inputs, about)
+    made = _content(found)
+    out.mkdir(parents=True, exist_ok=True)
+    held = {DATA: (json.dumps(made, indent=2, ensure_ascii=False) + "\n").encode(), **found.evidence}
+    held[PAGE] = fill("dossier.html", made).encode()
+    for path, data in held.items():
+        (out / path).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(out / path, data)
+    hashes = {path: hashlib.sha256(data).hexdigest() for path, data in sorted(held.items())}
+    public = None if signer is None else signer.public_key().public_bytes_raw().hex()
+    manifest = json.dumps({"made": made["made"], "files": hashes, "public_key": public}, indent=2).encode()
+    write_atomically(out / MANIFEST, manifest)
+    if signer is not None:
+        write_atomically(out / SIGNATURE, signer.sign(manifest))
+    return made
+
+
+def check(folder: Path, key: Path | None = None) -> dict[str, Any]:
+    """Return whether a dossier is as it was made: files changed, missing or added, and whose signature it bears.
+
+    ``key``: the public key that must have signed it. Without one a signature only shows that nobody without the key
+    in the manifest changed it since.
+    """
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    with wrap_parse_errors(folder / MANIFEST, DossierError, "Give the folder of a dossier as it was made."):
+        manifest = read_whole(folder / MANIFEST, LARGEST)
+        told = json.loads(manifest)
+        hashes: dict[str, str] = dict(told["files"])
+        public = told["public_key"] and bytes.fromhex(told["public_key"])
+    there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    there -= {MANIFEST, SIGNATURE}
+    changed = [n for n in sorted(there & hashes.keys()) if _hash(folder / n) != hashes[n]]
+    signature = "none"
+    if public or key is not None:
+        expected = public if key is None else _public_key(key)
+        try:
+            Ed25519PublicKey.from_public_bytes(expected).verify(read_whole(folder / SIGNATURE, 1024), manifest)
+            signature = "valid" if key is not None else "valid, by the key that the manifest names"
+        except (InvalidSignature, OSError, ValueError):
+            signature = "invalid"
+    found: dict[str, Any] = {"changed": changed, "missing": sorted(hashes.keys() - there)}
+    found |= {"added": sorted(there - hashes.keys()), "signature": signature, "key": public and public.hex()}
+    intact = not any(found[k] for k in ("changed", "missing", "added")) and signature != "invalid"
+    return found | {"intact": intact and (key is None or signature == "valid")}
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(read_whole(path, LARGEST)).hexdigest()
+
+
+def _private_key(path: Path) -> Any:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    hint = "Make one: openssl genpkey -algorithm ed25519 -out key.pem."
+    with wrap_parse_errors(path, DossierError, hint):
+        try:
+            found = load_pem_private_key(read_whole(path, 2**16), None)
+        except TypeError:
+            raise DossierError(f"{path} is encrypted. Give a key without a pass phrase.") from None
+    if not isinstance(found, Ed25519PrivateKey):
+        raise DossierError(f"{path} is no Ed25519 key. {hint}")
+    return found
+
+
+def _public_key(path: Path) -> bytes:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+    hint = "Give the public key: openssl pkey -in key.pem -pubout -out key.pub."
+    with wrap_parse_errors(path, DossierError, hint):
+        found = load_pem_public_key(read_whole(path, 2**16))
+    if not isinstance(found, Ed25519PublicKey):
+        raise DossierError(f"{path} is no Ed25519 key. {hint}")
+    return found.public_bytes_raw()
+
+
+def _read(inputs: Sequence[Path], about: Path | None) -> Inputs:
+    """Return the inputs by kind, with the files that are kept as evidence."""
+    found = Inputs()
+    for number, path in enumerate(inputs, 1):
+        place = f"{EVIDENCE}/{number}-{path.resolve().name}"
+        if path.is_dir():
+            run = RunFolder.open(path)
+            kind = found.audits if run.rows else found.trainings if (path / ROUNDS).exists() else None
+            if kind is None:
+                raise DossierError(f"{path} is neither an audit nor a training run. Give the folder of a finished run.")
+            kind.append(run)
+            for name in (CONFIG, VERSIONS, ROWS, ROUNDS):
+                if (path / name).is_file():
+                    found.evidence[f"{place}/{name}"] = read_whole(path / name, LARGEST)
+            continue
+        with wrap_parse_errors(path, DossierError, "Give a run folder, or what plan or verify printed with --json."):
+            found.evidence[place] = read_whole(path, LARGEST)
+            told = json.loads(found.evidence[place])
+        if not isinstance(told, dict) or not {"mu_proved", "whole_run"} & told.keys():
+            raise DossierError(f"{path} is not what plan or verify print with --json. Give that, or a run folder.")
+        (found.verified if "mu_proved" in told else found.plans).append(told)
+    if about is not None:
+        with wrap_parse_errors(
+            about, DossierError, "Write one: gradveil dossier --about FILE makes it with its questions."
+        ):
+            text = read_whole(about, 2**20)
+            found.about = tomllib.loads(text.decode())
+        if unknown := found.about.keys() - tomllib.loads(ABOUT).keys():
+            raise SpecError(
+                f"{about} has no use for {', '.join(sorted(unknown))}. Known: {', '.join(tomllib.loads(ABOUT))}."
+            )
+        found.evidence[f"{EVIDENCE}/about.toml"] = text
+    return found
+
+
+def _content(found: Inputs) -> dict[str, Any]:
+    """Return the whole dossier as plain data."""
+    table = tomllib.loads((files("gradveil.report") / "clauses.toml").read_text("utf-8"))
+    fields = [*_of_system(found), *_of_audits(found), *_of_proofs(found), *_of_measures(found), *_of_end(found)]
+    name = found.about.get("name") or "a federated learning system"
+    return {
+        "title": f"Resistance to extraction: {name}",
+        "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "missing": [one.title for one in fields if one.is_missing],
+        "fields": [
+            asdict(one) | {"is_missing": one.is_missing, "clauses": table["fields"][one.name]} for one in fields
+        ],
+        "clauses": table["clauses"],
+        "inputs": {path: hashlib.sha256(data).hexdigest() for path, data in found.evidence.items()},
+        "note": "This is evidence of tests and proofs. It is no finding that data or model are anonymous.",
+    }
+
+
+def _of_system(found: Inputs) -> list[Field]:
+    said = found.about
+    ask = "fill in --about"
+    system = [(k.capitalize(), str(said[k])) for k in ("name", "purpose", "controller", "roles") if said.get(k)]
+    data = [("Categories", said["data_categories"])] if said.get("data_categories") else []
+    data += [("People", f"{said['people']:,}")] if said.get("people") else []
+    runs = [run for run in (*found.audits, *found.trainings)]
+    data += [("Audited as", str(run.settings["dataset"])) for run in runs[:1] if run.settings.get("dataset")]
+    sees = said.get("sees") or (
+        "By federated averaging: each round the server sends weights to some clients, each trains on its records and "
+        "returns its update; the server sees every update by itself, unless secure aggregation gives it sums alone."
+    )
+    keys = ("model", "partition", "rounds", "clients", "epochs", "batch_size", "lr", "optimizer", "loss", "weights")
+    training = [(k.replace("_", " "), str(runs[0].settings[k])) for k in keys if runs and runs[0].settings.get(k)]
+    return [
+        Field("system", "System and roles", rows=system, missing=ask),
+        Field("data", "Data and people", rows=data, missing=ask),
+        Field("sees", "Who sees what, and when", sees),
+        Field("training", "Model and training", rows=training, missing="give the folder of an audit or a training run"),
+    ]
+
+
+def _of_audits(found: Inputs) -> list[Field]:
+    """Return what attacks found: by tier, what was not tried, controls, worst and typical record."""
+    tried: list[list[str]] = []
+    left: list[list[str]] = []
+    controls: list[list[str]] = []
+    records: list[list[str]] = []
+    for run in found.audits:
+        rows, floor = run.rows, best_floor(run.rows)
+        for v in verdicts(rows):
+            if v.defense != "none":
+                tried += _tier_rows(v, rows)
+                out = [tier for tier in TIERS if tier not in {t.tier for t in v.tiers if t.outcome != "not_run"}]
+                left += [[f"{WHO[tier]} on {name_of(v.defense)}", "not run in this audit"] for tier in out]
+            control = [t for t in v.tiers if v.defense == "none" and t.line is not None]
+            controls += [["No defence", WHO[t.tier], t.text] for t in control]
+        left += [[what, why] for what, why in left_out(rows)]
+        if floor is not None:
+            low, high = floor.error.low, floor.error.high
+            controls.append(
+                [f"Blind guess ({floor.guess})", "-", f"error {floor.error.mean:.3g} [{low:.3g}, {high:.3g}]"]
+            )
+        best: dict[tuple[str, int], float] = {}
+        for m in read(rows, "attack"):
+            if m.known and m.defense != "none":
+                best[m.defense, m.example] = min(m.error, best.get((m.defense, m.example), float("inf")))
+        for defense in dict.fromkeys(name for name, _ in best):
+            errors = [error for (name, _), error in best.items() if name == defense]
+            blind = "-" if floor is None else f"{floor.error.mean:.3g}"
+            one = modality_of(rows).one
+            cells = [f"{min(errors):.3g}", f"{median(errors):.3g}", blind, f"{len(errors)} {one}s"]
+            records.append([name_of(defense), *cells])
+    ask = "give the folder of an audit"
+    return [
+        Field(
+            "adversaries", "Adversaries, what they tried and what they got",
+            head=("Defence", "Server and its means", "Result", "Strongest attack"), rows=tried, missing=ask,
+        ),
+        Field(
+            "not_tried", "Not tried, and why", "" if left or not found.audits else "All that was planned was run.",
+            ("What", "Why"), left, ask,
+        ),
+        Field(
+            "controls", "Controls", "An attack that fails without a defence too says nothing." if controls else "",
+            ("Control", "Server", "Result with its interval"), controls, ask,
+        ),
+        Field(
+            "records", "Worst and typical record",
+            "For each record the best of all attacks, as the truth picks it; lower is closer." if records else "",
+            ("Defence", "Lowest error", "Median error", "Blind guess", "Of"), records, ask,
+        ),
+    ]  # fmt: skip
+
+
+def _tier_rows(v: Verdict, rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return a row for each tier, those that were not run among them."""
+    ran = {t.tier: t for t in v.tiers}
+    table = []
+    for tier in TIERS:
+        one = ran.get(tier)
+        seconds = sum(r.get("seconds") or 0.0 for r in rows if r["kind"] == "attack" and r.get("tier") == tier)
+        by = "-" if one is None or one.line is None else f"{one.line.attack}"
+        by += f", {seconds:.0f} s in all" if seconds else ""
+        text = "Not run." if one is None else one.text
+        result = f"{text[:1].upper()}{text[1:]}"
+        table.append([name_of(v.defense), f"{WHO[tier]}. {MEANS[tier]}", result, by])
+    return table
+
+
+def _of_proofs(found: Inputs) -> list[Field]:
+    """Return what is proved with its unit and conditions, the whole run, the generator, and what was measured."""
+    proofs = [(v, v.proved) for run in found.audits for v in verdicts(run.rows) if v.defense != "none"]
+    held = [[name_of(v.defense), f"{p.text[:1].upper()}{p.text[1:]}.", " ".join(p.conditions)] for v, p in proofs]
+    for plan in found.plans:
+        held.append(["as planned", str(plan["theorem"]), " ".join(map(str, plan["assumptions"]))])
+    if any(p.holds for _, p in proofs) or found.plans:
+        unit = "Unit: one record of one client. Neighbours: the record set to zero in its slot. "
+        unit += "Trust: as each row's tier says; the server may choose the weights and know every other record."
+    else:
+        unit = ""
+    spent = []
+    for run in found.trainings:
+        last = run.rounds[-1] if run.rounds else {}
+        if isinstance(last.get("spent"), int | float):
+            spent.append([str(run.path.name), f"{len(run.rounds)} rounds", f"μ = {last['spent'] ** 0.5:.3g}", "spent"])
+    for plan in found.plans:
+        whole = plan["whole_run"]
+        words = f"μ = {whole['mu']:.3g}, ε = {whole['epsilon']:.3g} at δ = {whole['delta']:g}"
+        words += f"; a blind guess of {whole['blind_guess']:g} becomes at most {whole['guess']:.2g}"
+        spent.append(["plan", f"{plan['run']['rounds']} rounds", words, "planned"])
+    told = [row for run in found.audits for row in run.rows] + [row for run in found.trainings for row in run.rounds]
+    said = sorted({str(row["noise"]) for row in told if row.get("noise")})
+    measured = [
+        [str(v.get("defense") or v.get("trainer")), f"{v['mu_proved']:.3g}",
+         f"{v['mu_measured']:.3g} [{v['low']:.3g}, {v['high']:.3g}]", str(v["verdict"])]
+        for v in found.verified
+    ]  # fmt: skip
+    return [
+        Field("proved", "What is proved", unit, ("Defence", "Bound", "Conditions"), held, "give an audit or a plan"),
+        Field(
+            "composition", "The whole run", "", ("Source", "Rounds", "Sum", "Is"), spent,
+            "give plan --json, or a training run under an accounted defence",
+        ),
+        Field(
+            "generator", "Noise and arithmetic",
+            f"Noise in these runs: {', '.join(said)}. Secret noise is ChaCha20 under keys of the operating system, and "
+            "the noisy sum is rounded to a public grid; simulated noise can be drawn again from its seed and protects "
+            "nobody." if said else "", missing="give a training run or an audit of a defence that draws noise",
+        ),
+        Field(
+            "measured", "Measured from outside", "", ("Of", "μ proved", "μ measured", "Verdict"), measured,
+            "give verify --json",
+        ),
+    ]  # fmt: skip
+
+
+def _of_measures(found: Inputs) -> list[Field]:
+    """Return what each defence costs in accuracy."""
+    cost = []
+    for run in found.audits:
+        for v in verdicts(run.rows):
+            if v.defense != "none" and v.accuracy is not None and v.baseline is not None:
+                cost.append([name_of(v.defense), f"{v.baseline:.3f}", f"{v.accuracy:.3f}", v.scored_by])
+    plain = [r for r in found.trainings if r.settings.get("defense", "none") == "none" and r.rounds]
+    for run in found.trainings:
+        if run not in plain and run.rounds:
+            before = f"{plain[0].rounds[-1].get('accuracy', float('nan')):.3f}" if plain else "not given"
+            after = run.rounds[-1].get("accuracy")
+            cost.append(
+                [name_of(str(run.settings["defense"])), before, "-" if after is None else f"{after:.3f}", "accuracy"]
+            )
+    return [
+        Field(
+            "measures", "Measures and what they cost", "", ("Measure", "Without", "With", "Scored by"), cost,
+            "give training runs with and without the defence, or an audit that trains",
+        )
+    ]  # fmt: skip
+
+
+def _of_end(found: Inputs) -> list[Field]:
+    said = found.about
+    judged = [v for run in found.audits for v in verdicts(run.rows) if v.defense != "none"]
+    remains = [[name_of(v.defense), f"{v.text[:1].upper()}{v.text[1:]}", v.proved.said] for v in judged]
+    text = str(said.get("residual_risk") or "")
+    text += (" " if text else "") + UNDETECTABLE if judged or text else ""
+    likely = [["How likely attackers are", str(said["likely"]), ""]] if said.get("likely") else []
+    again = [[f"When {why}."] for why in AGAIN] + ([[f"On {said['next_test']}."]] if said.get("next_test") else [])
+    signers = [[str(who), "", ""] for who in said.get("signers", ())] or [["", "", ""]]
+    return [
+        Field("residual", "What remains", text, ("Of", "Found", "Proved"), [*likely, *remains], "fill in --about"),
+        Field("again", "When to test again", rows=again),
+        Field("sign_off", "Sign-off", head=("Role and name", "Date", "Signature"), rows=signers),
+    ]
