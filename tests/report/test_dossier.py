@@ -98,7 +98,7 @@ def test_a_dossier_says_what_was_tried_found_proved_and_spent(runs: Path, comman
     adaptive = next(row for row in rows["adversaries"] if "Adaptive server" in row)
     assert "analytic" in adaptive
     assert "images back" in adaptive
-    assert any("Malicious server" in row and "Not run" in row for row in rows["adversaries"])
+    assert any("Malicious server" in row and "Was not run" in row for row in rows["adversaries"])
     assert any("Malicious server on" in row for row in rows["not_tried"])
     assert any(row.startswith("No defence") for row in rows["controls"])
     assert any(row.startswith("Blind guess") for row in rows["controls"])
