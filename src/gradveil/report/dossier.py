@@ -15,16 +15,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from gradveil.auditing.gate import left_out
 from gradveil.auditing.run_folder import CONFIG, ROUNDS, ROWS, VERSIONS, RunFolder
 from gradveil.countermeasures import TIERS
 from gradveil.errors import GradveilError, SpecError
 from gradveil.files import is_leftover, read_whole, wrap_parse_errors, write_atomically
 from gradveil.report.page import fill
 from gradveil.report.plain import name_of
-from gradveil.report.summary import left_out
 from gradveil.threats.rows import best_floor, modality_of, read
-from gradveil.threats.verdict import Verdict, verdicts
-from gradveil.threats.words import UNDETECTABLE, WHO
+from gradveil.threats.verdict import UNDETECTABLE, WHO, Verdict, verdicts
 
 DATA, PAGE, MANIFEST, SIGNATURE, EVIDENCE = "dossier.json", "dossier.html", "manifest.json", "manifest.sig", "evidence"
 LARGEST = 2**26  # bytes of one input
