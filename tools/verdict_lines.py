@@ -165,7 +165,7 @@ def theorems(folder: Path) -> Line:
     """Both theorems, as printed and sound."""
     one = _verdicts("bounds", "as printed (local), bounds the error of the server", folder)
     (sound,) = _verdicts("bounds", "(global/box), bounds the error", folder)
-    says = ", ".join(f"{v.ours} ({'knowing' if 'that knows' in v.claim else 'oblivious'} server)" for v in one)
+    says = ", ".join(f"{v.ours} ({'adaptive' if 'that knows' in v.claim else 'oblivious'} server)" for v in one)
     text = (
         f"kept by {says}. A [sound version](../theory/certificates.md) is kept by {sound.ours}, for a server that "
         "inverts r', and is far smaller. Theorem 2 has a [counterexample](../theory/convergence.md)"
