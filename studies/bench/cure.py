@@ -86,6 +86,8 @@ class World:
     epochs: int = 1
     dims: Sequence[int] = (100, 150, 200, 300, 400)
     score: str = "accuracy"
+    rates: Sequence[float] = (1.0, 3.0, 10.0, 30.0)
+    clips: Sequence[float] = (0.1, 0.3, 0.6)
     aside: int = 5000  # records that nobody holds, beside the public ones, at most
     more: Sequence[int] = ()  # directions that the undefended run may have beside them
     tuning: int = 1  # seeds that settings are chosen on: more where few records are held out
@@ -317,13 +319,13 @@ class Scene:
 
 
 STEPS = {"undefended": "none", "defended": "veil:z=1,clip=0.3"}
-RATES, SMALL_RATES = (1.0, 3.0, 10.0, 30.0), (0.1, 0.3, 1.0, 3.0)
-CLIPS = (0.1, 0.3, 0.6)
+SMALL_RATES = (0.1, 0.3, 1.0, 3.0)  # of batches of 32
 
 
 def tried(scenes: Sequence[Scene], promise: Promise) -> list[tuple[Choice, float]]:
     """Return what was tried for a row and its mean score on held-out records: 12 rates and clips, then directions."""
-    dims = scenes[0].rows.world.dims
+    world = scenes[0].rows.world
+    dims = world.dims
     middle = dims[len(dims) // 2]
 
     def scored(choices: Sequence[Choice]) -> list[tuple[Choice, float]]:
@@ -331,12 +333,12 @@ def tried(scenes: Sequence[Scene], promise: Promise) -> list[tuple[Choice, float
         return [(choice, fmean(some)) for choice, some in zip(choices, zip(*each, strict=True), strict=True)]
 
     if promise.z_run:
-        found = scored([Choice(lr, clip, middle) for lr in RATES for clip in CLIPS])
+        found = scored([Choice(lr, clip, middle) for lr in world.rates for clip in world.clips])
     else:
-        found = scored([Choice(lr, clip, middle) for lr in RATES for clip in (0.3, inf)])
+        found = scored([Choice(lr, clip, middle) for lr in world.rates for clip in (0.3, inf)])
         found += scored([Choice(lr, inf, middle, 32) for lr in SMALL_RATES])
     best = max(found, key=lambda one: one[1])[0]
-    for other in (*dims, *(() if promise.z_run else scenes[0].rows.world.more)):
+    for other in (*dims, *(() if promise.z_run else world.more)):
         found += scored([replace(best, dims=other)]) if other != middle else []
     return found
 
@@ -393,6 +395,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--product", type=int, nargs="*", default=[], help="Seeds that the product trains, too.")
     parser.add_argument("--promises", nargs="*", default=[], help="By name; none: all of them.")
+    for key, kind in (("rates", float), ("clips", float), ("dims", int)):
+        parser.add_argument(f"--{key}", type=kind, nargs="*", help="To try, in place of the world's own.")
     parser.add_argument("--predict", action="store_true", help="Only rehearse the rows that are there.")
     parser.add_argument("--data")
     parser.add_argument("--first", type=int, default=0, help="Training records that are dealt out, from the first.")
@@ -408,7 +412,8 @@ def main() -> None:
         return
     for name in given.only:
         kept = json.loads(given.out.read_text())["rows"] if given.out.exists() else []
-        rows = Rows.make(WORLDS[name], given.data, given.first)
+        tries = {key: vars(given)[key] for key in ("rates", "clips", "dims") if vars(given)[key]}
+        rows = Rows.make(replace(WORLDS[name], **tries), given.data, given.first)
         mine = [row for row in kept if row["world"] == name]
         if given.predict:
             scenes = [Scene(rows, seed) for seed in mine[0]["seeds"]]
