@@ -161,8 +161,8 @@ def from_hub(name: str, train: Any, test: Any = None, settings: "Folder | None" 
         )
     if text is None:
         found = own.decoded_tables(train, test)
-        splits = [Split(images, torch.from_numpy(labels)) for images, labels in (found.train, found.test)]
-        return Dataset(name, *splits, found.class_names, levels=found.levels)
+        kept, aside = (Split(images, torch.from_numpy(labels)) for images, labels in (found.train, found.test))
+        return Dataset(name, kept, aside, found.class_names, levels=found.levels)
     tables = [train] if test is None else [train, test]
     label = next((n for n in (own.label, *_LABEL_NAMES) if n in train.column_names), None)
     texts = [one or "" for table in tables for one in table.column(text).to_pylist()]
