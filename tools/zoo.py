@@ -2,7 +2,8 @@
 
     python tools/zoo.py [NAME ...] [--full] [--device cuda] [--workers 2] [--out FOLDER]
 
-A broken defence is exposed where images are recovered or recognised in the tier that its truth names, or where its
+Each is attacked with newton first; what that does not expose, and what is sound, by the whole panel. A broken defence
+is exposed where images are recovered or recognised in the tier that its truth names, or where its
 declaration is found to be false and "nothing found" is not said. A sound one is accused where images are recovered or
 recognised by a server that is oblivious or knows, or where its declaration is called false. The exit code is 1 where a
 broken one is not exposed, or a sound one is accused.
@@ -27,7 +28,7 @@ from gradveil.countermeasures import TIERS
 from gradveil.threats.rows import Line
 from gradveil.threats.setup import AuditConfig
 from gradveil.threats.verdict import Verdict
-from zoo.keeper import BROKEN, HALVES, SCENE, Kept, is_right, names, opened
+from zoo.keeper import BROKEN, FIRST, HALVES, SCENE, Kept, is_right, names, opened
 
 GROUP = 6  # defences that are audited together
 FULL = (
@@ -49,6 +50,8 @@ class Result:
     outcomes: dict[str, str]  # by tier
     by: str  # the strongest server and its attack
     errors: tuple[str, ...]  # declarations that were found to be false
+    probe: str  # what running it found, first of all
+    reason: str  # why it cannot be exposed, where that is so
     wrong: bool  # whether this is not the truth
     seconds: float  # its share of the audit of its group
 
@@ -61,10 +64,11 @@ def judge(group: Sequence[str], config: AuditConfig, out: Path) -> list[Result]:
         run = audit(defenses=group, config=config, out=out / f"{config.dataset}-{config.examples}-{group[0]}")
         found = {verdict.defense: verdict for verdict in run.verdicts}
     seconds = (time.monotonic() - begun) / len(group)
-    return [_result(kept[name], scene, found[name], seconds) for name in group]
+    notes = {row["defense"]: tuple(row["notes"]) for row in run.rows if row["kind"] == "probe"}
+    return [_result(kept[name], scene, found[name], notes.get(name, ()), seconds) for name in group]
 
 
-def _result(kept: Kept, scene: str, verdict: Verdict, seconds: float) -> Result:
+def _result(kept: Kept, scene: str, verdict: Verdict, notes: tuple[str, ...], seconds: float) -> Result:
     truth, tiers = kept.truth, {judged.tier: judged for judged in verdict.tiers}
     best = tiers["adaptive" if tiers["adaptive"].outcome in BROKEN else truth.tier]
     return Result(
@@ -76,6 +80,8 @@ def _result(kept: Kept, scene: str, verdict: Verdict, seconds: float) -> Result:
         {tier: judged.outcome for tier, judged in tiers.items()},
         _by(best.line),
         verdict.errors,
+        (verdict.errors or notes or ("-",))[0],
+        truth.undetectable,
         not is_right(kept, verdict),
         seconds,
     )
@@ -94,21 +100,50 @@ def results(wanted: Sequence[str], scenes: Iterable[AuditConfig], workers: int, 
         mine = [name for name in wanted if name in names(folder)]
         count = -(-len(mine) // GROUP)
         groups += [mine[i::count] for i in range(count)]
+    again: dict[str, list[str]] = {}
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(judge, group, scene, out) for scene in scenes for group in groups]):
-            yield from done.result()
+
+        def judged(work: Sequence[tuple[Sequence[str], AuditConfig]]) -> Iterator[Result]:
+            done = [pool.submit(judge, group, scene, out / f"{i}") for i, (group, scene) in enumerate(work)]
+            for one in as_completed(done):
+                yield from one.result()
+
+        quick = [(group, scene) for scene in scenes for group in groups if group[0] not in names("sound")]
+        for result in judged(
+            [(group, replace(scene, tiers=FIRST.tiers, attacks=FIRST.attacks)) for group, scene in quick]
+        ):
+            if result.wrong and not result.reason:
+                again.setdefault(result.name, []).append(result.scene)
+            else:
+                yield result
+        left = [name for name in wanted if name in again]
+        rest = [left[i : i + GROUP] for i in range(0, len(left), GROUP)]
+        rest += [group for group in groups if group[0] in names("sound")]
+        yield from judged([(group, scene) for scene in scenes for group in rest])
 
 
 def table(found: Iterable[Result]) -> str:
     """Return what was found as a table, the wrong ones marked, and below it what is said of declarations."""
-    head = ["", "defence", "family", "declares", "truth", *TIERS, "by", "errors", "s"]
+    head = ["", "defence", "family", "declares", "truth", *TIERS, "by", "errors, probe", "s"]
     rows, said = [head], []
     for r in found:
         truth = "sound" if r.sound else "broken"
         mark = "WRONG" if r.wrong else ""
+        took = f"{r.seconds:.0f}"
         outcomes = [r.outcomes.get(tier, "") for tier in TIERS]
         rows.append(
-            [mark, r.name, r.family, r.declares, truth, *outcomes, r.by, str(len(r.errors)), f"{r.seconds:.0f}"]
+            [
+                mark,
+                r.name,
+                r.family,
+                r.declares,
+                truth,
+                *outcomes,
+                r.by,
+                str(len(r.errors)),
+                r.probe[:100],
+                f"{r.seconds:.0f}",
+            ]
         )
         said += [f"{r.name}: {text}" for text in r.errors]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
@@ -119,9 +154,13 @@ def table(found: Iterable[Result]) -> str:
 def summary(found: Sequence[Result]) -> str:
     """Return the last line: whether every broken defence was exposed, and whether a sound one was accused."""
     broken, sound = ([r for r in found if r.sound is kind] for kind in (False, True))
-    missed, accused = ([r.name for r in part if r.wrong] for part in (broken, sound))
-    said = f"{len(broken) - len(missed)} of {len(broken)} broken defences exposed"
+    accused = [r.name for r in sound if r.wrong]
+    beyond = [f"{r.name}: {r.reason}" for r in broken if r.wrong and r.reason]
+    missed = [r.name for r in broken if r.wrong and not r.reason]
+    count = len(broken) - len(beyond)
+    said = f"{count - len(missed)} of {count} broken defences that can be found are exposed"
     said += f" (missed: {', '.join(missed)})" if missed else ""
+    said += f"; {len(beyond)} stay unfound, as they must ({' '.join(beyond)})" if beyond else ""
     said += f"; {len(accused)} of {len(sound)} sound ones accused"
     return said + (f" ({', '.join(accused)})." if accused else ".")
 
@@ -155,7 +194,7 @@ def main() -> int:
     found.sort(key=lambda r: (r.scene, r.sound, r.family, r.name))
     print(table(found))
     print(f"{summary(found)} {time.monotonic() - begun:.0f} seconds.")
-    return int(any(r.wrong for r in found))
+    return int(any(r.wrong and not r.reason for r in found))
 
 
 if __name__ == "__main__":

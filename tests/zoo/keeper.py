@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from gradveil.tree import Params
 
 FOLDER = Path(__file__).parent
 SCENE = AuditConfig(rounds=1, clients=1, images=5, meter_seconds=0)  # that a verdict on the zoo is of, in short
+FIRST = replace(SCENE, tiers=("oblivious", "adaptive", "multi-round"), attacks=("newton",))  # what is tried first
 BROKEN = ("recovered", "recognised", "identified")  # outcomes that expose a defence
 STD = 5.0  # of the noise of broken ones: far more than what is under it
 HALVES = ("broken", "unseen", "sound")
@@ -41,6 +42,7 @@ class Truth:
     declares: str  # the countermeasures that its author declares, by name
     tier: Tier = "adaptive"  # of the server that must expose it: "multi-round" where the flaw shows over rounds only
     repeats: bool = True  # whether all that it draws comes from the generator it is given, as the contract asks
+    undetectable: str = ""  # why running it cannot show what is wrong, where that is so
 
 
 @dataclass(frozen=True)
