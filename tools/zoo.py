@@ -129,7 +129,6 @@ def table(found: Iterable[Result]) -> str:
     for r in found:
         truth = "sound" if r.sound else "broken"
         mark = "WRONG" if r.wrong else ""
-        took = f"{r.seconds:.0f}"
         outcomes = [r.outcomes.get(tier, "") for tier in TIERS]
         rows.append(
             [

@@ -169,7 +169,7 @@ class _Probe:
         flaws = flaws if hidden is None else [hidden, *flaws]
         errors = self._errors(acted, batch, inside, true[0], seen, channel, drawn, flaws)
         sent, missing = self._clients(drawn, acted.drawn or batch.drawn)
-        errors += [*sent, *missing]
+        errors += [*sent, *missing, *([] if errors or not acted.keyed else [f"{acted.error.capitalize()}."])]
         trusted = not errors and any(server.name not in PLAIN for server in self.declared)
         simulated = any(_runs_on_trials(view, true[0]) for view in views)
         covered = [
@@ -202,7 +202,7 @@ class _Probe:
             long.append(float(flatten(plain.gradient).norm()))
         errors = [f"Beside the numbers it sends {one}." for one in list(said)[:3]]
         sizes = torch.tensor([away, [a / max(g, 1e-30) for a, g in zip(away, long, strict=True)]])
-        bare = (sizes < 0.2 * sizes.median(1, keepdim=True).values).all(0).nonzero().flatten().tolist()
+        bare = (sizes < 0.1 * sizes.quantile(0.75, 1, keepdim=True)).all(0).nonzero().flatten().tolist()
         still = [i for i in bare[:4] if _apart([self._whole(clients[i], s) for s in drawn[:16]]) < 0.2 * max(away)]
         if not changes or not still:
             return errors, []

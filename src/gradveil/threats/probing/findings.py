@@ -45,6 +45,7 @@ class Found:
     silent: bool = False  # nothing of the gradient is sent
     only_noise: bool = False  # the view knows of noise and nothing else
     error: str = ""  # what is wrong with calling it independent noise
+    keyed: bool = False  # whether that is so whatever is declared
     changed: tuple[str, ...] = ()  # the tensors that it reaches
 
 
@@ -165,16 +166,16 @@ class Explorer:
         said = f"its seeds have no more than {bits} bits, which a server tries"
         what = f"All that it draws follows from a seed of {bits} bits"
         known = affine(self.channel, forced[0], self.examples)
-        began = time.monotonic()
+        began = time.process_time()
         affine(self.channel, forced[1], self.examples, known)
-        cost = (time.monotonic() - began) * 2**bits
+        cost = (time.process_time() - began) * 2**bits
         if known is None or cost > SEARCH:
-            return Found(f"{what}.", None, None, False, True, error=said)
+            return Found(f"{what}.", None, None, False, True, error=said, keyed=True)
         if 2**bits <= KEPT / (3 * len(v)):
             view = self._undo(lambda: (replace(first, forced=i) for i in range(2**bits)))
-            return Found(f"{what}: {known.what}.", view, drawn=True, error=said)
+            return Found(f"{what}: {known.what}.", view, drawn=True, error=said, keyed=True)
         view = self._searched(bits) if known.adds and bits <= MOST_BITS else None
-        return Found(f"{what}: {known.what}.", view, None, view is not None, True, error=said)
+        return Found(f"{what}: {known.what}.", view, None, view is not None, True, error=said, keyed=True)
 
     def _searched(self, bits: int) -> View:
         """Return the view that takes off what the seed adds under which an update looks most like public ones."""

@@ -209,8 +209,16 @@ class Seeding:
             return lambda seed=None, *rest, **more: make(noted(seed), *rest, **more)
 
         made: list[tuple[Any, str, Any]] = [(torch, "Generator", Noted), (torch, "manual_seed", of(torch.manual_seed))]
-        made += [(np.random, name, of(getattr(np.random, name))) for name in ("default_rng", "RandomState", "seed")]
-        return [*made, *((random, name, of(getattr(random, name))) for name in ("Random", "seed"))]
+        made += [(np.random, name, of(getattr(np.random, name))) for name in ("default_rng", "seed")]
+
+        def kind(base: Any) -> Any:  # a class, since others ask whether something is one
+            def begun(self: Any, seed: Any = None) -> None:
+                base.__init__(self, noted(seed))
+
+            return type(base.__name__, (base,), {"__init__": begun, "__new__": lambda cls, *rest: base.__new__(cls)})
+
+        made += [(np.random, "RandomState", kind(np.random.RandomState)), (random, "Random", kind(random.Random))]
+        return [*made, (random, "seed", of(random.seed))]
 
 
 @contextmanager
@@ -299,7 +307,8 @@ class DefenseFunction:
             tree = state.on_gradient(tree, rng)
         if self.where == "gradient" and self.like.num_steps > 1:
             return tree  # of one step among several
-        return state.on_update(replace(self.like, gradient=tree), rng).gradient
+        sent = state.on_update(replace(self.like, gradient=tree), rng).gradient
+        return {name: value for name, value in sent.items() if name in self.like.gradient}
 
 
 def wire_form(update: Update, agreed: Update, model: nn.Module) -> Update:
@@ -317,7 +326,7 @@ def wire_form(update: Update, agreed: Update, model: nn.Module) -> Update:
 
 def beside(update: Update, plain: Update) -> list[str]:
     """Return what an update holds that one of the same client without a defence has not, in words."""
-    found, whole = list[str](), 64 + sum(g.nbytes for g in plain.gradient.values())
+    found, whole = list[str](), sum(g.nbytes + 512 for g in plain.gradient.values())
     more = [n for n in (*update.gradient, *update.buffers) if n not in plain.gradient and n not in plain.buffers]
     if more:
         found.append(f"{len(more)} tensors that the model has not ({more[0]}, ...)")
@@ -326,10 +335,11 @@ def beside(update: Update, plain: Update) -> list[str]:
         like = plain.gradient.get(name, sent)
         if sent.dtype != like.dtype:
             kinds.setdefault("type", f"{name} in {str(sent.dtype)[6:]} where {str(like.dtype)[6:]} is agreed")
-        elif sent.untyped_storage().nbytes() > max(whole, 2 * sent.nbytes):
-            kinds.setdefault("storage", f"{name} as a part of storage that is longer")
         elif type(sent) is not Tensor or vars(sent):
             kinds.setdefault("attributes", f"attributes of {name}")
+    stores = {g.untyped_storage().data_ptr(): g.untyped_storage().nbytes() for g in update.gradient.values()}
+    if not more and "type" not in kinds and sum(stores.values()) > whole:
+        kinds["storage"] = "tensors that are parts of longer storage"
     found += kinds.values()
     for name in ("num_examples", "num_steps", "lr", "batch_size", "rule"):
         if getattr(update, name) != getattr(plain, name):

@@ -48,31 +48,29 @@ class Flaw:
 
 
 class _Injected(TorchFunctionMode):
-    """Within, normal numbers come from a vector; without one they are counted, and are zero."""
+    """Within, normal numbers come from a vector, but for calls that are public; without one they are counted."""
 
-    def __init__(self, given: Tensor | None = None) -> None:
+    def __init__(self, given: Tensor | None = None, public: frozenset[int] = frozenset()) -> None:
         super().__init__()
-        self.given, self.used = given, 0
+        self.given, self.public, self.used, self.calls = given, public, 0, list[tuple[float, ...]]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.Tensor.normal_:
-            mean, std = ([*args[1:], 0.0, 1.0][:2]) if len(args) > 1 else (kwargs.get("mean", 0), kwargs.get("std", 1))
-            return args[0].copy_(mean + std * self._next(args[0].shape).to(args[0]))
-        if func is torch.normal:
-            made = func(*args, **kwargs)
-            mean, std = (*args, kwargs.get("std", 1.0))[:2] if args else (kwargs["mean"], kwargs.get("std", 1.0))
-            return mean + std * self._next(made.shape).to(made)
-        if func in (torch.randn, torch.randn_like):
-            made = func(*args, **kwargs)  # so that a generator moves on as it does otherwise
-            return self._next(made.shape).to(made)
-        return func(*args, **kwargs)
-
-    def _next(self, shape: torch.Size) -> Tensor:
-        begun, self.used = self.used, self.used + shape.numel()
-        if self.given is None:
-            return torch.zeros(shape)
-        return self.given[begun : self.used].reshape(shape)
+        made = func(*args, **(kwargs or {}))  # so that a generator moves on as it does otherwise
+        if func not in (torch.randn, torch.randn_like, torch.normal, torch.Tensor.normal_):
+            return made
+        self.calls.append(tuple(made.detach().flatten()[:4].tolist()))
+        if len(self.calls) - 1 in self.public:
+            return made
+        mean, std = 0.0, 1.0
+        if func in (torch.normal, torch.Tensor.normal_):
+            given = dict(zip(("mean", "std"), args if func is torch.normal else args[1:], strict=False)) | (
+                kwargs or {}
+            )
+            mean, std = given.get("mean", 0.0), given.get("std", 1.0)
+        begun, self.used = self.used, self.used + made.numel()
+        drawn = torch.zeros(made.shape) if self.given is None else self.given[begun : self.used].reshape(made.shape)
+        found = mean + std * drawn.to(made)
+        return made.copy_(found) if func is torch.Tensor.normal_ else found
 
 
 @dataclass(frozen=True)
@@ -84,15 +82,21 @@ class NoiseMap:
     vector: Tensor
     count: int  # of normal numbers
     base: Tensor  # f(g)
+    public: frozenset[int] = frozenset()  # calls that draw the same whatever the secret is
 
     @classmethod
     def of(cls, function: DefenseFunction, secret: Secret, vector: Tensor) -> "NoiseMap | None":
         """Return the map; None where normal numbers come in otherwise, or none do."""
-        mode = _Injected()
         try:
+            runs = [_Injected(), _Injected()]
+            for mode, one in zip(runs, (secret, replace(secret, seed=secret.seed + 1)), strict=True):
+                with mode:
+                    _sent(function, one, vector)
+            same = zip(*(run.calls for run in runs), strict=False)
+            mode = _Injected(public=frozenset(i for i, (one, other) in enumerate(same) if one == other))
             with mode:
                 base = _sent(function, secret, vector).detach()
-            found = cls(function, secret, vector, mode.used, base)
+            found = cls(function, secret, vector, mode.used, base, mode.public)
             if not mode.used:
                 return None
             a, b = (torch.randn(mode.used, generator=Generator().manual_seed(i)).to(vector) for i in (1, 2))
@@ -105,13 +109,13 @@ class NoiseMap:
 
     def __call__(self, z: Tensor) -> Tensor:
         """Return M z."""
-        with _Injected(z):
+        with _Injected(z, self.public):
             return _sent(self.function, self.secret, self.vector).detach() - self.base
 
     def back(self, v: Tensor) -> Tensor:
         """Return Mᵀ v."""
         z = torch.zeros(self.count, dtype=v.dtype, device=v.device, requires_grad=True)
-        with torch.enable_grad(), _Injected(z):
+        with torch.enable_grad(), _Injected(z, self.public):
             out = _sent(self.function, self.secret, self.vector)
         return torch.autograd.grad(out @ v, z)[0]
 
@@ -383,7 +387,18 @@ def flaws_of(function: DefenseFunction, secrets: Sequence[Secret], examples: Seq
         away = (sent.mean(0) - examples[0]).square().mean()
         middle = examples[0] if away <= 3 * sent.var(0).mean() / len(sent) else sent.median(0).values
         found += sampled_flaws(function, secrets, examples, sent, middle)
+        found += _of_size(function, secrets, examples[0], float((sent[0] - sent[1]).norm()))
     return found + round_flaws(function, secrets[0], examples[0], middle if n * CALLS <= WORK else None)
+
+
+def _of_size(function: DefenseFunction, secrets: Sequence[Secret], vector: Tensor, usual: float) -> list[Flaw]:
+    """Gradients that are small or large, and have hardly any noise."""
+    for factor in (0.02, 0.2, 5.0, 50.0):
+        outs = [out for s in secrets[:16] if (out := function.run(factor * vector, s)) is not None]
+        away = max((float((out - outs[0]).norm()) for out in outs[1:]), default=usual)
+        if away < 0.2 * usual * min(1.0, factor):
+            return [Flaw(f"gradients of {factor:g} times the size have hardly any")]
+    return []
 
 
 def hidden_bits(function: DefenseFunction, secrets: Sequence[Secret], examples: Sequence[Tensor]) -> Flaw | None:
