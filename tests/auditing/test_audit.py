@@ -14,7 +14,7 @@ from gradveil.data import load
 from gradveil.defenses.masking import RandomMask
 from gradveil.models import build
 from gradveil.report.page import write_report
-from gradveil.threats.setup import AuditConfig, build_scene
+from gradveil.threats.setup import AuditConfig, build_setup
 from gradveil.types import Observation
 
 PRUNED = "pruning:share=0.98"
@@ -125,7 +125,7 @@ def test_a_finished_audit_is_only_read(
         "auditing.work.run",
         "auditing.audit.certificate_rows",
         "auditing.audit.floors",
-        "threats.looks.simulate",
+        "threats.snapshots.simulate",
     ):
         monkeypatch.setattr(f"gradveil.{name}", lambda *_, **__: pytest.fail("done twice"))
     assert audit(config=small, attacks=[divide], out=tmp_path / "run", resume=True).rows == first.rows
@@ -179,7 +179,7 @@ def test_what_can_be_promised_stands_beside_what_was_tried(finished: Audit) -> N
 
 def test_certificates_of_a_perturbed_layer_say_what_they_rest_on(tmp_path: Path, small: AuditConfig) -> None:
     data = load("digits")
-    scene = build_scene(small, data, build("probe", data.input_shape, 10), {"r": RandomMask()}, {})
+    scene = build_setup(small, data, build("probe", data.input_shape, 10), {"r": RandomMask()}, {})
     rows = [row for row in certificate_rows(scene, ["r"])["r"] if row["kind"] == "certificate"]
     assert {row["certificate"]: row["sound"] for row in rows} == {"local": False, "global": True}
     assert all(row["mse"] > 0 for row in rows)
@@ -189,7 +189,7 @@ def test_certificates_of_a_perturbed_layer_say_what_they_rest_on(tmp_path: Path,
 def test_certificates_of_a_table_speak_of_rows(small: AuditConfig) -> None:
     data = load("breast_cancer")
     model = build("mlp", data.input_shape, 2, modality=data.modality)
-    scene = build_scene(small, data, model, {"r": RandomMask()}, {})
+    scene = build_setup(small, data, model, {"r": RandomMask()}, {})
     rows = [row for row in certificate_rows(scene, ["r"])["r"]]
     told = [text for row in rows for text in (row["says"], *row["assumptions"])]
     assert any("answers with a row X′" in text for text in told)
@@ -204,7 +204,7 @@ def test_a_model_that_no_certificate_can_read_does_not_stop_the_audit(
 
     monkeypatch.setattr("gradveil.auditing.certificates.metered", unreadable)
     data = load("digits")
-    scene = build_scene(small, data, build("logistic", data.input_shape, 10), {}, {})
+    scene = build_setup(small, data, build("logistic", data.input_shape, 10), {}, {})
     (row,) = certificate_rows(scene, ["none"])["none"]
     assert row["mse"] is None
     assert row["says"] == "Not read: no rule for this layer"

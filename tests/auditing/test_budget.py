@@ -13,13 +13,13 @@ from gradveil import pace
 from gradveil.attacks.base import Attack, default_panel
 from gradveil.auditing.audit import Audit, audit
 from gradveil.auditing.gate import gates, left_out, not_run
-from gradveil.auditing.work import Work
+from gradveil.auditing.work import AttackRunner
 from gradveil.errors import GradveilError
 from gradveil.modalities import IMAGE
 from gradveil.models import build
 from gradveil.report.page import render
 from gradveil.step_rule import StepRule
-from gradveil.threats.setup import AuditConfig, Scene
+from gradveil.threats.setup import AuditConfig, AuditSetup
 from gradveil.types import Observation, Reconstruction, Update
 
 NOW = [0.0]
@@ -58,7 +58,7 @@ def still(monkeypatch: pytest.MonkeyPatch) -> None:
     NOW[0] = 0.0
     monkeypatch.setattr(pace, "clock", lambda: NOW[0])
 
-    def trained(scene: Scene, defense: str, rounds: int, tell: Any) -> Any:
+    def trained(scene: AuditSetup, defense: str, rounds: int, tell: Any) -> Any:
         NOW[0] += A_ROUND * rounds * sum(map(len, scene.clients)) / len(scene.dataset.train)
         return _train(scene, defense, rounds, tell)
 
@@ -66,7 +66,7 @@ def still(monkeypatch: pytest.MonkeyPatch) -> None:
 
     _train = looks._train
     monkeypatch.setattr(looks, "_train", trained)
-    monkeypatch.setattr(Work, "round_cost", lambda *_: A_ROUND)
+    monkeypatch.setattr(AttackRunner, "round_cost", lambda *_: A_ROUND)
 
 
 def run(small: AuditConfig, folder: Path, minutes: float | None, attack: Attack | None = None, **more: Any) -> Audit:

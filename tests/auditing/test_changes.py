@@ -7,13 +7,13 @@ import pytest
 from gradveil.auditing.changes import AS_IT_IS, change_rows
 from gradveil.auditing.run_folder import Row
 from gradveil.privacy.plan import TWO_POINTS, Plan, PlannedRun
-from gradveil.threats.setup import AuditConfig, build_scene, fitting_model, load_dataset
+from gradveil.threats.setup import AuditConfig, build_setup, fitting_model, load_dataset
 
 
 def rows_of(config: AuditConfig) -> list[Row]:
     data = load_dataset(config.dataset, None)
     model = fitting_model(config.model, data, "cross_entropy", 0)
-    return change_rows(build_scene(config, data, model, {}, {}))
+    return change_rows(build_setup(config, data, model, {}, {}))
 
 
 @pytest.fixture(scope="module")

@@ -9,17 +9,17 @@ from gradveil.data import load
 from gradveil.errors import DefenseError, GradveilError
 from gradveil.protection.defense import DEFENSES
 from gradveil.threats.panel import _used
-from gradveil.threats.setup import AuditConfig, Scene, build_scene, fitting_model
+from gradveil.threats.setup import AuditConfig, AuditSetup, build_setup, fitting_model
 
 DATA, MODEL = "manual:length=8,vocabulary=64", "gpt_tiny:width=32,heads=2,length=8"
 REFUSED = {"ats", "concealed", "decoy", "mixup"}  # they change the numbers of examples
 
 
-def scene_with(defense: str, dataset: str = DATA, model: str = MODEL) -> Scene:
+def scene_with(defense: str, dataset: str = DATA, model: str = MODEL) -> AuditSetup:
     data = load(dataset)
     config = AuditConfig(dataset=dataset, model=model, loss=data.fitting_loss("cross_entropy"), clients=1, images=2)
     built = fitting_model(model, data, config.loss, 0).train()
-    return build_scene(config, data, built, {defense: defense}, {"span": "span"})
+    return build_setup(config, data, built, {defense: defense}, {"span": "span"})
 
 
 @pytest.mark.parametrize("name", sorted({*DEFENSES.names()} - {"none"}))

@@ -15,7 +15,7 @@ from gradveil.auditing.run_folder import RunFolder
 from gradveil.data import load
 from gradveil.defenses.masking import RandomMask
 from gradveil.models import build
-from gradveil.threats.setup import AuditConfig, Scene, build_scene
+from gradveil.threats.setup import AuditConfig, AuditSetup, build_setup
 
 Command = Callable[..., tuple[int, str, str]]
 AUDIT = (
@@ -25,9 +25,9 @@ AUDIT = (
 
 
 @pytest.fixture
-def scene(small: AuditConfig) -> Scene:
+def scene(small: AuditConfig) -> AuditSetup:
     data = load("digits")
-    return build_scene(small, data, build("probe", data.input_shape, 10), {"mask": RandomMask()}, {})
+    return build_setup(small, data, build("probe", data.input_shape, 10), {"mask": RandomMask()}, {})
 
 
 def test_the_meter_comes_after_training_and_attacks_and_shows_how_far_it_is(
@@ -53,7 +53,7 @@ def test_the_meter_comes_after_training_and_attacks_and_shows_how_far_it_is(
     ],
 )
 def test_what_the_time_does_not_allow_is_said(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, seconds: float, certificates_known: bool, said: str
+    scene: AuditSetup, monkeypatch: pytest.MonkeyPatch, seconds: float, certificates_known: bool, said: str
 ) -> None:
     clock = count()  # a second passes with every look at it
     monkeypatch.setattr(certificates.time, "monotonic", lambda: float(next(clock)))

@@ -14,17 +14,17 @@ from gradveil.federated.server import Checkpoint
 from gradveil.federated.simulate import public_records, simulate
 from gradveil.models import build, fit_to_public
 from gradveil.seeds import Seeds
-from gradveil.threats.looks import first_look, last_looks
-from gradveil.threats.setup import AuditConfig, build_scene, is_small, one_thread
+from gradveil.threats.setup import AuditConfig, build_setup, is_small, one_thread
+from gradveil.threats.snapshots import first_snapshot, last_snapshots
 
 
 def test_the_last_round_is_looked_at_with_the_weights_its_clients_received(tmp_path: Path, small: AuditConfig) -> None:
     """Not those after it: an update belongs to the weights it started from."""
     data = load("digits")
     model = build("logistic", data.input_shape, data.num_classes)
-    scene = build_scene(replace(small, rounds=3), data, model, {}, {})
+    scene = build_setup(replace(small, rounds=3), data, model, {}, {})
     with RunFolder.start(tmp_path / "run", small) as folder:
-        looks = [first_look(scene), *last_looks(scene, folder, lambda *_: None)]
+        looks = [first_snapshot(scene), *last_snapshots(scene, folder, lambda *_: None)]
     assert [(look.round, look.round_number, look.weights) for look in looks] == [
         ("first", 1, "start"),
         ("last", 3, "none"),

@@ -20,22 +20,21 @@ from gradveil.auditing.film import film
 from gradveil.auditing.gate import GATED
 from gradveil.auditing.run_folder import CHANGED, CONFIG, ROWS, FolderError, Row, RunFolder
 from gradveil.auditing.update_files import load_weights
-from gradveil.auditing.work import NOT_TRIED, Work, Written, cut_short, say_plan
+from gradveil.auditing.work import NOT_TRIED, AttackRunner, Written, cut_short, say_plan
 from gradveil.countermeasures import TIERS
 from gradveil.data.base import Dataset
 from gradveil.errors import AttackError, SpecError
 from gradveil.files import wrap_parse_errors
 from gradveil.protection.defense import Defense
 from gradveil.registry import describe
-from gradveil.threats.looks import Progress, first_look, last_looks, probe_defenses
 from gradveil.threats.panel import Target, chunks, last_resort, panel
 from gradveil.threats.rows import PROVED, Line, lines, modality_rows
 from gradveil.threats.setup import (
     DEFENSES,
     MINUTES,
     AuditConfig,
-    Scene,
-    build_scene,
+    AuditSetup,
+    build_setup,
     fitting_model,
     in_limited_time,
     is_busy,
@@ -44,6 +43,7 @@ from gradveil.threats.setup import (
     load_dataset,
     one_thread,
 )
+from gradveil.threats.snapshots import Progress, first_snapshot, last_snapshots, probe_defenses
 from gradveil.threats.trial import client_row, floors
 from gradveil.threats.verdict import Verdict, headline, verdicts
 
@@ -138,7 +138,7 @@ def audit(
             attacked = {spec: spec for spec in suited}
             chosen = replace(chosen, attacks=tuple(attacked))
         with pace.Limit(pace.seconds_of(chosen.minutes) - (pace.clock() - began)) as limit:
-            scene = build_scene(chosen, data, copy.deepcopy(built).train(), defended, attacked)
+            scene = build_setup(chosen, data, copy.deepcopy(built).train(), defended, attacked)
             if limit.left <= 0:
                 raise SpecError(
                     f"Setting up took {pace.clock() - began:.0f} seconds, and the limit is {chosen.minutes:g} minutes. "
@@ -150,7 +150,7 @@ def audit(
             ):
                 check_rows(store)
                 told, drawn = progress or (lambda stage, done, total: None), written or (lambda store: None)
-                run_audit(Work(scene, store, told, drawn))
+                run_audit(AttackRunner(scene, store, told, drawn))
     return Audit(store)
 
 
@@ -173,7 +173,7 @@ def default_folder() -> Path:
     return Path("runs") / f"audit-{datetime.now():%Y%m%d-%H%M%S}"
 
 
-def run_audit(work: Work) -> None:
+def run_audit(work: AttackRunner) -> None:
     """Do what is not done yet."""
     scene, store = work.scene, work.store
     if not store.done("truth"):
@@ -205,18 +205,18 @@ def run_audit(work: Work) -> None:
             store.add(f"promise/{defense}", rows if known else [*proof_rows(scene, defense), *rows])
 
 
-def _all_of_it(work: Work) -> None:
+def _all_of_it(work: AttackRunner) -> None:
     """Train, then attack everything, in large pieces."""
     scene, store = work.scene, work.store
     store.drop([NOT_TRIED, *(row["unit"] for row in store.rows if cut_short(row))])
     planted = work.plant(scene.victims)
     say_plan(work, planted)
-    looks = [first_look(scene), *(last_looks(scene, store, work.progress) if scene.trains else ())]
+    looks = [first_snapshot(scene), *(last_snapshots(scene, store, work.progress) if scene.trains else ())]
     _attack(work, panel(scene, [*looks, *planted]))
     _attack(work, last_resort(scene, looks[0], work.holding()))
 
 
-def _attack(work: Work, wanted: dict[str, list[Target]]) -> None:
+def _attack(work: AttackRunner, wanted: dict[str, list[Target]]) -> None:
     """Attack all targets that were not attacked yet."""
     scene, store = work.scene, work.store
     pieces = [(f"attack/{a}/{i}", part) for a, targets in wanted.items() for i, part in enumerate(chunks(targets))]
@@ -230,7 +230,7 @@ def _attack(work: Work, wanted: dict[str, list[Target]]) -> None:
     work.progress("attacks", done, total)
 
 
-def _check_client(scene: Scene, store: RunFolder) -> None:
+def _check_client(scene: AuditSetup, store: RunFolder) -> None:
     """Raise where earlier rows are of clients that took one step, whatever the settings say."""
     if scene.config.planned.num_steps > 1 and not any(row["kind"] == "client" for row in store.rows):
         raise SpecError(

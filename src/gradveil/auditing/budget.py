@@ -22,14 +22,14 @@ from gradveil.attacks.base import KINDS, Kind
 from gradveil.attacks.base import build as build_attack
 from gradveil.attacks.search.matching import sending_norms
 from gradveil.auditing.run_folder import Row
-from gradveil.auditing.work import NOT_TRIED, Spent, Work, cut_short, stand_ins
+from gradveil.auditing.work import NOT_TRIED, AttackRunner, Spent, cut_short, stand_ins
 from gradveil.pace import as_clock
 from gradveil.registry import describe
-from gradveil.threats.looks import Look, first_look, last_looks, probe_defenses, rounds_trained
 from gradveil.threats.panel import CHUNK, Target, kind_of, last_resort, panel
 from gradveil.threats.rows import group, lines
 from gradveil.threats.servers import oblivious
-from gradveil.threats.setup import Scene
+from gradveil.threats.setup import AuditSetup
+from gradveil.threats.snapshots import Snapshot, first_snapshot, last_snapshots, probe_defenses, rounds_trained
 from gradveil.threats.verdict import DIAGNOSTIC
 
 FEWEST = 50  # steps that a search is shortened to
@@ -42,7 +42,7 @@ MORE = 1.5  # times the steps, at least, where a search is done again
 class Pace:
     """What attacks take here."""
 
-    scene: Scene
+    scene: AuditSetup
     gradient: float  # seconds of the gradient of a client's local step
     each: dict[str, float] = field(default_factory=dict)  # seconds of an attack on one update, to its end
     a_step: dict[str, float] = field(default_factory=dict)  # seconds of a step, by attack as it was asked for
@@ -114,14 +114,14 @@ def control_of(target: Target) -> Control:
 
 
 def left_over(
-    work: Work, paced: Pace, looks: Sequence[Look], failed: Collection[Control], why_not_trained: str
+    work: AttackRunner, paced: Pace, looks: Sequence[Snapshot], failed: Collection[Control], why_not_trained: str
 ) -> list[Row]:
     """Return a row for each attack that was not tried, and for what the searches would have taken."""
     rows: list[Row] = list(paced.rows())
     scene, reached = work.scene, {look.weights for look in looks if look.round == "last"}
     everybody = frozenset((d, v) for d in scene.defenses for v in scene.victims)
     planted = {look.planted: replace(look, clients=everybody) for look in looks if look.planted}
-    wanted = panel(scene, [first_look(scene), *planted.values(), *(stand_ins(scene) if scene.trains else [])])
+    wanted = panel(scene, [first_snapshot(scene), *planted.values(), *(stand_ins(scene) if scene.trains else [])])
     for target in (t for its in wanted.values() for t in its):
         short = replace(target, attack=paced.short.get(target.attack, target.attack))
         if not work.left([target]):
@@ -145,7 +145,7 @@ TESTED = 1000  # examples that accuracy is measured on, at most
 NOTE = "training"  # the unit that says what was left out of it
 
 
-def trained_looks(work: Work, seconds: float) -> tuple[list[Look], str]:
+def trained_snapshots(work: AttackRunner, seconds: float) -> tuple[list[Snapshot], str]:
     """Train under each defence; return the models of the last round, or why there are none."""
     scene, store = work.scene, work.store
     names = [d for d in scene.defenses if not store.done(f"train/{d}")]
@@ -156,9 +156,9 @@ def trained_looks(work: Work, seconds: float) -> tuple[list[Look], str]:
         if rounds < min(2, scene.config.rounds):
             return [], f"out of time: a round of training takes about {as_clock(a_round)}"
         store.add(store.new(NOTE), _said(scene, rounds, share))
-    looks: list[Look] = []
+    looks: list[Snapshot] = []
     with suppress(pace.OutOfTime):
-        looks += last_looks(_sampled(scene, share or 1.0), store, work.progress, rounds, seconds)
+        looks += last_snapshots(_sampled(scene, share or 1.0), store, work.progress, rounds, seconds)
     return looks, why
 
 
@@ -167,13 +167,13 @@ def _before(rows: tuple[Row, ...]) -> float | None:
     return next((row["share"] for row in rows if row["kind"] == "share"), None)
 
 
-def _least(scene: Scene) -> float:
+def _least(scene: AuditSetup) -> float:
     """Return the share of the records that makes one batch of the largest client's."""
     most = max(map(len, scene.clients))
     return min(1.0, (scene.config.batch_size or most) / most)
 
 
-def _fitting(scene: Scene, rounds: int, a_round: float, seconds: float) -> tuple[int, float]:
+def _fitting(scene: AuditSetup, rounds: int, a_round: float, seconds: float) -> tuple[int, float]:
     """Return how many rounds, on which share of the records, fit: fewer records go before fewer rounds."""
     if a_round <= 0:
         return rounds, 1.0
@@ -181,7 +181,7 @@ def _fitting(scene: Scene, rounds: int, a_round: float, seconds: float) -> tuple
     return min(rounds, int(seconds / (share * a_round) + 1e-9)), share
 
 
-def _sampled(scene: Scene, share: float) -> Scene:
+def _sampled(scene: AuditSetup, share: float) -> AuditSetup:
     """Return the scene with a share of each client's records, and fewer examples to test on."""
     if share >= 1:
         return scene
@@ -192,7 +192,7 @@ def _sampled(scene: Scene, share: float) -> Scene:
     return replace(scene, clients=clients, dataset=replace(scene.dataset, test=few))
 
 
-def _said(scene: Scene, rounds: int, share: float) -> list[Row]:
+def _said(scene: AuditSetup, rounds: int, share: float) -> list[Row]:
     wanted = scene.config.rounds
     parts = [f"for {rounds} of {wanted} rounds"] if rounds < wanted else []
     parts += [f"on {share:.0%} of each client's records"] if share < 1 else []
@@ -219,20 +219,20 @@ LITTLE = 3.0  # seconds with which nothing is begun that may take long
 class Budget:
     """How far an audit in limited time is; the limit is the one it is run in (see ``pace``)."""
 
-    work: Work
+    work: AttackRunner
     waiting: list[Target] = field(default_factory=list)  # defended updates whose control failed
-    looks: list[Look] = field(default_factory=list)  # that were attacked
+    looks: list[Snapshot] = field(default_factory=list)  # that were attacked
     why_not_trained: str = ""
 
     @property
-    def scene(self) -> Scene:
+    def scene(self) -> AuditSetup:
         """What is audited."""
         return self.work.scene
 
     @cached_property
-    def first(self) -> Look:
+    def first(self) -> Snapshot:
         """The first round's model."""
-        return first_look(self.scene)
+        return first_snapshot(self.scene)
 
     @cached_property
     def pace(self) -> Pace:
@@ -259,7 +259,7 @@ class Budget:
             probe_defenses(scene, store, PROBES * self.left())
             self._round([self.first], pace.clock() + (FIRST_ROUND if scene.trains else 1.0) * self.left())
         if scene.trains and self.left() > 0:
-            later, self.why_not_trained = trained_looks(self.work, self.left())
+            later, self.why_not_trained = trained_snapshots(self.work, self.left())
             self.looks += later
             self._round(later, self._end)
         if self.left() > LITTLE:
@@ -287,7 +287,7 @@ class Budget:
     def _end(self) -> float:
         return pace.clock() + self.left()
 
-    def _round(self, looks: Sequence[Look], end: float) -> None:
+    def _round(self, looks: Sequence[Snapshot], end: float) -> None:
         """Attack what was sent at these models, until so late: one client, searches that failed, all other clients."""
         first, others = list(self.scene.victims[:1]), list(self.scene.victims[1:])
         if not looks or end <= pace.clock():
@@ -310,13 +310,13 @@ class Budget:
             later += more
         self._by_kind(later, end)
 
-    def _planted(self, looks: Sequence[Look], victims: Sequence[int]) -> list[Look]:
+    def _planted(self, looks: Sequence[Snapshot], victims: Sequence[int]) -> list[Snapshot]:
         made = self.work.plant(victims) if self.first in looks and victims else []
         self.looks += made
         return made
 
     def _ranked(
-        self, looks: Sequence[Look], victims: Sequence[int], refused: Collection[str] = ()
+        self, looks: Sequence[Snapshot], victims: Sequence[int], refused: Collection[str] = ()
     ) -> tuple[list[Target], list[Target]]:
         """Return each tier's first search and planted weights on each defence, all that takes less, and their controls;
         and the rest."""

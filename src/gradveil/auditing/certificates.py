@@ -32,7 +32,7 @@ from gradveil.seeds import Seeds
 from gradveil.threats.meter import ASSUMPTIONS as OF_METER
 from gradveil.threats.meter import Leak, leak_meter, nothing
 from gradveil.threats.panel import rounds_seen
-from gradveil.threats.setup import Scene, fitting_model
+from gradveil.threats.setup import AuditSetup, fitting_model
 from gradveil.threats.trial import observe
 from gradveil.types import Batch, GaussianPrior
 from gradveil.verification.pipelines import Federated, OfDefense, Protected
@@ -281,7 +281,7 @@ class _Promises:
 
 
 def certificate_rows(
-    scene: Scene,
+    scene: AuditSetup,
     defenses: Sequence[str],
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
     seconds: float | None = None,
@@ -330,7 +330,7 @@ def certificate_rows(
     }
 
 
-def proof_rows(scene: Scene, defense: str) -> list[Row]:
+def proof_rows(scene: AuditSetup, defense: str) -> list[Row]:
     """Return what accounted noise promises over the run that is audited."""
     built, patient = scene.defenses[defense], rounds_seen(scene) if "multi-round" in scene.tiers else 0
     run = planned_run(scene.seeds, scene.clients, scene.config, built)
@@ -344,7 +344,7 @@ def proof_rows(scene: Scene, defense: str) -> list[Row]:
     return [r | {"says": said(r["says"]), "assumptions": [said(text) for text in r["assumptions"]]} for r in rows]
 
 
-def _measured(scene: Scene, defense: str) -> list[Row]:
+def _measured(scene: AuditSetup, defense: str) -> list[Row]:
     built = scene.defenses[defense]
     try:
         run = planned_run(scene.seeds, scene.clients, scene.config, built)
@@ -353,7 +353,7 @@ def _measured(scene: Scene, defense: str) -> list[Row]:
         return []
 
 
-def measured_rows(scene: Scene, name: str, defense: Defense) -> list[Row]:
+def measured_rows(scene: AuditSetup, name: str, defense: Defense) -> list[Row]:
     """Return the row of the measured μ; none where nothing is promised."""
     config, public = scene.config, scene.public.batch
     found = figures(defense, scene.model, public, public, config.loss, config.lr_of(1), config.seed)
@@ -364,17 +364,17 @@ def measured_rows(scene: Scene, name: str, defense: Defense) -> list[Row]:
     return [row | said | found]
 
 
-def _unknown(scene: Scene, defense: str, reason: str) -> list[LayerCertificate]:
+def _unknown(scene: AuditSetup, defense: str, reason: str) -> list[LayerCertificate]:
     layers = scene.defenses[defense].layers(scene.model)
     return [LayerCertificate(layer, kind, None, reason) for layer in layers for kind in AUDITED]
 
 
-def _certificates(scene: Scene, defense: str, each: Callable[[], None]) -> list[LayerCertificate]:
+def _certificates(scene: AuditSetup, defense: str, each: Callable[[], None]) -> list[LayerCertificate]:
     built, rng = scene.acting(defense, scene.model), scene.seeds("promise", defense)
     return layer_certificates(scene.model, scene.truth.to(scene.device), built, rng, AUDITED, each=each)
 
 
-def _readings(scene: Scene, defense: str, client: int, each: Callable[[], None]) -> list[ServerLeak]:
+def _readings(scene: AuditSetup, defense: str, client: int, each: Callable[[], None]) -> list[ServerLeak]:
     rng = scene.seeds("defense", defense, "first", client)
     truth, classes = scene.held_by(client).to(scene.device), scene.num_classes
     lr, built, probed = scene.config.lr_of(1), scene.acting(defense, scene.model), scene.probed(defense)

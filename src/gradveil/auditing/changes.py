@@ -15,7 +15,7 @@ from gradveil.federated.ledger import planned_run
 from gradveil.federated.settings import ALL, HEAD, only_trained
 from gradveil.privacy.plan import TWO_POINTS, Plan, PlannedRun, Tier, z_run_of
 from gradveil.protection.defense import build
-from gradveil.threats.setup import Scene, fitting_model
+from gradveil.threats.setup import AuditSetup, fitting_model
 from gradveil.tree import parameters, size
 
 AS_IT_IS = "as it is"
@@ -46,7 +46,7 @@ class Planned:
 Step = tuple[str, str, dict[str, Any], dict[str, Any]]  # what, how it is asked for, options of an audit, of ``Planned``
 
 
-def change_rows(scene: Scene) -> list[Row]:
+def change_rows(scene: AuditSetup) -> list[Row]:
     """Return the client as it is, and each change: planned alone, and together with those before it."""
     run = planned_run(scene.seeds, scene.clients, scene.config, build(f"veil:promise={PROMISE}"))
     now = Planned(run, size(parameters(scene.model)))
@@ -70,7 +70,7 @@ def _words(asked: dict[str, Any]) -> str:
     return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in said.items())
 
 
-def _steps(scene: Scene, now: Planned) -> Iterator[Step]:
+def _steps(scene: AuditSetup, now: Planned) -> Iterator[Step]:
     """Yield what can be changed by a setting, and then what takes another system."""
     if now.run.steps > 1:
         longer = {n: getattr(now.run, n) * now.run.steps for n in ("rounds", "participations")}
@@ -100,7 +100,7 @@ def _head(model: nn.Module) -> int | None:
     return None
 
 
-def _on_features(scene: Scene, features: str) -> int | None:
+def _on_features(scene: AuditSetup, features: str) -> int | None:
     """Return how many numbers are trained on fixed features; None where they cannot be made, or there are no fewer."""
     if features == scene.config.model.partition(":")[0]:
         return None

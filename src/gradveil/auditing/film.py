@@ -13,12 +13,12 @@ from torch import Tensor
 
 from gradveil import pace
 from gradveil.auditing.run_folder import Row
-from gradveil.auditing.work import Work
+from gradveil.auditing.work import AttackRunner
 from gradveil.errors import GradveilError
 from gradveil.modalities import IMAGE
-from gradveil.threats.looks import first_look
 from gradveil.threats.panel import Target, panel
 from gradveil.threats.rows import Line, lines
+from gradveil.threats.snapshots import first_snapshot
 from gradveil.threats.trial import attempt
 from gradveil.threats.verdict import by_tier
 
@@ -45,7 +45,7 @@ class Watcher:
             self.points.append(point.detach().cpu().clone())
 
 
-def film(work: Work) -> None:
+def film(work: AttackRunner) -> None:
     """Write the films of a run, once; of images alone, since others do not come into view little by little.
 
     A run that an earlier version began (its rows do not say what the clients did) goes on as that would.
@@ -65,12 +65,12 @@ def film(work: Work) -> None:
     store.add(FILM, rows or [{"kind": "film", "steps": []}], arrays)  # none: not to be tried again
 
 
-def _wanted(work: Work) -> list[Target]:
+def _wanted(work: AttackRunner) -> list[Target]:
     """Return what to show: the strongest attack of the first round without a defence, and of both servers with one.
 
     Of the audit's own attacks: those that a countermeasure brings along read an answer off, or learn one, at a stroke.
     """
-    scene, first = work.scene, first_look(work.scene)
+    scene, first = work.scene, first_snapshot(work.scene)
     here = [x for x in lines(work.store.rows) if x.round == first.round and x.attack in scene.attacks]
     defended = next((name for name in scene.defenses if name != "none"), None)
     best = [by_tier(here, "none")["oblivious"]]
@@ -88,7 +88,7 @@ def _target_key(target: Target) -> tuple[str, ...]:
     return target.defense, target.server.tier, target.server.name, target.attack
 
 
-def _film(work: Work, target: Target) -> tuple[Row, np.ndarray[tuple[int, ...], np.dtype[np.float32]]] | None:
+def _film(work: AttackRunner, target: Target) -> tuple[Row, np.ndarray[tuple[int, ...], np.dtype[np.float32]]] | None:
     """Return the row and the frames (F, *shape) of one attack; nothing where it takes no steps or too long."""
     trial, watcher = work.observed.trial(target), Watcher()
     with pace.Limit(min(SECONDS, SHARE * pace.left()), watch=watcher):

@@ -34,11 +34,11 @@ from gradveil.protection.defense import Defense
 from gradveil.protection.defense import build as build_defense
 from gradveil.ranges import ClassCount, Count, Decay, Positive, Seed, Weight, check
 from gradveil.seeds import Seeds
-from gradveil.threats.looks import Progress, probe_rows
 from gradveil.threats.probes import Probed, probe
 from gradveil.threats.rows import modality_rows
 from gradveil.threats.servers import Servers, attacks_of, oblivious, with_found
 from gradveil.threats.setup import is_busy, is_small, load_dataset, one_thread
+from gradveil.threats.snapshots import Progress, probe_rows
 from gradveil.threats.trial import Public, Trial, client_row, floors, run
 from gradveil.threats.verdict import NOT_HERE
 from gradveil.types import Batch, Observation, Update

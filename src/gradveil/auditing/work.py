@@ -15,11 +15,11 @@ from gradveil.errors import GradveilError
 from gradveil.federated.client import evaluate
 from gradveil.federated.simulate import simulate
 from gradveil.pace import as_clock
-from gradveil.threats.looks import Look, Progress, first_look
-from gradveil.threats.panel import CHUNK, Observed, Target, panel, plant
+from gradveil.threats.panel import CHUNK, ClientUpdates, Target, panel, plant
 from gradveil.threats.rows import tier_of
 from gradveil.threats.servers import oblivious
-from gradveil.threats.setup import Scene, is_small, one_thread
+from gradveil.threats.setup import AuditSetup, is_small, one_thread
+from gradveil.threats.snapshots import Progress, Snapshot, first_snapshot
 from gradveil.threats.trial import Trial, attempt, run
 from gradveil.threats.verdict import verdicts
 
@@ -62,17 +62,17 @@ class Spent:
 
 
 @dataclass(frozen=True)
-class Work:
+class AttackRunner:
     """The attacks of an audit, and how long they and the training take."""
 
-    scene: Scene
+    scene: AuditSetup
     store: RunFolder
     progress: Progress
     written: Written
-    observed: Observed = field(init=False)
+    observed: ClientUpdates = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "observed", Observed(self.scene))
+        object.__setattr__(self, "observed", ClientUpdates(self.scene))
 
     def attack(self, unit: str, part: Sequence[Target], seconds: float = math.inf, most: float = math.inf) -> Spent:
         """Attack these targets, all with one attack, in at most so many seconds and steps; write down what came of it.
@@ -139,9 +139,9 @@ class Work:
         """Return what an attack takes, tried on the first of its targets: undefended updates."""
         return cost_of(lambda victim: self.observed.trial(replace(its[0], victim=victim)), self.scene.victims, least)
 
-    def plant(self, victims: Sequence[int]) -> list[Look]:
+    def plant(self, victims: Sequence[int]) -> list[Snapshot]:
         """Return what malicious servers would send to clients in the first round; why others cannot is written down."""
-        planted, refused = plant(self.observed, first_look(self.scene), victims)
+        planted, refused = plant(self.observed, first_snapshot(self.scene), victims)
         said = {self._key(row) for row in self.store.rows if row["kind"] == "skip"}
         if fresh := [row for row in refused if self._key(row) not in said]:
             self.store.add(self.store.new("planted"), fresh)
@@ -154,7 +154,7 @@ class Work:
 
     def step_seconds(self) -> float:
         """Return how many seconds the gradient of one local step takes, found out on the first client's update."""
-        target = Target(first_look(self.scene), "none", oblivious(), "", self.scene.victims[0])
+        target = Target(first_snapshot(self.scene), "none", oblivious(), "", self.scene.victims[0])
         self.observed.seen(target)  # kept: it is attacked first
         batch, rng = self.scene.held_by(target.victim).to(self.scene.device), self.scene.seeds("step")
         began = pace.clock()
@@ -225,12 +225,12 @@ def _cell(target: Target) -> tuple[object, ...]:
     return look.round, look.weights, target.defense, target.server.name, target.attack, target.server.tier
 
 
-def say_plan(work: Work, planted: Sequence[Look]) -> None:
+def say_plan(work: AttackRunner, planted: Sequence[Snapshot]) -> None:
     """Say how long all of it will take, at most; nothing where nobody listens."""
     if not LOG.isEnabledFor(logging.INFO):
         return
     scene, config = work.scene, work.scene.config
-    first = first_look(scene)
+    first = first_snapshot(scene)
     wanted = {a: work.left(its) for a, its in panel(scene, [first, *planted, *stand_ins(scene)]).items()}
     total = 0.0
     names = [d for d in scene.defenses if not work.store.done(f"train/{d}")]
@@ -247,9 +247,9 @@ def say_plan(work: Work, planted: Sequence[Look]) -> None:
     LOG.info("plan: %s at most in all; --minutes sets a limit", as_clock(total))
 
 
-def stand_ins(scene: Scene) -> list[Look]:
+def stand_ins(scene: AuditSetup) -> list[Snapshot]:
     """Return the last round's looks, to count with: their weights are not there yet."""
-    first, config = first_look(scene), scene.config
+    first, config = first_snapshot(scene), scene.config
     if config.rounds < 2 or not scene.trains:
         return []
     return [replace(first, round="last", round_number=config.rounds, weights=d) for d in scene.defenses]

@@ -15,10 +15,10 @@ from gradveil.auditing.run_folder import Row
 from gradveil.countermeasures import Countermeasure
 from gradveil.errors import GradveilError, from_defense
 from gradveil.registry import describe
-from gradveil.threats.looks import Look
 from gradveil.threats.probing.function import Client
 from gradveil.threats.servers import INFORMED, Servers, as_it_is, attacks_of, informed, inverting, listed, oblivious
-from gradveil.threats.setup import Scene
+from gradveil.threats.setup import AuditSetup
+from gradveil.threats.snapshots import Snapshot
 from gradveil.threats.trial import Trial, observe
 from gradveil.tree import Params, parameters, size
 from gradveil.types import Batch, Observation
@@ -33,14 +33,14 @@ ROUNDS = 16  # updates of one client that a multi-round server has, at most
 class Target:
     """One update to reconstruct, by one server with one attack."""
 
-    look: Look
+    look: Snapshot
     defense: str
     server: Countermeasure
     attack: str
     victim: int  # which attacked client
 
 
-def panel(scene: Scene, looks: Sequence[Look]) -> dict[str, list[Target]]:
+def panel(scene: AuditSetup, looks: Sequence[Snapshot]) -> dict[str, list[Target]]:
     """Return who attacks what, by attack: for each look the controls, then each defence, by tier.
 
     In the first round all defences start from the same weights and share one control; later each federation
@@ -56,7 +56,7 @@ def panel(scene: Scene, looks: Sequence[Look]) -> dict[str, list[Target]]:
     return targets
 
 
-def last_resort(scene: Scene, look: Look, holding: Sequence[str]) -> dict[str, list[Target]]:
+def last_resort(scene: AuditSetup, look: Snapshot, holding: Sequence[str]) -> dict[str, list[Target]]:
     """Return the attack that learns to undo any defence, on the defences that hold so far: it takes long.
 
     In the first round only. Where attacks were named, and so the tiers beyond ``knows`` are left out, it is as well.
@@ -73,7 +73,7 @@ def last_resort(scene: Scene, look: Look, holding: Sequence[str]) -> dict[str, l
 Wanted = list[tuple[str, Countermeasure, str]]  # defence, server, attack
 
 
-def _wanted(scene: Scene, look: Look) -> Wanted:
+def _wanted(scene: AuditSetup, look: Snapshot) -> Wanted:
     tried = [d for d in scene.defenses if d != "none" and look.weights in ("start", d)]
     found: dict[tuple[str, str, str, str], tuple[str, Countermeasure, str]] = {}
 
@@ -96,31 +96,31 @@ def _wanted(scene: Scene, look: Look) -> Wanted:
     return sorted(found.values(), key=lambda one: one[0] != "none")
 
 
-def _planted(scene: Scene, look: Look) -> Wanted:
+def _planted(scene: AuditSetup, look: Snapshot) -> Wanted:
     server = Countermeasure(
         look.planted.partition(":")[0], "Sends weights that make clients give more away.", as_it_is, tier="malicious"
     )
     return [(defense, server, look.planted) for defense in scene.defenses]
 
 
-def _used(scene: Scene, server: Countermeasure) -> list[str]:
+def _used(scene: AuditSetup, server: Countermeasure) -> list[str]:
     """Return the attacks that a server uses; a patient one the first of the audit's own."""
     used = attacks_of(server, list(scene.attacks), scene.dataset.modality)
     return [_own_name(scene, attack) for attack in used][: 1 if server.tier == "multi-round" else None]
 
 
-def _own_name(scene: Scene, attack: str) -> str:
+def _own_name(scene: AuditSetup, attack: str) -> str:
     """Return the panel's own settings of an attack that a countermeasure names without any."""
     named = (spec for spec in scene.attacks if spec.partition(":")[0] == attack)
     return attack if attack in scene.attacks else next(named, attack)
 
 
-def kind_of(scene: Scene, attack: str) -> Kind:
+def kind_of(scene: AuditSetup, attack: str) -> Kind:
     """Return what an attack of the audit, or of a server, is known to take."""
     return build_attack(scene.attacks.get(attack, attack)).kind
 
 
-def rounds_seen(scene: Scene) -> int:
+def rounds_seen(scene: AuditSetup) -> int:
     """Return how many updates of a client a multi-round server has: as many as memory allows."""
     update = 4 * size(parameters(scene.model)) * len(scene.victims)
     return max(2, min(ROUNDS, KEPT // update))
@@ -142,10 +142,10 @@ def chunks(targets: Sequence[Target]) -> list[Sequence[Target]]:
 
 
 @dataclass
-class Observed:
+class ClientUpdates:
     """What the attacked clients sent: each update is made once, however many servers and attacks look at it."""
 
-    scene: Scene
+    scene: AuditSetup
     _kept: dict[tuple[str | int, ...], Observation | GradveilError] = field(default_factory=dict)
     _views: dict[tuple[object, ...], tuple[Observation, Observation]] = field(default_factory=dict)
     _clients: dict[tuple[int, str], "_Client"] = field(default_factory=dict)
@@ -252,7 +252,7 @@ class Observed:
 class _Client:
     """What a client with other examples would send: the server runs the defence by itself."""
 
-    observed: Observed
+    observed: ClientUpdates
     target: Target
 
     def __call__(self, batch: Batch, rng: Generator) -> Params:
@@ -262,9 +262,11 @@ class _Client:
 LARGEST, FEWEST = 2 * 10**7, 64  # weights that are planted in limited time, at most; and rows, at least
 
 
-def plant(observed: Observed, look: Look, victims: Sequence[int] | None = None) -> tuple[list[Look], list[Row]]:
+def plant(
+    observed: ClientUpdates, look: Snapshot, victims: Sequence[int] | None = None
+) -> tuple[list[Snapshot], list[Row]]:
     """Return what malicious servers would send these clients (default: all) in place of a model; why others cannot."""
-    scene, looks, rows = observed.scene, list[Look](), list[Row]()
+    scene, looks, rows = observed.scene, list[Snapshot](), list[Row]()
     victims = scene.victims if victims is None else victims
     if "malicious" not in scene.tiers:
         return looks, rows
@@ -288,7 +290,7 @@ def plant(observed: Observed, look: Look, victims: Sequence[int] | None = None) 
     return looks, rows
 
 
-def _of_size(attack: Malicious, scene: Scene) -> Malicious:
+def _of_size(attack: Malicious, scene: AuditSetup) -> Malicious:
     """Return an attack with fewer rows where, in limited time, those on large inputs would be more than the model."""
     few = max(FEWEST, LARGEST // prod(scene.dataset.input_shape))
     rows = getattr(attack, "rows", 0)
@@ -296,7 +298,7 @@ def _of_size(attack: Malicious, scene: Scene) -> Malicious:
 
 
 def _aimed(
-    observed: Observed, look: Look, attack: Malicious, victims: Sequence[int]
+    observed: ClientUpdates, look: Snapshot, attack: Malicious, victims: Sequence[int]
 ) -> dict[Malicious, list[tuple[str, int]]]:
     """Return which attack goes to which clients, by defence and number: it may hang on what they sent before."""
     everybody = [(defense, victim) for defense in observed.scene.defenses for victim in victims]

@@ -180,7 +180,7 @@ def fitting_model(source: Any, dataset: Dataset, loss: str, seed: int, trains: s
 
 
 @dataclass(frozen=True)
-class Scene:
+class AuditSetup:
     """One audit's parts."""
 
     config: AuditConfig
@@ -257,13 +257,13 @@ class Scene:
         return self.probes[defense]
 
 
-def build_scene(
+def build_setup(
     config: AuditConfig,
     dataset: Dataset,
     model: nn.Module,
     defended: Mapping[str, str | Defense],
     attacked: Mapping[str, str | Attack],
-) -> Scene:
+) -> AuditSetup:
     """Build every part of an audit; whatever does not fit is an error now and not after minutes."""
     seeds, device = Seeds(config.seed), find_device(config.device)
     named: dict[str, str | Defense] = {"none": "none", **defended}
@@ -286,7 +286,7 @@ def build_scene(
             "train on."
         )
     truth = dataset.train.sample(config.images, seeds("images"))
-    return Scene(config, dataset, model.to(device), defenses, attacks, clients, truth, public, seeds)
+    return AuditSetup(config, dataset, model.to(device), defenses, attacks, clients, truth, public, seeds)
 
 
 def for_client(defense: Defense, model: nn.Module, public: Batch, loss: str) -> Defense:

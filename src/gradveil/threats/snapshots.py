@@ -18,13 +18,13 @@ from gradveil.errors import GradveilError, is_out_of_memory
 from gradveil.federated.client import evaluate
 from gradveil.federated.simulate import simulate
 from gradveil.threats.probes import Probed
-from gradveil.threats.setup import Scene, is_small, one_thread
+from gradveil.threats.setup import AuditSetup, is_small, one_thread
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 
 
 @dataclass(frozen=True)
-class Look:
+class Snapshot:
     """One federation's model in one round: what the attacked clients received."""
 
     round: str  # "first" or "last"
@@ -35,12 +35,12 @@ class Look:
     clients: frozenset[tuple[str, int]] | None = None  # by defence and number, that get this model; None: all
 
 
-def first_look(scene: Scene) -> Look:
+def first_snapshot(scene: AuditSetup) -> Snapshot:
     """Return the model that clients receive in the first round."""
-    return Look("first", 1, "start", scene.model)
+    return Snapshot("first", 1, "start", scene.model)
 
 
-def probe_defenses(scene: Scene, store: RunFolder, seconds: float = math.inf) -> None:
+def probe_defenses(scene: AuditSetup, store: RunFolder, seconds: float = math.inf) -> None:
     """Run each defence by itself, the last of them not begun after so many seconds; what was not is not assessed.
 
     A run that an earlier version began goes on as that would.
@@ -63,9 +63,9 @@ def rounds_trained(store: RunFolder) -> int:
     return max((row["round"] for row in store.rows if row["kind"] == "accuracy"), default=0)
 
 
-def last_looks(
-    scene: Scene, store: RunFolder, progress: Progress, rounds: int | None = None, seconds: float = math.inf
-) -> Iterator[Look]:
+def last_snapshots(
+    scene: AuditSetup, store: RunFolder, progress: Progress, rounds: int | None = None, seconds: float = math.inf
+) -> Iterator[Snapshot]:
     """Train under each defence; yield the models that clients receive in the last round.
 
     For so many rounds, default: as the settings have it; where a part of the run was trained before, for as many as
@@ -87,7 +87,7 @@ def last_looks(
         if rounds > 1:
             restored = copy.deepcopy(scene.model)
             restored.load_state_dict({name: torch.from_numpy(value) for name, value in store.arrays(unit).items()})
-            yield Look("last", rounds, defense, restored)
+            yield Snapshot("last", rounds, defense, restored)
     progress("training", done, total)
 
 
@@ -108,7 +108,9 @@ def _tell(progress: Progress, before: int, total: int, done: int) -> None:
     progress("training", before + done, total)
 
 
-def _train(scene: Scene, defense: str, rounds: int, tell: Callable[[int], None]) -> tuple[list[Row], dict[str, Any]]:
+def _train(
+    scene: AuditSetup, defense: str, rounds: int, tell: Callable[[int], None]
+) -> tuple[list[Row], dict[str, Any]]:
     """Return the accuracy after every round, and the weights that were sent in the last one."""
     rows: list[Row] = []
     sent = _state(scene.model)
