@@ -62,10 +62,10 @@ def still(monkeypatch: pytest.MonkeyPatch) -> None:
         NOW[0] += A_ROUND * rounds * sum(map(len, scene.clients)) / len(scene.dataset.train)
         return _train(scene, defense, rounds, tell)
 
-    from gradveil.threats import looks
+    from gradveil.threats import snapshots
 
-    _train = looks._train
-    monkeypatch.setattr(looks, "_train", trained)
+    _train = snapshots._train
+    monkeypatch.setattr(snapshots, "_train", trained)
     monkeypatch.setattr(AttackRunner, "round_cost", lambda *_: A_ROUND)
 
 
