@@ -64,7 +64,6 @@ class Ats(Defense):
 
     @property
     def policies(self) -> tuple[Steps, ...]:
-        """The rows of transformations, magnitudes without a sign."""
         return tuple(tuple(LIBRARY[int(n)] for n in row.split("-")) for row in self.policy.split("+"))
 
     def on_batch(self, batch: Batch, rng: Source) -> Batch:
@@ -87,7 +86,6 @@ class Ats(Defense):
         return tuple((kind, sign * size) for (kind, size), sign in zip(chosen, signs, strict=True))
 
     def possible(self) -> Iterator[Steps]:
-        """Yield all that an image may get."""
         for steps in self.policies:
             for signs in product((-1, 1), repeat=len(steps)):
                 yield tuple((kind, sign * size) for (kind, size), sign in zip(steps, signs, strict=True))
@@ -159,7 +157,6 @@ def transformed(x: Tensor, steps: Steps, within: bool = True) -> Tensor:
 
 
 def _shifted(x: Tensor, by: int, dim: int) -> Tensor:
-    """Return images moved by so many pixels, zeros coming in."""
     if by == 0:
         return x
     length = x.shape[dim]

@@ -227,7 +227,6 @@ def one_on_records(parts: Sequence[Defense]) -> Defense:
 
 
 def _together(choice: tuple[Countermeasure, ...]) -> Countermeasure:
-    """Return one countermeasure that does all of these, undoing the last defence first."""
     if not choice:
         return plain()
 

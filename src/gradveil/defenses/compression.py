@@ -133,7 +133,6 @@ class Qsgd(Compression):
         return replace(seen, update=update, simulate=self._sizes, simulate_on=self.on, client=None)
 
     def _size(self, g: Tensor) -> Tensor:
-        """Return the size of a tensor, that the highest level stands for."""
         return g.norm() if self.norm == "l2" else g.abs().amax()
 
     def _sizes(self, gradient: Params) -> Params:

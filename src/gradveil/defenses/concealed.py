@@ -111,7 +111,6 @@ def _unit(gradient: Params) -> Params:
 def _gradient(
     model: nn.Module, weights: Params, batch: Batch, loss: Loss, graph: bool = False
 ) -> tuple[Params, Tensor]:
-    """Return the gradient of a batch by some weights, and the model's output."""
     free = {n: w.detach().requires_grad_() for n, w in weights.items()}
     output: Tensor = functional_call(model, free, (batch.inputs,))
     found = torch.autograd.grad(
@@ -121,7 +120,6 @@ def _gradient(
 
 
 def _descended(known: _OfRound, batch: Batch, start: Batch, steps: int) -> Tensor:
-    """Return the concealed inputs after some steps of Adam."""
     model, minimised = known.model, known.loss
     weights = parameters(model)
     with torch.enable_grad():

@@ -223,7 +223,6 @@ class Veil(Accounted, PerRound):
         return replace(known, update=mapped, simulate=trial, simulate_on=on)
 
     def _mapped(self, gradient: Params) -> Params:
-        """Return P g."""
         coordinates = self.measured.coordinates
         return gradient if coordinates is None else split(coordinates.into(flatten(gradient)), gradient)
 
@@ -244,7 +243,6 @@ class VeilStep(RunningStep):
         self.noise: Drawn | None = None
 
     def add(self, records: Records) -> Params:
-        """Return the step's gradient with these records in it."""
         self.count += records.count
         if self.count > self.slots:
             raise DefenseError(

@@ -49,7 +49,6 @@ class Ending:
 
     @property
     def count(self) -> int:
-        """How many payments there are."""
         return 0 if self.line is None else int(self.line["release"])
 
 
@@ -241,7 +240,6 @@ class Account:
         return water_filling(eigenvalues, self.rho)
 
     def figures(self, delta: float, kappa: float) -> dict[str, Any]:
-        """Return what was bought, for programs."""
         bought = {"mu": self.mu, "z_run": self.z_run, "rho": self.rho}
         return bought | {
             "epsilon": self.epsilon(delta),
@@ -266,7 +264,6 @@ class Account:
         return found
 
     def save(self, path: Path | str) -> None:
-        """Write the file whole or not at all."""
         write_atomically(Path(path), (json.dumps(self.to_json()) + "\n").encode())
 
     @classmethod
@@ -366,7 +363,6 @@ class Spending:
 
     @property
     def account(self) -> Account:
-        """What was spent so far."""
         return self._purse[0]
 
     def pay(self, used: Used, step: InStep, begins: bool) -> None:

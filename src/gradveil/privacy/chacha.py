@@ -40,7 +40,6 @@ def _word(low, high):
 
 @triton.jit
 def _words(k0, k1, k2, k3, k4, k5, k6, k7, LANES: tl.constexpr):
-    """Return the 8 words of each of a program's blocks."""
     counter = (tl.program_id(0) * LANES + tl.arange(0, LANES)).to(tl.uint32)
     zero = counter ^ counter
     c0, c1, c2, c3 = zero + 0x61707865, zero + 0x3320646E, zero + 0x79622D32, zero + 0x6B206574
@@ -76,7 +75,6 @@ def _words(k0, k1, k2, k3, k4, k5, k6, k7, LANES: tl.constexpr):
 
 @triton.jit
 def _pair(one, other):
-    """Return the two normal numbers of two words, as ``gaussian.normals_of`` does."""
     from_end = one ^ (one >> 63)
     x = from_end.to(tl.float64) * 5.421010862427522e-20 + 2.710505431213761e-20  # 2⁻⁶⁴, 2⁻⁶⁵
     y = tl.where(one < 0, 1.0 - x, x)

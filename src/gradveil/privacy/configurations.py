@@ -420,7 +420,6 @@ def _adaptive(flat: Mapping[str, Any], z: float, clients: float | None) -> tuple
 
 
 def _filter(name: str, args: Mapping[str, Any], flat: Mapping[str, Any], known: Told) -> Bought:
-    """One filter of an NVFlare job."""
     both = dict(flat) | {key.replace("-", "_").lower(): value for key, value in args.items()}
     if "clipping_norm" in args and "epsilon" in args:
         return _local_dp(both, known)

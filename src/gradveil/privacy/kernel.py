@@ -39,7 +39,6 @@ class Stream:
         self._cipher = Cipher(ChaCha20(os.urandom(32) if key is None else key, bytes(16)), mode=None).encryptor()
 
     def fill(self, words: npt.NDArray[np.uint64]) -> None:
-        """Write the next words of the stream."""
         view = words.view(np.uint8).data
         for at in range(0, len(view), CHUNK):
             part = view[at : at + CHUNK]

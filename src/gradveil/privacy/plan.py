@@ -61,7 +61,6 @@ class PlannedRun:
 
     @property
     def steps(self) -> int:
-        """Local steps of a round."""
         return self.epochs * ceil(self.records / self.slots)
 
     @property
@@ -81,7 +80,6 @@ class PlannedRun:
 
     @property
     def min_clients(self) -> int:
-        """The fewest arrivals whose sum may be released."""
         return ceil(self.stay - 1e-9)
 
     def z(self, z_run: float) -> float:
@@ -150,7 +148,6 @@ class Plan:
 
     @property
     def client_z(self) -> float:
-        """The multiplier of the noise that each client adds."""
         return self.z if self.tier == "local" else self.z / sqrt(self.run.honest)
 
     @property

@@ -87,7 +87,6 @@ def unwatch_optimizers(listener: "Attachment") -> None:
 
 
 def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Line up behind the hooks of the optimizer itself, which may change gradients."""
     if (handle := _last.get(optimizer)) is None:
         handle = _last[optimizer] = optimizer.register_step_pre_hook(_at_last)
     optimizer._optimizer_step_pre_hooks.move_to_end(handle.id)  # type: ignore[attr-defined]
@@ -391,7 +390,6 @@ def refuse_opacus(model: nn.Module) -> None:
 
 
 def _origin(thing: Any) -> str:
-    """Return the module that a class or a hook was defined in."""
     while isinstance(thing, partial):
         thing = thing.func
     return str(getattr(thing, "__module__", None) or type(thing).__module__)

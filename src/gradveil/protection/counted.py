@@ -49,7 +49,6 @@ class Board(threading.local):
 
     @property
     def latest(self) -> int:
-        """The number of the batch that was drawn last."""
         return self.drawn[-1].number if self.drawn else 0
 
 
@@ -104,7 +103,6 @@ def _with_rows(batch: Any, count: int) -> list[Tensor]:
 
 
 def _row_marks(t: Tensor) -> list[Hashable]:
-    """Return what tells each row of a tensor from others."""
     flat = t.detach().flatten(1)
     some = flat[:, :: -(-flat.shape[1] // _LOOKED_AT)].contiguous()
     raw = (torch.view_as_real(some.resolve_conj()) if some.is_complex() else some).view(torch.uint8).cpu().numpy()
@@ -175,7 +173,6 @@ class Counted(Generic[B]):
 
     @property
     def dataset(self) -> Any:
-        """What is loaded."""
         return getattr(self.loader, "dataset", None)
 
 
@@ -203,7 +200,6 @@ def _sampler_of(loader: "DataLoader[Any]") -> Iterable[Sequence[Any]]:
 
 
 def _with_sampler(loader: "DataLoader[Any]", sampler: Any) -> "DataLoader[Any]":
-    """Return the same loader with another batch sampler."""
     names = (
         "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
         "prefetch_factor", "persistent_workers", "pin_memory_device",

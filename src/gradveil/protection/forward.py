@@ -300,11 +300,9 @@ class OneThread:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this thread's pass is under way."""
         return self._at_work.get("thread") is threading.current_thread()
 
     def release(self) -> None:
-        """Let others run the model."""
         self._at_work.clear()
 
 

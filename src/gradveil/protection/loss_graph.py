@@ -94,7 +94,6 @@ class _Walk:
         return next((found for found in self.found if found[1]), self.found[0])
 
     def number(self, node: Node, factor: float = 1.0) -> None:
-        """Go on from a single number."""
         name = node.name()
         if (found := _factor(node)) is not None:
             self.number(found[1], factor * found[0])
@@ -160,12 +159,10 @@ def _unknown(name: str) -> DefenseError:
 
 
 def _shape(node: Node) -> tuple[int, ...]:
-    """Return the shape of what a node made."""
     return tuple(node._input_metadata[0].shape)
 
 
 def _dims(node: Node, ndim: int) -> list[int]:
-    """Return the dimensions of its input that a node works along."""
     found: list[int] = []
     for name in ("_saved_dim", "_saved_dims", "_saved_dim0", "_saved_dim1"):
         value = getattr(node, name, None)
@@ -245,8 +242,6 @@ def check_backward(
 
 
 def _kept(half: slice, count: int) -> Callable[..., Any]:
-    """Return a hook that keeps half of the rows of what it gets."""
-
     def keep(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         return tuple(_half(g, half) if g is not None and g.shape[:1] == (count,) else g for g in grads)
 

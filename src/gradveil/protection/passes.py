@@ -124,7 +124,6 @@ class Report:
 
     @property
     def removed(self) -> int:
-        """Live entries that were set to zero."""
         return 0 if self._sums is None else int(self._sums[0])
 
     @property
@@ -143,7 +142,6 @@ class Report:
         return 0 if self._sums is None else int(self._sums[3])
 
     def summary(self) -> dict[str, float]:
-        """Return every figure by name, for tables and logs."""
         spent = {} if self.spent is None else {"spent": self.spent}
         return spent | {
             "steps": self.steps,
@@ -345,7 +343,6 @@ class Pass:
 
 @contextmanager
 def _rewound(buffers: list[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
-    """Within, these buffers of a model are as they were."""
     now = [(module, name, module._buffers.get(name)) for module, name, _ in buffers]
     try:
         for module, name, before in buffers:

@@ -40,7 +40,6 @@ class RecordPass:
 
     @property
     def nodes(self) -> set[Node]:
-        """What the layers gave."""
         return {edge.node for ran in self.ran.values() for edge in ran.edges}
 
 
@@ -100,7 +99,6 @@ class PerRecordStep:
             )
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any], hooks: Iterable[RemovableHandle]) -> None:
-        """A training pass begins."""
         self.watched.check()
         self._loading = None
         if self._for_round is None:
@@ -117,7 +115,6 @@ class PerRecordStep:
         self.current = RecordPass(len(rows), self.following.records_of((args, kwargs), len(rows)))
 
     def ran(self, layer: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """A layer with weights has run."""
         if self.current is None or self.current.over:
             if torch._C._current_graph_task_id() != -1:  # a checkpointed part runs again
                 return
@@ -327,7 +324,6 @@ class Kept:
         self.parts = {name: part.view(g.shape) for (name, g), part in zip(gradient.items(), parts, strict=True)}
 
     def is_same(self, gradient: Params) -> bool:
-        """Whether a gradient is this one, bit for bit."""
         if gradient.keys() != self.parts.keys():
             return False
         short = self._flat is not None and len(self._flat) < LONG * len(gradient)  # one call for all costs least
@@ -352,7 +348,6 @@ class Carried:
         self.begin()
 
     def begin(self) -> None:
-        """A round begins with the state as it is."""
         self._at_start = self._now()
 
     def loaded(self, part: nn.Module) -> None:
@@ -399,7 +394,6 @@ def _leaf(value: Any) -> Any:
 
 
 def _bits(t: Tensor) -> tuple[Any, ...]:
-    """Return kind, shape and a checksum of a tensor's bytes, in their order."""
     t = t.detach()
     kind = (t.dtype, tuple(t.shape))
     t = t.to_dense() if t.layout is not torch.strided else t.int_repr() if t.is_quantized else t

@@ -40,7 +40,6 @@ class Guard:
 
     @property
     def defense(self) -> Defense:
-        """The defence at work."""
         return self._attachment.defense
 
     @property

@@ -118,7 +118,6 @@ class Trace:
         self.begin()
 
     def begin(self) -> None:
-        """A round begins with the weight as it is."""
         self.start = torch.empty(0) if self.kind == "step" else self.keep(self.p)
 
     def look(self, t: Tensor) -> Tensor:
@@ -132,7 +131,6 @@ class Trace:
         return torch.take(t, self.places)
 
     def keep(self, t: Tensor) -> Tensor:
-        """Return a copy of these entries."""
         return self.look(t).clone() if self.places is None else self.look(t)
 
     def arrived(self, g: Tensor, through: bool) -> None:
@@ -218,11 +216,9 @@ class Part:
         self.account()
 
     def account(self) -> None:
-        """Take the weights as they are now."""
         self.sum = self.bits.sum()
 
     def moved(self) -> bool:
-        """Whether the weights are others than they should be."""
         now = self.bits.sum()
         return bool(now != self.sum.to(now.device))
 
@@ -231,7 +227,6 @@ class Part:
         return False
 
     def replace(self, traces: dict[str, Trace]) -> None:
-        """Follow other tensors in the place of these."""
         self.traces = {name: traces.get(name, trace) for name, trace in self.traces.items()}
         self.bits = Bits(trace.p for trace in self.traces.values())
 
@@ -282,7 +277,6 @@ class Provenance:
         self.tie()
 
     def _kinds(self, old: dict[str, Trace]) -> Iterator[tuple[str, nn.Parameter, Kind]]:
-        """Yield each weight with what has to be known of its gradients."""
         layers = [f"{layer}." if layer else "" for layer in self.layers]
         own = {f"{prefix}weight" for prefix in layers}
         for name, p in self.model.named_parameters():
@@ -338,7 +332,6 @@ class Provenance:
         return [LayerPart({name: traces[name]}) for name in traces if name in alone] + ([Part(rest)] if rest else [])
 
     def untie(self) -> None:
-        """Take the hooks off the weights."""
         while self.handles:
             self.handles.popitem()[1].remove()
 
@@ -363,7 +356,6 @@ class Provenance:
         return [part for part in parts if part.moved() and not part.explained()]
 
     def held_by(self, optimizer: Optimizer) -> list[Part]:
-        """Return the parts that an optimizer steps on."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         found = []
         for part in list(self.parts):
@@ -378,7 +370,6 @@ class Provenance:
         return found
 
     def owned_by(self, module: nn.Module) -> list[Trace]:
-        """Return those of a module itself."""
         own = {id(p) for p in module._parameters.values()}
         return [trace for trace in self.by_name.values() if id(trace.p) in own]
 
@@ -482,5 +473,4 @@ def _equal(some: list[Tensor], others: list[Tensor]) -> bool:
 
 
 def _task() -> int:
-    """Return the number of the backward pass under way, -1 outside of one."""
     return torch._C._current_graph_task_id()

@@ -152,7 +152,6 @@ class Pipeline(ABC):
 
     @property
     def clip(self) -> float:
-        """The clip that a canary has to exceed."""
         return 1.0
 
     def into(self, model: nn.Module, weights: Params) -> Into:
@@ -288,7 +287,6 @@ def dataset_of(canaries: Canaries, present: Tensor, public: Batch | None = None)
 
 
 def _gradient(model: nn.Module, like: Params) -> Tensor:
-    """Return what the weights' gradients hold."""
     grads = [model.get_parameter(name).grad for name in like]
     return torch.cat([g.flatten() for g in grads if g is not None])
 

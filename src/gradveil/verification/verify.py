@@ -89,13 +89,11 @@ class Verified:
 
     @property
     def verdict(self) -> Verdict:
-        """By the rules that the page states."""
         if self.reasons:
             return "exceeds the promise"
         return "says little" if self.estimate.high < LITTLE * self.promised else "consistent"
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
         e = self.estimate
         return {
             "pipeline": self.pipeline, "mu_proved": self.promised if isfinite(self.promised) else None,
@@ -232,7 +230,6 @@ def _run(
 
 
 def _beside(vector: Tensor, u: Tensor) -> Array:
-    """Return the part of a release that no canary reaches, which is noise alone."""
     span = torch.linalg.qr(u.double().T).Q  # (p, K)
     wide = vector.double()
     found: Array = (wide - span @ (span.T @ wide)).cpu().numpy()

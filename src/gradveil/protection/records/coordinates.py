@@ -43,12 +43,10 @@ class Coordinates:
 
     @cached_property
     def products(self) -> Tensor:
-        """U Uᵀ in float64."""
         return sum_over(lambda u: u @ u.T, self.directions)
 
     @cached_property
     def longest(self) -> float:
-        """The length of the longest direction."""
         return float(self.products.diagonal().max().sqrt()) if len(self.values) else 1.0
 
     def mapped(self, records: Records) -> tuple[Tensor, Tensor]:
@@ -226,7 +224,6 @@ def _enough(public: Batch | None, asks: str) -> Batch:
 
 
 def _quantile(square_norms: Tensor, quantile: float) -> float:
-    """Return the quantile of the norms that are finite."""
     finite = square_norms[square_norms.isfinite()].double().clamp_min(0).sqrt()
     found = float(finite.quantile(quantile)) if len(finite) else 0.0
     if not found > 0:

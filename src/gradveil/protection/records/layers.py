@@ -57,7 +57,6 @@ class LayerRecord(ABC):
 
     @cached_property
     def trained(self) -> tuple[str, ...]:
-        """The layer's parameters that are trained."""
         return tuple(n for n, p in self.layer._parameters.items() if p is not None and p.requires_grad)
 
     def lengths_of(self, which: str) -> Pair:
@@ -69,7 +68,6 @@ class LayerRecord(ABC):
         return found, found
 
     def held(self, which: str) -> Tensor:
-        """Return each record's gradient, computed once."""
         kept: dict[str, Tensor] = self.__dict__.setdefault("_kept", {})
         if which not in kept:
             kept[which] = self.own(which)
@@ -97,7 +95,6 @@ class LayerRecord(ABC):
         return products(self.held(which).flatten(2), self.rows(which, directions))
 
     def part(self, some: slice) -> "LayerRecord":
-        """Return what some clients saw."""
         return type(self)(self.layer, self.prefix, self.a[some], self.delta[some])
 
     def dealt(self, clients: int) -> "LayerRecord":

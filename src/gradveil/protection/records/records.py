@@ -186,7 +186,6 @@ def check_unmixed(model: nn.Module, batch: Batch, loss: Loss) -> Params:
 
 
 def _gradient(model: nn.Module, batch: Batch, loss: Loss) -> Params:
-    """Return the gradient of the sum of the losses."""
     weights = {n: p for n, p in model.named_parameters() if p.requires_grad}
     with torch.enable_grad():
         value = loss.each(model(batch.inputs), batch.labels).sum()
@@ -267,7 +266,6 @@ class Captured(Records):
         return Captured(layers, self.like, (self.shape[0] * clients, self.shape[1] // clients))
 
     def clients(self, some: slice) -> "Captured":
-        """Return the records of some clients."""
         count = len(range(*some.indices(self.shape[0])))
         return Captured([layer.part(some) for layer in self.layers], self.like, (count, *self.shape[1:]))
 

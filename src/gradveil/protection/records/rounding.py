@@ -87,7 +87,6 @@ def gram_of_rows(delta: Tensor, together: Tensor) -> Pair:
 
 
 def _diagonal(products: Tensor, terms: int) -> Tensor:
-    """Return upper bounds of the rows' square lengths, in float64."""
     info = torch.finfo(products.dtype)
     squared = products.diagonal(dim1=-2, dim2=-1).double()
     return (squared + terms * info.tiny) * (1 + 2 * (terms + 4) * unit(products.dtype))
