@@ -248,7 +248,7 @@ def ways(root: Path) -> dict[str, dict[str, int]]:
             stderr=subprocess.PIPE,
             text=True,
         )
-        for name in ("audit", "train", "tradeoff")
+        for name in ("audit", "train", "tradeoff", "veil")
     }
     counted = {}
     for name, process in started.items():

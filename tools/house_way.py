@@ -4,9 +4,10 @@
 
 The way begins where the client's examples are put into a ``Batch`` and ends where rows are written to a ``.jsonl``
 file; of the stretches between two writes it is the first in which an attack brings a ``Reconstruction`` back, or,
-where nothing is attacked, the first in which a client makes an ``Update``. On it stand the functions of src/gradveil
-in the order in which each is called first, without those that run while a module is imported. Neighbours in one file
-are one stop. Counted are
+where nothing is attacked, the first in which a client makes an ``Update``. ``veil`` follows a step of a training loop
+under ``protect`` in place of a command, from the forward pass to the optimizer. On it stand the functions of
+src/gradveil in the order in which each is called first, without those that run while a module is imported. Neighbours
+in one file are one stop. Counted are
 
 - *files*: how many different ones there are among the stops;
 - *folder changes*: how often a stop lies in another folder than the one before. A folder is a package right below
@@ -158,11 +159,35 @@ def trace(command: str, root: Path = ROOT) -> list[Call]:
     return tracer.way()
 
 
+def step(root: Path = ROOT) -> list[Call]:
+    """Return the way of a step of a loop under ``protect``: the third, when a guard no longer looks at a new model."""
+    sys.path.insert(0, str(root / "src"))
+    import torch
+    from torch import nn
+
+    import gradveil
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tracer, x, y = Tracer(root / "src" / "gradveil"), torch.rand(8, 1, 8, 8), torch.arange(8) % 5
+    with gradveil.protect(model, "veil:z=1,clip=1"):
+        for number in range(3):
+            tracer.on = number == 2
+            sys.settrace(tracer.call if tracer.on else None)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        sys.settrace(None)
+    return tracer.stretches[-1].calls
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument("command", choices=[*COMMANDS, "veil"])
     parser.add_argument("--root", type=Path, default=ROOT, help="another tree of gradveil")
     parser.add_argument("--calls", action="store_true", help="print every call on the way")
     given = parser.parse_args()
-    followed = trace(given.command, given.root.resolve())
+    root = given.root.resolve()
+    followed = step(root) if given.command == "veil" else trace(given.command, root)
     print("\n".join(f"{file}: {name}" for file, name in followed) if given.calls else json.dumps(count(followed)))
