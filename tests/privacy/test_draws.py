@@ -10,7 +10,8 @@ from torch import Generator
 
 from gradveil.errors import DefenseError
 from gradveil.privacy import noise as draws
-from gradveil.privacy.noise import SecretDraws, Stream, is_secret, noise_kind, own_draws
+from gradveil.privacy.noise import SecretDraws, Stream, is_secret, noise_kind
+from gradveil.protection.defense import own_draws
 
 SECRET = SecretDraws()
 RARE = 1e-7  # a test of a law fails by chance as often

@@ -248,8 +248,8 @@ class VeilStep(RunningStep):
             raise DefenseError(
                 f"A step has {self.count} records and {self.slots} slots. Give each record its own slot."
             )
-        found = self.veil.clipped_sum(records)
         sizes, std, steps = [p.numel() for p in records.like.values()], self.veil._std, STEPS[self.veil.tier]
+        found = self.veil.clipped_sum(records)
         if self.noise is None and self.count == self.slots:  # nothing can come after: in one pass
             return self.veil._sent(release(found, std, self.rng, sizes, steps), self.slots, records.like)
         self.total = found if self.total is None else self.total.double() + found

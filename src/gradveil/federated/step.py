@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradveil.errors import DefenseError
-from gradveil.privacy.noise import Source, own_draws
-from gradveil.protection.defense import Defense, accounted
+from gradveil.privacy.noise import Source
+from gradveil.protection.defense import Defense, accounted, own_draws
 from gradveil.protection.passes import Pass, Report, check_layer, substitute
 from gradveil.protection.records.records import records_of
 from gradveil.tree import Params

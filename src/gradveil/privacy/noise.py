@@ -10,8 +10,7 @@ Were n exactly normal, the rounding would be post-processing. It is computed in 
 docs/theory/noise.md.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import floor, isfinite, log2, pi, prod, sqrt
@@ -52,21 +51,6 @@ def is_secret(rng: Source) -> bool:
 def noise_kind(rng: Source) -> NoiseKind:
     """Return what rows, reports and accounts call noise from this source."""
     return "secret" if is_secret(rng) else "simulated"
-
-
-@contextmanager
-def own_draws(defense: object) -> Iterator[None]:
-    """Say it in one line where a defence hands secret draws to a function of torch that wants a generator."""
-    try:
-        yield
-    except (TypeError, AttributeError) as error:
-        if SecretDraws.__name__ not in str(error):
-            raise
-        name = getattr(defense, "spec_name", type(defense).__name__)
-        raise DefenseError(
-            f"{name} draws from rng by torch itself, and what rng draws here is secret, which torch cannot. Draw by "
-            f"gradveil.draws, for example draws.normal(shape, rng), or say protect(..., simulated=generator)."
-        ) from error
 
 
 def words(count: int) -> npt.NDArray[np.uint64]:

@@ -14,8 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradveil.errors import DefenseError
 from gradveil.modules import lifted
-from gradveil.privacy.noise import own_draws
-from gradveil.protection.defense import Defense
+from gradveil.protection.defense import Defense, own_draws
 from gradveil.protection.forward import (
     AfterLoading,
     BeforeLoading,

@@ -1,7 +1,8 @@
 """Defences by their protocols: where one acts, what it costs a record, what follows from each round."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -11,7 +12,7 @@ from torch import Generator, Tensor, nn
 from gradveil.countermeasures import Countermeasure, plain
 from gradveil.errors import DefenseError, SpecError
 from gradveil.losses import CROSS_ENTROPY, Loss
-from gradveil.privacy.noise import NoiseKind, Source, noise_kind
+from gradveil.privacy.noise import NoiseKind, SecretDraws, Source, noise_kind
 from gradveil.privacy.plan import PlannedRun
 from gradveil.protection.records.records import Records
 from gradveil.registry import Registry, split_specs
@@ -235,6 +236,21 @@ def noise_row(defense: Defense) -> dict[str, str]:
     """Return what a row of a simulation says of a defence that draws: whether its noise can be drawn again."""
     noise = defense.noise_from(Generator())
     return {} if noise == "none" else {"noise": noise}
+
+
+@contextmanager
+def own_draws(defense: object) -> Iterator[None]:
+    """Say it in one line where a defence hands secret draws to a function of torch that wants a generator."""
+    try:
+        yield
+    except (TypeError, AttributeError) as error:
+        if SecretDraws.__name__ not in str(error):
+            raise
+        name = getattr(defense, "spec_name", type(defense).__name__)
+        raise DefenseError(
+            f"{name} draws from rng by torch itself, and what rng draws here is secret, which torch cannot. Draw by "
+            f"gradveil.draws, for example draws.normal(shape, rng), or say protect(..., simulated=generator)."
+        ) from error
 
 
 def build(spec: str | Defense) -> Defense:

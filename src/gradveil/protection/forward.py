@@ -11,8 +11,8 @@ from torch.utils.hooks import RemovableHandle
 
 from gradveil.errors import DefenseError
 from gradveil.modules import under_transform
-from gradveil.privacy.noise import SecretDraws, Source, own_draws
-from gradveil.protection.defense import Defense
+from gradveil.privacy.noise import SecretDraws, Source
+from gradveil.protection.defense import Defense, own_draws
 from gradveil.protection.passes import Examples, OfExamples, Pass, Report, substitute, weight_name, weight_of
 from gradveil.protection.per_record_step import PerRecordStep
 from gradveil.protection.provenance import CHANGED, Part, Provenance

@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from gradveil.errors import DefenseError, LayerError
 from gradveil.modules import LINEAR, find_layer, lifted, under_transform, ways_into
-from gradveil.privacy.noise import Source, own_draws
-from gradveil.protection.defense import Defense
+from gradveil.privacy.noise import Source
+from gradveil.protection.defense import Defense, own_draws
 from gradveil.tree import named
 
 _PLAIN_FORWARDS = {kind.forward for kind in LINEAR}

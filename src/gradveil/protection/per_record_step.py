@@ -15,9 +15,9 @@ from torch.utils.hooks import RemovableHandle
 from gradveil.errors import DefenseError
 from gradveil.modules import lifted, tensors_in
 from gradveil.privacy.accountant import InStep, Spending, Used
-from gradveil.privacy.noise import Source, own_draws
+from gradveil.privacy.noise import Source
 from gradveil.protection.counted import Following
-from gradveil.protection.defense import Accounted, RunningStep, accounted, in_round
+from gradveil.protection.defense import Accounted, RunningStep, accounted, in_round, own_draws
 from gradveil.protection.loss_graph import check_backward, check_hooks, leads_to, leaves_of, share_of
 from gradveil.protection.passes import Report
 from gradveil.protection.provenance import Bits
@@ -193,8 +193,8 @@ class PerRecordStep:
             return self._step.add(records)
         self._steps += 1
         report.steps += 1
-        self._step = self._this_round.begin(self.slots, rng)
         self._before = {n: p.grad.clone() for n, p in weights.items() if p.grad is not None}
+        self._step = self._this_round.begin(self.slots, rng)
         return self._this_round.on_records(records, self.slots, rng) if self._step is None else self._step.add(records)
 
     @property

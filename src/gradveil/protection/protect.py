@@ -10,10 +10,9 @@ from torch import Generator, nn
 from gradveil.errors import DefenseError, UpdateError
 from gradveil.modules import check_ready
 from gradveil.privacy.accountant import Account, Spending
-from gradveil.privacy.noise import own_draws
 from gradveil.privacy.plan import PlannedRun
 from gradveil.protection.attachment import Attachment, attachment_of, is_same, left_as_it_was, refuse_opacus
-from gradveil.protection.defense import Defense, accounted, build
+from gradveil.protection.defense import Defense, accounted, build, own_draws
 from gradveil.protection.passes import Report
 from gradveil.protection.per_record_step import PerRecordStep
 from gradveil.protection.provenance import CHANGED
