@@ -85,7 +85,7 @@ VECTORISED = [
     ("none", {"weight_decay": 0.1, "proximal": 0.5}),
     ("none", {"batch_size": None}),
     ("none", {"sampling": "with", "clients": 8, "weighting": "paper"}),
-    ("none", {"server": "fedadam", "schedule": "inverse:mu=2,gamma=4"}),
+    ("none", {"aggregator": "fedadam", "schedule": "inverse:mu=2,gamma=4"}),
     ("gaussian:scale=0.1", {}),
     ("gaussian:scale=0.1,on=update", {}),
     ("pruning:share=0.5+laplace:scale=0.1", {"proximal": 0.5}),
@@ -188,7 +188,7 @@ def test_batch_norm_statistics_are_averaged() -> None:
 
 @pytest.mark.parametrize("server", ["fedavg", "fedavgm", "fedadam"])
 def test_a_resumed_run_ends_where_the_unbroken_one_does(tmp_path: Path, server: str) -> None:
-    training = Training(**{**vars(TRAINING), "server": server, "rounds": 5})
+    training = Training(**{**vars(TRAINING), "aggregator": server, "rounds": 5})
     path = tmp_path / "checkpoint.safetensors"
     for done in simulate(tiny_model().double(), tiny_dataset(), ragged_clients(), training, "gaussian", 7):
         if done.number == 2:
@@ -308,7 +308,7 @@ def test_settings_that_train_together_end_where_they_do_alone(engine: str) -> No
         Variant(tiny_model(3).double(), ragged_clients(), "representation:share=0.4", 3),
         Variant(tiny_model(3).double(), ragged_clients(), "representation:share=0.9", 3),
     ]
-    training = Training(**{**vars(TRAINING), "server": "fedavgm", "proximal": 0.1})
+    training = Training(**{**vars(TRAINING), "aggregator": "fedavgm", "proximal": 0.1})
     last = list(simulate_together(settings, data, training, engine=engine))[-1]
     for setting, together in zip(settings, last, strict=True):
         rounds = simulate(setting.model, data, setting.clients, training, setting.defense, setting.seeds)

@@ -55,7 +55,15 @@ def test_registered_names_with_numbers_are_taken(kind: str, text: str) -> None:
 
 
 HARMLESS = {
-    "dataset": {"image", "label", "target", "categorical", "drop", "by"},  # columns of a file that the site names
+    "dataset": {
+        "image",
+        "label",
+        "target",
+        "text",
+        "categorical",
+        "drop",
+        "by",
+    },  # columns
     "model": {"normalize", "layer"},
     "defense": {"layer", "method", "kind", "policy"},
 }

@@ -388,6 +388,9 @@ def _bought(folder: RunFolder, defense: "Defense") -> dict[str, Any]:
     return {"bought": bought | Account("most", spent=spent[-1]).figures(DELTA, GUESS)}
 
 
+SCALARS = ("accuracy", "loss", "lr", "leak-psnr", "leak-floor", "mu", "epsilon")  # of a round's row, for TensorBoard
+
+
 def board(out: Path) -> Callable[[Row], None]:
     """Return what writes the numbers of a round's row as event files for TensorBoard."""
     try:
@@ -397,9 +400,9 @@ def board(out: Path) -> Callable[[Row], None]:
     writer = SummaryWriter(str(out / "tensorboard"))
 
     def write(row: Row) -> None:
-        for name, value in row.items():
-            if name != "round" and isinstance(value, (int, float)):
-                writer.add_scalar(name, value, row["round"])
+        for name in SCALARS:
+            if row.get(name) is not None:
+                writer.add_scalar(name, row[name], row["round"])
         writer.flush()
 
     return write
