@@ -36,7 +36,7 @@ FOUND = {
 }
 UNDONE = {  # by a server of what was found, whatever is declared
     "twins": "quiet", "numpy_twins": "quiet", "quiet_subspace": "quiet", "weight_and_bias": "quiet",
-    "loud_entries": "quiet", "low_bits": "quiet", "four_rounds": "rounds", "sixteen_bit_key": "undo",
+    "loud_entries": "quiet", "low_bits": "quiet", "four_rounds": "rounds",
     "fine_lattice": "undo", "in_numpy": "undo",
 }  # fmt: skip
 
