@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil import pace, tree
+from gradveil.attacks.base import LARGE
 from gradveil.attacks.base import build as build_attack
 from gradveil.data.base import Dataset
 from gradveil.errors import UpdateError
@@ -34,7 +35,7 @@ from gradveil.ranges import Count, Positive
 from gradveil.registry import Spec, parse
 from gradveil.threats.rows import OBLIVIOUS, Floor, Line, MeasuredExample, best_floor, group, lines, read, why_it_failed
 from gradveil.threats.servers import oblivious
-from gradveil.threats.setup import LARGE, fitting_model, is_small, load_dataset, one_thread
+from gradveil.threats.setup import fitting_model, is_small, load_dataset, one_thread
 from gradveil.threats.trial import Public, Result, Trial, attempt, client_row, floors, measured, observe
 from gradveil.threats.verdict import strongest
 from gradveil.types import Batch, GaussianPrior, Observation, Reconstruction
