@@ -51,8 +51,7 @@ SCHEDULES = {  # the learning rate and the local training
     ADAM: (0.001, Local(epochs=2, batch_size=8, optimizer="adam")),
 }
 UNTRAINED, TRAINED = "untrained", "trained"
-TRY, TRY_STEPS = 1.0, 3  # seconds and steps in which the speed of an attack is found out
-RANK = 512  # principal directions of the server's prior
+TRY, TRY_STEPS, RANK = 1.0, 3, 512  # seconds and steps that tell an attack's speed; directions of the server's prior
 
 
 def own_mlp(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
