@@ -21,7 +21,7 @@ from gradveil.attacks.search.matching import (
     squared_distance,
 )
 from gradveil.attacks.search.minimise import LBFGS
-from gradveil.attacks.search.restarts import TVS, Search, adam_search, image_terms
+from gradveil.attacks.search.restarts import Search, adam_search, image_terms
 from gradveil.gradients.functional import StepGradient, local_plan, loss_of, per_problem, trial_updates
 from gradveil.losses import CrossEntropy
 from gradveil.ranges import Count, Positive, Weight
@@ -48,7 +48,7 @@ class Surrogate(Attack):
     steps: Count = 1000  # evaluations per start
     restarts: Count = 1
     lr: Positive = 0.1
-    tv: Weight | tuple[Weight, ...] = TVS  # images (C, H, W) only; of several, one is chosen
+    tv: Weight | tuple[Weight, ...] = 1e-4  # images (C, H, W) only; of several, one is chosen
     bn: Weight = SENT  # of batch norm statistics that the client sent
     tol: Weight = 1e-4  # cosine distance at which the update counts as matched
 
@@ -114,7 +114,7 @@ class FedAvgInversion(Attack):
     restarts: Count = 1
     optimiser: Literal["adam", "lbfgs"] = "adam"
     lr: Positive = 0.1  # of Adam
-    tv: Weight | tuple[Weight, ...] = TVS  # with Adam; images (C, H, W) only; of several, one is chosen
+    tv: Weight | tuple[Weight, ...] = 1e-4  # with Adam; images (C, H, W) only; of several, one is chosen
     bn: Weight = SENT  # with Adam; of batch norm statistics that the client sent
     history: Count = 50  # of L-BFGS
     tol: Weight = 1e-6  # of the squared norm with L-BFGS; the cosine distance with Adam

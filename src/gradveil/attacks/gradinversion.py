@@ -20,7 +20,7 @@ from gradveil.attacks.search.matching import (
     squared_distance,
     statistics_term,
 )
-from gradveil.attacks.search.restarts import TVS, adam_search, image_terms
+from gradveil.attacks.search.restarts import adam_search, image_terms
 from gradveil.ranges import Count, Positive, Weight
 from gradveil.tree import Params
 from gradveil.types import Observation, Reconstruction
@@ -43,7 +43,7 @@ class GradInversion(Attack):
     steps: Count = 1000
     restarts: Count = 4  # the group whose starts must agree
     lr: Positive = 0.1
-    tv: Weight | tuple[Weight, ...] = TVS  # images (C, H, W) only; of several, one is chosen
+    tv: Weight | tuple[Weight, ...] = 1e-3  # images (C, H, W) only; of several, one is chosen
     l2: Weight = 1e-5
     bn: Weight = 1e-3
     group: Weight = 1e-2
