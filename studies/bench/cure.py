@@ -223,7 +223,7 @@ class Scene:
         """Records in all directions and labels: of the clients' by client, held out, and the test split's."""
         public, aside = (torch.from_numpy(part) for part in self.parts)
         x, y = self.rows.train, self._labels
-        basis = Basis(x.shape[1], max(*self.rows.world.dims, *self.rows.world.more))
+        basis = Basis(x.shape[1], max((*self.rows.world.dims, *self.rows.world.more)))
         basis.fit(x[public])
         raw = lambda rows: torch.cat([s @ basis.directions.T + basis.offset for s in rows.split(2000)])  # noqa: E731
         own = torch.from_numpy(np.stack(self.clients))

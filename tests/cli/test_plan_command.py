@@ -57,7 +57,7 @@ def test_a_head_is_rehearsed_on_public_records() -> None:
     assert all(one["low"] <= one["lost"] <= one["high"] for one in some.values())
     assert some["8"]["lost"] < some["0.5"]["lost"]
     text = plan(*options, "--tier", "aggregate", "--epsilon", "8")
-    assert f"rehearsed    lr {some['8']['lr']:g} and clip {some['8']['clip']:g}: expected to cost" in text
+    assert f"rehearsed    lr {some['8']['lr']:g} and clip {some['8']['clip']:g}: on drawn records it costs" in text
 
 
 @pytest.mark.parametrize(
