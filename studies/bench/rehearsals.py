@@ -1,8 +1,8 @@
 """A rehearsal's prediction beside what real runs lose: digits, features of patches, product code.
 
 Each row trains with `veil:...,clip=auto,lr=auto`; what it loses is beside the best of four rates without a defence,
-each a mean over the seeds. The rehearsal of each seed comes from that seed's public records; a row holds where the mean loss lies
-in the mean of the intervals.
+each a mean over the seeds. The rehearsal of each seed comes from that seed's public records; a row holds where the mean
+loss lies in the mean of the intervals.
 """
 
 import argparse

@@ -3,8 +3,8 @@
 No private record is looked at. Features of public records, with their labels, give one Gaussian a class with a common
 covariance; records drawn from it train the head as the run will, with its noise and without. A few hundred public
 records would be learnt by heart, and noise then helps; drawn ones are as many as the run has. They are easier to tell
-apart than real ones: on digits real runs lost 2 to 4 points more than was said (``studies/bench/rehearsals.py``), so the
-cost is a lower estimate.
+apart than real ones: on digits real runs lost 2 to 4 points more than was said (``studies/bench/rehearsals.py``), so
+the cost is a lower estimate.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,7 +41,7 @@ class Course:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What was chosen, and the points of accuracy that it costs on drawn records, with a 95 % interval over drawings."""
+    """What was chosen, and the points of accuracy that it costs on drawn records, with a 95 % interval of them."""
 
     lr: float
     clip: float
