@@ -14,10 +14,11 @@ from torch import nn
 from gradveil import pace
 from gradveil.auditing.run_folder import Row, RunFolder
 from gradveil.countermeasures import Countermeasure
-from gradveil.errors import GradveilError, is_out_of_memory
+from gradveil.errors import GradveilError, from_defense, is_out_of_memory
 from gradveil.federated.client import evaluate
 from gradveil.federated.simulate import simulate
 from gradveil.threats.probes import Probed
+from gradveil.threats.rows import OBLIVIOUS
 from gradveil.threats.setup import AuditSetup, is_small, one_thread
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
@@ -78,8 +79,20 @@ def last_snapshots(
         progress("training", done, total)
         if not store.done(unit):
             limit = pace.Limit(seconds, partial(progress, "local steps"), strict=True)
-            with one_thread(is_small(scene.model)), limit, _memory_told(defense):
-                rows, sent = _train(scene, defense, rounds, partial(_tell, progress, done, total))
+            try:
+                with one_thread(is_small(scene.model)), limit, _memory_told(defense):
+                    rows, sent = _train(scene, defense, rounds, partial(_tell, progress, done, total))
+            except Exception as error:
+                if (told := from_defense(error)) is error:
+                    raise
+                where = {"round": "last", "round_number": rounds, "weights": defense}
+                tried = {"tier": "oblivious", "server": OBLIVIOUS, "attack": "training"}
+                if not store.done(f"crash/{defense}"):
+                    store.add(
+                        f"crash/{defense}", [{"kind": "skip", "defense": defense, **tried, **where, "why": str(told)}]
+                    )
+                done += rounds
+                continue
             if not store.done(f"probe/{defense}"):
                 rows = [*server_rows(defense, scene.countermeasures(defense, scene.model)), *rows]
             store.add(unit, rows, sent)
