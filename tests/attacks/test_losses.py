@@ -97,7 +97,7 @@ def test_with_known_targets_they_find_the_example(spec: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["several labels", "numbers"])
-@pytest.mark.parametrize(("spec", "below"), [("gs:steps=150", 1e-2), ("gradinversion:steps=150", 1e-2)])
+@pytest.mark.parametrize(("spec", "below"), [("gs:steps=150,tv=1e-4", 1e-2), ("gradinversion:steps=150", 1e-2)])
 def test_searches_over_images_search_targets_too(spec: str, below: float, name: str) -> None:
     case = CASES[name]
     found = attacked(spec, seen(case))
