@@ -184,7 +184,7 @@ def test_what_runs_code_out_of_a_file_is_a_fault(planted: str) -> None:
 def test_what_cannot_run_code_is_fine_and_no_data_file_is_unpickled() -> None:
     assert not _lint(ALLOWED.strip()) - {"I001"}
     readers = sorted((TOOLS.parent / "src/gradveil/data").glob("*.py"))
-    assert len(readers) > 10
+    assert len(readers) > 5
     for path in readers:
         assert "TID251" in _lint("import pickle", str(path.relative_to(TOOLS.parent))), path
     assert "TID251" not in _lint("import pickle", "src/gradveil/federated/processes.py")  # to its own workers
