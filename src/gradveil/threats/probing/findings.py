@@ -171,6 +171,7 @@ class Explorer:
         cost = (time.process_time() - began) * 2**bits
         if known is None or cost > SEARCH:
             return Found(f"{what}.", None, None, False, True, error=said, keyed=True)
+        view: View | None
         if 2**bits <= KEPT / (3 * len(v)):
             view = self._undo(lambda: (replace(first, forced=i) for i in range(2**bits)))
             return Found(f"{what}: {known.what}.", view, drawn=True, error=said, keyed=True)

@@ -74,8 +74,10 @@ def _owners(defense: Defense) -> list[Any]:
     return [*{id(m): m for m in modules if m is not None and m.__name__ not in ("abc", "typing")}.values(), *classes]
 
 
-_KINDS = (Generator, np.random.Generator, np.random.RandomState, random.Random, itertools.count, list, dict, set)
-_KINDS += (bytearray, collections.deque, torch.Tensor, np.ndarray, int, float)
+_KINDS: tuple[type, ...] = (
+    Generator, np.random.Generator, np.random.RandomState, random.Random, itertools.count, list, dict, set,
+    bytearray, collections.deque, torch.Tensor, np.ndarray, int, float,
+)  # fmt: skip
 LARGEST = 100_000  # length of what is kept of a module
 _FIRST: dict[int, tuple[Any, dict[str, Any]]] = {}  # by owner: it, and what it held when it was first seen
 

@@ -154,7 +154,7 @@ def quiet_directions(function: DefenseFunction, secrets: Sequence[Secret], examp
     if noise is None:
         return None
     variance, n = noise.variance(), len(examples[0])
-    live = (function.run(examples[0], secrets[0]) != 0).to(examples[0])  # others are not sent
+    live = _sent(function, secrets[0], examples[0]).ne(0).to(examples[0])  # others are not sent
     rng = Generator().manual_seed(4)
     starts = [live * torch.randn(n, generator=rng).to(live) for _ in range(3)]
     found = [rest for start in starts if (rest := noise.unreached(start, variance)) is not None]
