@@ -13,7 +13,7 @@ from gradveil.errors import SpecError, did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(Output):
+class AttackOptions(Output):
     """What the command takes beside the facts of an update."""
 
     attack: Annotated[str, Option("An attack spec, e.g. dlg:restarts=8.")] = "newton"
@@ -22,7 +22,7 @@ class Run(Output):
 
 
 @takes(
-    Run,
+    AttackOptions,
     UpdateAuditConfig,
     first="update model attack defense server weights dataset out json",
     without="attacks truth minutes gallery",
@@ -36,7 +36,7 @@ def command(given: Given) -> None:
     from gradveil.report.pictures import write_pictures
     from gradveil.types import Batch
 
-    attack, server, out = (given[name] or getattr(Run, name) for name in ("attack", "server", "out"))
+    attack, server, out = (given[name] or getattr(AttackOptions, name) for name in ("attack", "server", "out"))
     json = given["json"]
     case = build_case(replace(given.without("attack").make(UpdateAuditConfig), attacks=(attack,)))
     view, spec = _view(case, server)

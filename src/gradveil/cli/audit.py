@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(Output):
+class AuditOptions(Output):
     """What the command takes beside the settings of an audit."""
 
     out: Path | None = None
@@ -47,7 +47,7 @@ FIRST = "model dataset defense attack update weights minutes fail_on out resume 
     AuditConfig,
     UpdateAuditConfig,
     Columns,
-    Run,
+    AuditOptions,
     first=FIRST,
     model=Option(default="what suits the data set; with --update lenet"),
     dataset=Option(default="digits; with --update none"),

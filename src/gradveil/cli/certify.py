@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked(Output):
+class CertifyOptions(Output):
     """What is certified."""
 
     model: str = "lenet"
@@ -44,17 +44,17 @@ class Asked(Output):
     device: str = "cpu"
 
 
-@takes(Asked, first="model dataset defense weights kind images meter participations json")
+@takes(CertifyOptions, first="model dataset defense weights kind images meter participations json")
 def command(given: Given) -> None:
     """Certify a defence: how far from the truth must a reconstruction be, and who is not bound by that?"""
-    asked = given.fill(Asked())
+    asked = given.fill(CertifyOptions())
     check(asked)
     with shared.working(asked.json or asked.quiet, "certify"):
         found = figures(asked)
     shared.print_json(as_json(found)) if asked.json else show(found, Console())
 
 
-def figures(asked: Asked) -> dict[str, Any]:
+def figures(asked: CertifyOptions) -> dict[str, Any]:
     """Compute everything that the command shows."""
     from gradveil.auditing.certificates import KINDS, layer_certificates, metered, promise_rows
     from gradveil.auditing.settings import find_device

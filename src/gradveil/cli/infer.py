@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(Output):
+class InferOptions(Output):
     """What the command takes beside the facts of an update."""
 
     updates: Annotated[tuple[str, ...], Option("A safetensors file; repeat it for several clients of one model.")]
@@ -24,7 +24,7 @@ class Run(Output):
 
 
 @takes(
-    Run,
+    InferOptions,
     InferenceSettings,
     UpdateAuditConfig,
     first="update model rule m convolutions weights dataset truth out json",

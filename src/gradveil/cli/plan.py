@@ -20,7 +20,7 @@ RUN, PROMISE = "The run", "The promise, one of these"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked(Output):
+class PlanOptions(Output):
     """A run as it is planned, and the promise that it is to keep."""
 
     cohort: Annotated[Count, Option("Clients of a round.", RUN)] = 10
@@ -60,10 +60,10 @@ class Asked(Output):
 FIRST = "promise epsilon z cohort clients records rounds tier model dataset check json"
 
 
-@takes(Asked, first=FIRST)
+@takes(PlanOptions, first=FIRST)
 def command(given: Given) -> None:
     """Plan a run: from a promise to the noise and its expected cost, or from a configuration to what it buys."""
-    asked, json = given.fill(Asked()), given["json"]
+    asked, json = given.fill(PlanOptions()), given["json"]
     check_settings(asked)
     if asked.check is not None:
         _check(asked, json)
@@ -207,7 +207,7 @@ def _cost(plan: "Plan") -> str:
     )
 
 
-def _check(asked: Asked, json: bool) -> None:
+def _check(asked: PlanOptions, json: bool) -> None:
     from gradveil.privacy.configurations import Told, check
 
     delta, guess = asked.delta, asked.guess

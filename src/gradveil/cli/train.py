@@ -24,7 +24,7 @@ ON_FLOWER = (  # its own settings
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(Output):
+class TrainOptions(Output):
     """What the command takes beside the settings of a training run."""
 
     out: Path = Path("runs/train")
@@ -48,7 +48,7 @@ FIRST = "model dataset defense rounds clients partition lr engine out resume jso
 @takes(
     TrainConfig,
     Columns,
-    Run,
+    TrainOptions,
     first=FIRST,
     resume=Option("Continue a run that was stopped, or add rounds to it."),
 )
@@ -56,7 +56,7 @@ def command(given: Given) -> None:
     """Train with federated averaging (default: digits, a small LeNet, no defence)."""
     dataset = shared.table_spec(given)
     config = given.fill(_DEFAULT, dataset=dataset, partition=given["partition"] or (NATURAL if given["by"] else None))
-    out, json, quiet = given["out"] or Run.out, given["json"], given["json"] or given["quiet"]
+    out, json, quiet = given["out"] or TrainOptions.out, given["json"], given["json"] or given["quiet"]
     resume, verify = given["resume"], given["verify"]
     own, link = given.named(*ON_FLOWER), given.named("superlink", "root_certificates")
     if config.engine.partition(":")[0] == "flower":

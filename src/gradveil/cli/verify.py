@@ -22,7 +22,7 @@ OWN = "A trainer of your own"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked(Output):
+class VerifyOptions(Output):
     """What is measured, and how closely."""
 
     dataset: Annotated[str, Option("A data set by name: canaries are of its kind.")] = "digits"
@@ -56,7 +56,7 @@ class Asked(Output):
     out: Annotated[Path | None, Option("Write the JSON to this file as well.")] = None
 
 
-@takes(Asked, first="defense engine model dataset rounds trials canaries trainer mu minutes out json")
+@takes(VerifyOptions, first="defense engine model dataset rounds trials canaries trainer mu minutes out json")
 def command(given: Given) -> None:
     """Measure μ with canary records sent through the real pipeline; exit code 1 where it exceeds the promise."""
     from gradveil.auditing.train import TrainConfig, with_model
@@ -67,7 +67,7 @@ def command(given: Given) -> None:
     from gradveil.threats.setup import fitting_model
     from gradveil.verification.verify import verify
 
-    asked = given.fill(Asked())
+    asked = given.fill(VerifyOptions())
     check(asked)
     trainer, out, claimed = asked.trainer, asked.out, _claimed(asked)
     if trainer is None and claimed is not None:
@@ -100,7 +100,7 @@ def command(given: Given) -> None:
         raise typer.Exit(EXCEEDED)
 
 
-def _claimed(asked: Asked) -> float | None:
+def _claimed(asked: VerifyOptions) -> float | None:
     """Return the μ that a trainer's owner promises; None where nothing is said."""
     from math import sqrt
 
