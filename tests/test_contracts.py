@@ -9,7 +9,7 @@ from torch import nn
 
 from gradveil import attacks
 from gradveil.attacks.base import ATTACKS, KINDS, Attack, Malicious
-from gradveil.federated.step import step_gradient
+from gradveil.federated.client import step_gradient
 from gradveil.losses import NextToken
 from gradveil.modalities.table import Column, Table
 from gradveil.models import build

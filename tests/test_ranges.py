@@ -22,7 +22,7 @@ from gradveil.auditing.saved_update import UpdateAuditConfig
 from gradveil.auditing.train import TrainConfig
 from gradveil.cli.list import KINDS
 from gradveil.errors import GradveilError, SpecError
-from gradveil.federated.step import step_gradient
+from gradveil.federated.client import step_gradient
 from gradveil.models import build_working
 from gradveil.protection.defense import NoDefense, in_round
 from gradveil.ranges import Count, Part, Range

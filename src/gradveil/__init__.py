@@ -20,10 +20,9 @@ if TYPE_CHECKING:
     from gradveil.data.partition import partition
     from gradveil.defenses.decoy import save_prior
     from gradveil.errors import DefenseError, GradveilError
-    from gradveil.federated.client import evaluate, local_update
+    from gradveil.federated.client import evaluate, local_update, step_gradient
     from gradveil.federated.settings import Training
     from gradveil.federated.simulate import simulate
-    from gradveil.federated.step import step_gradient
     from gradveil.losses import build as loss
     from gradveil.models import build as model
     from gradveil.privacy import noise as draws
@@ -61,7 +60,7 @@ _PUBLIC = {
     "guard_of": "gradveil.protection.protect:guard_of",
     "Account": "gradveil.privacy.accountant:Account",
     "PlannedRun": "gradveil.privacy.plan:PlannedRun",
-    "step_gradient": "gradveil.federated.step:step_gradient",
+    "step_gradient": "gradveil.federated.client:step_gradient",
     "save_prior": "gradveil.defenses.decoy:save_prior",
     "leak_scores": "gradveil.representation.scores:leak_scores",
     "check_model": "gradveil.auditing.incoming:check_model",

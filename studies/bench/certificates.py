@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from gradveil.federated.step import step_gradient
+from gradveil.federated.client import step_gradient
 from gradveil.models import build
 from gradveil.modules import representation
 from gradveil.protection.defense import build as build_defense

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from defense_scores import machine
 
-from gradveil.federated.step import step_gradient
+from gradveil.federated.client import step_gradient
 from gradveil.losses import CROSS_ENTROPY
 from gradveil.models import build as build_model
 from gradveil.protection.defense import build, in_round

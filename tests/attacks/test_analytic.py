@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from gradveil.attacks import analytic
 from gradveil.attacks.analytic import Analytic
 from gradveil.errors import AttackError
-from gradveil.federated.step import step_gradient
+from gradveil.federated.client import step_gradient
 from gradveil.protection.defense import NoDefense
 from gradveil.types import Batch, GaussianPrior, Observation, Update
 

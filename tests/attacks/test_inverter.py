@@ -11,7 +11,7 @@ from gradveil import pace
 from gradveil.attacks.inverter import HELD, MADE, PUBLIC, Course, Inverter, Lesson, Sketch, entered, regress
 from gradveil.data import load
 from gradveil.errors import AttackError
-from gradveil.federated.step import step_gradient
+from gradveil.federated.client import step_gradient
 from gradveil.modalities.base import identification
 from gradveil.models import build
 from gradveil.protection.defense import NoDefense

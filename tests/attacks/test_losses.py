@@ -11,8 +11,7 @@ from torch import Generator, Tensor, nn
 from gradveil.attacks.base import build
 from gradveil.attacks.labels import label_signal, recover_labels
 from gradveil.errors import AttackError
-from gradveil.federated.client import local_update
-from gradveil.federated.step import step_gradient
+from gradveil.federated.client import local_update, step_gradient
 from gradveil.losses import build as build_loss
 from gradveil.modalities.base import label_accuracy, pair
 from gradveil.protection.defense import build as build_defense

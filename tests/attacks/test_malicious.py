@@ -10,7 +10,7 @@ from gradveil import tree
 from gradveil.attacks.base import Malicious, build
 from gradveil.data import load
 from gradveil.errors import AttackError
-from gradveil.federated.step import step_gradient
+from gradveil.federated.client import step_gradient
 from gradveil.metrics import measure
 from gradveil.models import build as build_model
 from gradveil.protection.defense import NoDefense

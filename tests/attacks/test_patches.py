@@ -11,7 +11,7 @@ from gradveil.attacks.base import build as build_attack
 from gradveil.attacks.base import default_panel
 from gradveil.attacks.patches import _beside, clear_spans
 from gradveil.errors import AttackError
-from gradveil.federated.step import step_gradient
+from gradveil.federated.client import step_gradient
 from gradveil.modalities import IMAGE
 from gradveil.models import build
 from gradveil.protection.defense import NoDefense

@@ -12,8 +12,8 @@ from gradveil.attacks.base import build as build_attack
 from gradveil.countermeasures import Countermeasure, plain, simulate, undeclared, whiten
 from gradveil.defenses.veil import Veil
 from gradveil.errors import SpecError
+from gradveil.federated.client import step_gradient
 from gradveil.federated.settings import Local
-from gradveil.federated.step import step_gradient
 from gradveil.protection.defense import DEFENSES, Defense, build, in_round
 from gradveil.protection.records.records import Records
 from gradveil.seeds import Seeds

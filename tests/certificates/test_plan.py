@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradveil.data import load
 from gradveil.errors import CertificateError
-from gradveil.federated.step import step_gradient
+from gradveil.federated.client import step_gradient
 from gradveil.privacy.accountant import Account
 from gradveil.privacy.plan import TWO_POINTS, Plan, PlannedRun, class_spectra, floor_share, z_run_of
 from gradveil.protection.defense import build

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from gradveil.federated.step import step_gradient
+from gradveil.federated.client import step_gradient
 from gradveil.protection.defense import build
 from gradveil.tree import Params
 from gradveil.types import Batch

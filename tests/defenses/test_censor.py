@@ -8,7 +8,7 @@ from torch import Generator, nn
 
 from gradveil.attacks.base import build as build_attack
 from gradveil.errors import SpecError
-from gradveil.federated.step import step_gradient
+from gradveil.federated.client import step_gradient
 from gradveil.protection.defense import build
 from gradveil.types import Batch, Observation, Update
 

@@ -4,7 +4,7 @@ from torch import Generator, nn
 
 from gradveil.defenses.compose import Compose
 from gradveil.errors import SpecError
-from gradveil.federated.step import step_gradient
+from gradveil.federated.client import step_gradient
 from gradveil.modules import representation
 from gradveil.privacy.noise import SecretDraws
 from gradveil.protection.defense import (

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Generator, nn
 
-from gradveil.federated.step import step_gradient
+from gradveil.federated.client import step_gradient
 from gradveil.modules import representation
 from gradveil.protection.defense import DEFENSES, Defense, accounted, build
 from gradveil.protection.protect import protect

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Generator, nn
 
 from gradveil.errors import SpecError
-from gradveil.federated.step import step_gradient
+from gradveil.federated.client import step_gradient
 from gradveil.protection.defense import build
 from gradveil.protection.records.rounding import SLACK
 from gradveil.types import Batch

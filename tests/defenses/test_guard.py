@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from defenses.loops import REPRESENTATION, by_step_gradient, hooks_of, train, weights_of
 from gradveil.defenses.masking import RandomMask
 from gradveil.errors import DefenseError, UpdateError
-from gradveil.federated.step import step_gradient
+from gradveil.federated.client import step_gradient
 from gradveil.protection.defense import build
 from gradveil.protection.protect import guard_of, protect
 from gradveil.types import Batch

@@ -11,7 +11,7 @@ from torch.func import functional_call, grad, vmap
 from torch.testing import assert_close
 
 from gradveil.errors import DefenseError, GradveilError, LayerError
-from gradveil.federated.step import step_gradient
+from gradveil.federated.client import step_gradient
 from gradveil.protection.defense import build
 from gradveil.protection.protect import Guard, protect
 from gradveil.representation.scores import leak_scores

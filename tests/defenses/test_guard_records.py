@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from gradveil.errors import BudgetError, DefenseError
-from gradveil.federated.step import step_gradient
+from gradveil.federated.client import step_gradient
 from gradveil.privacy.accountant import Account
 from gradveil.privacy.plan import PlannedRun
 from gradveil.protection import attachment

@@ -7,7 +7,7 @@ from torch import Generator, Tensor, nn
 from gradveil.defenses.ats import Ats, transformed
 from gradveil.defenses.concealed import _descended, _OfRound
 from gradveil.errors import DefenseError, SpecError
-from gradveil.federated.step import step_gradient
+from gradveil.federated.client import step_gradient
 from gradveil.losses import CROSS_ENTROPY
 from gradveil.protection.defense import build
 from gradveil.protection.protect import protect

@@ -5,7 +5,7 @@ import torch
 from torch import Generator, nn
 
 from gradveil.errors import SpecError
-from gradveil.federated.step import step_gradient
+from gradveil.federated.client import step_gradient
 from gradveil.protection.defense import build
 from gradveil.types import Batch, Observation, Update
 

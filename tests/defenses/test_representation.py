@@ -13,7 +13,7 @@ from defenses import slow_reading
 from gradveil.defenses.representation import RepresentationPerturbation
 from gradveil.defenses.representation_objective import RepresentationDirection
 from gradveil.errors import LayerError, SpecError
-from gradveil.federated.step import step_gradient
+from gradveil.federated.client import step_gradient
 from gradveil.modules import representation
 from gradveil.protection.defense import build
 from gradveil.protection.passes import Report

@@ -14,7 +14,7 @@ from torch import Generator, Tensor, nn
 
 from gradveil.countermeasures import Countermeasure, plain
 from gradveil.errors import DefenseError
-from gradveil.federated.step import step_gradient
+from gradveil.federated.client import step_gradient
 from gradveil.privacy.noise import SecretDraws, Source, grid_of
 from gradveil.protection.defense import DEFENSES, Defense, build
 from gradveil.protection.protect import guard_of, protect

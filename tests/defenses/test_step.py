@@ -4,7 +4,7 @@ from torch import Generator, Tensor, nn
 from torch.testing import assert_close
 
 from defenses import slow_reading
-from gradveil.federated.step import step_gradient
+from gradveil.federated.client import step_gradient
 from gradveil.protection.defense import build
 from gradveil.protection.passes import Report
 from gradveil.types import Batch

@@ -11,8 +11,7 @@ from torch import Generator, nn
 
 from gradveil.defenses.veil import Veil
 from gradveil.errors import DefenseError, GradveilError, SpecError
-from gradveil.federated.client import local_update
-from gradveil.federated.step import step_gradient
+from gradveil.federated.client import local_update, step_gradient
 from gradveil.losses import CROSS_ENTROPY
 from gradveil.privacy.plan import PlannedRun
 from gradveil.protection.defense import build

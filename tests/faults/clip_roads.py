@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from faults.clip_search import Case, Draw, numbers, watched
 from gradveil.defenses.veil import Veil
 from gradveil.errors import GradveilError
-from gradveil.federated.vectorised import output_shapes, records_together
+from gradveil.federated.stacked import output_shapes, records_together
 from gradveil.losses import CROSS_ENTROPY
 from gradveil.models import build
 from gradveil.protection.protect import protect

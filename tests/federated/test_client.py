@@ -9,8 +9,7 @@ from torch import Generator, nn
 
 from federated.helpers_federated import tiny_model
 from gradveil.errors import UpdateError
-from gradveil.federated.client import Local, local_update, shuffled, train_client
-from gradveil.federated.step import step_gradient
+from gradveil.federated.client import Local, local_update, shuffled, step_gradient, train_client
 from gradveil.protection.defense import build
 from gradveil.tree import parameters
 from gradveil.types import Batch

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from gradveil.errors import DefenseError
-from gradveil.federated.step import step_gradient
+from gradveil.federated.client import step_gradient
 from gradveil.integrations.local_training import defended, is_trained
 from gradveil.protection.defense import build
 from gradveil.protection.protect import guard_of

@@ -12,7 +12,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp.strategy import FedAvg
 from torch import nn
 
-from gradveil.federated.step import step_gradient
+from gradveil.federated.client import step_gradient
 from gradveil.integrations.flower.checks import checked
 from gradveil.integrations.flower.mods import guard_mod, leak_guard, update_mod
 from gradveil.losses import build as build_loss

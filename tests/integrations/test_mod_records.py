@@ -13,7 +13,7 @@ from flwr.clientapp import ClientApp
 from torch import nn
 
 from gradveil.errors import BudgetError
-from gradveil.federated.step import step_gradient
+from gradveil.federated.client import step_gradient
 from gradveil.integrations.flower.mods import guard_mod
 from gradveil.integrations.local_training import defended
 from gradveil.privacy.plan import PlannedRun

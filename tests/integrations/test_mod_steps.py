@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp.mod import fixedclipping_mod
 from torch import nn
 
-from gradveil.federated.step import step_gradient
+from gradveil.federated.client import step_gradient
 from gradveil.integrations.flower.mods import guard_mod
 from gradveil.protection.defense import build
 from gradveil.protection.protect import protect

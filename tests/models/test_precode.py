@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from gradveil.attacks.base import build as build_attack
 from gradveil.errors import SpecError
-from gradveil.federated.step import step_gradient
+from gradveil.federated.client import step_gradient
 from gradveil.models import build
 from gradveil.protection.defense import NoDefense
 from gradveil.types import Batch, Observation, Update

@@ -12,7 +12,7 @@ from torch import Generator, nn
 
 from docpages import blocks, section
 from gradveil.auditing.audit import audit
-from gradveil.federated.step import step_gradient
+from gradveil.federated.client import step_gradient
 from gradveil.protection.defense import DEFENSES, Defense, build
 from gradveil.registry import describe
 from gradveil.threats import setup as scene

@@ -89,7 +89,7 @@ def train(
     from gradveil.data.partition import deal
     from gradveil.federated.engines import ENGINES, World
     from gradveil.federated.server import Faults
-    from gradveil.federated.simulate import Run, choose, public_records, simulate
+    from gradveil.federated.simulate import FederatedRun, choose, public_records, simulate
     from gradveil.models import fit_to_public
     from gradveil.protection.defense import build as build_defense
     from gradveil.seeds import Seeds
@@ -115,7 +115,7 @@ def train(
         config, rehearsed = rehearse_run(config, wanted, model, dataset, clients, public, seeds)
         defense = build_defense(config.defense)
     if not resume:  # a round that cannot begin is refused before there is a folder
-        trial = Run(model, dataset, clients, config, defense, seeds)
+        trial = FederatedRun(model, dataset, clients, config, defense, seeds)
         jobs = trial.sample(1)
         trial.charge(1, jobs)
         trial.defended(jobs)

@@ -1,26 +1,33 @@
 """One client's part of a round: local steps with the defence inside, then the update it sends."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from gradveil import pace
 from gradveil.data.base import Split
 from gradveil.errors import DefenseError, LossError, UpdateError, is_out_of_memory
 from gradveil.federated.settings import Local
-from gradveil.federated.step import step_gradient
 from gradveil.losses import Loss
 from gradveil.losses import build as build_loss
 from gradveil.metrics.outcomes import ClassOutcome, NumberOutcome, outcome
 from gradveil.privacy.noise import Source, permutation
-from gradveil.protection.defense import Defense, accounted, build, in_round
+from gradveil.protection.defense import Defense, accounted, build, in_round, own_draws
+from gradveil.protection.passes import Pass, Report, check_layer, substitute
+from gradveil.protection.records.records import records_of
 from gradveil.step_rule import Momenta
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch, Update
+
+BatchLoss = Callable[[Tensor, Tensor], Tensor]  # mean over a batch
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,75 @@ def train_client(
             f"sent. Use layers without running statistics."
         )
     return Sent(defense.on_update(update, rng), after)
+
+
+def step_gradient(
+    model: nn.Module,
+    batch: Batch,
+    defense: Defense,
+    rng: Source,
+    *,
+    loss: BatchLoss = F.cross_entropy,
+    report: Report | None = None,
+    slots: int | None = None,
+) -> Params:
+    """Return the gradient of the mean loss on a batch, defended: on_batch, on_records or perturb, then on_gradient.
+
+    The same numbers as a training loop under ``protect``, in train and in eval mode. Parameters that the loss
+    does not depend on have a zero gradient. ``slots``: how many records a batch of this client has room for, which a
+    defence on records divides by; None: as many as there are.
+    """
+    report = Report() if report is None else report
+    with own_draws(defense):
+        batch = defense.on_batch(batch, rng)
+    weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if "records" in defense.acts_on:
+        records = records_of(getattr(model, "_orig_mod", model), batch, loss)
+        report.steps += 1
+        report.examples += len(batch)
+        with own_draws(defense):
+            bare = accounted(defense).on_records(records, slots or len(batch), rng)
+            return defense.on_gradient({name: bare[name.removeprefix("_orig_mod.")] for name in weights}, rng)
+    with torch.enable_grad(), _substituting(model, defense, batch.inputs, rng, report) as under_way:
+        output = getattr(model, "_orig_mod", model)(batch.inputs)  # a compiled model: run what was compiled, plainly
+        if under_way is not None and (message := under_way.used_elsewhere(output)) is not None:
+            raise DefenseError(message)
+        value = loss(output, batch.labels)
+    grads = torch.autograd.grad(value, list(weights.values()), materialize_grads=True)
+    report.steps += 1
+    report.examples += len(batch)
+    with own_draws(defense):
+        return defense.on_gradient(dict(zip(weights, grads, strict=True)), rng)
+
+
+@contextmanager
+def _substituting(model: nn.Module, defense: Defense, x: Tensor, rng: Source, report: Report) -> Iterator[Pass | None]:
+    """Within, each defended layer's weight gradient is built from its perturbed input."""
+    layers = defense.layers(model)
+    if not layers:
+        yield None
+        return
+    under_way = Pass(model, x)
+    handles: list[RemovableHandle] = []
+
+    def hook(layer: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+        r = args[0] if args else kwargs["input"]
+        if not len(r):
+            return output  # no examples, no gradient
+        under_way.outputs.append(
+            (module, substitute(module, r, under_way.perturbed(defense, layer, r, rng, report, handles)))
+        )
+        return under_way.outputs[-1][1]
+
+    try:
+        for layer in layers:
+            check_layer(model, layer)
+            target = model.get_submodule(layer)
+            handles.append(target.register_forward_hook(partial(hook, layer), prepend=True, with_kwargs=True))
+        yield under_way
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def slots_of(data: Batch | Sequence[Batch], local: Local) -> int:

@@ -87,7 +87,7 @@ def simulate(
     ``watch`` asks for truth and update of some clients: the first n of each round, or those that
     ``watch(round_number, clients)`` returns.
     """
-    run = Run(model, dataset, clients, training or Training(), build(defense), seeds, faults, watch, resume)
+    run = FederatedRun(model, dataset, clients, training or Training(), build(defense), seeds, faults, watch, resume)
     with ENGINES.build(engine).start(World(run.model, dataset.train, run.defense, run.training)) as pool:
         for number in range(run.first, run.training.rounds + 1):
             jobs = run.sample(number)  # the round's clients
@@ -103,7 +103,7 @@ def simulate(
             yield run.round(number, jobs, sent, average, before)
 
 
-class Run:
+class FederatedRun:
     """The server's side of one training run: each act of a round, in the order of ``simulate``."""
 
     def __init__(
@@ -278,7 +278,7 @@ def simulate_together(
     one batch, so ten settings cost far less than ten runs.
     """
     shared = training or Training()
-    runs = [Run(s.model, dataset, s.clients, shared, build(s.defense), s.seeds) for s in settings]
+    runs = [FederatedRun(s.model, dataset, s.clients, shared, build(s.defense), s.seeds) for s in settings]
     chosen = ENGINES.build(engine)
     _check_together(runs, chosen)
     together = _SideBySide(tuple(run.defense for run in runs))
@@ -299,11 +299,11 @@ def simulate_together(
             yield rounds
 
 
-def _of(run: Run, job: Job) -> Job:
+def _of(run: FederatedRun, job: Job) -> Job:
     return replace(job, start=run.model, defense=job.defense or run.defense)
 
 
-def _check_together(runs: Sequence[Run], engine: Engine) -> None:
+def _check_together(runs: Sequence[FederatedRun], engine: Engine) -> None:
     if not runs:
         raise GradveilError("There is nothing to train: give at least one setting.")
     if isinstance(engine, Processes):

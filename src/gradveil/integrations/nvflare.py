@@ -6,8 +6,9 @@ filter can ask for it. A defence of records (``veil``) has a filter of its own, 
 site's account and lets nothing through beside the update: ``RecordsFilter``.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from math import inf
 from pathlib import Path
@@ -50,42 +51,50 @@ WEIGHTS = "gradveil-weights"  # in the context of a task: what was sent
 CAME = "gradveil-came"  # in the context of a task: the form of what was sent
 
 
-class UpdateFilter(Filter):  # type: ignore[misc]
+class Fields(Filter):  # type: ignore[misc]
+    """A filter whose arguments are its fields: NVFlare writes them into the job by these names."""
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+
+@contextmanager
+def blocking() -> Iterator[None]:
+    """Within, whatever goes wrong withholds the result; only errors of ours say what it was."""
+    try:
+        yield
+    except GradveilError as error:
+        raise ContentBlockedException(f"Update withheld: {error}") from error
+    except Exception as error:
+        raise ContentBlockedException("Update withheld: the result cannot be read.") from error
+
+
+@dataclass(eq=False)
+class UpdateFilter(Fields):
     """Defends the weight difference that leaves a site; what it cannot read it blocks.
 
     ``recipe.add_client_output_filter(UpdateFilter("gaussian:scale=0.01,on=update", lr=0.01), tasks=["train"])``.
     NVFlare's own ``DXOFilter`` lets through what it does not know; this one does not.
+
+    Args:
+        defense: a spec that acts on what is sent, e.g. ``pruning:share=0.9,on=update``.
+        lr: of the local steps, to turn the difference into a gradient, (W_before - W_after) / lr.
+        require_steps: block an update whose meta does not say that a local step was defended.
     """
 
-    def __init__(self, defense: str, lr: float = 1.0, require_steps: bool = False) -> None:
-        """Set up the filter.
-
-        Args:
-            defense: a spec that acts on what is sent, e.g. ``pruning:share=0.9,on=update``.
-            lr: of the local steps, to turn the difference into a gradient, (W_before - W_after) / lr.
-            require_steps: block an update whose meta does not say that a local step was defended.
-        """
-        super().__init__()
-        self.defense = defense  # NVFlare writes the arguments into the job by these names
-        self.lr = lr
-        self.require_steps = require_steps
+    defense: str
+    lr: float = 1.0
+    require_steps: bool = False
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Return the result with what may leave the site; raise where nothing may."""
         if shareable.get_return_code() != ReturnCode.OK:
             return shareable  # an error report, no update
-        try:
+        with blocking():
             dxo = from_shareable(shareable)
-        except Exception as error:
-            raise ContentBlockedException(f"Update withheld: the result holds no DXO ({error}).") from error
-        if dxo.data_kind == DataKind.METRICS:
-            return shareable
-        try:
+            if dxo.data_kind == DataKind.METRICS:
+                return shareable
             sent = self.defend(dxo)
-        except GradveilError as error:
-            raise ContentBlockedException(f"Update withheld: {error}") from error
-        except Exception as error:
-            raise ContentBlockedException("Update withheld: the result cannot be read.") from error
         sent.add_filter_history(type(self).__name__)
         add_job_audit_event(fl_ctx=fl_ctx, msg=f"gradveil: {self.defense} applied to the outgoing update")
         return sent.update_shareable(shareable)
@@ -125,7 +134,8 @@ class UpdateFilter(Filter):  # type: ignore[misc]
         return DXO(dxo.data_kind, data, dxo.meta)
 
 
-class RecordsFilter(Filter):  # type: ignore[misc]
+@dataclass(eq=False)
+class RecordsFilter(Fields):
     """Pays for the rounds of a defence of records, and lets nothing through that has no noise.
 
     ``RecordsFilter("veil:z=2")`` belongs on every task of a site: in its own ``privacy.json``, where no job can take it
@@ -137,38 +147,25 @@ class RecordsFilter(Filter):  # type: ignore[misc]
 
     As a filter of what comes in as well (``add_client_input_filter``), it knows the names, shapes and types that were
     sent, and lets no others out.
+
+    Args:
+        defense: the spec that the client script uses, with z.
+        account: the file of the site's account, which is begun where there is none; None: that of its name in
+            GRADVEIL_ACCOUNTS, or ``~/.gradveil/accounts``.
+        limit: of μ² over all rounds; None: what the defence allows.
+        tasks: that train; their results are paid for.
+        allow: tasks whose results leave as they are, unpaid, e.g. ``validate``.
+        most_steps: that a round may take: a larger number is none of steps.
+        noise: ``simulated`` lets results through that say so in their meta (``"noise": guard.report.noise``).
     """
 
-    def __init__(
-        self,
-        defense: str,
-        account: str | None = None,
-        limit: float | None = None,
-        tasks: Sequence[str] = ("train",),
-        allow: Sequence[str] = (),
-        most_steps: int = 10_000,
-        noise: str = SECRET,
-    ) -> None:
-        """Set up the filter.
-
-        Args:
-            defense: the spec that the client script uses, with z.
-            account: the file of the site's account, which is begun where there is none; None: that of its name in
-                GRADVEIL_ACCOUNTS, or ``~/.gradveil/accounts``.
-            limit: of μ² over all rounds; None: what the defence allows.
-            tasks: that train; their results are paid for.
-            allow: tasks whose results leave as they are, unpaid, e.g. ``validate``.
-            most_steps: that a round may take: a larger number is none of steps.
-            noise: ``simulated`` lets results through that say so in their meta (``"noise": guard.report.noise``).
-        """
-        super().__init__()
-        self.defense = defense  # NVFlare writes the arguments into the job by these names
-        self.account = account
-        self.limit = limit
-        self.tasks = tasks
-        self.allow = allow
-        self.most_steps = most_steps
-        self.noise = noise
+    defense: str
+    account: str | None = None
+    limit: float | None = None
+    tasks: Sequence[str] = ("train",)
+    allow: Sequence[str] = ()
+    most_steps: int = 10_000
+    noise: str = SECRET
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Return what may leave the site; raise where nothing may."""
@@ -180,14 +177,10 @@ class RecordsFilter(Filter):  # type: ignore[misc]
             return shareable
         if (code := shareable.get_return_code()) != ReturnCode.OK:
             return make_reply(code if code in vars(ReturnCode).values() else ReturnCode.ERROR)
-        try:
+        with blocking():
             if task not in self.tasks:
                 raise GradveilError("this site sends results of training alone: others would tell of its records.")
             sent = self.outgoing(from_shareable(shareable), str(fl_ctx.get_identity_name() or "site"), fl_ctx)
-        except GradveilError as error:
-            raise ContentBlockedException(f"Update withheld: {error}") from error
-        except Exception as error:
-            raise ContentBlockedException("Update withheld: the result cannot be read.") from error
         add_job_audit_event(fl_ctx=fl_ctx, msg=f"gradveil: {self.defense} paid for, and nothing else is sent")
         sent.add_filter_history(type(self).__name__)
         return sent.to_shareable()
@@ -220,62 +213,44 @@ class RecordsFilter(Filter):  # type: ignore[misc]
         return int(steps), account.spent
 
 
-class LeakFilter(Filter):  # type: ignore[misc]
+@dataclass(eq=False)
+class LeakFilter(Fields):
     """Attacks the update that leaves a site, and withholds it where too much of the site's own examples came of it.
 
     It belongs into the site's ``privacy.json``, as a filter of what comes in and of results (``"direction": "inout"``),
     or on both sides of a job's task (``add_client_input_filter``, ``add_client_output_filter``). The result's meta gets
     ``leak-psnr``, ``leak-floor`` and ``leak-checked``, as from ``leak_guard`` on Flower. An update of more than
     ``max_examples`` examples is checked by a sample, where it is of one step of all of them.
+
+    Args:
+        model: ``module:function`` that makes the model.
+        examples: ``module:function`` that returns the inputs and the labels that this site trains on.
+        attack: a spec.
+        max_psnr: an update from which some example comes out better than this is withheld.
+        defense: what is in force: the server that knows it is played too.
+        lr: of the local steps.
+        max_examples: an update of more is not attacked as a whole.
+        sample: how many examples of such an update are checked.
+        seconds: after this time no further example is begun.
+        send_unchecked: send what could not be checked.
+        loss: that the script minimises.
+        tasks: whose results are checked.
+        seed: for tests only.
     """
 
-    def __init__(
-        self,
-        model: str,
-        examples: str,
-        attack: str = "newton",
-        max_psnr: float = 20.0,
-        defense: str = "none",
-        lr: float = 1.0,
-        max_examples: int = 16,
-        sample: int = SAMPLE,
-        seconds: float = SECONDS,
-        send_unchecked: bool = False,
-        loss: str = "cross_entropy",
-        tasks: Sequence[str] = ("train",),
-        seed: int | None = None,
-    ) -> None:
-        """Set up the filter; the rest of the settings are those of ``LeakCheck``.
-
-        Args:
-            model: ``module:function`` that makes the model.
-            examples: ``module:function`` that returns the inputs and the labels that this site trains on.
-            attack: a spec.
-            max_psnr: an update from which some example comes out better than this is withheld.
-            defense: what is in force: the server that knows it is played too.
-            lr: of the local steps.
-            max_examples: an update of more is not attacked as a whole.
-            sample: how many examples of such an update are checked.
-            seconds: after this time no further example is begun.
-            send_unchecked: send what could not be checked.
-            loss: that the script minimises.
-            tasks: whose results are checked.
-            seed: for tests only.
-        """
-        super().__init__()
-        self.model = model  # NVFlare writes the arguments into the job by these names
-        self.examples = examples
-        self.attack = attack
-        self.max_psnr = max_psnr
-        self.defense = defense
-        self.lr = lr
-        self.max_examples = max_examples
-        self.sample = sample
-        self.seconds = seconds
-        self.send_unchecked = send_unchecked
-        self.loss = loss
-        self.tasks = tasks
-        self.seed = seed
+    model: str
+    examples: str
+    attack: str = "newton"
+    max_psnr: float = 20.0
+    defense: str = "none"
+    lr: float = 1.0
+    max_examples: int = 16
+    sample: int = SAMPLE
+    seconds: float = SECONDS
+    send_unchecked: bool = False
+    loss: str = "cross_entropy"
+    tasks: Sequence[str] = ("train",)
+    seed: int | None = None
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Keep what comes in; attack what goes out, and raise where it may not."""
@@ -287,13 +262,9 @@ class LeakFilter(Filter):  # type: ignore[misc]
             return shareable
         if shareable.get_return_code() != ReturnCode.OK:
             return shareable
-        try:
+        with blocking():
             dxo = from_shareable(shareable)
             figures = self.check(dxo, fl_ctx.get_prop(WEIGHTS))
-        except GradveilError as error:
-            raise ContentBlockedException(f"Update withheld: {error}") from error
-        except Exception as error:
-            raise ContentBlockedException("Update withheld: the result could not be checked for leaks.") from error
         add_job_audit_event(fl_ctx=fl_ctx, msg=f"gradveil: {self.attack} on the outgoing update: {figures}")
         for name, value in figures.items():
             dxo.set_meta_prop(name, value)
@@ -335,44 +306,35 @@ def _outputs(model: torch.nn.Module, inputs: torch.Tensor) -> int:
         return int(model(inputs[:2]).shape[-1])
 
 
-class MonitorFilter(Filter):  # type: ignore[misc]
+@dataclass(eq=False)
+class MonitorFilter(Fields):
     """Checks what clients send on the server, and keeps a run folder that ``gradveil report`` draws.
 
     ``recipe.add_server_input_filter(MonitorFilter("runs/flare", model="net:Net"), tasks=["train"])``. Refused are
     results that are no weights, hold other names or shapes than the model's, NaN or infinite values, leak more than
     ``max_psnr`` by their own word, do not say that a step was defended (``require_steps``), and all that comes once the
     budget might be overspent.
+
+    Args:
+        out: the run folder.
+        model: ``module:function`` that makes the model; without it names and shapes are those of the first result.
+        max_psnr: what a result's own leak check may say; 0: no bound.
+        budget: μ that a record may lose over all rounds; 0: no bound here.
+        delta: at which ε is told.
+        require_steps: refuse results whose meta does not say that a local step was defended.
+        tensorboard: write event files as well.
     """
 
-    def __init__(
-        self,
-        out: str,
-        model: str = "",
-        max_psnr: float = 0.0,
-        budget: float = 0.0,
-        delta: float = 1e-5,
-        require_steps: bool = False,
-        tensorboard: bool = False,
-    ) -> None:
-        """Set up the filter.
+    out: str
+    model: str = ""
+    max_psnr: float = 0.0
+    budget: float = 0.0
+    delta: float = 1e-5
+    require_steps: bool = False
+    tensorboard: bool = False
 
-        Args:
-            out: the run folder.
-            model: ``module:function`` that makes the model; without it names and shapes are those of the first result.
-            max_psnr: what a result's own leak check may say; 0: no bound.
-            budget: μ that a record may lose over all rounds; 0: no bound here.
-            delta: at which ε is told.
-            require_steps: refuse results whose meta does not say that a local step was defended.
-            tensorboard: write event files as well.
-        """
-        super().__init__()
-        self.out = out  # NVFlare writes the arguments into the job by these names
-        self.model = model
-        self.max_psnr = max_psnr
-        self.budget = budget
-        self.delta = delta
-        self.require_steps = require_steps
-        self.tensorboard = tensorboard
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._monitor: RunMonitor | None = None
         self._round = 0  # that is under way
         self._shapes: dict[str, tuple[int, ...]] = {}

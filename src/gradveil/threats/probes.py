@@ -16,9 +16,8 @@ from torch import Generator, Tensor, nn
 from gradveil.countermeasures import Countermeasure, Tier, drop
 from gradveil.defenses.compose import Compose
 from gradveil.errors import from_defense
-from gradveil.federated.client import train_client
+from gradveil.federated.client import step_gradient, train_client
 from gradveil.federated.settings import Local
-from gradveil.federated.step import step_gradient
 from gradveil.losses import build as build_loss
 from gradveil.privacy.noise import Source
 from gradveil.protection.defense import Defense, NoDefense, check_servers

@@ -20,10 +20,9 @@ from gradveil.data import load
 from gradveil.data.base import Dataset
 from gradveil.data.partition import Indices, deal
 from gradveil.errors import DataError, GradveilError, SpecError, did_you_mean, from_defense, own_error
-from gradveil.federated.client import check_loss, update_batch_size
+from gradveil.federated.client import check_loss, step_gradient, update_batch_size
 from gradveil.federated.ledger import planned_run
 from gradveil.federated.settings import ALL, Training, only_trained
-from gradveil.federated.step import step_gradient
 from gradveil.imports import is_import_path
 from gradveil.losses import CrossEntropy
 from gradveil.losses import build as build_loss

@@ -20,9 +20,8 @@ from gradveil.auditing.run_folder import Row
 from gradveil.countermeasures import Countermeasure
 from gradveil.data.base import Dataset
 from gradveil.errors import DefenseError, GradveilError, from_defense
-from gradveil.federated.client import train_client, update_batch_size
+from gradveil.federated.client import step_gradient, train_client, update_batch_size
 from gradveil.federated.settings import Local, said_of_trained
-from gradveil.federated.step import step_gradient
 from gradveil.losses import build as build_loss
 from gradveil.metrics import blind_guesses, measure
 from gradveil.metrics.recovery import COMMON

@@ -270,7 +270,7 @@ class Stages(GridView):
 
 
 @dataclass(frozen=True)
-class Asked:
+class NodeProxy:
     """A client as the older API's workflow wants it."""
 
     node_id: int
@@ -307,9 +307,9 @@ class SecureSum(SecAggPlusWorkflow):  # type: ignore[misc]
     def num_available(self) -> int:
         return len(self._asked)
 
-    def configure_fit(self, *_: Any) -> list[tuple[Asked, FitIns]]:
+    def configure_fit(self, *_: Any) -> list[tuple[NodeProxy, FitIns]]:
         """Return whom to ask; what is asked is put in by ``setup_stage``."""
-        return [(Asked(node), FitIns(Parameters([], ""), {})) for node in self._asked]
+        return [(NodeProxy(node), FitIns(Parameters([], ""), {})) for node in self._asked]
 
     def setup_stage(self, grid: Grid, context: Any, state: Any) -> bool:
         """Collect the public keys; the training messages stay those of the strategy."""
@@ -330,7 +330,7 @@ class SecureSum(SecAggPlusWorkflow):  # type: ignore[misc]
         return bool(done) and len(state.active_node_ids) >= self._fewest
 
     def aggregate_fit(
-        self, number: int, results: list[tuple[Asked, FitRes]], failures: Any
+        self, number: int, results: list[tuple[NodeProxy, FitRes]], failures: Any
     ) -> tuple[None, dict[str, Any]]:
         """Keep the mean, weighted by the number of examples."""
         self.mean = parameters_to_ndarrays(results[0][1].parameters)

@@ -12,8 +12,8 @@ from gradveil.auditing.certificates import figures
 from gradveil.auditing.run_folder import Row
 from gradveil.countermeasures import Countermeasure, plain
 from gradveil.errors import GradveilError
+from gradveil.federated.client import step_gradient
 from gradveil.federated.settings import Local
-from gradveil.federated.step import step_gradient
 from gradveil.privacy.accountant import Account
 from gradveil.privacy.plan import floor_share
 from gradveil.protection.defense import NoDefense, accounted, noise_row

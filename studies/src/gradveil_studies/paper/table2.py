@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import ClassVar
 
 from gradveil.data import load
-from gradveil.federated.step import step_gradient
+from gradveil.federated.client import step_gradient
 from gradveil.metrics import interval
 from gradveil.models import build
 from gradveil.modules import find_layer
