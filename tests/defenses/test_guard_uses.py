@@ -339,6 +339,18 @@ def test_rows_that_are_more_than_the_records_of_their_batch_are_refused() -> Non
     bench.guard.remove()
 
 
+def other_data_before(b: Bench) -> None:
+    """A pass of rows that nobody knows, and then of the same records by number."""
+    b.train(b.inputs[4:8] + 1, b.labels[4:8], torch.arange(4, 8))
+    for x, y, i in counted(b.loader(sampler=range(4, 8), shuffle=False)):
+        b.train(x, y, i)
+
+
+def test_a_batch_that_was_drawn_before_the_guard_is_not_taken_for_that_of_its_first_pass() -> None:
+    next(iter(counted([[0, 1, 2, 3]])))
+    assert run(other_data_before) == (2, 2)
+
+
 def test_a_record_in_two_slots_of_a_step_pays_four_times() -> None:
     bench = Bench(slots=4)
     bench.train(*next(iter(counted(DataLoader(bench.data, batch_sampler=[[0, 0, 1, 2]])))))

@@ -82,3 +82,8 @@ def test_a_row_says_why_nothing_was_measured() -> None:
     model, like = kinds.build("LeNet")
     found = figures(gradveil.defense("veil:z=1,shape=absent.safetensors"), model, like, None, "cross_entropy", 0.1, 0)
     assert in_words(found).startswith("Not measured: ")
+
+
+def test_what_was_drawn_in_the_thread_before_counts_for_nothing_here() -> None:
+    next(iter(gradveil.counted([[0, 0], [1, 1]])))
+    assert measure("MLP on a table", "protect", 8).promised == pytest.approx(2**0.5)

@@ -3,6 +3,7 @@
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -35,7 +36,6 @@ class Board(threading.local):
 
     drawn: deque[DrawnBatch] = field(default_factory=lambda: deque(maxlen=64))
     rows: dict[Hashable, set[Hashable]] = field(default_factory=dict)  # whose they are
-    used: int = 0  # number of the last batch that a release was made of
     most: int = 0  # slots that one record had in a batch
 
     def draw(self, records: Sequence[Hashable], batch: Any = None) -> None:
@@ -55,6 +55,17 @@ class Board(threading.local):
 board = Board()
 
 
+@contextmanager
+def nothing_drawn() -> Iterator[None]:
+    """Within, guards know of no batch that was drawn before: what is trained on is other data."""
+    before = dict(vars(board))
+    vars(board).update(vars(Board()))
+    try:
+        yield
+    finally:
+        vars(board).update(before)
+
+
 class Following:
     """What one guard has seen of the board: each batch that is drawn makes one pass."""
 
@@ -62,8 +73,8 @@ class Following:
         self.begin()
 
     def begin(self) -> None:
-        """A batch that was drawn just now may be that of the first pass."""
-        self._seen = board.latest - (board.latest > board.used)
+        """A batch that was drawn before may be of other data: its rows are known by what they hold, or not at all."""
+        self._seen = board.latest
 
     def __setstate__(self, _: Any) -> None:
         self.begin()  # a copy may be in another thread or process
@@ -93,7 +104,7 @@ class Following:
 
     def passed(self) -> None:
         """A release was made of the pass: its batch is used up."""
-        self._seen = board.used = board.latest
+        self._seen = board.latest
 
 
 def _with_rows(batch: Any, count: int) -> list[Tensor]:

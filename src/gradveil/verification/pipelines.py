@@ -26,6 +26,7 @@ from gradveil.federated.settings import Training
 from gradveil.federated.simulate import public_records, simulate
 from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.losses import build as build_loss
+from gradveil.protection.counted import nothing_drawn
 from gradveil.protection.defense import Defense, accounted, build, in_round
 from gradveil.protection.protect import protect
 from gradveil.seeds import Seeds
@@ -223,7 +224,7 @@ class Protected(OfDefense):
             for _ in range(self.rounds):
                 one.load_state_dict(state)
                 optimizer.zero_grad()
-                with protect(one, self.defense, account=account, **more) as guard:
+                with nothing_drawn(), protect(one, self.defense, account=account, **more) as guard:
                     loss(guard(batch.inputs), batch.labels).backward()
                     yield Released(trial, start, _gradient(one, start))
                     optimizer.step()
