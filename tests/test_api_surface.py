@@ -96,7 +96,7 @@ def test_a_type_checker_sees_what_is_loaded_on_first_use() -> None:
     seen = {
         alias.asname or alias.name: f"{node.module}:{alias.name}"
         for node in block.body
-        if isinstance(node, ast.ImportFrom)
+        if isinstance(node, ast.ImportFrom) and node.module != "gradveil"  # packages are no names of their own
         for alias in node.names
     }
     assert seen == gradveil._PUBLIC

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Annotated, Any
 
-from gradveil.errors import GradveilError, SpecError
+from gradveil.errors import GradveilError, SpecError, did_you_mean
 
 MOST_CLASSES = 10**6  # each has a name and a row of weights
 MOST = 10**9  # where a range does not say less or more: far beyond use, and products of it are still finite
@@ -149,4 +149,5 @@ def check(settings: Any, error: type[GradveilError] = SpecError) -> None:
             fits = False
         if not fits:
             shown = "/".join(map(str, value)) if isinstance(value, tuple) else value
-            raise error(f"{what}{name}={shown}: give {names_of(kind)}.")
+            near = did_you_mean(value, map(str, within)) if isinstance(within, Among) and isinstance(value, str) else ""
+            raise error(f"{what}{name}={shown}: {near and near + 'Else '}give {names_of(kind)}.")

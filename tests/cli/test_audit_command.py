@@ -204,7 +204,7 @@ def test_the_attacked_client_trains_as_the_settings_say(run: Run, tmp_path: Path
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--optimizer", "adma"), "No optimizer is called 'adma'. Did you mean 'adam'?"),
+        (("--optimizer", "adma"), "optimizer=adma: Did you mean 'adam'? Else give one of sgd, adam, adamw."),
         (("--optimizer", "adam", "--momentum", "0.9"), "momentum=0.9 belongs to sgd"),
         (("--momentum", "-1"), "momentum=-1.0"),
         (("--clip", "-1"), "clip=-1.0"),

@@ -25,7 +25,6 @@ import torch
 from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file, save
-from scipy.io import savemat
 from torch import nn
 
 from data.helpers_data import pixels, png
@@ -530,28 +529,6 @@ def test_batches_of_cifar(place: Path, count: Count) -> None:
     rows = np.concatenate([np.zeros((2, 1), np.uint8), flat], axis=1).tobytes()
     read_rows = to_file(place / "data_batch_1.bin", read)
     drill("CIFAR-10 rows", damaged((rows,)), read_rows, place, times(30, 100), count)
-
-
-def mat(**values: Any) -> bytes:
-    out = io.BytesIO()
-    savemat(out, values, do_compression=bool(values.pop("packed", False)))
-    return out.getvalue()
-
-
-def test_mat(place: Path, count: Count) -> None:
-    images, labels = np.zeros((32, 32, 3, 2), np.uint8), np.ones((2, 1), np.uint8)
-    valid = (
-        mat(X=images, y=labels), mat(X=images, y=labels, packed=True), mat(X=images.astype(float), y=labels), mat(X=1),
-        mat(X={"a": images}, y=labels), mat(X=np.array([{}, 1], object), y=labels), mat(X="text", y="more"),
-    )  # fmt: skip
-
-    def read(path: Path) -> None:
-        (found, named), _ = originals.SVHN.read((path, path))
-        assert found.dtype == np.uint8
-        assert found.shape == (len(named), 3, 32, 32)
-        assert set(named.tolist()) <= set(range(10))
-
-    drill("mat", damaged(valid), to_file(place / "train_32x32.mat", read), place, times(100, 600), count)
 
 
 def test_what_was_decoded_before(place: Path, count: Count) -> None:
