@@ -166,6 +166,23 @@ def test_a_proved_bound_that_an_attack_beats_is_an_error(mse: float, identified:
     assert [figure for figure, *_ in (row[1:] for row in table.rows)][1] == "the guess bound (one update)"
 
 
+def test_picks_of_one_update_of_many_are_held_against_as_many_tries() -> None:
+    """Each original is paired with the best of all answers: by luck alone some of them pick theirs."""
+    floor = [{"kind": "floor", "mse": 0.08, "guess": "mean", "example": i, "identified": 0.0} for i in range(45)]
+    about = {"kind": "attack", "defense": "d", "round": "last", "weights": "d", "server": "whiten", "tier": "adaptive"}
+    got: list[Row] = [
+        about | {"mse": 0.06, "example": i, "identified": float(i < 10), "details": {}, "attack": "newton"}
+        for i in range(45)
+    ]
+    bound = {"kind": "certificate", "certificate": "guess", "defense": "d", "layer": "one update", "sound": True}
+    bound |= {"assumptions": [], "says": ".", "mse": None, "chance": 0.036, "tiers": ["adaptive"]}
+    client = {"kind": "client", "examples": 45}
+    assert figure_errors([*floor, *got, bound, client]) == []
+    assert len(figure_errors([*floor, *got, bound, client | {"examples": 1}])) == 1
+    listed = [row | {"attack": "candidates"} for row in got]
+    assert len(figure_errors([*floor, *listed, bound, client])) == 1
+
+
 def test_what_figures_rest_on_is_said_in_the_words_of_the_examples() -> None:
     meter = {"kind": "meter", "defense": "none", "server": "", "mse": None, "says": "Not run.", "assumptions": NOTES}
     table = certificate_table([{"kind": "modality", "modality": "table", "columns": [], "standardised": True}, meter])

@@ -389,7 +389,9 @@ def _beyond(row: Row, rows: Sequence[Row]) -> list[Line]:
     if row["chance"] is None:
         return []
     picked = [x for x in bound if x.identified.count]
-    over = [x for x in picked if chance_of(x.identified.hits, x.identified.count, row["chance"]) < LUCK]
+    size = next((int(one["examples"]) for one in rows if one["kind"] == "client"), 1)  # answers that one is picked from
+    allowed = {True: row["chance"], False: min(1.0, size * row["chance"])}  # from a list; otherwise
+    over = [x for x in picked if chance_of(x.identified.hits, x.identified.count, allowed[x.from_list]) < LUCK]
     return sorted(over, key=lambda x: -x.identified.mean)
 
 

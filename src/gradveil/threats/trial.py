@@ -225,8 +225,9 @@ def attack_rows(
         values, shown = measured(result, trial.truth, gallery, modality=trial.view.modality)
         said = {"objective": result.objective, "converged": result.converged, "details": result.details}
         sure = _confidence(result, trial)
+        among = max(1, choices // len(shown))  # each original is paired with the best of the answers: so many tries
         for n, image in enumerate(shown):
-            place: Row = {"example": trial.first + n, "index": len(images), "gallery": choices}
+            place: Row = {"example": trial.first + n, "index": len(images), "gallery": among}
             place |= {} if sure is None else {"confidence": sure[n].tolist()}
             rows.append({"kind": "attack", **trial.about, **place, **numbers(values, n), **said})
             images.append(image.numpy())
