@@ -112,8 +112,6 @@ class TinyScale:
         self.public = Batch(torch.rand(20, *SHAPE, generator=fresh()), torch.arange(20) % 5)
 
     def attack(self, built: Any) -> None:
-        if built.spec_name == "diffusion":  # a second each, and its settings are whole numbers alone
-            return
         one = Batch(self.batch.inputs[:1], self.batch.labels[:1])
         model = self.model
         if isinstance(built, Malicious) or built.spec_name in ("spear", "cocktail"):

@@ -157,8 +157,8 @@ def test_no_word_of_the_search_has_a_digit(site: Path) -> None:
 def test_search_works_from_disk_by_keyboard(browser: Any, site: Path) -> None:
     page, trouble = open_page(browser, (site / "index.html").as_uri(), 1280, "light")
     page.keyboard.press("/")
-    page.keyboard.type("diffusion")
-    page.locator('.md-search-result__link[href*="learned-attacks.html?h=diffusion"]').first.wait_for(timeout=60_000)
+    page.keyboard.type("inverter")
+    page.locator('.md-search-result__link[href*="learned-attacks.html?h=inverter"]').first.wait_for(timeout=60_000)
     page.keyboard.press("ArrowDown")
     page.keyboard.press("Enter")
     page.wait_for_url(re.compile("learned-attacks"), timeout=60_000)

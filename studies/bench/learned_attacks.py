@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--dataset", default="digits")
     parser.add_argument("--model", default="lenet")
     parser.add_argument("--defenses", nargs="+", default=DEFENSES_TRIED)
-    parser.add_argument("--attacks", nargs="+", default=["newton", "inverter", "diffusion"])
+    parser.add_argument("--attacks", nargs="+", default=["newton", "inverter"])
     parser.add_argument("--images", type=int, default=16)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)

@@ -21,12 +21,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from compatibility.zoo import CLASSES, Model
 from gradveil import leak_scores, protect, step_gradient
-from gradveil.attacks import diffusion
 from gradveil.attacks.analytic import layer_inputs, readable_layer
 from gradveil.attacks.base import ATTACKS, Malicious
-from gradveil.attacks.diffusion import TrainedDenoiser
 from gradveil.attacks.inverter import Course
-from gradveil.attacks.newton import Newton
 from gradveil.attacks.patches import clear_spans, span_rows
 from gradveil.attacks.search.matching import Matching, MatchingObjective, Unknowns, squared_distance
 from gradveil.errors import GradveilError
@@ -374,7 +371,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "trap": {"share": 0.2},
     "fishing": {"target": 1, "attack": "newton:steps=2"},
     "inverter": {"pairs": 8},
-    "diffusion": {"width": 4, "pairs": 1},
 }
 
 
@@ -388,11 +384,10 @@ def check_attack(name: str, model: Model) -> None:
     if isinstance(attack, Malicious):
         _check_planted(model, attack)
         return
-    count = 1 if name in ("idlg", "rep", "analytic", "newton", "diffusion") else 2
+    count = 1 if name in ("idlg", "rep", "analytic", "newton") else 2
     seen, x, y = observed(model, count)
-    if name in ("newton", "diffusion"):
-        with _untrained():
-            _check_newton(model, attack, x, y)
+    if name == "newton":
+        _check_newton(model, attack, x, y)
         return
     own = {"inverter": _check_inverter, "candidates": _check_candidates, "patches": _check_patches}
     own |= dict.fromkeys(("spear", "cocktail"), _check_unmixed)
@@ -547,24 +542,6 @@ def _check_candidates(model: Model, attack: Any) -> None:
         for n, g in less(plain, sent).items()
     )
     close(torch.tensor(answer.objective), torch.as_tensor(total) / 2, max(1e-3, rounding(model)))
-
-
-class _Still(TrainedDenoiser):
-    """No network: an image is what is seen of it."""
-
-    def clean(self, x: Tensor, classes: Tensor, level: int) -> Tensor:
-        return x
-
-
-@contextmanager
-def _untrained() -> Iterator[None]:
-    """Within, ``diffusion`` has no network, which is none of the model's business, and takes few steps of newton."""
-
-    def still(public: Batch, *_: object) -> TrainedDenoiser:
-        return _Still(None, Batch(public.inputs.flatten(1)[:1].float(), public.labels[:1]), [0.1], [0.0], [1.0], False)  # type: ignore[arg-type]
-
-    with patch.object(diffusion, "train", still), patch.object(diffusion, "Newton", lambda: Newton(12, floor=0.01)):
-        yield
 
 
 def _check_newton(model: Model, attack: Any, x: Tensor, y: Tensor) -> None:

@@ -4,7 +4,6 @@ from gradveil.attacks.analytic import Analytic
 from gradveil.attacks.base import AppliesTo, Attack, Malicious
 from gradveil.attacks.candidates import Candidates
 from gradveil.attacks.cocktail import Cocktail
-from gradveil.attacks.diffusion import Diffusion
 from gradveil.attacks.dlg import DLG, IDLG
 from gradveil.attacks.fedavg import FedAvgInversion, Surrogate
 from gradveil.attacks.fishing import Fishing
@@ -30,7 +29,6 @@ __all__ = [
     "Attack",
     "Candidates",
     "Cocktail",
-    "Diffusion",
     "EmbeddingMatching",
     "FedAvgInversion",
     "Fishing",
