@@ -39,7 +39,7 @@ from gradveil.models import build
 from gradveil.models.features import Frozen, keep_features
 from gradveil.models.scatter import Basis
 from gradveil.privacy.plan import z_run_of
-from gradveil.privacy.rehearsal import Course, rehearse
+from gradveil.privacy.rehearsal import HeadRun, rehearse
 from gradveil.seeds import Seeds
 from gradveil_studies.leaderboard.training import Averaged
 
@@ -482,8 +482,8 @@ def predict(scenes: Sequence[Scene], row: dict[str, Any], bare: Choice) -> dict[
     x, y = scenes[0].of("public", choice.dims)
     records, clients = scenes[0].data["train"][1].shape[1], len(scenes[0].clients)
     noise = scenes[0].noise(promise) / (records * sqrt(world.cohort))
-    course = Course(world.rounds, world.cohort * records, noise, clients * records, world.epochs, 0.9, 0.25)
-    said = rehearse(x, y, scenes[0].rows.dataset.num_classes, course)
+    run = HeadRun(world.rounds, world.cohort * records, noise, clients * records, world.epochs, 0.9, 0.25)
+    said = rehearse(x, y, scenes[0].rows.dataset.num_classes, run)
     plain = [scene.scores(NONE, [replace(bare, dims=choice.dims)], False)[0] for scene in scenes]
     lost = [100 * (a - b) for a, b in zip(plain, row["found"], strict=True)]
     return vars(said) | {"real": fmean(lost), "held": said.low <= fmean(lost) <= said.high}

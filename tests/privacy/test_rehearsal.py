@@ -15,7 +15,7 @@ from gradveil.data.partition import deal
 from gradveil.errors import CertificateError, SpecError
 from gradveil.federated.simulate import public_records
 from gradveil.models import build, fit_to_public
-from gradveil.privacy.rehearsal import Course, rehearse
+from gradveil.privacy.rehearsal import HeadRun, rehearse
 from gradveil.seeds import Seeds
 
 DIMS, KINDS = 40, 5
@@ -33,15 +33,15 @@ class World:
         y = torch.randint(KINDS, (count,), generator=self.rng)
         return F.normalize(self.means[y] + torch.randn(count, DIMS, generator=self.rng), dim=1), y
 
-    def trained(self, course: Course, lr: float, clip: float) -> float:
+    def trained(self, run: HeadRun, lr: float, clip: float) -> float:
         """Return the accuracy of a real run on records of its own."""
-        x, y = self.draw(course.records)
+        x, y = self.draw(run.records)
         weights, speed = torch.zeros(KINDS, DIMS), torch.zeros(KINDS, DIMS)
-        for _ in range(course.rounds):
+        for _ in range(run.rounds):
             delta = (x @ weights.T).softmax(1) - F.one_hot(y, KINDS)
             delta = delta * (clip / delta.norm(dim=1, keepdim=True)).clamp_max(1)
-            noise = clip * course.noise * torch.randn(KINDS, DIMS, generator=self.rng)
-            speed = course.momentum * speed + delta.T @ x / len(x) + noise
+            noise = clip * run.noise * torch.randn(KINDS, DIMS, generator=self.rng)
+            speed = run.momentum * speed + delta.T @ x / len(x) + noise
             weights = weights - lr * speed
         x, y = self.draw(5000)
         return float(((x @ weights.T).argmax(1) == y).float().mean())
@@ -49,11 +49,11 @@ class World:
 
 @pytest.mark.parametrize("noise", [0.0005, 0.005, 0.02])
 def test_its_interval_holds_what_real_runs_lose(noise: float) -> None:
-    world, course = World(), Course(60, 2000, noise, 2000, momentum=0.9)
-    found = rehearse(*world.draw(600), KINDS, course)
-    silent = replace(course, noise=0.0)
+    world, run = World(), HeadRun(60, 2000, noise, 2000, momentum=0.9)
+    found = rehearse(*world.draw(600), KINDS, run)
+    silent = replace(run, noise=0.0)
     bare = max(np.mean([world.trained(silent, lr, 1e9) for _ in range(4)]) for lr in (1.0, 3.0, 10.0, 30.0))
-    lost = [100 * (bare - world.trained(course, found.lr, found.clip)) for _ in range(8)]
+    lost = [100 * (bare - world.trained(run, found.lr, found.clip)) for _ in range(8)]
     assert found.low - 0.5 < np.mean(lost) < found.high + 0.5
     assert found.high - found.low < 4
     if noise == 0.02:
@@ -64,7 +64,7 @@ def test_its_interval_holds_what_real_runs_lose(noise: float) -> None:
 def test_classes_that_are_not_there_are_said() -> None:
     x, y = World().draw(100)
     with pytest.raises(CertificateError, match="4 of the 5 classes"):
-        rehearse(x[y > 0], y[y > 0], KINDS, Course(10, 100, 0.1, 100))
+        rehearse(x[y > 0], y[y > 0], KINDS, HeadRun(10, 100, 0.1, 100))
 
 
 def test_what_is_asked_for_is_read_off_the_spec() -> None:

@@ -196,7 +196,7 @@ def rehearse_head(
     from torch import nn
 
     from gradveil.models.features import keep_features
-    from gradveil.privacy.rehearsal import CLIPS, RATES, Course, rehearse
+    from gradveil.privacy.rehearsal import CLIPS, RATES, HeadRun, rehearse
 
     fixed, head = frozen_part(model)
     layers = list(head.children())
@@ -211,8 +211,8 @@ def rehearse_head(
         features = torch.cat([fixed(some.to(at)).cpu() for some in public.inputs.split(200)])
     noise = multiplier / (run.slots * math.sqrt(run.cohort))
     people = run.rounds * run.cohort // run.participations  # as many as take turns
-    course = Course(run.rounds, run.cohort * run.slots, noise, people * run.records, run.steps, momentum)
-    return rehearse(features, public.labels, kinds, course, seed, rates or RATES, clips or CLIPS)
+    head = HeadRun(run.rounds, run.cohort * run.slots, noise, people * run.records, run.steps, momentum)
+    return rehearse(features, public.labels, kinds, head, seed, rates or RATES, clips or CLIPS)
 
 
 def _standing(folder: RunFolder, config: TrainConfig) -> "Checkpoint | None":

@@ -27,7 +27,7 @@ TRIALS = 8
 
 
 @dataclass(frozen=True)
-class Course:
+class HeadRun:
     """What of a run its head's training hangs on."""
 
     rounds: int
@@ -59,7 +59,7 @@ def rehearse(
     features: Tensor,
     labels: Tensor,
     kinds: int,
-    course: Course,
+    run: HeadRun,
     seed: int = 0,
     rates: Sequence[float] = RATES,
     clips: Sequence[float] = CLIPS,
@@ -76,15 +76,15 @@ def rehearse(
         )
     tries = list(product(rates, clips))
     free = [(lr, clip) for lr in RATES for clip in (0.3, inf)]
-    plain = replace(course, noise=0.0)
-    mine, bare = (_accuracies(features, labels, kinds, *what, seed) for what in ((course, tries), (plain, free)))
+    plain = replace(run, noise=0.0)
+    mine, bare = (_accuracies(features, labels, kinds, *what, seed) for what in ((run, tries), (plain, free)))
     lr, clip = tries[max(range(len(tries)), key=mine.__getitem__)]
     best = free[max(range(len(free)), key=bare.__getitem__)]
     lost, reached = [], []
     for trial in range(1, TRIALS + 1):
         some = torch.randint(len(labels), labels.shape, generator=torch.Generator().manual_seed(seed + trial))
         again = features[some], labels[some]  # other public records might have been there
-        with_noise = _accuracies(*again, kinds, course, [(lr, clip)], seed + trial)[0]
+        with_noise = _accuracies(*again, kinds, run, [(lr, clip)], seed + trial)[0]
         lost.append(100 * (_accuracies(*again, kinds, plain, [best], seed + trial)[0] - with_noise))
         reached.append(with_noise)
     reach = float(student.ppf(0.975, TRIALS - 1)) * stdev(lost) * sqrt(1 + 1 / TRIALS)
@@ -96,7 +96,7 @@ def _accuracies(
     features: Tensor,
     labels: Tensor,
     kinds: int,
-    course: Course,
+    run: HeadRun,
     tries: Sequence[tuple[float, float]],
     seed: int,
 ) -> list[float]:
@@ -109,19 +109,19 @@ def _accuracies(
     lr, clip = (torch.tensor(values).view(-1, 1, 1) for values in zip(*tries, strict=True))
     weights = torch.zeros(len(tries), kinds, features.shape[1])
     speed, mean, count = torch.zeros_like(weights), torch.zeros_like(weights), 0
-    for number, (x, y) in enumerate(drawn.batches(course, rng), 1):
+    for number, (x, y) in enumerate(drawn.batches(run, rng), 1):
         moved = torch.zeros_like(weights)
-        for _ in range(course.steps):
+        for _ in range(run.steps):
             logits = (x @ (weights - lr * moved).flatten(0, 1).T).view(len(x), len(tries), kinds)
             delta = logits.softmax(2) - F.one_hot(y, kinds)[:, None]
             delta = delta * (clip.view(1, -1, 1) / delta.norm(dim=2, keepdim=True).clamp_min(1e-30)).clamp_max(1.0)
             found = (delta.flatten(1).T @ x).view_as(weights) / len(x)
-            if course.noise:
-                found = found + clip * course.noise * torch.randn(weights.shape[1:], generator=own)
+            if run.noise:
+                found = found + clip * run.noise * torch.randn(weights.shape[1:], generator=own)
             moved = moved + found
-        speed = course.momentum * speed + moved
+        speed = run.momentum * speed + moved
         weights = weights - lr * speed
-        if number > (1 - course.tail) * course.rounds or number == course.rounds:
+        if number > (1 - run.tail) * run.rounds or number == run.rounds:
             mean, count = mean + weights, count + 1
     return [float(((tested @ (one / count).T).argmax(1) == truth).float().mean()) for one in mean]
 
@@ -148,9 +148,9 @@ class _Drawn:
         x = self.means[labels] + torch.randn(count, len(self.root), generator=rng) @ self.root.T
         return F.normalize(x, dim=1), labels
 
-    def batches(self, course: Course, rng: Generator) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self, run: HeadRun, rng: Generator) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the records of each round, of one population."""
-        x, y = self.some(min(course.population, POPULATION), rng)
-        for _ in range(course.rounds):
-            some = torch.randperm(len(y), generator=rng)[: min(course.records, MOST)]
+        x, y = self.some(min(run.population, POPULATION), rng)
+        for _ in range(run.rounds):
+            some = torch.randperm(len(y), generator=rng)[: min(run.records, MOST)]
             yield x[some], y[some]
