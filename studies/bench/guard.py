@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from gradveil.models import build
 from gradveil.modules import find_layer
 from gradveil.protection import attachment
-from gradveil.protection.attachment import unwatch_optimizers, watch_optimizers
-from gradveil.protection.forward import PartRan
+from gradveil.protection.attachment import Hook, unwatch, watch
 from gradveil.protection.protect import Guard, protect
 from gradveil.representation.scores import row_norms
 from gradveil.representation.scores.api import choose, linearise
@@ -153,7 +152,7 @@ def target(what: str, wanted: float, got: float) -> dict[str, Any]:
 def steps(name: str, x: Tensor, y: Tensor, seconds: float, specs: tuple[str, ...] = STEPS) -> list[dict[str, Any]]:
     ways = {spec: one(name, spec, x.device) for spec in ("none", *specs)}
     for guard, _ in ways.values():
-        unwatch_optimizers(guard._attachment)
+        unwatch(guard._attachment)
     plain = ways["none"][0]
     plain.remove()
     times: dict[str, list[float]] = {spec: [] for spec in ways}
@@ -161,9 +160,9 @@ def steps(name: str, x: Tensor, y: Tensor, seconds: float, specs: tuple[str, ...
     while time.perf_counter() - begun < seconds * len(ways) or len(times["none"]) < 8:
         for spec, (guard, optimizer) in ways.items():
             if spec != "none":  # only its own guard hears of a step
-                watch_optimizers(guard._attachment)
+                watch(guard._attachment)
             times[spec].append(step(guard, optimizer, x, y))
-            unwatch_optimizers(guard._attachment)
+            unwatch(guard._attachment)
     kept = {spec: some[4:] for spec, some in times.items()}
     model = plain.model
     found = []
@@ -236,22 +235,23 @@ def checks(name: str, spec: str, x: Tensor, y: Tensor, seconds: float) -> dict[s
     ways = {kind: one(name, spec, x.device) for kind in ("checked", "unchecked")}
     plain = attachment.stamp, attachment.is_same
     for guard, _ in ways.values():
-        unwatch_optimizers(guard._attachment)
+        unwatch(guard._attachment)
     bare = ways["unchecked"][0]._attachment
     bare.provenance.untie()
     bare._provenance = NoProvenance(bare.model)  # type: ignore[assignment]
     for part in bare.model.modules():
-        for key in [key for key, hook in part._forward_hooks.items() if isinstance(hook, PartRan)]:
-            del part._forward_hooks[key]
+        for key, hook in list(part._forward_hooks.items()):
+            if isinstance(hook, Hook) and hook.method == "part_ran":
+                del part._forward_hooks[key]
     times: dict[str, list[float]] = {"checked": [], "unchecked": []}
     begun = time.perf_counter()
     while time.perf_counter() - begun < seconds or len(times["checked"]) < 5:
         for kind, (guard, optimizer) in ways.items():
             if kind == "unchecked":
                 attachment.stamp, attachment.is_same = lambda *_: ([], 0), lambda *_: False
-            watch_optimizers(guard._attachment)
+            watch(guard._attachment)
             times[kind].append(step(guard, optimizer, x, y))
-            unwatch_optimizers(guard._attachment)
+            unwatch(guard._attachment)
             attachment.stamp, attachment.is_same = plain
     pairs = list(zip(times["checked"], times["unchecked"], strict=True))[2:]  # the first warm up
     found: dict[str, Any] = {"model": name, "batch": len(x), "defense": spec, "pairs": len(pairs)}

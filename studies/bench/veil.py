@@ -16,8 +16,8 @@ from defense_scores import machine
 from gradveil.federated.client import step_gradient
 from gradveil.losses import CROSS_ENTROPY
 from gradveil.models import build as build_model
+from gradveil.protection.capture import records_of
 from gradveil.protection.defense import build, in_round
-from gradveil.protection.records.records import records_of
 from gradveil.types import Batch
 
 CASES = (

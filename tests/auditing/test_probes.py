@@ -15,7 +15,7 @@ from gradveil.errors import SpecError
 from gradveil.federated.client import step_gradient
 from gradveil.federated.settings import Local
 from gradveil.protection.defense import DEFENSES, Defense, build, in_round
-from gradveil.protection.records.records import Records
+from gradveil.protection.records import Records
 from gradveil.seeds import Seeds
 from gradveil.threats.probes import Probed, probe
 from gradveil.threats.probing.function import DefenseFunction, Secret

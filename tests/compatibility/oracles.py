@@ -29,7 +29,7 @@ from gradveil.attacks.search.matching import Matching, MatchingObjective, Unknow
 from gradveil.errors import GradveilError
 from gradveil.modules import find_layer
 from gradveil.protection.defense import DEFENSES, Defense, accounted, build
-from gradveil.protection.records.records import Held
+from gradveil.protection.records import Held
 from gradveil.representation.certificates import certify as reach
 from gradveil.representation.certificates.base import Problem
 from gradveil.representation.certificates.certify import KINDS, certify

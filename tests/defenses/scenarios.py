@@ -13,7 +13,7 @@ from torch.func import functional_call
 from gradveil.countermeasures import Countermeasure
 from gradveil.protection.defense import Accounted, Defense, Place, RunningStep, accounted
 from gradveil.protection.protect import Guard, guard_of
-from gradveil.protection.records.records import Records
+from gradveil.protection.records import Records
 from gradveil.registry import describe
 from gradveil.tree import Params
 from gradveil.types import Batch, Update

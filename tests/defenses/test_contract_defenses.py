@@ -11,7 +11,7 @@ from gradveil.federated.client import step_gradient
 from gradveil.modules import representation
 from gradveil.protection.defense import DEFENSES, Defense, accounted, build
 from gradveil.protection.protect import protect
-from gradveil.protection.records.records import Held
+from gradveil.protection.records import Held
 from gradveil.registry import describe
 from gradveil.tree import Params, is_finite
 from gradveil.types import Batch, Observation, Update

@@ -10,7 +10,7 @@ from torch import Generator, nn
 from gradveil.errors import SpecError
 from gradveil.federated.client import step_gradient
 from gradveil.protection.defense import build
-from gradveil.protection.records.rounding import SLACK
+from gradveil.protection.records import SLACK
 from gradveil.types import Batch
 
 

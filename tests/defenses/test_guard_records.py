@@ -17,7 +17,7 @@ from gradveil.protection import attachment
 from gradveil.protection.counted import board, counted
 from gradveil.protection.defense import build
 from gradveil.protection.protect import guard_of, protect
-from gradveil.protection.records.rounding import SLACK
+from gradveil.protection.records import SLACK
 from gradveil.tree import Params
 from gradveil.types import Batch
 

@@ -14,9 +14,9 @@ from gradveil.errors import DefenseError, GradveilError, SpecError
 from gradveil.federated.client import local_update, step_gradient
 from gradveil.losses import CROSS_ENTROPY
 from gradveil.privacy.plan import PlannedRun
+from gradveil.protection.capture import records_of
 from gradveil.protection.defense import build
-from gradveil.protection.records.records import Held, records_of
-from gradveil.protection.records.rounding import SLACK, clip_factors
+from gradveil.protection.records import SLACK, Held, clip_factors
 from gradveil.tree import parameters
 from gradveil.types import Batch, Observation, Update
 

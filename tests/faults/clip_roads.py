@@ -13,9 +13,10 @@ from gradveil.errors import GradveilError
 from gradveil.federated.stacked import output_shapes, records_together
 from gradveil.losses import CROSS_ENTROPY
 from gradveil.models import build
+from gradveil.protection import capture as ways
+from gradveil.protection.capture import records_of
 from gradveil.protection.protect import protect
-from gradveil.protection.records import records as ways
-from gradveil.protection.records.records import Records, records_of
+from gradveil.protection.records import Records
 from gradveil.tree import parameters
 from gradveil.types import Batch
 

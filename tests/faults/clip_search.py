@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from gradveil.defenses.veil import Veil
-from gradveil.protection.records.coordinates import ClipMap, Coordinates
-from gradveil.protection.records.layers import KINDS, LayerRecord
-from gradveil.protection.records.records import Captured, Held, Records
+from gradveil.defenses.veil import ClipMap, Coordinates, Veil
+from gradveil.protection.layers import KINDS, LayerRecord
+from gradveil.protection.records import Captured, Held, Records
 
 NUMBERS = 2**17  # of inputs and δ in a case, about
 

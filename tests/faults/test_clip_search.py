@@ -12,12 +12,12 @@ from torch import nn
 from faults.clip_roads import cancel, on_a_road
 from faults.clip_search import Case, Draw, at_layers, ratios, side_by_side, watched, worst
 from faults.conftest import LONG, Count
-from gradveil.defenses.veil import Veil
+from gradveil.defenses.veil import Coordinates, Veil, check_clip, save
 from gradveil.errors import DefenseError, SpecError
 from gradveil.losses import CROSS_ENTROPY
+from gradveil.protection.capture import records_of
 from gradveil.protection.protect import protect
-from gradveil.protection.records.coordinates import Coordinates, check_clip, save
-from gradveil.protection.records.records import Held, Records, records_of
+from gradveil.protection.records import Held, Records
 from gradveil.tree import parameters
 from gradveil.types import Batch
 

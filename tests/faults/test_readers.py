@@ -42,11 +42,11 @@ from gradveil.data.folder import Folder
 from gradveil.data.images import decode_images, levels_of
 from gradveil.data.table import read_table
 from gradveil.defenses import decoy
+from gradveil.defenses import veil as coordinates
 from gradveil.defenses.decoy import load_prior, save_prior
 from gradveil.federated.server import Checkpoint
 from gradveil.privacy.accountant import Account, spend_from
 from gradveil.privacy.configurations import check as check_configuration
-from gradveil.protection.records import coordinates
 from gradveil.registry import convert, settings, split_specs
 from gradveil.report.page import write_report
 from gradveil.threats.setup import AuditConfig

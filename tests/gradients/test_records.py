@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from gradveil.errors import DefenseError
 from gradveil.losses import CROSS_ENTROPY, build
-from gradveil.protection.records.records import Captured, Held, InParts, Records, _one_by_one, records_of
+from gradveil.protection.capture import _one_by_one, records_of
+from gradveil.protection.records import Captured, Held, InParts, Records
 from gradveil.types import Batch
 
 N = 6
@@ -108,7 +109,7 @@ def test_the_fast_way_is_the_slow_one(name: str, rng: torch.Generator, monkeypat
     fast, slow = records_of(model, batch, CROSS_ENTROPY), _one_by_one(model, batch, CROSS_ENTROPY)
     assert isinstance(fast, Held if name in SLOW else Captured)
     alike(fast, slow, model, rng)
-    monkeypatch.setattr("gradveil.protection.records.records.HELD", 1)
+    monkeypatch.setattr("gradveil.protection.capture.HELD", 1)
     parts = _one_by_one(model, batch, CROSS_ENTROPY)
     assert isinstance(parts, InParts)
     alike(parts, slow, model, rng)

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from faults.clip_search import FAMILIES, Draw, exact_norms, layer_of, numbers, seen_of
-from gradveil.protection.records.layers import KINDS, LayerRecord
-from gradveil.protection.records.records import Held
-from gradveil.protection.records.rounding import (
+from gradveil.protection.layers import KINDS, LayerRecord
+from gradveil.protection.records import (
     BLOCK,
     LONG,
     MAPPED,
     MASS,
     SLACK,
+    Held,
     clip_factors,
     products,
     products_error,

@@ -10,7 +10,7 @@ from gradveil.countermeasures import Countermeasure
 from gradveil.defenses.noise import draw_all
 from gradveil.privacy.noise import Source, normal
 from gradveil.protection.defense import DEFENSES, Accounted
-from gradveil.protection.records.records import Records
+from gradveil.protection.records import Records
 from gradveil.ranges import Count
 from gradveil.tree import Params
 from gradveil.types import Observation

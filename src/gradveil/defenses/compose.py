@@ -23,7 +23,7 @@ from gradveil.protection.defense import (
     accounted,
     in_round,
 )
-from gradveil.protection.records.records import Records
+from gradveil.protection.records import Records
 from gradveil.registry import describe
 from gradveil.representation.scores.fast.replay import already_changed
 from gradveil.tree import Params, named

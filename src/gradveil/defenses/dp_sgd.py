@@ -11,7 +11,7 @@ from gradveil.countermeasures import Countermeasure
 from gradveil.defenses.veil import Veil
 from gradveil.privacy.noise import Source
 from gradveil.protection.defense import DEFENSES, Accounted, Defense
-from gradveil.protection.records.records import Records
+from gradveil.protection.records import Records
 from gradveil.ranges import Positive
 from gradveil.tree import Params
 

@@ -20,9 +20,9 @@ from gradveil.losses import Loss
 from gradveil.losses import build as build_loss
 from gradveil.metrics.outcomes import ClassOutcome, NumberOutcome, outcome
 from gradveil.privacy.noise import Source, permutation
+from gradveil.protection.capture import records_of
 from gradveil.protection.defense import Defense, accounted, build, in_round, own_draws
 from gradveil.protection.passes import Pass, Report, check_layer, substitute
-from gradveil.protection.records.records import records_of
 from gradveil.step_rule import Momenta
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch, Update

@@ -22,8 +22,7 @@ from gradveil.federated.settings import Training
 from gradveil.federated.vectorised import why_not
 from gradveil.losses import build as build_loss
 from gradveil.privacy.accountant import Account
-from gradveil.protection.defense import Defense, PerRound, accounted, build
-from gradveil.protection.records.coordinates import PUBLIC
+from gradveil.protection.defense import PUBLIC, Defense, PerRound, accounted, build
 from gradveil.seeds import Seeds
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch, Update

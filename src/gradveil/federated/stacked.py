@@ -12,10 +12,11 @@ from gradveil.defenses.representation import RepresentationPerturbation
 from gradveil.losses import Loss
 from gradveil.modules import representation
 from gradveil.privacy.noise import Source
+from gradveil.protection.capture import records_of
 from gradveil.protection.defense import Accounted, Defense, accounted
+from gradveil.protection.layers import KINDS, known
 from gradveil.protection.passes import substitute
-from gradveil.protection.records.layers import KINDS, known
-from gradveil.protection.records.records import Captured, records_of
+from gradveil.protection.records import Captured
 from gradveil.representation.layers.recorder import walk, walkable
 from gradveil.representation.scores import api
 from gradveil.representation.scores.exact import RowNorms, scores

@@ -14,7 +14,7 @@ from gradveil.errors import DefenseError, SpecError
 from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.privacy.noise import NoiseKind, SecretDraws, Source, noise_kind
 from gradveil.privacy.plan import PlannedRun
-from gradveil.protection.records.records import Records
+from gradveil.protection.records import Records
 from gradveil.registry import Registry, split_specs
 from gradveil.tree import Params
 from gradveil.types import Batch, Observation, Update
@@ -48,6 +48,7 @@ def check_servers(defense: str, servers: Sequence[Countermeasure]) -> None:
 
 
 DEFENSES = DefenseRegistry("defense", "defenses")
+PUBLIC = 512  # public examples that a defence looks at in a round, at most
 
 Place = Literal["batch", "records", "representation", "gradient", "update"]
 _METHOD_OF: dict[Place, str] = {

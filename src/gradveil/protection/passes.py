@@ -1,5 +1,6 @@
 """A pass in which a defended layer's weight gradient is built from r' in place of r; all else stays as it is."""
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from gradveil.modules import LINEAR, find_layer, lifted, under_transform, ways_i
 from gradveil.privacy.noise import Source
 from gradveil.protection.defense import Defense, own_draws
 from gradveil.tree import named
+from gradveil.types import Batch
 
 _PLAIN_FORWARDS = {kind.forward for kind in LINEAR}
 
@@ -237,6 +239,84 @@ class Examples:
         leaves = [pieces.get(id(leaf), leaf) for leaf in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.tree)
         return args, kwargs
+
+    def changed_by(self, defense: Defense, rng: Source) -> tuple[Tensor, tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Return the examples and arguments as the defence changes them. A guard sees no labels: they are -1."""
+        others = [t for t in self.leaves if isinstance(t, Tensor) and not t.is_floating_point() and t.ndim > 1]
+        if len(given := [*self.parts.values(), *others]) > 1:
+            shapes = ", ".join(str(tuple(t.shape)) for t in given)
+            raise DefenseError(
+                f"{defense.spec_name!r} changes one input, and the model was called with several ({shapes}). Join "
+                f"them in one tensor, or defend the gradient instead."
+            )
+        x = self.x
+        labels = torch.full((len(x),), -1)
+        with own_draws(defense):
+            batch = defense.on_batch(Batch(x, labels), rng)
+        if batch.inputs.shape != x.shape or not torch.equal(batch.labels, labels):
+            raise DefenseError(
+                f"{defense.spec_name!r} changes labels or the number of examples, and a guard sees the model's "
+                f"inputs only. Use gradveil.step_gradient in your loop instead."
+            )
+        return batch.inputs, self.arguments(batch.inputs)
+
+
+def _plainly(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+_calls: list[Callable[..., Any]] = [_plainly]
+
+
+def plain_python(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function as plain Python also inside torch.compile."""
+    return _calls[-1](function, *args)
+
+
+def stay_out_of_compiled_graphs() -> None:
+    """Make ``plain_python`` do so from now on; not before, since importing the compiler takes a second."""
+    if len(_calls) == 1:
+        _calls.append(torch.compiler.disable(_plainly))
+
+
+class OneThread:
+    """A hook before every pass of a model, its own looks at itself included; a copy of it begins anew."""
+
+    def __init__(self) -> None:
+        self.on = True  # code that was compiled may keep hooks that are gone
+        self._at_work: dict[str, threading.Thread] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy begins with; in the middle of another thread's pass hooks are not where they belong."""
+        owner = self._at_work.get("thread")
+        if self.on and owner is not None and owner is not threading.current_thread() and owner.is_alive():
+            raise DefenseError(
+                f"Thread {owner.name!r} is at work on this guarded model: it cannot be copied or saved until its pass "
+                f"is over. Copy it before the threads start, or let them take turns."
+            )
+        return {"on": self.on, "_at_work": {}}
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        plain_python(self._take)
+
+    def _take(self) -> None:
+        if not self.on:
+            return
+        me = threading.current_thread()
+        owner = self._at_work.setdefault("thread", me)  # looked up and set at once, whatever other threads do
+        if owner is not me and owner.is_alive():
+            raise DefenseError(
+                f"Thread {owner.name!r} is at work on this guarded model, and {me.name!r} called it as well. Give each "
+                f"thread a model and a guard of its own (copy.deepcopy, before they start), or let them take turns."
+            )
+        self._at_work["thread"] = me
+
+    @property
+    def is_mine(self) -> bool:
+        return self._at_work.get("thread") is threading.current_thread()
+
+    def release(self) -> None:
+        self._at_work.clear()
 
 
 class OfExamples(Rewired):

@@ -1,14 +1,16 @@
 """A step's gradient out of the gradients of its records, in a training loop that knows nothing of them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import isclose
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
@@ -16,12 +18,11 @@ from gradveil.errors import DefenseError
 from gradveil.modules import lifted, tensors_in
 from gradveil.privacy.accountant import InStep, Spending, Used
 from gradveil.privacy.noise import Source
+from gradveil.protection.capture import Ran, TrainedLayers
 from gradveil.protection.counted import Following
-from gradveil.protection.defense import Accounted, RunningStep, accounted, in_round, own_draws
+from gradveil.protection.defense import Accounted, Defense, RunningStep, accounted, in_round, own_draws
 from gradveil.protection.loss_graph import check_backward, check_hooks, leads_to, leaves_of, share_of
 from gradveil.protection.passes import Report
-from gradveil.protection.provenance import Bits
-from gradveil.protection.records.in_training import Ran, TrainedLayers
 from gradveil.registry import describe
 from gradveil.tree import Params
 from gradveil.types import Batch
@@ -141,8 +142,8 @@ class PerRecordStep:
         layers = set() if self.current is None else self.current.nodes
         return bool(layers) and any(root.grad_fn is not None and leads_to(root.grad_fn, layers) for root in roots)
 
-    def release(self, roots: list[Tensor], retain: bool, weights: Params, rng: Source, report: Report) -> None:
-        """Differentiate a loss, and add what the defence makes of its records to the weights' gradients."""
+    def release(self, roots: list[Tensor], retain: bool, weights: Params, rng: Source, report: Report) -> Params:
+        """Differentiate a loss, add what the defence makes of its records to the weights' gradients; return these."""
         current, self.current = self.current, None
         assert current is not None
         if len(roots) != 1 or roots[0].numel() != 1:
@@ -164,6 +165,8 @@ class PerRecordStep:
             made = self._made(records, current.used, rng, weights, report)
         self._add(made, weights)
         report.examples += current.count
+        assert self.left is not None
+        return self.left.parts
 
     def _made(self, records: Any, used: Used, rng: Source, weights: Params, report: Report) -> Params:
         assert self.slots is not None
@@ -215,7 +218,7 @@ class PerRecordStep:
 
     def holds(self, weights: Params) -> bool:
         """Whether the gradients of all weights are, bit for bit, what the last release made of them."""
-        return self.left is not None and self.left.is_same(_gradients(weights))
+        return self.left is not None and self.left.is_same(gradients_of(weights))
 
     def stepped(self) -> None:
         """An optimizer took a step: the next records make a release of their own."""
@@ -231,7 +234,7 @@ class PerRecordStep:
                 p.grad = g
             else:
                 p.grad.copy_(g)
-        self.left = Kept(_gradients(weights))
+        self.left = Kept(gradients_of(weights))
 
     def _count(self, count: int) -> None:
         self.usual = count if self.usual is None else self.usual
@@ -272,28 +275,24 @@ class PerRecordStep:
             )
 
 
-def _gradients(weights: Params) -> Params:
+def gradients_of(weights: Params) -> Params:
+    """Return what ``backward`` left, by the weights' names."""
     return {name: p.grad for name, p in weights.items() if p.grad is not None}
 
 
 LONG = 2**12  # entries of a tensor from which to compare it by itself costs less than a copy
-SMALL = 2**20  # entries of a gradient up to which it is kept whole, for comparison
-Stamp = tuple[list[tuple[str, int, int]], Params | Tensor]  # names, which tensors, how often written; what they hold
+Stamp = tuple[list[tuple[str, int, int]], Params]  # names, which tensors, how often written; what they hold
 
 
 def stamp(gradient: Params, changed: Params) -> Stamp:
     """Return what tells a gradient again that holds what a defence made of it."""
-    small = sum(g.numel() for g in changed.values()) <= SMALL
-    return _tensors(gradient), changed if small else Bits(gradient.values()).sum()
+    return _tensors(gradient), changed
 
 
 def is_stamped(gradient: Params, last: Stamp | None) -> bool:
     """Whether a gradient is the one that was stamped."""
-    if last is None or _tensors(gradient) != last[0]:
-        return False
-    if isinstance(last[1], Tensor):
-        return bool((Bits(gradient.values()).sum() == last[1].to(next(iter(gradient.values())).device)).all())
-    return all(torch.equal(g, last[1][name]) for name, g in gradient.items())
+    same = last is not None and _tensors(gradient) == last[0]
+    return same and all(torch.equal(g, last[1][name]) for name, g in gradient.items())  # type: ignore[index]
 
 
 def _tensors(gradient: Params) -> list[tuple[str, int, int]]:
@@ -336,6 +335,41 @@ def _flat(gradient: Params) -> Tensor:
     return torch.cat([g.detach().reshape(-1) for g in gradient.values()])
 
 
+def is_same(changed: Params, before: Params) -> bool:
+    """Whether a defence left everything as it was, though there was something to change."""
+    return all(torch.equal(changed[name], g) for name, g in before.items()) and any(g.any() for g in before.values())
+
+
+def left_as_it_was(defense: Defense, what: str) -> str:
+    """Return what to say of a defence that did nothing."""
+    return f"{describe(defense)} left the {what} as it was, so nothing is defended. Give it more to change."
+
+
+_noted: "WeakKeyDictionary[Optimizer, list[tuple[Tensor, int]]]" = WeakKeyDictionary()  # and how often written to
+
+
+def _state(optimizer: Optimizer, weights: Params) -> list[tuple[str, Tensor]]:
+    """Return what an optimizer keeps of the gradients of some weights, by the weights' names."""
+    own = ((name, optimizer.state[p]) for name, p in weights.items() if p in optimizer.state)
+    return [(name, t) for name, kept in own for t in tree_leaves(kept) if isinstance(t, Tensor)]
+
+
+def note_state(optimizer: Optimizer, weights: Params) -> None:
+    """A step on defended gradients was taken, from nothing or from the state of such steps."""
+    _noted[optimizer] = [(t, t._version) for _, t in _state(optimizer, weights)]
+
+
+def check_state(optimizer: Optimizer, weights: Params) -> None:
+    """Raise where an optimizer holds anything that steps under a guard of records did not leave there."""
+    known = {id(t): version for t, version in _noted.get(optimizer, [])}
+    if odd := [name for name, t in _state(optimizer, weights) if known.get(id(t)) != t._version]:
+        raise DefenseError(
+            f"The optimizer's state for {odd[0]!r} was not left by steps under this defence (it is from before the "
+            f"guard, or was loaded or changed), and may hold gradients without noise. Make a new optimizer, or call "
+            f"optimizer.state.clear()."
+        )
+
+
 _BLOCK = 2**20  # words that are looked at at once
 
 
@@ -365,29 +399,19 @@ class Carried:
         now = self._now()
         return sorted(n for n in {*now, *self._at_start} if n not in now or now[n] != self._at_start.get(n))
 
-    def _now(self) -> dict[str, Any]:
-        return {name: _mark(value) for name, value in self._state()}
-
-    def _state(self) -> Iterator[tuple[str, Any]]:
+    def _now(self) -> dict[str, str]:
+        """Return what tells each value again; of an object that says nothing of itself, which one it is."""
         trained = {name: p.data_ptr() for name, p in self.model.named_parameters() if p.requires_grad}
         self.looking = True
         try:
             state = self.model.state_dict()
         finally:
             self.looking = False
-        for name, value in state.items():
-            if not (isinstance(value, Tensor) and trained.get(name) == value.data_ptr()):
-                yield name, value
+        beside = {n: v for n, v in state.items() if not isinstance(v, Tensor) or trained.get(n) != v.data_ptr()}
+        return {name: repr(tree_map(_mark, value)) for name, value in beside.items()}
 
 
 def _mark(value: Any) -> Any:
-    """Return what tells a value from others of its kind; of an object that says nothing of itself, which one it is."""
-    if isinstance(value, Tensor):
-        return _bits(value)
-    return repr(tree_map(_leaf, value))
-
-
-def _leaf(value: Any) -> Any:
     if isinstance(value, Tensor):
         return _bits(value)
     return (value.dtype, value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value

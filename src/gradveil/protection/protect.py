@@ -1,5 +1,6 @@
 """``protect``: a defence attached to a model's training, which refuses a step that would go out undefended."""
 
+from functools import partial
 from math import inf
 from types import TracebackType
 from typing import Any, TypedDict, Unpack
@@ -11,10 +12,10 @@ from gradveil.errors import DefenseError, UpdateError
 from gradveil.modules import check_ready
 from gradveil.privacy.accountant import Account, Spending
 from gradveil.privacy.plan import PlannedRun
-from gradveil.protection.attachment import Attachment, attachment_of, is_same, left_as_it_was, refuse_opacus
+from gradveil.protection.attachment import Attachment, attachment_of
 from gradveil.protection.defense import Defense, accounted, build, own_draws
 from gradveil.protection.passes import Report
-from gradveil.protection.per_record_step import PerRecordStep
+from gradveil.protection.per_record_step import PerRecordStep, is_same, left_as_it_was
 from gradveil.protection.provenance import CHANGED
 from gradveil.registry import describe
 from gradveil.tree import Params
@@ -178,7 +179,7 @@ def protect(
         refuse_idle(defense)
     bare = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     check_ready(bare)
-    refuse_opacus(bare)
+    _refuse_opacus(bare)
     if (other := attachment_of(bare)) is not None:
         raise DefenseError(
             f"This model is guarded by {describe(other.defense)} already. Remove that guard first, or join the two "
@@ -230,3 +231,20 @@ def guard_of(model: nn.Module) -> Guard | None:
     """Return the guard of a guarded model, also of a copy or a pickle of one; ``None`` where there is none."""
     attachment = attachment_of(getattr(model, "_orig_mod", model))
     return None if attachment is None else Guard(attachment, model)
+
+
+def _refuse_opacus(model: nn.Module) -> None:
+    """Raise where Opacus has hooked or wrapped the model: its per-example gradients would not be ours."""
+    for name, module in model.named_modules():
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values(), *module._backward_hooks.values()]
+        if any(_origin(thing).startswith("opacus") for thing in [type(module), *hooks]):
+            raise DefenseError(
+                f"Opacus is at work on {name or type(module).__name__!r}: it computes gradients per example by hooks "
+                f"of its own, and the two cannot share a model. Pick one: protect the plain module, or keep Opacus."
+            )
+
+
+def _origin(thing: Any) -> str:
+    while isinstance(thing, partial):
+        thing = thing.func
+    return str(getattr(thing, "__module__", None) or type(thing).__module__)

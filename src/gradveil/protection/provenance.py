@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from gradveil.modules import tensors_in
 from gradveil.protection.defense import Place
 from gradveil.tree import Params
 
@@ -97,13 +97,19 @@ def is_scaled(now: Tensor, old: Tensor, factor: Tensor) -> bool:
     return bool(apart.sub_(now.abs().mul_(8 * torch.finfo(now.dtype).eps)).max() <= torch.finfo(now.dtype).tiny)
 
 
+def fits(value: Tensor, columns: list[Tensor], w: Tensor, start: Tensor, size: Tensor) -> bool:
+    """Return whether a vector is made of others and of the gradients of penalties on the weights w."""
+    penalties = [w, w - start.to(w), w.sign()]
+    if len(w) > _FREE:
+        return is_combination(value, columns + penalties, size)
+    few = [columns, *([*columns, one] for one in penalties)]  # one at a time: little can be told of few entries
+    return any(is_combination(value, some, size) for some in few if len(w) > len(some) + 1 or some == columns)
+
+
 def is_made_of(now: Tensor, old: Tensor, w: Tensor, start: Tensor) -> bool:
     """Return whether a gradient is another one but for a factor, a limit on its entries, or a penalty on weights w."""
-    if is_combination(now - old.clamp(-(most := now.abs().max()), most), [], now):
-        return True
-    penalties = [w, w - start, w.sign()]
-    some = [penalties] if len(now) > _FREE else [[one] for one in penalties if len(now) > 2]
-    return any(is_combination(now, [old, *few], now) for few in [*some, []])
+    most = now.abs().max()
+    return fits(now, [old], w, start, now) or is_combination(now - old.clamp(-most, most), [], now)
 
 
 class Trace:
@@ -150,12 +156,10 @@ class Trace:
 
     def _is(self, gradient: Tensor, known: list[Tensor]) -> bool:
         now = self.look(gradient)
-        for before in known:
-            old = before.to(now.device)
+        for old in (before.to(now.device) for before in known):
             if torch.equal(old != now, old.isnan() & now.isnan()):
                 return True
-            most = now.abs().max()
-            if self._fits(now, [old], self.look(self.p), now) or is_combination(now - old.clamp(-most, most), [], now):
+            if is_made_of(now, old, self.look(self.p), self.start):
                 return True
         return False
 
@@ -163,21 +167,7 @@ class Trace:
         """Return whether a gradient, less a part, is that of a penalty on the weights alone: L1, L2, proximal."""
         whole = self.look(g)
         known = torch.zeros_like(whole) if part is None else self.look(part)
-        return self._fits(whole - known, [], self.look(self.p), whole.abs() + known.abs())
-
-    def _fits(self, value: Tensor, columns: list[Tensor], w: Tensor, size: Tensor) -> bool:
-        """Return whether a vector is made of others and of the gradients of penalties on the weights w."""
-        penalties = [w, w - self.start.to(w), w.sign()]
-        if len(w) > _FREE:
-            return is_combination(value, columns + penalties, size)
-        few = [columns, *([*columns, one] for one in penalties)]  # one at a time: little can be told of few entries
-        return any(is_combination(value, some, size) for some in few if len(w) > len(some) + 1 or some == columns)
-
-    def is_step_by_hand(self, old: Tensor) -> bool:
-        """Return whether the weight moved from ``old`` along gradients that went through the defence alone."""
-        now = self.look(self.p)
-        old = old.to(now)
-        return any(self._fits(now - old, [known.to(now)], old, old) for known in self.known)
+        return fits(whole - known, [], self.look(self.p), self.start, whole.abs() + known.abs())
 
 
 def foreign_to_releases(traces: dict[str, Trace], gradient: Params) -> list[str]:
@@ -222,40 +212,9 @@ class Part:
         now = self.bits.sum()
         return bool(now != self.sum.to(now.device))
 
-    def explained(self) -> bool:
-        """Whether they are where steps by hand on defended gradients lead."""
-        return False
-
     def replace(self, traces: dict[str, Trace]) -> None:
         self.traces = {name: traces.get(name, trace) for name, trace in self.traces.items()}
         self.bits = Bits(trace.p for trace in self.traces.values())
-
-
-class LayerPart(Part):
-    """The weight of a defended layer, as it should be: by its values, which may move along known gradients."""
-
-    def __init__(self, traces: dict[str, Trace]) -> None:
-        super().__init__(traces)
-        self.account()
-
-    @property
-    def trace(self) -> Trace:
-        """The only one."""
-        return next(iter(self.traces.values()))
-
-    def account(self) -> None:
-        self.values = self.anchor = self.trace.keep(self.trace.p)
-        self.version = self.trace.p._version
-
-    def moved(self) -> bool:
-        now = self.trace.look(self.trace.p)
-        return not torch.equal(now, self.values.to(now)) and not torch.equal(now, self.anchor.to(now))
-
-    def explained(self) -> bool:
-        if not self.trace.is_step_by_hand(self.values):
-            return False
-        self.values, self.version = self.trace.keep(self.trace.p), self.trace.p._version
-        return True
 
 
 class Provenance:
@@ -322,14 +281,9 @@ class Provenance:
         for part in self.parts:
             part.replace(self.by_name)
         if self.begun:
-            self.parts += self._parts_of({n: t for n, t in self.by_name.items() if n not in old})
+            new = {name: trace for name, trace in self.by_name.items() if name not in old}
+            self.parts += [Part(new)] if new else []
         self.has_passes = any(trace.kind == "pass" for trace in self.by_name.values())
-
-    def _parts_of(self, traces: dict[str, Trace]) -> list[Part]:
-        """Return weights in parts: those of layers apart, unless only the step of an optimizer is defended."""
-        alone = {n for n, t in traces.items() if t.kind == "layer" and "gradient" not in self.acts_on}
-        rest = {name: trace for name, trace in traces.items() if name not in alone}
-        return [LayerPart({name: traces[name]}) for name in traces if name in alone] + ([Part(rest)] if rest else [])
 
     def untie(self) -> None:
         while self.handles:
@@ -340,20 +294,11 @@ class Provenance:
         if self.begun:
             return
         self.begun = True
-        self.parts = self._parts_of(self.by_name)
+        self.parts = [Part(self.by_name)] if self.by_name else []
         for name, trace in self.by_name.items():
             trace.begin()
             if trace.kind == "step" and name in self.handles:
                 self.handles.pop(name).remove()
-
-    def touched(self) -> list[Part]:
-        """Return the parts that torch counted a write to since the last step, which may be a step by hand."""
-        layers = (part for part in self.parts if isinstance(part, LayerPart))
-        return [part for part in layers if part.trace.p._version != part.version]
-
-    def moved_past(self, parts: Iterable[Part]) -> list[Part]:
-        """Return the parts that are not what steps on defended gradients made; those may be taken by hand."""
-        return [part for part in parts if part.moved() and not part.explained()]
 
     def held_by(self, optimizer: Optimizer) -> list[Part]:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -429,10 +374,9 @@ class Provenance:
 
     def mark(self, output: Any, *, through: bool) -> None:
         """A backward pass that comes through this output is defended, or (``through=False``) is not."""
-        for t in tree_leaves(output):
-            for part in [t] if isinstance(t, Tensor) else vars(t).values() if hasattr(t, "__dict__") else ():
-                if isinstance(part, Tensor) and part.requires_grad:
-                    part.register_hook(partial(self._passes, through))
+        for t in tensors_in(output):
+            if t.requires_grad:
+                t.register_hook(partial(self._passes, through))
 
     def within_defended(self) -> bool:
         """Whether this is inside a backward pass that is defended: checkpointed parts run again there."""

@@ -27,9 +27,9 @@ from gradveil.imports import is_import_path
 from gradveil.losses import CrossEntropy
 from gradveil.losses import build as build_loss
 from gradveil.models import build_working
+from gradveil.protection.defense import PUBLIC as LOOKED_AT
 from gradveil.protection.defense import Defense, accounted, in_round
 from gradveil.protection.defense import build as build_defense
-from gradveil.protection.records.coordinates import PUBLIC as LOOKED_AT
 from gradveil.ranges import Count, Positive, Seed, Weight
 from gradveil.seeds import Seeds
 from gradveil.threats.probes import Probed, probe

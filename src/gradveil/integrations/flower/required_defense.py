@@ -15,13 +15,12 @@ from flwr.app import ConfigRecord, Context, Message
 from torch import nn
 
 from gradveil.defenses.compose import Compose
-from gradveil.defenses.veil import Veil
+from gradveil.defenses.veil import Veil, check_clip
 from gradveil.errors import DefenseError
 from gradveil.integrations.flower.records import Refused, asked
 from gradveil.integrations.flower.site import ALLOWED, allows, noise_of
 from gradveil.privacy.accountant import SECRET, Account
 from gradveil.protection.defense import Defense
-from gradveil.protection.records.coordinates import check_clip
 from gradveil.registry import Spec, describe
 from gradveil.tree import parameters
 

@@ -21,7 +21,7 @@ from torch.func import vjp
 
 from gradveil.defenses.compose import Compose
 from gradveil.protection.defense import Defense, accounted
-from gradveil.protection.records.records import Held
+from gradveil.protection.records import Held
 from gradveil.seeds import Seeds
 from gradveil.tree import Params, flatten, parameters
 from gradveil.types import Update

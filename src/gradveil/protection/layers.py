@@ -12,7 +12,7 @@ from torch.nn.grad import conv2d_weight
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradveil.gradients.by_hand import Geometry, pair, patches
-from gradveil.protection.records.rounding import (
+from gradveil.protection.records import (
     MASS,
     Pair,
     chunked,

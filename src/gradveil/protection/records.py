@@ -1,4 +1,4 @@
-"""How far what is computed may be from what is meant: stated once, for every kind of layer.
+"""Gradients of single records: what can be asked of them, their clipped sum, and how far rounding may move it.
 
 A record's gradient g is the exact function of the numbers that are held of it: of its own gradient where this lies in
 memory, else of what the layer got (rows a_t, T of them) and of the loss's slopes δ_t: g = Σ_t δ_t a_tᵀ. With u the
@@ -23,10 +23,20 @@ Together ||change|| ≤ C' (1 + 2 u · MAPPED) + 0.010 C + (float64's part, 10�
 u = 2⁻⁵³ and the same argument. Numbers below τ count in all bounds as if they were as large.
 """
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+
+from gradveil.gradients.functional import full_precision
+from gradveil.tree import Params
+
+if TYPE_CHECKING:
+    from gradveil.protection.layers import LayerRecord
 
 SLACK = 1 / 64
 MASS = 16.0  # a record's mass after clipping, at most, in clips; 1 to 4 in trained networks
@@ -191,3 +201,237 @@ def sum_of_held(each: Tensor, weights: Tensor, mass: float) -> Tensor:
         return torch.bmm(factors, rows).view(clients, chunks, *shape)
 
     return in_chunks(count, records_in_a_chunk(1, mass, each.dtype), max(1, shape.numel()), each, part, mass)
+
+
+class Records(ABC):
+    """Gradients g_j of N records."""
+
+    count: int
+    like: Params  # the trained parameters, of which names, order, shapes and types count
+
+    @abstractmethod
+    def square_norms(self) -> Tensor:
+        """Return upper bounds of each ||g_j||² (N,) in float64, as near as rounding lets them be."""
+
+    def square_masses(self) -> Tensor:
+        """Return upper bounds of what cancels in each g_j, squared (N,): where nothing does, norms (``rounding``)."""
+        return self.square_norms()
+
+    @property
+    def formed(self) -> int:
+        """Positions of gradients that ``along`` forms and ``weighted_sum`` does not; 0: none."""
+        return 0
+
+    @abstractmethod
+    def along(self, directions: Params) -> Tensor:
+        """Return the inner products (N, R) with directions (R, *shape) by name, in float64."""
+
+    @abstractmethod
+    def each(self) -> Params:
+        """Return the gradients themselves (N, *shape) by name."""
+
+    @abstractmethod
+    def weighted_sum(self, weights: Tensor, mass: float = 1.0) -> Params:
+        """Return Σ w_j g_j, in float32 at least; a record of weight 0 never counts, even where it is not finite.
+
+        ``mass``: the most that one w_j g_j may be long, in clips; the sum is off by less than ``rounding`` says.
+        """
+
+    def pieces(self) -> Iterator[tuple["Records", slice]]:
+        """Yield the records as they are held at once, and which of all they are."""
+        yield self, slice(None)
+
+
+@dataclass(frozen=True)
+class Held(Records):
+    """Gradients that lie side by side: (N, *shape) by name."""
+
+    gradients: Params
+
+    @property
+    def count(self) -> int:  # type: ignore[override]
+        return len(next(iter(self.gradients.values())))
+
+    @property
+    def like(self) -> Params:  # type: ignore[override]
+        return {n: g.new_empty(g.shape[1:]) for n, g in self.gradients.items()}
+
+    def square_norms(self) -> Tensor:
+        return torch.stack([squares(g, 1) for g in self.gradients.values()]).sum(0)
+
+    def along(self, directions: Params) -> Tensor:
+        found = [products(g.flatten(1), directions[n].flatten(1)) for n, g in self.gradients.items()]
+        return torch.stack(found).sum(0)
+
+    def each(self) -> Params:
+        return self.gradients
+
+    def weighted_sum(self, weights: Tensor, mass: float = 1.0) -> Params:
+        kept, found = weights != 0, self.gradients
+        if not bool(kept.all()):  # in its place: where the others are summed must not hang on it
+            found = {n: g.masked_fill(~kept.view(-1, *[1] * (g.ndim - 1)), 0) for n, g in found.items()}
+        return {n: sum_of_held(wide(g)[None], weights[None], mass)[0] for n, g in found.items()}
+
+
+@dataclass(frozen=True)
+class InParts(Records):
+    """Gradients of some records after the others: computed anew for every question."""
+
+    parts: Sequence[Callable[[], Held]]
+    sizes: Sequence[int]
+    like: Params
+
+    @property
+    def count(self) -> int:  # type: ignore[override]
+        return sum(self.sizes)
+
+    def square_norms(self) -> Tensor:
+        return torch.cat([part().square_norms() for part in self.parts])
+
+    def along(self, directions: Params) -> Tensor:
+        return torch.cat([part().along(directions) for part in self.parts])
+
+    def each(self) -> Params:
+        found = [part().gradients for part in self.parts]
+        return {n: torch.cat([some[n] for some in found]) for n in found[0]}
+
+    def weighted_sum(self, weights: Tensor, mass: float = 1.0) -> Params:
+        total: Params = {}
+        for part, some in self.pieces():
+            found = part.weighted_sum(weights[some], mass)
+            total = {n: g.double() + total[n] if total else g.double() for n, g in found.items()}
+        return total
+
+    def pieces(self) -> Iterator[tuple[Records, slice]]:
+        start = 0
+        for part, size in zip(self.parts, self.sizes, strict=True):
+            yield part(), slice(start, start + size)
+            start += size
+
+
+@dataclass
+class Captured(Records):
+    """Gradients by what the layers saw: of N records, or of (K, N) where the model's weights are those of K clients."""
+
+    layers: "list[LayerRecord]"
+    like: Params  # the trained parameters, in order
+    shape: tuple[int, ...]  # (N,) or (K, N)
+
+    @property
+    def count(self) -> int:  # type: ignore[override]
+        return self.shape[-1]
+
+    @cached_property
+    def _lengths(self) -> Pair:
+        each = [layer.lengths_of(which) for layer in self.layers for which in layer.trained]
+        norms = torch.stack([norm for norm, _ in each]).sum(0)  # (K, N)
+        if all(norm is mass for norm, mass in each):
+            return norms, norms
+        return norms, torch.stack([mass for _, mass in each]).sum(0)
+
+    @property
+    def _lead(self) -> torch.Size:
+        return self.layers[0].delta.shape[:2]
+
+    def square_norms(self) -> Tensor:
+        return self._lengths[0].view(self.shape)
+
+    def square_masses(self) -> Tensor:
+        return self._lengths[1].view(self.shape)
+
+    @cached_property
+    def formed(self) -> int:
+        return max(layer.formed for layer in self.layers)
+
+    def along(self, directions: Params) -> Tensor:
+        found = [
+            layer.along(which, directions[layer.prefix + which].to(layer.delta))
+            for layer in self.layers
+            for which in layer.trained
+        ]
+        return torch.stack(found).sum(0).reshape(*self.shape, -1)
+
+    def each(self) -> Params:
+        found = {layer.prefix + w: layer.each(w) for layer in self.layers for w in layer.trained}
+        empty = self.layers[0].delta.new_zeros(())
+        return {
+            n: found.get(n, empty).expand(*self._lead, *p.shape).reshape(*self.shape, *p.shape)
+            for n, p in self.like.items()
+        }
+
+    def weighted_sum(self, weights: Tensor, mass: float = 1.0) -> Params:
+        factors, bad = weights.view(self._lead), ~self._lengths[1].isfinite()
+        layers = [layer.without(bad & (factors == 0)) for layer in self.layers] if bool(bad.any()) else self.layers
+        found = {layer.prefix + w: layer.total(w, factors, mass) for layer in layers for w in layer.trained}
+        lead = self.shape[:-1]
+        return {
+            n: found[n].reshape(*lead, *p.shape) if n in found else wide(p.new_zeros(*lead, *p.shape))
+            for n, p in self.like.items()
+        }
+
+    def dealt(self, clients: int) -> "Captured":
+        layers = [layer.dealt(clients) for layer in self.layers]
+        return Captured(layers, self.like, (self.shape[0] * clients, self.shape[1] // clients))
+
+    def clients(self, some: slice) -> "Captured":
+        count = len(range(*some.indices(self.shape[0])))
+        return Captured([layer.part(some) for layer in self.layers], self.like, (count, *self.shape[1:]))
+
+
+class PublicMap(Protocol):
+    """Public coordinates: P = 1 + Uᵀ D U, with R rows U."""
+
+    def mapped(self, records: Records) -> tuple[Tensor, Tensor]:
+        """Return D U g_j (..., N, R) as it is computed, and upper bounds of ||P g_j||² (..., N)."""
+
+    def spread(self, along: Tensor) -> Tensor:
+        """Return Uᵀ v for vectors (..., R) in float64."""
+
+
+def split(flat: Tensor, like: Params) -> Params:
+    """Return vectors (..., p) as tensors by name, each (..., *shape)."""
+    parts = zip(like.items(), flat.split([p.numel() for p in like.values()], -1), strict=True)
+    return {name: part.reshape(*part.shape[:-1], *p.shape) for (name, p), part in parts}
+
+
+def clipped_sum(
+    records: Records, clip: float, coordinates: PublicMap | None = None, present: Tensor | None = None
+) -> Tensor:
+    """Return h = Σ_j c_j P g_j as one vector (p,), or of K clients (K, p), in float32 at least.
+
+    Each slot counts by itself, whatever lies in the others. ``present``: 0 for a slot (N,) or (K, N) that is to be
+    zero. With coordinates P g_j is g_j + Uᵀ D U g_j, with D = s^(-½) - 1 and U g_j as it was computed of this record:
+    so h is right for any U and s, and going back by P⁻¹ is left to whoever has the noise on it.
+    """
+    total: Tensor | None = None
+    for some, which in records.pieces():
+        with full_precision(), torch.autocast(_device(records.like).type, enabled=False):
+            found = _of_piece(some, clip, coordinates, None if present is None else present[..., which])
+        total = found if total is None else total.double() + found
+    assert total is not None
+    return narrow(total, records.count, torch.promote_types(next(iter(records.like.values())).dtype, torch.float32))
+
+
+def _of_piece(records: Records, clip: float, coordinates: PublicMap | None, present: Tensor | None) -> Tensor:
+    lengths, masses = records.square_norms(), records.square_masses()
+    if coordinates is None:
+        factors = clip_factors(lengths, clip, masses)
+        return _flat(records.weighted_sum(_those(factors, present)), lengths.ndim - 1)
+    along, lengths = coordinates.mapped(records)
+    factors = _those(clip_factors(lengths, clip, masses, MAPPED), present)
+    beside = torch.einsum("...n,...nr->...r", factors, torch.where(factors[..., None] > 0, along, 0.0))
+    plain = _flat(records.weighted_sum(factors, MAPPED), lengths.ndim - 1)
+    return plain.double() + coordinates.spread(beside)
+
+
+def _those(factors: Tensor, present: Tensor | None) -> Tensor:
+    return factors if present is None else factors * present.to(factors)
+
+
+def _flat(tree: Params, lead: int) -> Tensor:
+    """Return all entries as one vector, or as one (K, p) for each client."""
+    return torch.cat([g.flatten(lead) if g.ndim > lead else g[..., None] for g in tree.values()], -1)
+
+
+def _device(like: Params) -> torch.device:
+    return next(iter(like.values())).device

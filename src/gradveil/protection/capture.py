@@ -1,29 +1,190 @@
-"""The gradients of records from what a training pass that is not ours shows of each layer.
+"""Gradients of records from what the layers show of a pass: our own, or a training pass that is not ours.
 
-That is what a layer got, and the loss's gradient by what it gave: neither the loss has to be known nor a second pass
-through the model. A module that holds weights and is of no known kind is run again by itself, record by record.
+That is what a layer got, and the loss's gradient by what it gave. In a training pass neither the loss has to be known
+nor a second pass made: a module that holds weights and is of no known kind is run again by itself, record by record.
 """
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.func import functional_call, vjp, vmap
+from torch.func import functional_call, grad, vjp, vmap
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from gradveil.errors import DefenseError
-from gradveil.modules import copied_buffers, plain_attention, plain_checkpoints, tensors_in
-from gradveil.protection.records.layers import KINDS, LayerRecord, is_known
-from gradveil.protection.records.records import Captured, check_layers
-from gradveil.protection.records.rounding import wide
-from gradveil.tree import Params
+from gradveil.gradients.functional import full_precision, quiet
+from gradveil.losses import CROSS_ENTROPY, Loss
+from gradveil.losses import build as build_loss
+from gradveil.modules import copied_buffers, plain_attention, plain_checkpoints, tensors_in, ways_into
+from gradveil.protection.layers import KINDS, LayerRecord, is_known, known
+from gradveil.protection.records import Captured, Held, InParts, Records, wide
+from gradveil.tree import Params, add, norm, subtract
+from gradveil.types import Batch
+
+
+def check_separable(model: nn.Module, loss: Loss) -> None:
+    """Raise where an example's gradient would depend on the others in its batch, or buffers on the data."""
+    if not loss.separable:
+        name = getattr(loss, "spec", None) or getattr(loss, "name", None) or loss.spec_name
+        raise DefenseError(
+            f"The loss {name} is not known to be a mean of one loss per example, so that no record can be clipped by "
+            f"itself. Use cross_entropy without weights, bce or mse."
+        )
+    check_layers(model)
+
+
+def check_layers(model: nn.Module) -> None:
+    """Raise where a layer mixes the examples of a batch, or writes what it saw of them to its buffers."""
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+            raise DefenseError(
+                f"Layer {name!r} is batch norm in train mode, which mixes the examples of a batch: no record can be "
+                f"clipped by itself. Use group norm, or freeze the layer by eval()."
+            )
+        if isinstance(module, _InstanceNorm) and module.training and module.track_running_stats:
+            raise DefenseError(
+                f"Layer {name!r} keeps running statistics of the data, which would leave the client beside the noise. "
+                f"Build it with track_running_stats=False."
+            )
+
+
+def check_unmixed(model: nn.Module, batch: Batch, loss: Loss) -> Params:
+    """Raise where the first two examples together give another gradient than one by one; return that of the first."""
+    first = _gradient(model, batch[:1], loss)
+    if len(batch) == 1:
+        return first
+    apart, together = add(first, _gradient(model, batch[1:2], loss)), _gradient(model, batch[:2], loss)
+    if not same(together, apart) and same(first, _gradient(model, batch[:1], loss)):  # else it is chance
+        raise DefenseError(
+            f"In {type(model).__name__} the gradient of an example depends on the others of its batch: no record can "
+            f"be clipped by itself. Use layers that look at one example at a time."
+        )
+    return first
+
+
+def _gradient(model: nn.Module, batch: Batch, loss: Loss) -> Params:
+    weights = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    with torch.enable_grad():
+        value = loss.each(model(batch.inputs), batch.labels).sum()
+    return dict(zip(weights, torch.autograd.grad(value, list(weights.values()), materialize_grads=True), strict=True))
+
+
+def same(a: Params, b: Params) -> bool:
+    """Return whether two gradients are the same but for rounding; where one is not finite, nothing is known."""
+    apart, on_cuda = float(norm(subtract(a, b))), any(value.is_cuda for value in b.values())
+    return not apart > (0.02 if on_cuda else 1e-3) * float(norm(b)) + 1e-7  # CUDA may round to TF32
+
+
+HELD = 2**28  # bytes of gradients that are held at once; beyond, they are computed again when they are needed again
+
+
+def records_of(model: nn.Module, batch: Batch, loss: Loss | Callable[[Tensor, Tensor], Tensor]) -> Records:
+    """Return the gradients of each record's loss at the model's weights, by the fastest way that fits.
+
+    That is by what each layer saw, where all layers with parameters are known and run once, else ``torch.func`` on
+    batches of one. What mixes examples is refused: nobody could say then what one record's part is.
+    """
+    minimised = (CROSS_ENTROPY if loss is F.cross_entropy else build_loss(loss)).of(batch.labels)
+    check_separable(model, minimised)
+    checked = _CHECKED.setdefault(model, {})
+    key = (tuple(batch.inputs.shape), batch.inputs.dtype, model.training)
+    if key not in checked and len(batch):
+        checked[key] = _fits(model, batch, minimised)
+    if len(batch) and checked[key] and (found := capture(model, batch, minimised)) is not None:
+        return found
+    if not len(batch):
+        return Held({n: p.detach().new_zeros(0, *p.shape) for n, p in model.named_parameters() if p.requires_grad})
+    return _one_by_one(model, batch, minimised)
+
+
+_CHECKED: WeakKeyDictionary[nn.Module, dict[Any, bool]] = WeakKeyDictionary()  # models that were tried, by input
+
+
+def _fits(model: nn.Module, batch: Batch, loss: Loss) -> bool:
+    """Return whether what the layers saw gives the gradient of a record alone; raise where examples are mixed."""
+    devices = [batch.inputs.device] if batch.inputs.is_cuda else []
+    with torch.random.fork_rng(devices), quiet(model, transformed=False), full_precision():
+        alone = check_unmixed(model, batch, loss)
+        found = capture(model, batch, loss)
+        first = torch.zeros(len(batch), device=batch.inputs.device)
+        first[0] = 1
+        return found is not None and same(found.weighted_sum(first), alone)
+
+
+def capture(model: nn.Module, batch: Batch, loss: Loss) -> Captured | None:
+    """Return the gradients by what the layers saw in one pass forth and back; None where this does not say it all."""
+    layers = known(model)
+    if layers is None:
+        return None
+    weights = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    seen: list[tuple[nn.Module, Tensor, GradientEdge, int]] = []
+
+    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        if output.requires_grad:
+            a = args[0] if args else next(iter(kwargs.values()))
+            seen.append((module, a.detach(), get_gradient_edge(output), a._version))
+
+    handles = [m.register_forward_hook(look, prepend=True, with_kwargs=True) for m in layers]
+    try:
+        with torch.enable_grad():
+            value = loss.each(model(batch.inputs), batch.labels).sum()
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not seen or any(way > 1 for way in ways_into(value, list(weights.values()))[0]):
+        return None  # a weight that is used twice
+    once = len({module for module, *_ in seen}) == len(seen)
+    whole = all(len(a) == len(batch) and a._version == version for _, a, _, version in seen)
+    if not once or not whole or len(seen) < len(layers):
+        return None
+    deltas = torch.autograd.grad(value, [edge for *_, edge, _ in seen], allow_unused=True)
+    if any(d is None for d in deltas):  # a layer whose output leads nowhere
+        return None
+    found = [
+        KINDS[type(module)](module, layers[module], a[None], d[None])
+        for (module, a, _, _), d in zip(seen, deltas, strict=True)
+    ]
+    return Captured(found, {n: p.detach() for n, p in weights.items()}, (len(batch),))
+
+
+def _one_by_one(model: nn.Module, batch: Batch, loss: Loss) -> Records:
+    """Return the gradients by ``torch.func``: the model runs on batches of one."""
+    weights = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    fixed = {n: p.detach() for n, p in model.named_parameters() if not p.requires_grad}
+
+    def value(free: Params, x: Tensor, y: Tensor) -> Tensor:
+        state = fixed | copied_buffers(model) | free  # copied: a forward pass may write to them
+        return loss.each(functional_call(model, state, (x[None],)), y[None]).sum()
+
+    def part(x: Tensor, y: Tensor) -> Held:
+        with plain_attention(), plain_checkpoints(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "There is a performance drop")  # where torch takes one by one itself
+            try:
+                found = vmap(partial(grad(value), weights), randomness="different")(x, y)
+            except (RuntimeError, NotImplementedError) as error:
+                if isinstance(error, torch.cuda.OutOfMemoryError):
+                    raise
+                alone = [grad(value)(weights, *one) for one in zip(x, y, strict=True)]
+                found = {n: torch.stack([g[n] for g in alone]) for n in weights}
+        return Held({n: g.detach() for n, g in found.items()})
+
+    each = sum(w.numel() * w.element_size() for w in weights.values())
+    size = max(1, HELD // max(each, 1))
+    if len(batch) <= size:
+        return part(batch.inputs, batch.labels)
+    pieces = [batch[start : start + size] for start in range(0, len(batch), size)]
+    return InParts([partial(part, p.inputs, p.labels) for p in pieces], [len(p) for p in pieces], weights)
 
 
 @dataclass

@@ -1,1 +1,0 @@
-"""Gradients of single records, their sums and their norms."""
