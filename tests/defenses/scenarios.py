@@ -458,7 +458,7 @@ def _(a: Arena) -> None:
     a.step(1)
 
 
-@scenario("steps by hand on what defended passes left", NO_RECORDS | {"batch": "refused", "gradient": "refused"})
+@scenario("steps by hand on what defended passes left", ALSO_WEIGHTS)
 def _(a: Arena) -> None:
     for at in (0, 1):
         a.model.zero_grad()

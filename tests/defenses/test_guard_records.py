@@ -113,7 +113,7 @@ def test_a_users_loop_takes_the_steps_of_step_gradient(model: Made, data: Batch)
             plain.load_state_dict(guarded.state_dict())
     assert guard.report.steps == 2
     assert guard.report.examples == 19
-    assert guard._attachment not in attachment._before_backward
+    assert guard._attachment not in attachment._watching
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in guarded.modules())
 
 

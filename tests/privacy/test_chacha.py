@@ -62,7 +62,7 @@ def test_the_kernel_of_devices_is_the_library_byte_by_byte() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_the_kernel_of_devices_is_the_library_on_a_device() -> None:
     check("cuda")
-    assert gaussian._compiled("cuda") is not None
+    assert gaussian._on_cuda() is not None
 
 
 @pytest.mark.gpu
@@ -78,7 +78,7 @@ def test_releases_on_a_device_are_normal_and_on_the_grid() -> None:
 
 
 def test_without_a_kernel_noise_is_made_by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gaussian, "_compiled", lambda device: None)
+    monkeypatch.setattr(gaussian, "library", lambda: None)
     found = release(torch.zeros(1001), 1.0, SecretDraws())
     assert torch.equal(found, Drawn(found.double(), grid_of(1.0)).on(torch.zeros(1001)))
     assert 0.8 < float(found.std()) < 1.2

@@ -12,7 +12,6 @@ from scipy import stats
 from torch import Generator, Tensor
 
 from gradveil.errors import DefenseError
-from gradveil.privacy import kernel
 from gradveil.privacy import noise as gaussian
 from gradveil.privacy.noise import (
     ERROR,
@@ -26,7 +25,7 @@ from gradveil.privacy.noise import (
     secret_normals,
 )
 
-needs_kernel = pytest.mark.skipif(kernel.library() is None, reason="the compiled kernel was not built")
+needs_kernel = pytest.mark.skipif(gaussian.library() is None, reason="the compiled kernel was not built")
 EDGES = [0, 1, 2, 3, 2**10, 2**32 - 1, 2**53 + 1, 2**61, 2**62 - 1, 2**62, 2**63 - 2**40, 2**63 - 1]
 WORDS = [*EDGES, *(2**64 - 1 - edge for edge in EDGES), int(0.29289 * 2**64), int(0.7071 * 2**64)]
 
@@ -63,14 +62,14 @@ def test_computed_normals_are_within_the_error_of_the_proof() -> None:
 
 
 @needs_kernel
-@pytest.mark.parametrize("name", sorted(kernel.variants()))
+@pytest.mark.parametrize("name", sorted(gaussian.variants()))
 def test_compiled_normals_are_within_the_error_of_the_proof(name: str) -> None:
-    compiled, (one, other) = kernel.variants()[name], all_words(1, 1000)
+    compiled, (one, other) = gaussian.variants()[name], all_words(1, 1000)
     half = compiled.noise_block() // 2
     missing = -len(one) % half
     blocks = np.stack([np.pad(w, (0, missing)).reshape(-1, half) for w in (one, other)], 1).reshape(-1)
     found = np.empty(len(blocks))
-    call = kernel._Noise(blocks.ctypes.data, None, found.ctypes.data, len(blocks), 1.0, 1.0, 1)
+    call = gaussian._Noise(blocks.ctypes.data, None, found.ctypes.data, len(blocks), 1.0, 1.0, 1)
     compiled.noise_run(byref(call))
     pairs = found.reshape(-1, 2, half)
     for k in range(2):
@@ -79,23 +78,23 @@ def test_compiled_normals_are_within_the_error_of_the_proof(name: str) -> None:
 
 
 @needs_kernel
-@pytest.mark.parametrize("name", sorted(kernel.variants()))
+@pytest.mark.parametrize("name", sorted(gaussian.variants()))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_compiled_releases_round_as_torch_does(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same words: a number of a thousand million lies so near a tie that another rounding moves it."""
-    compiled, block, std = kernel.variants()[name], kernel.variants()[name].noise_block(), 0.37
+    compiled, block, std = gaussian.variants()[name], gaussian.variants()[name].noise_block(), 0.37
     rng, count = np.random.default_rng(1), 5 * block - 7
     blocks = rng.integers(0, 2**64, 5 * block, np.uint64)
     total = torch.tensor(rng.normal(size=count) * 2.0 ** rng.integers(-40, 60, count), dtype=dtype)
     total[:3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
     values, found = np.empty(count), torch.empty(count, dtype=dtype)
-    compiled.noise_run(byref(kernel._Noise(blocks.ctypes.data, None, values.ctypes.data, count, std, 1.0, 1)))
+    compiled.noise_run(byref(gaussian._Noise(blocks.ctypes.data, None, values.ctypes.data, count, std, 1.0, 1)))
     last = (count, std, grid_of(std), dtype == torch.float64)
-    compiled.noise_run(byref(kernel._Noise(blocks.ctypes.data, total.data_ptr(), found.data_ptr(), *last)))
+    compiled.noise_run(byref(gaussian._Noise(blocks.ctypes.data, total.data_ptr(), found.data_ptr(), *last)))
     drawn = Drawn(torch.from_numpy(values), grid_of(std))
-    monkeypatch.setattr(kernel, "library", lambda: compiled)
+    monkeypatch.setattr(gaussian, "library", lambda: compiled)
     assert torch.equal(found, drawn.on(total))
-    monkeypatch.setattr(gaussian, "_compiled", lambda device: None)
+    monkeypatch.setattr(gaussian, "library", lambda: None)
     assert torch.equal(found, drawn.on(total))
 
 
@@ -112,24 +111,24 @@ def test_every_number_of_a_vector_gets_its_own_noise(count: int) -> None:
 @needs_kernel
 def test_threads_share_a_long_vector(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    total = torch.arange(10 * kernel.PIECE + 5, dtype=torch.float64) * 1000
+    total = torch.arange(10 * gaussian.PIECE + 5, dtype=torch.float64) * 1000
     away = release(total, 1.0, SecretDraws()) - total
     assert away.abs().max() < 10
     assert abs(away.std() - 1) < 0.01
-    parts = away[: 10 * kernel.PIECE].view(10, -1)
+    parts = away[: 10 * gaussian.PIECE].view(10, -1)
     assert (torch.corrcoef(parts) - torch.eye(10)).abs().max() < 0.02  # no two threads have one key
 
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_noise_is_normal_in_the_middle_and_in_the_tail(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not compiled:
-        monkeypatch.setattr(gaussian, "_compiled", lambda device: None)
+        monkeypatch.setattr(gaussian, "library", lambda: None)
     found = secret_normals(2_000_001, torch.device("cpu")).numpy()
     assert len(found) == 2_000_001
     assert stats.kstest(found, "norm").pvalue > 1e-6
     beyond = (np.abs(found) > 4).sum()
     assert stats.binomtest(int(beyond), len(found), 2 * stats.norm.sf(4)).pvalue > 1e-6
-    half = kernel.library().noise_block() // 2 if kernel.library() else 2048
+    half = gaussian.library().noise_block() // 2 if gaussian.library() else 2048
     two = found[: 4096 * 488].reshape(-1, 2, half)  # the two numbers of a pair
     assert abs((two[:, 0] * two[:, 1]).mean()) < 6 / np.sqrt(two[:, 0].size)
     assert abs(((two[:, 0] ** 2 - 1) * (two[:, 1] ** 2 - 1)).mean()) < 12 / np.sqrt(two[:, 0].size)

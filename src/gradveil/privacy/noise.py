@@ -10,21 +10,26 @@ Were n exactly normal, the rounding would be post-processing. It is computed in 
 docs/theory/noise.md.
 """
 
+import os
 from collections.abc import Sequence
+from ctypes import Structure, byref, c_double, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from math import floor, isfinite, log2, pi, prod, sqrt
+from pathlib import Path
+from threading import Lock
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from scipy.special import betaincinv
 from torch import Generator, Tensor
 
 from gradveil.errors import DefenseError
-from gradveil.privacy import kernel
-from gradveil.privacy.kernel import CHUNK, Stream
+from gradveil.imports import on_threads, variants_of
 
 _CPU = torch.device("cpu")
 
@@ -53,6 +58,35 @@ def noise_kind(rng: Source) -> NoiseKind:
     return "secret" if is_secret(rng) else "simulated"
 
 
+CHUNK = 2**16  # bytes of a stream that are made at once, so that they stay near the processor
+_ZEROS = bytes(CHUNK)
+ABI = 2
+WORDS = 16384  # made and used at once, so that they stay near the processor; whole blocks
+PIECE = 2**17  # numbers of a thread's turn
+
+
+class _Noise(Structure):
+    """One call, as ``gaussian.c`` has it."""
+
+    _fields_ = (
+        ("words", c_void_p), ("sum", c_void_p), ("out", c_void_p), ("count", c_int64), ("std", c_double),
+        ("grid", c_double), ("is_double", c_int32),
+    )  # fmt: skip
+
+
+class Stream:
+    """The numbers of one key, 64 bits each; of a fresh one where none is given."""
+
+    def __init__(self, key: bytes | None = None) -> None:
+        self._cipher = Cipher(ChaCha20(os.urandom(32) if key is None else key, bytes(16)), mode=None).encryptor()
+
+    def fill(self, words: npt.NDArray[np.uint64]) -> None:
+        view = words.view(np.uint8).data
+        for at in range(0, len(view), CHUNK):
+            part = view[at : at + CHUNK]
+            self._cipher.update_into(memoryview(_ZEROS)[: len(part)], part)
+
+
 def words(count: int) -> npt.NDArray[np.uint64]:
     """Return secret numbers of 64 bits."""
     found = np.empty(count, np.uint64)
@@ -65,8 +99,6 @@ def normal(shape: Sequence[int], rng: Source) -> Tensor:
     """Return standard normal noise in float32, where the source lies."""
     if isinstance(rng, Generator):
         return torch.randn(torch.Size(shape), generator=rng, device=rng.device)
-    from gradveil.privacy.noise import secret_normals
-
     return secret_normals(prod(shape), rng.device).float().reshape(tuple(shape))
 
 
@@ -144,7 +176,7 @@ class Drawn:
         if self.grid is None:
             return total + self.values.to(total)
         if _by_kernel(total) and self.values.device.type == "cpu":
-            return kernel.add(total, self.values, self.grid)
+            return _added(total, self.values, self.grid)
         exact = (total.double() / self.grid).nan_to_num_(0.0, 0.0, 0.0)
         whole = exact.round()
         left = exact.sub_(whole).add_(self.values.to(exact) / self.grid)  # exact before the noise, whatever the sum
@@ -170,24 +202,22 @@ def release(total: Tensor, std: float, rng: Source, sizes: Sequence[int] | None 
         drawn = noise([len(total)] if sizes is None else sizes, std, rng, total.device)
         return drawn.values.to(total).add_(total)
     grid = grid_of(std, steps)
-    if total.is_cuda and (compiled := _compiled("cuda")) is not None:
+    if total.is_cuda and (compiled := _on_cuda()) is not None:
         released: Tensor = compiled.release(total, std, grid)
         return released
     if _by_kernel(total):
-        return kernel.release(total, std, grid)
+        return _released(total, std, grid)
     return Drawn(secret_normals(len(total), total.device, std), grid).on(total)
 
 
 def _by_kernel(total: Tensor) -> bool:
     known = total.device.type == "cpu" and total.dtype in (torch.float32, torch.float64)
-    return known and _compiled("cpu") is not None
+    return known and library() is not None
 
 
 @cache
-def _compiled(device: str) -> Any:
-    """Return what makes noise on a kind of device in one pass; None where it was not built or does not run."""
-    if device != "cuda":
-        return kernel if device == "cpu" and kernel.library() is not None else None
+def _on_cuda() -> Any:
+    """Return what makes noise on a CUDA device in one pass; None where it does not run."""
     try:
         from gradveil.privacy import chacha
 
@@ -199,11 +229,14 @@ def _compiled(device: str) -> Any:
 
 def secret_normals(count: int, device: torch.device, std: float = 1.0) -> Tensor:
     """Return secret normal numbers (count,) of a standard deviation, in float64."""
-    compiled = _compiled(device.type)
-    found = torch.empty(count, dtype=torch.float64, device=device if compiled is not None else None)
-    if compiled is not None:
-        compiled.normals(found, std)
+    on_cuda = _on_cuda() if device.type == "cuda" else None
+    found = torch.empty(count, dtype=torch.float64, device=None if on_cuda is None else device)
+    if on_cuda is not None:
+        on_cuda.normals(found, std)
         return found
+    if library() is not None:
+        _run(None, found, std, 1.0)
+        return found.to(device)
     return _by_numpy(found, Stream()).mul_(std).to(device)
 
 
@@ -233,3 +266,56 @@ def normals_of(one: npt.NDArray[np.uint64], other: npt.NDArray[np.uint64]) -> np
     near = radius * np.sin(angle)
     turned = (other >> np.uint64(62)) & np.uint64(1) > 0
     return np.stack([np.where(turned, near, far), np.where(turned, far, near)])
+
+
+@cache
+def variants() -> dict[str, Any]:
+    """Return the compiled kernels that this processor can run, the best first."""
+    return variants_of(Path(__file__).with_name("_gaussian"), "noise", ABI)
+
+
+@cache
+def library() -> Any:
+    """Return the best kernel, or None where there is none."""
+    return next(iter(variants().values()), None)
+
+
+def _released(total: Tensor, std: float, grid: float) -> Tensor:
+    """Return a vector of float32 or float64 with secret noise, on the grid."""
+    total, out = total.contiguous(), torch.empty_like(total, memory_format=torch.contiguous_format)
+    _run(total, out, std, grid)
+    return out
+
+
+def _added(total: Tensor, values: Tensor, grid: float) -> Tensor:
+    """Return a vector of float32 or float64 with noise that was drawn before (float64), on the grid."""
+    total, values = total.contiguous(), values.contiguous()
+    out = torch.empty_like(total, memory_format=torch.contiguous_format)
+    where = (c_void_p(t.data_ptr()) for t in (values, total, out))
+    library().noise_add(*where, c_int64(len(out)), c_double(grid), c_int32(total.dtype == torch.float64))
+    return out
+
+
+def _run(total: Tensor | None, out: Tensor, std: float, grid: float) -> None:
+    run, block, size = library().noise_run, library().noise_block(), out.element_size()
+    sums, outs = 0 if total is None else total.data_ptr(), out.data_ptr()
+    starts, lock = iter(range(0, len(out), PIECE)), Lock()
+
+    def work() -> None:
+        stream, words = Stream(), np.empty(WORDS, np.uint64)  # a key of its own for each thread
+        call = _Noise(words.ctypes.data, None, None, 0, std, grid, out.dtype == torch.float64)
+        at_call = byref(call)
+        while True:
+            with lock:
+                start = next(starts, None)
+            if start is None:
+                return
+            end = min(start + PIECE, len(out))
+            for at in range(start, end, WORDS):
+                call.count = min(WORDS, end - at)
+                stream.fill(words[: -(-call.count // block) * block])
+                call.sum, call.out = sums and sums + at * size, outs + at * size
+                run(at_call)  # without the interpreter's lock
+
+    pieces = -(-len(out) // PIECE)
+    on_threads(work, pieces) if pieces > 1 else work()

@@ -154,16 +154,15 @@ class Attachment:
         self.alone = OneThread()
         self.keeper: RemovableHandle | None = None  # its hook, which stays where the others are lifted
         self.stale: Params = {}  # checksums of gradients from before the guard, which no step may use
-        self._begin_anew()
-        self.at_start = _checksum(model)
+        self._begin_anew(_checksum(model))
 
-    def _begin_anew(self) -> None:
+    def _begin_anew(self, at_start: int | None) -> None:
         """Set what belongs to this object alone, and no copy of it has: counts, and what is under way."""
         self.report = Report(noise=self.defense.noise_from(SecretDraws() if self.simulated is None else self.simulated))
         self.current: Pass | None = None
         self.stepping = False  # an optimizer is at work on the weights
         self.held: list[Part] = []  # by the optimizer that is at work
-        self.at_start: int | None = None  # of the weights; of a copy unknown: it is made in the middle
+        self.at_start = at_start  # of the weights
         self.past = False  # at the end: whether weights were changed past the defence
         self.bare: list[str] = []  # at the end: weights whose gradients are there without their noise
         self.stamps: WeakKeyDictionary[Optimizer, Stamp] = WeakKeyDictionary()  # of gradients that it has defended
@@ -176,7 +175,7 @@ class Attachment:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._begin_anew()
+        self._begin_anew(None)  # a copy is made in the middle
         if self.handles:
             watch(self)
 

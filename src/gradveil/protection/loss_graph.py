@@ -69,7 +69,7 @@ def _factors(node: Node, stops: set[Node]) -> tuple[float, Node]:
 
 def _factor(node: Node) -> tuple[float, Node] | None:
     """Return the number that a node multiplies by, and the node that it multiplies; None: it does something else."""
-    into = [child for child, _ in node.next_functions if child is not None]
+    into = list(_into(node))
     if node.name() not in _FACTORS or len(into) != 1 or tuple(_shape(into[0])):
         return None
     numbers = [getattr(node, name, None) for name in ("_saved_other", "_saved_self")]
@@ -78,6 +78,10 @@ def _factor(node: Node) -> tuple[float, Node] | None:
         return None
     value = abs(float(number))
     return (value if node.name().startswith("Mul") else 1 / value if value else 0.0), into[0]
+
+
+def _into(node: Node) -> Iterator[Node]:
+    return (child for child, _ in node.next_functions if child is not None)
 
 
 class _Walk:
@@ -98,7 +102,7 @@ class _Walk:
         if (found := _factor(node)) is not None:
             self.number(found[1], factor * found[0])
         elif name in ("NegBackward0", "AddBackward0", "SubBackward0", "ToCopyBackward0", "AliasBackward0"):
-            for child in self._into(node):
+            for child in _into(node):
                 self.number(child, factor)
         elif name in ("MeanBackward0", "SumBackward0"):
             self._reduce(1 / self.count if name == "MeanBackward0" else factor, name == "MeanBackward0", node)
@@ -117,7 +121,7 @@ class _Walk:
 
     def _reduce(self, weight: float, mean: bool, node: Node) -> None:
         self.found.append((weight, mean))
-        for child in self._into(node):
+        for child in _into(node):
             self.rows(child)
 
     def rows(self, node: Node) -> None:
@@ -138,16 +142,12 @@ class _Walk:
                 or (name == "PermuteBackward0" and _dims(node, len(shape))[0] == 0)
                 or (name in _LOSSES and getattr(node, "_saved_reduction", None) == 0)
             )
-            into = list(self._into(node))
+            into = list(_into(node))
             if name in _BY_ENTRIES or name == "ExpandBackward0":  # what is stretched to rows may be another's
                 along &= all((s := _shape(child))[:1] == shape[:1] and len(s) == len(shape) for child in into)
             if not (along and whole):
                 raise _unknown(name)
             todo += into
-
-    @staticmethod
-    def _into(node: Node) -> Iterator[Node]:
-        return (child for child, _ in node.next_functions if child is not None)
 
 
 def _unknown(name: str) -> DefenseError:
@@ -172,34 +172,26 @@ def _dims(node: Node, ndim: int) -> list[int]:
     return [dim % ndim if dim < 2**63 else (dim - 2**64) % ndim for dim in found] or list(range(ndim))
 
 
+def _reached(node: Node, into: Callable[[Node], Iterable[Node]] = _into) -> Iterator[Node]:
+    """Yield a node and all that are on the way back from it."""
+    todo, seen = [node], {node}
+    while todo:
+        yield (node := todo.pop())
+        new = set(into(node)) - seen
+        seen |= new
+        todo += new
+
+
 def leaves_of(loss: Tensor, layers: Mapping[Node, Sequence[Node]]) -> set[Node]:
     """Return the ends of a loss's graph that it has beside some layers: known by what made their outputs and inputs."""
     assert loss.grad_fn is not None
-    todo, ends = [loss.grad_fn], set()
-    seen = set(todo)
-    while todo:
-        node = todo.pop()
-        into = layers[node] if node in layers else _Walk._into(node)
-        for child in into:
-            if child.name().endswith("AccumulateGrad"):
-                ends.add(child)
-            elif child not in seen:
-                seen.add(child)
-                todo.append(child)
-    return ends
+    reached = _reached(loss.grad_fn, lambda node: layers[node] if node in layers else _into(node))
+    return {node for node in reached if node.name().endswith("AccumulateGrad")}
 
 
 def leads_to(node: Node, some: set[Node]) -> bool:
     """Whether any of some nodes is on the way back from this one."""
-    todo, seen = [node], {node}
-    while todo:
-        node = todo.pop()
-        if node in some:
-            return True
-        new = set(_Walk._into(node)) - seen
-        seen |= new
-        todo += new
-    return False
+    return any(before in some for before in _reached(node))
 
 
 _MIXED = (

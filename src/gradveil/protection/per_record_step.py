@@ -1,6 +1,6 @@
 """A step's gradient out of the gradients of its records, in a training loop that knows nothing of them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import isclose
 from typing import Any
@@ -275,7 +275,7 @@ class PerRecordStep:
             )
 
 
-def gradients_of(weights: Params) -> Params:
+def gradients_of(weights: Mapping[str, Tensor]) -> Params:
     """Return what ``backward`` left, by the weights' names."""
     return {name: p.grad for name, p in weights.items() if p.grad is not None}
 
