@@ -30,7 +30,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "moment": {},
     "sketch 16": {"probes": 16},
     "sketch 64": {"probes": 64},
-    "deflation 48": {"probes": 48},
 }
 ESTIMATORS: dict[str, dict[str, Any]] = {
     "moment": {},
@@ -38,8 +37,6 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
     "sketch 16": {"probes": 16},
     "sketch 64": {"probes": 64},
     "sketch 256": {"probes": 256},
-    "deflation 48": {"probes": 48},
-    "deflation 96": {"probes": 96},
 }
 # (model, steps of training before scores are compared, learning rate)
 NETS = [

@@ -17,20 +17,18 @@ from gradveil.representation.layers.rules.base import wide
 from gradveil.representation.scores.exact import (
     NORMS,
     RowNorms,
-    deflation_rows,
     exact_rows,
     generic_rows,
-    loop_rows,
     moment_rows,
     random_signs,
     scores,
     sketch_rows,
 )
 from gradveil.representation.scores.fast.cpu_kernel import lanes_rows
-from gradveil.representation.scores.fast.matrices import dense_rows
+from gradveil.representation.scores.fast.matrices import paired_rows
 from gradveil.representation.scores.fast.replay import check_seen, remember, replayed_chain, rows_again
 
-METHODS = ("auto", "exact", "loop", "sketch", "moment", "deflation")
+METHODS = ("auto", "exact", "loop", "sketch", "moment")
 MEMORY = {"cpu": 2**29, "cuda": 2**31}  # bytes, where none are given
 _LIGHT = 1e11  # multiplications of a call that launching kernels one by one would slow down
 # Multiplications of all rows up to which `auto` is exact: what takes half a training step of the smallest networks
@@ -58,14 +56,14 @@ def leak_scores(
     not, with no gradient, scores +inf.
 
     ``layer`` is the path of any module; its input is the representation. None: the last fully connected layer.
-    ``method``: ``exact``, ``loop`` (the slow reference), the estimators ``sketch``, ``deflation`` (both with ``probes``
-    random products from ``seed``) and ``moment``, or ``auto``. ``memory``: bytes that intermediate rows may take.
-    ``seen``: the layer's input as another pass on x had it; raise where the model has another one now.
+    ``method``: ``exact``, ``loop`` (the slow reference), the estimators ``sketch`` (with ``probes`` random products
+    from ``seed``) and ``moment``, or ``auto``. ``memory``: bytes that intermediate rows may take. ``seen``: the layer's
+    input as another pass on x had it; raise where the model has another one now.
 
     The model is run as it is (train or eval mode, random state, hooks) but is left untouched: no gradients, buffers or
     random numbers change. Batch norm in train mode: ∂r_n/∂x_n with the batch's statistics held.
     """
-    rows = compute(model, layer, x, method, p, probes, seed, memory, seen)
+    rows = _rows(model, layer, x, Method.of(x, method, p, probes, seed, memory), seen)
     return scores(rows.r, rows.norms, float(p))
 
 
@@ -82,49 +80,35 @@ def row_norms(
     seen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return r and ||∂r_i/∂x||_p of each entry, both (N, L); the settings are those of ``leak_scores``."""
-    rows = compute(model, layer, x, method, p, probes, seed, memory, seen)
+    rows = _rows(model, layer, x, Method.of(x, method, p, probes, seed, memory), seen)
     return rows.r, rows.norms[float(p)]
 
 
 @torch.no_grad()
-def compute(
-    model: nn.Module,
-    layer: str | None,
-    x: Tensor,
-    name: str,
-    p: float,
-    probes: int,
-    seed: int,
-    memory: int | None,
-    seen: Tensor | None = None,
-) -> RowNorms:
-    """Return r and the norms for 2 and p, by the method of that name."""
-    _check(x, name, p, probes, memory)
+def _rows(model: nn.Module, layer: str | None, x: Tensor, method: "Method", seen: Tensor | None) -> RowNorms:
+    """Return r and the norms that the method asks for."""
     if torch.is_inference_mode_enabled() or x.is_inference():  # tensors of that mode cannot be differentiated
         with torch.inference_mode(False):
-            return compute(model, layer, x.clone(), name, p, probes, seed, memory, seen)
+            return _rows(model, layer, x.clone(), method, seen)
     model = getattr(model, "_orig_mod", model)  # a compiled model: run what was compiled, plainly
     path = find_layer(model) if layer is None else layer.removeprefix("_orig_mod.")
     while isinstance(model, nn.DataParallel | DistributedDataParallel):  # run on this device alone
         model, path = model.module, path.removeprefix("module.")
     find_module(model, path)
     check_ready(model)
-    ps = tuple(dict.fromkeys((2.0, float(p))))
     if x.shape[0] == 0:
         r = prefix(model, path)(x).flatten(1)
-        return RowNorms(r, dict.fromkeys(ps, wide(r)))
-    if name == "loop":
-        plain = FunctionJacobian(model, path, x, plainly=True)
-        check_shapes(plain)
-        plain.check_examples()
-        check_seen(plain.r, seen)
-        return loop_rows(plain, ps)
-    method = Method(name, ps, probes, seed, memory or MEMORY.get(x.device.type, MEMORY["cpu"]))
-    if x.is_cuda and (layers := walkable(model, path, x)) is not None:
-        return replayed_chain(model, layers, x, method)
-    if (rows := rows_again(model, path, x, method, seen)) is not None:
-        return rows
-    jacobian = linearise(model, path, x, must_be_explicit=name == "moment", keep=seen is not None)
+        return RowNorms(r, dict.fromkeys(method.ps, wide(r)))
+    if method.name == "loop":
+        jacobian: Jacobian = FunctionJacobian(model, path, x, plainly=True)
+        check_shapes(jacobian)
+        jacobian.check_examples()
+    else:
+        if x.is_cuda and (layers := walkable(model, path, x)) is not None:
+            return replayed_chain(model, layers, x, method)
+        if (rows := rows_again(model, path, x, method, seen)) is not None:
+            return rows
+        jacobian = linearise(model, path, x, must_be_explicit=method.name == "moment", keep=seen is not None)
     check_seen(jacobian.r, seen)
     return method(jacobian)
 
@@ -145,7 +129,7 @@ def linearise(
         found, graph = _recorded(model, layer, x, keep)
     if isinstance(found, str):
         if must_be_explicit:
-            raise ScoreError(f"Method 'moment' cannot pass through {found}. Use exact, sketch or deflation.")
+            raise ScoreError(f"Method 'moment' cannot pass through {found}. Use exact or sketch.")
         found = FunctionJacobian(model, layer, x, plainly=graph is None)
     if not found.separate:
         known = _UNMIXED.setdefault(find_module(model, layer), set())
@@ -184,24 +168,6 @@ def check_shapes(jacobian: Jacobian) -> None:
         )
 
 
-def _check(x: Tensor, name: str, p: float, probes: int, memory: int | None) -> None:
-    if name not in METHODS:
-        hint = did_you_mean(name, METHODS)
-        raise ScoreError(f"No method is called {name!r}. {hint}Known: {', '.join(METHODS)}.")
-    if p not in NORMS:
-        raise ScoreError(f"p={p} is no norm that rows are measured in. Give 1, 2 or inf.")
-    if p != 2 and name in ("sketch", "moment", "deflation"):
-        raise ScoreError(f"Method {name!r} estimates p=2 only, and p={p} was asked for. Use exact.")
-    if not isinstance(x, Tensor):
-        raise ScoreError(f"x is a {type(x).__name__}; give one tensor (N, ...), and wrap a model that takes several.")
-    if under_transform():
-        raise ScoreError("Scores cannot be computed inside torch.func transforms (vmap, grad, ...). Call outside them.")
-    if x.ndim == 0 or not x.is_floating_point():
-        raise ScoreError(f"x is {x.ndim}-dimensional {x.dtype}; give a batch of floating point numbers, (N, ...).")
-    if probes < 1 or (memory is not None and memory < 1):
-        raise ScoreError(f"probes and memory are at least 1; got {probes} and {memory}.")
-
-
 @dataclass(frozen=True)
 class Method:
     """A method by name, with its settings."""
@@ -212,6 +178,27 @@ class Method:
     seed: int = 0
     memory: int = MEMORY["cpu"]
 
+    @classmethod
+    def of(cls, x: Tensor, name: str, p: float, probes: int, seed: int, memory: int | None) -> "Method":
+        """Check the settings, and that x is something to be scored."""
+        if name not in METHODS:
+            hint = did_you_mean(name, METHODS)
+            raise ScoreError(f"No method is called {name!r}. {hint}Known: {', '.join(METHODS)}.")
+        if p not in NORMS:
+            raise ScoreError(f"p={p} is no norm that rows are measured in. Give 1, 2 or inf.")
+        if p != 2 and name in ("sketch", "moment"):
+            raise ScoreError(f"Method {name!r} estimates p=2 only, and p={p} was asked for. Use exact.")
+        if not isinstance(x, Tensor):
+            raise ScoreError(f"x is a {type(x).__name__}; give one tensor (N, ...), and wrap a model that takes several.")
+        if under_transform():
+            raise ScoreError("Scores cannot be computed inside torch.func transforms (vmap, grad, ...). Call them outside.")
+        if x.ndim == 0 or not x.is_floating_point():
+            raise ScoreError(f"x is {x.ndim}-dimensional {x.dtype}; give a batch of floating point numbers, (N, ...).")
+        if probes < 1 or (memory is not None and memory < 1):
+            raise ScoreError(f"probes and memory are at least 1; got {probes} and {memory}.")
+        ps = tuple(dict.fromkeys((2.0, float(p))))
+        return cls(name, ps, probes, seed, memory or MEMORY.get(x.device.type, MEMORY["cpu"]))
+
     def __call__(self, jacobian: Jacobian, *, static: bool = False) -> RowNorms:
         check_shapes(jacobian)
         auto = self.name == "auto"
@@ -219,18 +206,16 @@ class Method:
         if name == "moment" and isinstance(jacobian, Tape):  # an estimate: no more exact than the model's own pass
             return moment_rows(jacobian)
         with _precision(jacobian.x):
-            if name == "exact":
+            if name in ("exact", "loop"):
                 return self._exact(jacobian, static)
             if name == "sketch":
                 return sketch_rows(jacobian, PROBES if auto else self.probes, self.seed, self.memory)
-            if name == "deflation":
-                return deflation_rows(jacobian, self.probes, self.seed, self.memory)
         raise ScoreError(f"Method {name!r} needs a model of known operations. Use exact or sketch.")
 
     def _exact(self, jacobian: Jacobian, static: bool) -> RowNorms:
         if not isinstance(jacobian, Tape):
             return generic_rows(jacobian, self.ps, self.memory)
-        fast = dense_rows if _takes_tf32(jacobian.x) else lanes_rows
+        fast = paired_rows if _takes_tf32(jacobian.x) else lanes_rows
         found = fast(jacobian, self.ps, self.memory)
         return exact_rows(jacobian, self.ps, self.memory, skip=not static) if found is None else found
 
@@ -244,7 +229,7 @@ class Method:
         """Return whether a call is worth recording for replay: short, and without steps that wait for the device."""
         name = choose(tape, self.ps[-1]) if self.name == "auto" else self.name
         passes = {"moment": 1, "sketch": self.probes}.get(name, min(_size(tape.r), _size(tape.x)))
-        return name != "deflation" and passes * tape.cost * tape.r.shape[0] <= _LIGHT
+        return passes * tape.cost * tape.r.shape[0] <= _LIGHT
 
 
 def _takes_tf32(x: Tensor) -> bool:

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import lru_cache
 from math import inf, prod
 
 import torch
 from torch import Tensor
 
-from gradveil.representation.layers.jacobian import FunctionJacobian, Jacobian, Tape
+from gradveil.representation.layers.jacobian import Jacobian, Tape
 from gradveil.representation.layers.rules.base import wide
 from gradveil.seeds import Seeds
 
@@ -62,21 +62,11 @@ def add_norms(a: Tensor, b: Tensor, p: float) -> Tensor:
     return torch.hypot(a, b) if p == 2 else a + b
 
 
-def loop_rows(jacobian: FunctionJacobian, ps: Sequence[float]) -> RowNorms:
-    """Return r and the norms of ∂r_i/∂x, one i at a time (Sun et al. 2020, algorithm 1, line 3).
+def generic_rows(jacobian: Jacobian, ps: Sequence[float], memory: int) -> RowNorms:
+    """Return r and the norms of all rows, ``memory`` bytes of gradients at a time (Sun et al. 2020, algorithm 1, line 3).
 
     One backward pass serves all examples: with batch statistics held, r of one example depends on its own input only.
     """
-    with torch.enable_grad():
-        r = jacobian.r.flatten(1)  # (N, L)
-        rows = (torch.autograd.grad(r[:, i].sum(), jacobian.x, retain_graph=True) for i in range(r.shape[1]))
-        found = [reduce_norms(row[None], ps) for (row,) in rows]
-    stacked = [torch.cat([norms[k] for norms in found]).t() if found else r.new_zeros(r.shape) for k in range(len(ps))]
-    return RowNorms(r.detach(), dict(zip(ps, stacked, strict=True)))
-
-
-def generic_rows(jacobian: Jacobian, ps: Sequence[float], memory: int) -> RowNorms:
-    """Return r and the norms of all rows, ``memory`` bytes of gradients at a time."""
     r = jacobian.r.detach()
     n, length = r.shape[0], r[0].numel()
     step = jacobian.at_once(memory)
@@ -235,29 +225,3 @@ def random_signs(probes: int, shape: tuple[int, ...], seed: int, dtype: torch.dt
     """Return signs (K, *shape), the same for the same seed on every device. Kept, so never write to them."""
     signs = torch.randint(0, 2, (probes, *shape), generator=Seeds(seed)("probes"), dtype=torch.int8)
     return signs.to(device).to(dtype).mul_(2).sub_(1)
-
-
-def deflation_rows(jacobian: Jacobian, probes: int, seed: int, memory: int) -> RowNorms:
-    """Return r and estimates of ||∂r_i/∂x||_2 from ``probes`` products with J in all.
-
-    With m = probes / 3: Q spans Jᵀ of m random vectors, and ||g||² = ||Qᵀg||² + ||(I - QQᵀ)g||²; the first is exact
-    (m products), the second is sketched with m probes projected off Q. The idea of Hutch++ (Meyer et al. 2021), for
-    each diagonal entry of JJᵀ. Exact where J has rank m or less; best where few directions dominate, as after training.
-    """
-    x, r = jacobian.x, jacobian.r
-    m = max(1, min(probes // 3, x[0].numel()))
-    step = jacobian.at_once(memory)
-    tests = random_signs(m, tuple(r.shape[1:]), seed, wide(x).dtype, str(x.device))
-    pulled = torch.cat([jacobian.pull(part[:, None].expand(-1, *r.shape)) for part in tests.split(step)])
-    q = torch.linalg.qr(wide(pulled).flatten(2).permute(1, 2, 0)).Q  # (N, d, m)
-    signs = random_signs(m, tuple(x.shape[1:]), seed + 1, wide(x).dtype, str(x.device)).flatten(1)  # (m, d)
-    rest = signs.t() - q @ (q.transpose(1, 2) @ signs.t())  # (N, d, m)
-    total = torch.hypot(_probe_norms(jacobian, q, step), _probe_norms(jacobian, rest, step) / math.sqrt(m))
-    return RowNorms(r.detach().flatten(1), {2.0: total})
-
-
-def _probe_norms(jacobian: Jacobian, directions: Tensor, step: int) -> Tensor:
-    """Return sqrt Σ_k (J v_k)² (N, L) for directions (N, d, K)."""
-    stack = directions.permute(2, 0, 1).reshape(-1, *jacobian.x.shape)  # (K, N, *x)
-    parts = [stack_norms(jacobian.push(part), (2.0,))[0] for part in stack.split(step)]
-    return reduce(torch.hypot, parts)
