@@ -6,13 +6,11 @@ with |A| for the radius.
 """
 
 from collections.abc import Iterator
-from functools import singledispatch
 from math import inf
 
 import torch
 from torch import Tensor
 
-from gradveil.errors import CertificateError
 from gradveil.representation.certificates.base import Region
 from gradveil.representation.certificates.chain import StepChain, is_reshape
 from gradveil.representation.certificates.norms import operator_norm, slack, spectral
@@ -21,29 +19,20 @@ from gradveil.representation.layers.rules.base import Affine, Step
 from gradveil.representation.layers.rules.windows import MaxPool
 
 
-@singledispatch
 def exact_range(step: Step, lower: Tensor, upper: Tensor) -> Interval:
     """Return bounds of the step's exact output (N, *out_shape) while its input lies between the given ones."""
-    raise CertificateError(f"No interval bound is known for {type(step).__name__}.")
-
-
-@exact_range.register
-def _(step: Affine, lower: Tensor, upper: Tensor) -> Interval:
-    if is_reshape(step):
-        return step(lower), step(upper)
+    if isinstance(step, Pointwise):
+        return step.curve.values(lower, upper)
+    if isinstance(step, MaxPool) or is_reshape(step):
+        return step(lower), step(upper)  # monotone in every entry
     middle, half = (lower + upper) / 2, (upper - lower) / 2
-    centre, radius = step(middle), step.linear(half, absolute=True)
+    centre, radius = step(middle), _affine(step).linear(half, absolute=True)
     return centre - radius, centre + radius
 
 
-@exact_range.register
-def _(step: Pointwise, lower: Tensor, upper: Tensor) -> Interval:
-    return step.curve.values(lower, upper)
-
-
-@exact_range.register
-def _(step: MaxPool, lower: Tensor, upper: Tensor) -> Interval:
-    return step(lower), step(upper)  # monotone in every entry
+def _affine(step: Step) -> Affine:
+    assert isinstance(step, Affine)  # a chain holds these, pooling and activations
+    return step
 
 
 def rounded(chain: StepChain, at: int, bounds: Interval) -> Tensor:
@@ -67,27 +56,15 @@ def propagate(chain: StepChain, lower: Tensor, upper: Tensor) -> list[Interval]:
     return bounds
 
 
-@singledispatch
 def pull(step: Step, centre: Tensor, radius: Tensor, lower: Tensor, upper: Tensor) -> Interval:
     """Return centre and radius of rowᵀ J for rows (M, *out_shape) given as centre and radius.
 
     ``lower`` and ``upper`` bound the step's input: one box for all rows (1, *in_shape) or one each.
     """
-    raise CertificateError(f"No slope bound is known for {type(step).__name__}.")
-
-
-@pull.register
-def _(step: Affine, centre: Tensor, radius: Tensor, lower: Tensor, upper: Tensor) -> Interval:
-    return step.transposed(centre), step.transposed(radius, absolute=True)
-
-
-@pull.register
-def _(step: Pointwise, centre: Tensor, radius: Tensor, lower: Tensor, upper: Tensor) -> Interval:
-    return _times(centre, radius, *step.curve.slopes(lower, upper))
-
-
-@pull.register
-def _(step: MaxPool, centre: Tensor, radius: Tensor, lower: Tensor, upper: Tensor) -> Interval:
+    if isinstance(step, Pointwise):
+        return _times(centre, radius, *step.curve.slopes(lower, upper))
+    if not isinstance(step, MaxPool):
+        return _affine(step).transposed(centre), _affine(step).transposed(radius, absolute=True)
     low, high = step.windows(lower), step.windows(upper)  # (., C, window, windows)
     best, second = low.max(dim=2, keepdim=True).values, high.topk(min(2, high.shape[2]), dim=2).values
     rival = torch.where(high == second[:, :, :1], second[:, :, -1:], second[:, :, :1])  # best of the others
@@ -161,61 +138,39 @@ def box_lipschitz(chain: StepChain, bounds: list[Interval], p: float) -> float:
 
 def slope_product(chain: StepChain, bounds: list[Interval], p: float) -> float:
     """Return the product of the steps' p-norms, each linear map joined with the slopes that follow it."""
-    total, i = 1.0, 0
-    while i < len(chain.steps):
-        step, after = chain.steps[i], None
+    total, after = 1.0, None  # after: the steepest slopes between this step and the next linear map
+    for step, box in zip(reversed(chain.steps), reversed(bounds[:-1]), strict=True):
         if isinstance(step, Pointwise):
-            total *= float(_steepest(step, bounds[i]).max())
-            i += 1
-            continue
-        i += 1
-        while isinstance(step, Affine) and i < len(chain.steps) and isinstance(chain.steps[i], Pointwise):
-            steep = _steepest(chain.steps[i], bounds[i])
+            low, high = step.curve.slopes(*box)
+            steep = torch.maximum(low.abs(), high.abs()).amax(0)
             after = steep if after is None else after * steep
-            i += 1
-        total *= operator_norm(step, p, after).value
-    return total
-
-
-def _steepest(step: Step, bounds: Interval) -> Tensor:
-    assert isinstance(step, Pointwise)
-    low, high = step.curve.slopes(*bounds)
-    return torch.maximum(low.abs(), high.abs()).amax(0)
+        elif isinstance(step, Affine):
+            total, after = total * operator_norm(step, p, after).value, None
+        else:
+            total *= operator_norm(step, p).value * (1.0 if after is None else float(after.max()))
+            after = None
+    return total if after is None else total * float(after.max())
 
 
 Line = tuple[Tensor, Tensor]  # slope and intercept
 
 
-@singledispatch
 def pull_plane(step: Step, rows: Tensor, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
     """Return coefficients (M, *in_shape) and constants (M,) with rows·step(z) <= coefficients·z + constants."""
-    raise CertificateError(f"No linear bound is known for {type(step).__name__}.")
-
-
-@pull_plane.register
-def _(step: Affine, rows: Tensor, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
-    constant = rows.new_zeros(len(rows)) if is_reshape(step) else (rows * step.offset).flatten(1).sum(1)
-    return step.transposed(rows), constant
-
-
-@pull_plane.register
-def _(step: Pointwise, rows: Tensor, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
-    (low_slope, low_at), (high_slope, high_at) = lines(step.curve, lower, upper)
-    slope = torch.where(rows > 0, high_slope, low_slope)
-    return rows * slope, (rows * torch.where(rows > 0, high_at, low_at)).flatten(1).sum(1)
-
-
-@pull_plane.register
-def _(step: MaxPool, rows: Tensor, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
+    if isinstance(step, Pointwise):
+        (low_slope, low_at), (high_slope, high_at) = lines(step.curve, lower, upper)
+        slope = torch.where(rows > 0, high_slope, low_slope)
+        return rows * slope, (rows * torch.where(rows > 0, high_at, low_at)).flatten(1).sum(1)
+    if not isinstance(step, MaxPool):
+        constant = rows.new_zeros(len(rows)) if is_reshape(step) else (rows * _affine(step).offset).flatten(1).sum(1)
+        return _affine(step).transposed(rows), constant
     low, high = step.windows(lower), step.windows(upper)  # (., C, window, windows)
     pick = torch.zeros_like(low).scatter_(2, low.argmax(2, keepdim=True), 1.0)  # the max is at least this entry
     others = torch.where(pick > 0, -torch.inf, high).amax(2)
-    sure = low.amax(2) > others  # the picked entry always wins
-    top = high.amax(2)
     flat = rows.reshape(len(rows), step.out_shape[0], -1)  # (M, C, windows)
-    through = torch.where((flat <= 0) | sure, flat, 0.0)
-    constant = torch.where((flat <= 0) | sure, torch.zeros_like(flat), flat * top).flatten(1).sum(1)
-    return step.gather(through[:, :, None] * pick), constant
+    sure = (flat <= 0) | (low.amax(2) > others)  # the picked entry always wins
+    constant = torch.where(sure, 0.0, flat * high.amax(2)).flatten(1).sum(1)
+    return step.gather(torch.where(sure, flat, 0.0)[:, :, None] * pick), constant
 
 
 def lines(curve: Curve, lower: Tensor, upper: Tensor) -> tuple[Line, Line]:

@@ -12,7 +12,6 @@ A sum of n products computed in any order is off by at most γ_n Σ|a_j||z_j|, �
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import singledispatch
 from itertools import chain
 from math import inf, prod, sqrt
 from typing import Literal
@@ -51,26 +50,15 @@ def check_p(p: float) -> float:
     return p
 
 
-@singledispatch
 def operator_norm(step: Step, p: float, after: Tensor | None = None) -> Norm:
     """Return ||D A||_p→p for a step A; ``after`` is the diagonal D >= 0 (broadcasts to the step's output)."""
-    raise CertificateError(f"No norm is known for {type(step).__name__}.")
-
-
-@operator_norm.register
-def _(step: Pointwise, p: float, after: Tensor | None = None) -> Norm:
-    return Norm(step.curve.steepest() * _largest(after), "exact", f"steepest slope of {step.curve.name}")
-
-
-@operator_norm.register
-def _(step: MaxPool, p: float, after: Tensor | None = None) -> Norm:
-    m = step.overlap()
-    value = {1: float(m), 2: sqrt(m), inf: 1.0}[p]
-    return Norm(value * _largest(after), "exact" if m == 1 else "upper bound", f"windows overlap {m}-fold")
-
-
-@operator_norm.register
-def _(step: Affine, p: float, after: Tensor | None = None) -> Norm:
+    if isinstance(step, Pointwise):
+        return Norm(step.curve.steepest() * _largest(after), "exact", f"steepest slope of {step.curve.name}")
+    if isinstance(step, MaxPool):
+        m = step.overlap()
+        value = {1: float(m), 2: sqrt(m), inf: 1.0}[p]
+        return Norm(value * _largest(after), "exact" if m == 1 else "upper bound", f"windows overlap {m}-fold")
+    assert isinstance(step, Affine)
     operator = step.operator
     if isinstance(operator, Reshape | Permute):
         return Norm(_largest(after), "exact", "reordering")
@@ -302,35 +290,21 @@ def _share(step: Affine, precision: Precision) -> float:
     return theirs + 8 * max(step.in_size, step.out_size) * OWN
 
 
-@singledispatch
 def slack(step: Step, size: Tensor, precision: Precision) -> Tensor:
     """Return how far each computed output (N, *out_shape) can be from the exact one, for an input of |.| <= size."""
-    raise CertificateError(f"No rounding error is known for {type(step).__name__}.")
-
-
-@slack.register
-def _(step: Affine, size: Tensor, precision: Precision) -> Tensor:
-    if isinstance(step.operator, Move):
-        return torch.zeros((), dtype=torch.float64)
+    if isinstance(step, Pointwise):
+        curve = step.curve
+        at_zero = float(curve.function(torch.zeros(1, dtype=torch.float64)).abs())
+        gain, tiny = _gain(step, precision), 0.0 if curve.unit is None else precision.tiny
+        return gain * (2 * curve.steepest() * size + at_zero + (curve.unit or 0.0)) + curve.off + tiny
+    if not isinstance(step, Affine) or isinstance(step.operator, Move):
+        return torch.zeros((), dtype=torch.float64)  # the same numbers at other places
     whole = step.linear(size, absolute=True) + step.offset_size
     return _share(step, precision) * whole + precision.tiny * (addends(step) + OTHERS)
 
 
-@slack.register
-def _(step: Pointwise, size: Tensor, precision: Precision) -> Tensor:
-    curve = step.curve
-    at_zero = float(curve.function(torch.zeros(1, dtype=torch.float64)).abs())
-    gain, tiny = _gain(step, precision), 0.0 if curve.unit is None else precision.tiny
-    return gain * (2 * curve.steepest() * size + at_zero + (curve.unit or 0.0)) + curve.off + tiny
-
-
 def _gain(step: Pointwise, precision: Precision) -> float:
     return 16 * OWN + (0.0 if step.curve.unit is None else precision.share(OTHERS))
-
-
-@slack.register
-def _(step: MaxPool, size: Tensor, precision: Precision) -> Tensor:
-    return torch.zeros((), dtype=torch.float64)
 
 
 def _growth(step: Step, p: float, precision: Precision) -> float:
