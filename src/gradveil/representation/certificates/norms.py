@@ -26,8 +26,8 @@ from gradveil.representation.layers.rules.activations import Pointwise
 from gradveil.representation.layers.rules.arithmetic import Mean, Scale
 from gradveil.representation.layers.rules.base import Affine, Step
 from gradveil.representation.layers.rules.products import Dense
-from gradveil.representation.layers.rules.shapes import Move, Permute, Reshape
-from gradveil.representation.layers.rules.windows import Convolution, MaxPool
+from gradveil.representation.layers.rules.shapes import Move
+from gradveil.representation.layers.rules.windows import Average, Convolution, MaxPool
 
 DENSE = 4096  # largest side of a Gram matrix that is formed
 DIRECT = 1024  # largest side whose eigenvalues are all computed
@@ -60,13 +60,16 @@ def operator_norm(step: Step, p: float, after: Tensor | None = None) -> Norm:
         return Norm(value * _largest(after), "exact" if m == 1 else "upper bound", f"windows overlap {m}-fold")
     assert isinstance(step, Affine)
     operator = step.operator
-    if isinstance(operator, Reshape | Permute):
-        return Norm(_largest(after), "exact", "reordering")
+    if isinstance(operator, Move):
+        return Norm(_largest(after), "exact" if step.in_size == step.out_size else "upper bound", "entries elsewhere")
     if isinstance(operator, Scale) and operator.source == operator.target:
         factor = operator.one.abs()
         return Norm(float((factor if after is None else factor * after).max()), "exact", "largest factor")
     if p != 2:
         return _row_or_column(step, p, after)
+    if isinstance(operator, Average):
+        value = spectral(operator.down) * spectral(operator.across) * _largest(after)
+        return Norm(value, "exact" if after is None else "upper bound", "singular values of rows and columns")
     if isinstance(operator, Dense):
         return _matrix_norm(operator.weight, after if len(step.out_shape) == 1 else None, after)
     if min(step.in_size, step.out_size) <= DENSE:
@@ -278,6 +281,8 @@ def addends(step: Affine) -> int:
         return 1
     if isinstance(operator, Dense | Convolution):
         return operator.weight[0].numel()
+    if isinstance(operator, Average):
+        return prod(int((matrix != 0).sum(1).max()) for matrix in (operator.down, operator.across))
     if isinstance(operator, Mean):
         return prod(operator.source[d] for d in operator.dims)
     return step.in_size

@@ -1,6 +1,6 @@
 """The same entries elsewhere: reshapes, permutations, padding, slices, concatenation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -54,82 +54,45 @@ def _reshape(t: Tensor, source: Shape, target: Shape) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Permute(Move):
-    """Dimensions in another order."""
+class Rearrange(Move):
+    """Entries at other places: permutations, slices, and zeros around them."""
 
-    dims: tuple[int, ...]
+    there: Callable[[Tensor], Tensor]  # of a stack (K, B, ...)
+    back: Callable[[Tensor], Tensor]
     source: Shape
+    target: Shape
+    mixes: bool = False  # the first dimension does not count the examples before and after
 
     def push(self, t: Tensor) -> Tensor:
-        return self._apply(t, self.dims, self.source[0])
+        return self.there(_batch(t, self.source[0]) if self.mixes else t)
 
     def pull(self, g: Tensor) -> Tensor:
-        back = tuple(self.dims.index(d) for d in range(len(self.dims)))
-        return self._apply(g, back, self.source[self.dims[0]])
-
-    def _apply(self, t: Tensor, dims: tuple[int, ...], first: int) -> Tensor:
-        if dims[0] != 0:
-            t = _batch(t, first)
-        return t.permute(0, *(d + 1 for d in dims))
+        return self.back(_batch(g, self.target[0]) if self.mixes else g)
 
     def shared(self) -> Operator | None:
-        return self if self.separate else None
+        return None if self.mixes else self
 
     @property
     def separate(self) -> bool:
-        return self.dims[0] == 0
+        return not self.mixes
 
     def trace(self, index: Tensor, factor: Tensor) -> tuple[Tensor, Tensor] | None:
-        if not self.separate:
+        if self.mixes:
             return None
-        places = torch.arange(prod(self.source[1:]), device=index.device).view(1, *self.source[1:])
-        return places.permute(self.dims).flatten()[index], factor
+        places = torch.arange(1, prod(self.source[1:]) + 1, device=index.device).view(1, 1, *self.source[1:])
+        found = self.there(places).flatten()[index]  # 0: none
+        return (found - 1).clamp_min(0), factor * (found > 0)
 
 
-@dataclass(frozen=True)
-class Pad(Move):
-    """Zeros around the tensor, or (negative) a part of it cut out: padding, concatenation, slices."""
-
-    amounts: tuple[int, ...]  # before and after, from the last dimension backwards
-
-    @classmethod
-    def along(cls, dim: int, before: int, after: int, ndim: int) -> "Pad":
-        return cls((*[0, 0] * (ndim - 1 - dim), before, after))
-
-    def push(self, t: Tensor) -> Tensor:
-        return F.pad(t, self.amounts)
-
-    def pull(self, g: Tensor) -> Tensor:
-        return F.pad(g, tuple(-a for a in self.amounts))
+def _padded(call: Call, x: Tensor, amounts: Sequence[int]) -> tuple[Tensor, Operator]:
+    """Return zeros before and after x, from the last dimension backwards; or (negative) a part of it cut out."""
+    cut = [-a for a in amounts]
+    shapes = tuple(x.shape), tuple(call.out.shape)
+    return x, Rearrange(lambda t: F.pad(t, list(amounts)), lambda g: F.pad(g, cut), *shapes)
 
 
-@dataclass(frozen=True)
-class Select(Move):
-    """One slice of a dimension, which goes."""
-
-    dim: int
-    at: int
-    source: Shape
-
-    def push(self, t: Tensor) -> Tensor:
-        return (t if self.dim else _batch(t, self.source[0])).select(self.dim + 1, self.at)
-
-    def pull(self, g: Tensor) -> Tensor:
-        around = Pad.along(self.dim, self.at, self.source[self.dim] - self.at - 1, len(self.source))
-        return around.push(g.unsqueeze(self.dim + 1))
-
-    def shared(self) -> Operator | None:
-        return self if self.separate else None
-
-    @property
-    def separate(self) -> bool:
-        return self.dim != 0
-
-    def trace(self, index: Tensor, factor: Tensor) -> tuple[Tensor, Tensor] | None:
-        if not self.separate:
-            return None
-        places = torch.arange(prod(self.source[1:]), device=index.device).view(1, *self.source[1:])
-        return places.select(self.dim, self.at).flatten()[index], factor
+def _along(dim: int, before: int, after: int, ndim: int) -> list[int]:
+    return [*[0, 0] * (ndim - 1 - dim), before, after]
 
 
 def _same_entries(call: Call) -> Edges | None:
@@ -158,22 +121,23 @@ def _permute(call: Call) -> Edges | None:
         first, second = (d % x.ndim for d in (rest or (0, -1)))
         dims = list(range(x.ndim))
         dims[first], dims[second] = second, first
-    return [(x, Permute(tuple(dims), tuple(x.shape)))]
+    there, back = ([0, *(d + 1 for d in some)] for some in (dims, [dims.index(d) for d in range(x.ndim)]))
+    shapes = tuple(x.shape), tuple(call.out.shape)
+    return [(x, Rearrange(lambda t: t.permute(there), lambda g: g.permute(back), *shapes, mixes=dims[0] != 0))]
 
 
 @rule("cat", step=affine)
 def _cat(call: Call) -> Edges | None:
-    tensors, out = call.x, call.out
-    dim = call.arg(1, "dim", 0) % out.ndim
+    dim, size = call.arg(1, "dim", 0) % call.out.ndim, call.out.shape
     if dim == 0:
         return None
     edges: Edges = []
     start = 0
-    for tensor in tensors:
-        size = tensor.shape[dim]
+    for tensor in call.x:
+        end = start + tensor.shape[dim]
         if call.depends(tensor):
-            edges.append((tensor, Pad.along(dim, start, out.shape[dim] - start - size, out.ndim)))
-        start += size
+            edges.append(_padded(call, tensor, _along(dim, start, size[dim] - end, len(size))))
+        start = end
     return edges
 
 
@@ -185,30 +149,40 @@ def _slice(call: Call) -> Edges | None:
         return None
     before = max(0, start + x.shape[dim]) if start < 0 else start
     after = x.shape[dim] - before - call.out.shape[dim]
-    return [(x, Pad.along(dim, -before, -after, x.ndim))]
-
-
-@rule("select")
-def _select(call: Call) -> Edges | None:
-    x, dim, at = call.args
-    return [(x, Select(dim % x.ndim, at % x.shape[dim], tuple(x.shape)))] if x.ndim > 1 else None
-
-
-@rule("unbind", several=True)
-def _unbind(call: Call) -> Edges | None:
-    dim = call.arg(1, "dim", 0) % call.x.ndim
-    return [(call.x, Select(dim, call.at, tuple(call.x.shape)))] if call.x.ndim > 1 else None
+    return [_padded(call, x, _along(dim, -before, -after, x.ndim))]
 
 
 @rule("split", "split_with_sizes", several=True)
 def _split(call: Call) -> Edges | None:
     x, dim = call.x, call.arg(2, "dim", 0) % call.x.ndim
     before = sum(out.shape[dim] for out in call.outs[: call.at])
-    cut = Pad.along(dim, -before, before + call.out.shape[dim] - x.shape[dim], x.ndim)
-    return [(x, cut)] if dim else None
+    after = x.shape[dim] - before - call.out.shape[dim]
+    return [_padded(call, x, _along(dim, -before, -after, x.ndim))] if dim else None
 
 
 @rule("constant_pad_nd", step=affine)
 def _pad(call: Call) -> Edges | None:
-    amounts = tuple(call.args[1])
-    return None if len(amounts) >= 2 * call.x.ndim else [(call.x, Pad(amounts))]
+    amounts = call.args[1]
+    return None if len(amounts) >= 2 * call.x.ndim else [_padded(call, call.x, amounts)]
+
+
+@rule("select")
+def _select(call: Call) -> Edges | None:
+    return _selected(call, call.args[1], call.args[2])
+
+
+@rule("unbind", several=True)
+def _unbind(call: Call) -> Edges | None:
+    return _selected(call, call.arg(1, "dim", 0), call.at)
+
+
+def _selected(call: Call, dim: int, at: int) -> Edges | None:
+    """Return one slice of a dimension, which goes."""
+    x, dim = call.x, dim % call.x.ndim
+    at %= x.shape[dim]
+    around = _along(dim, at, x.shape[dim] - at - 1, x.ndim)
+    if x.ndim == 1:
+        return None
+    shapes = tuple(x.shape), tuple(call.out.shape)
+    there, back = (lambda t: t.select(dim + 1, at)), (lambda g: F.pad(g.unsqueeze(dim + 1), around))
+    return [(x, Rearrange(there, back, *shapes, mixes=dim == 0))]

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from gradveil.representation.layers.rules.arithmetic import Scale
 from gradveil.representation.layers.rules.base import (
-    Affine,
     Call,
     Edges,
     Operator,
@@ -73,9 +72,8 @@ class Convolution(Operator):
     target: Shape  # (N, out, *size)
 
     def push(self, t: Tensor) -> Tensor:
-        convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.stride) - 1]
-        out = convolve(t.flatten(0, 1), self.weight, None, self.stride, self.padding, self.dilation, self.groups)
-        return self._stacked(out, t)
+        settings = (self.stride, self.padding, self.dilation, False, [0] * len(self.stride), self.groups)
+        return self._stacked(torch.convolution(t.flatten(0, 1), self.weight, None, *settings), t)
 
     def entrywise(self, f: Callable[[Any], Any]) -> Operator:
         return replace(self, weight=f(self.weight))
@@ -216,9 +214,6 @@ def _walked_convolution(layer: nn.Conv2d, x: Tensor) -> Walked:
     return out, Convolution(wide(weight), stride, padding, dilation, layer.groups, *shapes)
 
 
-aten = torch.ops.aten
-
-
 @dataclass(frozen=True)
 class Choose(Move):
     """Max pooling: each output entry is one entry of its channel."""
@@ -324,99 +319,31 @@ def _other_max_pool(call: Call) -> Edges | None:
 
 @dataclass(frozen=True)
 class Average(Operator):
-    """Average pooling over windows; ``settings`` are those of the operation after its input."""
+    """Average pooling: a matrix on the rows of an image and one on its columns."""
 
-    settings: tuple[Any, ...]
-    source: Shape
-    scale: Tensor | None = None  # of each output, (C, *out)
+    down: Tensor  # (out, in), of rows
+    across: Tensor  # (out, in), of columns
+
+    @classmethod
+    def of(cls, call: Call) -> "Average":
+        """Read both matrices off what the operation makes of rows, of columns and of a whole image of ones."""
+        x = wide(call.x)
+        h, w = x.shape[2:]
+        rows, columns = (torch.eye(n, dtype=x.dtype, device=x.device)[:, None] for n in (h, w))
+        images = x.new_ones(1, 1, h, w), rows[..., None].expand(-1, -1, -1, w), columns[:, None].expand(-1, -1, h, -1)
+        ones, by_row, by_column = (call.function(image, *call.args[1:])[:, 0] for image in images)
+        return cls(by_row[:, :, 0].t(), by_column[:, 0].t() / ones[0, 0, 0])
 
     def push(self, t: Tensor) -> Tensor:
-        averages: Tensor = self._pool(t.flatten(0, 1)).unflatten(0, t.shape[:2])
-        return self._scaled(averages)
+        return self.down @ t @ self.across.t()
 
     def pull(self, g: Tensor) -> Tensor:
-        flat = self._scaled(g).flatten(0, 1)
-        like = flat.new_empty(flat.shape[0], *self.source[1:])
-        shares: Tensor = self._back(flat, like).unflatten(0, g.shape[:2])
-        return shares
-
-    def _scaled(self, t: Tensor) -> Tensor:
-        return t * self.scale.to(t) if isinstance(self.scale, Tensor) else t
+        return self.down.t() @ g @ self.across
 
     def entrywise(self, f: Callable[[Any], Any]) -> Operator:
-        weight = self._weight if self.scale is None else self._weight * self.scale
-        return replace(self, scale=f(weight) / self._weight)
-
-    def _pool(self, x: Tensor) -> Tensor:
-        return aten.avg_pool2d(x, *self._all)  # type: ignore[no-any-return]
-
-    def _back(self, g: Tensor, like: Tensor) -> Tensor:
-        return aten.avg_pool2d_backward(g, like, *self._all)  # type: ignore[no-any-return]
-
-    @cached_property
-    def _weight(self) -> Tensor:
-        """What each window multiplies its entries by, (C, *out)."""
-        ones = torch.ones(1, *self.source[1:], dtype=torch.float64)
-        counted = aten.avg_pool2d(ones, *self._all[:4], False, 1)
-        weight: Tensor = self._pool(ones) / counted
-        return weight[0]
-
-    @property
-    def _all(self) -> tuple[Any, ...]:
-        defaults: list[Any] = [[], [], [0, 0], False, True, None]
-        kernel, stride, *rest = [*self.settings, *defaults[len(self.settings) :]]
-        return (kernel, stride or kernel, *rest)
+        return Average(f(self.down), f(self.across))  # f of a product is the product of both
 
 
-class AdaptiveAverage(Average):
-    """Average pooling to a given output size, which is what ``settings`` holds."""
-
-    def _pool(self, x: Tensor) -> Tensor:
-        return aten._adaptive_avg_pool2d(x, self.settings)  # type: ignore[no-any-return]
-
-    def _back(self, g: Tensor, like: Tensor) -> Tensor:
-        return aten._adaptive_avg_pool2d_backward(g, like)  # type: ignore[no-any-return]
-
-    @cached_property
-    def _weight(self) -> Tensor:
-        height, width = (_window_sizes(i, o) for i, o in zip(self.source[2:], self.settings, strict=True))
-        return 1 / (height[:, None] * width).double()
-
-
-def _window_sizes(length: int, windows: int) -> Tensor:
-    i = torch.arange(windows)
-    return ((i + 1) * length + windows - 1) // windows - i * length // windows
-
-
-def _average_step(call: Call, edges: Edges) -> Affine | None:
-    """Return a convolution of equal weights, whose norm is well known, where all windows are of one size."""
-    ((x, operator),) = edges
-    assert isinstance(operator, Average)
-    size, out = x.shape[2:], call.out.shape[2:]
-    padding: Shape
-    if isinstance(operator, AdaptiveAverage):
-        kernel = stride = tuple(n // o for n, o in zip(size, out, strict=True))
-        padding, same = (0, 0), not any(n % o for n, o in zip(size, out, strict=True))
-    else:
-        window, steps, pads, ceil, counts_padding, divisor = operator._all
-        kernel, stride, padding = full(window, 2), full(steps, 2), full(pads, 2)
-        same = not ceil and divisor is None and (counts_padding or not any(padding))
-    if not same:
-        return affine(call, edges)
-    weight = torch.full((x.shape[1], 1, *kernel), 1 / prod(kernel), dtype=x.dtype)
-    equal = Convolution(weight, stride, padding, (1, 1), x.shape[1], tuple(x.shape), tuple(call.out.shape))
-    return Affine(*call.shapes, equal, torch.zeros((), dtype=x.dtype))
-
-
-@rule("avg_pool2d", step=_average_step)
-def _avg_pool(call: Call) -> Edges | None:
-    if call.kwargs or call.x.ndim != 4:
-        return None
-    return [(call.x, Average(tuple(call.args[1:]), tuple(call.x.shape)))]
-
-
-@rule("_adaptive_avg_pool2d", step=_average_step)
-def _adaptive_avg_pool(call: Call) -> Edges | None:
-    if call.x.ndim != 4:
-        return None
-    return [(call.x, AdaptiveAverage(tuple(call.args[1]), tuple(call.x.shape)))]
+@rule("avg_pool2d", "_adaptive_avg_pool2d", step=affine)
+def _average(call: Call) -> Edges | None:
+    return None if call.kwargs or call.x.ndim != 4 else [(call.x, Average.of(call))]
