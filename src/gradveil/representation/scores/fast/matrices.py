@@ -1,7 +1,7 @@
-"""Exact row norms of chains of convolutions as products of small matrices: of many stacked models, and of one on CUDA.
+"""Exact row norms of chains of convolutions as products of small matrices: of many models, and of one on CUDA.
 
-Two neighbouring convolutions reach only a small patch, so their product is one small matrix for each position, rows (out
-channels, patch of the layer between) times one matrix that all positions share; only such pairs are multiplied densely.
+Two neighbouring convolutions reach only a small patch, so their product is one small matrix for each position: rows
+(out channels, patch of the layer between) times one matrix of all positions. Only such pairs are multiplied densely.
 That takes more multiplications than the convolutions, and a device that multiplies fast still does it sooner.
 """
 
@@ -69,7 +69,8 @@ def _convs_of(tape: Tape) -> "list[_Conv] | None":
 
 def _is_square(conv: Convolution) -> bool:
     pairs = (conv.weight.shape[2:], conv.stride, conv.padding)
-    return all(len(pair) == 2 and len(set(pair)) == 1 for pair in pairs) and conv.groups == 1 and set(conv.dilation) == {1}
+    square = all(len(pair) == 2 and len(set(pair)) == 1 for pair in pairs)
+    return square and conv.groups == 1 and set(conv.dilation) == {1}
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ class _Conv:
         return self if self.slopes.shape[1] == 1 else replace(self, slopes=self.slopes[:, examples])
 
 
-def _norms(convs: "Sequence[_Conv]") -> Tensor:
+def _norms(convs: Sequence[_Conv]) -> Tensor:
     """Return the row norms (K, B, L) of a chain of convolutions, first to last."""
     like = convs[0].slopes
     half = like.is_cuda and like.dtype == torch.float32 and torch.get_float32_matmul_precision() == "medium"
@@ -178,7 +179,8 @@ def _norms(convs: "Sequence[_Conv]") -> Tensor:
     norms = torch.linalg.vector_norm(product, dim=-1, dtype=like.dtype) * scale  # (K, B or 1, H W C)
     c, h, w = convs[-1].out
     natural = norms.view(*norms.shape[:2], h, w, c).permute(0, 1, 4, 2, 3).flatten(2)
-    return natural * convs[-1].slopes.flatten(2).abs()
+    found: Tensor = natural * convs[-1].slopes.flatten(2).abs()
+    return found
 
 
 def _factor(pair: Sequence[_Conv], half: bool) -> tuple[Tensor, Tensor]:
@@ -237,7 +239,7 @@ def _patch_places(c_out: int, c_in: int, k: int, kernel: int, stride: int, colum
 
 def _spread(local: Tensor, out: Shape, source: Shape, geometry: Shape) -> Tensor:
     """Return rows of patches (K, B, P, out, size² in, ...) as rows over the whole input (K, B, P out, H W in)."""
-    where = _spread_places(out, source, geometry, str(local.device))  # (P, H W in); outside the patch: the column of zeros
+    where = _spread_places(out, source, geometry, str(local.device))  # (P, H W in); the column of zeros outside
     index = where[None, None, :, None].expand(*local.shape[:2], -1, local.shape[3], -1)
     return local.gather(4, index).flatten(2, 3)
 
