@@ -189,9 +189,13 @@ class Method:
         if p != 2 and name in ("sketch", "moment"):
             raise ScoreError(f"Method {name!r} estimates p=2 only, and p={p} was asked for. Use exact.")
         if not isinstance(x, Tensor):
-            raise ScoreError(f"x is a {type(x).__name__}; give one tensor (N, ...), and wrap a model of several inputs.")
+            raise ScoreError(
+                f"x is a {type(x).__name__}; give one tensor (N, ...), and wrap a model of several inputs."
+            )
         if under_transform():
-            raise ScoreError("Scores cannot be computed inside torch.func transforms (vmap, grad, ...). Call outside them.")
+            raise ScoreError(
+                "Scores cannot be computed inside torch.func transforms (vmap, grad, ...). Call outside them."
+            )
         if x.ndim == 0 or not x.is_floating_point():
             raise ScoreError(f"x is {x.ndim}-dimensional {x.dtype}; give a batch of floating point numbers, (N, ...).")
         if probes < 1 or (memory is not None and memory < 1):
