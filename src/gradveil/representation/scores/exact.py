@@ -63,7 +63,7 @@ def add_norms(a: Tensor, b: Tensor, p: float) -> Tensor:
 
 
 def generic_rows(jacobian: Jacobian, ps: Sequence[float], memory: int) -> RowNorms:
-    """Return r and the norms of all rows (Sun et al. 2020, algorithm 1, line 3), ``memory`` bytes of gradients at a time.
+    """Return r and the norms of all rows, ``memory`` bytes of gradients at a time (Sun et al. 2020, algorithm 1).
 
     One backward pass serves all examples: with batch statistics held, r of one example depends on its own input only.
     """
