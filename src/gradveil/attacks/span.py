@@ -93,10 +93,10 @@ class SpanCheck(Attack):
                 f"The update has no gradient of the first attention's {' and '.join(first.sources)}: it is frozen or "
                 f"was dropped, so that no span shows what it saw."
             )
-        tokens, allowed = self._tokens(seen, first, own, most)
         given = layer_span(seen, (first.out,), first.width, most)
         if given is None:
             raise AttackError(f"The update has no gradient of {first.out!r}, which tells sequences apart. Use tag.")
+        tokens, allowed = self._tokens(seen, first, own, most)
         given = replace(given, clear=given.clear and own.clear)
         parts = first.parts(tokens)
         if first.causal:

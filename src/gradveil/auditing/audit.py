@@ -20,7 +20,7 @@ from gradveil.auditing.film import film
 from gradveil.auditing.gate import GATED
 from gradveil.auditing.run_folder import CHANGED, CONFIG, ROWS, FolderError, Row, RunFolder
 from gradveil.auditing.update_files import load_weights
-from gradveil.auditing.work import NOT_TRIED, AttackRunner, Written, cut_short, say_plan
+from gradveil.auditing.work import NOT_TRIED, AttackRunner, Written, cut_short
 from gradveil.countermeasures import TIERS
 from gradveil.data.base import Dataset
 from gradveil.errors import AttackError, SpecError
@@ -33,7 +33,6 @@ from gradveil.threats.setup import (
     DEFENSES,
     MINUTES,
     AuditConfig,
-    AuditSetup,
     build_setup,
     fitting_model,
     in_limited_time,
@@ -113,7 +112,7 @@ def audit(
     source, network = dataset or base.dataset, model or base.model
     chosen = replace(
         base, dataset=_text(source), defenses=tuple(defended), attacks=tuple(attacked),
-        tiers=tuple(tiers or base.tiers or _default_tiers(out if resume else None, bool(attacked))),
+        tiers=tuple(tiers or base.tiers or _begun_with(out if resume else None) or (GATED if attacked else TIERS)),
     )  # fmt: skip
     began = pace.clock()
     with pace.Limit(pace.seconds_of(chosen.minutes)), one_thread(is_busy()):
@@ -160,12 +159,12 @@ def check_rows(store: RunFolder) -> None:
         verdicts(store.rows)
 
 
-def _default_tiers(begun: str | Path | None, attacks_named: bool) -> Sequence[str]:
-    """Return the tiers of a run: of one that was begun before, its own; an earlier version had two."""
-    if begun is not None and (Path(begun) / CONFIG).is_file():
-        own: Sequence[str] = RunFolder(begun).settings.get("tiers", GATED)
-        return own
-    return GATED if attacks_named else TIERS
+def _begun_with(begun: str | Path | None) -> Sequence[str]:
+    """Return the tiers of a run that is continued."""
+    if begun is None or not (Path(begun) / CONFIG).is_file():
+        return ()
+    own: Sequence[str] = RunFolder(begun).settings.get("tiers", ())
+    return own
 
 
 def default_folder() -> Path:
@@ -189,7 +188,6 @@ def run_audit(work: AttackRunner) -> None:
         probe_defenses(scene, store)
         _all_of_it(work)
     else:
-        _check_client(scene, store)
         Budget(work).run()
     skipped = [row for row in store.rows if row["kind"] == "skip" and not row.get("out_of_time")]
     late = any(row["kind"] == "skip" and row.get("out_of_time") for row in store.rows)
@@ -210,7 +208,9 @@ def _all_of_it(work: AttackRunner) -> None:
     scene, store = work.scene, work.store
     store.drop([NOT_TRIED, *(row["unit"] for row in store.rows if cut_short(row))])
     planted = work.plant(scene.victims)
-    say_plan(work, planted)
+    if scene.trains:
+        LOG.info("plan: %d rounds of training under %d defences", scene.config.rounds, len(scene.defenses))
+    LOG.info("plan: all attacks on %d clients to their end; --minutes sets a limit", len(scene.victims))
     looks = [first_snapshot(scene), *(last_snapshots(scene, store, work.progress) if scene.trains else ())]
     _attack(work, panel(scene, [*looks, *planted]))
     _attack(work, last_resort(scene, looks[0], work.holding()))
@@ -224,19 +224,9 @@ def _attack(work: AttackRunner, wanted: dict[str, list[Target]]) -> None:
     for unit, part in pieces:
         work.progress("attacks", done, total)
         if missing := work.left(part):
-            _check_client(scene, store)
             work.attack(store.new(unit), missing)
         done += len(part)
     work.progress("attacks", done, total)
-
-
-def _check_client(scene: AuditSetup, store: RunFolder) -> None:
-    """Raise where earlier rows are of clients that took one step, whatever the settings say."""
-    if scene.config.planned.num_steps > 1 and not any(row["kind"] == "client" for row in store.rows):
-        raise SpecError(
-            f"{store.path} was begun by an earlier version, whose attacked clients took one local step; now they take "
-            f"{scene.config.planned.num_steps}. Choose another --out."
-        )
 
 
 def _text(value: Any) -> str:

@@ -26,7 +26,7 @@ from gradveil.auditing.work import NOT_TRIED, AttackRunner, Spent, cut_short, st
 from gradveil.pace import as_clock
 from gradveil.registry import describe
 from gradveil.threats.panel import CHUNK, Target, kind_of, last_resort, panel
-from gradveil.threats.rows import group, lines
+from gradveil.threats.rows import SIGNIFICANT, group, lines
 from gradveil.threats.servers import oblivious
 from gradveil.threats.setup import AuditSetup
 from gradveil.threats.snapshots import Snapshot, first_snapshot, last_snapshots, probe_defenses, rounds_trained
@@ -203,10 +203,10 @@ def _said(scene: AuditSetup, rounds: int, share: float) -> list[Row]:
 LOG = logging.getLogger("gradveil")
 QUICK: tuple[Kind, ...] = ("closed form", "list")  # what needs no other weights, and no search
 FIRST = 0.1  # of the time, at most, for the first pictures
-PROBES = 0.25  # and for running the defences by themselves
+PROBES = 0.15  # and for running the defences by themselves
 METER = 0.1  # of the time, at most, for certificates and leak meter
 FIRST_ROUND = 0.5  # of the time that is left, where there is training after it
-SHARES: dict[Kind, float] = {"closed form": 0.25, "list": 0.4, "planted": 0.4, "search": 1.0, "learned": 1.0}
+SHARES: dict[Kind, float] = {"closed form": 0.25, "list": 0.3, "planted": 0.3, "search": 1.0, "learned": 1.0}
 DEEPER = 0.6  # of the time after that, at most, for a search that failed without a defence
 DIAGNOSED = 0.4  # of the time after that, at most, for the same in an easier setting
 OTHERS = 0.2  # of the time after that, at most, to plan what malicious servers send the other clients
@@ -257,7 +257,7 @@ class Budget:
             self._say()
             self._at_once()
             probe_defenses(scene, store, PROBES * self.left())
-            self._round([self.first], pace.clock() + (FIRST_ROUND if scene.trains else 1.0) * self.left())
+            self._round([self.first], self._in(FIRST_ROUND if scene.trains else 1.0))
         if scene.trains and self.left() > 0:
             later, self.why_not_trained = trained_snapshots(self.work, self.left())
             self.looks += later
@@ -271,10 +271,16 @@ class Budget:
             store.add(NOT_TRIED, rest)
 
     def _at_once(self) -> None:
-        """Read off what can be read off the first client's undefended update: the first picture."""
-        closed = [a for a in self.scene.attacks if kind_of(self.scene, a) == "closed form"]
-        its = [Target(self.first, "none", oblivious(), attack, self.scene.victims[0]) for attack in closed]
-        self._pieces(its, pace.clock() + FIRST * self.left())
+        """Attack the first client's undefended update by what reads it off, else by a search: the first picture."""
+        mine = [Target(self.first, "none", oblivious(), attack, self.scene.victims[0]) for attack in self.scene.attacks]
+        self._pieces([t for t in mine if kind_of(self.scene, t.attack) == "closed form"], self._in(FIRST))
+        if not any(row["kind"] == "attack" for row in self.work.store.rows):
+            searches = self._left([t for t in mine if kind_of(self.scene, t.attack) == "search"])
+            self._controls(searches[:1], self._in(FIRST), 1.0)
+
+    def _in(self, share: float) -> float:
+        """Return when so much of the time that is left will be over."""
+        return pace.clock() + share * self.left()
 
     def _say(self) -> None:
         config, scene = self.scene.config, self.scene
@@ -285,14 +291,14 @@ class Budget:
 
     @property
     def _end(self) -> float:
-        return pace.clock() + self.left()
+        return self._in(1.0)
 
     def _round(self, looks: Sequence[Snapshot], end: float) -> None:
         """Attack what was sent at these models, until so late: one client, searches that failed, all other clients."""
         first, others = list(self.scene.victims[:1]), list(self.scene.victims[1:])
         if not looks or end <= pace.clock():
             return
-        self._by_kind(self._ranked(looks, first)[0], end, QUICK)
+        self._by_kind(self._ranked(looks, first)[0] + self._more_lists(looks), end, QUICK)
         began = pace.clock()
         planted = self._planted(looks, first) if end > began else []
         took = pace.clock() - began
@@ -309,6 +315,16 @@ class Budget:
             self._by_kind(now, end)
             later += more
         self._by_kind(later, end)
+
+    @cached_property
+    def _pickers(self) -> range:
+        """The first clients: as many as must be picked out of a list rightly, so that chance does not explain it."""
+        victims, choices = self.scene.victims, self.scene.public.choices
+        return victims[: next((n for n in range(1, len(victims)) if choices**-n < SIGNIFICANT), len(victims))]
+
+    def _more_lists(self, looks: Sequence[Snapshot]) -> list[Target]:
+        its = self._ranked(looks, self._pickers[1:])[0]
+        return [t for t in its if kind_of(self.scene, t.attack) == "list"]
 
     def _planted(self, looks: Sequence[Snapshot], victims: Sequence[int]) -> list[Snapshot]:
         made = self.work.plant(victims) if self.first in looks and victims else []
@@ -359,7 +375,8 @@ class Budget:
             stop = pace.clock() + (end - pace.clock()) * len(mine) / count
             cells = self._unanswered_first([t for t in mine if t.defense != "none"])
             self._controls([t for t in mine if t.defense == "none"], stop, 1 / (1 + len(cells)))
-            failed = self._failed()
+            failed, tried = self._failed(), self._tried()
+            cells = [t for t in cells if control_of(self._short(t)) in tried]
             self.waiting += [t for t in cells if control_of(self._short(t)) in failed]
             self._pieces([t for t in cells if control_of(self._short(t)) not in failed], stop)
 
@@ -380,6 +397,8 @@ class Budget:
             time = share * (stop - pace.clock())
             if not its or time <= 0:
                 return
+            begin = FIRST_STEP.get(kind_of(self.scene, its[0].attack), 0.0) * self.pace.gradient
+            time = max(time, min(1.1 * begin, (stop - pace.clock()) / 2))
             asked, failed = its[0].attack, {control_of(self._short(t)) for t in its} & self._failed()
             grown = self.pace.fit(asked, time / len(its)) if failed or not self.pace.knows(asked) else False
             if again and not (failed and (grown or time > 1.5 * spent)):
@@ -418,6 +437,11 @@ class Budget:
         found = [x for x in lines(self.work.store.rows) if x.defense == "none"]
         return {(x.round, x.weights, x.attack) for x in found if x.void is not None}
 
+    def _tried(self) -> set[Control]:
+        """Return the controls that were attacked, or refused."""
+        rows = [row for row in self.work.store.rows if row["kind"] in ("attack", "skip") and row["unit"] != NOT_TRIED]
+        return {(row["round"], row["weights"], row["attack"]) for row in rows if row["defense"] == "none"}
+
     def _short(self, target: Target) -> Target:
         return replace(target, attack=self.pace.short.get(target.attack, target.attack))
 
@@ -444,9 +468,9 @@ class Budget:
             left, at_least_one = [t for t in left if t not in part], False
 
     def _fitting(self, its: Sequence[Target], cost: float, time: float) -> list[Target]:
-        """Return how many to attack at once: one where it is not known what that takes, of a list one client's."""
+        """Return how many to attack at once: one where it is not known what that takes, of a list the first clients'."""
         if kind_of(self.scene, its[0].attack) == "list" and not cost:
-            return [t for t in its if t.victim == its[0].victim]
+            return [t for t in its if t.victim in self._pickers] or list(its[:1])
         if its[0].attack not in self.pace.each:
             return list(its[:1])
         return list(its[: max(1, min(CHUNK, int(min(PIECE, time) / cost)) if cost else CHUNK)])

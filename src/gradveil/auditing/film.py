@@ -46,13 +46,9 @@ class Watcher:
 
 
 def film(work: AttackRunner) -> None:
-    """Write the films of a run, once; of images alone, since others do not come into view little by little.
-
-    A run that an earlier version began (its rows do not say what the clients did) goes on as that would.
-    """
+    """Write the films of a run, once; of images alone, since others do not come into view little by little."""
     scene, store = work.scene, work.store
-    is_old = not any(row["kind"] == "client" for row in store.rows)
-    if store.done(FILM) or is_old or scene.dataset.modality != IMAGE:
+    if store.done(FILM) or scene.dataset.modality != IMAGE:
         return
     rows: list[Row] = []
     arrays = {}

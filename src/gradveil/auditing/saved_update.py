@@ -21,7 +21,7 @@ from gradveil.auditing.audit import Audit, check_rows, default_folder
 from gradveil.auditing.run_folder import Row, RunFolder
 from gradveil.auditing.settings import find_device
 from gradveil.auditing.update_files import Facts, fitting_loss, load_weights, read_examples, read_loss, read_update
-from gradveil.auditing.work import NOT_TRIED, Written, cost_of, cut_short, steps_told
+from gradveil.auditing.work import NOT_TRIED, Written, cut_short, steps_told
 from gradveil.countermeasures import Countermeasure
 from gradveil.errors import SpecError, UpdateError
 from gradveil.federated.client import check_loss, local_update
@@ -236,7 +236,9 @@ def _run(case: SavedUpdate, store: RunFolder, progress: Progress, written: Writt
         for attack in attacks_of(server, case.config.attacks, case.modality):
             wanted.setdefault(attack, []).append(server)
     left = {attack: its for attack, its in wanted.items() if not store.done(f"attack/{attack}")}
-    _say_plan(case, left)
+    LOG.info("plan: %s on one update, and its controls", ", ".join(left))
+    if minutes := case.config.minutes:
+        LOG.info("plan: no more than %s in all, in equal parts", as_clock(60 * minutes))
     late: list[Row] = []
     for done, (attack, servers) in enumerate(left.items()):
         progress("attacks", len(wanted) - len(left) + done, len(wanted))
@@ -252,18 +254,6 @@ def _run(case: SavedUpdate, store: RunFolder, progress: Progress, written: Writt
     if late:
         store.add(NOT_TRIED, late)
     progress("attacks", len(wanted), len(wanted))
-
-
-def _say_plan(case: SavedUpdate, left: dict[str, list[Countermeasure]]) -> None:
-    """Say how long the attacks will take, at most; nothing where nobody listens."""
-    if not LOG.isEnabledFor(logging.INFO):
-        return
-    for attack, servers in left.items():
-        trials = _trials(case, attack, servers)
-        seconds = cost_of(trials.__getitem__, range(len(trials))).of(len(trials)) if trials else 0.0
-        LOG.info("plan: %s, %d attacks: %s at most", attack, len(trials), as_clock(seconds))
-    if (minutes := case.config.minutes) is not None:
-        LOG.info("plan: no more than %s in all, in equal parts", as_clock(60 * minutes))
 
 
 def _floors(case: SavedUpdate) -> tuple[list[Row], dict[str, Any]]:

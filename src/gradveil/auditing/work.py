@@ -14,41 +14,20 @@ from gradveil.auditing.run_folder import Row, RunFolder
 from gradveil.errors import GradveilError
 from gradveil.federated.client import evaluate
 from gradveil.federated.simulate import simulate
-from gradveil.pace import as_clock
-from gradveil.threats.panel import CHUNK, ClientUpdates, Target, panel, plant
+from gradveil.threats.panel import ClientUpdates, Target, plant
 from gradveil.threats.rows import tier_of
 from gradveil.threats.servers import oblivious
 from gradveil.threats.setup import AuditSetup, is_small, one_thread
 from gradveil.threats.snapshots import Progress, Snapshot, first_snapshot
-from gradveil.threats.trial import Trial, attempt, run
+from gradveil.threats.trial import run
 from gradveil.threats.verdict import verdicts
 
 LOG = logging.getLogger("gradveil")
-TRY = 0.3  # seconds in which the speed of an attack, or of training, is found out
-TRY_STEPS = 2  # of an attack, at least: the first sets things up
-QUICK = 0.5  # seconds: updates whose steps take less gain by going together
-MANY = 32  # updates that are attacked together to see what each adds
+TRY = 0.3  # seconds in which the speed of training is found out
 TEST = 100  # examples that the speed of a test is found out with
 NOT_TRIED = "not tried"  # the unit of what was left out
 
 Written = Callable[[RunFolder], None]  # called when a piece of work was written
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What an attack takes, at most: so many seconds, and so many more for each client's update."""
-
-    once: float
-    each: float
-    steps: int  # 0: it does not say
-
-    def of(self, count: int) -> float:
-        """Return the seconds for so many updates, in as many batches as they need."""
-        return self.once * -(-count // CHUNK) + self.each * count
-
-    def fits(self, seconds: float) -> int:
-        """Return how many updates fit into these seconds in one batch; at least one."""
-        return max(1, min(CHUNK, int(max(0.0, seconds - self.once) / self.each) if self.each else CHUNK))
 
 
 @dataclass(frozen=True)
@@ -135,10 +114,6 @@ class AttackRunner:
         cell = (*cell, row.get("tier") or tier_of(row["server"]))
         return (*cell, row["example"] // self.scene.config.examples if "example" in row else None)
 
-    def attack_cost(self, its: Sequence[Target], least: int = TRY_STEPS) -> Cost:
-        """Return what an attack takes, tried on the first of its targets: undefended updates."""
-        return cost_of(lambda victim: self.observed.trial(replace(its[0], victim=victim)), self.scene.victims, least)
-
     def plant(self, victims: Sequence[int]) -> list[Snapshot]:
         """Return what malicious servers would send to clients in the first round; why others cannot is written down."""
         planted, refused = plant(self.observed, first_snapshot(self.scene), victims)
@@ -186,26 +161,6 @@ class AttackRunner:
         return pace.clock() - began
 
 
-def cost_of(trial: Callable[[int], Trial], clients: Sequence[int], least: int = TRY_STEPS) -> Cost:
-    """Run an attack on one client's update for a moment: its rate says how long it would take.
-
-    Where a step is quick, on many as well: together they cost less than one by one.
-    """
-    alone, steps = _seconds_of([trial(clients[0])], least)
-    if steps and alone / steps > QUICK:
-        return Cost(0.0, alone, steps)
-    many, _ = _seconds_of([trial(clients[i % len(clients)]) for i in range(MANY)], least)
-    each = min(alone, max(0.0, many - alone) / (MANY - 1))
-    return Cost(alone - each, each, steps)
-
-
-def _seconds_of(trials: Sequence[Trial], least: int) -> tuple[float, int]:
-    began = pace.clock()
-    with pace.Limit(TRY, least=least) as limit:
-        attempt(trials)
-    return max(pace.clock() - began, limit.whole), limit.steps
-
-
 def steps_told(progress: Progress, attack: str) -> pace.Tell:
     """Return who hears how many steps of an attack are done."""
     return partial(progress, f"{attack.partition(':')[0]} steps")
@@ -223,28 +178,6 @@ def _was_stopped(row: Row) -> bool:
 def _cell(target: Target) -> tuple[object, ...]:
     look = target.look
     return look.round, look.weights, target.defense, target.server.name, target.attack, target.server.tier
-
-
-def say_plan(work: AttackRunner, planted: Sequence[Snapshot]) -> None:
-    """Say how long all of it will take, at most; nothing where nobody listens."""
-    if not LOG.isEnabledFor(logging.INFO):
-        return
-    scene, config = work.scene, work.scene.config
-    first = first_snapshot(scene)
-    wanted = {a: work.left(its) for a, its in panel(scene, [first, *planted, *stand_ins(scene)]).items()}
-    total = 0.0
-    names = [d for d in scene.defenses if not work.store.done(f"train/{d}")]
-    if names and scene.trains:
-        total += (seconds := config.rounds * sum(work.round_cost(d) for d in names))
-        LOG.info("plan: training, %d rounds under %d defences: %s", config.rounds, len(names), as_clock(seconds))
-    for attack, its in wanted.items():
-        if its:
-            total += (seconds := work.attack_cost(its).of(len(its)))
-            LOG.info("plan: %s, %d attacks: %s at most", attack, len(its), as_clock(seconds))
-    total += config.meter_seconds
-    if config.meter_seconds > 0:
-        LOG.info("plan: certificates and leak meter: %s at most", as_clock(config.meter_seconds))
-    LOG.info("plan: %s at most in all; --minutes sets a limit", as_clock(total))
 
 
 def stand_ins(scene: AuditSetup) -> list[Snapshot]:

@@ -65,7 +65,7 @@ FIRST = "model dataset defense attack update weights minutes fail_on out resume 
 )
 def command(given: Given) -> None:
     """Audit a federated run (default: digits, a small LeNet, four defences) or one saved update."""
-    limit = pace.Limit(pace.seconds_of(given["minutes"]))  # setting up counts, too
+    limit = pace.Limit(pace.seconds_of(given["minutes"]) - watchdog.spent())  # setting up counts, too
     from gradveil.auditing.audit import default_folder
 
     gate = read_fail_on(given["fail_on"])

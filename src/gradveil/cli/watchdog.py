@@ -23,6 +23,7 @@ EVERY = 0.2  # seconds between two looks
 _DONE, _ENDS = b"d", b"e"  # what the command says: its exit code, and when it must have ended
 _FORM = struct.Struct("<cd")
 _says: int | None = None  # where it says so
+_began: float | None = None  # when the process of the command did
 
 
 def watched(run: Callable[[], None]) -> NoReturn:
@@ -45,9 +46,14 @@ def done(code: int) -> None:
 
 
 def end_after(minutes: float | None) -> None:
-    """Say that the command must have ended after so many minutes from now, and some seconds."""
+    """Say that the command must have ended so many minutes after its start, and some seconds."""
     if minutes is not None:
-        _say(_ENDS, clock() + 60 * minutes + min(GRACE, max(LAST, 60 * minutes)))
+        _say(_ENDS, clock() - spent() + 60 * minutes + min(GRACE, max(LAST, 60 * minutes)))
+
+
+def spent() -> float:
+    """Return how many seconds ago the process of the command began: what it imported took some of them."""
+    return 0.0 if _began is None else clock() - _began
 
 
 def _say(what: bytes, number: float) -> None:
@@ -57,8 +63,8 @@ def _say(what: bytes, number: float) -> None:
 
 def _perform(run: Callable[[], None], says: int, lives: int) -> NoReturn:
     """Run the command, and end when the process that watches has ended."""
-    global _says
-    _says, files.started_as = says, os.getppid()
+    global _says, _began
+    _says, _began, files.started_as = says, clock(), os.getppid()
 
     def end_with_parent() -> None:
         os.read(lives, 1)

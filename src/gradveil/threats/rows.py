@@ -288,6 +288,10 @@ def _void(control: Sequence[MeasuredExample] | None, floor: Floor) -> str | None
     got = grade(error, recovered, identified, floor, control[0].gallery, listed)
     if got in ("recovered", "recognised"):
         return None
+    if listed:
+        late = sum(m.out_of_time for m in control)
+        picked = f"{identified.hits} of {identified.count} picked rightly out of {control[0].gallery}, as chance explains"
+        return f"fails without any defence too: {f'out of time on {late} of {len(control)}' if late else picked}"
     return (
         f"fails without any defence too: {why_it_failed(control)}, {floor.modality.error_name} {error.mean:.2g} "
         f"against {floor.error.mean:.2g} for a blind guess, {recovered.hits} of {recovered.count} recovered"

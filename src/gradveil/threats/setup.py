@@ -41,8 +41,8 @@ from gradveil.types import Batch, Update
 
 
 def is_large(model: nn.Module, weights: int = LARGE) -> bool:
-    """Return whether a network has so many weights that what is done to it is limited, unless more is asked for."""
-    return size(parameters(model)) > weights
+    """Return whether a network has so many weights, frozen ones too, that what is done to it is limited."""
+    return sum(p.numel() for p in model.parameters()) > weights
 
 
 def in_limited_time(attacks: tuple[str, ...], input_shape: tuple[int, ...]) -> tuple[str, ...]:
@@ -248,6 +248,8 @@ class AuditSetup:
 
     def probed(self, defense: str) -> Probed:
         """Return what running the defence says about it; done once."""
+        if defense == "none":
+            return Probed()
         if defense not in self.probes:
             examples, lr = (self.public.batch, self.config.examples), self.config.lr_of(1)
             self.probes[defense] = probe(

@@ -42,21 +42,20 @@ def first_snapshot(scene: AuditSetup) -> Snapshot:
 
 
 def probe_defenses(scene: AuditSetup, store: RunFolder, seconds: float = math.inf) -> None:
-    """Run each defence by itself, the last of them not begun after so many seconds; what was not is not assessed.
+    """Run each defence by itself, the last of them not begun where it would not end in so many seconds.
 
-    A run that an earlier version began goes on as that would.
+    What was not run is not assessed.
     """
-    kinds, began = {row["kind"] for row in store.rows}, pace.clock()
-    if "probe" not in kinds and "client" not in kinds and kinds & {"attack", "accuracy"}:
-        scene.probes.update(dict.fromkeys(scene.defenses, Probed()))
-        return
+    end, longest = pace.clock() + seconds, 0.0
     for defense in scene.defenses:
         if defense != "none" and not store.done(f"probe/{defense}"):
-            if pace.clock() - began > seconds:
+            began = pace.clock()
+            if began + longest > end:
                 scene.probes[defense] = Probed(notes=("It was not run by itself: there was no time.",), assessed=False)
             servers = scene.countermeasures(defense, scene.model)
             rows = probe_rows(defense, scene.probed(defense), servers, "multi-round" in scene.tiers)
             store.add(f"probe/{defense}", rows)
+            longest = max(longest, pace.clock() - began)
 
 
 def rounds_trained(store: RunFolder) -> int:
@@ -93,8 +92,6 @@ def last_snapshots(
                     )
                 done += rounds
                 continue
-            if not store.done(f"probe/{defense}"):
-                rows = [*server_rows(defense, scene.countermeasures(defense, scene.model)), *rows]
             store.add(unit, rows, sent)
         done += rounds
         if rounds > 1:
