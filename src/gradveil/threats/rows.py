@@ -290,7 +290,9 @@ def _void(control: Sequence[MeasuredExample] | None, floor: Floor) -> str | None
         return None
     if listed:
         late = sum(m.out_of_time for m in control)
-        picked = f"{identified.hits} of {identified.count} picked rightly out of {control[0].gallery}, as chance explains"
+        picked = (
+            f"{identified.hits} of {identified.count} picked rightly out of {control[0].gallery}, as chance explains"
+        )
         return f"fails without any defence too: {f'out of time on {late} of {len(control)}' if late else picked}"
     return (
         f"fails without any defence too: {why_it_failed(control)}, {floor.modality.error_name} {error.mean:.2g} "
