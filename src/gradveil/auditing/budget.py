@@ -468,7 +468,7 @@ class Budget:
             left, at_least_one = [t for t in left if t not in part], False
 
     def _fitting(self, its: Sequence[Target], cost: float, time: float) -> list[Target]:
-        """Return how many to attack at once: one where it is not known what that takes, of a list the first clients'."""
+        """Return how many to attack at once: one where that is not known, of a list the first clients'."""
         if kind_of(self.scene, its[0].attack) == "list" and not cost:
             return [t for t in its if t.victim in self._pickers] or list(its[:1])
         if its[0].attack not in self.pace.each:
