@@ -218,7 +218,7 @@ def _all_of_it(work: AttackRunner) -> None:
 
 def _attack(work: AttackRunner, wanted: dict[str, list[Target]]) -> None:
     """Attack all targets that were not attacked yet."""
-    scene, store = work.scene, work.store
+    store = work.store
     pieces = [(f"attack/{a}/{i}", part) for a, targets in wanted.items() for i, part in enumerate(chunks(targets))]
     total, done = sum(len(part) for _, part in pieces), 0
     for unit, part in pieces:
