@@ -1,5 +1,6 @@
 """A node takes from a run registered names and numbers alone (a server's run settings run code and read files)."""
 
+import time
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -88,6 +89,25 @@ def test_the_site_stands_above_the_run_and_alone_names_folders() -> None:
     assert "data" not in taken({"data": "/etc"}, {})
     with pytest.raises(RunRefused, match="dataset = 'own:data' is no registered name"):
         taken(run, {})
+
+
+@pytest.mark.parametrize("key", ["trains", "strategy", "audit", "out", "seed", "optimizer", "x"])
+@pytest.mark.parametrize("text", ["a" * 10**6, "\x1b[2J"])
+def test_any_text_of_a_run_is_short_and_can_be_printed(key: str, text: str) -> None:
+    with pytest.raises(RunRefused, match=f"the run's '{key}' has"):
+        taken({key: text}, {})
+
+
+@pytest.mark.parametrize("defense", ["none", "veil:z=1,clip=1", "veil:rho=0.5,clip=1"])
+def test_a_number_of_rounds_takes_a_node_no_time(defense: str) -> None:
+    """Each message would draw every round of the run again: 10⁹ rounds take a day."""
+    pytest.importorskip("flwr")
+    from gradveil.integrations.flower.settings import FlowerSettings
+
+    run = FlowerSettings.from_config({"rounds": 10**9, "clients": 2, "defense": defense, "partition": "iid:devices=2"})
+    began = time.process_time()
+    run.ledger([np.arange(3), np.arange(3, 6)])
+    assert time.process_time() - began < 5
 
 
 WEIGHTS = {

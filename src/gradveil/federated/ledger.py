@@ -25,14 +25,19 @@ def sample_clients(seeds: Seeds, number: int, sizes: Sequence[int], training: Tr
     return torch.randperm(len(sizes), generator=rng)[: training.clients].tolist()
 
 
-def planned_run(seeds: Seeds, clients: Sequence[Indices], training: Training, defense: Defense) -> PlannedRun:
-    """Return what this run will be: how often a client takes part at most follows from the draw.
+def planned_run(
+    seeds: Seeds, clients: Sequence[Indices], training: Training, defense: Defense, drawn: bool = True
+) -> PlannedRun:
+    """Return what this run will be: how often a client takes part at most follows from the draw of every round.
 
-    With a budget clients take turns, so that nobody takes part more than once oftener than anybody else.
+    With a budget clients take turns, so that nobody takes part more than once oftener than anybody else. ``drawn``:
+    draw the rounds; without it a client may take part in each, which is enough for the defence itself.
     """
     sizes, counts = [len(part) for part in clients], Counter[int]()
     if accounted(defense).allowance is not None:
         most = -(-max(training.rounds, 1) * training.clients // len(clients))
+    elif not drawn:
+        most = max(training.rounds, 1)
     else:
         for number in range(1, training.rounds + 1):
             counts.update(sample_clients(seeds, number, sizes, training))

@@ -120,7 +120,7 @@ class FederatedRun:
         _check(dataset, clients, training)
         self.dataset, self.clients, self.training = dataset, clients, training
         self.seeds = seeds if isinstance(seeds, Seeds) else Seeds(seeds)
-        self.defense = accounted(defense).for_run(planned_run(self.seeds, clients, training, defense))
+        self.defense = accounted(defense).for_run(planned_run(self.seeds, clients, training, defense, False))
         self.ledger = Ledger(clients, training, self.defense)
         self.faults, self.watch = faults, watch
         self.model = copy.deepcopy(model).train()

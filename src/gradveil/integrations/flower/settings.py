@@ -149,7 +149,7 @@ class FlowerSettings(Averaging):
         """
         training = Training(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Averaging)})
         defense = build(spec or self.defense)
-        run = dataclasses.replace(planned_run(self.seeds, shares, training, defense), lost=self.lost)
+        run = dataclasses.replace(planned_run(self.seeds, shares, training, defense, False), lost=self.lost)
         defense = accounted(defense).for_run(run)
         if accounted(defense).min_clients and not self.secure_aggregation:
             raise DefenseError(

@@ -59,8 +59,7 @@ def check_spec(kind: str, text: str) -> str:
     """Return a spec that a run gives; raise unless it is made of registered names, and names no code and no file."""
     place = REGISTRIES[kind].partition(":")
     registry: Registry[Any] = getattr(import_module(place[0]), place[2])
-    if len(text) > LONGEST or not text.isprintable():
-        raise RunRefused(f"the run's {kind} has {len(text)} letters, or some that cannot be printed.")
+    check_text(kind, text)
     for part in split_specs(text) or [""]:
         if is_import_path(part) or parse(part).name not in registry.names():
             raise RunRefused(_theirs(kind, text, "is no registered name"))
@@ -70,6 +69,12 @@ def check_spec(kind: str, text: str) -> str:
             if key in FILES.get(kind_of, ()) or (words and value not in words):
                 raise RunRefused(_theirs(kind, text, f"names a file or code by {key}="))
     return text
+
+
+def check_text(name: str, text: str) -> None:
+    """Raise where a text that a run gives is longer than any has to be, or cannot be printed."""
+    if len(text) > LONGEST or not text.isprintable():
+        raise RunRefused(f"the run's {name[:80]!r} has {len(text)} letters, or some that cannot be printed.")
 
 
 def _theirs(kind: str, text: str, what: str) -> str:
@@ -84,8 +89,8 @@ def taken(run: Mapping[str, Any], site: Mapping[str, Any]) -> dict[str, Any]:
         name = key.replace("-", "_")
         if name == "data" or name in site:
             continue  # a folder of the node: the site's alone
-        if isinstance(value, str) and value and name in REGISTRIES:
-            check_spec(name, value)
+        if isinstance(value, str) and value:
+            (check_spec if name in REGISTRIES else check_text)(name, value)
         found[name] = value
     return found | {name: str(site[name]) for name in SITE if name in site}
 
