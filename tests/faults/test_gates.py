@@ -57,6 +57,8 @@ ENDS = {
     "a crash": "ctypes.string_at(0)",
     "interrupted": "raise KeyboardInterrupt",
     "out of memory": "raise MemoryError",
+    "an end of its own": "raise type('Odd', (BaseException,), {})('odd')",
+    "a generator's end": "raise GeneratorExit",
     "another program": "os.execvp('true', ['true'])",
 }
 HANGS = {
@@ -87,7 +89,13 @@ def held(found: Outcome, folder: Path) -> None:
 
 
 CASES = [(end, place) for end in ENDS for place in PLACES]
-SHORT = [("sys.exit(0)", "in_forward"), ("os._exit(0)", "in_loss"), ("killed", "in_make"), ("os._exit(0)", "on_import")]
+SHORT = [
+    ("sys.exit(0)", "in_forward"),
+    ("os._exit(0)", "in_loss"),
+    ("killed", "in_make"),
+    ("os._exit(0)", "on_import"),
+    ("a generator's end", "in_forward"),
+]
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,19 @@ def cut(pattern: str, keep: float) -> Damage:
     return change
 
 
+def linked(name: str) -> Damage:
+    """A file of a run that is a link to another one with the same content, or a folder."""
+
+    def change(folder: Path) -> None:
+        (folder / name).rename(folder.parent / "elsewhere")
+        (folder / name).symlink_to(folder.parent / "elsewhere")
+
+    return change
+
+
 TRAIN = {
+    "rounds are a link": linked("rounds.jsonl"),
+    "a checkpoint that is a link": linked("checkpoint.safetensors"),
     "config is no TOML": text("config.toml", "rounds = = 4"),
     "config is no text": text("config.toml", b"\xff\xfe\0"),
     "config is deep": text("config.toml", "a = " + "[" * 100_000),
@@ -115,6 +127,10 @@ def test_a_damaged_training_run_is_not_continued(
 
 
 AUDIT = {
+    "settings are a link": linked("config.toml"),
+    "rows are a link": linked("rows.jsonl"),
+    "images are a link": linked("images"),
+    "rounds of an audit are a link": lambda folder: (folder / "rounds.jsonl").symlink_to("/etc/passwd"),
     "config is no TOML": text("config.toml", "\0"),
     "config without a model": swapped("config.toml", "model", "muddle"),
     "versions are no TOML": text("versions.toml", "= ="),
@@ -139,7 +155,7 @@ def test_a_damaged_audit_is_not_drawn(
     count("hostile files by hand")
 
 
-@pytest.mark.parametrize("name", ["rows are numbers", "an error in words", "rows without an error"])
+@pytest.mark.parametrize("name", ["rows are a link", "rows are numbers", "an error in words", "rows without an error"])
 def test_a_damaged_audit_is_not_continued(
     stage: Stage, idle: int, runs: Path, tmp_path: Path, name: str, count: Count
 ) -> None:

@@ -1,6 +1,7 @@
 """The dossier: what it says of runs, what is missing, which clauses it answers, and that a forged file is noticed."""
 
 import json
+import os
 import tomllib
 from importlib.resources import files
 from pathlib import Path
@@ -142,6 +143,22 @@ def test_a_forged_file_is_noticed_and_a_key_signs(runs: Path, command: Command) 
     assert json.loads(command("dossier", "--check", "filed", "--json")[1])["signature"] == "invalid"
     Path("filed/extra.txt").write_text("more")
     assert json.loads(command("dossier", "--check", "filed", "--json")[1])["added"] == ["extra.txt"]
+
+
+def test_links_pipes_and_sizes_are_noticed_by_the_check(runs: Path, command: Command) -> None:
+    assert command("dossier", str(runs / "audited"), "--out", "filed")[0] == 0
+    page, place = Path("filed/dossier.html"), Path("filed")
+    page.rename("elsewhere.html")
+    page.symlink_to(Path("elsewhere.html").resolve())
+    (place / "evidence/all").symlink_to("/")
+    os.mkfifo(place / "pipe")
+    code, out, _ = command("dossier", "--check", "filed", "--json")
+    assert (code, json.loads(out)["changed"]) == (3, ["dossier.html"])
+    assert json.loads(out)["added"] == ["evidence/all", "pipe"]
+    page.unlink()
+    page.touch()
+    os.truncate(page, 3 * 2**30)
+    assert json.loads(command("dossier", "--check", "filed", "--json")[1])["changed"] == ["dossier.html"]
 
 
 def test_the_questions_about_a_system_are_asked_once(runs: Path, command: Command) -> None:

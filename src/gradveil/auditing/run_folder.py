@@ -310,6 +310,10 @@ class RunFolder:
             )
 
     def _read(self) -> None:
+        images = self.path / IMAGES
+        for path in (*self.path.iterdir(), *(images.iterdir() if images.is_dir() else ())):
+            if path.is_symlink():  # it would be read, written to or cleared away elsewhere
+                raise FolderError(f"{path} is a link, and a run folder has files of its own alone. Put the file there.")
         rows = read_rows(self.path / ROWS, {"unit": str, "of": int})
         there = Counter(row["unit"] for row in rows)
         self._rows = [row for row in rows if there[row["unit"]] == row["of"]]

@@ -175,7 +175,9 @@ def entry() -> None:
         raise
     except GradveilError as error:
         _fail(str(error))
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a model's own code may raise any
         if is_out_of_memory(error):
             _fail(
                 "The memory does not suffice. Give smaller data, a smaller model or --batch-size, or a larger machine."

@@ -128,9 +128,11 @@ def check(folder: Path, key: Path | None = None) -> dict[str, Any]:
         told = json.loads(manifest)
         hashes: dict[str, str] = dict(told["files"])
         public = told["public_key"] and bytes.fromhex(told["public_key"])
-    there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    there -= {MANIFEST, SIGNATURE}
-    changed = [n for n in sorted(there & hashes.keys()) if _hash(folder / n) != hashes[n]]
+    there = {
+        str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()
+    }
+    there = {name: path for name, path in there.items() if name not in (MANIFEST, SIGNATURE)}
+    changed = [n for n in sorted(there.keys() & hashes.keys()) if _hash(there[n]) != hashes[n]]
     signature = "none"
     if public or key is not None:
         expected = public if key is None else _public_key(key)
@@ -139,14 +141,18 @@ def check(folder: Path, key: Path | None = None) -> dict[str, Any]:
             signature = "valid" if key is not None else "valid, by the key that the manifest names"
         except (InvalidSignature, OSError, ValueError):
             signature = "invalid"
-    found: dict[str, Any] = {"changed": changed, "missing": sorted(hashes.keys() - there)}
-    found |= {"added": sorted(there - hashes.keys()), "signature": signature, "key": public and public.hex()}
+    found: dict[str, Any] = {"changed": changed, "missing": sorted(hashes.keys() - there.keys())}
+    found |= {"added": sorted(there.keys() - hashes.keys()), "signature": signature, "key": public and public.hex()}
     intact = not any(found[k] for k in ("changed", "missing", "added")) and signature != "invalid"
     return found | {"intact": intact and (key is None or signature == "valid")}
 
 
-def _hash(path: Path) -> str:
-    return hashlib.sha256(read_whole(path, LARGEST)).hexdigest()
+def _hash(path: Path) -> str | None:
+    """Return the hash of a file; None where it is no plain file, or larger than one of a dossier."""
+    try:
+        return None if path.is_symlink() else hashlib.sha256(read_whole(path, LARGEST)).hexdigest()
+    except (OSError, ValueError):
+        return None
 
 
 def _private_key(path: Path) -> Any:
