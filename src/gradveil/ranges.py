@@ -1,13 +1,15 @@
 """Which numbers a setting takes: said once, in its type, and checked wherever a value is given.
 
 ``steps: Count = 300`` is a whole number from 1. A method checks its settings when it is made, from a spec or in Python,
-and the settings of a run when they are read from options or from a file.
+and the settings of a run when they are read from options or from a file. ``read`` is the one reader of all of them.
 """
 
 import dataclasses
 import functools
+import re
 import types
 import typing
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from typing import Annotated, Any
@@ -77,12 +79,13 @@ def plain(kind: Any) -> tuple[Any, Range | Among | None]:
     return kind, None
 
 
-def type_name(kind: Any) -> str:
-    """Return what to give, in words: ``a whole number from 1``."""
+def type_name(kind: Any, listed: bool = False) -> str:
+    """Return what to give, in words: ``a whole number from 1``; several are joined, or ``listed``."""
     if typing.get_origin(kind) is tuple:
         one, last = typing.get_args(kind)[0], typing.get_args(kind)[-1]
-        many = "join several" if last is Ellipsis else f"join {len(typing.get_args(kind))}"
-        return f"{type_name(one)}; {many} by '/'"
+        many = "several" if last is Ellipsis else f"{len(typing.get_args(kind))}"
+        how = f"{many} in a list" if listed else f"join {many} by '/'"
+        return f"{type_name(one)}; {how}"
     inner, within = plain(kind)
     if isinstance(within, Among):
         return str(within)
@@ -90,9 +93,9 @@ def type_name(kind: Any) -> str:
     return f"{name} {within}" if within else name
 
 
-def names_of(kind: Any) -> str:
+def names_of(kind: Any, listed: bool = False) -> str:
     """Return what to give for a type of several options."""
-    return " or ".join(type_name(option) for option in options_of(kind) if option is not type(None))
+    return " or ".join(type_name(option, listed) for option in options_of(kind) if option is not type(None))
 
 
 @functools.cache
@@ -151,3 +154,39 @@ def check(settings: Any, error: type[GradveilError] = SpecError) -> None:
             shown = "/".join(map(str, value)) if isinstance(value, tuple) else value
             near = did_you_mean(value, map(str, within)) if isinstance(within, Among) and isinstance(value, str) else ""
             raise error(f"{what}{name}={shown}: {near and near + 'Else '}give {names_of(kind)}.")
+
+
+_TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
+_FITS = {bool: (bool,), int: (int,), float: (float, int), str: (str,)}  # types of TOML that are good for a field's
+
+
+def read(value: Any, kind: Any, where: str, typed: bool = False) -> Any:
+    """Return a setting's value as its field takes it, from a text; ``typed``: from TOML, where a text is no number."""
+    options = options_of(kind)
+    if not typed and type(None) in options and value.lower() in {"none", "null"}:
+        return None
+    for option in options:
+        with suppress(ValueError, OverflowError):
+            return _read_as(value, option, typed)
+    text = str(value) if re.fullmatch(r"[\w.+/-]+", str(value)) else repr(value)
+    raise SpecError(f"{where}={text if len(text) <= 200 else f'{text[:200]}...'}: give {names_of(kind, typed)}.")
+
+
+def _read_as(value: Any, to: Any, typed: bool) -> Any:
+    if typing.get_origin(to) is tuple:
+        parts, kinds = value if typed else value.split("/"), typing.get_args(to)
+        if not isinstance(parts, list) or (kinds[-1] is not Ellipsis and len(parts) != len(kinds)):
+            raise ValueError(value)
+        return tuple(_read_as(part, kinds[0], typed) for part in parts)
+    inner, within = plain(to)
+    if typing.get_origin(inner) is typing.Literal:
+        found = {str(one): one for one in typing.get_args(inner)}.get(str(value))
+    elif inner is bool and not typed:
+        found = {**dict.fromkeys(_TRUE, True), **dict.fromkeys(_FALSE, False)}.get(value.lower())
+    elif inner not in (bool, int, float, str) or (typed and type(value) not in _FITS[inner]):
+        found = None
+    else:
+        found = inner(value)
+    if found is None or (within is not None and found not in within) or not (typed or is_text(value)):
+        raise ValueError(value)
+    return found

@@ -18,7 +18,7 @@ from functools import cache, wraps
 from typing import Any, Generic, TypeVar
 
 from gradveil.errors import SpecError, did_you_mean
-from gradveil.ranges import check, hints_of, is_text, names_of, options_of, plain, range_of
+from gradveil.ranges import check, hints_of, options_of, range_of, read
 
 T = TypeVar("T")
 _LOG = logging.getLogger("gradveil")  # where nothing is set up, a line on stderr
@@ -123,7 +123,7 @@ class Registry(Generic[T]):
         if not self._scanned:
             self._scanned = True
             package = importlib.import_module(self._package)
-            for module in pkgutil.iter_modules(package.__path__):
+            for module in pkgutil.iter_modules(getattr(package, "__path__", ())):  # or all are in one file
                 if not module.ispkg:
                     importlib.import_module(f"{self._package}.{module.name}")
 
@@ -163,7 +163,7 @@ class Registry(Generic[T]):
                 raise SpecError(
                     f"{self.kind.capitalize()} {parsed.name!r} has no setting {key!r}. {hint}It has: {has}."
                 )
-            values[key] = convert(text, known[key].type, f"{parsed.name}:{key}")
+            values[key] = read(text, known[key].type, f"{parsed.name}:{key}")
         try:
             return cls(**values)
         except (ValueError, TypeError) as error:
@@ -231,48 +231,3 @@ def describe(method: object) -> str:
         if field.init and not field.name.startswith("_") and value != field.default:
             changed[field.name] = "/".join(map(str, value)) if isinstance(value, tuple) else str(value)
     return str(Spec(method.spec_name, changed))  # type: ignore[attr-defined]
-
-
-_TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
-
-
-def convert(text: str, to: Any, where: str) -> Any:
-    """Turn a setting's text into the type its field is annotated with."""
-    options = options_of(to)
-    if type(None) in options and text.lower() in {"none", "null"}:
-        return None
-    for option in options:
-        try:
-            return _convert_one(text, option)
-        except ValueError:
-            continue
-    raise SpecError(f"{where}={_shown(text)}: give {names_of(to)}.")
-
-
-def _shown(text: str) -> str:
-    shown = text if re.fullmatch(r"[\w.+/-]+", text) else repr(text)
-    return shown if len(shown) <= 200 else f"{shown[:200]}..."
-
-
-def _convert_one(text: str, to: Any) -> Any:
-    if typing.get_origin(to) is typing.Literal:
-        for allowed in typing.get_args(to):
-            if text == str(allowed):
-                return allowed
-        raise ValueError(text)
-    if typing.get_origin(to) is tuple:
-        parts, kinds = text.split("/"), typing.get_args(to)
-        if kinds[-1] is not Ellipsis and len(parts) != len(kinds):
-            raise ValueError(text)
-        return tuple(_convert_one(part, kinds[0]) for part in parts)
-    inner, within = plain(to)
-    if inner is bool:
-        if text.lower() not in _TRUE | _FALSE:
-            raise ValueError(text)
-        return text.lower() in _TRUE
-    if inner not in (int, float, str):
-        raise ValueError(text)
-    value = inner(text)
-    if (within is not None and value not in within) or not is_text(text):
-        raise ValueError(text)
-    return value

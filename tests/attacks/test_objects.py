@@ -10,7 +10,7 @@ from torch import Generator, nn
 
 import gradveil
 from gradveil import Batch, Observation, Reconstruction, Update, attacks
-from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, Known, default_panel, is_made_for, seen_like
+from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, ServerKnows, default_panel, is_made_for, seen_like
 from gradveil.attacks.newton import Newton
 from gradveil.data import Dataset
 from gradveil.modalities import IMAGE
@@ -70,7 +70,7 @@ def test_a_batch_of_public_examples_says_what_they_are_like(
 def test_what_a_server_may_know_is_what_an_observation_has() -> None:
     """The keywords of a call complete, and none is missing or made up."""
     given = {"model", "update", "input_shape", "num_classes", "loss", "public", "modality", "simulate_on"}
-    assert set(get_type_hints(Known)) == set(get_type_hints(Observation)) - given
+    assert set(get_type_hints(ServerKnows)) == set(get_type_hints(Observation)) - given
 
 
 def test_a_name_that_is_no_attack_is_refused() -> None:

@@ -39,10 +39,10 @@ def test_the_text_is_toml_with_every_default_in_it() -> None:
     ("text", "said"),
     [
         ("round = 3", "No setting is called 'round'. Did you mean 'rounds'?"),
-        ("rounds = 'three'", 'rounds = "three" has the wrong type'),
-        ("rounds = true", "rounds = true has the wrong type"),
-        ("defenses = 'none'", "has the wrong type"),
-        (f"share = 1{400 * '0'}", "has the wrong type"),
+        ("rounds = 'three'", "rounds=three: give a whole number"),
+        ("rounds = true", "rounds=True: give a whole number"),
+        ("defenses = 'none'", "defenses=none: give text; several in a list"),
+        (f"share = 1{400 * '0'}", "...: give a number"),
         ("rounds = ", "not TOML"),
     ],
 )

@@ -47,7 +47,8 @@ from gradveil.defenses.decoy import load_prior, save_prior
 from gradveil.federated.server import Checkpoint
 from gradveil.privacy.accountant import Account, spend_from
 from gradveil.privacy.configurations import check as check_configuration
-from gradveil.registry import convert, settings, split_specs
+from gradveil.ranges import read as read_setting
+from gradveil.registry import settings, split_specs
 from gradveil.report.page import write_report
 from gradveil.threats.setup import AuditConfig
 from gradveil.tree import parameters
@@ -638,6 +639,6 @@ def test_values_of_the_command_line(place: Path, count: Count) -> None:
 
     def read(case: Any) -> None:
         kind, text = case
-        convert(text, kind, "--setting")
+        read_setting(text, kind, "--setting")
 
     drill("values", some, read, place, times(100, 5_000), count)

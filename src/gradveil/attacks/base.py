@@ -178,18 +178,18 @@ class Like(Protocol):
     @property
     def modality(self) -> Modality: ...
     @property
-    def test(self) -> "Examples": ...
+    def test(self) -> "PublicSplit": ...
     def fitting_loss(self, wanted: str) -> str: ...
     def outputs(self, loss: str) -> int: ...
 
 
-class Examples(Protocol):
+class PublicSplit(Protocol):
     """A split of a data set."""
 
     def sample(self, count: int, rng: Generator) -> Batch: ...
 
 
-class Known(TypedDict, total=False):
+class ServerKnows(TypedDict, total=False):
     """What else a server may know; see ``Observation``."""
 
     labels: Tensor
@@ -208,7 +208,7 @@ PUBLIC, RANK = 2000, 256  # examples of the kind that a server has, and directio
 
 
 def seen_like(
-    model: nn.Module, update: Update, like: Like | Batch, loss: str = "cross_entropy", **known: Unpack[Known]
+    model: nn.Module, update: Update, like: Like | Batch, loss: str = "cross_entropy", **known: Unpack[ServerKnows]
 ) -> Observation:
     """Return what a server sees of an update from examples like those of a data set's test split, or of a batch.
 
@@ -249,7 +249,7 @@ class Attack(ABC):
         like: Like | Batch,
         loss: str = "cross_entropy",
         seed: int = 0,
-        **known: Unpack[Known],
+        **known: Unpack[ServerKnows],
     ) -> Reconstruction:
         """Rebuild the inputs behind an update, where examples are like those of a data set, or of a public batch."""
         return self.reconstruct(seen_like(model, update, like, loss, **known), torch.Generator().manual_seed(seed))

@@ -29,7 +29,6 @@ OFFSETS = 32  # runs of the client on one candidate, where what the defence adds
 FEW = 8  # of them, where few candidates are run at all
 PAIR = 2  # candidates whose gradients are worked out together, where one takes long
 RUNS = 8  # candidates that the client is run on before the clock is looked at
-SWEEPS = 3  # of exchanging one chosen record for a better one
 Score = Callable[[Tensor], Tensor]  # positions of candidates (m,) -> log likelihoods (m,)
 
 
@@ -38,21 +37,17 @@ Score = Callable[[Tensor], Tensor]  # positions of candidates (m,) -> log likeli
 class Candidates(Attack):
     """Pick the candidate that makes all that was sent, over all rounds, most likely (Hayes et al. 2023).
 
-    With the client's other records known, or a batch of one, each candidate is put in the missing place and one record
-    comes back. Else the update is taken as the mean of what single records would send: as many distinct candidates
-    as the batch has are picked one after the other, then exchanged while that helps. Where the server can run the
-    client, the noise law is that of its runs with draws of its own: one candidate's where the defence adds the same to
-    all, else the mean of every candidate's and the covariance of some. Else it is the declared one. Where no variance
-    is known, that of each tensor is the one that suits a candidate best. For large networks, the last tensors alone
-    (``entries``) tell the candidates apart, and the client is run on the likeliest alone (``shortlist``).
+    Each candidate is put in the missing place beside the client's other records, which must be known. Where the server
+    can run the client, the noise law is that of its runs with draws of its own: one candidate's where the defence adds
+    the same to all, else the mean of every candidate's and the covariance of some. Else it is the declared one. Where
+    no variance is known, that of each tensor is the one that suits a candidate best. For large networks, the last
+    tensors alone (``entries``) tell the candidates apart, and the client is run on the likeliest alone (``shortlist``).
     """
 
     kind = "list"
     applies_to = (AppliesTo(("image", "table", "tokens"), tier="informed"),)
 
-    draws: Annotated[int, Range(2)] = (
-        4  # of the client per candidate, where the defence is no addition; one says nothing of the variance
-    )
+    draws: Annotated[int, Range(2)] = 4  # of the client per candidate, where the defence is no addition
     memory: Bytes = 2e9  # bytes for the candidates' updates
     entries: Whole = 0  # of the update that are looked at, whole tensors from its end; 0: all
     shortlist: Whole = 0  # candidates that the client is run on: those that are likeliest without it; 0: all
@@ -65,20 +60,16 @@ class Candidates(Attack):
         listed = _listed(seen)
         seen = replace(self._last(seen), rounds=tuple(map(self._last, seen.rounds)))
         check_seen((seen, *seen.rounds), for_ids=True)
-        together = seen.num_examples > 1 and seen.others is None
         device = next(seen.model.parameters()).device
         with differentiating(seen.model), torch.no_grad():
-            trials = Trials(listed.to(device), None if together or seen.others is None else seen.others.to(device))
-            if together:
-                chosen, scores = self._several(seen, trials)
-            else:
-                scores = torch.stack([self._scores(same, trials, kept) for same in _by_client(seen)]).sum(0)
-                chosen = scores.argmax()[None]
+            trials = Trials(listed.to(device), None if seen.others is None else seen.others.to(device))
+            scores = torch.stack([self._scores(same, trials, kept) for same in _by_client(seen)]).sum(0)
+        chosen = scores.argmax()[None].cpu()
         best = scores.topk(min(2, len(listed))).values
         late = bool(scores.isneginf().any())
         details = {"candidates": float(len(listed)), "rounds": float(1 + len(seen.rounds))}
         details |= {"margin": float(best[0] - best[-1])} | ({"out_of_time": 1.0} if late else {})
-        inputs, labels = listed.inputs[chosen.cpu()], listed.labels[chosen.cpu()]
+        inputs, labels = listed.inputs[chosen], listed.labels[chosen]
         finite = bool(best[0].isfinite()) and not late
         return Reconstruction(inputs.clamp(*seen.bounds), labels, -float(best[0]), finite, details)
 
@@ -148,40 +139,6 @@ class Candidates(Attack):
             return sent.drawn_likelihood(torch.stack([run(part, k) for k in range(self.draws)]).mean(0), centred)
 
         return score, RUNS
-
-    def _several(self, seen: Observation, trials: "Trials") -> tuple[Tensor, Tensor]:
-        """Return the chosen records (N,), and the scores (M,) of all for the place that is least sure."""
-        count, known = seen.num_examples, []
-        for same in by_weights(seen):
-            alone = [s.as_one_step() for s in same]
-            sent, one = SentRounds.of(alone), replace(alone[0].update, num_examples=1)
-            if 8 * len(trials) * sent.seen.shape[1] > self.memory:
-                raise AttackError(
-                    "The updates of all candidates do not fit into memory: give others, or fewer of them."
-                )
-            known.append((sent, trials.means(replace(alone[0], update=one), sent)(torch.arange(len(trials)))))
-
-        def scores(chosen: list[int]) -> Tensor:
-            """Return the log likelihood (M,) with each candidate beside the chosen; what is missing is their mean."""
-            total = torch.zeros(len(trials), dtype=torch.float64, device=known[0][1].device)
-            for sent, each in known:
-                rest = each[chosen].sum(0) + (count - 1 - len(chosen)) * each.mean(0)
-                total += sent.likelihood((each + rest) / count, sent.noise)
-            total[chosen] = -torch.inf
-            return total
-
-        chosen: list[int] = []
-        for _ in range(count):
-            chosen.append(int(scores(chosen).argmax()))
-        for _ in range(SWEEPS):
-            before = list(chosen)
-            for n in range(count):
-                chosen[n] = int(scores(chosen[:n] + chosen[n + 1 :]).argmax())
-            if chosen == before:
-                break
-        places = [scores(chosen[:n] + chosen[n + 1 :]) for n in range(count)]
-        least = min(places, key=lambda place: float(place.max() - place.topk(min(2, len(place))).values[-1]))
-        return torch.tensor(chosen), least.where(least.isfinite(), least[least.isfinite()].min())
 
 
 Kept = dict[tuple[object, ...], Tensor]  # client, tensors, draw and records -> what was sent
@@ -268,12 +225,9 @@ def _listed(seen: Observation) -> Batch:
         raise AttackError("candidates needs a list of examples, one of which the client has (candidates=).")
     if not listed.labelled:
         raise AttackError("candidates needs the label of every candidate.")
-    if seen.others is not None and len(seen.others) != n - 1:
-        raise AttackError(
-            f"The update is of {n} examples, and {len(seen.others)} others are given: it must be {n - 1}."
-        )
-    if seen.others is None and len(listed) < n:
-        raise AttackError(f"The update is of {n} examples, and there are {len(listed)} candidates.")
+    known = 0 if seen.others is None else len(seen.others)
+    if known != n - 1:
+        raise AttackError(f"The update is of {n} examples, and {known} others are given: it must be {n - 1} (others=).")
     return listed
 
 

@@ -3,12 +3,13 @@
 import dataclasses
 import json
 import tomllib
-import types
 import typing
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gradveil.errors import SpecError, did_you_mean
+from gradveil.ranges import hints_of
+from gradveil.ranges import read as read_setting
 
 if TYPE_CHECKING:
     import torch
@@ -30,13 +31,11 @@ def to_toml(settings: Any) -> str:
 
 def from_toml(cls: type[T], text: str) -> T:
     """Return the dataclass that a TOML text describes; an unknown or mistyped setting is an error."""
-    hints = typing.get_type_hints(cls)
-    known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    values = {}
+    known, values = hints_of(cls), {}
     for key, value in _read(cls, text).items():
         if key not in known:
             raise SpecError(f"No setting is called {key!r}. {did_you_mean(key, known)}Known: {', '.join(known)}.")
-        values[key] = _convert(key, value, hints[key])
+        values[key] = read_setting(value, known[key], key, typed=True)
     return cls(**values)
 
 
@@ -92,30 +91,3 @@ def _value(value: Any) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value)
-
-
-def _convert(key: str, value: Any, to: Any) -> Any:
-    options = typing.get_args(to) if typing.get_origin(to) in (typing.Union, types.UnionType) else (to,)
-    for option in options:
-        if typing.get_origin(option) is tuple:
-            inner = typing.get_args(option)[0]
-            if isinstance(value, list) and all(_is(v, inner) for v in value):
-                return tuple(inner(v) for v in value)
-        elif typing.get_origin(option) is typing.Literal:
-            if value in typing.get_args(option):
-                return value
-        elif _is(value, option):
-            return option(value)
-    raise SpecError(f"The setting {key} = {_value(value)} has the wrong type; it must be {_name(to)}.")
-
-
-def _is(value: Any, kind: Any) -> bool:
-    if kind is bool or isinstance(value, bool):
-        return kind is bool and isinstance(value, bool)
-    if kind is float:
-        return isinstance(value, float) or (isinstance(value, int) and value.bit_length() < 1024)  # else it is no float
-    return kind in (int, str) and isinstance(value, kind)
-
-
-def _name(to: Any) -> str:
-    return to.__name__ if isinstance(to, type) and typing.get_origin(to) is None else str(to)

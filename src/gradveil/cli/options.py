@@ -15,8 +15,7 @@ import click
 import typer
 
 from gradveil.errors import SpecError
-from gradveil.ranges import hints_of, options_of, plain, unwrapped
-from gradveil.registry import convert
+from gradveil.ranges import hints_of, options_of, plain, read, unwrapped
 
 T = TypeVar("T")
 Command = Callable[["Given"], None]
@@ -199,7 +198,7 @@ def _checked(settings: T, names: Iterable[str]) -> T:
     for name in names:
         value = getattr(settings, name)
         if isinstance(value, str) and any(typing.get_origin(one) is typing.Literal for one in options_of(types[name])):
-            convert(value, types[name], f"--{name.replace('_', '-')}")
+            read(value, types[name], f"--{name.replace('_', '-')}")
     return settings
 
 

@@ -15,8 +15,8 @@ from gradveil.errors import DataError, SpecError
 from gradveil.federated.client import Sent
 from gradveil.federated.settings import Weighting
 from gradveil.files import read_safetensors, wrap_parse_errors, write_atomically
-from gradveil.ranges import MOST, Decay, Positive, Weight
-from gradveil.registry import Registry, convert, parse
+from gradveil.ranges import MOST, Decay, Positive, Weight, read
+from gradveil.registry import Registry, parse
 from gradveil.tree import Params, add, map_values, parameters, scale, subtract
 
 SERVERS: Registry["Server"] = Registry("aggregator", "federated")
@@ -215,7 +215,7 @@ class Faults:
         for key in given:
             if key not in known:
                 raise SpecError(f"No fault is called {key!r}. Known: {', '.join(known)}.")
-        return cls(**{key: convert(value, float, f"faults:{key}") for key, value in given.items()})
+        return cls(**{key: read(value, float, f"faults:{key}") for key, value in given.items()})
 
     def strike(self, arrival: Arrival, rng: Generator) -> Arrival:
         """Return the arrival as it would reach the server, faults included."""

@@ -19,7 +19,8 @@ from gradveil.files import write_atomically
 from gradveil.integrations.flower.checks import lengths, middle
 from gradveil.integrations.flower.records import arrays_of, params_of, record_of
 from gradveil.integrations.local_training import is_trained
-from gradveil.registry import convert, parse
+from gradveil.ranges import read
+from gradveil.registry import parse
 from gradveil.tree import Params
 
 
@@ -99,7 +100,7 @@ def build_strategy(spec: str, clients: int | None = None) -> flower.Strategy:
     for key, text in parsed.settings.items():
         if key not in numbers:
             raise SpecError(f"Flower's {parsed.name} has no {key!r}. It has: {', '.join(numbers) or 'no settings'}.")
-        values[key] = convert(text, numbers[key], f"{parsed.name}:{key}")
+        values[key] = read(text, numbers[key], f"{parsed.name}:{key}")
     try:
         built = cls(fraction_train=1.0, fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1, **values)
     except ValueError as error:
