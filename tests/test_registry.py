@@ -25,13 +25,6 @@ class Widget:
     size: int | float | None = None
 
 
-THINGS.renamed("gizmo", "gadget")
-THINGS.renamed("gadget:width=*", "widget:share=*")
-THINGS.renamed("gadget", "widget")
-THINGS.renamed("widget:mode=whole", "widget:scope=batch")
-THINGS.renamed("widget:level=2", "widget")
-
-
 def test_a_spec_sets_the_fields_and_keeps_their_types() -> None:
     built = THINGS.build("widget:share=0.25,layer=fc,names=a/b,scope=batch,on=no,size=3")
     assert built == Widget(0.25, "fc", ("a", "b"), "batch", False, 3)
@@ -67,27 +60,6 @@ def test_specs_are_told_from_import_paths() -> None:
 
 def test_joined_specs_split_at_names_only() -> None:
     assert split_specs("a:x=1e+3+b:y=2") == ["a:x=1e+3", "b:y=2"]
-
-
-def test_an_old_spec_builds_what_it_became_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(2):
-        assert THINGS.build("gadget:width=0.25,layer=fc") == Widget(0.25, "fc")
-    assert [r.getMessage() for r in caplog.records] == [
-        "Thing gadget:width=0.25,layer=fc is now called widget:share=0.25,layer=fc."
-    ]
-
-
-def test_old_specs_are_known_by_name_by_value_or_by_a_setting() -> None:
-    assert THINGS.current("gizmo:on=no") == "widget:on=no"  # by name
-    assert THINGS.current("widget:mode=whole,share=0.1") == "widget:scope=batch,share=0.1"  # by value
-    assert THINGS.current("widget:mode=part,share=0.1") == "widget:mode=part,share=0.1"
-    assert THINGS.current("widget:level=2.0") == "widget"  # the same number
-    assert THINGS.current("gadget:width=1+widget+gizmo") == "widget:share=1+widget+widget"  # several, and in steps
-
-
-def test_what_is_wrong_with_an_old_spec_is_said_of_the_new_one() -> None:
-    with pytest.raises(SpecError, match="Thing 'widget' has no setting 'depth'"):
-        THINGS.build("gadget:depth=3")
 
 
 def test_files_of_a_package_are_scanned_and_folders_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

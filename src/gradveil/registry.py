@@ -7,7 +7,6 @@ several values of one setting are joined by ``/`` (``layer=fc1/fc2``), several m
 import dataclasses
 import importlib
 import inspect
-import logging
 import pkgutil
 import re
 import typing
@@ -21,7 +20,6 @@ from gradveil.errors import SpecError, did_you_mean
 from gradveil.ranges import check, hints_of, options_of, range_of, read
 
 T = TypeVar("T")
-_LOG = logging.getLogger("gradveil")  # where nothing is set up, a line on stderr
 
 
 @dataclass(frozen=True)
@@ -80,8 +78,6 @@ class Registry(Generic[T]):
         self.kind = kind
         self._package = package if "." in package else f"gradveil.{package}"
         self._classes: dict[str, type[T]] = {}
-        self._renamed: list[tuple[Spec, Spec]] = []
-        self._told: set[str] = set()
         self._scanned = False
 
     def register(self, name: str) -> Callable[[type[T]], type[T]]:
@@ -97,27 +93,6 @@ class Registry(Generic[T]):
             return cls
 
         return remember
-
-    def renamed(self, old: str, new: str) -> None:
-        """Let specs of the old form build the new one; ``*`` stands for a setting's value, whatever it is.
-
-        Settings that the old form does not name are carried over.
-        """
-        self._renamed.append((parse(old), parse(new)))
-
-    def current(self, text: str) -> str:
-        """Return a spec, or several joined by ``+``, as it is spelled now."""
-        self._scan()
-        return "+".join(str(self._current(parse(part))) for part in split_specs(text))
-
-    def _current(self, spec: Spec) -> Spec:
-        for old, new in self._renamed:
-            if old.name == spec.name and all(_fits(spec.settings.get(k), v) for k, v in old.settings.items()):
-                value = next((spec.settings[k] for k, v in old.settings.items() if v == "*"), "")
-                changed = {k: value if v == "*" else v for k, v in new.settings.items()}
-                rest = {k: v for k, v in spec.settings.items() if k not in old.settings}
-                return self._current(Spec(new.name, changed | rest))
-        return spec
 
     def _scan(self) -> None:
         if not self._scanned:
@@ -147,12 +122,7 @@ class Registry(Generic[T]):
         """Return the method that a spec describes; an object is returned as it is."""
         if not isinstance(spec, str):
             return spec
-        self._scan()
-        given = parse(spec)
-        parsed = self._current(given)
-        if parsed != given and spec not in self._told:
-            self._told.add(spec)
-            _LOG.warning("%s %s is now called %s.", self.kind.capitalize(), given, parsed)
+        parsed = parse(spec)
         cls = self.get(parsed.name)
         known = {s.name: s for s in settings(cls)}
         values = {}
@@ -203,16 +173,6 @@ def notes_of(cls: type) -> dict[str, str]:
             notes = re.findall(r"^    (\w+): [^\n]*?  # (.+)$", inspect.getsource(base), re.M)
             found |= {name: f"; {note}" for name, note in notes}
     return found
-
-
-def _fits(given: str | None, wanted: str) -> bool:
-    """Return whether a setting has the wanted value: any, the same text or the same number."""
-    if given is None or wanted == "*" or given == wanted:
-        return given is not None
-    try:
-        return float(given) == float(wanted)
-    except ValueError:
-        return False
 
 
 def settings(cls: type) -> list[Setting]:

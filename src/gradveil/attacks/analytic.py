@@ -16,8 +16,8 @@ the slope of the loss by the layer's output.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
@@ -31,7 +31,7 @@ from gradveil.attacks.labels import read_at, with_labels
 from gradveil.attacks.rounds import at_one_model
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import quiet
-from gradveil.modules import Visit, copied_state, input_of, prefix, trace
+from gradveil.modules import Visit, prefix, trace
 from gradveil.ranges import Count, Whole
 from gradveil.tree import named
 from gradveil.types import Observation, Reconstruction
@@ -67,11 +67,9 @@ class Mixture:
         """Return the examples (N, *shape) of unmixed rows y (rank, rank); where fewer show, some come again."""
         found = y @ self.basis
         r = found[torch.arange(self.seen.num_examples, device=found.device) % len(found)]
-        shape = (len(r), *self.seen.input_shape)
-        with quiet(self.seen.model):
-            x = undo_scaling(prefix(self.seen.model, self.layer), r, shape)
+        x = examples_behind(self.seen, self.layer, r)
         assert x is not None  # looked at in ``mixture_of``
-        return x.reshape(shape).clamp(*self.seen.bounds)
+        return x.clamp(*self.seen.bounds)
 
     def targets(self, x: Tensor, y: Tensor) -> Tensor | None:
         """Return the targets of examples x (N, *shape) with unmixed rows y (rank, rank); None: they do not show.
@@ -107,6 +105,7 @@ class Mixture:
 
 def mixture_of(sent: Observation, attack: str) -> Mixture:
     """Return the mixture that an update shows; raise where the model or the update has none."""
+    check_seen([sent])
     refuse_adaptive([sent], attack)
     seen = sent.as_one_step()
     visit = readable_layer(seen)
@@ -121,7 +120,11 @@ def mixture_of(sent: Observation, attack: str) -> Mixture:
     if any(not bool(seen.weights[n].all()) for n in (weight, bias) if n in seen.weights):
         raise AttackError(f"{attack} needs every entry of the gradient of {visit.path!r}, and some are not seen.")
     seen = replace(seen, model=deepcopy(seen.model).double().requires_grad_())
-    _check_first(seen, visit.path, dw.shape[1], attack)
+    if examples_behind(seen, visit.path, dw[:1].double()) is None:
+        raise AttackError(
+            f"{attack} reads examples off a first layer that is fully connected, and other layers lie before "
+            f"{visit.path!r}. Use gs, newton or analytic."
+        )
     return mixed(seen, visit.path)
 
 
@@ -137,18 +140,6 @@ def mixed(seen: Observation, layer: str) -> Mixture:
     module = seen.model.get_submodule(layer)
     w, b = (getattr(module, name).detach() for name in ("weight", "bias"))
     return Mixture(seen, layer, rank, vt[:rank], rows, plane, w, b, max(rest, seen.noise.get(weight, 0.0)), dw, db)
-
-
-def _check_first(seen: Observation, layer: str, size: int, attack: str) -> None:
-    """Raise where more than a reshape or a scaling lies before the layer."""
-    r = torch.zeros(1, size).to(next(seen.model.parameters()))
-    with quiet(seen.model):
-        x = undo_scaling(prefix(seen.model, layer), r, (1, *seen.input_shape))
-    if x is None:
-        raise AttackError(
-            f"{attack} reads examples off a first layer that is fully connected, and other layers lie before "
-            f"{layer!r}. Use gs, newton or analytic."
-        )
 
 
 @contextmanager
@@ -278,19 +269,16 @@ class Analytic(Attack):
     dense_limit: Whole = 1024  # unknowns up to which the Jacobian is written out
     cg_steps: Count = 60  # of conjugate gradients per step, beyond that
 
-    def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        check_seen(seen)
-        refuse_adaptive(seen, "analytic")
-        labelled = with_labels(at_one_model(seen), rngs)
-        return [self._one(s, rng) for s, rng in zip(labelled, rngs, strict=True)]
-
-    def _one(self, sent: Observation, rng: Generator) -> Reconstruction:
+    def reconstruct(self, seen: Observation, rng: Generator) -> Reconstruction:
+        check_seen([seen])
+        refuse_adaptive([seen], "analytic")
+        (sent,) = with_labels(at_one_model([seen]), [rng])
         seen = sent.as_one_step()
         visit = readable_layer(seen)
         check_alone(seen, visit.path)
         r = layer_inputs(seen, visit)
         shape = (seen.num_examples, *seen.input_shape)
-        undone = _undone(seen, visit.path, r.values, shape) if bool(r.known.all()) else None
+        undone = examples_behind(seen, visit.path, r.values) if bool(r.known.all()) else None
         details = {"known": float(r.known.mean()), "iterations": 0.0}
         if undone is not None:
             x, objective = undone, 0.0
@@ -341,30 +329,16 @@ def _inversion_rows(seen: Observation, layer: str, r: LayerInputs, center: Tenso
     return Equations(seen.model, one, (), scales, r.values, r.known, r.std, level)
 
 
-def _undone(seen: Observation, layer: str, values: Tensor, shape: tuple[int, ...]) -> Tensor | None:
-    """Return the inputs of a model that only reshapes, scales and shifts them before the layer; else None."""
-
-    def f(x: Tensor) -> Tensor:
-        state = copied_state(seen.model)
-        wide = {n: b.double() for n, b in seen.model.named_buffers() if b.is_floating_point()}
-        return input_of(seen.model, layer, x.clone(), state | wide)
-
-    with quiet(seen.model), suppress(RuntimeError):  # weights before the layer, in float32, do not fit the numbers
-        return undo_scaling(f, values, shape)
-    model = deepcopy(seen.model).double()
-    with quiet(model):
-        return undo_scaling(prefix(model, layer), values, shape)
-
-
-def undo_scaling(f: Callable[[Tensor], Tensor], values: Tensor, shape: tuple[int, ...]) -> Tensor | None:
-    """Return x with f(x) = values (N, L) where f only reshapes, scales and shifts each entry; else None."""
-    size = values[0].numel()
-    if torch.Size(shape[1:]).numel() != size:
+def examples_behind(seen: Observation, layer: str, values: Tensor) -> Tensor | None:
+    """Return the examples (N, *shape) behind inputs (N, L) of a layer, where a model only reshapes, scales and shifts
+    each entry before it; else None."""
+    model, shape = deepcopy(seen.model).double(), (len(values), *seen.input_shape)
+    if torch.Size(shape[1:]).numel() != values[0].numel():
         return None
-    ramp = torch.linspace(0.1, 0.9, size).to(values).reshape(1, *shape[1:])
-    with torch.no_grad():
+    f, ramp = prefix(model, layer), torch.linspace(0.1, 0.9, values[0].numel()).to(values).reshape(1, *shape[1:])
+    with torch.no_grad(), quiet(model):
         shift, one, probe = (f(x).flatten() for x in (torch.zeros_like(ramp), torch.ones_like(ramp), ramp))
     scale = one - shift
     if not torch.allclose(probe, shift + scale * ramp.flatten()) or not bool(scale.all()):
         return None
-    return (values - shift) / scale
+    return ((values - shift) / scale).reshape(shape)

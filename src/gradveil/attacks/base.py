@@ -234,13 +234,18 @@ def seen_like(
 class Attack(ABC):
     """Settings are the dataclass fields; a call gets a model and the update that was made at it.
 
-    ``attacks.Newton(steps=40)(model, update, like=dataset)``. Where there are many updates, or servers that know more,
-    ``reconstruct_many`` gets observations and a generator for each.
+    ``attacks.Newton(steps=40)(model, update, like=dataset)``. An attack overrides ``reconstruct``, of one update, or
+    ``reconstruct_many``, where many go together.
     """
 
     spec_name: ClassVar[str]
     kind: ClassVar[Kind] = "search"  # what it is known to take, before anything is timed
     applies_to: ClassVar[tuple[AppliesTo, ...]]
+
+    def __init_subclass__(cls, partial: bool = False) -> None:
+        own = {name for base in cls.__mro__[: cls.__mro__.index(Attack)] for name in vars(base)}
+        if not partial and not own & {"reconstruct", "reconstruct_many"}:
+            raise TypeError(f"{cls.__name__} overrides neither reconstruct nor reconstruct_many.")
 
     def __call__(
         self,
@@ -258,15 +263,15 @@ class Attack(ABC):
         """Rebuild the inputs behind one update."""
         return self.reconstruct_many([seen], [rng])[0]
 
-    @abstractmethod
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        """Rebuild the inputs behind several updates at once.
+        """Rebuild the inputs behind several updates.
 
         Each problem draws from its own generator, so that it gives the same answer alone and among others.
         """
+        return [self.reconstruct(s, rng) for s, rng in zip(seen, rngs, strict=True)]
 
 
-class Malicious(Attack):
+class Malicious(Attack, partial=True):
     """An attack that begins before the client trains: the server sends another model in place of the honest one."""
 
     @abstractmethod

@@ -8,7 +8,6 @@ of FastICA, kept orthogonal; then each for itself goes to the nearest direction 
 are not quite uncorrelated. db = D 1 gives sign and scale.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -16,7 +15,7 @@ import torch
 from torch import Generator, Tensor
 
 from gradveil.attacks.analytic import Mixture, mixture_of
-from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, check_seen
+from gradveil.attacks.base import ATTACKS, AppliesTo, Attack
 from gradveil.ranges import Count, Weight
 from gradveil.types import Observation, Reconstruction
 
@@ -40,18 +39,14 @@ class Cocktail(Attack):
     steps: Count = 300  # of the fixed point, at most
     tol: Weight = 0.35  # of the gradient that the examples found have, relative, below which they are believed
 
-    def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        check_seen(seen)
-        return [self._one(s, rng) for s, rng in zip(seen, rngs, strict=True)]
-
-    def _one(self, sent: Observation, rng: Generator) -> Reconstruction:
-        mixture = mixture_of(sent, "cocktail")
+    def reconstruct(self, seen: Observation, rng: Generator) -> Reconstruction:
+        mixture = mixture_of(seen, "cocktail")
         white, back = _whitened(_signals(mixture))
         u, steps = self._apart(white, rng)
         u = _refined(white, u) if _of_images(mixture) else u
         y = _scaled(mixture, u @ back)
         x, targets, residual = mixture.explained(y)
-        sure = steps < self.steps and residual < self.tol and mixture.rank == sent.num_examples
+        sure = steps < self.steps and residual < self.tol and mixture.rank == seen.num_examples
         return Reconstruction(x.float(), targets, residual, sure, {"iterations": float(steps)})
 
     def _apart(self, white: Tensor, rng: Generator) -> tuple[Tensor, int]:

@@ -1,7 +1,6 @@
 """Fishing: a last layer that lets the gradients of few examples through, and hides those of the rest of the batch."""
 
 import math
-from collections.abc import Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -95,16 +94,17 @@ class Fishing(Malicious):
             p = model(batch.inputs.to(next(model.parameters()))).softmax(1)[:, target].cpu()
         return int((p - (batch.labels == target).float()).abs().argmax())
 
-    def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        check_seen(seen)
-        refuse_adaptive(seen, "fishing")
-        alone = [_fished(s) for s in seen]
-        caught = [i for i, (_, one) in enumerate(alone) if one is not None]
-        found = build(self.attack).reconstruct_many(
-            [one for _, one in alone if one is not None], [rngs[i] for i in caught]
-        )
-        answers = dict(zip(caught, found, strict=True))
-        return [_answer(s, count, answers.get(i)) for i, (s, (count, _)) in enumerate(zip(seen, alone, strict=True))]
+    def reconstruct(self, seen: Observation, rng: Generator) -> Reconstruction:
+        check_seen([seen])
+        refuse_adaptive([seen], "fishing")
+        count, caught = _fished(seen)
+        if caught is None:  # no example of the class was there
+            return nothing(seen, {"fished": count})
+        found = build(self.attack).reconstruct(caught, rng)
+        again = torch.arange(seen.num_examples) % len(found.inputs)
+        inputs = found.inputs[again.to(found.inputs.device)]
+        labels = None if found.labels is None else found.labels[again.to(found.labels.device)]
+        return Reconstruction(inputs, labels, found.objective, found.converged, {**found.details, "fished": count})
 
 
 def last_layer(model: nn.Module, input_shape: tuple[int, ...], num_classes: int) -> tuple[str, nn.Linear]:
@@ -161,13 +161,3 @@ def _fished(seen: Observation) -> tuple[float, Observation | None]:
     labels = torch.full((caught,), target, device=layer.weight.device)
     update = replace(one.update, gradient=gradient, num_examples=caught, buffers={})
     return count, replace(one, update=update, labels=labels, weights=shown, noise=noise)
-
-
-def _answer(seen: Observation, count: float, found: Reconstruction | None) -> Reconstruction:
-    n = seen.num_examples
-    if found is None:  # no example of the class was there
-        return nothing(seen, {"fished": count})
-    again = torch.arange(n, device=found.inputs.device) % len(found.inputs)
-    inputs = found.inputs[again]
-    labels = None if found.labels is None else found.labels[again.to(found.labels.device)]
-    return Reconstruction(inputs, labels, found.objective, found.converged, {**found.details, "fished": count})

@@ -53,10 +53,8 @@ class PatchSpan(Attack):
     dense_limit: Whole = 4096  # pixels up to which the Jacobian is written out
     cg_steps: Count = 60  # of conjugate gradients per step, beyond that
 
-    def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        return [self._one(s, rng) for s, rng in zip(ready(seen, rngs, "patches"), rngs, strict=True)]
-
-    def _one(self, seen: Observation, rng: Generator) -> Reconstruction:
+    def reconstruct(self, seen: Observation, rng: Generator) -> Reconstruction:
+        (seen,) = ready([seen], [rng], "patches")
         model = copy.deepcopy(seen.model).double().requires_grad_(False)
         spans, enough = clear_spans(seen, model)
         with differentiating(seen.model):

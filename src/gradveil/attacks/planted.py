@@ -17,7 +17,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn.utils import skip_init
 
-from gradveil.attacks.analytic import FAINT, agreeing_rows, undo_scaling
+from gradveil.attacks.analytic import FAINT, agreeing_rows, examples_behind
 from gradveil.attacks.base import ATTACKS, AppliesTo, Malicious, check_seen, refuse_adaptive
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import quiet
@@ -138,13 +138,10 @@ def not_planted(attack: str) -> AttackError:
 
 def as_images(seen: Observation, path: str, values: Tensor) -> Tensor:
     """Return the examples (N, *shape) behind the inputs (N, L) of a layer before which nothing was lost."""
-    model = deepcopy(seen.model).double()
-    shape = (len(values), *seen.input_shape)
-    with quiet(model):
-        undone = undo_scaling(prefix(model, path), values, shape)
+    undone = examples_behind(seen, path, values)
     if undone is None:
         raise AttackError(f"What lies before {path!r} cannot be undone, so its inputs do not show the examples.")
-    return undone.reshape(shape)
+    return undone
 
 
 def nothing(seen: Observation, details: dict[str, float]) -> Reconstruction:
@@ -217,16 +214,13 @@ class Imprint(Malicious):
         planting.amplify(self.gain)
         return planting.model
 
-    def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        return [self._one(s) for s in seen]
-
     def _parts(self, layer: nn.Linear) -> list[tuple[Tensor, ...]]:
         """Return the rows of each measurement, by client; a client has as many as any other."""
         each = layer.out_features // self.clients
         rows = torch.arange(each * self.clients if self.clients > 1 else layer.out_features)
         return [own.to(layer.weight.device).tensor_split(self.directions) for own in rows.tensor_split(self.clients)]
 
-    def _one(self, seen: Observation) -> Reconstruction:
+    def reconstruct(self, seen: Observation, rng: Generator) -> Reconstruction:
         read = sums(seen, "imprint")
         weight, bias = (p.detach().double() for p in (read.layer.weight, read.layer.bias))
         if len(weight) < 2 * self.directions * self.clients:
@@ -366,10 +360,7 @@ class Trap(Malicious):
         planting.amplify(self.gain)
         return planting.model
 
-    def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        return [self._one(s) for s in seen]
-
-    def _one(self, seen: Observation) -> Reconstruction:
+    def reconstruct(self, seen: Observation, rng: Generator) -> Reconstruction:
         read = sums(seen, "trap")
         if not is_trap(read.layer.weight.detach(), self.scale):
             raise not_planted("trap")

@@ -8,7 +8,6 @@ its loss by the layer's output, dW - c u rᵀ has one rank less for exactly one 
 """
 
 import math
-from collections.abc import Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -97,13 +96,11 @@ class Rowwise(Attack):
     draws: Count = 8192  # at most
     tol: Weight = 1e-3  # relative distance from an exact span at which an example is found
 
-    def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        refuse_all_but_tables(seen, "rowwise")
-        check_seen(seen)
-        refuse_adaptive(seen, "rowwise")
-        return [self._one(s, rng) for s, rng in zip(with_labels(at_one_model(seen), rngs), rngs, strict=True)]
-
-    def _one(self, sent: Observation, rng: Generator) -> Reconstruction:
+    def reconstruct(self, seen: Observation, rng: Generator) -> Reconstruction:
+        refuse_all_but_tables([seen], "rowwise")
+        check_seen([seen])
+        refuse_adaptive([seen], "rowwise")
+        (sent,) = with_labels(at_one_model([seen]), [rng])
         seen = _half_way(sent)
         layer = _hidden_layer(seen)
         refuse_recurrent(seen.model)

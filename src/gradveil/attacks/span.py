@@ -39,12 +39,10 @@ class Words(Attack):
     kind = "closed form"
     applies_to = (AppliesTo(("tokens",), default="", turn=1),)
 
-    def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        check_seen(seen, for_ids=True)
-        refuse_adaptive(seen, "words")
-        return [self._one(s) for s in at_one_model(seen)]
-
-    def _one(self, seen: Observation) -> Reconstruction:
+    def reconstruct(self, seen: Observation, rng: Generator) -> Reconstruction:
+        check_seen([seen], for_ids=True)
+        refuse_adaptive([seen], "words")
+        (seen,) = at_one_model([seen])
         name = f"{word_table(seen)}.weight"
         rows = seen.update.gradient.get(name)
         if rows is None:
@@ -79,11 +77,9 @@ class SpanCheck(Attack):
     token_close: Between = 0.05  # share of a token's input that may lie outside the span
     close: Between = 1e-3  # the same of what attention gives
 
-    def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        refuse_adaptive(seen, "span")
-        return [self._one(s.as_one_step(), rng) for s, rng in zip(seen, rngs, strict=True)]
-
-    def _one(self, seen: Observation, rng: Generator) -> Reconstruction:
+    def reconstruct(self, seen: Observation, rng: Generator) -> Reconstruction:
+        refuse_adaptive([seen], "span")
+        seen = seen.as_one_step()
         first = FirstAttention.find(seen)
         check_seen([seen], for_ids=True)
         most = seen.num_examples * first.length

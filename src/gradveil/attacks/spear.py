@@ -13,7 +13,6 @@ The N sparsest independent directions are the columns of D up to scale, which db
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -21,7 +20,7 @@ import torch
 from torch import Generator, Tensor
 
 from gradveil.attacks.analytic import Mixture, behind, mixture_of
-from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, check_seen
+from gradveil.attacks.base import ATTACKS, AppliesTo, Attack
 from gradveil.errors import AttackError
 from gradveil.ranges import Count, Weight
 from gradveil.types import Observation, Reconstruction
@@ -246,18 +245,14 @@ class Spear(Attack):
     draws: Count = 4096  # at most
     tol: Weight = 1e-3  # of the gradient that the examples found have, relative, below which they are right
 
-    def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        check_seen(seen)
-        return [self._one(s, rng) for s, rng in zip(seen, rngs, strict=True)]
-
-    def _one(self, sent: Observation, rng: Generator) -> Reconstruction:
-        mixture = mixture_of(sent, "spear")
+    def reconstruct(self, seen: Observation, rng: Generator) -> Reconstruction:
+        mixture = mixture_of(seen, "spear")
         _check_relu(mixture, rng)
         y, agree, draws = self._unmixed(mixture, rng)
         x, targets, residual = mixture.explained(y)
-        sure = residual < self.tol or (sent.update.num_steps > 1 and agree > AGREE)
+        sure = residual < self.tol or (seen.update.num_steps > 1 and agree > AGREE)
         details = {"draws": float(draws), "agree": agree, "rank": float(mixture.rank)}
-        return Reconstruction(x.float(), targets, residual, sure and mixture.rank == sent.num_examples, details)
+        return Reconstruction(x.float(), targets, residual, sure and mixture.rank == seen.num_examples, details)
 
     def _unmixed(self, mixture: Mixture, rng: Generator) -> tuple[Tensor, float, int]:
         """Return Y (N, N), the share of units that are on and off as it says, and how many draws it took."""

@@ -39,12 +39,6 @@ class RepresentationPerturbation(LayerMask):
         return leak_scores(model, layer, x, method=self.method, p=float(self.p), seen=r)
 
 
-# Settings that said what the method does by itself, when it was one with those of its kin.
-DEFENSES.renamed("representation:q=0", "representation")
-DEFENSES.renamed("representation:mode=paper", "representation")
-DEFENSES.renamed("representation:score=diagonal", "representation")
-
-
 @DEFENSES.register("representation_authors")
 @dataclass(frozen=True)
 class RepresentationAuthors(LayerDefense):
@@ -74,9 +68,6 @@ class RepresentationAuthors(LayerDefense):
         sums = (norms / (flat + self.offset)).sum(0)  # (L,)
         threshold = torch.quantile(sums, self.share)
         return flat.masked_fill(sums.abs() < threshold, 0.0).view_as(r)
-
-
-DEFENSES.renamed("representation:mode=authors", "representation_authors")
 
 
 if TYPE_CHECKING:
@@ -133,6 +124,3 @@ def _check(model: nn.Module, x: Tensor) -> None:
             f"{float(x.max()):.3g}]. Put the normalisation into the model as its first layer; token ids have no "
             "pixels: defend text with veil, gaussian or pruning."
         )
-
-
-DEFENSES.renamed("representation:target_mse=*", "representation_certified:target_mse=*")

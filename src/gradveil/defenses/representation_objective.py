@@ -78,9 +78,3 @@ class RepresentationDirection(LayerDefense):
         sign = -1.0 if torch.dot(u, r) > 0 else 1.0  # both do the same to first order: take the one that shrinks r
         moved: Tensor = r + sign * self.share * torch.linalg.vector_norm(r, self.q) * u
         return moved.clamp(r.min(), r.max()) if self.clip else moved
-
-
-DEFENSES.renamed("representation:score=pseudoinverse", "representation_pseudoinverse")
-DEFENSES.renamed("representation:score=greedy", "representation_subset")
-for _q in ("1", "2", "inf"):
-    DEFENSES.renamed(f"representation:q={_q}", f"representation_direction:q={_q}")

@@ -20,7 +20,7 @@ def name_of(spec: str) -> str:
 
 
 def _one(spec: str) -> str:
-    read = parse(DEFENSES.current(spec))
+    read = parse(spec)
     title = DEFENSES.get(read.name).title or read.name
     said = [_setting(key, value) for key, value in read.settings.items()]
     return f"{title}, {', '.join(said)}" if said else title

@@ -1,16 +1,20 @@
 """The item behind every accuracy: what is trained together, what it says, and what the verdict rests on."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from gradveil.protection.defense import DEFENSES
 from gradveil_studies.paper import accuracy
 from gradveil_studies.paper.accuracy import Accuracy, AccuracyPanel
 from gradveil_studies.paper.base import Context
 from gradveil_studies.paper.panels import FULL
 from gradveil_studies.paper.rows import paired_loss, same_defense
 
+RESULTS = Path(__file__).parents[3] / "docs" / "results"
 SMALL = AccuracyPanel(
     "lenet:strides=2/1,activation=tanh,init=kaiming", "digits", 3, ("none", "pruning:share=0.8"), "iid:devices=20"
 )
@@ -62,6 +66,13 @@ def test_every_seed_and_every_level_of_the_paper_is_asked_for() -> None:
     large = {same_defense(unit.split("/", 2)[2]) for unit in units if unit.startswith("convnet-cifar10/0/")}
     assert large == set(map(same_defense, FULL["gs"]))
     assert "lenet-cifar10/2/laplace:scale=0.1" in units
+
+
+def test_the_defences_of_all_kept_rows_are_known() -> None:
+    rows = [json.loads(line) for path in RESULTS.glob("*/rows.jsonl") for line in path.open(encoding="utf-8")]
+    specs = {spec for row in rows if (spec := row.get("defense", "")).startswith("representation")}
+    assert "representation_authors:share=0.4" in specs
+    assert {same_defense(spec).partition(":")[0] for spec in specs} <= set(DEFENSES.names())
 
 
 def row(panel: str, defense: str, seed: int, value: float, at: int = 9) -> dict[str, object]:

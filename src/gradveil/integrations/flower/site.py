@@ -64,7 +64,7 @@ def check_spec(kind: str, text: str) -> str:
         if is_import_path(part) or parse(part).name not in registry.names():
             raise RunRefused(_theirs(kind, text, "is no registered name"))
         kind_of = "defense" if kind == "require_defense" else kind
-        for key, value in parse(registry.current(part)).settings.items():
+        for key, value in parse(part).settings.items():
             words = WORDS.get(kind_of, {}).get(key)
             if key in FILES.get(kind_of, ()) or (words and value not in words):
                 raise RunRefused(_theirs(kind, text, f"names a file or code by {key}="))

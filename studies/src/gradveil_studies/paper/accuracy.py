@@ -63,7 +63,7 @@ class AccuracyPanel:
     bfloat16: bool = True  # the convolutions of the large network, on CUDA
 
 
-AUTHORS = "representation:share=0.4,mode=authors"  # as the kept rows spell representation_authors:share=0.4
+AUTHORS = "representation_authors:share=0.4"  # as the kept rows spell representation_authors:share=0.4
 LENET = "lenet:activation=relu,init=kaiming"
 CONVNET = f"convnet:init=kaiming,{CIFAR10}"
 PANELS = {

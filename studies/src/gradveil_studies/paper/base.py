@@ -17,7 +17,7 @@ import torch
 
 from gradveil.errors import GradveilError
 from gradveil.federated.processes import apart_from_the_folder, available_cores, end_with_parent, ignore_sigint
-from gradveil.protection.defense import DEFENSES, Defense
+from gradveil.protection.defense import Defense
 from gradveil.protection.defense import build as build_defense
 from gradveil.registry import Registry
 from gradveil.seeds import Seeds
@@ -43,7 +43,7 @@ class Context:
 
 def papers_defense(spec: str, method: str = "exact") -> Defense:
     """Return the defence of a spec; scores are exact, as the paper's are, where the spec leaves the method open."""
-    built: Any = build_defense(DEFENSES.current(spec))
+    built: Any = build_defense(spec)
     defense: Defense = replace(built, method=method) if getattr(built, "method", None) == "auto" else built
     return defense
 

@@ -8,7 +8,6 @@ from statistics import fmean, median
 from typing import Any, Self
 
 from gradveil.metrics import Interval, interval, rate
-from gradveil.protection.defense import DEFENSES
 from gradveil.protection.defense import build as build_defense
 from gradveil.registry import Spec, describe, parse
 from gradveil.threats.rows import OBLIVIOUS, group
@@ -112,7 +111,7 @@ def same_defense(spec: str) -> str:
 
     How the scores are computed (``method``) is left out: it decides the time they take.
     """
-    parsed = parse(describe(build_defense(DEFENSES.current(spec))))
+    parsed = parse(describe(build_defense(spec)))
     return str(Spec(parsed.name, {k: v for k, v in parsed.settings.items() if k != "method"}))
 
 
