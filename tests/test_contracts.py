@@ -12,6 +12,7 @@ from gradveil.attacks.base import ATTACKS, KINDS, Attack, Malicious
 from gradveil.federated.client import step_gradient
 from gradveil.losses import NextToken
 from gradveil.modalities.table import Column, Table
+from gradveil.modalities.tokens import Tokens
 from gradveil.models import build
 from gradveil.protection.defense import DEFENSES, NoDefense
 from gradveil.registry import describe
@@ -57,7 +58,16 @@ def ready(name: str, seen: Observation, one: Batch | None = None) -> Observation
         held = 3 + (1e4 * (one.inputs if one else seen.model[0].weight.detach()).flatten()[:6].abs()).long() % 17
         batch = Batch(held[None].to(like), held.roll(-1)[None])
         gradient = step_gradient(text, batch, NoDefense(), fresh(), loss=NextToken())
-        return replace(seen, model=text, update=Update(gradient), input_shape=(6,), num_classes=20, loss=NextToken())
+        words = Tokens(tuple(f"w{i}" for i in range(17)))
+        return replace(
+            seen,
+            model=text,
+            update=Update(gradient),
+            input_shape=(6,),
+            num_classes=20,
+            loss=NextToken(),
+            modality=words,
+        )
     if case.model == "tokens":
         vit = build("vit_tiny:width=32,heads=2,depth=1", seen.input_shape, 5).to(seen.model[0].weight)
         one = one or Batch(torch.rand(1, *seen.input_shape, generator=fresh()), torch.tensor([2]))
