@@ -1,12 +1,12 @@
 """Audit every defence of the zoo (tests/zoo), whose truth is known, and say where the audit was wrong: `make zoo`.
 
-    python tools/zoo.py [NAME ...] [--full] [--device cuda] [--workers 2] [--out FOLDER]
+    python tools/zoo.py [NAME ...] [--full] [--device cuda] [--workers 2] [--out FOLDER] [--page]
 
 Each is attacked with newton first; what that does not expose, and what is sound, by the whole panel. A broken defence
 is exposed where images are recovered or recognised in the tier that its truth names, or where its
 declaration is found to be false and "nothing found" is not said. A sound one is accused where images are recovered or
 recognised by a server that is oblivious or knows, or where its declaration is called false. The exit code is 1 where a
-broken one is not exposed, or a sound one is accused.
+broken one is not exposed, or a sound one is accused. ``--page`` writes the table of docs/theory/probes.md.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -28,8 +29,10 @@ from gradveil.countermeasures import TIERS
 from gradveil.threats.rows import Line
 from gradveil.threats.setup import AuditConfig
 from gradveil.threats.verdict import Verdict
+from pages import sections
 from zoo.keeper import BROKEN, FIRST, HALVES, SCENE, Kept, is_right, names, opened
 
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "theory" / "zoo.json"
 GROUP = 6  # defences that are audited together
 FULL = (
     replace(SCENE, images=16),
@@ -164,6 +167,18 @@ def summary(found: Sequence[Result]) -> str:
     return said + (f" ({', '.join(accused)})." if accused else ".")
 
 
+def page(found: Iterable[Result]) -> str:
+    """Return what was found as data of a page."""
+    rows = []
+    for r in found:
+        outcomes = {tier: r.outcomes.get(tier, "not_run").replace("_", " ") for tier in FIRST.tiers}
+        truth = "sound" if r.sound else "broken, cannot be found" if r.reason else "broken"
+        row: dict[str, Any] = {"defence": f"`{r.name}`", "family": r.family, "declares": r.declares, "truth": truth}
+        said = r.reason or ("-" if r.sound else r.probe)
+        rows.append(row | outcomes | {"by": r.by, "what gave it away": said})
+    return sections({"Every defence of the zoo": [rows]})
+
+
 def main() -> int:
     """Audit the zoo and return the exit code."""
     parser = argparse.ArgumentParser(description="Audit every defence of the zoo.")
@@ -172,6 +187,7 @@ def main() -> int:
     parser.add_argument("--dataset", help="of the full scenes, that of this data set alone")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--page", action="store_true", help="write docs/theory/zoo.json")
     parser.add_argument("--out", type=Path, help="where the runs are kept, and results.json")
     options = parser.parse_args()
     begun = time.monotonic()
@@ -191,6 +207,8 @@ def main() -> int:
             said = f"{result.outcomes['adaptive']}{', WRONG' if result.wrong else ''} ({result.seconds:.0f} s)"
             print(f"{len(found)} of {len(wanted) * len(scenes)}: {result.name} {said}", file=sys.stderr, flush=True)
     found.sort(key=lambda r: (r.scene, r.sound, r.family, r.name))
+    if options.page:
+        PAGE.write_text(page(found))
     print(table(found))
     print(f"{summary(found)} {time.monotonic() - begun:.0f} seconds.")
     return int(any(r.wrong and not r.reason for r in found))

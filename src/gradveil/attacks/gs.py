@@ -64,11 +64,11 @@ class GS(Attack):
 
     Labels are those that the server knows, else read off the last layer's gradient, else searched as well.
     Sun et al. report 120 steps, at which even an undefended run is half done; their script runs 24,000.
-    Step and smoothness are in pixels: where images are normalised, as in the authors' script, the same numbers
-    mean a step of a quarter and four times the smoothness; that and their start are ``lr=0.025,tv=4e-4,
-    start=central``. A server that knows of noise sets ``contrast=0.05``, what neighbouring pixels differ by, and
-    smoothness counts as much as in a MAP estimate. Departures: starts are uniform within the data range, and the
-    best point by the objective is returned.
+    Step and smoothness are in pixels: the authors' script, whose images are normalised, has a step of a quarter of
+    its number and four times the smoothness, here ``lr=0.025,tv=4e-4,start=central``. A server that knows of noise
+    sets ``contrast=0.05``, what neighbouring pixels differ by, and smoothness counts as much as in a MAP estimate.
+    Departures: starts are uniform within the data range, of several weights of the smoothness one is chosen by the
+    update alone, and the best point by the objective is returned.
     """
 
     kind = "search"
@@ -80,7 +80,7 @@ class GS(Attack):
 
     steps: Count = 1000
     restarts: Count = 1
-    lr: Positive = 0.1
+    lr: Positive = 0.03
     tv: Weight | tuple[Weight, ...] = TVS  # images (C, H, W) only; of several, one is chosen
     contrast: Weight = 0.0  # of neighbouring pixels; above 0, known noise sets how much smoothness counts, tv the least
     bn: Weight = SENT  # of batch norm statistics that the client sent

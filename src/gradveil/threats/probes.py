@@ -131,10 +131,10 @@ def _apart(sent: Sequence[Update]) -> float:
 
 
 def _failed(error: Exception) -> Probed:
-    """Return what is said of a defence that ends with an error of its own: a line of the report, and no assessment."""
+    """Return what is said of a defence that ends with an error of its own: an error of it, and no assessment."""
     if (told := from_defense(error)) is error:
         raise error
-    return Probed(notes=(str(told),), assessed=False)
+    return Probed(errors=(str(told),), assessed=False)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def test_a_choice_changes_what_it_names_and_nothing_else() -> None:
         usual = panels["as in the figures"]
         attacks = {name: build_attack(panel.attack) for name, panel in panels.items()}
         first = attacks["as in the figures"]
-        assert first == build_attack(f"gs:steps=500,tf32={str(tf32).lower()}")
+        assert first == build_attack(f"gs:steps=500,lr=0.1,tv=0.0001,tf32={str(tf32).lower()}")
         changed = {
             "as in the figures": {},
             "120 iterations": {"steps": 120},

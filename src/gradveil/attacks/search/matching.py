@@ -10,7 +10,7 @@ batch norm the mean and the variance of each channel over the client's batch, ex
 weights over several. No defence of the gradient touches them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Protocol
@@ -117,11 +117,6 @@ def pick(tree: Params, rows: Tensor) -> Params:
 Distance = Callable[[Matching, Params], tuple[Tensor, Params]]  # values (P,), and derivatives by the gradients
 
 
-def sum_per_problem(values: Iterable[Tensor]) -> Tensor:
-    """Return the sum of all entries of (P, ...) tensors, per problem (P,)."""
-    return torch.stack([value.flatten(1).sum(1) for value in values]).sum(0)
-
-
 def inner_product(a: list[Tensor], b: list[Tensor]) -> Tensor:
     """Return the inner product of rows, per problem (P,)."""
     return torch.stack([torch.linalg.vecdot(x, y) for x, y in zip(a, b, strict=True)]).sum(0)
@@ -147,19 +142,6 @@ def cosine_distance(matching: Matching, trial: Params) -> tuple[Tensor, Params]:
     along = scale * inner / squared.clamp_min(tiny)
     slopes = [(along[:, None] * w).addcmul_(scale[:, None], t, value=-1) for w, t in zip(weighed, toward, strict=True)]
     return 1 - inner * scale, matching.as_tensors(slopes)
-
-
-def differentiated(values: Callable[[Matching, Params], Tensor]) -> Distance:
-    """Return a distance from its values (P,) alone: torch works its derivative out."""
-
-    def distance(matching: Matching, trial: Params) -> tuple[Tensor, Params]:
-        with torch.enable_grad():
-            free = {n: g.detach().requires_grad_() for n, g in trial.items()}
-            value = values(matching, free)
-            slopes = torch.autograd.grad(value.sum(), list(free.values()))
-        return value.detach(), dict(zip(free, slopes, strict=True))
-
-    return distance
 
 
 def _side_by_side(tensors: list[Tensor]) -> Tensor:

@@ -56,7 +56,8 @@ range as standard deviation (what N(0, 1) comes to on normalised images); or fro
 
 
 Terms = Callable[[Sequence[Observation], Unknowns, Tensor, Tensor], tuple[Penalty, ...]]
-TVS = (0.3, 0.03)  # the grid of weights of the total variation that one is chosen from
+TVS = (0.3, 0.1, 0.03)  # the grid of weights of the total variation that one is chosen from
+COOLER = 0.5  # times the step, for those of the grid that go on after a round
 
 
 def no_terms(seen: Sequence[Observation], unknowns: Unknowns, owner: Tensor, tv: Tensor) -> tuple[Penalty, ...]:
@@ -139,7 +140,8 @@ class Search:
         cuts = tuple(int(share * self.steps) for share in self.cuts)
         stopping = Stopping(owner, goal.cpu(), self.patience, cuts=cuts)
         left = self.steps - before
-        solution = minimise(objective, self.optimiser(unknowns, left), z, left, stopping, start, 50, before, self.steps)
+        optimiser = self._optimiser(unknowns, left, len(self.tv) - 1 if before else 0)
+        solution = minimise(objective, optimiser, z, left, stopping, start, 50, before, self.steps)
         residuals = objective.residual(solution.best)
         energy = problems.energy if self.scaled else None
         found = [_choose(s, unknowns, solution, residuals, limit, energy, stopping, i) for i, s in enumerate(seen)]
@@ -171,7 +173,7 @@ class Search:
             for one in order[:alive]:
                 objective = self._objective(seen, problems, unknowns, owner, grid[one])
                 stopping = Stopping(owner, torch.full((len(z),), -torch.inf), each)
-                optimiser = self.optimiser(unknowns, each)
+                optimiser = self._optimiser(unknowns, each, count - alive)
                 solution = minimise(objective, optimiser, points[one, at], each, stopping, start, 50, spent, self.steps)
                 points[one, at], spent = solution.best, spent + each
                 rough = TotalVariation(1.0)(unknowns.split(solution.best)[0])
@@ -179,6 +181,11 @@ class Search:
             distance, rough = (torch.stack(part) for part in zip(*scores, strict=True))
             order = order[:alive].gather(0, corner(distance, rough, owner.to(z.device)))[: alive - 1]
         return points[order[0], at], grid[order[0]], spent
+
+    def _optimiser(self, unknowns: Unknowns, steps: int, rounds: int) -> Optimiser:
+        """Return the optimiser of a search that goes on after so many rounds of the grid: with shorter steps."""
+        fresh = self.optimiser(unknowns, steps)
+        return replace(fresh, lr=fresh.lr * COOLER**rounds) if isinstance(fresh, Adam) else fresh
 
     def _start(self, unknowns: Unknowns, rng: Generator) -> Tensor:
         low, high = unknowns.bounds

@@ -242,8 +242,8 @@ class AttackPanel:
 
 
 def gs_attack(steps: int, context: Context) -> str:
-    """Return the GS attack of the figures: products are rounded where that is faster."""
-    return f"gs:steps={steps}" + (",tf32=true" if context.device.type == "cuda" else "")
+    """Return the GS attack of the figures, of one small weight of smoothness: products are rounded where that is faster."""
+    return f"gs:steps={steps},lr=0.1,tv=0.0001" + (",tf32=true" if context.device.type == "cuda" else "")
 
 
 _points = lru_cache(maxsize=4)(AttackPoints.of)  # by what is attacked and how: items that agree on it share the work
