@@ -1,14 +1,15 @@
 """Noise that is left out, or made up for, at times."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Generator
+from torch import Generator, nn
 
-from gradveil.protection.defense import DEFENSES
+from gradveil.countermeasures import Countermeasure, whiten
+from gradveil.protection.defense import DEFENSES, Defense
 from gradveil.tree import Params
-from gradveil.types import Batch
-from zoo.keeper import Noised, Truth, each, randn
+from gradveil.types import Batch, Update
+from zoo.keeper import Noised, Truth, each, noisy, randn
 
 ROUNDS, TIMES = "noise over rounds", "acts at times"
 TRUTHS = {
@@ -16,6 +17,28 @@ TRUTHS = {
     "late_calls": Truth("From the fiftieth call on nothing is hidden.", TIMES, "whiten"),
     "spared_class": Truth("Examples of one class are sent as they are.", TIMES, "whiten"),
     "rare_rounds": Truth("One round in fifty is sent as it is.", TIMES, "whiten", "multi-round"),
+    "first_step_only": Truth("From the second step on nothing is hidden.", "acts at times", "whiten", repeats=False),
+    "large_batches_only": Truth("The small batches, which leak most, are sent as they are.", "acts at times", "whiten"),
+    "lucky_rounds": Truth(
+        "One update in three is sent as it is, and it is easily told from the others.",
+        "acts at times",
+        "whiten",
+        "multi-round",
+    ),
+    "cancelling_noise": Truth(
+        "The sum of two rounds has no noise in it: so that training does not suffer, nor does the server.",
+        "noise over rounds",
+        "whiten",
+        tier="multi-round",
+        repeats=False,
+    ),
+    "same_each_round": Truth(
+        "The difference of two rounds has no noise in it.",
+        "noise over rounds",
+        "whiten",
+        tier="multi-round",
+        repeats=False,
+    ),
 }
 
 
@@ -71,3 +94,87 @@ class RareRounds(Noised):
     def noise(self, gradient: Params, rng: Generator) -> Params:
         silent = float(torch.rand((), generator=rng)) < 0.02
         return each(gradient, torch.zeros_like if silent else lambda g: randn(g, rng))
+
+
+@DEFENSES.register("first_step_only")
+@dataclass(frozen=True)
+class FirstStepOnly(Defense):
+    """Add strong noise while the network is untrained, when leaks are said to be worst."""
+
+    _steps: list[int] = field(default_factory=lambda: [0], init=False, repr=False, compare=False)
+
+    def on_gradient(self, gradient: Params, rng: Generator) -> Params:
+        self._steps[0] += 1
+        return noisy(gradient, rng, 5.0) if self._steps[0] == 1 else dict(gradient)
+
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+        return (whiten(lambda seen: dict.fromkeys(seen.update.gradient, 5.0)),)
+
+
+@DEFENSES.register("large_batches_only")
+@dataclass(frozen=True)
+class LargeBatchesOnly(Defense):
+    """Add strong noise to the updates of clients that have eight examples or more."""
+
+    least: int = 8
+
+    def on_update(self, update: Update, rng: Generator) -> Update:
+        if update.num_examples < self.least:
+            return update
+        return replace(update, gradient=noisy(update.gradient, rng, 5.0))
+
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+        return (whiten(lambda seen: dict.fromkeys(seen.update.gradient, 5.0)),)
+
+
+@DEFENSES.register("lucky_rounds")
+@dataclass(frozen=True)
+class LuckyRounds(Defense):
+    """Add strong noise to two gradients in three, so that training does not suffer too much."""
+
+    def on_gradient(self, gradient: Params, rng: Generator) -> Params:
+        if torch.rand((), generator=rng) < 1 / 3:
+            return dict(gradient)
+        return noisy(gradient, rng, 5.0)
+
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+        return (whiten(lambda seen: dict.fromkeys(seen.update.gradient, 5.0)),)
+
+
+@DEFENSES.register("cancelling_noise")
+@dataclass(frozen=True)
+class CancellingNoise(Defense):
+    """Add noise in one step, and take the same off in the next."""
+
+    _owed: Params = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def on_gradient(self, gradient: Params, rng: Generator) -> Params:
+        sent = {}
+        for name, g in gradient.items():
+            owed = self._owed.pop(name, None)
+            if owed is None or owed.shape != g.shape:
+                noise = self._owed[name] = 5.0 * torch.randn(g.shape, generator=rng)
+            else:
+                noise = -owed
+            sent[name] = g + noise.to(g)
+        return sent
+
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+        return (whiten(lambda seen: dict.fromkeys(seen.update.gradient, 5.0)),)
+
+
+@DEFENSES.register("same_each_round")
+@dataclass(frozen=True)
+class SameEachRound(Defense):
+    """Draw noise at the first step, and add it again at all others."""
+
+    _drawn: Params = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def on_gradient(self, gradient: Params, rng: Generator) -> Params:
+        for name, g in gradient.items():
+            if name not in self._drawn or self._drawn[name].shape != g.shape:
+                self._drawn[name] = 5.0 * torch.randn(g.shape, generator=rng)
+        return {name: g + self._drawn[name].to(g) for name, g in gradient.items()}
+
+    def servers(self, model: nn.Module) -> tuple[Countermeasure, ...]:
+        return (whiten(lambda seen: dict.fromkeys(seen.update.gradient, 5.0)),)
