@@ -24,12 +24,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+from pages import sections
+
 from gradveil.auditing.audit import audit
 from gradveil.countermeasures import TIERS
 from gradveil.threats.rows import Line
 from gradveil.threats.setup import AuditConfig
 from gradveil.threats.verdict import Verdict
-from pages import sections
 from zoo.keeper import BROKEN, FIRST, HALVES, SCENE, Kept, is_right, names, opened
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "theory" / "zoo.json"

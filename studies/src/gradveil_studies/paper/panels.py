@@ -242,7 +242,7 @@ class AttackPanel:
 
 
 def gs_attack(steps: int, context: Context) -> str:
-    """Return the GS attack of the figures, of one small weight of smoothness: products are rounded where that is faster."""
+    """Return the GS attack of the figures, of one small smoothness; products are rounded where that is faster."""
     return f"gs:steps={steps},lr=0.1,tv=0.0001" + (",tf32=true" if context.device.type == "cuda" else "")
 
 
