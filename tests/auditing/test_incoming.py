@@ -26,7 +26,6 @@ OWN = DIGITS.train.batch(range(10))
 NETWORKS = ("lenet", "perceptron", "resnet18:width=4", "vit_tiny:depth=1")
 SMALLER = {
     "resnet18": "resnet18:width=4",
-    "mobilenet": "mobilenet:width=2",
     "convnet_authors": "convnet_authors:width=4",
 }
 

@@ -73,14 +73,15 @@ def test_a_batch_as_its_makers_wrote_it(tmp_path: Path) -> None:
     assert labels.tolist() == [6, 9]
 
 
-@pytest.mark.parametrize("protocol", range(5))
-@pytest.mark.parametrize("order", ["C", "F"])
-def test_batches_that_python_3_wrote(tmp_path: Path, protocol: int, order: Any) -> None:
-    flat = np.array(pixels(3, 3, 32).reshape(3, -1), order=order)
-    for labels in ([1, 2, 3], np.array([1, 2, 3]), np.array([1, 2, 3], np.uint8)):
-        found = read(tmp_path, pickle.dumps({b"data": flat, b"labels": labels}, protocol=protocol))
-        assert (found[0].reshape(3, -1) == flat).all()
-        assert found[1].tolist() == [1, 2, 3]
+@pytest.mark.parametrize("protocol", range(2, 5))
+@pytest.mark.parametrize("labels_first", [False, True])
+def test_batches_that_python_3_wrote(tmp_path: Path, protocol: int, labels_first: bool) -> None:
+    flat = pixels(3, 3, 32).reshape(3, -1)
+    parts: list[tuple[bytes, Any]] = [(b"data", flat), (b"labels", [1, 2, 3])]
+    batch = dict(reversed(parts) if labels_first else parts) | {b"filenames": ["a", "b", "c"], b"more": [4, 5]}
+    found = read(tmp_path, pickle.dumps(batch, protocol=protocol))
+    assert (found[0].reshape(3, -1) == flat).all()
+    assert found[1].tolist() == [1, 2, 3]
 
 
 FLAT = np.zeros((2, 3072), np.uint8)
@@ -94,6 +95,8 @@ WRONG: dict[str, Any] = {
     "objects": {b"data": np.array([{}, {}]), b"labels": [1, 2]},
     "no labels": {b"data": FLAT},
     "no table": [1],
+    "column by column": {b"data": np.asfortranarray(pixels(2, 3, 32).reshape(2, -1)), b"labels": [1, 2]},
+    "labels as an array": {b"data": FLAT, b"labels": np.array([1, 2])},
     "the high byte first": {b"data": FLAT, b"labels": np.array([1, 2], ">i8")},
     "a key that is a number": {1: 2},
 }

@@ -139,8 +139,8 @@ def test_the_second_load_reads_the_cache_and_a_changed_file_is_read_again(
     calls: list[int] = []
     import gradveil.data.known as known
 
-    real = known.decode_table
-    monkeypatch.setattr(known, "decode_table", lambda table: calls.append(1) or real(table))
+    real = known.read_parquet
+    monkeypatch.setattr(known, "read_parquet", lambda files: calls.append(1) or real(files))
     again = load("mnist", tmp_path)
     assert calls == []
     assert isinstance(again.train.images, np.memmap)

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from scipy.io import savemat
 
 from data.helpers_data import pixels, png, write_idx, write_parquet
 from faults.conftest import Count
@@ -228,17 +227,6 @@ def idx_bomb(_: bytes) -> bytes:
     return start + gzip.compress(bytes(2**24)) * 128
 
 
-def mat(change: Callable[[bytes], bytes], shape: tuple[int, ...] = (32, 32, 3, 20)) -> Damage:
-    def make(folder: Path) -> None:
-        (folder / "svhn").mkdir()
-        for part in ("train", "test"):
-            path = folder / "svhn" / f"{part}_32x32.mat"
-            savemat(path, {"X": np.zeros(shape, np.uint8), "y": np.ones((20, 1), np.uint8)}, do_compression=True)
-            path.write_bytes(change(path.read_bytes()))
-
-    return make
-
-
 def flipped(content: bytes) -> bytes:
     middle = len(content) // 2
     return content[:middle] + bytes(b ^ 0xFF for b in content[middle : middle + 8]) + content[middle + 8 :]
@@ -269,15 +257,7 @@ DATA = {
     "a damaged gz": ("mnist", packed(flipped)),
     "a gz of no idx": ("mnist", packed(lambda _: gzip.compress(b"hello"))),
     "a gz bomb": ("mnist", packed(idx_bomb)),
-    "half a mat": ("svhn", mat(lambda content: content[: len(content) // 2])),
-    "a damaged mat": ("svhn", mat(flipped)),
-    "a mat of other shapes": ("svhn", mat(lambda content: content, (7,))),
-    "a mat with a table": ("svhn", lambda folder: (mat(lambda c: c)(folder), _table(folder))),
 }
-
-
-def _table(folder: Path) -> None:
-    savemat(folder / "svhn" / "test_32x32.mat", {"X": {"a": 1}, "y": np.array([{}], object)})
 
 
 @pytest.mark.parametrize("name", DATA)

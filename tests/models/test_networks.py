@@ -12,7 +12,7 @@ from gradveil.errors import CertificateError, SpecError
 from gradveil.models import build, build_working
 from gradveil.types import Batch
 
-SMALL = ["resnet18:width=4", "vit_tiny:depth=2,width=16,heads=2", "mobilenet:width=4"]
+SMALL = ["resnet18:width=4", "vit_tiny:depth=2,width=16,heads=2"]
 
 
 def weights(spec: str, shape: tuple[int, ...], num_classes: int) -> int:
@@ -23,7 +23,6 @@ def weights(spec: str, shape: tuple[int, ...], num_classes: int) -> int:
     ("spec", "shape", "classes", "published"),
     [
         ("resnet18", (3, 32, 32), 10, 11_173_962),
-        ("mobilenet:width=32", (3, 32, 32), 1000, 3_504_872),
         ("vit_tiny:patch=16,depth=12,width=192,heads=3", (3, 224, 224), 1000, 5_717_416),  # ViT-Ti/16
         ("resnet18:width=16", (3, 32, 32), 10, 701_466),  # as our own page says, and below
         ("vit_tiny", (3, 32, 32), 10, 208_074),
@@ -47,7 +46,7 @@ def test_one_image_in_training_mode_is_enough_and_every_pixel_counts(spec: str, 
     assert slope.abs().sum((0, 1)).min() > 0
 
 
-@pytest.mark.parametrize("spec", ["resnet18:width=8", "vit_tiny", "mobilenet"])
+@pytest.mark.parametrize("spec", ["resnet18:width=8", "vit_tiny"])
 def test_the_loss_goes_down_in_a_few_steps(spec: str) -> None:
     digits = gradveil.dataset("digits")
     model, batch = build(spec, digits.input_shape, 10), digits.train.batch(slice(0, 32))
@@ -62,16 +61,13 @@ def test_the_loss_goes_down_in_a_few_steps(spec: str) -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_stages_and_depthwise_convolutions_are_as_published() -> None:
-    resnet, vit, mobilenet = (build(spec, (3, 32, 32), 10) for spec in SMALL)
+def test_stages_are_as_published() -> None:
+    resnet, vit = (build(spec, (3, 32, 32), 10) for spec in SMALL)
     shapes = []
     for i in (2, 4, 6, 8):
         resnet.get_submodule(f"block{i}").register_forward_hook(lambda _, __, out: shapes.append(tuple(out.shape[1:])))
     resnet(torch.rand(1, 3, 32, 32))
     assert shapes == [(4, 32, 32), (8, 16, 16), (16, 8, 8), (32, 4, 4)]
-    depthwise = [m for m in mobilenet.modules() if isinstance(m, nn.Conv2d) and m.groups > 1]
-    assert len(depthwise) == 17
-    assert all(m.groups == m.in_channels == m.out_channels for m in depthwise)
     assert vit.get_submodule("tokens")(torch.rand(1, 3, 32, 32)).shape == (1, 65, 16)
 
 
@@ -119,7 +115,7 @@ def test_certificates_refuse_in_one_line(spec: str) -> None:
     ("spec", "said"),
     [
         ("vit_tiny:heads=3", "cannot be dealt out to 3 heads"), ("vit_tiny:patch=0", "from 1 to 64"),
-        ("mobilenet:width=5", "even number"), ("resnet18:width=0", "from 1 to 4,096"),
+        ("resnet18:width=0", "from 1 to 4,096"),
     ],
 )  # fmt: skip
 def test_settings_that_make_no_network_are_refused(spec: str, said: str) -> None:

@@ -182,6 +182,12 @@ def load(name: str | Source | Dataset | Callable[..., Any], data: str | Path | N
     return DATASETS.build(factory).load(folder)
 
 
+def inside(data: Path | None, given: str) -> Path:
+    """Return a path as it was given, or in the data folder where it is nowhere else."""
+    path = Path(given).expanduser()
+    return data / path if data is not None and not path.exists() and (data / path).exists() else path
+
+
 def from_arrays(
     name: str,
     train: tuple[Any, Any],

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 
-from gradveil.data.base import DATASETS, Array, Dataset, Source, Split, hold_out, numbered
+from gradveil.data.base import DATASETS, Array, Dataset, Source, Split, hold_out, inside, numbered
 from gradveil.data.images import Decoded, Encoded, cached, decode_images, key_of, levels_of
 from gradveil.errors import DataError
 from gradveil.files import wrap_parse_errors
@@ -80,19 +80,6 @@ def _read_parquet(path: Path) -> Any:
                 raise ValueError(f"it unpacks to more than {most:,} bytes")
             parts.append(part)
         return pyarrow.Table.from_batches(parts, file.schema_arrow)
-
-
-def decode_table(
-    table: Any,
-    image: str | None = None,
-    label: str | None = None,
-    size: int | None = None,
-    grey: bool | None = None,
-) -> tuple[Array, Array]:
-    """Return uint8 images (N, C, H, W) and int64 labels (N,) from a table."""
-    encoded, values = encoded_table(table, image, label)
-    with wrap_parse_errors("The parquet file", DataError, "Write it again."):
-        return decode_images(encoded, size, grey), values
 
 
 def encoded_table(table: Any, image: str | None, label: str | None) -> tuple[list[bytes], Array]:
@@ -214,11 +201,9 @@ class Folder(Source):
         )
 
     def _root(self, data: Path | None) -> Path:
-        root = Path(self.path).expanduser() if self.path else data
+        root = inside(data, self.path) if self.path else data
         if root is None:
             raise DataError("The dataset 'folder' needs a directory: give folder:path=DIRECTORY or --data DIRECTORY.")
-        if not root.is_dir() and data is not None and (data / root).is_dir():
-            root = data / root
         if not root.is_dir():
             raise DataError(f"{str(root)!r} is not a directory. Give folder:path=DIRECTORY.")
         return root

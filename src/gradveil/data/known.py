@@ -1,6 +1,6 @@
 """Data sets by name: well-known images from a folder or the Hugging Face hub, scikit-learn's, and made-up patients."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from gradveil.data.base import DATASETS, Dataset, Source, Split, hold_out
-from gradveil.data.folder import class_names, decode_table, parquet_files, read_parquet
+from gradveil.data.folder import Folder, class_names, parquet_files, read_parquet
 from gradveil.data.images import Decoded, cached, key_of
 from gradveil.data.originals import CIFAR, IDX, Format
 from gradveil.data.table import from_table
@@ -56,22 +56,23 @@ class Known(Source):
         for place in (folder / self.config, folder) if self.config else (folder,):
             train, test = parquet_files(place, "train"), parquet_files(place, "test")
             if train and test:
-                return cached(name, key_of(name, [*train, *test]), lambda a=train, b=test: self._decode(a, b))  # type: ignore[misc]
+                return cached(
+                    name, key_of(name, [*train, *test]), lambda a=train, b=test: self._decoded(read_parquet(a), b)
+                )  # type: ignore[misc]
         own = self.originals
         files = own.find(folder) if own else None
         if own is None or files is None:
             return None
         return cached(name, key_of(name, files), lambda: Decoded(*own.read(files), self.names))
 
-    def _decode(self, train: list[Path], test: list[Path]) -> Decoded:
-        first = read_parquet(train)
-        names = class_names(first) or self.names
-        return Decoded(decode_table(first), decode_table(read_parquet(test)), names)
+    def _decoded(self, train: Any, test: Any) -> Decoded:
+        found = Folder().decoded_tables(train, test)
+        return found if class_names(train) else replace(found, class_names=self.names)
 
     def _from_hub(self, data: Path | None) -> Dataset:
         def decode() -> Decoded:
             tables = download(self.repository, self.config)
-            return Decoded(decode_table(tables["train"]), decode_table(tables["test"]), self.names)
+            return self._decoded(tables["train"], tables["test"])
 
         try:
             return cached(self.spec_name, key_of(self.spec_name, [], self.repository), decode)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from gradveil.data.base import DATASETS, Array, ColumnRead, Dataset, Source, Split, hold_out
+from gradveil.data.base import DATASETS, Array, ColumnRead, Dataset, Source, Split, hold_out, inside
 from gradveil.data.columns import Cells, has_decimal_commas, is_free_text, read_column
 from gradveil.data.folder import read_parquet
 from gradveil.data.text import from_texts
@@ -286,9 +286,7 @@ class TableFile(Source):
                 from_table(self.path, import_object(self.path)(), *rest, **more) if is_import_path(self.path) else None
             )
         if made is None:
-            path = Path(self.path).expanduser()
-            if data is not None and not path.is_file() and (data / path).is_file():
-                path = data / path
+            path = inside(data, self.path)
             table = read_table(path)
             with wrap_parse_errors(path.name, DataError, "Write it again, its texts in UTF-8."):
                 made = from_table(path.name, table, *rest, **more)

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import numpy as np
 import torch
 
-from gradveil.data.base import DATASETS, Array, Dataset, Source, Split, hold_out
+from gradveil.data.base import DATASETS, Array, Dataset, Source, Split, hold_out, inside
 from gradveil.errors import DataError
 from gradveil.modalities.tokens import PADDING, SPECIAL, START, UNKNOWN, Tokens
 from gradveil.ranges import Between, Range
@@ -106,9 +106,7 @@ class TextFile(TextSource):
     test_share: Between = 0.2
 
     def load(self, data: Path | None) -> Dataset:
-        path = Path(self.path).expanduser()
-        if data is not None and not path.is_file() and (data / path).is_file():
-            path = data / path
+        path = inside(data, self.path)
         if not self.path or not path.is_file():
             raise DataError(f"There is no file {self.path or 'of text'}. Give --dataset notes.txt, or text:path=FILE.")
         if (size := path.stat().st_size) > LARGEST:

@@ -86,13 +86,13 @@ class RepresentationCertified(LayerDefense):
     title = "Revealing entries hidden, up to a certificate"
 
     target_mse: Positive = 1e-6  # of pixels in [0, 1], for every example
-    kind: Literal["local", "global", "box", "radius", "reach"] = "global"  # the certificate that has to reach it
+    kind: Literal["local", "global", "box"] = "global"  # the certificate that has to reach it
     layer: Layers = None  # the defended layers, joined by "/"; None: the last linear one
     p: Norm = 2  # the norm of the input's displacement: 1, 2 or inf
     method: Method = "exact"  # how leak scores are computed: exact, auto, sketch, ...
 
     def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Source) -> Tensor:
-        from gradveil.representation.certificates.target import needed_counts
+        from gradveil.representation.certificates.certify import needed_counts
         from gradveil.representation.selection import zeroed, zeroing_order
 
         _check(model, x)

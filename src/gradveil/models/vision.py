@@ -1,4 +1,4 @@
-"""Networks for images as people use them: resnet18 and mobilenet with batch or group norm, and vision transformers."""
+"""Networks for images as people use them: resnet18 with batch or group norm, and vision transformers."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ Norm = Literal["batch", "group"]
 
 
 def _normed(
-    inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1, norm: Norm = "batch"
+    inputs: int, outputs: int, kernel: int, stride: int = 1, norm: Norm = "batch"
 ) -> tuple[nn.Module, nn.Module]:
     """Return a convolution that keeps the size, but for its stride, and its normalisation, which has the bias."""
-    conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=False)
+    conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
     return conv, nn.BatchNorm2d(outputs) if norm == "batch" else nn.GroupNorm(gcd(32, outputs), outputs)
 
 
@@ -38,23 +38,6 @@ class ResidualBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.norm1(self.conv1(x)))
         return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
-
-
-class InvertedResidual(nn.Module):
-    """Widen by 1x1, filter each channel by 3x3, narrow by 1x1 with no activation; a shortcut where the shape fits."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int, expansion: int) -> None:
-        super().__init__()
-        inner = inputs * expansion
-        widen = [*_normed(inputs, inner, 1), nn.ReLU6()] if expansion > 1 else []
-        self.layers = nn.Sequential(
-            *widen, *_normed(inner, inner, 3, stride, groups=inner), nn.ReLU6(), *_normed(inner, outputs, 1)
-        )
-        self.has_shortcut = inputs == outputs and stride == 1
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layers(x)
-        return x + y if self.has_shortcut else y
 
 
 def _strides(input_shape: Shape, wanted: Sequence[int]) -> Iterator[int]:
@@ -93,50 +76,6 @@ class ResNet18(Chain):
             layers[f"block{i + 1}"] = ResidualBlock(channels, outputs, stride, self.norm)
             channels = outputs
         return layers | {"pool": nn.AdaptiveAvgPool2d(1)}
-
-
-MOBILENET_WIDTH = 32  # channels of MobileNetV2's first convolution
-MOBILENET_STAGES = (
-    (1, 16, 1, 1),
-    (6, 24, 2, 1),
-    (6, 32, 3, 2),
-    (6, 64, 4, 2),
-    (6, 96, 3, 1),
-    (6, 160, 3, 2),
-    (6, 320, 1, 1),
-)
-
-
-@MODELS.register("mobilenet")
-@dataclass(frozen=True)
-class MobileNet(Chain):
-    """MobileNetV2: 17 inverted residual blocks of depthwise convolutions, batch norm, ReLU6 (Sandler et al. 2018).
-
-    ``width`` is that of the first convolution, 32 as published; all others have the published proportion to it, the
-    last as well, so r has 40 x width entries. For small images the first two strides are 1 in place of 2, and no
-    stride leaves fewer than 2x2 pixels. It trains with a learning rate of 0.1 and batches of 32.
-    """
-
-    width: Width = 16
-    init: Init = "kaiming"
-    normalize: str = "none"  # none, half, or mean/std
-
-    def __post_init__(self) -> None:
-        if self.width % 2:
-            raise ValueError("width must be an even number.")
-
-    def features(self, input_shape: Shape) -> Layers:
-        conv, norm = _normed(input_shape[0], self.width, 3)
-        layers: Layers = {"conv1": conv, "norm1": norm, "act1": nn.ReLU6()}
-        blocks = [(t, c, s if i == 0 else 1) for t, c, n, s in MOBILENET_STAGES for i in range(n)]
-        channels = self.width
-        strides = _strides(input_shape, [stride for _, _, stride in blocks])
-        for i, ((expansion, published, _), stride) in enumerate(zip(blocks, strides, strict=True)):
-            outputs = published * self.width // MOBILENET_WIDTH
-            layers[f"block{i + 1}"] = InvertedResidual(channels, outputs, stride, expansion)
-            channels = outputs
-        conv, norm = _normed(channels, 40 * self.width, 1)
-        return layers | {"conv2": conv, "norm2": norm, "act2": nn.ReLU6(), "pool": nn.AdaptiveAvgPool2d(1)}
 
 
 class Patches(nn.Module):

@@ -9,7 +9,7 @@ In the order of the paper's equations:
    ``scores/exact.py``; the same faster in ``scores/fast`` (compiled for CPUs, as matrices and as recordings for CUDA).
 4. Algorithm 2, the gradient built from r′: ``gradveil.protection.passes``, taken by ``gradveil.defenses``.
 5. Theorem 1 (equation 9), as printed and made sound: ``certificates/certify.py``, on chains of known steps
-   (``chain.py``), their norms and rounding (``norms.py``), bounds over boxes (``intervals.py``); from a wanted error
-   back to how many entries (``target.py``).
+   (``chain.py``), their norms and rounding (``norms.py``), bounds over boxes (``intervals.py``); and from a wanted
+   error back to how many entries.
 6. Theorem 2 serves the paper's reproduction alone: ``gradveil_studies.paper.theorem2``.
 """

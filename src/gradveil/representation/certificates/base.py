@@ -110,10 +110,6 @@ class Certificate:
         """
         return self.bound**2 / (self.size**2 if self.p == 1 else self.size)
 
-    def holds(self, distance: Tensor) -> Tensor:
-        """Return whether distances ||X - X′||_p (N,) respect the bound."""
-        return distance >= self.bound
-
 
 @dataclass(frozen=True)
 class Problem:

@@ -11,6 +11,7 @@ model computes, rounding included. Proofs: docs/theory/certificates.md.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from math import cos, inf, pi, prod, sqrt
 from typing import get_args
 
@@ -22,6 +23,7 @@ from gradveil.gradients.functional import quiet
 from gradveil.modules import prefix
 from gradveil.representation.certificates.base import (
     RANGE,
+    ROUNDING,
     SCOPE,
     Certificate,
     Kind,
@@ -77,13 +79,11 @@ def residual_certificate(problem: Problem) -> Certificate:
     """P2: the bound for a server whose answer leaves a residual ||f(X′) - r′||_p of up to tau."""
     if problem.residual is None:
         raise CertificateError("kind='residual' needs residual=...: how far from r′ the server's answer stayed.")
-    lip = lipschitz(problem.norms)
-    sentence = "The server's answer X′ leaves a residual ||f(X′) - r′|| of at most the given tau."
-    how = f"(||r - r′|| - tau)+ / Lip with Lip_{problem.p:g} <= {lip:.4g}"
-    details = {"distance": problem.distance, "rounding": problem.rounding[0], "tau": problem.allowed}
-    return Certificate(
-        problem.nearest(lip), "residual", problem.p, problem.size, True, problem.stated(sentence), how, details
-    )
+    found = global_certificate(problem)
+    stated = problem.stated("The server's answer X′ leaves a residual ||f(X′) - r′|| of at most the given tau.")
+    how = f"(||r - r′|| - tau)+ / Lip with {found.how}"
+    details = found.details | {"tau": problem.allowed}
+    return replace(found, kind="residual", assumptions=stated, how=how, details=details)
 
 
 def radius_certificate(problem: Problem) -> Certificate:
@@ -271,46 +271,43 @@ def _excluded(problem: Problem, i: int, radius: float) -> bool:
     return min(by_plane, by_slope) + margin < wanted
 
 
+STEPS, RESTARTS = 300, 2  # of an inversion
 SEARCHED_ONLY = (
     "Not a bound: the distance that one search reached; a better search may come nearer or find another image.",
     "The search minimises ||f(X′) - r′||_2 over the data range and is chosen by that objective, never by the truth.",
 )
 
 
-def empirical_certificate(
-    problem: Problem, steps: int = 300, restarts: int = 2, lr: float = 0.1, mask_aware: bool = False
-) -> Certificate:
-    """Invert r′ by Adam from several starts; ``mask_aware`` matches only the entries that r′ left non-zero."""
-    weight = (problem.r_perturbed != 0).to(problem.x.dtype) if mask_aware else torch.ones_like(problem.r_perturbed)
+def empirical_certificate(problem: Problem) -> Certificate:
+    """Invert r′ by Adam from several starts."""
     with quiet(problem.model):
         problem.check_function()
-        found, residual = invert(problem, weight.to(problem.x.dtype), steps, restarts, lr)
-    distance = norm((found - problem.x).double(), problem.p)
-    details = {"residual": residual, "mse": ((found - problem.x).double() ** 2).flatten(1).mean(1)}
-    matched = "kept entries" if mask_aware else "r′"
-    how = f"Adam on the {matched}, {steps} steps, best of {restarts} starts by residual"
-    return Certificate(distance, "empirical", problem.p, problem.size, False, SEARCHED_ONLY, how, details)
+        found, residual = invert(problem)
+    off = (found - problem.x).double()
+    details = {"residual": residual, "mse": off.square().flatten(1).mean(1)}
+    how = f"Adam on r′, {STEPS} steps, best of {RESTARTS} starts by residual"
+    return Certificate(norm(off, problem.p), "empirical", problem.p, problem.size, False, SEARCHED_ONLY, how, details)
 
 
-def invert(problem: Problem, weight: Tensor, steps: int, restarts: int, lr: float) -> tuple[Tensor, Tensor]:
+def invert(problem: Problem, steps: int = STEPS, restarts: int = RESTARTS, lr: float = 0.1) -> tuple[Tensor, Tensor]:
     """Return the best image (N, *shape) in the data range for each r′, and its residual (N,)."""
     rng = problem.rng or Generator(problem.x.device).manual_seed(0)
     f, n = prefix(problem.model, problem.layer), len(problem.x)
     low, high = problem.bounds
     shape = (restarts * n, *problem.x.shape[1:])
     x = torch.rand(shape, generator=rng, device=problem.x.device, dtype=problem.x.dtype) * (high - low) + low
-    target, weight = (t.to(x.dtype).repeat(restarts, 1) for t in (problem.r_perturbed, weight))
+    target = problem.r_perturbed.to(x.dtype).repeat(restarts, 1)
     first, second = torch.zeros_like(x), torch.zeros_like(x)
     for step in range(steps):
         x.requires_grad_()
-        loss = (weight * (f(x).flatten(1) - target)).square().sum()
+        loss = (f(x).flatten(1) - target).square().sum()
         (grad,) = torch.autograd.grad(loss, x)
         first, second = 0.9 * first + 0.1 * grad, 0.999 * second + 0.001 * grad**2
         sizes = first / (1 - 0.9 ** (step + 1)) / ((second / (1 - 0.999 ** (step + 1))).sqrt() + 1e-12)
         pace = lr * (high - low) * (1 + cos(pi * step / steps)) / 2
         x = (x.detach() - pace * sizes).clamp(low, high)
     with torch.no_grad():
-        residual = (weight * (f(x).flatten(1) - target)).norm(dim=1).reshape(restarts, n)
+        residual = (f(x).flatten(1) - target).norm(dim=1).reshape(restarts, n)
     best = residual.argmin(0)
     return x.reshape(restarts, *problem.x.shape)[best, torch.arange(n)], residual.amin(0).double()
 
@@ -353,6 +350,69 @@ def certify(
     tau = None if residual is None else torch.as_tensor(residual, dtype=torch.float64).expand(len(x))
     problem = Problem.make(model, layer, x, r_perturbed, p, bounds=bounds, residual=tau, rng=rng)
     return KINDS[kind](problem)
+
+
+PROPORTIONAL = ("local", "global", "box")  # kinds whose bound is ||r - r′|| over a number that r′ does not change
+
+
+@dataclass(frozen=True)
+class Needed:
+    """How many entries of each example must go for its certificate to reach the target."""
+
+    counts: Tensor  # (N,): L + 1 where zeroing all of r is not enough
+    length: int  # L
+    most: Tensor  # (N,): the mean squared error that zeroing all of r certifies
+
+    @property
+    def reachable(self) -> bool:
+        """Whether some share reaches the target for every example."""
+        return int(self.counts.max()) <= self.length
+
+
+def needed_counts(
+    model: nn.Module,
+    layer: str,
+    x: Tensor,  # (N, *shape)
+    r: Tensor,  # (N, L)
+    order: Tensor,  # (N, L): which entry of each row goes first, second, ...
+    target_mse: float,
+    kind: Kind = "global",
+    p: float = 2,
+    *,
+    bounds: tuple[float, float] = (0.0, 1.0),
+) -> Needed:
+    """Return the fewest entries of each example, in the given order, whose certificate reaches the target."""
+    if kind not in PROPORTIONAL:
+        raise CertificateError(
+            f"A target needs a bound that depends on the share alone; {kind!r} is none. "
+            f"Use one of: {', '.join(PROPORTIONAL)}."
+        )
+    r, order = r.detach().cpu(), order.cpu()
+    problem = Problem.make(model, layer, x, torch.zeros_like(r), p, bounds=bounds)
+    whole = KINDS[kind](problem)
+    if target_mse <= 0:
+        counts = torch.zeros(len(r), dtype=torch.int64)
+    else:
+        lost = whole.details.get("rounding", torch.zeros(len(r), dtype=torch.float64))
+        rest = (whole.details["distance"] - lost).clamp_min(1e-300)
+        per_unit = whole.bound / rest  # (N,)
+        left = (_distances(problem.r, r, order, p) - lost[:, None]).clamp_min(0)
+        reached = left * per_unit[:, None]  # (N, L): the bound after k entries
+        wanted = sqrt(target_mse) * (whole.size if p == 1 else sqrt(whole.size))
+        counts = (reached < wanted).sum(1) + 1
+    return Needed(counts, r.shape[1], whole.to_mse())
+
+
+def _distances(exact: Tensor, r: Tensor, order: Tensor, p: float) -> Tensor:
+    """Return ||r - r′||_p (N, L) after 1, 2, ... entries, as ``Problem.distance`` has it: r′ comes from rounded r."""
+    gone = exact.gather(1, order).abs()
+    off = (exact - r.double()).gather(1, order).abs()  # of the entries kept: rounding in the forward pass
+    left = torch.cat([off[:, 1:], torch.zeros_like(off[:, :1])], 1).flip(1)
+    if p == inf:
+        found = torch.maximum(gone.cummax(1).values, left.cummax(1).values.flip(1))
+    else:
+        found = (gone.pow(p).cumsum(1) + left.pow(p).cumsum(1).flip(1)).pow(1 / p)
+    return (found - 2 * ROUNDING * norm(exact, p)[:, None]).clamp_min(0)
 
 
 def readable_p(text: str) -> float:
