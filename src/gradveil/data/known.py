@@ -1,6 +1,7 @@
 """Data sets by name: well-known images from a folder or the Hugging Face hub, scikit-learn's, and made-up patients."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -56,9 +57,8 @@ class Known(Source):
         for place in (folder / self.config, folder) if self.config else (folder,):
             train, test = parquet_files(place, "train"), parquet_files(place, "test")
             if train and test:
-                return cached(
-                    name, key_of(name, [*train, *test]), lambda a=train, b=test: self._decoded(read_parquet(a), b)
-                )  # type: ignore[misc]
+                decode = partial(self._decoded, train, test)
+                return cached(name, key_of(name, [*train, *test]), decode)
         own = self.originals
         files = own.find(folder) if own else None
         if own is None or files is None:
@@ -66,16 +66,18 @@ class Known(Source):
         return cached(name, key_of(name, files), lambda: Decoded(*own.read(files), self.names))
 
     def _decoded(self, train: Any, test: Any) -> Decoded:
+        """Return the images of two tables, or of their files."""
+        train = read_parquet(train) if isinstance(train, list) else train
         found = Folder().decoded_tables(train, test)
         return found if class_names(train) else replace(found, class_names=self.names)
 
-    def _from_hub(self, data: Path | None) -> Dataset:
-        def decode() -> Decoded:
-            tables = download(self.repository, self.config)
-            return self._decoded(tables["train"], tables["test"])
+    def _downloaded(self) -> Decoded:
+        tables = download(self.repository, self.config)
+        return self._decoded(tables["train"], tables["test"])
 
+    def _from_hub(self, data: Path | None) -> Dataset:
         try:
-            return cached(self.spec_name, key_of(self.spec_name, [], self.repository), decode)
+            return cached(self.spec_name, key_of(self.spec_name, [], self.repository), self._downloaded)
         except DataError:
             raise
         except Exception as error:  # the hub's client raises errors of many libraries

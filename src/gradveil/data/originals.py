@@ -25,7 +25,7 @@ _PIXELS = 3 * 32 * 32
 
 
 def read_batch(content: bytes) -> tuple[Array, Array]:
-    """Return the pixels (N, 3072) and the labels (N,) of a batch, as Python 2 wrote it or Python 3 (protocol 2 to 4)."""
+    """Return the pixels (N, 3072) and the labels (N,) of a batch that Python 2 wrote, or 3 (protocols 2 to 4)."""
     key, pixels, labels, by_columns = b"", b"", [], False
     for word, given, _ in islice(pickletools.genops(content), _WORDS):
         text = given.encode("latin-1") if isinstance(given, str) else given
