@@ -26,7 +26,8 @@ _PIXELS = 3 * 32 * 32
 
 def read_batch(content: bytes) -> tuple[Array, Array]:
     """Return the pixels (N, 3072) and the labels (N,) of a batch that Python 2 wrote, or 3 (protocols 2 to 4)."""
-    key, pixels, labels, by_columns = b"", b"", [], False
+    labels: list[int] = []
+    key, pixels, by_columns = b"", b"", False
     for word, given, _ in islice(pickletools.genops(content), _WORDS):
         text = given.encode("latin-1") if isinstance(given, str) else given
         if word.name in ("NEWTRUE", "NEWFALSE"):
@@ -34,7 +35,7 @@ def read_batch(content: bytes) -> tuple[Array, Array]:
         elif isinstance(text, bytes) and text in _KEYS:
             key = text
         elif key == b"labels" and word.name in _WHOLE:
-            labels.append(given)
+            labels.append(int(given or 0))
         elif key == b"data" and isinstance(text, bytes) and len(text) >= _PIXELS:
             pixels = text
         if word.name == "STOP":
