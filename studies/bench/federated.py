@@ -28,7 +28,7 @@ from gradveil.protection.defense import NoDefense
 
 MODELS = ("lenet:activation=relu,init=kaiming", "leaknet")
 ENGINES = {
-    "cpu": ("sequential", "sequential:channels_last=true", "processes", "processes:channels_last=true", "vectorised"),
+    "cpu": ("sequential", "processes", "vectorised"),
     "cuda": ("sequential", "vectorised:graph=false", "vectorised"),
 }
 Row = dict[str, Any]

@@ -14,7 +14,7 @@ from tests.federated.helpers_federated import ragged_clients, tiny_dataset, tiny
 from gradveil.errors import BudgetError, GradveilError
 from gradveil.federated.server import Checkpoint, Faults
 from gradveil.federated.settings import Training
-from gradveil.federated.simulate import Round, Variant, simulate, simulate_together
+from gradveil.federated.simulate import Round, simulate
 from gradveil.privacy.accountant import Account
 
 DATA = tiny_dataset()
@@ -46,12 +46,6 @@ def test_without_a_promise_the_draw_is_as_ever_and_the_accounts_count() -> None:
     taken = Counter(client for done in rounds for client in done.clients)
     assert [account.spent for account in rounds[-1].accounts] == [taken[i] * 2 / 2**2 for i in range(10)]
     assert run("none")[-1].accounts == ()
-
-
-def test_runs_in_step_have_accounts_as_well() -> None:
-    variant = Variant(tiny_model(), EVEN, "veil:z=2", 7)
-    together = list(simulate_together([variant], DATA, TRAINING, engine="sequential"))
-    assert together[-1][0].accounts == run("veil:z=2")[-1].accounts
 
 
 def test_accounts_go_on_after_a_stop(tmp_path: Path) -> None:

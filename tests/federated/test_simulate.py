@@ -17,11 +17,9 @@ from gradveil.federated.engines import ENGINES
 from gradveil.federated.ledger import sample_clients
 from gradveil.federated.server import Checkpoint, Faults
 from gradveil.federated.settings import SCHEDULES
-from gradveil.federated.simulate import Training, Variant, client_seed, simulate, simulate_together
+from gradveil.federated.simulate import Training, client_seed, simulate
 from gradveil.models import build as build_model
 from gradveil.protection.defense import Defense, NoDefense, PerRound, build
-from gradveil.representation.layers.recorder import walk, walkable
-from gradveil.representation.scores import api
 from gradveil.seeds import Seeds
 from gradveil.tree import parameters
 
@@ -112,25 +110,6 @@ def test_a_convolution_is_defended_in_stacked_clients_as_in_one_at_a_time() -> N
     assert distance(found, final(model=model)) > 1e-3
 
 
-@pytest.mark.parametrize("examples", [0, 3, 4])
-@pytest.mark.parametrize("methods", [("auto",), ("exact",), ("auto", "exact")])
-def test_scores_of_stacked_clients_are_those_that_each_would_choose(
-    examples: int, methods: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Exact for no batch, for those of three examples at most, or for all; and wherever it is asked for."""
-    model = build_model("lenet:strides=1/1,activation=tanh,width=3", (1, 6, 6), 3).double()
-    layers = walkable(model, "fc", torch.zeros(1, 1, 6, 6)) or []
-    monkeypatch.setattr(api, "BUDGET", examples * api.effort(walk(layers, torch.zeros(1, 1, 6, 6).double())))
-    specs = [f"representation:share=0.3,method={method}" for method in methods]
-    settings = [Variant(model, ragged_clients(), spec, 7) for spec in specs]
-    last = list(simulate_together(settings, tiny_dataset(), TRAINING, engine="vectorised"))[-1]
-    alone = [final(defense=spec, model=model) for spec in specs]
-    for found, expected in zip(last, alone, strict=True):
-        assert distance(dict(found.model.state_dict()), expected) < 1e-10
-    if len(methods) == 2 and not examples:
-        assert distance(*alone) > 1e-4
-
-
 @pytest.mark.parametrize("engine", ["sequential", "vectorised", "processes:workers=2"])
 @pytest.mark.parametrize("defense", [StopsWhereItBegan(), Compose((NoDefense(), StopsWhereItBegan()))])
 def test_what_follows_from_the_weights_of_a_round_does_so_in_training(engine: str, defense: Defense) -> None:
@@ -145,10 +124,6 @@ def test_a_client_by_itself_shows_its_weights_as_well() -> None:
     batch = tiny_dataset().train.batch([0, 1, 2])
     update = local_update(tiny_model(), batch, StopsWhereItBegan(), 0.3, torch.Generator())
     assert all(not g.any() for g in update.gradient.values())
-
-
-def test_channels_last_changes_nothing_but_rounding() -> None:
-    assert distance(final(engine="sequential:channels_last=true"), final()) < 1e-12
 
 
 @pytest.mark.slow
@@ -295,37 +270,3 @@ def test_evaluation_is_by_hand_and_puts_the_mode_back() -> None:
     logits = model.eval()(batch.inputs).detach()
     assert found.accuracy == pytest.approx(float((logits.argmax(1) == batch.labels).float().mean()))
     assert found.loss == pytest.approx(float(nn.functional.cross_entropy(logits, batch.labels)), rel=1e-5)
-
-
-@pytest.mark.parametrize("engine", ["vectorised", "vectorised:clients=4", "sequential"])
-def test_settings_that_train_together_end_where_they_do_alone(engine: str) -> None:
-    data = tiny_dataset()
-    settings = [
-        Variant(tiny_model(1).double(), ragged_clients(), "none", 1),
-        Variant(tiny_model(2).double(), ragged_clients()[::-1], "gaussian:scale=0.1", 2),
-        Variant(tiny_model(2).double(), ragged_clients(), "pruning:share=0.5", 2),
-        Variant(tiny_model(2).double(), ragged_clients(), "laplace:scale=0.1,on=update", 3),
-        Variant(tiny_model(3).double(), ragged_clients(), "representation:share=0.4", 3),
-        Variant(tiny_model(3).double(), ragged_clients(), "representation:share=0.9", 3),
-    ]
-    training = Training(**{**vars(TRAINING), "aggregator": "fedavgm", "proximal": 0.1})
-    last = list(simulate_together(settings, data, training, engine=engine))[-1]
-    for setting, together in zip(settings, last, strict=True):
-        rounds = simulate(setting.model, data, setting.clients, training, setting.defense, setting.seeds)
-        alone = list(rounds)[-1]
-        assert distance(dict(together.model.state_dict()), dict(alone.model.state_dict())) < 1e-10
-        assert together.clients == alone.clients
-
-
-def test_settings_that_cannot_train_together_are_refused() -> None:
-    data = tiny_dataset()
-    one = Variant(tiny_model(), ragged_clients())
-    other = Variant(nn.Sequential(nn.Flatten(), nn.Linear(36, 3)), ragged_clients())
-    for settings, engine, message in [
-        ([], "vectorised", "nothing to train"),
-        ([one, other], "vectorised", "one architecture"),
-        ([one], "processes", "vectorised and sequential"),
-        ([one, Variant(tiny_model(), ragged_clients(), "random_mask")], "vectorised", "representation"),
-    ]:
-        with pytest.raises(GradveilError, match=message):
-            next(simulate_together(settings, data, TRAINING, engine=engine))

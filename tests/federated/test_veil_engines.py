@@ -9,8 +9,9 @@ from federated.helpers_federated import tiny_dataset, tiny_model
 from gradveil.data.partition import undealt
 from gradveil.errors import GradveilError
 from gradveil.federated.settings import Training
-from gradveil.federated.simulate import Variant, simulate, simulate_together
+from gradveil.federated.simulate import simulate
 from gradveil.tree import Params, parameters
+from gradveil_studies.together import Variant, simulate_together
 
 CLIENTS = np.split(np.random.default_rng(1).permutation(60)[:40], [3, 10, 24])  # 20 records are nobody's
 STEPS = Training(rounds=2, clients=3, batch_size=4, epochs=2, lr=0.1, weight_decay=0.01)

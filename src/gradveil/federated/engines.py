@@ -80,36 +80,27 @@ class Engine(ABC):
 class Sequential(Engine):
     """One client after the other, in this process: the reference. Works for every model and defence."""
 
-    channels_last: bool = False  # memory layout; pays for convolutions with pooling on a CPU
-
     def start(self, world: World) -> Pool:
-        return _SequentialPool(world, self.channels_last)
+        return _SequentialPool(world)
 
 
 class _SequentialPool(Pool):
-    def __init__(self, world: World, channels_last: bool) -> None:
-        self.world = world
-        self.format = torch.channels_last if channels_last else torch.contiguous_format
-        self.model = copy.deepcopy(world.model).to(memory_format=self.format)  # type: ignore[call-overload]
+    def __init__(self, world: World) -> None:
+        self.world, self.model = world, copy.deepcopy(world.model)
 
     def train(self, model: nn.Module, jobs: Sequence[Job], lr: float) -> list[Sent]:
         return [self._one(model, job, lr) for job in jobs]
 
     def _one(self, model: nn.Module, job: Job, lr: float) -> Sent:
         copy_state(job.start or model, self.model)
-        return work(self.model, self.world, job, lr, self.format)
+        return work(self.model, self.world, job, lr)
 
 
-def work(
-    model: nn.Module, world: World, job: Job, lr: float, layout: torch.memory_format = torch.contiguous_format
-) -> Sent:
+def work(model: nn.Module, world: World, job: Job, lr: float) -> Sent:
     """Train one client in place on ``model``, which holds the weights that the server sent."""
     first = next(model.parameters())
     batch = world.train.batch(job.indices)
-    inputs = batch.inputs.to(first)
-    if inputs.ndim == 4:
-        inputs = inputs.contiguous(memory_format=layout)
-    examples = Batch(inputs, batch.labels.to(first.device))
+    examples = Batch(batch.inputs.to(first), batch.labels.to(first.device))
     return train_client(model, examples, job.defense or world.defense, lr, draws_of(job), world.local)
 
 

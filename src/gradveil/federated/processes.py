@@ -82,12 +82,11 @@ class Processes(Engine):
     """
 
     workers: Annotated[int, Range(1, 1024)] | None = None  # None: one per core
-    channels_last: bool = False
 
     def start(self, world: World) -> Pool:
         if any(p.device.type != "cpu" for p in world.model.parameters()):
             raise GradveilError("The engine 'processes' works on the CPU. Move the model there, or use 'vectorised'.")
-        return _ProcessPool(world, self.workers or available_cores(), self.channels_last)
+        return _ProcessPool(world, self.workers or available_cores())
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class _Failure:
 
 
 class _ProcessPool(Pool):
-    def __init__(self, world: World, workers: int, channels_last: bool) -> None:
+    def __init__(self, world: World, workers: int) -> None:
         method = "forkserver" if "forkserver" in get_all_start_methods() else "spawn"
         context = get_context(method)
         if method == "forkserver":
@@ -109,7 +108,7 @@ class _ProcessPool(Pool):
         self.workers = []
         for _ in range(workers):
             ours, theirs = context.Pipe()
-            worker = context.Process(target=_serve, args=(theirs, channels_last), daemon=True)  # type: ignore[attr-defined]
+            worker = context.Process(target=_serve, args=(theirs,), daemon=True)  # type: ignore[attr-defined]
             with self._watching(), ignore_sigint(), apart_from_the_folder():
                 worker.start()
             theirs.close()
@@ -166,11 +165,10 @@ def _deal(sizes: Sequence[int], hands: int) -> list[list[int]]:
     return dealt
 
 
-def _serve(pipe: Connection, channels_last: bool) -> None:
+def _serve(pipe: Connection) -> None:
     """Work until the other end is closed."""
     end_with_parent()
     torch.set_num_threads(1)
-    layout = torch.channels_last if channels_last else torch.contiguous_format
     try:
         content = pipe.recv_bytes()
         try:
@@ -181,17 +179,16 @@ def _serve(pipe: Connection, channels_last: bool) -> None:
             pipe.recv()
             pipe.send(_Failure(f"A worker process could not start:\n{traceback.format_exc()}", False))
             return
-        model = world.model.to(memory_format=layout)  # type: ignore[call-overload]
-        places = dict(model.named_parameters()) | dict(model.named_buffers())
+        places = dict(world.model.named_parameters()) | dict(world.model.named_buffers())
         while True:
             state, jobs, lr = pipe.recv()
-            pipe.send(_answer(world, places, state, jobs, lr, layout))
+            pipe.send(_answer(world, places, state, jobs, lr))
     except (EOFError, BrokenPipeError):
         return
 
 
 def _answer(
-    world: World, places: Params, state: Numbers, jobs: Sequence[Job], lr: float, layout: torch.memory_format
+    world: World, places: Params, state: Numbers, jobs: Sequence[Job], lr: float
 ) -> list[tuple[Sent, Numbers, Numbers]] | _Failure:
     try:
         answers = []
@@ -199,7 +196,7 @@ def _answer(
             with torch.no_grad():
                 for name, value in state.items():
                     places[name].copy_(torch.from_numpy(value))
-            answers.append(_strip(work(world.model, world, job, lr, layout)))
+            answers.append(_strip(work(world.model, world, job, lr)))
         return answers
     except GradveilError as error:
         return _Failure(str(error), True)

@@ -15,13 +15,14 @@ from gradveil.errors import GradveilError
 from gradveil.federated.client import evaluate
 from gradveil.federated.engines import World
 from gradveil.federated.settings import Training
-from gradveil.federated.simulate import Variant, assign, choose, simulate_together
+from gradveil.federated.simulate import assign, choose
 from gradveil.models import build as build_model
 from gradveil.protection.defense import build as build_defense
 from gradveil.protection.defense import noise_row
 from gradveil.tree import Params, parameters
 from gradveil_studies.leaderboard.entries import MULTIPLES, Entry, Panel, run_seeds
 from gradveil_studies.paper.base import Context, Row
+from gradveil_studies.together import Variant, simulate_together
 
 HELD_OUT = 5000  # training records that no device holds, at most: learning rates are chosen on them
 

@@ -14,7 +14,7 @@ from gradveil.data.base import Dataset
 from gradveil.data.partition import partition
 from gradveil.federated.client import evaluate
 from gradveil.federated.settings import Training
-from gradveil.federated.simulate import Round, Variant, simulate_together
+from gradveil.federated.simulate import Round
 from gradveil.models import build
 from gradveil.ranges import Count, Positive
 from gradveil.seeds import Seeds
@@ -22,6 +22,7 @@ from gradveil.threats.rows import group
 from gradveil_studies.paper.base import CIFAR10, ITEMS, MAX_DROP, Context, Item, Judgement, Row, judge, papers_defense
 from gradveil_studies.paper.figures import Dot, dot_panels
 from gradveil_studies.paper.rows import Trained, family, last_round, paired_loss, spread
+from gradveil_studies.together import Variant, simulate_together
 
 SHARES, LEVELS = (0.01, 0.05, 0.1, 0.2, 0.4, 0.8), ("0.0001", "0.001", "0.01", "0.1")
 OURS = tuple(f"representation:share={share}" for share in SHARES)
