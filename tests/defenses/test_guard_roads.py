@@ -549,3 +549,93 @@ def test_a_gradient_in_low_precision_is_the_noised_sum_rounded_once(data: Batch)
         assert noisy[-1].dtype in (torch.float32, torch.float64)
         assert torch.equal(found, (noisy[-1].float() / 12).to(torch.bfloat16))
     guard.remove()
+
+
+# What comes to mix records only after somebody has looked.
+
+
+class Gate(nn.Module):
+    """Mixes the records of a batch as far as a number says, which is a weight, a buffer or a plain attribute."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.zeros(1)) if kind != "buffer" else None
+        self.register_buffer("open", torch.zeros(1))
+        self.backward_alone = kind == "backward"
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = 30 * x.mean(0, keepdim=True)
+        if self.backward_alone:
+            mixed = mixed - mixed.detach()
+        return x + (self.open if self.alpha is None else self.alpha) * mixed
+
+
+def gated(kind: str) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 6), Gate(kind), nn.Linear(6, 5))
+
+
+@pytest.mark.parametrize(
+    ("kind", "opened"), [("weight", "2.alpha"), ("buffer", "2.open"), ("backward", "2.alpha")], ids=str
+)
+def test_a_gate_that_the_server_opens_after_the_first_round_is_seen(kind: str, opened: str, data: Batch) -> None:
+    """With it open a record moved the release by 1.19 clips."""
+    model = gated(kind)
+    state = copy.deepcopy(model.state_dict())
+
+    def rounds() -> None:
+        with protect(model, SPEC):
+            for alpha in (0.0, 0.0, 0.0, 0.0, 1.0):  # the fifth pass is none that is looked at for its number
+                model.load_state_dict(state | {opened: torch.full((1,), alpha)})
+                step(model, data)
+
+    with pytest.raises(DefenseError, match="depends on the others"):
+        rounds()
+
+
+def test_a_model_that_comes_to_mix_records_while_it_trains_is_looked_at_again(data: Batch) -> None:
+    model = Writing(lambda m, x: None)
+    calls: list[int] = []
+
+    def forward(x: Tensor) -> Tensor:
+        calls.append(len(x))
+        hidden = model.fc(x.flatten(1))
+        out: Tensor = model.head(hidden + hidden.mean(0) if len(calls) > 40 else hidden)
+        return out
+
+    model.forward = forward  # type: ignore[method-assign]
+
+    def train() -> None:
+        with protect(model, SPEC):
+            for _ in range(40):
+                step(model, data)
+
+    with pytest.raises(DefenseError, match="no record can be clipped"):
+        train()
+    assert 40 < len(calls) < 200
+
+
+class WritesAfter(nn.Module):
+    """Writes to what a layer got when the layer has run: its records' gradients would be made of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(64, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mine = x.flatten(1).clone()
+        out: Tensor = self.fc(mine)
+        mine.copy_((mine.sum(0) > 5.5).float() * 2 - 1)  # of the whole batch
+        return out
+
+
+def test_what_a_layer_got_and_is_written_to_afterwards_is_refused(data: Batch) -> None:
+    with pytest.raises(DefenseError, match="written to after it ran"), protect(WritesAfter(), SPEC) as guard:
+        step(guard.model, data)
+
+
+def test_complex_weights_are_refused(data: Batch) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 5, dtype=torch.complex64))
+    with pytest.raises(DefenseError, match="complex numbers"), protect(model, SPEC):
+        model(data.inputs.to(torch.complex64))

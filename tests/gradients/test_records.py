@@ -141,6 +141,33 @@ def test_what_mixes_records_is_refused(layers: list[nn.Module], loss: str, said:
         records_of(model, batch_for("", rng), build(loss))
 
 
+class Gate(nn.Module):
+    """Mixes the examples of a batch as far as a weight or a buffer says."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        if kind == "weight":
+            self.alpha = nn.Parameter(torch.zeros(1))
+        else:
+            self.register_buffer("alpha", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.alpha * x.mean(0, keepdim=True)
+
+
+@pytest.mark.parametrize("kind", ["weight", "buffer"])
+def test_a_gate_that_is_opened_after_the_first_look_is_seen(kind: str, rng: torch.Generator) -> None:
+    model, batch = nn.Sequential(Gate(kind), *head(3)).double(), batch_for("", rng)
+
+    def two_rounds() -> None:
+        for alpha in (0.0, 1.0):
+            model[0].alpha.data.fill_(alpha)  # type: ignore[union-attr, operator]
+            records_of(model, batch, CROSS_ENTROPY)
+
+    with pytest.raises(DefenseError, match="depends on the others"):
+        two_rounds()
+
+
 def test_dropout_is_not_taken_for_mixing(rng: torch.Generator) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout(0.5), *head(4)).double()
     assert isinstance(records_of(model, batch_for("", rng), CROSS_ENTROPY), Captured)

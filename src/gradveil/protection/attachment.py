@@ -1,6 +1,7 @@
 """Hooks of a defence on a model, on backward passes and on the optimizers that step on its weights."""
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -392,7 +393,7 @@ class Attachment:
         self.provenance.tie()
         weights: Params = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self._check_origin(gradients_of(weights))
-        with lifted(self.handles):
+        with nullcontext() if self.per_record.watched.all_known else lifted(self.handles):  # else parts run again
             left = self.per_record.release(roots, retain, weights, self.rng, self.report)
         self.provenance.take(left)
         for p in weights.values():

@@ -7,6 +7,7 @@ nor a second pass made: a module that holds weights and is of no known kind is r
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.losses import build as build_loss
 from gradveil.modules import copied_buffers, plain_attention, plain_checkpoints, tensors_in, ways_into
 from gradveil.protection.layers import KINDS, LayerRecord, is_known, known
+from gradveil.protection.loss_graph import MIXED
 from gradveil.protection.records import Captured, Held, InParts, Records, wide
 from gradveil.tree import Params, add, norm, subtract
 from gradveil.types import Batch
@@ -47,6 +49,11 @@ def check_separable(model: nn.Module, loss: Loss) -> None:
 def check_layers(model: nn.Module) -> None:
     """Raise where a layer mixes the examples of a batch, or writes what it saw of them to its buffers."""
     for name, module in model.named_modules():
+        if any(p is not None and p.is_complex() for p in module._parameters.values()):
+            raise DefenseError(
+                f"The weights of {name or 'the model'!r} are complex numbers, for which noise is not defined here. "
+                f"Train real and imaginary parts as weights of their own."
+            )
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
             raise DefenseError(
                 f"Layer {name!r} is batch norm in train mode, which mixes the examples of a batch: no record can be "
@@ -59,13 +66,13 @@ def check_layers(model: nn.Module) -> None:
             )
 
 
-def check_unmixed(model: nn.Module, batch: Batch, loss: Loss) -> Params:
+def check_unmixed(model: nn.Module, batch: Batch, loss: Loss, weights: Params | None = None) -> Params:
     """Raise where the first two examples together give another gradient than one by one; return that of the first."""
-    first = _gradient(model, batch[:1], loss)
+    first = _gradient(model, batch[:1], loss, weights)
     if len(batch) == 1:
         return first
-    apart, together = add(first, _gradient(model, batch[1:2], loss)), _gradient(model, batch[:2], loss)
-    if not same(together, apart) and same(first, _gradient(model, batch[:1], loss)):  # else it is chance
+    second, together = (_gradient(model, some, loss, weights) for some in (batch[1:2], batch[:2]))
+    if not same(together, add(first, second)) and same(first, _gradient(model, batch[:1], loss, weights)):  # no chance
         raise DefenseError(
             f"In {type(model).__name__} the gradient of an example depends on the others of its batch: no record can "
             f"be clipped by itself. Use layers that look at one example at a time."
@@ -73,11 +80,25 @@ def check_unmixed(model: nn.Module, batch: Batch, loss: Loss) -> Params:
     return first
 
 
-def _gradient(model: nn.Module, batch: Batch, loss: Loss) -> Params:
-    weights = {n: p for n, p in model.named_parameters() if p.requires_grad}
+def _gradient(model: nn.Module, batch: Batch, loss: Loss, weights: Params | None) -> Params:
+    free = {n: p if weights is None else weights[n] for n, p in model.named_parameters() if p.requires_grad}
     with torch.enable_grad():
-        value = loss.each(model(batch.inputs), batch.labels).sum()
-    return dict(zip(weights, torch.autograd.grad(value, list(weights.values()), materialize_grads=True), strict=True))
+        output = model(batch.inputs) if weights is None else functional_call(model, weights, (batch.inputs,))
+        value = loss.each(output, batch.labels).sum()
+    return dict(zip(free, torch.autograd.grad(value, list(free.values()), materialize_grads=True), strict=True))
+
+
+def _drawn_weights(model: nn.Module) -> Params:
+    """Return random weights of a usual size, which have nothing to do with the model's own.
+
+    Who sends the weights could close a gate before what mixes records, while somebody looks, and open it later.
+    """
+    rng, found = torch.Generator().manual_seed(0), {}
+    for name, p in model.named_parameters():
+        drawn = torch.rand(p.shape, generator=rng) + 0.5 if p.ndim < 2 else torch.randn(p.shape, generator=rng)
+        size = (2 * len(p) / p.numel()) ** 0.5 if p.ndim > 1 and p.numel() else 1.0
+        found[name] = (drawn * size).to(p).requires_grad_(p.requires_grad) if p.is_floating_point() else p.detach()
+    return found
 
 
 def same(a: Params, b: Params) -> bool:
@@ -98,7 +119,8 @@ def records_of(model: nn.Module, batch: Batch, loss: Loss | Callable[[Tensor, Te
     minimised = (CROSS_ENTROPY if loss is F.cross_entropy else build_loss(loss)).of(batch.labels)
     check_separable(model, minimised)
     checked = _CHECKED.setdefault(model, {})
-    key = (tuple(batch.inputs.shape), batch.inputs.dtype, model.training)
+    buffers = [hash(b.detach().cpu().numpy().tobytes()) for b in model.buffers() if b.is_floating_point()]
+    key = (tuple(batch.inputs.shape), batch.inputs.dtype, model.training, *buffers)
     if key not in checked and len(batch):
         checked[key] = _fits(model, batch, minimised)
     if len(batch) and checked[key] and (found := capture(model, batch, minimised)) is not None:
@@ -116,6 +138,8 @@ def _fits(model: nn.Module, batch: Batch, loss: Loss) -> bool:
     devices = [batch.inputs.device] if batch.inputs.is_cuda else []
     with torch.random.fork_rng(devices), quiet(model, transformed=False), full_precision():
         alone = check_unmixed(model, batch, loss)
+        with suppress(RuntimeError, ValueError, AssertionError):  # where it does not run on such weights
+            check_unmixed(model, batch, loss, _drawn_weights(model))
         found = capture(model, batch, loss)
         first = torch.zeros(len(batch), device=batch.inputs.device)
         first[0] = 1
@@ -254,9 +278,20 @@ class Ran:
     places: tuple[int, ...]  # of the tensors with gradients among all that it gave
     edges: tuple[GradientEdge, ...]  # of these
     before: tuple[Node, ...]  # what made its arguments
+    written: tuple[int, ...]  # how often each tensor among its arguments had been written to
+
+    @property
+    def is_as_it_was(self) -> bool:
+        """Whether nobody wrote to the arguments since: a gradient is made of what they hold now."""
+        return self.written == _written(self.given)
 
     def seen(self, deltas: Sequence[Tensor | None], count: int) -> LayerRecord | None:
         """Return what it saw, with the loss's gradients (N, ...) by what it gave; None where all of these are none."""
+        if not self.is_as_it_was:
+            raise DefenseError(
+                f"What layer {self.layer!r} got was written to after it ran, so a record's gradient does not follow "
+                f"from it. Write to a copy: out of place, or x.clone()."
+            )
         there = {place: d for place, d in zip(self.places, deltas, strict=True) if d is not None}
         if not there:
             return None
@@ -288,6 +323,11 @@ class TrainedLayers:
                     f"told from what each of them shows. Untie them, or freeze the weight."
                 )
 
+    @property
+    def all_known(self) -> bool:
+        """Whether every layer's records follow from what it saw, so that none has to be run again."""
+        return all(is_known(self.model.get_submodule(layer)) for layer in self.layers)
+
     def check(self) -> None:
         """Raise where a pass would mix records, or show too little of them."""
         check_layers(self.model)
@@ -306,51 +346,85 @@ class TrainedLayers:
     def check_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> None:
         """Raise where half of the records, each in its place, give something else with others around them.
 
-        Passes draw the same random numbers in the same places, so dropout keeps records apart as well.
+        Looked at with the weights as they are and with others. Passes draw the same random numbers in the same places,
+        so dropout keeps records apart as well.
         """
         if count < 2:
             return
-        leaves, tree = tree_flatten((args, kwargs))
+        self._check_apart(args, kwargs, count, {})
+        drawn = _drawn_weights(self.model)
+        with suppress(RuntimeError, ValueError, AssertionError):  # where it does not run on such weights
+            self._check_apart(args, kwargs, count, drawn)
+            self._check_slopes(args, kwargs, count, drawn)  # those by its own weights a step looks at, with the loss
 
-        def inputs(order: list[int]) -> tuple[dict[str, Tensor], list[Tensor]]:
-            found: dict[str, Tensor] = {}
-
-            def look(layer: str, _: nn.Module, own: tuple[Any, ...], named: dict[str, Any]) -> None:
-                found[layer] = _tensors((own, named))[0].detach().clone()
-
-            mine = (t[order] if isinstance(t, Tensor) and t.shape[:1] == (count,) else t for t in leaves)
-            a, k = tree_unflatten(list(mine), tree)
-            hooks = [
-                self.model.get_submodule(layer).register_forward_pre_hook(partial(look, layer), with_kwargs=True)
-                for layer in self.layers
-            ]
-            device = next((t.device for t in leaves if isinstance(t, Tensor) and t.is_cuda), None)
-            try:
-                with torch.no_grad(), torch.random.fork_rng([] if device is None else [device]):
-                    gave = tensors_in(functional_call(self.model, copied_buffers(self.model), a, k))
-            finally:
-                for hook in hooks:
-                    hook.remove()
-            return found, [t for t in gave if t.shape[:1] == (count,)]
-
-        whole, first = list(range(count)), count // 2
-        own, gave = inputs(whole)
-        for layer, a in own.items():
-            if len(a) != count:
-                raise DefenseError(_not_rows(layer, self.model.get_submodule(layer), [tuple(a.shape)], count))
+    def _check_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int, weights: Params) -> None:
+        at, first, whole = partial(self._layers_at, args, kwargs, count, weights), count // 2, list(range(count))
+        own = at(whole)
+        for layer in self.layers:
+            if layer in own and len(own[layer]) != count:
+                raise DefenseError(_not_rows(layer, self.model.get_submodule(layer), [tuple(own[layer].shape)], count))
 
         def differs(order: list[int], half: slice) -> str | None:
-            other, gave_other = inputs(order)
-            pairs = [(f"what layer {layer!r} gets", own[layer], other[layer]) for layer in own if layer in other]
-            pairs += [("what the model gives", *both) for both in zip(gave, gave_other, strict=True)]
-            return next((what for what, a, b in pairs if not _alike(a[half], b[half])), None)
+            other = at(order)
+            both = ((what, own[what][half], other[what][half]) for what in own if what in other)
+            return next((what for what, a, b in both if not _alike(a, b)), None)
 
         for half, order in (
             (slice(first), [i % first for i in whole]),  # the first half's records in the others' places too
             (slice(first, count), [i if i >= first else first + i for i in whole]),
         ):
             if (what := differs(order, half)) is not None:
-                raise DefenseError(_not_apart(self.model, what, again=differs(whole, half) is None))
+                said = f"what layer {what!r} gets" if what in self.layers else "what the model gives"
+                raise DefenseError(_not_apart(self.model, said, again=differs(whole, half) is None))
+
+    def _layers_at(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int, weights: Params, order: list[int]
+    ) -> dict[str, Tensor]:
+        """Return what each layer gets where the records stand in this order, and what the model gives, by number."""
+        leaves, tree = tree_flatten((args, kwargs))
+        found: dict[str, Tensor] = {}
+
+        def look(layer: str, _: nn.Module, own: tuple[Any, ...], named: dict[str, Any]) -> None:
+            found[layer] = _tensors((own, named))[0].detach().clone()
+
+        mine = (t[order] if isinstance(t, Tensor) and t.shape[:1] == (count,) else t for t in leaves)
+        a, k = tree_unflatten(list(mine), tree)
+        hooks = [
+            self.model.get_submodule(layer).register_forward_pre_hook(partial(look, layer), with_kwargs=True)
+            for layer in self.layers
+        ]
+        device = next((t.device for t in leaves if isinstance(t, Tensor) and t.is_cuda), None)
+        try:
+            with torch.no_grad(), torch.random.fork_rng([] if device is None else [device]):
+                gave = tensors_in(functional_call(self.model, copied_buffers(self.model) | weights, a, k))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found | {f" {n}": t for n, t in enumerate(gave) if t.shape[:1] == (count,)}
+
+    def _check_slopes(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int, weights: Params) -> None:
+        """Raise where what the model gives for some records has a slope by what a layer gave for others."""
+        found: dict[str, Tensor] = {}
+        hooks = [
+            self.model.get_submodule(layer).register_forward_hook(
+                lambda _, __, output, layer=layer: found.update({layer: t for t in _tensors(output)[:1]})
+            )
+            for layer in self.layers
+        ]
+        device = next((t.device for t in _tensors((args, kwargs)) if t.is_cuda), None)
+        try:
+            with torch.enable_grad(), torch.random.fork_rng([] if device is None else [device]):
+                gave = tensors_in(functional_call(self.model, copied_buffers(self.model) | weights, args, kwargs))
+                rows = [t[: count // 2] for t in gave if t.requires_grad and t.shape[:1] == (count,)]
+                ends = [torch.randn(t.shape, device=t.device).to(t) for t in rows]
+        finally:
+            for hook in hooks:
+                hook.remove()
+        inside = [t for t in found.values() if t.requires_grad and t.shape[:1] == (count,)]
+        if rows and inside:
+            for slope in torch.autograd.grad(rows, inside, ends, allow_unused=True):
+                if slope is not None and bool(slope[count // 2 :].abs().max() > 1e-3 * slope.abs().max()):
+                    raise DefenseError(MIXED)
 
     def ran(self, layer: str, given: Any, output: Any, count: int) -> Ran:
         """Take note of a layer that has run on this many records."""
@@ -362,7 +436,7 @@ class TrainedLayers:
         before = tuple(t.grad_fn for t in got if t.grad_fn is not None)
         held = ((args[0].detach(),), {}) if alone else tree_map(_detached, given)
         gave = {i: get_gradient_edge(t) for i, t in enumerate(_tensors(output)) if t.requires_grad}
-        return Ran(layer, module, held, tuple(gave), tuple(gave.values()), before)
+        return Ran(layer, module, held, tuple(gave), tuple(gave.values()), before, _written(held))
 
     def records(self, ran: Iterable[Ran], deltas: Sequence[Tensor | None], count: int) -> Captured:
         """Return the gradients of records whose losses' gradients by all that the layers gave are these."""
@@ -372,6 +446,10 @@ class TrainedLayers:
             at += len(each.edges)
         like = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
         return Captured([layer for layer in seen if layer is not None], like, (count,))
+
+
+def _written(given: Any) -> tuple[int, ...]:
+    return tuple(-1 if t.is_inference() else t._version for t in _tensors(given))
 
 
 def _detached(leaf: Any) -> Any:

@@ -194,7 +194,7 @@ def leads_to(node: Node, some: set[Node]) -> bool:
     return any(before in some for before in _reached(node))
 
 
-_MIXED = (
+MIXED = (
     "In the backward pass the gradient of a record depends on the others of its batch (a backward hook, or a function "
     "with a backward of its own): no record can be clipped by itself. Leave the hook out; limit gradients after it."
 )
@@ -203,7 +203,7 @@ _MIXED = (
 def check_hooks(gave: Iterable[Tensor]) -> None:
     """Raise where somebody put a hook on what the model gave: what it makes of all records' gradients is unknown."""
     if any(t._backward_hooks for t in gave):
-        raise DefenseError(f"There is a hook on the model's output. {_MIXED}")
+        raise DefenseError(f"There is a hook on the model's output. {MIXED}")
 
 
 def check_backward(
@@ -230,7 +230,7 @@ def check_backward(
                 continue
             apart = (own[half] - alone[half]).abs().max() if own.numel() else torch.zeros(())
             if bool(apart > 1e-3 * own.abs().max()):
-                raise DefenseError(_MIXED)
+                raise DefenseError(MIXED)
 
 
 def _kept(half: slice, count: int) -> Callable[..., Any]:

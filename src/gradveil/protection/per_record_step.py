@@ -67,7 +67,7 @@ class PerRecordStep:
         self._loading: nn.Module | None = None  # the part that is being loaded, with all that is in it
         self.usual: int | None = None  # records of the first pass
         self.current: RecordPass | None = None
-        self._checked = False  # whether the backward pass keeps records apart
+        self._passes = 0  # since the guard began, or the buffers were loaded anew
         self._in_step, self._filled = InStep(), 0  # the step under way, and the slots of it that are taken
         self._step: RunningStep | None = None
         self._before: Params = {}  # the gradients before the step
@@ -87,8 +87,17 @@ class PerRecordStep:
         """A round begins with the weights and buffers as they are."""
         if self._loading in (None, part):
             self._loading = None
-            self.carried.loaded(part)
+            if self.carried.loaded(part):
+                self._passes = 0
             self._for_round, self._steps = None, 0
+
+    @property
+    def _looks(self) -> bool:
+        """Whether to look at records being kept apart: at the first pass, the second, the fourth, ...
+
+        A model may come to mix them while it trains.
+        """
+        return self._passes & (self._passes - 1) == 0
 
     def check_carried(self) -> None:
         """Raise where training wrote to something that would be sent as it is."""
@@ -110,7 +119,8 @@ class PerRecordStep:
             raise DefenseError("The model was called without a tensor, so there are no records to keep apart.")
         if not len(rows):
             raise DefenseError("The model was called with no records: its first input is empty. Leave the batch out.")
-        if self.usual is None:
+        self._passes += 1
+        if self._looks:
             with lifted(hooks):
                 self.watched.check_apart(args, kwargs, len(rows))
         self.current = RecordPass(len(rows), self.following.records_of((args, kwargs), len(rows)))
@@ -132,7 +142,8 @@ class PerRecordStep:
         if output is None:
             self.current = None
         elif self.current is not None:
-            self.current.gave = [t for t in tensors_in(output) if t.grad_fn is not None]
+            gave = [output] if isinstance(output, Tensor) else tensors_in(output)
+            self.current.gave = [t for t in gave if t.grad_fn is not None]
             some = (t for t in self.current.gave if t.shape[:1] == (self.current.count,))
             self.current.over = True
             self.current.made = {t.grad_fn for t in some if t.grad_fn is not None}
@@ -155,9 +166,9 @@ class PerRecordStep:
         share = share_of(loss, current.made | current.nodes, current.count, self.mean_loss)
         self._check_times(share.times, current.count)
         edges = [edge for ran in current.ran.values() for edge in ran.edges]
-        checked, self._checked = self._checked, True
-        deltas = torch.autograd.grad(loss, edges, retain_graph=retain or not checked, allow_unused=True)
-        if not checked:
+        looks = self._looks
+        deltas = torch.autograd.grad(loss, edges, retain_graph=retain or looks, allow_unused=True)
+        if looks:
             check_backward(loss, edges, deltas, current.made | current.nodes, current.count, retain=retain)
         own = [None if delta is None else delta.detach() / share.weight for delta in deltas]
         records = self.watched.records(current.ran.values(), own, current.count)
@@ -379,20 +390,18 @@ class Carried:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.looking = False  # a look of its own at the state, which is not to be sent
-        self.begin()
-
-    def begin(self) -> None:
         self._at_start = self._now()
 
-    def loaded(self, part: nn.Module) -> None:
-        """A round begins with what was loaded into a part; the rest stays under watch."""
-        if part is self.model:
-            self.begin()
-            return
+    def loaded(self, part: nn.Module) -> bool:
+        """A round begins with what was loaded into a part; the rest stays under watch. Return whether it is other."""
+        before, now = self._at_start, self._now()
         path = next((name for name, module in self.model.named_modules() if module is part), None)
-        if path is not None:
-            kept = {name: mark for name, mark in self._at_start.items() if not name.startswith(f"{path}.")}
-            self._at_start = kept | {n: mark for n, mark in self._now().items() if n.startswith(f"{path}.")}
+        if part is self.model:
+            self._at_start = now
+        elif path is not None:
+            kept = {name: mark for name, mark in before.items() if not name.startswith(f"{path}.")}
+            self._at_start = kept | {n: mark for n, mark in now.items() if n.startswith(f"{path}.")}
+        return self._at_start != before
 
     def changed(self) -> list[str]:
         """Return the names of what is other than it was, or new, or gone."""
