@@ -9,7 +9,7 @@ nothing has none.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp, inf, isfinite, log, sqrt
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from gradveil.errors import CertificateError, MissingExtraError
 
-Accountant = Literal["pld", "rdp", "opacus"]
 GRID = 100  # values of ε that are tried
 
 
@@ -64,14 +63,9 @@ class GaussianTraining:
         noise, rate = history[0][:2]
         return cls(float(noise), float(rate), sum(int(entry[2]) for entry in history))
 
-    def epsilon(self, delta: float, accountant: Accountant = "pld") -> float:
-        """Return the least ε that the accountant proves at this δ, for adding or removing one example.
-
-        ``opacus`` is Opacus's own (PRV), to compare: what a training with Opacus reports.
-        """
-        if accountant == "opacus":
-            return self._by_opacus(delta)
-        found: float = self._accountant(accountant).get_epsilon(delta)
+    def epsilon(self, delta: float) -> float:
+        """Return the least ε that an accountant of privacy loss proves at this δ, for adding or removing one example."""
+        found: float = self._accountant().get_epsilon(delta)
         return found
 
     def epsilon_seen(self, delta: float) -> float:
@@ -105,7 +99,7 @@ class GaussianTraining:
         _check(guess)
         if self.sampling_rate == 1:
             return Chance(rero_gaussian(guess, 1 / self.noise, self.steps))
-        accountant = self._accountant("pld")
+        accountant = self._accountant()
 
         def at(epsilon: float) -> float:
             return rero(guess, epsilon, float(accountant.get_delta(epsilon)))
@@ -115,27 +109,16 @@ class GaussianTraining:
         profile = [lowest + (highest - lowest) * i / GRID for i in range(GRID)]
         return Chance(min(map(at, [0.0, *profile])))
 
-    def _by_opacus(self, delta: float) -> float:
-        try:
-            from opacus.accountants import PRVAccountant
-        except ImportError as error:
-            raise MissingExtraError("Opacus's accountant", "dp") from error
-        accountant: Any = PRVAccountant()
-        accountant.history = [(self.noise, self.sampling_rate, self.steps)]
-        return float(accountant.get_epsilon(delta))
-
-    def _accountant(self, kind: Accountant) -> Any:
+    def _accountant(self) -> Any:
         try:
             import dp_accounting as dp
-            from dp_accounting import pld, rdp
+            from dp_accounting import pld
         except ImportError as error:
             raise MissingExtraError("Privacy accounting", "certify") from error
         step: Any = dp.GaussianDpEvent(self.noise)
         if self.sampling_rate < 1:
             step = dp.PoissonSampledDpEvent(self.sampling_rate, step)
-        accountant: Any = pld.PLDAccountant() if kind == "pld" else rdp.RdpAccountant()
-        accountant.compose(dp.SelfComposedDpEvent(step, self.steps))
-        return accountant
+        return pld.PLDAccountant().compose(dp.SelfComposedDpEvent(step, self.steps))
 
 
 def beside_a_count(noise: float, deviation: float) -> float:

@@ -1,13 +1,12 @@
 """What a privacy configuration of Flower, Opacus or NVFlare really buys, and what in it is off."""
 
-import io
 import json
 import tomllib
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil, hypot, inf, log, sqrt
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from gradveil.errors import CertificateError
@@ -16,37 +15,18 @@ from gradveil.privacy.accountant import TUNED, Account
 from gradveil.privacy.bounds import GaussianTraining, beside_a_count, epsilon_of, mu_of
 
 _LARGEST = 2**26  # bytes of a file of text
-_CHECKPOINT = 2**30  # bytes of a checkpoint, and of what it unpacks to
 
 
 def read(path: Path) -> Any:
     """Return what a file holds, as it is nested."""
     try:
-        if path.suffix in (".pt", ".pth"):
-            return _history(read_whole(path, _CHECKPOINT))
         text = read_whole(path, _LARGEST).decode()
         return tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except Exception as error:
         raise CertificateError(
-            f"{path} cannot be read as TOML (.toml), JSON or an Opacus checkpoint (.pt): "
-            f"{' '.join(str(error).split())[:150]}"
+            f"{path} cannot be read as TOML (.toml) or JSON: {' '.join(str(error).split())[:150]}. Of an Opacus "
+            f"checkpoint give its accountant's state_dict() as JSON."
         ) from error
-
-
-def _history(content: bytes) -> dict[str, Any]:
-    """Return what an Opacus checkpoint has counted, as plain numbers; nothing else of it is looked at."""
-    import torch
-
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6):  # CVE-2025-32434
-        raise ValueError(f"torch {torch.__version__} may run code of a file: install 2.6 or newer, or give JSON")
-    with zipfile.ZipFile(io.BytesIO(content)) as file:
-        if (size := sum(part.file_size for part in file.infolist())) > _CHECKPOINT:
-            raise ValueError(f"it unpacks to {size:,} bytes, and the most is {_CHECKPOINT:,}")
-    saved = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)  # noqa: TID251 - no code in it
-    counted = saved.get("privacy_accountant_state_dict", saved)["history"]
-    if not all(isinstance(n, int | float) for one in counted for n in one):
-        raise ValueError("its history is no list of numbers")
-    return {"history": [tuple(one) for one in counted]}
 
 
 def flat_settings(values: Any) -> Iterator[tuple[str, Any]]:
@@ -190,7 +170,7 @@ def opacus(flat: Mapping[str, Any], known: Told) -> Bought:
     elif number(flat, "noise_multiplier") is None and (target := number(flat, "target_epsilon")) is not None:
         return Bought(
             "DP-SGD with the noise that its own accountant finds", "record", mu=mu_of(target, delta), releases=releases,
-            notes=(*notes, *_planned(flat), f"The target is {ENGINES} The figures take all of it for Gaussian."),
+            notes=(*notes, f"The target is {ENGINES} The figures take all of it for Gaussian."),
             details={"claimed_epsilon": target, "delta": delta},
         )  # fmt: skip
     else:
@@ -234,15 +214,10 @@ def _bought(
 
 def _counted(history: Any) -> tuple[float, Sampling]:
     try:
-        training = GaussianTraining.of_opacus(_History(history))
+        training = GaussianTraining.of_opacus(SimpleNamespace(history=history))
     except (TypeError, ValueError, IndexError, OverflowError) as error:
         raise CertificateError(f"history is not Opacus's list of (noise, rate, steps): {error}.") from error
     return training.noise, Sampling(training.sampling_rate, training.steps)
-
-
-@dataclass(frozen=True)
-class _History:
-    history: list[Any]
 
 
 def _epoch(flat: Mapping[str, Any]) -> int | None:
@@ -261,21 +236,6 @@ def _sampling(flat: Mapping[str, Any]) -> tuple[Sampling, tuple[str, ...]]:
     rate = min(1.0, given or 1 / (batches or 1))
     steps = number(flat, "steps") or ceil(epochs / rate * (1 - ROUNDED))
     return Sampling(rate, max(1, int(steps)), poisson), notes
-
-
-def _planned(flat: Mapping[str, Any]) -> tuple[str, ...]:
-    """Say where Opacus finds the noise for fewer steps than its loader takes: it rounds epochs over rate down."""
-    batches, epochs = _epoch(flat), number(flat, "local_epochs", "epochs") or 1
-    if batches is None:
-        return ()
-    taken, found = int(epochs * int(1 / (1 / batches))), int(epochs / (1 / batches))
-    if flat.get("poisson_sampling") is False:
-        taken = int(epochs * batches)
-    if taken <= found:
-        return ()
-    return (
-        f"Opacus finds the noise for {found} steps, and its loader takes {taken}: it rounds epochs over rate down.",
-    )
 
 
 def _clip(flat: Mapping[str, Any]) -> tuple[float | None, tuple[str, ...]]:

@@ -407,7 +407,7 @@ class TrainedLayers:
         found: dict[str, Tensor] = {}
         hooks = [
             self.model.get_submodule(layer).register_forward_hook(
-                lambda _, __, output, layer=layer: found.update({layer: t for t in _tensors(output)[:1]})
+                lambda _, __, output, layer=layer: found.update((layer, t) for t in _tensors(output)[:1])
             )
             for layer in self.layers
         ]

@@ -17,6 +17,7 @@ from math import exp, pi, sqrt
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from scipy.special import ndtr, ndtri
 from scipy.stats import binom
@@ -166,8 +167,6 @@ def _highest(refuted: Callable[[float], bool], most: float) -> float:
 BLOCK, HALF = 16, 8
 BITS = 24
 SIGMAS = 6.0  # a chance of 1e-9 for a sound noise
-STATE, MIDDLE = 624, 397  # of the Mersenne Twister
-AT_ONCE = 2**16  # seeds
 
 
 def grain(residual: Array, starts: Sequence[int]) -> float:
@@ -200,51 +199,20 @@ def _on_lattice(cosine: Array, sine: Array) -> Array:
 def seed_of(residual: Array, starts: Sequence[int], seeds: range, before: Sequence[int] = (0,)) -> int | None:
     """Return the seed of a torch CPU generator whose first normals are the residual's, up to a factor; None: no one.
 
-    ``before``: how many draws of the generator may come before them; up to two hundred are looked at.
+    ``before``: how many draws of the generator may come before them.
     """
-    first = next((i for i, part in enumerate(np.split(residual, starts[1:])) if len(part) >= BLOCK), None)
-    if first is None or first > 0:  # a short tensor's normals are drawn in another way
+    if not residual[: starts[1] if len(starts) > 1 else None].size >= BLOCK:  # short: drawn in another way
         return None
-    seen = residual[:BLOCK]
-    seen = seen / np.linalg.norm(seen)
-    window = [draws for draws in before if draws + BLOCK <= STATE - MIDDLE]
-    for low in range(seeds.start, seeds.stop, AT_ONCE):
-        some = np.arange(low, min(low + AT_ONCE, seeds.stop), dtype=np.uint64)
-        drawn = _outputs(some.astype(np.uint32), max(window) + BLOCK)
-        for skipped in window:
-            normals = _normals(drawn[skipped : skipped + BLOCK])
-            alike = seen @ (normals / np.linalg.norm(normals, axis=0))
-            if alike.max() > 1 - 1e-4:
-                return int(some[int(alike.argmax())])
+    seen = residual[:BLOCK] / np.linalg.norm(residual[:BLOCK])
+    rng = torch.Generator()
+    for seed in seeds:
+        for skipped in before:
+            rng.manual_seed(seed)
+            torch.rand(skipped, generator=rng)
+            normals = torch.randn(BLOCK, generator=rng).double().numpy()
+            if seen @ normals > (1 - 1e-4) * np.linalg.norm(normals):
+                return seed
     return None
-
-
-def _outputs(seeds: NDArray[np.uint32], count: int) -> NDArray[np.uint32]:
-    """Return the first outputs (count, S) of Mersenne Twisters with these seeds."""
-    kept = np.empty((count + 1 + count, len(seeds)), np.uint32)
-    state = seeds.astype(np.uint32)
-    for i in range(MIDDLE + count):
-        if i <= count:
-            kept[i] = state
-        if i >= MIDDLE:
-            kept[count + 1 + i - MIDDLE] = state
-        state = np.uint32(1812433253) * (state ^ (state >> np.uint32(30))) + np.uint32(i + 1)
-    now, later, far = kept[:count], kept[1 : count + 1], kept[count + 1 :]
-    mixed = (now & np.uint32(0x80000000)) | (later & np.uint32(0x7FFFFFFF))
-    y: Any = far ^ (mixed >> np.uint32(1)) ^ np.where(mixed & np.uint32(1), np.uint32(0x9908B0DF), np.uint32(0))
-    y = y ^ (y >> np.uint32(11))
-    y = y ^ ((y << np.uint32(7)) & np.uint32(0x9D2C5680))
-    y = y ^ ((y << np.uint32(15)) & np.uint32(0xEFC60000))
-    found: NDArray[np.uint32] = y ^ (y >> np.uint32(18))
-    return found
-
-
-def _normals(drawn: NDArray[np.uint32]) -> Array:
-    """Return the normals (16, S) of a block, as torch makes them of sixteen outputs."""
-    uniform = (drawn & np.uint32(2**BITS - 1)) / 2.0**BITS
-    radius = np.sqrt(-2 * np.log1p(-uniform[:HALF]))
-    angle = 2 * pi * uniform[HALF:]
-    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
 
 
 def reused(residuals: Sequence[Array]) -> float:
