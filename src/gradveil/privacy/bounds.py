@@ -64,7 +64,7 @@ class GaussianTraining:
         return cls(float(noise), float(rate), sum(int(entry[2]) for entry in history))
 
     def epsilon(self, delta: float) -> float:
-        """Return the least ε that an accountant of privacy loss proves at this δ, for adding or removing one example."""
+        """Return the least ε that a privacy loss accountant proves at this δ, for adding or removing one example."""
         found: float = self._accountant().get_epsilon(delta)
         return found
 
