@@ -15,10 +15,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
+from itertools import pairwise, product
 from math import inf, sqrt
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,6 @@ from gradveil.auditing.train import FIT
 from gradveil.data import load
 from gradveil.data.base import Dataset, Split
 from gradveil.data.partition import Indices, partition, undealt
-from gradveil.federated.client import local_update
 from gradveil.federated.settings import Training
 from gradveil.federated.simulate import simulate
 from gradveil.models import build
@@ -84,12 +84,10 @@ class World:
     cohort: int
     promises: Sequence[Promise]
     epochs: int = 1
-    dims: Sequence[int] = (100, 150, 200, 300, 400)
+    dims: Sequence[int] = (200, 400, 600)
     score: str = "accuracy"
-    rates: Sequence[float] = (1.0, 3.0, 10.0, 30.0)
-    clips: Sequence[float] = (0.1, 0.3, 0.6)
     aside: int = 5000  # records that nobody holds, beside the public ones, at most
-    more: Sequence[int] = ()  # directions that the undefended run may have beside them
+    undealt: bool = False  # tested on training records that nobody holds, others for each seed; else on the test split
     tuning: int = 1  # seeds that settings are chosen on: more where few records are held out
 
 
@@ -125,31 +123,22 @@ TABLE = _usual(
     ("local, ε = 4", "epsilon=4", True, 1.0, 0.0),
 )
 PAPER = "classes:devices=100,classes=2,per_class=100"
-SILO = "iid:devices=10,per_device=2000"
-LONG, SHORT = (f"text:path={name},vocabulary=20000" for name in ("ng20.txt,length=48", "r8.txt,length=64"))
-MORE = (600, 800)
-COLUMNS, FEW, MANY = (5, 10, 20, 30), (50, 100, 200), (50, 100, 200, 300)
+SIXTY, SILO = "classes:devices=60,classes=2,per_class=100", "iid:devices=10,per_device=1200"
+ADULT = "table:path=adult.csv,target=classification"
+QUESTIONS, SHORT, LONG = (
+    f"text:path={name},vocabulary=20000" for name in ("trec.txt,length=24", "r8.txt,length=48", "ng20.txt,length=48")
+)
+FEW, MANY, SOME = (50, 100, 200), (100, 200, 300), (150, 300, 450)
 FOUND = (
-    World("cifar10", "cifar10", LITE0, PAPER, 1000, 10, IMAGES, more=MORE),
-    World("cifar10, all 100 a round", "cifar10", LITE0, PAPER, 100, 100, IMAGES, dims=(200, 300, 400), more=(600,)),
-    World("cifar10, 10 silos", "cifar10", LITE0, SILO, 60, 10, SILOS, more=MORE),
-    World("cifar10, 10 silos, 5 local epochs", "cifar10", LITE0, SILO, 12, 10, SILOS, 5, more=MORE),
-    World("r8", SHORT, MINILM, "iid:devices=20,per_device=200", 60, 20, WORDS, 1, FEW, aside=1000, tuning=3),
-    World("20 newsgroups", LONG, MINILM, "iid:devices=30,per_device=200", 60, 30, WORDS, 1, MANY, aside=2000, tuning=2),
-    World(
-        "breast cancer",
-        "breast_cancer",
-        "",
-        "iid:devices=5,per_device=60",
-        40,
-        5,
-        TABLE,
-        1,
-        COLUMNS,
-        "auc",
-        60,
-        tuning=20,
-    ),
+    World("cifar10", "cifar10", LITE0, PAPER, 1000, 10, IMAGES),
+    World("cifar10, all 60 a round", "cifar10", LITE0, SIXTY, 100, 60, IMAGES, dims=SOME, undealt=True),
+    World("cifar10, 10 silos", "cifar10", LITE0, SILO, 100, 10, SILOS, dims=SOME, undealt=True),
+    World("cifar10, 10 silos, 5 local epochs", "cifar10", LITE0, SILO, 20, 10, SILOS, 5, dims=SOME, undealt=True),
+    World("trec", QUESTIONS, MINILM, "iid:devices=20,per_device=200", 100, 20, WORDS, 1, FEW, tuning=2),
+    World("r8", SHORT, MINILM, "iid:devices=20,per_device=200", 100, 20, WORDS, 1, FEW, tuning=2),
+    World("20 newsgroups", LONG, MINILM, "iid:devices=30,per_device=200", 100, 30, WORDS, 1, MANY, tuning=2),
+    World("breast cancer", "breast_cancer", "", "iid:devices=5,per_device=60", 100, 5, TABLE, 1, (0,), "auc", 60, 20),
+    World("adult", ADULT, "", "iid:devices=20,per_device=500", 100, 20, TABLE, 1, (0,), "auc"),
 )
 WORLDS = {world.name: world for world in FOUND}
 
@@ -177,7 +166,7 @@ class Rows:
     def make(cls, world: World, data: str | None, first: int) -> "Rows":
         dataset = load(world.dataset, data)
         count = min(first or len(dataset.train), len(dataset.train))
-        parts = [(dataset.train, count), (dataset.test, len(dataset.test))]
+        parts = [(dataset.train, count), (dataset.test, 1 if world.undealt else len(dataset.test))]
         if not world.model:
             return cls(world, dataset, *(split.batch(slice(0, n)).inputs for split, n in parts))
         model = build(world.model, dataset.input_shape, dataset.num_classes, modality=dataset.modality)
@@ -193,6 +182,18 @@ class Rows:
             return torch.cat(found)
 
         return cls(world, dataset, *(passed(split, n) for split, n in parts))
+
+
+def _directions(public: Tensor, count: int) -> Callable[[Tensor], Tensor]:
+    basis = Basis(public.shape[1], count)
+    basis.fit(public)
+    return lambda rows: torch.cat([some @ basis.directions.T + basis.offset for some in rows.split(2000)])
+
+
+def _columns(public: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return what standardises the columns of a table, rare categories less so, and puts a one beside them."""
+    middle, spread = public.mean(0), public.std(0).clamp_min(0.1)
+    return lambda rows: F.pad((rows - middle) / spread, (0, 1), value=1.0)
 
 
 @dataclass(frozen=True)
@@ -220,23 +221,22 @@ class Scene:
 
     @cached_property
     def data(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Records in all directions and labels: of the clients' by client, held out, and the test split's."""
+        """Records in the main directions and labels: of the clients' by client, held out, and the test split's."""
         public, aside = (torch.from_numpy(part) for part in self.parts)
         x, y = self.rows.train, self._labels
-        basis = Basis(x.shape[1], max((*self.rows.world.dims, *self.rows.world.more)))
-        basis.fit(x[public])
-        raw = lambda rows: torch.cat([s @ basis.directions.T + basis.offset for s in rows.split(2000)])  # noqa: E731
+        raw = _columns(x[public]) if not self.rows.world.model else _directions(x[public], max(self.rows.world.dims))
         own = torch.from_numpy(np.stack(self.clients))
         return {
             "train": (raw(x[own.flatten()]).view(*own.shape, -1), y[own]),
             "held": (raw(x[aside]), y[aside]),
             "public": (raw(x[public]), y[public]),
-            "test": (raw(self.rows.test), self.rows.dataset.test.labels),
+            "test": (raw(self.rows.test), self.rows.dataset.test.labels[: len(self.rows.test)]),
         }
 
     def of(self, part: str, dims: int) -> tuple[Tensor, Tensor]:
-        x, y = self.data[part]
-        return F.normalize(x[..., :dims], dim=-1), y
+        """Return records of unit length in so many directions (0: all), and labels."""
+        x, y = self.data["held" if part == "test" and self.rows.world.undealt else part]
+        return F.normalize(x[..., : dims or None], dim=-1), y
 
     def turns(self) -> Iterator[Tensor]:
         """Yield who takes part, round by round: all take turns, in a new order each time."""
@@ -259,33 +259,36 @@ class Scene:
 
     def scores(self, promise: Promise, choices: Sequence[Choice], held: bool) -> list[float]:
         """Train with each choice (of one number of directions and batch size), and return what they score."""
-        world, dims, batch = self.rows.world, choices[0].dims, choices[0].batch
-        x, y = self.of("train", dims)
+        world, batch = self.rows.world, choices[0].batch
+        x, y = self.of("train", choices[0].dims)
         kinds, slots = self.rows.dataset.num_classes, x.shape[1]
         lr, clip = (torch.tensor(v).view(-1, 1, 1, 1) for v in zip(*((c.lr, c.clip) for c in choices), strict=True))
-        weights = torch.zeros(len(choices), kinds, dims)
+        weights = torch.zeros(len(choices), kinds, dims := x.shape[-1])
         speed, mean, count = torch.zeros_like(weights), torch.zeros_like(weights), 0
         std, rng = self.noise(promise), Seeds(self.seed)("noise")
-        steps = 1 if not batch else -(-slots // batch)
+        steps = world.epochs * (1 if not batch else -(-slots // batch))
         for number, devices in enumerate(self.turns(), 1):
             some, targets = x[devices], F.one_hot(y[devices], kinds).float()  # (K, N, D), (K, N, C)
-            moved = torch.zeros(len(choices), len(devices), kinds, dims)
-            for at in range(world.epochs * steps):
-                part = slice(None) if not batch else slice(at % steps * batch, (at % steps + 1) * batch)
-                own, k = some[:, part], len(devices)
+            if steps == 1:  # no client's weights differ from another's: their sum is all that counts
+                some, targets = some.flatten(0, 1)[None], targets.flatten(0, 1)[None]
+            each, k = std * sqrt(len(devices) / len(some)), len(some)
+            moved, size = torch.zeros(len(choices), k, kinds, dims), batch or some.shape[1]
+            for at in range(steps):
+                start = at % (steps // world.epochs) * size
+                own = some[:, start : start + size]
                 now = (weights[:, None] - lr * moved).transpose(0, 1).flatten(1, 2)  # (K, T * C, D)
                 logits = (own @ now.transpose(1, 2)).view(k, own.shape[1], len(choices), kinds)
-                delta = logits.softmax(3) - targets[:, part, None]
+                delta = logits.softmax(3) - targets[:, start : start + size, None]
                 delta *= (clip.view(1, 1, -1, 1) / delta.norm(dim=3, keepdim=True).clamp_min(1e-30)).clamp_max(1.0)
                 found = (delta.flatten(2).transpose(1, 2) @ own).view(k, len(choices), kinds, dims).transpose(0, 1)
                 if std:
-                    found = found + clip * std * torch.randn(k, kinds, dims, generator=rng)
+                    found = found + clip * each * torch.randn(k, kinds, dims, generator=rng)
                 moved = moved + found / own.shape[1]
             speed = 0.9 * speed + moved.mean(1)
             weights = weights - lr[:, 0] * speed
             if number > 0.75 * world.rounds:
                 mean, count = mean + weights, count + 1
-        rows, labels = self.of("held" if held else "test", dims)
+        rows, labels = self.of("held" if held else "test", choices[0].dims)
         return [self._score(rows @ (one / count).T, labels) for one in mean]
 
     def _score(self, logits: Tensor, labels: Tensor) -> float:
@@ -295,13 +298,13 @@ class Scene:
 
     def product(self, promise: Promise, choice: Choice) -> float:
         """Return the score on the test split after the product's own rounds, for one step a round."""
-        world, (x, y), (test, labels) = self.rows.world, self.of("train", choice.dims), self.of("test", choice.dims)
+        world, (x, y), (test, labels) = self.rows.world, *(self.of(part, choice.dims) for part in ("train", "test"))
         clients = list(np.arange(x.shape[0] * x.shape[1]).reshape(x.shape[:2]))
         splits = [
             Split(rows.flatten(0, -2).numpy(), wanted.flatten(), 1.0) for rows, wanted in ((x, y), (test, labels))
         ]
         dataset = replace(self.rows.dataset, train=splits[0], test=splits[1], groups=None)
-        head = nn.Linear(choice.dims, self.rows.dataset.num_classes, bias=False)
+        head = nn.Linear(x.shape[-1], self.rows.dataset.num_classes, bias=False)
         nn.init.zeros_(head.weight)
         model = nn.Sequential(OrderedDict(fc=head))
         settings: dict[str, Any] = {"rounds": world.rounds, "clients": world.cohort, "epochs": world.epochs}
@@ -318,52 +321,48 @@ class Scene:
             return self._score(model(test), labels)
 
 
-STEPS = {"undefended": "none", "defended": "veil:z=1,clip=0.3"}
+RATES, CLIPS = (1.0, 3.0, 10.0, 30.0), (0.1, 0.3, 1.0)
 SMALL_RATES = (0.1, 0.3, 1.0, 3.0)  # of batches of 32
 
 
 def tried(scenes: Sequence[Scene], promise: Promise) -> list[tuple[Choice, float]]:
-    """Return what was tried for a row and its mean score on held-out records: 12 rates and clips, then directions."""
-    world = scenes[0].rows.world
-    dims = world.dims
-    middle = dims[len(dims) // 2]
+    """Return what was tried for a row and its mean score on held-out records: rates and clips, then directions."""
+    dims = scenes[0].rows.world.dims
+    middle, found = dims[len(dims) // 2], list[tuple[Choice, float]]()
 
-    def scored(choices: Sequence[Choice]) -> list[tuple[Choice, float]]:
+    def score(choices: Sequence[Choice]) -> Choice:
         each = [scene.scores(promise, choices, True) for scene in scenes]
-        return [(choice, fmean(some)) for choice, some in zip(choices, zip(*each, strict=True), strict=True)]
+        found.extend((choice, fmean(some)) for choice, some in zip(choices, zip(*each, strict=True), strict=True))
+        return max(found, key=lambda one: one[1])[0]
 
-    if promise.z_run:
-        found = scored([Choice(lr, clip, middle) for lr in world.rates for clip in world.clips])
-    else:
-        found = scored([Choice(lr, clip, middle) for lr in world.rates for clip in (0.3, inf)])
-        found += scored([Choice(lr, inf, middle, 32) for lr in SMALL_RATES])
-    best = max(found, key=lambda one: one[1])[0]
-    for other in (*dims, *(() if promise.z_run else world.more)):
-        found += scored([replace(best, dims=other)]) if other != middle else []
+    best = score([Choice(lr, clip, middle) for lr in RATES for clip in CLIPS])
+    if not promise.z_run:
+        best = score([Choice(lr, inf, middle, 32) for lr in SMALL_RATES])
+    for width in set(dims) - {middle}:
+        score([replace(best, dims=width, lr=best.lr * by) for by in (0.5, 1.0, 2.0)])
     return found
 
 
-def step_times(data: str | None, records: int = 100) -> dict[str, float]:
-    """Return processor seconds of a client's defended step on kept features, and of running the backbone in it."""
-    dataset = load("cifar10", data)
-    model = build(f"{LITE0},dims=300", dataset.input_shape, dataset.num_classes)
-    batch, frozen = dataset.train.batch(slice(0, records)), model.get_submodule("features")
-    assert isinstance(frozen, Frozen)
+DEFENDED = "veil:promise=reconstruction,tier=aggregate,clip=0.3"
 
-    def seconds(work: Callable[[], object]) -> float:
-        began = time.process_time()
-        work()
-        return time.process_time() - began
 
-    def step(defense: str) -> object:
-        return local_update(model, batch, defense, 1.0, torch.Generator().manual_seed(0), batch_size=None)
-
-    step("none")  # features are known from here on
-    found = {name: min(seconds(partial(step, spec)) for _ in range(7)) for name, spec in STEPS.items()}
-    with torch.no_grad():
-        found["backbone"] = seconds(lambda: frozen._run(batch.inputs))
-    dearer = found["defended"] / found["undefended"]
-    return found | {"backbone / step": found["backbone"] / found["defended"], "defended / undefended": dearer}
+def round_times(rounds: int = 40, records: int = 200, dims: int = 300) -> dict[str, list[float]]:
+    """Return milliseconds of processor time of a round on kept features, undefended and defended, and their ratio."""
+    found, digits = {}, load("digits", None)
+    x = F.normalize(torch.randn(100 * records, dims), dim=1).numpy()
+    rows = Split(x, torch.randint(10, (len(x),)), 1.0)
+    clients = list(np.arange(len(x)).reshape(100, records))
+    head = nn.Sequential(OrderedDict(fc=nn.Linear(dims, 10, bias=False)))
+    for engine, cohort in product(("sequential", "vectorised"), (10, 100)):
+        training = Training(rounds=rounds, clients=cohort, batch_size=None, lr=1.0, aggregator="fedavgm:momentum=0.9")
+        each: dict[str, list[float]] = {"none": [], DEFENDED: []}
+        for defense in (*each, *each):
+            run = simulate(head, replace(digits, train=rows, test=rows), clients, training, defense, engine=engine)
+            began = [time.process_time() for _ in run]
+            each[defense] += [1000 * (b - a) for a, b in pairwise(began[5:])]  # less the first, which prepare
+        bare, defended = (median(times) for times in each.values())
+        found[f"{engine}, {cohort} clients"] = [bare, defended, defended / bare]
+    return found
 
 
 def poisson(epsilons: Sequence[float] = (2.0, 8.0), shares: Sequence[float] = (1.0, 0.25, 0.1)) -> list[list[float]]:
@@ -395,25 +394,22 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--product", type=int, nargs="*", default=[], help="Seeds that the product trains, too.")
     parser.add_argument("--promises", nargs="*", default=[], help="By name; none: all of them.")
-    for key, kind in (("rates", float), ("clips", float), ("dims", int)):
-        parser.add_argument(f"--{key}", type=kind, nargs="*", help="To try, in place of the world's own.")
     parser.add_argument("--predict", action="store_true", help="Only rehearse the rows that are there.")
     parser.add_argument("--data")
     parser.add_argument("--first", type=int, default=0, help="Training records that are dealt out, from the first.")
     parser.add_argument("--out", type=Path, default=Path("studies/bench/results/cure.json"))
-    parser.add_argument("--times", action="store_true", help="Only time a step with and without kept features.")
+    parser.add_argument("--times", action="store_true", help="Only time a round on kept features.")
     parser.add_argument("--poisson", action="store_true", help="Only say what secret Poisson batches would save.")
     given = parser.parse_args()
     if given.poisson:
         print(json.dumps(poisson()))
         return
     if given.times:
-        print(json.dumps(step_times(given.data)))
+        print(json.dumps(round_times()))
         return
     for name in given.only:
         kept = json.loads(given.out.read_text())["rows"] if given.out.exists() else []
-        tries = {key: vars(given)[key] for key in ("rates", "clips", "dims") if vars(given)[key]}
-        rows = Rows.make(replace(WORLDS[name], **tries), given.data, given.first)
+        rows = Rows.make(WORLDS[name], given.data, given.first)
         mine = [row for row in kept if row["world"] == name]
         if given.predict:
             scenes = [Scene(rows, seed) for seed in mine[0]["seeds"]]
@@ -433,12 +429,12 @@ def main() -> None:
 
 
 def world_rows(
-    rows: Rows, promises: Sequence[Promise], seeds: Sequence[int], product: Sequence[int]
+    rows: Rows, promises: Sequence[Promise], seeds: Sequence[int], trained: Sequence[int]
 ) -> list[dict[str, Any]]:
     """Return a row for each promise of a world."""
     world, made = rows.world, []
     tuning = [Scene(rows, 1000 + i) for i in range(world.tuning)]
-    scenes = {seed: Scene(rows, seed) for seed in (*seeds, *product)}
+    scenes = {seed: Scene(rows, seed) for seed in (*seeds, *trained)}
     for promise in filter(tuning[0].fits, promises):
         tries = tried(tuning, promise)
         best, held = max(tries, key=lambda one: one[1])
@@ -450,8 +446,8 @@ def world_rows(
         row |= {"tries": [[v if v != inf else None for v in vars(c).values()] + [s] for c, s in tries]}
         row |= {"score": world.score, "seeds": list(seeds), "found": found, "least": promise.least}
         row |= {"aim": promise.aim if promise.z_run else None}
-        if product:
-            row["product"] = {str(seed): scenes[seed].product(promise, best) for seed in product}
+        if trained:
+            row["product"] = {str(seed): scenes[seed].product(promise, best) for seed in trained}
         made.append(row)
         show(row)
     return made

