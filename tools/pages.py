@@ -8,6 +8,7 @@ takes minutes and is made with `--slow` alone.
 """
 
 import argparse
+import dataclasses
 import json
 import re
 import sys
@@ -21,7 +22,9 @@ from results import BOARD, RESULTS, ROOT, Row, own_rows, promise_rows, runs
 from verdict_lines import lines
 
 from gradveil.cli.list import everything, say_ranges
-from gradveil.integrations.flower.site import FILES, SITE, WORDS, keys
+from gradveil.integrations.flower.settings import FlowerSettings
+from gradveil.integrations.flower.site import FILES, REGISTRIES, SITE, WORDS
+from gradveil.ranges import hints_of, names_of, range_of
 from gradveil.threats.rows import group
 from gradveil_studies.leaderboard.board import Leaderboard
 from gradveil_studies.leaderboard.entries import BATCHES, ENTRIES, MULTIPLES, PANELS, Panel
@@ -128,17 +131,33 @@ def names(_: Path) -> str:
     )
 
 
+SERVERS_ALONE = {
+    "strategy", "audit", "audit_sample", "audit_max_examples", "max_change", "max_examples", "deadline", "min_replies",
+    "resume", "out", "schedule",
+}  # fmt: skip
+
+
 def node_settings(_: Path) -> str:
-    """Return what a run may set on a node, and the settings that name files."""
+    """Return who may set what of a run config on a node, and the settings that name files."""
+    rows: list[Row] = []
+    for field in dataclasses.fields(FlowerSettings):
+        kind = hints_of(FlowerSettings)[field.name]
+        within = str(range_of(kind) or names_of(kind))
+        who = "the run; a node does not use it" if field.name in SERVERS_ALONE else "the run"
+        if field.name == "data":
+            who, within = "the site", "a folder; the run's is that of the server"
+        elif field.name in REGISTRIES:
+            over = field.name in (*SITE, "defense")
+            who += "; the site above it" if over else ""
+            within = "a registered name without files or code; the site: anything" if over else "a registered name"
+        name = f"`{field.name.replace('_', '-')}`"
+        rows.append({"key of the run config": name, "who may set it": who, "what it may be": within})
     files = [f"`{kind}:{name}=`" for kind, names in FILES.items() for name in sorted(names)]
     files += [
         f"`{kind}:{name}=` but for {', '.join(words)}" for kind, of in WORDS.items() for name, words in of.items()
     ]
-    table = markdown(
-        [{"key of the run config": f"`{k.name}`", "who may set it": k.who, "what it may be": k.range} for k in keys()]
-    )
     site = ", ".join(f"`{name}`" for name in SITE)
-    return f"{table}\n\nOnly the site sets: {site}, and what names a file: {', '.join(files)}."
+    return f"{markdown(rows)}\n\nOnly the site sets: {site}, and what names a file: {', '.join(files)}."
 
 
 # what the benches measured

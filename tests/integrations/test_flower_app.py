@@ -17,9 +17,15 @@ from gradveil.errors import GradveilError, SpecError
 from gradveil.federated.simulate import Training, simulate
 from gradveil.integrations.flower.app import make_client_app, serve
 from gradveil.integrations.flower.engine import submit
-from gradveil.integrations.flower.settings import FlowerSettings, build_model, load_data, strategy_for
+from gradveil.integrations.flower.settings import (
+    STRATEGIES,
+    FlowerSettings,
+    build_model,
+    build_strategy,
+    load_data,
+    strategy_for,
+)
 from gradveil.integrations.flower.site import NodeError
-from gradveil.integrations.flower.strategies import STRATEGIES, build_strategy
 from integrations.flower_parts import Nodes, context, message
 
 SETTINGS = FlowerSettings(

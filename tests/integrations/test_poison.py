@@ -15,7 +15,7 @@ from torch import nn
 
 from gradveil.errors import SpecError
 from gradveil.integrations.flower.checks import CheckedGrid, checked
-from gradveil.integrations.flower.strategies import build_strategy
+from gradveil.integrations.flower.settings import build_strategy
 from gradveil.tree import Params
 from integrations.flower_parts import Nodes, message, reply
 

@@ -39,7 +39,16 @@ from gradveil.integrations.flower.records import (
 )
 from gradveil.integrations.flower.required_defense import MAP, OTHER, RequiredDefense, read_clip, state, write_clip
 from gradveil.integrations.flower.secure_aggregation import check_sum, secure_mod, secured
-from gradveil.integrations.flower.settings import FlowerSettings, build_model, load_data
+from gradveil.integrations.flower.settings import (
+    ENGINE,
+    LEAKS,
+    Continued,
+    FlowerSettings,
+    build_model,
+    build_strategy,
+    last_checkpoint,
+    load_data,
+)
 from gradveil.integrations.flower.site import (
     check_map,
     check_weights,
@@ -49,7 +58,6 @@ from gradveil.integrations.flower.site import (
     said_outward,
     taken,
 )
-from gradveil.integrations.flower.strategies import ENGINE, LEAKS, Continued, build_strategy, last_checkpoint
 from gradveil.losses import build as build_loss
 from gradveil.models import fit_to_public
 from gradveil.models.features import keep_features

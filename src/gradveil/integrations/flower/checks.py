@@ -23,6 +23,8 @@ from gradveil.integrations.flower.records import (
     add_metrics,
     arrays_of,
     is_training,
+    lengths,
+    middle,
     number,
     params_of,
     withhold,
@@ -37,7 +39,6 @@ from gradveil.integrations.flower.required_defense import (
 )
 from gradveil.integrations.flower.site import is_simulation
 from gradveil.integrations.leaks import CHECKED, LEAK_METRICS, PSNR
-from gradveil.integrations.local_training import is_trained
 from gradveil.integrations.monitor import MonitorSettings, NodeReport, RunMonitor
 from gradveil.privacy.accountant import NOISE, SIMULATED
 from gradveil.protection.defense import Defense, build
@@ -344,22 +345,6 @@ def _text(value: Any) -> str | None:
 def why(error: GradveilError) -> str:
     """Return the word under which a refusal is counted."""
     return error.why if isinstance(error, Refused) else MALFORMED
-
-
-def lengths(before: Params, after: Params) -> tuple[float, float]:
-    """Return how far the weights and the running statistics moved; counters are no part of it."""
-    squares = [0.0, 0.0]
-    for name, value in before.items():
-        if value.is_floating_point():
-            change = after[name].double() - value.double()
-            squares[not is_trained(name, value)] += float(change.square().sum())
-    return math.sqrt(squares[0]), math.sqrt(squares[1])
-
-
-def middle(values: Iterable[float]) -> float:
-    """Return the median of those above 0, the lower of two: 0 where there are none."""
-    some = sorted(value for value in values if value > 0)
-    return some[(len(some) - 1) // 2] if some else 0.0
 
 
 def _claims(examples: float, bound: str) -> Refused:

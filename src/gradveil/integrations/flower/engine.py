@@ -77,8 +77,7 @@ def check(settings: "FlowerSettings") -> int:
     if importlib.util.find_spec("flwr") is None:
         raise MissingExtraError("The Flower engine", "flower")
     os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
-    from gradveil.integrations.flower.settings import load_data
-    from gradveil.integrations.flower.strategies import build_strategy
+    from gradveil.integrations.flower.settings import build_strategy, load_data
     from gradveil.threats.setup import fitting_model
 
     dataset, shares = load_data(settings.dataset, settings.data, settings.partition, settings.seed)

@@ -3,7 +3,7 @@
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from io import BytesIO
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from gradveil.errors import MissingExtraError, UpdateError
+from gradveil.integrations.local_training import is_trained
 from gradveil.ranges import Range
 from gradveil.tree import Params
 
@@ -234,3 +235,19 @@ def check_asked(message: Message) -> None:
     """Raise where a number that a server asks for is none, or none that makes sense."""
     for name in ASKED:
         asked(message, name, math.nan)
+
+
+def lengths(before: Params, after: Params) -> tuple[float, float]:
+    """Return how far the weights and the running statistics moved; counters are no part of it."""
+    squares = [0.0, 0.0]
+    for name, value in before.items():
+        if value.is_floating_point():
+            change = after[name].double() - value.double()
+            squares[not is_trained(name, value)] += float(change.square().sum())
+    return math.sqrt(squares[0]), math.sqrt(squares[1])
+
+
+def middle(values: Iterable[float]) -> float:
+    """Return the median of those above 0, the lower of two: 0 where there are none."""
+    some = sorted(value for value in values if value > 0)
+    return some[(len(some) - 1) // 2] if some else 0.0

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -129,51 +129,9 @@ def said_outward(work: Callable[[], Any]) -> Any:
         raise outward(error) from None
 
 
-@dataclass(frozen=True)
-class Key:
-    """One setting of a run: who may set it on a node, and what it may be."""
-
-    name: str
-    who: str
-    range: str
-
-
-def keys() -> list[Key]:
-    """Return every setting of a run config, for the page of them."""
-    import dataclasses
-
-    from gradveil.integrations.flower.settings import FlowerSettings
-    from gradveil.ranges import hints_of, names_of, range_of
-
-    server = {"strategy", "audit", "audit_sample", "audit_max_examples", "max_change", "max_examples", "deadline"}
-    server |= {"min_replies", "resume", "out", "rounds", "schedule", "clients"}
-    found = []
-    for field in dataclasses.fields(FlowerSettings):
-        kind = hints_of(FlowerSettings)[field.name]
-        within = str(range_of(kind) or names_of(kind))
-        who = "the run; a node does not use it" if field.name in server else "the run"
-        if field.name == "data":
-            who, within = "the site", "a folder; the run's is that of the server"
-        elif field.name in REGISTRIES:
-            over = field.name in (*SITE, "defense")
-            who += "; the site above it" if over else ""
-            within = "a registered name without files or code; the site: anything" if over else "a registered name"
-        found.append(Key(field.name.replace("_", "-"), who, within))
-    return found
-
-
 ACCOUNT = "gradveil-account"  # in the node's state: what its records had spent after the last payment of this run
 NOISE_FROM = "GRADVEIL_NOISE"  # in the environment
 ALLOWED = ("evaluate", "query")  # what leaves beside a defence of records where a site says 'allow'
-KEYS = {  # of --node-config: who may set it is the site; what it may be, and what it decides
-    "partition-id": ("a whole number", "the node's share of the data, and the name of its account"),
-    "data": ("a folder", "where its data lie"),
-    "defense": ("a spec", "the defence; stands above the app's and the run's"),
-    "noise": ("'secret' (default), 'simulated'", "whether the defence's draws can be repeated from a seed"),
-    "account": ("a file", "where it keeps its account, in place of ~/.gradveil/accounts/PARTITION-ID.json"),
-    "evaluate": ("'allow'", "lets answers to evaluate messages leave beside a defence of records, unpaid"),
-    "query": ("'allow'", "the same for query messages and all others"),
-}
 
 
 def noise_of(context: Context) -> str:
