@@ -33,7 +33,7 @@ from gradveil.integrations.flower.records import arrays_of, lengths, middle, par
 from gradveil.integrations.flower.required_defense import RequiredDefense, parts_of
 from gradveil.integrations.local_training import is_trained
 from gradveil.protection.defense import Defense, accounted, build
-from gradveil.ranges import Count, Positive, Weight, Whole, read
+from gradveil.ranges import Count, Positive, Weight, Whole, hints_of, read
 from gradveil.registry import parse
 from gradveil.seeds import Seeds
 from gradveil.tree import Params
@@ -138,18 +138,19 @@ class FlowerSettings(Averaging):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "FlowerSettings":
         """Read a run config; what it does not name keeps its default."""
-        defaults: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(cls)}
+        kinds = hints_of(cls)
         values: dict[str, Any] = {}
         for key, value in config.items():
             name = key.replace("-", "_")
             name = cls.RENAMED.get(name, name)
-            if name not in defaults:
+            if name not in kinds:
                 known = ", ".join(cls().to_config())
                 raise SpecError(
-                    f"The run config has {key!r}, which the app does not know. {did_you_mean(name, defaults)}"
+                    f"The run config has {key!r}, which the app does not know. {did_you_mean(name, kinds)}"
                     f"It has: {known}."
                 )
-            values[name] = type(defaults[name])(value)
+            nothing = name == "batch_size" and value == 0  # a run config has no None
+            values[name] = None if nothing else read(str(value), kinds[name], key)
         return cls(**values)
 
     def to_config(self) -> dict[str, str | int | float | bool]:
