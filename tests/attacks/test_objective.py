@@ -9,11 +9,11 @@ from torch.nn.functional import cross_entropy
 
 from gradveil.attacks.gradinversion import GradInversion, relative_distance
 from gradveil.attacks.search.matching import (
-    BatchNormStatistics,
     Energy,
     GroupConsistency,
     Matching,
     MatchingObjective,
+    SentStatistics,
     TotalVariation,
     Unknowns,
     squared_distance,
@@ -79,7 +79,7 @@ def test_gradinversion_adds_the_terms_that_a_model_allows(model: nn.Module, rng:
     normed = observe(nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 5)), rng)
     vector = Unknowns((2, 64), 5, (0.0, 1.0), True)
     terms = GradInversion(bn=3.0, restarts=1)._terms([normed], vector, owner, tv)
-    assert [type(t) for t in terms] == [Energy, BatchNormStatistics]
+    assert [type(t) for t in terms] == [Energy, SentStatistics]
     assert terms[1].weight == 3.0  # type: ignore[attr-defined]
 
 

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from torch import Generator, nn
+from torch import Generator, Tensor, nn
 
-from gradveil.attacks.search.matching import BatchNormStatistics, Energy, GroupConsistency, TotalVariation, batch_norms
+from gradveil.attacks.search.matching import Energy, GroupConsistency, TotalVariation, batch_norms, statistics_term
+from gradveil.tree import parameters
+from gradveil.types import Observation, Update
 
 
 def test_total_variation_of_a_hand_made_image() -> None:
@@ -35,23 +37,27 @@ def test_images_with_the_running_statistics_cost_nothing(rng: Generator) -> None
     x = torch.rand(2, 4, 1, 8, 8, generator=rng)
     for norm in batch_norms(model).values():
         norm.momentum = None  # running statistics become those of the one batch seen
-    model(x[0])  # the first batch norm has now seen problem 0's batch
-    model.train()
-    term = BatchNormStatistics(1.0, model)
+    model(x[0])
+    seen = [Observation(model, Update(parameters(model)), (1, 8, 8), 2)]
+
+    def term(x: Tensor) -> Tensor:
+        (of,) = statistics_term(seen, torch.zeros(len(x), dtype=torch.long), 1.0, running=True)
+        return of(x)
+
     values = term(x)
     torch.testing.assert_close(values[1:], term(x[1:]))  # no problem's statistics leak into another's
-    first = next(iter(batch_norms(model).values()))
-    assert float(values[0]) < 0.1
-    assert float(values[1]) > float(values[0])
+    assert float(values[0]) < 1e-6 < 0.01 < float(values[1])
+    first = batch_norms(model)["1"]
     assert all(norm.training for norm in batch_norms(model).values())
     assert int(first.num_batches_tracked) == 1
     with torch.no_grad():
         inputs = model[0](x[1])
-        mean, var = inputs.mean((0, 2, 3)), inputs.var((0, 2, 3), unbiased=False)
-        scale = first.running_var + first.eps
-        expected = ((mean - first.running_mean) ** 2 / scale + (var / scale - 1) ** 2).mean()
-    alone = nn.Sequential(*list(model)[:2])
-    assert float(BatchNormStatistics(1.0, alone)(x)[1]) == pytest.approx(float(expected), rel=1e-4)
+        mean, var = inputs.mean((0, 2, 3)), inputs.var((0, 2, 3))
+        expected = ((mean - first.running_mean) ** 2 / first.running_var + (var / first.running_var - 1) ** 2).mean()
+    model = nn.Sequential(*list(model)[:2])
+    seen = [Observation(model, Update(parameters(model)), (1, 8, 8), 2)]
+    assert float(term(x)[1]) == pytest.approx(float(expected), rel=1e-4)
+    assert statistics_term(seen, torch.zeros(1, dtype=torch.long), 1.0) == ()  # the client sent none
 
 
 def test_a_model_without_batch_norm_has_no_such_layers(model: nn.Module) -> None:

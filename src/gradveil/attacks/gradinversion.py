@@ -10,13 +10,11 @@ from gradveil.attacks.base import ATTACKS, AppliesTo, Attack
 from gradveil.attacks.labels import with_labels
 from gradveil.attacks.rounds import at_one_model
 from gradveil.attacks.search.matching import (
-    BatchNormStatistics,
     Energy,
     GroupConsistency,
     Matching,
     Penalty,
     Unknowns,
-    batch_norms,
     squared_distance,
     statistics_term,
 )
@@ -61,11 +59,10 @@ class GradInversion(Attack):
     def _terms(
         self, seen: Sequence[Observation], unknowns: Unknowns, owner: Tensor, tv: Tensor
     ) -> tuple[Penalty, ...]:  # fmt: skip
-        terms: list[Penalty] = [Energy(self.l2), *image_terms(self.bn)(seen, unknowns, owner, tv)]
+        terms: list[Penalty] = [Energy(self.l2), *image_terms(0.0)(seen, unknowns, owner, tv)]
+        terms += statistics_term(seen, owner, self.bn, running=True)
         if self.restarts > 1:
             terms.append(GroupConsistency(self.group, owner.to(tv.device)))
-        if batch_norms(seen[0].model) and not statistics_term(seen, owner, self.bn):
-            terms.append(BatchNormStatistics(self.bn, seen[0].model))
         return tuple(terms)
 
 

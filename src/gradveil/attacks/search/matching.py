@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradveil.attacks.base import check_seen
 from gradveil.errors import AttackError
-from gradveil.gradients.functional import Form, per_problem, quiet, trial_gradients
+from gradveil.gradients.functional import Form, per_problem, trial_gradients
 from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.modules import copied_state
 from gradveil.tree import Params, parameters
@@ -394,9 +394,23 @@ class SentStatistics:
         return replace(self, client=pick(self.client, rows))
 
 
-def statistics_term(seen: Sequence[Observation], owner: Tensor, weight: float) -> tuple[SentStatistics, ...]:
-    """Return the term for problems of these owners, where every client sent its statistics; else nothing."""
+def running_statistics(model: nn.Module) -> Params:
+    """Return the running statistics of the global model by buffer name, which images like others keep to."""
+    return {
+        f"{layer}.{name}": norm.get_buffer(name).detach()
+        for layer, norm in batch_norms(model).items()
+        for name in ("running_mean", "running_var")
+    }
+
+
+def statistics_term(
+    seen: Sequence[Observation], owner: Tensor, weight: float, running: bool = False
+) -> tuple[SentStatistics, ...]:
+    """Return the term for problems of these owners, where every client sent its statistics; else nothing, or the term
+    with the model's ``running`` ones (Yin et al. 2021)."""
     known = [sent_statistics(s) for s in seen] if weight > 0 else [{}]
+    if running and weight > 0 and not all(known):
+        known = [running_statistics(s.model) for s in seen]
     if not all(known):
         return ()
     stacked = {n: torch.stack([k[n] for k in known])[owner.to(v.device)] for n, v in known[0].items()}
@@ -431,44 +445,3 @@ def _statistics(model: nn.Module) -> Callable[[object, Tensor], Params]:
         return found
 
     return one
-
-
-@dataclass(frozen=True)
-class BatchNormStatistics:
-    """weight x distance of the images' statistics, at each batch norm, from the running ones (Yin et al. 2021).
-
-    The distance is that of ``SentStatistics``. The running statistics are part of the global model.
-    """
-
-    weight: float
-    model: nn.Module
-
-    def __call__(self, x: Tensor) -> Tensor:
-        norms = list(batch_norms(self.model).values())
-        parts: list[Tensor] = []
-
-        def compare(norm: nn.Module, args: tuple[Tensor, ...]) -> None:
-            inputs = args[0].unflatten(0, x.shape[:2])  # (P, N, C, ...)
-            over = [d for d in range(1, inputs.ndim) if d != 2]
-            buffers = dict(norm.named_buffers())
-            var = buffers["running_var"] + norm.eps  # type: ignore[operator]
-            mean, spread = inputs.mean(over), inputs.var(over, unbiased=False)
-            distance = (mean - buffers["running_mean"]).square() / var + (spread / var - 1).square()
-            parts.append(distance.mean(1))
-
-        handles = [norm.register_forward_pre_hook(compare) for norm in norms]
-        modes = [norm.training for norm in norms]
-        state = {n: v.detach() for n, v in (*self.model.named_parameters(), *self.model.named_buffers())}
-        try:
-            for norm in norms:
-                norm.training = False
-            with quiet(self.model):
-                functional_call(self.model, state, (x.flatten(0, 1),))
-        finally:
-            for norm, handle, mode in zip(norms, handles, modes, strict=True):
-                handle.remove()
-                norm.training = mode
-        return self.weight * torch.stack(parts).mean(0)
-
-    def take(self, rows: Tensor) -> "BatchNormStatistics":
-        return self
