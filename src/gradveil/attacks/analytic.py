@@ -16,8 +16,6 @@ the slope of the loss by the layer's output.
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
@@ -32,7 +30,7 @@ from gradveil.attacks.rounds import at_one_model
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import quiet
 from gradveil.modules import Visit, prefix, trace
-from gradveil.ranges import Count, Whole
+from gradveil.ranges import Count
 from gradveil.tree import named
 from gradveil.types import Observation, Reconstruction
 
@@ -62,6 +60,11 @@ class Mixture:
         with torch.no_grad(), quiet(self.seen.model):
             first, last = (f(x).flatten() for x in ends)
         return torch.minimum(first, last), torch.maximum(first, last)
+
+    def on_plane(self, directions: Tensor) -> Tensor:
+        """Return the examples' rows y (N, N) of directions (N, N): their length is that at which db = D 1."""
+        over = (directions @ self.plane)[:, None]
+        return directions / over.where(over.abs() > 1e-30, torch.ones_like(over))
 
     def inputs(self, y: Tensor) -> Tensor:
         """Return the examples (N, *shape) of unmixed rows y (rank, rank); where fewer show, some come again."""
@@ -142,25 +145,16 @@ def mixed(seen: Observation, layer: str) -> Mixture:
     return Mixture(seen, layer, rank, vt[:rank], rows, plane, w, b, max(rest, seen.noise.get(weight, 0.0)), dw, db)
 
 
-@contextmanager
-def _held(layer: nn.Module, caught: list[Tensor]) -> Iterator[None]:
-    """Within, what the layer gives is a leaf that gradients are taken by; it is put into ``caught``."""
+def behind(model: nn.Module, layer: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the layer's output z (N, m), the model's, and the slopes (N, m, K) of the one by the other."""
+    caught: list[Tensor] = []
 
     def hold(_: nn.Module, __: object, output: Tensor) -> Tensor:
         caught.append(output.detach().requires_grad_())
         return caught[-1].clone()  # what comes next may write to it
 
-    handle = layer.register_forward_hook(hold)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def behind(model: nn.Module, layer: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the layer's output z (N, m), the model's, and the slopes (N, m, K) of the one by the other."""
-    caught: list[Tensor] = []
-    with torch.enable_grad(), quiet(model, transformed=False), _held(model.get_submodule(layer), caught):
+    handle = model.get_submodule(layer).register_forward_hook(hold)
+    with torch.enable_grad(), quiet(model, transformed=False), handle:
         output = model(x)
         z, flat = caught[0], output.reshape(len(x), -1)
         slopes = [torch.autograd.grad(o.sum(), z, retain_graph=True)[0] for o in flat.unbind(1)]
@@ -169,6 +163,8 @@ def behind(model: nn.Module, layer: str, x: Tensor) -> tuple[Tensor, Tensor, Ten
 
 SAME = 1e-3  # relative distance of two rows that show the same example
 ROWS = 1024  # of the largest bias gradients that are looked at
+DENSE = 1024  # unknowns up to which the Jacobian is written out
+CG_STEPS = 60  # of conjugate gradients per step, beyond that
 
 
 @dataclass(frozen=True)
@@ -266,8 +262,6 @@ class Analytic(Attack):
 
     steps: Count = 60  # of Levenberg-Marquardt, at most
     restarts: Count = 2  # the first from the prior's mean, others from draws of it
-    dense_limit: Whole = 1024  # unknowns up to which the Jacobian is written out
-    cg_steps: Count = 60  # of conjugate gradients per step, beyond that
 
     def reconstruct(self, seen: Observation, rng: Generator) -> Reconstruction:
         check_seen([seen])
@@ -302,8 +296,7 @@ class Analytic(Attack):
         alone = replace(seen, update=replace(seen.update, num_examples=1))
         prior = Prior.of(alone, 0, r.values.device)
         rows = _inversion_rows(alone, layer, r, prior.center())
-        dense = prior.pixels <= self.dense_limit
-        direction = DenseStep(prior) if dense else MatrixFree(prior, self.cg_steps)
+        direction = DenseStep(prior) if prior.pixels <= DENSE else MatrixFree(prior, CG_STEPS)
         solver = Solver(prior, Descent(self.steps, 5, 3.0, 1e-5), direction, slice(None))
         away = prior.draw(len(r.values) * self.restarts, rng).reshape(-1, self.restarts, prior.pixels)
         away[:, 0] = 0.0

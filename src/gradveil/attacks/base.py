@@ -331,20 +331,16 @@ def _check_model(seen: Observation) -> None:
             f"{kind} returns {what} for {len(x)} examples; an attack on {seen.num_classes} classes needs logits of "
             f"shape {(len(x), seen.num_classes)}. Wrap the model so that it returns them."
         )
-    if not _same(runs[0], runs[1]):
+    if not torch.allclose(runs[0], runs[1], rtol=0.0, atol=0.0, equal_nan=True):
         raise AttackError(
             f"{kind} draws random numbers in its forward pass, beside dropout, and a server does not know the "
             f"client's. Give the attack a model that does not."
         )
-    if seen.update.num_steps > 1 and not _same(runs[0], runs[2]):
+    if seen.update.num_steps > 1 and not torch.allclose(runs[0], runs[2], rtol=0.0, atol=0.0, equal_nan=True):
         raise AttackError(
             f"{kind} writes to buffers that its next forward pass reads (spectral norm does), so several local steps "
             f"cannot be run again one by one. Attack an update of one step."
         )
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def refuse_adaptive(seen: Sequence[Observation], attack: str) -> None:

@@ -21,13 +21,14 @@ from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, check_seen, differ
 from gradveil.attacks.rounds import SentRounds, by_weights, flat
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import trial_gradients, trial_updates
-from gradveil.ranges import Bytes, Range, Whole
+from gradveil.ranges import Range, Whole
 from gradveil.types import Batch, Observation, Reconstruction
 
 SAME = 1e-3  # relative distance of updates that count as the same
 OFFSETS = 32  # runs of the client on one candidate, where what the defence adds is the same for all
 FEW = 8  # of them, where few candidates are run at all
 PAIR = 2  # candidates whose gradients are worked out together, where one takes long
+MEMORY = 2e9  # bytes for the candidates' updates
 RUNS = 8  # candidates that the client is run on before the clock is looked at
 Score = Callable[[Tensor], Tensor]  # positions of candidates (m,) -> log likelihoods (m,)
 
@@ -48,7 +49,6 @@ class Candidates(Attack):
     applies_to = (AppliesTo(("image", "table", "tokens"), tier="informed"),)
 
     draws: Annotated[int, Range(2)] = 4  # of the client per candidate, where the defence is no addition
-    memory: Bytes = 2e9  # bytes for the candidates' updates
     entries: Whole = 0  # of the update that are looked at, whole tensors from its end; 0: all
     shortlist: Whole = 0  # candidates that the client is run on: those that are likeliest without it; 0: all
 
@@ -114,12 +114,12 @@ class Candidates(Attack):
 
     def _law(self, seen: Observation, sent: SentRounds, trials: "Trials", kept: "Kept") -> tuple[Score, int]:
         """Return how likely what was sent is for each candidate, and how many of them to score at once."""
-        many = max(1, min(PAIR if self.shortlist else len(trials), int(self.memory / 80 / sent.seen.shape[1])))
-        mean = trials.means(seen, sent, kept if len(trials) < self.memory / 8 / sent.seen.shape[1] else None)
+        most = MEMORY / 8 / sent.seen.shape[1]
+        many = max(1, min(PAIR if self.shortlist else len(trials), int(MEMORY / 80 / sent.seen.shape[1])))
+        mean = trials.means(seen, sent, kept if len(trials) < most else None)
         offsets = FEW if self.shortlist else OFFSETS
         if seen.client is None:
             return (lambda part: sent.likelihood(mean(part), sent.noise)), many
-        most = self.memory / 8 / sent.seen.shape[1]
         run = trials.runs(seen, sent, kept if len(trials) * self.draws < most else {})
         sizes = torch.cat([mean(part).norm(dim=1) for part in torch.arange(len(trials)).split(many)])
         ends = torch.stack([sizes.argmin(), sizes.argmax()]).cpu()  # what is cut off by size shows between them

@@ -44,7 +44,7 @@ class Cocktail(Attack):
         white, back = _whitened(_signals(mixture))
         u, steps = self._apart(white, rng)
         u = _refined(white, u) if _of_images(mixture) else u
-        y = _scaled(mixture, u @ back)
+        y = mixture.on_plane(u @ back)
         x, targets, residual = mixture.explained(y)
         sure = steps < self.steps and residual < self.tol and mixture.rank == seen.num_examples
         return Reconstruction(x.float(), targets, residual, sure, {"iterations": float(steps)})
@@ -102,9 +102,3 @@ def _refined(white: Tensor, u: Tensor) -> Tensor:
         u = torch.linalg.solve(squares, u)
         u = u / u.norm(dim=1, keepdim=True)
     return u
-
-
-def _scaled(mixture: Mixture, u: Tensor) -> Tensor:
-    """Return the examples' rows y (N, N) of directions u (N, N)."""
-    over = (u @ mixture.plane)[:, None]
-    return u / over.where(over.abs() > 1e-30, torch.ones_like(over))

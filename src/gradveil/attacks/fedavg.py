@@ -162,7 +162,9 @@ def _dealt(seen: Observation) -> Tensor:
 
 
 def unrolled_stack(seen: Sequence[Observation]) -> Matching:
-    """Return the problems of a group with the local steps unrolled in their trial gradients."""
+    """Return the problems of a group with the local steps, where there are several, unrolled in their trials."""
+    if seen[0].update.num_steps == 1:
+        return Matching.of(seen)
     check_seen(seen)
     plain = Matching.of([replace(s, simulate=None, update=_mean_step(s.update)) for s in seen])
     return replace(plain, trial=_unrolled(seen[0], plain.names))

@@ -25,7 +25,7 @@ from gradveil.attacks.sequences.attention import linear_calls, shown_inputs
 from gradveil.attacks.span import read_labels
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import quiet
-from gradveil.ranges import Count, Whole
+from gradveil.ranges import Count
 from gradveil.types import Observation, Reconstruction
 
 GAP = 5.0  # ratio of the last singular value that an input makes to the first of rounding
@@ -34,6 +34,8 @@ ENOUGH = 1.3  # equations for each pixel of the batch; layers behind are not loo
 BLOCK = 4  # inputs of a transformer's block: of attention, of its output, and of two layers behind
 APART = 0.1  # in units of the prior's spread: pictures nearer than that are the same
 SOLVED = 3e-3  # of the first residual
+DENSE = 4096  # pixels up to which the Jacobian is written out
+CG_STEPS = 60  # of conjugate gradients per step, beyond that
 
 
 @ATTACKS.register("patches")
@@ -50,8 +52,6 @@ class PatchSpan(Attack):
 
     steps: Count = 40  # of Gauss-Newton on the spans, at most
     restarts: Count = 8  # rounds of as many starts as there are pictures, until all are found
-    dense_limit: Whole = 4096  # pixels up to which the Jacobian is written out
-    cg_steps: Count = 60  # of conjugate gradients per step, beyond that
 
     def reconstruct(self, seen: Observation, rng: Generator) -> Reconstruction:
         (seen,) = ready([seen], [rng], "patches")
@@ -77,7 +77,7 @@ class PatchSpan(Attack):
         alone = replace(seen, update=replace(seen.update, num_examples=1))
         own = Prior.of(alone, 0, next(model.parameters()).device)
         prior = replace(own, mean=torch.zeros_like(own.mean))  # of what a picture differs by from where it starts
-        direction = DenseStep(prior) if prior.pixels <= self.dense_limit else MatrixFree(prior, self.cg_steps)
+        direction = DenseStep(prior) if prior.pixels <= DENSE else MatrixFree(prior, CG_STEPS)
         solver = Solver(prior, Descent(self.steps, 5, 3.0, 1e-4), direction, slice(None))
         apart = APART * float(own.draw(64, rng).norm(dim=1).mean())
         count, points, off = seen.num_examples, own.mean[:0, None], own.mean[:0]

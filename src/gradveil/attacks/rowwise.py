@@ -28,16 +28,13 @@ from gradveil.errors import AttackError
 from gradveil.gradients.functional import quiet
 from gradveil.modules import prefix, trace
 from gradveil.ranges import Count, Weight
-from gradveil.tree import named, parameters
+from gradveil.tree import named
 from gradveil.types import Observation, Reconstruction
 
 AT_ONCE = 64  # draws that are led together
 STEPS = Descent(40, 3, 1.0, 1e-6)  # of a draw
 CLEAR = 1e-5  # of the first singular value: what lies beyond the N-th is rounding, and the span is exact
-NEAR, FARTHER, FAR = 0.01, 1.5, 0.2  # how far off a span that is not exact an example may be: at first, then, at most
-SHARES = (0.5, 1.6)  # of 1/N, between which what an example adds to the gradient is believed
-SAME_SHARE = 0.05  # likewise, by which it may differ where the span is exact
-APART = 0.05  # relative distance of two representations above which they are two examples
+SHARE = 0.05  # of 1/N, by which what an example adds to the gradient may differ from it
 
 
 @dataclass(frozen=True)
@@ -85,31 +82,35 @@ class Rowwise(Attack):
     """Find the examples of a batch one by one: each lies, by itself, in the span of a hidden layer's gradient.
 
     For rows of a table, of fewer numbers than the model has hidden units. Draws of the prior are led to what the
-    layer's gradient could hold, by Levenberg-Marquardt; what is found is exact and is taken off the gradient. After
-    several local steps or under noise the span is not exact: then what lies near it is taken, the nearest first, at
-    the weights half-way. Examples that are not found are answered by the prior's mean.
+    layer's gradient could hold, by Levenberg-Marquardt; what is found is exact and is taken off the gradient. Several
+    local steps or noise blur the span, and it refuses. Examples that are not found are answered by the prior's mean.
     """
 
     kind = "closed form"
-    applies_to = (AppliesTo(("table",), default="draws=2048"),)
+    applies_to = (AppliesTo(("table",), steps=(1, 1), default="draws=2048"),)
 
     draws: Count = 8192  # at most
-    tol: Weight = 1e-3  # relative distance from an exact span at which an example is found
+    tol: Weight = 1e-3  # relative distance from the span at which an example is found
 
     def reconstruct(self, seen: Observation, rng: Generator) -> Reconstruction:
         refuse_all_but_tables([seen], "rowwise")
         check_seen([seen])
         refuse_adaptive([seen], "rowwise")
-        (sent,) = with_labels(at_one_model([seen]), [rng])
-        seen = _half_way(sent)
+        (seen,) = with_labels(at_one_model([seen]), [rng])
+        labels = seen.labels
+        seen = replace(seen.as_one_step(), model=deepcopy(seen.model).double().requires_grad_())
         layer = _hidden_layer(seen)
         refuse_recurrent(seen.model)
         mixture = mixed(seen, layer)
-        exact = bool(torch.linalg.svdvals(mixture.dw)[seen.num_examples] <= CLEAR * mixture.rows.norm())
+        if torch.linalg.svdvals(mixture.dw)[seen.num_examples] > CLEAR * mixture.rows.norm():
+            raise AttackError(
+                "rowwise needs the exact span of one local step, and several steps or noise blur this update's. Use "
+                "tableak, surrogate or newton."
+            )
         prior = Prior.of(replace(seen, update=replace(seen.update, num_examples=1)), 0, mixture.basis.device)
         with differentiating(seen.model), quiet(seen.model):
-            found, draws = self._found(mixture, prior, exact, rng)
-        count, labels, residual = len(found), sent.labels, math.inf
+            found, draws = self._found(mixture, prior, rng)
+        count, residual = len(found), math.inf
         x = torch.cat([found, prior.center().expand(seen.num_examples - count, -1)]).reshape(-1, *seen.input_shape)
         x = x.clamp(*seen.bounds)
         if count == mixture.rank == seen.num_examples:
@@ -117,48 +118,37 @@ class Rowwise(Attack):
                 y = prefix(seen.model, layer)(x) @ mixture.basis.T
             targets = mixture.targets(x, y)
             labels, residual = (labels if targets is None else targets), mixture.residual(x, targets)
-        details = {"draws": float(draws), "found": float(count), "exact": float(exact)}
-        return Reconstruction(x.float(), labels, residual, exact and count == seen.num_examples, details)
+        details = {"draws": float(draws), "found": float(count)}
+        return Reconstruction(x.float(), labels, residual, count == seen.num_examples, details)
 
-    def _found(self, mixture: Mixture, prior: Prior, exact: bool, rng: Generator) -> tuple[Tensor, int]:
+    def _found(self, mixture: Mixture, prior: Prior, rng: Generator) -> tuple[Tensor, int]:
         """Return the examples found (n, d), and how many draws they took."""
-        span, draws, limit = _Span(mixture.dw, mixture.db, mixture.rank), 0, self.tol if exact else NEAR
-        found = prior.center()[None][:0]
-        while span.left and draws < self.draws and limit <= FAR and not pace.step(draws, self.draws):
+        span, draws, found = _Span(mixture.dw, mixture.db, mixture.rank), 0, prior.center()[None][:0]
+        while span.left and draws < self.draws and not pace.step(draws, self.draws):
             x = _led(mixture, span, prior, prior.center() + prior.draw(AT_ONCE, rng))
-            new, span = _accepted(mixture, span, x, found, limit, exact)
+            new, span = _accepted(mixture, span, x, self.tol)
             found, draws = torch.cat([found, new]), draws + AT_ONCE
-            limit = limit if exact or len(new) else limit * FARTHER
         return found, draws
 
 
-def _accepted(
-    mixture: Mixture, span: _Span, x: Tensor, found: Tensor, limit: float, exact: bool
-) -> tuple[Tensor, _Span]:
-    """Return which of x (K, d) are examples, and what is left of the gradient; at most a quarter of those sought, so
-    that the others are looked for without them, unless the span is exact."""
-    f, shape = prefix(mixture.seen.model, mixture.layer), (-1, *mixture.seen.input_shape)
-    least, most = (1 - SAME_SHARE, 1 + SAME_SHARE) if exact else SHARES
-    enough = span.left if exact else max(1, mixture.rank // 4)
+def _accepted(mixture: Mixture, span: _Span, x: Tensor, limit: float) -> tuple[Tensor, _Span]:
+    """Return which of x (K, d) are examples, the nearest to the span first, and what is left of the gradient."""
     with torch.no_grad():
-        r, known = f(x.reshape(shape)), f(found.reshape(shape)) if len(found) else mixture.basis[:0]
+        r = prefix(mixture.seen.model, mixture.layer)(x.reshape(-1, *mixture.seen.input_shape))
     new: list[Tensor] = []
     for i in span.off(r).argsort().tolist():
-        off = float(span.off(r[i : i + 1]))  # of what is left by now
-        if not span.left or len(new) == enough or off > FAR:
+        if not span.left:
             break
-        twice = len(known) and float((known - r[i]).norm(dim=1).min()) < APART * float(r[i].norm())
-        if off > limit or (twice and not exact):
+        if float(span.off(r[i : i + 1])) > limit:  # of what is left by now
             continue
-        slopes = _slopes(mixture, x[i].reshape(1, *shape[1:])) / mixture.seen.num_examples
+        slopes = _slopes(mixture, x[i].reshape(1, *mixture.seen.input_shape)) / mixture.seen.num_examples
         share = span.shares(r[i], slopes)
         if len(slopes) == 1:  # how long it is does not hang on a class
             slopes, share = slopes / share, torch.ones_like(share)
         at = int((share - 1).abs().argmin())
-        if not least < float(share[at]) < most:
-            continue
-        new.append(x[i])
-        known, span = torch.cat([known, r[i : i + 1]]), span.without(r[i], slopes[at])
+        if abs(float(share[at]) - 1) < SHARE:
+            new.append(x[i])
+            span = span.without(r[i], slopes[at])
     return torch.stack(new) if new else x[:0], span
 
 
@@ -212,14 +202,3 @@ def _hidden_layer(seen: Observation) -> str:
     layer = max(wide, key=lambda v: v.input_shape[0]).path
     check_alone(seen, layer)
     return layer
-
-
-def _half_way(sent: Observation) -> Observation:
-    """Return the update as one step, at the model in double precision, half-way where there were several steps."""
-    model = deepcopy(sent.model).double().requires_grad_()
-    if sent.update.num_steps > 1:
-        with torch.no_grad():
-            for name, w in parameters(model).items():
-                if name in sent.update.gradient:
-                    w -= sent.update.lr / 2 * sent.update.gradient[name].to(w)
-    return replace(sent.as_one_step(), model=model)

@@ -211,13 +211,6 @@ def _distinct(v: Tensor) -> Tensor:
     return v[same.double().argmax(1) == torch.arange(len(v), device=v.device)]
 
 
-def _unscaled(mixture: Mixture, directions: Tensor) -> Tensor:
-    """Return Y (N, N) of the directions (N, N) of D's columns: their dual basis, on the plane."""
-    dual: Tensor = torch.linalg.pinv(directions).T
-    over = (dual @ mixture.plane)[:, None]
-    return dual / over.where(over.abs() > 1e-30, torch.ones_like(over))
-
-
 def _check_relu(mixture: Mixture, rng: Generator) -> None:
     """Raise unless what lies behind the layer does not see its units that are below 0."""
     seen, (low, high) = mixture.seen, mixture.seen.bounds
@@ -258,7 +251,7 @@ class Spear(Attack):
         """Return Y (N, N), the share of units that are on and off as it says, and how many draws it took."""
         space, ends, n = _Space.of(mixture), mixture.range(), mixture.rank
         pool = sure = mixture.basis.new_zeros(0, n)
-        best, draws = (_unscaled(mixture, torch.eye(n).to(pool)), float(n == 1)), 0
+        best, draws = (mixture.on_plane(torch.eye(n).to(pool)), float(n == 1)), 0
         for turn in range(math.ceil(self.draws / AT_ONCE) if n > 1 else 0):
             off = _starts(mixture, space, sure[: n - 1], ends, rng, turn)
             start = torch.linalg.eigh((space.white.T * off[:, None]) @ space.white).eigenvectors[..., 0]
@@ -267,7 +260,7 @@ class Spear(Attack):
             found, draws = _independent(pool), draws + AT_ONCE
             sure = _independent(pool[firm])
             if len(found) == n:
-                y = _unscaled(mixture, found)
+                y = mixture.on_plane(torch.linalg.pinv(found).T)  # dual to the columns of D
                 on = (y @ mixture.basis) @ mixture.weight[space.units].T + mixture.bias[space.units] > 0
                 agree = float((on == ~space.vanish(found)).double().mean())
                 best = max(best, (y, agree), key=lambda pair: pair[1])

@@ -98,7 +98,7 @@ def _relaxing(table: Table) -> Callable[[Sequence[Observation]], Matching]:
     """Return how observations are stacked: what is searched for are free numbers behind the rows."""
 
     def stack(seen: Sequence[Observation]) -> Matching:
-        plain = Matching.of(seen) if seen[0].update.num_steps == 1 else unrolled_stack(seen)
+        plain = unrolled_stack(seen)
         return replace(plain, trial=lambda x, y: plain.trial(in_range(table, x), y))
 
     return stack

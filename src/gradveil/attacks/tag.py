@@ -87,8 +87,7 @@ def _relaxed(seen: Observation, model: nn.Module) -> Observation:
 
 
 def _stack(seen: Sequence[Observation]) -> Matching:
-    plain = Matching.of(seen) if seen[0].update.num_steps == 1 else unrolled_stack(seen)
-    labels = seen[0].labels
+    plain, labels = unrolled_stack(seen), seen[0].labels
     if seen[0].loss.targets != "tokens" or labels is None or bool(labels.any()):
         return plain
     return replace(plain, trial=lambda x, y: plain.trial(x, shares(x[..., 1:, :])))

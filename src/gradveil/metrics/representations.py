@@ -6,6 +6,7 @@ class (``nearest``), and the correlation that is left once the mean over the dev
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -63,17 +64,13 @@ def class_means(
 
         return hook
 
-    handles = [model.get_submodule(path).register_forward_pre_hook(catch(path)) for path in layers]
     modes = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
-        with torch.no_grad():
-            model(inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as stack, torch.no_grad():
+        for path in layers:
+            stack.enter_context(model.get_submodule(path).register_forward_pre_hook(catch(path)))
         for module, training in modes.items():
-            module.training = training
+            stack.callback(setattr, module, "training", training)
+        model.eval()(inputs)
     return {path: caught[path] for path in layers}
 
 

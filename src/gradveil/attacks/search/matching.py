@@ -11,6 +11,7 @@ weights over several. No defence of the gradient touches them.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Protocol
@@ -433,15 +434,10 @@ def _statistics(model: nn.Module) -> Callable[[object, Tensor], Params]:
             found[f"{layer}.running_mean"] = inputs.mean(over)
             found[f"{layer}.running_var"] = inputs.var(over)
 
-        handles = [
-            norm.register_forward_pre_hook(lambda _, args, layer=layer: look(layer, args[0]))
-            for layer, norm in norms.items()
-        ]
-        try:
+        with ExitStack() as stack:
+            for layer, norm in norms.items():
+                stack.enter_context(norm.register_forward_pre_hook(lambda _, args, n=layer: look(n, args[0])))
             functional_call(model, copied_state(model), (x,))
-        finally:
-            for handle in handles:
-                handle.remove()
         return found
 
     return one

@@ -7,7 +7,7 @@ dW = Σ δ xᵀ, so every input x lies in the span of its rows.
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from math import sqrt
@@ -144,12 +144,10 @@ def linear_calls(model: nn.Module, x: Tensor, until: str | None = None) -> list[
 @contextmanager
 def hooked(modules: Sequence[nn.Module], heard: Callable[[nn.Module, Tensor, Tensor], None]) -> Iterator[None]:
     """Within, each of the modules that runs is heard with its input and its output."""
-    handles = [m.register_forward_hook(lambda m, args, y: heard(m, args[0], y)) for m in modules]
-    try:
+    with ExitStack() as stack:
+        for m in modules:
+            stack.enter_context(m.register_forward_hook(lambda m, args, y: heard(m, args[0], y)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @dataclass(frozen=True)
