@@ -98,9 +98,13 @@ def names_of(kind: Any, listed: bool = False) -> str:
     return " or ".join(type_name(option, listed) for option in options_of(kind) if option is not type(None))
 
 
-@functools.cache
-def hints_of(cls: type) -> dict[str, Any]:
+def hints_of(cls: Any) -> dict[str, Any]:
     """Return the types of a dataclass's settings by name, with their ranges."""
+    return _hints(cls)
+
+
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(cls, include_extras=True)
     return {f.name: unwrapped(hints[f.name]) for f in dataclasses.fields(cls) if f.init and not f.name.startswith("_")}
 

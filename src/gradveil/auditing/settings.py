@@ -31,7 +31,7 @@ def to_toml(settings: Any) -> str:
 
 def from_toml(cls: type[T], text: str) -> T:
     """Return the dataclass that a TOML text describes; an unknown or mistyped setting is an error."""
-    known, values = hints_of(typing.cast(Any, cls)), {}
+    known, values = hints_of(cls), {}
     for key, value in _read(cls, text).items():
         if key not in known:
             raise SpecError(f"No setting is called {key!r}. {did_you_mean(key, known)}Known: {', '.join(known)}.")

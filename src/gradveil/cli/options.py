@@ -9,7 +9,7 @@ import inspect
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar
 
 import click
 import typer
@@ -172,13 +172,13 @@ class Given(Mapping[str, Any]):
 
     def fill(self, base: T, **also: Any) -> T:
         """Return settings with the options that were given, and ``also`` what a command makes of others."""
-        types = hints_of(cast(Any, type(base)))
+        types = hints_of(type(base))
         found = self.named(*types) | {name: value for name, value in also.items() if value is not None}
         return _checked(replace(base, **{n: _as(v, types[n], n) for n, v in found.items()}), found)  # type: ignore[type-var]
 
     def make(self, cls: type[T], **also: Any) -> T:
         """Return the settings of a class, some of whose fields may have no default."""
-        types = hints_of(cast(Any, cls))
+        types = hints_of(cls)
         found = self.named(*types) | also
         return _checked(cls(**{n: _as(v, types[n], n) for n, v in found.items()}), found)
 
@@ -194,7 +194,7 @@ def _as(value: Any, kind: Any, name: str) -> Any:
 
 def _checked(settings: T, names: Iterable[str]) -> T:
     """Return settings; raise where one is none of the words that its field knows and the class has not said so."""
-    types = hints_of(cast(Any, type(settings)))
+    types = hints_of(type(settings))
     for name in names:
         value = getattr(settings, name)
         if isinstance(value, str) and any(typing.get_origin(one) is typing.Literal for one in options_of(types[name])):
