@@ -1,5 +1,6 @@
 """One recommendation, by what was found: what holds, what to try next, or that nothing can be concluded."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 from gradveil.auditing.run_folder import Row
+from gradveil.cli.main import whole_command
 from gradveil.report.advice import Advice, advice, change_table, tiers_tried, verdict_sentence
 from gradveil.report.page import write_report
 from gradveil.threats.rows import modality_of
@@ -45,7 +47,7 @@ def test_what_holds_is_recommended_with_its_cost_and_its_command(tmp_path: Path)
     assert found.text.startswith("Train with Gaussian noise, std 0.1")
     assert found.cost.startswith("3.0 points of accuracy")  # 0.93 - 0.9
     assert "90.0%, against 93.0% without a defence" in found.cost
-    local = "--clients 5 --batch-size 8 --lr 0.3"
+    local = "--clients 5 --batch-size 8 --lr 0.3 --rounds 10"
     assert found.command == f"gradveil train --model lenet --dataset digits {local} --defense {HOLDS}"
 
 
@@ -112,13 +114,20 @@ def test_a_table_dealt_out_by_a_column_stays_so(tmp_path: Path, defenses: tuple[
 
 def test_every_setting_of_the_run_is_in_the_command(tmp_path: Path) -> None:
     settings = {"examples": 4, "epochs": 2, "clients": 3, "partition": "dirichlet:alpha=1", "lr": 0.05,
-                "optimizer": "adam", "batch_size": 16, "images": 4, "weights": "mine.pt"}  # fmt: skip
+                "optimizer": "adam", "batch_size": 16, "images": 4, "weights": "mine.pt", "gallery": 50,
+                "aggregator": "fedavgm", "rounds": 7, "trained": True}  # fmt: skip
     audit = advised(tmp_path / "a", "none", BROKEN, more=[change(0.05)], **settings).command
+    audit_only = {"examples", "images", "weights", "gallery"}
     for name, value in settings.items():
-        assert f"--{name.replace('_', '-')} {value}" in audit
+        assert name == "trained" or f"--{name.replace('_', '-')} {value}" in audit
     train = advised(tmp_path / "b", "none", HOLDS, accuracy=0.92, more=OTHERS, **settings).command
-    for name in settings.keys() - {"examples", "images", "weights"}:
+    for name in settings.keys() - audit_only - {"trained"}:
         assert f"--{name.replace('_', '-')} {settings[name]}" in train
+    plan = advised(tmp_path / "c", "none", HOLDS, more=OTHERS, **settings).command
+    enough = advised(tmp_path / "d", "none", BROKEN, more=[change(0.4), change(0.05, how="")], **settings).command
+    for command in (audit, train, plan, enough):  # a command line that cannot be read raises
+        _, name, *words = shlex.split(command)
+        whole_command(name).make_context(name, words)
 
 
 def test_where_nothing_holds_veil_is_next(tmp_path: Path) -> None:

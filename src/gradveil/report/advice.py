@@ -13,8 +13,11 @@ from gradveil.threats.setup import AuditConfig
 from gradveil.threats.verdict import GETS, WHO, Verdict
 
 SAME = ("model", "dataset", "data", "seed", "partition", "clients", "epochs", "batch_size", "lr", "loss")
-SAME_AS = (*SAME, "optimizer", "momentum", "weight_decay", "proximal", "clip", "trains")  # of training and of audits
-AUDITS = ("images", "examples", "weights", "device", "minutes")
+LOCAL = ("optimizer", "momentum", "weight_decay", "proximal", "clip", "trains")
+SERVER = ("aggregator", "sampling", "schedule", "weighting")
+SAME_AS = (*SAME, *LOCAL, *SERVER)  # of training and of audits
+AUDITS = ("images", "examples", "gallery", "weights", "device", "minutes")
+ALWAYS = ("model", "dataset", "clients", "lr", "batch_size", "rounds")  # what ``train`` may have other defaults for
 PLANS = ("cohort", "records", "batch_size", "epochs", "rounds", "participations", "tier", "parameters")
 _DEFAULT = AuditConfig()
 
@@ -32,11 +35,11 @@ def audit_command(config: Mapping[str, Any], defense: str | None, **other: Any) 
 
 
 def train_command(config: Mapping[str, Any], defense: str) -> str:
-    """Return a training with the run's clients and local steps; of ``train`` other settings are the default."""
+    """Return a training with the run's clients, rounds and local steps; what else ``train`` has is its default."""
     said = ["gradveil", "train"]
-    for name in (*SAME_AS, "device"):
+    for name in (*SAME_AS, "rounds", "device"):
         value = config.get(name, getattr(_DEFAULT, name))
-        if name in ("clients", "lr", "batch_size") or value != getattr(_DEFAULT, name) or name in ("model", "dataset"):
+        if name in ALWAYS or value != getattr(_DEFAULT, name):
             said += _option(name, value)
     return shlex.join([*said, "--defense", defense])
 
