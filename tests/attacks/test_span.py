@@ -10,6 +10,7 @@ from attacks.helpers_text import BERT, GPT, LENGTH, observed, observed_of, rng, 
 from gradveil.attacks.base import build as build_attack
 from gradveil.attacks.sequences.attention import FirstAttention, Span
 from gradveil.attacks.sequences.decode import MOST, ROUNDS, Assembly, _Grid, places
+from gradveil.attacks.span import SpanCheck
 from gradveil.errors import AttackError
 from gradveil.models import build
 from gradveil.types import Observation, Update
@@ -167,3 +168,14 @@ def test_a_frozen_attention_is_refused() -> None:
     seen, _ = observed(GPT, text(2), frozen="blocks.0.attention")
     with pytest.raises(AttackError, match="no gradient of the first attention"):
         build_attack("span").reconstruct(seen, rng())
+
+
+def test_factors_beside_queries_and_values_alone_are_refused_before_the_vocabulary_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen, _ = observed(BERT, text(1))
+    out = FirstAttention.find(seen).out
+    rest = {name: g for name, g in seen.update.gradient.items() if not name.startswith(out)}
+    monkeypatch.setattr(SpanCheck, "_tokens", None)  # is not called
+    with pytest.raises(AttackError, match="which tells sequences apart"):
+        build_attack("span").reconstruct(replace(seen, update=replace(seen.update, gradient=rest)), rng())

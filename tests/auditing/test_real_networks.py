@@ -14,6 +14,7 @@ from torch import nn
 
 from gradveil import pace
 from gradveil.auditing.audit import Audit, audit
+from gradveil.auditing.work import NOT_TRIED
 from gradveil.models import build
 from gradveil.threats.setup import AuditConfig
 
@@ -76,7 +77,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def within(folder: Path, **given: object) -> Audit:
-    config = AuditConfig(minutes=MINUTES, trained=False, meter_seconds=0.0, images=2)
+    config = AuditConfig(minutes=MINUTES, trained=False, meter_seconds=0.0, images=4)
     began = pace.clock()
     found = audit(config=config, defenses=["pruning:share=0.8", "gaussian:scale=0.1"], out=folder, **given)  # type: ignore[arg-type]
     assert pace.clock() - began <= 66 * MINUTES  # the end of what had begun
@@ -84,7 +85,15 @@ def within(folder: Path, **given: object) -> Audit:
 
 
 def answered(found: Audit, tiers: tuple[str, ...]) -> None:
-    """Each of these tiers has an outcome on each defence; where it was not run, why it cannot be is said."""
+    """Each of these tiers has an outcome on each defence; where it was not run, why it cannot be is said.
+
+    Nothing is attacked under a defence whose control was not, and the first pictures come before defences are probed.
+    """
+    tried = [row for row in found.rows if row["kind"] in ("attack", "skip") and row["unit"] != NOT_TRIED]
+    where = [(row["defense"] == "none", (row["round"], row["weights"], row["attack"])) for row in tried]
+    assert {of for is_control, of in where if not is_control} <= {of for is_control, of in where if is_control}
+    units = [row["unit"].partition("/")[0] for row in found.rows]
+    assert units.index("piece") < units.index("probe")
     for verdict in found.verdicts:
         for tier in verdict.tiers:
             if tier.tier in tiers and not (verdict.defense == "none" and tier.tier in ("adaptive", "multi-round")):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gradveil import pace
 from gradveil.auditing.run_folder import Row, RunFolder
 
 OWN = """
@@ -173,6 +174,13 @@ def test_a_limit_that_setting_up_takes_whole_is_one_line(run: Run, monkeypatch: 
     assert code == 2
     assert "Setting up took" in err
     assert err.count("\n") == 1
+
+
+def test_what_was_imported_before_the_command_ran_counts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradveil.cli.watchdog._began", pace.clock() - 300)
+    code, _, err = run("audit", *SMALL, "--minutes", "2", "--out", "run")
+    assert code == 2
+    assert "Setting up took" in err
 
 
 @pytest.mark.parametrize("minutes", ["0", "-3", "nan"])
