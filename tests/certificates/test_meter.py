@@ -7,10 +7,8 @@ import torch
 from torch import Generator, nn
 from torch.func import functional_call, grad, jacrev
 
-from gradveil.errors import CertificateError
 from gradveil.threats import meter
 from gradveil.threats.meter import (
-    averaged,
     bayes_mse,
     equations,
     flat_prior,
@@ -177,58 +175,6 @@ def test_few_probes_overstate_a_thin_matrix_and_the_stated_end_of_the_interval_d
     assert estimates.max() > 2 * exact
     below = (estimates / overstated(8) <= exact).double().mean()
     assert 0.95 <= below <= 1
-
-
-def drawn(model: nn.Module, prior: GaussianPrior, count: int, rng: Generator) -> tuple[list[Observation], list[Batch]]:
-    root = torch.linalg.cholesky(prior.covariance().double())
-    x = prior.mean + (torch.randn(count, 25, generator=rng, dtype=torch.float64) @ root.T).float()
-    truths = [Batch(one.reshape(1, 1, 5, 5), torch.tensor([i % 4])) for i, one in enumerate(x)]
-    return [observe(model, t, noise=dict.fromkeys(parameters(model), 0.1)) for t in truths], truths
-
-
-def test_the_averaged_bound_stays_below_what_many_inputs_come_to(
-    small: nn.Module, prior: GaussianPrior, rng: Generator
-) -> None:
-    many = averaged(*drawn(small, prior, 100, rng), prior)
-    few = [averaged(*drawn(small, prior, 8, rng), prior) for _ in range(5)]
-    assert many.low < many.plug_in < 1.1 * many.low  # many inputs leave little doubt
-    assert sum(f.low <= many.plug_in for f in few) >= 4
-    assert all(f.low < f.plug_in for f in few)
-    assert any("drawn from the Gaussian prior" in sentence for sentence in many.assumptions)
-
-
-def test_the_averaged_bound_is_exact_where_the_information_is_the_same_everywhere(prior: GaussianPrior) -> None:
-    linear = nn.Sequential(nn.Flatten(), nn.Linear(25, 4))
-    truth = Batch(torch.full((1, 1, 5, 5), 0.5), torch.tensor([1]))
-    seen = observe(linear, truth, noise=dict.fromkeys(parameters(linear), 0.1))
-    single = leak_meter(seen, truth, prior, floor=0.0).mse
-    found = averaged([seen] * 8, [truth] * 8, prior)
-    assert found.low == pytest.approx(single)
-    assert found.plug_in == pytest.approx(single)
-
-
-@pytest.mark.parametrize(
-    ("layer", "settings", "says"),
-    [
-        (nn.ReLU(), {}, "not known to be a smooth function of the input .'relu'"),
-        (nn.MaxPool2d(1), {}, "max_pool2d"),
-        (nn.Hardtanh(), {}, "'hardtanh'"),
-        (nn.ELU(2.0), {}, "'elu'"),
-        (nn.SELU(), {}, "'elu'"),
-        (nn.Tanh(), {"noise": {}}, "carries no noise"),
-        (nn.Tanh(), {"simulate": lambda gradient: gradient}, "which entries are seen"),
-        (nn.Tanh(), {"weights": {"3.bias": torch.tensor([1.0, 0, 0, 0])}}, "which entries are seen"),
-    ],
-)
-def test_no_bound_for_every_estimator_without_smoothness_and_noise(
-    layer: nn.Module, settings: dict[str, object], says: str, truth: Batch, prior: GaussianPrior
-) -> None:
-    model = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), layer, nn.Flatten(), nn.Linear(75, 4)).requires_grad_()
-    seen = observe(model, truth, **({"noise": dict.fromkeys(parameters(model), 0.1)} | settings))
-    with pytest.raises(CertificateError, match=says):
-        averaged([seen] * 8, [truth] * 8, prior)
-    with pytest.raises(CertificateError, match="at least 8"):
-        averaged([seen] * 3, [truth] * 3, prior)
 
 
 def test_a_simulated_defence_is_part_of_the_function(small: nn.Module, truth: Batch, prior: GaussianPrior) -> None:
