@@ -237,6 +237,7 @@ def on_the_command_line(*options: str) -> BaseException | None:
         (["--aggregator", "fedavg:lr=0.5"], "fedavgm"),
         (["--aggregator", "no_such"], "No strategy is called 'no_such'"),
         (["--clients", "11"], "11 clients a round"),
+        (["--root-certificates", "ca.crt"], "Give its address, --superlink"),
     ],
 )
 def test_what_flower_cannot_do_is_said_before_it_starts(options: list[str], said: str, tmp_path: Path) -> None:

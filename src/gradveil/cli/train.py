@@ -127,9 +127,13 @@ def _train_on_flower(
 ) -> None:
     """Hand the run to Flower: simulated here, or submitted to a SuperLink."""
     from gradveil.data import load
-    from gradveil.integrations.flower.engine import check, run
+    from gradveil.integrations.flower.engine import check, simulate, submit
     from gradveil.integrations.flower.settings import FlowerSettings, strategy_for
 
+    if link and "superlink" not in link:
+        raise SpecError(
+            "--root-certificates is of a SuperLink. Give its address, --superlink HOST:PORT, or leave it out."
+        )
     for name in ("faults", "sampling", "weighting", "early_stop"):
         if getattr(config, name) != getattr(_DEFAULT, name):
             raise SpecError(f"{_option(name)} is not available with --engine flower. Leave it out.")
@@ -141,9 +145,10 @@ def _train_on_flower(
     if not link:
         check(settings)
     RunFolder.start(out, config, settings.resume, config.may_change).close()  # the server of the run holds it
-    outcome = run(settings, say=say, **link)
-    if outcome is None:
+    if link:
+        submit(settings, say=say, **link)
         return
+    outcome = simulate(settings)
     last = outcome.rounds[-1]
     summary = {"folder": str(out), "rounds": last["round"], "accuracy": last["accuracy"], "loss": last["loss"]}
     word = last.get("scored_by", "Accuracy")

@@ -49,29 +49,6 @@ clientapp = "gradveil.flower:client_app"
 """
 
 
-def run(
-    settings: "FlowerSettings",
-    *,
-    superlink: str | None = None,
-    root_certificates: Path | None = None,
-    workers: int | None = None,
-    say: Callable[[str], None] = lambda line: None,
-) -> "Outcome | None":
-    """Train on Flower: simulate and return the outcome, or submit the run to a SuperLink and wait for its end.
-
-    Args:
-        settings: of the run.
-        superlink: ``host:port`` of a running SuperLink; None simulates all devices on this machine.
-        root_certificates: of a SuperLink that speaks TLS; None means a plain connection.
-        workers: processes of a simulation; None takes one per core.
-        say: gets each line of a SuperLink's log.
-    """
-    if superlink is None:
-        return simulate(settings, workers)
-    submit(settings, superlink, root_certificates, say)
-    return None
-
-
 def check(settings: "FlowerSettings") -> int:
     """Raise unless data, model, strategy and devices fit together; return the number of devices."""
     if importlib.util.find_spec("flwr") is None:
@@ -89,7 +66,7 @@ def check(settings: "FlowerSettings") -> int:
     return len(shares)
 
 
-def simulate(settings: "FlowerSettings", workers: int | None = None) -> "Outcome":
+def simulate(settings: "FlowerSettings") -> "Outcome":
     """Run every device as a simulated node on this machine and return what came of it."""
     devices = check(settings)  # whatever does not fit is said now, not from another process
     from gradveil.integrations.flower.app import make_client_app, make_server_app
@@ -99,7 +76,7 @@ def simulate(settings: "FlowerSettings", workers: int | None = None) -> "Outcome
     except ImportError as error:
         raise MissingExtraError("A simulation on Flower", "flower") from error
     outcomes: list[Outcome] = []
-    with _ray(workers or os.cpu_count() or 1) as at_home:
+    with _ray(os.cpu_count() or 1) as at_home:
         run_simulation(
             make_server_app(settings, outcomes.append, simulation=True),
             make_client_app(settings, [at_home], simulation=True),
@@ -142,9 +119,14 @@ def _ray(cores: int) -> Iterator[Any]:
 
 
 def submit(
-    settings: "FlowerSettings", superlink: str, root_certificates: Path | None, say: Callable[[str], None]
+    settings: "FlowerSettings",
+    superlink: str,
+    root_certificates: Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Send the app to a SuperLink, pass on its log, and raise unless the run completes.
+    """Send the app to a SuperLink (``host:port``), pass on its log, and raise unless the run completes.
+
+    ``root_certificates``: of a SuperLink that speaks TLS; None means a plain connection.
 
     Real clients draw their noise themselves: who submits the run, and the server, know its seed.
     """
