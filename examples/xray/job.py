@@ -1,4 +1,4 @@
-"""Run the two sites on NVFlare's simulator, checks and a run folder on the server: ``python job.py --out runs/xray``.
+"""Run the two sites on NVFlare's simulator and file the dossier: ``python job.py --out runs/xray``.
 
 On a real site the filter of records stands in the site's own ``privacy.json``, where no job can take it off:
 
@@ -13,15 +13,17 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+HOME = Path(__file__).resolve().parent
+sys.path[:0] = [str(HOME), str(HOME.parent)]
 
 
 def main() -> None:
-    """Train for three rounds and draw the page."""
+    """Train for three rounds with the promise and without, look for leaks, and file the dossier."""
+    from evidence import file_dossier, train_unprotected
     from nvflare.app_opt.pt.recipes.fedavg import FedAvgRecipe
     from nvflare.client.config import TransferType
     from nvflare.recipe import SimEnv
-    from xray_site import RUN, XrayNet
+    from xray_site import RUN, XrayNet, make_data
 
     import gradveil
     from gradveil.integrations.nvflare import MonitorFilter, RecordsFilter
@@ -29,6 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", default="runs/xray")
     parser.add_argument("--workspace", default=None)
+    parser.add_argument("--minutes", default="2", help="of the audit")
     given = parser.parse_args()
     out, defense = Path(given.out).resolve(), "veil:epsilon=8,clip=0.5"
     with tempfile.TemporaryDirectory() as accounts:
@@ -45,10 +48,25 @@ def main() -> None:
         # the least that a round may cost: that of the plan, whose z a filter is told
         z = gradveil.defense(defense).for_run(RUN).multiplier
         recipe.add_client_output_filter(RecordsFilter(f"veil:z={z:.6g},clip=0.5"), tasks=["train"])
-        recipe.add_server_input_filter(MonitorFilter(str(out), budget=5.0, require_steps=True), tasks=["train"])
+        recipe.add_server_input_filter(MonitorFilter(str(out / "protected"), budget=5.0, require_steps=True), tasks=["train"])
         run = recipe.execute(SimEnv(num_clients=2, workspace_root=given.workspace or tempfile.mkdtemp()))
         run.get_result()
-    print(gradveil.write_report(out))
+    print(gradveil.write_report(out / "protected"))
+
+    partition, rounds = f"iid:devices=2,per_device={RUN.records}", str(RUN.rounds)
+    training = gradveil.Training(rounds=RUN.rounds, clients=2, batch_size=None, lr=1.0)
+    train_unprotected(out / "unprotected", gradveil.dataset(make_data), XrayNet(), partition, training)
+    what = ["--model", "xray_site:XrayNet", "--dataset", "xray_site:make_data"]
+    local = ["--clients", "2", "--partition", partition, "--batch-size", "0", "--lr", "1", "--rounds", rounds]
+    limits = ["--images", "4", "--trained", "--minutes", given.minutes]
+    page = file_dossier(
+        out,
+        HOME,
+        audit=[*what, *local, "--defense", defense, *limits],
+        plan=["--cohort", "2", "--records", str(RUN.records), "--rounds", rounds, "--epsilon", "8"],
+        verify=[*what, "--rounds", rounds, "--defense", f"veil:z={z},clip=0.5"],
+    )
+    print(page)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,11 @@ def make_images(seed: int, count: int = IMAGES) -> tuple[Tensor, Tensor]:
     return images, labels
 
 
+def make_data() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return images of all sites, and others to test on, for the audit."""
+    return make_images(1, 2 * IMAGES), make_images(99, 200)
+
+
 class XrayNet(nn.Module):
     """A frozen backbone with a head; only the head is trained."""
 

@@ -105,7 +105,11 @@ def test_a_dossier_says_what_was_tried_found_proved_and_spent(runs: Path, comman
     assert any(row.startswith("Blind guess") for row in rows["controls"])
     assert len(rows["records"]) == 1
     assert any("nothing is proved" in row.lower() for row in rows["proved"])
-    assert any("μ = 1 |" in row for row in rows["composition"])
+    assert any("μ = 1, ε =" in row for row in rows["composition"])
+    assert "right at most 69 times in 100" in fields["composition"]["text"]  # Φ(1/2)
+    short = dict(json.loads(out)["short"])
+    assert "not shown either way for the" in short["What attackers got"]
+    assert "the noise was simulated" in short["What is promised to one person"]
     assert "simulated" in fields["generator"]["text"]
     assert rows["measured"] == ["veil | 1.41 | 1.3 [1.2, 1.5] | consistent"]
     assert "no finding that data or model are anonymous" in json.loads(out)["note"]

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gradveil.auditing.run_folder import RunFolder, read_rows
+from gradveil.auditing.run_folder import ROUNDS, RunFolder, read_rows
 from gradveil.auditing.train import board
 from gradveil.errors import SpecError
 from gradveil.files import append_line, write_atomically
@@ -137,6 +137,11 @@ class RunMonitor:
         self.last = number
         self.say(line_of(row))
         return row
+
+    def measured(self, number: int, **figures: float) -> None:
+        """Add figures of a round that is closed: accuracy, where the model is evaluated after the replies are in."""
+        rows = [row | (_finite(figures) if row["round"] == number else {}) for row in self.folder.rounds]
+        write_atomically(self.folder.path / ROUNDS, "".join(json.dumps(row) + "\n" for row in rows).encode())
 
     def close(self) -> None:
         self.folder.close()

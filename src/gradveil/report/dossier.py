@@ -16,14 +16,15 @@ from statistics import median
 from typing import Any
 
 from gradveil.auditing.gate import left_out
-from gradveil.auditing.run_folder import CONFIG, ROUNDS, ROWS, VERSIONS, RunFolder
+from gradveil.auditing.run_folder import CONFIG, ROUNDS, ROWS, VERSIONS, Row, RunFolder, read_rows
 from gradveil.countermeasures import TIERS
 from gradveil.errors import GradveilError, SpecError
 from gradveil.files import is_leftover, read_whole, wrap_parse_errors, write_atomically
 from gradveil.report.page import fill
-from gradveil.report.plain import name_of
+from gradveil.report.plain import in_plain_words, name_of
+from gradveil.report.rounds import DELTA, NODES, round_row
 from gradveil.threats.rows import best_floor, modality_of, read
-from gradveil.threats.verdict import UNDETECTABLE, WHO, Verdict, verdicts
+from gradveil.threats.verdict import UNDETECTABLE, WHO, Verdict, badges, verdicts
 
 DATA, PAGE, MANIFEST, SIGNATURE, EVIDENCE = "dossier.json", "dossier.html", "manifest.json", "manifest.sig", "evidence"
 LARGEST = 2**26  # bytes of one input
@@ -193,7 +194,7 @@ def _read(inputs: Sequence[Path], about: Path | None) -> Inputs:
             if kind is None:
                 raise DossierError(f"{path} is neither an audit nor a training run. Give the folder of a finished run.")
             kind.append(run)
-            for name in (CONFIG, VERSIONS, ROWS, ROUNDS):
+            for name in (CONFIG, VERSIONS, ROWS, ROUNDS, NODES):
                 if (path / name).is_file():
                     found.evidence[f"{place}/{name}"] = read_whole(path / name, LARGEST)
             continue
@@ -225,6 +226,7 @@ def _content(found: Inputs) -> dict[str, Any]:
     return {
         "title": f"Resistance to extraction: {name}",
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "short": _short(found, fields),
         "missing": [one.title for one in fields if one.is_missing],
         "fields": [
             asdict(one) | {"is_missing": one.is_missing, "clauses": table["fields"][one.name]} for one in fields
@@ -233,6 +235,32 @@ def _content(found: Inputs) -> dict[str, Any]:
         "inputs": {path: hashlib.sha256(data).hexdigest() for path, data in found.evidence.items()},
         "note": "This is evidence of tests and proofs. It is no finding that data or model are anonymous.",
     }
+
+
+def _short(found: Inputs, fields: Sequence[Field]) -> list[tuple[str, str]]:
+    """Return the four answers that everybody asks for first."""
+    got = []
+    for run in found.audits:
+        for v in verdicts(run.rows):
+            if v.defense != "none":
+                badge = badges(modality_of(run.rows))[v.found]
+                open_ = [WHO[t.tier].lower() for t in v.tiers if t.outcome in ("void", "not_run")]
+                left = f"; not shown either way for the {', '.join(open_)}" if open_ else ""
+                got.append(f"{badge}{left} ({name_of(v.defense)})")
+    by_name = {one.name: one for one in fields}
+    simulated = "simulated" in by_name["generator"].text.partition(".")[0]
+    mu, costs = _mu(found), by_name["measures"].rows
+    promise = "Nothing is on file." if mu is None else in_plain_words(mu)
+    promise += " In these runs the noise was simulated: the promise is that of the same run with secret noise." * (
+        simulated and mu is not None
+    )
+    cost = next((f"{row[2]} in place of {row[1]} ({row[0]})" for row in costs if "not given" not in row[1:3]), "")
+    return [
+        ("What attackers got", ". ".join(got) or "No audit was given."),
+        ("What is promised to one person", promise),
+        ("What it costs in accuracy", cost or "No runs with and without are on file."),
+        ("What is missing", "; ".join(one.title for one in fields if one.is_missing) or "Nothing."),
+    ]
 
 
 def _of_system(found: Inputs) -> list[Field]:
@@ -260,7 +288,7 @@ def _of_system(found: Inputs) -> list[Field]:
 def _of_audits(found: Inputs) -> list[Field]:
     """Return what attacks found: by tier, what was not tried, controls, worst and typical record."""
     tried: list[list[str]] = []
-    left: list[list[str]] = []
+    left: dict[str, list[str]] = {}  # why -> what
     controls: list[list[str]] = []
     records: list[list[str]] = []
     for run in found.audits:
@@ -269,26 +297,30 @@ def _of_audits(found: Inputs) -> list[Field]:
             if v.defense != "none":
                 tried += _tier_rows(v, rows)
                 out = [tier for tier in TIERS if tier not in {t.tier for t in v.tiers if t.outcome != "not_run"}]
-                left += [[f"{WHO[tier]} on {name_of(v.defense)}", "not run in this audit"] for tier in out]
+                for tier in out:
+                    left.setdefault("not run in this audit", []).append(f"{WHO[tier]} on {name_of(v.defense)}")
             control = [t for t in v.tiers if v.defense == "none" and t.line is not None]
-            controls += [["No defence", WHO[t.tier], t.text] for t in control]
-        left += [[what, why] for what, why in left_out(rows)]
+            controls += [["No defence", WHO[t.tier], _sentence(t.text)] for t in control]
+        for what, why in left_out(rows):
+            left.setdefault(why, []).append(what)
         if floor is not None:
-            low, high = floor.error.low, floor.error.high
-            controls.append(
-                [f"Blind guess ({floor.guess})", "-", f"error {floor.error.mean:.3g} [{low:.3g}, {high:.3g}]"]
-            )
-        best: dict[tuple[str, int], float] = {}
+            error = f"error {floor.error.mean:.3g} [{floor.error.low:.3g}, {floor.error.high:.3g}]"
+            controls.append([f"Blind guess ({floor.guess})", "-", error])
+        best: dict[str, dict[int, float]] = {}
         for m in read(rows, "attack"):
             if m.known and m.defense != "none":
-                best[m.defense, m.example] = min(m.error, best.get((m.defense, m.example), float("inf")))
-        for defense in dict.fromkeys(name for name, _ in best):
-            errors = [error for (name, _), error in best.items() if name == defense]
-            blind = "-" if floor is None else f"{floor.error.mean:.3g}"
-            one = modality_of(rows).one
-            cells = [f"{min(errors):.3g}", f"{median(errors):.3g}", blind, f"{len(errors)} {one}s"]
+                mine = best.setdefault(m.defense, {})
+                mine[m.example] = min(m.error, mine.get(m.example, m.error))
+        for defense, errors in best.items():
+            blind, kind = "-" if floor is None else f"{floor.error.mean:.3g}", modality_of(rows)
+            count = f"{len(errors)} {kind.one if len(errors) == 1 else kind.many}"
+            cells = [f"{min(errors.values()):.3g}", f"{median(errors.values()):.3g}", blind, count]
             records.append([name_of(defense), *cells])
     ask = "give the folder of an audit"
+    versions = [
+        [run.path.name, *(str(run.versions.get(name, "-")) for name in ("date", "gradveil", "torch", "python"))]
+        for run in (*found.audits, *found.trainings)
+    ]
     return [
         Field(
             "adversaries", "Adversaries, what they tried and what they got",
@@ -296,7 +328,7 @@ def _of_audits(found: Inputs) -> list[Field]:
         ),
         Field(
             "not_tried", "Not tried, and why", "" if left or not found.audits else "All that was planned was run.",
-            ("What", "Why"), left, ask,
+            ("Why", "What"), [[_sentence(why), "; ".join(what)] for why, what in left.items()], ask,
         ),
         Field(
             "controls", "Controls", "An attack that fails without a defence too says nothing." if controls else "",
@@ -307,20 +339,26 @@ def _of_audits(found: Inputs) -> list[Field]:
             "For each record the best of all attacks, as the truth picks it; lower is closer." if records else "",
             ("Defence", "Lowest error", "Median error", "Blind guess", "Of"), records, ask,
         ),
+        Field("versions", "Versions", "", ("Run", "Date", "gradveil", "torch", "Python"), versions, ask),
     ]  # fmt: skip
 
 
-def _tier_rows(v: Verdict, rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return a row for each tier, those that were not run among them."""
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:].rstrip('.')}."
+
+
+def _tier_rows(v: Verdict, rows: Sequence[Row]) -> list[list[str]]:
+    """Return a row for each tier, those that were not run among them, with about the time that its attacks took."""
     ran = {t.tier: t for t in v.tiers}
+    cost = {row["attack"]: float(row["seconds"]) for row in rows if row["kind"] == "cost"}
     table = []
     for tier in TIERS:
         one = ran.get(tier)
-        seconds = sum(r.get("seconds") or 0.0 for r in rows if r["kind"] == "attack" and r.get("tier") == tier)
-        by = "-" if one is None or one.line is None else f"{one.line.attack}"
-        by += f", {seconds:.0f} s in all" if seconds else ""
-        text = "Not run." if one is None else one.text
-        result = f"{text[:1].upper()}{text[1:]}"
+        mine = [r["attack"] for r in rows if r["kind"] == "attack" and (r["tier"], r["defense"]) == (tier, v.defense)]
+        seconds = sum(cost.get(attack, 0.0) for attack in mine)
+        by = "-" if one is None or one.line is None else one.line.attack.partition(":")[0]
+        by += f"; {len(mine)} tries" + (f", about {seconds:.0f} s" if seconds >= 1 else "") if mine else ""
+        result = _sentence("not run" if one is None else one.text)
         table.append([name_of(v.defense), f"{WHO[tier]}. {MEANS[tier]}", result, by])
     return table
 
@@ -328,35 +366,41 @@ def _tier_rows(v: Verdict, rows: Sequence[Mapping[str, Any]]) -> list[list[str]]
 def _of_proofs(found: Inputs) -> list[Field]:
     """Return what is proved with its unit and conditions, the whole run, the generator, and what was measured."""
     proofs = [(v, v.proved) for run in found.audits for v in verdicts(run.rows) if v.defense != "none"]
-    held = [[name_of(v.defense), f"{p.text[:1].upper()}{p.text[1:]}.", " ".join(p.conditions)] for v, p in proofs]
-    for plan in found.plans:
-        held.append(["as planned", str(plan["theorem"]), " ".join(map(str, plan["assumptions"]))])
-    if any(p.holds for _, p in proofs) or found.plans:
-        unit = "Unit: one record of one client. Neighbours: the record set to zero in its slot. "
-        unit += "Trust: as each row's tier says; the server may choose the weights and know every other record."
-    else:
-        unit = ""
-    spent = []
-    for run in found.trainings:
-        last = run.rounds[-1] if run.rounds else {}
-        if isinstance(last.get("spent"), int | float):
-            spent.append([str(run.path.name), f"{len(run.rounds)} rounds", f"μ = {last['spent'] ** 0.5:.3g}", "spent"])
-    for plan in found.plans:
-        whole = plan["whole_run"]
-        words = f"μ = {whole['mu']:.3g}, ε = {whole['epsilon']:.3g} at δ = {whole['delta']:g}"
-        words += f"; a blind guess of {whole['blind_guess']:g} becomes at most {whole['guess']:.2g}"
-        spent.append(["plan", f"{plan['run']['rounds']} rounds", words, "planned"])
-    told = [row for run in found.audits for row in run.rows] + [row for run in found.trainings for row in run.rounds]
+    held = [[name_of(v.defense), _sentence(p.text)] for v, p in proofs]
+    held += [["As planned", _whole(plan)] for plan in found.plans]
+    conditions = [text for _, p in proofs for text in p.conditions]
+    conditions += [str(text) for plan in found.plans for text in (plan["theorem"], *plan["assumptions"])]
+    unit = (
+        "Unit: one record of one client. Neighbours: the record set to zero in its slot. "
+        "Trust: as each row's tier says; the server may choose the weights and know every other record."
+    )
+    spent = [
+        [name_of(row["defense"]), f"{row['rounds']} rounds", f"μ = {row['mu']:.3g}, ε = {row['epsilon']:.3g}", "spent"]
+        for row in map(_end_of, found.trainings)
+        if row["mu"] is not None
+    ]
+    spent += [["plan", f"{plan['run']['rounds']} rounds", _whole(plan), "planned"] for plan in found.plans]
+    told = [row for run in found.audits for row in run.rows]
+    told += [row for run in found.trainings for row in (*run.rounds, *read_rows(run.path / NODES, {"round": int}))]
     said = sorted({str(row["noise"]) for row in told if row.get("noise")})
     measured = [
         [str(v.get("defense") or v.get("trainer")), f"{v['mu_proved']:.3g}",
          f"{v['mu_measured']:.3g} [{v['low']:.3g}, {v['high']:.3g}]", str(v["verdict"])]
         for v in found.verified
     ]  # fmt: skip
+    mu = _mu(found)
+    holds = any(p.holds for _, p in proofs) or bool(found.plans)
     return [
-        Field("proved", "What is proved", unit, ("Defence", "Bound", "Conditions"), held, "give an audit or a plan"),
         Field(
-            "composition", "The whole run", "", ("Source", "Rounds", "Sum", "Is"), spent,
+            "proved", "What is proved", unit if holds else "", ("Defence", "Bound"), held, "give an audit or a plan"
+        ),
+        Field(
+            "conditions", "What that rests on", rows=[[text] for text in dict.fromkeys(conditions)],
+            missing="give an audit of an accounted defence, or a plan",
+        ),
+        Field(
+            "composition", "The whole run, and what it means for one person",
+            "" if mu is None else in_plain_words(mu), ("Source", "Rounds", "Sum", "Is"), spent,
             "give plan --json, or a training run under an accounted defence",
         ),
         Field(
@@ -372,24 +416,50 @@ def _of_proofs(found: Inputs) -> list[Field]:
     ]  # fmt: skip
 
 
+def _whole(plan: Row) -> str:
+    whole = plan["whole_run"]
+    return (
+        f"μ = {whole['mu']:.3g}, ε = {whole['epsilon']:.3g} at δ = {whole['delta']:g}; a blind guess of "
+        f"{whole['blind_guess']:g} becomes at most {whole['guess']:.2g}."
+    )
+
+
+def _mu(found: Inputs) -> float | None:
+    """Return the most that a record loses over a run, by account or else by plan."""
+    spent = [row["mu"] for row in map(_end_of, found.trainings) if row["mu"] is not None]
+    return max(spent or [float(plan["whole_run"]["mu"]) for plan in found.plans], default=None)
+
+
+def _end_of(run: RunFolder) -> Row:
+    """Return what a training run came to."""
+    rows = [round_row(row, float(run.settings.get("delta", DELTA))) for row in run.rounds]
+    scored = [row for row in rows if row["accuracy"] is not None]
+    nodes = read_rows(run.path / NODES, {"round": int})
+    stated = next((str(row["defense"]) for row in reversed(nodes) if row.get("defense")), "none")
+    named = run.settings.get("defense") or run.settings.get("required") or stated
+    last = rows[-1] if rows else round_row({"round": 0}, DELTA)
+    best = scored[-1] if scored else last
+    return last | {name: best[name] for name in ("accuracy", "majority")} | {"defense": named, "rounds": len(rows)}
+
+
 def _of_measures(found: Inputs) -> list[Field]:
     """Return what each defence costs in accuracy."""
     cost = []
+    ends = [_end_of(run) for run in found.trainings]
+    plain = next((row for row in ends if row["defense"] == "none"), None)
+    for row in ends:
+        if row is not plain:
+            figures = (plain and plain["accuracy"], row["accuracy"], row["majority"])
+            cost.append([name_of(row["defense"]), *("not given" if x is None else f"{x:.3f}" for x in figures), "run"])
     for run in found.audits:
         for v in verdicts(run.rows):
             if v.defense != "none" and v.accuracy is not None and v.baseline is not None:
-                cost.append([name_of(v.defense), f"{v.baseline:.3f}", f"{v.accuracy:.3f}", v.scored_by])
-    plain = [r for r in found.trainings if r.settings.get("defense", "none") == "none" and r.rounds]
-    for run in found.trainings:
-        if run not in plain and run.rounds:
-            before = f"{plain[0].rounds[-1].get('accuracy', float('nan')):.3f}" if plain else "not given"
-            after = run.rounds[-1].get("accuracy")
-            cost.append(
-                [name_of(str(run.settings["defense"])), before, "-" if after is None else f"{after:.3f}", "accuracy"]
-            )
+                figures = (v.baseline, v.accuracy)
+                cost.append([name_of(v.defense), *(f"{x:.3f}" for x in figures), "not given", f"audit, {v.scored_by}"])
     return [
         Field(
-            "measures", "Measures and what they cost", "", ("Measure", "Without", "With", "Scored by"), cost,
+            "measures", "Measures and what they cost", "",
+            ("Measure", "Accuracy without", "With", "Always the most frequent class", "Of"), cost,
             "give training runs with and without the defence, or an audit that trains",
         )
     ]  # fmt: skip
@@ -397,8 +467,8 @@ def _of_measures(found: Inputs) -> list[Field]:
 
 def _of_end(found: Inputs) -> list[Field]:
     said = found.about
-    judged = [v for run in found.audits for v in verdicts(run.rows) if v.defense != "none"]
-    remains = [[name_of(v.defense), f"{v.text[:1].upper()}{v.text[1:]}", v.proved.said] for v in judged]
+    judged = [(v, modality_of(run.rows)) for run in found.audits for v in verdicts(run.rows) if v.defense != "none"]
+    remains = [[name_of(v.defense), badges(kind)[v.found], v.proved.said] for v, kind in judged]
     text = str(said.get("residual_risk") or "")
     text += (" " if text else "") + UNDETECTABLE if judged or text else ""
     likely = [["How likely attackers are", str(said["likely"]), ""]] if said.get("likely") else []

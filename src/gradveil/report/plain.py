@@ -1,5 +1,7 @@
 """Names and numbers in words: for a person who reads the page and does not write specs."""
 
+from statistics import NormalDist
+
 from gradveil.errors import SpecError
 from gradveil.modalities import IMAGE, Modality
 from gradveil.protection.defense import DEFENSES
@@ -48,6 +50,18 @@ def error_words(error: float, floor: Floor) -> str:
     if times >= 2:
         return f"{times:.0f} times closer than a blind guess"
     return "little better than a blind guess" if times > 1 else "worse than a blind guess"
+
+
+def in_plain_words(mu: float) -> str:
+    """Return what μ over a whole run means for one person, as guesses out of 100."""
+    law = NormalDist()
+    used, picked = law.cdf(mu / 2), law.cdf(law.inv_cdf(0.01) + mu)
+    return (
+        f"Somebody who must say whether one person's record was used at all is right at most {100 * used:.0f} times in "
+        f"100, where a coin is right 50 times. Somebody who must pick the record out of 100 candidates is right at most "
+        f"{100 * picked:.0f} times in 100, where luck is right once. This holds over the whole run, for a server that "
+        "knows all other records and chooses the weights."
+    )
 
 
 READING = (

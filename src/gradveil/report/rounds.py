@@ -19,7 +19,7 @@ def rounds_content(store: RunFolder) -> dict[str, Any]:
         raise FolderError(f"{store.path / ROUNDS} has no rounds yet. Wait for the first, or look at the run's log.")
     nodes = read_rows(store.path / NODES, {"round": int})
     delta = float(settings.get("delta", DELTA))
-    rows = [_row(row, delta) for row in rounds]
+    rows = [round_row(row, delta) for row in rounds]
     return {
         "title": "What this run sent, round by round",
         "subtitle": f"{settings.get('engine', 'gradveil')} run, {store.versions.get('date', '')}",
@@ -33,7 +33,8 @@ def rounds_content(store: RunFolder) -> dict[str, Any]:
     }
 
 
-def _row(row: Row, delta: float) -> Row:
+def round_row(row: Row, delta: float) -> Row:
+    """Return what is told of a round, whichever engine wrote it."""
     mu = row.get("mu", math.sqrt(row["spent"]) if isinstance(row.get("spent"), (int, float)) else None)
     refused = {str(why): int(count) for why, count in dict(row.get("rejected") or {}).items()}
     return {
@@ -45,6 +46,7 @@ def _row(row: Row, delta: float) -> Row:
         "floor": row.get("leak-floor"),
         "node": row.get("leak-node"),
         "accuracy": row.get("accuracy"),
+        "majority": row.get("majority"),
         "mu": mu,
         "epsilon": None if mu is None else row.get("epsilon", epsilon_of(float(mu), delta)),
         "halted": row.get("halted"),
