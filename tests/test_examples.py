@@ -1,5 +1,6 @@
 """Each example runs as it is, in a process of its own, and says what it should."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,6 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from gradveil.report.dossier import check
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -46,21 +49,41 @@ def test_simulations_end_in_a_page_with_what_was_spent(script: str, epsilon: str
     assert f"which is ε = {epsilon} at δ = 1e-05" in page
 
 
+def filed(run: Path, *said: str) -> None:
+    """The example ends in a dossier that says these things, misses nothing, and is as it was made."""
+    made = json.loads((run / "dossier" / "dossier.json").read_text())
+    assert made["missing"] == []
+    text = json.dumps(made, ensure_ascii=False)
+    assert all(one in text for one in said)
+    assert check(run / "dossier")["intact"]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("flwr") is None, reason="Flower is not installed")
 def test_ten_hospitals_on_flower(tmp_path: Path) -> None:
-    out = said("hospital/run.py", tmp_path, "run")
+    out = said("hospital/run.py", tmp_path, "run", "0.5")
     assert "round 6: 10 accepted" in out
-    page = (tmp_path / "run" / "report.html").read_text()
+    page = (tmp_path / "run" / "protected" / "report.html").read_text()
     assert "6 rounds: 60 updates were averaged and 0 refused" in page
     assert "which is ε = 8 at δ = 1e-05" in page
     assert "(simulated noise)" in page
+    filed(tmp_path / "run", "ten hospitals", "right at most 80 times in 100", "the noise was simulated")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("nvflare") is None, reason="NVFlare is not installed")
 def test_images_under_a_frozen_backbone_on_nvflare(tmp_path: Path) -> None:
-    said("xray/job.py", tmp_path, "--out", "run", "--workspace", str(tmp_path / "flare"))
-    page = (tmp_path / "run" / "report.html").read_text()
-    assert "3 rounds: 6 updates were averaged and 0 refused" in page
+    said("xray/job.py", tmp_path, "--out", "run", "--workspace", str(tmp_path / "flare"), "--minutes", "0.5")
+    page = (tmp_path / "run" / "protected" / "report.html").read_text()
+    assert "8 rounds: 16 updates were averaged and 0 refused" in page
     assert "which is ε = 8 at δ = 1e-05" in page
+    filed(tmp_path / "run", "two sites", "Noise in these runs: secret")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
+def test_notes_with_low_rank_factors_and_a_trainer(tmp_path: Path) -> None:
+    said("notes/lora.py", tmp_path, "--out", "run", "--minutes", "1.5")
+    page = (tmp_path / "run" / "protected" / "report.html").read_text()
+    assert "10 rounds: 60 updates were averaged and 0 refused" in page
+    filed(tmp_path / "run", "six sites", "Noise in these runs: secret")

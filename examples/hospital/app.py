@@ -17,6 +17,7 @@ from torch import nn
 import gradveil
 from gradveil import PlannedRun
 from gradveil.integrations.flower import guard_mod, monitored
+from gradveil.integrations.monitor import add_figures
 
 SITES, ROWS = 10, 45
 ROUNDS = int(os.environ.get("HOSPITAL_ROUNDS", "6"))
@@ -54,16 +55,15 @@ server_app = ServerApp()
 @server_app.main()
 def main(grid: Grid, context: Context) -> None:
     """Average, keep the run folder, and evaluate on rows that no site holds."""
-    data = gradveil.dataset("breast_cancer")
+    data, out = gradveil.dataset("breast_cancer"), os.environ.get("HOSPITAL_OUT", "runs/hospital")
 
     def score(number: int, arrays: ArrayRecord) -> MetricRecord:
         model = make_model()
         model.load_state_dict(arrays.to_torch_state_dict())
         found = scores(model, data)
-        watched.monitor.measured(number, **found)
+        add_figures(out, number, **found)
         return MetricRecord(found)
 
-    out = os.environ.get("HOSPITAL_OUT", "runs/hospital")
     watched = monitored(grid, out, require_defense=DEFENSE, budget=5.0, say=print)
     result = FedAvg(fraction_evaluate=0.0, min_train_nodes=SITES, min_available_nodes=SITES).start(
         grid=watched, initial_arrays=ArrayRecord(make_model().state_dict()), num_rounds=ROUNDS,

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import gradveil
 
-SHAPE, IMAGES = (1, 16, 16), 60
-RUN = gradveil.PlannedRun(records=IMAGES, batch_size=None, epochs=1, rounds=3, participations=3, cohort=2)
+SHAPE, IMAGES, LR = (1, 16, 16), 240, 0.06
+RUN = gradveil.PlannedRun(records=IMAGES, batch_size=None, epochs=1, rounds=8, participations=8, cohort=2)
 
 
 def make_images(seed: int, count: int = IMAGES) -> tuple[Tensor, Tensor]:
@@ -38,7 +38,8 @@ class XrayNet(nn.Module):
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            backbone = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.AdaptiveMaxPool2d(3), nn.Flatten())
+            layers = (nn.Conv2d(1, 8, 3), nn.ReLU(), nn.AdaptiveMaxPool2d(3), nn.Flatten())
+            backbone = nn.Sequential(*layers, nn.LayerNorm(72, elementwise_affine=False))
         self.backbone = backbone.requires_grad_(False)
         self.head = nn.Linear(72, 2)
         nn.init.zeros_(self.head.weight)
@@ -57,7 +58,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--defense", required=True)
-    parser.add_argument("--lr", type=float, default=1.0)
+    parser.add_argument("--lr", type=float, default=LR)
     given = parser.parse_args()
     flare.init()
     images, labels = make_images(int(flare.get_site_name().split("-")[1]))
@@ -72,7 +73,8 @@ def main() -> None:
             nn.functional.cross_entropy(model(images), labels).backward()
             optimizer.step()
         change = {name: value - before[name] for name, value in model.state_dict().items()}
-        meta = {"defended-steps": guard.report.steps, "spent": guard.report.spent, "NUM_STEPS_CURRENT_ROUND": 1}
+        seen = guard.report
+        meta = {"defended-steps": seen.steps, "spent": seen.spent, "noise": seen.noise, "NUM_STEPS_CURRENT_ROUND": 1}
         flare.send(FLModel(params_type=ParamsType.DIFF, params=change, meta=meta))
 
 

@@ -115,7 +115,8 @@ def test_a_result_is_made_anew_of_weights_and_steps_and_is_paid_for(nvflare: Mod
     given["picture"] = [0.1] * 64
     sent = nvflare.RecordsFilter("veil:z=2").process(given, FLContext(task="train"))
     assert {*sent} == {"DXO"}
-    assert sent["DXO"].meta == {"defended-steps": 4, "steps": 4, "gradveil-spent": 0.25, "filter": "RecordsFilter"}
+    kept = {"defended-steps": 4, "steps": 4, "gradveil-spent": 0.25, "noise": "secret", "filter": "RecordsFilter"}
+    assert sent["DXO"].meta == kept
     assert np.array_equal(sent["DXO"].data["fc.weight"], weights()["fc.weight"])
     assert torch.equal(sent["DXO"].data["fc.bias"], torch.ones(2))
     assert Account.read(accounts / "site-1.json", "site-1") == Account("site-1", 0.25, noise="secret")

@@ -138,13 +138,15 @@ class RunMonitor:
         self.say(line_of(row))
         return row
 
-    def measured(self, number: int, **figures: float) -> None:
-        """Add figures of a round that is closed: accuracy, where the model is evaluated after the replies are in."""
-        rows = [row | (_finite(figures) if row["round"] == number else {}) for row in self.folder.rounds]
-        write_atomically(self.folder.path / ROUNDS, "".join(json.dumps(row) + "\n" for row in rows).encode())
-
     def close(self) -> None:
         self.folder.close()
+
+
+def add_figures(folder: str | Path, number: int, **figures: float) -> None:
+    """Add figures to a round that is closed: accuracy, where the model is evaluated after the replies are in."""
+    path = Path(folder) / ROUNDS
+    rows = [r | (_finite(figures) if r["round"] == number else {}) for r in read_rows(path, {"round": int})]
+    write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
 def line_of(row: Row) -> str:

@@ -191,7 +191,9 @@ class RecordsFilter(Fields):
             raise GradveilError(f"the result is {dxo.data_kind}: only weights have noise on them.")
         steps, total = self._pay(dxo, client)  # whatever else is found: an error tells something too
         data = _sound(dxo.data, fl_ctx.get_prop(CAME))
-        return DXO(dxo.data_kind, data, {STEPS: steps, MetaKey.NUM_STEPS_CURRENT_ROUND: steps, TOTAL: total})
+        meta = {STEPS: steps, MetaKey.NUM_STEPS_CURRENT_ROUND: steps, TOTAL: total}
+        noise = dxo.get_meta_prop("noise", None)  # as it was checked
+        return DXO(dxo.data_kind, data, meta | ({} if noise is None else {"noise": noise}))
 
     def _pay(self, dxo: DXO, client: str) -> tuple[int, float]:
         defense = build(self.defense)
@@ -401,7 +403,7 @@ class MonitorFilter(Fields):
             total = spent + before
         seen = NodeReport(
             node, False, leak_psnr=leak, leak_floor=floor, leak_checked=None if count is None else int(count),
-            spent=total,
+            spent=total, noise=str(dxo.get_meta_prop("noise", "")) or None,
         )  # fmt: skip
         if dxo.data_kind not in (DataKind.WEIGHT_DIFF, DataKind.WEIGHTS):
             raise Turned(f"it is {dxo.data_kind}", "malformed", seen)
