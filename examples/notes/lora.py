@@ -25,9 +25,7 @@ from torch import Tensor, nn
 import gradveil
 
 SITES, NOTES, ROUNDS, LR, LENGTH = 6, 100, 10, 0.3, 12
-RUN = gradveil.PlannedRun(
-    records=NOTES, batch_size=None, epochs=1, rounds=ROUNDS, participations=ROUNDS, cohort=SITES
-)
+RUN = gradveil.PlannedRun(records=NOTES, batch_size=None, epochs=1, rounds=ROUNDS, participations=ROUNDS, cohort=SITES)
 DEFENSE = "veil:epsilon=8,clip=2,tier=aggregate"
 PAIN = ("strong pain in the", "sharp ache of the", "it hurts around the", "sore and tender the")
 CALM = ("no complaints of the", "well healed the", "moves freely the", "without findings the")

@@ -50,7 +50,9 @@ def main() -> None:
         # the least that a round may cost: that of the plan, whose z a filter is told
         z = gradveil.defense(defense).for_run(RUN).multiplier
         recipe.add_client_output_filter(RecordsFilter(f"veil:z={z},clip=6"), tasks=["train"])
-        recipe.add_server_input_filter(MonitorFilter(str(out / "protected"), budget=5.0, require_steps=True), tasks=["train"])
+        recipe.add_server_input_filter(
+            MonitorFilter(str(out / "protected"), budget=5.0, require_steps=True), tasks=["train"]
+        )
         workspace = Path(given.workspace or tempfile.mkdtemp())
         recipe.execute(SimEnv(num_clients=2, workspace_root=str(workspace))).get_result()
     model, data = XrayNet(), gradveil.dataset(make_data)

@@ -357,7 +357,12 @@ def _tier_rows(v: Verdict, rows: Sequence[Row]) -> list[list[str]]:
         mine = [r["attack"] for r in rows if r["kind"] == "attack" and (r["tier"], r["defense"]) == (tier, v.defense)]
         seconds = sum(cost.get(attack, 0.0) for attack in mine)
         by = "-" if one is None or one.line is None else one.line.attack.partition(":")[0]
-        by += f"; {len(mine)} {'try' if len(mine) == 1 else 'tries'}" + (f", about {seconds:.0f} s" if seconds >= 1 else "") if mine else ""
+        by += (
+            f"; {len(mine)} {'try' if len(mine) == 1 else 'tries'}"
+            + (f", about {seconds:.0f} s" if seconds >= 1 else "")
+            if mine
+            else ""
+        )
         result = _sentence("not run" if one is None else one.text)
         table.append([name_of(v.defense), f"{WHO[tier]}. {MEANS[tier]}", result, by])
     return table
