@@ -58,7 +58,7 @@ def in_plain_words(mu: float) -> str:
     used, picked = law.cdf(mu / 2), law.cdf(law.inv_cdf(0.01) + mu)
     return (
         f"Somebody who must say whether one person's record was used at all is right at most {100 * used:.0f} times in "
-        f"100, where a coin is right 50 times. Somebody who must pick the record out of 100 candidates is right at most "
+        "100, where a coin is right 50 times. Somebody who must pick the record out of 100 candidates is right at most "
         f"{100 * picked:.0f} times in 100, where luck is right once. This holds over the whole run, for a server that "
         "knows all other records and chooses the weights."
     )
