@@ -16,14 +16,12 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-HOME = Path(__file__).resolve().parent
-sys.path[:0] = [str(HOME), str(HOME.parent)]
-
 import torch
 from torch import Tensor, nn
 
 import gradveil
 
+HOME = Path(__file__).resolve().parent
 SITES, NOTES, ROUNDS, LR, LENGTH = 6, 100, 10, 0.3, 12
 RUN = gradveil.PlannedRun(records=NOTES, batch_size=None, epochs=1, rounds=ROUNDS, participations=ROUNDS, cohort=SITES)
 DEFENSE = "veil:epsilon=8,clip=2,tier=aggregate"
@@ -121,6 +119,7 @@ def train_site(
 
 def main() -> None:
     """Train with the promise and without, look for leaks, and file the dossier."""
+    sys.path[:0] = [str(HOME), str(HOME.parent)]
     from evidence import file_dossier, scores, train_unprotected
 
     from gradveil.integrations.monitor import MonitorSettings, NodeReport, RunMonitor

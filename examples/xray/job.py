@@ -56,7 +56,8 @@ def main() -> None:
         workspace = Path(given.workspace or tempfile.mkdtemp())
         recipe.execute(SimEnv(num_clients=2, workspace_root=str(workspace))).get_result()
     model, data = XrayNet(), gradveil.dataset(make_data)
-    model.load_state_dict(torch.load(next(workspace.rglob("FL_global_model.pt")), weights_only=True)["model"])
+    last = torch.load(next(workspace.rglob("FL_global_model.pt")), weights_only=True)  # noqa: TID251 (NVFlare's format)
+    model.load_state_dict(last["model"])
     add_figures(out / "protected", RUN.rounds, **scores(model, data))
     print(gradveil.write_report(out / "protected"))
 
