@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import gradveil
@@ -46,7 +47,10 @@ def write_notes(path: Path, seed: int, count: int, question: str = "pain") -> Pa
 
 @cache
 def base_weights(words: int) -> dict[str, Tensor]:
-    """Train the stand-in for a pretrained base on public notes."""
+    """Train the stand-in for a pretrained base on public notes, once: other commands read its file."""
+    kept = Path(os.environ.get("NOTES_BASE", "base.safetensors"))
+    if kept.exists():
+        return load_file(kept)
     with tempfile.TemporaryDirectory() as folder:
         data = load(write_notes(Path(folder) / "public.txt", 7, 600, "first word"))
     model, rows = bert(words, data.num_classes), data.train.batch()
@@ -55,7 +59,9 @@ def base_weights(words: int) -> dict[str, Tensor]:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(rows.inputs.long()).logits, rows.labels).backward()
         optimizer.step()
-    return {name: value for name, value in model.state_dict().items() if not name.startswith("classifier")}
+    found = {name: value for name, value in model.state_dict().items() if not name.startswith("classifier")}
+    save_file(found, kept)
+    return found
 
 
 def load(path: Path) -> gradveil.Dataset:
@@ -130,6 +136,7 @@ def main() -> None:
     given = parser.parse_args()
     out = Path(given.out).resolve()
     out.mkdir(parents=True)
+    os.environ["NOTES_BASE"] = str(out / "base.safetensors")
     data = load(write_notes(out / "notes.txt", 1, 900))
     partition = f"iid:devices={SITES},per_device={NOTES}"
     model = Notes()

@@ -20,9 +20,10 @@ from gradveil.auditing.run_folder import CONFIG, ROUNDS, ROWS, VERSIONS, Row, Ru
 from gradveil.countermeasures import TIERS
 from gradveil.errors import GradveilError, SpecError
 from gradveil.files import is_leftover, read_whole, wrap_parse_errors, write_atomically
+from gradveil.integrations.monitor import NODES
 from gradveil.report.page import fill
 from gradveil.report.plain import in_plain_words, name_of
-from gradveil.report.rounds import DELTA, NODES, round_row
+from gradveil.report.rounds import DELTA, round_row
 from gradveil.threats.rows import best_floor, modality_of, read
 from gradveil.threats.verdict import UNDETECTABLE, WHO, Verdict, badges, verdicts
 
@@ -421,7 +422,7 @@ def _of_proofs(found: Inputs) -> list[Field]:
     ]  # fmt: skip
 
 
-def _whole(plan: Row) -> str:
+def _whole(plan: Mapping[str, Any]) -> str:
     whole = plan["whole_run"]
     return (
         f"μ = {whole['mu']:.3g}, ε = {whole['epsilon']:.3g} at δ = {whole['delta']:g}; a blind guess of "
@@ -459,8 +460,8 @@ def _of_measures(found: Inputs) -> list[Field]:
     for run in found.audits:
         for v in verdicts(run.rows):
             if v.defense != "none" and v.accuracy is not None and v.baseline is not None:
-                figures = (v.baseline, v.accuracy)
-                cost.append([name_of(v.defense), *(f"{x:.3f}" for x in figures), "not given", f"audit, {v.scored_by}"])
+                both = [f"{x:.3f}" for x in (v.baseline, v.accuracy)]
+                cost.append([name_of(v.defense), *both, "not given", f"audit, {v.scored_by}"])
     return [
         Field(
             "measures", "Measures and what they cost", "",
