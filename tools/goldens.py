@@ -53,8 +53,7 @@ CASES = {
     "train-flower": [f"{TRAIN} --engine flower"],
     "certify": [f"gradveil certify {MODEL} --kind local --kind global --kind box --kind reach --kind empirical --json"],
     "certify-relu": [
-        "gradveil certify --model lenet:activation=relu,init=default --images 2 --kind local --kind global "
-        "--kind radius --json"
+        "gradveil certify --model lenet:activation=relu,init=default --images 2 --kind local --kind global --json"
     ],
     "infer": [f"gradveil infer --update {INPUTS}/update.safetensors --truth {INPUTS}/truth.safetensors {MODEL} --json"],
     "reproduce": ["gradveil reproduce all --scale quick --jobs 1 --out run"],

@@ -27,7 +27,6 @@ KINDS: dict[str, tuple[int, tuple[float, ...]]] = {
     "box": (BATCH, (2, 1, float("inf"))),
     "empirical": (4, (2,)),
     "reach": (1, (2, float("inf"))),
-    "radius": (1, (2,)),
 }
 NETWORKS = (
     ("lenet", (1, 28, 28)),
@@ -70,7 +69,7 @@ def measure(spec: str, shape: tuple[int, ...], quick: bool) -> list[dict[str, ob
     perturbed = defense.perturb(model, layer, x, representation(model, layer, x), rng).flatten(1)
     rows: list[dict[str, object]] = []
     for kind, (images, norms) in KINDS.items():
-        if quick and kind in ("reach", "radius", "box"):
+        if quick and kind in ("reach", "box"):
             continue
         for p in norms:
             call = partial(certify, model, layer, x[:images], perturbed[:images], p, kind)

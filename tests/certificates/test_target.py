@@ -66,6 +66,6 @@ def test_dead_entries_come_last_and_ties_by_index() -> None:
 
 
 def test_kinds_without_a_share_are_refused(model: nn.Module, batch: Batch) -> None:
-    for kind in ("empirical", "reach", "radius"):
+    for kind in ("empirical", "reach"):
         with pytest.raises(CertificateError, match=f"'{kind}' is none"):
             smallest_share(model, "5", batch.inputs, 0.1, kind)  # type: ignore[arg-type]

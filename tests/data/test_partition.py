@@ -1,7 +1,5 @@
 """Every way of dealing out examples: disjoint, exact, seeded, and clear about what cannot be done."""
 
-import sys
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 
 import gradveil
 from gradveil.data.partition import PARTITIONS, partition
-from gradveil.errors import DataError, MissingExtraError, SpecError
+from gradveil.errors import DataError, SpecError
 
 labels_strategy = st.lists(st.integers(0, 4), min_size=40, max_size=120).map(np.array)
 
@@ -159,7 +157,7 @@ def test_what_cannot_be_done_is_said_in_one_line(spec: str, message: str) -> Non
 
 def test_bad_labels_and_specs_are_refused() -> None:
     for labels in (np.zeros((3, 2), int), np.zeros(3)):
-        for spec in ("classes:devices=2", "shards:devices=2", "dirichlet:devices=2", BlockPartitioner()):
+        for spec in ("classes:devices=2", "shards:devices=2", "dirichlet:devices=2"):
             with pytest.raises(DataError, match=r"by class needs labels .* whole numbers; got .* Use iid"):
                 partition(labels, spec)
     with pytest.raises(DataError, match="asks for 2 examples"):
@@ -174,27 +172,3 @@ def test_bad_labels_and_specs_are_refused() -> None:
 def test_targets_of_any_kind_are_dealt_out_alike(labels: Any) -> None:
     parts = partition(labels, "iid:devices=3", 4)
     assert [p.tolist() for p in parts] == [p.tolist() for p in partition(np.zeros(7, int), "iid:devices=3", 4)]
-
-
-class BlockPartitioner:
-    """Cuts contiguous blocks, as the IID partitioner of flwr-datasets does."""
-
-    num_partitions = 4
-    dataset: Any = None
-
-    def load_partition(self, i: int) -> dict[str, list[int]]:
-        n = len(self.dataset["label"]) // 4
-        return {key: list(column[i * n : (i + 1) * n]) for key, column in self.dataset.items()}
-
-
-def test_a_partitioner_of_flwr_datasets_is_taken_and_its_data_shuffled_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = ModuleType("datasets")
-    hub.Dataset = type("Dataset", (), {"from_dict": staticmethod(dict)})  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "datasets", hub)
-    labels = np.repeat(np.arange(4), 25)
-    parts = partition(labels, BlockPartitioner(), 0)
-    assert sorted(np.concatenate(parts).tolist()) == list(range(100))
-    assert min(len(np.unique(labels[part])) for part in parts) >= 3
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingExtraError):
-        partition(labels, BlockPartitioner(), 0)

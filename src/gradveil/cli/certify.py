@@ -32,7 +32,7 @@ class CertifyOptions(Output):
     )
     kinds: Annotated[
         tuple[str, ...],
-        Option("local, global, box, radius, reach or empirical; repeat for several.", "", "those that fit"),
+        Option("local, global, box, reach or empirical; repeat for several.", "", "those that fit"),
     ] = ()
     loss: str = "cross_entropy"
     norm: Annotated[str, Option("The norm of the distance: 1, 2 or inf.")] = "2"

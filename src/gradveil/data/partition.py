@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from gradveil.data.base import Dataset, by_label
-from gradveil.errors import DataError, MissingExtraError
+from gradveil.errors import DataError
 from gradveil.ranges import Count, Range, Whole
 from gradveil.registry import Registry
 
@@ -36,30 +36,25 @@ class Partition(ABC):
 
 
 def partition(
-    labels: Any, spec: str | Partition | Any = "iid:devices=10", rng: int | Rng | torch.Generator = 0
+    labels: Any, spec: str | Partition = "iid:devices=10", rng: int | Rng | torch.Generator = 0
 ) -> list[Indices]:
     """Deal out examples to devices, e.g. ``classes:devices=100,classes=2,per_class=100``.
 
-    ``labels`` (N,) are whole numbers; for ``iid`` they may be targets of any kind. ``rng`` is a seed or a generator. A
-    partitioner object of flwr-datasets is taken as well.
+    ``labels`` (N,) are whole numbers; for ``iid`` they may be targets of any kind. ``rng`` is a seed or a generator.
     """
     values = np.asarray(labels)
-    built = PARTITIONS.build(spec) if isinstance(spec, (str, Partition)) else None
-    by_class = built is None or built.by_class
-    if by_class and (values.ndim != 1 or len(values) == 0 or not np.issubdtype(values.dtype, np.integer)):
+    built = PARTITIONS.build(spec)
+    if not isinstance(built, Partition):
+        raise DataError(f"A {type(spec).__name__} is no partition. Give a spec such as iid:devices=10.")
+    if built.by_class and (values.ndim != 1 or len(values) == 0 or not np.issubdtype(values.dtype, np.integer)):
         raise DataError(
             f"A partition by class needs labels (N,) of whole numbers; got {values.dtype} of shape {values.shape}. "
             f"Use iid:devices=... for other targets."
         )
-    generator = _generator(rng)
-    if built is None:
-        if not hasattr(spec, "load_partition"):
-            raise DataError(f"A {type(spec).__name__} is no partition. Give a spec such as iid:devices=10.")
-        return _from_flower(spec, values, generator)
-    return built.split(values.astype(np.int64) if by_class else values, generator)
+    return built.split(values.astype(np.int64) if built.by_class else values, _generator(rng))
 
 
-def deal(dataset: Dataset, spec: str | Partition | Any, rng: int | Rng | torch.Generator = 0) -> list[Indices]:
+def deal(dataset: Dataset, spec: str | Partition, rng: int | Rng | torch.Generator = 0) -> list[Indices]:
     """Deal out a data set's examples to devices: by their labels, or ``natural``, by where they come from."""
     if not isinstance(spec, str) or PARTITIONS.get(spec.partition(":")[0]) is not Natural:
         return partition(dataset.train.labels, spec, rng)
@@ -231,18 +226,3 @@ class Dirichlet(Partition):
             for device, piece in enumerate(np.split(members, cuts)):
                 pieces[device].append(piece)
         return [rng.permutation(np.concatenate(piece)) for piece in pieces]
-
-
-def _from_flower(partitioner: Any, labels: Indices, rng: Rng) -> list[Indices]:
-    """Run a flwr-datasets partitioner on shuffled labels: its IID one cuts blocks without shuffling."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise MissingExtraError("A partitioner of flwr-datasets", "hub") from error
-    order = rng.permutation(len(labels))
-    column = getattr(partitioner, "_partition_by", None)
-    column = column if isinstance(column, str) else "label"
-    partitioner.dataset = datasets.Dataset.from_dict({column: labels[order], "gradveil_index": order})
-    return [
-        np.asarray(partitioner.load_partition(i)["gradveil_index"], np.int64) for i in range(partitioner.num_partitions)
-    ]

@@ -75,7 +75,7 @@ def ratio(distance: Tensor, size: Tensor | float) -> Tensor:
     return torch.where(distance > 0, distance / size, torch.zeros_like(distance))
 
 
-Kind = Literal["local", "global", "box", "radius", "reach", "residual", "empirical"]
+Kind = Literal["local", "global", "box", "reach", "residual", "empirical"]
 
 SCOPE = (
     "It speaks only of a server that answers with an image X′ whose representation f(X′) is the perturbed r′. "

@@ -2,10 +2,10 @@
 
 ``local`` is theorem 1 of Sun et al. 2020 as it is written, ||r - r′||_p / ||∇_X f||_p. It is first order: the proof
 replaces f⁻¹ by its Taylor expansion at r and asks for an inverse that f seldom has, so the figure is an estimate and
-can exceed the largest distance two images can have. Its sound relatives (P1-P3) need no inverse: integrating J
+can exceed the largest distance two images can have. Its sound relatives (P1, P2) need no inverse: integrating J
 along the segment from X to X′ gives ||f(X) - f(X′)||_p <= Lip_p(f) ||X - X′||_p on any convex set, so that
 ||X - X′|| >= ||r - r′|| / Lip(f) for every preimage X′ of r′; the kinds differ in the set and in how Lip is bounded.
-``reach`` (P4) compares r′ with bounds of f over the whole data range, and looks along one direction c: if c·f stays
+``reach`` (P3) compares r′ with bounds of f over the whole data range, and looks along one direction c: if c·f stays
 below c·r′ - tau ||c||_dual on the ball of radius R, no image in the ball comes within tau of r′. Here f is what the
 model computes, rounding included. Proofs: docs/theory/certificates.md.
 """
@@ -49,7 +49,6 @@ from gradveil.representation.layers.rules.activations import Interval
 from gradveil.representation.scores import row_norms
 
 MARGIN = 1 + 1e-9  # on every Lipschitz constant, for rounding
-RADIUS_STEPS = 10  # of the search for a radius
 
 
 def lipschitz(norms: Sequence[Norm]) -> float:
@@ -84,31 +83,6 @@ def residual_certificate(problem: Problem) -> Certificate:
     how = f"(||r - r′|| - tau)+ / Lip with {found.how}"
     details = found.details | {"tau": problem.allowed}
     return replace(found, kind="residual", assumptions=stated, how=how, details=details)
-
-
-def radius_certificate(problem: Problem) -> Certificate:
-    """P3, the sound version of the paper's local bound: the largest R with R Lip(f; ball of radius R) < ||r - r′||."""
-    start = box_certificate(problem)
-    found = torch.stack([_radius(problem, i, float(start.bound[i])) for i in range(len(problem.x))])
-    how = f"search over balls around X, slopes and Jacobian bounded on each: {problem.chain}"
-    details = {"distance": problem.distance, "rounding": problem.rounding[0]}
-    return Certificate(found, "radius", problem.p, problem.size, True, start.assumptions, how, details)
-
-
-def _radius(problem: Problem, i: int, known: float) -> torch.Tensor:
-    """Return the largest radius (a scalar) that the search proves for example i; ``known`` is proved already."""
-    x, p, bounds = problem.x[i : i + 1], problem.p, problem.bounds
-    low, high = known, float(farthest(x.double(), bounds, p))
-    for _ in range(RADIUS_STEPS):
-        if not 0 < low < high:
-            break
-        radius = sqrt(low * high)
-        lip = box_lipschitz(problem.chain, tighten(problem.chain, Region.ball(x, p, radius, bounds)), p) * MARGIN
-        inside = float(problem.nearest(lip)[i])
-        proved = min(radius, inside)  # a preimage lies outside the ball, or this far from X inside it
-        low = max(low, proved)
-        high = high if proved == radius else radius
-    return torch.tensor(low, dtype=torch.float64)
 
 
 def _from_lipschitz(problem: Problem, kind: str, lip: float, how: str, stated: tuple[str, ...]) -> Certificate:
@@ -316,7 +290,6 @@ KINDS: dict[Kind, Callable[[Problem], Certificate]] = {
     "local": local_certificate,
     "global": global_certificate,
     "box": box_certificate,
-    "radius": radius_certificate,
     "reach": reach_certificate,
     "residual": residual_certificate,
     "empirical": empirical_certificate,
@@ -337,10 +310,10 @@ def certify(
 ) -> Certificate:
     """Return how far from x every image with the representation r′ must be, in the p-norm, and on what that rests.
 
-    ``local`` is the paper's theorem 1 (first order), ``global`` and ``box`` its sound versions (a Lipschitz
-    constant on the whole space, on the data range), ``radius`` the sound local one, ``reach`` asks whether any
-    image at all can have r′ and how near, ``residual`` is for a server that stays ``residual`` away from r′, and
-    ``empirical`` is what an inversion of r′ reaches. ``layer=None`` takes the last fully connected layer.
+    ``local`` is the paper's theorem 1 (first order), ``global`` and ``box`` its sound versions (a Lipschitz constant on
+    the whole space, on the data range), ``reach`` asks whether any image at all can have r′ and how near, ``residual``
+    is for a server that stays ``residual`` away from r′, and ``empirical`` is what an inversion of r′ reaches.
+    ``layer=None`` takes the last fully connected layer.
     """
     if kind not in KINDS:
         known = get_args(Kind)

@@ -23,11 +23,11 @@ from gradveil_studies.paper.rows import Record
 
 NETWORKS = {"sigmoid": "lenet", "relu": "lenet:activation=relu,init=default"}
 KINDS: dict[str, tuple[Kind, ...]] = {
-    "2": ("local", "global", "box", "radius", "reach", "empirical"),
+    "2": ("local", "global", "box", "reach", "empirical"),
     "1": ("local", "global", "box", "reach"),
     "inf": ("local", "global", "box", "reach"),
 }
-LOOKS = {"local": PROMISED, "global": SOUND, "box": SOUND, "radius": SOUND, "reach": SOUND, "empirical": REACHED}
+LOOKS = {"local": PROMISED, "global": SOUND, "box": SOUND, "reach": SOUND, "empirical": REACHED}
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Certificates(Item):
 
     title = "Theorem 1 and its sound relatives (untrained LeNet, 40 % zeroed)"
     notes: ClassVar[tuple[str, ...]] = (
-        "local is the theorem as printed, a first-order estimate; global, box, radius and reach are proved.",
+        "local is the theorem as printed, a first-order estimate; global, box and reach are proved.",
         SCOPE,
     )
     source = "bounds"
@@ -132,7 +132,7 @@ class Certificates(Item):
             kinds = {kind: found for (kind,), found in group(mine, "kind").items()}
             line: Row = {"network": f"{dataset}, {network}", "p": p, "cases": len({c.case for c in mine})}
             line["local (estimate)"] = _mean(kinds.get("local", []))
-            line |= {kind: _mean(kinds.get(kind, [])) for kind in ("global", "box", "radius")}
+            line |= {kind: _mean(kinds.get(kind, [])) for kind in ("global", "box")}
             line["reach"] = _reach(kinds.get("reach", []))
             line["inversion of r′ (‖f(X′)−r′‖ / ‖r−r′‖)"] = _inversion(
                 kinds.get("empirical", []), kinds.get("global", [])
