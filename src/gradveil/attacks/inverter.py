@@ -147,7 +147,7 @@ def regress(lessons: Sequence[Lesson]) -> tuple[Settled, Tensor, bool]:
     What to learn from is chosen with the linear kernel, and then the kernel, with few pairs; at last, with all of them,
     whether made examples help: they do the more, the more there are.
     """
-    best, over, done = Settled(), False, 0
+    best, done = Settled(), 0
     first = [
         Settled(i, scale, made, by_label)
         for i, lesson in enumerate(lessons)
@@ -159,19 +159,17 @@ def regress(lessons: Sequence[Lesson]) -> tuple[Settled, Tensor, bool]:
     ]
     last = sorted({choice.made for choice in first})
     total = len(first) + len(KERNELS) + len(last)
+
+    def choices() -> Iterator[tuple[Settled, int | None]]:
+        yield from ((choice, CHOOSE_AT) for choice in first)
+        yield from ((replace(best, width=width, parts=parts), CHOOSE_AT) for width, parts in KERNELS)
+        yield from ((replace(best, made=made), None) for made in last)
+
     pace.step(0, total)
-    while done < total and not over:
-        if done < len(first):
-            choice = first[done]
-        elif done < len(first) + len(KERNELS):
-            width, parts = KERNELS[done - len(first)]
-            choice = replace(best, width=width, parts=parts)
-        else:
-            choice = replace(best, made=last[done - total])
-        most = None if done >= total - len(last) else CHOOSE_AT
+    for done, (choice, most) in enumerate(choices(), 1):
         best = min(best, _tried(lessons[choice.lesson], choice, most), key=lambda c: c.error)
-        done += 1
-        over = pace.step(done, total)
+        if pace.step(done, total):
+            break
     lesson = lessons[best.lesson]
     learned = torch.cat([lesson.learned(best.made), lesson.held])
     asked = torch.arange(len(lesson.images), len(lesson.updates), device=learned.device)
