@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Generator, Tensor, nn
 
-from gradveil.attacks.search.matching import Matching, cosine_distance, differentiated, squared_distance, stack_key
+from gradveil.attacks.search.matching import Matching, cosine_distance, squared_distance, stack_key
 from gradveil.errors import AttackError, UpdateError
 from gradveil.gradients.functional import trial_gradients
 from gradveil.tree import Params, parameters
@@ -55,17 +55,6 @@ def test_a_distance_comes_with_its_own_derivative(
     by_autograd = torch.autograd.grad(values.sum(), list(found.values()), allow_unused=True)
     for (n, slope), expected in zip(slopes.items(), by_autograd, strict=True):
         torch.testing.assert_close(slope.detach(), expected, msg=n)
-
-
-def test_a_distance_can_leave_its_derivative_to_torch(double: nn.Module, rng: Generator) -> None:
-    stack = Matching.of([observe(double, rng), observe(double, rng).without("2.*")])
-    found = {n: torch.randn_like(g) for n, g in stack.target.items()}
-    with torch.no_grad():
-        value, slopes = differentiated(lambda m, f: squared_distance(m, f)[0])(stack, found)
-    expected, exact = squared_distance(stack, found)
-    torch.testing.assert_close(value, expected)
-    for n, slope in slopes.items():
-        torch.testing.assert_close(slope, exact[n])
 
 
 def test_distances_are_those_of_the_definition(double: nn.Module, rng: Generator) -> None:
