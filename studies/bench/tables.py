@@ -17,7 +17,7 @@ from gradveil.attacks.base import build as build_attack
 from gradveil.data import load
 from gradveil.errors import GradveilError
 from gradveil.federated.settings import Local
-from gradveil.metrics.recovery import Interval, interval
+from gradveil.metrics import Interval, interval
 from gradveil.models import build
 from gradveil.protection.defense import build as build_defense
 from gradveil.seeds import Seeds

@@ -16,7 +16,7 @@ from gradveil.attacks.labels import recover_labels
 from gradveil.data import load
 from gradveil.errors import GradveilError
 from gradveil.federated.settings import only_trained
-from gradveil.metrics.recovery import interval
+from gradveil.metrics import interval
 from gradveil.modalities.base import label_accuracy
 from gradveil.models import build
 from gradveil.protection.defense import build as build_defense

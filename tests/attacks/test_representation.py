@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gradveil.attacks.inference import RULES, InferenceSettings, Inferred, chain_of, infer, infer_stacked
 from gradveil.errors import AttackError, LayerError
-from gradveil.metrics.representations import class_means, class_set_accuracy, correlation, representation_scores
+from gradveil.metrics import class_means, class_set_accuracy, correlation, representation_scores
 from gradveil.modules import trace
 from gradveil.types import Update
 

@@ -1,6 +1,6 @@
 import torch
 
-from gradveil.metrics.recovery import blind_guesses
+from gradveil.metrics import blind_guesses
 from gradveil.types import Batch
 
 PUBLIC = Batch(torch.tensor([[0.0, 0.0], [0.2, 0.4], [1.0, 0.8]]), torch.tensor([0, 1, 1]))

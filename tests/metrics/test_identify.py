@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Generator
 
-from gradveil.metrics.recovery import blind_guesses
+from gradveil.metrics import blind_guesses
 from gradveil.modalities.base import identification, label_accuracy
 from gradveil.types import Batch
 

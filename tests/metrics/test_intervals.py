@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from gradveil.metrics.recovery import Interval, chance_of, interval, rate, short
+from gradveil.metrics import Interval, chance_of, interval, rate, short
 
 
 def test_the_bootstrap_interval_covers_the_mean_about_as_often_as_it_says() -> None:

@@ -7,7 +7,7 @@ import torch
 from sklearn.metrics import balanced_accuracy_score, r2_score, recall_score, roc_auc_score
 from torch import Generator
 
-from gradveil.metrics.outcomes import ClassOutcome, NumberOutcome, auc, outcome
+from gradveil.metrics import ClassOutcome, NumberOutcome, auc, outcome
 
 
 @pytest.mark.parametrize("classes", [2, 3])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gradveil.metrics.recovery import blind_guesses, measure
+from gradveil.metrics import blind_guesses, measure
 from gradveil.modalities.tokens import Tokens
 from gradveil.types import Batch
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gradveil.auditing.run_folder import RunFolder
-from gradveil.metrics.recovery import interval, rate
+from gradveil.metrics import interval, rate
 from gradveil.protection.defense import DEFENSES
 from gradveil.report.cards import Card, cards, typical_and_worst
 from gradveil.report.pictures import Gallery

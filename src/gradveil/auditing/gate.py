@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from gradveil.auditing.run_folder import Row
 from gradveil.countermeasures import Tier
 from gradveil.errors import SpecError, did_you_mean
-from gradveil.metrics.recovery import Interval
+from gradveil.metrics import Interval
 from gradveil.threats.rows import GRADES, Line, best_floor, figure_errors, group, lines, proved_of
 from gradveil.threats.verdict import WHO, Verdict, article, declaration_errors, verdicts
 

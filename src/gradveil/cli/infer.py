@@ -73,7 +73,7 @@ def _said(found: "Inferred", device: int, path: str) -> dict[str, Any]:
 
 def _controls(found: "Inferred", case: "SavedUpdate", num_classes: int) -> dict[str, Any]:
     """Return what the truth says of the first update: the class set, and per layer the correlations."""
-    from gradveil.metrics.representations import class_means, representation_scores
+    from gradveil.metrics import class_means, representation_scores
 
     assert case.truth is not None
     truth = case.truth.to(case.device)

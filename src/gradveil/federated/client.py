@@ -18,7 +18,7 @@ from gradveil.errors import DefenseError, LossError, UpdateError, is_out_of_memo
 from gradveil.federated.settings import Local
 from gradveil.losses import Loss
 from gradveil.losses import build as build_loss
-from gradveil.metrics.outcomes import ClassOutcome, NumberOutcome, outcome
+from gradveil.metrics import ClassOutcome, NumberOutcome, outcome
 from gradveil.privacy.noise import Source, permutation
 from gradveil.protection.capture import records_of
 from gradveil.protection.defense import Defense, accounted, build, in_round, own_draws

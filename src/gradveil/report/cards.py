@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from gradveil.auditing.film import FILM
 from gradveil.auditing.run_folder import Row, RunFolder
-from gradveil.metrics.recovery import rate, short
+from gradveil.metrics import rate, short
 from gradveil.modalities import Cell, Modality
 from gradveil.report.pictures import KEY, TRUTH, Gallery, Shot, picture
 from gradveil.report.plain import error_words, name_of

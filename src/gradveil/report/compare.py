@@ -12,7 +12,7 @@ from rich.text import Text
 from gradveil.auditing.run_folder import ROWS, FolderError, RunFolder
 from gradveil.errors import GradveilError
 from gradveil.files import wrap_parse_errors, write_atomically
-from gradveil.metrics.recovery import Interval
+from gradveil.metrics import Interval
 from gradveil.report.page import fill
 from gradveil.report.plain import LAST_DIGIT, name_of
 from gradveil.report.table import COLOURS

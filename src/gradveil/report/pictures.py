@@ -14,7 +14,7 @@ from PIL import Image
 
 from gradveil.auditing.run_folder import Row, RunFolder
 from gradveil.files import write_atomically
-from gradveil.metrics.recovery import short
+from gradveil.metrics import short
 from gradveil.modalities import Cell
 from gradveil.report.plain import name_of
 from gradveil.threats.rows import OBLIVIOUS, Line, MeasuredExample, group, modality_of, read

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gradveil.auditing.run_folder import Row
-from gradveil.metrics.recovery import short
+from gradveil.metrics import short
 from gradveil.modalities import IMAGE, Metric, Modality
 from gradveil.threats.rows import OBLIVIOUS, PROVED, Floor, Line, beaten_by, beaten_figures, figure_name, modality_of
 from gradveil.threats.verdict import BEYOND, DIAGNOSTIC, Verdict, badges, score_text, server_name

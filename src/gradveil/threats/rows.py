@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 
 from gradveil.auditing.run_folder import Row
 from gradveil.countermeasures import TIERS, Tier
-from gradveil.metrics.recovery import Interval, chance_of, interval, rate, short
+from gradveil.metrics import Interval, chance_of, interval, rate, short
 from gradveil.modalities import IMAGE, MODALITIES, Modality
 
 Grade = Literal["recovered", "recognised", "traces", "nothing"]

@@ -23,8 +23,7 @@ from gradveil.errors import DefenseError, GradveilError, from_defense
 from gradveil.federated.client import step_gradient, train_client, update_batch_size
 from gradveil.federated.settings import Local, said_of_trained
 from gradveil.losses import build as build_loss
-from gradveil.metrics import blind_guesses, measure
-from gradveil.metrics.recovery import COMMON
+from gradveil.metrics import COMMON, blind_guesses, measure
 from gradveil.modalities import IMAGE, Modality
 from gradveil.protection.defense import Defense
 from gradveil.threats.probing.function import wire_form

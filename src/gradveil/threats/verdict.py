@@ -14,7 +14,7 @@ from typing import Literal
 
 from gradveil.auditing.run_folder import Row
 from gradveil.countermeasures import TIERS, Tier
-from gradveil.metrics.recovery import short
+from gradveil.metrics import short
 from gradveil.modalities import Modality
 from gradveil.pace import as_clock
 from gradveil.threats.rows import (

@@ -10,7 +10,7 @@ from torch import Generator, Tensor
 
 from gradveil.countermeasures import Countermeasure
 from gradveil.errors import GradveilError
-from gradveil.metrics.recovery import chance_of
+from gradveil.metrics import chance_of
 from gradveil.threats.probing.function import DefenseFunction, close
 from gradveil.threats.probing.residuals import Draws, directions
 from gradveil.tree import Params, flatten

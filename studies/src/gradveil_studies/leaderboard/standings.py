@@ -6,7 +6,7 @@ from statistics import fmean
 
 from gradveil.auditing.run_folder import Row
 from gradveil.countermeasures import TIERS, Tier
-from gradveil.metrics.recovery import Interval, chance_of, interval
+from gradveil.metrics import Interval, chance_of, interval
 from gradveil.privacy.accountant import Account
 from gradveil.threats.rows import SIGNIFICANT, Floor, Line, best_floor, group, lines, read
 from gradveil.threats.servers import INFORMED

@@ -29,7 +29,7 @@ from gradveil.federated.client import evaluate
 from gradveil.federated.server import Checkpoint
 from gradveil.federated.settings import Local, Training
 from gradveil.federated.simulate import simulate
-from gradveil.metrics.recovery import short
+from gradveil.metrics import short
 from gradveil.protection.defense import build as build_defense
 from gradveil.ranges import Count, Positive
 from gradveil.registry import Spec, parse

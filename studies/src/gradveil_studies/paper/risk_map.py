@@ -32,7 +32,7 @@ from gradveil.federated.client import evaluate
 from gradveil.federated.server import Checkpoint
 from gradveil.federated.settings import Training
 from gradveil.federated.simulate import simulate
-from gradveil.metrics.recovery import short
+from gradveil.metrics import short
 from gradveil.models import build
 from gradveil.ranges import Count, Positive
 from gradveil.threats.rows import best_floor

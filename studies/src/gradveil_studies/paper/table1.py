@@ -16,7 +16,7 @@ from gradveil.data.partition import partition
 from gradveil.federated.engines import World
 from gradveil.federated.settings import Training
 from gradveil.federated.simulate import Round, choose, simulate
-from gradveil.metrics.representations import (
+from gradveil.metrics import (
     CONTROLS,
     class_means,
     class_set_accuracy,

@@ -5,7 +5,7 @@ from html import escape
 
 from torch import Tensor
 
-from gradveil.metrics.recovery import short
+from gradveil.metrics import short
 from gradveil.modalities import Modality
 from gradveil.report.pictures import picture
 from gradveil.threats.verdict import WHO

@@ -9,7 +9,7 @@ from typing import Any
 
 from gradveil.auditing.certificates import AT_FLOOR, layer_certificates, promise_rows
 from gradveil.errors import GradveilError
-from gradveil.metrics.recovery import short
+from gradveil.metrics import short
 from gradveil.modalities.tokens import Tokens
 from gradveil.privacy.plan import PlannedRun
 from gradveil.seeds import Seeds

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from gradveil.errors import DataError, GradveilError, MissingExtraError
-from gradveil.metrics.recovery import short
+from gradveil.metrics import short
 from gradveil.threats.setup import load_dataset
 from gradveil.types import Batch
 from gradveil_studies.play.cards import CSS, all_cards, table
