@@ -17,8 +17,8 @@ from faults.conftest import Count, times
 from gradveil.errors import GradveilError
 from gradveil.integrations.flower.app import make_client_app
 from gradveil.integrations.flower.records import ASKED
-from gradveil.integrations.flower.required_defense import STATEMENT
 from gradveil.integrations.flower.settings import FlowerSettings, build_model, load_data
+from gradveil.integrations.flower.site import STATEMENT
 from gradveil.privacy.accountant import Account
 from integrations.flower_parts import context
 

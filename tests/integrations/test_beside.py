@@ -19,9 +19,8 @@ from gradveil.integrations.flower.app import make_client_app
 from gradveil.integrations.flower.checks import checked
 from gradveil.integrations.flower.mods import guard_mod, leak_guard, update_mod
 from gradveil.integrations.flower.records import ASKED
-from gradveil.integrations.flower.required_defense import STATEMENT
 from gradveil.integrations.flower.settings import FlowerSettings, build_model, load_data
-from gradveil.integrations.flower.site import NodeError
+from gradveil.integrations.flower.site import STATEMENT, NodeError
 from gradveil.privacy.accountant import Account
 from gradveil.types import Batch
 from integrations.flower_parts import SIMULATED, Nodes, ReadOff, context, linear_model, message, reply, train_plainly

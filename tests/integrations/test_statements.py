@@ -13,8 +13,8 @@ from gradveil.errors import SpecError
 from gradveil.integrations.flower.app import make_client_app, serve
 from gradveil.integrations.flower.checks import CheckedGrid, checked
 from gradveil.integrations.flower.mods import guard_mod, update_mod
-from gradveil.integrations.flower.required_defense import STATEMENT
 from gradveil.integrations.flower.settings import FlowerSettings
+from gradveil.integrations.flower.site import STATEMENT
 from gradveil.types import Batch
 from integrations.flower_parts import Halved, Nodes, client_app, context, linear_model, message
 

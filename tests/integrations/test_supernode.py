@@ -14,7 +14,7 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 from flwr.supernode import start_client_internal as node
 
-from gradveil.integrations.flower.required_defense import STATEMENT, name_of, parts_of
+from gradveil.integrations.flower.site import STATEMENT, name_of, parts_of
 from gradveil.integrations.flower.supernode import Outlet
 from gradveil.protection.defense import build
 from integrations.flower_parts import linear_model, message, reply, weights

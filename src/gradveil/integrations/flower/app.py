@@ -37,7 +37,6 @@ from gradveil.integrations.flower.records import (
     sent_weights,
     withhold,
 )
-from gradveil.integrations.flower.required_defense import MAP, OTHER, RequiredDefense, read_clip, state, write_clip
 from gradveil.integrations.flower.secure_aggregation import check_sum, secure_mod, secured
 from gradveil.integrations.flower.settings import (
     ENGINE,
@@ -50,13 +49,19 @@ from gradveil.integrations.flower.settings import (
     load_data,
 )
 from gradveil.integrations.flower.site import (
+    MAP,
+    OTHER,
+    RequiredDefense,
     check_map,
     check_weights,
     is_simulation,
     noise_of,
     pay,
+    read_clip,
     said_outward,
+    state,
     taken,
+    write_clip,
 )
 from gradveil.losses import build as build_loss
 from gradveil.models import fit_to_public

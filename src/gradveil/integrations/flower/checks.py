@@ -29,15 +29,15 @@ from gradveil.integrations.flower.records import (
     params_of,
     withhold,
 )
-from gradveil.integrations.flower.required_defense import (
+from gradveil.integrations.flower.site import (
     OTHER,
     RequiredDefense,
     check_statement,
+    is_simulation,
     shown,
     statement_in,
     told,
 )
-from gradveil.integrations.flower.site import is_simulation
 from gradveil.integrations.leaks import CHECKED, LEAK_METRICS, PSNR
 from gradveil.integrations.monitor import MonitorSettings, NodeReport, RunMonitor
 from gradveil.privacy.accountant import NOISE, SIMULATED

@@ -35,8 +35,17 @@ from gradveil.integrations.flower.records import (
     sent_weights,
     withhold,
 )
-from gradveil.integrations.flower.required_defense import STATEMENT, name_of, state
-from gradveil.integrations.flower.site import allows, check_seed, defense_for, generator_of, noise_of, pay
+from gradveil.integrations.flower.site import (
+    STATEMENT,
+    allows,
+    check_seed,
+    defense_for,
+    generator_of,
+    name_of,
+    noise_of,
+    pay,
+    state,
+)
 from gradveil.integrations.leaks import LeakCheck, SeenInputs
 from gradveil.integrations.local_training import is_trained
 from gradveil.privacy.accountant import SIMULATED, Account

@@ -43,8 +43,8 @@ from gradveil.integrations.flower.records import (
     record_of,
     withhold,
 )
-from gradveil.integrations.flower.required_defense import STATEMENT, veil_in
 from gradveil.integrations.flower.settings import MODULUS, Cohort
+from gradveil.integrations.flower.site import STATEMENT, veil_in
 from gradveil.protection.defense import Defense, accounted
 
 

@@ -30,7 +30,7 @@ from gradveil.federated.server import SERVERS, Checkpoint, Memory
 from gradveil.federated.settings import Averaging, Training, only_trained
 from gradveil.files import write_atomically
 from gradveil.integrations.flower.records import arrays_of, lengths, middle, params_of, record_of
-from gradveil.integrations.flower.required_defense import RequiredDefense, parts_of
+from gradveil.integrations.flower.site import RequiredDefense, parts_of
 from gradveil.integrations.local_training import is_trained
 from gradveil.protection.defense import Defense, accounted, build
 from gradveil.ranges import Count, Positive, Weight, Whole, hints_of, read

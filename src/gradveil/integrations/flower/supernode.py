@@ -19,8 +19,7 @@ from flwr.supernode import start_client_internal as node
 from gradveil.errors import DefenseError, GradveilError
 from gradveil.integrations.flower.mods import FAILED, PUBLIC, UpdateMod, other_kind
 from gradveil.integrations.flower.records import LOG, arrays_of, is_training, withhold
-from gradveil.integrations.flower.required_defense import STATEMENT, RequiredDefense, check_statement
-from gradveil.integrations.flower.site import is_simulation
+from gradveil.integrations.flower.site import STATEMENT, RequiredDefense, check_statement, is_simulation
 from gradveil.protection.defense import build
 
 PATIENCE = 600.0  # seconds that an app has to hand in what it has announced

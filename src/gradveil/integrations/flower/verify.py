@@ -20,8 +20,8 @@ from gradveil.files import read_safetensors
 from gradveil.integrations.flower.app import make_client_app
 from gradveil.integrations.flower.grids import DEVICE
 from gradveil.integrations.flower.records import arrays_of, params_of
-from gradveil.integrations.flower.required_defense import statement_in
 from gradveil.integrations.flower.settings import FlowerSettings
+from gradveil.integrations.flower.site import statement_in
 from gradveil.registry import describe
 from gradveil.tree import Params
 from gradveil.verification.pipelines import Canaries, OfDefense, Released, dataset_of, weights_of
