@@ -115,22 +115,16 @@ def _live(seen: Observation, name: str, like: Tensor) -> Tensor:
 
 
 def bayes_mse(information: Tensor, prior: GaussianPrior) -> float:
-    """Return tr((F + Λ)⁻¹) / n for the information F (n, n) and a Gaussian prior of precision Λ = Σ⁻¹ per example."""
-    return float(posterior_root(information, prior).square().sum() / len(information))
+    """Return tr((F + Λ)⁻¹) / n for the information F (n, n) and a Gaussian prior of precision Λ = Σ⁻¹ per example.
 
-
-def posterior_root(information: Tensor, prior: GaussianPrior) -> Tensor:
-    """Return S (n, n) with SᵀS = (F + Λ)⁻¹.
-
-    As Σ^½ (I + Σ^½ F Σ^½)⁻¹ Σ^½, which stays well conditioned where F is nearly singular.
+    (F + Λ)⁻¹ is Σ^½ (I + Σ^½ F Σ^½)⁻¹ Σ^½, which stays well conditioned where F is nearly singular.
     """
     values, vectors = torch.linalg.eigh(prior.covariance().to(information))
     root = (vectors * values.clamp_min(0).sqrt()) @ vectors.T
     n, d = len(information), len(root)
     roots = torch.block_diag(*[root] * (n // d))
     factor = torch.linalg.cholesky(torch.eye(n).to(information) + roots @ information @ roots)
-    solved: Tensor = torch.linalg.solve_triangular(factor, roots, upper=False)
-    return solved
+    return float(torch.linalg.solve_triangular(factor, roots, upper=False).square().sum() / n)
 
 
 def probed_mse(
