@@ -1,5 +1,6 @@
 """Defences that hide nothing, each with a false declaration: probing finds out, and sound ones are not accused."""
 
+import copy
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -383,3 +384,11 @@ def test_of_a_tensor_of_zeros_no_entry_is_left_as_it_is(rng: Generator) -> None:
         (torch.zeros(4, 6), torch.randn(4, 6, generator=rng)) for _ in range(3)
     ]  # low-rank factors at first: dA = 0
     assert left_of("a", runs, []).lost
+
+
+def test_noise_on_a_tensor_whose_gradient_is_zero_is_not_accused(model: nn.Module) -> None:
+    """As of low-rank factors, one of which is zero at first."""
+    dead = copy.deepcopy(model)
+    with torch.no_grad():
+        dead.get_submodule("5").weight.zero_()  # so that nothing reaches the layers before
+    assert not probed(build("gaussian:scale=0.1"), dead).errors

@@ -306,7 +306,7 @@ def _still_sums(
         variance = float(mine.var(0).mean())
         if mine.shape[1] < 4 or variance == 0 or not g.any():  # a gradient of zero has no direction
             continue
-        if float((mine @ g / g.norm().clamp_min(1e-30)).var()) < 0.02 * variance:
+        if bool(g.any()) and float((mine @ g / g.norm().clamp_min(1e-30)).var()) < 0.02 * variance:
             told.append(f"the part of {name} along the gradient carries none")
         index = torch.arange(mine.shape[1]).view(len(function.tree(examples[0])[name]), -1)
         for lines in (index, index.T, index.reshape(1, -1)):
