@@ -101,7 +101,7 @@ def test_specs(place: Path, count: Count) -> None:
         assert built.spec_name in dict(registry(kind))
         assert split_specs(spec)
 
-    drill("specs", some, build, place, times(300, 5_000), count)
+    drill("specs", some, build, place, times(300, 8_000), count)
 
 
 def test_settings_in_toml(place: Path, count: Count) -> None:
@@ -121,7 +121,7 @@ def test_settings_in_toml(place: Path, count: Count) -> None:
         found = from_toml(TrainConfig, text)
         assert from_toml(TrainConfig, to_toml(found)) == found
 
-    drill("settings in TOML", some, read, place, times(150, 3_000), count)
+    drill("settings in TOML", some, read, place, times(150, 5_000), count)
 
 
 CONFIGURATIONS: tuple[dict[str, Any], ...] = (
@@ -274,7 +274,7 @@ def test_checkpoints(place: Path, count: Count) -> None:
         assert isinstance(found.notes, dict)
         found.restore(network())
 
-    drill("checkpoints", files, to_file(place / "checkpoint.safetensors", read), place, times(100, 800), count)
+    drill("checkpoints", files, to_file(place / "checkpoint.safetensors", read), place, times(100, 2_000), count)
 
 
 # ---- run folders
