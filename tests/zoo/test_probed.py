@@ -41,6 +41,29 @@ UNDONE = {  # by a server of what was found, whatever is declared
 }  # fmt: skip
 
 
+NEEDED = {  # rule: a defence, and what is said of it by this rule alone
+    "structure.quiet_directions": ("quiet_subspace", "directions carry none"),
+    "structure._still_sums": ("centred_laplace", "sums over rows or columns"),
+    "structure._silent_entries": ("loud_entries", "carry less than a twentieth"),
+    "structure._silent_runs": ("rare_rounds", "of all draws there is hardly any"),
+    "structure.round_flaws": ("negated_later", "hangs together"),
+    "structure._of_size": ("small_gradients_spared", "times the size have hardly any"),
+    "probes.hidden_bits": ("low_bits", "lowest bits"),
+    "probes.beside": ("wide_type", "Beside the numbers"),
+    "probes.told_apart": ("fixed_length", "are picked out of 6"),
+    "findings.Explorer._keyed": ("sixteen_bit_key", "bits, which a server tries"),
+    "probes._Probe._clients": ("spared_class", "it hides hardly anything"),
+    "noise_tests._strength": ("overstated_noise", "is measured"),
+    "noise_tests._everywhere": ("sparse_noise", "are sent without"),
+    "noise_tests._independent": ("row_noise", "of its"),
+    "noise_tests._rounds": ("same_each_round", "rounds is declared to be independent"),
+}
+NOTHING: dict[str, object] = {
+    "structure.round_flaws": [], "structure._of_size": [], "probes.beside": [], "probes._Probe._clients": ([], []),
+    "probes.told_apart": "",
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def scene() -> tuple[nn.Module, Batch]:
     model = build_working("lenet:strides=2/1", (1, 8, 8), 10, 0).train()
@@ -73,3 +96,15 @@ def test_what_is_wrong_is_found(name: str, scene: tuple[nn.Module, Batch]) -> No
 @pytest.mark.parametrize("name", [n for n in names("sound") if not n.startswith("dp_")])
 def test_a_sound_one_is_not_accused(name: str, scene: tuple[nn.Module, Batch]) -> None:
     assert probed(name, scene, 1).errors == ()
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("rule", NEEDED)
+def test_each_rule_finds_what_no_other_says(
+    rule: str, scene: tuple[nn.Module, Batch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, said = NEEDED[rule]
+    assert said in " ".join(probed(name, scene).errors)
+    place = "gradveil.threats." if rule.startswith("probes.") else "gradveil.threats.probing."
+    monkeypatch.setattr(place + rule, lambda *args, **kwargs: NOTHING.get(rule))
+    assert said not in " ".join(probed(name, scene).errors)

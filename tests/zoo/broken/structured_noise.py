@@ -26,6 +26,7 @@ TRUTHS = {
     "smooth_noise": Truth("The noise is interpolated between half as many numbers.", FAMILY, "whiten"),
     "loud_entries": Truth("Seven entries in ten carry hardly any noise, and those are small.", FAMILY, "whiten"),
     "spiky_noise": Truth("The ninth power of a normal number: most entries carry next to none.", FAMILY, "whiten"),
+    "fixed_length": Truth("What is sent is as far from the true gradient as from no other.", FAMILY, "whiten"),
     "fine_lattice": Truth("The noise is a multiple of 3: remainders are free of it.", FAMILY, "whiten"),
 }
 
@@ -133,6 +134,19 @@ class SpikyNoise(Noised):
     def noise(self, gradient: Params, rng: Generator) -> Params:
         scale = (17 * 15 * 13 * 11 * 9 * 7 * 5 * 3) ** -0.5  # of the ninth power
         return each(gradient, lambda g: STD * scale * torch.randn(g.shape, generator=rng) ** 9)
+
+
+@DEFENSES.register("fixed_length")
+@dataclass(frozen=True)
+class FixedLength(Noised):
+    """Give the noise of each tensor the length that it has on average."""
+
+    def noise(self, gradient: Params, rng: Generator) -> Params:
+        def at_length(g: Tensor) -> Tensor:
+            drawn = randn(g, rng)
+            return STD * g.numel() ** 0.5 * drawn / drawn.norm()
+
+        return each(gradient, at_length)
 
 
 @DEFENSES.register("fine_lattice")

@@ -50,9 +50,10 @@ def problems_at_once(objective: MatchingObjective, optimiser: Optimiser) -> int:
     return max(1, min(MOST_ON_CPU, int(ON_CPU / each)))
 
 
-Start = Literal["uniform", "central", "normal"]
+Start = Literal["uniform", "central", "grey", "normal"]
 """How the images of a start are drawn: uniformly within the bounds; around their middle, with a quarter of their
-range as standard deviation (what N(0, 1) comes to on normalised images); or from N(0, 1)."""
+range as standard deviation (what N(0, 1) comes to on normalised images), or a fiftieth; or from N(0, 1)."""
+SPREADS = {"central": 1 / 4, "grey": 1 / 50}
 
 
 Terms = Callable[[Sequence[Observation], Unknowns, Tensor, Tensor], tuple[Penalty, ...]]
@@ -193,8 +194,8 @@ class Search:
         x = draw(unknowns.pixels, generator=rng, device=rng.device)
         if self.start == "uniform":
             x = low + (high - low) * x
-        elif self.start == "central":
-            x = (low + high) / 2 + (high - low) / 4 * x
+        elif self.start in SPREADS:
+            x = (low + high) / 2 + (high - low) * SPREADS[self.start] * x
         targets = torch.randn(unknowns.size - unknowns.pixels - unknowns.own, generator=rng, device=rng.device)
         return torch.cat([x, targets, torch.zeros(unknowns.own, device=rng.device)])
 

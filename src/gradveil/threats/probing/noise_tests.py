@@ -232,15 +232,22 @@ def told_apart(
 
     right = torch.stack([_signs(y, gradients[i], parts) for i, y in learn])
     wrong = torch.stack([_signs(y, gradients[j], parts) for i, y in learn for j in others(i, range(half))])
+    usual = right.mean(0)
+
+    def lifted(signs: Tensor) -> Tensor:
+        return torch.cat([signs, ((signs - usual).abs() + 1e-9).log()], -1)  # what is the same in every pair
+
+    right, wrong = lifted(right), lifted(wrong)
     inside = torch.cat([right - right.mean(0), wrong - wrong.mean(0)])
-    cov = inside.T @ inside / len(inside)
-    cov = cov + 1e-2 * cov.diagonal().mean().clamp_min(1e-12) * torch.eye(len(cov), dtype=cov.dtype)
-    rule = torch.linalg.solve(cov, right.mean(0) - wrong.mean(0))
+    scale = inside.std(0).clamp_min(1e-12)
+    cov = (inside / scale).T @ (inside / scale) / len(inside)
+    cov = cov + 1e-2 * torch.eye(len(cov), dtype=cov.dtype)
+    rule = torch.linalg.solve(cov, (right.mean(0) - wrong.mean(0)) / scale) / scale
     rng, hits, best = Generator().manual_seed(0), 0, 0
     spread = torch.cat([torch.full((p.stop - p.start,), std[name]) for name, p in parts.items()]).to(sent[0][1])
     for i, y in held:
         listed = [i, *others(i, range(half, len(gradients)))]
-        hits += int(torch.stack([_signs(y, gradients[j], parts) @ rule for j in listed]).argmax()) == 0
+        hits += int(torch.stack([lifted(_signs(y, gradients[j], parts)) @ rule for j in listed]).argmax()) == 0
         for _ in range(AGAIN):  # what the likeliest of them is under noise as declared: no rule is right more often
             noisy = gradients[i] + spread * torch.randn(len(spread), generator=rng).to(spread)
             best += int(torch.stack([((noisy - gradients[j]) / spread).square().sum() for j in listed]).argmin()) == 0
