@@ -67,7 +67,7 @@ class GS(Attack):
     Step and smoothness are in pixels: the authors' script, whose images are normalised, has a step of a quarter of
     its number and four times the smoothness, here ``lr=0.025,tv=4e-4,start=central``. A server that knows of noise
     sets ``contrast=0.05``, what neighbouring pixels differ by, and smoothness counts as much as in a MAP estimate.
-    Departures: starts are grey but for a fiftieth of the range, of several weights of the smoothness one is chosen by the
+    Departures: starts are grey but for a fiftieth of the range, one of several weights of smoothness is chosen by the
     update alone, and the best point by the objective is returned.
     """
 
