@@ -84,6 +84,7 @@ def test_an_attack_that_uses_them_ends_with_statistics_nearer_to_the_clients(ima
     seen = seen_by(network(), images, Local(batch_size=None))
     (term,) = statistics_term([seen], torch.tensor([0]), 1.0)
     with_them, without = (
-        GS(steps=60, lr=0.1, bn=bn, tv=1e-4, start="uniform").reconstruct(seen, torch.Generator().manual_seed(0)).inputs for bn in (0.1, 0.0)
+        GS(steps=60, lr=0.1, bn=bn, tv=1e-4, start="uniform").reconstruct(seen, torch.Generator().manual_seed(0)).inputs
+        for bn in (0.1, 0.0)
     )
     assert float(term(with_them[None])) < 0.5 * float(term(without[None]))
