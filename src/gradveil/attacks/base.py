@@ -16,6 +16,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gradveil.countermeasures import Tier
 from gradveil.errors import AttackError, is_out_of_memory
 from gradveil.gradients.functional import quiet
 from gradveil.losses import build as build_loss
@@ -105,7 +106,6 @@ Kind = Literal["closed form", "list", "planted", "search", "learned"]
 KINDS: tuple[Kind, ...] = get_args(Kind)  # how an attack works, from what takes least to what takes most
 
 
-Tier = Literal["oblivious", "adaptive", "informed", "malicious"]
 ModelKind = Literal["small", "dense", "dense with bias", "dense with ReLU", "tokens"]
 LARGE = 500_000  # weights beyond which a network is not small: second-order attacks on it take hours on a CPU
 NUMBERS = ("image", "table")  # modalities with numbers that a search can follow a slope in
