@@ -41,7 +41,10 @@ def test_the_floor_and_the_size_come_from_data_and_model() -> None:
     found = json.loads(plan("--dataset", "digits", "--model", "logistic", "--promise", "identification", "--json"))
     assert found["parameters"] > 100
     assert 0.5 < found["whole_run"]["floor"] < 1
-    assert "floor for Gaussian images: error at least" in plan("--dataset", "digits", "--z", "5")
+    assert "floor        for Gaussian images: error at least" in plan("--dataset", "digits", "--z", "5")
+    table = plan("--dataset", "breast_cancer", "--z", "5")
+    assert "for Gaussian rows: error at least" in table
+    assert "image" not in table
     assert "proved for all images: the line on guessing" in plan("--dataset", "digits")
     assert "The floor is for Gaussian images alone" in plan("--dataset", "digits")
     assert "--defense veil:z=5\n" in plan("--z", "5")

@@ -13,6 +13,7 @@ from gradveil.ranges import Count, Whole
 from gradveil.ranges import check as check_settings
 
 if TYPE_CHECKING:
+    from gradveil.modalities import Modality
     from gradveil.privacy.configurations import Bought
     from gradveil.privacy.plan import Plan
 
@@ -85,20 +86,25 @@ def command(given: Given) -> None:
         promised["delta"] = asked.delta
     z = run.z(z_run_of(**promised)) if asked.z is None else asked.z
     with shared.working(json or given["quiet"], "class"):
-        size, spectra = _sizes(asked.parameters, asked.model, asked.dataset, asked.data)
+        size, spectra, kind = _sizes(asked.parameters, asked.model, asked.dataset, asked.data)
     plan = Plan(run, z, asked.tier, size)
     found = figures(plan, spectra, asked.delta, asked.guess) | {"promise": promised}
+    found["assumptions"] = [kind.own_words(text) for text in found["assumptions"]]
     if asked.rehearse:
         found["rehearsed"] = _rehearsed(plan, asked.model, asked.dataset, asked.data)
-    shared.print_json(found) if json else typer.echo(_words(plan, found))
+    shared.print_json(found) if json else typer.echo(kind.own_words(_words(plan, found)))
 
 
-def _sizes(parameters: int | None, model: str | None, dataset: str | None, data: str | None) -> tuple[int | None, Any]:
-    """Return the number of parameters, and the spectra of public images by class where a data set is named."""
+def _sizes(
+    parameters: int | None, model: str | None, dataset: str | None, data: str | None
+) -> tuple[int | None, Any, "Modality"]:
+    """Return the number of parameters, the spectra of public examples by class, and what an example is."""
+    from gradveil.modalities import IMAGE
+
     if model is not None and dataset is None:
         raise SpecError("--model needs --dataset for the size of its inputs. Or give --parameters.")
     if dataset is None:
-        return parameters, None
+        return parameters, None, IMAGE
     from gradveil.data import load
     from gradveil.privacy.plan import class_spectra
     from gradveil.threats.setup import fitting_model
@@ -108,7 +114,7 @@ def _sizes(parameters: int | None, model: str | None, dataset: str | None, data:
     source = load(dataset, data)
     if model is not None:
         parameters = size(weights(fitting_model(model, source, "cross_entropy", 0)))
-    return parameters, list(class_spectra(source.test.batch(slice(None))).values())
+    return parameters, list(class_spectra(source.test.batch(slice(None))).values()), source.modality
 
 
 def _rehearsed(plan: "Plan", model: str | None, name: str | None, data: str | None) -> dict[str, Any]:
@@ -174,7 +180,7 @@ def _words(plan: "Plan", found: dict[str, Any]) -> str:
     ]  # fmt: skip
     if whole["floor"] is not None:
         least = f"error at least {whole['floor']:.2f} of the blind guess's"
-        lines.append(f"picture      floor for Gaussian images: {least}, on average")
+        lines.append(f"floor        for Gaussian images: {least}, on average")
     if found["promise"].get("promise") == "reconstruction":
         lines.append("             measured: no attack that was tried got nearer than a blind guess")
         lines.append("             proved for all images: the line on guessing")
