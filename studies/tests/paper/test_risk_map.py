@@ -27,7 +27,7 @@ def test_own_networks_take_both_sizes(name: str) -> None:
 
 
 def rows_of(cell: MapCell, outcome: str) -> list[Row]:
-    about = vars(cell) | {"accuracy": 0.1, "floor": 0.05, "seconds": 30.0}
+    about = vars(cell) | {"accuracy": 0.1, "floor": 0.05, "took": 30.0}
     tiers = [("oblivious", outcome), ("informed", "void"), ("malicious", "not_run")]
     rows: list[Row] = [about | {"kind": "tier", "tier": tier, "outcome": got, "says": ""} for tier, got in tiers]
     line = {"tier": "oblivious", "attack": "gs:steps=50", "grade": "nothing", "void": None, "weights_of": "start"}

@@ -5,6 +5,9 @@ controls, blind guesses and words are those of every audit. Clients hold 1, 8 or
 as they are or scaled up to 224 pixels, and take one step on all of them (learning rate 0.01) or two epochs of batches
 of 8 with momentum 0.9. Batch norm counts on the batch (train mode) or on its running statistics (evaluation mode).
 Weights are freshly drawn, or trained at one place; those of EfficientNet-lite0 are ImageNet's.
+
+    python -m gradveil_studies.paper.risk_map --device cuda          # the whole map; --resume goes on
+    python -m gradveil_studies.paper.risk_map --only "lenet/32/*"    # some of its cells
 """
 
 import copy
@@ -21,11 +24,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+import typer
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradveil import pace
 from gradveil.auditing.audit import audit
+from gradveil.auditing.settings import find_device
+from gradveil.cli import shared
 from gradveil.data import load
 from gradveil.data.base import Dataset, Split
 from gradveil.federated.client import evaluate
@@ -35,9 +41,11 @@ from gradveil.federated.simulate import simulate
 from gradveil.metrics import short
 from gradveil.models import build
 from gradveil.ranges import Count, Positive
+from gradveil.seeds import Seeds
 from gradveil.threats.rows import best_floor
 from gradveil.threats.setup import AuditConfig
-from gradveil_studies.paper.base import ITEMS, Context, Item, Judgement, Row, judge
+from gradveil_studies.cli.reproduce import run_item, show
+from gradveil_studies.paper.base import Context, Item, Judgement, Row, judge
 
 TESTED = 1000  # public examples, on which accuracy is measured as well
 GOT = ("recovered", "recognised", "identified")
@@ -238,11 +246,11 @@ def scene(network: str, side: int, records: int, data: str | None) -> Dataset:
     return replace(whole, train=part(whole.train, records), test=part(whole.test, TESTED), class_names=names)
 
 
-@ITEMS.register("risk_map")
 @dataclass(frozen=True)
 class RiskMap(Item):
     """Undefended clients of eleven networks: mode, weights, size, examples and local training; every kind of server."""
 
+    spec_name = "risk_map"  # no item of the paper: run by this file
     title = "Risk map: what each kind of server gets of undefended clients, by network and setting (CIFAR-10)"
     notes = (
         "Not in the paper. Every cell is an audit without defences in the same minutes, by the audit's own rules.",
@@ -283,7 +291,7 @@ class RiskMap(Item):
             found = audit(model=model, dataset=data, defenses=["none"], config=config, out=Path(folder) / "run")
         floor, (plain,) = best_floor(found.rows), found.verdicts
         assert floor is not None
-        about = vars(cell) | {"accuracy": accuracy, "floor": floor.error.mean, "seconds": pace.clock() - began}
+        about = vars(cell) | {"accuracy": accuracy, "floor": floor.error.mean, "took": pace.clock() - began}
         rows: list[Row] = [
             {"kind": "tier", "tier": t.tier, "outcome": t.outcome, "says": t.text}
             for t in plain.tiers
@@ -372,4 +380,20 @@ def _line(mine: Sequence[Row]) -> Row:
     if best is not None:
         band = "" if best["count"] < 2 or best["low"] is None else f" [{short(best['low'])}, {short(best['high'])}]"
         line |= {"MSE": f"{short(best['error'])}{band} ({best['attack'].partition(':')[0]})"}
-    return line | {"floor": short(one["floor"]), "seconds": f"{one['seconds']:.0f}"}
+    return line | {"floor": short(one["floor"]), "seconds": f"{one['took']:.0f}"}
+
+
+def command(
+    minutes: float = 2.0, epochs: int = 10, records: int = 50_000, data: shared.Data = None,
+    device: shared.Device = "cpu", seed: shared.Seed = 0, out: Path = Path("runs"), resume: shared.Resume = False,
+    only: shared.Only = "*",
+) -> None:  # fmt: skip
+    """Fill the map, or some of its cells, and print it."""
+    context = Context(data, find_device(device), "full", Seeds(seed), out)
+    with shared.running(quiet=False) as display:
+        item = RiskMap(minutes=minutes, epochs=epochs, records=records)
+        show(run_item(item, context, out, resume, only, {}, display))
+
+
+if __name__ == "__main__":
+    typer.run(command)
