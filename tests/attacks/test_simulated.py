@@ -43,7 +43,7 @@ def rebuilt(spec: str, seen: Observation) -> Tensor:
     return gradveil.attack(spec).reconstruct_many([seen, seen], rngs)[0].inputs
 
 
-@pytest.mark.parametrize("spec", ["newton:steps=3", "fedavg:steps=3", "dlg:steps=3", "gs:steps=3"])
+@pytest.mark.parametrize("spec", ["newton:steps=3", "fedavg:steps=3", "dlg:steps=3", "gs:steps=3,tv=0,start=uniform"])
 def test_a_simulated_defence_may_draw_and_is_still_a_function(spec: str, seen: Observation) -> None:
     noisy = replace(seen, simulate=with_noise)
     state = torch.get_rng_state()
