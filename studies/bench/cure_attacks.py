@@ -5,8 +5,8 @@ class is known and the server sends weights of zero in every round, δ is known 
 takes the mean, knows all other records, and reads φ off, with the noise of the whole run. Then
 - *candidates*: which of 100 (the record and 99 of its class that the client does not hold) fits best, by likelihood,
   also where the server sends large weights in public directions in place of zeros;
-- *picture*: a ridge and a network learn from 2,000 pairs and more (features with such noise, picture) of other records
-  what the picture was; which of the two is chosen by their error on such pairs.
+- *picture*, or the columns of a table's row: a ridge and a network learn from a thousand pairs and more (features with
+  such noise, picture) of other records what it was; which of the two is chosen by their error on such pairs.
 `--victims` are attacked through the product's client and its noise; `--written` by the same sums written out. The
 undefended update is the control, the class mean the blind guess. No row may lie below its certificate.
 """
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradveil.federated.client import local_update
+from gradveil.modalities import IMAGE
 from gradveil.privacy.accountant import Account
 from gradveil.privacy.plan import class_spectra, floor_share
 from gradveil.protection.defense import build as build_defense
@@ -89,7 +90,7 @@ class Inverter:
     """From noisy features and the class to a picture: the better of a ridge and a network, on pairs set aside."""
 
     def __init__(self, read: Tensor, labels: Tensor, pictures: Tensor, kinds: int, seed: int) -> None:
-        self.kinds = kinds
+        self.kinds, self.ends = kinds, (float(pictures.min()), float(pictures.max()))
         self.means = torch.stack([pictures[labels == kind].mean(0) for kind in range(kinds)])
         x, y = self._inputs(read, labels), (pictures - self.means[labels]).flatten(1)
         cut = len(x) * 9 // 10
@@ -125,7 +126,7 @@ class Inverter:
     @torch.no_grad()
     def __call__(self, read: Tensor, labels: Tensor) -> Tensor:
         found = self.tries[self.best](self._inputs(read, labels)).view(-1, *self.means.shape[1:])
-        return (found + self.means[labels]).clamp(0, 1)
+        return (found + self.means[labels]).clamp(*self.ends)
 
 
 @dataclass(frozen=True)
@@ -167,16 +168,16 @@ def main() -> None:
     priced = [row for row in json.loads(given.priced.read_text())["rows"] if row["world"] == given.world]
     kept = json.loads(given.out.read_text())["rows"] if given.out.exists() else []
     kept = [row for row in kept if row["world"] != given.world]
-    spectra = list(class_spectra(rows.dataset.test.batch()).values())
+    spectra = list(class_spectra(rows.dataset.test.batch()).values()) if rows.dataset.modality == IMAGE else []
     for row in priced:
         made = attacked(scene, row, given.victims, given.written) | {"world": given.world}
         if row["z_run"]:
             account = Account("run", spent=1 / row["z_run"] ** 2)
-            made |= {"bound": account.guess(1 / CANDIDATES), "floor": floor_share(account, spectra)}
+            made |= {"bound": account.guess(1 / CANDIDATES), "floor": floor_share(account, spectra) if spectra else 0.0}
             for part in ("product", "written"):
                 found = made[part]
                 over = found["candidates"]["low"] > made["bound"]
-                found["below"] = over or found["picture"]["high"] < made["floor"]
+                found["below"] = over or ("picture" in found and found["picture"]["high"] < made["floor"])
         kept.append(made)
         print(json.dumps(made), flush=True)
         given.out.write_text('{"rows": [\n' + ",\n".join(json.dumps(one) for one in kept) + "\n]}\n")
@@ -184,15 +185,16 @@ def main() -> None:
 
 def attacked(scene: Scene, row: dict[str, Any], victims: int, written: int) -> dict[str, Any]:
     """Attack the same records under one promise, through the product's client and written out."""
-    rows, world, dims = scene.rows, scene.rows.world, row["choice"]["dims"]
+    rows, world, width = scene.rows, scene.rows.world, row["choice"]["dims"]
     kinds, z_run, clip = rows.dataset.num_classes, row["z_run"], row["choice"].get("clip", inf)
     rng = Seeds(scene.seed)("attacked records")
-    x, y = scene.of("train", dims)
+    x, y = scene.of("train", width)
+    dims = x.shape[-1]
     where = torch.stack([torch.randint(n, (max(victims, written),), generator=rng) for n in y.shape], 1)
     truth, labels = x[where[:, 0], where[:, 1]], y[where[:, 0], where[:, 1]]
     numbers = torch.from_numpy(np.stack(scene.clients))[where[:, 0], where[:, 1]]
     pictures = rows.dataset.train.batch(numbers).inputs
-    others, seen_labels, seen_pictures = _knows(scene, dims)
+    others, seen_labels, seen_pictures = _knows(scene, width)
     zeros = torch.zeros(kinds, dims)
     large = LARGE * F.normalize(torch.randn(kinds, dims, generator=rng), dim=1) * sqrt(dims) / 4
     made: dict[str, Any] = {
@@ -202,8 +204,10 @@ def attacked(scene: Scene, row: dict[str, Any], victims: int, written: int) -> d
         "dims": dims,
     }
     trial = Channel(zeros, clip, z_run)
-    seen_read = trial.features(trial.sent(others, seen_labels, rng), seen_labels)
-    inverter = Inverter(seen_read, seen_labels, seen_pictures, kinds, 0)
+    inverter = None
+    if not rows.dataset.modality.last:  # words are no numbers to come near to
+        seen_read = trial.features(trial.sent(others, seen_labels, rng), seen_labels)
+        inverter = Inverter(seen_read, seen_labels, seen_pictures, kinds, 0)
     for part, count in (("product", victims), ("written", written)):
         picks: dict[str, list[bool]] = {"zeros": [], "large": []}
         read = []
@@ -218,31 +222,33 @@ def attacked(scene: Scene, row: dict[str, Any], victims: int, written: int) -> d
                 else:
                     seen = channel.sent(truth[i : i + 1], labels[i : i + 1], rng)[0]
                 pool = (seen_labels == labels[i]).nonzero()[:, 0]
+                pool = pool if len(pool) >= CANDIDATES - 1 else torch.arange(len(others))
                 some = pool[torch.randperm(len(pool), generator=rng)[: CANDIDATES - 1]]
                 listed = torch.cat([truth[i : i + 1], others[some]])
                 far = (channel.signal(listed, labels[i].expand(len(listed))) - seen).flatten(1).square().sum(1)
                 picks[name].append(int(far.argmin()) == 0)
                 if name == "zeros":
                     read.append(channel.features(seen[None], labels[i : i + 1])[0])
+        best = max(picks, key=lambda name: sum(picks[name]))
+        made[part] = {"candidates": share(picks[best]) | {"weights": best}}
+        if inverter is None:
+            continue
         found = inverter(torch.stack(read), labels[:count])
         errors, blind = (
             (p - pictures[:count]).square().flatten(1).mean(1) for p in (found, inverter.means[labels[:count]])
         )
-        best = max(picks, key=lambda name: sum(picks[name]))
-        made[part] = {"candidates": share(picks[best]) | {"weights": best}, "picture": ratio(errors, blind)}
-        made[part]["picture"] |= {
-            "expected": inverter.expected,
-            "by": "network" if inverter.best == len(RIDGES) else "ridge",
-        }
+        by = "network" if inverter.best == len(RIDGES) else "ridge"
+        made[part]["picture"] = ratio(errors, blind) | {"expected": inverter.expected, "by": by}
     return made
 
 
 def _knows(scene: Scene, dims: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return features, classes and pictures of records that no client holds: undealt ones and the test split's."""
-    held, test = scene.of("held", dims), scene.of("test", dims)
-    aside = torch.from_numpy(scene.parts[1])
-    pictures = [scene.rows.dataset.train.batch(aside).inputs, scene.rows.dataset.test.batch().inputs]
-    return torch.cat([held[0], test[0]]), torch.cat([held[1], test[1]]), torch.cat(pictures)
+    known = [scene.of("held", dims)] + ([] if scene.rows.world.undealt else [scene.of("test", dims)])
+    pictures = [scene.rows.dataset.train.batch(torch.from_numpy(scene.parts[1])).inputs]
+    pictures += [] if scene.rows.world.undealt else [scene.rows.dataset.test.batch().inputs]
+    x, y = (torch.cat(parts) for parts in zip(*known, strict=True))
+    return x, y, torch.cat(pictures)
 
 
 if __name__ == "__main__":
