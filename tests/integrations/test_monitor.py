@@ -16,7 +16,7 @@ from gradveil.auditing.run_folder import ROUNDS
 from gradveil.errors import SpecError
 from gradveil.integrations.flower import guard_mod, leak_guard, monitored, update_mod
 from gradveil.integrations.flower.checks import MonitoredGrid
-from gradveil.integrations.monitor import METRICS, NODES, MonitorSettings, NodeReport, RunMonitor
+from gradveil.integrations.monitor import METRICS, NODES, MonitorSettings, NodeReport, RunMonitor, add_figures
 from gradveil.privacy.bounds import epsilon_of
 from gradveil.report.page import write_report
 from gradveil.types import Batch
@@ -119,3 +119,19 @@ def test_nodes_of_a_round_that_was_not_finished_are_dropped(tmp_path: Path) -> N
 def test_settings_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(SpecError):
         MonitorSettings("flower", **wrong)  # type: ignore[arg-type]
+
+
+def test_figures_may_come_later_and_the_page_says_what_the_promise_means(tmp_path: Path) -> None:
+    monitor = RunMonitor(tmp_path / "run", MonitorSettings("own", "veil:z=1,clip=1"))
+    for number in (1, 2):
+        monitor.add(number, NodeReport("a", True, noise="simulated", spent=number / 2))
+        monitor.end(number)
+    monitor.close()
+    add_figures(tmp_path / "run", 2, accuracy=0.5, auc=math.nan)
+    first, last = monitor.folder.rounds
+    assert "accuracy" not in first
+    assert (last["accuracy"], last["auc"], last["mu"]) == (0.5, None, 1.0)
+    page = write_report(tmp_path / "run").read_text()
+    assert "<td>0.5000</td>" in page
+    assert "right at most 69 times in 100" in page  # Φ(1/2)
+    assert "The noise was simulated, which protects nobody." in page

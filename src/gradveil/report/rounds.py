@@ -8,6 +8,7 @@ from typing import Any
 from gradveil.auditing.run_folder import ROUNDS, FolderError, Row, RunFolder, read_rows
 from gradveil.integrations.monitor import NODES
 from gradveil.privacy.bounds import epsilon_of
+from gradveil.report.plain import in_plain_words
 
 DELTA = 1e-5  # at which ε is told where the run does not say
 
@@ -24,6 +25,7 @@ def rounds_content(store: RunFolder) -> dict[str, Any]:
         "title": "What this run sent, round by round",
         "subtitle": f"{settings.get('engine', 'gradveil')} run, {store.versions.get('date', '')}",
         "sentence": _sentence(rows, settings),
+        "plain": _plain(rows, nodes),
         "advice": _advice(rows, nodes, settings),
         "rows": rows,
         "has": {name for row in rows for name, value in row.items() if value not in (None, "")},
@@ -79,6 +81,16 @@ def _sentence(rows: Sequence[Row], settings: Row) -> str:
     else:
         parts.append("nothing is promised of single records")
     return "; ".join(parts) + "."
+
+
+def _plain(rows: Sequence[Row], nodes: Sequence[Row]) -> str:
+    """Return what the run's promise means for one person."""
+    mu = next((float(row["mu"]) for row in reversed(rows) if row["mu"] is not None), None)
+    if mu is None:
+        return ""
+    simulated = any(row.get("noise") == "simulated" for row in nodes)
+    lead = "The noise was simulated, which protects nobody. With secret noise: " if simulated else ""
+    return f"{lead}{in_plain_words(mu)}"
 
 
 def _advice(rows: Sequence[Row], nodes: Sequence[Row], settings: Row) -> str:
