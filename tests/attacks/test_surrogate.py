@@ -45,7 +45,7 @@ def test_after_many_steps_it_sees_what_one_step_at_the_first_weights_does_not(im
 def test_with_one_tiny_step_it_is_gs(network: nn.Module, images: Batch) -> None:
     seen = seen_after(network, images[:1], 1e-7, 1)
     rng = torch.Generator().manual_seed
-    plain = GS(steps=30, tv=1e-4).reconstruct(seen, rng(0))
+    plain = GS(steps=30, lr=0.1, tv=1e-4, start="uniform").reconstruct(seen, rng(0))
     between = Surrogate(steps=30).reconstruct(seen, rng(0))
     torch.testing.assert_close(between.inputs, plain.inputs, atol=1e-3, rtol=0)
 
