@@ -639,3 +639,75 @@ def test_complex_weights_are_refused(data: Batch) -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 5, dtype=torch.complex64))
     with pytest.raises(DefenseError, match="complex numbers"), protect(model, SPEC):
         model(data.inputs.to(torch.complex64))
+
+
+class Sums:
+    """Says nothing of what it holds."""
+
+    def __init__(self) -> None:
+        self.of: list[float] = []
+
+
+class ExtraObject(Writing):
+    """Sends an object of its own with its state."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda m, x: m.sums.of.append(float(x.sum())))  # type: ignore[union-attr, arg-type]
+        self.sums = Sums()  # type: ignore[assignment]
+
+    def get_extra_state(self) -> Any:
+        return self.sums
+
+    def set_extra_state(self, state: Any) -> None:
+        self.sums = state
+
+
+def test_an_object_that_is_sent_with_the_state_is_seen_to_change(data: Batch) -> None:
+    model = ExtraObject()
+    with protect(model, SPEC) as guard:
+        step(model, data)
+        with pytest.raises(DefenseError, match="extra state"):
+            model.state_dict()
+        model.sums.of.clear()  # type: ignore[union-attr, operator]
+        guard.check()
+
+
+# Losses of which a record's part depends on the others.
+
+MEAN, WEIGHED = F.cross_entropy, torch.tensor([1.0, 1.0, 1.0, 1.0, 1000.0])
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (lambda out, y: MEAN(out, y) + MEAN(out, y, weight=WEIGHED), "labels of the others"),
+        (lambda out, y: MEAN(out, y, weight=WEIGHED) + 0.1 * MEAN(out, y), "labels of the others"),
+        (lambda out, y: MEAN(out, y, ignore_index=2) + out.square().mean(), "labels of the others"),
+        (lambda out, y: MEAN(out, y, ignore_index=2) + out.square().sum() / 60, "labels of the others"),
+        (lambda out, y: MEAN(out, y) + MEAN(out, y).detach() * out.square().mean(), "multiplied by a tensor"),
+        (lambda out, y: MEAN(out, y) + 0.1 * out.square().mean(), ""),
+        (lambda out, y: MEAN(out, y, weight=WEIGHED), ""),
+        (lambda out, y: MEAN(out, y, ignore_index=2) + MEAN(2 * out, y, ignore_index=2), ""),
+    ],
+)
+def test_a_sum_of_losses_counts_each_record_by_itself(loss: Any, said: str, data: Batch) -> None:
+    """Two means, one with class weights: leaving one record out moved the release by 5.6 clips."""
+    model = plain()
+
+    def moved() -> float:
+        found = []
+        for count in (len(data), len(data) - 1):
+            rng = torch.Generator().manual_seed(3)
+            with protect(model, "veil:z=0.0001,clip=1", simulated=rng, slots=len(data)):
+                model.zero_grad()
+                loss(model(data.inputs[:count]), data.labels[:count]).backward()
+                found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+                model.zero_grad()
+        return float((found[0] - found[1]).norm()) * len(data)
+
+    data.labels[-1] = 4
+    if said:
+        with pytest.raises(DefenseError, match=said):
+            moved()
+    else:
+        assert 0 < moved() <= 1

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isclose
 from typing import Any
 
 import torch
@@ -67,8 +68,11 @@ def _factors(node: Node, stops: set[Node]) -> tuple[float, Node]:
     return factor, node
 
 
-def _factor(node: Node) -> tuple[float, Node] | None:
-    """Return the number that a node multiplies by, and the node that it multiplies; None: it does something else."""
+def _factor(node: Node) -> tuple[float, Node, bool] | None:
+    """Return the number that a node multiplies by, what it multiplies, and whether the number is none of a tensor's.
+
+    None: it does something else. A plain number is held as one of the widest type.
+    """
     into = list(_into(node))
     if node.name() not in _FACTORS or len(into) != 1 or tuple(_shape(into[0])):
         return None
@@ -77,7 +81,8 @@ def _factor(node: Node) -> tuple[float, Node] | None:
     if number is None or (isinstance(number, Tensor) and number.numel() != 1):
         return None
     value = abs(float(number))
-    return (value if node.name().startswith("Mul") else 1 / value if value else 0.0), into[0]
+    is_plain = not isinstance(number, Tensor) or number.dtype in (torch.float64, torch.int64, torch.bool)
+    return (value if node.name().startswith("Mul") else 1 / value if value else 0.0), into[0], is_plain
 
 
 def _into(node: Node) -> Iterator[Node]:
@@ -94,12 +99,29 @@ class _Walk:
 
     @property
     def reduced(self) -> tuple[float, bool]:
-        """The first mean there is; of losses that are none, the first."""
-        return next((found for found in self.found if found[1]), self.found[0])
+        """The first mean there is; of losses that are none, the first.
+
+        A mean that weighs or leaves out some entries counts by the labels of all records. By itself that cancels; in a
+        sum with another it does not.
+        """
+        found = next((found for found in self.found if found[1]), self.found[0])
+        others = (weight if is_mean else 1 / self.count for weight, is_mean in self.found)
+        if found[1] and not all(isclose(found[0], weight, rel_tol=1e-5) for weight in others):
+            raise DefenseError(
+                "The loss is a sum of means over different numbers of entries (class weights, ignored labels): what a "
+                "record counts in it depends on the labels of the others. Take reduction='sum' and divide by a number "
+                "that does not follow from the batch."
+            )
+        return found
 
     def number(self, node: Node, factor: float = 1.0) -> None:
         name = node.name()
         if (found := _factor(node)) is not None:
+            if not found[2]:
+                raise DefenseError(
+                    "A part of the loss is multiplied by a tensor, which may follow from all records of the batch, as "
+                    "a detached loss does. Multiply by a plain number that does not: 0.5."
+                )
             self.number(found[1], factor * found[0])
         elif name in ("NegBackward0", "AddBackward0", "SubBackward0", "ToCopyBackward0", "AliasBackward0"):
             for child in _into(node):

@@ -1,12 +1,13 @@
 """A step's gradient out of the gradients of its records, in a training loop that knows nothing of them."""
 
+import hashlib
+import io
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import isclose
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
@@ -409,7 +410,7 @@ class Carried:
         return sorted(n for n in {*now, *self._at_start} if n not in now or now[n] != self._at_start.get(n))
 
     def _now(self) -> dict[str, str]:
-        """Return what tells each value again; of an object that says nothing of itself, which one it is."""
+        """Return what tells each value again."""
         trained = {name: p.data_ptr() for name, p in self.model.named_parameters() if p.requires_grad}
         self.looking = True
         try:
@@ -423,7 +424,17 @@ class Carried:
 def _mark(value: Any) -> Any:
     if isinstance(value, Tensor):
         return _bits(value)
-    return (value.dtype, value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value
+    if isinstance(value, str | bytes | int | float | bool | None):
+        return value
+    content = io.BytesIO()
+    try:
+        torch.save(value, content)  # as it would be sent
+    except Exception as error:
+        raise DefenseError(
+            f"The state of the model holds a {type(value).__name__} that cannot be saved ({error}), so nothing tells "
+            f"whether training wrote to it. Leave it out of get_extra_state()."
+        ) from error
+    return hashlib.sha256(content.getvalue()).hexdigest()
 
 
 def _bits(t: Tensor) -> tuple[Any, ...]:
