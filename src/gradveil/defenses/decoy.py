@@ -16,7 +16,7 @@ from gradveil.errors import DefenseError, SpecError
 from gradveil.files import read_safetensors, wrap_parse_errors, write_atomically
 from gradveil.privacy.noise import NoiseKind, Source, keyed_normals
 from gradveil.protection.defense import DEFENSES, Defense
-from gradveil.protection.passes import Rewired
+from gradveil.protection.passes import Change, Changed
 from gradveil.ranges import Weight
 from gradveil.types import Batch, GaussianPrior, Observation
 
@@ -64,7 +64,7 @@ class Decoy(Defense):
     def _denoised(self, seen: Observation) -> Observation:
         shape = self._shape(prod(seen.input_shape))
         grow, prior = 1.0 + shape.strength, shape.prior
-        model = Grown(seen.model, prior.mean.reshape(seen.input_shape), grow)
+        model = Changed(seen.model, _grown(prior.mean.reshape(seen.input_shape), grow))
         if self.prior is None:
             return replace(seen, model=model)
         shrunk = GaussianPrior(prior.mean, prior.factor / grow**0.5, prior.ridge / grow)
@@ -96,18 +96,9 @@ class _Shape:
     strength: float  # c
 
 
-class Grown(Rewired):
-    """The model seen through the denoiser: given an estimate of x, it runs on the x + v that the estimate is of."""
-
-    def __init__(self, model: nn.Module, mean: Tensor, grow: float) -> None:
-        super().__init__(model)
-        self.held = (mean, grow)
-
-    def forward(self, estimate: Tensor) -> Tensor:
-        mean, grow = self.held
-        centre = mean.to(estimate)
-        output: Tensor = self.inner[0](centre + grow * (estimate - centre))
-        return output
+def _grown(mean: Tensor, grow: float) -> Change:
+    """Return what undoes the denoiser: from an estimate of x to the x + v that it is of."""
+    return lambda estimate: mean.to(estimate) + grow * (estimate - mean.to(estimate))
 
 
 def _noise(x: Tensor, prior: GaussianPrior, key: bytes) -> Tensor:

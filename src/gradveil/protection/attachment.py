@@ -26,13 +26,10 @@ from gradveil.protection.passes import (
     plain_python,
     stay_out_of_compiled_graphs,
     substitute,
-    weight_name,
-    weight_of,
 )
 from gradveil.protection.per_record_step import (
     PerRecordStep,
     Stamp,
-    alike,
     check_state,
     copied,
     gradients_of,
@@ -40,6 +37,7 @@ from gradveil.protection.per_record_step import (
     is_stamped,
     left_as_it_was,
     note_state,
+    overwrite,
     stamp,
 )
 from gradveil.protection.provenance import CHANGED, Bits, Part, Provenance
@@ -92,29 +90,22 @@ def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     optimizer._optimizer_step_pre_hooks.move_to_end(handle.id)  # type: ignore[attr-defined]
 
 
-def _at_last(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def _at_last(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Tell every listener now or, where a closure makes the gradients inside the step, after the closure."""
     for listener in list(_watching):
         listener.begin_step(optimizer)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if closure is None:
-        _tell(optimizer)
-        return None
 
     def then_tell() -> Any:
-        value = closure()
-        _tell(optimizer)
+        value = None if closure is None else closure()
+        for listener in list(_watching):
+            listener.before_step(optimizer)
         return value
 
+    if closure is None:
+        return then_tell()
     in_place = "closure" in kwargs
     return (args[:1], kwargs | {"closure": then_tell}) if in_place else ((args[0], then_tell, *args[2:]), kwargs)
-
-
-def _tell(optimizer: Optimizer) -> None:
-    for listener in list(_watching):
-        listener.before_step(optimizer)
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -201,14 +192,13 @@ class Attachment:
         return bool(self.handles) and self.model.training and torch.is_grad_enabled()
 
     def attach(self) -> None:
-        """Put the hooks on the model, and watch backward passes and optimizers."""
         add, model = self.handles.append, self.model
         for layer in self.layers:
             check_layer(model, layer)
         self.keeper = model.register_forward_pre_hook(self.alone, prepend=True)
         add(model.register_forward_pre_hook(Hook(self, "enter"), with_kwargs=True))
-        ran = [(layer, "defend_output") for layer in self.layers]
-        ran += [] if self.per_record is None else [(layer, "layer_ran") for layer in self.per_record.watched.layers]
+        watched = () if self.per_record is None else self.per_record.watched.layers
+        ran = [*((layer, "defend_output") for layer in self.layers), *((layer, "layer_ran") for layer in watched)]
         for layer, method in ran:
             hook = Hook(self, method, layer)
             add(model.get_submodule(layer).register_forward_hook(hook, prepend=True, with_kwargs=True))
@@ -295,12 +285,11 @@ class Attachment:
             )
             return None
         self.current.reached.add(layer)
-        output = substitute(module, r, changed, self.provenance.carrier(weight_name(layer), weight_of(module)))
+        output = substitute(module, r, changed, self.provenance.carrier(layer, module))
         self.current.outputs.append((module, output))
         return output  # type: ignore[no-any-return]
 
     def layer_ran(self, layer: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """A layer with weights has run, under a defence of records."""
         if self.on and self.per_record is not None:
             self.per_record.ran(layer, args, kwargs, output)
 
@@ -340,14 +329,12 @@ class Attachment:
     # Weights that are loaded and saved.
 
     def before_loading(self, module: nn.Module, *_: Any) -> None:
-        """``load_state_dict`` is about to write to a part's weights."""
         self.provenance.tie()
         self.check_weights(self.provenance.of(module))
         if self.per_record is not None:
             self.per_record.before_loading(module)
 
     def after_loading(self, module: nn.Module, *_: Any) -> None:
-        """``load_state_dict`` wrote to a part's weights."""
         self.provenance.load(module)
         if self.per_record is not None:
             self.per_record.loaded(module)
@@ -376,10 +363,7 @@ class Attachment:
 
     @property
     def weights_changed(self) -> bool:
-        """Whether the model's weights are others than when the defence was attached."""
         return self.at_start is not None and _checksum(self.model) != self.at_start
-
-    # A backward pass and an optimizer's step.
 
     def take_backward(self, roots: list[Tensor], plain: bool, retain: bool) -> bool:
         """A backward pass begins: where it goes through defended records, make their release in its place."""
@@ -446,11 +430,7 @@ class Attachment:
         if is_same(changed, gradient):
             self.undefended(left_as_it_was(self.defense, "gradient"))
         else:
-            if alike(gradient):
-                torch._foreach_copy_([g.detach() for g in gradient.values()], [changed[name] for name in gradient])
-            else:
-                for name, g in gradient.items():
-                    g.detach().copy_(changed[name])
+            overwrite(gradient, changed)
             if not self.in_passes and self.per_record is None:
                 self.report.steps += 1
         self.provenance.take(gradient if self.per_record is None else copied(gradient))

@@ -4,11 +4,9 @@ That is what a layer got, and the loss's gradient by what it gave. In a training
 nor a second pass made: a module that holds weights and is of no known kind is run again by itself, record by record.
 """
 
-import copy
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,20 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.func import functional_call, grad, vjp, vmap
+from torch.func import functional_call, grad
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from gradveil.errors import DefenseError
 from gradveil.gradients.functional import full_precision, quiet
 from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.losses import build as build_loss
-from gradveil.modules import copied_buffers, plain_attention, plain_checkpoints, tensors_in, ways_into
-from gradveil.protection.layers import KINDS, LayerRecord, is_known, known
+from gradveil.modules import copied_buffers, tensors_in, ways_into
+from gradveil.protection.layers import KINDS, LayerRecord, ModuleRecord, for_each, is_known, known, tensors_of
 from gradveil.protection.loss_graph import MIXED
-from gradveil.protection.records import Captured, Held, InParts, Records, wide
+from gradveil.protection.records import Captured, Held, InParts, Records
 from gradveil.tree import Params, add, norm, subtract
 from gradveil.types import Batch
 
@@ -192,15 +190,7 @@ def _one_by_one(model: nn.Module, batch: Batch, loss: Loss) -> Records:
         return loss.each(functional_call(model, state, (x[None],)), y[None]).sum()
 
     def part(x: Tensor, y: Tensor) -> Held:
-        with plain_attention(), plain_checkpoints(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "There is a performance drop")  # where torch takes one by one itself
-            try:
-                found = vmap(partial(grad(value), weights), randomness="different")(x, y)
-            except (RuntimeError, NotImplementedError) as error:
-                if isinstance(error, torch.cuda.OutOfMemoryError):
-                    raise
-                alone = [grad(value)(weights, *one) for one in zip(x, y, strict=True)]
-                found = {n: torch.stack([g[n] for g in alone]) for n in weights}
+        found = for_each(partial(grad(value), weights), x, y, randomness="different")
         return Held({n: g.detach() for n, g in found.items()})
 
     each = sum(w.numel() * w.element_size() for w in weights.values())
@@ -209,63 +199,6 @@ def _one_by_one(model: nn.Module, batch: Batch, loss: Loss) -> Records:
         return part(batch.inputs, batch.labels)
     pieces = [batch[start : start + size] for start in range(0, len(batch), size)]
     return InParts([partial(part, p.inputs, p.labels) for p in pieces], [len(p) for p in pieces], weights)
-
-
-@dataclass
-class ModuleRecord(LayerRecord):
-    """A module of no known kind, with all that is inside it."""
-
-    given: Any = field(kw_only=True)  # the arguments it got, by place and by name
-    deltas: dict[int, Tensor] = field(kw_only=True)  # by place among the tensors that it gave
-
-    @property
-    def trained(self) -> tuple[str, ...]:
-        return tuple(n for n, p in self.layer.named_parameters() if p.requires_grad)
-
-    def own(self, which: str) -> Tensor:
-        kept: Params = self.__dict__.setdefault("_kept", {})
-        kept.update({n: wide(g.detach())[None] for n, g in self._gradients().items()})
-        return kept[which]
-
-    def _gradients(self) -> Params:
-        weights = {n: self.layer.get_parameter(n).detach() for n in self.trained}
-        fixed = {n: p.detach() for n, p in self.layer.named_parameters() if n not in weights}
-        leaves, tree = tree_flatten(self.given)
-        count = self.delta.shape[1]
-        rows = {i: t for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.shape[:1] == (count,)}
-
-        def gradient(deltas: tuple[Tensor, ...], *own: Tensor) -> Params:
-            mine = dict(zip(rows, own, strict=True))
-            args, kwargs = tree_unflatten([mine[i][None] if i in mine else t for i, t in enumerate(leaves)], tree)
-            state = fixed | copied_buffers(self.layer)
-
-            def outputs(w: Params) -> tuple[Tensor, ...]:
-                gave = _tensors(functional_call(self.layer, state | w, args, kwargs))
-                return tuple(gave[i][0] for i in self.deltas)
-
-            made, back, *_ = vjp(outputs, weights)
-            found: Params = back(tuple(d.to(out) for d, out in zip(deltas, made, strict=True)))[0]
-            return found
-
-        each = tuple(self.deltas.values())
-
-        with plain_attention(), plain_checkpoints(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "There is a performance drop")  # where torch takes one by one itself
-            try:
-                return vmap(gradient)(each, *rows.values())
-            except (RuntimeError, NotImplementedError) as error:
-                if isinstance(error, torch.cuda.OutOfMemoryError):
-                    raise
-                alone = [gradient(*one) for one in zip(zip(*each, strict=True), *rows.values(), strict=True)]
-                return {n: torch.stack([g[n] for g in alone]) for n in weights}
-
-    def without(self, left_out: Tensor) -> LayerRecord:
-        other, kept = copy.copy(self), {}
-        for which in self.trained:
-            each = self.held(which)
-            kept[which] = each.masked_fill(left_out.view(*left_out.shape, *[1] * (each.ndim - 2)), 0)
-        other.__dict__["_kept"] = kept
-        return other
 
 
 @dataclass(frozen=True)
@@ -299,10 +232,14 @@ class Ran:
             raise DefenseError(_not_rows(self.layer, self.module, odd, count))
         delta = next(iter(there.values()))
         prefix = f"{self.layer}." if self.layer else ""
-        first = _tensors(self.given)[0]
+        first = tensors_of(self.given)[0]
         if is_known(self.module):
             return KINDS[type(self.module)](self.module, prefix, first[None], delta[None])
         return ModuleRecord(self.module, prefix, first[None], delta[None], given=self.given, deltas=there)
+
+
+Given = tuple[tuple[Any, ...], dict[str, Any]]  # arguments, by place and by name
+Look = Callable[[str, list[Tensor], list[Tensor]], None]  # the layer, what it gets, what it gives
 
 
 class TrainedLayers:
@@ -351,14 +288,14 @@ class TrainedLayers:
         """
         if count < 2:
             return
-        self._check_apart(args, kwargs, count, {})
+        self._check_apart((args, kwargs), count, {})
         drawn = _drawn_weights(self.model)
         with suppress(RuntimeError, ValueError, AssertionError):  # where it does not run on such weights
-            self._check_apart(args, kwargs, count, drawn)
-            self._check_slopes(args, kwargs, count, drawn)  # those by its own weights a step looks at, with the loss
+            self._check_apart((args, kwargs), count, drawn)
+            self._check_slopes((args, kwargs), count, drawn)  # those by its own weights a step looks at, with the loss
 
-    def _check_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int, weights: Params) -> None:
-        at, first, whole = partial(self._layers_at, args, kwargs, count, weights), count // 2, list(range(count))
+    def _check_apart(self, given: Given, count: int, weights: Params) -> None:
+        at, first, whole = partial(self._layers_at, given, count, weights), count // 2, list(range(count))
         own = at(whole)
         for layer in self.layers:
             if layer in own and len(own[layer]) != count:
@@ -377,65 +314,62 @@ class TrainedLayers:
                 said = f"what layer {what!r} gets" if what in self.layers else "what the model gives"
                 raise DefenseError(_not_apart(self.model, said, again=differs(whole, half) is None))
 
-    def _layers_at(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int, weights: Params, order: list[int]
-    ) -> dict[str, Tensor]:
+    def _layers_at(self, given: Given, count: int, weights: Params, order: list[int]) -> dict[str, Tensor]:
         """Return what each layer gets where the records stand in this order, and what the model gives, by number."""
-        leaves, tree = tree_flatten((args, kwargs))
-        found: dict[str, Tensor] = {}
-
-        def look(layer: str, _: nn.Module, own: tuple[Any, ...], named: dict[str, Any]) -> None:
-            found[layer] = _tensors((own, named))[0].detach().clone()
-
+        leaves, tree = tree_flatten(given)
         mine = (t[order] if isinstance(t, Tensor) and t.shape[:1] == (count,) else t for t in leaves)
-        a, k = tree_unflatten(list(mine), tree)
-        hooks = [
-            self.model.get_submodule(layer).register_forward_pre_hook(partial(look, layer), with_kwargs=True)
-            for layer in self.layers
-        ]
-        device = next((t.device for t in leaves if isinstance(t, Tensor) and t.is_cuda), None)
-        try:
-            with torch.no_grad(), torch.random.fork_rng([] if device is None else [device]):
-                gave = tensors_in(functional_call(self.model, copied_buffers(self.model) | weights, a, k))
-        finally:
-            for hook in hooks:
-                hook.remove()
+        found: dict[str, Tensor] = {}
+        with torch.no_grad():
+            moved = tree_unflatten(list(mine), tree)
+            gave = self._run(moved, weights, lambda layer, got, _: found.update({layer: got[0]}))
         return found | {f" {n}": t for n, t in enumerate(gave) if t.shape[:1] == (count,)}
 
-    def _check_slopes(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int, weights: Params) -> None:
+    def _check_slopes(self, given: Given, count: int, weights: Params) -> None:
         """Raise where what the model gives for some records has a slope by what a layer gave for others."""
-        found: dict[str, Tensor] = {}
-        hooks = [
-            self.model.get_submodule(layer).register_forward_hook(
-                lambda _, __, output, layer=layer: found.update((layer, t) for t in _tensors(output)[:1])
-            )
-            for layer in self.layers
-        ]
-        device = next((t.device for t in _tensors((args, kwargs)) if t.is_cuda), None)
-        try:
-            with torch.enable_grad(), torch.random.fork_rng([] if device is None else [device]):
-                gave = tensors_in(functional_call(self.model, copied_buffers(self.model) | weights, args, kwargs))
-                rows = [t[: count // 2] for t in gave if t.requires_grad and t.shape[:1] == (count,)]
-                ends = [torch.randn(t.shape, device=t.device).to(t) for t in rows]
-        finally:
-            for hook in hooks:
-                hook.remove()
-        inside = [t for t in found.values() if t.requires_grad and t.shape[:1] == (count,)]
+        inside: list[Tensor] = []
+        with torch.enable_grad():
+            gave = self._run(given, weights, lambda _, __, found: inside.extend(found[:1]))
+        inside = [t for t in inside if t.requires_grad and t.shape[:1] == (count,)]
+        rows = [t[: count // 2] for t in gave if t.requires_grad and t.shape[:1] == (count,)]
+        ends = [torch.linspace(1, 2, t.numel(), device=t.device).to(t.dtype).view_as(t) for t in rows]
         if rows and inside:
             for slope in torch.autograd.grad(rows, inside, ends, allow_unused=True):
                 if slope is not None and bool(slope[count // 2 :].abs().max() > 1e-3 * slope.abs().max()):
                     raise DefenseError(MIXED)
 
+    def _run(self, given: Given, weights: Params, look: Look) -> list[Tensor]:
+        """Run the model and leave it as it was; ``look`` is shown what each layer gets and gives."""
+        found = {}
+
+        def before(layer: str, _: nn.Module, own: tuple[Any, ...], named: dict[str, Any]) -> None:
+            found[layer] = [t.detach().clone() for t in tensors_of((own, named))[:1]]
+
+        def after(layer: str, _: nn.Module, __: Any, output: Any) -> None:
+            look(layer, found[layer], tensors_of(output))
+
+        hooks = []
+        for layer in self.layers:
+            module = self.model.get_submodule(layer)
+            hooks += [module.register_forward_pre_hook(partial(before, layer), with_kwargs=True)]
+            hooks += [module.register_forward_hook(partial(after, layer))]
+        device = next((t.device for t in tensors_of(given) if t.is_cuda), None)
+        try:
+            with torch.random.fork_rng([] if device is None else [device]):
+                return tensors_in(functional_call(self.model, copied_buffers(self.model) | weights, *given))
+        finally:
+            for hook in hooks:
+                hook.remove()
+
     def ran(self, layer: str, given: Any, output: Any, count: int) -> Ran:
         """Take note of a layer that has run on this many records."""
         module, (args, kwargs) = self.model.get_submodule(layer), given
-        alone = not kwargs and len(args) == 1 and isinstance(args[0], Tensor)  # as most layers are called
-        got = [args[0]] if alone else _tensors(given)
+        got = tensors_of(args[0] if len(args) == 1 and not kwargs else given)
         if not got or len(got[0]) != count:
             raise DefenseError(_not_rows(layer, module, [tuple(t.shape) for t in got], count))
         before = tuple(t.grad_fn for t in got if t.grad_fn is not None)
+        alone = not kwargs and len(args) == 1 and got[0] is args[0]  # as most layers are called
         held = ((args[0].detach(),), {}) if alone else tree_map(_detached, given)
-        gave = {i: get_gradient_edge(t) for i, t in enumerate(_tensors(output)) if t.requires_grad}
+        gave = {i: get_gradient_edge(t) for i, t in enumerate(tensors_of(output)) if t.requires_grad}
         return Ran(layer, module, held, tuple(gave), tuple(gave.values()), before, _written(held))
 
     def records(self, ran: Iterable[Ran], deltas: Sequence[Tensor | None], count: int) -> Captured:
@@ -449,17 +383,11 @@ class TrainedLayers:
 
 
 def _written(given: Any) -> tuple[int, ...]:
-    return tuple(-1 if t.is_inference() else t._version for t in _tensors(given))
+    return tuple(-1 if t.is_inference() else t._version for t in tensors_of(given))
 
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    if isinstance(tree, Tensor):  # as most layers give it
-        return [tree]
-    return [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
 
 
 def _not_apart(model: nn.Module, what: str, *, again: bool) -> str:

@@ -1,17 +1,23 @@
 """Gradients of single records from what each layer saw: its input a and the loss's gradient δ by its output."""
 
+import copy
+import warnings
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call, vjp, vmap
 from torch.nn.grad import conv2d_weight
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from gradveil.gradients.by_hand import Geometry, pair, patches
+from gradveil.modules import copied_buffers, plain_attention, plain_checkpoints
 from gradveil.protection.records import (
     MASS,
     Pair,
@@ -26,6 +32,7 @@ from gradveil.protection.records import (
     sum_of_held,
     wide,
 )
+from gradveil.tree import Params
 
 CACHED = 2**20  # numbers of patches that are made at once on a CPU
 
@@ -342,3 +349,71 @@ def is_known(module: nn.Module) -> bool:
     if isinstance(module, nn.modules.instancenorm._InstanceNorm):
         plain = plain and (module.training or not module.track_running_stats)
     return plain
+
+
+def for_each(gradient: Callable[..., Params], *rows: Tensor, **settings: Any) -> Params:
+    """Return the gradients of all rows: at once, or one by one where a layer does not bear that."""
+    with plain_attention(), plain_checkpoints(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop")  # where torch takes one by one itself
+        try:
+            found: Params = vmap(gradient, **settings)(*rows)
+        except (RuntimeError, NotImplementedError) as error:
+            if isinstance(error, torch.cuda.OutOfMemoryError):
+                raise
+            alone = [gradient(*row) for row in zip(*rows, strict=True)]
+            found = {n: torch.stack([g[n] for g in alone]) for n in alone[0]}
+    return found
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Return the tensors among arguments, or in what a layer gave."""
+    if isinstance(tree, Tensor):  # as most layers give it
+        return [tree]
+    return [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
+
+
+@dataclass
+class ModuleRecord(LayerRecord):
+    """A module of no known kind, with all that is inside it."""
+
+    given: Any = field(kw_only=True)  # the arguments it got, by place and by name
+    deltas: dict[int, Tensor] = field(kw_only=True)  # by place among the tensors that it gave
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        return tuple(n for n, p in self.layer.named_parameters() if p.requires_grad)
+
+    def own(self, which: str) -> Tensor:
+        kept: Params = self.__dict__.setdefault("_kept", {})
+        kept.update({n: wide(g.detach())[None] for n, g in self._gradients().items()})
+        return kept[which]
+
+    def _gradients(self) -> Params:
+        weights = {n: self.layer.get_parameter(n).detach() for n in self.trained}
+        fixed = {n: p.detach() for n, p in self.layer.named_parameters() if n not in weights}
+        leaves, tree = tree_flatten(self.given)
+        count = self.delta.shape[1]
+        rows = {i: t for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.shape[:1] == (count,)}
+
+        def gradient(*both: Tensor) -> Params:
+            deltas, mine = both[: len(self.deltas)], dict(zip(rows, both[len(self.deltas) :], strict=True))
+            args, kwargs = tree_unflatten([mine[i][None] if i in mine else t for i, t in enumerate(leaves)], tree)
+            state = fixed | copied_buffers(self.layer)
+
+            def outputs(w: Params) -> tuple[Tensor, ...]:
+                gave = tensors_of(functional_call(self.layer, state | w, args, kwargs))
+                return tuple(gave[i][0] for i in self.deltas)
+
+            made, back, *_ = vjp(outputs, weights)
+            found: Params = back(tuple(d.to(out) for d, out in zip(deltas, made, strict=True)))[0]
+            return found
+
+        return for_each(gradient, *self.deltas.values(), *rows.values())
+
+    def without(self, left_out: Tensor) -> LayerRecord:
+        other, kept = copy.copy(self), {}
+        for which in self.trained:
+            each = self.held(which)
+            kept[which] = each.masked_fill(left_out.view(*left_out.shape, *[1] * (each.ndim - 2)), 0)
+        other.__dict__["_kept"] = kept
+        return other

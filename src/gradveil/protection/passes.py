@@ -144,18 +144,9 @@ class Report:
         return 0 if self._sums is None else int(self._sums[3])
 
     def summary(self) -> dict[str, float]:
-        spent = {} if self.spent is None else {"spent": self.spent}
-        return spent | {
-            "steps": self.steps,
-            "skipped": self.skipped,
-            "examples": self.examples,
-            "optimizer_steps": self.optimizer_steps,
-            "updates": self.updates,
-            "asked": self.asked,
-            "removed": self.removed,
-            "live": self.live,
-            "distance": self.distance,
-        }
+        names = ("steps", "skipped", "examples", "optimizer_steps", "updates", "asked", "removed", "live", "distance")
+        counts: dict[str, float] = {name: getattr(self, name) for name in names}
+        return counts if self.spent is None else {"spent": self.spent} | counts
 
     def __str__(self) -> str:
         text = f"{self.steps} steps defended, {self.skipped} not"

@@ -318,6 +318,15 @@ def alike(gradient: Params) -> bool:
     )
 
 
+def overwrite(gradient: Params, changed: Params) -> None:
+    """Write what a defence made of a gradient to its tensors, at once where that can be."""
+    if alike(gradient):
+        torch._foreach_copy_([g.detach() for g in gradient.values()], [changed[name] for name in gradient])
+    else:
+        for name, g in gradient.items():
+            g.detach().copy_(changed[name])
+
+
 def copied(gradient: Params) -> Params:
     """Return a copy, made at once where that can be."""
     return Kept(gradient).parts

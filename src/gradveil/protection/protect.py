@@ -62,7 +62,8 @@ class Guard:
         """Take every hook off, and raise ``DefenseError`` where a strict guard saw training but defended none of it."""
         self.remove()
         if self._attachment.strict:
-            self._check_attempts()
+            if self.report.optimizer_steps > 0 or self._attachment.weights_changed:
+                self._check_done()
             self.verify()
 
     def verify(self) -> None:
@@ -85,34 +86,23 @@ class Guard:
     def check(self) -> None:
         """Raise ``DefenseError`` unless something was defended; for callers that have trained and are about to send."""
         self.verify()
+        self._check_done()
+
+    def _check_done(self) -> None:
+        """Raise where the defence has not acted where it should have."""
         needed = self.defense.acts_on
         if needed - {"update"} and not self.report.steps:
-            raise DefenseError(self._nothing_done())
-        self._check_update(needed)
-
-    def _check_attempts(self) -> None:
-        """Raise where training took place and the defence did not."""
-        tried = self.report.optimizer_steps > 0 or self._attachment.weights_changed
-        needed = self.defense.acts_on
-        if tried and needed - {"update"} and not self.report.steps:
-            raise DefenseError(self._nothing_done())
-        if tried:
-            self._check_update(needed)
-
-    def _check_update(self, needed: frozenset[str]) -> None:
+            in_passes = self._attachment.in_passes or self._attachment.per_record is not None
+            where = "model(x) or guard(x) in train mode" if in_passes else "a torch optimizer"
+            raise DefenseError(
+                f"No training step was defended by {describe(self.defense)} ({self.report.optimizer_steps} optimizer "
+                f"steps were taken). Train through {where}, and do not send this update."
+            )
         if "update" in needed and not self.report.updates:
             raise DefenseError(
                 f"{describe(self.defense)} acts on the update, and no update passed through it. Send what "
                 f"guard.update(before, after) returns, called while the guard is on."
             )
-
-    def _nothing_done(self) -> str:
-        in_passes = self._attachment.in_passes or self._attachment.per_record is not None
-        where = "model(x) or guard(x) in train mode" if in_passes else "a torch optimizer"
-        return (
-            f"No training step was defended by {describe(self.defense)} ({self.report.optimizer_steps} optimizer steps "
-            f"were taken). Train through {where}, and do not send this update."
-        )
 
     def update(
         self, before: Params, after: Params, *, lr: float = 1.0, num_examples: int = 1, num_steps: int = 1

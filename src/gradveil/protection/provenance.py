@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradveil.modules import tensors_in
 from gradveil.protection.defense import Place
+from gradveil.protection.passes import weight_name, weight_of
 from gradveil.tree import Params
 
 SAMPLE = 128  # entries of a gradient that are compared where every entry is changed by the defence
@@ -353,8 +354,9 @@ class Provenance:
 
     # Gradients on their way.
 
-    def carrier(self, name: str, weight: Tensor) -> Tensor:
+    def carrier(self, layer: str, module: nn.Module) -> Tensor:
         """Return the weight for a defended layer to use, which tells what gradient comes back through it."""
+        name, weight = weight_name(layer), weight_of(module)
         if not weight.requires_grad:
             return weight
         alias = weight.view_as(weight)
