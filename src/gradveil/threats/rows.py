@@ -288,7 +288,7 @@ def _void(control: Sequence[MeasuredExample] | None, floor: Floor) -> str | None
     got = grade(error, recovered, identified, floor, control[0].gallery, listed)
     if got in ("recovered", "recognised"):
         return None
-    if listed:
+    if is_listed(control[0].attack):
         late = sum(m.out_of_time for m in control)
         picked = (
             f"{identified.hits} of {identified.count} picked rightly out of {control[0].gallery}, as chance explains"
