@@ -173,6 +173,16 @@ def test_a_step_is_the_operation_at_every_point(name: str) -> None:
             assert_close(step.transposed(g, absolute).flatten(1), g.flatten(1) @ a)
 
 
+@pytest.mark.parametrize("rest", [(True,), (False,), (True, 5)], ids=["zeros counted", "zeros left out", "divided"])
+def test_averages_over_padding_are_as_torch_weighs_them(rest: tuple[Any, ...]) -> None:
+    x = draw(2, 2, 4, 6)
+    args = [3, 2], [2, 1], [1, 1], False, *rest
+    call = Call(aten.avg_pool2d, (x, *args), {}, (aten.avg_pool2d(x, *args),), lambda value: value is x)
+    edges = RULES["avg_pool2d"].edges(call)
+    assert edges is not None
+    check_products(edges[0][1], matrix(lambda z: aten.avg_pool2d(z, *args), x), x, call.out)
+
+
 LAYERS: dict[type[nn.Module], nn.Module] = {
     nn.Linear: nn.Linear(6, 5),
     nn.Conv2d: nn.Conv2d(2, 3, 3, 2, 1),

@@ -41,7 +41,7 @@ def test_products_of_pairs_give_the_same_norms(name: str, memory: int) -> None:
     with torch.no_grad():
         for part in model:
             if isinstance(part, nn.BatchNorm2d):
-                part.weight.uniform_(-1.0, 1.0)
+                part.weight.copy_(torch.linspace(-1.0, 0.9, len(part.weight)))
     last = str(len(model) - 1)
     tape = linearise(model, last, torch.rand(3, 2, 9, 7, dtype=torch.float64))
     assert isinstance(tape, Tape)
@@ -56,6 +56,15 @@ def test_products_of_pairs_give_the_same_norms(name: str, memory: int) -> None:
 @pytest.mark.parametrize("name", ["pooled", "residual", "grouped", "linear"])
 def test_other_models_are_left_to_the_general_way(name: str) -> None:
     tape = linearise(*make(name))
+    assert isinstance(tape, Tape)
+    assert paired_rows(tape, (2.0,), 2**20) is None
+
+
+def test_entries_in_other_rows_of_an_image_are_left_to_the_general_way() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Unflatten(1, (4, 3, 2)), nn.Tanh(), nn.Flatten(), nn.Linear(24, 2)
+    ).double()
+    tape = linearise(model, "5", torch.rand(2, 1, 5, 6, dtype=torch.float64))
     assert isinstance(tape, Tape)
     assert paired_rows(tape, (2.0,), 2**20) is None
 
