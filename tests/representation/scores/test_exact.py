@@ -148,7 +148,7 @@ def test_gradients_too_small_to_square_in_single_precision_are_still_measured() 
 
 
 def test_rows_through_padding_and_a_cut_are_those_of_the_entries_that_are_there() -> None:
-    model = nn.Sequential(nn.Conv2d(1, 2, 2), nn.ZeroPad2d((1, 0, -1, 2)), nn.Flatten(), nn.Linear(40, 2)).double()
+    model = nn.Sequential(nn.Conv2d(1, 1, 2, 2), nn.ZeroPad2d((1, 0, -1, 2)), nn.Flatten(), nn.Linear(9, 2)).double()
     x = torch.rand(2, 1, 5, 4, dtype=torch.float64)
     dense = torch.autograd.functional.jacobian(lambda z: model[:3](z).sum(0), x).flatten(2)  # (L, N, d)
     assert_close(row_norms(model, "3", x, "exact")[1], dense.norm(dim=2).t())
