@@ -125,18 +125,14 @@ TABLE = _usual(
 PAPER = "classes:devices=100,classes=2,per_class=100"
 SIXTY, SILO = "classes:devices=60,classes=2,per_class=100", "iid:devices=10,per_device=1200"
 ADULT = "table:path=adult.csv,target=classification"
-QUESTIONS, SHORT, LONG = (
-    f"text:path={name},vocabulary=20000" for name in ("trec.txt,length=24", "r8.txt,length=48", "ng20.txt,length=48")
-)
-FEW, MANY, SOME = (50, 100, 200), (100, 200, 300), (150, 300, 450)
+QUESTIONS = "text:path=trec.txt,length=24,vocabulary=20000"
+FEW, SOME = (50, 100, 200), (150, 300, 450)
 FOUND = (
     World("cifar10", "cifar10", LITE0, PAPER, 1000, 10, IMAGES),
     World("cifar10, all 60 a round", "cifar10", LITE0, SIXTY, 100, 60, IMAGES, dims=SOME, undealt=True),
     World("cifar10, 10 silos", "cifar10", LITE0, SILO, 100, 10, SILOS, dims=SOME, undealt=True),
     World("cifar10, 10 silos, 5 local epochs", "cifar10", LITE0, SILO, 20, 10, SILOS, 5, dims=SOME, undealt=True),
     World("trec", QUESTIONS, MINILM, "iid:devices=20,per_device=200", 100, 20, WORDS, 1, FEW, tuning=2),
-    World("r8", SHORT, MINILM, "iid:devices=20,per_device=200", 100, 20, WORDS, 1, FEW, tuning=2),
-    World("20 newsgroups", LONG, MINILM, "iid:devices=30,per_device=200", 100, 30, WORDS, 1, MANY, tuning=2),
     World("breast cancer", "breast_cancer", "", "iid:devices=5,per_device=60", 100, 5, TABLE, 1, (0,), "auc", 60, 20),
     World("adult", ADULT, "", "iid:devices=20,per_device=500", 100, 20, TABLE, 1, (0,), "auc"),
 )
