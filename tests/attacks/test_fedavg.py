@@ -58,7 +58,7 @@ def test_a_single_step_is_plain_gradient_matching(model: nn.Module, batch: Batch
     one = Batch(batch.inputs[:1], batch.labels[:1])
     seen = train(model, one, lr=0.1, size=1, epochs=1)
     rng = torch.Generator().manual_seed
-    plain = GS(steps=40, tol=1e-6, tv=1e-4).reconstruct(seen, rng(0))
+    plain = GS(steps=40, lr=0.1, start="uniform", tol=1e-6, tv=1e-4).reconstruct(seen, rng(0))
     unrolled = FedAvgInversion(steps=40).reconstruct(seen, rng(0))
     torch.testing.assert_close(unrolled.inputs, plain.inputs, atol=1e-3, rtol=0)
 
