@@ -1,0 +1,21 @@
+"""What the structure of noise is probed for, on draws made by hand."""
+
+from types import SimpleNamespace
+
+import torch
+
+from gradveil.threats.probing.structure import _still_sums
+
+
+def test_a_tensor_whose_gradient_is_zero_has_no_direction_without_noise() -> None:
+    """The first step of low-rank factors: those next to the input have a gradient of zero, and noise like the others."""
+    rng = torch.Generator().manual_seed(0)
+    noise = torch.randn(64, 16, generator=rng)
+    gradient = torch.cat([torch.zeros(8), torch.randn(8, generator=rng)])
+    parts = {"lora_a": slice(0, 8), "lora_b": slice(8, 16)}
+    function = SimpleNamespace(parts=parts, tree=lambda x: {name: x[part].view(2, 4) for name, part in parts.items()})
+    assert _still_sums(function, noise, noise, (), [gradient]) is None  # type: ignore[arg-type]
+    noise[:, 8:] -= torch.outer(noise[:, 8:] @ gradient[8:], gradient[8:]) / gradient[8:].square().sum()
+    flaw = _still_sums(function, noise, noise, (), [gradient])  # type: ignore[arg-type]
+    assert flaw is not None
+    assert "lora_b along the gradient" in str(flaw)
