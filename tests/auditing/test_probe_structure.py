@@ -8,7 +8,7 @@ from gradveil.threats.probing.structure import _still_sums
 
 
 def test_a_tensor_whose_gradient_is_zero_has_no_direction_without_noise() -> None:
-    """The first step of low-rank factors: those next to the input have a gradient of zero, and noise like the others."""
+    """The first step of low-rank factors: those next to the input have none, and noise like the others."""
     rng = torch.Generator().manual_seed(0)
     noise = torch.randn(64, 16, generator=rng)
     gradient = torch.cat([torch.zeros(8), torch.randn(8, generator=rng)])

@@ -304,7 +304,7 @@ def _still_sums(
     for name, part in function.parts.items():
         mine, g = noise[:, part], examples[0][part]
         variance = float(mine.var(0).mean())
-        if mine.shape[1] < 4 or variance == 0 or not g.any():  # a gradient of zero has no direction
+        if mine.shape[1] < 4 or variance == 0:
             continue
         if bool(g.any()) and float((mine @ g / g.norm().clamp_min(1e-30)).var()) < 0.02 * variance:
             told.append(f"the part of {name} along the gradient carries none")
