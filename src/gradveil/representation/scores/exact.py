@@ -132,7 +132,7 @@ def _by_rows(tape: Tape, ps: Sequence[float], memory: int, skip: bool) -> RowNor
     for k, p in enumerate(ps):
         found = torch.cat([part[k] for part in parts]).t() if parts else start.factor.new_zeros(n, 0)
         if order is not None:
-            found = found.new_zeros(n, length).scatter_(1, order[:, :count], found.expand(n, -1))
+            found = found.new_zeros(n, length).scatter_(1, order[:, :count].expand(n, -1), found.expand(n, -1))
         norms[p] = (found * start.factor.abs()).expand(n, -1)
     return RowNorms(tape.r.flatten(1), norms)
 
