@@ -77,7 +77,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def within(folder: Path, **given: object) -> Audit:
-    config = AuditConfig(minutes=MINUTES, trained=False, meter_seconds=0.0, images=4)
+    config = AuditConfig(minutes=MINUTES, trained=False, meter_seconds=0.0, images=2)
     began = pace.clock()
     found = audit(config=config, defenses=["pruning:share=0.8", "gaussian:scale=0.1"], out=folder, **given)  # type: ignore[arg-type]
     assert pace.clock() - began <= 66 * MINUTES  # the end of what had begun
