@@ -1,6 +1,7 @@
 """verify on every kind of model and engine: the measured μ is the proved one, within its interval."""
 
 import pytest
+import torch
 
 import gradveil
 from gradveil.verification.pipelines import Protected, of_spec
@@ -12,9 +13,12 @@ QUICK = ["LeNet", "MLP on a table", "bag of words"]
 SPEC = "veil:z=1,clip=1"
 
 
-def measure(kind: str, engine: str, trials: int) -> Verified:
+def measure(kind: str, engine: str, trials: int, *, secret: bool = False) -> Verified:
+    """Measure with noise that is the same in every run of the tests, unless it is to be secret."""
     model, like = kinds.build(kind)
-    return verify(of_spec(SPEC, engine), model, like.inputs, like.labels, seed=0, grain=False, trials=trials)
+    drawn = {} if secret or engine != "protect" else {"settings": {"simulated": torch.Generator().manual_seed(0)}}
+    pipeline = of_spec(SPEC, engine, **drawn)
+    return verify(pipeline, model, like.inputs, like.labels, seed=0, grain=False, trials=trials)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -22,8 +26,20 @@ def measure(kind: str, engine: str, trials: int) -> Verified:
     "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in ALL]
 )
 def test_a_guarded_loop_keeps_what_it_promises_and_the_canaries_are_sharp(kind: str) -> None:
-    found = measure(kind, "protect", 32)
+    found = measure(kind, "protect", 64 if kind in kinds.TEXT else 32)  # tokens cannot be scaled up to the clip
     assert found.promised == pytest.approx(2**0.5)
+    assert found.reasons == []
+    assert found.estimate.low > 0.7 * found.promised
+
+
+def test_secret_noise_keeps_the_promise_and_is_no_wider(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails by chance less than once in a million runs.
+
+    Each of four bounds on the promise errs with 5e-8, the noise in common with 1e-8. With 96 trials μ has a standard
+    deviation of 0.034, and a lower end 5.3 of them below it: at √2 it is under 0.7 √2 with a chance of 1e-12.
+    """
+    monkeypatch.setattr("gradveil.verification.verify.CONFIDENCE", 1 - 1e-7)
+    found = measure("MLP on a table", "protect", 96, secret=True)
     assert found.reasons == []
     assert found.estimate.low > 0.7 * found.promised
 
@@ -42,7 +58,8 @@ def test_three_engines_are_measured_alike(kind: str) -> None:
 def test_shaped_noise_is_measured_in_its_own_coordinates() -> None:
     model, like = kinds.build("LeNet")
     public = gradveil.dataset("digits").test.batch(slice(0, 200))
-    shaped = Protected(gradveil.defense("veil:z=1,clip=0.5,shape=public,rank=16"), public=public, rounds=1)
+    veil = gradveil.defense("veil:z=1,clip=0.5,shape=public,rank=16")
+    shaped = Protected(veil, public=public, rounds=1, settings={"simulated": torch.Generator().manual_seed(0)})
     found = verify(shaped, model, like.inputs, like.labels, seed=0, grain=False, trials=40)
     assert found.reasons == []
     assert found.estimate.low > 0.7 * found.promised
