@@ -61,7 +61,7 @@ def filed(run: Path, *said: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("flwr") is None, reason="Flower is not installed")
 def test_ten_hospitals_on_flower(tmp_path: Path) -> None:
-    out = said("hospital/run.py", tmp_path, "run", "0.5")
+    out = said("hospital/run.py", tmp_path, "run", "1.5")
     assert "round 6: 10 accepted" in out
     page = (tmp_path / "run" / "protected" / "report.html").read_text()
     assert "6 rounds: 60 updates were averaged and 0 refused" in page
@@ -73,7 +73,7 @@ def test_ten_hospitals_on_flower(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("nvflare") is None, reason="NVFlare is not installed")
 def test_images_under_a_frozen_backbone_on_nvflare(tmp_path: Path) -> None:
-    said("xray/job.py", tmp_path, "--out", "run", "--workspace", str(tmp_path / "flare"), "--minutes", "0.5")
+    said("xray/job.py", tmp_path, "--out", "run", "--workspace", str(tmp_path / "flare"), "--minutes", "1")
     page = (tmp_path / "run" / "protected" / "report.html").read_text()
     assert "8 rounds: 16 updates were averaged and 0 refused" in page
     assert "which is ε = 8 at δ = 1e-05" in page

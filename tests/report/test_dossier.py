@@ -1,6 +1,7 @@
 """The dossier: what it says of runs, what is missing, which clauses it answers, and that a forged file is noticed."""
 
 import json
+import shutil
 import os
 import tomllib
 from importlib.resources import files
@@ -87,6 +88,18 @@ def test_what_no_input_says_is_missing() -> None:
     }
     assert "sees" not in missing
     assert all(field["missing"] for field in content["fields"] if field["is_missing"])
+
+
+def test_an_audit_that_was_too_short_is_asked_for_more_minutes(runs: Path, command: Command, tmp_path: Path) -> None:
+    short = shutil.copytree(runs / "audited", tmp_path / "short")
+    rows = [json.loads(line) for line in (short / "rows.jsonl").read_text().splitlines()]
+    kept = [row for row in rows if row["kind"] != "attack" or row["defense"] == "none"]
+    assert len(kept) < len(rows)
+    (short / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    _, out, _ = command("dossier", str(short), "--json")
+    (records,) = [field for field in json.loads(out)["fields"] if field["name"] == "records"]
+    assert records["is_missing"]
+    assert "more minutes" in records["missing"]
 
 
 def test_a_dossier_says_what_was_tried_found_proved_and_spent(runs: Path, command: Command) -> None:

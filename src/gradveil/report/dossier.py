@@ -318,6 +318,7 @@ def _of_audits(found: Inputs) -> list[Field]:
             cells = [f"{min(errors.values()):.3g}", f"{median(errors.values()):.3g}", blind, count]
             records.append([name_of(defense), *cells])
     ask = "give the folder of an audit"
+    too_short = "give an audit more minutes: no attack on a defended record came to an end" if found.audits else ask
     versions = [
         [run.path.name, *(str(run.versions.get(name, "-")) for name in ("date", "gradveil", "torch", "python"))]
         for run in (*found.audits, *found.trainings)
@@ -338,7 +339,7 @@ def _of_audits(found: Inputs) -> list[Field]:
         Field(
             "records", "Worst and typical record",
             "For each record the best of all attacks, as the truth picks it; lower is closer." if records else "",
-            ("Defence", "Lowest error", "Median error", "Blind guess", "Of"), records, ask,
+            ("Defence", "Lowest error", "Median error", "Blind guess", "Of"), records, too_short,
         ),
         Field("versions", "Versions", "", ("Run", "Date", "gradveil", "torch", "Python"), versions, ask),
     ]  # fmt: skip
