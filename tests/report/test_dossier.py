@@ -1,8 +1,8 @@
 """The dossier: what it says of runs, what is missing, which clauses it answers, and that a forged file is noticed."""
 
 import json
-import shutil
 import os
+import shutil
 import tomllib
 from importlib.resources import files
 from pathlib import Path
