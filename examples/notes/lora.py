@@ -171,7 +171,7 @@ def main() -> None:
         HOME,
         audit=[*what, *rounds, *local, "--defense", DEFENSE, *limits],
         plan=[*rounds, "--cohort", str(SITES), "--records", str(NOTES), "--epsilon", "8", "--tier", "aggregate"],
-        verify=[*what, *rounds, "--defense", "veil:z=2,clip=2"],
+        verify=[*what, *rounds, "--defense", "veil:z=2,clip=2", "--engine", "protect"],
     )
     print(page)
 

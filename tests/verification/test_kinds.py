@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import gradveil
-from gradveil.verification.pipelines import Protected, of_spec
+from gradveil.modalities.tokens import Tokens
+from gradveil.types import Batch
+from gradveil.verification.pipelines import Protected, make, of_kind, of_spec
 from gradveil.verification.verify import Verified, verify
 from verification import kinds
 
@@ -63,6 +65,13 @@ def test_shaped_noise_is_measured_in_its_own_coordinates() -> None:
     found = verify(shaped, model, like.inputs, like.labels, seed=0, grain=False, trials=40)
     assert found.reasons == []
     assert found.estimate.low > 0.7 * found.promised
+
+
+def test_canaries_of_a_data_set_of_tokens_are_tokens() -> None:
+    model, like = kinds.build("bag of words")
+    held = of_kind(Batch(like.inputs.float(), like.labels), Tokens(50))
+    made = make(model, held, 16, torch.Generator().manual_seed(0))
+    assert set(made.inputs.flatten().tolist()) <= set(range(50))
 
 
 def test_tokens_cannot_be_zeroed_in_an_engine_and_it_says_what_to_do() -> None:

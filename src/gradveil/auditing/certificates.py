@@ -35,7 +35,7 @@ from gradveil.threats.panel import rounds_seen
 from gradveil.threats.setup import AuditSetup, fitting_model
 from gradveil.threats.trial import observe
 from gradveil.types import Batch, GaussianPrior
-from gradveil.verification.pipelines import Federated, OfDefense, Protected
+from gradveil.verification.pipelines import Federated, OfDefense, Protected, of_kind
 from gradveil.verification.verify import Verified, verify
 
 DELTA = 1e-5
@@ -147,7 +147,7 @@ def of_run(config: TrainConfig) -> dict[str, Any]:
     some = dataset.train.batch(public) if len(public) else dataset.test.batch(slice(0, FIT))
     fit_to_public(model, some.inputs)
     first = next(model.parameters())
-    some = Batch(some.inputs.to(first.device), some.labels.to(first.device))
+    some = of_kind(Batch(some.inputs.to(first.device), some.labels.to(first.device)), dataset.modality)
     planned = accounted(defense).for_run(planned_run(seeds, clients, config, defense))
     return figures(planned, model, some, some, config.loss, config.lr_of(1), config.seed)
 
@@ -355,7 +355,7 @@ def _measured(scene: AuditSetup, defense: str) -> list[Row]:
 
 def measured_rows(scene: AuditSetup, name: str, defense: Defense) -> list[Row]:
     """Return the row of the measured μ; none where nothing is promised."""
-    config, public = scene.config, scene.public.batch
+    config, public = scene.config, of_kind(scene.public.batch, scene.dataset.modality)
     found = figures(defense, scene.model, public, public, config.loss, config.lr_of(1), config.seed)
     if not found:
         return []

@@ -65,6 +65,7 @@ def command(given: Given) -> None:
     from gradveil.files import write_atomically
     from gradveil.models import fit_to_public
     from gradveil.threats.setup import fitting_model
+    from gradveil.verification.pipelines import of_kind
     from gradveil.verification.verify import verify
 
     asked = given.fill(VerifyOptions())
@@ -80,7 +81,7 @@ def command(given: Given) -> None:
     loss = source.fitting_loss(asked.loss)
     model = asked.model or with_model(TrainConfig(), source).model
     network = fitting_model(model, source, loss, 0)
-    like = source.train.batch(slice(0, 512))
+    like = of_kind(source.train.batch(slice(0, 512)), source.modality)
     fit_to_public(network, source.test.batch(slice(0, 512)).inputs)
     settings = {"rounds": asked.rounds, "lr": asked.lr, "loss": loss, "public": source.test.batch(slice(0, 512))}
     pipeline = _pipeline(asked.defense, asked.engine, settings) if trainer is None else _own(trainer, asked.clip)

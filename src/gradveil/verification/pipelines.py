@@ -26,6 +26,8 @@ from gradveil.federated.settings import Training
 from gradveil.federated.simulate import public_records, simulate
 from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.losses import build as build_loss
+from gradveil.modalities import Modality
+from gradveil.modalities.tokens import Tokens
 from gradveil.protection.counted import nothing_drawn
 from gradveil.protection.defense import Defense, accounted, build, in_round
 from gradveil.protection.protect import protect
@@ -87,6 +89,11 @@ def _plain(value: Callable[[Params, Tensor, Tensor], Tensor], free: Params, x: T
     with torch.enable_grad():
         found = torch.autograd.grad(value(own, x, y), list(own.values()), materialize_grads=True)
     return dict(zip(own, found, strict=True))
+
+
+def of_kind(batch: Batch, modality: Modality) -> Batch:
+    """Return examples that canaries can be made alike to: tokens, which a data set holds as floats, as whole numbers."""
+    return Batch(batch.inputs.long(), batch.labels) if isinstance(modality, Tokens) else batch
 
 
 def make(
