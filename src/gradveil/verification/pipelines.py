@@ -92,7 +92,7 @@ def _plain(value: Callable[[Params, Tensor, Tensor], Tensor], free: Params, x: T
 
 
 def of_kind(batch: Batch, modality: Modality) -> Batch:
-    """Return examples that canaries can be made alike to: tokens, which a data set holds as floats, as whole numbers."""
+    """Return examples to make canaries alike to: tokens, which a data set holds as floats, as whole numbers."""
     return Batch(batch.inputs.long(), batch.labels) if isinstance(modality, Tokens) else batch
 
 
