@@ -25,7 +25,6 @@ PUBLIC = [
     "DefenseError",
     "GaussianPrior",
     "GradveilError",
-    "InferenceSettings",
     "Observation",
     "PlannedRun",
     "Reconstruction",
@@ -42,7 +41,6 @@ PUBLIC = [
     "draws",
     "evaluate",
     "guard_of",
-    "infer",
     "leak_scores",
     "local_update",
     "loss",
@@ -63,6 +61,7 @@ PUBLIC = [
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "index.md"]
 PAGES += sorted((ROOT / "docs" / "how-to").glob("*.md"))
 DEEPER = {  # what these pages may import beside gradveil itself
+    "gradveil.attacks",
     "gradveil.integrations.flower",  # each needs an extra of its own
     "gradveil.integrations.lightning",
     "gradveil.integrations.nvflare",

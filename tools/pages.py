@@ -21,7 +21,7 @@ from items import item_sections, overview
 from results import BOARD, RESULTS, ROOT, Row, own_rows, promise_rows, runs
 from verdict_lines import lines
 
-from gradveil.cli.list import everything, say_ranges
+from gradveil.cli.list import everything
 from gradveil.integrations.flower.settings import FlowerSettings
 from gradveil.integrations.flower.site import FILES, REGISTRIES, SITE, WORDS
 from gradveil.ranges import hints_of, names_of, range_of
@@ -36,6 +36,14 @@ DOCS, BENCH = ROOT / "docs", ROOT / "studies" / "bench" / "results"
 MISSING = "Not run at full size yet."
 Block = Callable[[Path], str]
 Part = str | list[Row]  # Markdown, or a table
+
+
+def say_ranges(ranges: dict[str, str]) -> str:
+    """Return which numbers the settings take, settings of one range together."""
+    names: dict[str, list[str]] = {}
+    for name, within in ranges.items():
+        names.setdefault(within, []).append(name)
+    return "; ".join(f"{', '.join(of)} {within}" for within, of in names.items())
 
 
 def markdown(rows: list[Row]) -> str:

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from gradveil import defenses as defenses
     from gradveil.attacks.base import ATTACKS, Attack
     from gradveil.attacks.base import build as attack
-    from gradveil.attacks.inference import InferenceSettings, infer
     from gradveil.auditing.audit import audit
     from gradveil.auditing.incoming import check_model
     from gradveil.auditing.update_files import read_examples, read_update, write_examples, write_update
@@ -69,7 +68,7 @@ _PUBLIC = {
     "evaluate": "gradveil.federated.client:evaluate",
     "simulate": "gradveil.federated.simulate:simulate",
     "Training": "gradveil.federated.settings:Training",
-    # audit, infer, certify
+    # audit, certify
     "audit": "gradveil.auditing.audit:audit",
     "AuditConfig": "gradveil.threats.setup:AuditConfig",
     "write_report": "gradveil.report.page:write_report",
@@ -77,8 +76,6 @@ _PUBLIC = {
     "write_update": "gradveil.auditing.update_files:write_update",
     "read_examples": "gradveil.auditing.update_files:read_examples",
     "write_examples": "gradveil.auditing.update_files:write_examples",
-    "infer": "gradveil.attacks.inference:infer",
-    "InferenceSettings": "gradveil.attacks.inference:InferenceSettings",
     "certify": "gradveil.representation.certificates.certify:certify",
     "spend_from": "gradveil.privacy.accountant:spend_from",
     "verify": "gradveil.verification.verify:verify",
@@ -108,7 +105,6 @@ __all__ = [
     "DefenseError",
     "GaussianPrior",
     "GradveilError",
-    "InferenceSettings",
     "Observation",
     "PlannedRun",
     "Reconstruction",
@@ -125,7 +121,6 @@ __all__ = [
     "draws",
     "evaluate",
     "guard_of",
-    "infer",
     "leak_scores",
     "local_update",
     "loss",

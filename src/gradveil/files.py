@@ -16,8 +16,7 @@ from typing import Any
 
 from gradveil.errors import GradveilError
 
-# what a kill can leave: our own temporary names, and those of earlier versions
-_LEFTOVER = re.compile(r"\..+\.\d+(-[0-9a-f]{8})?\.tmp|(checkpoint|model)\.safetensors\.part|rounds\.jsonl\.part")
+_LEFTOVER = re.compile(r"\..+\.\d+(-[0-9a-f]{8})?\.tmp")  # temporary names that a kill can leave
 
 
 _LOG = logging.getLogger("gradveil")

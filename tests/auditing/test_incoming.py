@@ -26,7 +26,6 @@ OWN = DIGITS.train.batch(range(10))
 NETWORKS = ("lenet", "perceptron", "resnet18:width=4", "vit_tiny:depth=1")
 SMALLER = {
     "resnet18": "resnet18:width=4",
-    "convnet_authors": "convnet_authors:width=4",
 }
 
 
@@ -80,7 +79,7 @@ def test_what_is_planted_is_found(name: str, spec: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, builder in MODELS if builder.takes == "image"])
 def test_an_untrained_model_is_no_suspect(name: str) -> None:
-    shape = (1, 28, 28) if name in ("convnet", "convnet_authors", "leaknet") else SHAPE
+    shape = (1, 28, 28) if name in ("convnet", "leaknet") else SHAPE
     for seed in range(2):
         model = network(SMALLER.get(name, name), seed, shape)
         own = OWN if shape == SHAPE else None

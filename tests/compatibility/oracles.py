@@ -361,7 +361,6 @@ def observed(model: Model, count: int, **more: Any) -> tuple[Observation, Tensor
 SETTINGS: dict[str, dict[str, Any]] = {
     "dlg": {"inner": 2},
     "idlg": {"inner": 2},
-    "rep": {"inner": 2},
     "gs": {"tv": 0.0},
     "gradinversion": {"tv": 0.0, "l2": 0.0, "bn": 0.0, "group": 0.0},
     "fedavg": {"tv": 0.0},
@@ -383,7 +382,7 @@ def check_attack(name: str, model: Model) -> None:
     if isinstance(attack, Malicious):
         _check_planted(model, attack)
         return
-    count = 1 if name in ("idlg", "rep", "analytic", "newton") else 2
+    count = 1 if name in ("idlg", "analytic", "newton") else 2
     seen, x, y = observed(model, count)
     if name == "newton":
         _check_newton(model, attack, x, y)
@@ -410,8 +409,6 @@ def check_attack(name: str, model: Model) -> None:
         place = answer.details.get("place")
         there = _unrolled(model, seen, end, y) if place is None else _between(model, seen, end, y, place)
         close(torch.tensor(answer.objective), cosine(there, target), tolerance)
-    if name == "rep":
-        _check_rep(model, seen, x, end, answer.objective, tolerance)
     if name == "analytic":
         visit = readable_layer(seen)
         with still(seen.model), watching(seen.model, visit.path) as caught:
@@ -472,19 +469,6 @@ def _between(model: Model, seen: Observation, x: Tensor, y: Tensor, place: float
             if n in seen.update.gradient:
                 p -= place * seen.update.lr * seen.update.gradient[n]
     return plain_gradient(model, net, x, y)
-
-
-def _check_rep(model: Model, seen: Observation, x: Tensor, end: Tensor, objective: float, tolerance: float) -> None:
-    """The objective is the squared distance of representations."""
-    layer = find_layer(bare(seen.model))
-    net = freeze_batch_norm(bare(seen.model), x)
-    ends = freeze_batch_norm(bare(seen.model), end)
-    with still(net), watching(net, layer) as caught:
-        net(x)
-    with still(ends), watching(ends, layer) as caught_there:
-        ends(end)
-    far = (caught[0][0] - caught_there[0][0]).double().square().sum()
-    close(torch.tensor(objective), far, max(1e-4, tolerance))
 
 
 def _check_inverter(model: Model, attack: Any) -> None:

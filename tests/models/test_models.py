@@ -16,7 +16,6 @@ SIZES = [
     ("lenet", (3, 32, 32), "fc", 768),
     ("lenet", (1, 28, 28), "fc", 588),
     ("convnet", (3, 32, 32), "fc", 1152),
-    ("convnet_authors", (3, 32, 32), "fc", 2304),
     ("leaknet", (3, 32, 32), "fc1", 400),
     ("leaknet", (1, 28, 28), "fc2", 120),
     ("logistic", (1, 28, 28), "fc", 784),
@@ -39,7 +38,6 @@ def test_layer_counts_and_widths_are_those_of_the_paper() -> None:
 
     assert widths("lenet") == [12, 12, 12, 12]
     assert widths("convnet") == [32, 64, 64, 128, 128, 128, 128, 128, 128]
-    assert widths("convnet_authors") == [64, 128, 128, 256, 256, 256, 256, 256]
     assert widths("leaknet") == [6, 16]
     strides = [m.stride[0] for m in build("lenet", (3, 32, 32), 10).modules() if isinstance(m, nn.Conv2d)]
     assert strides == [2, 2, 1, 1]

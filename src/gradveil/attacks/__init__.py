@@ -13,7 +13,6 @@ from gradveil.attacks.inverter import Inverter
 from gradveil.attacks.newton import Newton
 from gradveil.attacks.patches import PatchSpan
 from gradveil.attacks.planted import Imprint, Trap
-from gradveil.attacks.rep import Rep
 from gradveil.attacks.rowwise import Rowwise
 from gradveil.attacks.span import SpanCheck, Words
 from gradveil.attacks.spear import Spear
@@ -38,7 +37,6 @@ __all__ = [
     "Malicious",
     "Newton",
     "PatchSpan",
-    "Rep",
     "Rowwise",
     "SpanCheck",
     "Spear",

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import tomllib
-import typing
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -32,7 +31,7 @@ def to_toml(settings: Any) -> str:
 def from_toml(cls: type[T], text: str) -> T:
     """Return the dataclass that a TOML text describes; an unknown or mistyped setting is an error."""
     known, values = hints_of(cls), {}
-    for key, value in _read(cls, text).items():
+    for key, value in parse(text).items():
         if key not in known:
             raise SpecError(f"No setting is called {key!r}. {did_you_mean(key, known)}Known: {', '.join(known)}.")
         values[key] = read_setting(value, known[key], key, typed=True)
@@ -40,15 +39,8 @@ def from_toml(cls: type[T], text: str) -> T:
 
 
 def changes(text: str, settings: Any, free: Collection[str] = ()) -> list[str]:
-    """Return what differs between settings and a TOML text of such settings: ``seed was 0, now 1``.
-
-    The text may come from an earlier version: what it does not name was None where it can be, else the default.
-    """
-    before, now = _read(type(settings), text), parse(to_toml(settings))
-    hints = typing.get_type_hints(type(settings))
-    for field in dataclasses.fields(settings):
-        if field.default is not dataclasses.MISSING and type(None) not in typing.get_args(hints[field.name]):
-            before.setdefault(field.name, list(field.default) if isinstance(field.default, tuple) else field.default)
+    """Return what differs between settings and a TOML text of such settings: ``seed was 0, now 1``."""
+    before, now = parse(text), parse(to_toml(settings))
     changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     return [f"{key} was {before.get(key)!r}, now {now.get(key)!r}" for key in changed if key not in free]
 
@@ -67,12 +59,6 @@ def find_device(name: str) -> "torch.device":
         found = f"there are {count} CUDA devices" if count else "no CUDA device was found"
         raise SpecError(f"--device {name}: {found}. Use --device cpu.")
     return torch.device(name)
-
-
-def _read(cls: type, text: str) -> dict[str, Any]:
-    """Return the table of a TOML text, with today's names for the settings of ``cls``."""
-    renamed: dict[str, str] = getattr(cls, "RENAMED", {})
-    return {renamed.get(key, key): value for key, value in parse(text).items()}
 
 
 def parse(text: str) -> dict[str, Any]:

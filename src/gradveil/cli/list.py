@@ -85,13 +85,5 @@ def _entry(row: dict[str, Any]) -> str:
     return "\n".join([f"  {row['name']}", *(fill(p, break_on_hyphens=False) for p in paragraphs), "\n"])
 
 
-def say_ranges(ranges: dict[str, str]) -> str:
-    """Return which numbers the settings take, settings of one range together."""
-    names: dict[str, list[str]] = {}
-    for name, within in ranges.items():
-        names.setdefault(within, []).append(name)
-    return "; ".join(f"{', '.join(of)} {within}" for within, of in names.items())
-
-
 def _show(value: object) -> str:
     return "/".join(map(str, value)) if isinstance(value, tuple) else str(value)

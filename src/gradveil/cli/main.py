@@ -26,7 +26,6 @@ COMMANDS = {
     "attack": ("attack:command", "Reconstruct the inputs behind one saved update."),
     "report": ("report:command", "Draw the report of a run again, or compare several runs."),
     "train": ("train:command", "Train with FedAvg, with any defence inside."),
-    "infer": ("infer:command", "Read the classes and their representations off an update."),
     "check-model": ("check_model:command", "Check weights that a server sent before training at them."),
     "certify": ("certify:command", "Bound what a reconstruction can reach, and say what the bound rests on."),
     "plan": ("plan:command", "From a promise to the noise that keeps it, or from a configuration to what it buys."),
@@ -34,6 +33,10 @@ COMMANDS = {
     "dossier": (
         "dossier:command",
         "Write the evidence of runs for a privacy officer to file, or check such a dossier.",
+    ),
+    "infer": (
+        "gradveil_studies.cli.infer:command",
+        "Read the classes and their representations off an update, as the paper does.",
     ),
     "reproduce": (
         "gradveil_studies.cli.reproduce:command",

@@ -99,8 +99,6 @@ class Local(StepRule):
 class Averaging(Local):
     """Rounds in which some clients train and their updates are averaged; the defaults are those of Sun et al. 2020."""
 
-    RENAMED: ClassVar[dict[str, str]] = {"devices": "clients", "server": "aggregator"}  # old name -> name
-
     rounds: Whole = 10
     clients: Count = 10  # K, that train in a round
     lr: Positive = 0.01

@@ -88,28 +88,6 @@ class ConvNet(_Convolutions):
         return self.stack(input_shape[0], 5, (32, 64, 64, 128, 128, 128, POOL, 128, 128, 128, POOL), self.pool)
 
 
-@MODELS.register("convnet_authors")
-@dataclass(frozen=True)
-class ConvNetAuthors(_Convolutions):
-    """The network that the authors' gradient-similarity script runs: eight 3x3 convolutions with batch norm.
-
-    Widths are 1, 2, 2, 4, 4, 4 | 4, 4 times ``width`` (Geiping et al. 2020); r has 36 x width entries for
-    32x32: 2304. It trains as it is.
-    """
-
-    activation: Activation = "relu"
-    init: Init = "default"
-    padding: Padding = 1
-    pool: Window = 3  # size and stride
-    width: Width = 64
-    batchnorm: bool = True
-    normalize: str = "none"  # none, half, or mean/std
-
-    def features(self, input_shape: Shape) -> Layers:
-        widths = [self.width * n for n in (1, 2, 2, 4, 4, 4, POOL, 4, 4, POOL)]  # 0 stays POOL
-        return self.stack(input_shape[0], 3, widths, self.pool)
-
-
 class GaussianSample(_DropoutNd):
     """Draw from the Gaussian that its input (N, 2K) describes; in eval mode its mean (N, K).
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from gradveil.auditing.run_folder import Row
 from gradveil.metrics import short
 from gradveil.modalities import IMAGE, Metric, Modality
-from gradveil.threats.rows import OBLIVIOUS, PROVED, Floor, Line, beaten_by, beaten_figures, figure_name, modality_of
+from gradveil.threats.rows import OBLIVIOUS, PROVED, Floor, Line, beaten_by, beaten_figures, figure_name
 from gradveil.threats.verdict import BEYOND, DIAGNOSTIC, Verdict, badges, score_text, server_name
 
 NUM_TEXTS = 4  # columns of text before the numbers
@@ -93,12 +93,10 @@ def certificate_table(rows: Sequence[Row]) -> CertificateTable | None:
     chosen += [missing | {"defense": name} for name in trained if name not in {row["defense"] for row in chosen}]
     if not chosen:
         return None
-    modality = modality_of(rows)
     assumptions: dict[str, list[str]] = {}
     for row in chosen:
         known = assumptions.setdefault(figure_name(row), [])
-        told = [modality.own_words(text) for text in row["assumptions"]]  # of an older run they speak of images
-        known += [text for text in told if text not in known]
+        known += [text for text in row["assumptions"] if text not in known]
     beaten = {id(row): line for row, line in beaten_figures(rows)}
     cells = [_cells(row, beaten.get(id(row))) for row in chosen]
     return CertificateTable(

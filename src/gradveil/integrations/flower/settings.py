@@ -142,7 +142,6 @@ class FlowerSettings(Averaging):
         values: dict[str, Any] = {}
         for key, value in config.items():
             name = key.replace("-", "_")
-            name = cls.RENAMED.get(name, name)
             if name not in kinds:
                 known = ", ".join(cls().to_config())
                 raise SpecError(

@@ -10,19 +10,11 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from gradveil.attacks.inference import RULES, InferenceSettings, Inferred, LayerChain, chain_of, infer_stacked
 from gradveil.data import load
 from gradveil.data.partition import partition
 from gradveil.federated.engines import World
 from gradveil.federated.settings import Training
 from gradveil.federated.simulate import Round, choose, simulate
-from gradveil.metrics import (
-    CONTROLS,
-    class_means,
-    class_set_accuracy,
-    correlation,
-    representation_scores,
-)
 from gradveil.models import build
 from gradveil.protection.defense import NoDefense
 from gradveil.ranges import Count, Positive
@@ -30,6 +22,14 @@ from gradveil.seeds import Seeds
 from gradveil.threats.rows import group
 from gradveil_studies.paper.base import ITEMS, Context, Item, Judgement, Row, judge, published
 from gradveil_studies.paper.figures import PAPER, PROMISED, REACHED, SOUND, Dot, dot_panels
+from gradveil_studies.paper.inference import RULES, InferenceSettings, Inferred, LayerChain, chain_of, infer_stacked
+from gradveil_studies.paper.representations import (
+    CONTROLS,
+    class_means,
+    class_set_accuracy,
+    correlation,
+    representation_scores,
+)
 from gradveil_studies.paper.rows import Record, spread
 
 LOOKS = {"own": PROMISED, "wrong": SOUND, "blind": REACHED}

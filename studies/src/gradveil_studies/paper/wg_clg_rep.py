@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from gradveil.attacks import DLG
 from gradveil.countermeasures import Countermeasure
 from gradveil.metrics import interval, rate
 from gradveil.ranges import Count
@@ -15,6 +16,7 @@ from gradveil.types import Observation
 from gradveil_studies.paper.base import BLIND, ITEMS, SUCCESS, Context, Item, Judgement, Row, judge, published
 from gradveil_studies.paper.figures import figure
 from gradveil_studies.paper.panels import shared
+from gradveil_studies.paper.rep import Rep
 from gradveil_studies.paper.rows import Measured
 
 FEW, CONTROL = 0.05, 0.1  # shares of images: recovered by chance at most; recovered by a working attack at least
@@ -77,7 +79,7 @@ class WgClgRep(Item):
         if network == BLIND:
             return [row | {"network": BLIND, "part": row["server"]} for row in scene.floors()]
         steps = self.steps if context.full else max(self.steps // 4, 1)
-        attack = f"{'rep' if part == 'Rep' else 'dlg'}:steps={steps},restarts={self.restarts}"
+        attack = (Rep if part == "Rep" else DLG)(steps=steps, restarts=self.restarts)
         server = Countermeasure(part, "Looks at a part of the update.", _VIEWS[part])
         rngs = [scene.seeds("attack", network, part, i) for i in range(count)]
         trials = [Trial(s, server, attack, rng) for s, rng in zip(scene.observe("none"), rngs, strict=True)]

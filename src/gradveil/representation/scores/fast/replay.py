@@ -25,8 +25,6 @@ from gradveil.representation.scores.exact import RowNorms
 
 if TYPE_CHECKING:
     from gradveil.representation.scores.api import Method
-if TYPE_CHECKING:
-    from gradveil.representation.scores.api import Method
 
 
 @dataclass(frozen=True)

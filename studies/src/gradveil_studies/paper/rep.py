@@ -7,7 +7,6 @@ import torch
 from torch import Generator, Tensor
 
 from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, check_alone, check_seen, refuse_adaptive
-from gradveil.attacks.inference import InferenceSettings, chain_of, infer
 from gradveil.attacks.labels import with_labels
 from gradveil.attacks.rounds import at_one_model
 from gradveil.attacks.search.matching import Matching, squared_distance
@@ -20,6 +19,7 @@ from gradveil.ranges import Count, Positive, Weight
 from gradveil.registry import describe
 from gradveil.tree import Params, named
 from gradveil.types import Observation, Reconstruction
+from gradveil_studies.paper.inference import InferenceSettings, chain_of, infer
 
 FAINT = 1e-6  # of the largest bias gradient: below it a quotient is 0/0
 

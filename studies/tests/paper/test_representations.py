@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gradveil.metrics import (
+from gradveil_studies.paper.representations import (
     class_means,
     class_set_accuracy,
     correlation,

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gradveil.attacks.inference import RULES, InferenceSettings, Inferred, chain_of, infer, infer_stacked
 from gradveil.errors import AttackError, LayerError
-from gradveil.metrics import class_means, class_set_accuracy, correlation, representation_scores
 from gradveil.modules import trace
 from gradveil.types import Update
+from gradveil_studies.paper.inference import RULES, InferenceSettings, Inferred, chain_of, infer, infer_stacked
+from gradveil_studies.paper.representations import class_means, class_set_accuracy, correlation, representation_scores
 
 SHAPE = (1, 8, 8)
 

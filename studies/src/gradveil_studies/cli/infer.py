@@ -4,15 +4,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from gradveil.attacks.inference import InferenceSettings
 from gradveil.auditing.saved_update import UpdateAuditConfig
 from gradveil.cli import shared
 from gradveil.cli.options import Given, Option, Output, takes
 from gradveil.errors import AttackError
+from gradveil_studies.paper.inference import InferenceSettings
 
 if TYPE_CHECKING:
-    from gradveil.attacks.inference import Inferred
     from gradveil.auditing.saved_update import SavedUpdate
+    from gradveil_studies.paper.inference import Inferred
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,9 @@ class InferOptions(Output):
 )
 def command(given: Given) -> None:
     """Infer which classes clients trained on, and a representation per class and layer."""
-    from gradveil.attacks.inference import infer
     from gradveil.auditing.saved_update import build_case
     from gradveil.auditing.update_files import read_tensors, read_update
+    from gradveil_studies.paper.inference import infer
 
     update, json, before = given["update"], given["json"], given["before"]
     settings = given.make(InferenceSettings)
@@ -73,7 +73,7 @@ def _said(found: "Inferred", device: int, path: str) -> dict[str, Any]:
 
 def _controls(found: "Inferred", case: "SavedUpdate", num_classes: int) -> dict[str, Any]:
     """Return what the truth says of the first update: the class set, and per layer the correlations."""
-    from gradveil.metrics import class_means, representation_scores
+    from gradveil_studies.paper.representations import class_means, representation_scores
 
     assert case.truth is not None
     truth = case.truth.to(case.device)

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradveil.attacks.rep import Rep, _class_means
 from gradveil.errors import AttackError
 from gradveil.types import Batch, Observation, Update
+from gradveil_studies.paper.rep import Rep, _class_means
 
 
 @pytest.fixture
