@@ -175,9 +175,13 @@ def test_a_defence_of_ones_own_that_fails(stage: Stage, tmp_path: Path, fault: s
                 f"{command[0]}-{method}",
             )
             (found,) = stage.run(Act(words, str(tmp_path)))
-            assert found.code == 2, found
-            assert one_line(found), found
-            assert "own.py" in found.err, found
+            if command[0] == "audit" and found.code == 0:  # a finding of the audit, which goes on
+                assert "The defence ends with an" in found.out, found
+                assert "Traceback" not in found.out + found.err, found
+            else:
+                assert found.code == 2, found
+                assert one_line(found), found
+                assert "own.py" in found.err, found
             count("defences of one's own that fail")
 
 

@@ -16,6 +16,8 @@ the slope of the loss by the layer's output.
 """
 
 import math
+from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
@@ -29,7 +31,7 @@ from gradveil.attacks.labels import read_at, with_labels
 from gradveil.attacks.rounds import at_one_model
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import quiet
-from gradveil.modules import Visit, prefix, trace
+from gradveil.modules import Visit, copied_state, input_of, prefix, trace
 from gradveil.ranges import Count
 from gradveil.tree import named
 from gradveil.types import Observation, Reconstruction
@@ -325,13 +327,22 @@ def _inversion_rows(seen: Observation, layer: str, r: LayerInputs, center: Tenso
 def examples_behind(seen: Observation, layer: str, values: Tensor) -> Tensor | None:
     """Return the examples (N, *shape) behind inputs (N, L) of a layer, where a model only reshapes, scales and shifts
     each entry before it; else None."""
-    model, shape = deepcopy(seen.model).double(), (len(values), *seen.input_shape)
-    if torch.Size(shape[1:]).numel() != values[0].numel():
+    state = copied_state(seen.model)  # the model itself, with its statistics in float64: a large one is not copied
+    state |= {n: b.double() for n, b in seen.model.named_buffers() if b.is_floating_point()}
+    with quiet(seen.model), suppress(RuntimeError):  # weights before the layer, in float32, do not fit the numbers
+        return _unscaled(lambda x: input_of(seen.model, layer, x.clone(), state), values, seen.input_shape)
+    model = deepcopy(seen.model).double()
+    with quiet(model):
+        return _unscaled(prefix(model, layer), values, seen.input_shape)
+
+
+def _unscaled(f: Callable[[Tensor], Tensor], values: Tensor, input_shape: tuple[int, ...]) -> Tensor | None:
+    if torch.Size(input_shape).numel() != values[0].numel():
         return None
-    f, ramp = prefix(model, layer), torch.linspace(0.1, 0.9, values[0].numel()).to(values).reshape(1, *shape[1:])
-    with torch.no_grad(), quiet(model):
+    ramp = torch.linspace(0.1, 0.9, values[0].numel()).to(values).reshape(1, *input_shape)
+    with torch.no_grad():
         shift, one, probe = (f(x).flatten() for x in (torch.zeros_like(ramp), torch.ones_like(ramp), ramp))
     scale = one - shift
     if not torch.allclose(probe, shift + scale * ramp.flatten()) or not bool(scale.all()):
         return None
-    return ((values - shift) / scale).reshape(shape)
+    return ((values - shift) / scale).reshape(-1, *input_shape)

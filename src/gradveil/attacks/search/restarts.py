@@ -176,7 +176,8 @@ class Search:
                 stopping = Stopping(owner, torch.full((len(z),), -torch.inf), each)
                 optimiser = self._optimiser(unknowns, each, count - alive)
                 solution = minimise(objective, optimiser, points[one, at], each, stopping, start, 50, spent, self.steps)
-                points[one, at], spent = solution.best, spent + each
+                points[one, at] = solution.best
+                spent += int(solution.evaluations.max()) if bool(solution.late.any()) else each  # where it was cut off
                 rough = TotalVariation(1.0)(unknowns.split(solution.best)[0])
                 scores.append((objective.residual(solution.best), rough))
             distance, rough = (torch.stack(part) for part in zip(*scores, strict=True))
