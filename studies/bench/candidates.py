@@ -25,7 +25,7 @@ from gradveil.data.base import load
 from gradveil.gradients.functional import trial_gradients
 from gradveil.models import build
 from gradveil.privacy.bounds import GaussianTraining
-from gradveil.threats.meter import several_rounds
+from gradveil.threats.meter import bayes_mse, equations, information
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch, GaussianPrior, Observation, Update
 
@@ -153,7 +153,8 @@ def newton_rows(images: int, public: Batch, private: Batch) -> list[Row]:
                     found = Newton().reconstruct(seen, seeded(k))
                     errors.append(float((found.inputs - one.inputs).square().mean()))
                     mean = pooled(seen)
-                    figures.append(several_rounds([mean, *mean.rounds], one, prior))
+                    told = [information(equations(s, one)) for s in (mean, *mean.rounds)]
+                    figures.append(bayes_mse(torch.stack(told).sum(0), prior))
                 error, figure = torch.tensor(errors).mean(), torch.tensor(figures).mean()
                 spread = torch.tensor(errors).std() / math.sqrt(images)
                 rows.append(

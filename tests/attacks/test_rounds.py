@@ -14,7 +14,7 @@ from gradveil.attacks.labels import with_labels
 from gradveil.attacks.newton import Newton
 from gradveil.attacks.rounds import SentRounds, pooled
 from gradveil.errors import AttackError
-from gradveil.threats.meter import several_rounds
+from gradveil.threats.meter import bayes_mse, equations, information
 from gradveil.tree import Params
 from gradveil.types import Batch, GaussianPrior, Observation, Update
 
@@ -187,7 +187,8 @@ def test_no_server_gets_below_the_figure_over_rounds_beyond_chance() -> None:
         rounds = [seen_at(network(t % 2), 0.05, 100 * k + t, x, bounds=(-9.0, 9.0)) for t in range(4)]
         found = Newton().reconstruct(patient(*rounds), seeded()).inputs
         errors.append(float((found - x).square().mean()))
-        figures.append(several_rounds(rounds, Batch(x, TRUTH.labels), PRIOR))
+        told = [information(equations(seen, Batch(x, TRUTH.labels), 1e-3)) for seen in rounds]
+        figures.append(bayes_mse(torch.stack(told).sum(0), PRIOR))  # information adds up
     mean, figure = torch.tensor(errors).mean(), torch.tensor(figures).mean()
     spread = torch.tensor(errors).std() / 6**0.5
     assert mean > figure - 3 * spread

@@ -16,7 +16,6 @@ from gradveil.threats.meter import (
     leak_meter,
     overstated,
     probed_mse,
-    several_rounds,
 )
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch, GaussianPrior, Observation, Update
@@ -163,8 +162,9 @@ def test_a_batch_is_metered_example_by_example_in_the_prior(
 def test_rounds_add_information(small: nn.Module, truth: Batch, prior: GaussianPrior) -> None:
     seen = observe(small, truth, noise=dict.fromkeys(parameters(small), 0.1))
     single = leak_meter(seen, truth, prior).mse
-    assert several_rounds([seen] * 4, truth, prior) < single
-    assert several_rounds([seen], truth, prior) == pytest.approx(single)
+    told = information(equations(seen, truth, 1e-3))
+    assert bayes_mse(4 * told, prior) < single
+    assert bayes_mse(told, prior) == pytest.approx(single)
 
 
 def test_few_probes_overstate_a_thin_matrix_and_the_stated_end_of_the_interval_does_not() -> None:

@@ -1,6 +1,6 @@
 """What an update says about its input to first order: the Jacobian K of all that is seen, and its information."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import log
 from typing import Literal
@@ -250,13 +250,6 @@ def leak_meter(
         return Leak(mse, before, n, mse / factor, how=how, at_floor=at_floor)
     jacobian = system.jacobian(each)
     return _exact(system, jacobian, prior, before)
-
-
-def several_rounds(seen: Sequence[Observation], truth: Batch, prior: GaussianPrior, *, floor: float = 1e-3) -> float:
-    """Return the figure for a server that saw updates of the same inputs in several rounds: information adds up."""
-    total = sum(information(equations(s, truth, floor)) for s in seen)
-    assert isinstance(total, Tensor)
-    return bayes_mse(total, prior)
 
 
 def information(system: SeenNumbers) -> Tensor:

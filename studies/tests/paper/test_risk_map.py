@@ -62,5 +62,7 @@ def test_a_cell_is_an_audit_with_dense_targets_too(monkeypatch: pytest.MonkeyPat
     context = Context()
     lenet, dense = RiskMap().work(context)
     found = RiskMap().run(lenet, context)
-    assert {row["outcome"] for row in found if row["kind"] == "tier" and row["tier"] == "oblivious"} == {"recovered"}
+    outcomes = {row["tier"]: row["outcome"] for row in found if row["kind"] == "tier"}
+    assert outcomes["informed"] == "identified"  # a list and planted weights: on any machine
+    assert outcomes["malicious"] == "recovered"
     assert all(row["kind"] in ("tier", "line") for row in RiskMap().run(dense, context))
