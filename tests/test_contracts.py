@@ -98,7 +98,7 @@ def test_an_attack_declares_its_kind_itself(name: str) -> None:
     assert declared[0] in KINDS
 
 
-@pytest.mark.parametrize("name", ATTACKS.names())
+@pytest.mark.parametrize("name", [n for n in ATTACKS.names() if ATTACKS.get(n).__module__.startswith("gradveil.")])
 def test_an_attack_declares_what_it_applies_to(name: str) -> None:
     """Default panels are made of these declarations, so that a new attack needs no list of names."""
     cls = ATTACKS.get(name)

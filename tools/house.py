@@ -44,10 +44,10 @@ class Budget:
 
 
 BUDGETS = (
-    Budget("library: files", 200, 250),
+    Budget("library: files", 200, 231),
     Budget("library: lines", 36_000, 49_418),
     Budget("studies: lines", 8_000, 8_000),
-    Budget("studies: lines of benchmarks", 5_000, 5_400),
+    Budget("studies: lines of benchmarks", 5_000, 5_003),
     Budget("longest file", 500, 500),
     Budget("longest function", 80, 81),
     Budget("most parameters", 12, 15),

@@ -14,7 +14,6 @@ from torch import nn
 
 from gradveil import pace
 from gradveil.auditing.audit import Audit, audit
-from gradveil.auditing.work import NOT_TRIED
 from gradveil.models import build
 from gradveil.threats.setup import AuditConfig
 
@@ -89,7 +88,7 @@ def answered(found: Audit, tiers: tuple[str, ...]) -> None:
 
     Nothing is attacked under a defence whose control was not, and the first pictures come before defences are probed.
     """
-    tried = [row for row in found.rows if row["kind"] in ("attack", "skip") and row["unit"] != NOT_TRIED]
+    tried = [row for row in found.rows if row["kind"] == "attack"]
     where = [(row["defense"] == "none", (row["round"], row["weights"], row["attack"])) for row in tried]
     assert {of for is_control, of in where if not is_control} <= {of for is_control, of in where if is_control}
     units = [row["unit"].partition("/")[0] for row in found.rows]

@@ -613,12 +613,12 @@ def _check_empirical(net: nn.Module, layer: str, x: Tensor, changed: Tensor, mod
     invert = reach.invert
 
     def kept(*args: Any) -> tuple[Tensor, Tensor]:
-        found = invert(*args)
+        found = invert(*args, steps=3, restarts=1)
         images.append(found[0])
         return found
 
     with patch.object(reach, "invert", kept):
-        found = reach.empirical_certificate(problem, steps=3, restarts=1)
+        found = reach.empirical_certificate(problem)
     torch.manual_seed(SEED)
     with torch.no_grad(), still(net), watching(bare(net), layer) as caught:
         net(images[0])

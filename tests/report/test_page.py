@@ -181,15 +181,3 @@ def test_picks_of_one_update_of_many_are_held_against_as_many_tries() -> None:
     assert len(figure_errors([*floor, *got, bound, client | {"examples": 1}])) == 1
     listed = [row | {"attack": "candidates"} for row in got]
     assert len(figure_errors([*floor, *listed, bound, client])) == 1
-
-
-def test_what_figures_rest_on_is_said_in_the_words_of_the_examples() -> None:
-    meter = {"kind": "meter", "defense": "none", "server": "", "mse": None, "says": "Not run.", "assumptions": NOTES}
-    table = certificate_table([{"kind": "modality", "modality": "table", "columns": [], "standardised": True}, meter])
-    assert table is not None
-    assert [texts for _, texts in table.assumptions] == [
-        ["No promise for one row.", "It answers with a row X (--images)."]
-    ]
-
-
-NOTES = ["No promise for one image.", "It answers with an image X (--images)."]
