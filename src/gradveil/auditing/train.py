@@ -211,8 +211,8 @@ def rehearse_head(
         features = torch.cat([fixed(some.to(at)).cpu() for some in public.inputs.split(200)])
     noise = multiplier / (run.slots * math.sqrt(run.cohort))
     people = run.rounds * run.cohort // run.participations  # as many as take turns
-    head = HeadRun(run.rounds, run.cohort * run.slots, noise, people * run.records, run.steps, momentum)
-    return rehearse(features, public.labels, kinds, head, seed, rates or RATES, clips or CLIPS)
+    alike = HeadRun(run.rounds, run.cohort * run.slots, noise, people * run.records, run.steps, momentum)
+    return rehearse(features, public.labels, kinds, alike, seed, rates or RATES, clips or CLIPS)
 
 
 def _standing(folder: RunFolder, config: TrainConfig) -> "Checkpoint | None":
