@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,11 +56,11 @@ def test_train_mode_is_judged_beside_evaluation_mode(train: str, evaluation: str
 
 
 @pytest.mark.slow
-def test_a_cell_is_an_audit_with_dense_targets_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_is_an_audit_with_dense_targets_too(data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = count()  # a clock that goes on by being looked at
     monkeypatch.setattr("gradveil.pace.clock", lambda: 0.002 * next(looks))
     scene.cache_clear()
-    context = Context()
+    context = Context(str(data_folder))
     lenet, dense = RiskMap().work(context)
     found = RiskMap().run(lenet, context)
     outcomes = {row["tier"]: row["outcome"] for row in found if row["kind"] == "tier"}
