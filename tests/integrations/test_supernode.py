@@ -14,7 +14,7 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 from flwr.supernode import start_client_internal as node
 
-from gradveil.integrations.flower.site import STATEMENT, name_of, parts_of
+from gradveil.integrations.flower.site import STATEMENT, name_of, settings_of
 from gradveil.integrations.flower.supernode import Outlet
 from gradveil.protection.defense import build
 from integrations.flower_parts import linear_model, message, reply, weights
@@ -114,7 +114,7 @@ def test_a_defence_of_the_steps_must_be_stated_and_nothing_else_leaves() -> None
     said.content[STATEMENT] = ConfigRecord(
         {
             "defense": veil,
-            "settings": parts_of(build(veil)),
+            "settings": settings_of(build(veil)),
             "from-site": True,
             "steps": 1,
             "examples": 3,

@@ -239,3 +239,8 @@ def _together(choice: tuple[Countermeasure, ...]) -> Countermeasure:
     attacks = [c.attack for c in choice if c.attack is not None]
     first = replace(choice[0], name="+".join(names), why=" ".join(c.why for c in choice), view=view)
     return replace(first, attack=attacks[-1] if attacks else None)
+
+
+def parts_of(defense: Defense) -> tuple[Defense, ...]:
+    """Return the defences that one is made of."""
+    return tuple(p for part in defense.parts for p in parts_of(part)) if isinstance(defense, Compose) else (defense,)

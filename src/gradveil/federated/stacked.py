@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from gradveil.defenses.compose import Compose
+from gradveil.defenses.compose import parts_of
 from gradveil.defenses.representation import RepresentationPerturbation
 from gradveil.losses import Loss
 from gradveil.modules import representation
@@ -43,11 +43,6 @@ def why_no_masks(model: nn.Module, defense: Defense, x: Tensor) -> str | None:
     if layers and StackedRows.of(model, layers.pop(), x) is None:
         return "the defended layer does not follow a plain chain of convolutions and activations"
     return None
-
-
-def parts_of(defense: Defense) -> tuple[Defense, ...]:
-    """Return the defences that one is made of."""
-    return tuple(p for part in defense.parts for p in parts_of(part)) if isinstance(defense, Compose) else (defense,)
 
 
 def _perturbing(defense: Defense) -> list[RepresentationPerturbation]:

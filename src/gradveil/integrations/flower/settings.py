@@ -30,7 +30,7 @@ from gradveil.federated.server import SERVERS, Checkpoint, Memory
 from gradveil.federated.settings import Averaging, Training, only_trained
 from gradveil.files import write_atomically
 from gradveil.integrations.flower.records import arrays_of, lengths, middle, params_of, record_of
-from gradveil.integrations.flower.site import RequiredDefense, parts_of
+from gradveil.integrations.flower.site import RequiredDefense, settings_of
 from gradveil.integrations.local_training import is_trained
 from gradveil.protection.defense import Defense, accounted, build
 from gradveil.ranges import Count, Positive, Weight, Whole, hints_of, read
@@ -113,7 +113,8 @@ class FlowerSettings(Averaging):
         if self.batch_size == 0:  # a run config has no None
             object.__setattr__(self, "batch_size", None)
         super().__post_init__()
-        if self.require_defense and RequiredDefense(build(self.require_defense)).lacks(parts_of(build(self.defense))):
+        demand = RequiredDefense(build(self.require_defense)) if self.require_defense else None
+        if demand and demand.lacks(settings_of(build(self.defense))):
             raise SpecError(
                 f"The run demands {self.require_defense!r} and its own defence is {self.defense!r}: every client that "
                 f"does as it is told would be refused. Give the same."

@@ -21,7 +21,7 @@ import torch
 from flwr.app import ConfigRecord, Context, Message
 from torch import Generator, nn
 
-from gradveil.defenses.compose import Compose
+from gradveil.defenses.compose import Compose, parts_of
 from gradveil.defenses.veil import Veil, check_clip
 from gradveil.errors import BudgetError, DefenseError, GradveilError
 from gradveil.imports import is_import_path
@@ -235,18 +235,18 @@ class RequiredDefense:
     defense: Defense
 
     def lacks(self, settings: Iterable[str]) -> bool:
-        """Return whether some part is not among those that a client names, as ``parts_of`` does."""
-        return not set(parts_of(self.defense)) <= set(settings)
+        """Return whether some part is not among those that a client names, as ``settings_of`` does."""
+        return not set(settings_of(self.defense)) <= set(settings)
 
     def check(self, own: Defense) -> None:
         """Raise on a client that is about to do something else: in a secure sum it could not be left out later."""
-        if self.lacks(parts_of(own)):
+        if self.lacks(settings_of(own)):
             raise DefenseError(f"{OTHER}: this site uses {name_of(own)!r}, the run demands {name_of(self.defense)!r}.")
 
 
-def parts_of(defense: Defense) -> list[str]:
+def settings_of(defense: Defense) -> list[str]:
     """Return each part of a defence with all its settings, defaults too: those of two versions may differ."""
-    return [_in_full(part) for part in (defense.parts if isinstance(defense, Compose) else (defense,))]
+    return [_in_full(part) for part in parts_of(defense)]
 
 
 def _in_full(part: Any) -> str:
@@ -276,7 +276,7 @@ def state(
     before = reply.content.config_records.get(STATEMENT, ConfigRecord())
     said: dict[str, Any] = {
         "defense": "+".join([*([str(before["defense"])] if before else []), name_of(defense)]),
-        "settings": [*before.get("settings", []), *parts_of(defense)],
+        "settings": [*before.get("settings", []), *settings_of(defense)],
         "from-site": "defense" in context.node_config,
         "steps": steps,
         "examples": examples,
@@ -330,8 +330,7 @@ CLIP, MAP = "public-clip", "public-map"  # in the config of a training message
 
 def veil_in(defense: Defense) -> Veil | None:
     """Return the part of a defence that clips records and adds noise; None where there is none."""
-    parts = defense.parts if isinstance(defense, Compose) else (defense,)
-    return next((part for part in parts if isinstance(part, Veil)), None)
+    return next((part for part in parts_of(defense) if isinstance(part, Veil)), None)
 
 
 def write_clip(defense: Defense, model: nn.Module) -> dict[str, Any]:

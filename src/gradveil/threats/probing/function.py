@@ -19,7 +19,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.func import vjp
 
-from gradveil.defenses.compose import Compose
+from gradveil.defenses.compose import Compose, parts_of
 from gradveil.protection.defense import Defense, accounted
 from gradveil.protection.records import Held
 from gradveil.seeds import Seeds
@@ -66,10 +66,8 @@ def own_numbers(seed: int) -> Iterator[None]:
 
 def _owners(defense: Defense) -> list[Any]:
     """Return the modules and classes that a defence is written in, this library's own left out."""
-    parts = defense.parts if isinstance(defense, Compose) else (defense,)
-    classes = {
-        c for part in parts for c in type(part).__mro__ if not c.__module__.startswith(("gradveil.", "builtins"))
-    }
+    classes = {c for part in parts_of(defense) for c in type(part).__mro__}
+    classes = {c for c in classes if not c.__module__.startswith(("gradveil.", "builtins"))}
     modules = (sys.modules.get(c.__module__) for c in classes)
     return [*{id(m): m for m in modules if m is not None and m.__name__ not in ("abc", "typing")}.values(), *classes]
 
