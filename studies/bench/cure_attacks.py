@@ -244,11 +244,10 @@ def attacked(scene: Scene, row: dict[str, Any], victims: int, written: int) -> d
 
 def _knows(scene: Scene, dims: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return features, classes and pictures of records that no client holds: undealt ones and the test split's."""
-    known = [scene.of("held", dims)] + ([] if scene.rows.world.undealt else [scene.of("test", dims)])
-    pictures = [scene.rows.dataset.train.batch(torch.from_numpy(scene.parts[1])).inputs]
-    pictures += [] if scene.rows.world.undealt else [scene.rows.dataset.test.batch().inputs]
-    x, y = (torch.cat(parts) for parts in zip(*known, strict=True))
-    return x, y, torch.cat(pictures)
+    (x, y), (more, labels) = scene.of("held", dims), scene.of("test", dims)
+    data = scene.rows.dataset
+    pictures = data.train.batch(scene.parts[1]).inputs, data.test.batch(slice(0, len(more))).inputs
+    return torch.cat([x, more]), torch.cat([y, labels]), torch.cat(pictures)
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ class TextFile(TextSource):
             text = path.read_text("utf-8-sig")
         except UnicodeDecodeError as error:
             raise DataError(f"{path} is not text in UTF-8 (byte {error.start}). Save it as UTF-8.") from error
-        lines = [line.split("\t", 1) for line in text.splitlines() if line.strip()]
+        lines = [line.split("\t", 1) for line in text.split("\n") if line.strip()]
         if len(lines) > 1 and all(len(line) == 2 for line in lines):
             return self._made(path.name, [line[1] for line in lines], [line[0].strip() for line in lines])
         return self._made(path.name, [text], None)
