@@ -47,7 +47,7 @@ BUDGETS = (
     Budget("library: files", 200, 231),
     Budget("library: lines", 36_000, 49_418),
     Budget("studies: lines", 8_000, 8_000),
-    Budget("studies: lines of benchmarks", 5_000, 5_003),
+    Budget("studies: lines of benchmarks", 5_000, 5_000),
     Budget("longest file", 500, 500),
     Budget("longest function", 80, 81),
     Budget("most parameters", 12, 15),

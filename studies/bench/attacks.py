@@ -6,9 +6,6 @@ L-BFGS iteration with a full history of 100 pairs. The sequential rows run the n
 """
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -16,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kept import keep, machine
 from torch import Tensor, nn
 
 from gradveil.attacks.search.matching import Matching, MatchingObjective, Unknowns, squared_distance
@@ -225,18 +223,12 @@ def main(argv: list[str] | None = None) -> None:
             rows += evaluations(name, args.device, repeats, sizes, precision)
             if name == "lenet":
                 rows += steps(name, args.device, repeats, sizes, precision)
-    result = {
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
+    result = machine(args.device) | {
         "clock": args.clock,
-        "torch": torch.__version__,
         "rows": rows,
         "targets": against_targets(rows, args.device),
     }
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
+    keep(args.out, result)
 
 
 if __name__ == "__main__":

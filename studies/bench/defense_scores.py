@@ -1,15 +1,12 @@
-"""Leak scores: what each method costs, against a plain training step and the plain loop, and what estimators find.
+"""Leak scores: what each method costs, against a plain training step and the plain loop.
 
 Times are the minimum of several calls, wall clock, in one process; the unit is one eager training step (forward,
 backward, SGD) of the same batch. Where a method was timed on part of its rows, ``scaled_from_rows`` says on how many.
-Overlap is the share of the exact top set that an estimator's top set holds, for shares of the live entries, averaged
-over images. Needs torch and numpy only; with ``GRADVEIL_DATA`` images are CIFAR-10, else made.
+Needs torch and numpy only; with ``GRADVEIL_DATA`` images are CIFAR-10, else made.
 """
 
 import argparse
-import json
 import os
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,36 +14,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from kept import keep, machine
 from torch import Tensor, nn
 
 from gradveil.models import build
 from gradveil.modules import prefix
-from gradveil.representation.scores import leak_scores, row_norms
+from gradveil.representation.scores import leak_scores
 from gradveil.representation.scores.fast import cpu_kernel
 
 SHAPE, CLASSES = (3, 32, 32), 10
-SHARES = (0.01, 0.1, 0.4, 0.8)
 METHODS: dict[str, dict[str, Any]] = {
     "moment": {},
     "sketch 16": {"probes": 16},
     "sketch 64": {"probes": 64},
 }
-ESTIMATORS: dict[str, dict[str, Any]] = {
-    "moment": {},
-    "sketch 8": {"probes": 8},
-    "sketch 16": {"probes": 16},
-    "sketch 64": {"probes": 64},
-    "sketch 256": {"probes": 256},
-}
-# (model, steps of training before scores are compared, learning rate)
-NETS = [
-    ("lenet", 0, 0.0),
-    ("lenet:init=default", 0, 0.0),
-    ("lenet", 600, 0.01),
-    ("lenet:activation=relu,init=kaiming", 600, 0.001),
-    ("convnet", 0, 0.0),
-    ("convnet:init=kaiming", 100, 0.0005),
-]
 # what was promised, in training steps: (device, method, model, batch) -> at most
 TARGETS: dict[tuple[str, str, str, int], float] = {
     ("cpu", "exact", "lenet", 1): 12,
@@ -71,41 +52,24 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--models", default="lenet,convnet")
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--images", type=int, default=16, help="that overlap is averaged over (a quarter for convnet)")
-    parser.add_argument("--only", choices=["time", "overlap"])
-    parser.add_argument(
-        "--quick", action="store_true", help="a smoke test: small batches, few repeats, little training"
-    )
+    parser.add_argument("--quick", action="store_true", help="a smoke test: small batches, few repeats")
     args = parser.parse_args(argv)
     if args.quick:
-        args.batches, args.repeats, args.images = "1,2", 2, 2
+        args.batches, args.repeats = "1,2", 2
     torch.set_num_threads(args.threads)
     device = torch.device(args.device)
     images, labels, source = examples(device)
-    found: dict[str, Any] = {"machine": machine(device, args.threads), "images": source, "time": [], "overlap": []}
-    if args.only != "overlap":
-        for name in args.models.split(","):
-            for batch in map(int, args.batches.split(",")):
-                found["time"] += times(name, images[:batch], labels[:batch], args.repeats)
-        found["targets"] = [
-            {"row": list(key), "at_most": limit, "measured": row["steps"], "met": row["steps"] <= limit}
-            for row in found["time"]
-            for key, limit in TARGETS.items()
-            if key == (device.type, row["method"], row["model"], row["batch"])
-        ]
-    if args.only != "time":
-        for spec, steps, lr in NETS:
-            if spec.partition(":")[0] in args.models.split(","):
-                count = max(1, args.images // 4) if spec.startswith("convnet") else args.images
-                found["overlap"] += overlaps(spec, min(steps, 3) if args.quick else steps, lr, images, labels, count)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(found, indent=1) + "\n")
-
-
-def machine(device: torch.device, threads: int) -> dict[str, Any]:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    found = {"device": name, "torch": torch.__version__, "threads": threads, "cpus": os.cpu_count()}
-    return found | {"compiled_kernel": cpu_kernel.library() is not None}
+    found: dict[str, Any] = {"machine": machine(device.type), "images": source, "time": []}
+    for name in args.models.split(","):
+        for batch in map(int, args.batches.split(",")):
+            found["time"] += times(name, images[:batch], labels[:batch], args.repeats)
+    found["targets"] = [
+        {"row": list(key), "at_most": limit, "measured": row["steps"], "met": row["steps"] <= limit}
+        for row in found["time"]
+        for key, limit in TARGETS.items()
+        if key == (device.type, row["method"], row["model"], row["batch"])
+    ]
+    keep(args.out, found)
 
 
 def examples(device: torch.device) -> tuple[Tensor, Tensor, str]:
@@ -214,48 +178,6 @@ def loop_time(model: nn.Module, x: Tensor, kind: str, repeats: int) -> tuple[flo
     ms = shortest(rows, min(repeats, 5), x.device)
     model.zero_grad()
     return ms * r.shape[1] / part, part
-
-
-def overlaps(spec: str, steps: int, lr: float, images: Tensor, labels: Tensor, count: int) -> list[dict[str, Any]]:
-    model = build(spec, SHAPE, CLASSES).to(images.device)
-    accuracy = train(model, images[count:], labels[count:], steps, lr) if steps else None
-    x = images[:count]
-    r, exact = row_norms(model, None, x, "exact")
-    rows = []
-    for name, settings in ESTIMATORS.items():
-        _, norms = row_norms(model, None, x, name.split()[0], **settings)
-        live = (r != 0) & (exact > 0) & (norms > 0)
-        spread = (norms[live] / exact[live]).log().std().item()
-        found = [shared(r, exact, norms, share) for share in SHARES]
-        row = {"model": spec, "trained_steps": steps, "accuracy": accuracy, "images": count, "method": name}
-        rows.append(row | {"shares": SHARES, "overlap": found, "sd_log_norm": spread})
-        print(f"{spec} trained {steps}: {name:14s} {' '.join(f'{o:.2f}' for o in found)} sd {spread:.3f}", flush=True)
-    return rows
-
-
-def shared(r: Tensor, exact: Tensor, estimated: Tensor, share: float) -> float:
-    """Return which part of the exact top set the estimate's top set of the same size holds."""
-    parts = []
-    for entries, true, guess in zip(r, exact, estimated, strict=True):
-        live = entries != 0
-        size = entries[live].abs()
-        count = max(1, round(share * len(size)))
-        tops = [set((size / norms[live]).topk(count).indices.tolist()) for norms in (true, guess)]
-        parts.append(len(tops[0] & tops[1]) / count)
-    return sum(parts) / len(parts)
-
-
-def train(model: nn.Module, images: Tensor, labels: Tensor, steps: int, lr: float) -> float:
-    """Train with Adam on batches of 32; return the accuracy on 500 images that were left out."""
-    optimizer = torch.optim.Adam(model.parameters(), lr)
-    rng = torch.Generator().manual_seed(1)
-    for _ in range(steps):
-        some = torch.randint(500, len(images), (32,), generator=rng)
-        optimizer.zero_grad()
-        F.cross_entropy(model(images[some]), labels[some]).backward()
-        optimizer.step()
-    with torch.no_grad():
-        return (model(images[:500]).argmax(1) == labels[:500]).float().mean().item()
 
 
 if __name__ == "__main__":

@@ -7,9 +7,7 @@ round is that of its clients and of the averaging, without the evaluation. Needs
 import argparse
 import copy
 import importlib.util
-import json
 import os
-import platform
 import resource
 import statistics
 import sys
@@ -20,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from kept import keep, machine
 
 from gradveil.data.base import Dataset, Split, from_arrays
 from gradveil.federated.simulate import Training, simulate
@@ -192,17 +191,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--no-flower", action="store_true")
     args = parser.parse_args(argv)
     flower = args.device == "cpu" and not args.no_flower and importlib.util.find_spec("flwr") is not None
-    result = {
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
+    result = machine(args.device) | {
         "per_round": compare(args.device, args.repeats, flower),
         "scaling": scaling(args.device, max(2, args.repeats // 2), args.largest),
     }
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
+    keep(args.out, result)
 
 
 if __name__ == "__main__":

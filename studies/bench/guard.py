@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from defense_scores import CLASSES, SHAPE, SHARES, examples, machine, shared, train
+from defense_scores import CLASSES, SHAPE, examples
+from kept import keep, machine
 from torch import Tensor, nn
 
 from gradveil.models import build
@@ -33,6 +34,7 @@ from gradveil.protection.protect import Guard, protect
 from gradveil.representation.scores import row_norms
 from gradveil.representation.scores.api import choose, linearise
 
+SHARES = (0.01, 0.1, 0.4, 0.8)
 DEFENSES = (
     "representation:share=0.4",
     "representation:share=0.4,method=exact",
@@ -97,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
     device = torch.device(args.device)
     images, labels, source = examples(device)
     found: dict[str, Any] = json.loads(args.out.read_text()) if args.only and args.out.exists() else {}
-    found |= {"machine": machine(device, args.threads), "images": source}
+    found |= {"machine": machine(device.type), "images": source}
     batches = [(images[:n], labels[:n]) for n in map(int, args.batches.split(","))]
     if args.only in (None, "steps"):
         found["steps"] = [r for m in args.models.split(",") for x, y in batches for r in steps(m, x, y, args.seconds)]
@@ -116,8 +118,7 @@ def main(argv: list[str] | None = None) -> None:
             for spec in DEFENSES
         ]
     found["targets"] = targets(found)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(found, indent=1) + "\n")
+    keep(args.out, found)
 
 
 def targets(found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -204,6 +205,31 @@ def overlaps(name: str, images: Tensor, labels: Tensor) -> list[dict[str, Any]]:
         rows.append(row)
         print(f"{name} trained {trained} ({accuracy}) {method}", *(f"{o:.2f}" for o in row["overlap"]), flush=True)
     return rows
+
+
+def shared(r: Tensor, exact: Tensor, estimated: Tensor, share: float) -> float:
+    """Return which part of the exact top set the estimate's top set of the same size holds."""
+    parts = []
+    for entries, true, guess in zip(r, exact, estimated, strict=True):
+        live = entries != 0
+        size = entries[live].abs()
+        count = max(1, round(share * len(size)))
+        tops = [set((size / norms[live]).topk(count).indices.tolist()) for norms in (true, guess)]
+        parts.append(len(tops[0] & tops[1]) / count)
+    return sum(parts) / len(parts)
+
+
+def train(model: nn.Module, images: Tensor, labels: Tensor, steps: int, lr: float) -> float:
+    """Train with Adam on batches of 32; return the accuracy on 500 images that were left out."""
+    optimizer = torch.optim.Adam(model.parameters(), lr)
+    rng = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        some = torch.randint(500, len(images), (32,), generator=rng)
+        optimizer.zero_grad()
+        F.cross_entropy(model(images[some]), labels[some]).backward()
+        optimizer.step()
+    with torch.no_grad():
+        return (model(images[:500]).argmax(1) == labels[:500]).float().mean().item()
 
 
 # --- what checks take ------------------------------------------------------------------------------------------------

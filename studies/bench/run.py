@@ -1,10 +1,9 @@
 """``make bench``: run every benchmark and write ``studies/bench/results/*.json``."""
 
 import argparse
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
-from types import ModuleType
 
 HERE = Path(__file__).parent
 # benchmark file -> result file
@@ -19,16 +18,6 @@ BENCHES = {
 }
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"bench_{name}", HERE / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=list(BENCHES), help=f"of {', '.join(BENCHES)}")
@@ -41,7 +30,7 @@ def main() -> None:
         suffix = "" if args.device == "cpu" else f"-{args.device}"
         path = args.out / BENCHES[name].replace(".json", f"{suffix}.json")
         print(f"== {name} -> {path}", flush=True)
-        load(name).main(["--device", args.device, "--out", str(path)])
+        importlib.import_module(name).main(["--device", args.device, "--out", str(path)])
 
 
 if __name__ == "__main__":

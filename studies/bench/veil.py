@@ -5,13 +5,12 @@ records' gradients came about (Captured: by what the layers saw; Held: ``torch.f
 """
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from defense_scores import machine
+from kept import keep, machine
 
 from gradveil.federated.client import step_gradient
 from gradveil.losses import CROSS_ENTROPY
@@ -49,9 +48,8 @@ def main(argv: list[str] | None = None) -> None:
     cases = CASES if device.type == "cpu" else (*CASES, *LARGE)
     chosen = [c for c in cases if not args.models or c[0].startswith(tuple(args.models.split(",")))]
     rows = [row for case in chosen for row in measure(*case, device, args.turns)]
-    found = {"machine": machine(device, 1), "at_most": AT_MOST, "rows": rows}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(found, indent=1) + "\n")
+    found = {"machine": machine(device.type), "at_most": AT_MOST, "rows": rows}
+    keep(args.out, found)
 
 
 def measure(name: str, shape: tuple[int, ...], count: int, device: torch.device, turns: int) -> list[dict[str, Any]]:

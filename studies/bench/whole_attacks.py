@@ -7,19 +7,16 @@ and labels under "y", written by ``torch.save``; without it, smooth random ones.
 """
 
 import argparse
-import importlib
-import json
-import os
-import platform
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from foreign import breaching_attacker
+from kept import keep, machine
 from torch import Tensor, nn
 
 import attacks
@@ -173,47 +170,21 @@ def _gs(
     return rows
 
 
-class _Settings(dict[str, Any]):
-    """A dictionary with attributes, in the place of the configuration files' objects."""
-
-    __getattr__ = dict.__getitem__
-
-
 def breaching(checkout: Path, seen: Observation, device: str) -> Callable[[], float]:
     """Return the seconds of an iteration of its ``invertinggradients`` attack, with the settings of its configuration.
 
-    Its packages are entered without their ``__init__``, which ask for hydra and data sets; the attack needs torch only.
     cuDNN may try its algorithms, as its default has it.
     """
-    for name in ("breaching", "breaching.attacks", "breaching.cases", "breaching.cases.models"):
-        package = sys.modules.setdefault(name, ModuleType(name))
-        package.__path__ = [str(checkout / name.replace(".", "/"))]
-    theirs = importlib.import_module("breaching.attacks.optimization_based_attack")
-    optim = _Settings(
-        optimizer="adam", signed="hard", step_size=0.1, boxed=True, max_iterations=24_000, step_size_decay="step-lr",
-        langevin_noise=0.0, warmup=0, grad_clip=None, callback=1000,
-    )  # fmt: skip
-    settings = _Settings(
-        type="invertinggradients", attack_type="optimization", init="randn", normalize_gradients=False,
-        label_strategy="bias-corrected", text_strategy="run-embedding", token_recovery="from-labels",
-        differentiable_augmentations=False, augmentations=_Settings(), optim=optim,
-        objective=_Settings(type="cosine-similarity", scale=1.0, task_regularization=0.0),
-        restarts=_Settings(num_trials=1, scoring="cosine-similarity"),
-        regularization=_Settings(total_variation=_Settings(scale=0.2, inner_exp=1, outer_exp=1)),
-        impl=_Settings(dtype="float", mixed_precision=False, JIT=None),
-    )  # fmt: skip
     model, labels, channels = seen.model, seen.labels, SHAPE[0]
     assert labels is not None
     # Neither public nor sent statistics: it then runs batch norm in train mode, as the client does.
     about = SimpleNamespace(shape=SHAPE, modality="vision", mean=(0.5,) * channels, std=(0.25,) * channels)
     payload = [{"parameters": [p.detach() for p in model.parameters()], "buffers": None, "metadata": about}]
     metadata = {"num_data_points": len(labels), "labels": labels.to(device), "local_hyperparams": None}
-    attacker = theirs.OptimizationBasedAttacker(
-        model, nn.CrossEntropyLoss(), settings, {"device": torch.device(device), "dtype": torch.float}
-    )
+    attacker = breaching_attacker(checkout, model, 24_000, 0.2, device)
 
     def run(iterations: int) -> float:
-        optim["max_iterations"] = iterations
+        attacker.cfg.optim["max_iterations"] = iterations
         shared = [{"gradients": list(seen.update.gradient.values()), "buffers": None, "metadata": metadata}]
         start = attacks.clock()
         attacker.reconstruct(payload, shared, server_secrets={})
@@ -286,14 +257,10 @@ def main(argv: list[str] | None = None) -> None:
             rows += newton(args.device, data, args.count or (32 if args.device == "cuda" else 8), args.repeats)
     if "gs" in args.only:
         rows += gs(args.device, data, 16, args.repeats, args.breaching, args.width)
-    result = {
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine(),
-        "cores": os.cpu_count(), "threads": torch.get_num_threads(), "clock": args.clock, "torch": torch.__version__,
-        "rows": rows, "targets": against_targets(rows, args.device),
+    result = machine(args.device) | {
+        "clock": args.clock, "rows": rows, "targets": against_targets(rows, args.device),
     }  # fmt: skip
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
+    keep(args.out, result)
 
 
 if __name__ == "__main__":
