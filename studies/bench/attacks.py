@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kept import keep, machine
+from kept import keep, machine, show
 from torch import Tensor, nn
 
 from gradveil.attacks.search.matching import Matching, MatchingObjective, Unknowns, squared_distance
@@ -113,11 +113,6 @@ def graphed(call: Callable[[], object]) -> tuple[Callable[[], object], bool]:
         print(f"   not captured: {str(error).splitlines()[0]}", flush=True)
         return call, False
     return graph.replay, True
-
-
-def show(row: Row) -> Row:
-    print("  ", "  ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
-    return row
 
 
 def per_problem(times: dict[str, float], problems: int, reference: float | None) -> Row:

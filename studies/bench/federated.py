@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from kept import keep, machine
+from kept import keep, machine, show
 
 from gradveil.data.base import Dataset, Split, from_arrays
 from gradveil.federated.simulate import Training, simulate
@@ -174,12 +174,6 @@ def scaling(device: str, repeats: int, largest: int) -> list[Row]:
         show(row)
         found.append(row)
     return found
-
-
-def show(row: Row) -> None:
-    extra = f"{row['speedup']:6.2f}x" if "speedup" in row else f"{row['microseconds_per_example']:6.1f} us/example"
-    name = row["model"].partition(":")[0]
-    print(f"{name:8} {row['engine']:30} {row['clients']:5} x {row['samples']:4} {1e3 * row['seconds']:9.1f} ms {extra}")
 
 
 def main(argv: list[str] | None = None) -> None:

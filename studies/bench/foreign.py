@@ -40,6 +40,32 @@ class _Normalised(nn.Module):
         return self.model(x * self.std + self.mean)  # type: ignore[no-any-return]
 
 
+class _Absent(ModuleType):
+    """A module that is not installed, for imports whose names are not used."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+class _Stand:
+    """An importer that comes after all others, and makes what some packages miss."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        known = name.partition(".")[0] in ("torchvision", "optuna", "ignite", "seaborn", "dotmap")
+        return ModuleSpec(name, self, is_package=True) if known else None  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Absent(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+sys.meta_path.append(_Stand())  # type: ignore[arg-type]
+
+
 def _enter(checkout: Path, *packages: str) -> None:
     """Make packages of a checkout importable without running their ``__init__``, which ask for data sets and hydra."""
     for name in packages:
@@ -49,7 +75,6 @@ def _enter(checkout: Path, *packages: str) -> None:
 
 def inversefed(checkout: Path, tv: float) -> Way:
     """Return its ``GradientReconstructor`` with the settings of its scripts: signed, boxed, cosine, step decay."""
-    sys.modules.setdefault("torchvision", ModuleType("torchvision"))  # for the Inception score, which is not used
     _enter(checkout, "inversefed", "inversefed.nn")
     sys.modules["inversefed.nn"].MetaMonkey = None  # type: ignore[attr-defined]
     theirs = importlib.import_module("inversefed.reconstruction_algorithms")
@@ -117,32 +142,8 @@ def breaching(checkout: Path, tv: float) -> Way:
     return run
 
 
-class _Absent(ModuleType):
-    """A module that is not installed, for imports whose names are not used."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
-
-
-class _Stand:
-    """An importer that comes after all others, and makes what some packages miss."""
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        known = name.partition(".")[0] in ("torchvision", "optuna", "ignite", "seaborn", "dotmap")
-        return ModuleSpec(name, self, is_package=True) if known else None  # type: ignore[arg-type]
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _Absent(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
-
-
 def leakpro(checkout: Path, tv: float) -> Way:
     """Return LeakPro's ``InvertingGradients``; its answer is that of least loss, not of the best SSIM to the truth."""
-    sys.meta_path.append(_Stand())  # type: ignore[arg-type]
     parts = ("attacks", "attacks.gia_attacks", "fl_utils", "utils", "metrics")
     _enter(checkout, "leakpro", *(f"leakpro.{part}" for part in parts))
     theirs = importlib.import_module("leakpro.attacks.gia_attacks.invertinggradients")

@@ -20,3 +20,9 @@ def keep(path: Path | None, found: object) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def show(row: dict[str, Any]) -> dict[str, Any]:
+    """Print a row and return it."""
+    print("  ", "  ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
+    return row

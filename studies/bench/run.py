@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -24,8 +23,6 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    sys.path.insert(0, str(HERE))  # they share what makes examples
     for name in args.names:
         suffix = "" if args.device == "cpu" else f"-{args.device}"
         path = args.out / BENCHES[name].replace(".json", f"{suffix}.json")

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from foreign import breaching_attacker
-from kept import keep, machine
+from kept import keep, machine, show
 from torch import Tensor, nn
 
 import attacks
-from attacks import CLASSES, CLOCKS, HISTORY, SHAPE, Row, seconds, sequential, show
+from attacks import CLASSES, CLOCKS, HISTORY, SHAPE, Row, seconds, sequential
 from gradveil.attacks.dlg import DLG
 from gradveil.attacks.gauss_newton.equations import Prior
 from gradveil.attacks.gauss_newton.updates import update_rows
