@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
-from gradveil.gradients import by_hand as convolution
-from gradveil.gradients.by_hand import Geometry, weight_gradient, weight_gradient_by_patches
+from gradveil.gradients import by_hand
+from gradveil.gradients.by_hand import Geometry, weight_gradient
 
 GEOMETRIES = {
     "same": (Geometry((5, 5), (1, 1), (2, 2)), (6, 6)),
@@ -36,21 +36,23 @@ def _one_at_a_time(h: Tensor, delta: Tensor, g: Geometry) -> Tensor:
 def test_weight_gradients_are_those_of_each_problem_alone(name: str, images: int) -> None:
     g, out = GEOMETRIES[name]
     h, delta = _inputs(out, images)
-    assert torch.allclose(weight_gradient_by_patches(h, delta, g), _one_at_a_time(h, delta, g), atol=1e-12)
+    assert torch.allclose(weight_gradient(h, delta, g), _one_at_a_time(h, delta, g), atol=1e-12)
 
 
-@pytest.mark.parametrize("large", [0, 2**30])  # both ways back to the input
+@pytest.mark.parametrize("way", ["cpu", "gpu, small", "gpu, large"])  # back to the input
 @pytest.mark.parametrize("images", [1, 2])
 @pytest.mark.parametrize("name", GEOMETRIES)
-def test_their_derivative_is_that_of_the_form_for_a_cpu(
-    name: str, images: int, large: int, monkeypatch: pytest.MonkeyPatch
+def test_their_derivative_is_that_of_each_problem_alone(
+    name: str, images: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(convolution, "LARGE", large)
+    if way != "cpu":
+        monkeypatch.setattr(by_hand, "_by_input", by_hand._by_input_on_a_gpu)
+        monkeypatch.setattr(by_hand, "LARGE", 0 if way == "gpu, large" else 2**30)
     g, out = GEOMETRIES[name]
     h, delta = _inputs(out, images)
     bar = torch.randn(3, 4, 2, *g.kernel, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    found = torch.autograd.grad(weight_gradient_by_patches(h, delta, g), (h, delta), bar)
-    wanted = torch.autograd.grad(weight_gradient(h, delta, g), (h, delta), bar)
+    found = torch.autograd.grad(weight_gradient(h, delta, g), (h, delta), bar)
+    wanted = torch.autograd.grad(_one_at_a_time(h, delta, g), (h, delta), bar)
     for mine, other in zip(found, wanted, strict=True):
         assert torch.allclose(mine, other, atol=1e-12)
-    assert torch.autograd.gradcheck(lambda a, b: weight_gradient_by_patches(a, b, g), (h, delta))
+    assert torch.autograd.gradcheck(lambda a, b: weight_gradient(a, b, g), (h, delta))

@@ -232,9 +232,9 @@ def test_what_cannot_be_is_said_in_one_line(spec: str, error: type[Exception], s
 
 
 def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradveil.models import backbones
+    from gradveil.models import features
 
-    backbones._lite0_net.cache_clear()
+    features._lite0_net.cache_clear()
     monkeypatch.setitem(sys.modules, "efficientnet_lite_pytorch", None)
     with pytest.raises(MissingExtraError, match="gradveil\\[backbones\\]"):
         build("features:backbone=efficientnet_lite0", (3, 32, 32), 10)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from gradveil.models import build
-from gradveil.models.parts import LowRank
+from gradveil.models.base import LowRank
 
 SMALL = {
     "vit_tiny:depth=1,width=16,heads=2": ((1, 8, 8), 5),

@@ -1,31 +1,29 @@
-"""What a model builder is, and ``build``: from a spec, a builder or a user's function to a module that gives logits."""
+"""Builders of models, ``build`` from a spec or a user's function to a module that gives logits; parts of networks."""
 
 import copy
 import inspect
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from gradveil.errors import GradveilError, ModelError, SpecError, own_error
 from gradveil.imports import calling, import_object, is_import_path
 from gradveil.modalities import IMAGE, Modality
+from gradveil.ranges import Range
 from gradveil.registry import Registry
 
 MEANT = ("logits", "out", "output", "prediction")  # names that say it
 
 
-@dataclass(frozen=True)
-class TakesOne:
-    """A forward hook that returns one part of what a model returns."""
-
-    part: Any  # key or position
-
-    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        return output[self.part]
+def _part_of(module: nn.Module, inputs: Any, output: Any, part: Any) -> Any:
+    """Return one part of what a model returns, by key or position: a forward hook."""
+    return output[part]
 
 
 def take_one(model: nn.Module, name: str, output: Any) -> bool:
@@ -41,7 +39,7 @@ def take_one(model: nn.Module, name: str, output: Any) -> bool:
             f"The model {name} returns a {type(output).__name__} with {held}. Return the logits alone: wrap it in a "
             f"module whose forward is, say, return self.model(x)[{next(iter(tensors), 'logits')!r}]."
         )
-    model.register_forward_hook(TakesOne(part))
+    model.register_forward_hook(partial(_part_of, part=part))
     return True
 
 
@@ -60,16 +58,12 @@ class Builder(ABC):
     takes: ClassVar[str] = "image"  # the modality of its inputs
 
     @abstractmethod
-    def build(self, input_shape: Shape, num_classes: int, rng: Generator) -> nn.Module:
-        """Return the network with weights drawn from ``rng``: pixels in [0, 1] in, logits out."""
-
-    def build_for(self, modality: Modality, input_shape: Shape, num_classes: int, rng: Generator) -> nn.Module:
-        """Return the network for examples of a kind; by default that changes nothing."""
-        return self.build(input_shape, num_classes, rng)
+    def build(self, input_shape: Shape, num_classes: int, rng: Generator, modality: Modality) -> nn.Module:
+        """Return the network for examples of a kind, weights drawn from ``rng``: pixels in [0, 1] in, logits out."""
 
 
 def build(
-    spec: str | Builder | nn.Module | Callable[..., nn.Module],
+    spec: Source | Builder,
     input_shape: Shape = (1, 28, 28),
     num_classes: int = 10,
     seed: int = 0,
@@ -92,7 +86,7 @@ def build(
         if callable(spec):
             return _own(spec, _name(spec), tuple(input_shape), num_classes, modality)
         rng = torch.Generator().manual_seed(seed)
-        return MODELS.build(spec).build_for(modality, tuple(input_shape), num_classes, rng)
+        return MODELS.build(spec).build(tuple(input_shape), num_classes, rng, modality)
 
 
 def build_working(
@@ -190,3 +184,154 @@ def fit_to_public(model: nn.Module, inputs: Tensor | None) -> None:
             if learn is not None:
                 learn(x)
             x = torch.cat([part(some) for some in x.split(AT_ONCE)])
+
+
+Activation = Literal["sigmoid", "relu", "tanh", "softplus", "leaky_relu", "elu", "gelu", "silu"]
+Init = Literal["uniform", "default", "kaiming"]
+Width = Annotated[int, Range(1, 4096)]  # of a layer
+Rank = Annotated[int, Range(0, 4096)]  # of low-rank factors
+_FAR = 1e6  # from 1, for what normalises
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "sigmoid": nn.Sigmoid, "relu": nn.ReLU, "tanh": nn.Tanh, "softplus": nn.Softplus, "leaky_relu": nn.LeakyReLU,
+    "elu": nn.ELU, "gelu": nn.GELU, "silu": nn.SiLU,
+}  # fmt: skip
+
+
+class Normalize(nn.Module):
+    """Shift and scale each channel: (x - mean) / std. Inside the model, so that attacks work on the examples."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float], axes: int = 2) -> None:
+        super().__init__()
+        shape = (-1, *[1] * axes) if len(mean) > 1 else ()  # axes of one channel: of images two, of rows none
+        self.register_buffer("mean", torch.tensor(mean).reshape(shape), persistent=False)
+        self.register_buffer("std", torch.tensor(std).reshape(shape), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - self.mean) / self.std
+
+    def extra_repr(self) -> str:
+        return f"mean={self.mean.flatten().tolist()}, std={self.std.flatten().tolist()}"
+
+
+def normalizer(text: str, channels: int) -> Normalize | None:
+    """Read ``none``, ``half`` or the means and then the standard deviations joined by ``/``."""
+    if text == "none":
+        return None
+    if text == "half":
+        return Normalize([0.5], [0.5])
+    try:
+        numbers = [float(part) for part in text.split("/")]
+    except ValueError:
+        numbers = []
+    half = len(numbers) // 2
+    means, stds = numbers[:half], numbers[half:]
+    fits = all(abs(mean) <= _FAR for mean in means) and all(1 / _FAR <= std <= _FAR for std in stds)
+    if len(numbers) not in (2, 2 * channels) or not fits:
+        raise SpecError(
+            f"normalize={text!r} cannot be read: give none, half, or mean/std (or {channels} means and {channels} "
+            "positive standard deviations, one per channel, all joined by '/')."
+        )
+    return Normalize(means, stds)
+
+
+Layers = dict[str, nn.Module]
+
+
+class Chain(Builder):
+    """A network of named layers one after the other: normalisation, features, flatten, head."""
+
+    init: str
+    normalize: str  # none, half, or mean/std
+
+    @abstractmethod
+    def features(self, input_shape: Shape) -> Layers:
+        """Return the layers before ``flatten``, for inputs of that shape."""
+
+    def head(self, length: int, num_classes: int) -> Layers:
+        """Return the layers after it, for a representation of that length."""
+        return {"fc": nn.Linear(length, num_classes)}
+
+    def build(self, input_shape: Shape, num_classes: int, rng: Generator, modality: Modality) -> nn.Module:
+        model = nn.Sequential()
+        norm = normalizer(self.normalize, input_shape[0])
+        if norm is None and modality.scaling is not None:
+            norm = Normalize(*modality.scaling, axes=0)
+        if norm is not None:
+            model.add_module("normalize", norm)
+        for name, layer in self.features(input_shape).items():
+            model.add_module(name, layer)
+        model.add_module("flatten", nn.Flatten())
+        length = _output_length(self.spec_name, model, input_shape)
+        for name, layer in self.head(length, num_classes).items():
+            model.add_module(name, layer)
+        initialise(model, self.init, rng)
+        return model
+
+
+def _output_length(name: str, model: nn.Module, input_shape: Shape) -> int:
+    model.eval()
+    try:
+        with torch.no_grad():
+            length = model(torch.zeros(1, *input_shape)).shape[1]
+    except (RuntimeError, ValueError, IndexError) as error:
+        length, reason = 0, str(error).splitlines()[0]
+    else:
+        reason = "nothing is left after the last pooling"
+    model.train()
+    if length == 0:
+        raise SpecError(
+            f"Model {name!r} cannot take inputs of shape {input_shape} ({reason}). It needs (channels, height, width) "
+            "and larger images, or other settings (padding, strides, pool)."
+        )
+    return int(length)
+
+
+def initialise(model: nn.Module, init: str, rng: Generator) -> None:
+    """Draw all weights from ``rng``.
+
+    ``uniform``: weights and biases in ±0.5, as Zhu et al. 2019 (DLG) have it; ``default``: PyTorch's own
+    (weights and biases in ±1/√fan_in); ``kaiming``: He et al. 2015 for ReLU, biases 0; ``zeros``: all 0.
+    """
+    for layer in model.modules():
+        if not isinstance(layer, (nn.Linear, nn.Conv2d)):
+            continue
+        own = 1 / math.sqrt(layer.weight[0].numel())
+        weight = {"uniform": 0.5, "default": own, "kaiming": math.sqrt(6) * own, "zeros": 0.0}[init]
+        bias = 0.0 if init == "kaiming" else weight
+        nn.init.uniform_(layer.weight, -weight, weight, generator=rng)
+        if layer.bias is not None:
+            nn.init.uniform_(layer.bias, -bias, bias, generator=rng)
+
+
+class LowRank(nn.Linear):
+    """W x + B A x of a linear layer (Hu et al. 2022, LoRA): A and B alone are trained, B from zero."""
+
+    def __init__(self, layer: nn.Linear, rank: int, rng: Generator) -> None:
+        super().__init__(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+        self.weight, self.bias = layer.weight, layer.bias
+        like, bound = layer.weight, 1 / math.sqrt(layer.in_features)
+        first = torch.empty(rank, layer.in_features).uniform_(-bound, bound, generator=rng)
+        self.lora_a = nn.Parameter(first.to(like))
+        self.lora_b = nn.Parameter(like.new_zeros(layer.out_features, rank))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight, self.bias) + F.linear(F.linear(input, self.lora_a), self.lora_b)
+
+
+def low_rank(model: nn.Module, rank: int, rng: Generator, head: str = "fc") -> nn.Module:
+    """Freeze a model but for its head, and give factors to every other linear layer; rank 0 leaves it as it is."""
+    if not rank:
+        return model
+    for p in model.parameters():
+        p.requires_grad_(False)
+    for name, layer in list(model.named_modules()):
+        if name == head:
+            layer.requires_grad_(True)
+        elif isinstance(layer, nn.Linear):
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, LowRank(layer, rank, rng))
+    return model

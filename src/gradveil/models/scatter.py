@@ -15,8 +15,7 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from gradveil.errors import SpecError
-from gradveil.models.base import MODELS, Shape
-from gradveil.models.parts import Chain, Layers, Rank, Width
+from gradveil.models.base import MODELS, Chain, Layers, Rank, Shape, Width
 
 SIDE, STRIDE = 6, 2  # of patches, in pixels
 PLACES = 3  # down and across, over which responses are averaged
@@ -162,8 +161,7 @@ class Basis(nn.Module):
 
     def __init__(self, length: int, dims: int) -> None:
         super().__init__()
-        rng = torch.Generator().manual_seed(0)  # the same for everybody
-        self.register_buffer("directions", torch.randn(dims, length, generator=rng) / math.sqrt(length))
+        self.register_buffer("directions", torch.randn(dims, length, generator=_same()) / math.sqrt(length))
         self.register_buffer("offset", torch.zeros(dims))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
 """Small language models: an encoder that tells classes, and a decoder that tells the next token."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Generator, Tensor, nn
@@ -10,9 +9,8 @@ from torch import Generator, Tensor, nn
 from gradveil.errors import SpecError
 from gradveil.modalities import Modality
 from gradveil.modalities.tokens import PADDING
-from gradveil.models.base import MODELS, Builder, Shape
-from gradveil.models.parts import Init, Rank, Width, initialise, low_rank
-from gradveil.models.vision import TransformerBlock
+from gradveil.models.base import MODELS, Builder, Init, Rank, Shape, Width, initialise, low_rank
+from gradveil.models.chains import Depth, TransformerBlock
 from gradveil.ranges import Range
 
 SPREAD = 0.02  # standard deviation of embeddings at the start, as in BERT and GPT-2
@@ -50,7 +48,7 @@ class TextModel(nn.Module):
     Ids may come as floats that are whole numbers: examples of every kind travel as such.
     """
 
-    def __init__(self, tokens: Embedded, blocks: Sequence[TransformerBlock], outputs: int, causal: bool) -> None:
+    def __init__(self, tokens: Embedded, blocks: list[TransformerBlock], outputs: int, causal: bool) -> None:
         super().__init__()
         width = tokens.words.embedding_dim
         self.causal = causal
@@ -77,13 +75,15 @@ class TextBuilder(Builder):
     """What the two share."""
 
     takes = "tokens"
+    causal: ClassVar[bool]
+    depth: int
     width: int
     heads: int
     length: int
     init: str
     lora: int
 
-    def _check(self, input_shape: Shape) -> None:
+    def network(self, input_shape: Shape, vocabulary: int, outputs: int, rng: Generator) -> nn.Module:
         if len(input_shape) != 1:
             raise SpecError(f"Model {self.spec_name!r} takes sequences of ids, not inputs of shape {input_shape}.")
         if input_shape[0] > self.length:
@@ -91,12 +91,12 @@ class TextBuilder(Builder):
                 f"The sequences have {input_shape[0]} tokens and {self.spec_name} has places for {self.length}. "
                 f"Shorten them, or give {self.spec_name}:length={input_shape[0]}."
             )
-        if self.width % self.heads:
-            raise SpecError(f"width={self.width} cannot be dealt out to {self.heads} heads.")
-
-    def _drawn(self, model: TextModel, rng: Generator) -> nn.Module:
+        block = TransformerBlock if self.causal else PostNormBlock
+        blocks = [block(self.width, self.heads, 1e-5 if self.causal else 1e-12) for _ in range(self.depth)]
+        tokens = Embedded(vocabulary, self.length, self.width)
+        model = TextModel(tokens, blocks, outputs, self.causal)
         initialise(model, self.init, rng)
-        for part in (model.tokens.words, model.tokens.places):
+        for part in (tokens.words, tokens.places):
             nn.init.normal_(part.weight, std=SPREAD, generator=rng)
         return low_rank(model, self.lora, rng)
 
@@ -109,23 +109,19 @@ class Bert(TextBuilder):
     Classes are told from the first token. No dropout, no pooler and no segments. Padding (id 0) is not attended to.
     """
 
+    causal = False
+
     vocabulary: Vocabulary | None = None  # as many tokens as the data has
-    depth: Annotated[int, Range(1, 256)] = 3
+    depth: Depth = 3
     width: Width = 768
     heads: Width = 12
     length: Length = 128  # tokens of a sequence, at most
     init: Init = "default"
     lora: Rank = 0  # of the low-rank factors that alone are trained, beside the last layer; 0: all weights are
 
-    def build_for(self, modality: Modality, input_shape: Shape, num_classes: int, rng: Generator) -> nn.Module:
-        known = self if self.vocabulary or not modality.last else replace(self, vocabulary=int(modality.last) + 1)
-        return known.build(input_shape, num_classes, rng)
-
-    def build(self, input_shape: Shape, num_classes: int, rng: Generator) -> nn.Module:
-        self._check(input_shape)
-        blocks = [PostNormBlock(self.width, self.heads, 1e-12) for _ in range(self.depth)]
-        tokens = Embedded(self.vocabulary or USUAL, self.length, self.width)
-        return self._drawn(TextModel(tokens, blocks, num_classes, causal=False), rng)
+    def build(self, input_shape: Shape, num_classes: int, rng: Generator, modality: Modality) -> nn.Module:
+        known = int(modality.last) + 1 if modality.last else USUAL
+        return self.network(input_shape, self.vocabulary or known, num_classes, rng)
 
 
 @MODELS.register("gpt_tiny")
@@ -136,15 +132,14 @@ class Gpt(TextBuilder):
     No dropout; the last layer is not tied to the embedding. The vocabulary is as large as the data's.
     """
 
-    depth: Annotated[int, Range(1, 256)] = 2
+    causal = True
+
+    depth: Depth = 2
     width: Width = 768
     heads: Width = 12
     length: Length = 128  # tokens of a sequence, at most
     init: Init = "default"
     lora: Rank = 0  # of the low-rank factors that alone are trained, beside the last layer; 0: all weights are
 
-    def build(self, input_shape: Shape, num_classes: int, rng: Generator) -> nn.Module:
-        self._check(input_shape)
-        blocks = [TransformerBlock(self.width, self.heads) for _ in range(self.depth)]
-        tokens = Embedded(num_classes, self.length, self.width)
-        return self._drawn(TextModel(tokens, blocks, num_classes, causal=True), rng)
+    def build(self, input_shape: Shape, num_classes: int, rng: Generator, modality: Modality) -> nn.Module:
+        return self.network(input_shape, num_classes, num_classes, rng)

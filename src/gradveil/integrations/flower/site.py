@@ -26,7 +26,7 @@ from gradveil.defenses.veil import Veil, check_clip
 from gradveil.errors import BudgetError, DefenseError, GradveilError
 from gradveil.imports import is_import_path
 from gradveil.integrations.flower.records import Refused, asked
-from gradveil.models.backbones import PACKAGED
+from gradveil.models.features import PACKAGED
 from gradveil.privacy.accountant import NOISE, SECRET, SIMULATED, Account, account_path, spend_from
 from gradveil.protection.defense import Defense, build
 from gradveil.registry import Registry, Spec, describe, parse, split_specs

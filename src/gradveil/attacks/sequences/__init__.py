@@ -1,1 +1,0 @@
-"""Machinery of attacks on sequences of tokens."""
