@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradveil.modalities import IMAGE, Metric, Modality
-from gradveil.modalities.base import identification, label_accuracy
+from gradveil.modalities.base import by_name, identification, label_accuracy
 from gradveil.types import Batch
 
 
@@ -94,13 +94,10 @@ def chance_of(hits: int, count: int, rate: float) -> float:
     return math.fsum(math.comb(count, k) * rate**k * (1 - rate) ** (count - k) for k in range(hits, count + 1))
 
 
-COMMON: dict[str, Metric] = {  # of every modality
-    m.name: m
-    for m in (
-        Metric("label", label_accuracy, "higher", "Share of the labels that were recovered, in any order.", True),
-        Metric("identified", identification, "higher", "Picks its original out of a gallery of 100 examples.", True),
-    )
-}
+COMMON: dict[str, Metric] = by_name(  # of every modality
+    Metric("label", label_accuracy, "higher", "Share of the labels that were recovered, in any order.", True),
+    Metric("identified", identification, "higher", "Picks its original out of a gallery of 100 examples.", True),
+)
 METRICS: dict[str, Metric] = {**IMAGE.metrics, **COMMON}
 
 

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from attacks.helpers_text import BERT, GPT, LENGTH, observed, observed_of, rng, rows, text
 from gradveil.attacks.base import build as build_attack
-from gradveil.attacks.sequences.attention import FirstAttention, Span
-from gradveil.attacks.sequences.decode import MOST, ROUNDS, Assembly, _Grid, places
-from gradveil.attacks.span import SpanCheck
+from gradveil.attacks.sequences import MOST, ROUNDS, Assembly, FirstAttention, Span, _Grid
+from gradveil.attacks.span import SpanCheck, places
 from gradveil.errors import AttackError
 from gradveil.models import build
 from gradveil.types import Observation, Update

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from attacks.helpers_text import observed_of, rng, rows
 from gradveil.attacks.base import build as build_attack
-from gradveil.attacks.sequences.attention import FirstAttention
+from gradveil.attacks.sequences import FirstAttention
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: transformers)")
 pytestmark = pytest.mark.filterwarnings("ignore")

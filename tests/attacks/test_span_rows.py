@@ -8,8 +8,8 @@ from torch import Tensor
 
 from attacks.helpers_text import BERT, GPT, observed, rng
 from gradveil.attacks.base import build as build_attack
-from gradveil.attacks.sequences.attention import FirstAttention
-from gradveil.attacks.sequences.decode import by_rows, present
+from gradveil.attacks.sequences import FirstAttention
+from gradveil.attacks.span import by_rows, present
 from gradveil.gradients.functional import trial_updates
 from gradveil.modalities.tokens import Tokens, wrong
 from gradveil.types import Observation

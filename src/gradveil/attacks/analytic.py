@@ -25,15 +25,15 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, check_alone, check_seen, differentiating, refuse_adaptive
-from gradveil.attacks.gauss_newton.equations import Equations, Prior, Smoothing, kink_scales, refuse_recurrent
+from gradveil.attacks.gauss_newton.equations import Prior, input_equations, refuse_recurrent
 from gradveil.attacks.gauss_newton.solver import DenseStep, Descent, MatrixFree, Solver
 from gradveil.attacks.labels import read_at, with_labels
-from gradveil.attacks.rounds import at_one_model
+from gradveil.attacks.rounds import at_one_model, entry_weights
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import quiet
 from gradveil.modules import Visit, copied_state, input_of, prefix, trace
 from gradveil.ranges import Count
-from gradveil.tree import named
+from gradveil.tree import named, norm
 from gradveil.types import Observation, Reconstruction
 
 FAINT = 1e-6  # of the largest: a row, a bias gradient or a singular value that is rounding
@@ -96,10 +96,9 @@ class Mixture:
         with torch.enable_grad(), quiet(model, transformed=False):
             loss = self.seen.loss(model(x), targets.to(x.device))
             there = torch.autograd.grad(loss, list(free.values()), allow_unused=True, materialize_grads=True)
-        weights = {n: self.seen.weights.get(n, torch.ones(())).to(x) for n in free}
-        far = sum((weights[n] * (g - gradient[n].to(g))).square().sum() for n, g in zip(free, there, strict=True))
-        size = sum((weights[n] * gradient[n].to(x)).square().sum() for n in free)
-        return float(torch.as_tensor(far / size).sqrt())
+        weights = {n: entry_weights(self.seen, n).to(x) for n in free}
+        far = norm({n: weights[n] * (g - gradient[n].to(g)) for n, g in zip(free, there, strict=True)})
+        return float(far / norm({n: weights[n] * gradient[n].to(x) for n in free}))
 
     def explained(self, y: Tensor) -> tuple[Tensor, Tensor | None, float]:
         """Return the examples and targets of unmixed rows y (rank, rank), and how far their gradient is off."""
@@ -199,7 +198,7 @@ def layer_inputs(seen: Observation, visit: Visit) -> LayerInputs:
     """Return what the update shows of the layer's inputs."""
     weight, bias = named(visit.path, "weight"), named(visit.path, "bias")
     dw, db = seen.update.gradient[weight].double(), seen.update.gradient[bias].double()  # (O, L), (O,)
-    mask = seen.weights[weight].to(dw).expand_as(dw) if weight in seen.weights else torch.ones_like(dw)
+    mask = entry_weights(seen, weight).to(dw)
     noise = (seen.noise.get(weight, 0.0), seen.noise.get(bias, 0.0))
     by_class = seen.labels is not None and seen.loss.targets == "classes"
     if seen.num_examples == 1:
@@ -297,31 +296,16 @@ class Analytic(Attack):
         """Return the inputs (N, d) that the prior and the layer's inputs speak for, every example on its own."""
         alone = replace(seen, update=replace(seen.update, num_examples=1))
         prior = Prior.of(alone, 0, r.values.device)
-        rows = _inversion_rows(alone, layer, r, prior.center())
+        level = (r.known * r.values.square()).sum(1).div(r.known.sum(1).clamp_min(1)).sqrt().clamp_min(1e-12)
+        center = prior.center().reshape(1, *seen.input_shape)
+        f = prefix(seen.model, layer)
+        rows = input_equations(seen.model, f, center, r.values, level[:, None], r.known, r.std)
         direction = DenseStep(prior) if prior.pixels <= DENSE else MatrixFree(prior, CG_STEPS)
         solver = Solver(prior, Descent(self.steps, 5, 3.0, 1e-5), direction, slice(None))
         away = prior.draw(len(r.values) * self.restarts, rng).reshape(-1, self.restarts, prior.pixels)
         away[:, 0] = 0.0
         best = solver.best(rows, prior.center() + away)
         return best.point, float(best.objective.mean()), int(best.steps.max()), bool(best.late.any())
-
-
-def _inversion_rows(seen: Observation, layer: str, r: LayerInputs, center: Tensor) -> Equations:
-    """Return the equations f(x) = r of each example."""
-    f = prefix(seen.model, layer)
-    shape = (1, *seen.input_shape)
-
-    def one(x: Tensor, widths: Tensor, smooth: bool) -> Tensor:
-        if not smooth:
-            return f(x.reshape(shape)).flatten()
-        with Smoothing(widths.unbind()):
-            return f(x.reshape(shape)).flatten()
-
-    with quiet(seen.model):
-        scales = torch.tensor(kink_scales(lambda: f(center.reshape(shape)))).to(center).expand(len(r.values), -1)
-    rms = (r.known * r.values.square()).sum(1).div(r.known.sum(1).clamp_min(1)).sqrt().clamp_min(1e-12)
-    level = rms[:, None].expand_as(r.values)
-    return Equations(seen.model, one, (), scales, r.values, r.known, r.std, level)
 
 
 def examples_behind(seen: Observation, layer: str, values: Tensor) -> Tensor | None:

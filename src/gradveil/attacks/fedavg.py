@@ -13,13 +13,7 @@ from gradveil import tree
 from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, check_seen, in_groups
 from gradveil.attacks.labels import unreadable, with_labels
 from gradveil.attacks.rounds import at_one_model
-from gradveil.attacks.search.matching import (
-    BLUR,
-    SENT,
-    Matching,
-    pick,
-    squared_distance,
-)
+from gradveil.attacks.search.matching import BLUR, SENT, Matching, pick, squared_distance
 from gradveil.attacks.search.minimise import LBFGS
 from gradveil.attacks.search.restarts import Search, adam_search, image_terms
 from gradveil.gradients.functional import StepGradient, local_plan, loss_of, per_problem, trial_updates

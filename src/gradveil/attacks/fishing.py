@@ -12,7 +12,7 @@ from gradveil.attacks.base import ATTACKS, AppliesTo, Malicious, build, check_se
 from gradveil.attacks.labels import recover_labels
 from gradveil.attacks.planted import nothing
 from gradveil.errors import AttackError, LayerError
-from gradveil.gradients.functional import quiet
+from gradveil.gradients.functional import output_of
 from gradveil.modules import find_layer, representation, trace
 from gradveil.ranges import Count, Positive, Whole
 from gradveil.tree import named, norm
@@ -89,9 +89,8 @@ class Fishing(Malicious):
 
     def after(self, model: nn.Module, batch: Batch) -> int | None:
         """Return the example that sends most through the last layer."""
-        with torch.no_grad(), quiet(model):
-            target = int(model.get_parameter(named(find_layer(model), "weight")).norm(dim=1).argmax())
-            p = model(batch.inputs.to(next(model.parameters()))).softmax(1)[:, target].cpu()
+        target = int(model.get_parameter(named(find_layer(model), "weight")).norm(dim=1).argmax())
+        p = output_of(model, batch.inputs).softmax(1)[:, target].cpu()
         return int((p - (batch.labels == target).float()).abs().argmax())
 
     def reconstruct(self, seen: Observation, rng: Generator) -> Reconstruction:

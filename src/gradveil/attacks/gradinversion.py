@@ -45,20 +45,16 @@ class GradInversion(Attack):
     l2: Weight = 1e-5
     bn: Weight = 1e-3
     group: Weight = 1e-2
-    decay: bool = True
-    boxed: bool = True
     tol: Weight = 1e-4  # relative squared distance at which the gradient counts as matched
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         search = adam_search(
-            self.steps, self.lr, self.tv, self._terms, False, self.boxed, self.decay, relative_distance,
+            self.steps, self.lr, self.tv, self._terms, False, True, relative_distance,
             restarts=self.restarts, tol=self.tol,
         )  # fmt: skip
         return search.run(with_labels(at_one_model(seen), rngs), rngs)
 
-    def _terms(
-        self, seen: Sequence[Observation], unknowns: Unknowns, owner: Tensor, tv: Tensor
-    ) -> tuple[Penalty, ...]:  # fmt: skip
+    def _terms(self, seen: Sequence[Observation], unknowns: Unknowns, owner: Tensor, tv: Tensor) -> tuple[Penalty, ...]:
         terms: list[Penalty] = [Energy(self.l2), *image_terms(0.0)(seen, unknowns, owner, tv)]
         terms += statistics_term(seen, owner, self.bn, running=True)
         if self.restarts > 1:

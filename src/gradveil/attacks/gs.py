@@ -22,13 +22,7 @@ from torch import Generator, Tensor
 from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, in_groups
 from gradveil.attacks.labels import read_at, with_labels
 from gradveil.attacks.rounds import at_one_model
-from gradveil.attacks.search.matching import (
-    SENT,
-    Matching,
-    Penalty,
-    Unknowns,
-    precisions,
-)
+from gradveil.attacks.search.matching import SENT, Matching, Penalty, Unknowns, precisions
 from gradveil.attacks.search.restarts import TVS, Start, adam_search, image_terms
 from gradveil.ranges import Count, Positive, Weight
 from gradveil.tree import parameters
@@ -84,20 +78,16 @@ class GS(Attack):
     tv: Weight | tuple[Weight, ...] = TVS  # images (C, H, W) only; of several, one is chosen
     contrast: Weight = 0.0  # of neighbouring pixels; above 0, known noise sets how much smoothness counts, tv the least
     bn: Weight = SENT  # of batch norm statistics that the client sent
-    signed: bool = True
-    boxed: bool = True
-    decay: bool = True
     start: Start = "grey"
     tol: Weight = 1e-4  # cosine distance at which the gradient counts as matched
     tf32: bool = False  # on CUDA, round products to ten bits: twice as fast on large networks
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         labelled = with_labels(at_one_model(seen), rngs)
+        found = in_groups(labelled, rngs, self._smoothness_known, self._run)
         return [
             r if s.labels is not None or s.loss.targets != "numbers" else replace(r, labels=_numbers(s, r.inputs, rng))
-            for s, r, rng in zip(
-                labelled, in_groups(labelled, rngs, self._smoothness_known, self._run), rngs, strict=True
-            )
+            for s, r, rng in zip(labelled, found, rngs, strict=True)
         ]
 
     def _smoothness_known(self, seen: Observation) -> bool:
@@ -106,14 +96,12 @@ class GS(Attack):
     def _run(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         grid = self.tv if isinstance(self.tv, tuple) else (self.tv,)
         search = adam_search(
-            self.steps, self.lr, (min(grid),) if self._smoothness_known(seen[0]) else grid, self._terms, self.signed,
-            self.boxed, self.decay, restarts=self.restarts, tol=self.tol, start=self.start, tf32=self.tf32,
+            self.steps, self.lr, (min(grid),) if self._smoothness_known(seen[0]) else grid, self._terms, True, True,
+            restarts=self.restarts, tol=self.tol, start=self.start, tf32=self.tf32,
         )  # fmt: skip
         return search.run(seen, rngs)
 
-    def _terms(
-        self, seen: Sequence[Observation], unknowns: Unknowns, owner: Tensor, tv: Tensor
-    ) -> tuple[Penalty, ...]:  # fmt: skip
+    def _terms(self, seen: Sequence[Observation], unknowns: Unknowns, owner: Tensor, tv: Tensor) -> tuple[Penalty, ...]:
         if self.contrast > 0 and len(unknowns.images) == 4:
             tv = tv.maximum(torch.tensor([map_smoothness(s, self.contrast) for s in seen])[owner].to(tv))
         return image_terms(self.bn)(seen, unknowns, owner, tv)

@@ -13,13 +13,12 @@ from dataclasses import replace
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.func import functional_call
 
 from gradveil.attacks.rounds import mean_round
 from gradveil.errors import AttackError, LayerError
-from gradveil.gradients.functional import quiet
+from gradveil.gradients.functional import output_of
 from gradveil.losses import BinaryCrossEntropy, CrossEntropy
-from gradveil.modules import copied_state, find_layer, representation
+from gradveil.modules import find_layer, representation
 from gradveil.registry import describe
 from gradveil.tree import named
 from gradveil.types import Observation
@@ -67,8 +66,7 @@ def _bits(seen: Observation, delta: Tensor, rng: Generator) -> Tensor | None:
         return seen.loss.found(-delta[None])
     if seen.num_classes > 1:
         return None
-    with torch.no_grad(), quiet(seen.model):
-        mean_prediction = seen.model(_dummies(seen, rng)).sigmoid().mean().to(delta)
+    mean_prediction = output_of(seen.model, _dummies(seen, rng)).sigmoid().mean().to(delta)
     ones = (seen.num_examples * (mean_prediction - delta)).round().clamp(0, seen.num_examples)
     labels: Tensor = torch.arange(seen.num_examples, device=delta.device) >= seen.num_examples - ones
     return labels.long()
@@ -104,8 +102,7 @@ def class_counts(seen: Observation, delta: Tensor, rng: Generator) -> Tensor:
     certain and come first; the rest goes, one at a time, where most is missing. Smoothing and weights are taken off
     first.
     """
-    with torch.no_grad(), quiet(seen.model):
-        mean_prediction = seen.model(_dummies(seen, rng)).softmax(-1).mean(0).to(delta)
+    mean_prediction = output_of(seen.model, _dummies(seen, rng)).softmax(-1).mean(0).to(delta)
     expected, least = _solved_counts(seen, delta, mean_prediction), torch.zeros_like(delta)
     if isinstance(seen.loss, CrossEntropy) and not seen.loss.plain:
         expected, least = _weighed_counts(seen.loss, seen.num_examples, mean_prediction, delta)
@@ -162,8 +159,7 @@ def read_at(seen: Observation, inputs: Tensor, rng: Generator) -> Tensor | None:
     signal = label_signal(seen, rng)
     if signal is None or not seen.update.rule.is_plain:
         return None
-    with quiet(seen.model), torch.no_grad():
-        output = functional_call(seen.model, copied_state(seen.model), (inputs.to(next(seen.model.parameters())),))
+    output = output_of(seen.model, inputs)
     slope = (signal / seen.num_examples).to(output).expand(seen.num_examples, -1).reshape(output.shape)
     return seen.loss.read(output, slope)
 

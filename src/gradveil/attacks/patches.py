@@ -21,7 +21,7 @@ from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, differentiating
 from gradveil.attacks.gauss_newton.equations import Equations, Prior
 from gradveil.attacks.gauss_newton.solver import DenseStep, Descent, MatrixFree, Solver
 from gradveil.attacks.newton import Newton, ready
-from gradveil.attacks.sequences.attention import linear_calls, shown_inputs
+from gradveil.attacks.sequences import directions, linear_calls, shown_inputs
 from gradveil.attacks.span import read_labels
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import quiet
@@ -168,11 +168,9 @@ def _missing(needed: Sequence[tuple[int, int]]) -> str:
 
 def _beside(gradient: Tensor, tokens: int) -> Tensor | None:
     """Return the directions (width, k) in which no input lies, of so many; None where they cannot be told."""
-    rows, width = gradient.shape
-    if tokens >= min(rows, width):
+    if tokens >= min(gradient.shape):
         return None
-    padded = torch.cat([gradient, gradient.new_zeros(max(0, width - rows), width)])
-    _, s, vt = torch.linalg.svd(padded, full_matrices=False)
+    s, vt = directions(gradient)
     if s[tokens - 1] <= max(GAP * float(s[tokens]), FAINT * float(s[0])):
         return None
     beside: Tensor = vt[tokens:].mT

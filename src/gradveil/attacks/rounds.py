@@ -73,9 +73,13 @@ def mean_round(rounds: Sequence[Observation]) -> Observation:
 
 def _precision(s: Observation, name: str) -> Tensor:
     """Return how much each entry of a tensor tells, shaped like it: its weight over the variance of its noise."""
+    return entry_weights(s, name) / (s.noise.get(name) or 1.0) ** 2
+
+
+def entry_weights(s: Observation, name: str) -> Tensor:
+    """Return the weight of each entry of a tensor, shaped like it: 1 where none is given."""
     g = s.update.gradient[name]
-    weight = s.weights[name].to(g).expand_as(g) if name in s.weights else torch.ones_like(g)
-    return weight / (s.noise.get(name) or 1.0) ** 2
+    return s.weights[name].to(g).expand_as(g) if name in s.weights else torch.ones_like(g)
 
 
 def _alike(a: Observation, b: Observation) -> bool:
@@ -178,9 +182,7 @@ class SentRounds:
 
 
 def _weight(s: Observation, name: str, like: Tensor) -> Tensor:
-    if name not in s.update.gradient:
-        return torch.zeros_like(like)
-    return s.weights[name].to(like).expand_as(like) if name in s.weights else torch.ones_like(like)
+    return entry_weights(s, name).to(like) if name in s.update.gradient else torch.zeros_like(like)
 
 
 def flat(update: Params) -> Tensor:

@@ -8,7 +8,6 @@ its loss by the layer's output, dW - c u rᵀ has one rank less for exactly one 
 """
 
 import math
-from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +18,7 @@ from torch import Generator, Tensor
 from gradveil import pace
 from gradveil.attacks.analytic import Mixture, behind, mixed
 from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, check_alone, check_seen, differentiating, refuse_adaptive
-from gradveil.attacks.gauss_newton.equations import Equations, Prior, Smoothing, kink_scales, refuse_recurrent
+from gradveil.attacks.gauss_newton.equations import Prior, input_equations, refuse_recurrent
 from gradveil.attacks.gauss_newton.solver import DenseStep, Descent, Solver
 from gradveil.attacks.labels import with_labels
 from gradveil.attacks.rounds import at_one_model
@@ -154,21 +153,15 @@ def _accepted(mixture: Mixture, span: _Span, x: Tensor, limit: float) -> tuple[T
 
 def _led(mixture: Mixture, span: _Span, prior: Prior, starts: Tensor) -> Tensor:
     """Return where starts (K, d) are led by the span's equations and the prior."""
-    f, (a, b), shape = prefix(mixture.seen.model, mixture.layer), span.equations, mixture.seen.input_shape
-
-    def one(x: Tensor, widths: Tensor, smooth: bool) -> Tensor:
-        with Smoothing(widths.unbind()) if smooth else nullcontext():
-            return (f(x.reshape(1, *shape)) @ a.T).flatten()
-
-    many = starts.reshape(-1, *shape)
+    f, (a, b), x = (
+        prefix(mixture.seen.model, mixture.layer),
+        span.equations,
+        starts.reshape(-1, *mixture.seen.input_shape),
+    )
     with torch.no_grad():
-        scales = torch.tensor(kink_scales(lambda: f(many))).to(starts).expand(len(starts), -1)
-        level = (f(many) @ a.T - b).square().mean().sqrt().expand(len(starts), len(b))
-    rows = Equations(
-        mixture.seen.model, one, (), scales, b.expand_as(level), torch.ones_like(level), torch.zeros_like(level), level
-    )  # fmt: skip
-    solver = Solver(prior, STEPS, DenseStep(prior), slice(None))
-    return solver.best(rows, starts[:, None]).point
+        level = (f(x) @ a.T - b).square().mean().sqrt()
+    rows = input_equations(mixture.seen.model, lambda z: f(z) @ a.T, x, b.expand(len(x), -1), level)
+    return Solver(prior, STEPS, DenseStep(prior), slice(None)).best(rows, starts[:, None]).point
 
 
 def _slopes(mixture: Mixture, x: Tensor) -> Tensor:

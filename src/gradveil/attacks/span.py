@@ -4,8 +4,12 @@ The gradient of a linear layer's weight is dW = Σ δ xᵀ over all tokens: its 
 there are fewer tokens than the layer is wide. So every token at every place is held against the span of the first
 attention's inputs, and then sequences against that of what this attention gives (the inputs of the layer behind),
 which hangs on a token and on those that it sees. A decoder sees those before: its sequences are extended token by
-token. An encoder sees all: its sequences are put together at once (``sequences/encoder.py``). Where noise or several
-steps fill the spans, the rows of the embeddings' gradients still tell most of it (``sequences/rows.py``).
+token. An encoder sees all: its sequences are put together at once.
+
+Where noise or several local steps fill the spans, the embeddings are left: each token of a batch adds its gradient to a
+row of the embedding of tokens and to one of the embedding of places. The rows of the tokens that are there stand out,
+and least squares give the share of each token's row that arose at each place. The loss of a sequence sends all of its
+tokens much the same gradient: tokens whose rows point the same way stand in one sequence.
 """
 
 from collections.abc import Sequence
@@ -13,16 +17,14 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Generator, Tensor
-from torch.func import functional_call
 
 from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, check_seen, refuse_adaptive
 from gradveil.attacks.rounds import at_one_model
-from gradveil.attacks.sequences.attention import FirstAttention, Span, layer_span, word_table
-from gradveil.attacks.sequences.decode import Assembly, by_rows, extended, places, present
+from gradveil.attacks.sequences import Assembly, FirstAttention, Span, extended, layer_span, word_table
 from gradveil.errors import AttackError, LayerError
-from gradveil.gradients.functional import quiet, trial_gradients
+from gradveil.gradients.functional import output_of, quiet, trial_gradients
 from gradveil.modalities.tokens import PADDING
-from gradveil.modules import copied_state, find_layer, representation
+from gradveil.modules import find_layer, representation
 from gradveil.ranges import Between
 from gradveil.tree import dot
 from gradveil.types import Observation, Reconstruction
@@ -206,7 +208,7 @@ def read_labels(seen: Observation, inputs: Tensor) -> Tensor | None:
         return None
     with torch.no_grad(), quiet(seen.model):
         rows = representation(seen.model, layer, inputs.to(like)).double()
-        output = functional_call(seen.model, copied_state(seen.model), (inputs.to(like),)).double()
+    output = output_of(seen.model, inputs).double()
     rows = rows.flatten(0, -2)
     if gradient.shape != (output.shape[-1], rows.shape[1]) or len(rows) > rows.shape[1]:
         return None
@@ -214,3 +216,75 @@ def read_labels(seen: Observation, inputs: Tensor) -> Tensor | None:
     if slope.numel() != output.numel():  # a mean over what the layer gives at several places, or the like
         return None
     return seen.loss.read(output, slope.view_as(output).to(output))
+
+
+RIGHT_ANGLE = 3e-7  # cosine, below which it is one
+
+
+def places(before: Tensor, words: Tensor) -> Tensor:
+    """Return the place of each token of which all stand at one place (T,), -1 of the others.
+
+    A layer norm's gradient by its input is at a right angle to that input less its mean. ``before`` (T, L, width) is
+    that input for each token at each place, ``words`` (T, width) the gradient of its embedding.
+    """
+    centred = before - before.mean(-1, keepdim=True)
+    cosine = torch.einsum("tlw,tw->tl", centred, words).abs()
+    cosine = cosine / (centred.norm(dim=-1) * words.norm(dim=-1, keepdim=True)).clamp_min(1e-300)
+    least, place = cosine.min(1)
+    found: Tensor = place.where(least < RIGHT_ANGLE, -1)
+    return found
+
+
+STANDS_OUT = 1.5  # times the lower quartile of all rows' lengths, which noise makes alike
+LEAST = 0.25  # copies of a token at a place, below which it does not stand there
+RARE = 0.6  # share of a token's row that arose at one place, above which it counts as one of one sequence
+STARTS, DEALS = 8, 20  # of dealing out tokens to sequences
+
+
+def present(words: Tensor, most: int) -> Tensor:
+    """Return the tokens whose rows (V, width) stand out, ``most`` of them at most."""
+    size = words.norm(dim=1)
+    out = size > STANDS_OUT * size.quantile(0.25)
+    found: Tensor = size.where(out, 0).topk(min(most, int(out.sum()))).indices.sort().values
+    return found
+
+
+def by_rows(words: Tensor, places: Tensor, count: int) -> Tensor:
+    """Return sequences (count, L) as numbers of tokens, from the rows of tokens (T, width) and places (L, width)."""
+    share = torch.linalg.lstsq(words.T, places.T, driver="gelsd").solution  # (T, L)
+    largest = share.amax(1).clamp(1 / places.shape[0], 1)
+    copies = share / largest[:, None]  # those of a token at its places are alike, so that the largest share is one copy
+    best = copies.topk(min(count, len(copies)), dim=0)
+    there = best.indices.where(best.values > LEAST, best.indices[:1])  # (count or T, L); the first may stand in several
+    return _dealt(words, there.T, largest > RARE, count)
+
+
+def _dealt(words: Tensor, there: Tensor, rare: Tensor, count: int) -> Tensor:
+    """Deal the tokens that stand at each place (L, count) out to sequences, one to each; the best of several starts."""
+    way = words / words.norm(dim=1, keepdim=True)
+    there = there[:, torch.arange(count) % there.shape[1]]
+    starts = rare[there].sum(1).argsort(descending=True)[:STARTS]
+    tries = [_from(way, there, rare, way[there[start]]) for start in starts]
+    return max(tries, key=lambda one: one[0])[1]
+
+
+def _from(way: Tensor, there: Tensor, rare: Tensor, middle: Tensor) -> tuple[float, Tensor]:
+    """Return how well tokens point the way of their sequences' middles (count, width), and the sequences."""
+    from scipy.optimize import linear_sum_assignment
+
+    sequences, total = there.T.clone(), 0.0
+    for _ in range(DEALS):
+        mixed = torch.linalg.lstsq(middle.T, way.T, driver="gelsd").solution.T  # (T, count): those of several sequences
+        mixed = mixed / mixed.abs().sum(1, keepdim=True).clamp_min(1e-30)
+        alike = (way @ middle.T).where(rare[:, None], mixed)
+        before, total = sequences.clone(), 0.0
+        for place, tokens in enumerate(there):
+            which, whose = (torch.as_tensor(i) for i in linear_sum_assignment(-alike[tokens].cpu().numpy()))
+            sequences[whose, place] = tokens[which]
+            total += float(alike[tokens[which], whose].sum())
+        if torch.equal(before, sequences):
+            break
+        weight = rare[sequences].to(way) + 1e-6
+        middle = (way[sequences] * weight[..., None]).sum(1)
+        middle = middle / middle.norm(dim=1, keepdim=True).clamp_min(1e-30)
+    return total, sequences

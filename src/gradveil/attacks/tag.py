@@ -15,7 +15,7 @@ from gradveil.attacks.labels import with_labels
 from gradveil.attacks.rounds import at_one_model
 from gradveil.attacks.search.matching import Matching
 from gradveil.attacks.search.restarts import adam_search
-from gradveil.attacks.sequences.attention import word_table
+from gradveil.attacks.sequences import word_table
 from gradveil.modalities import IMAGE
 from gradveil.modalities.tokens import PADDING, UNKNOWN
 from gradveil.ranges import Count, Positive, Weight

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map
 from gradveil.errors import AttackError
 from gradveil.gradients.by_hand import known_chain, manual_gradients, pays, wide
 from gradveil.losses import CROSS_ENTROPY, CrossEntropy, Loss
-from gradveil.modules import copied_buffers, plain_attention, plain_checkpoints
+from gradveil.modules import copied_buffers, copied_state, plain_attention, plain_checkpoints
 from gradveil.step_rule import Momenta
 from gradveil.tree import Params, parameters
 from gradveil.types import Observation, Update
@@ -142,6 +142,13 @@ def quiet(model: nn.Module, transformed: bool = True) -> Iterator[None]:
             del norm.forward
         for layer in random:
             layer.training = True
+
+
+def output_of(model: nn.Module, x: Tensor) -> Tensor:
+    """Return what a model gives for examples; it writes to none of its buffers."""
+    with quiet(model), torch.no_grad():
+        output: Tensor = functional_call(model, copied_state(model), (x.to(next(model.parameters())),))
+    return output
 
 
 def _by_own_statistics(norm: _BatchNorm, transformed: bool, x: Tensor) -> Tensor:

@@ -29,6 +29,11 @@ class Metric:
     form: str = ""  # how its numbers are written
 
 
+def by_name(*metrics: Metric) -> dict[str, Metric]:
+    """Return metrics by their names."""
+    return {metric.name: metric for metric in metrics}
+
+
 @dataclass(frozen=True)
 class Cell:
     """A part of an example as a person reads it: what stands there, and whether it is right, where that is known."""

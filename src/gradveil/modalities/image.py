@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradveil.modalities.base import MODALITIES, Bounds, Metric, Modality
+from gradveil.modalities.base import MODALITIES, Bounds, Metric, Modality, by_name
 
 MAX_PSNR = 120.0  # dB; an exact copy would be infinite, and a mean over images must stay finite
 
@@ -76,30 +76,14 @@ class Image(Modality):
     one, many, part = "image", "images", "pixel"
     guesses = ("grey", "mean image", "class mean")
     # LPIPS is left out: its weights are a download of a network trained on other data, and none come with the package.
-    metrics: ClassVar[Mapping[str, Metric]] = {
-        m.name: m
-        for m in (
-            Metric("mse", mse, "lower", "Mean squared error per pixel, pixels in [0, 1]."),
-            Metric(
-                "psnr", psnr, "higher", "Peak signal-to-noise ratio in dB, at most 120.", title="PSNR dB", form=".1f"
-            ),
-            Metric(
-                "ssim",
-                ssim,
-                "higher",
-                "Structural similarity; a smaller window on images under 13 pixels.",
-                title="SSIM",
-                form=".2f",
-            ),
-            Metric(
-                "fft",
-                fft_error,
-                "lower",
-                "Squared error between magnitude spectra: texture, wherever it lies.",
-                title="FFT",
-            ),
-        )
-    }
+    metrics: ClassVar[Mapping[str, Metric]] = by_name(
+        Metric("mse", mse, "lower", "Mean squared error per pixel, pixels in [0, 1]."),
+        Metric("psnr", psnr, "higher", "Peak signal-to-noise ratio in dB, at most 120.", False, "PSNR dB", ".1f"),
+        Metric("ssim", ssim, "higher", "Structural similarity; a smaller window on images under 13 pixels.", False,
+               "SSIM", ".2f"),
+        Metric("fft", fft_error, "lower", "Squared error between magnitude spectra: texture, wherever it lies.", False,
+               "FFT"),
+    )  # fmt: skip
     error, error_name, error_axis = "mse", "MSE", "mean squared error"
     error_text = "Mean squared error per pixel, pixels in [0, 1], after clamping to the data range"
     guess_text = "plain grey, the mean of public images, or that of the right class"

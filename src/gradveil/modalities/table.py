@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gradveil.modalities.base import MODALITIES, Bounds, Cell, Metric, Modality
+from gradveil.modalities.base import MODALITIES, Bounds, Cell, Metric, Modality, by_name
 from gradveil.modalities.image import mse
 
 TOLERANCE = 0.319  # standard deviations: of normal numbers a quarter lie as near to their mean (Vero et al. 2023)
@@ -74,31 +74,14 @@ class Table(Modality):
 
     one, many, part = "row", "rows", "cell"
     guesses = ("middle of the ranges", "mean or mode", "mean or mode of the class")
-    metrics: ClassVar[Mapping[str, Metric]] = {
-        m.name: m
-        for m in (
-            Metric("wrong", wrong, "lower", "Share of the cells that are wrong."),
-            Metric(
-                "numbers",
-                numbers_off,
-                "lower",
-                "Mean distance of numbers, in standard deviations.",
-                title="numbers off, sd",
-                form=".2g",
-            ),
-            Metric(
-                "categories",
-                categories_wrong,
-                "lower",
-                "Share of the categories that are wrong.",
-                title="categories wrong",
-                form=".0%",
-            ),
-            Metric(
-                "mse", lambda found, truth, table: mse(found, truth), "lower", "Of the row as numbers.", title="MSE"
-            ),
-        )
-    }
+    metrics: ClassVar[Mapping[str, Metric]] = by_name(
+        Metric("wrong", wrong, "lower", "Share of the cells that are wrong."),
+        Metric("numbers", numbers_off, "lower", "Mean distance of numbers, in standard deviations.", False,
+               "numbers off, sd", ".2g"),
+        Metric("categories", categories_wrong, "lower", "Share of the categories that are wrong.", False,
+               "categories wrong", ".0%"),
+        Metric("mse", lambda found, truth, table: mse(found, truth), "lower", "Of the row as numbers.", False, "MSE"),
+    )  # fmt: skip
     error, error_name, error_axis = "wrong", "cells wrong", "share of cells wrong"
     error_text = (
         f"Share of a row's cells that are wrong: another category, or a number more than {TOLERANCE} standard "

@@ -3,12 +3,13 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from gradveil.modalities.base import MODALITIES, Bounds, Cell, Metric, Modality
+from gradveil.modalities.base import MODALITIES, Bounds, Cell, Metric, Modality, by_name
 
 # The ids that every vocabulary begins with.
 PADDING = 0  # fills a sequence up; not seen by models, and no loss is taken there
@@ -75,10 +76,6 @@ def _common(a: Words, b: Words) -> int:
     return row[-1]
 
 
-def _metric(name: str, function: Callable[..., Tensor], said: str, title: str) -> Metric:
-    return Metric(name, function, "higher", said, title=title, form=".2f")
-
-
 @MODALITIES.register("tokens")
 @dataclass(frozen=True)
 class Tokens(Modality):
@@ -88,18 +85,20 @@ class Tokens(Modality):
 
     one, many, part = "sequence", "sequences", "token"
     guesses = ("unknown words", "most frequent tokens", "most frequent tokens of the class")
-    metrics: ClassVar[Mapping[str, Metric]] = {
-        m.name: m
-        for m in (
-            Metric("wrong", wrong, "lower", "Share of the tokens that are wrong, place by place."),
-            Metric("exact", exact, "higher", "Sequences that are right from end to end.", True, "exact", ".0%"),
-            _metric("precision", precision, "Words found that are in the text, each once.", "precision"),
-            _metric("recall", recall, "Words of the text that were found, each once.", "recall"),
-            _metric("rouge1", lambda a, b: rouge(1, a, b), "F1 of tokens, in any order.", "ROUGE-1"),
-            _metric("rouge2", lambda a, b: rouge(2, a, b), "F1 of pairs of neighbouring tokens.", "ROUGE-2"),
-            _metric("rougeL", rouge_l, "F1 of the longest common subsequence.", "ROUGE-L"),
-        )
-    }
+    metrics: ClassVar[Mapping[str, Metric]] = by_name(
+        Metric("wrong", wrong, "lower", "Share of the tokens that are wrong, place by place."),
+        Metric("exact", exact, "higher", "Sequences that are right from end to end.", True, "exact", ".0%"),
+        *(
+            Metric(name, function, "higher", said, False, title, ".2f")
+            for name, function, said, title in (
+                ("precision", precision, "Words found that are in the text, each once.", "precision"),
+                ("recall", recall, "Words of the text that were found, each once.", "recall"),
+                ("rouge1", partial(rouge, 1), "F1 of tokens, in any order.", "ROUGE-1"),
+                ("rouge2", partial(rouge, 2), "F1 of pairs of neighbouring tokens.", "ROUGE-2"),
+                ("rougeL", rouge_l, "F1 of the longest common subsequence.", "ROUGE-L"),
+            )
+        ),
+    )
     error, error_name, error_axis = "wrong", "tokens wrong", "share of tokens wrong"
     error_text = "Share of a sequence's tokens that are wrong, each at its place"
     guess_text = "a word nobody knows, the most frequent token of each place, or that among sequences of the class"

@@ -4,6 +4,7 @@ Kinks of ReLU-like calls are rounded over a width in units of the spread of thei
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -26,30 +27,18 @@ _KINKED = _RELU | _LEAKY | _CLIPPED | {F.relu6}
 
 
 class Smoothing(TorchFunctionMode):
-    """Within, ReLU-like calls are rounded, the i-th call over the i-th width."""
+    """Within, the i-th ReLU-like call is rounded over the i-th width; without widths, its input's spread is noted."""
 
-    def __init__(self, widths: Sequence[Tensor]) -> None:
+    def __init__(self, widths: Sequence[Tensor] | None = None) -> None:
         super().__init__()
-        self._widths = iter(widths)
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func not in _KINKED:
-            return func(*args, **(kwargs or {}))
-        return _rounded(func, args[0], next(self._widths), args[1:], kwargs or {})
-
-
-class _Listening(TorchFunctionMode):
-    """Within, notes how widely the inputs of ReLU-like calls spread."""
-
-    def __init__(self) -> None:
-        super().__init__()
+        self._widths = None if widths is None else iter(widths)
         self.scales: list[float] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in _KINKED and self._widths is not None:
+            return _rounded(func, args[0], next(self._widths), args[1:], kwargs or {})
         if func in _KINKED:
             self.scales.append(float(args[0].std(correction=0)) or 1.0)
         return func(*args, **(kwargs or {}))
@@ -57,7 +46,7 @@ class _Listening(TorchFunctionMode):
 
 def kink_scales(forward: Callable[[], object]) -> list[float]:
     """Return the spread of the input of each ReLU-like call of a forward pass, in the order of the calls."""
-    listening = _Listening()
+    listening = Smoothing()
     with torch.no_grad(), listening:
         forward()
     return listening.scales
@@ -192,9 +181,7 @@ class Equations:
     weights: Tensor  # (B, R), of a row's squared residual
     noise: Tensor  # (B, R), known standard deviation; a row without is infinitely sure, save for the floor
     rms: Tensor  # (B, R), what the floor is relative to
-    linear: Callable[..., Linearised] | None = (
-        None  # z (B, n), each of ``given``, widths, smooth?: the same written out
-    )
+    linear: Callable[..., Linearised] | None = None  # z (B, n), each of ``given``, widths, smooth?: written out
     after: Push | None = None  # what a simulated defence makes of one problem's rows of ``linear``
     randomness: Literal["error", "same"] = "error"  # of ``one`` and ``after``, for vmap
 
@@ -245,38 +232,36 @@ class Equations:
                 return [one(z[0], *(value[0] for value in self._given(width)))[None]]
             return [self._vmap(one)(z, *self._given(width))]
 
-    def products(self, z: Tensor, width: Tensor) -> tuple[Push, Callable[[Tensor], Tensor]]:
-        """Return v (B, n) -> dF/dz v (B, R) and u (B, R) -> (dF/dz)ᵀ u, at z."""
-        function, given = self._of(width), self._given(width)
+    def pull(self, z: Tensor, u: Tensor, width: Tensor) -> Tensor:
+        """Return (dF/dz)ᵀ u at z for u (B, R)."""
         if self.linear is not None:
-            program, push, pull = self._linear(z, width)
-            return lambda v: push(program(v)), lambda u: _transposed(program, torch.zeros_like(z), lambda _: pull(u))
+            program, _, back = self._linear(z, width)
+            return _transposed(program, torch.zeros_like(z), lambda _: back(u))
+        function = self._of(width)
 
-        def push_one(z: Tensor, v: Tensor, *given: Tensor) -> Tensor:
+        def one(z: Tensor, u: Tensor, *given: Tensor) -> Tensor:
+            return _pullback(lambda t: function(t, *given), z)(u)
+
+        with quiet(self.model):
+            return self._vmap(one)(z, u, *self._given(width)).detach()
+
+    def curvature(self, z: Tensor, weights: Tensor, width: Tensor) -> Push:
+        """Return v (B, n) -> (dF/dz)ᵀ (weights · dF/dz v) at z; ``weights`` is (B, R)."""
+        if self.linear is not None:
+            program, along, back = self._linear(z, width)
+            return lambda v: _transposed(program, v, lambda pushed: back(weights * along(pushed)))
+        function, given = self._of(width), self._given(width)
+
+        def one(z: Tensor, v: Tensor, *given: Tensor) -> Tensor:
             pushed: Tensor = jvp(lambda t: function(t, *given), (z,), (v,))[1]
             return pushed
 
-        def pull_one(z: Tensor, u: Tensor, *given: Tensor) -> Tensor:
-            pulled: Tensor = vjp(lambda t: function(t, *given), z)[1](u)[0]
-            return pulled
-
-        def push_all(v: Tensor) -> Tensor:
+        def curved(v: Tensor) -> Tensor:
             with quiet(self.model), torch.no_grad():
-                return self._vmap(push_one)(z, v, *given)
+                pushed = self._vmap(one)(z, v, *given)
+            return self.pull(z, weights * pushed, width)
 
-        def pull_all(u: Tensor) -> Tensor:
-            with quiet(self.model):
-                return self._vmap(pull_one)(z, u, *given).detach()
-
-        return push_all, pull_all
-
-    def curvature(self, z: Tensor, weights: Tensor, width: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return v (B, n) -> (dF/dz)ᵀ (weights · dF/dz v) at z; ``weights`` is (B, R)."""
-        if self.linear is None:
-            push, pull = self.products(z, width)
-            return lambda v: pull(weights * push(v))
-        program, along, back = self._linear(z, width)
-        return lambda v: _transposed(program, v, lambda pushed: back(weights * along(pushed)))
+        return curved
 
     def _linear(self, z: Tensor, width: Tensor) -> tuple[Push, Push, Push]:
         """Return the products with dF/dz before a simulated defence, and those with the defence's derivative: along
@@ -287,10 +272,8 @@ class Equations:
                 return at.along, lambda v: v, lambda u: u
             values = at.values()
             back = _pullback(self._sent, values)
-            along = _pullback(
-                lambda u: _pullback(self._sent, values)(u), torch.zeros_like(self.seen)
-            )  # twice transposed
-        return at.along, along, back
+            twice = _pullback(lambda u: _pullback(self._sent, values)(u), torch.zeros_like(self.seen))
+        return at.along, twice, back
 
     def _at(self, z: Tensor, width: Tensor | None) -> Linearised:
         assert self.linear is not None
@@ -311,6 +294,23 @@ class Equations:
 
     def _given(self, width: Tensor | None) -> tuple[Tensor, ...]:
         return (*self.given, self.scales if width is None else self.scales * width[:, None])
+
+
+def input_equations(
+    model: nn.Module, f: Callable[[Tensor], Tensor], x: Tensor, seen: Tensor, level: Tensor,
+    weights: Tensor | None = None, noise: Tensor | None = None,
+) -> Equations:  # fmt: skip
+    """Return the equations f = seen (B, R) of B examples by themselves, with kinks that spread as at examples x."""
+
+    def one(z: Tensor, widths: Tensor, smooth: bool) -> Tensor:
+        with Smoothing(widths.unbind()) if smooth else nullcontext():
+            return f(z.reshape(1, *x.shape[1:])).flatten()
+
+    with quiet(model):
+        scales = torch.tensor(kink_scales(lambda: f(x))).to(seen).expand(len(seen), -1)
+    weights = torch.ones_like(seen) if weights is None else weights
+    noise = torch.zeros_like(seen) if noise is None else noise
+    return Equations(model, one, (), scales, seen, weights, noise, level.expand_as(seen))
 
 
 def _pullback(function: Push, at: Tensor) -> Push:
@@ -363,29 +363,20 @@ class StackedEquations:
     def residual(self, z: Tensor, width: Tensor | None) -> Tensor:
         return torch.cat([part.residual(z[:, place], width) for part, place in self._each()], 1)
 
-    def products(self, z: Tensor, width: Tensor) -> tuple[Push, Push]:
-        both = [part.products(z[:, place], width) for part, place in self._each()]
-        sizes = [part.seen.shape[1] for part in self.parts]
+    def pull(self, z: Tensor, u: Tensor, width: Tensor) -> Tensor:
+        each = zip(self._each(), self._split(u), strict=True)
+        return self._sum(z, [part.pull(z[:, place], piece, width) for (part, place), piece in each])
 
-        def push(v: Tensor) -> Tensor:
-            return torch.cat([one(v[:, place]) for (one, _), place in zip(both, self.places, strict=True)], 1)
-
-        def pull(u: Tensor) -> Tensor:
-            pulled = [back(piece) for (_, back), piece in zip(both, u.split(sizes, 1), strict=True)]
-            return self._sum(z, pulled)
-
-        return push, pull
-
-    def curvature(self, z: Tensor, weights: Tensor, width: Tensor) -> Callable[[Tensor], Tensor]:
-        pieces = weights.split([part.seen.shape[1] for part in self.parts], 1)
-        curved = [
-            part.curvature(z[:, place], piece, width)
-            for (part, place), piece in zip(self._each(), pieces, strict=True)
-        ]  # fmt: skip
+    def curvature(self, z: Tensor, weights: Tensor, width: Tensor) -> Push:
+        each = zip(self._each(), self._split(weights), strict=True)
+        curved = [part.curvature(z[:, place], piece, width) for (part, place), piece in each]
         return lambda v: self._sum(z, [one(v[:, at]) for one, at in zip(curved, self.places, strict=True)])
 
     def _each(self) -> Iterator[tuple[Equations, Tensor]]:
         return zip(self.parts, self.places, strict=True)
+
+    def _split(self, rows: Tensor) -> tuple[Tensor, ...]:
+        return torch.split(rows, [part.seen.shape[1] for part in self.parts], 1)
 
     def _sum(self, z: Tensor, parts: Sequence[Tensor]) -> Tensor:
         total = torch.zeros_like(z)
@@ -397,9 +388,7 @@ class StackedEquations:
 Rows = Equations | StackedEquations
 
 
-def normal_equations(
-    rows: Rows, x: Tensor, residual: Tensor, weights: Tensor, width: Tensor
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def normal_equations(rows: Rows, x: Tensor, residual: Tensor, weights: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
     """Return Kᵀ V⁻¹ K (b, n, n) and Kᵀ V⁻¹ residual (b, n), summed over the parts that K comes in."""
     normal, slope = x.new_zeros(*x.shape, x.shape[1]), x.new_zeros(*x.shape, 1)
     first = 0

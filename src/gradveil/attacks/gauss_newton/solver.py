@@ -48,7 +48,7 @@ class MatrixFree:
     def __call__(
         self, rows: Rows, x: Tensor, residual: Tensor, weights: Tensor, width: Tensor
     ) -> Callable[[Tensor], Tensor]:
-        fall = rows.products(x, width)[1](weights * residual) + self.prior.precise(x - self.prior.center())
+        fall = rows.pull(x, weights * residual, width) + self.prior.precise(x - self.prior.center())
         curved = rows.curvature(x, weights, width)
 
         def step(damping: Tensor) -> Tensor:

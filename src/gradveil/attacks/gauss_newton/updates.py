@@ -16,10 +16,11 @@ from torch.func import functional_call, grad
 from gradveil.attacks.gauss_newton.chains import SPREAD, can_write_out, delta_of, linearised
 from gradveil.attacks.gauss_newton.equations import Equations, Linearised, Prior, Push, Smoothing, Trial, kink_scales
 from gradveil.attacks.labels import label_signal, unreadable
+from gradveil.attacks.rounds import entry_weights
 from gradveil.gradients.by_hand import known_chain
-from gradveil.gradients.functional import quiet, trial_update
+from gradveil.gradients.functional import output_of, quiet, trial_update
 from gradveil.losses import CrossEntropy
-from gradveil.modules import Link, copied_state, trace
+from gradveil.modules import Link, trace
 from gradveil.tree import Params, named
 from gradveil.types import Observation
 
@@ -53,7 +54,7 @@ class Guess:
         slopes = nothing + signal.to(nothing) / seen.num_examples
         if free_of(seen) == "slopes":
             return cls(slopes, _spread(slopes))
-        output = _output(seen, prior.mean.repeat(seen.num_examples).reshape(-1, *seen.input_shape)).to(nothing)
+        output = output_of(seen.model, prior.mean.repeat(seen.num_examples).reshape(-1, *seen.input_shape)).to(nothing)
         numbers = seen.loss.read(output, slopes.reshape(output.shape)) if seen.loss.targets == "numbers" else None
         if numbers is None:
             raise unreadable(seen)
@@ -67,20 +68,12 @@ class Guess:
         found = self.value + self.spread * free.reshape(self.value.shape)
         if free_of(seen) == "targets":
             return seen.loss.found(found.float())
-        output = _output(seen, inputs)
+        output = output_of(seen.model, inputs)
         return seen.loss.read(output, found.to(output).reshape(output.shape))
 
 
 def _spread(sizes: Tensor) -> Tensor:
     return SPREAD * sizes.square().mean().sqrt().expand_as(sizes)
-
-
-def _output(seen: Observation, inputs: Tensor) -> Tensor:
-    with quiet(seen.model), torch.no_grad():
-        output: Tensor = functional_call(
-            seen.model, copied_state(seen.model), (inputs.to(next(seen.model.parameters())),)
-        )
-    return output
 
 
 def trial_rows(seen: Observation, state: Params, prior: Prior) -> Callable[..., Tensor]:
@@ -232,11 +225,7 @@ def _table(seen: Observation, like: Tensor) -> Tensor:
     whole = torch.cat([seen.update.gradient[n].reshape(-1) for n in seen.visible]).to(like).square().mean().sqrt()
     for name in seen.visible:
         g = seen.update.gradient[name].to(like).reshape(-1)
-        weight = (
-            seen.weights[name].to(like).expand(seen.update.gradient[name].shape).reshape(-1)
-            if name in seen.weights
-            else torch.ones_like(g)
-        )
+        weight = entry_weights(seen, name).to(like).reshape(-1)
         rms = (weight * g.square()).sum().div(weight.sum()).sqrt()
         # A tensor whose gradient is nearly zero says little, so it does not get a nearly infinite weight.
         level = torch.maximum(rms, 1e-3 * whole).expand_as(g)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from gradveil import pace
+from gradveil.step_rule import BETA1, BETA2, EPS
 
 State = dict[str, Tensor]  # name: (P, ...), one row per problem
 
@@ -167,11 +168,8 @@ class Adam:
     steps: int  # of the whole run, which the decay is laid out over
     lr: float = 0.1
     signed: bool = False  # feed the sign of the gradient
-    decay: bool = True
     boxed: int = 0  # so many leading coordinates are kept within the bounds
     bounds: tuple[float, float] = (0.0, 1.0)
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
 
     def start(self, z: Tensor) -> State:
         zero, number = z.new_zeros(len(z)), torch.zeros(len(z), dtype=torch.long, device=z.device)
@@ -191,8 +189,8 @@ class Adam:
         new["best"] = torch.where(better[:, None], old["point"], old["best"])
         g = gradient.masked_fill(~finite[:, None], 0.0)
         g = g.sign() if self.signed else g
-        new["first"] = old["first"].lerp(g, 1 - self.betas[0])
-        new["second"] = old["second"] * self.betas[1] + g * g * (1 - self.betas[1])
+        new["first"] = old["first"].lerp(g, 1 - BETA1)
+        new["second"] = old["second"] * BETA2 + g * g * (1 - BETA2)
         new["iterations"] = old["iterations"] + finite
         point = old["point"] - self._step(new)
         if self.boxed:
@@ -202,13 +200,12 @@ class Adam:
 
     def _step(self, new: State) -> Tensor:
         count = new["iterations"].to(new["first"].dtype)[:, None]
-        first = new["first"] / (1 - self.betas[0] ** count)
-        second = new["second"] / (1 - self.betas[1] ** count)
+        first = new["first"] / (1 - BETA1**count)
+        second = new["second"] / (1 - BETA2**count)
         rate = self.lr * torch.ones_like(count)
-        if self.decay:
-            for milestone in MILESTONES:
-                rate = torch.where(count > milestone * self.steps, 0.1 * rate, rate)
-        return rate * first / (second.sqrt() + self.eps)
+        for milestone in MILESTONES:
+            rate = torch.where(count > milestone * self.steps, 0.1 * rate, rate)
+        return rate * first / (second.sqrt() + EPS)
 
 
 WORTH_A_CAPTURE = 0.25  # share of problems that must have left before the rest is captured anew

@@ -236,12 +236,12 @@ def image_terms(bn: float) -> Terms:
 
 def adam_search(
     steps: int, lr: float, tv: float | tuple[float, ...] = 0.0, terms: Terms = no_terms, signed: bool = False,
-    boxed: bool = False, decay: bool = True, distance: Distance = cosine_distance, **more: Any,
+    boxed: bool = False, distance: Distance = cosine_distance, **more: Any,
 ) -> "Search":  # fmt: skip
     """Return a search of so many evaluations by Adam to its last step, whose distance is a share; ``more``: of it."""
 
     def optimiser(unknowns: Unknowns, count: int) -> Adam:
-        return Adam(count, lr, signed, decay, unknowns.pixels if boxed else 0, unknowns.bounds)
+        return Adam(count, lr, signed, unknowns.pixels if boxed else 0, unknowns.bounds)
 
     grid = tv if isinstance(tv, tuple) else (tv,)
     more |= {"stop": False, "patience": steps, "scaled": False, "penalties": terms, "tv": grid}
