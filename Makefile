@@ -75,7 +75,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix src tests studies tools examples conftest.py
 
 site: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python tools/build_site.py
 	@echo "Site: site/index.html"
 
 bench: $(STAMP)

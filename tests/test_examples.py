@@ -61,7 +61,7 @@ def filed(run: Path, *said: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("flwr") is None, reason="Flower is not installed")
 def test_ten_hospitals_on_flower(tmp_path: Path) -> None:
-    out = said("hospital/run.py", tmp_path, "run", "1.5")
+    out = said("hospital/run.py", tmp_path, "--out", "run", "--minutes", "1.5")
     assert "round 6: 10 accepted" in out
     page = (tmp_path / "run" / "protected" / "report.html").read_text()
     assert "6 rounds: 60 updates were averaged and 0 refused" in page

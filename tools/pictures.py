@@ -79,7 +79,7 @@ def play() -> None:
 def site() -> None:
     """Build the site and keep its first page, at three quarters of its size."""
     with tempfile.TemporaryDirectory() as folder, browser() as opened:
-        subprocess.run([sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", folder], cwd=ROOT, check=True)
+        subprocess.run([sys.executable, ROOT / "tools" / "build_site.py", folder], check=True)
         page = opened.new_page(viewport={"width": 1280, "height": 800}, color_scheme="light")
         page.goto((Path(folder) / "index.html").as_uri())
         keep("site", page.screenshot(), 48, (960, 600))

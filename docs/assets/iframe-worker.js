@@ -1,30 +1,29 @@
 // Browsers start no worker from a page on disk. There, the search's worker runs in a hidden frame instead.
 if (location.protocol === "file:") {
-  window.Worker = class extends EventTarget {
+  const tell = (call, data) => setTimeout(() => call(new MessageEvent("message", { data: structuredClone(data) })))
+  window.Worker = class {
     constructor(address) {
-      super()
       this.waiting = []
-      const frame = document.createElement("iframe")
-      frame.hidden = true
-      frame.srcdoc = "<script><\/script>"
-      frame.onload = () => {
-        this.inside = frame.contentWindow
-        this.inside.postMessage = data => this.dispatchEvent(new MessageEvent("message", { data }))
-        this.inside.importScripts = (...all) => all.reduce((done, one) => done.then(() => this.load(one)), Promise.resolve())
-        this.load(address).then(() => this.waiting.splice(0).forEach(data => this.postMessage(data)))
+      this.frame = document.createElement("iframe")
+      this.frame.hidden = true
+      this.frame.srcdoc = "<script><\/script>"
+      this.frame.onload = () => {
+        const inside = this.frame.contentWindow, script = inside.document.createElement("script")
+        inside.postMessage = data => tell(event => this.onmessage?.(event), data)
+        script.src = address
+        script.onload = () => {
+          this.inside = inside
+          this.waiting.splice(0).forEach(data => this.postMessage(data))
+        }
+        script.onerror = () => this.onerror?.(new Event("error", { cancelable: true }))
+        inside.document.body.append(script)
       }
-      document.body.append(frame)
-    }
-    load(address) {
-      return new Promise((done, fail) => {
-        const script = this.inside.document.createElement("script")
-        Object.assign(script, { src: address, onload: () => { this.ready = true; done() }, onerror: fail })
-        this.inside.document.body.append(script)
-      })
+      document.body.append(this.frame)
     }
     postMessage(data) {
-      if (this.ready) this.inside.dispatchEvent(new MessageEvent("message", { data }))
+      if (this.inside) tell(event => this.inside.onmessage(event), data)
       else this.waiting.push(data)
     }
+    terminate() { this.frame.remove() }
   }
 }

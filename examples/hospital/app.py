@@ -22,7 +22,7 @@ from gradveil.integrations.monitor import add_figures
 SITES, ROWS = 10, 45
 ROUNDS = int(os.environ.get("HOSPITAL_ROUNDS", "6"))
 PARTITION = f"iid:devices={SITES},per_device={ROWS}"
-LR, MODEL = 5.0, "logistic:init=zeros,normalize=half"  # chosen on this public set: for yours, clip=auto,lr=auto
+LR, MODEL = 5.0, "logistic:init=zeros,normalize=half"  # chosen on this set, which is public
 PLAN = PlannedRun(records=ROWS, batch_size=None, epochs=1, rounds=ROUNDS, participations=ROUNDS, cohort=SITES)
 DEFENSE = "veil:epsilon=8,clip=0.5"
 

@@ -1,10 +1,11 @@
-"""Run the hospitals' app on this machine, ten simulated sites, and file the dossier: ``python run.py runs/hospital``.
+"""Run the hospitals' app here, ten simulated sites, and file the dossier: ``python run.py --out runs/hospital``.
 
 The noise of a simulation can be drawn again from its seed, and its page says so. On real sites leave GRADVEIL_NOISE out
 and start each with ``python -P -m gradveil.integrations.flower.supernode``, which holds what leaves to the site's own
 ``--node-config "defense='...'"``.
 """
 
+import argparse
 import os
 import sys
 from pathlib import Path
@@ -44,5 +45,8 @@ def main(out: Path, minutes: str) -> Path:
 
 
 if __name__ == "__main__":
-    given = [*sys.argv[1:], "runs/hospital", "2"][: max(2, len(sys.argv) - 1)]
-    print(main(Path(given[0]).resolve(), given[1]))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", default="runs/hospital")
+    parser.add_argument("--minutes", default="2", help="of the audit")
+    given = parser.parse_args()
+    print(main(Path(given.out).resolve(), given.minutes))

@@ -14,6 +14,7 @@ from gradveil.auditing.certificates import certificate_rows
 from gradveil.auditing.run_folder import RunFolder
 from gradveil.data import load
 from gradveil.defenses.masking import RandomMask
+from gradveil.defenses.noise import Gaussian
 from gradveil.models import build
 from gradveil.threats.setup import AuditConfig, AuditSetup, build_setup
 
@@ -88,3 +89,12 @@ def test_the_time_limit_is_a_number_of_seconds(command: Command) -> None:
     code, _, err = command(*AUDIT, "--meter-seconds", "-1")
     assert code == 2
     assert err == "gradveil: meter_seconds=-1.0: give a number from 0.\n"
+
+
+def test_rows_of_a_table_are_no_gaussian_and_have_no_figure(small: AuditConfig) -> None:
+    data = load("made_up_patients:rows=200")
+    setup = build_setup(small, data, build("mlp", data.input_shape, 2), {"noise": Gaussian(scale=0.1)}, {})
+    meters = [row for row in certificate_rows(setup, ["noise"])["noise"] if row["kind"] == "meter"]
+    assert [(row["mse"], row["says"]) for row in meters] == [
+        (None, "Not read: it takes examples for Gaussian, which categories and words are not.")
+    ]

@@ -392,3 +392,10 @@ def test_noise_on_a_tensor_whose_gradient_is_zero_is_not_accused(model: nn.Modul
     with torch.no_grad():
         dead.get_submodule("5").weight.zero_()  # so that nothing reaches the layers before
     assert not probed(build("gaussian:scale=0.1"), dead).errors
+
+
+def test_a_network_with_dropout_is_probed_under_the_same_dropout(model: nn.Module) -> None:
+    noisy = nn.Sequential(*model[:5], nn.Dropout(0.5), model[5])  # type: ignore[index]
+    found = probed(build("representation:share=0.4"), noisy)
+    assert found.errors == ()
+    assert found.assessed

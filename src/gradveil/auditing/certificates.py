@@ -380,6 +380,8 @@ def _readings(scene: AuditSetup, defense: str, client: int, each: Callable[[], N
     lr, built, probed = scene.config.lr_of(1), scene.acting(defense, scene.model), scene.probed(defense)
     if probed.errors:
         raise CertificateError(f"its declaration is wrong ({probed.errors[0].rstrip('.')}), so no figure rests on it.")
+    if scene.dataset.modality.is_share:
+        raise CertificateError("it takes examples for Gaussian, which categories and words are not.")
     servers = scene.countermeasures(defense, scene.model) or built.servers(scene.model)
     return metered(
         scene.model, truth, built, classes, rng, scene.public.prior,

@@ -169,15 +169,15 @@ def _added(model: nn.Module, clients: Sequence[Batch], secret: Secret) -> Params
     """Return what a defence adds to the input of each layer, where that is the same for all examples."""
     moved: dict[str, list[Tensor]] = {}
     state, rng, sent = copy.deepcopy(secret.state), secret.rng(), copy.deepcopy(model)
-
-    def hook(layer: str, x: Tensor, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        r = args[0].detach()
-        moved.setdefault(layer, []).append(state.perturb(sent, layer, x, r, rng).detach() - r)
-
     for batch in clients:
         for layer in state.layers(sent):
-            handle = sent.get_submodule(layer).register_forward_hook(partial(hook, layer, batch.inputs))
-            with torch.no_grad(), own_numbers(secret.seed):
-                sent(batch.inputs)
-            handle.remove()
+            seen: list[Tensor] = []
+            handle = sent.get_submodule(layer).register_forward_hook(lambda _, args, __, to=seen: to.append(args[0]))
+            with torch.no_grad():
+                with own_numbers(secret.seed):
+                    sent(batch.inputs)
+                handle.remove()
+                for r in seen:
+                    with own_numbers(secret.seed):  # a defence that runs the model again meets the same dropout
+                        moved.setdefault(layer, []).append(state.perturb(sent, layer, batch.inputs, r, rng) - r)
     return {layer: each[0][:1] for layer, each in moved.items() if close(each[0][:1], each[1][:1])}
